@@ -1,0 +1,1 @@
+"""Saved state: written aside, renamed when whole, exported for other tools."""

@@ -1,0 +1,150 @@
+"""Saves and loads a training state: written aside, renamed when whole.
+
+A checkpoint is a folder that holds `model/`, `ema/` and `optimizer/` apart (torch's distributed
+checkpoint format, so that another number of ranks can load it), `trainer.json`, and COMMITTED,
+which lists every file with its size and is written last. A folder without it never was.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+
+from longtake.errors import CheckpointError
+from longtake.parallel.collectives import from_first, wait_for_all
+from longtake.parallel.mesh import World
+from longtake.run_dir import RunDirectory, write_json
+
+PARTS = ("model", "ema", "optimizer")
+
+State = dict[str, Any]
+"""A (nested) dict of tensors; DTensors are saved and loaded in shards."""
+
+
+def save(
+    run: RunDirectory, step: int, parts: Mapping[str, State], trainer: Mapping[str, Any], world: World
+) -> Path:
+    """Write a checkpoint; all ranks call it.
+
+    Args:
+        run: the run directory.
+        step: global step, the number of updates that the state has seen.
+        parts: `model`, `ema` and `optimizer`.
+        trainer: what else is needed to go on, as JSON.
+        world: all ranks.
+
+    Raises:
+        CheckpointError: the folder cannot be written; older checkpoints are untouched.
+    """
+    whole = run.checkpoint_path(step)
+    aside = whole.with_name(f".{whole.name}.partial")
+    try:
+        if world.is_first:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+        wait_for_all(world)
+        for name, state in parts.items():
+            dcp.save(state, checkpoint_id=aside / name, no_dist=world.mesh is None)
+        wait_for_all(world)
+        if world.is_first:
+            _commit(aside, whole, trainer)
+    except OSError as error:
+        raise CheckpointError(
+            f"The checkpoint of step {step} in {run.path} cannot be written: {error.strerror}. "
+            "Earlier checkpoints are whole; make room and start the same command again."
+        ) from error
+    return whole
+
+
+def load_parts(path: Path, parts: Mapping[str, State], world: World | None = None) -> None:
+    """Fill the given states in place from a checkpoint; resharded where the world is another.
+
+    Raises:
+        CheckpointError: the checkpoint is not whole, or holds another model.
+    """
+    verify(path)
+    alone = world is None or world.mesh is None
+    for name, state in parts.items():
+        try:
+            dcp.load(state, checkpoint_id=path / name, no_dist=alone)
+        except (RuntimeError, ValueError, KeyError, dcp.api.CheckpointException) as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise CheckpointError(
+                f"{path}/{name} does not fit the model that the recipe describes: {reason} "
+                "Resume with the recipe that the run was started with."
+            ) from error
+
+
+def load_trainer(path: Path) -> dict[str, Any]:
+    """What `save` was given as `trainer`.
+
+    Raises:
+        CheckpointError: the checkpoint is not whole.
+    """
+    verify(path)
+    loaded: dict[str, Any] = json.loads((path / "trainer.json").read_text())
+    return loaded
+
+
+def newest(run: RunDirectory) -> Path | None:
+    """The newest whole checkpoint of a run, or None."""
+    for step in reversed(run.checkpoint_steps()):
+        path = run.checkpoint_path(step)
+        if not _missing(path):
+            return path
+    return None
+
+
+def verify(path: Path) -> None:
+    """Compare a checkpoint's files with the sizes that were committed.
+
+    Raises:
+        CheckpointError: a file is missing or has another size.
+    """
+    if not (path / "COMMITTED").is_file():
+        raise CheckpointError(
+            f"{path} is not a whole checkpoint: it has no COMMITTED. Its save was interrupted; "
+            "use an earlier one."
+        )
+    if missing := _missing(path):
+        raise CheckpointError(
+            f"{path} is damaged: {len(missing)} of its files are missing or have another size, "
+            f"such as {missing[0]}. Use an earlier checkpoint."
+        )
+
+
+def keep_newest(run: RunDirectory, count: int) -> None:
+    """Delete all but the newest `count` whole checkpoints (rank 0 only)."""
+    for step in run.checkpoint_steps()[:-count]:
+        path = run.checkpoint_path(step)
+        doomed = path.with_name(f".{path.name}.deleted")
+        path.rename(doomed)  # first out of sight as a whole, so that no reader sees half of it
+        shutil.rmtree(doomed)
+
+
+def to_resume(run: RunDirectory, world: World) -> Path | None:
+    """The checkpoint to go on from, the same on every rank; None to start at step 0."""
+    found = from_first(newest(run) if world.is_first else None, world)
+    return found
+
+
+def _commit(aside: Path, whole: Path, trainer: Mapping[str, Any]) -> None:
+    write_json(aside / "trainer.json", trainer)
+    files = sorted(path for path in aside.rglob("*") if path.is_file())
+    sizes = {str(path.relative_to(aside)): path.stat().st_size for path in files}
+    write_json(aside / "COMMITTED", {"files": sizes})
+    if whole.exists():  # a step that is run again after a resume
+        shutil.rmtree(whole)
+    aside.rename(whole)
+
+
+def _missing(path: Path) -> list[str]:
+    sizes = json.loads((path / "COMMITTED").read_text())["files"]
+    return [
+        name
+        for name, size in sizes.items()
+        if not (path / name).is_file() or (path / name).stat().st_size != size
+    ]

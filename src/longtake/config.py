@@ -1,0 +1,340 @@
+"""The recipe: every knob of a run, validated when it is loaded; torch-free.
+
+A recipe is a TOML file. `load` reads it, applies `--set a.b=c` overrides, and returns a frozen
+`Recipe`; whatever is wrong with it becomes one `RecipeError` that names the key and, for a
+misspelt one, the nearest that exists. Paths in a recipe are relative to the folder in which the
+command is run.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from longtake.errors import RecipeError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Bucket(_Section):
+    """One shape of training clip: what a batch holds, in pixels and frames."""
+
+    num_frames: int = Field(gt=0)
+    height: int = Field(gt=0)
+    width: int = Field(gt=0)
+
+    def __str__(self) -> str:
+        return f"{self.num_frames} frames of {self.width}x{self.height}"
+
+
+class DataSection(_Section):
+    """Which clips are trained on, and in which shapes."""
+
+    catalog: Path
+    """The Parquet file that `longtake data index` wrote."""
+    buckets: tuple[Bucket, ...] = Field(min_length=1)
+    """Every clip goes to the bucket that fits it best; a batch holds clips of one bucket."""
+    frame_stride: int = Field(1, gt=0)
+    """Take every n-th frame of a clip."""
+    caption_dropout: float = Field(0.1, ge=0, le=1)
+    """Share of samples trained with an empty caption, for classifier-free guidance."""
+    decode_threads: int = Field(2, gt=0)
+    prefetch_batches: int = Field(3, gt=0)
+    """Batches decoded ahead of the training step."""
+    memory_gib: float = Field(1.0, ge=0)
+    """Decoded clips kept in memory, per process, so that later epochs need not decode them."""
+    max_failed_clips: int = Field(16, ge=0)
+    """Clips that may fail to decode while training (each replaced) before the run stops."""
+
+
+class ModelSection(_Section):
+    """The transformer."""
+
+    family: str
+    pretrained: str | None = None
+    """A diffusers folder or repository id to start from; without it, random weights."""
+    subfolder: str = "transformer"
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the family's model class; what is left out is the class's default."""
+
+
+class CodecSection(_Section):
+    """From pixels to latents and back."""
+
+    kind: Literal["pixels", "autoencoder"] = "pixels"
+    """`pixels` trains on pixels themselves; `autoencoder` on a frozen diffusers VAE's latents."""
+    pretrained: str | None = None
+    subfolder: str = "vae"
+    class_name: str = "AutoencoderKLWan"
+    config: dict[str, Any] = Field(default_factory=dict)
+
+
+class TextSection(_Section):
+    """From captions to what the transformer is conditioned on."""
+
+    kind: Literal["words", "transformers"] = "words"
+    """`words`: ids, embedded by a model that learns them; `transformers`: a frozen encoder."""
+    pretrained: str | None = None
+    subfolder: str = "text_encoder"
+    tokenizer_subfolder: str = "tokenizer"
+    class_name: str = "UMT5EncoderModel"
+    config: dict[str, Any] = Field(default_factory=dict)
+    max_tokens: int = Field(64, gt=0)
+    max_words: int = Field(8192, gt=0)
+    """Size limit of the vocabulary that is built from the catalog's captions."""
+
+
+class FlowSection(_Section):
+    """Which noise levels are trained; sigma = 1 is pure noise."""
+
+    sigmas: Literal["uniform", "logit_normal", "mode", "cosmap"] = "logit_normal"
+    mean: float = 0.0
+    """Mean of the logit-normal; above 0 leans toward noise."""
+    std: float = Field(1.0, gt=0)
+    scale: float = Field(1.29, ge=-1, le=1.7519)
+    """Scale of the mode distribution."""
+    shift: float = Field(1.0, gt=0)
+    """Resolution shift of the sampled sigmas toward noise."""
+
+
+class OptimizerSection(_Section):
+    """How gradients become updates."""
+
+    kind: Literal["adamw", "muon"] = "adamw"
+    """`muon` trains the blocks' matrices with Muon and all the rest with AdamW."""
+    learning_rate: float = Field(1e-4, gt=0)
+    """AdamW's."""
+    muon_learning_rate: float = Field(0.02, gt=0)
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = Field(0.0, ge=0)
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    """What follows the warm-up: a plateau, or a descent to `final_factor` at the last step."""
+    warmup_steps: int = Field(100, ge=0)
+    final_factor: float = Field(0.0, ge=0, le=1)
+    max_grad_norm: float = Field(1.0, gt=0)
+
+
+class TrainingSection(_Section):
+    """How long, how much at once, and on what."""
+
+    steps: int = Field(gt=0)
+    """Optimizer updates."""
+    batch_size: int = Field(gt=0)
+    """Clips per update over all processes."""
+    micro_batch_size: int | None = Field(None, gt=0)
+    """Clips per forward pass and process; gradients are accumulated up to the batch size."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Of the arithmetic; master weights, optimizer and EMA stay in fp32."""
+
+
+class EmaSection(_Section):
+    """The running average of the weights that videos are sampled from."""
+
+    decay: float = Field(0.999, ge=0, lt=1)
+
+
+class ParallelSection(_Section):
+    """What several processes share."""
+
+    strategy: Literal["replicate", "shard"] = "replicate"
+    """`replicate`: every process holds the model; `shard`: each holds a part of it."""
+
+
+class CheckpointSection(_Section):
+    """When state is saved, and how much of it is kept."""
+
+    every: int = Field(500, gt=0)
+    """Steps between checkpoints; the last step is always saved."""
+    keep: int = Field(3, gt=0)
+    """Newest checkpoints that are kept."""
+
+
+class SamplingSection(_Section):
+    """How videos are sampled unless the command says otherwise."""
+
+    solver: Literal["euler", "heun"] = "euler"
+    num_inference_steps: int = Field(30, gt=0)
+    guidance_scale: float = Field(5.0, ge=0)
+    """Classifier-free guidance; 1 is none."""
+    shift: float = Field(5.0, gt=0)
+    fps: float = Field(16.0, gt=0)
+
+
+class Recipe(_Section):
+    """All that decides a run."""
+
+    out: Path
+    """The run directory."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    data: DataSection
+    model: ModelSection
+    codec: CodecSection = CodecSection()
+    text: TextSection = TextSection()
+    flow: FlowSection = FlowSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    training: TrainingSection
+    ema: EmaSection = EmaSection()
+    parallel: ParallelSection = ParallelSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    sampling: SamplingSection = SamplingSection()
+
+    @model_validator(mode="after")
+    def _micro_batches_divide(self) -> Self:
+        micro, batch = self.training.micro_batch_size, self.training.batch_size
+        if micro is not None and batch % micro:
+            raise ValueError(
+                f"training.micro_batch_size {micro} does not divide training.batch_size {batch}"
+            )
+        return self
+
+
+MAY_CHANGE_ON_RESUME = (
+    "out",  # a run directory may be moved
+    "data.catalog",  # the catalog's content is compared by its own fingerprint
+    "data.decode_threads",
+    "data.prefetch_batches",
+    "data.memory_gib",
+    "data.max_failed_clips",
+    "training.micro_batch_size",
+    "training.device",
+    "parallel",
+    "checkpoint",
+    "sampling",
+)
+"""Keys (or sections) that do not change what a run computes."""
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file and apply `a.b=c` overrides.
+
+    Raises:
+        RecipeError: the file is missing or not TOML, a key is unknown, or a value does not fit.
+    """
+    values = _read_toml(path)
+    for override in overrides:
+        _apply_override(values, override)
+    return parse(values, source=str(path))
+
+
+def parse(values: Mapping[str, Any], source: str) -> Recipe:
+    """Validate nested values as a recipe; `source` names them in error messages.
+
+    Raises:
+        RecipeError: with every problem found, one per line.
+    """
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        problems = [_explain(detail) for detail in error.errors()]
+        listed = problems[0] if len(problems) == 1 else "\n  " + "\n  ".join(problems)
+        raise RecipeError(f"{source}: {listed}") from None
+
+
+def dump(recipe: Recipe) -> str:
+    """The whole recipe as TOML, defaults written out (keys that are None are left out)."""
+    return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
+
+
+def differences(old: Recipe, new: Recipe) -> list[tuple[str, object, object]]:
+    """Keys whose values differ and may not on resume, as (key, old value, new value)."""
+    before, after = dict(_flatten(old.model_dump())), dict(_flatten(new.model_dump()))
+    keys = sorted(before.keys() | after.keys())
+    return [
+        (key, before.get(key), after.get(key))
+        for key in keys
+        if before.get(key) != after.get(key) and not _may_change(key)
+    ]
+
+
+def _may_change(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE_ON_RESUME)
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(
+            f"There is no recipe {path}. The folder examples/ holds some to start from."
+        ) from None
+    except OSError as error:
+        raise RecipeError(f"The recipe {path} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"The recipe {path} is not valid TOML: {error}.") from error
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    if not separator or not all(parts):
+        raise RecipeError(f"--set {override}: expected key=value, such as training.steps=2000.")
+    section = values
+    for part in parts[:-1]:
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            raise RecipeError(f"--set {override}: {part} is a value, not a section.")
+    section[parts[-1]] = _parse_value(text.strip())
+
+
+def _parse_value(text: str) -> object:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text  # a bare word, so that nobody has to quote quotes in a shell
+
+
+def _explain(detail: ErrorDetails) -> str:
+    location = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return _explain_unknown(location, [part for part in detail["loc"] if isinstance(part, str)])
+    if detail["type"] == "missing":
+        return f"{location} is missing."
+    if detail["type"] == "value_error":
+        return f"{detail['msg'].removeprefix('Value error, ')}."
+    return f"{location} = {detail['input']!r}: {detail['msg']}."
+
+
+def _explain_unknown(location: str, parts: list[str]) -> str:
+    known = _known_keys()
+    nearest = difflib.get_close_matches(location, known, n=1, cutoff=0.6)
+    if not nearest:  # perhaps the right name in the wrong section
+        nearest = [key for key in known if key.split(".")[-1] == parts[-1]][:1]
+    hint = (
+        f"did you mean {nearest[0]}?"
+        if nearest
+        else f"known keys: {', '.join(_siblings(known, parts))}."
+    )
+    return f"{location} is not a key of a recipe; {hint}"
+
+
+def _siblings(known: list[str], parts: list[str]) -> list[str]:
+    prefix = ".".join(parts[:-1])
+    names = {
+        key.removeprefix(f"{prefix}.").split(".")[0] for key in known if key.startswith(prefix)
+    }
+    return sorted(names)
+
+
+def _known_keys() -> list[str]:
+    keys = []
+    for name, field in Recipe.model_fields.items():
+        keys.append(name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, _Section):
+            keys += [f"{name}.{inner}" for inner in field.annotation.model_fields]
+    return [*keys, *(f"data.buckets.{inner}" for inner in Bucket.model_fields)]

@@ -1,0 +1,1 @@
+"""From video files to batches: catalog, decoding, order, buckets, loader."""

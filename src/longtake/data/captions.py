@@ -1,0 +1,115 @@
+"""Finds the caption of every clip: in a JSONL that names the videos, or in a file beside each."""
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from longtake.errors import DataError
+
+
+class _CaptionLine(NamedTuple):
+    number: int
+    video: str
+    caption: str
+
+
+def read_captions(
+    captions: Path | None, folders: Sequence[Path], videos: Sequence[Path]
+) -> tuple[dict[Path, str], list[str]]:
+    """Return the caption of each video that has one, and the names that fit no video.
+
+    Args:
+        captions: JSONL with one `{"video": path, "caption": text}` per line, where a path is
+            relative to the JSONL's folder or to one of `folders`, or else a file name that is
+            there only once. None: `captions.jsonl` in each folder, and `clip.txt` next to
+            `clip.mp4` for videos that it does not name.
+        folders: absolute paths of the folders that were searched.
+        videos: absolute paths of the video files.
+
+    Raises:
+        DataError: a file cannot be read, a line is malformed, or a video has two captions.
+    """
+    tables = [captions] if captions else [folder / "captions.jsonl" for folder in folders]
+    texts: dict[Path, str] = {}
+    unmatched: list[str] = []
+    for table in dict.fromkeys(tables):
+        if captions or table.is_file():
+            found, left = _match(table, _read_jsonl(table), folders, videos)
+            texts.update(found)
+            unmatched.extend(left)
+    if captions is None:
+        texts = {video: _sidecar(video) for video in videos} | texts
+    return texts, unmatched
+
+
+def _match(
+    table: Path, lines: Iterable[_CaptionLine], folders: Sequence[Path], videos: Sequence[Path]
+) -> tuple[dict[Path, str], list[str]]:
+    """Give each line its video: by path, or else by a file name that is there only once."""
+    roots = [table.parent.resolve(), *folders]
+    by_name: dict[str, list[Path]] = defaultdict(list)
+    for video in videos:
+        by_name[video.name].append(video)
+    known = set(videos)
+    exact: dict[Path, _CaptionLine] = {}
+    inexact: list[_CaptionLine] = []
+    for line in lines:
+        places = [Path(os.path.normpath(root / line.video)) for root in roots]
+        target = next((place for place in places if place in known), None)
+        if target is None:
+            inexact.append(line)
+        else:
+            _assign(exact, target, line, table)
+    named: dict[Path, _CaptionLine] = {}
+    unmatched = []
+    for line in inexact:
+        same_name = by_name.get(Path(line.video).name, [])
+        if len(same_name) == 1 and same_name[0] not in exact:
+            _assign(named, same_name[0], line, table)
+        else:
+            unmatched.append(line.video)
+    return {video: line.caption for video, line in (exact | named).items()}, unmatched
+
+
+def _assign(taken: dict[Path, _CaptionLine], video: Path, line: _CaptionLine, table: Path) -> None:
+    first = taken.setdefault(video, line)
+    if first.caption != line.caption:
+        raise DataError(
+            f"{table}, line {line.number}: {video} has another caption in line {first.number}. "
+            "A clip has one caption; remove one of the two lines."
+        )
+
+
+def _read_jsonl(path: Path) -> list[_CaptionLine]:
+    lines = []
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            video, caption = entry["video"], entry["caption"].strip()
+            f"{video}{caption}".encode()  # half of a surrogate pair is no text
+            lines.append(_CaptionLine(number, os.fspath(video), caption))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise DataError(
+                f"{path}, line {number} is no caption: {line.strip()[:80]!r}. Expected one object "
+                'on each line: {"video": "clip.mp4", "caption": "what it shows"}.'
+            ) from error
+    return lines
+
+
+def _sidecar(video: Path) -> str:
+    path = video.with_suffix(".txt")
+    return _read_text(path).strip() if path.is_file() else ""
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}. Save it as UTF-8.") from error
+    except OSError as error:
+        raise DataError(f"The captions {path} cannot be read: {error.strerror}.") from error

@@ -1,0 +1,55 @@
+"""Writes frames as a video file that plays everywhere."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+from numpy.typing import NDArray
+
+from longtake.errors import DataError
+
+
+def write_video(path: Path, frames: NDArray[np.uint8], fps: float, crf: int = 12) -> None:
+    """Write frames as H.264 (4:2:0) in an mp4 file, written aside and renamed when whole.
+
+    Args:
+        path: the file to write, ending in `.mp4`.
+        frames: [F, H, W, 3] uint8 RGB; H and W even, as 4:2:0 chroma wants.
+        fps: frames per second.
+        crf: constant rate factor of x264, 0 (lossless) to 51; smaller is larger and better.
+
+    Raises:
+        DataError: the frames' shape or type does not fit, or the file cannot be written.
+    """
+    num_frames, height, width = _check(frames, path)
+    aside = path.with_name(f".{path.stem}.partial{path.suffix}")
+    try:
+        with av.open(aside, "w", format="mp4") as container:
+            stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
+            stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+            stream.options = {"crf": str(crf), "preset": "veryfast"}
+            stream.thread_count = 1  # small clips: threads cost more than they give
+            for index in range(num_frames):
+                frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(frames[index]), "rgb24")
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode(None))
+        aside.replace(path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def _check(frames: NDArray[np.uint8], path: Path) -> tuple[int, int, int]:
+    if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or not len(frames):
+        raise DataError(
+            f"{path} was not written: the frames are {frames.dtype} {list(frames.shape)}; "
+            "expected uint8 [frames, height, width, 3] with at least one frame."
+        )
+    num_frames, height, width, _ = frames.shape
+    if height % 2 or width % 2:
+        raise DataError(
+            f"{path} was not written: {width}x{height} pixels; H.264 in 4:2:0 needs an even "
+            f"size. Crop or pad to {width + width % 2}x{height + height % 2}."
+        )
+    return num_frames, height, width

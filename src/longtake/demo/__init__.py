@@ -1,0 +1,1 @@
+"""The demo: moving shapes, trained and judged from their own pixels."""

@@ -1,0 +1,164 @@
+"""Reads from pixels alone what a clip of the shapes world shows.
+
+It measures whether a model draws what its caption asks for, so it must rather say nothing than
+guess: what is not one steady, coloured, known shape gives `None`, and `None` counts as wrong.
+"""
+
+import colorsys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longtake.demo.shapes import COLOURS, DIRECTIONS, SHAPES, coverage, parse_caption
+
+# How far the object must stand out from its background, as a distance in RGB of [0, 1].
+_LEAST_CONTRAST = 0.35
+# The covered share of a frame: a cross of radius 6.5 is a tenth of 32x32, a square of 8 a fifth.
+_LEAST_COVERED, _MOST_COVERED = 0.04, 0.4
+# The largest frame's object to the smallest one's: it may dip over the edge, not come and go.
+_MOST_AREA_RATIO = 1.6
+_LEAST_SATURATION = 0.4
+_MOST_HUE_ERROR = 22.0  # degrees; half the distance between two colours is 30
+_LEAST_AGREEMENT = 0.6  # with the template, as soft intersection over union
+_LEAST_LEAD = 0.03  # over the second best template
+_LEAST_TRAVEL = 0.12  # between the first and the last frame, as a share of the height
+_MOST_ANGLE_ERROR = 18.0  # degrees; half the distance between two directions is 22.5
+_MOST_STRAY = 0.2  # root mean square distance from a steady course, as a share of the travel
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was read; a field that cannot be told is `None`."""
+
+    shape: str | None
+    colour: str | None
+    direction: str | None
+
+
+def read(frames: NDArray[np.uint8]) -> Reading:
+    """Return the shape, the colour and the direction that a clip shows.
+
+    Args:
+        frames: [F, H, W, 3] uint8 RGB, at least two frames.
+    """
+    pixels = frames.astype(np.float64) / 255
+    background = np.median(_border(pixels), axis=0)
+    object_rgb = _object_colour(pixels, background)
+    if object_rgb is None:
+        return Reading(None, None, None)
+    covered = _covered(pixels, background, object_rgb)
+    if not _is_one_steady_object(covered):
+        return Reading(None, None, None)
+    centres = _centroids(covered)
+    return Reading(_shape(covered, centres), _colour(object_rgb), _direction(centres, covered))
+
+
+def adherence(videos: Iterable[NDArray[np.uint8]], captions: Iterable[str]) -> float:
+    """Return the share of videos, in [0, 1], that show all three of what their captions ask for.
+
+    Args:
+        videos: clips of [F, H, W, 3] uint8 RGB.
+        captions: one sentence of the shapes world for each video.
+
+    Raises:
+        DataError: a caption is not of the shapes world.
+        ValueError: there are not as many captions as videos, or none.
+    """
+    right = [_shows(video, caption) for video, caption in zip(videos, captions, strict=True)]
+    if not right:
+        raise ValueError("adherence of no videos is not defined; give at least one.")
+    return sum(right) / len(right)
+
+
+def _shows(video: NDArray[np.uint8], caption: str) -> bool:
+    asked = parse_caption(caption)
+    return read(video) == Reading(asked.shape, asked.colour, asked.direction)
+
+
+def _border(pixels: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the outermost pixels of all frames, [N, 3]."""
+    inner = np.zeros(pixels.shape[1:3], dtype=bool)
+    inner[1:-1, 1:-1] = True
+    return pixels[:, ~inner].reshape(-1, 3)
+
+
+def _object_colour(
+    pixels: NDArray[np.float64], background: NDArray[np.float64]
+) -> NDArray[np.float64] | None:
+    """Return the colour [3] of what stands out most, or None where nothing does."""
+    contrast = np.linalg.norm(pixels - background, axis=-1)
+    peak = np.quantile(contrast, 0.97)
+    if peak < _LEAST_CONTRAST:
+        return None
+    colour: NDArray[np.float64] = np.median(pixels[contrast > 0.75 * peak], axis=0)
+    return colour
+
+
+def _covered(
+    pixels: NDArray[np.float64], background: NDArray[np.float64], object_rgb: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return how far each pixel lies on the way from background to object, [F, H, W] in [0, 1]."""
+    way = object_rgb - background
+    share = (pixels - background) @ way / max(float(way @ way), 1e-9)
+    covered: NDArray[np.float64] = np.clip(share, 0.0, 1.0)
+    covered[covered < 0.25] = 0.0  # a sloping background and faint ghosts do not weigh in
+    return covered
+
+
+def _is_one_steady_object(covered: NDArray[np.float64]) -> bool:
+    areas = covered.sum(axis=(1, 2))
+    share = areas / covered[0].size
+    within = bool((share > _LEAST_COVERED).all() and (share < _MOST_COVERED).all())
+    return within and bool(areas.max() / areas.min() < _MOST_AREA_RATIO)
+
+
+def _centroids(covered: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return each frame's centroid as (x, y) in pixels, [F, 2]."""
+    rows, columns = np.mgrid[: covered.shape[1], : covered.shape[2]]
+    areas = covered.sum(axis=(1, 2))
+    x, y = (covered * columns).sum(axis=(1, 2)) / areas, (covered * rows).sum(axis=(1, 2)) / areas
+    return np.stack([x, y], axis=1)
+
+
+def _shape(covered: NDArray[np.float64], centres: NDArray[np.float64]) -> str | None:
+    """Return the shape whose drawing at the same places agrees best, where one clearly does."""
+    agreements = {shape: _agreement(shape, covered, centres) for shape in SHAPES}
+    best, second = sorted(agreements, key=agreements.__getitem__, reverse=True)[:2]
+    lead = agreements[best] - agreements[second]
+    return best if agreements[best] >= _LEAST_AGREEMENT and lead >= _LEAST_LEAD else None
+
+
+def _agreement(shape: str, covered: NDArray[np.float64], centres: NDArray[np.float64]) -> float:
+    """Return the soft intersection over union with the shape drawn at equal area, in [0, 1]."""
+    height, width = covered.shape[1:]
+    unit_area = coverage(shape, 8.0, np.full((1, 2), 31.5), 64, 64).sum() / 8.0**2
+    radius = float(np.sqrt(np.median(covered.sum(axis=(1, 2))) / unit_area))
+    template = coverage(shape, radius, centres, height, width)
+    return float(np.minimum(template, covered).sum() / np.maximum(template, covered).sum())
+
+
+def _colour(object_rgb: NDArray[np.float64]) -> str | None:
+    hue, saturation, _ = colorsys.rgb_to_hsv(*object_rgb)
+    if saturation < _LEAST_SATURATION:
+        return None
+    errors = {name: abs((360 * hue - at + 180) % 360 - 180) for name, at in COLOURS.items()}
+    best = min(errors, key=errors.__getitem__)
+    return best if errors[best] <= _MOST_HUE_ERROR else None
+
+
+def _direction(centres: NDArray[np.float64], covered: NDArray[np.float64]) -> str | None:
+    """Return the direction of the straight line through the centroids, where there is one."""
+    times = np.arange(len(centres)) - (len(centres) - 1) / 2
+    step = times @ centres / (times @ times)
+    travel = float(np.linalg.norm(step)) * (len(centres) - 1)
+    if travel < _LEAST_TRAVEL * covered.shape[1]:
+        return None
+    strays = centres - centres.mean(axis=0) - times[:, None] * step
+    if np.sqrt((strays**2).sum(axis=1).mean()) > _MOST_STRAY * travel:
+        return None
+    cosines = {name: float(step @ to / np.hypot(*to)) for name, to in DIRECTIONS.items()}
+    best = max(cosines, key=cosines.__getitem__)
+    angle = np.degrees(np.arccos(min(1.0, cosines[best] / float(np.linalg.norm(step)))))
+    return best if angle <= _MOST_ANGLE_ERROR else None

@@ -1,0 +1,235 @@
+"""The demo's world: captioned clips of one coloured shape that moves in one direction.
+
+4 shapes x 6 colours x 8 directions are 192 combinations. One in eight is held out: a model that
+draws those as asked has learnt what the words mean, because it has never seen them together.
+"""
+
+import colorsys
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longtake.data.encode import write_video
+from longtake.errors import DataError
+
+NUM_FRAMES = 8
+HEIGHT = 32
+WIDTH = 32
+FPS = 8.0
+
+SHAPES = ("circle", "square", "triangle", "cross")
+
+# Hue in degrees. Sixty apart, so that chroma subsampling cannot make one into another.
+COLOURS = {"red": 0, "yellow": 60, "green": 120, "cyan": 180, "blue": 240, "magenta": 300}
+
+# Unit steps in (x, y); y grows downwards, as rows do. In order of angle.
+DIRECTIONS = {
+    "right": (1, 0),
+    "down right": (1, 1),
+    "down": (0, 1),
+    "down left": (-1, 1),
+    "left": (-1, 0),
+    "up left": (-1, -1),
+    "up": (0, -1),
+    "up right": (1, -1),
+}
+
+# In radii. Chosen so that all shapes look about as large, and none leaves the picture.
+_SQUARE_HALF_SIDE = 0.9
+_TRIANGLE_INRADIUS = 0.66
+_CROSS_HALF_WIDTH = 0.36
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What one clip shows: a word of `SHAPES`, one of `COLOURS` and one of `DIRECTIONS`."""
+
+    shape: str
+    colour: str
+    direction: str
+
+    @property
+    def caption(self) -> str:
+        """The sentence that asks for it, of at most six words."""
+        return f"a {self.colour} {self.shape} moving {self.direction}"
+
+
+def parse_caption(caption: str) -> Combination:
+    """Return the combination that a caption of this world asks for.
+
+    Raises:
+        DataError: the sentence is not of this world.
+    """
+    combination = _by_caption().get(caption)
+    if combination is None:
+        raise DataError(
+            f"the caption {caption!r} is not of the shapes world; expected a sentence such as "
+            f"'a red circle moving up left', of {', '.join(SHAPES)}; {', '.join(COLOURS)}; "
+            f"{', '.join(DIRECTIONS)}."
+        )
+    return combination
+
+
+def training_captions() -> list[str]:
+    """Return the 168 captions that training clips show, always in the same order."""
+    return [combination.caption for combination, held_out in _world() if not held_out]
+
+
+def held_out_captions() -> list[str]:
+    """Return the 24 captions that no training clip shows, always in the same order."""
+    return [combination.caption for combination, held_out in _world() if held_out]
+
+
+@functools.cache
+def _by_caption() -> dict[str, Combination]:
+    return {combination.caption: combination for combination, _ in _world()}
+
+
+def _world() -> Iterator[tuple[Combination, bool]]:
+    """Yield every combination and whether it is held out.
+
+    Each pair of shape and colour misses one direction, as in a Latin square: each direction is
+    missed three times, no (shape, direction) and no (colour, direction) more than once.
+    """
+    for shape, colour, direction in itertools.product(
+        range(len(SHAPES)), range(len(COLOURS)), range(len(DIRECTIONS))
+    ):
+        names = SHAPES[shape], list(COLOURS)[colour], list(DIRECTIONS)[direction]
+        yield Combination(*names), direction == (2 * shape + colour) % len(DIRECTIONS)
+
+
+def coverage(
+    shape: str, radius: float, centres: NDArray[np.float64], height: int, width: int
+) -> NDArray[np.float64]:
+    """Return how much of each pixel the shape covers, in [0, 1], per frame: [F, height, width].
+
+    Args:
+        shape: one of `SHAPES`.
+        radius: its size in pixels: a circle's radius, half of what a cross spans.
+        centres: [F, 2], its centroid as (x, y) in pixels, the first pixel's centre being (0, 0).
+        height: rows of a frame.
+        width: columns of a frame.
+    """
+    rows, columns = np.mgrid[:height, :width].astype(np.float64)
+    x = columns[None] - centres[:, 0, None, None]
+    y = rows[None] - centres[:, 1, None, None]
+    # A pixel's coverage is close to linear in the edge's distance from its centre.
+    covered: NDArray[np.float64] = np.clip(0.5 - _distance(shape, radius, x, y), 0.0, 1.0)
+    return covered
+
+
+def _distance(
+    shape: str, radius: float, x: NDArray[np.float64], y: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return the distance to the shape's nearest side in pixels, negative inside."""
+    distance: NDArray[np.float64]
+    if shape == "circle":
+        distance = np.hypot(x, y) - radius
+    elif shape == "square":
+        distance = np.maximum(abs(x), abs(y)) - _SQUARE_HALF_SIDE * radius
+    elif shape == "triangle":  # equilateral, pointing up; the centroid is the centre
+        slanted = abs(x) * np.sqrt(0.75) - y * 0.5
+        distance = np.maximum(slanted, y) - _TRIANGLE_INRADIUS * radius
+    else:
+        assert shape == "cross", shape
+        long, short = np.maximum(abs(x), abs(y)), np.minimum(abs(x), abs(y))
+        distance = np.maximum(long - radius, short - _CROSS_HALF_WIDTH * radius)
+    return distance
+
+
+def render(shape: str, colour: str, direction: str, rng: np.random.Generator) -> NDArray[np.uint8]:
+    """Draw one clip; `rng` decides size, speed, place, tint and background.
+
+    Returns:
+        [8, 32, 32, 3] uint8 RGB: an anti-aliased object of radius 6.5 to 8 pixels that passes near
+        the centre at 1.2 to 1.7 pixels a frame, before a dark and slightly sloping background.
+    """
+    step = np.array(DIRECTIONS[direction]) / np.hypot(*DIRECTIONS[direction])
+    speed, radius = rng.uniform(1.2, 1.7), rng.uniform(6.5, 8.0)
+    middle = np.array([WIDTH - 1, HEIGHT - 1]) / 2 + rng.uniform(-1.5, 1.5, size=2)
+    times = np.arange(NUM_FRAMES) - (NUM_FRAMES - 1) / 2
+    centres = middle + speed * times[:, None] * step
+    covered = coverage(shape, radius, centres, HEIGHT, WIDTH)[..., None]
+    frames = covered * _tint(colour, rng) + (1 - covered) * _background(rng)
+    return np.rint(255 * frames).astype(np.uint8)
+
+
+def _tint(colour: str, rng: np.random.Generator) -> NDArray[np.float64]:
+    hue = (COLOURS[colour] + rng.uniform(-6, 6)) / 360 % 1.0
+    return np.array(colorsys.hsv_to_rgb(hue, rng.uniform(0.8, 0.95), rng.uniform(0.85, 1.0)))
+
+
+def _background(rng: np.random.Generator) -> NDArray[np.float64]:
+    """Return a dark grey [H, W, 1] in [0.02, 0.14], brighter towards one side."""
+    rows, columns = np.mgrid[-1 : 1 : HEIGHT * 1j, -1 : 1 : WIDTH * 1j]
+    down, across = rng.uniform(-0.02, 0.02, size=2)
+    level: NDArray[np.float64] = rng.uniform(0.06, 0.1) + down * rows + across * columns
+    return level[..., None]
+
+
+def write_clips(
+    folder: Path, num_clips: int, seed: int, progress: Callable[[int], None] | None = None
+) -> Path:
+    """Write clips of the training captions as mp4 files, and `captions.jsonl` beside them.
+
+    The same seed gives the same clips. An interrupted call can simply be repeated: a clip that is
+    already there is whole, because each is written aside and renamed, and is kept.
+
+    Args:
+        folder: where to write; made if it is not there.
+        num_clips: how many clips; every caption appears once before one appears twice.
+        seed: of what is drawn and in which order; part of the file names.
+        progress: called with the number of finished clips after each one.
+
+    Returns:
+        The path of `captions.jsonl`, one `{"video": file name, "caption": sentence}` a line.
+
+    Raises:
+        DataError: a file cannot be written.
+    """
+    captions = np.random.default_rng(seed).permutation(training_captions()).tolist()
+    planned = [
+        (f"shapes_{seed}_{index:05d}.mp4", captions[index % len(captions)])
+        for index in range(num_clips)
+    ]
+    _make(folder)
+    for index, (video, caption) in enumerate(planned):
+        _write_clip(folder / video, caption, [seed, index])
+        if progress is not None:
+            progress(index + 1)
+    return _write_captions(folder, planned)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"{folder} cannot be made: {error.strerror or error}. Choose a folder you may write to."
+        ) from error
+
+
+def _write_clip(path: Path, caption: str, seed: list[int]) -> None:
+    if path.exists():
+        return
+    wanted = parse_caption(caption)
+    rng = np.random.default_rng(seed)
+    write_video(path, render(wanted.shape, wanted.colour, wanted.direction, rng), FPS)
+
+
+def _write_captions(folder: Path, planned: list[tuple[str, str]]) -> Path:
+    path = folder / "captions.jsonl"
+    lines = [json.dumps({"video": video, "caption": caption}) for video, caption in planned]
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        aside.write_text("".join(f"{line}\n" for line in lines))
+        aside.replace(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
+    return path

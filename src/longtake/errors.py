@@ -1,0 +1,68 @@
+"""Every error a user can meet.
+
+    LongtakeError             what failed, with its values; what was expected; what to do
+    ├── RecipeError           a recipe cannot be read, or its values do not fit together
+    ├── DataError             clips, captions or a catalog cannot be used
+    │   ├── ClipError         one video file cannot be decoded (path and reason)
+    │   └── DataChangedError  a run was started on another catalog than it is resumed on
+    ├── ModelError            a family, codec or text encoder cannot be built or loaded
+    ├── RunError              a run directory cannot be used
+    │   └── RecipeChangedError  the run directory belongs to another recipe
+    ├── CheckpointError       saved state is missing, incomplete or of another shape
+    └── DivergedError         the loss or a gradient stopped being a finite number
+
+The command line turns each into one message on stderr and exit code 2; none of them ends in a
+traceback. Anything else that is raised is a defect of longtake.
+"""
+
+from pathlib import Path
+
+
+class LongtakeError(Exception):
+    """Base of every error that a user can cause and can do something about."""
+
+
+class RecipeError(LongtakeError):
+    """A recipe cannot be read, or its values do not fit together."""
+
+
+class DataError(LongtakeError):
+    """Clips, captions or a catalog cannot be used as they are."""
+
+
+class ClipError(DataError):
+    """One video file cannot be decoded.
+
+    Attributes:
+        path: the file.
+        reason: why, in a few words, without the path.
+    """
+
+    def __init__(self, path: Path | str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = Path(path)
+        self.reason = reason
+
+
+class DataChangedError(DataError):
+    """A run is resumed on another catalog than the one it was started on."""
+
+
+class ModelError(LongtakeError):
+    """A family, codec or text encoder cannot be built or loaded."""
+
+
+class RunError(LongtakeError):
+    """A run directory cannot be created, read or written."""
+
+
+class RecipeChangedError(RunError):
+    """A run directory belongs to another recipe; it is never overwritten."""
+
+
+class CheckpointError(LongtakeError):
+    """Saved state is missing, incomplete, or does not fit the model."""
+
+
+class DivergedError(LongtakeError):
+    """The loss or a gradient stopped being a finite number."""

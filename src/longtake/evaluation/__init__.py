@@ -1,0 +1,1 @@
+"""From saved weights to videos one can look at."""

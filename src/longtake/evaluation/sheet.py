@@ -1,0 +1,164 @@
+"""Draws generated clips as one picture: a prompt and its frames per row."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from longtake.errors import RunError
+
+MAX_FRAMES = 8
+FRAME_HEIGHT = 96
+
+_MARGIN, _ROW_GAP, _FRAME_GAP = 28, 26, 6
+_MARK_WIDTH, _TEXT_WIDTH, _TEXT_GAP = 30, 250, 22
+_CAPTION_SIZE, _NOTE_SIZE, _TITLE_SIZE = 15, 13, 22
+_LEADING = 1.4  # line height over font size
+_PAPER, _INK, _PALE_INK, _RULE = "#fcfcfa", "#22252a", "#767c85", "#e4e4df"
+_GREEN, _RED = "#2f8f5b", "#c8453b"
+
+_Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+
+
+@dataclass(frozen=True)
+class SheetRow:
+    """One clip of a contact sheet.
+
+    Attributes:
+        caption: the prompt. The font has Latin letters; others appear as boxes.
+        frames: [F, H, W, 3] uint8 RGB, at least one frame.
+        correct: draws a green tick (True), a red cross (False) or nothing (None).
+        note: a few pale words below the caption, such as a measured value.
+    """
+
+    caption: str
+    frames: NDArray[np.uint8]
+    correct: bool | None = None
+    note: str = ""
+
+
+def contact_sheet(rows: Sequence[SheetRow], path: Path, *, title: str = "") -> None:
+    """Write a PNG with the caption left and up to 8 evenly spaced frames right, one row per clip.
+
+    Large frames shrink to 96 pixels of height; smaller ones are enlarged by whole factors to at
+    least that, so that their own pixels stay visible. The file is written aside and renamed.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    assert rows, "a contact sheet needs at least one row"
+    pictures = [_draw_row(row) for row in rows]
+    title_height = _line_height(_TITLE_SIZE) + _ROW_GAP if title else 0
+    width = max(picture.width for picture in pictures)
+    if title:
+        width = max(width, round(_font(_TITLE_SIZE).getlength(title)))
+    height = sum(picture.height for picture in pictures) + _ROW_GAP * (len(rows) - 1)
+    sheet = Image.new("RGB", (width + 2 * _MARGIN, height + title_height + 2 * _MARGIN), _PAPER)
+    pen = ImageDraw.Draw(sheet)
+    pen.text((_MARGIN, _MARGIN), title, fill=_INK, font=_font(_TITLE_SIZE))
+    top = _MARGIN + title_height
+    for index, picture in enumerate(pictures):
+        if index:
+            rule = top - _ROW_GAP // 2
+            pen.line((_MARGIN, rule, _MARGIN + width, rule), fill=_RULE)
+        sheet.paste(picture, (_MARGIN, top))
+        top += picture.height + _ROW_GAP
+    _save(sheet, path)
+
+
+def _draw_row(row: SheetRow) -> Image.Image:
+    strip = _draw_strip(row.frames)
+    caption = _wrap(row.caption, _font(_CAPTION_SIZE))
+    note = _wrap(row.note, _font(_NOTE_SIZE))
+    text_height = _line_height(_CAPTION_SIZE) * len(caption) + _line_height(_NOTE_SIZE) * len(note)
+    left = _MARK_WIDTH + _TEXT_WIDTH + _TEXT_GAP
+    picture = Image.new("RGB", (left + strip.width, max(strip.height, text_height)), _PAPER)
+    picture.paste(strip, (left, 0))
+    pen = ImageDraw.Draw(picture)
+    _draw_mark(pen, row.correct)
+    top = _draw_lines(pen, 0, caption, _CAPTION_SIZE, _INK)
+    _draw_lines(pen, top, note, _NOTE_SIZE, _PALE_INK)
+    return picture
+
+
+def _draw_strip(frames: NDArray[np.uint8]) -> Image.Image:
+    """Return up to 8 evenly spaced frames, first and last among them, side by side."""
+    assert frames.dtype == np.uint8, f"frames are {frames.dtype}"
+    assert frames.ndim == 4 and len(frames), f"frames are {frames.shape}"  # noqa: PT018 - one shape
+    num_frames, height, width, _ = frames.shape
+    chosen = np.linspace(0, num_frames - 1, min(num_frames, MAX_FRAMES)).round().astype(int)
+    if height > FRAME_HEIGHT:
+        size = (max(1, round(width * FRAME_HEIGHT / height)), FRAME_HEIGHT)
+        filter_ = Image.Resampling.LANCZOS
+    else:
+        factor = -(-FRAME_HEIGHT // height)
+        size = (width * factor, height * factor)
+        filter_ = Image.Resampling.NEAREST
+    step = size[0] + _FRAME_GAP
+    strip = Image.new("RGB", (step * len(chosen) - _FRAME_GAP, size[1]), _PAPER)
+    for place, index in enumerate(chosen):
+        frame = Image.fromarray(np.ascontiguousarray(frames[index]))
+        strip.paste(frame.resize(size, filter_), (place * step, 0))
+    return strip
+
+
+def _draw_mark(pen: ImageDraw.ImageDraw, correct: bool | None) -> None:
+    """Draw a tick or a cross with lines: the font has neither."""
+    if correct is True:
+        pen.line([(1, 10), (6, 15), (16, 4)], fill=_GREEN, width=3, joint="curve")
+    elif correct is False:
+        pen.line([(3, 4), (14, 15)], fill=_RED, width=3)
+        pen.line([(3, 15), (14, 4)], fill=_RED, width=3)
+
+
+def _draw_lines(
+    pen: ImageDraw.ImageDraw, top: int, lines: Sequence[str], size: int, ink: str
+) -> int:
+    """Draw lines below `top` and return where the next one would begin."""
+    for line in lines:
+        pen.text((_MARK_WIDTH, top), line, fill=ink, font=_font(size))
+        top += _line_height(size)
+    return top
+
+
+def _wrap(text: str, font: _Font) -> list[str]:
+    """Break text between words so that a line fits the column; a longer word is cut."""
+    lines: list[str] = []
+    for word in text.split():
+        joined = f"{lines[-1]} {word}" if lines else word
+        if lines and font.getlength(joined) <= _TEXT_WIDTH:
+            lines[-1] = joined
+        else:
+            lines.extend(_cut(word, font))
+    return lines
+
+
+def _cut(word: str, font: _Font) -> list[str]:
+    """Split a word into pieces that fit the column; almost always into one."""
+    pieces = [""]
+    for letter in word:
+        if pieces[-1] and font.getlength(pieces[-1] + letter) > _TEXT_WIDTH:
+            pieces.append("")
+        pieces[-1] += letter
+    return pieces
+
+
+def _font(size: int) -> _Font:
+    return ImageFont.load_default(size=size)
+
+
+def _line_height(size: int) -> int:
+    return round(size * _LEADING)
+
+
+def _save(sheet: Image.Image, path: Path) -> None:
+    aside = path.with_name(f".{path.stem}.partial.png")
+    try:
+        sheet.save(aside, format="PNG")
+        aside.replace(path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise RunError(f"{path} cannot be written: {error.strerror or error}.") from error

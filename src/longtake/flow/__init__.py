@@ -1,0 +1,1 @@
+"""The mathematics of flow matching, pure: no files, no ranks, no models."""

@@ -1,0 +1,77 @@
+"""From noise to a clip: solves d(noisy_latents) / d(sigma) = velocity along falling sigmas."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from longtake.errors import RecipeError
+
+Velocity = Callable[[Tensor, float], Tensor]
+"""Maps noisy latents [B, ...] and their common sigma to the velocity there, of the same shape."""
+
+SolverName = Literal["euler", "heun"]
+
+
+def euler(velocity: Velocity, noisy_latents: Tensor, sigma: float, next_sigma: float) -> Tensor:
+    """Return the latents one Euler step later (order 1; asks for one velocity)."""
+    return noisy_latents + (next_sigma - sigma) * velocity(noisy_latents, sigma)
+
+
+def heun(velocity: Velocity, noisy_latents: Tensor, sigma: float, next_sigma: float) -> Tensor:
+    """Return the latents one Heun step later (order 2; asks for two velocities).
+
+    A step to sigma 0 is an Euler step, as in EDM (arXiv:2206.00364, algorithm 1) and diffusers:
+    models are hardly trained there, and one such step leaves the order at 2.
+    """
+    step = next_sigma - sigma
+    slope = velocity(noisy_latents, sigma)
+    guess = noisy_latents + step * slope
+    if next_sigma == 0:
+        return guess
+    return noisy_latents + step * 0.5 * (slope + velocity(guess, next_sigma))
+
+
+_SOLVERS = {"euler": euler, "heun": heun}
+
+
+def integrate(
+    velocity: Velocity,
+    noise: Tensor,
+    sigmas: Sequence[float],
+    solver: SolverName = "euler",
+    on_step: Callable[[int], None] | None = None,
+) -> Tensor:
+    """Return the latents at the last sigma, in fp32 or the noise's type where that is wider.
+
+    Args:
+        velocity: the model, with guidance if any; it gets the latents in the type returned here.
+        noise: the latents at the first sigma, [B, ...].
+        sigmas: strictly falling, such as `longtake.flow.timesteps.build_sigmas`.
+        solver: "euler" or "heun".
+        on_step: told the number of steps done after each (for a progress bar).
+
+    Raises:
+        RecipeError: the solver is unknown.
+    """
+    if solver not in _SOLVERS:
+        raise RecipeError(f"{solver!r} is no solver. Choose {' or '.join(_SOLVERS)}.")
+    assert all(sigma > next_sigma for sigma, next_sigma in pairwise(sigmas)), f"{sigmas} must fall"
+    # Half precision would round away most of a small step.
+    latents = noise.to(torch.promote_types(noise.dtype, torch.float32))
+    for num_done, (sigma, next_sigma) in enumerate(pairwise(sigmas), start=1):
+        latents = _SOLVERS[solver](velocity, latents, sigma, next_sigma)
+        if on_step is not None:
+            on_step(num_done)
+    return latents
+
+
+def guided(velocity_cond: Tensor, velocity_uncond: Tensor, guidance_scale: float) -> Tensor:
+    """Return the classifier-free guided velocity: uncond + guidance_scale * (cond - uncond).
+
+    A scale of 1 is the conditional velocity, 0 the unconditional one (arXiv:2207.12598, in
+    diffusers' convention).
+    """
+    return velocity_uncond + guidance_scale * (velocity_cond - velocity_uncond)

@@ -1,0 +1,1 @@
+"""Model families behind one Protocol, and the codec and text encoder beside them."""

@@ -1,0 +1,27 @@
+"""The families by name, imported only when one is asked for."""
+
+import difflib
+import importlib
+from typing import cast
+
+from longtake.errors import RecipeError
+from longtake.models.family import Family
+
+FAMILIES = {
+    "tubelet": "longtake.models.tubelet:Tubelet",
+    "wan": "longtake.models.wan:Wan",
+}
+
+
+def family(name: str) -> Family:
+    """The family of that name.
+
+    Raises:
+        RecipeError: there is none; names the nearest.
+    """
+    if name not in FAMILIES:
+        nearest = difflib.get_close_matches(name, FAMILIES, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else "no name is near."
+        raise RecipeError(f"model.family {name!r} is unknown; {hint} Known: {', '.join(FAMILIES)}.")
+    module, _, class_name = FAMILIES[name].partition(":")
+    return cast("Family", getattr(importlib.import_module(module), class_name)())

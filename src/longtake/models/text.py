@@ -1,0 +1,198 @@
+"""From captions to what the transformer is conditioned on."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from torch import Tensor, nn
+
+from longtake.config import TextSection
+from longtake.errors import ModelError, RecipeError
+from longtake.models.pretrained import load_pretrained, transformers_class
+
+_PAD, _UNKNOWN, _END = "[PAD]", "[UNK]", "</s>"
+_SPECIAL = [_PAD, _UNKNOWN, _END]  # in the order of their ids: padding is 0
+
+
+class TextEncoder(Protocol):
+    """Encodes captions; the empty caption is the unconditional one of classifier-free guidance."""
+
+    vocabulary_size: int
+    embed_dim: int | None
+    """Width of `prompt_embeds`, or None where the model embeds token ids itself."""
+
+    def encode(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Named tensors, each [B, ...], for the family's model."""
+        ...
+
+    def unknown_words(self, caption: str) -> list[str]:
+        """Words of a caption that the encoder has never seen."""
+        ...
+
+    def to(self, device: torch.device) -> None:
+        """Move to a device."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write what `build_text` cannot make again from the recipe."""
+        ...
+
+
+class WordIds:
+    """Ids of whole words, for a model that learns their embedding; 0 is padding.
+
+    Encodes to `token_ids` [B, T] int64.
+    """
+
+    embed_dim = None
+
+    def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._device = torch.device("cpu")
+        self.vocabulary_size: int = tokenizer.get_vocab_size()
+
+    def encode(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """`token_ids` [B, T], cut or padded to T = max_tokens."""
+        ids = torch.zeros(len(captions), self._max_tokens, dtype=torch.int64)
+        for row, encoded in zip(ids, self._tokenizer.encode_batch(list(captions)), strict=True):
+            found = encoded.ids[: self._max_tokens]
+            row[: len(found)] = torch.tensor(found, dtype=torch.int64)
+        return {"token_ids": ids.to(self._device)}
+
+    def unknown_words(self, caption: str) -> list[str]:
+        """Words that stood in no caption of the catalog."""
+        return _unknown_words(self._tokenizer, caption)
+
+    def to(self, device: torch.device) -> None:
+        """Where `encode` puts its ids."""
+        self._device = device
+
+    def save(self, folder: Path) -> None:
+        """Write the vocabulary."""
+        (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
+        self._tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+
+
+class TransformersText:
+    """A frozen encoder of transformers, such as `UMT5EncoderModel`.
+
+    Encodes to `prompt_embeds` [B, T, D] fp32, zero where a caption has ended, as Wan's pipeline
+    has it.
+    """
+
+    def __init__(self, encoder: nn.Module, tokenizer: Any, max_tokens: int) -> None:
+        self.encoder = encoder.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._device = torch.device("cpu")
+        config: Any = encoder.config
+        self.embed_dim: int = config.hidden_size
+        self.vocabulary_size = len(tokenizer)
+
+    @torch.no_grad()
+    def encode(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """`prompt_embeds` [B, T, D], cut or padded to T = max_tokens."""
+        tokens = self.tokenizer(
+            list(captions),
+            padding="max_length",
+            max_length=self._max_tokens,
+            truncation=True,
+            return_attention_mask=True,
+            return_tensors="pt",
+        ).to(self._device)
+        embeds = self.encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
+        return {"prompt_embeds": embeds.float() * tokens.attention_mask.unsqueeze(-1)}
+
+    def unknown_words(self, caption: str) -> list[str]:
+        """Words without a token; none for an encoder whose tokens are pieces of words."""
+        tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
+        is_words = tokenizer is not None and isinstance(tokenizer.model, models.WordLevel)
+        return _unknown_words(tokenizer, caption) if is_words else []
+
+    def to(self, device: torch.device) -> None:
+        """Move the encoder to a device."""
+        self._device = device
+        self.encoder.to(device)
+
+    def save(self, folder: Path) -> None:
+        """Write encoder and tokenizer in the layout of a diffusers pipeline."""
+        self.encoder.save_pretrained(folder / "text_encoder")  # type: ignore[operator]
+        self.tokenizer.save_pretrained(folder / "tokenizer")
+
+
+def build_text(section: TextSection, captions: Iterable[str], made: Path | None) -> TextEncoder:
+    """The recipe's text encoder on the CPU.
+
+    Args:
+        section: of the recipe.
+        captions: of the catalog; a vocabulary is made of their words where none is given.
+        made: the folder where a run keeps frozen parts that it made itself, once it did.
+
+    Raises:
+        ModelError: encoder or tokenizer cannot be loaded.
+        RecipeError: the class does not take the recipe's arguments.
+    """
+    if section.kind == "words":
+        return WordIds(_word_tokenizer(section, captions, made), section.max_tokens)
+    encoder_class = transformers_class("text.class_name", section.class_name)
+    if section.pretrained is not None:
+        return _load(encoder_class, section, section.pretrained, section.subfolder)
+    if made is not None and (made / "text_encoder").is_dir():
+        return _load(encoder_class, section, str(made), "text_encoder")
+    return _random(encoder_class, section, captions)
+
+
+def _load(encoder_class: Any, section: TextSection, where: str, subfolder: str) -> TransformersText:
+    from transformers import AutoTokenizer
+
+    encoder = load_pretrained(encoder_class, where, subfolder)
+    tokenizer = load_pretrained(AutoTokenizer, where, section.tokenizer_subfolder)
+    return TransformersText(encoder, tokenizer, section.max_tokens)
+
+
+def _random(encoder_class: Any, section: TextSection, captions: Iterable[str]) -> TransformersText:
+    """An encoder with random weights over a vocabulary of the catalog's words."""
+    from transformers import PreTrainedTokenizerFast
+
+    words = _word_tokenizer(section, captions, None)
+    words.post_processor = processors.TemplateProcessing(
+        single=f"$A {_END}", special_tokens=[(_END, words.token_to_id(_END))]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token=_PAD, unk_token=_UNKNOWN, eos_token=_END
+    )
+    try:
+        config = encoder_class.config_class(vocab_size=len(tokenizer), **section.config)
+        encoder = encoder_class(config)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"text.config does not fit {section.class_name}: {error}.") from error
+    return TransformersText(encoder, tokenizer, section.max_tokens)
+
+
+def _word_tokenizer(section: TextSection, captions: Iterable[str], made: Path | None) -> Tokenizer:
+    saved = None if made is None else made / "tokenizer" / "tokenizer.json"
+    if saved is not None and saved.is_file():
+        return Tokenizer.from_file(str(saved))
+    tokenizer = Tokenizer(models.WordLevel(unk_token=_UNKNOWN))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=section.max_words, special_tokens=_SPECIAL, show_progress=False
+    )
+    tokenizer.train_from_iterator(captions, trainer)
+    if tokenizer.get_vocab_size() <= len(_SPECIAL):
+        raise ModelError("The catalog's captions hold no words to make a vocabulary of.")
+    return tokenizer
+
+
+def _unknown_words(tokenizer: Tokenizer, caption: str) -> list[str]:
+    unknown = tokenizer.token_to_id(_UNKNOWN)
+    encoded = tokenizer.encode(caption, add_special_tokens=False)
+    return [
+        caption[start:end]
+        for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True)
+        if token == unknown
+    ]

@@ -1,0 +1,1 @@
+"""Everything that knows there is more than one rank."""

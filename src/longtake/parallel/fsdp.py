@@ -1,0 +1,40 @@
+"""Spreads a model over the mesh with FSDP2 (`fully_shard`)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from longtake.parallel.mesh import World
+
+
+def spread(model: nn.Module, blocks: Sequence[nn.Module], world: World) -> None:
+    """Shard (or replicate) each block and then the rest, in place; alone, do nothing.
+
+    Parameters become DTensors and stay in fp32, reductions too; the arithmetic's precision is
+    autocast's business, the same on one process and on many.
+    """
+    if world.mesh is None:
+        return
+    for block in blocks:
+        fully_shard(block, mesh=world.mesh)
+    fully_shard(model, mesh=world.mesh)
+
+
+def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
+    """Say whether the next backward reduces gradients over ranks (only the last micro-step's)."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(wanted)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor, gathered where it is sharded (a collective: all ranks must call it)."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale gradients down to a norm of `max_norm`; returns the norm before, over all ranks."""
+    return full(nn.utils.clip_grad_norm_(model.parameters(), max_norm))

@@ -1,0 +1,242 @@
+"""The run directory: the one contract between processes; torch-free.
+
+Processes share files, never imports and never sockets. Every file has exactly one writer; every
+record is appended or renamed into place; readers follow. This is the only module that knows the
+names and the record schemas:
+
+    recipe.toml                  the resolved recipe (what was really run)
+    run.json                     id, created, launches (host, world size, start step, versions)
+    events.jsonl                 what happened, one line each
+    metrics.jsonl                scalars per step (writer: rank 0)
+    components/                  frozen parts made for this run: vae, text_encoder, tokenizer
+    checkpoints/step_00001000/   model/ ema/ optimizer/ trainer.json COMMITTED
+    tensorboard/                 the mirror of metrics.jsonl
+"""
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, NotRequired, TypedDict
+
+from longtake import __version__, config
+from longtake.config import Recipe
+from longtake.errors import RecipeChangedError, RunError
+
+EventKind = Literal[
+    "launched", "resumed", "epoch", "checkpoint", "sample_rejected", "interrupted", "finished"
+]
+
+
+class Metrics(TypedDict):
+    """One line of metrics.jsonl; of a step that was run twice (after a resume) the later counts."""
+
+    step: int
+    epoch: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    step_seconds: float
+    data_seconds: float
+    time: float
+    tflops_per_second: NotRequired[float]
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths and records of one run."""
+
+    path: Path
+
+    @property
+    def recipe_path(self) -> Path:
+        """The resolved recipe."""
+        return self.path / "recipe.toml"
+
+    @property
+    def record_path(self) -> Path:
+        """Who launched what, when and where."""
+        return self.path / "run.json"
+
+    @property
+    def events_path(self) -> Path:
+        """One JSON object per event."""
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics_path(self) -> Path:
+        """One JSON object per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def components_path(self) -> Path:
+        """Frozen parts made for this run."""
+        return self.path / "components"
+
+    @property
+    def tensorboard_path(self) -> Path:
+        """TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    def checkpoint_path(self, step: int) -> Path:
+        """Where the checkpoint of a step lies, whether it exists or not."""
+        return self.checkpoints_path / f"step_{step:08d}"
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps of all whole checkpoints, ascending."""
+        found = self.checkpoints_path.glob("step_*/COMMITTED")
+        return sorted(int(path.parent.name.removeprefix("step_")) for path in found)
+
+    def exists(self) -> bool:
+        """Whether a run was begun here."""
+        return self.recipe_path.is_file()
+
+    def recipe(self) -> Recipe:
+        """The recipe that was really run.
+
+        Raises:
+            RunError: there is no run here.
+        """
+        if not self.exists():
+            raise RunError(
+                f"{self.path} is not a run directory: it has no recipe.toml. "
+                "Expected the `out` folder of a recipe that was trained."
+            )
+        return config.load(self.recipe_path)
+
+    def create(self, recipe: Recipe) -> None:
+        """Begin a run here, or accept the one that is here if its recipe is the same.
+
+        Raises:
+            RecipeChangedError: the folder belongs to another recipe; nothing is written.
+            RunError: the folder holds something else, or cannot be written.
+        """
+        if self.exists():
+            self._refuse_another(recipe)
+            return
+        if self.path.is_dir() and self.metrics_path.exists():
+            raise RunError(
+                f"{self.path} has metrics but no recipe.toml: it is a damaged run directory. "
+                "Choose another folder with --set out=FOLDER."
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            record = {
+                "id": f"{self.path.name}-{secrets.token_hex(4)}",
+                "created": now(),
+                "launches": [],
+            }
+            write_json(self.record_path, record)
+            write_text(self.recipe_path, config.dump(recipe))
+        except OSError as error:
+            raise RunError(
+                f"The run directory {self.path} cannot be written: {error.strerror}. "
+                "Choose another one with --set out=FOLDER."
+            ) from error
+
+    def _refuse_another(self, recipe: Recipe) -> None:
+        changed = config.differences(self.recipe(), recipe)
+        if not changed:
+            return
+        listed = "\n".join(f"  {key}: {old!r} there, {new!r} now" for key, old, new in changed)
+        raise RecipeChangedError(
+            f"{self.path} holds a run of another recipe, which is never overwritten. "
+            f"They differ in\n{listed}\n"
+            f"Start beside it with --set out={self.path}-2, or go on with the old recipe: "
+            f"longtake train {self.recipe_path}"
+        )
+
+    def record_launch(self, **facts: Any) -> None:
+        """Add a launch (host, time, versions and `facts`) to run.json."""
+        record = json.loads(self.record_path.read_text())
+        record["launches"].append(
+            {"time": now(), "host": socket.gethostname(), "versions": _versions(), **facts}
+        )
+        write_json(self.record_path, record)
+
+    def append_event(self, kind: EventKind, **fields: Any) -> None:
+        """Append one line to events.jsonl."""
+        append_json(self.events_path, {"time": now(), "event": kind, **fields})
+
+    def append_metrics(self, metrics: Metrics) -> None:
+        """Append one line to metrics.jsonl."""
+        append_json(self.metrics_path, metrics)
+
+    def metrics(self) -> list[Metrics]:
+        """All metrics by step; of a step that was run twice only the later."""
+        by_step = {row["step"]: row for row in read_json_lines(self.metrics_path)}
+        return [by_step[step] for step in sorted(by_step)]
+
+
+def now() -> str:
+    """Wall-clock time for people to read, ISO 8601 in UTC; never subtracted from another."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def append_json(path: Path, record: Mapping[str, Any]) -> None:
+    """Append a record as one line, in one write, so that a reader never sees it interleaved."""
+    line = json.dumps(record, separators=(",", ":")) + "\n"
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line)
+
+
+def read_json_lines(path: Path) -> Iterator[Any]:
+    """Records of a JSON-lines file; a last line that is still being written is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    """Replace a JSON file as a whole."""
+    write_text(path, json.dumps(record, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file as a whole: written aside, flushed to disk, renamed into place."""
+    aside = path.with_name(f".{path.name}.partial")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def _versions() -> dict[str, str]:
+    packages = ("torch", "diffusers", "transformers", "av", "numpy")
+    found = {name: metadata.version(name) for name in packages}
+    return {"longtake": __version__, "python": sys.version.split()[0], **found, **_revision()}
+
+
+def _revision() -> dict[str, str]:
+    """The code's git revision where longtake runs from a checkout, else nothing."""
+    git = shutil.which("git")
+    if git is None:
+        return {}
+    command = [
+        git,
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=12",
+    ]
+    described = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - fixed arguments
+    return {"revision": described.stdout.strip()} if described.returncode == 0 else {}

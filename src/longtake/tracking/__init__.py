@@ -1,0 +1,1 @@
+"""Mirrors a run directory to experiment trackers; never imports torch."""

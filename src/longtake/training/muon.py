@@ -1,0 +1,171 @@
+"""Muon: momentum whose every step is orthogonalised, for the matrices of a transformer."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+# The quintic of Keller Jordan's Muon: it lifts small singular values fast and leaves all of them
+# in about [0.7, 1.2], which serves as well as exactly 1.
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalised by Newton-Schulz, for parameters of two dimensions.
+
+    After Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024): with the
+    momentum M of a weight [rows, columns], the weight moves by
+    `-lr * sqrt(max(1, rows / columns)) * orthogonalise(M)`, after it has been scaled by
+    `1 - lr * weight_decay`. It takes the same settings and the same steps as `torch.optim.Muon`
+    with `adjust_lr_fn="original"`, but orthogonalises all weights of equal shape in one batch,
+    which halves the time of small models, and accepts the sharded parameters of FSDP2.
+
+    The state of a parameter is `momentum_buffer`, in the parameter's own layout. A sharded
+    parameter's step is gathered, orthogonalised on every rank and sharded again, so any number of
+    ranks takes the same step.
+
+    Args:
+        params: weights of two dimensions, or groups of them. Everything else (biases, norms,
+            embeddings, a model's first and last layer) is AdamW's.
+        lr: learning rate; 0.02 is usual.
+        momentum: share of the momentum that a step keeps.
+        nesterov: whether the step looks ahead by one more momentum update.
+        weight_decay: decoupled, as in AdamW.
+        num_iterations: Newton-Schulz iterations.
+
+    Raises:
+        ValueError: a parameter does not have two dimensions, or a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        num_iterations: int = 5,
+    ) -> None:
+        if lr < 0 or weight_decay < 0 or not 0 <= momentum < 1 or num_iterations < 1:
+            raise ValueError(
+                f"Muon cannot run with lr={lr}, momentum={momentum}, weight_decay={weight_decay}, "
+                f"num_iterations={num_iterations}; expected lr and weight_decay of 0 or more, "
+                "momentum in [0, 1) and at least one iteration."
+            )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "num_iterations": num_iterations,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; refuse parameters that are not matrices."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.ndim != 2:
+                raise ValueError(
+                    f"Muon takes parameters of two dimensions, not of {list(parameter.shape)}; "
+                    "give this one to AdamW."
+                )
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update the parameters that have a gradient.
+
+        Args:
+            closure: computes the loss anew, gradients included; returns it.
+
+        Returns:
+            What `closure` returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for batch in _of_equal_shape(parameters):
+                self._step_batch(batch, group)
+        return loss
+
+    def _step_batch(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        directions = [self._direction(parameter, group) for parameter in parameters]
+        rows, columns = parameters[0].shape
+        scale = max(1.0, rows / columns) ** 0.5
+        matrices = torch.stack([_whole(direction) for direction in directions])
+        steps = orthogonalise(matrices, group["num_iterations"]).unbind()
+        for parameter, step in zip(parameters, steps, strict=True):
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            step = step.to(parameter.dtype)
+            parameter.add_(_laid_out_as(parameter, step), alpha=-group["lr"] * scale)
+
+    def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        """Return the momentum after this step's gradient, in the parameter's layout."""
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        momentum: Tensor = state["momentum_buffer"]
+        momentum.lerp_(parameter.grad, 1 - group["momentum"])
+        if not group["nesterov"]:
+            return momentum
+        return torch.lerp(parameter.grad, momentum, group["momentum"])
+
+
+def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
+    """Return the nearest matrices, roughly, whose singular values are all 1.
+
+    The Newton-Schulz iteration of Keller Jordan's Muon, X <- aX + (bA + cA^2)X with A = XX^T, in
+    bfloat16: it needs no more precision.
+
+    Args:
+        matrices: [num_matrices, rows, columns].
+        num_iterations: five bring the singular values of a usual gradient into about [0.7, 1.2].
+
+    Returns:
+        [num_matrices, rows, columns] in bfloat16.
+    """
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.bfloat16()
+    if is_tall:  # the product XX^T is then the smaller one
+        x = x.transpose(1, 2)
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    a, b, c = _QUINTIC
+    for _ in range(num_iterations):
+        gram = x @ x.transpose(1, 2)
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, factor, x, beta=a)
+    return x.transpose(1, 2) if is_tall else x
+
+
+def _of_equal_shape(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """Return the parameters in groups that can be stacked, in an order equal on every rank."""
+    groups: defaultdict[tuple[torch.Size, torch.device], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        groups[parameter.shape, parameter.device].append(parameter)
+    return list(groups.values())
+
+
+def _whole(matrix: Tensor) -> Tensor:
+    return matrix.full_tensor() if isinstance(matrix, DTensor) else matrix
+
+
+def _laid_out_as(parameter: Tensor, matrix: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return matrix
+    # Every rank holds the same matrix already: take the own part of it, send nothing.
+    return distribute_tensor(
+        matrix, parameter.device_mesh, parameter.placements, src_data_rank=None
+    )

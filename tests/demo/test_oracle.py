@@ -1,0 +1,148 @@
+"""What the oracle promises: it reads real clips, and says nothing about what is none."""
+
+import json
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from longtake.demo.oracle import Reading, adherence, read
+from longtake.demo.shapes import COLOURS, DIRECTIONS, SHAPES, parse_caption, render, write_clips
+from longtake.errors import DataError
+
+_NOTHING = Reading(None, None, None)
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[NDArray[np.uint8], str]]:
+    """Return 336 clips, two of each training caption, as read back from their files."""
+    listing = write_clips(tmp_path_factory.mktemp("clips"), num_clips=336, seed=11)
+    entries = [json.loads(line) for line in listing.read_text().splitlines()]
+    return [(_decode(listing.parent / entry["video"]), entry["caption"]) for entry in entries]
+
+
+def test_real_clips_are_read_as_captioned(clips: list[tuple[NDArray[np.uint8], str]]) -> None:
+    """At least 99 of 100 clips that went through H.264 are read in full."""
+    videos, captions = zip(*clips, strict=True)
+    assert adherence(videos, captions) >= 0.99
+
+
+def test_a_wrong_caption_is_never_adhered_to(clips: list[tuple[NDArray[np.uint8], str]]) -> None:
+    """Given each other's captions, no clip counts as right unless the captions are equal."""
+    videos, captions = zip(*clips[:168], strict=True)
+    assert len(set(captions)) == 168
+    assert adherence(videos, captions[1:] + captions[:1]) == 0.0
+
+
+def test_a_clip_played_backwards_reads_as_the_opposite_direction(
+    clips: list[tuple[NDArray[np.uint8], str]],
+) -> None:
+    """The direction comes from the order of the frames and from nothing else."""
+    opposite = {"up": "down", "down": "up", "left": "right", "right": "left"}
+    for frames, _ in clips[:100]:
+        forwards, backwards = read(frames), read(frames[::-1])
+        assert forwards.direction is not None
+        turned = " ".join(opposite[word] for word in forwards.direction.split())
+        assert backwards == Reading(forwards.shape, forwards.colour, turned)
+
+
+def test_a_clip_that_stands_still_has_no_direction(
+    clips: list[tuple[NDArray[np.uint8], str]],
+) -> None:
+    """One frame repeated keeps its shape and colour, and moves nowhere."""
+    for frames, caption in clips[:100]:
+        reading = read(np.repeat(frames[3:4], 8, axis=0))
+        assert reading.direction is None
+        assert reading.colour == parse_caption(caption).colour
+
+
+def test_shuffled_frames_have_no_direction(clips: list[tuple[NDArray[np.uint8], str]]) -> None:
+    """An object that jumps about is not said to move one way."""
+    order = [3, 0, 6, 1, 7, 4, 2, 5]
+    assert all(read(frames[order]).direction is None for frames, _ in clips[:100])
+
+
+@pytest.mark.parametrize("level", [0, 30, 128, 255])
+def test_grey_says_nothing(level: int) -> None:
+    """A plain picture, however bright, shows no object."""
+    assert read(np.full((8, 32, 32, 3), level, dtype=np.uint8)) == _NOTHING
+
+
+@pytest.mark.parametrize("smoothing", [1, 2, 4, 8, 16])
+def test_noise_is_never_a_full_reading(smoothing: int) -> None:
+    """Noise of any grain, frozen or not, is never read in all three fields."""
+    rng = np.random.default_rng(0)
+    for frozen in (False, True):
+        for _ in range(40):
+            coarse = (1 if frozen else 8, 32 // smoothing, 32 // smoothing, 3)
+            noise = rng.integers(0, 256, size=coarse, dtype=np.uint8)
+            noise = noise.repeat(smoothing, axis=1).repeat(smoothing, axis=2)
+            reading = read(np.broadcast_to(noise, (8, 32, 32, 3)))
+            assert None in (reading.shape, reading.colour, reading.direction)
+
+
+@pytest.mark.parametrize("colour", COLOURS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_soft_and_grainy_clip_is_still_read(shape: str, colour: str) -> None:
+    """Three pixels of blur and some grain, as models leave them, do not hide the object."""
+    rng = np.random.default_rng(7)
+    for direction in DIRECTIONS:
+        frames = render(shape, colour, direction, rng).astype(float)
+        padded = np.pad(frames, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="edge")
+        soft = (padded[:, :-2, 1:-1] + 2 * frames + padded[:, 2:, 1:-1]) / 4
+        soft += rng.normal(0, 8, soft.shape)
+        assert read(soft.clip(0, 255).astype(np.uint8)) == Reading(shape, colour, direction)
+
+
+def test_an_object_between_two_colours_has_none() -> None:
+    """Orange lies between red and yellow and is called neither; shape and direction stay."""
+    frames = render("circle", "red", "up", np.random.default_rng(2))
+    frames[..., 1] = np.maximum(frames[..., 1], frames[..., 0] // 2)
+    assert read(frames) == Reading("circle", None, "up")
+
+
+def test_a_grey_object_has_no_colour() -> None:
+    """An object as bright in all channels has a shape and a direction only."""
+    frames = render("square", "red", "left", np.random.default_rng(2))
+    grey = np.repeat(frames.max(axis=-1, keepdims=True), 3, axis=-1)
+    assert read(grey) == Reading("square", None, "left")
+
+
+def test_two_objects_have_no_shape() -> None:
+    """Where two objects part, no single shape is read."""
+    rng = np.random.default_rng(2)
+    both = np.maximum(render("cross", "red", "left", rng), render("cross", "red", "right", rng))
+    assert read(both).shape is None or read(both).direction is None
+
+
+def test_an_object_that_disappears_says_nothing() -> None:
+    """A clip whose second half is empty shows no steady object."""
+    frames = render("circle", "green", "up", np.random.default_rng(2))
+    frames[4:] = frames[0, 0, 0]
+    assert read(frames) == _NOTHING
+
+
+def test_adherence_is_the_share_of_full_readings() -> None:
+    """One of two right is a half; two right fields of three count as wrong."""
+    frames = render("circle", "green", "up", np.random.default_rng(2))
+    captions = ["a green circle moving up", "a green circle moving down"]
+    assert adherence([frames, frames], captions) == 0.5
+
+
+def test_adherence_refuses_what_it_cannot_judge() -> None:
+    """A foreign caption, a missing caption and no videos at all are errors, not zeros."""
+    frames = render("circle", "green", "up", np.random.default_rng(2))
+    with pytest.raises(DataError, match="not of the shapes world"):
+        adherence([frames], ["a cat"])
+    with pytest.raises(ValueError, match="shorter"):
+        adherence([frames], [])
+    with pytest.raises(ValueError, match="at least one"):
+        adherence([], [])
+
+
+def _decode(path: Path) -> NDArray[np.uint8]:
+    with av.open(path) as container:
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    return np.stack(frames).astype(np.uint8)

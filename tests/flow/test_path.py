@@ -1,0 +1,70 @@
+"""The straight path and the conversions between a predicted clip and a velocity."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from longtake.flow.path import (
+    SIGMA_FLOOR,
+    interpolate,
+    latents_from_velocity,
+    velocity,
+    velocity_from_latents,
+)
+
+
+def _pair(batch: int = 3, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, batch, 4, 2, 3, 5)
+    latents, noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return latents, noise
+
+
+def test_sigma_zero_is_the_clip_and_one_is_the_noise() -> None:
+    """The direction: 0 gives the latents back, 1 the noise, bit for bit, each sample by its own."""
+    latents, noise = _pair(batch=2)
+    points = interpolate(latents, noise, torch.tensor([0.0, 1.0], dtype=torch.float64))
+    assert torch.equal(points[0], latents[0])
+    assert torch.equal(points[1], noise[1])
+
+
+def test_a_quarter_of_noise_is_three_quarters_of_clip() -> None:
+    """The formula with numbers: (1 - 0.25) * 8 + 0.25 * 4 = 7, and the velocity is 4 - 8."""
+    latents, noise = torch.full((1, 1, 1, 1, 1), 8.0), torch.full((1, 1, 1, 1, 1), 4.0)
+    assert interpolate(latents, noise, torch.tensor([0.25])).item() == 7.0
+    assert velocity(latents, noise).item() == -4.0
+
+
+def test_velocity_is_the_derivative_with_respect_to_sigma() -> None:
+    """A little further on, the point has moved by that much noise - latents, wherever it was."""
+    latents, noise = _pair()
+    sigmas = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    moved = interpolate(latents, noise, sigmas + 0.01) - interpolate(latents, noise, sigmas)
+    assert_close(moved, 0.01 * velocity(latents, noise))
+
+
+@given(st.lists(st.floats(SIGMA_FLOOR, 1.0), min_size=1, max_size=4), st.integers(0, 99))
+def test_clip_and_velocity_convert_into_each_other(sigmas: list[float], seed: int) -> None:
+    """From the floor on, the true clip implies the true velocity and the other way round."""
+    latents, noise = _pair(len(sigmas), seed)
+    levels = torch.tensor(sigmas, dtype=torch.float64)
+    noisy = interpolate(latents, noise, levels)
+    assert_close(velocity_from_latents(noisy, latents, levels), velocity(latents, noise))
+    assert_close(latents_from_velocity(noisy, velocity(latents, noise), levels), latents)
+
+
+def test_below_the_floor_an_error_is_not_magnified_further() -> None:
+    """At sigma 0 a prediction that is off by 1 implies a velocity of 1 / floor, not infinity."""
+    noisy = torch.zeros(1, 1, 1, 1, 1)
+    implied = velocity_from_latents(noisy, noisy + 1, torch.zeros(1), floor=0.25)
+    assert implied.item() == -4.0
+
+
+def test_half_precision_latents_meet_the_sigmas_in_fp32() -> None:
+    """bf16 latents are mixed in the sigmas' fp32, so sigmas keep their digits."""
+    latents, noise = torch.zeros(1, 1, dtype=torch.bfloat16), torch.ones(1, 1, dtype=torch.bfloat16)
+    point = interpolate(latents, noise, torch.tensor([0.12345]))
+    assert point.dtype == torch.float32
+    assert_close(point.item(), 0.12345)

@@ -1,0 +1,313 @@
+"""Distributions of sigmas, shifts and sampling schedules, against published and exact numbers."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from longtake.errors import RecipeError
+from longtake.flow.timesteps import (
+    MODE_SCALE_MAX,
+    MODE_SCALE_MIN,
+    SigmaKind,
+    build_sigmas,
+    cosmap,
+    cosmap_pdf,
+    flux_mu,
+    flux_shift,
+    logit_normal,
+    logit_normal_pdf,
+    mode,
+    mode_pdf,
+    opensora_shift,
+    sample_sigmas,
+    shift_sigmas,
+)
+
+KINDS: tuple[SigmaKind, ...] = get_args(SigmaKind)
+PRINTED = 6e-7  # the schedules among the anchors are printed with six decimals
+
+
+@pytest.fixture(scope="module")
+def anchors(material: Path) -> Any:
+    """Exact numbers, computed by others."""
+    return json.loads((material / "ANCHORS.json").read_text())
+
+
+def _exact(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def _key(text: str) -> list[float]:
+    """The numbers of a key such as `m0.5,s1,t0.25`."""
+    return [float(part[1:]) for part in text.split(",")]
+
+
+def _grid(first: float, last: float, count: int) -> Tensor:
+    return torch.linspace(first, last, count, dtype=torch.float64)
+
+
+# --- distributions ------------------------------------------------------------------------------
+
+
+def test_logit_normal_density(anchors: Any) -> None:
+    """The density agrees for every mean, deviation and sigma; mean > 0 puts more towards noise."""
+    for key, expected in anchors["ln_pdf"].items():
+        mean, std, sigma = _key(key)
+        assert logit_normal_pdf(_exact(sigma), mean, std).item() == pytest.approx(expected, 1e-12)
+    assert anchors["ln_pdf"]["m0.5,s1,t0.75"] > anchors["ln_pdf"]["m0.5,s1,t0.25"]
+
+
+def test_logit_normal_inverts_its_cumulative_distribution(anchors: Any) -> None:
+    """The sigma at the uniform number P(sigma <= t) is t."""
+    for sigma, uniform in anchors["ln_cdf_0_1"].items():
+        assert logit_normal(_exact(uniform)).item() == pytest.approx(float(sigma), abs=1e-12)
+
+
+def test_logit_normal_moments(anchors: Any) -> None:
+    """Mean and variance over evenly spread uniform numbers are those of the distribution."""
+    sigmas = logit_normal((torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000)
+    mean, variance = anchors["ln_mean_var_0_1"]
+    assert sigmas.mean().item() == pytest.approx(mean, abs=1e-9)
+    assert sigmas.var(correction=0).item() == pytest.approx(variance, abs=1e-7)
+
+
+def test_mode_is_the_published_function_read_backwards(anchors: Any) -> None:
+    """SD3's f falls from 1 to 0; ours rises, and f(u) = mode(1 - u)."""
+    for uniform, expected in anchors["mode_f_s1.29"].items():
+        sigma = mode(1 - _exact(float(uniform)), 1.29).item()
+        assert sigma == pytest.approx(expected, abs=1e-12)
+
+
+def test_mode_density_and_largest_scale(anchors: Any) -> None:
+    """The density at the middle, and the scale at which the function stops being monotone."""
+    assert mode_pdf(_exact(0.5), 1.29).item() == pytest.approx(anchors["mode_density_t.5_s1.29"])
+    assert pytest.approx(anchors["mode_s_max"], rel=1e-14) == MODE_SCALE_MAX
+
+
+def test_cosmap_density(anchors: Any) -> None:
+    """The density agrees at every sigma given, and is symmetric."""
+    for sigma, expected in anchors["cosmap_pdf"].items():
+        assert cosmap_pdf(_exact(float(sigma))).item() == pytest.approx(expected, rel=1e-12)
+        assert cosmap_pdf(1 - _exact(float(sigma))).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_cosmap_is_the_published_function() -> None:
+    """1 - 1 / (tan(pi u / 2) + 1), which has a pole at 1 that ours has not."""
+    uniform = _grid(0, 0.999, 50)
+    assert_close(cosmap(uniform), 1 - 1 / (torch.tan(math.pi * uniform / 2) + 1))
+    assert cosmap(torch.ones(1)).item() == pytest.approx(1.0)
+
+
+@given(
+    uniform=st.floats(0.001, 0.999),
+    mean=st.floats(-2, 2),
+    std=st.floats(0.3, 2),
+    scale=st.floats(MODE_SCALE_MIN + 0.01, MODE_SCALE_MAX - 0.01),
+)
+def test_a_density_is_the_reciprocal_slope_of_its_quantile_function(
+    uniform: float, mean: float, std: float, scale: float
+) -> None:
+    """pdf(quantile(u)) * quantile'(u) = 1, the slope taken by autograd."""
+    u = _exact(uniform).requires_grad_()
+    pairs: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
+        (lambda x: logit_normal(x, mean, std), lambda x: logit_normal_pdf(x, mean, std)),
+        (cosmap, cosmap_pdf),
+    ]
+    for quantile, pdf in pairs:
+        (slope,) = torch.autograd.grad(quantile(u), u)
+        assert (pdf(quantile(u)) * slope).item() == pytest.approx(1, rel=1e-8)
+    (slope,) = torch.autograd.grad(mode(u, scale), u)
+    assert (mode_pdf(u, scale) * slope).item() == pytest.approx(1, rel=1e-8)
+
+
+# --- from uniform numbers to sigmas -------------------------------------------------------------
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    mean=st.floats(-3, 3),
+    std=st.floats(0.1, 3),
+    scale=st.floats(MODE_SCALE_MIN, MODE_SCALE_MAX),
+    shift=st.floats(0.1, 12),
+)
+def test_sigmas_rise_with_the_uniform_number_and_stay_in_range(
+    kind: SigmaKind, mean: float, std: float, scale: float, shift: float
+) -> None:
+    """Every kind is a quantile function: monotone from [0, 1] into [0, 1], both ends included."""
+    sigmas = sample_sigmas(_grid(0, 1, 201), kind, mean=mean, std=std, scale=scale, shift=shift)
+    assert sigmas.diff().min() >= -1e-12
+    assert sigmas[0] >= 0
+    assert sigmas[-1] <= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp32_draws_stay_in_range_and_keep_their_type(kind: SigmaKind) -> None:
+    """The extreme numbers a generator can return, and many ordinary ones, give sigmas in [0, 1]."""
+    ordinary = torch.rand(10_000, generator=torch.Generator().manual_seed(0))
+    extremes = torch.tensor([0.0, 2**-24, 1 - 2**-24])
+    sigmas = sample_sigmas(torch.cat([ordinary, extremes]), kind, shift=3.0)
+    assert sigmas.dtype == torch.float32
+    assert sigmas.isfinite().all()
+    assert sigmas.min() >= 0
+    assert sigmas.max() <= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_s_sigma_does_not_depend_on_its_batch(kind: SigmaKind) -> None:
+    """Two ranks that share a batch's numbers draw the sigmas that one rank would, bit for bit."""
+    uniform = torch.rand(64, generator=torch.Generator().manual_seed(1))
+    halves = [sample_sigmas(half, kind, shift=3.0) for half in (uniform[0::2], uniform[1::2])]
+    whole = sample_sigmas(uniform, kind, shift=3.0)
+    assert torch.equal(torch.stack(halves, dim=1).flatten(), whole)
+
+
+def test_each_kind_reads_its_own_settings() -> None:
+    """`sample_sigmas` passes the settings on and shifts last."""
+    u = _grid(0.1, 0.9, 9)
+    assert torch.equal(sample_sigmas(u, "uniform"), u)
+    assert torch.equal(
+        sample_sigmas(u, "logit_normal", mean=0.5, std=0.7, shift=3),
+        shift_sigmas(logit_normal(u, 0.5, 0.7), 3),
+    )
+    assert torch.equal(sample_sigmas(u, "mode", scale=0.8), mode(u, 0.8))
+    assert torch.equal(sample_sigmas(u, "cosmap", shift=2), shift_sigmas(cosmap(u), 2))
+
+
+def test_wrong_settings_name_the_way_out() -> None:
+    """Every refusal says what was given and what is allowed."""
+    u = torch.rand(2)
+    with pytest.raises(
+        RecipeError, match=r"'normal' is no distribution.*uniform, logit_normal, mode, cosmap"
+    ):
+        sample_sigmas(u, "normal")  # type: ignore[arg-type]  # what a recipe could hold
+    with pytest.raises(RecipeError, match=r"deviation of 0\.0 is not above 0"):
+        sample_sigmas(u, "logit_normal", std=0.0)
+    with pytest.raises(RecipeError, match=r"scale of 1\.8 folds.*from -1\.0 to 1\.751938"):
+        sample_sigmas(u, "mode", scale=1.8)
+    with pytest.raises(RecipeError, match="shift of nan"):
+        sample_sigmas(u, "uniform", shift=math.nan)
+    with pytest.raises(RecipeError, match="in 0 steps"):
+        build_sigmas(0)
+
+
+# --- shifts -------------------------------------------------------------------------------------
+
+
+def test_shift(anchors: Any) -> None:
+    """The shifted sigma agrees for every shift and sigma given; it never falls for shifts >= 1."""
+    for key, expected in anchors["shift"].items():
+        shift, sigma = _key(key)
+        assert shift_sigmas(_exact(sigma), shift).item() == pytest.approx(expected, rel=1e-14)
+        assert expected >= sigma
+
+
+@given(st.floats(0, 1), st.floats(0.01, 100))
+def test_a_shift_keeps_its_ends_and_its_order(sigma: float, shift: float) -> None:
+    """0 and 1 stay exactly, nothing leaves [0, 1], and a shift of 1 changes no bit."""
+    ends = torch.tensor([0.0, 1.0])
+    assert torch.equal(shift_sigmas(ends, shift), ends)
+    assert 0 <= shift_sigmas(_exact(sigma), shift).item() <= 1
+    assert shift_sigmas(_exact(sigma), 1.0).item() == sigma
+
+
+@given(st.floats(0, 1), st.floats(0.1, 10), st.floats(0.1, 10))
+def test_shifts_multiply(sigma: float, first: float, second: float) -> None:
+    """Shifting twice is shifting by the product; this is why a doubled shift is a larger one."""
+    twice = shift_sigmas(shift_sigmas(_exact(sigma), first), second)
+    assert_close(twice, shift_sigmas(_exact(sigma), first * second))
+
+
+def test_flux_shift(anchors: Any) -> None:
+    """Mu, its slope and intercept, and where sigma 0.5 goes, for every token count given."""
+    for tokens, expected in anchors["flux_mu"].items():
+        assert flux_mu(int(tokens)) == pytest.approx(expected, rel=1e-14)
+    slope, intercept = anchors["flux_slope_icept"]
+    assert flux_mu(1001) - flux_mu(1000) == pytest.approx(slope, rel=1e-9)
+    assert flux_mu(0) == pytest.approx(intercept, rel=1e-14)
+    for tokens, expected in anchors["flux_sigma_t.5"].items():
+        sigma = shift_sigmas(_exact(0.5), flux_shift(int(tokens))).item()
+        assert sigma == pytest.approx(expected, rel=1e-14)
+
+
+def test_opensora_shift(anchors: Any) -> None:
+    """The ratio and where sigma 0.5 goes; Open-Sora's codec makes 5 latents of 17 frames."""
+    for key, (shift, sigma) in anchors["opensora12"].items():
+        height, width, num_frames = (int(part) for part in key.split("x"))
+        num_latent_frames = 1 if num_frames == 1 else num_frames // 17 * 5
+        found = opensora_shift(height, width, num_latent_frames)
+        assert found == pytest.approx(shift, rel=1e-14)
+        assert shift_sigmas(_exact(0.5), found).item() == pytest.approx(sigma, rel=1e-14)
+
+
+# --- sampling schedules -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0, flux_shift(4096)])
+def test_build_sigmas_falls_from_one_to_zero(shift: float) -> None:
+    """One value more than steps, strictly falling, both ends exact."""
+    sigmas = build_sigmas(7, shift)
+    assert len(sigmas) == 8
+    assert (sigmas[0], sigmas[-1]) == (1.0, 0.0)
+    assert sigmas == sorted(set(sigmas), reverse=True)
+
+
+def test_build_sigmas_is_the_flux_pipeline_s_schedule(anchors: Any) -> None:
+    """1, 3/4, 1/2, 1/4 shifted by exp(1.15), and 0."""
+    expected = anchors["fm_flux_pipeline_mu1.15_n4"]
+    assert build_sigmas(4, math.exp(1.15)) == pytest.approx(expected, abs=PRINTED)
+
+
+@pytest.mark.parametrize(("num_steps", "shift"), [(1, 1.0), (4, 3.0), (28, 3.16)])
+def test_build_sigmas_is_what_the_scheduler_does_with_an_even_grid(
+    num_steps: int, shift: float
+) -> None:
+    """Given 1, ..., 1 / n as the pipelines do, diffusers' scheduler shifts once, like ours."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    scheduler.set_timesteps(sigmas=np.linspace(1, 1 / num_steps, num_steps).tolist())
+    assert build_sigmas(num_steps, shift) == pytest.approx(scheduler.sigmas.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "smallest", "shift"),
+    [
+        ("fm_shift1_n4", 0.001, 1.0),
+        # The scheduler with shift 3 has shifted its smallest sigma once before the grid is laid.
+        ("fm_shift3_n4", 0.003 / 1.002, 3.0),
+        ("fm_shift3_n10", 0.003 / 1.002, 3.0),
+        ("fm_dyn_mu1.15_n4", 0.001, math.exp(1.15)),
+        ("fm_dyn_mu.63_n4", 0.001, flux_shift(1024)),
+    ],
+)
+def test_the_scheduler_s_own_grids(anchors: Any, name: str, smallest: float, shift: float) -> None:
+    """Fed with the scheduler's unshifted grid, our shift gives its sigmas and timesteps."""
+    sigmas, timesteps = anchors[name]["sigmas"], anchors[name]["timesteps"]
+    found = shift_sigmas(_grid(1, smallest, len(timesteps)), shift)
+    assert [*found.tolist(), 0.0] == pytest.approx(sigmas, abs=PRINTED)
+    assert (1000 * found).tolist() == pytest.approx(timesteps, abs=1e-4)
+
+
+def test_the_training_scheduler_s_range(anchors: Any) -> None:
+    """Its smallest sigma with shift 3 is 0.001 shifted once; ours reach down to 0."""
+    ends = shift_sigmas(_grid(0.001, 1, 2), 3.0).tolist()
+    expected = anchors["fm_train_shift3"]
+    assert ends == pytest.approx([expected["sigma_min"], expected["sigma_max"]], rel=1e-7)
+
+
+def test_the_scheduler_class_shifts_twice_and_we_do_not() -> None:
+    """With shift 3 the last sampled sigma is 0.001 shifted by 3 * 3, not by 3."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(4)
+    smallest = scheduler.sigmas[-2].item()
+    assert smallest == pytest.approx(shift_sigmas(_exact(0.001), 9.0).item(), rel=1e-5)
+    assert build_sigmas(4, 3.0)[-2] == pytest.approx(0.5)  # 1/4 shifted once

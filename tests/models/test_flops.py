@@ -1,0 +1,129 @@
+"""Operation counts, against hand counts and the DiT paper's table."""
+
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from diffusers import DiTTransformer2DModel, WanTransformer3DModel
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from longtake.models.flops import count_flops, training_flops
+
+DIT_SIZES = {"S": (12, 6, 64), "B": (12, 12, 64), "L": (24, 16, 64), "XL": (28, 16, 72)}
+"""Blocks, heads and the width of a head of the four published sizes."""
+
+
+class _Attention(nn.Module):
+    """Two tied projections around attention, and a buffer that meets the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+        self.register_buffer("positions", torch.ones(16, 8), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        tokens = self.first(tokens + self.get_buffer("positions"))
+        return self.second(F.scaled_dot_product_attention(tokens, tokens, tokens))  # type: ignore[no-any-return]
+
+
+def test_a_model_on_the_cpu_counts_its_projections_and_its_attention() -> None:
+    """16 tokens of width 8: two projections of 2 T D^2 and an attention of 4 T^2 D."""
+    counted = count_flops(_Attention(), {"tokens": torch.zeros(1, 1, 16, 8)})
+    assert counted == 2 * (2 * 16 * 8 * 8) + 4 * 16 * 16 * 8
+
+
+def test_counting_leaves_the_module_as_it_was() -> None:
+    """Weights stay on their device with their values, and no gradient appears."""
+    module = nn.Linear(3, 2)
+    before = module.weight.detach().clone()
+    assert count_flops(module, {"input": torch.zeros(5, 3)}) == 2 * 5 * 3 * 2
+    assert torch.equal(module.weight, before)
+    assert module.weight.grad is None
+
+
+def test_a_model_without_memory_can_be_counted() -> None:
+    """A weight of 4 TB on the meta device counts in no time."""
+    module = nn.Linear(10**6, 10**6, bias=False, device="meta")
+    assert count_flops(module, {"input": torch.empty(1, 10**6, device="meta")}) == 2 * 10**12
+
+
+def test_a_video_family_counts_like_its_real_run() -> None:
+    """A small Wan, with convolution, rotary buffers and an argument that is no tensor.
+
+    The oracle is torch's counter over a real forward pass with attention as plain products.
+    """
+    model = WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=32,
+        ffn_dim=48,
+        num_layers=2,
+    )
+    inputs = {
+        "hidden_states": torch.zeros(1, 4, 3, 8, 8),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.zeros(1, 7, 16),
+        "return_dict": False,
+    }
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(**inputs)
+    assert count_flops(model, inputs) == counter.get_total_flops() > 0
+
+
+def test_training_costs_three_forward_passes() -> None:
+    """Torch's own count of forward and backward of two linear layers is three times the forward's.
+
+    The rule takes every layer to need the gradient of its input; the first one usually does not,
+    so here the input asks for one.
+    """
+    module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    tokens = torch.zeros(3, 4, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        module(tokens).sum().backward()
+    assert training_flops(count_flops(module, {"input": tokens})) == counter.get_total_flops()
+
+
+def test_the_dit_paper_s_table(material: Path) -> None:
+    """All published sizes, patches and resolutions agree to the table's last digit.
+
+    The table counts multiply-adds of one image in the original model, which embeds timestep and
+    label once. diffusers' embeds them in each block and once more at the end; the surplus is known
+    exactly and taken off. What remains is the table's rounding to 1e-3 billion.
+    """
+    table: dict[str, float] = json.loads((material / "ANCHORS.json").read_text())["dit_gmacs"]
+    assert len(table) == 13
+    for key, published in table.items():
+        name, resolution = key.split("@")
+        size, patch = name.split("/")
+        macs = _dit_flops(size, int(patch), int(resolution) // 8) / 2
+        num_blocks, heads, head_width = DIT_SIZES[size]
+        width = heads * head_width
+        surplus = num_blocks * (256 * width + width * width)
+        assert abs((macs - surplus) / 1e9 - published) <= 0.0005, key
+
+
+def _dit_flops(size: str, patch: int, latent_size: int) -> int:
+    num_blocks, heads, head_width = DIT_SIZES[size]
+    with torch.device("meta"):
+        model = DiTTransformer2DModel(
+            num_attention_heads=heads,
+            attention_head_dim=head_width,
+            num_layers=num_blocks,
+            patch_size=patch,
+            sample_size=latent_size,
+            out_channels=8,  # the paper's models predict a variance too
+        )
+        inputs = {
+            "hidden_states": torch.empty(1, 4, latent_size, latent_size),
+            "timestep": torch.zeros(1, dtype=torch.long),
+            "class_labels": torch.zeros(1, dtype=torch.long),
+        }
+    return count_flops(model, inputs)

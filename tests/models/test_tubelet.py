@@ -1,0 +1,190 @@
+"""What the tubelet transformer promises: a velocity, from the caption, the same every time."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from longtake.errors import ModelError
+from longtake.models.tubelet import TubeletTransformer, _from_tubes, _to_tubes
+
+
+def _model(seed: int = 0) -> TubeletTransformer:
+    """Return a small model whose zeroed layers are filled, so that every input matters."""
+    torch.manual_seed(seed)
+    model = TubeletTransformer(
+        num_frames=4,
+        height=8,
+        width=16,
+        vocabulary_size=9,
+        patch_size=(2, 4, 4),
+        hidden_size=24,
+        num_blocks=2,
+        num_heads=2,
+    )
+    for parameter in model.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def _inputs(batch_size: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    noisy = torch.randn(batch_size, 3, 4, 8, 16, generator=generator)
+    sigmas = torch.linspace(0.3, 1.0, batch_size)
+    return noisy, sigmas, torch.randint(1, 9, (batch_size, 6), generator=generator)
+
+
+def test_velocity_has_the_clips_shape_in_float32() -> None:
+    """The velocity can be added to the clips it was predicted for."""
+    noisy, sigmas, token_ids = _inputs()
+    velocity = _model()(noisy, sigmas, token_ids)
+    assert velocity.shape == noisy.shape
+    assert velocity.dtype == torch.float32
+
+
+def test_an_untrained_model_predicts_a_grey_clip() -> None:
+    """The network predicts the clip and starts at zero, so its velocity is noisy / sigma."""
+    model = TubeletTransformer(num_frames=8, height=8, width=8, vocabulary_size=9)
+    noisy = torch.randn(2, 3, 8, 8, 8)
+    sigmas = torch.tensor([0.5, 1.0])
+    velocity = model(noisy, sigmas, torch.ones(2, 6, dtype=torch.int64))
+    torch.testing.assert_close(velocity, noisy / sigmas[:, None, None, None, None])
+
+
+def test_velocity_stays_bounded_without_noise() -> None:
+    """At sigma 0, where the conversion divides by zero, the velocity is still finite."""
+    noisy, _, token_ids = _inputs()
+    assert _model()(noisy, torch.zeros(2), token_ids).isfinite().all()
+
+
+@pytest.mark.parametrize("what", ["sigma", "caption", "order of words"])
+def test_velocity_depends_on(what: str) -> None:
+    """The noise level, the words and their order all reach the prediction."""
+    model = _model()
+    noisy, sigmas, token_ids = _inputs()
+    other_sigmas, other_ids = sigmas, token_ids
+    if what == "sigma":  # the prediction itself must change, not only the division
+        other_sigmas = sigmas * 0.9
+    elif what == "caption":
+        other_ids = token_ids % 8 + 1
+    else:
+        other_ids = token_ids.flip(1)
+    clip = noisy - sigmas.view(-1, 1, 1, 1, 1) * model(noisy, sigmas, token_ids)
+    other = noisy - other_sigmas.view(-1, 1, 1, 1, 1) * model(noisy, other_sigmas, other_ids)
+    assert (clip - other).abs().max() > 1e-3
+
+
+def test_a_short_caption_is_one_padded_with_zeros() -> None:
+    """Captions may come unpadded: token 0 is padding."""
+    noisy, sigmas, token_ids = _inputs()
+    token_ids[:, 4:] = 0
+    model = _model()
+    assert torch.equal(model(noisy, sigmas, token_ids), model(noisy, sigmas, token_ids[:, :4]))
+
+
+def test_every_parameter_receives_a_gradient() -> None:
+    """Nothing in the network is left out of training."""
+    model = _model()
+    model(*_inputs()).square().mean().backward()
+    dead = [
+        name
+        for name, weight in model.named_parameters()
+        if weight.grad is None or not weight.grad.any()
+    ]
+    assert not dead
+
+
+def test_the_same_inputs_give_the_same_gradients_under_autocast() -> None:
+    """In bfloat16, forward and backward are equal bit for bit from run to run."""
+
+    def gradients() -> list[Tensor]:
+        model = _model()
+        with torch.autocast("cpu", torch.bfloat16):
+            velocity = model(*_inputs())
+        velocity.square().mean().backward()
+        return [weight.grad for weight in model.parameters() if weight.grad is not None]
+
+    pairs = list(zip(gradients(), gradients(), strict=True))
+    assert len(pairs) == len(list(_model().parameters()))
+    assert all(torch.equal(one, two) for one, two in pairs)
+
+
+def test_autocast_stays_close_to_float32() -> None:
+    """Bfloat16 costs the prediction about a hundredth, not its meaning."""
+    model = _model()
+    with torch.autocast("cpu", torch.bfloat16):
+        low = model(*_inputs())
+    full = model(*_inputs())
+    assert ((low - full).norm() / full.norm()).item() < 0.02
+    assert low.dtype == torch.float32
+
+
+def test_weights_in_bfloat16_need_no_autocast() -> None:
+    """A model held in bfloat16, as under sharding with mixed precision, runs as it is."""
+    noisy, sigmas, token_ids = _inputs()
+    low = _model().bfloat16()(noisy, sigmas, token_ids)
+    full = _model()(noisy, sigmas, token_ids)
+    assert ((low - full).norm() / full.norm()).item() < 0.02
+
+
+def test_blocks_can_be_sharded_one_by_one() -> None:
+    """Sharded block by block, the model predicts and learns what it does whole."""
+    whole, sharded = _model(), _model()
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for block in sharded.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        velocities = [model(*_inputs()) for model in (whole, sharded)]
+        torch.testing.assert_close(*velocities)
+        for velocity in velocities:
+            torch.autograd.backward(velocity.square().mean())
+        for one, two in zip(whole.parameters(), sharded.parameters(), strict=True):
+            assert isinstance(two.grad, DTensor)
+            torch.testing.assert_close(one.grad, two.grad.full_tensor())
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_tubes_are_put_back_where_they_were_cut() -> None:
+    """Cutting into tubes loses and moves nothing; a tube holds neighbours in space and time."""
+    clips = torch.arange(2 * 3 * 4 * 8 * 12).reshape(2, 3, 4, 8, 12)
+    tubes = _to_tubes(clips, (2, 4, 3))
+    assert tubes.shape == (2, 2 * 2 * 4, 3 * 2 * 4 * 3)
+    assert torch.equal(tubes[0, 0], clips[0, :, :2, :4, :3].flatten())
+    assert torch.equal(_from_tubes(tubes, (2, 4, 3), (3, 4, 8, 12)), clips)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"height": 30}, "height 30 is not a multiple of 4"),
+        ({"num_frames": 9}, "frames 9 is not a multiple of 8"),
+        ({"hidden_size": 100}, "does not divide into 3 heads"),
+    ],
+)
+def test_a_grid_that_does_not_divide_is_refused(changed: dict[str, int], said: str) -> None:
+    """Sizes that do not fit together are named when the model is built."""
+    sizes: dict[str, Any] = {"num_frames": 8, "height": 32, "width": 32, "vocabulary_size": 9}
+    with pytest.raises(ModelError, match=said):
+        TubeletTransformer(**sizes | changed)
+
+
+def test_a_clip_of_another_size_is_refused() -> None:
+    """A clip that the positions do not fit is named with both shapes."""
+    noisy, sigmas, token_ids = _inputs()
+    with pytest.raises(ModelError, match=r"\[3, 4, 8, 8\].*built for \[3, 4, 8, 16\]"):
+        _model()(noisy[..., :8], sigmas, token_ids)
+
+
+def test_a_caption_that_is_too_long_is_refused() -> None:
+    """Words beyond the last position are not dropped in silence."""
+    noisy, sigmas, _ = _inputs()
+    with pytest.raises(ModelError, match=r"7 tokens .* at most 6"):
+        _model()(noisy, sigmas, torch.ones(2, 7, dtype=torch.int64))

@@ -1,0 +1,199 @@
+"""What Muon promises: orthogonal steps, torch's own numbers, and the same on any rank count."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.multiprocessing.spawn import start_processes
+
+from longtake.training.muon import Muon, orthogonalise
+
+_SHAPES = [(24, 24), (96, 24), (96, 24), (24, 96), (24, 24), (7, 5)]
+
+
+def _parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in _SHAPES]
+
+
+def _train(
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], num_steps: int = 5
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(num_steps):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("shape", [(1, 64, 64), (1, 96, 24), (1, 24, 96), (3, 32, 48)])
+def test_the_singular_values_of_a_step_are_near_one(shape: tuple[int, ...]) -> None:
+    """Whatever the gradient's scale, no direction of the step dominates."""
+    torch.manual_seed(0)
+    for scale in (1e-6, 1.0, 1e6):
+        values = torch.linalg.svdvals(orthogonalise(scale * torch.randn(shape)).float())
+        median = values.median().item()
+        assert 0.7 < median < 1.2
+        assert values.max() < 1.3
+    assert values.shape == (*shape[:-2], min(shape[-2:]))
+
+
+def test_orthogonalising_keeps_the_singular_vectors() -> None:
+    """The result is close to UV^T of the matrix's own decomposition."""
+    torch.manual_seed(0)
+    matrix = torch.randn(64, 16)
+    u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+    result = orthogonalise(matrix[None])[0].float()
+    assert torch.cosine_similarity(result.flatten(), (u @ vh).flatten(), dim=0) > 0.98
+
+
+def test_a_batch_equals_its_members() -> None:
+    """Matrices orthogonalised together come out as they do alone."""
+    torch.manual_seed(0)
+    batch = torch.randn(4, 48, 24)
+    alone = torch.cat([orthogonalise(matrix[None]) for matrix in batch])
+    torch.testing.assert_close(orthogonalise(batch), alone, atol=0.01, rtol=0.0)
+
+
+def test_a_zero_gradient_is_a_zero_step() -> None:
+    """Nothing is divided by the norm of nothing."""
+    assert not orthogonalise(torch.zeros(1, 4, 3)).any()
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_steps_are_those_of_torch(nesterov: bool, weight_decay: float) -> None:
+    """With the same settings, the weights follow torch.optim.Muon's within bfloat16's rounding."""
+    settings: dict[str, Any] = {"lr": 0.02, "nesterov": nesterov, "weight_decay": weight_decay}
+    ours, theirs, start = _parameters(), _parameters(), _parameters()
+    _train(Muon(ours, **settings), ours)
+    _train(torch.optim.Muon(theirs, **settings), theirs)
+    for one, two, before in zip(ours, theirs, start, strict=True):
+        moved = (two - before).norm()
+        assert ((one - two).norm() / moved).item() < 0.01
+
+
+def test_a_parameter_without_gradient_stays() -> None:
+    """A frozen or unused weight is neither moved nor decayed, and has no state."""
+    used, unused = _parameters()[:2]
+    before = unused.clone()
+    optimizer = Muon([used, unused], weight_decay=0.1)
+    used.grad = torch.ones_like(used)
+    optimizer.step()
+    assert torch.equal(unused, before)
+    assert unused not in optimizer.state
+
+
+def test_a_closure_is_called_with_gradients_on() -> None:
+    """`step` returns the closure's loss, as torch's optimizers do."""
+    parameter = nn.Parameter(torch.ones(2, 2))
+
+    def closure() -> float:
+        (parameter.grad,) = torch.autograd.grad(parameter.square().sum(), parameter)
+        return parameter.square().sum().item()
+
+    assert Muon([parameter]).step(closure) == 4.0
+    assert parameter[0, 0] < 1
+
+
+def test_a_resumed_optimizer_goes_on_as_if_never_stopped() -> None:
+    """An optimizer that loads another's state takes its next steps bit for bit."""
+    parameters = _parameters()
+    optimizer = Muon(parameters)
+    _train(optimizer, parameters, num_steps=3)
+    copies = copy.deepcopy(parameters)
+    resumed = Muon(copies)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, weights in ((optimizer, parameters), (resumed, copies)):
+        _train(each, weights, num_steps=2)
+    assert all(torch.equal(one, two) for one, two in zip(parameters, copies, strict=True))
+
+
+def test_a_vector_is_refused() -> None:
+    """A bias has no singular values; it is another optimizer's."""
+    with pytest.raises(ValueError, match=r"not of \[3\]; give this one to AdamW"):
+        Muon([nn.Parameter(torch.zeros(3))])
+
+
+@pytest.mark.parametrize(
+    "setting", [{"lr": -1.0}, {"momentum": 1.0}, {"weight_decay": -0.1}, {"num_iterations": 0}]
+)
+def test_settings_out_of_range_are_refused(setting: dict[str, Any]) -> None:
+    """A setting that cannot work is named with its value."""
+    name, value = next(iter(setting.items()))
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        Muon(_parameters(), **setting)
+
+
+def test_two_sharded_processes_take_the_steps_of_one(tmp_path: Path) -> None:
+    """Under FSDP2 on two ranks, weights and momentum end as in one process, also resumed."""
+    start_processes(_train_sharded, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    model = _layers()
+    optimizer = Muon(_matrices(model))
+    for step in range(4):
+        _fill_gradients(model, step)
+        optimizer.step()
+    sharded = torch.load(tmp_path / "weights.pt")
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(sharded[name], weight, atol=1e-6, rtol=0.0)
+
+
+def _layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6), nn.Linear(6, 10), nn.Linear(10, 5))
+
+
+def _matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.ndim == 2]
+
+
+def _fill_gradients(model: nn.Module, step: int) -> None:
+    """Give each parameter the same whole gradient on any number of ranks."""
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        gradient = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = _sharded_as(parameter, gradient)
+
+
+def _sharded_as(parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return whole
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+
+
+def _train_sharded(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+    )
+    mesh = init_device_mesh("cpu", (2,))
+    model = _layers()
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = Muon(_matrices(model))
+    for step in range(2):
+        _fill_gradients(model, step)
+        optimizer.step()
+    momentum = optimizer.state[_matrices(model)[0]]["momentum_buffer"]
+    assert isinstance(momentum, DTensor)
+    saved = get_optimizer_state_dict(model, optimizer)
+    optimizer = Muon(_matrices(model))
+    set_optimizer_state_dict(model, optimizer, saved)
+    for step in range(2, 4):
+        _fill_gradients(model, step)
+        optimizer.step()
+    weights = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    if rank == 0:
+        torch.save(weights, Path(folder) / "weights.pt")
+    distributed.destroy_process_group()
