@@ -10,17 +10,31 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    Strict,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from longtake.errors import RecipeError
 
+# TOML knows neither paths nor tuples: these two are made from strings and lists.
+_Path = Annotated[Path, Strict(False), PlainSerializer(str)]
+_FromList = Strict(False)
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # Strict, so that caption_dropout = true is refused rather than read as 1.0.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Bucket(_Section):
@@ -37,9 +51,9 @@ class Bucket(_Section):
 class DataSection(_Section):
     """Which clips are trained on, and in which shapes."""
 
-    catalog: Path
+    catalog: _Path
     """The Parquet file that `longtake data index` wrote."""
-    buckets: tuple[Bucket, ...] = Field(min_length=1)
+    buckets: Annotated[tuple[Bucket, ...], _FromList] = Field(min_length=1)
     """Every clip goes to the bucket that fits it best; a batch holds clips of one bucket."""
     frame_stride: int = Field(1, gt=0)
     """Take every n-th frame of a clip."""
@@ -112,7 +126,7 @@ class OptimizerSection(_Section):
     learning_rate: float = Field(1e-4, gt=0)
     """AdamW's."""
     muon_learning_rate: float = Field(0.02, gt=0)
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: Annotated[tuple[_Beta, _Beta], _FromList] = (0.9, 0.99)
     weight_decay: float = Field(0.0, ge=0)
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     """What follows the warm-up: a plateau, or a descent to `final_factor` at the last step."""
@@ -171,7 +185,7 @@ class SamplingSection(_Section):
 class Recipe(_Section):
     """All that decides a run."""
 
-    out: Path
+    out: _Path
     """The run directory."""
     seed: int = Field(0, ge=0, lt=2**63)
     data: DataSection
@@ -233,14 +247,14 @@ def parse(values: Mapping[str, Any], source: str) -> Recipe:
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        problems = [_explain(detail) for detail in error.errors()]
-        listed = problems[0] if len(problems) == 1 else "\n  " + "\n  ".join(problems)
-        raise RecipeError(f"{source}: {listed}") from None
+        problems = _explain_all(error.errors())
+        listed = f" {problems[0]}" if len(problems) == 1 else "\n  " + "\n  ".join(problems)
+        raise RecipeError(f"{source}:{listed}") from None
 
 
 def dump(recipe: Recipe) -> str:
     """The whole recipe as TOML, defaults written out (keys that are None are left out)."""
-    return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
+    return tomli_w.dumps(recipe.model_dump(exclude_none=True))
 
 
 def differences(old: Recipe, new: Recipe) -> list[tuple[str, object, object]]:
@@ -268,7 +282,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise RecipeError(
             f"There is no recipe {path}. The folder examples/ holds some to start from."
@@ -280,55 +294,87 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
+    key, _, text = (part.strip() for part in override.partition("="))
     parts = [part.strip() for part in key.split(".")]
-    if not separator or not all(parts):
+    if not text or not all(parts):
         raise RecipeError(f"--set {override}: expected key=value, such as training.steps=2000.")
     section = values
-    for part in parts[:-1]:
+    for depth, part in enumerate(parts[:-1], start=1):
         section = section.setdefault(part, {})
         if not isinstance(section, dict):
-            raise RecipeError(f"--set {override}: {part} is a value, not a section.")
-    section[parts[-1]] = _parse_value(text.strip())
+            raise RecipeError(
+                f"--set {override}: {'.'.join(parts[:depth])} is a value, not a section; "
+                "set it as a whole."
+            )
+    section[parts[-1]] = _parse_value(text)
 
 
 def _parse_value(text: str) -> object:
+    """A TOML value, or the text itself, so that nobody has to quote quotes in a shell."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        values = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
-        return text  # a bare word, so that nobody has to quote quotes in a shell
+        return text
+    value: object = values.pop("value")
+    is_plain = isinstance(value, bool | int | float | str | list | dict)  # and no date
+    return value if is_plain and not values else text
+
+
+def _explain_all(details: Sequence[ErrorDetails]) -> list[str]:
+    """One sentence for each problem; a list is not blamed for what is wrong with its items."""
+    blamed = {detail["loc"][:end] for detail in details for end in range(len(detail["loc"]))}
+    return [_explain(each) for each in details if not each["loc"] or each["loc"] not in blamed]
 
 
 def _explain(detail: ErrorDetails) -> str:
     location = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] == "extra_forbidden":
+    kind, message = detail["type"], detail["msg"]
+    if kind == "extra_forbidden":
         return _explain_unknown(location, [part for part in detail["loc"] if isinstance(part, str)])
-    if detail["type"] == "missing":
-        return f"{location} is missing."
-    if detail["type"] == "value_error":
-        return f"{detail['msg'].removeprefix('Value error, ')}."
-    return f"{location} = {detail['input']!r}: {detail['msg']}."
+    if kind == "missing":
+        return f"{location} is missing, and it has no default."
+    if kind == "value_error":
+        return f"{message.removeprefix('Value error, ')}."
+    expected = _EXPECTED.get(kind) or message.removeprefix("Input should ")
+    if kind in ("too_short", "too_long"):
+        expected = message.removeprefix("Tuple should ").partition(" after")[0]
+    value = repr(detail["input"])
+    shown = value if len(value) <= 60 else f"{value[:57]}..."
+    return f"{location} is {shown}; it should {expected}."
+
+
+_EXPECTED = {
+    "dict_type": "be a table of keys and values",
+    "model_type": "be a table of keys and values",
+    "path_type": "be a path in quotes",
+    "tuple_type": "be a list",
+}
+"""What pydantic says in Python's words, by the kind of error."""
 
 
 def _explain_unknown(location: str, parts: list[str]) -> str:
+    *section, name = parts
     known = _known_keys()
-    nearest = difflib.get_close_matches(location, known, n=1, cutoff=0.6)
-    if not nearest:  # perhaps the right name in the wrong section
-        nearest = [key for key in known if key.split(".")[-1] == parts[-1]][:1]
-    hint = (
-        f"did you mean {nearest[0]}?"
-        if nearest
-        else f"known keys: {', '.join(_siblings(known, parts))}."
-    )
+    inside = [key for key in known if key.split(".")[:-1] == section]
+    # Rather a similar key of the same section than an equal one elsewhere.
+    nearest = _most_similar(name, inside, cutoff=0.6) or _most_similar(name, known, cutoff=0.8)
+    names = sorted(key.rpartition(".")[2] for key in inside)
+    hint = f"did you mean {nearest}?" if nearest else f"known there: {', '.join(names)}."
     return f"{location} is not a key of a recipe; {hint}"
 
 
-def _siblings(known: list[str], parts: list[str]) -> list[str]:
-    prefix = ".".join(parts[:-1])
-    names = {
-        key.removeprefix(f"{prefix}.").split(".")[0] for key in known if key.startswith(prefix)
-    }
-    return sorted(names)
+def _most_similar(name: str, keys: Sequence[str], cutoff: float) -> str | None:
+    """The key whose last part resembles a name, has it as a word, or is abbreviated by it."""
+    by_name = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    close = difflib.get_close_matches(name, by_name, n=1, cutoff=cutoff)
+    if not close:
+        split = {candidate: candidate.split("_") for candidate in reversed(by_name)}
+        close = [
+            candidate
+            for candidate, words in split.items()
+            if name in words or name == "".join(word[0] for word in words)
+        ]
+    return by_name[close[0]] if close else None
 
 
 def _known_keys() -> list[str]:

@@ -10,6 +10,7 @@ names and the record schemas:
     metrics.jsonl                scalars per step (writer: rank 0)
     components/                  frozen parts made for this run: vae, text_encoder, tokenizer
     checkpoints/step_00001000/   model/ ema/ optimizer/ trainer.json COMMITTED
+    evaluations/<preset>/step_00001000/   videos sampled from that checkpoint
     tensorboard/                 the mirror of metrics.jsonl
 """
 
@@ -20,7 +21,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -95,10 +98,20 @@ class RunDirectory:
         """Where the checkpoint of a step lies, whether it exists or not."""
         return self.checkpoints_path / f"step_{step:08d}"
 
+    def evaluation_path(self, preset: str, step: int) -> Path:
+        """Where the videos sampled from a checkpoint lie, whether there are any or not."""
+        return self.path / "evaluations" / preset / f"step_{step:08d}"
+
     def checkpoint_steps(self) -> list[int]:
         """Steps of all whole checkpoints, ascending."""
-        found = self.checkpoints_path.glob("step_*/COMMITTED")
-        return sorted(int(path.parent.name.removeprefix("step_")) for path in found)
+        found = (path.parent for path in self.checkpoints_path.glob("step_*/COMMITTED"))
+        steps = ((path, path.name.removeprefix("step_")) for path in found)
+        # Somebody's copy, such as step_00001000.bak, is not one of the run's checkpoints.
+        return sorted(
+            int(step)
+            for path, step in steps
+            if step.isdecimal() and path == self.checkpoint_path(int(step))
+        )
 
     def exists(self) -> bool:
         """Whether a run was begun here."""
@@ -117,63 +130,94 @@ class RunDirectory:
             )
         return config.load(self.recipe_path)
 
-    def create(self, recipe: Recipe) -> None:
-        """Begin a run here, or accept the one that is here if its recipe is the same.
+    def claim(self, recipe: Recipe) -> None:
+        """Make sure that a run of this recipe can be kept here; writes no record yet.
 
         Raises:
-            RecipeChangedError: the folder belongs to another recipe; nothing is written.
-            RunError: the folder holds something else, or cannot be written.
+            RecipeChangedError: the folder holds a run of another recipe.
+            RunError: the folder holds half a run, or cannot be written.
         """
-        if self.exists():
-            self._refuse_another(recipe)
-            return
-        if self.path.is_dir() and self.metrics_path.exists():
-            raise RunError(
-                f"{self.path} has metrics but no recipe.toml: it is a damaged run directory. "
-                "Choose another folder with --set out=FOLDER."
-            )
-        try:
+        with self._writing():
+            if self.exists():
+                self._refuse_another(recipe)
+            elif self.metrics_path.exists():
+                raise RunError(
+                    f"{self.path} has metrics but no recipe.toml: it is a damaged run directory. "
+                    "Choose another folder with --set out=FOLDER."
+                )
             self.path.mkdir(parents=True, exist_ok=True)
-            record = {
-                "id": f"{self.path.name}-{secrets.token_hex(4)}",
-                "created": now(),
-                "launches": [],
-            }
-            write_json(self.record_path, record)
+            tempfile.TemporaryFile(dir=self.path).close()
+
+    def create(self, recipe: Recipe) -> None:
+        """Begin a run here: run.json and then recipe.toml, from which on the run exists.
+
+        Raises:
+            RunError: the folder cannot be written.
+        """
+        run_id = f"{self.path.resolve().name}-{secrets.token_hex(4)}"
+        with self._writing():
+            write_json(self.record_path, {"id": run_id, "created": now(), "launches": []})
             write_text(self.recipe_path, config.dump(recipe))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise RunError(
-                f"The run directory {self.path} cannot be written: {error.strerror}. "
-                "Choose another one with --set out=FOLDER."
+                f"The run directory {self.path} cannot be written: {error.strerror or error}. "
+                "Make room or make it writable, or choose another one with --set out=FOLDER."
             ) from error
 
     def _refuse_another(self, recipe: Recipe) -> None:
-        changed = config.differences(self.recipe(), recipe)
+        there = self.recipe()
+        changed = config.differences(there, recipe)
         if not changed:
             return
         listed = "\n".join(f"  {key}: {old!r} there, {new!r} now" for key, old, new in changed)
+        moved = "" if there.out == self.path else f" --set out={self.path}"
         raise RecipeChangedError(
             f"{self.path} holds a run of another recipe, which is never overwritten. "
             f"They differ in\n{listed}\n"
             f"Start beside it with --set out={self.path}-2, or go on with the old recipe: "
-            f"longtake train {self.recipe_path}"
+            f"longtake train {self.recipe_path}{moved}"
         )
 
     def record_launch(self, **facts: Any) -> None:
-        """Add a launch (host, time, versions and `facts`) to run.json."""
-        record = json.loads(self.record_path.read_text())
-        record["launches"].append(
-            {"time": now(), "host": socket.gethostname(), "versions": _versions(), **facts}
-        )
-        write_json(self.record_path, record)
+        """Add a launch (host, time, versions and `facts`) to run.json.
+
+        Raises:
+            RunError: run.json is missing or damaged, or cannot be written.
+        """
+        launch = {"time": now(), "host": socket.gethostname(), "versions": _versions(), **facts}
+        try:
+            record = json.loads(self.record_path.read_text(encoding="utf-8"))
+            record["launches"].append(launch)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise RunError(
+                f"{self.record_path} cannot be read, though {self.path} holds a run: {error}. "
+                "Restore it, or start in another folder with --set out=FOLDER."
+            ) from error
+        with self._writing():
+            write_json(self.record_path, record)
 
     def append_event(self, kind: EventKind, **fields: Any) -> None:
-        """Append one line to events.jsonl."""
-        append_json(self.events_path, {"time": now(), "event": kind, **fields})
+        """Append one line to events.jsonl.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        with self._writing():
+            append_json(self.events_path, {"time": now(), "event": kind, **fields})
 
     def append_metrics(self, metrics: Metrics) -> None:
-        """Append one line to metrics.jsonl."""
-        append_json(self.metrics_path, metrics)
+        """Append one line to metrics.jsonl.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        with self._writing():
+            append_json(self.metrics_path, metrics)
 
     def metrics(self) -> list[Metrics]:
         """All metrics by step; of a step that was run twice only the later."""
@@ -187,20 +231,27 @@ def now() -> str:
 
 
 def append_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Append a record as one line, in one write, so that a reader never sees it interleaved."""
-    line = json.dumps(record, separators=(",", ":")) + "\n"
-    with path.open("a", encoding="utf-8") as file:
+    """Append a record as one line, after ending a line that an interrupted write left half."""
+    line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else b"\n" + line
         file.write(line)
 
 
 def read_json_lines(path: Path) -> Iterator[Any]:
-    """Records of a JSON-lines file; a last line that is still being written is left out."""
+    """Records of a JSON-lines file; none if there is no file.
+
+    Half a line is left out: the last while it is being written, another where a write was cut off.
+    """
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
+            if line.endswith(b"\n"):
+                with suppress(ValueError):
+                    yield json.loads(line)
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
@@ -211,11 +262,15 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Replace a file as a whole: written aside, flushed to disk, renamed into place."""
     aside = path.with_name(f".{path.name}.partial")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        with suppress(OSError):
+            aside.unlink()
 
 
 def _versions() -> dict[str, str]:
@@ -226,17 +281,10 @@ def _versions() -> dict[str, str]:
 
 def _revision() -> dict[str, str]:
     """The code's git revision where longtake runs from a checkout, else nothing."""
-    git = shutil.which("git")
-    if git is None:
+    git, checkout = shutil.which("git"), Path(__file__).resolve().parents[2]
+    # Installed in an environment inside somebody's repository, git would describe theirs.
+    if git is None or not (checkout / ".git").exists():
         return {}
-    command = [
-        git,
-        "-C",
-        str(Path(__file__).parent),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=12",
-    ]
+    command = [git, "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
     described = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - fixed arguments
     return {"revision": described.stdout.strip()} if described.returncode == 0 else {}

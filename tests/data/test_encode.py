@@ -85,6 +85,30 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_an_interrupted_write_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever ends it, here Ctrl-C while frames are written, the older video stays alone."""
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    path = tmp_path / "clip.mp4"
+    write_video(path, _smooth(2), fps=8)
+    monkeypatch.setattr(np, "ascontiguousarray", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_video(path, _smooth(5), fps=8)
+    assert list(tmp_path.iterdir()) == [path]
+    assert probe(path).num_frames == 2
+
+
+def test_a_file_in_the_folders_place_is_an_error(tmp_path: Path) -> None:
+    """Nothing can lie below a file, not even what is written aside."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be written: Not a directory"):
+        write_video(tmp_path / "file" / "clip.mp4", _smooth(), fps=8)
+
+
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     """The folder is the caller's to make."""
     with pytest.raises(DataError, match="cannot be written: No such file or directory"):

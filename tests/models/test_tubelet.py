@@ -1,5 +1,6 @@
 """What the tubelet transformer promises: a velocity, from the caption, the same every time."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,10 +133,11 @@ def test_weights_in_bfloat16_need_no_autocast() -> None:
     assert ((low - full).norm() / full.norm()).item() < 0.02
 
 
-def test_blocks_can_be_sharded_one_by_one() -> None:
+def test_blocks_can_be_sharded_one_by_one(tmp_path: Path) -> None:
     """Sharded block by block, the model predicts and learns what it does whole."""
     whole, sharded = _model(), _model()
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    rendezvous = f"file://{tmp_path}/rendezvous"
+    distributed.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         for block in sharded.blocks:

@@ -7,11 +7,14 @@ which lists every file with its size and is written last. A folder without it ne
 
 import json
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 
 from longtake.errors import CheckpointError
 from longtake.parallel.collectives import from_first, wait_for_all
@@ -25,7 +28,11 @@ State = dict[str, Any]
 
 
 def save(
-    run: RunDirectory, step: int, parts: Mapping[str, State], trainer: Mapping[str, Any], world: World
+    run: RunDirectory,
+    step: int,
+    parts: Mapping[str, State],
+    trainer: Mapping[str, Any],
+    world: World,
 ) -> Path:
     """Write a checkpoint; all ranks call it.
 
@@ -47,7 +54,8 @@ def save(
             aside.mkdir(parents=True)
         wait_for_all(world)
         for name, state in parts.items():
-            dcp.save(state, checkpoint_id=aside / name, no_dist=world.mesh is None)
+            with _no_hint_of_being_alone():
+                state_dict_saver.save(state, checkpoint_id=aside / name, no_dist=world.mesh is None)
         wait_for_all(world)
         if world.is_first:
             _commit(aside, whole, trainer)
@@ -69,8 +77,9 @@ def load_parts(path: Path, parts: Mapping[str, State], world: World | None = Non
     alone = world is None or world.mesh is None
     for name, state in parts.items():
         try:
-            dcp.load(state, checkpoint_id=path / name, no_dist=alone)
-        except (RuntimeError, ValueError, KeyError, dcp.api.CheckpointException) as error:
+            with _no_hint_of_being_alone():
+                state_dict_loader.load(state, checkpoint_id=path / name, no_dist=alone)
+        except (RuntimeError, ValueError, KeyError, CheckpointException) as error:
             reason = str(error).strip().splitlines()[-1]
             raise CheckpointError(
                 f"{path}/{name} does not fit the model that the recipe describes: {reason} "
@@ -125,10 +134,17 @@ def keep_newest(run: RunDirectory, count: int) -> None:
         shutil.rmtree(doomed)
 
 
-def to_resume(run: RunDirectory, world: World) -> Path | None:
-    """The checkpoint to go on from, the same on every rank; None to start at step 0."""
-    found = from_first(newest(run) if world.is_first else None, world)
-    return found
+def newest_on_all(run: RunDirectory, world: World) -> Path | None:
+    """The newest whole checkpoint as rank 0 sees it, the same answer on every rank."""
+    return from_first(newest(run) if world.is_first else None, world)
+
+
+@contextmanager
+def _no_hint_of_being_alone() -> Iterator[None]:
+    """Torch warns whoever saves or loads in one process that this is what happens."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 def _commit(aside: Path, whole: Path, trainer: Mapping[str, Any]) -> None:

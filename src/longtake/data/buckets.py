@@ -42,9 +42,9 @@ def sort_into_buckets(catalog: Catalog, shapes: Sequence[Bucket], stride: int) -
     for clip in catalog.clips:
         choice = choose(clip, shapes, stride)
         if not clip.caption:
-            dropped["it has no caption"] += 1
+            dropped["no caption"] += 1
         elif choice is None:
-            dropped["it is shorter than every bucket"] += 1
+            dropped["too short for every bucket"] += 1
         else:
             sorted_clips[choice].append(clip)
     if not any(sorted_clips):
@@ -81,10 +81,11 @@ def _distance(clip: Clip, shape: Bucket) -> tuple[float, int, float]:
 
 
 def _nothing_left(catalog: Catalog, shapes: Sequence[Bucket], dropped: Counter[str]) -> str:
-    reasons = "; ".join(f"{count} because {reason}" for reason, count in dropped.most_common())
+    reasons = ", ".join(f"{count} ({reason})" for reason, count in dropped.most_common())
     longest = max((clip.num_frames for clip in catalog.clips), default=0)
+    count = len(catalog.clips)
     return (
-        f"None of the catalog's {len(catalog.clips)} clips can be trained on: {reasons or 'it is empty'}. "
+        f"None of the catalog's {count} clips can be trained on: {reasons or 'it is empty'}. "
         f"The buckets are {', '.join(map(str, shapes))}; the longest clip has {longest} frames. "
         "Index clips with captions (longtake data index … --captions FILE.jsonl), or lower "
         "data.buckets' num_frames or data.frame_stride."

@@ -1,5 +1,6 @@
 """Writes frames as a video file that plays everywhere."""
 
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 
@@ -35,9 +36,11 @@ def write_video(path: Path, frames: NDArray[np.uint8], fps: float, crf: int = 12
                 container.mux(stream.encode(frame))
             container.mux(stream.encode(None))
         aside.replace(path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
+    except (OSError, av.FFmpegError) as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
+    finally:
+        with suppress(OSError):
+            aside.unlink()
 
 
 def _check(frames: NDArray[np.uint8], path: Path) -> tuple[int, int, int]:

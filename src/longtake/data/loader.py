@@ -9,11 +9,13 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
-from torch.nn import functional as F
 
 from longtake.config import Bucket, Recipe
 from longtake.data.buckets import Buckets, crop, span
@@ -21,6 +23,8 @@ from longtake.data.catalog import Clip
 from longtake.data.decode import read_frames
 from longtake.data.order import DataOrder, PlannedBatch, derive
 from longtake.errors import ClipError, DataError
+
+_REMEDY = "Are the files still where they were indexed? Run longtake data index again."
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class _Memory:
     windows: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
 
     def keep(self, key: tuple[str, int, int], window: Tensor) -> None:
-        if window.nbytes <= self.room_bytes:
+        if key not in self.windows and window.nbytes <= self.room_bytes:
             self.room_bytes -= window.nbytes
             self.windows[key] = window
 
@@ -111,7 +115,7 @@ class Loader:
         return Batch(
             step=step,
             epoch=planned.epoch,
-            videos=torch.stack(windows),
+            videos=torch.from_numpy(np.stack([window.numpy() for window in windows])),
             captions=tuple(clip.caption for clip in clips),
             seeds=seeds,
             identities=tuple(clip.identity for clip in clips),
@@ -130,8 +134,11 @@ class Loader:
                 return clip, self._window(clip, planned.bucket, seed), seed
             except ClipError as error:
                 self._reject(clip, error)
+        first = self.failures[clips[position].identity]
         raise DataError(
-            "Every clip of a bucket failed to decode; see events.jsonl for the reasons."
+            f"None of the {len(clips)} clips in the bucket of "
+            f"{self._buckets.shapes[planned.bucket]} could be decoded. The first that was tried: "
+            f"{first}. {_REMEDY}"
         )
 
     def _reject(self, clip: Clip, error: ClipError) -> None:
@@ -142,7 +149,7 @@ class Loader:
             raise DataError(
                 f"{failed} clips could not be decoded while training, more than "
                 f"data.max_failed_clips = {self._data.max_failed_clips} allows. The last: {error}. "
-                "Are the files still where they were indexed? Run longtake data index again."
+                f"{_REMEDY}"
             )
 
     def _window(self, clip: Clip, bucket: int, seed: int) -> Tensor:
@@ -165,21 +172,34 @@ def read_window(clip: Clip, shape: Bucket, start: int, stride: int) -> Tensor:
         [3, F, H, W] uint8.
 
     Raises:
-        ClipError: the file is gone, damaged, or shorter than its record says.
+        ClipError: the file is gone, damaged, or not what its record says.
     """
     frames = read_frames(
-        clip.path,
+        Path(clip.path),
         stream_index=clip.stream_index,
         start=start,
         num_frames=shape.num_frames,
         stride=stride,
         rotation=clip.rotation,
     )
-    pixels = torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2)  # [F, 3, H, W]
+    height, width = frames.shape[1:3]
+    if (height, width) != (clip.height, clip.width):
+        indexed = f"{clip.width}x{clip.height}"
+        raise ClipError(clip.path, f"has {width}x{height} pixels, was indexed with {indexed}")
     cut = crop(clip, shape)
-    if pixels.shape[-2:] != (cut.scaled_height, cut.scaled_width):
-        size = (cut.scaled_height, cut.scaled_width)
-        pixels = F.interpolate(pixels, size, mode="bicubic", antialias=True)
     rows = slice(cut.top, cut.top + shape.height)
     columns = slice(cut.left, cut.left + shape.width)
-    return pixels[:, :, rows, columns].transpose(0, 1).contiguous()
+    scaled = _scale(frames, cut.scaled_height, cut.scaled_width)[:, rows, columns]
+    return torch.from_numpy(np.ascontiguousarray(scaled.transpose(3, 0, 1, 2)))
+
+
+def _scale(frames: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+    """[F, height, width, 3], bicubic and antialiased.
+
+    By Pillow, not torch: torch would start a team of threads for each decoding thread, and all of
+    them would fight the training step for the cores.
+    """
+    if frames.shape[1:3] == (height, width):
+        return frames
+    size, method = (width, height), Image.Resampling.BICUBIC
+    return np.stack([np.asarray(Image.fromarray(frame).resize(size, method)) for frame in frames])

@@ -54,6 +54,7 @@ class DataOrder:
 
     def epoch_of(self, step: int) -> int:
         """The epoch that a global step is counted in."""
+        assert step >= 0
         total = sum(self._sizes)
         epoch = step * self._batch_size // total  # a lower bound: floors only take batches away
         while self.epoch_start(epoch + 1) <= step:

@@ -21,7 +21,7 @@ _LEAST_COVERED, _MOST_COVERED = 0.04, 0.4
 _MOST_AREA_RATIO = 1.6
 _LEAST_SATURATION = 0.4
 _MOST_HUE_ERROR = 22.0  # degrees; half the distance between two colours is 30
-_LEAST_AGREEMENT = 0.6  # with the template, as soft intersection over union
+_LEAST_AGREEMENT = 0.68  # with the template, as soft intersection over union
 _LEAST_LEAD = 0.03  # over the second best template
 _LEAST_TRAVEL = 0.12  # between the first and the last frame, as a share of the height
 _MOST_ANGLE_ERROR = 18.0  # degrees; half the distance between two directions is 22.5
@@ -66,13 +66,18 @@ def adherence(videos: Iterable[NDArray[np.uint8]], captions: Iterable[str]) -> f
         DataError: a caption is not of the shapes world.
         ValueError: there are not as many captions as videos, or none.
     """
-    right = [_shows(video, caption) for video, caption in zip(videos, captions, strict=True)]
+    right = [shows(video, caption) for video, caption in zip(videos, captions, strict=True)]
     if not right:
         raise ValueError("adherence of no videos is not defined; give at least one.")
     return sum(right) / len(right)
 
 
-def _shows(video: NDArray[np.uint8], caption: str) -> bool:
+def shows(video: NDArray[np.uint8], caption: str) -> bool:
+    """Return whether shape, colour and direction of a clip are those that its caption asks for.
+
+    Raises:
+        DataError: the caption is not of the shapes world.
+    """
     asked = parse_caption(caption)
     return read(video) == Reading(asked.shape, asked.colour, asked.direction)
 

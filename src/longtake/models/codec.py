@@ -7,8 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from longtake.config import Bucket, CodecSection
-from longtake.errors import ModelError, RecipeError
-from longtake.models.pretrained import diffusers_class, load_pretrained
+from longtake.errors import RecipeError
+from longtake.models.pretrained import (
+    construct,
+    defaults,
+    diffusers_class,
+    load_pretrained,
+    quiet,
+    refuse_unused,
+)
+
+_CHUNK = 4
+"""diffusers' causal autoencoders encode the first frame, then pieces of four, and drop what is left
+over without a word, whatever their compression."""
 
 
 class Codec(Protocol):
@@ -38,7 +49,7 @@ class Codec(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write what `build` cannot make again from the recipe."""
+        """Write what `build_codec` cannot make again from the recipe."""
         ...
 
 
@@ -67,31 +78,40 @@ class PixelCodec:
 
 
 class AutoencoderCodec:
-    """A frozen video autoencoder of diffusers, such as `AutoencoderKLWan`.
+    """A frozen causal video autoencoder of diffusers, such as `AutoencoderKLWan`.
 
     Latents are the posterior's mode, normalised per channel by the autoencoder's own
-    `latents_mean` and `latents_std`, or by its `shift_factor` and `scaling_factor`, as its
-    pipeline does.
+    `latents_mean` and `latents_std`: (mode - mean) / std, which `WanPipeline` undoes before it
+    decodes.
+
+    Args:
+        autoencoder: the module; is frozen.
+        is_pretrained: the recipe says where it was loaded from, so that `save` need not copy it.
+
+    Raises:
+        RecipeError: its configuration contradicts itself.
     """
 
-    def __init__(self, autoencoder: nn.Module) -> None:
+    def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
         self.autoencoder = autoencoder.eval().requires_grad_(False)
+        self._is_pretrained = is_pretrained
         config: Any = autoencoder.config
-        self.channels: int = config.get("z_dim") or config["latent_channels"]
-        self._mean, self._std = _normalisation(config, self.channels)
+        self.channels: int = config["z_dim"]
+        self._mean = _per_channel(config, "latents_mean")
+        self._std = _per_channel(config, "latents_std")
         self._temporal, self._spatial = _compression(config)
 
     def latent_shape(self, bucket: Bucket) -> tuple[int, int, int]:
         """F' = (F - 1) / temporal + 1, as causal video autoencoders have it; H / s, W / s."""
         fits = Bucket(
-            num_frames=_nearest(bucket.num_frames, self._temporal, offset=1),
+            num_frames=_nearest(bucket.num_frames, _CHUNK, offset=1),
             height=_nearest(bucket.height, self._spatial),
             width=_nearest(bucket.width, self._spatial),
         )
         if fits != bucket:
             raise RecipeError(
                 f"data.buckets: {bucket} cannot be encoded: the codec wants height and width "
-                f"divisible by {self._spatial} and {self._temporal} n + 1 frames. "
+                f"divisible by {self._spatial} and {_CHUNK} n + 1 frames. "
                 f"The nearest that fits is {fits}."
             )
         frames = (bucket.num_frames - 1) // self._temporal + 1
@@ -116,8 +136,10 @@ class AutoencoderCodec:
         self.autoencoder.to(device)
 
     def save(self, folder: Path) -> None:
-        """Write the autoencoder in diffusers' layout."""
-        self.autoencoder.save_pretrained(folder / "vae")  # type: ignore[operator]
+        """Write the autoencoder in diffusers' layout, unless it is a pretrained one."""
+        if not self._is_pretrained:
+            with quiet(self.autoencoder):
+                self.autoencoder.save_pretrained(folder / "vae")  # type: ignore[operator]
 
 
 def build_codec(section: CodecSection, made: Path | None = None) -> Codec:
@@ -128,21 +150,22 @@ def build_codec(section: CodecSection, made: Path | None = None) -> Codec:
         made: the folder where a run keeps frozen parts that it made itself, once it did.
 
     Raises:
-        ModelError: the weights or the class cannot be loaded.
-        RecipeError: the class does not take the recipe's arguments.
+        ModelError: the weights cannot be loaded.
+        RecipeError: there is no such class, or it does not take the recipe's arguments.
     """
+    given: dict[str, object] = {"pretrained": section.pretrained, "config": section.config}
     if section.kind == "pixels":
+        refuse_unused("codec", given, 'codec.kind is "pixels"')
         return PixelCodec()
-    autoencoder_class = diffusers_class("codec.class_name", section.class_name)
+    autoencoder_class = _autoencoder_class(section.class_name)
     if section.pretrained is not None:
-        where, subfolder = section.pretrained, section.subfolder
-        return AutoencoderCodec(load_pretrained(autoencoder_class, where, subfolder))
+        refuse_unused("codec", {"config": section.config}, "codec.pretrained brings its own")
+        loaded = load_pretrained(autoencoder_class, section.pretrained, section.subfolder)
+        return AutoencoderCodec(loaded, is_pretrained=True)
     if made is not None and (made / "vae").is_dir():
         return AutoencoderCodec(load_pretrained(autoencoder_class, str(made), "vae"))
-    try:
-        return AutoencoderCodec(autoencoder_class(**section.config))
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"codec.config does not fit {section.class_name}: {error}.") from error
+    config = _completed(autoencoder_class, section.config)
+    return AutoencoderCodec(construct("codec.config", autoencoder_class, config))
 
 
 def to_uint8(pixels: Tensor) -> Tensor:
@@ -150,34 +173,68 @@ def to_uint8(pixels: Tensor) -> Tensor:
     return ((pixels.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
-def _normalisation(config: Any, channels: int) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of raw latents, each [1, C, 1, 1, 1]."""
-    mean, std = config.get("latents_mean"), config.get("latents_std")
-    if mean is None or std is None:
-        mean = [config.get("shift_factor") or 0.0] * channels
-        std = [1 / (config.get("scaling_factor") or 1.0)] * channels
-    if len(mean) < channels or len(std) < channels:
-        raise ModelError(
-            f"The codec has {channels} latent channels, but latents_mean and latents_std give "
-            f"{len(mean)} and {len(std)} values. Give one of each per channel in codec.config."
+def _autoencoder_class(name: str) -> Any:
+    """A class that downsamples time causally and knows the statistics of its latents."""
+    found = diffusers_class("codec.class_name", name)
+    if not {"z_dim", "dim_mult", "temperal_downsample", "latents_mean"} <= set(
+        defaults(found.__init__)
+    ):
+        raise RecipeError(
+            f"codec.class_name: {name} is not a causal video autoencoder that longtake knows. Use "
+            "AutoencoderKLWan."
         )
-    shape = (1, channels, 1, 1, 1)
-    return torch.tensor(mean[:channels]).view(shape), torch.tensor(std[:channels]).view(shape)
+    return found
+
+
+def _completed(autoencoder_class: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """The recipe's arguments, and those that follow from them.
+
+    Random weights know no statistics of latents, and a pipeline reads the compression from the
+    config, where the class's defaults describe the released Wan 2.1 alone.
+    """
+    known = defaults(autoencoder_class.__init__)
+    sizes = known | config
+    try:
+        temporal, spatial = _compression(sizes)
+        channels = int(sizes["z_dim"])
+    except (TypeError, ValueError) as error:
+        raise RecipeError(
+            f"codec.config does not fit {autoencoder_class.__name__}: {error}."
+        ) from error
+    following = {
+        "latents_mean": [0.0] * channels,
+        "latents_std": [1.0] * channels,
+        "scale_factor_temporal": temporal,
+        "scale_factor_spatial": spatial,
+    }
+    return {name: value for name, value in following.items() if name in known} | config
+
+
+def _per_channel(config: Any, name: str) -> Tensor:
+    """A list of the config as [1, C, 1, 1, 1]."""
+    values, channels = config[name], config["z_dim"]
+    if len(values) != channels:
+        raise RecipeError(
+            f"codec.config: z_dim is {channels}, but {name} has {len(values)} values. Give one per "
+            "latent channel."
+        )
+    return torch.tensor(values, dtype=torch.float32).view(1, channels, 1, 1, 1)
 
 
 def _compression(config: Any) -> tuple[int, int]:
     """How many frames and how many rows one latent frame and row stand for."""
-    if "temperal_downsample" in config:  # diffusers' own spelling
-        halvings = sum(config["temperal_downsample"])
-        patch = config.get("patch_size") or 1
-        return 2**halvings, patch * 2 ** (len(config["dim_mult"]) - 1)
-    raise ModelError(
-        f"codec.class_name {config.get('_class_name')} is not a causal video autoencoder that "
-        "longtake knows. Use AutoencoderKLWan."
-    )
+    halvings, levels = config["temperal_downsample"], config["dim_mult"]  # diffusers' spelling
+    temporal = 2 ** sum(halvings)
+    if len(halvings) != len(levels) - 1 or temporal > _CHUNK:
+        raise RecipeError(
+            f"codec.config: temperal_downsample {list(halvings)} does not fit dim_mult "
+            f"{list(levels)}: expected {len(levels) - 1} values, one less than dim_mult has, and "
+            f"at most two of them true, because time is encoded in pieces of {_CHUNK} frames."
+        )
+    return temporal, (config.get("patch_size") or 1) * 2 ** len(halvings)
 
 
 def _nearest(size: int, divisor: int, offset: int = 0) -> int:
-    """The multiple of `divisor`, plus offset, that lies nearest to size; at least one divisor."""
+    """The multiple of `divisor`, plus offset, that lies nearest to size; above zero."""
     steps = round((size - offset) / divisor)
     return max(steps, 0 if offset else 1) * divisor + offset

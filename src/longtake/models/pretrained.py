@@ -1,12 +1,22 @@
-"""Loads classes and weights of diffusers and transformers, with errors a user can act on."""
+"""Finds, builds and loads classes of diffusers and transformers, with errors a user can act on."""
 
 import difflib
+import importlib
 import inspect
-from collections.abc import Callable, Mapping
+import json
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from longtake.errors import ModelError, RecipeError
+
+_REPOSITORY_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_REACH_SECONDS = 10
 
 
 def diffusers_class(key: str, name: str) -> Any:
@@ -32,33 +42,106 @@ def transformers_class(key: str, name: str) -> Any:
 
 
 def load_pretrained(loaded_class: Any, where: str, subfolder: str, **options: Any) -> Any:
-    """`from_pretrained` of a local folder or a repository id.
+    """A model or tokenizer from a local folder or, downloaded and cached, a repository id.
+
+    A model of diffusers comes in fp32, one of transformers as it was stored.
 
     Raises:
-        ModelError: nothing loadable is there.
+        ModelError: nothing loadable is there, or the weights do not fill the model.
     """
+    folder = _locate(where, subfolder) / subfolder
     try:
-        return loaded_class.from_pretrained(where, subfolder=subfolder, **options)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        with quiet(loaded_class):
+            loaded, missing = _load(loaded_class, folder, options)
+    except Exception as error:  # each format and library raises its own kinds
         raise ModelError(
-            f"{loaded_class.__name__} cannot be loaded from {where} (subfolder {subfolder}): "
-            f"{reason} Expected a diffusers folder on disk, or a repository id that can be reached."
+            f"{loaded_class.__name__} cannot be loaded from {folder}: {_first_line(error)} "
+            "Expected what save_pretrained writes. Check the folder and the class name."
         ) from error
+    if missing:
+        raise ModelError(
+            f"The weights in {folder} leave {len(missing)} tensors of {loaded_class.__name__} "
+            f"without values, such as {missing[0]}. They belong to another class or another "
+            "library version."
+        )
+    return loaded
+
+
+def construct(key: str, built_class: Any, values: Mapping[str, Any]) -> Any:
+    """`built_class(**values)`, where the values come from the recipe's `key`.
+
+    Raises:
+        RecipeError: the class does not take these values.
+    """
+    check_arguments(key, built_class.__init__, values)
+    try:
+        return built_class(**values)
+    except Exception as error:  # there is no end to how wrong sizes fail inside a constructor
+        reason = f"{type(error).__name__}: {error}"
+        raise RecipeError(f"{key} does not fit {built_class.__name__}. {reason}") from error
 
 
 def check_arguments(key: str, function: Callable[..., Any], values: Mapping[str, Any]) -> None:
-    """Refuse arguments that a function does not take.
+    """Refuse arguments that a function does not take by name.
 
     Raises:
         RecipeError: names the argument and the nearest that exists.
     """
-    known = list(inspect.signature(function).parameters)
+    known = list(defaults(function))
     for name in values:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"known: {', '.join(known)}."
-            raise RecipeError(f"{key}.{name} is not an argument of the model; {hint}")
+            owner = function.__qualname__.removesuffix(".__init__")
+            raise RecipeError(f"{key}.{name} is not an argument of {owner}; {hint}")
+
+
+def defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    """Named arguments of a function (without self) and their defaults; empty where there is none.
+
+    `**kwargs` do not count: what disappears in them was most likely misspelt.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {p.name: p.default for p in parameters if p.kind in named and p.name != "self"}
+
+
+def refuse_unused(section: str, values: Mapping[str, object], because: str) -> None:
+    """Refuse keys of a recipe section that are set but would not be used.
+
+    Raises:
+        RecipeError: names the first of them.
+    """
+    for name, value in values.items():
+        if value:
+            raise RecipeError(
+                f"{section}.{name} is set, but it would not be used: {because}. Remove the one or "
+                "change the other."
+            )
+
+
+@contextmanager
+def quiet(speaker: Any) -> Iterator[None]:
+    """Silence warnings and progress bars of the library that a class or object comes from.
+
+    What matters in them (weights that are missing) is raised instead; the rest of a load report
+    only hides the messages a user should read.
+    """
+    voice = importlib.import_module(f"{_library(speaker)}.utils.logging")
+    verbosity, had_bars = voice.get_verbosity(), voice.is_progress_bar_enabled()
+    voice.set_verbosity(logging.ERROR)
+    voice.disable_progress_bar()
+    try:
+        yield
+    finally:
+        voice.set_verbosity(verbosity)
+        if had_bars:
+            voice.enable_progress_bar()
+
+
+def _library(speaker: Any) -> str:
+    owner = speaker if inspect.isclass(speaker) else type(speaker)
+    return owner.__module__.partition(".")[0]
 
 
 def _class_of(module: ModuleType, key: str, name: str) -> Any:
@@ -68,3 +151,92 @@ def _class_of(module: ModuleType, key: str, name: str) -> Any:
         hint = f" Did you mean {nearest[0]}?" if nearest else ""
         raise RecipeError(f"{key}: {module.__name__} has no class {name}.{hint}")
     return found
+
+
+def _locate(where: str, subfolder: str) -> Path:
+    """The local folder that has the subfolder, downloaded where it must be."""
+    folder = Path(where).expanduser()
+    if not folder.is_dir():
+        if not _REPOSITORY_ID.fullmatch(where):
+            raise ModelError(
+                f"There is no folder {where}. Expected a diffusers folder on disk, or a repository "
+                "id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers."
+            )
+        folder = _download(where, subfolder)
+    if not (folder / subfolder).is_dir():
+        present = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+        raise ModelError(
+            f"{where} has no subfolder {subfolder}; it has {', '.join(present) or 'none'}. Name "
+            "the right one in the recipe."
+        )
+    return folder
+
+
+def _download(repository: str, subfolder: str) -> Path:
+    """A repository's snapshot in the local cache, with the subfolder's files."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+    unreachable = ""
+    try:  # asked first, and once: a download retries for minutes before it gives up
+        HfApi().model_info(repository, timeout=_REACH_SECONDS)
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"There is no folder {repository}, and the hub has no such repository for you: "
+            f"{_first_line(error)} Check the name, and `hf auth login` if it is a private one."
+        ) from error
+    except Exception as error:  # the hub's HTTP client, hence its exceptions, changes by version
+        unreachable = _first_line(error)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # advice to the hub's callers, not to ours
+            snapshot = snapshot_download(
+                repository, allow_patterns=f"{subfolder}/*", local_files_only=bool(unreachable)
+            )
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"There is no folder {repository}, nothing of that name was downloaded before, and the "
+            f"hub cannot be reached: {unreachable} Name a diffusers folder on disk, or connect."
+        ) from error
+    except OSError as error:
+        raise ModelError(f"{repository} cannot be downloaded: {_first_line(error)}") from error
+    return Path(snapshot)
+
+
+def _load(loaded_class: Any, folder: Path, options: dict[str, Any]) -> tuple[Any, list[str]]:
+    """What the folder holds, and names of tensors that it holds no values for."""
+    if not hasattr(loaded_class, "load_state_dict"):  # a tokenizer
+        return loaded_class.from_pretrained(str(folder), local_files_only=True, **options), []
+    if _library(loaded_class) == "diffusers":
+        return _load_diffusers(loaded_class, folder)
+    model, report = loaded_class.from_pretrained(
+        str(folder), local_files_only=True, output_loading_info=True, **options
+    )
+    return model, sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])})
+
+
+def _load_diffusers(loaded_class: Any, folder: Path) -> tuple[Any, list[str]]:
+    """As `from_pretrained`, which without accelerate refuses models such as Wan's transformer."""
+    from safetensors.torch import load_file
+
+    model = loaded_class.from_config(loaded_class.load_config(str(folder), local_files_only=True))
+    missing = set(model.state_dict())
+    for name in _weight_files(folder):
+        weights = load_file(folder / name)
+        model.load_state_dict(weights, strict=False)
+        missing -= weights.keys()
+    return model, sorted(missing)
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Names of a model's files, without the variants of other precision beside them."""
+    whole = "diffusion_pytorch_model.safetensors"
+    index = folder / f"{whole}.index.json"
+    if not index.is_file():
+        return [whole]
+    return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{lines[0].rstrip('.')}."

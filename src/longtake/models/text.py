@@ -1,5 +1,6 @@
 """From captions to what the transformer is conditioned on."""
 
+import html
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,8 +10,14 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import Tensor, nn
 
 from longtake.config import TextSection
-from longtake.errors import ModelError, RecipeError
-from longtake.models.pretrained import load_pretrained, transformers_class
+from longtake.errors import DataError, RecipeError
+from longtake.models.pretrained import (
+    construct,
+    load_pretrained,
+    quiet,
+    refuse_unused,
+    transformers_class,
+)
 
 _PAD, _UNKNOWN, _END = "[PAD]", "[UNK]", "</s>"
 _SPECIAL = [_PAD, _UNKNOWN, _END]  # in the order of their ids: padding is 0
@@ -20,8 +27,11 @@ class TextEncoder(Protocol):
     """Encodes captions; the empty caption is the unconditional one of classifier-free guidance."""
 
     vocabulary_size: int
-    embed_dim: int | None
-    """Width of `prompt_embeds`, or None where the model embeds token ids itself."""
+
+    @property
+    def embed_dim(self) -> int | None:
+        """Width of `prompt_embeds`, or None where the model embeds token ids itself."""
+        ...
 
     def encode(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Named tensors, each [B, ...], for the family's model."""
@@ -80,15 +90,34 @@ class TransformersText:
     """A frozen encoder of transformers, such as `UMT5EncoderModel`.
 
     Encodes to `prompt_embeds` [B, T, D] fp32, zero where a caption has ended, as Wan's pipeline
-    has it.
+    has it. Wan attends to those zeros too, so that sampling with another `max_tokens` than it was
+    trained with (512 for the released weights) is not the same.
+
+    Args:
+        encoder: the module; is frozen.
+        tokenizer: of transformers.
+        max_tokens: T.
+        is_pretrained: the recipe says where it was loaded from, so that `save` need not copy it.
+
+    Raises:
+        RecipeError: the encoder does not take so many tokens.
     """
 
-    def __init__(self, encoder: nn.Module, tokenizer: Any, max_tokens: int) -> None:
+    def __init__(
+        self, encoder: nn.Module, tokenizer: Any, max_tokens: int, is_pretrained: bool = False
+    ) -> None:
         self.encoder = encoder.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self._max_tokens = max_tokens
+        self._is_pretrained = is_pretrained
         self._device = torch.device("cpu")
         config: Any = encoder.config
+        longest = getattr(config, "max_position_embeddings", max_tokens)
+        if max_tokens > longest:
+            raise RecipeError(
+                f"text.max_tokens is {max_tokens}, but {type(encoder).__name__} reads {longest} at "
+                f"most. Set it to {longest} or less."
+            )
         self.embed_dim: int = config.hidden_size
         self.vocabulary_size = len(tokenizer)
 
@@ -96,7 +125,7 @@ class TransformersText:
     def encode(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """`prompt_embeds` [B, T, D], cut or padded to T = max_tokens."""
         tokens = self.tokenizer(
-            list(captions),
+            [_clean(caption) for caption in captions],
             padding="max_length",
             max_length=self._max_tokens,
             truncation=True,
@@ -104,13 +133,15 @@ class TransformersText:
             return_tensors="pt",
         ).to(self._device)
         embeds = self.encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
-        return {"prompt_embeds": embeds.float() * tokens.attention_mask.unsqueeze(-1)}
+        ended = tokens.attention_mask.unsqueeze(-1) == 0
+        return {"prompt_embeds": embeds.float().masked_fill(ended, 0)}
 
     def unknown_words(self, caption: str) -> list[str]:
         """Words without a token; none for an encoder whose tokens are pieces of words."""
         tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
-        is_words = tokenizer is not None and isinstance(tokenizer.model, models.WordLevel)
-        return _unknown_words(tokenizer, caption) if is_words else []
+        if tokenizer is None or not isinstance(tokenizer.model, models.WordLevel):
+            return []
+        return _unknown_words(tokenizer, caption)
 
     def to(self, device: torch.device) -> None:
         """Move the encoder to a device."""
@@ -118,9 +149,11 @@ class TransformersText:
         self.encoder.to(device)
 
     def save(self, folder: Path) -> None:
-        """Write encoder and tokenizer in the layout of a diffusers pipeline."""
-        self.encoder.save_pretrained(folder / "text_encoder")  # type: ignore[operator]
-        self.tokenizer.save_pretrained(folder / "tokenizer")
+        """Write encoder and tokenizer in a pipeline's layout, unless they are pretrained ones."""
+        if not self._is_pretrained:
+            with quiet(self.encoder):
+                self.encoder.save_pretrained(folder / "text_encoder")  # type: ignore[operator]
+                self.tokenizer.save_pretrained(folder / "tokenizer")
 
 
 def build_text(section: TextSection, captions: Iterable[str], made: Path | None) -> TextEncoder:
@@ -132,25 +165,37 @@ def build_text(section: TextSection, captions: Iterable[str], made: Path | None)
         made: the folder where a run keeps frozen parts that it made itself, once it did.
 
     Raises:
+        DataError: a vocabulary is wanted, but the captions hold no words.
         ModelError: encoder or tokenizer cannot be loaded.
-        RecipeError: the class does not take the recipe's arguments.
+        RecipeError: there is no such class, or it does not take the recipe's arguments.
     """
+    given: dict[str, object] = {"pretrained": section.pretrained, "config": section.config}
     if section.kind == "words":
+        refuse_unused("text", given, 'text.kind is "words"')
         return WordIds(_word_tokenizer(section, captions, made), section.max_tokens)
-    encoder_class = transformers_class("text.class_name", section.class_name)
+    from transformers import AutoTokenizer
+
+    encoder_class = _encoder_class(section.class_name)
     if section.pretrained is not None:
-        return _load(encoder_class, section, section.pretrained, section.subfolder)
+        refuse_unused("text", {"config": section.config}, "text.pretrained brings its own")
+        encoder = load_pretrained(encoder_class, section.pretrained, section.subfolder)
+        tokenizer = load_pretrained(AutoTokenizer, section.pretrained, section.tokenizer_subfolder)
+        return TransformersText(encoder, tokenizer, section.max_tokens, is_pretrained=True)
     if made is not None and (made / "text_encoder").is_dir():
-        return _load(encoder_class, section, str(made), "text_encoder")
+        encoder = load_pretrained(encoder_class, str(made), "text_encoder")
+        tokenizer = load_pretrained(AutoTokenizer, str(made), "tokenizer")
+        return TransformersText(encoder, tokenizer, section.max_tokens)
     return _random(encoder_class, section, captions)
 
 
-def _load(encoder_class: Any, section: TextSection, where: str, subfolder: str) -> TransformersText:
-    from transformers import AutoTokenizer
-
-    encoder = load_pretrained(encoder_class, where, subfolder)
-    tokenizer = load_pretrained(AutoTokenizer, where, section.tokenizer_subfolder)
-    return TransformersText(encoder, tokenizer, section.max_tokens)
+def _encoder_class(name: str) -> Any:
+    found = transformers_class("text.class_name", name)
+    if getattr(found, "config_class", None) is None:
+        raise RecipeError(
+            f"text.class_name: {name} is not a model of transformers. Use an encoder such as "
+            "UMT5EncoderModel."
+        )
+    return found
 
 
 def _random(encoder_class: Any, section: TextSection, captions: Iterable[str]) -> TransformersText:
@@ -164,12 +209,22 @@ def _random(encoder_class: Any, section: TextSection, captions: Iterable[str]) -
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token=_PAD, unk_token=_UNKNOWN, eos_token=_END
     )
+    fitted = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    config = construct("text.config", encoder_class.config_class, fitted | section.config)
     try:
-        config = encoder_class.config_class(vocab_size=len(tokenizer), **section.config)
         encoder = encoder_class(config)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # there is no end to how wrong sizes fail inside a constructor
         raise RecipeError(f"text.config does not fit {section.class_name}: {error}.") from error
     return TransformersText(encoder, tokenizer, section.max_tokens)
+
+
+def _clean(caption: str) -> str:
+    """A caption as Wan's pipeline cleans a prompt: HTML entities resolved, single spaces."""
+    return " ".join(html.unescape(html.unescape(caption)).split())
 
 
 def _word_tokenizer(section: TextSection, captions: Iterable[str], made: Path | None) -> Tokenizer:
@@ -180,11 +235,14 @@ def _word_tokenizer(section: TextSection, captions: Iterable[str], made: Path | 
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     trainer = trainers.WordLevelTrainer(
-        vocab_size=section.max_words, special_tokens=_SPECIAL, show_progress=False
+        vocab_size=section.max_words + len(_SPECIAL), special_tokens=_SPECIAL, show_progress=False
     )
     tokenizer.train_from_iterator(captions, trainer)
     if tokenizer.get_vocab_size() <= len(_SPECIAL):
-        raise ModelError("The catalog's captions hold no words to make a vocabulary of.")
+        raise DataError(
+            "The catalog's captions hold no words to make a vocabulary of. Give the clips captions "
+            "and index them again, or name a pretrained text encoder in text.pretrained."
+        )
     return tokenizer
 
 

@@ -1,21 +1,93 @@
-"""A small video transformer that is trained from scratch, on a laptop if need be.
+"""Tubelet: longtake's own small text-to-video family, trained from scratch on a laptop if need be.
 
-Clips are cut into tubes of some frames, rows and columns; tokens of the caption stand before the
-tokens of the clip, and every token attends to every other.
+It serves the demo, tests and drills. Clips are cut into tubes of some frames, rows and columns;
+tokens of the caption stand before the tokens of the clip, and every token attends to every other.
 """
 
 import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longtake.errors import ModelError
+from longtake.config import ModelSection
+from longtake.errors import ModelError, RecipeError
+from longtake.flow.path import velocity_from_latents
+from longtake.models.codec import Codec
+from longtake.models.family import Conditioning, LatentShape
+from longtake.models.pretrained import check_arguments
+from longtake.models.text import TextEncoder
 
-# Below this sigma the velocity is no longer exact but stays bounded: (x_t - x) / sigma would
-# magnify the network's error without limit. After Li and He, "Back to Basics: Let Denoising
-# Generative Models Denoise" (2025).
-_LEAST_SIGMA = 0.05
+TUBE = (8, 4, 4)
+"""Frames, rows and columns of a tube, unless the recipe says otherwise."""
+
+
+class Tubelet:
+    """The family: it embeds a caption's word ids itself, and is built for one shape of clip."""
+
+    def check(self, section: ModelSection, shapes: Sequence[LatentShape]) -> None:
+        """One shape only, which must divide into tubes."""
+        if len(set(shapes)) > 1:
+            raise RecipeError(
+                f"data.buckets lists {len(set(shapes))} shapes, but the tubelet family learns a "
+                "position for every tube and is built for one shape. Keep one bucket."
+            )
+        _, *sizes = shapes[0]
+        tube = section.config.get("patch_size", TUBE)
+        fits = [max(1, round(size / step)) * step for size, step in zip(sizes, tube, strict=True)]
+        if fits != sizes:
+            raise RecipeError(
+                f"data.buckets: {_clip(sizes)} do not divide into tubes of {_clip(tube)}. The "
+                f"nearest that do are {_clip(fits)}; or change model.config.patch_size."
+            )
+
+    def build(
+        self, section: ModelSection, shapes: Sequence[LatentShape], text: TextEncoder
+    ) -> nn.Module:
+        """A `TubeletTransformer` with random weights."""
+        if section.pretrained is not None:
+            raise RecipeError("model.pretrained: the tubelet family has no pretrained weights.")
+        if text.embed_dim is not None:
+            raise RecipeError(
+                'text.kind = "transformers" gives prompt_embeds, but the tubelet family embeds '
+                'word ids itself. Set text.kind = "words".'
+            )
+        shape, maximum = shapes[0], next(iter(text.encode([""]).values())).shape[1]
+        fitted = {**shape._asdict(), "max_tokens": maximum}
+        fitted["vocabulary_size"] = text.vocabulary_size
+        check_arguments("model.config", TubeletTransformer.__init__, section.config)
+        try:
+            return TubeletTransformer(**(fitted | section.config))
+        except ModelError as error:
+            raise RecipeError(f"model.config: {error}") from error
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The block that reads the caption and those that read all."""
+        network = cast("TubeletTransformer", model)
+        return [network.caption_block, *network.blocks]
+
+    def predict_velocity(
+        self, model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        """[B, C, F, H, W]."""
+        velocity: Tensor = model(noisy_latents, sigmas, conditioning["token_ids"])
+        return velocity
+
+    def export(
+        self, model: nn.Module, codec: Codec, text: TextEncoder, shift: float, folder: Path
+    ) -> None:
+        """Diffusers has no such pipeline."""
+        raise RecipeError(
+            "diffusers has no pipeline for the tubelet family, so it cannot be exported. "
+            "`longtake sample` samples it."
+        )
+
+
+def _clip(sizes: Sequence[int]) -> str:
+    return f"{sizes[0]} frames of {sizes[2]}x{sizes[1]}"
 
 
 class TubeletTransformer(nn.Module):
@@ -54,7 +126,7 @@ class TubeletTransformer(nn.Module):
         width: int,
         vocabulary_size: int,
         channels: int = 3,
-        patch_size: tuple[int, int, int] = (8, 4, 4),
+        patch_size: tuple[int, int, int] = TUBE,
         max_tokens: int = 6,
         hidden_size: int = 96,
         num_blocks: int = 4,
@@ -107,8 +179,7 @@ class TubeletTransformer(nn.Module):
         shift, scale = self.modulation_out(condition)[:, None].chunk(2, dim=-1)
         clip = self.tube_out(_normalise(tokens[:, words.shape[1] :]) * (1 + scale) + shift)
         clip = _from_tubes(clip.float(), self.patch_size, self.clip_shape)
-        sigmas = sigmas.float().clamp(min=_LEAST_SIGMA)[:, None, None, None, None]
-        return (noisy_latents.float() - clip) / sigmas
+        return velocity_from_latents(noisy_latents.float(), clip, sigmas.float())
 
     def _read_caption(self, token_ids: Tensor, noise_level: Tensor) -> Tensor:
         """Return the words in the light of each other, [B, max_tokens, D]."""

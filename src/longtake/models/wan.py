@@ -10,7 +10,7 @@ from longtake.config import ModelSection
 from longtake.errors import RecipeError
 from longtake.models.codec import AutoencoderCodec, Codec
 from longtake.models.family import Conditioning, LatentShape
-from longtake.models.pretrained import check_arguments, load_pretrained
+from longtake.models.pretrained import construct, load_pretrained, quiet, refuse_unused
 from longtake.models.text import TextEncoder, TransformersText
 
 _PATCH = (1, 2, 2)
@@ -24,14 +24,18 @@ class Wan:
 
     def check(self, section: ModelSection, shapes: Sequence[LatentShape]) -> None:
         """Latent height and width must divide into patches."""
-        patch = tuple(section.config.get("patch_size", _PATCH))
+        patch = _patch_size(section)
         for shape in shapes:
             sizes = (shape.num_frames, shape.height, shape.width)
             if any(size % step for size, step in zip(sizes, patch, strict=True)):
+                fits = [
+                    max(1, round(size / step)) * step
+                    for size, step in zip(sizes, patch, strict=True)
+                ]
                 raise RecipeError(
-                    f"data.buckets: latents of {shape.num_frames} frames, {shape.height} rows and "
-                    f"{shape.width} columns do not divide into Wan's patches of {patch}. Choose a "
-                    f"width and height that are multiples of {patch[1]} x the codec's compression."
+                    f"data.buckets: latents of {_words(sizes)} do not divide into Wan's patches of "
+                    f"{_words(patch)}. The nearest latents that do are {_words(fits)}: multiply "
+                    "height and width by the codec's compression to get the bucket's."
                 )
 
     def build(
@@ -45,16 +49,17 @@ class Wan:
                 'text.kind = "words" gives token ids, but Wan is conditioned on an encoder\'s '
                 'prompt_embeds. Set text.kind = "transformers".'
             )
-        if section.pretrained is not None:
-            model: nn.Module = load_pretrained(
-                WanTransformer3DModel, section.pretrained, section.subfolder
-            )
-            return model.float()
         channels = shapes[0].channels
         fitted = {"in_channels": channels, "out_channels": channels, "text_dim": text.embed_dim}
-        check_arguments("model.config", WanTransformer3DModel.__init__, section.config)
-        built: nn.Module = WanTransformer3DModel(**(fitted | section.config))
-        return built
+        if section.pretrained is not None:
+            refuse_unused("model", {"config": section.config}, "model.pretrained brings its own")
+            model = load_pretrained(WanTransformer3DModel, section.pretrained, section.subfolder)
+        else:
+            values = fitted | section.config
+            model = construct("model.config", WanTransformer3DModel, values)
+        _check_fits(model, fitted)
+        whole: nn.Module = model.float()
+        return whole
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The transformer blocks."""
@@ -76,8 +81,12 @@ class Wan:
     def export(
         self, model: nn.Module, codec: Codec, text: TextEncoder, shift: float, folder: Path
     ) -> None:
-        """A `WanPipeline` folder."""
-        from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
+        """A `WanPipeline` folder; sample it with the recipe's `max_tokens`.
+
+        The scheduler is the one that Wan's releases bring: its steps visit the sigmas of
+        `build_sigmas`, where FlowMatchEulerDiscreteScheduler's own would shift twice.
+        """
+        from diffusers import UniPCMultistepScheduler, WanPipeline
 
         if not isinstance(codec, AutoencoderCodec) or not isinstance(text, TransformersText):
             raise RecipeError(
@@ -88,7 +97,35 @@ class Wan:
             tokenizer=text.tokenizer,
             text_encoder=text.encoder,
             vae=codec.autoencoder,
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=shift),
+            scheduler=UniPCMultistepScheduler(
+                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
+            ),
             transformer=model,
         )
-        pipeline.save_pretrained(folder)
+        with quiet(model), quiet(text.encoder):
+            pipeline.save_pretrained(folder)
+
+
+def _patch_size(section: ModelSection) -> tuple[int, ...]:
+    patch = section.config.get("patch_size", _PATCH)
+    is_list = isinstance(patch, list | tuple) and len(patch) == len(_PATCH)
+    if not is_list or not all(isinstance(step, int) and step > 0 for step in patch):
+        raise RecipeError(
+            f"model.config.patch_size = {patch!r}: expected frames, rows and columns, such as "
+            f"{list(_PATCH)}."
+        )
+    return tuple(patch)
+
+
+def _words(sizes: Sequence[int]) -> str:
+    return f"{sizes[0]} frames of {sizes[2]}x{sizes[1]}"
+
+
+def _check_fits(model: Any, fitted: dict[str, int]) -> None:
+    """Refuse a transformer that takes other latents or captions than it will be given."""
+    for name, expected in fitted.items():
+        if model.config[name] != expected:
+            raise RecipeError(
+                f"The transformer's {name} is {model.config[name]}, but codec and text encoder "
+                f"give {expected}. Use the codec and text encoder that belong to it."
+            )

@@ -1,11 +1,12 @@
 """What ranks tell each other; alone, each is the identity."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from longtake.errors import LongtakeError
 from longtake.parallel.mesh import World
 
 T = TypeVar("T")
@@ -36,6 +37,23 @@ def from_first(thing: T, world: World) -> T:
     box = [thing]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def first_does(work: Callable[[], None], world: World) -> None:
+    """Let rank 0 do something while the others wait; a user's error there is raised on all.
+
+    Raises:
+        LongtakeError: whatever `work` raised on rank 0.
+    """
+    error: LongtakeError | None = None
+    if world.is_first:
+        try:
+            work()
+        except LongtakeError as raised:
+            error = raised
+    message = from_first(None if error is None else str(error), world)
+    if message is not None:
+        raise error or LongtakeError(message)
 
 
 def wait_for_all(world: World) -> None:

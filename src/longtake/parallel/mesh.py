@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longtake.errors import RecipeError
 
+Device = Literal["auto", "cpu", "cuda"]
 Strategy = Literal["replicate", "shard"]
 
 
@@ -38,7 +39,7 @@ class World:
 
 
 @contextmanager
-def join(device: Literal["auto", "cpu", "cuda"], strategy: Strategy) -> Iterator[World]:
+def join(device: Device, strategy: Strategy) -> Iterator[World]:
     """Enter the world that torchrun made, or one of a single process; leave it at the end.
 
     Raises:
@@ -59,7 +60,7 @@ def join(device: Literal["auto", "cpu", "cuda"], strategy: Strategy) -> Iterator
         dist.destroy_process_group()
 
 
-def pick_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> torch.device:
+def pick_device(wanted: Device, local_rank: int = 0) -> torch.device:
     """The device a process runs on: `auto` takes CUDA where there is a card.
 
     Raises:

@@ -35,6 +35,8 @@ class Muon(torch.optim.Optimizer):
         nesterov: whether the step looks ahead by one more momentum update.
         weight_decay: decoupled, as in AdamW.
         num_iterations: Newton-Schulz iterations.
+        dtype: of the iteration. bfloat16 is enough; float32 keeps runs on several ranks equal to
+            one on a single rank to the last digits.
 
     Raises:
         ValueError: a parameter does not have two dimensions, or a setting is out of range.
@@ -48,6 +50,7 @@ class Muon(torch.optim.Optimizer):
         nesterov: bool = True,
         weight_decay: float = 0.0,
         num_iterations: int = 5,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         if lr < 0 or weight_decay < 0 or not 0 <= momentum < 1 or num_iterations < 1:
             raise ValueError(
@@ -62,6 +65,7 @@ class Muon(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "num_iterations": num_iterations,
         }
+        self._dtype = dtype
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -105,7 +109,7 @@ class Muon(torch.optim.Optimizer):
         rows, columns = parameters[0].shape
         scale = max(1.0, rows / columns) ** 0.5
         matrices = torch.stack([_whole(direction) for direction in directions])
-        steps = orthogonalise(matrices, group["num_iterations"]).unbind()
+        steps = orthogonalise(matrices.to(self._dtype), group["num_iterations"]).unbind()
         for parameter, step in zip(parameters, steps, strict=True):
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             step = step.to(parameter.dtype)

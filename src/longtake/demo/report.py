@@ -1,0 +1,133 @@
+"""What the demo shows at its end: numbers, a contact sheet, a loss plot, a page, a last screen."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, StrictUndefined
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.panel import Panel
+
+from longtake.data.encode import write_video
+from longtake.errors import RunError
+from longtake.evaluation.plots import loss_plot
+from longtake.evaluation.sample import Sampler
+from longtake.evaluation.sheet import SheetRow, contact_sheet
+from longtake.run_dir import RunDirectory, write_json, write_text
+
+_PRESET = "demo"
+_ENLARGED = 4
+"""Videos on the page are enlarged, so that neither chroma subsampling nor a browser blurs them."""
+_TRAINED_ON_PAGE = 8
+_LAST_LOSSES = 100
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A generated video and the oracle's verdict."""
+
+    caption: str
+    is_held_out: bool
+    """Whether no training clip showed this combination."""
+    video: NDArray[np.uint8]
+    """[F, H, W, 3]"""
+    is_right: bool
+
+
+def write_report(
+    run: RunDirectory, sampler: Sampler, judged: Sequence[Judged], clips: int, console: Console
+) -> dict[str, Any]:
+    """Write summary.json, contact_sheet.png, loss.png and index.html; returns the summary.
+
+    Raises:
+        RunError: a file cannot be written.
+    """
+    summary = _summarise(run, sampler, judged, clips)
+    shown = _for_the_page(judged)
+    steps = [row["step"] for row in run.metrics()]
+    losses = [row["loss"] for row in run.metrics()]
+    held_out = f"{summary['held_out_adherence']:.0%} of held-out prompts"
+    rows = [SheetRow(one.caption, one.video, one.is_right) for one in shown if one.is_held_out]
+    try:
+        contact_sheet(
+            rows, run.path / "contact_sheet.png", title=f"Never seen in training: {held_out}"
+        )
+        loss_plot(steps, losses, run.path / "loss.png", title="Velocity loss")
+        _write_page(run, sampler, shown, summary)
+        write_json(run.path / "summary.json", summary)
+    except OSError as error:
+        raise RunError(f"{run.path} cannot be written: {error.strerror}.") from error
+    _show_last_screen(run, summary, console)
+    return summary
+
+
+def _summarise(
+    run: RunDirectory, sampler: Sampler, judged: Sequence[Judged], clips: int
+) -> dict[str, Any]:
+    rows = run.metrics()
+    seconds = sum(row["step_seconds"] for row in rows)
+    last = [row["loss"] for row in rows[-_LAST_LOSSES:]]
+    return {
+        "adherence": _share(one.is_right for one in judged if not one.is_held_out),
+        "held_out_adherence": _share(one.is_right for one in judged if one.is_held_out),
+        "training_seconds": round(seconds, 1),
+        "steps": sampler.step,
+        "steps_per_second": round(len(rows) / seconds, 2),
+        "num_parameters": sum(p.numel() for p in sampler.components.model.parameters()),
+        "final_loss": round(float(np.mean(last)), 5),
+        "clips": clips,
+        "seed": sampler.recipe.seed,
+        "videos_judged": len(judged),
+    }
+
+
+def _share(verdicts: Iterable[bool]) -> float:
+    return round(float(np.mean(list(verdicts))), 4)
+
+
+def _for_the_page(judged: Sequence[Judged]) -> list[Judged]:
+    """One video of each held-out caption, and of some that were trained on."""
+    first = {one.caption: one for one in reversed(judged)}.values()
+    held_out = [one for one in first if one.is_held_out][::-1]
+    trained = [one for one in first if not one.is_held_out][::-1]
+    return held_out + trained[:: max(1, len(trained) // _TRAINED_ON_PAGE)][:_TRAINED_ON_PAGE]
+
+
+def _write_page(
+    run: RunDirectory, sampler: Sampler, shown: Sequence[Judged], summary: dict[str, Any]
+) -> None:
+    folder = run.evaluation_path(_PRESET, sampler.step)
+    folder.mkdir(parents=True, exist_ok=True)
+    cards = []
+    for index, one in enumerate(shown):
+        path = folder / f"{index:02d}.mp4"
+        enlarged = one.video.repeat(_ENLARGED, axis=1).repeat(_ENLARGED, axis=2)
+        write_video(path, enlarged, sampler.recipe.sampling.fps)
+        cards.append({"one": one, "video": path.relative_to(run.path).as_posix()})
+    text = resources.files("longtake.demo").joinpath("page.html").read_text(encoding="utf-8")
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(text)
+    page = template.render(cards=cards, summary=summary, run=run.path.name)
+    write_text(run.path / "index.html", page)
+
+
+def _show_last_screen(run: RunDirectory, summary: dict[str, Any], console: Console) -> None:
+    lines = [
+        f"[bold]{summary['held_out_adherence']:.0%}[/bold] of prompts it never saw and "
+        f"[bold]{summary['adherence']:.0%}[/bold] of prompts it did are shown right",
+        f"{summary['steps']} steps in {summary['training_seconds']:.0f} s "
+        f"({summary['steps_per_second']:.1f} steps/s), {summary['num_parameters'] / 1e6:.2f} M "
+        f"parameters, {summary['clips']} clips",
+        "",
+        f"Videos         {run.path / 'index.html'}  (open it in a browser)",
+        f"Contact sheet  {run.path / 'contact_sheet.png'}",
+        f"Loss           {run.path / 'loss.png'}",
+        f"Numbers        {run.path / 'summary.json'}",
+        f"TensorBoard    tensorboard --logdir {run.tensorboard_path}",
+        "",
+        "Ask it for one yourself:",
+        f"  longtake sample {run.path} --prompt 'a blue square moving up left' --out blue.mp4",
+    ]
+    console.print(Panel("\n".join(lines), title="longtake demo", expand=False))

@@ -1,0 +1,125 @@
+"""The demo from clips to page: every step of it is what a user's own run does."""
+
+import shutil
+import statistics
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from longtake import config
+from longtake.config import Recipe
+from longtake.data.catalog import Catalog, index
+from longtake.demo.oracle import shows
+from longtake.demo.report import Judged, write_report
+from longtake.demo.shapes import held_out_captions, training_captions, write_clips
+from longtake.errors import RecipeChangedError
+from longtake.evaluation.sample import Request, Sampler, load_sampler, settings_for
+from longtake.evaluation.write import sample_in_batches
+from longtake.progress import counted
+from longtake.run_dir import RunDirectory
+from longtake.training.run import train
+
+NUM_CLIPS = 6000
+NUM_JUDGED = 96
+"""Videos judged of the held-out captions, and as many of captions that were trained on."""
+
+_BATCH_SIZE = 48
+_PACE_STEPS, _PACE_WARM_UP = 60, 20
+
+
+def demo_recipe(out: Path, steps: int, seed: int) -> Recipe:
+    """The recipe that ships beside this file, for a run directory of the user's choice."""
+    text = resources.files("longtake.demo").joinpath("recipe.toml").read_text(encoding="utf-8")
+    values = tomllib.loads(text)
+    values |= {"out": str(out), "seed": seed}
+    values["data"]["catalog"] = str(_catalog_path(out))
+    values["training"]["steps"] = steps
+    return config.parse(values, source="the demo's recipe")
+
+
+def run_demo(
+    *, out: Path, steps: int, minutes: float | None, seed: int, console: Console
+) -> dict[str, Any] | None:
+    """Write clips, index them, train on them, sample, judge, and draw what came out.
+
+    Called again after an interruption it goes on where it was; of a demo that is done it repeats
+    only the sampling.
+
+    Returns:
+        What summary.json holds, or None if the training was interrupted (and saved).
+
+    Raises:
+        RecipeChangedError: `out` holds a demo with other settings.
+    """
+    run = RunDirectory(out)
+    if minutes is not None and run.exists():
+        steps = run.recipe().training.steps
+    _refuse_other_settings(run, demo_recipe(out, steps, seed))
+    _make_catalog(out, seed, console)
+    if minutes is not None and not run.exists():
+        steps = _steps_within(minutes, out, seed, console)
+    recipe = demo_recipe(out, steps, seed)
+    if train(recipe, console).interrupted_by:
+        return None
+    sampler = load_sampler(out, ema=True, device="auto")
+    judged = _judge(sampler, console)
+    return write_report(run, sampler, judged, len(Catalog.load(recipe.data.catalog).clips), console)
+
+
+def _catalog_path(out: Path) -> Path:
+    return out / "data" / "catalog.parquet"
+
+
+def _refuse_other_settings(run: RunDirectory, recipe: Recipe) -> None:
+    changed = config.differences(run.recipe(), recipe) if run.exists() else []
+    if changed:
+        listed = ", ".join(f"{key} {old} there and {new} now" for key, old, new in changed)
+        raise RecipeChangedError(
+            f"{run.path} holds a demo with other settings: {listed}. Give this one a folder of its "
+            f"own, such as --out {run.path}-2, or ask for the same settings again."
+        )
+
+
+def _make_catalog(out: Path, seed: int, console: Console) -> None:
+    """Write the clips and index them, as `longtake data index` does a user's."""
+    if _catalog_path(out).exists():
+        return
+    folder = _catalog_path(out).parent / "clips"
+    with counted(console, "write clips") as advance:
+        captions = write_clips(folder, NUM_CLIPS, seed, lambda done: advance(done, NUM_CLIPS))
+    with counted(console, "index clips") as advance:
+        index([folder], captions=captions, out=_catalog_path(out), progress=advance)
+
+
+def _steps_within(minutes: float, out: Path, seed: int, console: Console) -> int:
+    """How many steps fit into some minutes, by a short run that is thrown away."""
+    aside = RunDirectory(out / "pace")
+    values = demo_recipe(out, _PACE_STEPS, seed).model_dump(mode="json", exclude_none=True)
+    values["out"] = str(aside.path)
+    try:
+        train(config.parse(values, source="the demo's recipe"), Console(quiet=True))
+        rows = aside.metrics()[_PACE_WARM_UP:]
+        seconds = statistics.median(row["step_seconds"] for row in rows)
+    finally:
+        shutil.rmtree(aside.path, ignore_errors=True)
+    steps = max(1, int(minutes * 60 / seconds))
+    console.print(f"{1 / seconds:.1f} steps/s: {steps} steps in {minutes:g} minutes")
+    return steps
+
+
+def _judge(sampler: Sampler, console: Console) -> list[Judged]:
+    """Sample held-out and trained captions, and let the oracle read what came out."""
+    held_out, trained = held_out_captions(), training_captions()
+    wanted = [(held_out[i % len(held_out)], True, i // len(held_out)) for i in range(NUM_JUDGED)]
+    stride = len(trained) / NUM_JUDGED
+    wanted += [(trained[int(i * stride)], False, 0) for i in range(NUM_JUDGED)]
+    requests = [Request(caption, seed) for caption, _, seed in wanted]
+    settings, bucket = settings_for(sampler.recipe)
+    videos = sample_in_batches(sampler, requests, settings, bucket, _BATCH_SIZE, console)
+    return [
+        Judged(caption, is_held_out, video, shows(video, caption))
+        for (caption, is_held_out, _), video in zip(wanted, videos, strict=True)
+    ]

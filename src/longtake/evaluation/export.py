@@ -1,0 +1,31 @@
+"""Hands a trained model to diffusers."""
+
+import shutil
+from pathlib import Path
+
+from longtake.errors import RunError
+from longtake.evaluation.sample import Sampler
+
+
+def export_pipeline(sampler: Sampler, out: Path) -> None:
+    """Write a diffusers pipeline folder that `from_pretrained` loads; aside first, then renamed.
+
+    Raises:
+        RecipeError: diffusers has no pipeline for the run's family, codec and text encoder.
+        RunError: the folder holds something already, or cannot be written.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunError(f"{out} holds something already. Give a new folder with --out.")
+    parts, aside = sampler.components, out.with_name(f".{out.name}.partial")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        shift = sampler.recipe.sampling.shift
+        parts.family.export(parts.model, parts.codec, parts.text, shift, aside)
+        if out.exists():
+            out.rmdir()
+        aside.rename(out)
+    except OSError as error:
+        raise RunError(f"{out} cannot be written: {error.strerror}.") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,174 @@
+"""Samples videos from the weights of a checkpoint."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from longtake.checkpoint import store
+from longtake.config import Bucket, Recipe, SamplingSection
+from longtake.errors import CheckpointError, RecipeError
+from longtake.flow.solver import guided, integrate
+from longtake.flow.timesteps import build_sigmas
+from longtake.models.assemble import Components, assemble, latent_shape
+from longtake.models.family import LatentShape
+from longtake.parallel.mesh import Device, pick_device
+from longtake.run_dir import RunDirectory
+
+NO_CAPTION = ""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One video that someone wants."""
+
+    prompt: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A trained model, ready to make videos."""
+
+    components: Components
+    recipe: Recipe
+    step: int
+    """Updates that the weights have seen."""
+    device: torch.device
+    dtype: torch.dtype
+    """Of the arithmetic."""
+
+    def sample(
+        self,
+        requests: Sequence[Request],
+        settings: SamplingSection,
+        bucket: Bucket,
+        on_step: Callable[[int], None] | None = None,
+    ) -> NDArray[np.uint8]:
+        """Videos, [N, F, H, W, 3], each of its own seed alone, whatever stands beside it.
+
+        Raises:
+            RecipeError: the codec or the model cannot divide the bucket.
+        """
+        shape = self._shape(bucket)
+        noise = torch.stack([_noise(request.seed, shape) for request in requests]).to(self.device)
+        velocity = self._guided_velocity([r.prompt for r in requests], settings.guidance_scale)
+        sigmas = build_sigmas(settings.num_inference_steps, settings.shift)
+        with torch.inference_mode():
+            latents = integrate(velocity, noise, sigmas, settings.solver, on_step)
+            videos = self.components.codec.decode(latents)
+        return videos.permute(0, 2, 3, 4, 1).cpu().numpy()
+
+    def unknown_words(self, prompt: str) -> list[str]:
+        """Words of a prompt that the text encoder has never seen."""
+        return self.components.text.unknown_words(prompt)
+
+    def _shape(self, bucket: Bucket) -> LatentShape:
+        shape = latent_shape(self.components.codec, bucket)
+        self.components.family.check(self.recipe.model, [shape])
+        return shape
+
+    def _guided_velocity(
+        self, prompts: list[str], scale: float
+    ) -> Callable[[Tensor, float], Tensor]:
+        """Classifier-free guidance, both halves in one batch; a scale of 1 needs no guidance."""
+        is_guided = scale != 1
+        captions = prompts + [NO_CAPTION] * len(prompts) if is_guided else prompts
+        conditioning = self.components.text.encode(captions)
+
+        def velocity(noisy_latents: Tensor, sigma: float) -> Tensor:
+            doubled = torch.cat([noisy_latents] * 2) if is_guided else noisy_latents
+            sigmas = torch.full((len(doubled),), sigma, device=self.device)
+            autocast = self.dtype is torch.bfloat16
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
+                predicted = self.components.predict_velocity(doubled, sigmas, conditioning)
+            if not is_guided:
+                return predicted.float()
+            conditional, unconditional = predicted.float().chunk(2)
+            return guided(conditional, unconditional, scale)
+
+        return velocity
+
+
+def load_sampler(
+    path: Path, *, step: int | None = None, ema: bool = True, device: Device
+) -> Sampler:
+    """Load a sampler from a run directory (its newest checkpoint) or from one checkpoint folder.
+
+    Raises:
+        RunError: there is no run.
+        CheckpointError: there is no whole checkpoint, or it is damaged.
+    """
+    run, checkpoint = find_checkpoint(path, step)
+    recipe = run.recipe()
+    trainer = store.load_trainer(checkpoint)
+    place = pick_device(device)
+    components = assemble(recipe, (), run.components_path)
+    state = components.model.state_dict()
+    store.load_parts(checkpoint, {"ema" if ema else "model": state})
+    components.model.load_state_dict(state)
+    components.model.eval().requires_grad_(False)
+    components.to(place)
+    dtype = torch.bfloat16 if trainer["precision"] == "bf16" else torch.float32
+    return Sampler(components, recipe, trainer["global_step"], place, dtype)
+
+
+def find_checkpoint(path: Path, step: int | None = None) -> tuple[RunDirectory, Path]:
+    """The run and the checkpoint that a path means.
+
+    Args:
+        path: a run directory or one of its checkpoint folders.
+        step: which checkpoint of a run; its newest by default.
+
+    Raises:
+        CheckpointError: there is none, or not of that step.
+    """
+    if path.parent.name == "checkpoints" and step is None:
+        return RunDirectory(path.parent.parent), path
+    run = RunDirectory(path)
+    run.recipe()  # refuses what is no run directory
+    steps = run.checkpoint_steps()
+    if step is not None and step not in steps:
+        raise CheckpointError(
+            f"{path} has no whole checkpoint of step {step}. It has: {steps or 'none'}."
+        )
+    found = run.checkpoint_path(step) if step is not None else store.newest(run)
+    if found is None:
+        raise CheckpointError(
+            f"{path} has no whole checkpoint yet. Train on with longtake train {run.recipe_path}, "
+            "or wait for checkpoint.every steps."
+        )
+    return run, found
+
+
+def settings_for(
+    recipe: Recipe,
+    *,
+    num_frames: int | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    **changes: object,
+) -> tuple[SamplingSection, Bucket]:
+    """The recipe's sampling settings and first bucket, with whatever is not None changed.
+
+    Raises:
+        RecipeError: a value is out of range.
+    """
+    wanted = {name: value for name, value in changes.items() if value is not None}
+    sizes = {"num_frames": num_frames, "height": height, "width": width}
+    shape = {name: value for name, value in sizes.items() if value is not None}
+    try:
+        settings = SamplingSection.model_validate(recipe.sampling.model_dump() | wanted)
+        bucket = Bucket.model_validate(recipe.data.buckets[0].model_dump() | shape)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    return settings, bucket
+
+
+def _noise(seed: int, shape: LatentShape) -> Tensor:
+    """One sample's noise, drawn on the CPU so that every device makes the same video."""
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))

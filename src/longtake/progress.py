@@ -1,0 +1,82 @@
+"""What a person sees while something takes time; torch-free.
+
+In a terminal a live bar; in a log, where nobody can draw over a line, one line now and then.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from longtake.run_dir import Metrics
+
+_SECONDS_BETWEEN_LINES = 20.0
+
+
+class StepProgress:
+    """Shows loss, steps per second and the time left; numbers are smoothed over recent steps."""
+
+    def __init__(self, console: Console, bar: Progress, start: int, total: int) -> None:
+        self._console = console
+        self._bar = bar
+        self._total = total
+        self._task = bar.add_task("train", total=total, completed=start, facts="")
+        self._loss: float | None = None
+        self._seconds: float | None = None
+        self._last_line = time.monotonic()
+
+    def update(self, metrics: Metrics) -> None:
+        """Take in one step."""
+        self._loss = _smoothed(self._loss, metrics["loss"])
+        self._seconds = _smoothed(self._seconds, metrics["step_seconds"])
+        left = duration((self._total - metrics["step"]) * self._seconds)
+        facts = f"loss {self._loss:.4f} · {1 / self._seconds:.2f} steps/s · {left} left"
+        self._bar.update(self._task, completed=metrics["step"], facts=facts)
+        if not self._console.is_terminal and self._is_time():
+            self._console.print(f"step {metrics['step']}/{self._total} · {facts}")
+
+    def _is_time(self) -> bool:
+        is_time = time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES
+        if is_time:
+            self._last_line = time.monotonic()
+        return is_time
+
+
+@contextmanager
+def step_progress(console: Console, start: int, total: int) -> Iterator[StepProgress]:
+    """A progress display over the steps start .. total."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[facts]}"),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        yield StepProgress(console, bar, start, total)
+
+
+@contextmanager
+def counted(console: Console, label: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar for things that can be counted; yields what is to be told (done, in all)."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def duration(seconds: float) -> str:
+    """A length of time as people write it: 42 s, 3:05, 2:10:00, 3 d 4 h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02d}"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def _smoothed(average: float | None, value: float) -> float:
+    return value if average is None else 0.95 * average + 0.05 * value

@@ -1,0 +1,59 @@
+"""Mirrors a run directory's metrics to TensorBoard; torch-free."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from longtake.run_dir import RunDirectory
+
+_NOT_SCALARS = ("step", "time")
+
+
+class TensorBoardMirror:
+    """Follows metrics.jsonl from where this launch begins.
+
+    Each launch writes an event file of its own, which begins by telling TensorBoard to forget the
+    steps that it is about to run again.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._source: Path = run.metrics_path
+        self._offset = self._source.stat().st_size if self._source.exists() else 0
+        self._writer = EventFileWriter(str(run.tensorboard_path))
+        self._has_begun = False
+
+    def catch_up(self) -> None:
+        """Write what metrics.jsonl has gained; a line that is still being written waits."""
+        if not self._source.exists():
+            return
+        with self._source.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                self._write(json.loads(line))
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if not self._has_begun:
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(
+                Event(session_log=start, step=row["step"], wall_time=row["time"])
+            )
+            self._has_begun = True
+        values = [
+            Summary.Value(tag=f"train/{name}", simple_value=value)
+            for name, value in row.items()
+            if name not in _NOT_SCALARS
+        ]
+        event = Event(summary=Summary(value=values), step=row["step"], wall_time=row["time"])
+        self._writer.add_event(event)

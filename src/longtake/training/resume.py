@@ -1,0 +1,78 @@
+"""What is saved of a training state, and how it goes on from there."""
+
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from longtake.checkpoint import store
+from longtake.config import Recipe
+from longtake.errors import DataChangedError
+from longtake.parallel.mesh import World
+from longtake.run_dir import RunDirectory
+from longtake.training.step import TrainingState
+
+# Flat, so that states of several optimizers can be saved together and resharded.
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def save_checkpoint(
+    state: TrainingState, fingerprint: str, recipe: Recipe, run: RunDirectory, world: World
+) -> None:
+    """Save all that the next step depends on; all ranks call it.
+
+    There is no random state to save: all that is random follows from the recipe's seed.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    model = state.components.model
+    parts = {
+        "model": model.state_dict(),
+        "ema": state.ema.state(),
+        "optimizer": get_optimizer_state_dict(model, state.optimizers, options=_FLAT),
+    }
+    trainer = {
+        "global_step": state.global_step,
+        "precision": state.precision,
+        "catalog_fingerprint": fingerprint,
+    }
+    path = store.save(run, state.global_step, parts, trainer, world)
+    if world.is_first:
+        run.append_event("checkpoint", step=state.global_step, path=path.name)
+        store.keep_newest(run, recipe.checkpoint.keep)
+
+
+def restore(state: TrainingState, trainer: dict[str, Any], run: RunDirectory, world: World) -> None:
+    """Put a training state back to where a checkpoint was saved.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or belongs to another model.
+    """
+    model = state.components.model
+    path = run.checkpoint_path(trainer["global_step"])
+    weights, averages = model.state_dict(), state.ema.state()
+    optimizer = get_optimizer_state_dict(model, state.optimizers, options=_FLAT)
+    store.load_parts(path, {"model": weights, "ema": averages, "optimizer": optimizer}, world)
+    model.load_state_dict(weights)
+    state.ema.averages = {name: averages[name] for name in state.ema.averages}
+    set_optimizer_state_dict(model, state.optimizers, optimizer, options=_FLAT)
+    state.global_step = trainer["global_step"]
+
+
+def refuse_changed_data(trainer: dict[str, Any], fingerprint: str, run: RunDirectory) -> None:
+    """Compare the catalog with the one that the checkpoint was trained on.
+
+    Raises:
+        DataChangedError: it is another; going on would repeat and miss clips.
+    """
+    if trainer["catalog_fingerprint"] != fingerprint:
+        raise DataChangedError(
+            f"The catalog has changed since step {trainer['global_step']} of {run.path}: its "
+            f"fingerprint was {trainer['catalog_fingerprint']} and is {fingerprint}. Going on "
+            "would repeat some clips and miss others. Restore the catalog, or start a new run with "
+            f"--set out={run.path}-2."
+        )

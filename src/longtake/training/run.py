@@ -1,0 +1,153 @@
+"""One run, from a recipe to its last checkpoint: builds the parts and owns their lifetimes."""
+
+import time
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from longtake.checkpoint import store
+from longtake.config import Recipe
+from longtake.data.buckets import Buckets, sort_into_buckets
+from longtake.data.catalog import Catalog
+from longtake.data.loader import Loader
+from longtake.errors import RecipeError
+from longtake.models.assemble import Components, assemble
+from longtake.parallel.collectives import first_does, from_first
+from longtake.parallel.fsdp import spread
+from longtake.parallel.mesh import World, join
+from longtake.run_dir import EventKind, RunDirectory
+from longtake.training.ema import Ema
+from longtake.training.loop import train_steps
+from longtake.training.optim import build_optimizers
+from longtake.training.precision import choose_precision
+from longtake.training.resume import refuse_changed_data, restore
+from longtake.training.step import TrainingState
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a launch ended."""
+
+    start_step: int
+    """Updates that were done before this launch."""
+    end_step: int
+    """Updates that are done now."""
+    training_seconds: float
+    """Wall-clock time of this launch's steps, saving included."""
+    interrupted_by: str | None
+    """The signal that ended it before the last step, if one did."""
+
+
+def train(recipe: Recipe, console: Console) -> Outcome:
+    """Train a recipe to its end, from its newest checkpoint if there is one.
+
+    Call it in one process, or in each that torchrun started.
+
+    Raises:
+        LongtakeError: whatever is wrong with recipe, data or run directory; before the first step
+            where it can be known then.
+    """
+    with join(recipe.training.device, recipe.parallel.strategy) as world:
+        _check_batch(recipe, world)
+        catalog = Catalog.load(recipe.data.catalog)
+        buckets = sort_into_buckets(catalog, recipe.data.buckets, recipe.data.frame_stride)
+        run = RunDirectory(recipe.out)
+        parts = _assemble_in_turn(run, recipe, catalog, world)
+        state = _begin_or_resume(parts, catalog, recipe, run, world)
+        start = state.global_step
+        if world.is_first:
+            _announce(state, buckets, recipe, run, world, console)
+        loader = Loader(buckets, recipe, world.rank, world.size)
+        begun = time.perf_counter()
+        signal = train_steps(state, loader, catalog.fingerprint, recipe, run, world, console)
+        seconds = time.perf_counter() - begun
+        if world.is_first:
+            kind: EventKind = "interrupted" if signal else "finished"
+            run.append_event(kind, step=state.global_step, seconds=round(seconds, 3), by=signal)
+        return Outcome(start, state.global_step, seconds, signal)
+
+
+def _check_batch(recipe: Recipe, world: World) -> None:
+    batch, micro = recipe.training.batch_size, recipe.training.micro_batch_size or 1
+    if batch % (world.size * micro):
+        raise RecipeError(
+            f"training.batch_size {batch} cannot be shared by {world.size} processes in "
+            f"micro-batches of {micro}: it must be a multiple of {world.size * micro}."
+        )
+
+
+def _assemble_in_turn(
+    run: RunDirectory, recipe: Recipe, catalog: Catalog, world: World
+) -> Components:
+    """Build the parts on every rank; rank 0 first, which keeps the frozen parts that it made."""
+    captions = [clip.caption for clip in catalog.clips]
+    made: list[Components] = []
+
+    def open_run() -> None:
+        run.claim(recipe)
+        parts = assemble(recipe, captions, run.components_path)
+        if not run.exists():
+            _save_made(recipe, parts, run)
+            run.create(recipe)
+        made.append(parts)
+
+    first_does(open_run, world)
+    return made[0] if made else assemble(recipe, captions, run.components_path)
+
+
+def _save_made(recipe: Recipe, parts: Components, run: RunDirectory) -> None:
+    """Keep frozen parts that exist nowhere else, for sampling, export and the next launch."""
+    if recipe.codec.pretrained is None:
+        parts.codec.save(run.components_path)
+    if recipe.text.pretrained is None:
+        parts.text.save(run.components_path)
+
+
+def _begin_or_resume(
+    parts: Components, catalog: Catalog, recipe: Recipe, run: RunDirectory, world: World
+) -> TrainingState:
+    """The state at step 0, or where the newest checkpoint left it."""
+    path = store.newest_on_all(run, world)
+    trainer = store.load_trainer(path) if path else None
+    if trainer is not None:
+        refuse_changed_data(trainer, catalog.fingerprint, run)
+    wanted = recipe.training.precision
+    if wanted == "auto" and trainer is not None:
+        wanted = trainer["precision"]  # a resumed run computes as it did before
+    precision = from_first(choose_precision(wanted, world.device), world)
+    parts.to(world.device)
+    parts.model.train()
+    blocks = parts.family.blocks(parts.model)
+    spread(parts.model, blocks, world)
+    optimizers = build_optimizers(parts.model, blocks, recipe.optimizer, precision)
+    state = TrainingState(parts, optimizers, Ema(parts.model, recipe.ema.decay), precision)
+    if trainer is not None:
+        restore(state, trainer, run, world)
+    return state
+
+
+def _announce(
+    state: TrainingState,
+    buckets: Buckets,
+    recipe: Recipe,
+    run: RunDirectory,
+    world: World,
+    console: Console,
+) -> None:
+    """Record the launch and say in a few lines what is about to happen."""
+    step, device = state.global_step, str(world.device)
+    facts = {"world_size": world.size, "device": device, "precision": state.precision}
+    run.record_launch(start_step=step, **facts)
+    run.append_event("resumed" if step else "launched", step=step, **facts)
+    sizes = [len(clips) for clips in buckets.clips]
+    parameters = sum(parameter.numel() for parameter in state.components.model.parameters())
+    processes = f"{world.size} process{'es' if world.size > 1 else ''}"
+    steps = f"step {step} to {recipe.training.steps}"
+    console.print(
+        f"[bold]{run.path}[/bold]: {recipe.model.family}, {parameters / 1e6:.2f} M parameters, "
+        f"{sum(sizes)} clips in {sum(map(bool, sizes))} bucket(s), {steps}, {processes} on "
+        f"{device} in {state.precision}",
+        highlight=False,
+    )
+    for reason, count in buckets.dropped.most_common():
+        console.print(f"  {count} clips are left out: {reason}", highlight=False)

@@ -1,0 +1,134 @@
+"""One optimizer step, in the order in which it happens.
+
+All that is random about a sample comes from the sample's own seed, drawn on the CPU: the same
+noise on any device, any number of ranks and any micro-batch size.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from longtake.config import Recipe
+from longtake.data.loader import Batch
+from longtake.flow.loss import velocity_loss
+from longtake.flow.path import interpolate, velocity
+from longtake.flow.timesteps import sample_sigmas
+from longtake.models.assemble import Components
+from longtake.models.family import Conditioning
+from longtake.parallel.fsdp import clip_gradients, synchronise_gradients
+from longtake.parallel.mesh import World
+from longtake.training.ema import Ema
+from longtake.training.optim import schedule_factor, set_learning_rates
+from longtake.training.precision import Precision, autocast
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What one forward pass is asked, and what it should answer."""
+
+    latents: Tensor
+    """[B, C, F, H, W]"""
+    noise: Tensor
+    """[B, C, F, H, W]"""
+    sigmas: Tensor
+    """[B]"""
+    conditioning: Conditioning
+
+
+@dataclass
+class TrainingState:
+    """All that changes from step to step."""
+
+    components: Components
+    optimizers: list[Optimizer]
+    ema: Ema
+    precision: Precision
+    global_step: int = 0
+    """Optimizer updates done."""
+
+
+def compute_gradients(
+    state: TrainingState, batch: Batch, recipe: Recipe, world: World
+) -> tuple[float, float]:
+    """Accumulate the gradients of this rank's share of a batch and clip them.
+
+    Returns:
+        The sum of this rank's per-sample losses, and the gradient norm before clipping (over all
+        ranks, of the mean loss over the global batch).
+    """
+    model, loss_sum = state.components.model, torch.zeros((), device=world.device)
+    micro_batches = list(_micro_batches(batch, recipe.training.micro_batch_size))
+    for number, part in enumerate(micro_batches, start=1):
+        synchronise_gradients(model, wanted=number == len(micro_batches))
+        examples = prepare(part, state.components, recipe, world.device)
+        losses = _losses(state, examples, world)
+        (losses.sum() / len(batch.captions)).backward()  # type: ignore[no-untyped-call]
+        loss_sum += losses.detach().sum()
+    grad_norm = clip_gradients(model, recipe.optimizer.max_grad_norm)
+    return float(loss_sum), float(grad_norm)
+
+
+def apply_update(state: TrainingState, recipe: Recipe) -> float:
+    """Update weights and EMA from the gradients, and drop these; returns the learning rate."""
+    factor = schedule_factor(state.global_step, recipe.training.steps, recipe.optimizer)
+    set_learning_rates(state.optimizers, factor)
+    for optimizer in state.optimizers:
+        optimizer.step()
+    state.components.model.zero_grad(set_to_none=True)
+    state.global_step += 1
+    state.ema.update(state.global_step)
+    return recipe.optimizer.learning_rate * factor
+
+
+def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.device) -> Examples:
+    """Latents, noise, sigmas and conditioning of a (micro-)batch."""
+    latents = parts.codec.encode(batch.videos.to(device, non_blocking=True))
+    draws = [_draw(seed, latents.shape[1:]) for seed in batch.seeds]
+    noise = torch.stack([noise for noise, _ in draws]).to(device)
+    uniform = torch.stack([uniform for _, uniform in draws])  # [B, 2]
+    flow = recipe.flow
+    sigmas = sample_sigmas(
+        uniform[:, 0],
+        flow.sigmas,
+        mean=flow.mean,
+        std=flow.std,
+        scale=flow.scale,
+        shift=flow.shift,
+    )
+    dropped = (uniform[:, 1] < recipe.data.caption_dropout).tolist()
+    captions = ["" if drop else text for text, drop in zip(batch.captions, dropped, strict=True)]
+    return Examples(latents, noise, sigmas.to(device), parts.text.encode(captions))
+
+
+def _losses(state: TrainingState, examples: Examples, world: World) -> Tensor:
+    """[B] fp32."""
+    noisy = interpolate(examples.latents, examples.noise, examples.sigmas)
+    with autocast(state.precision, world.device):
+        predicted = state.components.predict_velocity(noisy, examples.sigmas, examples.conditioning)
+    return velocity_loss(predicted, velocity(examples.latents, examples.noise))
+
+
+def _draw(seed: int, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """A sample's noise, and two uniform numbers: for its sigma and for its caption's dropout."""
+    generator = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(2, generator=generator, dtype=torch.float64)
+    return torch.randn(tuple(shape), generator=generator), uniform
+
+
+def _micro_batches(batch: Batch, size: int | None) -> Iterator[Batch]:
+    """The batch in parts of `size` samples, the last perhaps smaller."""
+    total = len(batch.captions)
+    size = size or total
+    for start in range(0, total, size):
+        part = slice(start, start + size)
+        yield Batch(
+            batch.step,
+            batch.epoch,
+            batch.videos[part],
+            batch.captions[part],
+            batch.seeds[part],
+            batch.identities[part],
+        )

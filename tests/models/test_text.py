@@ -1,0 +1,197 @@
+"""What a text encoder promises: the same caption means the same, whatever stands beside it."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longtake.config import TextSection
+from longtake.errors import DataError, RecipeError
+from longtake.models.text import TransformersText, WordIds, build_text
+
+_CAPTIONS = ["a red ball rolls left", "A blue ball rolls right.", "a red square, turning"]
+_TINY: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+_CLIP: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 8,
+}
+
+
+def _words(captions: list[str] = _CAPTIONS, made: Path | None = None, **keys: Any) -> WordIds:
+    text = build_text(TextSection(**{"max_tokens": 8} | keys), captions, made)
+    assert isinstance(text, WordIds)
+    return text
+
+
+def _section(class_name: str = "UMT5EncoderModel", **config: Any) -> TextSection:
+    sizes = _CLIP if class_name.startswith("CLIP") else _TINY
+    return TextSection(
+        kind="transformers", class_name=class_name, config=sizes | config, max_tokens=8
+    )
+
+
+def _encoder(class_name: str = "UMT5EncoderModel", **config: Any) -> TransformersText:
+    torch.manual_seed(0)
+    text = build_text(_section(class_name, **config), _CAPTIONS, None)
+    assert isinstance(text, TransformersText)
+    return text
+
+
+def test_ids_depend_on_the_captions_alone() -> None:
+    """Neither the catalog's order nor ties in frequency change the vocabulary."""
+    captions = [*_CAPTIONS, "q w e r t z u i o p", "every word here stands once"]
+    expected = _words(captions).encode(captions)["token_ids"]
+    for seed in range(5):
+        shuffled = random.Random(seed).sample(captions, len(captions))  # noqa: S311 - a shuffle
+        assert torch.equal(_words(shuffled).encode(captions)["token_ids"], expected)
+
+
+def test_ids_are_padded_with_zero_and_cut() -> None:
+    """[B, T] int64: zeros follow a short caption, and a long one ends at max_tokens."""
+    ids = _words(max_tokens=4).encode(["red ball", "a red ball rolls left"])["token_ids"]
+    assert (ids.shape, ids.dtype) == ((2, 4), torch.int64)
+    assert ids[0, 2:].tolist() == [0, 0]
+    assert (ids[0, :2] > 0).all()
+    assert (ids[1] > 0).all()
+
+
+def test_the_empty_caption_is_all_padding() -> None:
+    """Guidance's unconditional caption says nothing."""
+    assert not _words().encode([""])["token_ids"].any()
+
+
+def test_case_and_punctuation_do_not_make_other_words() -> None:
+    """Written as "A Ball." it is still a ball."""
+    ids = _words().encode(["A Red BALL.", "a red ball"])["token_ids"]
+    assert torch.equal(ids[0, :3], ids[1, :3])
+
+
+def test_unknown_words_are_found_as_they_were_written() -> None:
+    """Words of no caption are returned, in the order and spelling of the caption."""
+    assert _words().unknown_words("a Grün ball rolls ﬁnely") == ["Grün", "ﬁnely"]
+    assert _words().unknown_words("a red ball") == []
+    assert _encoder().unknown_words("a Grün ball") == ["Grün"]
+
+
+def test_unknown_words_share_one_id_that_is_not_padding() -> None:
+    """They are seen, though not told apart."""
+    ids = _words().encode(["green", "purple"])["token_ids"][:, 0]
+    assert ids[0] == ids[1] > 0
+
+
+def test_every_id_is_below_the_vocabulary_size() -> None:
+    """An embedding of that many rows is large enough, and no larger."""
+    text = _words()
+    assert text.encode(_CAPTIONS)["token_ids"].max() == text.vocabulary_size - 1
+
+
+def test_max_words_counts_words() -> None:
+    """The most frequent are kept; padding and its like come on top."""
+    text = _words(["x x x y y z"], max_words=2)
+    assert text.unknown_words("x y z") == ["z"]
+
+
+def test_saved_words_keep_their_ids(tmp_path: Path) -> None:
+    """A resumed run has its own vocabulary, even where the catalog has grown."""
+    text = _words()
+    text.save(tmp_path)
+    again = _words(["other words altogether"], tmp_path)
+    assert torch.equal(again.encode(_CAPTIONS)["token_ids"], text.encode(_CAPTIONS)["token_ids"])
+    assert again.vocabulary_size == text.vocabulary_size
+
+
+@pytest.mark.parametrize("captions", [[], ["", " "]])
+@pytest.mark.parametrize("section", [TextSection(), _section()])
+def test_a_catalog_without_words_is_refused(section: TextSection, captions: list[str]) -> None:
+    """Rather than training on nothing but unknown words."""
+    with pytest.raises(DataError, match="hold no words"):
+        build_text(section, captions, None)
+
+
+@pytest.mark.parametrize("class_name", ["UMT5EncoderModel", "T5EncoderModel", "CLIPTextModel"])
+def test_embeddings_are_zero_after_the_end(class_name: str) -> None:
+    """[B, T, D] fp32: words and the end token are embedded, the padding is zero."""
+    text = _encoder(class_name)
+    embeds = text.encode(["red ball", ""])["prompt_embeds"]
+    assert (embeds.shape, embeds.dtype) == ((2, 8, 16), torch.float32)
+    assert text.embed_dim == 16
+    assert embeds.abs().sum(-1).gt(0).sum(-1).tolist() == [3, 1]
+    assert not embeds[0, 3:].any()
+
+
+@pytest.mark.parametrize("class_name", ["UMT5EncoderModel", "T5EncoderModel", "CLIPTextModel"])
+def test_a_caption_means_the_same_in_any_batch(class_name: str) -> None:
+    """Its embedding does not depend on the captions beside it."""
+    text = _encoder(class_name)
+    together = text.encode(_CAPTIONS)["prompt_embeds"]
+    for row, caption in zip(together, _CAPTIONS, strict=True):
+        torch.testing.assert_close(row, text.encode([caption])["prompt_embeds"][0])
+
+
+@pytest.mark.parametrize(
+    "caption", ["a red ball", "", "a  red\nball &amp; more ", "a red ball rolls left " * 4]
+)
+def test_embeddings_are_those_of_wans_pipeline(caption: str) -> None:
+    """Short, empty, unclean or too long: training sees what WanPipeline will give."""
+    from diffusers import WanPipeline
+
+    text = _encoder()
+    pipeline = WanPipeline(text.tokenizer, text.encoder, None, None, None)
+    expected = pipeline._get_t5_prompt_embeds(caption, max_sequence_length=8, device="cpu")
+    assert torch.equal(text.encode([caption])["prompt_embeds"], expected)
+
+
+def test_a_saved_encoder_gives_the_same_embeddings(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A run goes on with the very encoder it made, and without progress bars."""
+    text = _encoder()
+    text.save(tmp_path)
+    torch.manual_seed(1)
+    again = build_text(_section(), ["other words"], tmp_path)
+    expected = text.encode(_CAPTIONS)["prompt_embeds"]
+    assert torch.equal(again.encode(_CAPTIONS)["prompt_embeds"], expected)
+    assert again.unknown_words("a Grün ball") == ["Grün"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_pretrained_encoder_is_loaded_and_not_copied(tmp_path: Path) -> None:
+    """Encoder and tokenizer come from the subfolders that the recipe names."""
+    text = _encoder()
+    text.save(tmp_path)
+    (tmp_path / "tokenizer").rename(tmp_path / "pieces")
+    section = TextSection(
+        kind="transformers",
+        pretrained=str(tmp_path),
+        tokenizer_subfolder="pieces",
+        max_tokens=8,
+    )
+    loaded = build_text(section, [], None)
+    expected = text.encode(_CAPTIONS)["prompt_embeds"]
+    assert torch.equal(loaded.encode(_CAPTIONS)["prompt_embeds"], expected)
+    loaded.save(tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (_section("UMT5EncoderModle"), "Did you mean UMT5EncoderModel"),
+        (_section("UMT5Config"), "not a model of transformers"),
+        (_section(d_modle=16), r"text\.config\.d_modle is not an argument .* mean d_model\?"),
+        (_section(d_model="16"), r"text\.config does not fit UMT5Config"),
+        (_section("CLIPTextModel", max_position_embeddings=4), "reads 4 at most"),
+        (_section("CLIPTextModel", num_attention_heads=3), r"text\.config does not fit"),
+        (TextSection(pretrained="somewhere/wan"), "would not be used"),
+        (TextSection(config={"d_model": 16}), "would not be used"),
+    ],
+)
+def test_wrong_sections_are_refused(section: TextSection, message: str) -> None:
+    """Misspelt classes and arguments, wrong types, and keys that nothing would read."""
+    with pytest.raises(RecipeError, match=message):
+        build_text(section, _CAPTIONS, None)

@@ -1,0 +1,222 @@
+"""What the Wan family promises: diffusers' own transformer, asked in longtake's words."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longtake.config import CodecSection, ModelSection, TextSection
+from longtake.errors import RecipeError
+from longtake.flow.timesteps import build_sigmas
+from longtake.models.codec import AutoencoderCodec, PixelCodec, build_codec
+from longtake.models.family import LatentShape
+from longtake.models.text import TextEncoder, TransformersText, build_text
+from longtake.models.wan import Wan
+
+_CAPTIONS = ["a red ball rolls left", "a blue square"]
+_SHAPE = LatentShape(channels=4, num_frames=2, height=4, width=6)
+_TINY: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "ffn_dim": 16,
+    "freq_dim": 8,
+    "num_layers": 2,
+}
+
+
+def _text(kind: Any = "transformers") -> TextEncoder:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    config = sizes if kind == "transformers" else {}
+    return build_text(TextSection(kind=kind, config=config, max_tokens=8), _CAPTIONS, None)
+
+
+def _codec() -> AutoencoderCodec:
+    config: dict[str, Any] = {
+        "base_dim": 4,
+        "z_dim": 4,
+        "dim_mult": [1, 1],
+        "num_res_blocks": 1,
+        "temperal_downsample": [True],
+    }
+    codec = build_codec(CodecSection(kind="autoencoder", config=config))
+    assert isinstance(codec, AutoencoderCodec)
+    return codec
+
+
+def _model(text: TextEncoder | None = None, **config: Any) -> Any:
+    torch.manual_seed(0)
+    section = ModelSection(family="wan", config=_TINY | config)
+    return Wan().build(section, [_SHAPE], text or _text())
+
+
+def _inputs() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    noisy = torch.randn(2, *_SHAPE, generator=generator)
+    embeds = torch.randn(2, 8, 16, generator=generator)
+    return noisy, torch.tensor([0.25, 0.9]), {"prompt_embeds": embeds}
+
+
+def test_velocity_is_the_transformers_at_1000_sigma() -> None:
+    """Neither the sign nor the scale of time is changed beyond that."""
+    model, (noisy, sigmas, conditioning) = _model(), _inputs()
+    velocity = Wan().predict_velocity(model, noisy, sigmas, conditioning)
+    raw = model(noisy, torch.tensor([250.0, 900.0]), conditioning["prompt_embeds"]).sample
+    assert velocity.shape == noisy.shape
+    torch.testing.assert_close(velocity, raw)
+
+
+def test_wans_scheduler_steps_along_longtakes_velocity() -> None:
+    """With velocity = noise - latents, the exported scheduler walks from noise to the latents."""
+    from diffusers import UniPCMultistepScheduler
+
+    latents, noise = torch.randn(2, 1, 4, 2, 4, 4)
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
+    scheduler.set_timesteps(4)
+    sample = noise
+    for timestep in scheduler.timesteps:
+        sample = scheduler.step(noise - latents, timestep, sample).prev_sample
+    torch.testing.assert_close(sample, latents, atol=0.01, rtol=0)
+
+
+def test_gradients_reach_every_parameter() -> None:
+    """And every block is handed out for sharding."""
+    model, (noisy, sigmas, conditioning) = _model(), _inputs()
+    velocity = Wan().predict_velocity(model, noisy, sigmas, conditioning)
+    torch.autograd.backward(velocity.square().mean())
+    dead = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is None or not parameter.grad.any()
+    ]
+    assert dead == []
+    assert len(Wan().blocks(model)) == 2
+
+
+def test_channels_and_text_width_follow_from_codec_and_encoder() -> None:
+    """A recipe need not repeat them; weights are fp32."""
+    config = _model().config
+    assert (config.in_channels, config.out_channels, config.text_dim) == (4, 4, 16)
+    assert {parameter.dtype for parameter in _model().parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("patch", "shape", "nearest"),
+    [
+        ([1, 2, 2], LatentShape(4, 2, 5, 6), "2 frames of 6x4"),
+        ([1, 2, 2], LatentShape(4, 2, 4, 1), "2 frames of 2x4"),
+        ([2, 2, 2], LatentShape(4, 3, 4, 6), "4 frames of 6x4"),
+    ],
+)
+def test_latents_that_do_not_divide_are_refused_before_building(
+    patch: list[int], shape: LatentShape, nearest: str
+) -> None:
+    """The message names the nearest latents and how to get the bucket from them."""
+    section = ModelSection(family="wan", config={"patch_size": patch})
+    with pytest.raises(RecipeError, match=f"nearest latents that do are {nearest}: multiply"):
+        Wan().check(section, [_SHAPE, shape])
+
+
+def test_latents_that_divide_are_accepted() -> None:
+    """Also in patches given as TOML's list, with which the model then works."""
+    section = ModelSection(family="wan", config=_TINY | {"patch_size": [2, 2, 2]})
+    Wan().check(section, [_SHAPE])
+    noisy, sigmas, conditioning = _inputs()
+    model = _model(patch_size=[2, 2, 2])
+    assert Wan().predict_velocity(model, noisy, sigmas, conditioning).shape == noisy.shape
+
+
+@pytest.mark.parametrize("patch", [2, [2, 2], [1, 0, 2], [1, 2, "2"]])
+def test_a_patch_size_that_is_none_is_refused(patch: Any) -> None:
+    """Three whole numbers above zero, or a sentence."""
+    section = ModelSection(family="wan", config={"patch_size": patch})
+    with pytest.raises(RecipeError, match=r"model\.config\.patch_size = .* expected frames"):
+        Wan().check(section, [_SHAPE])
+
+
+def test_word_ids_are_refused() -> None:
+    """Wan has no embedding of its own for them."""
+    with pytest.raises(RecipeError, match=r'Set text\.kind = "transformers"'):
+        _model(_text("words"))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_layer": 2}, r"model\.config\.num_layer is not .* did you mean num_layers\?"),
+        ({"num_layers": "2"}, r"model\.config does not fit WanTransformer3DModel"),
+        ({"in_channels": 36}, "in_channels is 36, but codec and text encoder give 4"),
+        ({"text_dim": 4096}, "text_dim is 4096, but codec and text encoder give 16"),
+    ],
+)
+def test_wrong_arguments_are_named(config: dict[str, Any], message: str) -> None:
+    """Unknown ones with the nearest, wrong ones before the first step."""
+    with pytest.raises(RecipeError, match=message):
+        _model(**config)
+
+
+def test_pretrained_weights_are_loaded_and_must_fit(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They come from shards, in fp32 and silently; a codec of other channels is refused."""
+    model = _model()
+    model.bfloat16().save_pretrained(tmp_path / "transformer", max_shard_size="10KB")
+    assert len(list((tmp_path / "transformer").glob("*.safetensors"))) > 1
+    section = ModelSection(family="wan", pretrained=str(tmp_path))
+    capfd.readouterr()
+    loaded = Wan().build(section, [_SHAPE], _text())
+    assert capfd.readouterr() == ("", "")
+    for name, weight in loaded.state_dict().items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, model.state_dict()[name].float())
+    with pytest.raises(RecipeError, match=r"in_channels is 4, but .* give 16"):
+        Wan().build(section, [_SHAPE._replace(channels=16)], _text())
+    both = ModelSection(family="wan", pretrained=str(tmp_path), config={"num_layers": 1})
+    with pytest.raises(RecipeError, match=r"model\.config is set, but it would not be used"):
+        Wan().build(both, [_SHAPE], _text())
+
+
+def test_an_exported_pipeline_loads_and_samples(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It holds the same weights, visits longtake's sigmas and gives the bucket's shape."""
+    pytest.importorskip("accelerate", reason="diffusers loads no WanPipeline without accelerate")
+    from diffusers import WanPipeline
+
+    text, codec = _text(), _codec()
+    model = _model(text)
+    capfd.readouterr()
+    Wan().export(model, codec, text, 5.0, tmp_path)
+    assert capfd.readouterr() == ("", "")
+    pipeline = WanPipeline.from_pretrained(tmp_path)
+    loaded = pipeline.transformer.state_dict()
+    assert loaded.keys() == model.state_dict().keys()
+    assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
+    pipeline.set_progress_bar_config(disable=True)
+    capfd.readouterr()
+    frames = pipeline(
+        "a red ball",
+        height=16,
+        width=32,
+        num_frames=5,
+        num_inference_steps=2,
+        max_sequence_length=8,
+        output_type="pt",
+    ).frames
+    assert capfd.readouterr() == ("", "")
+    assert frames.shape == (1, 5, 3, 16, 32)
+    assert frames.isfinite().all()
+    sigmas = torch.tensor(build_sigmas(2, 5.0))
+    torch.testing.assert_close(pipeline.scheduler.sigmas, sigmas, atol=2e-3, rtol=0)
+
+
+def test_what_diffusers_has_no_pipeline_for_is_not_exported(tmp_path: Path) -> None:
+    """Pixels have no autoencoder to export; nothing is written."""
+    text = _text()
+    assert isinstance(text, TransformersText)
+    with pytest.raises(RecipeError, match=r"needs an autoencoder .* has PixelCodec"):
+        Wan().export(_model(text), PixelCodec(), text, 5.0, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

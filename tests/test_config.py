@@ -1,0 +1,345 @@
+"""A recipe is read strictly: what does not fit is named, what fits survives being written."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longtake import config
+from longtake.config import MAY_CHANGE_ON_RESUME, Recipe
+from longtake.errors import RecipeError
+
+_RECIPE = """
+out = "runs/a"
+
+[data]
+catalog = "clips/catalog.parquet"
+buckets = [{ num_frames = 9, height = 64, width = 96 }]
+
+[model]
+family = "tubelet"
+config = { width = 128, layers = 4 }
+
+[training]
+steps = 1000
+batch_size = 8
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A recipe file with nothing but what has no default."""
+    path = tmp_path / "recipe.toml"
+    path.write_text(_RECIPE)
+    return path
+
+
+def _recipe(**sections: dict[str, Any]) -> Recipe:
+    """The recipe above with some keys of some sections replaced."""
+    values = tomllib.loads(_RECIPE)
+    for section, keys in sections.items():
+        values.setdefault(section, {}).update(keys)
+    return config.parse(values, "test")
+
+
+def _message(path: Path, *overrides: str) -> str:
+    with pytest.raises(RecipeError) as caught:
+        config.load(path, overrides)
+    return str(caught.value).removeprefix(f"{path}:").strip()
+
+
+def test_a_recipe_is_read_with_its_types(path: Path) -> None:
+    """Paths become paths, lists of tables become buckets, and the rest has defaults."""
+    recipe = config.load(path)
+    assert recipe.out == Path("runs/a")
+    assert recipe.data.catalog == Path("clips/catalog.parquet")
+    assert [str(bucket) for bucket in recipe.data.buckets] == ["9 frames of 96x64"]
+    assert recipe.model.config == {"width": 128, "layers": 4}
+    assert recipe.training.micro_batch_size is None
+    assert recipe.optimizer.betas == (0.9, 0.99)
+
+
+def test_a_byte_order_mark_is_passed_over(path: Path) -> None:
+    """Some editors begin UTF-8 files with one."""
+    path.write_text(_RECIPE, encoding="utf-8-sig")
+    assert config.load(path).training.steps == 1000
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("training.step=1", "training.steps"),
+        ("trainig.steps=1", "training"),
+        ("data.bucket=1", "data.buckets"),
+        ("steps=1", "training.steps"),
+        ("lr=1", "optimizer.learning_rate"),
+        ("optimizer.lr=1", "optimizer.learning_rate"),
+        ("optimizer.learning_rat=1", "optimizer.learning_rate"),
+        ("training.learning_rate=1", "optimizer.learning_rate"),
+        ("sampling.steps=1", "sampling.num_inference_steps"),
+        ("data.batch_size=1", "training.batch_size"),
+        ("fps=1", "sampling.fps"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest(path: Path, override: str, nearest: str) -> None:
+    """A typo, an abbreviation or the wrong section: the hint is the key that was meant."""
+    key = override.partition("=")[0]
+    unknown = "trainig" if key == "trainig.steps" else key
+    assert _message(path, override) == (
+        f"{unknown} is not a key of a recipe; did you mean {nearest}?"
+    )
+
+
+def test_an_unknown_key_in_the_file_is_named(path: Path) -> None:
+    """At the top, in a section and in a bucket, and all of them at once, one per line."""
+    text = _RECIPE.replace("width = 96", "width = 96, heigt = 1")
+    path.write_text("sede = 1\n" + text + "batchsize = 1\n")
+    assert _message(path).splitlines() == [
+        "data.buckets.0.heigt is not a key of a recipe; did you mean data.buckets.height?",
+        "  training.batchsize is not a key of a recipe; did you mean training.batch_size?",
+        "  sede is not a key of a recipe; did you mean seed?",
+    ]
+
+
+def test_where_nothing_is_near_the_known_keys_are_listed(path: Path) -> None:
+    """The keys of that section, and of no other."""
+    message = _message(path, "checkpoint.xyzzy=1")
+    assert message == "checkpoint.xyzzy is not a key of a recipe; known there: every, keep."
+    assert "known there: checkpoint, codec, data, ema," in _message(path, "xyzzy=1")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.steps=abc", "training.steps is 'abc'; it should be a valid integer."),
+        ("training.steps=1.5", "training.steps is 1.5; it should be a valid integer."),
+        ("training.steps='7'", "training.steps is '7'; it should be a valid integer."),
+        ("training.steps=0", "training.steps is 0; it should be greater than 0."),
+        ("seed=-1", "seed is -1; it should be greater than or equal to 0."),
+        (
+            "data.caption_dropout=true",
+            "data.caption_dropout is True; it should be a valid number.",
+        ),
+        (
+            "data.caption_dropout=1.5",
+            "data.caption_dropout is 1.5; it should be less than or equal to 1.",
+        ),
+        ("flow.mean=nan", "flow.mean is nan; it should be a finite number."),
+        ("optimizer.kind=sgd", "optimizer.kind is 'sgd'; it should be 'adamw' or 'muon'."),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1 is 1.0; it should be less than 1."),
+        ("optimizer.betas=0.9", "optimizer.betas is 0.9; it should be a list."),
+        (
+            "optimizer.betas=[0.1, 0.2, 0.3]",
+            "optimizer.betas is [0.1, 0.2, 0.3]; it should have at most 2 items.",
+        ),
+        ("data.buckets=[]", "data.buckets is []; it should have at least 1 item."),
+        ("data.buckets=[3]", "data.buckets.0 is 3; it should be a table of keys and values."),
+        ("optimizer=3", "optimizer is 3; it should be a table of keys and values."),
+        ("model.config=3", "model.config is 3; it should be a table of keys and values."),
+        ("out=3", "out is 3; it should be a path in quotes."),
+        (
+            "training.micro_batch_size=3",
+            "training.micro_batch_size 3 does not divide training.batch_size 8.",
+        ),
+    ],
+)
+def test_a_wrong_value_is_one_sentence(path: Path, override: str, message: str) -> None:
+    """It says key, value and expectation, in no library's jargon."""
+    assert _message(path, override) == message
+
+
+def test_a_long_value_is_cut_short(path: Path) -> None:
+    """A pasted page does not hide the sentence."""
+    assert len(_message(path, f"text.kind={'word ' * 1000}")) < 160
+
+
+def test_missing_keys_are_all_named(path: Path) -> None:
+    """Of an empty file every key without a default; of a bucket the one that is left out."""
+    path.write_text("")
+    missing = ["out", "data", "model", "training"]
+    assert _message(path).split("\n  ") == [
+        f"{key} is missing, and it has no default." for key in missing
+    ]
+    path.write_text(_RECIPE.replace("num_frames = 9, ", ""))
+    assert _message(path) == "data.buckets.0.num_frames is missing, and it has no default."
+
+
+def test_files_that_cannot_be_read_are_recipe_errors(tmp_path: Path) -> None:
+    """A missing file, a folder, text that is no TOML, and bytes that are no text."""
+    path = tmp_path / "recipe.toml"
+    with pytest.raises(RecipeError, match=r"There is no recipe .*recipe\.toml"):
+        config.load(path)
+    with pytest.raises(RecipeError, match="cannot be read: Is a directory"):
+        config.load(tmp_path)
+    path.write_text("out = \n")
+    with pytest.raises(RecipeError, match=r"recipe\.toml is not valid TOML: .*line 1"):
+        config.load(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(RecipeError, match="is not valid TOML"):
+        config.load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("7", 7),
+        ("-0.5", -0.5),
+        ("1e-4", 1e-4),
+        ("true", True),
+        ('"7"', "7"),
+        ("[1, 2]", [1, 2]),
+        ("{ a = { b = [1] } }", {"a": {"b": [1]}}),
+        ("word", "word"),
+        ("runs/a b=c", "runs/a b=c"),
+        ("2024-01-31", "2024-01-31"),
+        ("1\nsteps = 2", "1\nsteps = 2"),
+    ],
+)
+def test_overrides_are_toml_values_or_bare_words(path: Path, text: str, value: object) -> None:
+    """Numbers, booleans, lists and tables as in TOML; anything else is a text without quotes."""
+    changed = config.load(path, [f"model.config.new={text}"]).model.config
+    assert changed == {"width": 128, "layers": 4, "new": value}
+    assert type(changed["new"]) is type(value)
+
+
+def test_overrides_reach_every_depth_and_the_last_one_counts(path: Path) -> None:
+    """Sections that the file lacks are made; spaces around keys do not matter."""
+    overrides = ["seed=1", "flow . shift = 3.0", "model.config.a.b=2", "seed=2"]
+    recipe = config.load(path, [*overrides, "data.buckets=[{num_frames=1,height=8,width=8}]"])
+    assert (recipe.seed, recipe.flow.shift) == (2, 3.0)
+    assert recipe.model.config["a"] == {"b": 2}
+    assert [bucket.num_frames for bucket in recipe.data.buckets] == [1]
+    assert config.load(path, ["out=2024-01-31"]).out == Path("2024-01-31")
+
+
+@pytest.mark.parametrize("override", ["training.steps", "=3", "training..steps=3", "out=", ""])
+def test_a_malformed_override_is_refused(path: Path, override: str) -> None:
+    """The message shows how one looks."""
+    message = _message(path, override)
+    assert message == f"--set {override}: expected key=value, such as training.steps=2000."
+
+
+def test_an_override_below_a_value_is_refused(path: Path) -> None:
+    """A number or a list has no keys."""
+    assert "training.steps is a value, not a section" in _message(path, "training.steps.x=1")
+    assert "data.buckets is a value, not a section" in _message(path, "data.buckets.0.width=8")
+
+
+_plain = st.recursive(
+    st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text("abc.é ", max_size=3), inner)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    options=st.dictionaries(st.text("abc_", min_size=1, max_size=4), _plain, max_size=4),
+    betas=st.tuples(*[st.floats(0, 1, exclude_max=True)] * 2),
+    micro=st.sampled_from([None, 1, 2, 4, 8]),
+    seed=st.integers(0, 2**63 - 1),
+    out=st.text("ab /.é\"'\\", min_size=1),
+)
+def test_a_written_recipe_is_the_same_recipe(
+    tmp_path_factory: pytest.TempPathFactory,
+    options: dict[str, Any],
+    betas: tuple[float, float],
+    micro: int | None,
+    seed: int,
+    out: str,
+) -> None:
+    """What `dump` writes, `load` reads as an equal recipe: paths, None, tuples, tables and all."""
+    values = _recipe(
+        model={"config": options},
+        optimizer={"betas": list(betas)},
+        training={"micro_batch_size": micro},
+    ).model_dump()
+    recipe = config.parse(values | {"seed": seed, "out": out}, "test")
+    path = tmp_path_factory.mktemp("dump") / "recipe.toml"
+    path.write_text(config.dump(recipe), encoding="utf-8")
+    assert config.load(path) == recipe
+    assert config.differences(config.load(path), recipe) == []
+
+
+_CHANGES: dict[str, object] = {
+    "out": "elsewhere",
+    "seed": 5,
+    "data.catalog": "other.parquet",
+    "data.buckets": [{"num_frames": 5, "height": 64, "width": 96}],
+    "data.frame_stride": 2,
+    "data.caption_dropout": 0.5,
+    "data.decode_threads": 7,
+    "data.prefetch_batches": 7,
+    "data.memory_gib": 7.0,
+    "data.max_failed_clips": 7,
+    "model.config.layers": 5,
+    "model.config.new": "x",
+    "codec.kind": "autoencoder",
+    "text.max_tokens": 7,
+    "flow.shift": 7.0,
+    "optimizer.learning_rate": 7.0,
+    "training.steps": 7,
+    "training.batch_size": 16,
+    "training.micro_batch_size": 4,
+    "training.device": "cpu",
+    "training.precision": "fp32",
+    "ema.decay": 0.5,
+    "parallel.strategy": "shard",
+    "checkpoint.every": 7,
+    "checkpoint.keep": 7,
+    "sampling.fps": 7.0,
+}
+
+
+@pytest.mark.parametrize("key", _CHANGES)
+def test_differences_are_what_may_not_change_on_resume(key: str) -> None:
+    """Exactly the keys and sections of MAY_CHANGE_ON_RESUME are passed over."""
+    values = tomllib.loads(_RECIPE)
+    *sections, name = key.split(".")
+    inner = values
+    for section in sections:
+        inner = inner.setdefault(section, {})
+    inner[name] = _CHANGES[key]
+    found = config.differences(_recipe(), config.parse(values, "test"))
+    is_free = key in MAY_CHANGE_ON_RESUME or sections[:1] in (
+        ["parallel"],
+        ["checkpoint"],
+        ["sampling"],
+    )
+    assert [changed for changed, _, _ in found] == ([] if is_free else [key])
+
+
+def test_differences_hold_both_values() -> None:
+    """The old one first; a key that only one recipe has is None in the other."""
+    new = _recipe(training={"steps": 2000}, model={"config": {"layers": 4, "heads": 2}})
+    assert config.differences(_recipe(), new) == [
+        ("model.config.heads", None, 2),
+        ("model.config.width", 128, None),
+        ("training.steps", 1000, 2000),
+    ]
+
+
+def test_every_key_that_may_change_exists() -> None:
+    """A renamed key cannot silently leave the list."""
+    known = _recipe().model_dump()
+    for key in MAY_CHANGE_ON_RESUME:
+        inner: Any = known
+        for part in key.split("."):
+            assert part in inner, key
+            inner = inner[part]
+
+
+def test_whoever_reads_a_run_needs_no_torch() -> None:
+    """Importing the recipe and the run directory imports no torch."""
+    code = "import sys, longtake.config, longtake.run_dir; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

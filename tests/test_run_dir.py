@@ -1,0 +1,236 @@
+"""A run directory belongs to one recipe; its records survive whatever interrupts their writer."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longtake import config
+from longtake.config import Recipe
+from longtake.errors import RecipeChangedError, RunError
+from longtake.run_dir import Metrics, RunDirectory, append_json, read_json_lines, write_text
+
+
+def _recipe(out: Path, **training: Any) -> Recipe:
+    values = {
+        "out": str(out),
+        "data": {
+            "catalog": "catalog.parquet",
+            "buckets": [{"num_frames": 1, "height": 8, "width": 8}],
+        },
+        "model": {"family": "tubelet"},
+        "training": {"steps": 10, "batch_size": 2} | training,
+    }
+    return config.parse(values, "test")
+
+
+def _begin(path: Path, **training: Any) -> RunDirectory:
+    run = RunDirectory(path)
+    recipe = _recipe(path, **training)
+    run.claim(recipe)
+    run.create(recipe)
+    return run
+
+
+def _contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def _metrics(step: int, loss: float) -> Metrics:
+    return Metrics(
+        step=step,
+        epoch=0,
+        loss=loss,
+        grad_norm=1.0,
+        learning_rate=1e-4,
+        step_seconds=0.1,
+        data_seconds=0.0,
+        time=0.0,
+    )
+
+
+def test_a_claim_writes_no_record(tmp_path: Path) -> None:
+    """The folder is made and tried, but there is no run yet, and another recipe may claim it."""
+    run = RunDirectory(tmp_path / "new" / "run")
+    run.claim(_recipe(run.path))
+    assert not run.exists()
+    assert list(run.path.iterdir()) == []
+    run.claim(_recipe(run.path, steps=20))
+
+
+def test_a_run_that_is_created_knows_its_recipe(tmp_path: Path) -> None:
+    """It exists, holds just the recipe and its record, and returns an equal recipe."""
+    run = _begin(tmp_path / "run")
+    assert run.exists()
+    assert run.recipe() == _recipe(run.path)
+    assert sorted(path.name for path in run.path.iterdir()) == ["recipe.toml", "run.json"]
+    record = json.loads(run.record_path.read_text())
+    assert re.fullmatch("run-[0-9a-f]{8}", record["id"])
+    assert record["launches"] == []
+
+
+def test_another_recipe_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    """The message names each key with both values and both ways on; not a byte is written."""
+    run = _begin(tmp_path / "run")
+    run.append_metrics(_metrics(1, 0.5))
+    before = _contents(run.path)
+    with pytest.raises(RecipeChangedError) as caught:
+        run.claim(_recipe(run.path, steps=20, batch_size=4))
+    assert str(caught.value) == (
+        f"{run.path} holds a run of another recipe, which is never overwritten. They differ in\n"
+        "  training.batch_size: 2 there, 4 now\n"
+        "  training.steps: 10 there, 20 now\n"
+        f"Start beside it with --set out={run.path}-2, or go on with the old recipe: "
+        f"longtake train {run.path}/recipe.toml"
+    )
+    assert _contents(run.path) == before
+
+
+def test_the_way_on_holds_for_a_run_that_was_moved(tmp_path: Path) -> None:
+    """A moved recipe.toml still names the old folder, so the message names the new one."""
+    moved = RunDirectory(tmp_path / "moved")
+    _begin(tmp_path / "run").path.rename(moved.path)
+    with pytest.raises(RecipeChangedError, match=f"recipe.toml --set out={moved.path}$"):
+        moved.claim(_recipe(moved.path, steps=20))
+
+
+def test_the_same_recipe_is_accepted(tmp_path: Path) -> None:
+    """So is one that differs only in what does not change what the run computes."""
+    run = _begin(tmp_path / "run")
+    before = _contents(run.path)
+    run.claim(_recipe(run.path))
+    run.claim(_recipe(run.path, micro_batch_size=1, device="cpu"))
+    assert _contents(run.path) == before
+
+
+def test_half_a_run_is_refused(tmp_path: Path) -> None:
+    """Metrics without a recipe are somebody's work; they are not mixed with another run's."""
+    run = _begin(tmp_path / "run")
+    run.append_metrics(_metrics(1, 0.5))
+    run.recipe_path.unlink()
+    with pytest.raises(RunError, match=r"has metrics but no recipe\.toml.*--set out=FOLDER"):
+        run.claim(_recipe(run.path))
+
+
+def test_a_folder_that_cannot_be_written_is_a_run_error(tmp_path: Path) -> None:
+    """Below a file, and where a file has the folder's name."""
+    file = tmp_path / "file"
+    file.write_text("precious")
+    for path in (file, file / "run"):
+        run = RunDirectory(path)
+        with pytest.raises(RunError, match=r"cannot be written: .*--set out=FOLDER"):
+            run.claim(_recipe(path))
+        with pytest.raises(RunError, match="cannot be written"):
+            run.create(_recipe(path))
+        with pytest.raises(RunError, match="cannot be written"):
+            run.append_metrics(_metrics(1, 0.5))
+        with pytest.raises(RunError, match="cannot be written"):
+            run.append_event("finished")
+    assert file.read_text() == "precious"
+
+
+def test_a_folder_without_a_run_has_no_recipe(tmp_path: Path) -> None:
+    """The message says what was expected there."""
+    with pytest.raises(RunError, match=r"is not a run directory: it has no recipe\.toml"):
+        RunDirectory(tmp_path).recipe()
+
+
+def test_launches_are_recorded_one_after_another(tmp_path: Path) -> None:
+    """Each with its facts, the host and the versions, and the run keeps its id."""
+    run = _begin(tmp_path / "run")
+    first = json.loads(run.record_path.read_text())["id"]
+    run.record_launch(start_step=0, world_size=2)
+    run.record_launch(start_step=7, world_size=1)
+    record = json.loads(run.record_path.read_text())
+    assert record["id"] == first
+    assert [(each["start_step"], each["world_size"]) for each in record["launches"]] == [
+        (0, 2),
+        (7, 1),
+    ]
+    assert {"longtake", "python", "torch"} <= record["launches"][0]["versions"].keys()
+
+
+@pytest.mark.parametrize("damaged", [None, "", "{}", "[]", '{"launches": null}'])
+def test_a_damaged_record_is_a_run_error(tmp_path: Path, damaged: str | None) -> None:
+    """A run.json that is gone or is not one ends in a message, not in a traceback."""
+    run = _begin(tmp_path / "run")
+    run.record_path.unlink()
+    if damaged is not None:
+        run.record_path.write_text(damaged)
+    with pytest.raises(RunError, match=r"run\.json cannot be read"):
+        run.record_launch(start_step=0)
+
+
+def test_events_come_back_in_order(tmp_path: Path) -> None:
+    """Each with its kind, its time and its fields."""
+    run = _begin(tmp_path / "run")
+    run.append_event("launched", step=0)
+    run.append_event("sample_rejected", path="ä.mp4", reason="line one\nline two")
+    first, second = read_json_lines(run.events_path)
+    assert (first["event"], first["step"]) == ("launched", 0)
+    assert (second["path"], second["reason"]) == ("ä.mp4", "line one\nline two")
+    assert first["time"] <= second["time"]
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    """Wherever the last line is cut, the lines before it are read."""
+    path = tmp_path / "lines.jsonl"
+    append_json(path, {"step": 1})
+    whole = path.read_bytes()
+    append_json(path, {"step": 2})
+    data = path.read_bytes()
+    for end in range(len(whole), len(data)):
+        path.write_bytes(data[:end])
+        assert list(read_json_lines(path)) == [{"step": 1}]
+
+
+def test_appending_after_half_a_line_loses_no_record(tmp_path: Path) -> None:
+    """A write that a crash cut off does not swallow the next record after the restart."""
+    path = tmp_path / "lines.jsonl"
+    append_json(path, {"step": 1})
+    with path.open("a") as file:
+        file.write('{"step": 2, "lo')
+    append_json(path, {"step": 2})
+    append_json(path, {"step": 3})
+    assert list(read_json_lines(path)) == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+def test_no_file_has_no_lines(tmp_path: Path) -> None:
+    """A run that has not logged yet has no metrics."""
+    assert list(read_json_lines(tmp_path / "none.jsonl")) == []
+    assert RunDirectory(tmp_path).metrics() == []
+
+
+def test_of_a_step_that_was_run_twice_the_later_counts(tmp_path: Path) -> None:
+    """Steps 2 and 3 were run again after a resume; all come back by step."""
+    run = _begin(tmp_path / "run")
+    for step, loss in [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (3, 0.35), (4, 0.4)]:
+        run.append_metrics(_metrics(step, loss))
+    found = [(row["step"], row["loss"]) for row in run.metrics()]
+    assert found == [(1, 0.1), (2, 0.25), (3, 0.35), (4, 0.4)]
+
+
+def test_only_committed_checkpoints_count(tmp_path: Path) -> None:
+    """Half-saved folders, folders being removed, copies and files are passed over."""
+    run = RunDirectory(tmp_path)
+    assert run.checkpoint_steps() == []
+    whole = [run.checkpoint_path(step) for step in (1000, 20, 123456789)]
+    others = ["step_00002000.bak", ".step_00003000.partial", "step_4000", "step_", "other"]
+    for path in [*whole, *(run.checkpoints_path / name for name in others)]:
+        path.mkdir(parents=True)
+        (path / "COMMITTED").write_text("{}")
+    run.checkpoint_path(5000).mkdir()
+    assert run.checkpoint_steps() == [20, 1000, 123456789]
+    assert run.checkpoint_path(1000).name == "step_00001000"
+
+
+def test_a_failed_replacement_keeps_the_old_and_leaves_nothing(tmp_path: Path) -> None:
+    """Text that cannot be encoded: the file is as it was, and no partial file remains."""
+    path = tmp_path / "note.txt"
+    write_text(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "\ud800")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
