@@ -133,8 +133,9 @@ def sample(
 ) -> None:
     """Sample videos from a run, with a contact sheet beside them."""
     from longtake.evaluation.sample import load_sampler, settings_for
-    from longtake.evaluation.write import write_samples
+    from longtake.evaluation.write import check_out, write_samples
 
+    check_out(out)
     sampler = load_sampler(run, step=step, ema=ema, device=device)
     settings, bucket = settings_for(
         sampler.recipe,
@@ -163,9 +164,10 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a run's model as a diffusers pipeline folder, for `from_pretrained`."""
-    from longtake.evaluation.export import export_pipeline
+    from longtake.evaluation.export import check_out, export_pipeline
     from longtake.evaluation.sample import load_sampler
 
+    check_out(out)
     sampler = load_sampler(run, step=step, ema=ema, device="cpu")
     export_pipeline(sampler, out)
     if as_json:

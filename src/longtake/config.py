@@ -37,6 +37,10 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+Shift = Annotated[float, Field(gt=0)] | Literal["flux", "opensora"]
+"""`flux`: exp(mu), mu linear in the transformer's tokens; `opensora`: by pixels and frames."""
+
+
 class Bucket(_Section):
     """One shape of training clip: what a batch holds, in pixels and frames."""
 
@@ -114,8 +118,8 @@ class FlowSection(_Section):
     std: float = Field(1.0, gt=0)
     scale: float = Field(1.29, ge=-1, le=1.7519)
     """Scale of the mode distribution."""
-    shift: float = Field(1.0, gt=0)
-    """Resolution shift of the sampled sigmas toward noise."""
+    shift: Shift = 1.0
+    """Moves the sampled sigmas toward noise: a factor, or a rule that follows the resolution."""
 
 
 class OptimizerSection(_Section):
@@ -178,7 +182,8 @@ class SamplingSection(_Section):
     num_inference_steps: int = Field(30, gt=0)
     guidance_scale: float = Field(5.0, ge=0)
     """Classifier-free guidance; 1 is none."""
-    shift: float = Field(5.0, gt=0)
+    shift: Shift = 5.0
+    """Like `flow.shift`, of the sigmas that the solver visits."""
     fps: float = Field(16.0, gt=0)
 
 

@@ -127,6 +127,7 @@ def _join(shares: tuple[Batch, ...]) -> Batch:
     return Batch(
         step=shares[0].step,
         epoch=shares[0].epoch,
+        bucket=shares[0].bucket,
         videos=torch.cat([share.videos for share in shares]),
         captions=sum((share.captions for share in shares), ()),
         seeds=sum((share.seeds for share in shares), ()),

@@ -30,6 +30,7 @@ from longtake.flow.timesteps import (
     mode,
     mode_pdf,
     opensora_shift,
+    resolution_shift,
     sample_sigmas,
     shift_sigmas,
 )
@@ -311,3 +312,11 @@ def test_the_scheduler_class_shifts_twice_and_we_do_not() -> None:
     smallest = scheduler.sigmas[-2].item()
     assert smallest == pytest.approx(shift_sigmas(_exact(0.001), 9.0).item(), rel=1e-5)
     assert build_sigmas(4, 3.0)[-2] == pytest.approx(0.5)  # 1/4 shifted once
+
+
+def test_a_resolution_rule_is_worked_out_and_a_number_stays() -> None:
+    """`flux` follows the tokens, `opensora` pixels and latent frames, 3.0 neither."""
+    clip = {"num_tokens": 4096, "height": 360, "width": 640, "num_latent_frames": 30}
+    assert resolution_shift("flux", **clip) == flux_shift(4096)
+    assert resolution_shift("opensora", **clip) == opensora_shift(360, 640, 30)
+    assert resolution_shift(3, **clip) == 3.0

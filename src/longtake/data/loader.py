@@ -33,6 +33,8 @@ class Batch:
 
     step: int
     epoch: int
+    bucket: Bucket
+    """The shape of its clips."""
     videos: Tensor
     """[B, 3, F, H, W] uint8."""
     captions: tuple[str, ...]
@@ -115,6 +117,7 @@ class Loader:
         return Batch(
             step=step,
             epoch=planned.epoch,
+            bucket=self._buckets.shapes[planned.bucket],
             videos=torch.from_numpy(np.stack([window.numpy() for window in windows])),
             captions=tuple(clip.caption for clip in clips),
             seeds=seeds,

@@ -9,6 +9,7 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 from numpy.typing import NDArray
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 
 from longtake.data.encode import write_video
@@ -16,6 +17,7 @@ from longtake.errors import RunError
 from longtake.evaluation.plots import loss_plot
 from longtake.evaluation.sample import Sampler
 from longtake.evaluation.sheet import SheetRow, contact_sheet
+from longtake.progress import duration
 from longtake.run_dir import RunDirectory, write_json, write_text
 
 _PRESET = "demo"
@@ -93,7 +95,9 @@ def _for_the_page(judged: Sequence[Judged]) -> list[Judged]:
     first = {one.caption: one for one in reversed(judged)}.values()
     held_out = [one for one in first if one.is_held_out][::-1]
     trained = [one for one in first if not one.is_held_out][::-1]
-    return held_out + trained[:: max(1, len(trained) // _TRAINED_ON_PAGE)][:_TRAINED_ON_PAGE]
+    # One less than an even stride, which would meet the same two colours again and again.
+    stride = max(1, len(trained) // _TRAINED_ON_PAGE - 1)
+    return held_out + trained[::stride][:_TRAINED_ON_PAGE]
 
 
 def _write_page(
@@ -114,20 +118,21 @@ def _write_page(
 
 
 def _show_last_screen(run: RunDirectory, summary: dict[str, Any], console: Console) -> None:
+    path = escape(str(run.path))
     lines = [
         f"[bold]{summary['held_out_adherence']:.0%}[/bold] of prompts it never saw and "
         f"[bold]{summary['adherence']:.0%}[/bold] of prompts it did are shown right",
-        f"{summary['steps']} steps in {summary['training_seconds']:.0f} s "
+        f"{summary['steps']} steps in {duration(summary['training_seconds'])} "
         f"({summary['steps_per_second']:.1f} steps/s), {summary['num_parameters'] / 1e6:.2f} M "
         f"parameters, {summary['clips']} clips",
-        "",
-        f"Videos         {run.path / 'index.html'}  (open it in a browser)",
-        f"Contact sheet  {run.path / 'contact_sheet.png'}",
-        f"Loss           {run.path / 'loss.png'}",
-        f"Numbers        {run.path / 'summary.json'}",
-        f"TensorBoard    tensorboard --logdir {run.tensorboard_path}",
-        "",
-        "Ask it for one yourself:",
-        f"  longtake sample {run.path} --prompt 'a blue square moving up left' --out blue.mp4",
     ]
-    console.print(Panel("\n".join(lines), title="longtake demo", expand=False))
+    console.print(Panel("\n".join(lines), title="longtake demo", expand=False), soft_wrap=False)
+    console.print(
+        f"Videos         {path}/index.html  (open it in a browser)\n"
+        f"Contact sheet  {path}/contact_sheet.png\n"
+        f"Loss           {path}/loss.png\n"
+        f"Numbers        {path}/summary.json\n"
+        f"TensorBoard    tensorboard --logdir {path}/tensorboard\n\n"
+        "Ask it for one yourself:\n"
+        f"  longtake sample {path} --prompt 'a blue square moving up left' --out blue.mp4"
+    )

@@ -58,9 +58,12 @@ def run_demo(
     if minutes is not None and run.exists():
         steps = run.recipe().training.steps
     _refuse_other_settings(run, demo_recipe(out, steps, seed))
-    _make_catalog(out, seed, console)
-    if minutes is not None and not run.exists():
-        steps = _steps_within(minutes, out, seed, console)
+    if not run.exists():
+        _make_catalog(out, seed, console)
+        if minutes is not None and (measured := _steps_within(minutes, out, seed, console)):
+            steps = measured
+        elif minutes is not None:
+            return None
     recipe = demo_recipe(out, steps, seed)
     if train(recipe, console).interrupted_by:
         return None
@@ -85,22 +88,23 @@ def _refuse_other_settings(run: RunDirectory, recipe: Recipe) -> None:
 
 def _make_catalog(out: Path, seed: int, console: Console) -> None:
     """Write the clips and index them, as `longtake data index` does a user's."""
-    if _catalog_path(out).exists():
-        return
-    folder = _catalog_path(out).parent / "clips"
+    folder = _catalog_path(out).parent / f"clips_{seed}"  # not those of a demo that never began
     with counted(console, "write clips") as advance:
         captions = write_clips(folder, NUM_CLIPS, seed, lambda done: advance(done, NUM_CLIPS))
     with counted(console, "index clips") as advance:
         index([folder], captions=captions, out=_catalog_path(out), progress=advance)
 
 
-def _steps_within(minutes: float, out: Path, seed: int, console: Console) -> int:
-    """How many steps fit into some minutes, by a short run that is thrown away."""
+def _steps_within(minutes: float, out: Path, seed: int, console: Console) -> int | None:
+    """How many steps fit into some minutes, by a short run that is thrown away; None if stopped."""
     aside = RunDirectory(out / "pace")
+    shutil.rmtree(aside.path, ignore_errors=True)  # of a measurement that was killed
     values = demo_recipe(out, _PACE_STEPS, seed).model_dump(mode="json", exclude_none=True)
     values["out"] = str(aside.path)
     try:
-        train(config.parse(values, source="the demo's recipe"), Console(quiet=True))
+        recipe = config.parse(values, source="the demo's recipe")
+        if train(recipe, Console(quiet=True)).interrupted_by:
+            return None
         rows = aside.metrics()[_PACE_WARM_UP:]
         seconds = statistics.median(row["step_seconds"] for row in rows)
     finally:

@@ -14,9 +14,9 @@ def export_pipeline(sampler: Sampler, out: Path) -> None:
         RecipeError: diffusers has no pipeline for the run's family, codec and text encoder.
         RunError: the folder holds something already, or cannot be written.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"{out} holds something already. Give a new folder with --out.")
-    parts, aside = sampler.components, out.with_name(f".{out.name}.partial")
+    check_out(out)
+    parts, out = sampler.components, out.resolve()
+    aside = out.with_name(f".{out.name}.partial")
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
@@ -26,6 +26,18 @@ def export_pipeline(sampler: Sampler, out: Path) -> None:
             out.rmdir()
         aside.rename(out)
     except OSError as error:
-        raise RunError(f"{out} cannot be written: {error.strerror}.") from error
+        raise RunError(
+            f"--out {out} cannot be written: {error.strerror or error}. Choose another folder."
+        ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def check_out(out: Path) -> None:
+    """Refuse a folder that holds something, before weights are loaded for it.
+
+    Raises:
+        RunError: it does.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunError(f"--out {out} holds something already. Name a new folder.")

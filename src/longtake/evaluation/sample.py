@@ -1,6 +1,6 @@
 """Samples videos from the weights of a checkpoint."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from longtake import config
 from longtake.checkpoint import store
 from longtake.config import Bucket, Recipe, SamplingSection
-from longtake.errors import CheckpointError, RecipeError
+from longtake.errors import CheckpointError
 from longtake.flow.solver import guided, integrate
 from longtake.flow.timesteps import build_sigmas
 from longtake.models.assemble import Components, assemble, latent_shape
@@ -53,15 +54,20 @@ class Sampler:
 
         Raises:
             RecipeError: the codec or the model cannot divide the bucket.
+            ModelError: the model is built for another shape.
         """
         shape = self._shape(bucket)
         noise = torch.stack([_noise(request.seed, shape) for request in requests]).to(self.device)
         velocity = self._guided_velocity([r.prompt for r in requests], settings.guidance_scale)
-        sigmas = build_sigmas(settings.num_inference_steps, settings.shift)
+        sigmas = build_sigmas(settings.num_inference_steps, self.shift(settings, bucket))
         with torch.inference_mode():
             latents = integrate(velocity, noise, sigmas, settings.solver, on_step)
             videos = self.components.codec.decode(latents)
         return videos.permute(0, 2, 3, 4, 1).cpu().numpy()
+
+    def shift(self, settings: SamplingSection, bucket: Bucket) -> float:
+        """The shift of the sigmas that a bucket's videos are sampled with."""
+        return self.components.shift(settings.shift, bucket)
 
     def unknown_words(self, prompt: str) -> list[str]:
         """Words of a prompt that the text encoder has never seen."""
@@ -125,16 +131,17 @@ def find_checkpoint(path: Path, step: int | None = None) -> tuple[RunDirectory, 
         step: which checkpoint of a run; its newest by default.
 
     Raises:
+        RunError: there is no run.
         CheckpointError: there is none, or not of that step.
     """
-    if path.parent.name == "checkpoints" and step is None:
-        return RunDirectory(path.parent.parent), path
     run = RunDirectory(path)
+    if path.absolute().parent.name == "checkpoints" and not run.exists():
+        return _run_of(path, step), path
     run.recipe()  # refuses what is no run directory
     steps = run.checkpoint_steps()
     if step is not None and step not in steps:
         raise CheckpointError(
-            f"{path} has no whole checkpoint of step {step}. It has: {steps or 'none'}."
+            f"{path} has no whole checkpoint of step {step}. Its checkpoints: {steps or 'none'}."
         )
     found = run.checkpoint_path(step) if step is not None else store.newest(run)
     if found is None:
@@ -143,6 +150,21 @@ def find_checkpoint(path: Path, step: int | None = None) -> tuple[RunDirectory, 
             "or wait for checkpoint.every steps."
         )
     return run, found
+
+
+def _run_of(checkpoint: Path, step: int | None) -> RunDirectory:
+    run = RunDirectory(checkpoint.absolute().parents[1])
+    if step is not None:
+        raise CheckpointError(
+            f"{checkpoint} is one checkpoint already. Leave --step {step} out, or name the run: "
+            f"{run.path}."
+        )
+    if not checkpoint.is_dir():
+        raise CheckpointError(
+            f"There is no checkpoint {checkpoint}. The run has those of the steps: "
+            f"{run.checkpoint_steps() or 'none'}."
+        )
+    return run
 
 
 def settings_for(
@@ -158,15 +180,16 @@ def settings_for(
     Raises:
         RecipeError: a value is out of range.
     """
-    wanted = {name: value for name, value in changes.items() if value is not None}
     sizes = {"num_frames": num_frames, "height": height, "width": width}
-    shape = {name: value for name, value in sizes.items() if value is not None}
-    try:
-        settings = SamplingSection.model_validate(recipe.sampling.model_dump() | wanted)
-        bucket = Bucket.model_validate(recipe.data.buckets[0].model_dump() | shape)
-    except ValueError as error:
-        raise RecipeError(str(error)) from error
-    return settings, bucket
+    values = recipe.model_dump(exclude_none=True)
+    values["sampling"] |= _given(changes)
+    values["data"]["buckets"] = [values["data"]["buckets"][0] | _given(sizes)]
+    changed = config.parse(values, source="The settings of this sampling")
+    return changed.sampling, changed.data.buckets[0]
+
+
+def _given(values: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _noise(seed: int, shape: LatentShape) -> Tensor:

@@ -1,5 +1,6 @@
 """Samples requests in batches and writes what came out."""
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from longtake.config import Bucket, SamplingSection
 from longtake.data.encode import write_video
-from longtake.errors import RunError
+from longtake.errors import RecipeError, RunError
 from longtake.evaluation.sample import Request, Sampler
 from longtake.evaluation.sheet import SheetRow, contact_sheet
 from longtake.progress import counted
@@ -54,15 +55,18 @@ def write_samples(
         `videos`, the files written, and `sheet`, the picture beside them.
 
     Raises:
-        RunError: the output is not an mp4 or its folder cannot be made.
+        RecipeError: the size is odd, which H.264 does not take, or does not suit the model.
+        RunError: the contact sheet cannot be written.
         DataError: a video cannot be written.
     """
-    paths = _numbered(out, len(prompts))
+    _refuse_odd(bucket)
     for prompt in prompts:
         if unknown := sampler.unknown_words(prompt):
-            console.print(f"  no caption of the training had the word: {', '.join(unknown)}")
+            words = f"  no caption of the training had the word: {', '.join(unknown)}"
+            console.print(words, markup=False)
     requests = [Request(prompt, seed) for prompt in prompts]
     videos = sample_in_batches(sampler, requests, settings, bucket, batch_size, console)
+    paths = _numbered(out, len(prompts))
     for path, video in zip(paths, videos, strict=True):
         write_video(path, video, settings.fps)
     sheet = out.with_suffix(".png")
@@ -71,13 +75,33 @@ def write_samples(
     return {"videos": [str(path) for path in paths], "sheet": str(sheet)}
 
 
-def _numbered(out: Path, count: int) -> list[Path]:
-    if out.suffix != ".mp4":
+def check_out(out: Path) -> None:
+    """Make the folder of an mp4, so that what cannot be written is known before the sampling.
+
+    Raises:
+        RunError: it is not the name of an mp4 file, or its folder cannot be made or written to.
+    """
+    if out.suffix != ".mp4" or out.is_dir():
         raise RunError(f"--out {out}: expected the name of an mp4 file, such as sample.mp4.")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out.parent).close()
     except OSError as error:
-        raise RunError(f"{out.parent} cannot be made: {error.strerror}.") from error
+        raise RunError(
+            f"--out {out} cannot be written: {error.strerror or error}. Choose another folder."
+        ) from error
+
+
+def _numbered(out: Path, count: int) -> list[Path]:
     if count == 1:
         return [out]
     return [out.with_name(f"{out.stem}_{index:02d}.mp4") for index in range(count)]
+
+
+def _refuse_odd(bucket: Bucket) -> None:
+    height, width = (size + size % 2 for size in (bucket.height, bucket.width))
+    if (width, height) != (bucket.width, bucket.height):
+        raise RecipeError(
+            f"{bucket} cannot be written as mp4: H.264 in 4:2:0 needs an even size, such as "
+            f"{width}x{height}."
+        )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from longtake.errors import RecipeError
 
+ShiftRule = Literal["flux", "opensora"]
 SigmaKind = Literal["uniform", "logit_normal", "mode", "cosmap"]
 
 MODE_SCALE_MIN = -1.0
@@ -161,6 +162,25 @@ def opensora_shift(height: int, width: int, num_latent_frames: int) -> float:
         num_latent_frames: of the clip, after the codec. Open-Sora's makes 5 of every 17 frames.
     """
     return math.sqrt(height * width / 512**2) * math.sqrt(num_latent_frames)
+
+
+def resolution_shift(
+    shift: float | ShiftRule, *, num_tokens: int, height: int, width: int, num_latent_frames: int
+) -> float:
+    """Return the shift of clips of one shape: a number as it is, a rule worked out.
+
+    Args:
+        shift: the factor, or the rule.
+        num_tokens: of the transformer, for `flux`.
+        height: of the clip in pixels, for `opensora`.
+        width: likewise.
+        num_latent_frames: after the codec, for `opensora`.
+    """
+    if shift == "flux":
+        return flux_shift(num_tokens)
+    if shift == "opensora":
+        return opensora_shift(height, width, num_latent_frames)
+    return float(shift)
 
 
 def build_sigmas(num_steps: int, shift: float = 1.0) -> list[float]:

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from longtake.config import Bucket, Recipe
+from longtake.config import Bucket, Recipe, Shift
+from longtake.flow.timesteps import resolution_shift
 from longtake.models.codec import Codec, build_codec
 from longtake.models.family import Conditioning, Family, LatentShape
 from longtake.models.flops import count_flops
@@ -29,6 +30,17 @@ class Components:
     ) -> Tensor:
         """The model's velocity, [B, C, F, H, W]."""
         return self.family.predict_velocity(self.model, noisy_latents, sigmas, conditioning)
+
+    def shift(self, shift: Shift, bucket: Bucket) -> float:
+        """The recipe's shift of sigmas for clips of one shape."""
+        shape = latent_shape(self.codec, bucket)
+        return resolution_shift(
+            shift,
+            num_tokens=self.family.num_tokens(self.model, shape),
+            height=bucket.height,
+            width=bucket.width,
+            num_latent_frames=shape.num_frames,
+        )
 
     def to(self, device: torch.device) -> None:
         """Move every part to a device."""

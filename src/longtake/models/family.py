@@ -55,6 +55,10 @@ class Family(Protocol):
         """The repeated blocks: the units of sharding, whose matrices Muon trains."""
         ...
 
+    def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
+        """How many tokens the model makes of one sample's latents."""
+        ...
+
     def predict_velocity(
         self, model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
     ) -> Tensor:

@@ -69,6 +69,11 @@ class Tubelet:
         network = cast("TubeletTransformer", model)
         return [network.caption_block, *network.blocks]
 
+    def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
+        """One per tube."""
+        network = cast("TubeletTransformer", model)
+        return math.prod(shape[1:]) // math.prod(network.patch_size)
+
     def predict_velocity(
         self, model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
     ) -> Tensor:

@@ -1,5 +1,6 @@
 """Wan 2.1: diffusers' `WanTransformer3DModel` at any size."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,12 @@ class Wan:
         """The transformer blocks."""
         blocks: Any = model.blocks
         return list(blocks)
+
+    def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
+        """One per patch."""
+        config: Any = model.config
+        patch: tuple[int, ...] = config.patch_size
+        return math.prod(shape[1:]) // math.prod(patch)
 
     def predict_velocity(
         self, model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning

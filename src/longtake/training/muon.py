@@ -132,19 +132,17 @@ def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
     """Return the nearest matrices, roughly, whose singular values are all 1.
 
     The Newton-Schulz iteration of Keller Jordan's Muon, X <- aX + (bA + cA^2)X with A = XX^T, in
-    bfloat16: it needs no more precision.
+    the type of the matrices.
 
     Args:
         matrices: [num_matrices, rows, columns].
         num_iterations: five bring the singular values of a usual gradient into about [0.7, 1.2].
 
     Returns:
-        [num_matrices, rows, columns] in bfloat16.
+        [num_matrices, rows, columns].
     """
     is_tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.bfloat16()
-    if is_tall:  # the product XX^T is then the smaller one
-        x = x.transpose(1, 2)
+    x = matrices.transpose(1, 2) if is_tall else matrices  # the smaller of the two XX^T
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     a, b, c = _QUINTIC
     for _ in range(num_iterations):

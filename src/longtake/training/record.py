@@ -42,7 +42,7 @@ class Record:
         self._epoch: int | None = None
         self._num_failures = 0
         self._written: set[tuple[int, str]] = set()
-        self._flops: dict[tuple[int, ...], int] = {}
+        self._flops: dict[Bucket, int] = {}
 
     def batch_arrived(self, batch: Batch) -> None:
         """Note how long the step has waited for its data, and when an epoch begins."""
@@ -99,14 +99,11 @@ class Record:
 
     def _step_flops(self, batch: Batch) -> int:
         """Operations of the step's global batch, counted once per shape of clip."""
-        shape = tuple(batch.videos.shape[2:])
-        if shape not in self._flops:
-            num_frames, height, width = shape
-            bucket = Bucket(num_frames=num_frames, height=height, width=width)
+        if batch.bucket not in self._flops:
             components = self._state.components
-            latents = latent_shape(components.codec, bucket)
-            self._flops[shape] = training_flops(forward_flops(components, latents))
-        return self._flops[shape] * self._recipe.training.batch_size
+            latents = latent_shape(components.codec, batch.bucket)
+            self._flops[batch.bucket] = training_flops(forward_flops(components, latents))
+        return self._flops[batch.bucket] * self._recipe.training.batch_size
 
 
 @contextmanager

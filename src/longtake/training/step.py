@@ -96,7 +96,7 @@ def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.devic
         mean=flow.mean,
         std=flow.std,
         scale=flow.scale,
-        shift=flow.shift,
+        shift=parts.shift(flow.shift, batch.bucket),
     )
     dropped = (uniform[:, 1] < recipe.data.caption_dropout).tolist()
     captions = ["" if drop else text for text, drop in zip(batch.captions, dropped, strict=True)]
@@ -127,6 +127,7 @@ def _micro_batches(batch: Batch, size: int | None) -> Iterator[Batch]:
         yield Batch(
             batch.step,
             batch.epoch,
+            batch.bucket,
             batch.videos[part],
             batch.captions[part],
             batch.seeds[part],

@@ -1,0 +1,49 @@
+"""What a GPU must give; skipped where there is none."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from longtake import config
+from longtake.config import Recipe
+from longtake.demo.run import demo_recipe
+from longtake.evaluation.sample import Request, load_sampler, settings_for
+from longtake.run_dir import RunDirectory
+from longtake.training.run import train
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card here")
+
+_STEPS = 8
+
+
+def _recipe(out: Path, catalog: Path, device: str, precision: str) -> Recipe:
+    values = demo_recipe(out, _STEPS, seed=0).model_dump(mode="json", exclude_none=True)
+    values["data"]["catalog"] = str(catalog)
+    values["training"] |= {"device": device, "precision": precision}
+    return config.parse(values, source="test")
+
+
+def _losses(recipe: Recipe) -> list[float]:
+    train(recipe, Console(quiet=True))
+    return [row["loss"] for row in RunDirectory(recipe.out).metrics()]
+
+
+def test_cuda_follows_the_cpu_in_fp32(tmp_path: Path, shapes_catalog: Path) -> None:
+    """Noise and order do not depend on the device, so the first losses agree to fp32's rounding."""
+    on_cpu = _losses(_recipe(tmp_path / "cpu", shapes_catalog, "cpu", "fp32"))
+    on_cuda = _losses(_recipe(tmp_path / "cuda", shapes_catalog, "cuda", "fp32"))
+    assert on_cuda == pytest.approx(on_cpu, rel=1e-2)
+    assert on_cuda[0] == pytest.approx(on_cpu[0], rel=1e-5)
+
+
+def test_cuda_trains_and_samples_in_bf16(tmp_path: Path, shapes_catalog: Path) -> None:
+    """bf16 is what `auto` takes on a card that has it, and its checkpoint can be sampled there."""
+    recipe = _recipe(tmp_path / "run", shapes_catalog, "cuda", "auto")
+    losses = _losses(recipe)
+    assert losses[-1] < losses[0]
+    sampler = load_sampler(recipe.out, device="cuda")
+    settings, bucket = settings_for(recipe, num_inference_steps=2)
+    videos = sampler.sample([Request("a red circle moving left", 0)], settings, bucket)
+    assert videos.shape == (1, 8, 32, 32, 3)

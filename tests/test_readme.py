@@ -1,0 +1,33 @@
+"""What the README shows is what there is."""
+
+import re
+import tomllib
+from pathlib import Path
+
+from longtake.demo import run
+
+_ROOT = Path(__file__).resolve().parents[1]
+_README = (_ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_recipe_shown_is_the_one_that_ships() -> None:
+    """A reader who copies the recipe from the README gets the demo's."""
+    shown = re.findall(r"```toml\n(.*?)```", _README, re.DOTALL)
+    shipped = Path(run.__file__).with_name("recipe.toml").read_text(encoding="utf-8")
+    assert shown == [shipped]
+    assert len(shipped.splitlines()) <= 20
+    assert tomllib.loads(shipped)["training"]["steps"] == 3000
+
+
+def test_every_link_leads_somewhere() -> None:
+    """Files that the README links to or draws exist."""
+    for target in re.findall(r"\]\(([^)#]+)\)", _README):
+        assert (_ROOT / target).exists(), target
+
+
+def test_the_tree_is_complete() -> None:
+    """Every module of the package is named in the captioned tree, and nothing else is."""
+    tree = _README[_README.index("src/longtake/\n") : _README.index("tests/    ")]
+    modules = {path.name for path in (_ROOT / "src" / "longtake").rglob("*.py")}
+    named = set(re.findall(r"\b\w+\.py\b", tree))
+    assert named == modules - {"__init__.py", "__main__.py"}
