@@ -58,12 +58,12 @@ def run_demo(
     if minutes is not None and run.exists():
         steps = run.recipe().training.steps
     _refuse_other_settings(run, demo_recipe(out, steps, seed))
-    if not run.exists():
-        _make_catalog(out, seed, console)
-        if minutes is not None and (measured := _steps_within(minutes, out, seed, console)):
-            steps = measured
-        elif minutes is not None:
+    _make_catalog(run, seed, console)
+    if minutes is not None and not run.exists():
+        measured = _steps_within(minutes, out, seed, console)
+        if measured is None:
             return None
+        steps = measured
     recipe = demo_recipe(out, steps, seed)
     if train(recipe, console).interrupted_by:
         return None
@@ -86,13 +86,17 @@ def _refuse_other_settings(run: RunDirectory, recipe: Recipe) -> None:
         )
 
 
-def _make_catalog(out: Path, seed: int, console: Console) -> None:
+def _make_catalog(run: RunDirectory, seed: int, console: Console) -> None:
     """Write the clips and index them, as `longtake data index` does a user's."""
-    folder = _catalog_path(out).parent / f"clips_{seed}"  # not those of a demo that never began
+    catalog = _catalog_path(run.path)
+    if run.exists() and catalog.exists():
+        return
+    # Of the seed, because a demo that was stopped before its run began may have had another.
+    folder = catalog.parent / f"clips_{seed}"
     with counted(console, "write clips") as advance:
         captions = write_clips(folder, NUM_CLIPS, seed, lambda done: advance(done, NUM_CLIPS))
     with counted(console, "index clips") as advance:
-        index([folder], captions=captions, out=_catalog_path(out), progress=advance)
+        index([folder], captions=captions, out=catalog, progress=advance)
 
 
 def _steps_within(minutes: float, out: Path, seed: int, console: Console) -> int | None:
