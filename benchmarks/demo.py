@@ -50,12 +50,13 @@ def main() -> None:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     median = statistics.median(row["training_seconds"] for row in rows)
+    judged = rows[0]["videos_judged"] // 2
     lines = [
         "# The demo on several seeds",
         "",
         f"`python benchmarks/demo.py`, {platform.machine()}, {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}. Median training time {median:.0f} s. Adherence is judged on "
-        f"{rows[0]['videos_judged'] // 2} generated videos each of held-out and of trained prompts.",
+        f"{judged} generated videos each of held-out and of trained prompts.",
         "",
         "| " + " | ".join(_COLUMNS) + " |",
         "|" + "---|" * len(_COLUMNS),

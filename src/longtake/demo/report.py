@@ -23,7 +23,7 @@ from longtake.run_dir import RunDirectory, write_json, write_text
 _PRESET = "demo"
 _ENLARGED = 4
 """Videos on the page are enlarged, so that neither chroma subsampling nor a browser blurs them."""
-_TRAINED_ON_PAGE = 8
+_TRAINED_ON_PAGE = 12
 _LAST_LOSSES = 100
 
 

@@ -62,7 +62,7 @@ def write_samples(
     _refuse_odd(bucket)
     for prompt in prompts:
         if unknown := sampler.unknown_words(prompt):
-            words = f"  no caption of the training had the word: {', '.join(unknown)}"
+            words = f"  not in the captions of the training: {', '.join(unknown)}"
             console.print(words, markup=False)
     requests = [Request(prompt, seed) for prompt in prompts]
     videos = sample_in_batches(sampler, requests, settings, bucket, batch_size, console)

@@ -3,7 +3,6 @@
 import difflib
 import importlib
 import inspect
-import json
 import logging
 import re
 import warnings
@@ -207,34 +206,10 @@ def _load(loaded_class: Any, folder: Path, options: dict[str, Any]) -> tuple[Any
     """What the folder holds, and names of tensors that it holds no values for."""
     if not hasattr(loaded_class, "load_state_dict"):  # a tokenizer
         return loaded_class.from_pretrained(str(folder), local_files_only=True, **options), []
-    if _library(loaded_class) == "diffusers":
-        return _load_diffusers(loaded_class, folder)
     model, report = loaded_class.from_pretrained(
         str(folder), local_files_only=True, output_loading_info=True, **options
     )
     return model, sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])})
-
-
-def _load_diffusers(loaded_class: Any, folder: Path) -> tuple[Any, list[str]]:
-    """As `from_pretrained`, which without accelerate refuses models such as Wan's transformer."""
-    from safetensors.torch import load_file
-
-    model = loaded_class.from_config(loaded_class.load_config(str(folder), local_files_only=True))
-    missing = set(model.state_dict())
-    for name in _weight_files(folder):
-        weights = load_file(folder / name)
-        model.load_state_dict(weights, strict=False)
-        missing -= weights.keys()
-    return model, sorted(missing)
-
-
-def _weight_files(folder: Path) -> list[str]:
-    """Names of a model's files, without the variants of other precision beside them."""
-    whole = "diffusion_pytorch_model.safetensors"
-    index = folder / f"{whole}.index.json"
-    if not index.is_file():
-        return [whole]
-    return sorted(set(json.loads(index.read_text())["weight_map"].values()))
 
 
 def _first_line(error: Exception) -> str:

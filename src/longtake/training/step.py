@@ -100,7 +100,7 @@ def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.devic
     )
     dropped = (uniform[:, 1] < recipe.data.caption_dropout).tolist()
     captions = ["" if drop else text for text, drop in zip(batch.captions, dropped, strict=True)]
-    return Examples(latents, noise, sigmas.to(device), parts.text.encode(captions))
+    return Examples(latents, noise, sigmas.to(device, torch.float32), parts.text.encode(captions))
 
 
 def _losses(state: TrainingState, examples: Examples, world: World) -> Tensor:
