@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
 from longtake import __version__, config
+from longtake.aside import written_aside
 from longtake.config import Recipe
 from longtake.errors import RecipeChangedError, RunError
 
@@ -261,16 +262,10 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file as a whole: written aside, flushed to disk, renamed into place."""
-    aside = path.with_name(f".{path.name}.partial")
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        with suppress(OSError):
-            aside.unlink()
+    with written_aside(path) as aside, aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _versions() -> dict[str, str]:

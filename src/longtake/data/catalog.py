@@ -8,6 +8,7 @@ folder of clips with its catalog inside can be moved or copied.
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from longtake.aside import written_aside
 from longtake.data.captions import read_captions
 from longtake.data.decode import Probe, probe
 from longtake.errors import ClipError, DataError
@@ -129,12 +131,10 @@ class Catalog:
         rows = [asdict(entry) for entry in entries]
         for row in rows:
             row["path"] = _relative(row["path"], folder)
-        aside = _aside(path)
         try:
-            pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), aside)
-            aside.replace(path)
+            with written_aside(path) as aside:
+                pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), aside)
         except OSError as error:
-            aside.unlink(missing_ok=True)
             raise _cannot_write(path, error) from error
 
 
@@ -284,8 +284,7 @@ def _check_out(out: Path) -> None:
         )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        _aside(out).touch()
-        _aside(out).unlink()
+        tempfile.TemporaryFile(dir=out.parent).close()
     except OSError as error:
         raise _cannot_write(out, error) from error
 
@@ -322,10 +321,6 @@ def _version(path: Path) -> str | None:
 
 def _relative(path: str, folder: Path) -> str:
     return str(Path(path).relative_to(folder)) if Path(path).is_relative_to(folder) else path
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
 
 
 def _cannot_write(path: Path, error: OSError) -> DataError:

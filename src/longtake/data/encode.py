@@ -1,6 +1,5 @@
 """Writes frames as a video file that plays everywhere."""
 
-from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import av
 import numpy as np
 from numpy.typing import NDArray
 
+from longtake.aside import written_aside
 from longtake.errors import DataError
 
 
@@ -24,9 +24,8 @@ def write_video(path: Path, frames: NDArray[np.uint8], fps: float, crf: int = 12
         DataError: the frames' shape or type does not fit, or the file cannot be written.
     """
     num_frames, height, width = _check(frames, path)
-    aside = path.with_name(f".{path.stem}.partial{path.suffix}")
     try:
-        with av.open(aside, "w", format="mp4") as container:
+        with written_aside(path) as aside, av.open(aside, "w", format="mp4") as container:
             stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
             stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
             # Without mbtree=0 x264 encodes tiny pictures differently from run to run, and a clip's
@@ -38,12 +37,8 @@ def write_video(path: Path, frames: NDArray[np.uint8], fps: float, crf: int = 12
                 frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(frames[index]), "rgb24")
                 container.mux(stream.encode(frame))
             container.mux(stream.encode(None))
-        aside.replace(path)
     except (OSError, av.FFmpegError) as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
-    finally:
-        with suppress(OSError):
-            aside.unlink()
 
 
 def _check(frames: NDArray[np.uint8], path: Path) -> tuple[int, int, int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from longtake.aside import written_aside
 from longtake.data.encode import write_video
 from longtake.errors import DataError
 
@@ -226,10 +227,9 @@ def _write_clip(path: Path, caption: str, seed: list[int]) -> None:
 def _write_captions(folder: Path, planned: list[tuple[str, str]]) -> Path:
     path = folder / "captions.jsonl"
     lines = [json.dumps({"video": video, "caption": caption}) for video, caption in planned]
-    aside = path.with_name(f".{path.name}.partial")
     try:
-        aside.write_text("".join(f"{line}\n" for line in lines))
-        aside.replace(path)
+        with written_aside(path) as aside:
+            aside.write_text("".join(f"{line}\n" for line in lines))
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
     return path

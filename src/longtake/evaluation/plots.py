@@ -7,6 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from longtake.aside import written_aside
 from longtake.errors import RunError
 
 LOG_SCALE_RATIO = 20.0
@@ -82,10 +83,8 @@ def axis_scale(values: NDArray[np.float64]) -> str:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    aside = path.with_name(f".{path.stem}.partial.png")
     try:
-        figure.savefig(aside, format="png")
-        aside.replace(path)
+        with written_aside(path) as aside:
+            figure.savefig(aside, format="png")
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise RunError(f"{path} cannot be written: {error.strerror or error}.") from error

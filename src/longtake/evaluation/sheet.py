@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
+from longtake.aside import written_aside
 from longtake.errors import RunError
 
 MAX_FRAMES = 8
@@ -155,10 +156,8 @@ def _line_height(size: int) -> int:
 
 
 def _save(sheet: Image.Image, path: Path) -> None:
-    aside = path.with_name(f".{path.stem}.partial.png")
     try:
-        sheet.save(aside, format="PNG")
-        aside.replace(path)
+        with written_aside(path) as aside:
+            sheet.save(aside, format="PNG")
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise RunError(f"{path} cannot be written: {error.strerror or error}.") from error
