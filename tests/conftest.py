@@ -1,9 +1,13 @@
 """Fixtures that more than one room's tests need."""
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from longtake import config
+from longtake.config import Recipe
 from longtake.data.catalog import index
 from longtake.demo.shapes import write_clips
 
@@ -26,3 +30,44 @@ def shapes_catalog(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = folder / "catalog.parquet"
     index([folder / "clips"], captions=captions, out=out)
     return out
+
+
+_SMALL_RECIPE = """
+[data]
+buckets = [{ num_frames = 8, height = 32, width = 32 }]
+[model]
+family = "tubelet"
+config = { hidden_size = 48, num_blocks = 2 }
+[text]
+max_tokens = 6
+[flow]
+mean = 2.0
+[optimizer]
+learning_rate = 3e-3
+warmup_steps = 4
+[training]
+steps = 12
+batch_size = 4
+device = "cpu"
+precision = "fp32"
+[ema]
+decay = 0.9
+[checkpoint]
+every = 6
+"""
+
+
+@pytest.fixture
+def small_recipe(shapes_catalog: Path, tmp_path: Path) -> Callable[..., Recipe]:
+    """Makes recipes of a run of a second: `small_recipe("training.steps=8")`, in tmp_path/run."""
+    path = tmp_path / "small.toml"
+    path.write_text(_SMALL_RECIPE)
+    always = (f"out={tmp_path / 'run'}", f"data.catalog={shapes_catalog}")
+    return lambda *changes: config.load(path, (*always, *changes))
+
+
+@pytest.fixture
+def on_two_processes() -> list[str]:
+    """A command to which a Python file, or -m and a module, is appended."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, "--nproc-per-node", "2"]

@@ -117,16 +117,18 @@ def sample(
     ema: Ema = True,
     solver: Annotated[str | None, typer.Option(help="euler or heun.")] = None,
     num_inference_steps: Annotated[
-        int | None, typer.Option("--steps", help="Of the solver.")
+        int | None, typer.Option("--steps", help="Steps of the solver.")
     ] = None,
     guidance_scale: Annotated[
         float | None, typer.Option("--guidance", help="How closely to follow the prompt; 1: none.")
     ] = None,
     shift: Annotated[float | None, typer.Option(help="Shift of the sigmas toward noise.")] = None,
-    num_frames: Annotated[int | None, typer.Option("--frames")] = None,
-    height: Annotated[int | None, typer.Option()] = None,
-    width: Annotated[int | None, typer.Option()] = None,
-    fps: Annotated[float | None, typer.Option()] = None,
+    num_frames: Annotated[
+        int | None, typer.Option("--frames", help="Those of the recipe's first bucket, if unset.")
+    ] = None,
+    height: Annotated[int | None, typer.Option(help="Likewise.")] = None,
+    width: Annotated[int | None, typer.Option(help="Likewise.")] = None,
+    fps: Annotated[float | None, typer.Option(help="Frames a second of the mp4.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Videos sampled at once.")] = 4,
     device: Device = "auto",
     as_json: AsJson = False,

@@ -53,7 +53,8 @@ def step_progress(console: Console, start: int, total: int) -> Iterator[StepProg
         MofNCompleteColumn(),
         TextColumn("{task.fields[facts]}"),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    hidden = console.quiet or not console.is_terminal
+    with Progress(*columns, console=console, disable=hidden) as bar:
         yield StepProgress(console, bar, start, total)
 
 

@@ -219,3 +219,22 @@ def test_what_diffusers_has_no_pipeline_for_is_not_exported(tmp_path: Path) -> N
     with pytest.raises(RecipeError, match=r"needs an autoencoder .* has PixelCodec"):
         Wan().export(_model(text), PixelCodec(), text, 5.0, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_bf16_says_nothing_and_stays_close() -> None:
+    """Under autocast the velocity follows fp32's, and torch's remark on kernels is kept away."""
+    model, (noisy, sigmas, conditioning) = _model().eval(), _inputs()
+    with torch.no_grad():
+        exact = Wan().predict_velocity(model, noisy, sigmas, conditioning)
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded = Wan().predict_velocity(model, noisy, sigmas, conditioning)
+    torch.testing.assert_close(rounded.float(), exact, atol=0.05, rtol=0.05)
+
+
+def test_tokens_are_counted_as_the_model_makes_them() -> None:
+    """One token per patch: what the first block is given."""
+    model, (noisy, sigmas, conditioning) = _model(), _inputs()
+    seen: list[int] = []
+    model.blocks[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    Wan().predict_velocity(model, noisy, sigmas, conditioning)
+    assert seen == [Wan().num_tokens(model, _SHAPE)]

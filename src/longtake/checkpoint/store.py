@@ -59,9 +59,9 @@ def save(
         wait_for_all(world)
         if world.is_first:
             _commit(aside, whole, trainer)
-    except OSError as error:
+    except (OSError, CheckpointException) as error:
         raise CheckpointError(
-            f"The checkpoint of step {step} in {run.path} cannot be written: {error.strerror}. "
+            f"The checkpoint of step {step} in {run.path} cannot be written: {_last_line(error)}. "
             "Earlier checkpoints are whole; make room and start the same command again."
         ) from error
     return whole
@@ -71,7 +71,8 @@ def load_parts(path: Path, parts: Mapping[str, State], world: World | None = Non
     """Fill the given states in place from a checkpoint; resharded where the world is another.
 
     Raises:
-        CheckpointError: the checkpoint is not whole, or holds another model.
+        CheckpointError: the checkpoint is not whole, or holds another model; some of the given
+            tensors may have been filled.
     """
     verify(path)
     alone = world is None or world.mesh is None
@@ -80,10 +81,10 @@ def load_parts(path: Path, parts: Mapping[str, State], world: World | None = Non
             with _no_hint_of_being_alone():
                 state_dict_loader.load(state, checkpoint_id=path / name, no_dist=alone)
         except (RuntimeError, ValueError, KeyError, CheckpointException) as error:
-            reason = str(error).strip().splitlines()[-1]
             raise CheckpointError(
-                f"{path}/{name} does not fit the model that the recipe describes: {reason} "
-                "Resume with the recipe that the run was started with."
+                f"{path / name} cannot be loaded into the model that the recipe describes: "
+                f"{_last_line(error)}. Its files are damaged, or hold another model: take the "
+                "recipe that the run was started with, or an earlier checkpoint."
             ) from error
 
 
@@ -94,7 +95,12 @@ def load_trainer(path: Path) -> dict[str, Any]:
         CheckpointError: the checkpoint is not whole.
     """
     verify(path)
-    loaded: dict[str, Any] = json.loads((path / "trainer.json").read_text())
+    try:
+        loaded: dict[str, Any] = json.loads((path / "trainer.json").read_bytes())
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path / 'trainer.json'} is damaged: {error}. Use an earlier checkpoint."
+        ) from error
     return loaded
 
 
@@ -105,6 +111,12 @@ def newest(run: RunDirectory) -> Path | None:
         if not _missing(path):
             return path
     return None
+
+
+def passed_over(run: RunDirectory, step: int) -> list[Path]:
+    """Folders of checkpoints later than the one that a run goes on from: none of them is whole."""
+    found = sorted(run.checkpoints_path.glob("step_*"))
+    return [path for path in found if path.name > run.checkpoint_path(step).name]
 
 
 def verify(path: Path) -> None:
@@ -126,12 +138,14 @@ def verify(path: Path) -> None:
 
 
 def keep_newest(run: RunDirectory, count: int) -> None:
-    """Delete all but the newest `count` whole checkpoints (rank 0 only)."""
+    """Delete all but the newest `count` checkpoints, and what interrupted saves have left.
+
+    Rank 0 only, and never while a checkpoint is being saved.
+    """
     for step in run.checkpoint_steps()[:-count]:
-        path = run.checkpoint_path(step)
-        doomed = path.with_name(f".{path.name}.deleted")
-        path.rename(doomed)  # first out of sight as a whole, so that no reader sees half of it
-        shutil.rmtree(doomed)
+        _delete(run.checkpoint_path(step))
+    for leftover in run.checkpoints_path.glob(".step_*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def newest_on_all(run: RunDirectory, world: World) -> Path | None:
@@ -152,15 +166,31 @@ def _commit(aside: Path, whole: Path, trainer: Mapping[str, Any]) -> None:
     files = sorted(path for path in aside.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(aside)): path.stat().st_size for path in files}
     write_json(aside / "COMMITTED", {"files": sizes})
-    if whole.exists():  # a step that is run again after a resume
-        shutil.rmtree(whole)
+    if whole.exists():  # a step that is run again, because this one is damaged
+        _delete(whole)
     aside.rename(whole)
 
 
+def _delete(path: Path) -> None:
+    """Take a checkpoint out of sight as a whole, so that no reader sees half of it; delete it."""
+    doomed = path.with_name(f".{path.name}.deleted")
+    shutil.rmtree(doomed, ignore_errors=True)  # left by a deletion that was interrupted
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
 def _missing(path: Path) -> list[str]:
-    sizes = json.loads((path / "COMMITTED").read_text())["files"]
+    try:
+        sizes = json.loads((path / "COMMITTED").read_bytes())["files"]
+    except ValueError:
+        return ["COMMITTED"]
     return [
         name
         for name, size in sizes.items()
         if not (path / name).is_file() or (path / name).stat().st_size != size
     ]
+
+
+def _last_line(error: BaseException) -> str:
+    """What torch's report on all ranks ends with, which is what went wrong."""
+    return str(error).strip().splitlines()[-1].rstrip(".")

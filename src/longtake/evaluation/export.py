@@ -20,7 +20,8 @@ def export_pipeline(sampler: Sampler, out: Path) -> None:
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        shift = sampler.recipe.sampling.shift
+        recipe = sampler.recipe
+        shift = sampler.shift(recipe.sampling, recipe.data.buckets[0])
         parts.family.export(parts.model, parts.codec, parts.text, shift, aside)
         if out.exists():
             out.rmdir()

@@ -15,6 +15,8 @@ from longtake.evaluation.sample import Request, Sampler
 from longtake.evaluation.sheet import SheetRow, contact_sheet
 from longtake.progress import counted
 
+_LEAST_FPS, _MOST_FPS = 0.1, 1000
+
 
 def sample_in_batches(
     sampler: Sampler,
@@ -55,11 +57,11 @@ def write_samples(
         `videos`, the files written, and `sheet`, the picture beside them.
 
     Raises:
-        RecipeError: the size is odd, which H.264 does not take, or does not suit the model.
+        RecipeError: H.264 does not take the size or frame rate, or the model not the size.
         RunError: the contact sheet cannot be written.
         DataError: a video cannot be written.
     """
-    _refuse_odd(bucket)
+    _refuse_unwritable(bucket, settings.fps)
     for prompt in prompts:
         if unknown := sampler.unknown_words(prompt):
             words = f"  not in the captions of the training: {', '.join(unknown)}"
@@ -98,10 +100,16 @@ def _numbered(out: Path, count: int) -> list[Path]:
     return [out.with_name(f"{out.stem}_{index:02d}.mp4") for index in range(count)]
 
 
-def _refuse_odd(bucket: Bucket) -> None:
+def _refuse_unwritable(bucket: Bucket, fps: float) -> None:
+    """Refuse before the sampling what the encoder would refuse, or change in silence, after it."""
     height, width = (size + size % 2 for size in (bucket.height, bucket.width))
     if (width, height) != (bucket.width, bucket.height):
         raise RecipeError(
             f"{bucket} cannot be written as mp4: H.264 in 4:2:0 needs an even size, such as "
             f"{width}x{height}."
+        )
+    if not _LEAST_FPS <= fps <= _MOST_FPS:
+        raise RecipeError(
+            f"{fps:g} frames a second cannot be written as mp4: expected {_LEAST_FPS} to "
+            f"{_MOST_FPS}. Set --fps or sampling.fps."
         )

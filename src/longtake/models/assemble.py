@@ -49,7 +49,7 @@ class Components:
         self.text.to(device)
 
 
-def assemble(recipe: Recipe, captions: Iterable[str], made: Path) -> Components:
+def assemble(recipe: Recipe, captions: Iterable[str], made: Path | None) -> Components:
     """Build every part on the CPU; random weights follow from the recipe's seed alone.
 
     Args:

@@ -1,6 +1,7 @@
 """Wan 2.1: diffusers' `WanTransformer3DModel` at any size."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -77,12 +78,16 @@ class Wan:
         self, model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
     ) -> Tensor:
         """[B, C, F, H, W]."""
-        velocity: Tensor = model(
-            hidden_states=noisy_latents,
-            timestep=sigmas * 1000,
-            encoder_hidden_states=conditioning["prompt_embeds"],
-            return_dict=False,
-        )[0]
+        with warnings.catch_warnings():
+            # Under autocast Wan's norms take bf16 inputs and fp32 weights, for which torch has no
+            # fused kernel. It says so at every launch; nobody can do anything about it.
+            warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
+            velocity: Tensor = model(
+                hidden_states=noisy_latents,
+                timestep=sigmas * 1000,
+                encoder_hidden_states=conditioning["prompt_embeds"],
+                return_dict=False,
+            )[0]
         return velocity
 
     def export(

@@ -5,6 +5,7 @@ is no process group at all, so that a laptop pays nothing for what only a cluste
 """
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,10 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from longtake.errors import RecipeError
+from longtake.errors import LongtakeError, RecipeError
 
 Device = Literal["auto", "cpu", "cuda"]
 Strategy = Literal["replicate", "shard"]
+
+_SECONDS_TO_LET_GO = 0.1
+_SIGNS_OF_A_LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe")  # what gloo says
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ def join(device: Device, strategy: Strategy) -> Iterator[World]:
 
     Raises:
         RecipeError: CUDA is asked for where there is none, or too few cards for the processes.
+        LongtakeError: another process ended while this one waited for it.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
@@ -56,8 +61,19 @@ def join(device: Device, strategy: Strategy) -> Iterator[World]:
     dist.init_process_group(backend, timeout=timedelta(minutes=10), device_id=_card(place))
     try:
         yield World(rank, local_rank, size, place, _mesh(place.type, size, strategy))
-    finally:
+        # Not after an error: NCCL would wait here for ranks that wait for this one elsewhere.
         dist.destroy_process_group()
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER):
+            raise
+        raise LongtakeError(
+            f"Another of the {size} processes has ended, so rank {rank} cannot go on. What that "
+            "one said is the reason."
+        ) from error
+    finally:
+        # Gloo's threads need Python's lock to let go of the last collective's tensors. One that
+        # comes to it when the interpreter is ending aborts the process, after a good run too.
+        time.sleep(_SECONDS_TO_LET_GO)
 
 
 def pick_device(wanted: Device, local_rank: int = 0) -> torch.device:

@@ -1,6 +1,7 @@
 """Mirrors a run directory's metrics to TensorBoard; torch-free."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ class TensorBoardMirror:
                 if not line.endswith(b"\n"):
                     break
                 self._offset += len(line)
-                self._write(json.loads(line))
+                with suppress(ValueError):  # the rest of a line that an earlier launch left half
+                    self._write(json.loads(line))
         self._writer.flush()
 
     def close(self) -> None:

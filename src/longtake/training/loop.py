@@ -4,8 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rich.console import Console
-
 from longtake.config import Recipe
 from longtake.data.loader import Batch, Loader
 from longtake.errors import DivergedError
@@ -13,7 +11,7 @@ from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
 from longtake.training.interrupt import Interrupt, catch_interrupts
-from longtake.training.record import keep_record
+from longtake.training.record import Record
 from longtake.training.resume import save_checkpoint
 from longtake.training.step import TrainingState, apply_update, compute_gradients
 
@@ -39,7 +37,7 @@ def train_steps(
     recipe: Recipe,
     run: RunDirectory,
     world: World,
-    console: Console,
+    record: Record,
 ) -> str | None:
     """Train until the recipe's last step, or until someone asks to stop.
 
@@ -52,15 +50,14 @@ def train_steps(
         CheckpointError: a checkpoint could not be written.
     """
     total = recipe.training.steps
-    with catch_interrupts() as interrupt, keep_record(state, recipe, run, world, console) as record:
-        for batch in loader.batches(state.global_step, total):
-            record.batch_arrived(batch)
+    with catch_interrupts() as interrupt:
+        for batch in record.timed(loader.batches(state.global_step, total)):
             loss_sum, grad_norm = compute_gradients(state, batch, recipe, world)
             statistics = _reduce(loss_sum, grad_norm, batch, loader, interrupt, world)
             _refuse_divergence(statistics, batch)
             learning_rate = apply_update(state, recipe)
             record.step_done(batch, statistics.loss, statistics.grad_norm, learning_rate)
-            record.clips_failed(loader.failures, statistics.num_failures)
+            record.clips_failed(batch, loader.failures, statistics.num_failures)
             is_last = statistics.stop or state.global_step == total
             if is_last or state.global_step % recipe.checkpoint.every == 0:
                 save_checkpoint(state, fingerprint, recipe, run, world)
@@ -97,6 +94,6 @@ def _refuse_divergence(statistics: Statistics, batch: Batch) -> None:
         f"Step {batch.step + 1}: loss {statistics.loss}, gradient norm {statistics.grad_norm}; "
         f"both must be finite numbers. The update was not made. The batch began with "
         f"clips {clips}. "
-        "Lower optimizer.learning_rate or optimizer.max_grad_norm and go on from the last "
-        "checkpoint."
+        "The same recipe would come here again: start a run with a lower optimizer.learning_rate "
+        "or optimizer.max_grad_norm in a new folder (--set out=FOLDER)."
     )

@@ -54,7 +54,7 @@ def schedule_factor(step: int, steps: int, section: OptimizerSection) -> float:
         step: updates done before this one.
         steps: updates of the whole run.
         section: a linear warm-up over `warmup_steps`, then a plateau, a line or half a cosine
-            down to `final_factor`, reached at the last update.
+            down to `final_factor`, reached at the last update (of at least two after the warm-up).
     """
     if step < section.warmup_steps:
         return (step + 1) / (section.warmup_steps + 1)

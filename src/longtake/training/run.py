@@ -4,14 +4,16 @@ import time
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.markup import escape
 
 from longtake.checkpoint import store
-from longtake.config import Recipe
+from longtake.config import Bucket, Recipe
 from longtake.data.buckets import Buckets, sort_into_buckets
 from longtake.data.catalog import Catalog
 from longtake.data.loader import Loader
 from longtake.errors import RecipeError
-from longtake.models.assemble import Components, assemble
+from longtake.models.assemble import Components, assemble, forward_flops, latent_shape
+from longtake.models.flops import training_flops
 from longtake.parallel.collectives import first_does, from_first
 from longtake.parallel.fsdp import spread
 from longtake.parallel.mesh import World, join
@@ -20,6 +22,7 @@ from longtake.training.ema import Ema
 from longtake.training.loop import train_steps
 from longtake.training.optim import build_optimizers
 from longtake.training.precision import choose_precision
+from longtake.training.record import keep_record
 from longtake.training.resume import refuse_changed_data, restore
 from longtake.training.step import TrainingState
 
@@ -53,13 +56,15 @@ def train(recipe: Recipe, console: Console) -> Outcome:
         buckets = sort_into_buckets(catalog, recipe.data.buckets, recipe.data.frame_stride)
         run = RunDirectory(recipe.out)
         parts = _assemble_in_turn(run, recipe, catalog, world)
+        step_flops = _count_flops(parts, recipe)  # before the weights are spread over ranks
         state = _begin_or_resume(parts, catalog, recipe, run, world)
-        start = state.global_step
+        start, total = state.global_step, recipe.training.steps
         if world.is_first:
             _announce(state, buckets, recipe, run, world, console)
         loader = Loader(buckets, recipe, world.rank, world.size)
         begun = time.perf_counter()
-        signal = train_steps(state, loader, catalog.fingerprint, recipe, run, world, console)
+        with keep_record(start, total, step_flops, run, world, console) as record:
+            signal = train_steps(state, loader, catalog.fingerprint, recipe, run, world, record)
         seconds = time.perf_counter() - begun
         if world.is_first:
             kind: EventKind = "interrupted" if signal else "finished"
@@ -72,22 +77,25 @@ def _check_batch(recipe: Recipe, world: World) -> None:
     if batch % (world.size * micro):
         raise RecipeError(
             f"training.batch_size {batch} cannot be shared by {world.size} processes in "
-            f"micro-batches of {micro}: it must be a multiple of {world.size * micro}."
+            f"micro-batches of {micro}: it must be a multiple of {world.size * micro}. Change "
+            "training.batch_size, training.micro_batch_size or the number of processes."
         )
 
 
 def _assemble_in_turn(
     run: RunDirectory, recipe: Recipe, catalog: Catalog, world: World
 ) -> Components:
-    """Build the parts on every rank; rank 0 first, which keeps the frozen parts that it made."""
+    """Build the parts on every rank; rank 0 first, which keeps what exists nowhere else."""
     captions = [clip.caption for clip in catalog.clips]
     made: list[Components] = []
 
     def open_run() -> None:
         run.claim(recipe)
-        parts = assemble(recipe, captions, run.components_path)
-        if not run.exists():
-            _save_made(recipe, parts, run)
+        is_new = not run.exists()
+        parts = assemble(recipe, captions, None if is_new else run.components_path)
+        if is_new:
+            parts.codec.save(run.components_path)
+            parts.text.save(run.components_path)
             run.create(recipe)
         made.append(parts)
 
@@ -95,12 +103,13 @@ def _assemble_in_turn(
     return made[0] if made else assemble(recipe, captions, run.components_path)
 
 
-def _save_made(recipe: Recipe, parts: Components, run: RunDirectory) -> None:
-    """Keep frozen parts that exist nowhere else, for sampling, export and the next launch."""
-    if recipe.codec.pretrained is None:
-        parts.codec.save(run.components_path)
-    if recipe.text.pretrained is None:
-        parts.text.save(run.components_path)
+def _count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:
+    """Operations of a training step on clips of each shape."""
+    shapes = {bucket: latent_shape(parts.codec, bucket) for bucket in recipe.data.buckets}
+    return {
+        bucket: recipe.training.batch_size * training_flops(forward_flops(parts, shape))
+        for bucket, shape in shapes.items()
+    }
 
 
 def _begin_or_resume(
@@ -142,12 +151,19 @@ def _announce(
     sizes = [len(clips) for clips in buckets.clips]
     parameters = sum(parameter.numel() for parameter in state.components.model.parameters())
     processes = f"{world.size} process{'es' if world.size > 1 else ''}"
+    size = f"{parameters / 1e6:.2f} M parameters"
     steps = f"step {step} to {recipe.training.steps}"
     console.print(
-        f"[bold]{run.path}[/bold]: {recipe.model.family}, {parameters / 1e6:.2f} M parameters, "
+        f"[bold]{escape(str(run.path))}[/bold]: {recipe.model.family}, {size}, "
         f"{sum(sizes)} clips in {sum(map(bool, sizes))} bucket(s), {steps}, {processes} on "
         f"{device} in {state.precision}",
         highlight=False,
     )
     for reason, count in buckets.dropped.most_common():
-        console.print(f"  {count} clips are left out: {reason}", highlight=False)
+        console.print(f"  {count} clips are left out: {escape(reason)}", highlight=False)
+    for path in store.passed_over(run, step):
+        console.print(
+            f"  [yellow]warning:[/yellow] {escape(str(path))} is not whole and was passed over; "
+            f"training goes on from step {step}",
+            highlight=False,
+        )

@@ -1,0 +1,188 @@
+"""A whole demo, small: what it writes, that it is not done twice, and that it can be stopped."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import av
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from longtake.demo import run as demo
+from longtake.demo.shapes import held_out_captions
+from longtake.errors import RecipeChangedError
+from longtake.run_dir import RunDirectory
+
+_STEPS = 30
+_SMALL = "import longtake.demo.run as d; d.NUM_CLIPS, d.NUM_JUDGED = 200, 24; "
+_COMMAND = [sys.executable, "-c", _SMALL + "from longtake.cli import main; main()", "demo"]
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    """Fewer clips and fewer judged videos."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "NUM_CLIPS", 200)
+        patch.setattr(demo, "NUM_JUDGED", 24)
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(small: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished demo of a few steps."""
+    out = tmp_path_factory.mktemp("demo") / "run"
+    summary = _demo(out)
+    assert summary == json.loads((out / "summary.json").read_text())
+    return out
+
+
+def _demo(out: Path, **settings: Any) -> dict[str, Any] | None:
+    wanted: dict[str, Any] = {"steps": _STEPS, "minutes": None, "seed": 0}
+    return demo.run_demo(out=out, console=Console(quiet=True), **(wanted | settings))
+
+
+class _Links(HTMLParser):
+    """Collects what a page shows or links to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value for name, value in attrs if name in ("src", "href") and value]
+
+
+def test_the_summary_has_the_numbers_of_the_run(finished: Path) -> None:
+    """They agree with the run's own metrics."""
+    summary = json.loads((finished / "summary.json").read_text())
+    metrics = RunDirectory(finished).metrics()
+    assert summary.keys() >= {"adherence", "held_out_adherence", "num_parameters"}
+    assert 0 <= summary["held_out_adherence"] <= 1
+    assert (summary["steps"], len(metrics), summary["clips"]) == (_STEPS, _STEPS, 200)
+    seconds = sum(row["step_seconds"] for row in metrics)
+    assert summary["training_seconds"] == pytest.approx(seconds, abs=0.06)
+    assert summary["steps_per_second"] == pytest.approx(_STEPS / seconds, abs=0.01)
+    mean = sum(row["loss"] for row in metrics) / _STEPS
+    assert summary["final_loss"] == pytest.approx(mean, abs=1e-5)
+
+
+def test_pictures_open_and_the_page_shows_only_what_is_there(finished: Path) -> None:
+    """24 held-out captions and 12 of the others, each with a video that decodes."""
+    for name in ("contact_sheet.png", "loss.png"):
+        with Image.open(finished / name) as picture:
+            picture.load()
+            assert picture.width > 500
+    page = (finished / "index.html").read_text()
+    links = _Links()
+    links.feed(page)
+    assert "loss.png" in links.found
+    videos = [link for link in links.found if link.endswith(".mp4")]
+    assert len(videos) == len(set(videos)) == 36
+    assert all((finished / link).is_file() for link in links.found)
+    assert all(caption in page for caption in held_out_captions())
+    for video in videos:
+        with av.open(finished / video) as container:
+            assert [frame.width for frame in container.decode(video=0)] == [128] * 8
+
+
+def test_a_finished_demo_is_not_trained_again(finished: Path, small: None) -> None:
+    """Called again, also by minutes, it repeats only the sampling and comes to the same numbers."""
+    before = json.loads((finished / "summary.json").read_text())
+    trained = (finished / "metrics.jsonl").read_bytes()
+    assert _demo(finished) == before
+    assert _demo(finished, minutes=5.0) == before
+    assert (finished / "metrics.jsonl").read_bytes() == trained
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"steps": 40}, r"training\.steps 30 there and 40 now"),
+        ({"seed": 1}, r"seed 0 there and 1 now"),
+    ],
+)
+def test_other_settings_need_a_folder_of_their_own(
+    finished: Path, small: None, settings: dict[str, int], message: str
+) -> None:
+    """A demo is never overwritten; the message proposes another folder."""
+    with pytest.raises(RecipeChangedError, match=f"{message}.*such as --out {finished}-2"):
+        _demo(finished, **settings)
+
+
+@pytest.mark.slow
+def test_minutes_become_steps_by_a_short_measurement(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as fit at the pace that was measured; the measurement leaves nothing behind."""
+    monkeypatch.setattr(demo, "_PACE_STEPS", 8)
+    monkeypatch.setattr(demo, "_PACE_WARM_UP", 4)
+    summary = _demo(tmp_path / "run", minutes=0.1)
+    assert summary is not None
+    assert summary["steps"] >= 1
+    assert summary["training_seconds"] < 30  # wanted are 6; other processes may take their part
+    assert not (tmp_path / "run" / "pace").exists()
+
+
+def test_a_demo_stopped_while_measuring_ends_without_a_run(
+    finished: Path, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C means stop, not a guess from two steps; the clips are kept for the next call."""
+    out = tmp_path / "run"
+    shutil.copytree(finished / "data", out / "data")
+    monkeypatch.setattr(demo, "_PACE_STEPS", 1000)
+    wait = f"import os, signal, time, pathlib; seen = pathlib.Path({str(out / 'pace')!r})\n"
+    wait += "while not (seen / 'metrics.jsonl').is_file(): time.sleep(0.02)\n"
+    stopper = subprocess.Popen(
+        [sys.executable, "-c", wait + f"os.kill({os.getpid()}, signal.SIGINT)"]
+    )
+    assert _demo(out, minutes=5.0) is None
+    assert stopper.wait(timeout=30) == 0
+    assert not RunDirectory(out).exists()
+    assert not (out / "pace").exists()
+    assert (out / "data" / "catalog.parquet").is_file()
+
+
+@pytest.mark.slow
+def test_an_interrupted_demo_goes_on_where_it_was(finished: Path, tmp_path: Path) -> None:
+    """Ctrl-C saves and exits with 130; the same command finishes it."""
+    out = tmp_path / "run"
+    shutil.copytree(finished / "data", out / "data")  # so that the training begins soon
+    command = [*_COMMAND, "--steps", "80", "--out", str(out), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run = RunDirectory(out)
+    deadline = time.monotonic() + 60
+    while len(run.metrics()) < 3 and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (130, "")
+    assert f"Stopped; {out} is saved. The same command goes on from there." in stderr
+    (step,) = run.checkpoint_steps()
+    assert 3 <= step < 80
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 80
+    assert re.search(rf"step {step} to 80", done.stderr)
+    assert [row["step"] for row in run.metrics()] == list(range(1, 81))
+
+
+def test_another_seed_after_a_stop_before_training_has_its_own_clips(
+    small: None, tmp_path: Path
+) -> None:
+    """A catalog that a demo of another seed left behind is not taken for this one's."""
+    out = tmp_path / "run"
+    console = Console(quiet=True)
+    demo._make_catalog(RunDirectory(out), 0, console)
+    first = (out / "data" / "catalog.parquet").read_bytes()
+    demo._make_catalog(RunDirectory(out), 1, console)
+    assert (out / "data" / "catalog.parquet").read_bytes() != first

@@ -1,0 +1,163 @@
+"""Two processes train what one trains, and fail as promptly. Each test starts real processes."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from longtake import config
+from longtake.config import Recipe
+from longtake.data.catalog import index
+from longtake.run_dir import RunDirectory, read_json_lines
+from longtake.training.run import train
+
+_QUIET = Console(quiet=True)
+
+Launch = Callable[[Recipe], subprocess.Popen[str]]
+
+
+@pytest.fixture
+def launch(on_two_processes: list[str], tmp_path: Path) -> Launch:
+    """Starts `longtake train` on two processes."""
+
+    def start(recipe: Recipe) -> subprocess.Popen[str]:
+        path = tmp_path / "launched.toml"
+        path.write_text(config.dump(recipe))
+        command = [*on_two_processes, "-m", "longtake", "train", str(path)]
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ
+        )
+
+    return start
+
+
+def _curve(recipe: Recipe) -> list[float]:
+    return [row["loss"] for row in RunDirectory(recipe.out).metrics()]
+
+
+def _averages(recipe: Recipe, step: int) -> dict[str, Any]:
+    file = recipe.out / "ema.pt"
+    dcp_to_torch_save(RunDirectory(recipe.out).checkpoint_path(step) / "ema", file)
+    loaded: dict[str, Any] = torch.load(file)
+    return loaded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["replicate", "shard"])
+def test_two_processes_have_the_losses_of_one(
+    small_recipe: Callable[..., Recipe], launch: Launch, tmp_path: Path, strategy: str
+) -> None:
+    """Muon's and AdamW's steps, the averages, and what one process makes of two's checkpoint."""
+    changes = "optimizer.kind=muon", "optimizer.muon_learning_rate=0.005"
+    alone = small_recipe(*changes, f"out={tmp_path / 'alone'}")
+    train(alone, _QUIET)
+    together = small_recipe(
+        *changes, f"parallel.strategy={strategy}", "training.micro_batch_size=1"
+    )
+    said, _ = (process := launch(together)).communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert len(_curve(together)) == 12
+    assert _curve(together) == pytest.approx(_curve(alone), rel=1e-6, abs=1e-6)
+    torch.testing.assert_close(_averages(together, 12), _averages(alone, 12), rtol=1e-4, atol=1e-5)
+
+    run = RunDirectory(together.out)
+    shutil.rmtree(run.checkpoint_path(12))
+    run.metrics_path.unlink()
+    rest = train(together, _QUIET)
+    assert rest.start_step == 6
+    assert _curve(together) == pytest.approx(_curve(alone)[6:], rel=1e-6, abs=1e-6)
+
+
+@pytest.fixture
+def clips(shapes_catalog: Path, tmp_path: Path) -> Path:
+    """A catalog of clips that a test may delete."""
+    folder, out = tmp_path / "shapes" / "clips", tmp_path / "shapes" / "catalog.parquet"
+    shutil.copytree(shapes_catalog.parent, tmp_path / "shapes")
+    index([folder], captions=folder / "captions.jsonl", out=out)
+    return out
+
+
+def _lose(catalog: Path, count: int) -> list[str]:
+    """Delete some clips; returns their paths."""
+    lost = sorted((catalog.parent / "clips").glob("*.mp4"))[:count]
+    for path in lost:
+        path.unlink()
+    return [str(path) for path in lost]
+
+
+def test_lost_clips_are_named_once_and_a_signal_saves(
+    small_recipe: Callable[..., Recipe], launch: Launch, clips: Path
+) -> None:
+    """Whichever ranks meet a lost clip it has one event; Ctrl-C ends both ranks with a save."""
+    lost = _lose(clips, 6)
+    recipe = small_recipe(
+        f"data.catalog={clips}",
+        "training.batch_size=32",
+        "training.steps=1000",
+        "checkpoint.every=1000",
+        "data.memory_gib=0",
+    )
+    process = launch(recipe)
+    run, deadline = RunDirectory(recipe.out), time.monotonic() + 100
+    while not run.metrics_path.exists() or len(run.metrics()) < 10:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    (step,) = run.checkpoint_steps()
+    assert f"Stopped by SIGINT after step {step}, which is saved." in said
+    assert len(run.metrics()) == step
+    events = [e for e in read_json_lines(run.events_path) if e["event"] == "sample_rejected"]
+    assert sorted(event["path"] for event in events) == lost
+    assert all("No such file" in event["reason"] for event in events)
+
+
+def test_one_rank_that_fails_ends_both(
+    small_recipe: Callable[..., Recipe], launch: Launch, clips: Path
+) -> None:
+    """The rank that meets a lost clip says so; the other does not wait until a time-out."""
+    (lost,) = _lose(clips, 1)
+    recipe = small_recipe(f"data.catalog={clips}", "training.steps=1000", "data.max_failed_clips=0")
+    began = time.monotonic()
+    process = launch(recipe)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert f"data.max_failed_clips = 0 allows. The last: {lost}" in said
+    assert "longtake/training/loop.py" not in said  # no traceback buries that sentence
+    assert time.monotonic() - began < 50
+
+
+def test_a_mistake_that_the_first_finds_ends_both(
+    small_recipe: Callable[..., Recipe], launch: Launch
+) -> None:
+    """A folder that holds another run is refused by all ranks, and left as it is."""
+    recipe = small_recipe("training.steps=1")
+    train(recipe, _QUIET)
+    metrics = RunDirectory(recipe.out).metrics_path.read_bytes()
+    process = launch(small_recipe("training.steps=1", "seed=9"))
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "longtake: " in said
+    assert "seed: 0 there, 9 now" in said
+    assert RunDirectory(recipe.out).metrics_path.read_bytes() == metrics
+
+
+def test_a_batch_that_cannot_be_shared_is_refused(
+    small_recipe: Callable[..., Recipe], launch: Launch
+) -> None:
+    """Three clips on two processes: the message has both numbers and what to change."""
+    process = launch(small_recipe("training.batch_size=3"))
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "training.batch_size 3 cannot be shared by 2 processes" in said
+    assert "must be a multiple of 2" in said

@@ -1,0 +1,91 @@
+"""What ranks tell each other. Run by torchrun, this file is one of two ranks."""
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from longtake.errors import LongtakeError, RecipeError
+from longtake.parallel.collectives import (
+    first_does,
+    from_first,
+    gather_objects,
+    sum_over_ranks,
+    wait_for_all,
+)
+from longtake.parallel.mesh import World, join, pick_device
+
+_ALONE = World(0, 0, 1, torch.device("cpu"), None)
+
+
+def test_alone_each_is_the_identity() -> None:
+    """One process needs no process group."""
+    with join("cpu", "replicate") as world:
+        assert world == _ALONE
+    assert sum_over_ranks({"loss": 0.1}, world) == {"loss": 0.1}
+    assert gather_objects({"a": 1}, world) == [{"a": 1}]
+    assert from_first("thing", world) == "thing"
+    wait_for_all(world)
+
+
+def test_a_mistake_of_the_first_is_raised_as_it_is() -> None:
+    """Alone, the error keeps its class."""
+
+    def work() -> None:
+        raise RecipeError("no such thing")
+
+    with pytest.raises(RecipeError, match="no such thing"):
+        first_does(work, _ALONE)
+
+
+def test_cuda_that_is_not_there_is_refused() -> None:
+    """The message counts the cards and says what to do."""
+    rank = torch.cuda.device_count()
+    with pytest.raises(RecipeError, match=rf"has {rank} CUDA cards.*training\.device=cpu"):
+        pick_device("cuda", local_rank=rank)
+
+
+def test_two_ranks_agree(on_two_processes: list[str]) -> None:
+    """Each rank of two real processes checks what it has been told."""
+    ended = subprocess.run(
+        [*on_two_processes, __file__],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def _check_as_one_of_two() -> None:
+    with join("cpu", "shard") as world:
+        rank = world.rank
+        assert world.size == 2
+        assert world.is_first == (rank == 0)
+        sums = sum_over_ranks({"loss": 0.1 + rank, "samples": 3}, world)
+        assert sums == {"loss": 0.1 + 1.1, "samples": 6}
+        assert gather_objects({"of": rank}, world) == [{"of": 0}, {"of": 1}]
+        assert from_first(f"of {rank}", world) == "of 0"
+
+        done = []
+        first_does(lambda: done.append(rank), world)
+        assert done == ([0] if world.is_first else [])
+        _check_that_a_mistake_reaches_all(world)
+        wait_for_all(world)
+        # A rank outside the group would wait for ever; alone, nobody waits.
+        wait_for_all(replace(world, mesh=None))
+
+
+def _check_that_a_mistake_reaches_all(world: World) -> None:
+    def work() -> None:
+        raise RecipeError("no such thing")
+
+    with pytest.raises(LongtakeError, match="no such thing"):
+        first_does(work, world)
+
+
+if __name__ == "__main__":
+    _check_as_one_of_two()

@@ -1,0 +1,100 @@
+"""A spread model is the same model. Run by torchrun, this file is one of two ranks."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from longtake.parallel.fsdp import clip_gradients, full, spread, synchronise_gradients
+from longtake.parallel.mesh import World, join
+from longtake.training.ema import Ema
+
+_ALONE = World(0, 0, 1, torch.device("cpu"), None)
+
+
+def test_alone_a_model_stays_as_it_is() -> None:
+    """No hooks and no DTensors where nobody shares."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    spread(model, list(model), _ALONE)
+    synchronise_gradients(model, wanted=False)
+    assert type(model) is nn.Sequential
+    assert not isinstance(model[0].weight, DTensor)
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 100.0])
+def test_gradients_are_clipped_to_a_norm(max_norm: float) -> None:
+    """The norm before is returned; a smaller one is left alone."""
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.grad = torch.tensor([[3.0, 4.0]])
+    assert clip_gradients(model, max_norm).item() == 5.0
+    assert model.weight.grad.norm().item() == pytest.approx(min(5.0, max_norm), rel=1e-4)
+
+
+def test_two_ranks_have_the_gradients_of_one(on_two_processes: list[str]) -> None:
+    """Sharded or replicated: gradients, their norm, and the average of the weights."""
+    ended = subprocess.run(
+        [*on_two_processes, __file__],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def _build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def _accumulate(model: nn.Module, samples: Tensor) -> None:
+    """Two micro-steps, of which only the second reduces."""
+    for number, part in enumerate(samples.chunk(2), start=1):
+        synchronise_gradients(model, wanted=number == 2)
+        (model(part).square().sum() / len(samples)).backward()
+
+
+def _check(world: World, parts: int) -> None:
+    samples = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
+    alone, model = _build(), _build()
+    spread(model, [model[0], model[2]], world)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    first = next(model.parameters())
+    assert isinstance(first, DTensor)
+    assert first.to_local().shape == (6 // parts, 5)
+
+    _accumulate(alone, samples)
+    _accumulate(model, samples.chunk(2)[world.rank])
+    expected = clip_gradients(alone, 0.5)
+    assert expected > 0.5
+    torch.testing.assert_close(clip_gradients(model, 0.5), expected)
+
+    averages = [Ema(alone, 0.9), Ema(model, 0.9)]
+    for network, ema in zip((alone, model), averages, strict=True):
+        torch.optim.AdamW(network.parameters(), lr=0.1, fused=True).step()
+        ema.update(1)
+    for (name, wanted), found in zip(alone.named_parameters(), model.parameters(), strict=True):
+        assert wanted.grad is not None
+        assert found.grad is not None
+        torch.testing.assert_close(full(found.grad), wanted.grad)
+        torch.testing.assert_close(full(found.detach()), wanted.detach())
+        torch.testing.assert_close(full(averages[1].averages[name]), averages[0].averages[name])
+    assert list(averages[1].state()) == list(alone.state_dict())
+    model.zero_grad(set_to_none=True)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def _check_as_one_of_two() -> None:
+    with join("cpu", "shard") as world:
+        _check(world, parts=2)
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        _check(World(world.rank, world.local_rank, 2, world.device, mesh), parts=1)
+
+
+if __name__ == "__main__":
+    _check_as_one_of_two()

@@ -1,0 +1,351 @@
+"""What a person meets at the command line: verbs, results, and one message per mistake."""
+
+import dataclasses
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longtake import cli
+from longtake.data.catalog import Catalog
+from longtake.data.encode import write_video
+
+_RECIPE = """
+out = "{place}/run"
+[data]
+catalog = "{catalog}"
+buckets = [{{ num_frames = 8, height = 32, width = 32 }}]
+[model]
+family = "tubelet"
+config = {{ hidden_size = 24, num_heads = 2, num_blocks = 1 }}
+[text]
+max_tokens = 6
+[optimizer]
+learning_rate = 1e-3
+[training]
+steps = 2
+batch_size = 4
+precision = "fp32"
+[sampling]
+num_inference_steps = 2
+"""
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Calls longtake as the shell does: gives the exit code, stdout and stderr."""
+
+    def called(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["longtake", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        return int(exit_.value.code or 0), *capsys.readouterr()
+
+    return called
+
+
+@pytest.fixture(scope="module")
+def place(shapes_catalog: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a trained run, its recipe, and much that is not what it seems."""
+    place = tmp_path_factory.mktemp("place")
+    (place / "recipe.toml").write_text(_RECIPE.format(place=place, catalog=shapes_catalog))
+    (place / "file").write_text("not a folder")
+    (place / "empty").mkdir()
+    (place / "damaged").mkdir()
+    (place / "damaged" / "page.mp4").write_text("<html>404</html>")
+    (place / "damaged" / "nothing.mkv").touch()
+    catalog = Catalog.load(shapes_catalog)
+    silent = [dataclasses.replace(clip, caption="") for clip in catalog.clips]
+    Catalog(tuple(silent)).save(place / "silent.parquet")
+    command = [sys.executable, "-m", "longtake", "train", str(place / "recipe.toml"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 2
+    begun = place / "begun"
+    shutil.copytree(place / "run", begun)
+    shutil.rmtree(begun / "checkpoints")
+    return place
+
+
+_MISTAKES = {
+    "a folder without clips": (
+        "data index {place}/empty --out {tmp}/c.parquet",
+        r"No video was found\. Looked in: \S+/empty; for files that end in .*\.mp4",
+    ),
+    "a folder that is not there": (
+        "data index {place}/nowhere --out {tmp}/c.parquet",
+        r"nowhere does not exist\. Name a folder of videos, or video files\.",
+    ),
+    "only damaged files": (
+        "data index {place}/damaged --out {tmp}/c.parquet",
+        r"None of 2 files can be trained on.*\n.*nothing\.mkv: is empty.*\n.*page\.mp4: not a read",
+    ),
+    "captions that are not there": (
+        "data index {clips} --captions {tmp}/none.jsonl --out {tmp}/c.parquet",
+        r"The captions \S+none\.jsonl cannot be read: No such file",
+    ),
+    "a catalog over another file": (
+        "data index {clips} --out {place}/file",
+        r"file exists and is not a catalog; it was not overwritten",
+    ),
+    "a catalog below a file": (
+        "data index {clips} --out {place}/file/c.parquet",
+        r"The catalog \S+ cannot be written: (Not a directory|File exists)",
+    ),
+    "no recipe": (
+        "train {tmp}/none.toml",
+        r"There is no recipe \S+none\.toml\. The folder examples/ holds some",
+    ),
+    "a recipe that is no TOML": ("train {place}/file", r"The recipe \S+file is not valid TOML"),
+    "an unknown key in --set": (
+        "train {recipe} --set training.step=3",
+        r"training\.step is not a key of a recipe; did you mean training\.steps\?",
+    ),
+    "a --set that is none": ("train {recipe} --set faster", r"--set faster: expected key=value"),
+    "a value out of range": (
+        "train {recipe} --set training.steps=0",
+        r"training\.steps is 0; it should be greater than 0",
+    ),
+    "an unknown family": (
+        "train {recipe} --set out={tmp}/run --set model.family=tublet",
+        r"model\.family 'tublet' is unknown; did you mean tubelet\?",
+    ),
+    "clips without captions": (
+        "train {recipe} --set out={tmp}/run --set data.catalog={place}/silent.parquet",
+        r"None of the catalog's 64 clips can be trained on: 64 \(no caption\)",
+    ),
+    "buckets longer than the clips": (
+        "train {recipe} --set out={tmp}/run "
+        "--set 'data.buckets=[{{num_frames=16,height=32,width=32}}]'",
+        r"64 \(too short for every bucket\).*the longest clip has 8 frames",
+    ),
+    "a size that a tubelet cannot divide": (
+        "train {recipe} --set out={tmp}/run "
+        "--set 'data.buckets=[{{num_frames=8,height=30,width=32}}]'",
+        r"8 frames of 32x30 do not divide into tubes of .* nearest that do are 8 frames of 32x32",
+    ),
+    "a size that an autoencoder cannot divide": (
+        "train {recipe} --set out={tmp}/run --set codec.kind=autoencoder "
+        "--set codec.config.base_dim=8",
+        r"8 frames of 32x32 cannot be encoded: .* The nearest that fits is 9 frames of 32x32",
+    ),
+    "no catalog": (
+        "train {recipe} --set out={tmp}/run --set data.catalog={tmp}/none.parquet",
+        r"The catalog \S+none\.parquet does not exist\. Run `longtake data index`",
+    ),
+    "a catalog that is none": (
+        "train {recipe} --set out={tmp}/run --set data.catalog={place}/file",
+        r"file is not a catalog of longtake\. Run `longtake data index`",
+    ),
+    "a run below a file": (
+        "train {recipe} --set out={place}/file/run",
+        r"The run directory \S+file/run cannot be written: Not a directory\.",
+    ),
+    "a run of another recipe": (
+        "train {recipe} --set optimizer.learning_rate=0.5 --set seed=7",
+        r"never overwritten\. They differ in\n"
+        r"  optimizer\.learning_rate: 0\.001 there, 0\.5 now\n  seed: 0 there, 7 now\n"
+        r"Start beside it with --set out=\S+run-2",
+    ),
+    "sampling what is no run": (
+        "sample {place}/empty --prompt red --out {tmp}/x.mp4",
+        r"empty is not a run directory: it has no recipe\.toml\.",
+    ),
+    "sampling a run without checkpoint": (
+        "sample {place}/begun --prompt red --out {tmp}/x.mp4",
+        r"begun has no whole checkpoint yet\. Train on with longtake train \S+begun/recipe\.toml",
+    ),
+    "a step that was not saved": (
+        "sample {run} --step 1 --prompt red --out {tmp}/x.mp4",
+        r"run has no whole checkpoint of step 1\. Its checkpoints: \[2\]",
+    ),
+    "a checkpoint that is not there": (
+        "sample {run}/checkpoints/step_00000001 --prompt red --out {tmp}/x.mp4",
+        r"There is no checkpoint \S+step_00000001\. The run has those of the steps: \[2\]",
+    ),
+    "a checkpoint and a step": (
+        "sample {run}/checkpoints/step_00000002 --step 2 --prompt red --out {tmp}/x.mp4",
+        r"step_00000002 is one checkpoint already\. Leave --step 2 out, or name the run",
+    ),
+    "sampling to what is no mp4": (
+        "sample {run} --prompt red --out {tmp}/x.gif",
+        r"--out \S+x\.gif: expected the name of an mp4 file, such as sample\.mp4",
+    ),
+    "sampling to below a file": (
+        "sample {run} --prompt red --out {place}/file/x.mp4",
+        r"--out \S+file/x\.mp4 cannot be written: (Not a directory|File exists)\. Choose another",
+    ),
+    "an odd size": (
+        "sample {run} --prompt red --out {tmp}/x.mp4 --height 33",
+        r"8 frames of 32x33 cannot be written as mp4: .* even size, such as 32x34",
+    ),
+    "a size that the model does not divide": (
+        "sample {run} --prompt red --out {tmp}/x.mp4 --width 34",
+        r"8 frames of 34x32 do not divide into tubes",
+    ),
+    "a size that the model was not built for": (
+        "sample {run} --prompt red --out {tmp}/x.mp4 --frames 16",
+        r"\[3, 16, 32, 32\] does not fit .* built for \[3, 8, 32, 32\]",
+    ),
+    "an unknown solver": (
+        "sample {run} --prompt red --out {tmp}/x.mp4 --solver eule",
+        r"sampling\.solver is 'eule'; it should be 'euler' or 'heun'",
+    ),
+    "no steps of the solver": (
+        "sample {run} --prompt red --out {tmp}/x.mp4 --steps 0",
+        r"sampling\.num_inference_steps is 0; it should be greater than 0",
+    ),
+    "a frame rate that no video has": (
+        "sample {run} --prompt red --out {tmp}/x.mp4 --fps 1e-9",
+        r"1e-09 frames a second cannot be written as mp4: expected 0\.1 to 1000\.",
+    ),
+    "exporting what diffusers does not have": (
+        "export {run} --out {tmp}/pipeline",
+        r"diffusers has no pipeline for the tubelet family, so it cannot be exported",
+    ),
+    "exporting over something": (
+        "export {run} --out {place}",
+        r"--out \S+ holds something already\. Name a new folder\.",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", _MISTAKES)
+def test_a_mistake_becomes_one_message_and_exit_code_2(
+    mistake: str, place: Path, shapes_catalog: Path, tmp_path: Path, call: Call
+) -> None:
+    """It says what failed and what to do, on stderr, without a traceback; no file is written."""
+    command, message = _MISTAKES[mistake]
+    known = {"place": place, "tmp": tmp_path, "run": place / "run", "clips": shapes_catalog.parent}
+    command = command.format(recipe=place / "recipe.toml", **known)
+    code, out, err = call(*shlex.split(command))
+    assert (code, out) == (2, "")
+    lines = [line for line in err.splitlines() if line.startswith("longtake: ")]
+    assert err.startswith("longtake: ")
+    assert len(lines) == 1
+    assert "Traceback" not in err
+    assert_matches(message, err)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["sample RUN --prompt x --out x.mp4 --guidance abc", "sample RUN --out x.mp4", "trian x"],
+)
+def test_a_command_that_cannot_be_read_exits_2(command: str, call: Call) -> None:
+    """Such as text for a number, a missing option or an unknown verb; the usage is shown."""
+    code, out, err = call(*command.split())
+    assert (code, out) == (2, "")
+    assert re.match(r"Usage: .*longtake", err)
+    assert "Traceback" not in err
+
+
+def test_a_recipe_with_an_unknown_key_is_refused(place: Path, tmp_path: Path, call: Call) -> None:
+    """With the nearest key that exists, before anything else is looked at."""
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text((place / "recipe.toml").read_text().replace("batch_size", "batchsize"))
+    code, _, err = call("train", recipe)
+    assert code == 2
+    assert "training.batchsize is not a key of a recipe; did you mean training.batch_size?" in err
+
+
+def test_a_refused_recipe_leaves_the_run_as_it_was(place: Path, call: Call) -> None:
+    """Nobody's run is overwritten by a changed learning rate."""
+    files = {path: path.read_bytes() for path in (place / "run").rglob("*") if path.is_file()}
+    code, _, _ = call("train", place / "recipe.toml", "--set", "optimizer.learning_rate=0.5")
+    assert code == 2
+    assert {path: path.read_bytes() for path in (place / "run").rglob("*") if path.is_file()} == (
+        files
+    )
+
+
+def test_help_names_every_verb(call: Call) -> None:
+    """And so does longtake alone."""
+    for arguments, expected in (["--help"], 0), ([], 2):
+        code, out, err = call(*arguments)
+        assert code == expected
+        shown = out + err
+        assert all(verb in shown for verb in ("demo", "train", "sample", "export", "data"))
+    code, out, _ = call("data", "--help")
+    assert code == 0
+    assert "index" in out
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """What a verb needs is imported by the verb, so that help is there at once."""
+    heavy = ("torch", "diffusers", "transformers", "av", "pyarrow", "matplotlib", "numpy")
+    code = f"import sys, longtake.cli; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_damaged_clip_among_good_ones_is_named_and_left_out(tmp_path: Path, call: Call) -> None:
+    """Indexing goes on; --json says the same for programs."""
+    clip = np.random.default_rng(0).integers(0, 255, (8, 32, 32, 3), dtype=np.uint8)
+    write_video(tmp_path / "good.mp4", clip, 8.0)
+    (tmp_path / "good.txt").write_text("noise")
+    (tmp_path / "bad.mp4").write_text("<html>404</html>")
+    arguments = ("data", "index", tmp_path, "--out", tmp_path / "c.parquet")
+    code, out, err = call(*arguments)
+    assert (code, out) == (0, "")
+    assert "rejected: " in err
+    assert "bad.mp4: not a readable video" in err
+    assert "1 clips in" in err
+    code, out, err = call(*arguments, "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert (report["accepted"], report["without_caption"]) == (1, 0)
+    assert [Path(each["path"]).name for each in report["rejected"]] == ["bad.mp4"]
+
+
+def test_training_again_goes_on_or_says_that_it_is_done(place: Path, call: Call) -> None:
+    """The same command is always the right one."""
+    code, out, err = call("train", place / "recipe.toml")
+    assert (code, out) == (0, "")
+    assert f"{place}/run has done its 2 steps already." in err
+
+
+def test_sampling_writes_a_video_for_each_prompt_and_names_unknown_words(
+    place: Path, tmp_path: Path, call: Call
+) -> None:
+    """Words are shown as they were given, markup included; the empty prompt is one too."""
+    prompts = ["a red circle moving up", "a purple [/]star", ""]
+    options = [part for prompt in prompts for part in ("--prompt", prompt)]
+    out_path = tmp_path / "new" / "x.mp4"
+    code, out, err = call("sample", place / "run", *options, "--out", out_path, "--json")
+    assert code == 0
+    assert "not in the captions of the training: purple, [/], star" in err
+    written = json.loads(out)
+    assert written["step"] == 2
+    assert [Path(video).name for video in written["videos"]] == [f"x_0{i}.mp4" for i in range(3)]
+    names = {"x_00.mp4", "x_01.mp4", "x_02.mp4", "x.png"}
+    assert {path.name for path in out_path.parent.iterdir()} == names
+
+
+def test_the_installed_command_says_it_in_one_message(tmp_path: Path) -> None:
+    """As a process: exit code 2, nothing on stdout, one line on stderr."""
+    command = [sys.executable, "-m", "longtake", "train", "none.toml"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=60, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [
+        "longtake: There is no recipe none.toml. The folder examples/ holds some to start from."
+    ]
+
+
+def assert_matches(pattern: str, text: str) -> None:
+    """Fail with both where a pattern is not found."""
+    assert re.search(pattern, text), f"{pattern!r} not found in:\n{text}"

@@ -1,0 +1,81 @@
+"""What a person sees: a bar in a terminal, a line now and then in a log."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from longtake import progress
+from longtake.progress import counted, duration, step_progress
+from longtake.run_dir import Metrics
+
+
+def _row(step: int, loss: float = 0.5, seconds: float = 2.0) -> Metrics:
+    return Metrics(
+        step=step,
+        epoch=0,
+        loss=loss,
+        grad_norm=1.0,
+        learning_rate=1e-3,
+        step_seconds=seconds,
+        data_seconds=0.0,
+        time=0.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (41.6, "42 s"),
+        (59.6, "1:00"),
+        (185, "3:05"),
+        (3599.7, "1:00:00"),
+        (7800, "2:10:00"),
+        (48 * 3600 - 1, "47:59:59"),
+        (76 * 3600, "3 d 4 h"),
+    ],
+)
+def test_a_duration_reads_as_people_write_it(seconds: float, text: str) -> None:
+    """Seconds, minutes, hours, days: the unit follows the length."""
+    assert duration(seconds) == text
+
+
+def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a terminal nothing is drawn: no line for each step, but one after the interval."""
+    out = io.StringIO()
+    with step_progress(Console(file=out, width=100), 0, 100) as shown:
+        for step in range(1, 11):
+            shown.update(_row(step))
+        assert out.getvalue() == ""
+        monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+        shown.update(_row(11))
+    assert out.getvalue() == "step 11/100 · loss 0.5000 · 0.50 steps/s · 2:58 left\n"
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    """The bar counts from the resumed step and shows the smoothed loss."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100)
+    with step_progress(console, 50, 100) as shown:
+        shown.update(_row(51, loss=1.0))
+        shown.update(_row(52, loss=0.0))
+    assert "52/100" in out.getvalue()
+    assert "loss 0.9500" in out.getvalue()
+
+
+def test_a_quiet_console_stays_quiet() -> None:
+    """Other ranks than the first have the same progress and show none of it."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, quiet=True)
+    with step_progress(console, 0, 10) as shown:
+        shown.update(_row(1))
+    assert out.getvalue() == ""
+
+
+def test_things_can_be_counted_before_their_number_is_known() -> None:
+    """The total arrives with the first count."""
+    out = io.StringIO()
+    with counted(Console(file=out, force_terminal=True, width=80), "index") as advance:
+        advance(3, 7)
+    assert "3/7" in out.getvalue()

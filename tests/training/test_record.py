@@ -1,0 +1,139 @@
+"""What a run writes down about its steps."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from longtake.config import Recipe
+from longtake.errors import DataError
+from longtake.run_dir import Metrics, RunDirectory, read_json_lines
+from longtake.training.resume import save_checkpoint
+from longtake.training.run import train
+
+_QUIET = Console(quiet=True)
+
+
+def _events(recipe: Recipe, kind: str) -> list[dict[str, Any]]:
+    events = read_json_lines(RunDirectory(recipe.out).events_path)
+    return [event for event in events if event["event"] == kind]
+
+
+def test_a_step_has_one_row_of_numbers(small_recipe: Callable[..., Recipe]) -> None:
+    """The documented keys; times that add up to the wall's; as many FLOPs in every step."""
+    recipe = small_recipe("training.steps=20", "training.batch_size=8", "checkpoint.every=100")
+    began = time.time()
+    outcome = train(recipe, _QUIET)
+    run = RunDirectory(recipe.out)
+    rows = run.metrics()
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    assert all(row.keys() == Metrics.__annotations__.keys() for row in rows)
+    # The last save comes after the last row.
+    assert sum(row["step_seconds"] for row in rows) == pytest.approx(
+        outcome.training_seconds, rel=0.1, abs=0.3
+    )
+    assert all(0 <= row["data_seconds"] < row["step_seconds"] for row in rows)
+    assert began < rows[0]["time"] < rows[-1]["time"] < time.time()
+    flops = [row["tflops_per_second"] * row["step_seconds"] * 1e12 for row in rows]
+    assert flops == pytest.approx([flops[0]] * 20, rel=0.05)
+    parameters_and_tokens = 2 * 48 * 192 * 128 * 8  # only the first layer, once forward
+    assert flops[0] > 3 * parameters_and_tokens
+
+
+def test_tensorboard_says_the_same_after_a_resume(small_recipe: Callable[..., Recipe]) -> None:
+    """A launch that goes on from an earlier checkpoint replaces the steps it runs again."""
+    recipe = small_recipe("training.steps=8", "checkpoint.every=3")
+    train(recipe, _QUIET)
+    run = RunDirectory(recipe.out)
+    for step in (6, 8):
+        shutil.rmtree(run.checkpoint_path(step))
+    train(recipe, _QUIET)
+    events = EventAccumulator(str(run.tensorboard_path), size_guidance={"scalars": 0}).Reload()
+    rows: list[Any] = list(run.metrics())
+    assert len(list(read_json_lines(run.metrics_path))) == 8 + 5
+    for name in ("loss", "grad_norm", "learning_rate", "step_seconds", "tflops_per_second"):
+        found = events.Scalars(f"train/{name}")
+        assert [event.step for event in found] == list(range(1, 9))
+        assert [event.value for event in found] == pytest.approx([r[name] for r in rows], rel=1e-6)
+
+
+def test_a_save_is_no_wait_for_data(
+    small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time that a checkpoint takes belongs to the next step, but not to its data."""
+
+    def save_slowly(*arguments: Any) -> None:
+        save_checkpoint(*arguments)
+        time.sleep(0.3)
+
+    monkeypatch.setattr("longtake.training.loop.save_checkpoint", save_slowly)
+    recipe = small_recipe("training.steps=3", "checkpoint.every=1", "data.prefetch_batches=3")
+    train(recipe, _QUIET)
+    for row in RunDirectory(recipe.out).metrics()[1:]:
+        assert row["step_seconds"] > 0.3
+        assert row["data_seconds"] < 0.2
+
+
+def test_epochs_and_checkpoints_are_events(small_recipe: Callable[..., Recipe]) -> None:
+    """64 clips in batches of 32 make an epoch of two steps."""
+    recipe = small_recipe("training.batch_size=32", "training.steps=5", "checkpoint.every=2")
+    train(recipe, _QUIET)
+    assert [(e["epoch"], e["step"]) for e in _events(recipe, "epoch")] == [(0, 0), (1, 2), (2, 4)]
+    assert [e["step"] for e in _events(recipe, "checkpoint")] == [2, 4, 5]
+    assert [e["step"] for e in _events(recipe, "finished")] == [5]
+
+
+@pytest.fixture
+def clips(shapes_catalog: Path, tmp_path: Path) -> Path:
+    """A catalog of clips of which three are gone since it was written."""
+    from longtake.data.catalog import index
+
+    shutil.copytree(shapes_catalog.parent, tmp_path / "shapes")
+    folder, out = tmp_path / "shapes" / "clips", tmp_path / "shapes" / "catalog.parquet"
+    index([folder], captions=folder / "captions.jsonl", out=out)
+    for path in sorted(folder.glob("*.mp4"))[5:8]:
+        path.unlink()
+    return out
+
+
+def test_clips_that_are_gone_are_named_once(
+    small_recipe: Callable[..., Recipe], clips: Path
+) -> None:
+    """Training goes on without them, over epochs; each has one event with path and reason."""
+    recipe = small_recipe(
+        f"data.catalog={clips}", "training.batch_size=32", "training.steps=6", "data.memory_gib=0"
+    )
+    outcome = train(recipe, _QUIET)
+    assert outcome.end_step == 6
+    rejected = _events(recipe, "sample_rejected")
+    gone = sorted(str(clips.parent / "clips" / f"shapes_0_{n:05d}.mp4") for n in (5, 6, 7))
+    assert sorted(event["path"] for event in rejected) == gone
+    assert all("No such file" in event["reason"] for event in rejected)
+    assert len({event["identity"] for event in rejected}) == 3
+
+
+def test_too_many_of_them_end_the_run(small_recipe: Callable[..., Recipe], clips: Path) -> None:
+    """The recipe's limit is kept, and the message names it."""
+    recipe = small_recipe(
+        f"data.catalog={clips}", "training.batch_size=32", "data.max_failed_clips=2"
+    )
+    with pytest.raises(DataError, match=r"data\.max_failed_clips = 2"):
+        train(recipe, _QUIET)
+
+
+def test_the_launch_is_recorded(small_recipe: Callable[..., Recipe]) -> None:
+    """run.json says on what the run was computed; `auto` is written down as what it became."""
+    recipe = small_recipe("training.steps=1", "training.precision=auto")
+    train(recipe, _QUIET)
+    run = RunDirectory(recipe.out)
+    (launch,) = json.loads(run.record_path.read_text())["launches"]
+    assert (launch["start_step"], launch["world_size"], launch["device"]) == (0, 1, "cpu")
+    assert launch["precision"] in ("bf16", "fp32")
+    trainer = json.loads((run.checkpoint_path(1) / "trainer.json").read_text())
+    assert trainer["precision"] == launch["precision"]

@@ -1,0 +1,225 @@
+"""A run that was stopped goes on as if it had not been, to the bit."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from longtake import config
+from longtake.config import Recipe
+from longtake.data.catalog import index
+from longtake.errors import CheckpointError, DataChangedError, DivergedError, RecipeChangedError
+from longtake.run_dir import RunDirectory
+from longtake.training.run import train
+
+_QUIET = Console(quiet=True)
+
+
+def _curve(recipe: Recipe) -> list[Any]:
+    keys = ("step", "epoch", "loss", "grad_norm", "learning_rate")
+    rows: list[Any] = list(RunDirectory(recipe.out).metrics())
+    return [[row[key] for key in keys] for row in rows]
+
+
+def _saved(recipe: Recipe, step: int) -> dict[str, Any]:
+    """A checkpoint's weights, averages and optimizer states."""
+    path, saved = RunDirectory(recipe.out).checkpoint_path(step), {}
+    for name in ("model", "ema", "optimizer"):
+        file = recipe.out / f"{name}.pt"
+        dcp_to_torch_save(path / name, file)
+        saved[name] = torch.load(file, weights_only=False)
+    return saved
+
+
+def _wait_for_rows(recipe: Recipe, count: int) -> None:
+    path, deadline = RunDirectory(recipe.out).metrics_path, time.monotonic() + 60
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert time.monotonic() < deadline, f"{path} has not come to {count} rows"
+        time.sleep(0.005)
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_an_interrupted_run_is_the_straight_run(
+    small_recipe: Callable[..., Recipe], tmp_path: Path, kind: str
+) -> None:
+    """Stopped by a signal wherever it is, and resumed: metrics and all saved state are equal."""
+    changes = f"optimizer.kind={kind}", "training.steps=30", "checkpoint.every=100"
+    straight = small_recipe(*changes, f"out={tmp_path / 'straight'}")
+    train(straight, _QUIET)
+    stopped = small_recipe(*changes)
+
+    def interrupt() -> None:
+        _wait_for_rows(stopped, 3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    watcher = threading.Thread(target=interrupt)
+    watcher.start()
+    outcome = train(stopped, _QUIET)
+    watcher.join()
+    assert outcome.interrupted_by == "SIGINT"
+    assert 3 <= outcome.end_step < 30
+    rest = train(stopped, _QUIET)
+    assert (rest.start_step, rest.end_step) == (outcome.end_step, 30)
+    assert _curve(stopped) == _curve(straight)
+    torch.testing.assert_close(_saved(stopped, 30), _saved(straight, 30), rtol=0, atol=0)
+
+
+def _start(recipe: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "longtake", "train", str(recipe)]
+    # As many threads as here: other sums round otherwise.
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    return subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ | threads, cwd=recipe.parent
+    )
+
+
+def test_the_command_says_how_to_go_on(small_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    """Exit code 130 and a command that can be pasted; the pasted command finishes the run."""
+    recipe = small_recipe("training.steps=60", "checkpoint.every=1000")
+    path = tmp_path / "recipe.toml"
+    path.write_text(config.dump(recipe))
+    process = _start(path)
+    _wait_for_rows(recipe, 5)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    stopped_at = RunDirectory(recipe.out).checkpoint_steps()[-1]
+    assert f"Stopped by SIGINT after step {stopped_at}, which is saved." in said
+    words = said.splitlines()[-1].split()
+    assert words[:-1] == ["Go", "on", "with:", "longtake", "train"]
+    rest = train(config.load(Path(words[-1])), _QUIET)
+    assert (rest.start_step, rest.end_step) == (stopped_at, 60)
+    straight = small_recipe("training.steps=60", f"out={tmp_path / 'straight'}")
+    train(straight, _QUIET)
+    assert _curve(recipe) == _curve(straight)
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(
+    small_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    """Steps after the checkpoint are run again, to the same numbers; nothing is left behind."""
+    recipe = small_recipe("training.steps=200", "checkpoint.every=20", "checkpoint.keep=20")
+    path = tmp_path / "recipe.toml"
+    path.write_text(config.dump(recipe))
+    process = _start(path)
+    _wait_for_rows(recipe, 30)
+    process.kill()
+    process.communicate(timeout=60)
+    before = {row[0]: row for row in _curve(recipe)}
+    rest = train(recipe, _QUIET)
+    assert rest.start_step >= 20
+    assert rest.start_step % 20 == 0
+    after = {row[0]: row for row in _curve(recipe)}
+    assert {step: after[step] for step in before} == before
+    assert sorted(after) == list(range(1, 201))
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(
+    small_recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run goes on from the one before, and says which it could not use."""
+    recipe = small_recipe("training.steps=8", "checkpoint.every=4")
+    train(recipe, _QUIET)
+    straight, saved = _curve(recipe), _saved(recipe, 8)
+    damaged = RunDirectory(recipe.out).checkpoint_path(8)
+    os.truncate(next((damaged / "model").glob("*.distcp")), 100)
+    outcome = train(recipe, Console(soft_wrap=True))
+    assert outcome.start_step == 4
+    said = capsys.readouterr().out
+    assert f"warning: {damaged} is not whole and was passed over" in said
+    assert "from step 4" in said
+    assert _curve(recipe) == straight
+    torch.testing.assert_close(_saved(recipe, 8), saved, rtol=0, atol=0)
+    train(recipe, Console(soft_wrap=True))
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_finished_run_has_nothing_left_to_do(small_recipe: Callable[..., Recipe]) -> None:
+    """The same command again trains no step and adds no row."""
+    recipe = small_recipe("training.steps=2")
+    train(recipe, _QUIET)
+    rows = _curve(recipe)
+    outcome = train(recipe, _QUIET)
+    assert (outcome.start_step, outcome.end_step, outcome.interrupted_by) == (2, 2, None)
+    assert _curve(recipe) == rows
+
+
+def test_another_catalog_is_refused(
+    small_recipe: Callable[..., Recipe], shapes_catalog: Path, tmp_path: Path
+) -> None:
+    """Going on would repeat and miss clips: the message has the step and the ways out."""
+    recipe = small_recipe("training.steps=2")
+    train(recipe, _QUIET)
+    other = tmp_path / "other.parquet"
+    some = sorted((shapes_catalog.parent / "clips").glob("*.mp4"))[:40]
+    index(some, captions=shapes_catalog.parent / "clips" / "captions.jsonl", out=other)
+    with pytest.raises(DataChangedError, match=r"since step 2 of .*Restore .* or start a new run"):
+        train(small_recipe("training.steps=2", f"data.catalog={other}"), _QUIET)
+
+
+def test_another_recipe_is_refused_and_nothing_changes(
+    small_recipe: Callable[..., Recipe],
+) -> None:
+    """The folder of a run is left to the byte as it was."""
+    recipe = small_recipe("training.steps=2")
+    train(recipe, _QUIET)
+    before = _files(recipe.out)
+    with pytest.raises(RecipeChangedError, match="seed: 0 there, 1 now"):
+        train(small_recipe("training.steps=2", "seed=1"), _QUIET)
+    assert _files(recipe.out) == before
+
+
+def test_the_recorded_precision_is_kept(small_recipe: Callable[..., Recipe]) -> None:
+    """`auto` measures once in a run's life; on another day the other could be the faster."""
+    recipe = small_recipe("training.steps=4", "checkpoint.every=2", "training.precision=auto")
+    train(recipe, _QUIET)
+    run = RunDirectory(recipe.out)
+    shutil.rmtree(run.checkpoint_path(4))
+    path = run.checkpoint_path(2) / "trainer.json"
+    other = {"bf16": "fp32", "fp32": "bf16"}[json.loads(path.read_text())["precision"]]
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"precision": other}, indent=2) + "\n"
+    )
+    train(recipe, _QUIET)
+    assert json.loads(run.record_path.read_text())["launches"][-1]["precision"] == other
+
+
+def test_a_loss_that_is_no_number_stops_before_the_update(
+    small_recipe: Callable[..., Recipe],
+) -> None:
+    """A learning rate of 1e30 breaks the weights at once; the broken step is not saved."""
+    recipe = small_recipe(
+        "optimizer.learning_rate=1e30", "optimizer.warmup_steps=0", "checkpoint.every=1"
+    )
+    with pytest.raises(DivergedError, match=r"Step \d+: loss .*new folder") as raised:
+        train(recipe, _QUIET)
+    rows = _curve(recipe)
+    assert f"Step {len(rows) + 1}: " in str(raised.value)
+    assert RunDirectory(recipe.out).checkpoint_steps()[-1] == len(rows)
+
+
+def test_a_checkpoint_with_other_weights_is_refused(small_recipe: Callable[..., Recipe]) -> None:
+    """Weights that do not fit the recipe's model are an error, not a silent fresh start."""
+    small = small_recipe("training.steps=2")
+    train(small, _QUIET)
+    changed = small_recipe("training.steps=2", "model.config.num_blocks=3")
+    RunDirectory(small.out).recipe_path.write_text(config.dump(changed))
+    with pytest.raises(CheckpointError, match="recipe that the run was started with"):
+        train(changed, _QUIET)

@@ -1,0 +1,137 @@
+"""One step: what is random follows from each sample's seed, and parts add up to the whole."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from longtake.config import Recipe
+from longtake.data.buckets import sort_into_buckets
+from longtake.data.catalog import Catalog
+from longtake.data.loader import Batch, Loader
+from longtake.models.assemble import assemble
+from longtake.parallel.mesh import World
+from longtake.training.ema import Ema
+from longtake.training.optim import build_optimizers
+from longtake.training.step import TrainingState, apply_update, compute_gradients, prepare
+
+_ALONE = World(0, 0, 1, torch.device("cpu"), None)
+
+
+def _state(recipe: Recipe, tmp_path: Path) -> TrainingState:
+    captions = [clip.caption for clip in Catalog.load(recipe.data.catalog).clips]
+    parts = assemble(recipe, captions, tmp_path / "components")
+    blocks = parts.family.blocks(parts.model)
+    optimizers = build_optimizers(parts.model, blocks, recipe.optimizer, "fp32")
+    return TrainingState(parts, optimizers, Ema(parts.model, recipe.ema.decay), "fp32")
+
+
+def _batches(recipe: Recipe, count: int) -> Iterator[Batch]:
+    catalog = Catalog.load(recipe.data.catalog)
+    buckets = sort_into_buckets(catalog, recipe.data.buckets, recipe.data.frame_stride)
+    return Loader(buckets, recipe).batches(0, count)
+
+
+def _gradients(state: TrainingState) -> list[Tensor]:
+    return [p.grad for p in state.components.model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_micro_batches_change_no_loss(
+    small_recipe: Callable[..., Recipe], tmp_path: Path, kind: str
+) -> None:
+    """Gradients that are accumulated over parts of a batch are the batch's."""
+    curves = []
+    for micro in ((), ("training.micro_batch_size=4",), ("training.micro_batch_size=2",)):
+        recipe = small_recipe("training.batch_size=8", f"optimizer.kind={kind}", *micro)
+        state, losses = _state(recipe, tmp_path), []
+        for batch in _batches(recipe, 12):
+            losses.append(compute_gradients(state, batch, recipe, _ALONE)[0] / 8)
+            apply_update(state, recipe)
+        curves.append(losses)
+    assert curves[1] == pytest.approx(curves[0], rel=1e-6, abs=1e-6)
+    assert curves[2] == pytest.approx(curves[0], rel=1e-6, abs=1e-6)
+    assert curves[0][-1] < 0.9 * curves[0][0]
+
+
+def test_the_norm_is_the_one_before_clipping(
+    small_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    """Gradients end with max_grad_norm, and in the direction that they had."""
+    wide, tight = (small_recipe(f"optimizer.max_grad_norm={norm}") for norm in (1e9, 0.01))
+    (batch,) = _batches(wide, 1)
+    free, clipped = _state(wide, tmp_path), _state(tight, tmp_path)
+    _, norm = compute_gradients(free, batch, wide, _ALONE)
+    _, same = compute_gradients(clipped, batch, tight, _ALONE)
+    expected = torch.cat([g.flatten() for g in _gradients(free)])
+    found = torch.cat([g.flatten() for g in _gradients(clipped)])
+    assert norm == same == pytest.approx(expected.norm().item(), rel=1e-5)
+    assert norm > 0.1
+    torch.testing.assert_close(found, expected * 0.01 / norm, rtol=1e-3, atol=1e-9)
+
+
+def test_an_update_counts_and_drops_the_gradients(
+    small_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    """The learning rate is the first of the warm-up; weights and average have moved."""
+    recipe = small_recipe("optimizer.warmup_steps=4", "optimizer.learning_rate=1e-3")
+    state = _state(recipe, tmp_path)
+    name, weight = list(state.components.model.named_parameters())[-1]
+    before = weight.detach().clone()
+    (batch,) = _batches(recipe, 1)
+    compute_gradients(state, batch, recipe, _ALONE)
+    assert apply_update(state, recipe) == pytest.approx(1e-3 / 5)
+    assert state.global_step == 1
+    assert _gradients(state) == []
+    decay = 2 / 11
+    torch.testing.assert_close(
+        state.ema.averages[name], decay * before + (1 - decay) * weight.detach()
+    )
+    assert not torch.equal(weight, before)
+
+
+def test_a_samples_randomness_is_its_own(
+    small_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    """Noise, sigma and caption dropout follow a sample's seed into any other batch."""
+    recipe = small_recipe("training.batch_size=32", "data.caption_dropout=0.5")
+    parts = _state(recipe, tmp_path).components
+    (batch,) = _batches(recipe, 1)
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(0)).tolist()[:20]
+    other = Batch(
+        batch.step,
+        batch.epoch,
+        batch.bucket,
+        batch.videos[order],
+        tuple(batch.captions[index] for index in order),
+        tuple(batch.seeds[index] for index in order),
+        tuple(batch.identities[index] for index in order),
+    )
+    whole = prepare(batch, parts, recipe, _ALONE.device)
+    part = prepare(other, parts, recipe, _ALONE.device)
+    assert torch.equal(part.latents, whole.latents[order])
+    assert torch.equal(part.noise, whole.noise[order])
+    assert torch.equal(part.sigmas, whole.sigmas[order])
+    tokens = whole.conditioning["token_ids"]
+    assert torch.equal(part.conditioning["token_ids"], tokens[order])
+    dropped = (tokens == 0).all(dim=1).sum().item()
+    assert 6 <= dropped <= 26  # of 32, at one half: six standard deviations and a half
+
+
+def test_noise_is_standard_normal_and_sigmas_lie_in_their_range(
+    small_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    """Over a batch of 64, 1.5 million numbers; no sigma is outside [0, 1]."""
+    recipe = small_recipe("training.batch_size=64", "flow.mean=0")
+    parts = _state(recipe, tmp_path).components
+    (batch,) = _batches(recipe, 1)
+    examples = prepare(batch, parts, recipe, _ALONE.device)
+    assert examples.noise.shape == examples.latents.shape == (64, 3, 8, 32, 32)
+    assert abs(examples.noise.mean().item()) < 5e-3
+    assert abs(examples.noise.std().item() - 1) < 5e-3
+    assert examples.sigmas.min() >= 0
+    assert examples.sigmas.max() <= 1
+    assert 0.3 < examples.sigmas.median().item() < 0.7
+    assert len(set(examples.noise[:, 0, 0, 0, 0].tolist())) == 64
