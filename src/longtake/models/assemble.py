@@ -55,7 +55,7 @@ def assemble(recipe: Recipe, captions: Iterable[str], made: Path | None) -> Comp
     Args:
         recipe: the recipe; all that does not fit together in it is found here.
         captions: of the catalog, for a vocabulary (not read where the run has one).
-        made: the run's folder of frozen parts it made itself, whether it exists yet or not.
+        made: the folder of frozen parts that the run made when it began; None when it begins.
 
     Raises:
         RecipeError: the recipe's parts do not fit together.
