@@ -19,7 +19,7 @@ def material() -> Path:
     """The folder of real clips, damaged clips and exact numbers; skips where it is not at hand."""
     if not (_MATERIAL / "MATERIAL.md").is_file():
         pytest.skip(f"real material is not at hand (looked for {_MATERIAL})")
-    return _MATERIAL
+    return _MATERIAL.resolve()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Mirrors a run directory's metrics to TensorBoard; torch-free."""
 
 import json
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ class TensorBoardMirror:
     def __init__(self, run: RunDirectory) -> None:
         self._source: Path = run.metrics_path
         self._offset = self._source.stat().st_size if self._source.exists() else 0
+        _wait_for_a_second_of_its_own(run.tensorboard_path)
         self._writer = EventFileWriter(str(run.tensorboard_path))
         self._has_begun = False
 
@@ -59,3 +61,9 @@ class TensorBoardMirror:
         ]
         event = Event(summary=Summary(value=values), step=row["step"], wall_time=row["time"])
         self._writer.add_event(event)
+
+
+def _wait_for_a_second_of_its_own(folder: Path) -> None:
+    """TensorBoard reads a folder's event files in the order of the seconds in their names."""
+    while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+        time.sleep(0.05)
