@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longtake import cli
+from longtake import __version__, cli
 from longtake.data.catalog import Catalog
 from longtake.data.encode import write_video
 
@@ -349,3 +349,8 @@ def test_the_installed_command_says_it_in_one_message(tmp_path: Path) -> None:
 def assert_matches(pattern: str, text: str) -> None:
     """Fail with both where a pattern is not found."""
     assert re.search(pattern, text), f"{pattern!r} not found in:\n{text}"
+
+
+def test_version_is_the_packages(call: Call) -> None:
+    """`--version` prints name and version on stdout and does nothing else."""
+    assert call("--version") == (0, f"longtake {__version__}\n", "")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from longtake import __version__
 from longtake.errors import LongtakeError
 
 if TYPE_CHECKING:
@@ -42,6 +43,21 @@ def main() -> None:
     except LongtakeError as error:
         _complain(str(error))
         sys.exit(2)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"longtake {__version__}")  # noqa: T201
+        raise typer.Exit
+
+
+@app.callback()
+def longtake(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """Trains video and image diffusion transformers with flow matching."""
 
 
 @app.command()
@@ -88,7 +104,9 @@ def train(
     outcome = train_recipe(loaded, _console())
     if outcome.interrupted_by:
         _say(f"Stopped by {outcome.interrupted_by} after step {outcome.end_step}, which is saved.")
-        _say(f"Go on with: longtake train {loaded.out / 'recipe.toml'}")
+        _say(
+            f"The same command goes on from there; so does longtake train {loaded.out}/recipe.toml"
+        )
         raise typer.Exit(130)
     steps = outcome.end_step - outcome.start_step
     facts = {
@@ -98,7 +116,7 @@ def train(
         "training_seconds": round(outcome.training_seconds, 3),
         "steps_per_second": round(steps / outcome.training_seconds, 3) if steps else None,
     }
-    if as_json and os.environ.get("RANK", "0") == "0":
+    if as_json:
         _print_json(facts)
     elif steps:
         _say(f"Done: step {outcome.end_step} of {loaded.out}.")
@@ -217,16 +235,21 @@ def _console() -> "Console":
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
+def _rank() -> int:
+    """This process's rank where torchrun started it, else 0."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def _say(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if _rank() == 0:
         print(line, file=sys.stderr)  # noqa: T201 - this is what a command line does
 
 
 def _complain(message: str) -> None:
-    rank = os.environ.get("RANK", "0")
-    prefix = "" if rank == "0" else f"[rank {rank}] "
+    prefix = f"[rank {_rank()}] " if _rank() else ""
     print(f"{prefix}longtake: {message}", file=sys.stderr)  # noqa: T201
 
 
 def _print_json(result: Any) -> None:
-    print(json.dumps(result, indent=2))  # noqa: T201
+    if _rank() == 0:
+        print(json.dumps(result, indent=2))  # noqa: T201

@@ -18,6 +18,7 @@ from longtake.parallel.collectives import first_does, from_first
 from longtake.parallel.fsdp import spread
 from longtake.parallel.mesh import World, join
 from longtake.run_dir import EventKind, RunDirectory
+from longtake.training.allocator import keep_freed_memory
 from longtake.training.ema import Ema
 from longtake.training.loop import train_steps
 from longtake.training.optim import build_optimizers
@@ -52,6 +53,8 @@ def train(recipe: Recipe, console: Console) -> Outcome:
     """
     with join(recipe.training.device, recipe.parallel.strategy) as world:
         _check_batch(recipe, world)
+        if world.device.type == "cpu":
+            keep_freed_memory()
         catalog = Catalog.load(recipe.data.catalog)
         buckets = sort_into_buckets(catalog, recipe.data.buckets, recipe.data.frame_stride)
         run = RunDirectory(recipe.out)
