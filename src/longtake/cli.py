@@ -104,9 +104,8 @@ def train(
     outcome = train_recipe(loaded, _console())
     if outcome.interrupted_by:
         _say(f"Stopped by {outcome.interrupted_by} after step {outcome.end_step}, which is saved.")
-        _say(
-            f"The same command goes on from there; so does longtake train {loaded.out}/recipe.toml"
-        )
+        _say("The same command goes on from there, and so does:")
+        _say(f"longtake train {loaded.out / 'recipe.toml'}")
         raise typer.Exit(130)
     steps = outcome.end_step - outcome.start_step
     facts = {
