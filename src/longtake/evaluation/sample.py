@@ -17,6 +17,7 @@ from longtake.flow.solver import guided, integrate
 from longtake.flow.timesteps import build_sigmas
 from longtake.models.assemble import Components, assemble, latent_shape
 from longtake.models.family import LatentShape
+from longtake.models.precision import Precision, autocast
 from longtake.parallel.mesh import Device, pick_device
 from longtake.run_dir import RunDirectory
 
@@ -40,8 +41,8 @@ class Sampler:
     step: int
     """Updates that the weights have seen."""
     device: torch.device
-    dtype: torch.dtype
-    """Of the arithmetic."""
+    precision: Precision
+    """That the run was trained in."""
 
     def sample(
         self,
@@ -89,8 +90,7 @@ class Sampler:
         def velocity(noisy_latents: Tensor, sigma: float) -> Tensor:
             doubled = torch.cat([noisy_latents] * 2) if is_guided else noisy_latents
             sigmas = torch.full((len(doubled),), sigma, device=self.device)
-            autocast = self.dtype is torch.bfloat16
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
+            with autocast(self.precision, self.device):
                 predicted = self.components.predict_velocity(doubled, sigmas, conditioning)
             if not is_guided:
                 return predicted.float()
@@ -119,8 +119,7 @@ def load_sampler(
     components.model.load_state_dict(state)
     components.model.eval().requires_grad_(False)
     components.to(place)
-    dtype = torch.bfloat16 if trainer["precision"] == "bf16" else torch.float32
-    return Sampler(components, recipe, trainer["global_step"], place, dtype)
+    return Sampler(components, recipe, trainer["global_step"], place, trainer["precision"])
 
 
 def find_checkpoint(path: Path, step: int | None = None) -> tuple[RunDirectory, Path]:

@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from longtake.config import OptimizerSection
+from longtake.models.precision import Precision
 from longtake.training.muon import Muon
-from longtake.training.precision import Precision
 
 
 def build_optimizers(

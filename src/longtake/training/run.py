@@ -14,6 +14,7 @@ from longtake.data.loader import Loader
 from longtake.errors import RecipeError
 from longtake.models.assemble import Components, assemble, forward_flops, latent_shape
 from longtake.models.flops import training_flops
+from longtake.models.precision import choose_precision
 from longtake.parallel.collectives import first_does, from_first
 from longtake.parallel.fsdp import spread
 from longtake.parallel.mesh import World, join
@@ -22,7 +23,6 @@ from longtake.training.allocator import keep_freed_memory
 from longtake.training.ema import Ema
 from longtake.training.loop import train_steps
 from longtake.training.optim import build_optimizers
-from longtake.training.precision import choose_precision
 from longtake.training.record import keep_record
 from longtake.training.resume import refuse_changed_data, restore
 from longtake.training.step import TrainingState

@@ -18,11 +18,11 @@ from longtake.flow.path import interpolate, velocity
 from longtake.flow.timesteps import sample_sigmas
 from longtake.models.assemble import Components
 from longtake.models.family import Conditioning
+from longtake.models.precision import Precision, autocast
 from longtake.parallel.fsdp import clip_gradients, synchronise_gradients
 from longtake.parallel.mesh import World
 from longtake.training.ema import Ema
 from longtake.training.optim import schedule_factor, set_learning_rates
-from longtake.training.precision import Precision, autocast
 
 
 @dataclass(frozen=True)
