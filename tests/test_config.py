@@ -343,3 +343,20 @@ def test_whoever_reads_a_run_needs_no_torch() -> None:
     """Importing the recipe and the run directory imports no torch."""
     code = "import sys, longtake.config, longtake.run_dir; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "is_accepted"),
+    [("constant", 20, True), ("constant", 5, False), ("cosine", 20, False)],
+)
+def test_only_a_run_at_a_plateau_may_be_made_longer(
+    schedule: str, steps: int, is_accepted: bool
+) -> None:
+    """A constant learning rate has not aimed at the old end; no run can be made shorter."""
+    values = _recipe().model_dump(exclude_none=True)
+    values["optimizer"]["schedule"] = schedule
+    values["training"]["steps"] = 10
+    old = config.parse(values, "old")
+    values["training"]["steps"] = steps
+    changed = config.differences(old, config.parse(values, "new"))
+    assert (changed == []) == is_accepted

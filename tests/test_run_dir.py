@@ -105,6 +105,18 @@ def test_the_same_recipe_is_accepted(tmp_path: Path) -> None:
     assert _contents(run.path) == before
 
 
+def test_the_recipe_kept_is_the_newest_launchs(tmp_path: Path) -> None:
+    """What may change on resume is written down, so that sampling and the next launch know it."""
+    run = _begin(tmp_path / "run")
+    changed = _recipe(run.path, micro_batch_size=1, device="cpu")
+    run.claim(changed)
+    run.adopt(changed)
+    assert run.recipe() == changed
+    before = run.recipe_path.stat().st_mtime_ns
+    run.adopt(changed)
+    assert run.recipe_path.stat().st_mtime_ns == before
+
+
 def test_half_a_run_is_refused(tmp_path: Path) -> None:
     """Metrics without a recipe are somebody's work; they are not mixed with another run's."""
     run = _begin(tmp_path / "run")

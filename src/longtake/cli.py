@@ -62,7 +62,9 @@ def longtake(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer updates.")] = 3000,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimizer updates; 3000 by default.")
+    ] = None,
     minutes: Annotated[
         float | None,
         typer.Option(min=0.1, help="Instead of steps: as many as fit, by a short measurement."),
@@ -76,7 +78,7 @@ def demo(
 
     summary = run_demo(out=out, steps=steps, minutes=minutes, seed=seed, console=_console())
     if summary is None:
-        _say(f"Stopped; {out} is saved. The same command goes on from there.")
+        _say(f"Stopped. What {out} holds by now is kept; the same command goes on from there.")
         raise typer.Exit(130)
     if as_json:
         _print_json(summary)
@@ -95,7 +97,8 @@ def train(
 ) -> None:
     """Train a recipe; the same command again goes on where it stopped.
 
-    Alone or on several processes: [bold]torchrun --nproc-per-node 2 -m longtake train RECIPE[/bold]
+    Alone or on several processes: [bold]torchrun --nproc-per-node 2 --shutdown-timeout 600 -m
+    longtake train RECIPE[/bold] (the time-out is what saving may take after Ctrl-C)
     """
     from longtake import config
     from longtake.training.run import train as train_recipe

@@ -65,11 +65,11 @@ class DataSection(_Section):
     """Share of samples trained with an empty caption, for classifier-free guidance."""
     decode_threads: int = Field(2, gt=0)
     prefetch_batches: int = Field(3, gt=0)
-    """Batches decoded ahead of the training step."""
+    """Batches decoded ahead of the training step, or as many as there are threads."""
     memory_gib: float = Field(1.0, ge=0)
-    """Decoded clips kept in memory, per process, so that later epochs need not decode them."""
+    """Room, in each process, for decoded clips that are one window long; others are read anew."""
     max_failed_clips: int = Field(16, ge=0)
-    """Clips that may fail to decode while training (each replaced) before the run stops."""
+    """Clips that may fail to decode in a process (each is replaced) before the run stops."""
 
 
 class ModelSection(_Section):
@@ -263,14 +263,23 @@ def dump(recipe: Recipe) -> str:
 
 
 def differences(old: Recipe, new: Recipe) -> list[tuple[str, object, object]]:
-    """Keys whose values differ and may not on resume, as (key, old value, new value)."""
+    """Keys whose values differ and may not on resume, as (key, old value, new value).
+
+    A run at a constant learning rate may be made longer; any other schedule has aimed at its end.
+    """
     before, after = dict(_flatten(old.model_dump())), dict(_flatten(new.model_dump()))
     keys = sorted(before.keys() | after.keys())
     return [
         (key, before.get(key), after.get(key))
         for key in keys
-        if before.get(key) != after.get(key) and not _may_change(key)
+        if before.get(key) != after.get(key)
+        and not _may_change(key)
+        and not (key == "training.steps" and _is_longer(old, new))
     ]
+
+
+def _is_longer(old: Recipe, new: Recipe) -> bool:
+    return old.optimizer.schedule == "constant" and new.training.steps > old.training.steps
 
 
 def _may_change(key: str) -> bool:

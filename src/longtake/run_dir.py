@@ -4,7 +4,7 @@ Processes share files, never imports and never sockets. Every file has exactly o
 record is appended or renamed into place; readers follow. This is the only module that knows the
 names and the record schemas:
 
-    recipe.toml                  the resolved recipe (what was really run)
+    recipe.toml                  the resolved recipe of the newest launch
     run.json                     id, created, launches (host, world size, start step, versions)
     events.jsonl                 what happened, one line each
     metrics.jsonl                scalars per step (writer: rank 0)
@@ -159,6 +159,18 @@ class RunDirectory:
         with self._writing():
             write_json(self.record_path, {"id": run_id, "created": now(), "launches": []})
             write_text(self.recipe_path, config.dump(recipe))
+
+    def adopt(self, recipe: Recipe) -> None:
+        """Make recipe.toml the recipe of the launch that goes on, which `claim` has accepted.
+
+        What may change on resume (where the run lies, how it is sampled) may have.
+
+        Raises:
+            RunError: the folder cannot be written.
+        """
+        if self.recipe() != recipe:
+            with self._writing():
+                write_text(self.recipe_path, config.dump(recipe))
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -163,6 +163,16 @@ def test_only_the_newest_are_kept(run: RunDirectory) -> None:
     assert names == ["step_00000020", "step_00000030"]
 
 
+def test_damaged_ones_do_not_count_as_kept(run: RunDirectory) -> None:
+    """A run resumed before a damaged checkpoint keeps what it saves, not the damaged one."""
+    _save(run, 30)
+    _truncate(run.checkpoint_path(30))
+    _save(run, 25)
+    store.keep_newest(run, 1)
+    assert [path.name for path in run.checkpoints_path.iterdir()] == ["step_00000025"]
+    assert store.newest(run) == run.checkpoint_path(25)
+
+
 def test_a_full_disk_is_one_sentence_and_harms_nothing(run: RunDirectory) -> None:
     """A save that cannot be written says so; the older checkpoints stay whole."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -369,6 +369,8 @@ def test_the_fingerprint_is_the_content_and_the_captions(videos: Path, tmp_path:
     captioned = Catalog((replace(first, caption="another"), *others))
     fingerprints = {catalog.fingerprint, captioned.fingerprint, Catalog(tuple(others)).fingerprint}
     assert len(fingerprints) == 3
+    longer = replace(catalog.clips[0], num_frames=catalog.clips[0].num_frames + 1)
+    assert Catalog((longer, *catalog.clips[1:])).fingerprint not in fingerprints
     assert Catalog(catalog.clips, (Rejection("x", "y"),)).fingerprint == catalog.fingerprint
 
 

@@ -127,6 +127,7 @@ def _join(shares: tuple[Batch, ...]) -> Batch:
     return Batch(
         step=shares[0].step,
         epoch=shares[0].epoch,
+        begins_epoch=shares[0].begins_epoch,
         bucket=shares[0].bucket,
         videos=torch.cat([share.videos for share in shares]),
         captions=sum((share.captions for share in shares), ()),
@@ -159,9 +160,10 @@ def test_memory_changes_no_pixel(
         _assert_all_same([loader.load(step) for step in range(_STEPS)], expected)
 
 
-def test_windows_in_memory_are_not_decoded_again(catalog: Catalog, tmp_path: Path) -> None:
-    """With room for all, a batch comes back although its files are gone; without, it cannot."""
+def test_clips_in_memory_are_not_decoded_again(catalog: Catalog, tmp_path: Path) -> None:
+    """With room, clips of one window come back although their files are gone; else they cannot."""
     moved = _copy(catalog, tmp_path)
+    moved = Catalog(tuple(clip for clip in moved.clips if clip.num_frames == 5))
     with_room, without = (_loader(moved, _recipe(memory_gib=gib)) for gib in (1.0, 0.0))
     first = with_room.load(0)
     _assert_same(without.load(0), first)
@@ -170,6 +172,18 @@ def test_windows_in_memory_are_not_decoded_again(catalog: Catalog, tmp_path: Pat
     _assert_same(with_room.load(0), first)
     with pytest.raises(DataError):
         without.load(0)
+
+
+def test_clips_of_many_windows_are_not_kept(catalog: Catalog, tmp_path: Path) -> None:
+    """The next epoch wants another window of them: they would only take the room of others."""
+    moved = _copy(catalog, tmp_path)
+    moved = Catalog(tuple(clip for clip in moved.clips if clip.num_frames > 5))
+    loader = _loader(moved, _recipe(memory_gib=1.0))
+    loader.load(0)
+    for clip in moved.clips:
+        Path(clip.path).unlink()
+    with pytest.raises(DataError):
+        loader.load(0)
 
 
 def test_another_seed_is_another_order(catalog: Catalog, expected: list[Batch]) -> None:
@@ -342,3 +356,11 @@ def test_a_real_clip_is_scaled_as_pillow_scales_it(
         error = np.abs(picture.permute(1, 2, 0).numpy().astype(int) - cut)
         assert error.max() <= 2
         assert error.mean() < 0.1
+
+
+def test_an_epoch_begins_once(expected: list[Batch]) -> None:
+    """The first step of each epoch says so, and no other."""
+    epochs = [batch.epoch for batch in expected]
+    begins = [step == 0 or epochs[step] != epochs[step - 1] for step in range(_STEPS)]
+    assert [batch.begins_epoch for batch in expected] == begins
+    assert sum(begins) > 2

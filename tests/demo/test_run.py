@@ -19,7 +19,7 @@ from rich.console import Console
 
 from longtake.demo import run as demo
 from longtake.demo.shapes import held_out_captions
-from longtake.errors import RecipeChangedError
+from longtake.errors import RecipeChangedError, RecipeError
 from longtake.run_dir import RunDirectory
 
 _STEPS = 30
@@ -99,7 +99,7 @@ def test_a_finished_demo_is_not_trained_again(finished: Path, small: None) -> No
     before = json.loads((finished / "summary.json").read_text())
     trained = (finished / "metrics.jsonl").read_bytes()
     assert _demo(finished) == before
-    assert _demo(finished, minutes=5.0) == before
+    assert _demo(finished, steps=None, minutes=5.0) == before
     assert (finished / "metrics.jsonl").read_bytes() == trained
 
 
@@ -116,6 +116,13 @@ def test_other_settings_need_a_folder_of_their_own(
     """A demo is never overwritten; the message proposes another folder."""
     with pytest.raises(RecipeChangedError, match=f"{message}.*such as --out {finished}-2"):
         _demo(finished, **settings)
+
+
+def test_steps_and_minutes_together_are_refused(tmp_path: Path) -> None:
+    """Before anything is written."""
+    with pytest.raises(RecipeError, match="give one of them"):
+        _demo(tmp_path / "run", minutes=5.0)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -144,7 +151,7 @@ def test_a_demo_stopped_while_measuring_ends_without_a_run(
     stopper = subprocess.Popen(
         [sys.executable, "-c", wait + f"os.kill({os.getpid()}, signal.SIGINT)"]
     )
-    assert _demo(out, minutes=5.0) is None
+    assert _demo(out, steps=None, minutes=5.0) is None
     assert stopper.wait(timeout=30) == 0
     assert not RunDirectory(out).exists()
     assert not (out / "pace").exists()

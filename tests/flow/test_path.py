@@ -9,7 +9,6 @@ from torch.testing import assert_close
 from longtake.flow.path import (
     SIGMA_FLOOR,
     interpolate,
-    latents_from_velocity,
     velocity,
     velocity_from_latents,
 )
@@ -46,13 +45,12 @@ def test_velocity_is_the_derivative_with_respect_to_sigma() -> None:
 
 
 @given(st.lists(st.floats(SIGMA_FLOOR, 1.0), min_size=1, max_size=4), st.integers(0, 99))
-def test_clip_and_velocity_convert_into_each_other(sigmas: list[float], seed: int) -> None:
-    """From the floor on, the true clip implies the true velocity and the other way round."""
+def test_the_true_clip_implies_the_true_velocity(sigmas: list[float], seed: int) -> None:
+    """From the floor on, a network that predicts the clip answers with the exact velocity."""
     latents, noise = _pair(len(sigmas), seed)
     levels = torch.tensor(sigmas, dtype=torch.float64)
     noisy = interpolate(latents, noise, levels)
     assert_close(velocity_from_latents(noisy, latents, levels), velocity(latents, noise))
-    assert_close(latents_from_velocity(noisy, velocity(latents, noise), levels), latents)
 
 
 def test_below_the_floor_an_error_is_not_magnified_further() -> None:

@@ -1,11 +1,14 @@
 """What ranks tell each other. Run by torchrun, this file is one of two ranks."""
 
 import subprocess
+import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from longtake.errors import LongtakeError, RecipeError
 from longtake.parallel.collectives import (
@@ -74,9 +77,17 @@ def _check_as_one_of_two() -> None:
         first_does(lambda: done.append(rank), world)
         assert done == ([0] if world.is_first else [])
         _check_that_a_mistake_reaches_all(world)
+        _check_that_slow_work_is_waited_for(world)
         wait_for_all(world)
         # A rank outside the group would wait for ever; alone, nobody waits.
         wait_for_all(replace(world, mesh=None))
+
+
+def _check_that_slow_work_is_waited_for(world: World) -> None:
+    """A download takes longer than any collective may."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+    first_does(lambda: time.sleep(3), world)
+    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=1))
 
 
 def _check_that_a_mistake_reaches_all(world: World) -> None:

@@ -1,5 +1,6 @@
 """The first signal is a wish, the second acts as it always did."""
 
+import os
 import signal
 
 import pytest
@@ -41,3 +42,14 @@ def test_handlers_are_as_before_afterwards(interrupted: bool) -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    """A shell starts background jobs so that Ctrl-C in the foreground does not reach them."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with catch_interrupts() as interrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not interrupt.wanted
+    finally:
+        signal.signal(signal.SIGINT, before)

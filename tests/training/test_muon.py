@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.multiprocessing.spawn import start_processes
 
+from longtake.training import muon
 from longtake.training.muon import Muon, orthogonalise
 
 _SHAPES = [(24, 24), (96, 24), (96, 24), (24, 96), (24, 24), (7, 5)]
@@ -197,3 +198,17 @@ def _train_sharded(rank: int, folder: str) -> None:
     if rank == 0:
         torch.save(weights, Path(folder) / "weights.pt")
     distributed.destroy_process_group()
+
+
+def test_batches_of_bounded_size_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few matrices are stacked at once, the step is the same."""
+
+    def step() -> list[Tensor]:
+        model = _layers()
+        _fill_gradients(model, 0)
+        Muon(_matrices(model), dtype=torch.float32).step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    together = step()
+    monkeypatch.setattr(muon, "_MOST_ELEMENTS", 1)
+    torch.testing.assert_close(step(), together)

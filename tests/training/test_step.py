@@ -1,6 +1,7 @@
 """One step: what is random follows from each sample's seed, and parts add up to the whole."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def _state(recipe: Recipe, tmp_path: Path) -> TrainingState:
     parts = assemble(recipe, captions, tmp_path / "components")
     blocks = parts.family.blocks(parts.model)
     optimizers = build_optimizers(parts.model, blocks, recipe.optimizer, "fp32")
-    return TrainingState(parts, optimizers, Ema(parts.model, recipe.ema.decay), "fp32")
+    return TrainingState(parts, optimizers, Ema(parts.model, recipe.ema.decay), "fp32", "")
 
 
 def _batches(recipe: Recipe, count: int) -> Iterator[Batch]:
@@ -100,14 +101,12 @@ def test_a_samples_randomness_is_its_own(
     parts = _state(recipe, tmp_path).components
     (batch,) = _batches(recipe, 1)
     order = torch.randperm(32, generator=torch.Generator().manual_seed(0)).tolist()[:20]
-    other = Batch(
-        batch.step,
-        batch.epoch,
-        batch.bucket,
-        batch.videos[order],
-        tuple(batch.captions[index] for index in order),
-        tuple(batch.seeds[index] for index in order),
-        tuple(batch.identities[index] for index in order),
+    other = replace(
+        batch,
+        videos=batch.videos[order],
+        captions=tuple(batch.captions[index] for index in order),
+        seeds=tuple(batch.seeds[index] for index in order),
+        identities=tuple(batch.identities[index] for index in order),
     )
     whole = prepare(batch, parts, recipe, _ALONE.device)
     part = prepare(other, parts, recipe, _ALONE.device)

@@ -138,12 +138,18 @@ def verify(path: Path) -> None:
 
 
 def keep_newest(run: RunDirectory, count: int) -> None:
-    """Delete all but the newest `count` checkpoints, and what interrupted saves have left.
+    """Delete all but the newest `count` whole checkpoints, and what interrupted saves have left.
+
+    Damaged ones do not count, and go: a run that was resumed before them would otherwise keep
+    them in place of what it saves.
 
     Rank 0 only, and never while a checkpoint is being saved.
     """
-    for step in run.checkpoint_steps()[:-count]:
-        _delete(run.checkpoint_path(step))
+    whole = [step for step in run.checkpoint_steps() if not _missing(run.checkpoint_path(step))]
+    kept = whole[-count:]
+    for step in run.checkpoint_steps():
+        if step not in kept:
+            _delete(run.checkpoint_path(step))
     for leftover in run.checkpoints_path.glob(".step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
 

@@ -7,7 +7,6 @@ folder of clips with its catalog inside can be moved or copied.
 
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from longtake.aside import written_aside
 from longtake.data.captions import read_captions
 from longtake.data.decode import Probe, probe
 from longtake.errors import ClipError, DataError
+from longtake.machine import num_cores
 
 SCHEMA_VERSION = 1
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".m4v", ".ts")
@@ -92,13 +92,15 @@ class Catalog:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Names the training data: 32 hex digits over identities, captions and schema version.
+        """Names the training data: 32 hex digits over all that decides what is trained, and how.
 
-        Where the files lie plays no part, so a moved folder keeps its fingerprint.
+        That is each clip's identity and caption, and what its bucket and window follow from. Where
+        the files lie plays no part, so a moved folder keeps its fingerprint.
         """
         digest = hashlib.blake2b(f"catalog {SCHEMA_VERSION}\n".encode(), digest_size=16)
         for clip in self.clips:
-            digest.update(json.dumps([clip.identity, clip.caption]).encode() + b"\n")
+            shape = [clip.num_frames, clip.width, clip.height, clip.stream_index, clip.rotation]
+            digest.update(json.dumps([clip.identity, clip.caption, *shape]).encode() + b"\n")
         return digest.hexdigest()
 
     @classmethod
@@ -236,7 +238,7 @@ def _probe_all(
     videos: Sequence[Path], workers: int | None, progress: Callable[[int, int], None] | None
 ) -> list[Probe | ClipError]:
     # Threads: PyAV lets go of the interpreter while it decodes, and processes measured no faster.
-    pool = ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)))
+    pool = ThreadPoolExecutor(workers or num_cores())
     results: list[Probe | ClipError] = []
     try:
         for result in pool.map(_try_probe, videos):

@@ -33,6 +33,8 @@ class Batch:
 
     step: int
     epoch: int
+    begins_epoch: bool
+    """Whether this is the first step that is counted in the epoch."""
     bucket: Bucket
     """The shape of its clips."""
     videos: Tensor
@@ -48,12 +50,12 @@ class Batch:
 
 @dataclass
 class _Memory:
-    """Decoded windows by (identity, bucket, start), kept while there is room."""
+    """Decoded clips that are one window long, by (identity, bucket), kept while there is room."""
 
     room_bytes: float
-    windows: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
+    windows: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
-    def keep(self, key: tuple[str, int, int], window: Tensor) -> None:
+    def keep(self, key: tuple[str, int], window: Tensor) -> None:
         if key not in self.windows and window.nbytes <= self.room_bytes:
             self.room_bytes -= window.nbytes
             self.windows[key] = window
@@ -97,11 +99,12 @@ class Loader:
             DataError: more clips failed than `data.max_failed_clips` allows.
         """
         waiting: deque[Future[Batch]] = deque()
+        ahead = max(self._data.prefetch_batches, self._data.decode_threads)  # no thread idles
         with ThreadPoolExecutor(self._data.decode_threads, thread_name_prefix="decode") as pool:
             try:
                 for step in range(start_step, end_step):
                     waiting.append(pool.submit(self.load, step))
-                    if len(waiting) > self._data.prefetch_batches:
+                    if len(waiting) > ahead:
                         yield waiting.popleft().result()
                 while waiting:
                     yield waiting.popleft().result()
@@ -117,6 +120,7 @@ class Loader:
         return Batch(
             step=step,
             epoch=planned.epoch,
+            begins_epoch=step == self.order.epoch_start(planned.epoch),
             bucket=self._buckets.shapes[planned.bucket],
             videos=torch.from_numpy(np.stack([window.numpy() for window in windows])),
             captions=tuple(clip.caption for clip in clips),
@@ -160,11 +164,12 @@ class Loader:
         shape = self._buckets.shapes[bucket]
         starts = clip.num_frames - span(shape, self._data.frame_stride) + 1
         start = seed % starts
-        key = (clip.identity, bucket, start)
+        key = (clip.identity, bucket)
         if (window := self._memory.windows.get(key)) is None:
             window = read_window(clip, shape, start, self._data.frame_stride)
-            with self._lock:
-                self._memory.keep(key, window)
+            if starts == 1:  # of a longer clip another window will be wanted next time
+                with self._lock:
+                    self._memory.keep(key, window)
         return window
 
 

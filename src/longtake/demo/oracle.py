@@ -5,7 +5,6 @@ guess: what is not one steady, coloured, known shape gives `None`, and `None` co
 """
 
 import colorsys
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,23 +52,6 @@ def read(frames: NDArray[np.uint8]) -> Reading:
         return Reading(None, None, None)
     centres = _centroids(covered)
     return Reading(_shape(covered, centres), _colour(object_rgb), _direction(centres, covered))
-
-
-def adherence(videos: Iterable[NDArray[np.uint8]], captions: Iterable[str]) -> float:
-    """Return the share of videos, in [0, 1], that show all three of what their captions ask for.
-
-    Args:
-        videos: clips of [F, H, W, 3] uint8 RGB.
-        captions: one sentence of the shapes world for each video.
-
-    Raises:
-        DataError: a caption is not of the shapes world.
-        ValueError: there are not as many captions as videos, or none.
-    """
-    right = [shows(video, caption) for video, caption in zip(videos, captions, strict=True)]
-    if not right:
-        raise ValueError("adherence of no videos is not defined; give at least one.")
-    return sum(right) / len(right)
 
 
 def shows(video: NDArray[np.uint8], caption: str) -> bool:

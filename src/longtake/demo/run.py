@@ -15,13 +15,14 @@ from longtake.data.catalog import Catalog, index
 from longtake.demo.oracle import shows
 from longtake.demo.report import Judged, write_report
 from longtake.demo.shapes import held_out_captions, training_captions, write_clips
-from longtake.errors import RecipeChangedError
+from longtake.errors import RecipeChangedError, RecipeError
 from longtake.evaluation.sample import Request, Sampler, load_sampler, settings_for
 from longtake.evaluation.write import sample_in_batches
 from longtake.progress import counted
 from longtake.run_dir import RunDirectory
 from longtake.training.run import train
 
+DEFAULT_STEPS = 3000
 NUM_CLIPS = 6000
 NUM_JUDGED = 96
 """Videos judged of the held-out captions, and as many of captions that were trained on."""
@@ -41,30 +42,40 @@ def demo_recipe(out: Path, steps: int, seed: int) -> Recipe:
 
 
 def run_demo(
-    *, out: Path, steps: int, minutes: float | None, seed: int, console: Console
+    *, out: Path, steps: int | None, minutes: float | None, seed: int, console: Console
 ) -> dict[str, Any] | None:
     """Write clips, index them, train on them, sample, judge, and draw what came out.
 
     Called again after an interruption it goes on where it was; of a demo that is done it repeats
     only the sampling.
 
+    Args:
+        out: the run directory.
+        steps: optimizer updates, 3000 by default; or
+        minutes: how long to train, which a new demo turns into steps by a short measurement.
+        seed: of the run and of its clips.
+        console: where a person looks.
+
     Returns:
-        What summary.json holds, or None if the training was interrupted (and saved).
+        What summary.json holds, or None if it was interrupted (what was done is kept).
 
     Raises:
+        RecipeError: both steps and minutes are given.
         RecipeChangedError: `out` holds a demo with other settings.
     """
+    if steps is not None and minutes is not None:
+        raise RecipeError("--steps and --minutes are two ways to say how long; give one of them.")
     run = RunDirectory(out)
     if minutes is not None and run.exists():
         steps = run.recipe().training.steps
-    _refuse_other_settings(run, demo_recipe(out, steps, seed))
+        console.print(f"{out} has begun with {steps} steps and goes on to them.", markup=False)
+    _refuse_other_settings(run, demo_recipe(out, steps or DEFAULT_STEPS, seed))
     _make_catalog(run, seed, console)
     if minutes is not None and not run.exists():
-        measured = _steps_within(minutes, out, seed, console)
-        if measured is None:
+        steps = _steps_within(minutes, out, seed, console)
+        if steps is None:
             return None
-        steps = measured
-    recipe = demo_recipe(out, steps, seed)
+    recipe = demo_recipe(out, steps or DEFAULT_STEPS, seed)
     if train(recipe, console).interrupted_by:
         return None
     sampler = load_sampler(out, ema=True, device="auto")

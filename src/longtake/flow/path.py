@@ -40,13 +40,6 @@ def velocity_from_latents(
     return (noisy_latents - predicted_latents) / share.clamp(min=floor)
 
 
-def latents_from_velocity(
-    noisy_latents: Tensor, predicted_velocity: Tensor, sigmas: Tensor
-) -> Tensor:
-    """Return the clip noisy - sigma * velocity that a predicted velocity implies, [B, ...]."""
-    return noisy_latents - _per_sample(sigmas, noisy_latents) * predicted_velocity
-
-
 def _per_sample(sigmas: Tensor, like: Tensor) -> Tensor:
     """Return [B] sigmas as [B, 1, 1, ...], ready to multiply `like`."""
     assert sigmas.shape == like.shape[:1], f"{list(sigmas.shape)} sigmas for {list(like.shape)}"

@@ -87,7 +87,7 @@ def forward_flops(components: Components, shape: LatentShape) -> int:
     inputs = {
         "noisy_latents": torch.empty(1, *shape, device="meta"),
         "sigmas": torch.empty(1, device="meta"),
-        **{name: value.to("meta") for name, value in components.text.encode([""]).items()},
+        **components.text.outline(),
     }
     return count_flops(_Asked(components.family, components.model), inputs)
 

@@ -27,6 +27,8 @@ class TextEncoder(Protocol):
     """Encodes captions; the empty caption is the unconditional one of classifier-free guidance."""
 
     vocabulary_size: int
+    max_tokens: int
+    """T: what captions are cut or padded to."""
 
     @property
     def embed_dim(self) -> int | None:
@@ -35,6 +37,10 @@ class TextEncoder(Protocol):
 
     def encode(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Named tensors, each [B, ...], for the family's model."""
+        ...
+
+    def outline(self) -> dict[str, Tensor]:
+        """What `encode` gives for one caption, as shapes without values (on the meta device)."""
         ...
 
     def unknown_words(self, caption: str) -> list[str]:
@@ -60,17 +66,21 @@ class WordIds:
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
         self._tokenizer = tokenizer
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._device = torch.device("cpu")
         self.vocabulary_size: int = tokenizer.get_vocab_size()
 
     def encode(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """`token_ids` [B, T], cut or padded to T = max_tokens."""
-        ids = torch.zeros(len(captions), self._max_tokens, dtype=torch.int64)
+        ids = torch.zeros(len(captions), self.max_tokens, dtype=torch.int64)
         for row, encoded in zip(ids, self._tokenizer.encode_batch(list(captions)), strict=True):
-            found = encoded.ids[: self._max_tokens]
+            found = encoded.ids[: self.max_tokens]
             row[: len(found)] = torch.tensor(found, dtype=torch.int64)
         return {"token_ids": ids.to(self._device)}
+
+    def outline(self) -> dict[str, Tensor]:
+        """`token_ids` [1, T]."""
+        return {"token_ids": torch.empty(1, self.max_tokens, dtype=torch.int64, device="meta")}
 
     def unknown_words(self, caption: str) -> list[str]:
         """Words that stood in no caption of the catalog."""
@@ -108,7 +118,7 @@ class TransformersText:
     ) -> None:
         self.encoder = encoder.eval().requires_grad_(False)
         self.tokenizer = tokenizer
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._is_pretrained = is_pretrained
         self._device = torch.device("cpu")
         config: Any = encoder.config
@@ -127,7 +137,7 @@ class TransformersText:
         tokens = self.tokenizer(
             [_clean(caption) for caption in captions],
             padding="max_length",
-            max_length=self._max_tokens,
+            max_length=self.max_tokens,
             truncation=True,
             return_attention_mask=True,
             return_tensors="pt",
@@ -135,6 +145,10 @@ class TransformersText:
         embeds = self.encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
         ended = tokens.attention_mask.unsqueeze(-1) == 0
         return {"prompt_embeds": embeds.float().masked_fill(ended, 0)}
+
+    def outline(self) -> dict[str, Tensor]:
+        """`prompt_embeds` [1, T, D]."""
+        return {"prompt_embeds": torch.empty(1, self.max_tokens, self.embed_dim, device="meta")}
 
     def unknown_words(self, caption: str) -> list[str]:
         """Words without a token; none for an encoder whose tokens are pieces of words."""

@@ -55,9 +55,8 @@ class Tubelet:
                 'text.kind = "transformers" gives prompt_embeds, but the tubelet family embeds '
                 'word ids itself. Set text.kind = "words".'
             )
-        shape, maximum = shapes[0], next(iter(text.encode([""]).values())).shape[1]
-        fitted = {**shape._asdict(), "max_tokens": maximum}
-        fitted["vocabulary_size"] = text.vocabulary_size
+        fitted = shapes[0]._asdict()
+        fitted |= {"max_tokens": text.max_tokens, "vocabulary_size": text.vocabulary_size}
         check_arguments("model.config", TubeletTransformer.__init__, section.config)
         try:
             return TubeletTransformer(**(fitted | section.config))

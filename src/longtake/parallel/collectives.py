@@ -1,6 +1,7 @@
 """What ranks tell each other; alone, each is the identity."""
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -35,7 +36,7 @@ def from_first(thing: T, world: World) -> T:
     if world.mesh is None:
         return thing
     box = [thing]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     return box[0]
 
 
@@ -51,12 +52,23 @@ def first_does(work: Callable[[], None], world: World) -> None:
             work()
         except LongtakeError as raised:
             error = raised
-    message = from_first(None if error is None else str(error), world)
+    message = _from_first_however_long(None if error is None else str(error), world)
     if message is not None:
         raise error or LongtakeError(message)
 
 
 def wait_for_all(world: World) -> None:
-    """Return when every rank has come here."""
+    """Return when every rank has come here; on the CPU, so that no card takes part."""
     if world.mesh is not None:
-        dist.barrier()
+        dist.all_reduce(torch.zeros(1))
+
+
+def _from_first_however_long(message: str | None, world: World) -> str | None:
+    """Rank 0's message, which may take hours to come: downloads are not collectives."""
+    if world.mesh is None:
+        return message
+    patient = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
+    box = [message]
+    dist.broadcast_object_list(box, src=0, group=patient, device=torch.device("cpu"))
+    dist.destroy_process_group(patient)
+    return box[0]

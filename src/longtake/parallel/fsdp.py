@@ -11,12 +11,15 @@ from longtake.parallel.mesh import World
 
 
 def spread(model: nn.Module, blocks: Sequence[nn.Module], world: World) -> None:
-    """Shard (or replicate) each block and then the rest, in place; alone, do nothing.
+    """Shard (or replicate) each block and then the rest onto the device; alone, just move it.
+
+    The model comes on the CPU: a card never holds more of it than its share and one block.
 
     Parameters become DTensors and stay in fp32, reductions too; the arithmetic's precision is
     autocast's business, the same on one process and on many.
     """
     if world.mesh is None:
+        model.to(world.device)
         return
     for block in blocks:
         fully_shard(block, mesh=world.mesh)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longtake.errors import LongtakeError, RecipeError
+from longtake.machine import num_cores
 
 Device = Literal["auto", "cpu", "cuda"]
 Strategy = Literal["replicate", "shard"]
@@ -104,7 +105,7 @@ def _mesh(device_type: str, size: int, strategy: Strategy) -> DeviceMesh:
 def _share_cores() -> None:
     """Give each local process its share of the cores; torchrun leaves each only one."""
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+    torch.set_num_threads(max(1, num_cores() // local_size))
 
 
 def _card(place: torch.device) -> torch.device | None:

@@ -20,7 +20,10 @@ class Interrupt:
 
 @contextmanager
 def catch_interrupts() -> Iterator[Interrupt]:
-    """Turn the first SIGINT or SIGTERM into a wish; the second stops at once, as ever."""
+    """Turn the first SIGINT or SIGTERM into a wish; the second stops at once, as ever.
+
+    A signal that the process was started to ignore, such as SIGINT in the background, stays so.
+    """
     interrupt = Interrupt()
 
     def remember(number: int, frame: FrameType | None) -> None:
@@ -32,6 +35,7 @@ def catch_interrupts() -> Iterator[Interrupt]:
             signal.signal(number, handler)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: was for number, was in before.items() if was != signal.SIG_IGN}
     for number in before:
         signal.signal(number, remember)
     try:

@@ -33,7 +33,6 @@ class Statistics:
 def train_steps(
     state: TrainingState,
     loader: Loader,
-    fingerprint: str,
     recipe: Recipe,
     run: RunDirectory,
     world: World,
@@ -60,7 +59,7 @@ def train_steps(
             record.clips_failed(batch, loader.failures, statistics.num_failures)
             is_last = statistics.stop or state.global_step == total
             if is_last or state.global_step % recipe.checkpoint.every == 0:
-                save_checkpoint(state, fingerprint, recipe, run, world)
+                save_checkpoint(state, recipe, run, world)
             if statistics.stop:
                 return interrupt.signal_name or "a signal to another rank"
     return None

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 # The quintic of Keller Jordan's Muon: it lifts small singular values fast and leaves all of them
 # in about [0.7, 1.2], which serves as well as exactly 1.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
+_MOST_ELEMENTS = 2**27
+"""Of a batch: the gathered matrices, half a GiB in fp32, stand beside the model's own share."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -100,7 +102,7 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for batch in _of_equal_shape(parameters):
+            for batch in _in_batches(parameters):
                 self._step_batch(batch, group)
         return loss
 
@@ -152,12 +154,16 @@ def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
     return x.transpose(1, 2) if is_tall else x
 
 
-def _of_equal_shape(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Return the parameters in groups that can be stacked, in an order equal on every rank."""
+def _in_batches(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """Return batches of equal shape and bounded size, in an order equal on every rank."""
     groups: defaultdict[tuple[torch.Size, torch.device], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         groups[parameter.shape, parameter.device].append(parameter)
-    return list(groups.values())
+    batches = []
+    for (shape, _), group in groups.items():
+        most = max(1, _MOST_ELEMENTS // shape.numel())
+        batches += [group[start : start + most] for start in range(0, len(group), most)]
+    return batches
 
 
 def _whole(matrix: Tensor) -> Tensor:

@@ -33,7 +33,6 @@ class Record:
         self._mirror = TensorBoardMirror(run) if world.is_first else None
         self._step_began = time.perf_counter()
         self._data_seconds = 0.0
-        self._epoch: int | None = None
         self._num_failures = 0
         self._written: set[str] = set()
 
@@ -45,8 +44,7 @@ class Record:
             self._data_seconds = time.perf_counter() - asked
             if batch is None:
                 return
-            if self._world.is_first and batch.epoch != self._epoch:
-                self._epoch = batch.epoch
+            if self._world.is_first and batch.begins_epoch:
                 self._run.append_event("epoch", step=batch.step, epoch=batch.epoch)
             yield batch
 

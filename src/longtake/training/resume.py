@@ -19,9 +19,7 @@ from longtake.training.step import TrainingState
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def save_checkpoint(
-    state: TrainingState, fingerprint: str, recipe: Recipe, run: RunDirectory, world: World
-) -> None:
+def save_checkpoint(state: TrainingState, recipe: Recipe, run: RunDirectory, world: World) -> None:
     """Save all that the next step depends on; all ranks call it.
 
     There is no random state to save: all that is random follows from the recipe's seed.
@@ -38,7 +36,7 @@ def save_checkpoint(
     trainer = {
         "global_step": state.global_step,
         "precision": state.precision,
-        "catalog_fingerprint": fingerprint,
+        "catalog_fingerprint": state.catalog_fingerprint,
     }
     path = store.save(run, state.global_step, parts, trainer, world)
     if world.is_first:

@@ -67,7 +67,7 @@ def train(recipe: Recipe, console: Console) -> Outcome:
         loader = Loader(buckets, recipe, world.rank, world.size)
         begun = time.perf_counter()
         with keep_record(start, total, step_flops, run, world, console) as record:
-            signal = train_steps(state, loader, catalog.fingerprint, recipe, run, world, record)
+            signal = train_steps(state, loader, recipe, run, world, record)
         seconds = time.perf_counter() - begun
         if world.is_first:
             kind: EventKind = "interrupted" if signal else "finished"
@@ -100,6 +100,8 @@ def _assemble_in_turn(
             parts.codec.save(run.components_path)
             parts.text.save(run.components_path)
             run.create(recipe)
+        else:
+            run.adopt(recipe)
         made.append(parts)
 
     first_does(open_run, world)
@@ -127,12 +129,14 @@ def _begin_or_resume(
     if wanted == "auto" and trainer is not None:
         wanted = trainer["precision"]  # a resumed run computes as it did before
     precision = from_first(choose_precision(wanted, world.device), world)
-    parts.to(world.device)
+    parts.codec.to(world.device)
+    parts.text.to(world.device)
     parts.model.train()
     blocks = parts.family.blocks(parts.model)
     spread(parts.model, blocks, world)
     optimizers = build_optimizers(parts.model, blocks, recipe.optimizer, precision)
-    state = TrainingState(parts, optimizers, Ema(parts.model, recipe.ema.decay), precision)
+    ema = Ema(parts.model, recipe.ema.decay)
+    state = TrainingState(parts, optimizers, ema, precision, catalog.fingerprint)
     if trainer is not None:
         restore(state, trainer, run, world)
     return state

@@ -5,7 +5,7 @@ noise on any device, any number of ranks and any micro-batch size.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ class TrainingState:
     optimizers: list[Optimizer]
     ema: Ema
     precision: Precision
+    catalog_fingerprint: str
+    """Of the catalog that it is trained on."""
     global_step: int = 0
     """Optimizer updates done."""
 
@@ -85,7 +87,7 @@ def apply_update(state: TrainingState, recipe: Recipe) -> float:
 
 def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.device) -> Examples:
     """Latents, noise, sigmas and conditioning of a (micro-)batch."""
-    latents = parts.codec.encode(batch.videos.to(device, non_blocking=True))
+    latents = parts.codec.encode(batch.videos.to(device))
     draws = [_draw(seed, latents.shape[1:]) for seed in batch.seeds]
     noise = torch.stack([noise for noise, _ in draws]).to(device)
     uniform = torch.stack([uniform for _, uniform in draws])  # [B, 2]
@@ -124,12 +126,10 @@ def _micro_batches(batch: Batch, size: int | None) -> Iterator[Batch]:
     size = size or total
     for start in range(0, total, size):
         part = slice(start, start + size)
-        yield Batch(
-            batch.step,
-            batch.epoch,
-            batch.bucket,
-            batch.videos[part],
-            batch.captions[part],
-            batch.seeds[part],
-            batch.identities[part],
+        yield replace(
+            batch,
+            videos=batch.videos[part],
+            captions=batch.captions[part],
+            seeds=batch.seeds[part],
+            identities=batch.identities[part],
         )
