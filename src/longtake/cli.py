@@ -101,6 +101,7 @@ def train(
     longtake train RECIPE[/bold] (the time-out is what saving may take after Ctrl-C)
     """
     from longtake import config
+    from longtake.run_dir import RunDirectory
     from longtake.training.run import train as train_recipe
 
     loaded = config.load(recipe, changes or ())
@@ -108,7 +109,7 @@ def train(
     if outcome.interrupted_by:
         _say(f"Stopped by {outcome.interrupted_by} after step {outcome.end_step}, which is saved.")
         _say("The same command goes on from there, and so does:")
-        _say(f"longtake train {loaded.out / 'recipe.toml'}")
+        _say(RunDirectory(loaded.out).command_to_go_on())
         raise typer.Exit(130)
     steps = outcome.end_step - outcome.start_step
     facts = {

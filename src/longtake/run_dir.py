@@ -183,18 +183,21 @@ class RunDirectory:
             ) from error
 
     def _refuse_another(self, recipe: Recipe) -> None:
-        there = self.recipe()
-        changed = config.differences(there, recipe)
+        changed = config.differences(self.recipe(), recipe)
         if not changed:
             return
         listed = "\n".join(f"  {key}: {old!r} there, {new!r} now" for key, old, new in changed)
-        moved = "" if there.out == self.path else f" --set out={self.path}"
         raise RecipeChangedError(
             f"{self.path} holds a run of another recipe, which is never overwritten. "
             f"They differ in\n{listed}\n"
             f"Start beside it with --set out={self.path}-2, or go on with the old recipe: "
-            f"longtake train {self.recipe_path}{moved}"
+            f"{self.command_to_go_on()}"
         )
+
+    def command_to_go_on(self) -> str:
+        """What to type to train on; the recipe of a run that was moved names its old place."""
+        moved = "" if self.recipe().out == self.path else f" --set out={self.path}"
+        return f"longtake train {self.recipe_path}{moved}"
 
     def record_launch(self, **facts: Any) -> None:
         """Add a launch (host, time, versions and `facts`) to run.json.

@@ -145,8 +145,8 @@ def find_checkpoint(path: Path, step: int | None = None) -> tuple[RunDirectory, 
     found = run.checkpoint_path(step) if step is not None else store.newest(run)
     if found is None:
         raise CheckpointError(
-            f"{path} has no whole checkpoint yet. Train on with longtake train {run.recipe_path}, "
-            "or wait for checkpoint.every steps."
+            f"{path} has no whole checkpoint yet. Train on with {run.command_to_go_on()}, or wait "
+            "for checkpoint.every steps."
         )
     return run, found
 
