@@ -77,6 +77,32 @@ def test_two_processes_have_the_losses_of_one(
     assert _curve(together) == pytest.approx(_curve(alone)[6:], rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.slow
+def test_two_processes_have_the_losses_of_one_on_wan(
+    small_recipe: Callable[..., Recipe], launch: Launch, tmp_path: Path
+) -> None:
+    """So do a sharded Wan, its autoencoder and its text encoder; and nothing warns the user."""
+    changes = (
+        "data.buckets=[{num_frames=5, height=32, width=32}]",
+        "model.family=wan",
+        "model.config={num_layers=2, num_attention_heads=2, attention_head_dim=12, ffn_dim=16}",
+        "codec.kind=autoencoder",
+        "codec.config={base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, "
+        "temperal_downsample=[true]}",
+        "text.kind=transformers",
+        "text.config={d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2}",
+        "training.steps=6",
+    )
+    alone = small_recipe(*changes, f"out={tmp_path / 'alone'}")
+    train(alone, _QUIET)
+    together = small_recipe(*changes, "parallel.strategy=shard")
+    said, _ = (process := launch(together)).communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "Warning" not in said, said
+    assert _curve(together) == pytest.approx(_curve(alone), rel=1e-6, abs=1e-6)
+    torch.testing.assert_close(_averages(together, 6), _averages(alone, 6), rtol=1e-4, atol=1e-5)
+
+
 @pytest.fixture
 def clips(shapes_catalog: Path, tmp_path: Path) -> Path:
     """A catalog of clips that a test may delete."""

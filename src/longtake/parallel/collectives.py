@@ -70,5 +70,4 @@ def _from_first_however_long(message: str | None, world: World) -> str | None:
     patient = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
     box = [message]
     dist.broadcast_object_list(box, src=0, group=patient, device=torch.device("cpu"))
-    dist.destroy_process_group(patient)
     return box[0]

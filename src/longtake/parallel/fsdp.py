@@ -1,5 +1,6 @@
 """Spreads a model over the mesh with FSDP2 (`fully_shard`)."""
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +22,9 @@ def spread(model: nn.Module, blocks: Sequence[nn.Module], world: World) -> None:
     if world.mesh is None:
         model.to(world.device)
         return
+    # Some families return a view. torch warns at each step that nobody may change it in place,
+    # and nobody does: the loss reads it.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     for block in blocks:
         fully_shard(block, mesh=world.mesh)
     fully_shard(model, mesh=world.mesh)
