@@ -1,10 +1,9 @@
 """What ranks tell each other. Run by torchrun, this file is one of two ranks."""
 
-import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -50,17 +49,9 @@ def test_cuda_that_is_not_there_is_refused() -> None:
         pick_device("cuda", local_rank=rank)
 
 
-def test_two_ranks_agree(on_two_processes: list[str]) -> None:
+def test_two_ranks_agree(run_on_two_ranks: Callable[[str], None]) -> None:
     """Each rank of two real processes checks what it has been told."""
-    ended = subprocess.run(
-        [*on_two_processes, __file__],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        cwd=Path(__file__).parent,
-    )
-    assert ended.returncode == 0, ended.stderr
+    run_on_two_ranks(__file__)
 
 
 def _check_as_one_of_two() -> None:

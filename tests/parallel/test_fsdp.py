@@ -1,7 +1,6 @@
 """A spread model is the same model. Run by torchrun, this file is one of two ranks."""
 
-import subprocess
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -34,17 +33,9 @@ def test_gradients_are_clipped_to_a_norm(max_norm: float) -> None:
     assert model.weight.grad.norm().item() == pytest.approx(min(5.0, max_norm), rel=1e-4)
 
 
-def test_two_ranks_have_the_gradients_of_one(on_two_processes: list[str]) -> None:
+def test_two_ranks_have_the_gradients_of_one(run_on_two_ranks: Callable[[str], None]) -> None:
     """Sharded or replicated: gradients, their norm, and the average of the weights."""
-    ended = subprocess.run(
-        [*on_two_processes, __file__],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        cwd=Path(__file__).parent,
-    )
-    assert ended.returncode == 0, ended.stderr
+    run_on_two_ranks(__file__)
 
 
 def _build() -> nn.Sequential:
