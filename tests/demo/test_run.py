@@ -132,10 +132,9 @@ def test_minutes_become_steps_by_a_short_measurement(
     """As many as fit at the pace that was measured; the measurement leaves nothing behind."""
     monkeypatch.setattr(demo, "_PACE_STEPS", 8)
     monkeypatch.setattr(demo, "_PACE_WARM_UP", 4)
-    summary = _demo(tmp_path / "run", minutes=0.1)
+    summary = _demo(tmp_path / "run", steps=None, minutes=0.1)
     assert summary is not None
-    assert summary["steps"] >= 1
-    assert summary["training_seconds"] < 30  # wanted are 6; other processes may take their part
+    assert 1 <= summary["steps"] < demo.DEFAULT_STEPS
     assert not (tmp_path / "run" / "pace").exists()
 
 
@@ -173,7 +172,7 @@ def test_an_interrupted_demo_goes_on_where_it_was(finished: Path, tmp_path: Path
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stdout) == (130, "")
-    assert f"Stopped; {out} is saved. The same command goes on from there." in stderr
+    assert f"Stopped. What {out} holds by now is kept; the same command goes on" in stderr
     (step,) = run.checkpoint_steps()
     assert 3 <= step < 80
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
