@@ -59,7 +59,7 @@ def join(device: Device, strategy: Strategy) -> Iterator[World]:
         return
     _share_cores()
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=10), device_id=_card(place))
+    dist.init_process_group(backend, timeout=timedelta(minutes=10))
     try:
         yield World(rank, local_rank, size, place, _mesh(place.type, size, strategy))
         # Not after an error: NCCL would wait here for ranks that wait for this one elsewhere.
@@ -106,7 +106,3 @@ def _share_cores() -> None:
     """Give each local process its share of the cores; torchrun leaves each only one."""
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, num_cores() // local_size))
-
-
-def _card(place: torch.device) -> torch.device | None:
-    return place if place.type == "cuda" else None
