@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from longtake.aside import written_aside
+from longtake.aside import make_writable, written_aside
 
 
 def test_the_file_appears_when_the_block_ends(tmp_path: Path) -> None:
@@ -40,3 +40,12 @@ def test_a_block_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
     """There is nothing to rename, and whoever forgot to write is told so."""
     with pytest.raises(FileNotFoundError), written_aside(tmp_path / "a.txt"):
         pass
+
+
+def test_a_folder_is_made_and_tried(tmp_path: Path) -> None:
+    """Nothing is left in it; what cannot be a folder is an error before anything is written."""
+    make_writable(tmp_path / "new" / "folder")
+    assert not any((tmp_path / "new" / "folder").iterdir())
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(OSError, match="file"):
+        make_writable(tmp_path / "file" / "below")

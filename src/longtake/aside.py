@@ -1,5 +1,6 @@
 """Files that are whole or not there: written aside, renamed into place."""
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,3 +24,13 @@ def written_aside(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             aside.unlink()
+
+
+def make_writable(folder: Path) -> None:
+    """Make a folder if it is not there, and try whether a file can be written in it.
+
+    Raises:
+        OSError: it cannot be made or written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()

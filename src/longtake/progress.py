@@ -53,8 +53,7 @@ def step_progress(console: Console, start: int, total: int) -> Iterator[StepProg
         MofNCompleteColumn(),
         TextColumn("{task.fields[facts]}"),
     )
-    hidden = console.quiet or not console.is_terminal
-    with Progress(*columns, console=console, disable=hidden) as bar:
+    with Progress(*columns, console=console, disable=_is_hidden(console)) as bar:
         yield StepProgress(console, bar, start, total)
 
 
@@ -62,7 +61,7 @@ def step_progress(console: Console, start: int, total: int) -> Iterator[StepProg
 def counted(console: Console, label: str) -> Iterator[Callable[[int, int], None]]:
     """A bar for things that can be counted; yields what is to be told (done, in all)."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, disable=_is_hidden(console)) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -77,6 +76,11 @@ def duration(seconds: float) -> str:
         return f"{minutes}:{rest:02d}"
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def _is_hidden(console: Console) -> bool:
+    """Whether nobody could see a bar; then none is drawn, and no thread redraws it."""
+    return console.quiet or not console.is_terminal
 
 
 def _smoothed(average: float | None, value: float) -> float:

@@ -21,7 +21,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
 from longtake import __version__, config
-from longtake.aside import written_aside
+from longtake.aside import make_writable, written_aside
 from longtake.config import Recipe
 from longtake.errors import RecipeChangedError, RunError
 
@@ -146,8 +145,7 @@ class RunDirectory:
                     f"{self.path} has metrics but no recipe.toml: it is a damaged run directory. "
                     "Choose another folder with --set out=FOLDER."
                 )
-            self.path.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.path).close()
+            make_writable(self.path)
 
     def create(self, recipe: Recipe) -> None:
         """Begin a run here: run.json and then recipe.toml, from which on the run exists.

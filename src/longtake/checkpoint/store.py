@@ -21,8 +21,6 @@ from longtake.parallel.collectives import from_first, wait_for_all
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory, write_json
 
-PARTS = ("model", "ema", "optimizer")
-
 State = dict[str, Any]
 """A (nested) dict of tensors; DTensors are saved and loaded in shards."""
 

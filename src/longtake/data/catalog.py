@@ -7,7 +7,6 @@ folder of clips with its catalog inside can be moved or copied.
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from longtake.aside import written_aside
+from longtake.aside import make_writable, written_aside
 from longtake.data.captions import read_captions
 from longtake.data.decode import Probe, probe
 from longtake.errors import ClipError, DataError
@@ -285,8 +284,7 @@ def _check_out(out: Path) -> None:
             f"as {out.parent / 'catalog.parquet'}."
         )
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out.parent).close()
+        make_writable(out.parent)
     except OSError as error:
         raise _cannot_write(out, error) from error
 

@@ -18,7 +18,7 @@ from longtake.evaluation.plots import loss_plot
 from longtake.evaluation.sample import Sampler
 from longtake.evaluation.sheet import SheetRow, contact_sheet
 from longtake.progress import duration
-from longtake.run_dir import RunDirectory, write_json, write_text
+from longtake.run_dir import Metrics, RunDirectory, write_json, write_text
 
 _PRESET = "demo"
 _ENLARGED = 4
@@ -47,10 +47,11 @@ def write_report(
     Raises:
         RunError: a file cannot be written.
     """
-    summary = _summarise(run, sampler, judged, clips)
+    metrics = run.metrics()
+    summary = _summarise(metrics, sampler, judged, clips)
     shown = _for_the_page(judged)
-    steps = [row["step"] for row in run.metrics()]
-    losses = [row["loss"] for row in run.metrics()]
+    steps = [row["step"] for row in metrics]
+    losses = [row["loss"] for row in metrics]
     held_out = f"{summary['held_out_adherence']:.0%} of held-out prompts"
     rows = [SheetRow(one.caption, one.video, one.is_right) for one in shown if one.is_held_out]
     try:
@@ -67,9 +68,8 @@ def write_report(
 
 
 def _summarise(
-    run: RunDirectory, sampler: Sampler, judged: Sequence[Judged], clips: int
+    rows: Sequence[Metrics], sampler: Sampler, judged: Sequence[Judged], clips: int
 ) -> dict[str, Any]:
-    rows = run.metrics()
     seconds = sum(row["step_seconds"] for row in rows)
     last = [row["loss"] for row in rows[-_LAST_LOSSES:]]
     return {

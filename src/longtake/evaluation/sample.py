@@ -18,10 +18,9 @@ from longtake.flow.timesteps import build_sigmas
 from longtake.models.assemble import Components, assemble, latent_shape
 from longtake.models.family import LatentShape
 from longtake.models.precision import Precision, autocast
+from longtake.models.text import NO_CAPTION
 from longtake.parallel.mesh import Device, pick_device
 from longtake.run_dir import RunDirectory
-
-NO_CAPTION = ""
 
 
 @dataclass(frozen=True)

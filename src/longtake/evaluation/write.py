@@ -1,6 +1,5 @@
 """Samples requests in batches and writes what came out."""
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
+from longtake.aside import make_writable
 from longtake.config import Bucket, SamplingSection
 from longtake.data.encode import write_video
 from longtake.errors import RecipeError, RunError
@@ -86,8 +86,7 @@ def check_out(out: Path) -> None:
     if out.suffix != ".mp4" or out.is_dir():
         raise RunError(f"--out {out}: expected the name of an mp4 file, such as sample.mp4.")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out.parent).close()
+        make_writable(out.parent)
     except OSError as error:
         raise RunError(
             f"--out {out} cannot be written: {error.strerror or error}. Choose another folder."

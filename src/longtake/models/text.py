@@ -23,8 +23,12 @@ _PAD, _UNKNOWN, _END = "[PAD]", "[UNK]", "</s>"
 _SPECIAL = [_PAD, _UNKNOWN, _END]  # in the order of their ids: padding is 0
 
 
+NO_CAPTION = ""
+"""The unconditional one of classifier-free guidance: what a dropped caption is trained as."""
+
+
 class TextEncoder(Protocol):
-    """Encodes captions; the empty caption is the unconditional one of classifier-free guidance."""
+    """Encodes captions, `NO_CAPTION` among them."""
 
     vocabulary_size: int
     max_tokens: int

@@ -31,12 +31,12 @@ def gather_objects(thing: T, world: World) -> list[T]:
     return gathered
 
 
-def from_first(thing: T, world: World) -> T:
-    """Rank 0's object, on every rank."""
+def from_first(thing: T, world: World, group: dist.ProcessGroup | None = None) -> T:
+    """Rank 0's object, on every rank; through a group of all ranks, where one is given."""
     if world.mesh is None:
         return thing
     box = [thing]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
     return box[0]
 
 
@@ -52,7 +52,7 @@ def first_does(work: Callable[[], None], world: World) -> None:
             work()
         except LongtakeError as raised:
             error = raised
-    message = _from_first_however_long(None if error is None else str(error), world)
+    message = from_first(None if error is None else str(error), world, _patient_group(world))
     if message is not None:
         raise error or LongtakeError(message)
 
@@ -63,11 +63,9 @@ def wait_for_all(world: World) -> None:
         dist.all_reduce(torch.zeros(1))
 
 
-def _from_first_however_long(message: str | None, world: World) -> str | None:
-    """Rank 0's message, which may take hours to come: downloads are not collectives."""
+def _patient_group(world: World) -> dist.ProcessGroup | None:
+    """A group in which rank 0 may be waited for for hours: downloads are not collectives."""
     if world.mesh is None:
-        return message
-    patient = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
-    box = [message]
-    dist.broadcast_object_list(box, src=0, group=patient, device=torch.device("cpu"))
-    return box[0]
+        return None
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
+    return group

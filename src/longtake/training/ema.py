@@ -18,19 +18,21 @@ class Ema:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
         self._model = model
-        self.averages: dict[str, Tensor] = {
-            name: parameter.detach().float().clone()
+        self._trained = {
+            name: parameter
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
+        }
+        self.averages: dict[str, Tensor] = {
+            name: parameter.detach().float().clone() for name, parameter in self._trained.items()
         }
 
     @torch.no_grad()
     def update(self, num_updates: int) -> None:
         """Take in the weights after the `num_updates`-th update (counted from 1)."""
         decay = min(self.decay, (1 + num_updates) / (10 + num_updates))
-        weights = dict(self._model.named_parameters())
-        averages = [_local(average) for average in self.averages.values()]
-        current = [_local(weights[name].detach()).float() for name in self.averages]
+        averages = [_local(self.averages[name]) for name in self._trained]
+        current = [_local(weight.detach()).float() for weight in self._trained.values()]
         torch._foreach_lerp_(averages, current, 1 - decay)
 
     def state(self) -> dict[str, Any]:

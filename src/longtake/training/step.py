@@ -19,6 +19,7 @@ from longtake.flow.timesteps import sample_sigmas
 from longtake.models.assemble import Components
 from longtake.models.family import Conditioning
 from longtake.models.precision import Precision, autocast
+from longtake.models.text import NO_CAPTION
 from longtake.parallel.fsdp import clip_gradients, synchronise_gradients
 from longtake.parallel.mesh import World
 from longtake.training.ema import Ema
@@ -101,7 +102,8 @@ def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.devic
         shift=parts.shift(flow.shift, batch.bucket),
     )
     dropped = (uniform[:, 1] < recipe.data.caption_dropout).tolist()
-    captions = ["" if drop else text for text, drop in zip(batch.captions, dropped, strict=True)]
+    pairs = zip(batch.captions, dropped, strict=True)
+    captions = [NO_CAPTION if drop else caption for caption, drop in pairs]
     return Examples(latents, noise, sigmas.to(device, torch.float32), parts.text.encode(captions))
 
 
