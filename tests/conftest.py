@@ -1,5 +1,6 @@
 """Fixtures that more than one room's tests need."""
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -71,3 +72,17 @@ def on_two_processes() -> list[str]:
     """A command to which a Python file, or -m and a module, is appended."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*torchrun, "--nproc-per-node", "2"]
+
+
+@pytest.fixture
+def run_on_two_ranks(on_two_processes: list[str]) -> Callable[..., None]:
+    """Runs a Python file as two ranks and shows what they said if one of them failed."""
+
+    def run(file: str, *arguments: str) -> None:
+        command, folder = [*on_two_processes, file, *arguments], Path(file).parent
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=100, check=False, cwd=folder
+        )
+        assert ended.returncode == 0, ended.stderr
+
+    return run

@@ -49,7 +49,7 @@ def test_cuda_that_is_not_there_is_refused() -> None:
         pick_device("cuda", local_rank=rank)
 
 
-def test_two_ranks_agree(run_on_two_ranks: Callable[[str], None]) -> None:
+def test_two_ranks_agree(run_on_two_ranks: Callable[..., None]) -> None:
     """Each rank of two real processes checks what it has been told."""
     run_on_two_ranks(__file__)
 

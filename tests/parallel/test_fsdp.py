@@ -33,7 +33,7 @@ def test_gradients_are_clipped_to_a_norm(max_norm: float) -> None:
     assert model.weight.grad.norm().item() == pytest.approx(min(5.0, max_norm), rel=1e-4)
 
 
-def test_two_ranks_have_the_gradients_of_one(run_on_two_ranks: Callable[[str], None]) -> None:
+def test_two_ranks_have_the_gradients_of_one(run_on_two_ranks: Callable[..., None]) -> None:
     """Sharded or replicated: gradients, their norm, and the average of the weights."""
     run_on_two_ranks(__file__)
 

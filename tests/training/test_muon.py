@@ -1,21 +1,25 @@
-"""What Muon promises: orthogonal steps, torch's own numbers, and the same on any rank count."""
+"""What Muon promises: orthogonal steps, torch's own numbers, and the same on any rank count.
+
+Run by torchrun, this file is one of two ranks.
+"""
 
 import copy
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.multiprocessing.spawn import start_processes
 
+from longtake.parallel.fsdp import spread
+from longtake.parallel.mesh import World, join
 from longtake.training import muon
 from longtake.training.muon import Muon, orthogonalise
 
@@ -136,9 +140,11 @@ def test_settings_out_of_range_are_refused(setting: dict[str, Any]) -> None:
         Muon(_parameters(), **setting)
 
 
-def test_two_sharded_processes_take_the_steps_of_one(tmp_path: Path) -> None:
+def test_two_sharded_processes_take_the_steps_of_one(
+    run_on_two_ranks: Callable[..., None], tmp_path: Path
+) -> None:
     """Under FSDP2 on two ranks, weights and momentum end as in one process, also resumed."""
-    start_processes(_train_sharded, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    run_on_two_ranks(__file__, str(tmp_path))
     model = _layers()
     optimizer = Muon(_matrices(model))
     for step in range(4):
@@ -172,16 +178,9 @@ def _sharded_as(parameter: nn.Parameter, whole: Tensor) -> Tensor:
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
 
 
-def _train_sharded(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
-    )
-    mesh = init_device_mesh("cpu", (2,))
+def _train_sharded(world: World, folder: Path) -> None:
     model = _layers()
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    spread(model, list(model), world)
     optimizer = Muon(_matrices(model))
     for step in range(2):
         _fill_gradients(model, step)
@@ -195,9 +194,8 @@ def _train_sharded(rank: int, folder: str) -> None:
         _fill_gradients(model, step)
         optimizer.step()
     weights = {name: value.full_tensor() for name, value in model.state_dict().items()}
-    if rank == 0:
-        torch.save(weights, Path(folder) / "weights.pt")
-    distributed.destroy_process_group()
+    if world.is_first:
+        torch.save(weights, folder / "weights.pt")
 
 
 def test_batches_of_bounded_size_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,3 +210,8 @@ def test_batches_of_bounded_size_change_nothing(monkeypatch: pytest.MonkeyPatch)
     together = step()
     monkeypatch.setattr(muon, "_MOST_ELEMENTS", 1)
     torch.testing.assert_close(step(), together)
+
+
+if __name__ == "__main__":
+    with join("cpu", "shard") as entered:
+        _train_sharded(entered, Path(sys.argv[1]))
