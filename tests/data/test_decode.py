@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from longtake.data.decode import Probe, probe, read_frames
+from longtake.data.decode import read_frames
 from longtake.data.encode import write_video
+from longtake.data.probe import Probe, probe
 from longtake.errors import ClipError
 
 # 16.16 fixed-point matrices of an mp4 track header (ISO/IEC 14496-12, 8.3.2): a clockwise turn
@@ -340,7 +341,7 @@ def test_damaged_files_leave_the_terminal_clean_and_need_no_torch(material: Path
     script = (
         "import sys; from pathlib import Path\n"
         "import longtake.data.catalog\n"
-        "from longtake.data.decode import probe\n"
+        "from longtake.data.probe import probe\n"
         "from longtake.errors import ClipError\n"
         "for path in sys.argv[1:]:\n"
         "    try: probe(Path(path))\n"

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from longtake.data.decode import probe, read_frames
+from longtake.data.decode import read_frames
 from longtake.data.encode import write_video
+from longtake.data.probe import probe
 from longtake.errors import DataError
 
 

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from longtake.aside import make_writable, written_aside
 from longtake.data.captions import read_captions
-from longtake.data.decode import Probe, probe
+from longtake.data.probe import Probe, probe
 from longtake.errors import ClipError, DataError
 from longtake.machine import num_cores
 
