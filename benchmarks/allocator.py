@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from longtake.data.catalog import index
+from longtake.data.index import index
 from longtake.demo.run import demo_recipe
 from longtake.demo.shapes import write_clips
 from longtake.run_dir import RunDirectory

@@ -9,7 +9,7 @@ import pytest
 
 from longtake import config
 from longtake.config import Recipe
-from longtake.data.catalog import index
+from longtake.data.index import index
 from longtake.demo.shapes import write_clips
 
 _MATERIAL = Path(__file__).resolve().parents[2] / "shared" / "material"
@@ -36,6 +36,7 @@ def shapes_catalog(tmp_path_factory: pytest.TempPathFactory) -> Path:
 _SMALL_RECIPE = """
 [data]
 buckets = [{ num_frames = 8, height = 32, width = 32 }]
+workers = 0
 [model]
 family = "tubelet"
 config = { hidden_size = 48, num_blocks = 2 }

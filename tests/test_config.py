@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtake import config
-from longtake.config import MAY_CHANGE_ON_RESUME, Recipe
+from longtake.config import DECIDES_ORDER, MAY_CHANGE_ON_RESUME, Recipe
 from longtake.errors import RecipeError
 
 _RECIPE = """
@@ -278,10 +278,19 @@ _CHANGES: dict[str, object] = {
     "data.buckets": [{"num_frames": 5, "height": 64, "width": 96}],
     "data.frame_stride": 2,
     "data.caption_dropout": 0.5,
-    "data.decode_threads": 7,
+    "data.random_crop": True,
+    "data.flip": 0.5,
+    "data.weights.catalog": 2.0,
+    "data.stages": [{"name": "a"}],
+    "data.difficulty": "nouns",
+    "data.on_change": "merge",
+    "data.on_drift": "refuse",
+    "data.drift_limit": 7.0,
+    "data.sample_timeout_seconds": 7.0,
+    "data.workers": 7,
     "data.prefetch_batches": 7,
     "data.memory_gib": 7.0,
-    "data.max_failed_clips": 7,
+    "data.max_quarantined_clips": 7,
     "model.config.layers": 5,
     "model.config.new": "x",
     "codec.kind": "autoencoder",
@@ -317,6 +326,83 @@ def test_differences_are_what_may_not_change_on_resume(key: str) -> None:
         ["sampling"],
     )
     assert [changed for changed, _, _ in found] == ([] if is_free else [key])
+
+
+def _free_when(on_change: str) -> set[str]:
+    """Keys of `_CHANGES` that may be others when `on_change` says how to go on."""
+    free = set()
+    for key in _CHANGES:
+        values = tomllib.loads(_RECIPE)
+        values["data"]["on_change"] = on_change
+        *sections, name = key.split(".")
+        inner = values
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = _CHANGES[key]
+        if not config.differences(_recipe(), config.parse(values, "test")):
+            free.add(key.removesuffix(".catalog") if "weights" in key else key)
+    return free
+
+
+def test_what_decides_the_order_may_change_when_asked() -> None:
+    """`on_change` says how to go on: then the keys of DECIDES_ORDER are free, and no others."""
+    refusing = _free_when("refuse")
+    assert refusing.isdisjoint(DECIDES_ORDER)
+    for policy in ("merge", "finish", "restart"):
+        assert _free_when(policy) - refusing == set(DECIDES_ORDER)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"catalog": None}, "data needs either one catalog or several catalogs by name"),
+        ({"catalogs": {"a": "a.parquet"}}, "data needs either one catalog or several"),
+        ({"weights": {"b": 1.0}}, "data.weights names b, which is no catalog of: catalog"),
+        (
+            {"stages": [{"name": "x", "weights": {"b": 1.0}}]},
+            "data.weights names b, which is no catalog of: catalog",
+        ),
+        (
+            {"stages": [{"name": "x", "steps": 1}, {"name": "x"}]},
+            "data.stages must have names of their own, but are x, x",
+        ),
+        (
+            {"stages": [{"name": "x"}, {"name": "y"}]},
+            "stage x has neither epochs nor steps, so the stages after it would never begin",
+        ),
+        (
+            {"stages": [{"name": "x", "ramp_steps": 4}]},
+            "stage x is the first: there is nothing to ramp from",
+        ),
+        (
+            {"stages": [{"name": "x", "steps": 1, "epochs": 1}]},
+            "stage x has both epochs and steps; give one of them",
+        ),
+    ],
+)
+def test_stages_and_catalogs_that_do_not_fit_together(
+    values: dict[str, object], message: str
+) -> None:
+    """Said in a sentence when the recipe is loaded."""
+    recipe = tomllib.loads(_RECIPE)
+    recipe["data"].update(values)
+    recipe["data"] = {key: value for key, value in recipe["data"].items() if value is not None}
+    with pytest.raises(RecipeError) as caught:
+        config.parse(recipe, "test")
+    assert message in str(caught.value)
+
+
+def test_a_section_without_stages_is_one_stage_of_all_clips() -> None:
+    """One catalog goes by the name `catalog`; a stage may have its own shapes."""
+    data = _recipe().data
+    assert [stage.name for stage in data.curriculum()] == ["all"]
+    assert data.sources() == {"catalog": data.catalog}
+    assert data.shapes() == data.buckets
+    values = _recipe().model_dump(exclude_none=True)
+    shape = {"num_frames": 1, "height": 8, "width": 8}
+    values["data"]["stages"] = [{"name": "a", "steps": 1, "buckets": [shape, shape]}, {"name": "b"}]
+    staged = config.parse(values, "test").data
+    assert [str(each) for each in staged.shapes()] == ["1 frame of 8x8", "9 frames of 96x64"]
 
 
 def test_differences_hold_both_values() -> None:

@@ -49,27 +49,119 @@ class Bucket(_Section):
     width: int = Field(gt=0)
 
     def __str__(self) -> str:
-        return f"{self.num_frames} frames of {self.width}x{self.height}"
+        frames = "1 frame" if self.num_frames == 1 else f"{self.num_frames} frames"
+        return f"{frames} of {self.width}x{self.height}"
+
+
+class Stage(_Section):
+    """A span of the curriculum: which clips, in which shapes, for how long."""
+
+    name: str = Field(min_length=1)
+    where: Annotated[tuple[str, ...], _FromList] = ()
+    """Which clips: conditions such as `num_frames >= 48`, `nouns <= q40` (the lower 40 % of all
+    clips with a caption) or `codec == h264`; a clip has to meet all of them."""
+    drop_hardest: float = Field(0.0, ge=0, lt=1)
+    """Leave out this share of the selected clips, those of the highest difficulty."""
+    buckets: Annotated[tuple[Bucket, ...], _FromList] | None = Field(None, min_length=1)
+    """Instead of `data.buckets`."""
+    weights: dict[str, Annotated[float, Field(ge=0)]] | None = None
+    """Instead of `data.weights`."""
+    epochs: int | None = Field(None, gt=0)
+    steps: int | None = Field(None, gt=0)
+    """How long, in epochs or in steps; the last stage may say neither, and never ends."""
+    ramp_steps: int = Field(0, ge=0)
+    """Steps in which batches of this stage and of the one before it are mixed, its share rising
+    from none to all: the last half of the ramp's batches of the one, the first half of this."""
+
+    @model_validator(mode="after")
+    def _is_one_length(self) -> Self:
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError(f"stage {self.name} has both epochs and steps; give one of them")
+        return self
 
 
 class DataSection(_Section):
-    """Which clips are trained on, and in which shapes."""
+    """Which clips are trained on, in which shapes and in which order."""
 
-    catalog: _Path
+    catalog: _Path | None = None
     """The Parquet file that `longtake data index` wrote."""
+    catalogs: dict[str, _Path] = Field(default_factory=dict)
+    """Instead of one: several, by name, each with epochs of its own; batches are mixed by
+    `weights`."""
+    weights: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    """Each catalog's share of the batches, by its name; those not named have 1."""
     buckets: Annotated[tuple[Bucket, ...], _FromList] = Field(min_length=1)
     """Every clip goes to the bucket that fits it best; a batch holds clips of one bucket."""
     frame_stride: int = Field(1, gt=0)
     """Take every n-th frame of a clip."""
+    random_crop: bool = False
+    """Cut a clip's frames anywhere instead of in the middle, each epoch elsewhere."""
+    flip: float = Field(0.0, ge=0, le=1)
+    """Share of samples that are mirrored left to right: not for captions that name a side."""
+    stages: Annotated[tuple[Stage, ...], _FromList] = ()
+    """The curriculum; without any, all clips are trained on until the last step."""
+    difficulty: str | None = None
+    """The attribute that `difficulty` means in stages, such as `nouns` (`longtake data score`)."""
+    drift_limit: float = Field(1.0, gt=0)
+    """Standard deviations that the mean of an attribute may move from a stage to the next."""
+    on_drift: Literal["warn", "refuse"] = "warn"
+    on_change: Literal["refuse", "finish", "merge", "restart"] = "refuse"
+    """What a resumed run does if its clips, batch size or stages are others than before. `finish`:
+    end the epoch as it was, then go on with what is new. `merge`: train in the rest of the epoch
+    exactly what it has not seen yet. `restart`: begin the next epoch at once."""
     caption_dropout: float = Field(0.1, ge=0, le=1)
     """Share of samples trained with an empty caption, for classifier-free guidance."""
-    decode_threads: int = Field(2, gt=0)
+    workers: int = Field(2, ge=0)
+    """Processes of each rank that decode, watched and replaced when one hangs; 0: threads of the
+    training process, which nobody watches."""
+    sample_timeout_seconds: float = Field(60.0, gt=0)
+    """How long decoding one sample may take before its worker is dumped, killed and replaced."""
     prefetch_batches: int = Field(3, gt=0)
-    """Batches decoded ahead of the training step, or as many as there are threads."""
+    """Batches decoded ahead of the training step."""
     memory_gib: float = Field(1.0, ge=0)
     """Room, in each process, for decoded clips that are one window long; others are read anew."""
-    max_failed_clips: int = Field(16, ge=0)
-    """Clips that may fail to decode in a process (each is replaced) before the run stops."""
+    max_quarantined_clips: int = Field(16, ge=0)
+    """Clips that may fail to decode, over all ranks, before the run stops."""
+
+    @model_validator(mode="after")
+    def _has_catalogs(self) -> Self:
+        if bool(self.catalogs) == (self.catalog is not None):
+            raise ValueError("data needs either one catalog or several catalogs by name")
+        for weights in (self.weights, *(stage.weights or {} for stage in self.stages)):
+            for name in weights.keys() - self.sources().keys():
+                known = ", ".join(self.sources())
+                raise ValueError(f"data.weights names {name}, which is no catalog of: {known}")
+        return self
+
+    @model_validator(mode="after")
+    def _stages_fit_together(self) -> Self:
+        names = [stage.name for stage in self.stages]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"data.stages must have names of their own, but are {', '.join(names)}"
+            )
+        for stage in self.stages[:-1]:
+            if stage.epochs is None and stage.steps is None:
+                raise ValueError(
+                    f"stage {stage.name} has neither epochs nor steps, so the stages after it "
+                    "would never begin"
+                )
+        if self.stages and self.stages[0].ramp_steps:
+            raise ValueError(f"stage {names[0]} is the first: there is nothing to ramp from")
+        return self
+
+    def sources(self) -> dict[str, Path]:
+        """The catalogs' paths by name; a single one goes by the name `catalog`."""
+        return dict(self.catalogs) if self.catalog is None else {"catalog": self.catalog}
+
+    def curriculum(self) -> tuple[Stage, ...]:
+        """The stages; where there are none, one over all clips."""
+        return self.stages or (Stage(name="all"),)
+
+    def shapes(self) -> tuple[Bucket, ...]:
+        """All shapes that any stage trains in, each once."""
+        shapes = [shape for stage in self.curriculum() for shape in stage.buckets or self.buckets]
+        return tuple(dict.fromkeys(shapes))
 
 
 class ModelSection(_Section):
@@ -217,11 +309,16 @@ class Recipe(_Section):
 
 MAY_CHANGE_ON_RESUME = (
     "out",  # a run directory may be moved
-    "data.catalog",  # the catalog's content is compared by its own fingerprint
-    "data.decode_threads",
+    "data.catalog",  # what a catalog holds is compared by its own fingerprint
+    "data.catalogs",
+    "data.on_change",
+    "data.on_drift",
+    "data.drift_limit",
+    "data.workers",
+    "data.sample_timeout_seconds",
     "data.prefetch_batches",
     "data.memory_gib",
-    "data.max_failed_clips",
+    "data.max_quarantined_clips",
     "training.micro_batch_size",
     "training.device",
     "parallel",
@@ -229,6 +326,17 @@ MAY_CHANGE_ON_RESUME = (
     "sampling",
 )
 """Keys (or sections) that do not change what a run computes."""
+
+DECIDES_ORDER = (
+    "data.buckets",
+    "data.frame_stride",
+    "data.stages",
+    "data.weights",
+    "data.difficulty",
+    "training.batch_size",
+    "training.steps",
+)
+"""Keys that may change on resume where `data.on_change` says how to go on."""
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -273,7 +381,7 @@ def differences(old: Recipe, new: Recipe) -> list[tuple[str, object, object]]:
         (key, before.get(key), after.get(key))
         for key in keys
         if before.get(key) != after.get(key)
-        and not _may_change(key)
+        and not _may_change(key, new.data.on_change)
         and not (key == "training.steps" and _is_longer(old, new))
     ]
 
@@ -282,8 +390,9 @@ def _is_longer(old: Recipe, new: Recipe) -> bool:
     return old.optimizer.schedule == "constant" and new.training.steps > old.training.steps
 
 
-def _may_change(key: str) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE_ON_RESUME)
+def _may_change(key: str, on_change: str) -> bool:
+    free = MAY_CHANGE_ON_RESUME if on_change == "refuse" else MAY_CHANGE_ON_RESUME + DECIDES_ORDER
+    return any(key == each or key.startswith(f"{each}.") for each in free)
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -397,4 +506,5 @@ def _known_keys() -> list[str]:
         keys.append(name)
         if isinstance(field.annotation, type) and issubclass(field.annotation, _Section):
             keys += [f"{name}.{inner}" for inner in field.annotation.model_fields]
-    return [*keys, *(f"data.buckets.{inner}" for inner in Bucket.model_fields)]
+    keys += [f"data.buckets.{inner}" for inner in Bucket.model_fields]
+    return [*keys, *(f"data.stages.{inner}" for inner in Stage.model_fields)]

@@ -8,6 +8,9 @@ names and the record schemas:
     run.json                     id, created, launches (host, world size, start step, versions)
     events.jsonl                 what happened, one line each
     metrics.jsonl                scalars per step (writer: rank 0)
+    ledger/                      which clips each step consumed (writer: each rank, its own file)
+    catalogs/                    copies of the catalogs that were trained on
+    nodes/<host>/stacks/         dumps of processes that hung
     components/                  frozen parts made for this run: vae, text_encoder, tokenizer
     checkpoints/step_00001000/   model/ ema/ optimizer/ trainer.json COMMITTED
     evaluations/<preset>/step_00001000/   videos sampled from that checkpoint
@@ -35,7 +38,17 @@ from longtake.config import Recipe
 from longtake.errors import RecipeChangedError, RunError
 
 EventKind = Literal[
-    "launched", "resumed", "epoch", "checkpoint", "sample_rejected", "interrupted", "finished"
+    "launched",
+    "resumed",
+    "data_changed",
+    "stage",
+    "epoch",
+    "checkpoint",
+    "sample_rejected",
+    "decoder_stalled",
+    "decoder_died",
+    "interrupted",
+    "finished",
 ]
 
 
@@ -93,6 +106,20 @@ class RunDirectory:
     def checkpoints_path(self) -> Path:
         """The folder of checkpoints."""
         return self.path / "checkpoints"
+
+    @property
+    def ledger_path(self) -> Path:
+        """What each step consumed."""
+        return self.path / "ledger"
+
+    @property
+    def catalogs_path(self) -> Path:
+        """Copies of the catalogs that were trained on."""
+        return self.path / "catalogs"
+
+    def stack_path(self, host: str, name: str) -> Path:
+        """Where a dump of a process's stacks lies, whether there is one or not."""
+        return self.path / "nodes" / host / "stacks" / f"{name}.json"
 
     def checkpoint_path(self, step: int) -> Path:
         """Where the checkpoint of a step lies, whether it exists or not."""
@@ -224,6 +251,16 @@ class RunDirectory:
         with self._writing():
             append_json(self.events_path, {"time": now(), "event": kind, **fields})
 
+    def write_stacks(self, path: Path, stacks: Mapping[str, Any]) -> None:
+        """Write a dump of a process's stacks to where `stack_path` says.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        with self._writing():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, stacks)
+
     def append_metrics(self, metrics: Metrics) -> None:
         """Append one line to metrics.jsonl.
 
@@ -242,6 +279,11 @@ class RunDirectory:
 def now() -> str:
     """Wall-clock time for people to read, ISO 8601 in UTC; never subtracted from another."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def file_time() -> str:
+    """Wall-clock time as a part of file names, in UTC."""
+    return datetime.now(UTC).strftime("%Y%m%dT%H%M%S_%f")
 
 
 def append_json(path: Path, record: Mapping[str, Any]) -> None:

@@ -1,46 +1,45 @@
-"""Every clip goes to the bucket that keeps most of it, and is cut to it from the middle."""
+"""Every clip goes to the bucket that keeps most of it, and is cut to it."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtake.config import Bucket
+from longtake.data import buckets
 from longtake.data.buckets import choose, crop, sort_into_buckets, span
-from longtake.data.catalog import Catalog, Clip
-from longtake.errors import DataError
+from longtake.data.catalog import Catalog
 
 _side = st.integers(1, 3000)
-
-
-def _clip(
-    width: int, height: int, num_frames: int, caption: str = "x", identity: str = "0"
-) -> Clip:
-    return Clip(
-        identity=identity,
-        path=f"/clips/{identity}.mp4",
-        caption=caption,
-        num_frames=num_frames,
-        width=width,
-        height=height,
-        fps=8.0,
-        duration_seconds=num_frames / 8,
-        stream_index=0,
-        rotation=0,
-        codec="h264",
-        pix_fmt="yuv420p",
-    )
+_Size = tuple[int, int, int]
+"""(width, height, number of frames)"""
+_CatalogOf = Callable[..., Catalog]
 
 
 def _bucket(width: int, height: int, num_frames: int) -> Bucket:
     return Bucket(num_frames=num_frames, height=height, width=width)
 
 
-def _catalog(clips: Sequence[Clip]) -> Catalog:
-    return Catalog(tuple(clips))
+@pytest.fixture(scope="session")
+def sized(catalog_of: _CatalogOf) -> Callable[[Sequence[_Size]], Catalog]:
+    """Makes catalogs whose rows are clips of the given sizes, in the given order."""
+
+    def make(sizes: Sequence[_Size]) -> Catalog:
+        return catalog_of(
+            range(len(sizes)),
+            identity=lambda number: f"{number:032x}",
+            width=lambda number: sizes[number][0],
+            height=lambda number: sizes[number][1],
+            num_frames=lambda number: sizes[number][2],
+        )
+
+    return make
 
 
+_Sized = Callable[[Sequence[_Size]], Catalog]
 _SHAPES = [
     _bucket(64, 64, 9),  # 0
     _bucket(96, 64, 9),  # 1
@@ -50,41 +49,78 @@ _SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("clip", "index"),
-    [
-        (_clip(640, 640, 100), 0),  # the aspect ratio comes first
-        (_clip(1280, 1280, 9), 0),
-        (_clip(300, 200, 16), 1),  # as long as it fits
-        (_clip(120, 80, 17), 2),  # then the most frames, and then the nearest area
-        (_clip(1920, 1280, 17), 3),
-        (_clip(400, 600, 100), 4),
-        (_clip(640, 640, 8), 4),  # too short for the square bucket: the only one left
-    ],
-)
-def test_the_bucket_that_keeps_most_is_chosen(clip: Clip, index: int) -> None:
+def _rows(catalog: Catalog) -> buckets.Rows:
+    return np.arange(len(catalog), dtype=np.uint32)
+
+
+def _chosen(catalog: Catalog, shapes: Sequence[Bucket], stride: int = 1) -> list[int]:
+    found: list[int] = choose(catalog, _rows(catalog), shapes, stride).tolist()
+    return found
+
+
+def test_the_bucket_that_keeps_most_is_chosen(sized: _Sized) -> None:
     """The nearest aspect ratio, then the most frames, then the nearest area."""
-    assert choose(clip, _SHAPES, stride=1) == index
+    expected = {
+        (640, 640, 100): 0,  # the aspect ratio comes first
+        (1280, 1280, 9): 0,
+        (300, 200, 16): 1,  # as long as it fits
+        (120, 80, 17): 2,  # then the most frames, and then the nearest area
+        (1920, 1280, 17): 3,
+        (400, 600, 100): 4,
+        (640, 640, 8): 4,  # too short for the square bucket: the only one left
+    }
+    assert _chosen(sized(list(expected)), _SHAPES) == list(expected.values())
 
 
-def test_a_few_pixels_are_the_same_aspect_ratio() -> None:
+def test_a_few_pixels_are_the_same_aspect_ratio(sized: _Sized) -> None:
     """Where ratios differ by less than half a percent, the longer bucket keeps more."""
-    assert choose(_clip(960, 640, 20), [_bucket(960, 640, 9), _bucket(958, 640, 17)], 1) == 1
-    assert choose(_clip(960, 640, 20), [_bucket(960, 640, 9), _bucket(900, 640, 17)], 1) == 0
+    clips = sized([(960, 640, 20)])
+    assert _chosen(clips, [_bucket(960, 640, 9), _bucket(958, 640, 17)]) == [1]
+    assert _chosen(clips, [_bucket(960, 640, 9), _bucket(900, 640, 17)]) == [0]
 
 
-def test_of_equal_buckets_the_first_is_chosen() -> None:
+def test_of_equal_buckets_the_first_is_chosen(sized: _Sized) -> None:
     """So that a bucket that is listed twice is no matter of chance."""
-    assert choose(_clip(96, 64, 9), [_SHAPES[1], _SHAPES[1]], stride=1) == 0
+    assert _chosen(sized([(96, 64, 9)]), [_SHAPES[1], _SHAPES[1]]) == [0]
 
 
-def test_a_clip_that_is_too_short_has_no_bucket() -> None:
+def test_a_clip_that_is_too_short_has_no_bucket(sized: _Sized) -> None:
     """A window of n frames at a stride of s covers (n - 1) s + 1 frames of the clip."""
     shapes = [_bucket(64, 64, 9)]
     assert span(shapes[0], stride=3) == 25
-    assert choose(_clip(64, 64, 25), shapes, stride=3) == 0
-    assert choose(_clip(64, 64, 24), shapes, stride=3) is None
-    assert choose(_clip(64, 64, 1), [_bucket(64, 64, 1)], stride=3) == 0
+    assert _chosen(sized([(64, 64, 25), (64, 64, 24)]), shapes, stride=3) == [0, -1]
+    assert _chosen(sized([(64, 64, 1)]), [_bucket(64, 64, 1)], stride=3) == [0]
+
+
+def _reference(size: _Size, shapes: Sequence[Bucket], stride: int) -> int:
+    """The rule in plain words, one clip at a time."""
+    width, height, num_frames = size
+
+    def distance(shape: Bucket) -> tuple[float, int, float]:
+        aspect = abs(math.log(width / height) - math.log(shape.width / shape.height))
+        area = abs(math.log(width * height) - math.log(shape.width * shape.height))
+        return round(aspect, 2), -shape.num_frames, area
+
+    fitting = [i for i, shape in enumerate(shapes) if num_frames >= span(shape, stride)]
+    return min(fitting, key=lambda i: distance(shapes[i]), default=-1)
+
+
+# Few values, so that clips and buckets often tie.
+_few_sides = st.sampled_from([64, 90, 96, 128, 192])
+_sizes = st.lists(st.tuples(_few_sides, _few_sides, st.integers(1, 20)), min_size=1, max_size=8)
+_shapes = st.lists(
+    st.builds(_bucket, _few_sides, _few_sides, st.sampled_from([1, 5, 9])), min_size=1, max_size=5
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(sizes=_sizes, shapes=_shapes, stride=st.integers(1, 3))
+def test_all_clips_at_once_are_as_one_by_one(
+    sized: _Sized, sizes: list[_Size], shapes: list[Bucket], stride: int
+) -> None:
+    """Against a plain reference."""
+    expected = [_reference(size, shapes, stride) for size in sizes]
+    assert _chosen(sized(sizes), shapes, stride) == expected
 
 
 @settings(max_examples=300, deadline=None)
@@ -93,7 +129,7 @@ def test_a_crop_covers_its_bucket_from_the_middle(
     width: int, height: int, to_width: int, to_height: int
 ) -> None:
     """Scaled to at least the bucket, on one side exactly; margins of a side differ by a pixel."""
-    cut = crop(_clip(width, height, 1), _bucket(to_width, to_height, 1))
+    cut = crop(height, width, _bucket(to_width, to_height, 1))
     right = cut.scaled_width - to_width - cut.left
     bottom = cut.scaled_height - to_height - cut.top
     assert 0 <= cut.left <= right <= cut.left + 1
@@ -104,46 +140,48 @@ def test_a_crop_covers_its_bucket_from_the_middle(
     assert abs(cut.scaled_height - height * scale) <= 1
 
 
+_fraction = st.floats(0, 1, exclude_max=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(width=_side, height=_side, across=_fraction, down=_fraction)
+def test_a_crop_elsewhere_stays_inside(width: int, height: int, across: float, down: float) -> None:
+    """Wherever it is cut, the scaled picture covers it, and its scale is that of the middle."""
+    shape = _bucket(96, 64, 1)
+    middle, cut = crop(height, width, shape), crop(height, width, shape, across, down)
+    assert (cut.scaled_height, cut.scaled_width) == (middle.scaled_height, middle.scaled_width)
+    assert 0 <= cut.left <= cut.scaled_width - 96
+    assert 0 <= cut.top <= cut.scaled_height - 64
+
+
 def test_a_clip_of_its_buckets_size_is_not_touched() -> None:
     """No scaling and no margins."""
-    cut = crop(_clip(96, 64, 1), _bucket(96, 64, 1))
+    cut = crop(64, 96, _bucket(96, 64, 1))
     assert (cut.scaled_width, cut.scaled_height, cut.left, cut.top) == (96, 64, 0, 0)
 
 
-def test_clips_are_sorted_and_what_is_left_out_is_counted() -> None:
-    """Each bucket keeps the catalog's order; every clip is in one bucket or counted once."""
-    clips = [
-        _clip(96, 64, 9, identity="a"),
-        _clip(96, 64, 9, caption="", identity="b"),
-        _clip(64, 64, 9, identity="c"),
-        _clip(96, 64, 3, identity="d"),
-        _clip(96, 64, 3, caption="", identity="e"),
-        _clip(96, 64, 12, identity="f"),
-    ]
-    buckets = sort_into_buckets(_catalog(clips), _SHAPES[:3], stride=1)
-    found = [[clip.identity for clip in members] for members in buckets.clips]
-    assert found == [["c"], ["a", "f"], []]
-    assert buckets.shapes == tuple(_SHAPES[:3])
-    assert buckets.dropped == {"no caption": 2, "too short for every bucket": 1}
+def test_clips_are_sorted_and_what_is_left_out_is_counted(sized: _Sized) -> None:
+    """Each bucket keeps the catalog's order; only the rows that are asked for take part."""
+    clips = sized([(96, 64, 9), (64, 64, 9), (64, 64, 9), (96, 64, 3), (96, 64, 12)])
+    rows = np.array([0, 2, 3, 4], np.uint32)
+    members, dropped = sort_into_buckets(clips, rows, _SHAPES[:3], stride=1)
+    assert [each.tolist() for each in members.rows] == [[2], [0, 4], []]
+    assert members.shapes == tuple(_SHAPES[:3])
+    assert (members.sizes, len(members)) == ((1, 2, 0), 3)
+    assert sorted(members.all_rows().tolist()) == [0, 2, 4]
+    assert dropped == {"too short for every bucket": 1}
 
 
-def test_when_nothing_is_left_the_reasons_are_given() -> None:
-    """Counts, the buckets, the longest clip, and what to do."""
-    clips = [
-        _clip(96, 64, 3, identity="a"),
-        _clip(96, 64, 5, identity="b"),
-        _clip(96, 64, 9, caption="", identity="c"),
-    ]
-    with pytest.raises(DataError) as caught:
-        sort_into_buckets(_catalog(clips), _SHAPES[:2], stride=1)
-    assert str(caught.value).startswith(
-        "None of the catalog's 3 clips can be trained on: 2 (too short for every bucket), "
-        "1 (no caption). The buckets are 9 frames of 64x64, 9 frames of 96x64; "
-        "the longest clip has 9 frames. Index clips with captions"
-    )
-
-
-def test_an_empty_catalog_is_refused() -> None:
-    """As it may be that every file was rejected."""
-    with pytest.raises(DataError, match="it is empty"):
-        sort_into_buckets(_catalog([]), _SHAPES, stride=1)
+def test_sorting_in_chunks_and_mapping_from_disk_change_nothing(
+    sized: _Sized, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What many clips are sorted by gives the same rows, which are not on the heap."""
+    clips = sized([(64 + 32 * (n % 2), 64, 9) for n in range(50)])
+    plain, _ = sort_into_buckets(clips, _rows(clips), _SHAPES[:2], stride=1)
+    monkeypatch.setattr(buckets, "_CHUNK", 7)
+    monkeypatch.setattr(buckets, "_MOST_ON_THE_HEAP", 10)
+    mapped, _ = sort_into_buckets(clips, _rows(clips), _SHAPES[:2], stride=1)
+    for one, other in zip(plain.rows, mapped.rows, strict=True):
+        assert isinstance(other, np.memmap)
+        assert other.dtype == np.uint32
+        np.testing.assert_array_equal(one, other)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from longtake.data.clip import Media
 from longtake.data.decode import read_frames
 from longtake.data.encode import write_video
 from longtake.data.probe import probe
@@ -34,7 +35,7 @@ def test_frames_come_back_nearly_unchanged(tmp_path: Path) -> None:
 def test_the_frame_rate_is_kept(tmp_path: Path, fps: float) -> None:
     """Whole, fractional and NTSC rates come back."""
     write_video(tmp_path / "clip.mp4", _smooth(), fps=fps)
-    found = probe(tmp_path / "clip.mp4")
+    found = probe(Media(str(tmp_path / "clip.mp4")))
     assert found.fps == pytest.approx(fps, rel=1e-4)
     assert (found.num_frames, found.width, found.height) == (6, 48, 32)
 
@@ -74,7 +75,7 @@ def test_writing_leaves_only_the_file(tmp_path: Path) -> None:
     write_video(path, _smooth(2), fps=8)
     write_video(path, _smooth(5), fps=8)
     assert list(tmp_path.iterdir()) == [path]
-    assert probe(path).num_frames == 5
+    assert probe(Media(str(path))).num_frames == 5
 
 
 def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_an_interrupted_write_leaves_nothing_behind(
     with pytest.raises(KeyboardInterrupt):
         write_video(path, _smooth(5), fps=8)
     assert list(tmp_path.iterdir()) == [path]
-    assert probe(path).num_frames == 2
+    assert probe(Media(str(path))).num_frames == 2
 
 
 def test_a_file_in_the_folders_place_is_an_error(tmp_path: Path) -> None:

@@ -1,94 +1,111 @@
 """Batches are a pure function of the step: the same whoever loads them, in whatever order."""
 
 import gc
+import json
+import os
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
-from PIL import Image
 
-from longtake import config
-from longtake.config import Bucket, Recipe
-from longtake.data.buckets import Buckets, sort_into_buckets
-from longtake.data.catalog import Catalog, Clip, index
+from longtake.config import DataSection
+from longtake.data.catalog import Catalog
+from longtake.data.clip import Clip, Media
 from longtake.data.encode import write_video
-from longtake.data.loader import Batch, Loader, read_window
-from longtake.errors import ClipError, DataError
+from longtake.data.index import index
+from longtake.data.loader import Batch, Loader
+from longtake.errors import DataChangedError, DataError
 
 _NUM_WIDE, _NUM_TALL = 7, 4
 _STEPS = 12
+_SHAPES = [
+    {"num_frames": 5, "height": 16, "width": 24},
+    {"num_frames": 5, "height": 24, "width": 16},
+]
 
 
 @pytest.fixture(scope="module")
-def catalog(tmp_path_factory: pytest.TempPathFactory) -> Catalog:
-    """Seven wide and four tall clips of 5 to 8 frames, each frame of its own grey."""
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Seven wide and four tall clips of 5 to 8 frames, each frame of its own grey.
+
+    The left half of a picture is brighter.
+    """
     folder = tmp_path_factory.mktemp("clips")
     for number in range(_NUM_WIDE + _NUM_TALL):
         height, width = (32, 48) if number < _NUM_WIDE else (48, 32)
         frames = np.full((5 + number % 4, height, width, 3), 20 * number, np.uint8)
         frames += np.arange(len(frames), dtype=np.uint8)[:, None, None, None] * 4
+        frames[:, :, : width // 2] += 8
         write_video(folder / f"{number}.mp4", frames, fps=8)
         (folder / f"{number}.txt").write_text(f"clip {number}")
     out = folder / "catalog.parquet"
     index([folder], captions=None, out=out)
-    return Catalog.load(out)
+    return out
 
 
-def _recipe(batch_size: int = 4, seed: int = 3, **data: Any) -> Recipe:
-    buckets = [
-        {"num_frames": 5, "height": 16, "width": 24},
-        {"num_frames": 5, "height": 24, "width": 16},
-    ]
-    values = {
-        "out": "unused",
-        "seed": seed,
-        "data": {"catalog": "unused.parquet", "buckets": buckets} | data,
-        "model": {"family": "tubelet"},
-        "training": {"steps": _STEPS, "batch_size": batch_size},
-    }
-    return config.parse(values, "test")
+def _section(path: Path, **values: Any) -> DataSection:
+    return DataSection.model_validate({"catalog": path, "buckets": _SHAPES, "workers": 0, **values})
 
 
-def _loader(catalog: Catalog, recipe: Recipe, rank: int = 0, world_size: int = 1) -> Loader:
-    buckets = sort_into_buckets(catalog, recipe.data.buckets, recipe.data.frame_stride)
-    return Loader(buckets, recipe, rank, world_size)
+def _loader(
+    path: Path,
+    *,
+    batch_size: int = 4,
+    seed: int = 3,
+    rank: int = 0,
+    world_size: int = 1,
+    kept: Path | None = None,
+    **values: Any,
+) -> Loader:
+    return Loader(
+        _section(path, **values),
+        batch_size=batch_size,
+        seed=seed,
+        rank=rank,
+        world_size=world_size,
+        kept=kept,
+    )
 
 
 def _assert_same(one: Batch, other: Batch) -> None:
-    assert (one.step, one.epoch) == (other.step, other.epoch)
-    assert one.captions == other.captions
-    assert one.seeds == other.seeds
-    assert one.identities == other.identities
+    for name in ("step", "stage", "source", "epoch", "begins_epoch", "bucket", "captions"):
+        assert getattr(one, name) == getattr(other, name), name
+    for name in ("seeds", "identities", "epochs", "rejected"):
+        assert getattr(one, name) == getattr(other, name), name
     assert torch.equal(one.videos, other.videos)
+    assert torch.equal(one.weights, other.weights)
 
 
-def _assert_all_same(some: list[Batch], others: list[Batch]) -> None:
+def _assert_all_same(some: Sequence[Batch], others: Sequence[Batch]) -> None:
     for one, other in zip(some, others, strict=True):
         _assert_same(one, other)
 
 
 @pytest.fixture(scope="module")
-def expected(catalog: Catalog) -> list[Batch]:
+def expected(path: Path) -> list[Batch]:
     """The batches of all steps, loaded one by one."""
-    loader = _loader(catalog, _recipe(memory_gib=0.0))
+    loader = _loader(path, memory_gib=0.0)
     return [loader.load(step) for step in range(_STEPS)]
 
 
-def test_a_batch_is_what_its_fields_say(catalog: Catalog, expected: list[Batch]) -> None:
+def test_a_batch_is_what_its_fields_say(path: Path, expected: list[Batch]) -> None:
     """Shapes, types, and the captions of the clips that are named; over all, every clip is used."""
-    captions = {clip.identity: clip.caption for clip in catalog.clips}
+    captions = {clip.identity: clip.caption for clip in Catalog.load(path).clips()}
     for step, batch in enumerate(expected):
-        assert batch.step == step
-        assert batch.videos.shape in ((4, 3, 5, 16, 24), (4, 3, 5, 24, 16))
+        assert (batch.step, batch.stage, batch.source) == (step, "all", "catalog")
+        shape = batch.bucket
+        assert batch.videos.shape == (4, 3, shape.num_frames, shape.height, shape.width)
         assert batch.videos.dtype == torch.uint8
         assert batch.captions == tuple(captions[identity] for identity in batch.identities)
-        assert len(batch.seeds) == 4
+        assert len(batch.seeds) == len(batch.epochs) == 4
+        assert batch.weights.tolist() == [1] * 4
+        assert batch.rejected == ()
     assert {identity for batch in expected for identity in batch.identities} == set(captions)
     assert [batch.epoch for batch in expected] == sorted(batch.epoch for batch in expected)
 
@@ -97,265 +114,10 @@ def test_the_pixels_are_the_captioned_clips(expected: list[Batch]) -> None:
     """Clip n begins at grey 20 n, and each frame is 4 brighter, at whatever frame it begins."""
     for batch in expected:
         for caption, video in zip(batch.captions, batch.videos.float(), strict=True):
-            greys = video.mean(dim=(0, 2, 3)) - 20 * int(caption.removeprefix("clip "))
+            greys = video.mean(dim=(0, 2, 3)) - 4 - 20 * int(caption.removeprefix("clip "))
             start = round(greys[0].item() / 4)
             assert 0 <= start <= 3
             torch.testing.assert_close(greys, 4.0 * (start + torch.arange(5)), atol=2, rtol=0)
-
-
-@pytest.mark.parametrize(("threads", "ahead"), [(1, 1), (3, 5)])
-def test_decoding_ahead_changes_nothing(
-    catalog: Catalog, expected: list[Batch], threads: int, ahead: int
-) -> None:
-    """Whatever the threads and the room, the batches are those that are loaded one by one."""
-    loader = _loader(catalog, _recipe(decode_threads=threads, prefetch_batches=ahead))
-    _assert_all_same(list(loader.batches(0, _STEPS)), expected)
-
-
-@pytest.mark.parametrize("start", range(0, _STEPS + 1, 3))
-def test_resuming_anywhere_gives_the_same_rest(
-    catalog: Catalog, expected: list[Batch], start: int
-) -> None:
-    """A new loader that starts at a later step goes on bit for bit."""
-    rest = list(_loader(catalog, _recipe()).batches(start, _STEPS))
-    _assert_all_same(rest, expected[start:])
-
-
-def _join(shares: tuple[Batch, ...]) -> Batch:
-    """The global batch of all ranks' shares."""
-    assert len({(share.step, share.epoch) for share in shares}) == 1
-    return Batch(
-        step=shares[0].step,
-        epoch=shares[0].epoch,
-        begins_epoch=shares[0].begins_epoch,
-        bucket=shares[0].bucket,
-        videos=torch.cat([share.videos for share in shares]),
-        captions=sum((share.captions for share in shares), ()),
-        seeds=sum((share.seeds for share in shares), ()),
-        identities=sum((share.identities for share in shares), ()),
-    )
-
-
-def _over_ranks(catalog: Catalog, recipe: Recipe, world_size: int) -> list[Batch]:
-    loaders = [_loader(catalog, recipe, rank, world_size) for rank in range(world_size)]
-    shares = [list(loader.batches(0, _STEPS)) for loader in loaders]
-    return [_join(of_step) for of_step in zip(*shares, strict=True)]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_ranks_share_the_same_global_batch(
-    catalog: Catalog, expected: list[Batch], world_size: int
-) -> None:
-    """In the order of the ranks, their shares are the batch of a single process."""
-    _assert_all_same(_over_ranks(catalog, _recipe(), world_size), expected)
-
-
-@pytest.mark.parametrize("memory_gib", [0.0, 40_000 / 2**30, 1.0])
-def test_memory_changes_no_pixel(
-    catalog: Catalog, expected: list[Batch], memory_gib: float
-) -> None:
-    """Without room, with room for a few windows, and with room for all; also when read again."""
-    loader = _loader(catalog, _recipe(memory_gib=memory_gib))
-    for _ in range(2):
-        _assert_all_same([loader.load(step) for step in range(_STEPS)], expected)
-
-
-def test_clips_in_memory_are_not_decoded_again(catalog: Catalog, tmp_path: Path) -> None:
-    """With room, clips of one window come back although their files are gone; else they cannot."""
-    moved = _copy(catalog, tmp_path)
-    moved = Catalog(tuple(clip for clip in moved.clips if clip.num_frames == 5))
-    with_room, without = (_loader(moved, _recipe(memory_gib=gib)) for gib in (1.0, 0.0))
-    first = with_room.load(0)
-    _assert_same(without.load(0), first)
-    for clip in moved.clips:
-        Path(clip.path).unlink()
-    _assert_same(with_room.load(0), first)
-    with pytest.raises(DataError):
-        without.load(0)
-
-
-def test_clips_of_many_windows_are_not_kept(catalog: Catalog, tmp_path: Path) -> None:
-    """The next epoch wants another window of them: they would only take the room of others."""
-    moved = _copy(catalog, tmp_path)
-    moved = Catalog(tuple(clip for clip in moved.clips if clip.num_frames > 5))
-    loader = _loader(moved, _recipe(memory_gib=1.0))
-    loader.load(0)
-    for clip in moved.clips:
-        Path(clip.path).unlink()
-    with pytest.raises(DataError):
-        loader.load(0)
-
-
-def test_another_seed_is_another_order(catalog: Catalog, expected: list[Batch]) -> None:
-    """Clips and samples' seeds change with the run's."""
-    others = list(_loader(catalog, _recipe(seed=4)).batches(0, _STEPS))
-    assert [batch.identities for batch in others] != [batch.identities for batch in expected]
-    ours = {seed for batch in expected for seed in batch.seeds}
-    assert len(ours) == 4 * _STEPS
-    assert ours.isdisjoint(seed for batch in others for seed in batch.seeds)
-
-
-def _copy(catalog: Catalog, folder: Path) -> Catalog:
-    """The same clips in another folder, where they can be deleted."""
-    clips = []
-    for clip in catalog.clips:
-        path = folder / Path(clip.path).name
-        path.write_bytes(Path(clip.path).read_bytes())
-        clips.append(Clip(**(vars(clip) | {"path": str(path)})))
-    return Catalog(tuple(clips))
-
-
-def _next_in_bucket(buckets: Buckets, identity: str) -> str:
-    for clips in buckets.clips:
-        identities = [clip.identity for clip in clips]
-        if identity in identities:
-            return identities[(identities.index(identity) + 1) % len(identities)]
-    raise AssertionError(identity)
-
-
-@pytest.mark.parametrize("damage", ["deleted", "cut"])
-def test_a_clip_that_fails_is_replaced_by_the_next(
-    catalog: Catalog, expected: list[Batch], tmp_path: Path, damage: str
-) -> None:
-    """By the next of its bucket, on any world size, resumed or not; all other samples stay."""
-    moved = _copy(catalog, tmp_path)
-    lost = moved.clips[2]
-    if damage == "deleted":
-        Path(lost.path).unlink()
-    else:
-        Path(lost.path).write_bytes(Path(lost.path).read_bytes()[:300])
-    recipe = _recipe()
-    loader = _loader(moved, recipe)
-    batches = list(loader.batches(0, _STEPS))
-    buckets = sort_into_buckets(moved, recipe.data.buckets, 1)
-    substitute = _next_in_bucket(buckets, lost.identity)
-    for batch, planned in zip(batches, expected, strict=True):
-        assert batch.identities == tuple(
-            substitute if identity == lost.identity else identity for identity in planned.identities
-        )
-        kept = [each != lost.identity for each in planned.identities]
-        assert torch.equal(batch.videos[kept], planned.videos[kept])
-    assert list(loader.failures) == [lost.identity]
-    assert loader.failures[lost.identity].path == Path(lost.path)
-    _assert_all_same(_over_ranks(moved, recipe, 2), batches)
-    _assert_all_same(list(_loader(moved, recipe).batches(7, _STEPS)), batches[7:])
-
-
-def test_neighbours_that_fail_are_passed_over(catalog: Catalog, tmp_path: Path) -> None:
-    """One clip of a bucket is enough to go on; without any the bucket is named."""
-    moved = _copy(catalog, tmp_path)
-    tall = [clip for clip in moved.clips if clip.height > clip.width]
-    for clip in tall[1:]:
-        Path(clip.path).unlink()
-    only = Catalog(tuple(tall))
-    loader = _loader(only, _recipe(decode_threads=3))
-    for batch in loader.batches(0, 5):
-        assert set(batch.identities) == {tall[0].identity}
-    assert loader.failures.keys() == {clip.identity for clip in tall[1:]}
-    Path(tall[0].path).unlink()
-    message = r"None of the 4 clips in the bucket of 5 frames of 16x24 .* No such file"
-    with pytest.raises(DataError, match=message):
-        list(_loader(only, _recipe()).batches(0, 5))
-
-
-def test_too_many_failures_stop_the_run(catalog: Catalog, tmp_path: Path) -> None:
-    """As many as allowed are replaced; one more is an error that says where to look."""
-    moved = _copy(catalog, tmp_path)
-    for clip in moved.clips[:3]:
-        Path(clip.path).unlink()
-    allowed = _loader(moved, _recipe(max_failed_clips=3))
-    assert len(list(allowed.batches(0, _STEPS))) == _STEPS
-    assert len(allowed.failures) == 3
-    message = r"3 clips could not .* data\.max_failed_clips = 2 allows.*longtake data index"
-    with pytest.raises(DataError, match=message):
-        list(_loader(moved, _recipe(max_failed_clips=2)).batches(0, _STEPS))
-    assert _decoders() == []
-
-
-def _decoders() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("decode")]
-
-
-def test_stopping_early_leaves_no_threads(catalog: Catalog) -> None:
-    """Closed in the middle, dropped, or ended by an error in the loop's body."""
-    loader = _loader(catalog, _recipe(decode_threads=3))
-    stream = loader.batches(0, 10**6)
-    next(stream)
-    assert _decoders()
-    assert isinstance(stream, Iterator)
-    stream.close()  # type: ignore[attr-defined]  # a generator, which its type does not promise
-    assert _decoders() == []
-    next(loader.batches(0, 10**6))
-    gc.collect()
-    assert _decoders() == []
-
-
-def test_windows_stay_inside_their_clips(catalog: Catalog) -> None:
-    """With strides, too: no clip fails, and every start that fits is used by some epoch."""
-    recipe = _recipe(
-        frame_stride=3, memory_gib=1.0, buckets=[{"num_frames": 2, "height": 32, "width": 48}]
-    )
-    wide = Catalog(tuple(clip for clip in catalog.clips if clip.num_frames == 8))
-    loader = _loader(wide, recipe)
-    firsts = set()
-    for batch in loader.batches(0, 12):
-        for caption, video in zip(batch.captions, batch.videos.float(), strict=True):
-            grey = video.mean(dim=(0, 2, 3)) - 20 * int(caption.removeprefix("clip "))
-            firsts.add(round(grey[0].item() / 4))
-            assert grey[1] - grey[0] == pytest.approx(12, abs=3)
-    assert loader.failures == {}
-    assert firsts == {0, 1, 2, 3, 4}
-
-
-def _plain(path: str) -> NDArray[np.uint8]:
-    """PyAV's own frames: [F, H, W, 3]."""
-    with av.open(path) as container:
-        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
-
-
-def test_a_window_of_the_clips_size_is_what_pyav_decodes(tmp_path: Path) -> None:
-    """Bit for bit, from any start and with any stride."""
-    noise = np.random.default_rng(0).integers(0, 256, (9, 32, 48, 3), np.uint8)
-    write_video(tmp_path / "noise.mp4", noise, fps=8)
-    index([tmp_path], captions=None, out=tmp_path / "catalog.parquet")
-    (clip,) = Catalog.load(tmp_path / "catalog.parquet").clips
-    window = read_window(clip, Bucket(num_frames=3, height=32, width=48), start=2, stride=3)
-    assert window.shape == (3, 3, 32, 48)
-    assert window.is_contiguous()
-    expected = torch.from_numpy(_plain(clip.path)[2::3])
-    assert torch.equal(window.permute(1, 2, 3, 0), expected)
-
-
-def test_a_file_of_another_size_than_indexed_is_refused(catalog: Catalog, tmp_path: Path) -> None:
-    """A clip that was replaced after indexing is not silently stretched."""
-    clip = _copy(catalog, tmp_path).clips[0]
-    write_video(Path(clip.path), np.zeros((8, 64, 64, 3), np.uint8), fps=8)
-    indexed = f"{clip.width}x{clip.height}"
-    with pytest.raises(ClipError, match=f"has 64x64 pixels, was indexed with {indexed}"):
-        read_window(clip, Bucket(num_frames=1, height=16, width=16), start=0, stride=1)
-
-
-@pytest.mark.parametrize("to_size", [(128, 128), (96, 224), (512, 320)])
-def test_a_real_clip_is_scaled_as_pillow_scales_it(
-    material: Path, tmp_path: Path, to_size: tuple[int, int]
-) -> None:
-    """Scaled to cover the bucket, down or up, and cut from the middle: two levels apart at most."""
-    height, width = to_size
-    source = material / "videos" / "finetrainers" / "hiker_tiny.mp4"
-    index([source], captions=None, out=tmp_path / "catalog.parquet")
-    (clip,) = Catalog.load(tmp_path / "catalog.parquet").clips
-    window = read_window(clip, Bucket(num_frames=2, height=height, width=width), 5, stride=10)
-    scale = max(height / 240, width / 368)
-    scaled_width, scaled_height = round(368 * scale), round(240 * scale)
-    left, top = (scaled_width - width) // 2, (scaled_height - height) // 2
-    for picture, frame in zip(window.unbind(1), _plain(clip.path)[[5, 15]], strict=True):
-        scaled = Image.fromarray(frame).resize(
-            (scaled_width, scaled_height), Image.Resampling.BICUBIC
-        )
-        cut = np.asarray(scaled.crop((left, top, left + width, top + height)))
-        error = np.abs(picture.permute(1, 2, 0).numpy().astype(int) - cut)
-        assert error.max() <= 2
-        assert error.mean() < 0.1
 
 
 def test_an_epoch_begins_once(expected: list[Batch]) -> None:
@@ -364,3 +126,451 @@ def test_an_epoch_begins_once(expected: list[Batch]) -> None:
     begins = [step == 0 or epochs[step] != epochs[step - 1] for step in range(_STEPS)]
     assert [batch.begins_epoch for batch in expected] == begins
     assert sum(begins) > 2
+
+
+@pytest.mark.parametrize(("workers", "ahead"), [(0, 1), (2, 5), (3, 1)])
+def test_decoding_ahead_changes_nothing(
+    path: Path, expected: list[Batch], workers: int, ahead: int
+) -> None:
+    """Whatever the workers and the room, the batches are those that are loaded one by one."""
+    loader = _loader(path, workers=workers, prefetch_batches=ahead)
+    _assert_all_same(list(loader.batches(_STEPS)), expected)
+    assert loader.step == _STEPS
+
+
+def _join(shares: tuple[Batch, ...]) -> Batch:
+    """The global batch of all ranks' shares."""
+    assert len({(share.step, share.epoch, share.bucket) for share in shares}) == 1
+    return replace(
+        shares[0],
+        videos=torch.cat([share.videos for share in shares]),
+        captions=sum((share.captions for share in shares), ()),
+        seeds=sum((share.seeds for share in shares), ()),
+        identities=sum((share.identities for share in shares), ()),
+        epochs=sum((share.epochs for share in shares), ()),
+        weights=torch.cat([share.weights for share in shares]),
+        rejected=sum((share.rejected for share in shares), ()),
+    )
+
+
+def _over_ranks(loaders: Sequence[Loader], end: int | None = _STEPS) -> list[Batch]:
+    """The global batches of ranks that tell each other what they cannot decode, as in training."""
+    batches = []
+    for shares in zip(*(loader.batches(end) for loader in loaders), strict=True):
+        failures = [loader.failures for loader in loaders]
+        for loader in loaders:
+            for clips in failures:
+                loader.quarantine(clips)
+        batches.append(_join(shares))
+    return batches
+
+
+def _ranks(path: Path, world_size: int, **values: Any) -> list[Loader]:
+    return [_loader(path, rank=r, world_size=world_size, **values) for r in range(world_size)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_share_the_same_global_batch(
+    path: Path, expected: list[Batch], world_size: int
+) -> None:
+    """In the order of the ranks, their shares are the batch of a single process."""
+    _assert_all_same(_over_ranks(_ranks(path, world_size)), expected)
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused(path: Path) -> None:
+    """Named with both numbers."""
+    with pytest.raises(DataError, match=r"batch of 4 clips cannot be shared by 3 ranks"):
+        _loader(path, world_size=3)
+
+
+@pytest.mark.parametrize("memory_gib", [0.0, 40_000 / 2**30, 1.0])
+def test_memory_changes_no_pixel(path: Path, expected: list[Batch], memory_gib: float) -> None:
+    """Without room, with room for a few windows, and with room for all; also when read again."""
+    loader = _loader(path, memory_gib=memory_gib)
+    for _ in range(2):
+        _assert_all_same([loader.load(step) for step in range(_STEPS)], expected)
+
+
+def _part(path: Path, folder: Path, which: Callable[[Clip], bool]) -> tuple[Path, list[Clip]]:
+    """A catalog of some of the clips, with copies of their files that can be deleted."""
+    clips = []
+    for clip in filter(which, Catalog.load(path).clips()):
+        copy = folder / Path(clip.path).name
+        copy.write_bytes(Path(clip.path).read_bytes())
+        clips.append(replace(clip, media=Media(str(copy))))
+    out = folder / "catalog.parquet"
+    Catalog.of(clips).save(out)
+    return out, clips
+
+
+def test_clips_in_memory_are_not_decoded_again(path: Path, tmp_path: Path) -> None:
+    """With room, clips of one window come back although their files are gone; else they cannot."""
+    part, clips = _part(path, tmp_path, lambda clip: clip.num_frames == 5)
+    with_room, without = (_loader(part, memory_gib=gib) for gib in (1.0, 0.0))
+    first = with_room.load(0)
+    _assert_same(without.load(0), first)
+    for clip in clips:
+        Path(clip.path).unlink()
+    _assert_same(with_room.load(0), first)
+    with pytest.raises(DataError):
+        without.load(0)
+
+
+def test_clips_of_many_windows_are_not_kept(path: Path, tmp_path: Path) -> None:
+    """The next epoch wants another window of them: they would only take the room of others."""
+    part, clips = _part(path, tmp_path, lambda clip: clip.num_frames > 5)
+    loader = _loader(part, memory_gib=1.0)
+    loader.load(0)
+    for clip in clips:
+        Path(clip.path).unlink()
+    with pytest.raises(DataError):
+        loader.load(0)
+
+
+def test_another_seed_is_another_order(path: Path, expected: list[Batch]) -> None:
+    """Clips and samples' seeds change with the run's."""
+    others = list(_loader(path, seed=4).batches(_STEPS))
+    assert [batch.identities for batch in others] != [batch.identities for batch in expected]
+    ours = {seed for batch in expected for seed in batch.seeds}
+    assert len(ours) == 4 * _STEPS
+    assert ours.isdisjoint(seed for batch in others for seed in batch.seeds)
+
+
+def test_mirroring_all_mirrors_all(path: Path, expected: list[Batch]) -> None:
+    """Bit for bit, and nothing else is another."""
+    flipped = list(_loader(path, flip=1.0).batches(_STEPS))
+    for one, other in zip(flipped, expected, strict=True):
+        assert not torch.equal(one.videos, other.videos)
+        _assert_same(replace(one, videos=one.videos.flip(-1)), other)
+
+
+def test_crops_and_flips_belong_to_seed_epoch_and_clip(path: Path) -> None:
+    """The same sample has the same pixels in any batch size; another epoch has others."""
+    square = [{"num_frames": 5, "height": 16, "width": 16}]
+    values: dict[str, Any] = {"buckets": square, "random_crop": True, "flip": 0.5}
+    found = []
+    for batch_size in (4, 3):
+        loader = _loader(path, batch_size=batch_size, **values)
+        found.append(
+            {
+                (epoch, identity): video
+                for batch in loader.batches(44 // batch_size)
+                for epoch, identity, video in zip(
+                    batch.epochs, batch.identities, batch.videos, strict=True
+                )
+            }
+        )
+    assert len(found[0]) == 44
+    assert len(found[0].keys() & found[1].keys()) > 30
+    for key in found[0].keys() & found[1].keys():
+        assert torch.equal(found[0][key], found[1][key])
+    for identity in {identity for _, identity in found[0]}:
+        videos = [found[0][epoch, identity] for epoch in range(4)]
+        assert not all(torch.equal(video, videos[0]) for video in videos[1:])
+
+
+_ONCE = [{"name": "once", "epochs": 1}]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_places_of_a_smaller_last_batch_weigh_nothing(path: Path, world_size: int) -> None:
+    """Seven wide clips and four tall ones by four: one place is left over, and filled."""
+    batches = _over_ranks(_ranks(path, world_size, stages=_ONCE), end=None)
+    assert len(batches) == 3
+    assert sorted(int(batch.weights.sum()) for batch in batches) == [3, 4, 4]
+    for batch in batches:
+        assert batch.videos.shape[0] == len(batch.captions) == len(batch.seeds) == 4
+        assert not batch.rejected
+    trained = Counter(
+        identity
+        for batch in batches
+        for identity, weight in zip(batch.identities, batch.weights.tolist(), strict=True)
+        if weight
+    )
+    assert trained == Counter(clip.identity for clip in Catalog.load(path).clips())
+
+
+@pytest.mark.parametrize("damage", ["deleted", "cut"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_clip_that_fails_weighs_nothing_and_nobody_is_repeated(
+    path: Path, expected: list[Batch], tmp_path: Path, damage: str, world_size: int
+) -> None:
+    """A stand-in fills its place with weight 0; all other samples stay, on any world size."""
+    part, clips = _part(path, tmp_path, lambda _: True)
+    lost = clips[2]
+    if damage == "deleted":
+        Path(lost.path).unlink()
+    else:
+        Path(lost.path).write_bytes(Path(lost.path).read_bytes()[:300])
+    loaders = _ranks(part, world_size)
+    batches = _over_ranks(loaders)
+    for batch, planned in zip(batches, expected, strict=True):
+        is_there = torch.tensor([each != lost.identity for each in planned.identities])
+        assert torch.equal(batch.weights > 0, is_there)
+        for name in ("identities", "captions", "seeds", "epochs"):
+            pairs = zip(getattr(batch, name), getattr(planned, name), is_there, strict=True)
+            assert all(one == other for one, other, kept in pairs if kept), name
+        assert torch.equal(batch.videos[is_there], planned.videos[is_there])
+        assert set(batch.identities) <= {clip.identity for clip in clips} - {lost.identity}
+        epochs = zip(planned.identities, planned.epochs, strict=True)
+        assert batch.rejected == tuple(each for each in epochs if each[0] == lost.identity)
+    for loader in loaders:
+        assert list(loader.quarantined) == [lost.identity]
+        assert lost.path in loader.quarantined[lost.identity]
+        assert loader.state_dict() == loaders[0].state_dict()
+
+
+def test_what_is_quarantined_stays_so_on_resume(path: Path, tmp_path: Path) -> None:
+    """The state holds it with its reason: the file is not even opened again."""
+    part, clips = _part(path, tmp_path, lambda _: True)
+    lost = clips[2]
+    data = Path(lost.path).read_bytes()
+    Path(lost.path).unlink()
+    first = _loader(part)
+    whole = list(first.batches(_STEPS))
+    begun = _loader(part)
+    list(begun.batches(6))
+    state = begun.state_dict()
+    assert list(state["quarantined"]) == [lost.identity]
+    Path(lost.path).write_bytes(data)  # the disk is back
+    going = _loader(part)
+    going.load_state_dict(state)
+    _assert_all_same(list(going.batches(_STEPS)), whole[6:])
+
+
+def test_a_clip_that_was_quarantined_while_it_was_under_way_stays_out(
+    path: Path,
+) -> None:
+    """How far a rank had decoded ahead when another one failed makes no difference."""
+    clips = list(Catalog.load(path).clips())
+    lost = clips[2].identity
+    found = []
+    for ahead in (1, 6):
+        loader, batches = _loader(path, prefetch_batches=ahead), []
+        for batch in loader.batches(_STEPS):
+            if batch.step == 0:
+                loader.quarantine({lost: "another rank could not decode it"})
+            batches.append(batch)
+        found.append(batches)
+    _assert_all_same(found[0], found[1])
+    after = [batch for batch in found[1] if batch.step > 0]
+    assert all(lost not in batch.identities for batch in after)
+    assert sum(len(batch.rejected) for batch in after) >= 2
+    assert all(identity == lost for batch in after for identity, _ in batch.rejected)
+
+
+def test_a_failure_is_reported_once(path: Path, tmp_path: Path) -> None:
+    """Although the clip was under way several times when it first failed."""
+    part, clips = _part(path, tmp_path, lambda clip: clip.height > clip.width)
+    Path(clips[0].path).unlink()
+    loader, reported = _loader(part, batch_size=2, prefetch_batches=8), 0
+    for _ in loader.batches(12):
+        reported += len(loader.failures)
+        loader.quarantine(loader.failures)
+    assert reported == 1
+
+
+def test_a_batch_of_which_nothing_can_be_decoded_weighs_nothing(path: Path, tmp_path: Path) -> None:
+    """Another clip of its bucket fills all places; without any left, the bucket is named."""
+    part, clips = _part(path, tmp_path, lambda clip: clip.height > clip.width)
+    for clip in clips[1:]:
+        Path(clip.path).unlink()
+    loader = _loader(part, batch_size=2)
+    batches = list(loader.batches(8))
+    assert {identity for batch in batches for identity in batch.identities} == {clips[0].identity}
+    assert sum(batch.weights.sum().item() for batch in batches) == 4  # of four epochs
+    assert any(not batch.weights.any() for batch in batches)
+    assert sum(len(batch.rejected) for batch in batches) == 12
+    Path(clips[0].path).unlink()
+    message = r"None of the clips in the bucket of 5 frames of 16x24 .* No such file"
+    with pytest.raises(DataError, match=message):
+        list(_loader(part, batch_size=2).batches(8))
+
+
+def test_too_many_failures_stop_the_run(path: Path, tmp_path: Path) -> None:
+    """As many as allowed are left out; one more is an error that says where to look."""
+    part, clips = _part(path, tmp_path, lambda _: True)
+    for clip in clips[:3]:
+        Path(clip.path).unlink()
+    allowed = _loader(part, max_quarantined_clips=3)
+    assert len(list(allowed.batches(_STEPS))) == _STEPS
+    assert len(allowed.failures) == 3
+    message = r"3 clips could not .* data\.max_quarantined_clips = 2 allows.*longtake data index"
+    with pytest.raises(DataError, match=message):
+        list(_loader(part, max_quarantined_clips=2).batches(_STEPS))
+    with pytest.raises(DataError, match=message):  # other ranks' count, too
+        _over_ranks(_ranks(part, 4, max_quarantined_clips=2))
+    assert _helpers() == []
+
+
+def _helpers() -> list[str]:
+    """Threads and processes that decode."""
+    threads = [each.name for each in threading.enumerate() if each.name.startswith("decod")]
+    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
+    children = [pid for task in tasks for pid in (task / "children").read_text().split()]
+    lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children]
+    return threads + [line for line in lines if "longtake.data.worker" in line]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_stopping_early_leaves_nothing_behind(path: Path, workers: int) -> None:
+    """Closed in the middle, or dropped: neither threads nor processes."""
+    loader = _loader(path, workers=workers)
+    stream = loader.batches(10**6)
+    next(stream)
+    assert _helpers()
+    assert isinstance(stream, Iterator)
+    stream.close()  # type: ignore[attr-defined]  # a generator, which its type does not promise
+    assert _helpers() == []
+    next(loader.batches(10**6))
+    gc.collect()
+    assert _helpers() == []
+    assert loader.step == 2
+
+
+def _through_json(state: dict[str, Any]) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(json.dumps(state))
+    return loaded
+
+
+@pytest.mark.parametrize("start", range(0, _STEPS + 1, 3))
+def test_resuming_anywhere_gives_the_same_rest(
+    path: Path, expected: list[Batch], start: int
+) -> None:
+    """On other ranks, bit for bit; before the first batch and after the last, too."""
+    begun = _ranks(path, 2)
+    _over_ranks(begun, start)
+    state = _through_json(begun[0].state_dict())
+    assert state == begun[1].state_dict()
+    going = _ranks(path, 4)
+    for loader in going:
+        loader.load_state_dict(state)
+    _assert_all_same(_over_ranks(going), expected[start:])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_state_counts_what_was_handed_out(
+    path: Path, expected: list[Batch], workers: int
+) -> None:
+    """Not what was decoded ahead, nor what a consumer has not asked for yet."""
+    loader = _loader(path, workers=workers, prefetch_batches=5)
+    assert loader.state_dict()["global_step"] == 0
+    for count, _ in enumerate(loader.batches(4), start=1):
+        assert loader.state_dict()["global_step"] == loader.step == count
+    again = _loader(path)
+    again.load_state_dict(_through_json(loader.state_dict()))
+    _assert_same(next(iter(again)), expected[4])
+
+
+def test_going_on_twice_in_a_row(path: Path, expected: list[Batch]) -> None:
+    """Each time from the state of the time before, which was itself resumed."""
+    state, batches = None, []
+    for end in (2, 3, 3, 7, _STEPS):
+        loader = _loader(path)
+        if state is not None:
+            loader.load_state_dict(state)
+        batches += list(loader.batches(end))
+        state = _through_json(loader.state_dict())
+    _assert_all_same(batches, expected)
+
+
+def test_a_loader_that_has_run_can_be_put_back_and_forth(path: Path, expected: list[Batch]) -> None:
+    """Loading a state needs no fresh loader; breaking off and iterating again goes on."""
+    loader = _loader(path)
+    states = []
+    for batch in loader:
+        states.append(_through_json(loader.state_dict()))
+        if batch.step == 5:
+            break
+    _assert_same(next(iter(loader)), expected[6])
+    for step in (2, 5, 0):
+        loader.load_state_dict(states[step])
+        assert loader.step == step + 1
+        _assert_all_same(list(loader.batches(step + 3)), expected[step + 1 : step + 3])
+
+
+def test_a_state_at_the_end_of_an_epoch_is_the_next_ones_beginning(
+    path: Path, expected: list[Batch]
+) -> None:
+    """(epoch + 1, 0); and after the last of the last stage there is no more."""
+    end = next(batch.step for batch in expected if batch.epoch == 1)
+    loader = _loader(path)
+    list(loader.batches(end))
+    state = loader.state_dict()
+    assert (state["epoch"], state["step_in_epoch"]) == (1, 0)
+    finite = _loader(path, stages=_ONCE)
+    assert len(list(finite)) == 3
+    assert list(finite) == []
+    again = _loader(path, stages=_ONCE)
+    again.load_state_dict(_through_json(finite.state_dict()))
+    assert list(again) == []
+
+
+@pytest.mark.parametrize(("key", "value"), [("order_version", 1), ("seed", 4)])
+def test_a_state_of_another_order_is_refused(path: Path, key: str, value: int) -> None:
+    """It would repeat some clips and miss others."""
+    loader = _loader(path)
+    with pytest.raises(DataError, match=f"{value}.*; this loader has 2 and 3, and would repeat"):
+        loader.load_state_dict({**loader.state_dict(), key: value})
+
+
+_FINITE = [{"name": "only", "epochs": 2}]
+
+
+@pytest.mark.parametrize(
+    ("kept", "worlds", "workers", "policy"),
+    [
+        (range(11), (1, 2), (2, 0), "refuse"),  # nothing changed
+        (range(10), (4, 1), (0, 3), "merge"),  # one removed
+        (range(0, 11, 2), (1, 4), (3, 0), "finish"),  # halved
+        (range(4, 11), (2, 1), (0, 2), "restart"),
+    ],
+)
+def test_resuming_on_other_data_ranks_and_workers(
+    path: Path,
+    tmp_path: Path,
+    kept: range,
+    worlds: tuple[int, int],
+    workers: tuple[int, int],
+    policy: str,
+) -> None:
+    """With real files and processes, twice in a row: every epoch is exact."""
+    identities = [clip.identity for clip in Catalog.load(path).clips()]
+    changed = tmp_path / "changed.parquet"
+    left = {identities[number] for number in kept}
+    Catalog.of(clip for clip in Catalog.load(path).clips() if clip.identity in left).save(changed)
+    folder: dict[str, Any] = {"kept": tmp_path / "kept", "stages": _FINITE}
+    begun = _ranks(path, worlds[0], workers=workers[0], **folder)
+    begun[0].keep_catalogs()
+    batches, state = _over_ranks(begun, 1), _through_json(begun[0].state_dict())
+    for number, end in enumerate((2, None)):
+        going = _ranks(changed, worlds[1], workers=workers[1], on_change=policy, **folder)
+        for loader in going:
+            if len(left) < 11 and number == 0:
+                with pytest.raises(DataChangedError):
+                    _refusing(loader).load_state_dict(state)
+            loader.load_state_dict(state)
+        going[0].keep_catalogs()
+        batches += _over_ranks(going, end)
+        state = _through_json(going[0].state_dict())
+    found = Counter(
+        (epoch, identity)
+        for batch in batches
+        for epoch, identity, weight in zip(
+            batch.epochs, batch.identities, batch.weights.tolist(), strict=True
+        )
+        if weight
+    )
+    before = {identity for epoch, identity in found if epoch == 0}
+    first = {"finish": set(identities), "merge": left | set(batches[0].identities)}
+    assert set(found.values()) == {1}
+    assert before == first.get(policy, before if policy == "restart" else left)
+    assert {identity for epoch, identity in found if epoch == 1} == left
+    assert [batch.step for batch in batches] == list(range(len(batches)))
+    if policy == "refuse":
+        _assert_all_same(batches, list(_loader(path, **folder)))
+
+
+def _refusing(loader: Loader) -> Loader:
+    data = loader.data.model_copy(update={"on_change": "refuse"})
+    return Loader(data, batch_size=4, seed=3, kept=loader._kept)

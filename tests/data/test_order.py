@@ -2,165 +2,327 @@
 
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
+from itertools import permutations
+from math import factorial
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from longtake.data.order import DataOrder, PlannedBatch, derive, permutation
+from longtake.data.order import Leg, Slots, derive, permuted
 
-_sizes = st.lists(st.integers(0, 12), min_size=1, max_size=4).filter(any)
-_batch_size = st.integers(1, 9)
-_seed = st.integers(0, 2**63 - 1)
-
-
-def _streams(batches: Sequence[PlannedBatch], num_buckets: int) -> list[list[tuple[int, int]]]:
-    """For each bucket the (epoch, position) pairs of its samples, sorted."""
-    streams: list[list[tuple[int, int]]] = [[] for _ in range(num_buckets)]
-    for batch in batches:
-        streams[batch.bucket] += zip(batch.epochs, batch.positions, strict=True)
-    return [sorted(stream) for stream in streams]
-
-
-@settings(max_examples=100, deadline=None)
-@given(sizes=_sizes, batch_size=_batch_size, seed=_seed, num_epochs=st.integers(1, 5))
-def test_every_clip_is_consumed_once_per_epoch(
-    sizes: list[int], batch_size: int, seed: int, num_epochs: int
-) -> None:
-    """No repeats and no gaps: all that a bucket leaves open is the tail of less than a batch."""
-    order = DataOrder(sizes, batch_size, seed)
-    end = order.epoch_start(num_epochs)
-    batches = [order.batch(step) for step in range(end)]
-    for size, stream in zip(sizes, _streams(batches, len(sizes)), strict=True):
-        assert len(stream) == num_epochs * size // batch_size * batch_size
-        assert max(Counter(stream).values(), default=1) == 1
-        full, tail = divmod(len(stream), size) if size else (0, 0)
-        whole = {(epoch, position) for epoch in range(full) for position in range(size)}
-        assert whole <= set(stream)
-        rest = set(stream) - whole
-        assert len(rest) == tail
-        assert {epoch for epoch, _ in rest} <= {full}
+_legs = st.builds(
+    Leg,
+    sizes=st.lists(st.integers(0, 12), min_size=1, max_size=4).filter(any).map(tuple),
+    batch_size=st.integers(1, 9),
+    seed=st.integers(0, 2**63 - 1),
+    name=st.sampled_from(["", "first/catalog"]),
+    first_epoch=st.integers(0, 3),
+    num_epochs=st.integers(1, 5),
+)
+_Sample = tuple[int, int, int]
+"""(bucket, epoch, position)"""
 
 
-@settings(max_examples=100, deadline=None)
-@given(sizes=_sizes, batch_size=_batch_size, seed=_seed, steps=st.integers(1, 60))
-def test_every_batch_is_whole_and_of_one_bucket(
-    sizes: list[int], batch_size: int, seed: int, steps: int
-) -> None:
-    """Exactly batch_size positions, all of them clips of a bucket that has some."""
-    order = DataOrder(sizes, batch_size, seed)
-    for step in range(steps):
-        batch = order.batch(step)
-        assert batch.step == step
-        assert len(batch.positions) == len(batch.epochs) == batch_size
-        assert all(0 <= position < sizes[batch.bucket] for position in batch.positions)
+def _endless(leg: Leg) -> Leg:
+    return Leg(leg.sizes, leg.batch_size, leg.seed, leg.name, leg.first_epoch, None)
+
+
+def _samples(slots: Slots) -> list[_Sample]:
+    pairs = zip(slots.epochs.tolist(), slots.positions.tolist(), strict=True)
+    return [(slots.bucket, epoch, position) for epoch, position in pairs]
+
+
+def _all(leg: Leg, epochs: range) -> Counter[_Sample]:
+    """Every clip of some epochs, once."""
+    return Counter(
+        (bucket, epoch, position)
+        for bucket, size in enumerate(leg.sizes)
+        for epoch in epochs
+        for position in range(size)
+    )
+
+
+def _same(one: Slots, other: Slots) -> bool:
+    facts = [(slots.epoch, slots.number, _samples(slots)) for slots in (one, other)]
+    return facts[0] == facts[1]
+
+
+@settings(max_examples=80, deadline=None)
+@given(leg=_legs)
+def test_every_clip_is_consumed_once_per_epoch(leg: Leg) -> None:
+    """A leg that ends consumes exactly all of its epochs: nothing twice, nothing left out."""
+    assert leg.num_batches is not None
+    assert leg.num_epochs is not None
+    found = Counter(
+        sample for index in range(leg.num_batches) for sample in _samples(leg.batch(index))
+    )
+    assert found == _all(leg, range(leg.first_epoch, leg.first_epoch + leg.num_epochs))
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    sizes=_sizes,
-    batch_size=_batch_size,
-    seed=_seed,
-    steps=st.lists(st.integers(0, 200), min_size=1, max_size=12),
-)
-def test_a_batch_depends_on_nothing_but_its_step(
-    sizes: list[int], batch_size: int, seed: int, steps: list[int]
-) -> None:
+@given(leg=_legs)
+def test_only_the_last_batch_of_a_bucket_is_smaller(leg: Leg) -> None:
+    """It holds what is left over of all epochs together, and is counted in the last one."""
+    assert leg.num_batches is not None
+    assert leg.num_epochs is not None
+    batches = [leg.batch(index) for index in range(leg.num_batches)]
+    small = {each.bucket: each for each in batches if len(each.positions) != leg.batch_size}
+    assert sum(len(each.positions) != leg.batch_size for each in batches) == len(small)
+    rests = {b: leg.num_epochs * n % leg.batch_size for b, n in enumerate(leg.sizes)}
+    assert {bucket: len(each.positions) for bucket, each in small.items()} == {
+        bucket: rest for bucket, rest in rests.items() if rest
+    }
+    assert {each.epoch for each in small.values()} <= {leg.first_epoch + leg.num_epochs - 1}
+
+
+@settings(max_examples=60, deadline=None)
+@given(leg=_legs, indices=st.lists(st.integers(0, 200), min_size=1, max_size=12))
+def test_a_batch_depends_on_nothing_but_its_number(leg: Leg, indices: list[int]) -> None:
     """In any order of asking, and from a fresh object, the answer is the same."""
-    order = DataOrder(sizes, batch_size, seed)
-    asked = {step: order.batch(step) for step in steps}
-    for step in sorted(steps):
-        assert order.batch(step) == asked[step]
-        assert DataOrder(tuple(sizes), batch_size, seed).batch(step) == asked[step]
+    endless = _endless(leg)
+    asked = {index: endless.batch(index) for index in indices}
+    for index in sorted(indices):
+        assert len(asked[index].positions) == leg.batch_size
+        assert _same(endless.batch(index), asked[index])
+        assert _same(_endless(leg).batch(index), asked[index])
 
 
-@settings(max_examples=100, deadline=None)
-@given(sizes=_sizes, batch_size=_batch_size, step=st.integers(0, 10**6))
-def test_steps_and_epochs_agree(sizes: list[int], batch_size: int, step: int) -> None:
-    """A step lies between the start of its epoch and the start of the next."""
-    order = DataOrder(sizes, batch_size, seed=0)
-    epoch = order.epoch_of(step)
-    assert order.epoch_start(epoch) <= step < order.epoch_start(epoch + 1)
-    assert order.batch(step).epoch == epoch
+@settings(max_examples=60, deadline=None)
+@given(leg=_legs)
+def test_a_leg_that_ends_begins_like_an_endless_one(leg: Leg) -> None:
+    """Before its last epoch, where it ends makes no difference."""
+    assert leg.num_epochs is not None
+    for index in range(leg.epoch_start(leg.first_epoch + leg.num_epochs - 1)):
+        assert _same(leg.batch(index), _endless(leg).batch(index))
+
+
+@settings(max_examples=80, deadline=None)
+@given(leg=_legs, index=st.integers(0, 10**6), is_endless=st.booleans())
+def test_batches_and_epochs_agree(leg: Leg, index: int, is_endless: bool) -> None:
+    """A batch lies between the start of its epoch and the start of the next."""
+    leg = _endless(leg) if is_endless else leg
+    if leg.num_batches is not None:
+        assert leg.num_epochs is not None
+        assert leg.epoch_of(leg.num_batches) == leg.first_epoch + leg.num_epochs
+        index %= leg.num_batches
+    epoch = leg.epoch_of(index)
+    assert leg.epoch_start(epoch) <= index < leg.epoch_start(epoch + 1)
+    slots = leg.batch(index)
+    assert (slots.epoch, slots.number) == (epoch, index - leg.epoch_start(epoch))
+
+
+@settings(max_examples=80, deadline=None)
+@given(leg=_legs, data=st.data(), is_endless=st.booleans())
+def test_what_is_left_is_what_was_not_consumed(
+    leg: Leg, data: st.DataObject, is_endless: bool
+) -> None:
+    """By brute force: consumed before a batch, and left at it, are all of the epochs so far."""
+    assert leg.num_batches is not None
+    index = data.draw(st.integers(0, leg.num_batches))
+    leg = _endless(leg) if is_endless else leg
+    found = Counter(sample for number in range(index) for sample in _samples(leg.batch(number)))
+    consumed_epochs = {epoch for _, epoch, _ in found}
+    left = leg.left_at(index)
+    for epoch, buckets in left.items():
+        assert any(map(len, buckets))
+        found.update(
+            (bucket, epoch, position)
+            for bucket, positions in enumerate(buckets)
+            for position in positions.tolist()
+        )
+    has_ended = leg.num_batches is not None and index == leg.num_batches
+    last = leg.epoch_of(index) - has_ended
+    assert max(consumed_epochs | left.keys()) >= last
+    # A batch of a bucket that is smaller than it may reach over several epochs.
+    assert Counter({key: n for key, n in found.items() if key[1] <= last}) == _all(
+        leg, range(leg.first_epoch, last + 1)
+    )
+    assert max(found.values()) == 1
 
 
 def test_a_batch_may_hold_samples_of_many_epochs() -> None:
     """A bucket of two clips fills a batch of seven with three and a half epochs."""
-    order = DataOrder([2], batch_size=7, seed=0)
-    first, second = order.batch(0), order.batch(1)
-    assert first.epochs == (0, 0, 1, 1, 2, 2, 3)
-    assert second.epochs == (3, 4, 4, 5, 5, 6, 6)
+    leg = Leg((2,), batch_size=7, seed=0)
+    first, second = leg.batch(0), leg.batch(1)
+    assert first.epochs.tolist() == [0, 0, 1, 1, 2, 2, 3]
+    assert second.epochs.tolist() == [3, 4, 4, 5, 5, 6, 6]
     assert {first.positions[6], second.positions[0]} == {0, 1}
 
 
-def test_another_seed_or_epoch_is_another_order() -> None:
+def _epoch(number: int, seed: int = 0, name: str = "") -> list[Slots]:
+    leg = Leg((64, 32), 8, seed, name)
+    return [leg.batch(i) for i in range(leg.epoch_start(number), leg.epoch_start(number + 1))]
+
+
+def test_another_seed_name_or_epoch_is_another_order() -> None:
     """Neither clips nor batches keep their places, in any bucket."""
-    sizes, batch_size = [64, 32], 8
-
-    def epoch(seed: int, number: int) -> list[PlannedBatch]:
-        order = DataOrder(sizes, batch_size, seed)
-        steps = range(order.epoch_start(number), order.epoch_start(number + 1))
-        return [order.batch(step) for step in steps]
-
-    plans = [epoch(0, 0), epoch(1, 0), epoch(0, 1)]
-    assert len({tuple(batch.bucket for batch in plan) for plan in plans}) == 3
+    plans = [_epoch(0), _epoch(0, seed=1), _epoch(0, name="b"), _epoch(1)]
+    assert len({tuple(batch.bucket for batch in plan) for plan in plans}) == 4
     for bucket in (0, 1):
         positions = {
-            tuple(batch.positions for batch in plan if batch.bucket == bucket) for plan in plans
+            tuple(
+                position for batch in plan if batch.bucket == bucket for position in batch.positions
+            )
+            for plan in plans
         }
-        assert len(positions) == 3
+        assert len(positions) == 4
+
+
+def _described(leg: Leg, count: int) -> list[tuple[int, int, int, list[int], list[int]]]:
+    batches = map(leg.batch, range(count))
+    return [
+        (each.epoch, each.number, each.bucket, each.positions.tolist(), each.epochs.tolist())
+        for each in batches
+    ]
+
+
+_PINNED = Leg((5, 0, 3), batch_size=2, seed=7, name="all/catalog", first_epoch=1, num_epochs=3)
 
 
 def test_the_order_itself_is_pinned() -> None:
     """These numbers may never change: a run that is resumed would repeat clips and miss others."""
-    order = DataOrder([5, 0, 3], batch_size=2, seed=7)
-    plan = [
-        (batch.epoch, batch.bucket, batch.positions, batch.epochs)
-        for batch in map(order.batch, range(8))
+    assert _PINNED.num_batches == 13
+    assert _described(_PINNED, 13) == [
+        (1, 0, 0, [0, 4], [1, 1]),
+        (1, 1, 0, [2, 3], [1, 1]),
+        (1, 2, 2, [1, 0], [1, 1]),
+        (2, 0, 2, [2, 2], [1, 2]),
+        (2, 1, 0, [3, 2], [2, 2]),
+        (2, 2, 0, [1, 4], [2, 2]),
+        (2, 3, 2, [0, 1], [2, 2]),
+        (2, 4, 0, [1, 0], [1, 2]),
+        (3, 0, 0, [0, 4], [3, 3]),
+        (3, 1, 0, [1, 3], [3, 3]),
+        (3, 2, 0, [2], [3]),
+        (3, 3, 2, [2, 1], [3, 3]),
+        (3, 4, 2, [0], [3]),
     ]
-    assert plan == [
-        (0, 2, (2, 0), (0, 0)),
-        (0, 0, (4, 2), (0, 0)),
-        (0, 0, (3, 0), (0, 0)),
-        (1, 0, (1, 3), (0, 1)),
-        (1, 0, (2, 0), (1, 1)),
-        (1, 0, (4, 1), (1, 1)),
-        (1, 2, (1, 2), (0, 1)),
-        (1, 2, (0, 1), (1, 1)),
-    ]
-    assert order.batch(10**6).positions == (1, 4)
-    assert permutation(8, 7, "clips", 0, 0).tolist() == [4, 7, 2, 6, 3, 0, 5, 1]
+    late = Leg((5, 0, 3), 2, 7).batch(10**6)
+    assert (late.bucket, late.positions.tolist()) == (0, [0, 2])
+    assert permuted(np.arange(8), 8, 7, "clips", 0, 0).tolist() == [5, 3, 6, 4, 1, 0, 2, 7]
     assert derive(7, "sample", 3, "0123abcd") == 7305486378570158286
 
 
 def test_the_order_is_the_same_in_another_process() -> None:
     """Python's salted hashes play no part."""
     code = (
-        "from longtake.data.order import DataOrder\n"
-        "order = DataOrder([5, 0, 3], 2, 7)\n"
-        "print([order.batch(step).positions for step in range(9)])"
+        "from longtake.data.order import Leg\n"
+        "leg = Leg((5, 0, 3), 2, 7, 'all/catalog', 1, 3)\n"
+        "print([leg.batch(index).positions.tolist() for index in range(13)])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    order = DataOrder([5, 0, 3], 2, 7)
-    assert found.stdout.strip() == str([order.batch(step).positions for step in range(9)])
+    assert found.stdout.strip() == str([each[3] for each in _described(_PINNED, 13)])
 
 
-@settings(max_examples=50, deadline=None)
-@given(size=st.integers(0, 300), seed=_seed)
-def test_a_permutation_is_one(size: int, seed: int) -> None:
-    """Every number once, and none of nothing."""
-    assert sorted(permutation(size, seed, "x").tolist()) == list(range(size))
+@pytest.mark.parametrize("seed", [0, 2**63 - 1])
+def test_a_permutation_is_one(seed: int) -> None:
+    """Every number once, of every size up to 300; none of nothing."""
+    for size in range(301):
+        assert sorted(permuted(np.arange(size), size, seed, "x").tolist()) == list(range(size))
 
 
-def test_permutations_are_uniform() -> None:
-    """Of 6000 keys each of the six orders of three gets its share (chi-squared, p > 0.001)."""
-    counts = Counter(tuple(permutation(3, key).tolist()) for key in range(6000))
-    observed = np.array(list(counts.values()))
-    assert len(observed) == 6
-    assert ((observed - 1000) ** 2 / 1000).sum() < 20.5
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(1, 10**12), data=st.data(), seed=st.integers(0, 9))
+def test_part_of_a_permutation_is_that_part(size: int, data: st.DataObject, seed: int) -> None:
+    """Each index goes where it goes, whichever others are asked for with it."""
+    indices = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20, unique=True))
+    together = permuted(np.array(indices), size, seed)
+    assert [
+        permuted(np.array([index]), size, seed).item() for index in indices
+    ] == together.tolist()
+    assert len(set(together.tolist())) == len(indices)
+    assert 0 <= together.min() <= together.max() < size
+
+
+@pytest.mark.parametrize(
+    ("size", "expected", "limit"), [(3, 300, 20.5), (4, 100, 49.7), (5, 25, 172.7)]
+)
+def test_all_orders_are_equally_likely(size: int, expected: int, limit: float) -> None:
+    """Each gets its share of the keys (chi-squared, p > 0.001)."""
+    keys = range(expected * factorial(size))
+    counts = Counter(tuple(permuted(np.arange(size), size, key).tolist()) for key in keys)
+    observed = np.array([counts[order] for order in permutations(range(size))])
+    assert observed.sum() == len(keys)
+    assert ((observed - expected) ** 2 / expected).sum() < limit
+
+
+_MANY = 10**6
+
+
+@pytest.fixture(scope="module", params=[0, 1, 2])
+def shuffled(request: pytest.FixtureRequest) -> NDArray[np.int64]:
+    """A permutation of a million."""
+    return permuted(np.arange(_MANY), _MANY, request.param, "independence")
+
+
+def _variance_ratio(values: NDArray[np.int64], batch_size: int) -> float:
+    """Of the batches' means, to what independent draws without replacement would have."""
+    whole = len(values) // batch_size * batch_size
+    means = values[:whole].reshape(-1, batch_size).mean(axis=1)
+    return float(means.var() * batch_size / values.var())
+
+
+def _chi_square(values: NDArray[np.int64], num_bins: int) -> float:
+    """Of successive pairs over num_bins x num_bins cells, per degree of freedom."""
+    bins = values * num_bins // _MANY
+    counts = np.bincount(bins[:-1] * num_bins + bins[1:], minlength=num_bins**2)
+    expected = (_MANY - 1) / num_bins**2
+    return float(((counts - expected) ** 2 / expected).sum() / (num_bins - 1) ** 2)
+
+
+def test_mini_batches_are_independent(shuffled: NDArray[np.int64]) -> None:
+    """As good as random draws: the spread of batches' means, and successive clips' places."""
+    for batch_size in (16, 64, 256):
+        assert 0.9 < _variance_ratio(shuffled, batch_size) < 1.1
+    for num_bins in (16, 32, 64):
+        assert _chi_square(shuffled, num_bins) < 1.2
+
+
+@pytest.mark.parametrize(
+    "weak",
+    [
+        lambda n: (n * 620_233 + 12_345) % _MANY,  # a linear congruential generator
+        lambda n: n // 1000 + n % 1000 * 1000,  # a transposition
+    ],
+)
+def test_the_measure_of_independence_finds_weak_shuffles(
+    weak: Callable[[NDArray[np.int64]], NDArray[np.int64]],
+) -> None:
+    """What is no random order fails by far."""
+    values = weak(np.arange(_MANY))
+    assert sorted(values[:3]) != [0, 1, 2]
+    assert _chi_square(values, 64) > 2 or not 0.9 < _variance_ratio(values, 64) < 1.1
+
+
+def test_the_order_of_batches_mixes_buckets() -> None:
+    """Of a wide and a narrow bucket no half of an epoch has much more than its share."""
+    leg = Leg((60_000, 40_000), batch_size=10, seed=0)
+    buckets = np.array([leg.batch(index).bucket for index in range(0, 10_000, 10)])
+    runs = 1 + np.count_nonzero(np.diff(buckets))
+    share = buckets.mean()
+    assert share == pytest.approx(0.4, abs=0.04)
+    assert runs == pytest.approx(2 * len(buckets) * share * (1 - share), rel=0.1)
+
+
+def test_a_hundred_million_clips_cost_nothing() -> None:
+    """A late batch, and a position in a late epoch, are found in small memory."""
+    leg = Leg((10**8 - 12_345, 12_345), batch_size=64, seed=0, num_epochs=50)
+    assert leg.num_batches is not None
+    leg.batch(0)
+    tracemalloc.start()
+    late = leg.batch(leg.num_batches - 2)
+    epoch = leg.epoch_of(leg.num_batches // 2)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert epoch in (24, 25)
+    assert (len(late.positions), late.epoch) == (64, 49)
+    assert peak < 100_000
 
 
 @settings(max_examples=50, deadline=None)
@@ -170,8 +332,8 @@ def test_a_derived_number_fits_every_generator(key: list[int | str]) -> None:
     assert 0 <= derive(*key) < 2**63
 
 
-@pytest.mark.parametrize("sizes", [[], [0], [0, 0]])
-def test_an_order_of_no_clips_is_a_defect(sizes: list[int]) -> None:
+@pytest.mark.parametrize("sizes", [(), (0,), (0, 0)])
+def test_an_order_of_no_clips_is_a_defect(sizes: tuple[int, ...]) -> None:
     """Whoever sorts clips into buckets refuses that before."""
     with pytest.raises(AssertionError, match="no clips"):
-        DataOrder(sizes, 1, 0)
+        Leg(sizes, 1, 0)

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from longtake import config
 from longtake.config import Recipe
-from longtake.data.catalog import index
+from longtake.data.audit import audit
+from longtake.data.index import index
 from longtake.run_dir import RunDirectory, read_json_lines
 from longtake.training.run import train
 
@@ -144,8 +145,40 @@ def test_lost_clips_are_named_once_and_a_signal_saves(
     assert f"Stopped by SIGINT after step {step}, which is saved." in said
     assert len(run.metrics()) == step
     events = [e for e in read_json_lines(run.events_path) if e["event"] == "sample_rejected"]
-    assert sorted(event["path"] for event in events) == lost
-    assert all("No such file" in event["reason"] for event in events)
+    reasons = sorted(event["reason"] for event in events)
+    for path, reason in zip(lost, reasons, strict=True):
+        assert path in reason
+        assert "No such file" in reason
+    assert {event["rank"] for event in events} <= {0, 1}
+    found = audit(run)
+    assert found.ok
+    assert found.end_step == step
+    assert found.epochs[0].seen == 58
+
+
+@pytest.mark.slow
+def test_stand_ins_weigh_nothing_on_two_processes(
+    small_recipe: Callable[..., Recipe], launch: Launch, clips: Path, tmp_path: Path
+) -> None:
+    """Lost clips, and a last batch in which one rank has nothing: the losses of one process."""
+    _lose(clips, 5)
+    changes = (
+        f"data.catalog={clips}",
+        "data.stages=[{name='a', epochs=1}, {name='b', epochs=1}]",
+        "training.batch_size=20",  # 64 = 3 x 20 + 4, all on the first rank
+        "training.steps=8",
+    )
+    alone = small_recipe(*changes, f"out={tmp_path / 'alone'}")
+    train(alone, _QUIET)
+    together = small_recipe(*changes, "data.workers=2")
+    said, _ = (process := launch(together)).communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert len(_curve(together)) == 8
+    assert _curve(together) == pytest.approx(_curve(alone), rel=1e-6, abs=1e-6)
+    for recipe in (alone, together):
+        found = audit(RunDirectory(recipe.out))
+        assert found.ok
+        assert [(each.seen, each.rejected) for each in found.epochs] == [(59, 5)] * 2
 
 
 def test_one_rank_that_fails_ends_both(
@@ -153,12 +186,14 @@ def test_one_rank_that_fails_ends_both(
 ) -> None:
     """The rank that meets a lost clip says so; the other does not wait until a time-out."""
     (lost,) = _lose(clips, 1)
-    recipe = small_recipe(f"data.catalog={clips}", "training.steps=1000", "data.max_failed_clips=0")
+    recipe = small_recipe(
+        f"data.catalog={clips}", "training.steps=1000", "data.max_quarantined_clips=0"
+    )
     began = time.monotonic()
     process = launch(recipe)
     said, _ = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert f"data.max_failed_clips = 0 allows. The last: {lost}" in said
+    assert f"data.max_quarantined_clips = 0 allows. One of them: {lost}" in said
     assert "longtake/training/loop.py" not in said  # no traceback buries that sentence
     assert time.monotonic() - began < 50
 

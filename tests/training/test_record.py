@@ -12,6 +12,9 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from longtake.config import Recipe
+from longtake.data.audit import audit
+from longtake.data.catalog import Catalog
+from longtake.data.index import index
 from longtake.errors import DataError
 from longtake.run_dir import Metrics, RunDirectory, read_json_lines
 from longtake.training.resume import save_checkpoint
@@ -81,19 +84,29 @@ def test_a_save_is_no_wait_for_data(
 
 
 def test_epochs_and_checkpoints_are_events(small_recipe: Callable[..., Recipe]) -> None:
-    """64 clips in batches of 32 make an epoch of two steps."""
+    """64 clips in batches of 32 make an epoch of two steps; without a curriculum one stage."""
     recipe = small_recipe("training.batch_size=32", "training.steps=5", "checkpoint.every=2")
     train(recipe, _QUIET)
     assert [(e["epoch"], e["step"]) for e in _events(recipe, "epoch")] == [(0, 0), (1, 2), (2, 4)]
+    assert [(e["stage"], e["step"]) for e in _events(recipe, "stage")] == [("all", 0)]
     assert [e["step"] for e in _events(recipe, "checkpoint")] == [2, 4, 5]
     assert [e["step"] for e in _events(recipe, "finished")] == [5]
+
+
+def test_stages_are_events(small_recipe: Callable[..., Recipe]) -> None:
+    """Each where its first step is, with its catalog; epochs are counted in each anew."""
+    stages = "[{name='a', epochs=1}, {name='b', steps=1}, {name='c'}]"
+    recipe = small_recipe("training.batch_size=32", "training.steps=5", f"data.stages={stages}")
+    train(recipe, _QUIET)
+    found = [(e["stage"], e["source"], e["step"]) for e in _events(recipe, "stage")]
+    assert found == [("a", "catalog", 0), ("b", "catalog", 2), ("c", "catalog", 3)]
+    epochs = [(e["stage"], e["epoch"], e["step"]) for e in _events(recipe, "epoch")]
+    assert epochs == [("a", 0, 0), ("b", 0, 2), ("c", 0, 3)]
 
 
 @pytest.fixture
 def clips(shapes_catalog: Path, tmp_path: Path) -> Path:
     """A catalog of clips of which three are gone since it was written."""
-    from longtake.data.catalog import index
-
     shutil.copytree(shapes_catalog.parent, tmp_path / "shapes")
     folder, out = tmp_path / "shapes" / "clips", tmp_path / "shapes" / "catalog.parquet"
     index([folder], captions=folder / "captions.jsonl", out=out)
@@ -105,25 +118,47 @@ def clips(shapes_catalog: Path, tmp_path: Path) -> Path:
 def test_clips_that_are_gone_are_named_once(
     small_recipe: Callable[..., Recipe], clips: Path
 ) -> None:
-    """Training goes on without them, over epochs; each has one event with path and reason."""
+    """Training goes on without them, over epochs; each has one event with its reason."""
     recipe = small_recipe(
         f"data.catalog={clips}", "training.batch_size=32", "training.steps=6", "data.memory_gib=0"
     )
     outcome = train(recipe, _QUIET)
     assert outcome.end_step == 6
     rejected = _events(recipe, "sample_rejected")
-    gone = sorted(str(clips.parent / "clips" / f"shapes_0_{n:05d}.mp4") for n in (5, 6, 7))
-    assert sorted(event["path"] for event in rejected) == gone
-    assert all("No such file" in event["reason"] for event in rejected)
-    assert len({event["identity"] for event in rejected}) == 3
+    gone = {str(clips.parent / "clips" / f"shapes_0_{n:05d}.mp4") for n in (5, 6, 7)}
+    paths = {clip.identity: clip.path for clip in Catalog.load(clips).clips()}
+    assert sorted(paths[event["identity"]] for event in rejected) == sorted(gone)
+    for event in rejected:
+        assert paths[event["identity"]] in event["reason"]
+        assert "No such file" in event["reason"]
+        assert event["rank"] == 0
+        assert 0 <= event["step"] < 2  # of the first epoch
+    found = audit(RunDirectory(recipe.out))
+    assert found.ok
+    assert [(each.seen, each.rejected) for each in found.epochs] == [(61, 3)] * 3
+
+
+def test_a_step_of_which_nothing_can_be_decoded_is_counted_and_learns_nothing(
+    small_recipe: Callable[..., Recipe], clips: Path
+) -> None:
+    """It has no row of numbers; the ledger has its clips as rejected."""
+    lost = sorted((clips.parent / "clips").glob("*.mp4"))[1:12]
+    for path in lost:
+        path.unlink()
+    recipe = small_recipe(f"data.catalog={clips}", "training.batch_size=1", "training.steps=64")
+    train(recipe, _QUIET)
+    run = RunDirectory(recipe.out)
+    assert len(run.metrics()) == 64 - 14
+    (epoch,) = audit(run).epochs
+    assert (epoch.seen, epoch.rejected, epoch.is_exact) == (50, 14, True)
 
 
 def test_too_many_of_them_end_the_run(small_recipe: Callable[..., Recipe], clips: Path) -> None:
     """The recipe's limit is kept, and the message names it."""
     recipe = small_recipe(
-        f"data.catalog={clips}", "training.batch_size=32", "data.max_failed_clips=2"
+        f"data.catalog={clips}", "training.batch_size=32", "data.max_quarantined_clips=2"
     )
-    with pytest.raises(DataError, match=r"data\.max_failed_clips = 2"):
+    with pytest.raises(DataError, match=r"data\.max_quarantined_clips = 2"):
         train(recipe, _QUIET)
 
 

@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from longtake import config
 from longtake.config import Recipe
-from longtake.data.catalog import index
+from longtake.data.audit import audit
+from longtake.data.catalog import Catalog
 from longtake.errors import CheckpointError, DataChangedError, DivergedError, RecipeChangedError
-from longtake.run_dir import RunDirectory
+from longtake.run_dir import RunDirectory, read_json_lines
 from longtake.training.run import train
 
 _QUIET = Console(quiet=True)
@@ -161,17 +162,66 @@ def test_a_finished_run_has_nothing_left_to_do(small_recipe: Callable[..., Recip
     assert _curve(recipe) == rows
 
 
-def test_another_catalog_is_refused(
-    small_recipe: Callable[..., Recipe], shapes_catalog: Path, tmp_path: Path
-) -> None:
+@pytest.fixture
+def fewer(shapes_catalog: Path, tmp_path: Path) -> Path:
+    """A catalog of 40 of the 64 clips."""
+    catalog = Catalog.load(shapes_catalog)
+    Catalog.of(list(catalog.clips())[:40]).save(tmp_path / "fewer.parquet")
+    return tmp_path / "fewer.parquet"
+
+
+def test_another_catalog_is_refused(small_recipe: Callable[..., Recipe], fewer: Path) -> None:
     """Going on would repeat and miss clips: the message has the step and the ways out."""
-    recipe = small_recipe("training.steps=2")
+    train(small_recipe("training.steps=2", "optimizer.schedule=constant"), _QUIET)
+    changed = "training.steps=8", "optimizer.schedule=constant", f"data.catalog={fewer}"
+    message = r"changed since step 2:\n.*0 clips added, 24 removed"
+    with pytest.raises(DataChangedError, match=message) as caught:
+        train(small_recipe(*changed), _QUIET)
+    assert "--set data.on_change=merge" in str(caught.value)
+    assert len(_curve(small_recipe(*changed))) == 2
+
+
+@pytest.mark.parametrize("policy", ["merge", "finish", "restart"])
+def test_a_run_goes_on_with_another_catalog(
+    small_recipe: Callable[..., Recipe],
+    fewer: Path,
+    capsys: pytest.CaptureFixture[str],
+    policy: str,
+) -> None:
+    """It says what changed; what it consumed is proved afterwards, resumed once more or not."""
+    constant = "optimizer.schedule=constant"
+    train(small_recipe("training.steps=5", constant), _QUIET)
+    changed = constant, f"data.catalog={fewer}", f"data.on_change={policy}"
+    train(small_recipe("training.steps=9", *changed), Console(soft_wrap=True))
+    assert f"changed, going on with {policy}: the catalog" in capsys.readouterr().out
+    again = constant, f"data.catalog={fewer}"
+    recipe = small_recipe("training.steps=30", *again)
+    train(recipe, Console(soft_wrap=True))
+    assert "changed" not in capsys.readouterr().out
+    run = RunDirectory(recipe.out)
+    (event,) = [e for e in read_json_lines(run.events_path) if e["event"] == "data_changed"]
+    assert (event["step"], event["policy"], event["plan_version"]) == (5, policy, 1)
+    assert "24 removed" in event["changes"]
+    found = audit(run)
+    assert found.ok
+    assert found.end_step == 30
+    whole = {each.epoch: each.seen for each in found.epochs if each.is_over}
+    assert 40 in whole.values()
+    assert (64 in whole.values()) == (policy == "finish")
+
+
+def test_a_killed_runs_steps_are_audited_once(small_recipe: Callable[..., Recipe]) -> None:
+    """Steps that were trained again after a checkpoint was lost are abandoned, not repeated."""
+    recipe = small_recipe("training.steps=20", "checkpoint.every=8")
     train(recipe, _QUIET)
-    other = tmp_path / "other.parquet"
-    some = sorted((shapes_catalog.parent / "clips").glob("*.mp4"))[:40]
-    index(some, captions=shapes_catalog.parent / "clips" / "captions.jsonl", out=other)
-    with pytest.raises(DataChangedError, match=r"since step 2 of .*Restore .* or start a new run"):
-        train(small_recipe("training.steps=2", f"data.catalog={other}"), _QUIET)
+    run = RunDirectory(recipe.out)
+    for step in (16, 20):
+        shutil.rmtree(run.checkpoint_path(step))
+    train(recipe, _QUIET)
+    found = audit(run)
+    assert found.ok
+    assert (found.end_step, found.num_abandoned) == (20, 12 * 4)
+    assert [(each.epoch, each.seen) for each in found.epochs] == [(0, 64), (1, 16)]
 
 
 def test_another_recipe_is_refused_and_nothing_changes(

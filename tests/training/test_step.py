@@ -9,30 +9,35 @@ import torch
 from torch import Tensor
 
 from longtake.config import Recipe
-from longtake.data.buckets import sort_into_buckets
 from longtake.data.catalog import Catalog
 from longtake.data.loader import Batch, Loader
 from longtake.models.assemble import assemble
 from longtake.parallel.mesh import World
 from longtake.training.ema import Ema
 from longtake.training.optim import build_optimizers
-from longtake.training.step import TrainingState, apply_update, compute_gradients, prepare
+from longtake.training.step import (
+    TrainingState,
+    apply_update,
+    compute_gradients,
+    finish_gradients,
+    prepare,
+)
 
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)
 
 
 def _state(recipe: Recipe, tmp_path: Path) -> TrainingState:
-    captions = [clip.caption for clip in Catalog.load(recipe.data.catalog).clips]
+    assert recipe.data.catalog is not None
+    captions = Catalog.load(recipe.data.catalog).captions()
     parts = assemble(recipe, captions, tmp_path / "components")
     blocks = parts.family.blocks(parts.model)
     optimizers = build_optimizers(parts.model, blocks, recipe.optimizer, "fp32")
-    return TrainingState(parts, optimizers, Ema(parts.model, recipe.ema.decay), "fp32", "")
+    return TrainingState(parts, optimizers, Ema(parts.model, recipe.ema.decay), "fp32")
 
 
 def _batches(recipe: Recipe, count: int) -> Iterator[Batch]:
-    catalog = Catalog.load(recipe.data.catalog)
-    buckets = sort_into_buckets(catalog, recipe.data.buckets, recipe.data.frame_stride)
-    return Loader(buckets, recipe).batches(0, count)
+    loader = Loader(recipe.data, batch_size=recipe.training.batch_size, seed=recipe.seed)
+    return loader.batches(count)
 
 
 def _gradients(state: TrainingState) -> list[Tensor]:
@@ -49,12 +54,49 @@ def test_micro_batches_change_no_loss(
         recipe = small_recipe("training.batch_size=8", f"optimizer.kind={kind}", *micro)
         state, losses = _state(recipe, tmp_path), []
         for batch in _batches(recipe, 12):
-            losses.append(compute_gradients(state, batch, recipe, _ALONE)[0] / 8)
+            losses.append(compute_gradients(state, batch, recipe, _ALONE) / 8)
+            finish_gradients(state, recipe, 1.0)
             apply_update(state, recipe)
         curves.append(losses)
     assert curves[1] == pytest.approx(curves[0], rel=1e-6, abs=1e-6)
     assert curves[2] == pytest.approx(curves[0], rel=1e-6, abs=1e-6)
     assert curves[0][-1] < 0.9 * curves[0][0]
+
+
+def _part(batch: Batch, order: list[int]) -> Batch:
+    """Some of a batch's samples, in another order, perhaps repeated."""
+    return replace(
+        batch,
+        videos=batch.videos[order],
+        captions=tuple(batch.captions[index] for index in order),
+        seeds=tuple(batch.seeds[index] for index in order),
+        identities=tuple(batch.identities[index] for index in order),
+        epochs=tuple(batch.epochs[index] for index in order),
+        weights=batch.weights[order],
+    )
+
+
+@pytest.mark.parametrize("micro", [(), ("training.micro_batch_size=2",)])
+def test_stand_ins_change_nothing(
+    small_recipe: Callable[..., Recipe], tmp_path: Path, micro: tuple[str, ...]
+) -> None:
+    """Loss, norm and gradient are those of the smaller batch without them, wherever they lie."""
+    recipe = small_recipe("training.batch_size=8", "optimizer.max_grad_norm=0.05", *micro)
+    (batch,) = _batches(recipe, 1)
+    order = [0, 4, 1, 4, 2, 3, 4, 4]  # the fifth stands in for three others
+    padded = _part(batch, order)
+    padded.weights[[1, 3, 6]] = 0.0
+    found = []
+    for each in (_part(batch, [0, 1, 2, 3, 4]), padded):
+        state = _state(recipe, tmp_path)
+        loss_sum = compute_gradients(state, each, recipe, _ALONE)
+        norm = finish_gradients(state, recipe, len(each.captions) / 5)
+        found.append((loss_sum, norm, torch.cat([g.flatten() for g in _gradients(state)])))
+    (loss, norm, gradient), (same_loss, same_norm, same_gradient) = found
+    assert same_loss == pytest.approx(loss, rel=1e-6)
+    assert same_norm == pytest.approx(norm, rel=1e-5)
+    assert norm > 0.1
+    torch.testing.assert_close(same_gradient, gradient, rtol=1e-4, atol=1e-8)
 
 
 def test_the_norm_is_the_one_before_clipping(
@@ -64,8 +106,9 @@ def test_the_norm_is_the_one_before_clipping(
     wide, tight = (small_recipe(f"optimizer.max_grad_norm={norm}") for norm in (1e9, 0.01))
     (batch,) = _batches(wide, 1)
     free, clipped = _state(wide, tmp_path), _state(tight, tmp_path)
-    _, norm = compute_gradients(free, batch, wide, _ALONE)
-    _, same = compute_gradients(clipped, batch, tight, _ALONE)
+    for state, recipe in ((free, wide), (clipped, tight)):
+        compute_gradients(state, batch, recipe, _ALONE)
+    norm, same = finish_gradients(free, wide, 1.0), finish_gradients(clipped, tight, 1.0)
     expected = torch.cat([g.flatten() for g in _gradients(free)])
     found = torch.cat([g.flatten() for g in _gradients(clipped)])
     assert norm == same == pytest.approx(expected.norm().item(), rel=1e-5)
@@ -83,6 +126,7 @@ def test_an_update_counts_and_drops_the_gradients(
     before = weight.detach().clone()
     (batch,) = _batches(recipe, 1)
     compute_gradients(state, batch, recipe, _ALONE)
+    finish_gradients(state, recipe, 1.0)
     assert apply_update(state, recipe) == pytest.approx(1e-3 / 5)
     assert state.global_step == 1
     assert _gradients(state) == []
@@ -101,13 +145,7 @@ def test_a_samples_randomness_is_its_own(
     parts = _state(recipe, tmp_path).components
     (batch,) = _batches(recipe, 1)
     order = torch.randperm(32, generator=torch.Generator().manual_seed(0)).tolist()[:20]
-    other = replace(
-        batch,
-        videos=batch.videos[order],
-        captions=tuple(batch.captions[index] for index in order),
-        seeds=tuple(batch.seeds[index] for index in order),
-        identities=tuple(batch.identities[index] for index in order),
-    )
+    other = _part(batch, order)
     whole = prepare(batch, parts, recipe, _ALONE.device)
     part = prepare(other, parts, recipe, _ALONE.device)
     assert torch.equal(part.latents, whole.latents[order])

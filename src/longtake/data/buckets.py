@@ -1,13 +1,47 @@
 """Which shape a clip is trained in: a pure function of the clip's record and the recipe."""
 
 import math
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from longtake.config import Bucket
-from longtake.data.catalog import Catalog, Clip
-from longtake.errors import DataError
+from longtake.data.catalog import Catalog
+
+Rows = NDArray[np.uint32]
+"""Rows of a catalog."""
+
+TOO_SHORT = "too short for every bucket"
+
+_CHUNK = 2**20
+_MOST_ON_THE_HEAP = 2**18  # rows: a megabyte
+
+
+@dataclass(frozen=True)
+class Members:
+    """Clips of a catalog, sorted into buckets."""
+
+    shapes: tuple[Bucket, ...]
+    rows: tuple[Rows, ...]
+    """For each bucket its clips, as rows of the catalog, ascending."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many clips each bucket holds."""
+        return tuple(len(rows) for rows in self.rows)
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    def all_rows(self) -> Rows:
+        """The clips of all buckets."""
+        return np.concatenate(self.rows)
 
 
 @dataclass(frozen=True)
@@ -20,45 +54,81 @@ class Crop:
     left: int
 
 
-@dataclass(frozen=True)
-class Buckets:
-    """The catalog's clips, sorted into the recipe's buckets."""
+def sort_into_buckets(
+    catalog: Catalog, rows: Rows, shapes: Sequence[Bucket], stride: int
+) -> tuple[Members, Counter[str]]:
+    """Give every clip to its best bucket.
 
-    shapes: tuple[Bucket, ...]
-    clips: tuple[tuple[Clip, ...], ...]
-    """For each bucket its clips, in the catalog's order."""
-    dropped: Counter[str]
-    """How many clips no bucket takes, by reason."""
-
-
-def sort_into_buckets(catalog: Catalog, shapes: Sequence[Bucket], stride: int) -> Buckets:
-    """Give every clip with a caption to its best bucket.
-
-    Raises:
-        DataError: not one clip can be trained on; says why, by count.
+    Returns:
+        The buckets, and how many clips none of them takes, by reason.
     """
-    sorted_clips: list[list[Clip]] = [[] for _ in shapes]
-    dropped: Counter[str] = Counter()
-    for clip in catalog.clips:
-        choice = choose(clip, shapes, stride)
-        if not clip.caption:
-            dropped["no caption"] += 1
-        elif choice is None:
-            dropped["too short for every bucket"] += 1
-        else:
-            sorted_clips[choice].append(clip)
-    if not any(sorted_clips):
-        raise DataError(_nothing_left(catalog, shapes, dropped))
-    return Buckets(tuple(shapes), tuple(map(tuple, sorted_clips)), dropped)
+    sizes = _Sizes.of(catalog)
+    taken: list[list[Rows]] = [[] for _ in shapes]
+    for start in range(0, len(rows), _CHUNK):
+        chunk = rows[start : start + _CHUNK]
+        choice = _choose(sizes.at(chunk), shapes, stride)
+        for bucket, mine in enumerate(_grouped(chunk, choice, len(shapes))):
+            taken[bucket].append(mine)
+    members = Members(tuple(shapes), _stored(taken))
+    dropped = len(rows) - len(members)
+    return members, Counter({TOO_SHORT: dropped} if dropped else {})
 
 
-def choose(clip: Clip, shapes: Sequence[Bucket], stride: int) -> int | None:
-    """The index of the bucket that keeps most of a clip, or None if it is too short for all.
+def choose(
+    catalog: Catalog, rows: Rows, shapes: Sequence[Bucket], stride: int
+) -> NDArray[np.int64]:
+    """For each clip the index of the bucket that keeps most of it, or -1 if it is too short.
 
     The nearest aspect ratio first (least cropped), then the most frames, then the nearest area.
     """
-    fits = [i for i, shape in enumerate(shapes) if clip.num_frames >= span(shape, stride)]
-    return min(fits, key=lambda i: _distance(clip, shapes[i]), default=None)
+    return _choose(_Sizes.of(catalog).at(rows), shapes, stride)
+
+
+class _Sizes(NamedTuple):
+    """What decides the bucket of each of some clips."""
+
+    frames: NDArray[Any]
+    widths: NDArray[Any]
+    heights: NDArray[Any]
+
+    @classmethod
+    def of(cls, catalog: Catalog) -> Self:
+        return cls(*(catalog.column(name) for name in ("num_frames", "width", "height")))
+
+    def at(self, rows: Rows) -> "_Sizes":
+        return _Sizes(*(column[rows].astype(np.int64) for column in self))
+
+
+def _choose(sizes: _Sizes, shapes: Sequence[Bucket], stride: int) -> NDArray[np.int64]:
+    """As `choose`. Millions of clips have few sizes, and each of these is judged once."""
+    spans = np.unique([span(shape, stride) for shape in shapes])
+    fits = np.searchsorted(spans, sizes.frames, side="right")  # how many spans are short enough
+    key = (fits << 40) | (sizes.widths << 20) | sizes.heights
+    kinds, which = np.unique(key, return_inverse=True)
+    frames, side = np.concatenate([[0], spans])[kinds >> 40], 2**20 - 1
+    return _judge(_Sizes(frames, (kinds >> 20) & side, kinds & side), shapes, stride)[which]
+
+
+def _judge(sizes: _Sizes, shapes: Sequence[Bucket], stride: int) -> NDArray[np.int64]:
+    frames, widths, heights = sizes
+    best = np.full(len(frames), -1)
+    distance = np.full((3, len(frames)), np.inf)
+    aspects, areas = np.log(widths / heights), np.log(widths * heights)
+    for index, shape in enumerate(shapes):
+        aspect = np.round(np.abs(aspects - np.log(shape.width / shape.height)), 2)
+        area = np.abs(areas - np.log(shape.width * shape.height))
+        here = np.stack([aspect, np.full(len(frames), -shape.num_frames), area])
+        is_better = (frames >= span(shape, stride)) & _is_less(here, distance)
+        best[is_better] = index
+        distance[:, is_better] = here[:, is_better]
+    return best
+
+
+def _grouped(rows: Rows, choice: NDArray[np.int64], num_buckets: int) -> list[Rows]:
+    """The rows of each bucket, in their order."""
+    order = np.argsort(choice.astype(np.int16), kind="stable")
+    ends = np.searchsorted(choice[order], np.arange(num_buckets + 1))
+    return [rows[order[start:end]] for start, end in pairwise(ends)]
 
 
 def span(shape: Bucket, stride: int) -> int:
@@ -66,27 +136,34 @@ def span(shape: Bucket, stride: int) -> int:
     return (shape.num_frames - 1) * stride + 1
 
 
-def crop(clip: Clip, shape: Bucket) -> Crop:
-    """Scale to cover the bucket, cut the middle."""
-    scale = max(shape.height / clip.height, shape.width / clip.width)
-    height = max(shape.height, round(clip.height * scale))
-    width = max(shape.width, round(clip.width * scale))
-    return Crop(height, width, (height - shape.height) // 2, (width - shape.width) // 2)
+def crop(height: int, width: int, shape: Bucket, across: float = 0.5, down: float = 0.5) -> Crop:
+    """Scale to cover the bucket and cut: `across` and `down` (0 to 1) say where, 0.5 the middle."""
+    scale = max(shape.height / height, shape.width / width)
+    scaled_height = max(shape.height, round(height * scale))
+    scaled_width = max(shape.width, round(width * scale))
+    top = max(0, math.ceil((scaled_height - shape.height + 1) * down) - 1)
+    left = max(0, math.ceil((scaled_width - shape.width + 1) * across) - 1)
+    return Crop(scaled_height, scaled_width, top, left)
 
 
-def _distance(clip: Clip, shape: Bucket) -> tuple[float, int, float]:
-    aspect = abs(math.log(clip.width / clip.height) - math.log(shape.width / shape.height))
-    area = abs(math.log(clip.width * clip.height) - math.log(shape.width * shape.height))
-    return round(aspect, 2), -shape.num_frames, area
+def _is_less(one: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Compare the columns of two [3, N] arrays, the first row first."""
+    first, second, third = one < other
+    equal_first, equal_second, _ = one == other
+    is_less: NDArray[np.bool_] = first | (equal_first & (second | (equal_second & third)))
+    return is_less
 
 
-def _nothing_left(catalog: Catalog, shapes: Sequence[Bucket], dropped: Counter[str]) -> str:
-    reasons = ", ".join(f"{count} ({reason})" for reason, count in dropped.most_common())
-    longest = max((clip.num_frames for clip in catalog.clips), default=0)
-    count = len(catalog.clips)
-    return (
-        f"None of the catalog's {count} clips can be trained on: {reasons or 'it is empty'}. "
-        f"The buckets are {', '.join(map(str, shapes))}; the longest clip has {longest} frames. "
-        "Index clips with captions (longtake data index … --captions FILE.jsonl), or lower "
-        "data.buckets' num_frames or data.frame_stride."
-    )
+def _stored(taken: Sequence[Sequence[Rows]]) -> tuple[Rows, ...]:
+    """One array for each bucket; many rows are mapped from a file without a name, off the heap."""
+    ends = np.cumsum([0, *(sum(map(len, chunks)) for chunks in taken)])
+    everything = [chunk.astype(np.uint32, copy=False) for chunks in taken for chunk in chunks]
+    if ends[-1] > _MOST_ON_THE_HEAP:
+        with tempfile.TemporaryFile() as file:
+            for chunk in everything:
+                chunk.tofile(file)
+            file.flush()
+            rows: Rows = np.memmap(file, np.uint32, mode="r")
+    else:
+        rows = np.concatenate([np.empty(0, np.uint32), *everything])
+    return tuple(rows[start:end] for start, end in pairwise(ends))

@@ -1,4 +1,4 @@
-"""Finds the caption of every clip: in a JSONL that names the videos, or in a file beside each."""
+"""Finds the caption of every clip: in a JSONL that names the clips, or in a file beside each."""
 
 import json
 import os
@@ -7,7 +7,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from longtake.data.listing import PATH_COLUMNS
 from longtake.errors import DataError
+
+SIDECAR = "sidecar"
+
+# What a line raises that is not as it should be.
+_NO_CAPTION = (
+    *(ValueError, LookupError, TypeError, AttributeError),
+    *(RecursionError, StopIteration),
+)
 
 
 class _CaptionLine(NamedTuple):
@@ -24,25 +33,36 @@ def read_captions(
     Args:
         captions: JSONL with one `{"video": path, "caption": text}` per line, where a path is
             relative to the JSONL's folder or to one of `folders`, or else a file name that is
-            there only once. None: `captions.jsonl` in each folder, and `clip.txt` next to
-            `clip.mp4` for videos that it does not name.
+            there only once; instead of `video` it may say `image`, `path` or `file`. None:
+            `captions.jsonl` in each folder, and `clip.txt` next to `clip.mp4` for videos that it
+            does not name. `sidecar`: only `clip.txt` next to `clip.mp4`.
         folders: absolute paths of the folders that were searched.
         videos: absolute paths of the video files.
 
     Raises:
         DataError: a file cannot be read, a line is malformed, or a video has two captions.
     """
-    tables = [captions] if captions else [folder / "captions.jsonl" for folder in folders]
     texts: dict[Path, str] = {}
     unmatched: list[str] = []
-    for table in dict.fromkeys(tables):
-        if captions or table.is_file():
-            found, left = _match(table, _read_jsonl(table), folders, videos)
-            texts.update(found)
-            unmatched.extend(left)
-    if captions is None:
+    for table in _tables(captions, folders):
+        found, left = _match(table, _read_jsonl(table), folders, videos)
+        texts.update(found)
+        unmatched.extend(left)
+    if captions is None or is_sidecar(captions):
         texts = {video: _sidecar(video) for video in videos} | texts
     return texts, unmatched
+
+
+def is_sidecar(captions: Path) -> bool:
+    """Whether it asks for the text files beside the clips and nothing else."""
+    return str(captions) == SIDECAR
+
+
+def _tables(captions: Path | None, folders: Sequence[Path]) -> list[Path]:
+    if captions is not None:
+        return [] if is_sidecar(captions) else [captions]
+    named = dict.fromkeys(folder / "captions.jsonl" for folder in folders)
+    return [table for table in named if table.is_file()]
 
 
 def _match(
@@ -90,10 +110,11 @@ def _read_jsonl(path: Path) -> list[_CaptionLine]:
             continue
         try:
             entry = json.loads(line)
-            video, caption = entry["video"], entry["caption"].strip()
+            key = next(name for name in PATH_COLUMNS if name in entry)
+            video, caption = entry[key], entry["caption"].strip()
             f"{video}{caption}".encode()  # half of a surrogate pair is no text
             lines.append(_CaptionLine(number, os.fspath(video), caption))
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except _NO_CAPTION as error:
             raise DataError(
                 f"{path}, line {number} is no caption: {line.strip()[:80]!r}. Expected one object "
                 'on each line: {"video": "clip.mp4", "caption": "what it shows"}.'

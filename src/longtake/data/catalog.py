@@ -1,73 +1,45 @@
 """The catalog: one table of all clips that can be trained on, and of the files that cannot.
 
-`index` decodes every file once and writes the table; training only reads it. A clip is named by
-the hash of its content, and paths below the catalog's folder are stored relative to it, so a
-folder of clips with its catalog inside can be moved or copied.
+`longtake.data.index` writes it; training only reads it. It is one Parquet file: the clips sorted
+by identity, then, with a `reason`, what was set aside (rejected files and further copies). Paths
+below the catalog's folder are stored relative to it, so a folder of clips with its catalog inside
+can be moved or copied. Columns stay columns: no Python object is made for each clip, and a large
+table is mapped from disk, so that all processes of a machine read it from the same memory.
 """
 
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
-from longtake.aside import make_writable, written_aside
-from longtake.data.captions import read_captions
-from longtake.data.probe import Probe, probe
-from longtake.errors import ClipError, DataError
-from longtake.machine import num_cores
-
-SCHEMA_VERSION = 1
-VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".m4v", ".ts")
-
-_VERSION_KEY = b"longtake.catalog"
-_SCHEMA = pa.schema(
-    [
-        ("identity", pa.string()),
-        ("path", pa.string()),
-        ("caption", pa.string()),
-        ("num_frames", pa.int64()),
-        ("width", pa.int32()),
-        ("height", pa.int32()),
-        ("fps", pa.float64()),
-        ("duration_seconds", pa.float64()),
-        ("stream_index", pa.int32()),
-        ("rotation", pa.int32()),
-        ("codec", pa.string()),
-        ("pix_fmt", pa.string()),
-        ("reason", pa.string()),  # only rejected files have one; they have nothing else but a path
-    ],
-    metadata={_VERSION_KEY: str(SCHEMA_VERSION)},
+from longtake.aside import written_aside
+from longtake.data.clip import Clip
+from longtake.data.table import (
+    ASIDE_SCHEMA,
+    ATTRIBUTE,
+    CLIP_SCHEMA,
+    FINGERPRINT_KEY,
+    ROWS_PER_GROUP,
+    SCHEMA_VERSION,
+    VERSION_KEY,
+    clip_of,
+    fingerprint_of,
+    is_ascending,
+    one_array,
+    read,
+    relative,
+    row_of,
+    version_of,
+    with_attributes,
 )
-
-
-@dataclass(frozen=True)
-class Clip:
-    """One video that can be trained on; `longtake.data.decode.Probe` explains the fields.
-
-    Attributes:
-        path: absolute path of the file.
-        caption: what it shows; empty where none is known.
-    """
-
-    identity: str
-    path: str
-    caption: str
-    num_frames: int
-    width: int
-    height: int
-    fps: float
-    duration_seconds: float
-    stream_index: int
-    rotation: int
-    codec: str
-    pix_fmt: str
+from longtake.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -79,47 +51,169 @@ class Rejection:
 
 
 @dataclass(frozen=True)
+class Duplicate:
+    """One more file with the content of a clip."""
+
+    path: str
+    identity: str
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What tells without reading that a file is still the same."""
+
+    num_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
 class Catalog:
-    """All clips, sorted by identity and each there once, and all rejected files, by path."""
+    """All clips, sorted by identity and each there once, and what was set aside.
 
-    clips: tuple[Clip, ...]
-    rejected: tuple[Rejection, ...] = ()
+    Attributes:
+        table: one row a clip, with the fields of `longtake.data.clip.Clip` as columns; `media`
+            and `timing` are laid out flat, and each attribute is a column `attributes.<name>`.
+        set_aside: one row for each rejected file and each further copy of a clip.
+        stored_fingerprint: of this table, where it is known already.
+    """
 
-    def __post_init__(self) -> None:
-        identities = [clip.identity for clip in self.clips]
-        assert identities == sorted(set(identities)), "clips are sorted by identity, and unique"
+    table: pa.Table
+    set_aside: pa.Table
+    stored_fingerprint: str | None = field(default=None, compare=False, repr=False)
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    @classmethod
+    def of(
+        cls,
+        clips: Iterable[Clip],
+        rejected: Iterable[Rejection] = (),
+        duplicates: Iterable[Duplicate] = (),
+        stamps: Mapping[str, Stamp] | None = None,
+    ) -> "Catalog":
+        """Make a catalog of clips, in whatever order; no two have the same identity.
+
+        Args:
+            clips: what can be trained on.
+            rejected: what cannot.
+            duplicates: further copies of clips.
+            stamps: by `str(media)`, of the files that the entries were found in.
+        """
+        ordered = sorted(clips, key=lambda clip: clip.identity)
+        names = sorted({name for clip in ordered for name in clip.attributes})
+        known = stamps or {}
+        rows = [row_of(clip, names) | _stamp_row(known.get(clip.path)) for clip in ordered]
+        aside = [*map(_rejection_row, rejected), *map(_duplicate_row, duplicates)]
+        aside = [row | _stamp_row(known.get(row["path"])) for row in aside]
+        catalog = cls(
+            pa.Table.from_pylist(rows, schema=with_attributes(CLIP_SCHEMA, names)),
+            pa.Table.from_pylist(aside, schema=ASIDE_SCHEMA),
+        )
+        assert is_ascending(catalog.identities), "no two clips have the same identity"
+        return catalog
+
+    @cached_property
+    def rejected(self) -> tuple[Rejection, ...]:
+        """The files that cannot be trained on."""
+        table = self.set_aside.filter(pc.is_null(self.set_aside["identity"]))
+        return tuple(Rejection(**row) for row in table.select(["path", "reason"]).to_pylist())
+
+    @cached_property
+    def duplicates(self) -> tuple[Duplicate, ...]:
+        """Further files with the content of a clip."""
+        table = self.set_aside.filter(pc.is_valid(self.set_aside["identity"]))
+        rows = table.select(["path", "identity"]).to_pylist()
+        return tuple(Duplicate(row["path"], row["identity"].hex()) for row in rows)
+
+    def clip(self, row: int) -> Clip:
+        """Make the record of one clip."""
+        return clip_of(self.table.slice(row, 1).to_pylist()[0], self.attribute_names)
+
+    def clips(self) -> Iterator[Clip]:
+        """Make all records, in order: for tests, tables and small jobs."""
+        for batch in self.table.to_batches(max_chunksize=4096):
+            for row in batch.to_pylist():
+                yield clip_of(row, self.attribute_names)
+
+    def column(self, name: str) -> NDArray[Any]:
+        """One column as [N]: of the clips' fields, or an attribute by its bare name.
+
+        Attributes are float64, NaN where unknown.
+
+        Raises:
+            DataError: there is no such column.
+        """
+        full = name if name in CLIP_SCHEMA.names else ATTRIBUTE + name
+        if full not in self.table.column_names:
+            known = ", ".join(self.attribute_names) or "none"
+            raise DataError(
+                f"The catalog has no attribute {name!r}; it has: {known}. "
+                "Run `longtake data score` to add one."
+            )
+        values: NDArray[Any] = self.table[full].to_numpy()
+        return values
+
+    def captions(self) -> list[str]:
+        """All captions; empty where none is known."""
+        texts: list[str] = self.table["caption"].to_pylist()
+        return texts
+
+    @cached_property
+    def identities(self) -> pa.Array:
+        """[N] the clips' identities as 16 bytes each, ascending."""
+        return one_array(self.table["identity"])
+
+    @cached_property
+    def attribute_names(self) -> tuple[str, ...]:
+        """Names of the scores that clips have."""
+        names = (name for name in self.table.column_names if name.startswith(ATTRIBUTE))
+        return tuple(name.removeprefix(ATTRIBUTE) for name in names)
+
+    def with_attribute(self, name: str, values: NDArray[np.float64]) -> "Catalog":
+        """Add one score for each clip, or replace it; NaN where it is unknown."""
+        assert values.shape == (len(self),)
+        column = pa.array(values, pa.float64(), from_pandas=True)  # NaN becomes null
+        names = sorted({*self.attribute_names, name})
+        table = self.table.select(CLIP_SCHEMA.names)
+        for each in names:
+            full = ATTRIBUTE + each
+            table = table.append_column(full, column if each == name else self.table[full])
+        return Catalog(table, self.set_aside, self.stored_fingerprint)
 
     @cached_property
     def fingerprint(self) -> str:
         """Names the training data: 32 hex digits over all that decides what is trained, and how.
 
-        That is each clip's identity and caption, and what its bucket and window follow from. Where
-        the files lie plays no part, so a moved folder keeps its fingerprint.
+        That is each clip's identity and caption, and what its bucket and window follow from.
+        Neither paths nor attributes play a part, so a moved folder keeps its fingerprint.
         """
-        digest = hashlib.blake2b(f"catalog {SCHEMA_VERSION}\n".encode(), digest_size=16)
-        for clip in self.clips:
-            shape = [clip.num_frames, clip.width, clip.height, clip.stream_index, clip.rotation]
-            digest.update(json.dumps([clip.identity, clip.caption, *shape]).encode() + b"\n")
-        return digest.hexdigest()
+        return self.stored_fingerprint or fingerprint_of(self.table)
 
     @classmethod
     def load(cls, path: Path) -> "Catalog":
         """Read a catalog; its clips' paths come back absolute.
 
         Raises:
-            DataError: the file is missing, is no catalog, or has another schema version.
+            DataError: the file is missing, is no catalog, is damaged, or of another version.
         """
-        rows = _read_rows(path)
-        folder = path.resolve().parent
-        clips, rejected = [], []
-        for row in rows:
-            reason = row.pop("reason")
-            row["path"] = str(folder / row["path"])
-            if reason is None:
-                clips.append(Clip(**row))
-            else:
-                rejected.append(Rejection(row["path"], reason))
-        return cls(tuple(clips), tuple(rejected))
+        remedy = "Run `longtake data index` to write it."
+        _check_version(path, remedy)
+        try:
+            table = read(path)
+            marks = table.schema.metadata
+            table = table.replace_schema_metadata(None)
+            num_clips = table["reason"].null_count
+            catalog = cls(
+                table.slice(0, num_clips).drop_columns(["reason"]),
+                table.slice(num_clips).select(ASIDE_SCHEMA.names),
+                marks.get(FINGERPRINT_KEY, b"").decode() or None,
+            )
+            if catalog.set_aside["reason"].null_count or not is_ascending(catalog.identities):
+                raise ValueError("its clips are not sorted by identity, each there once")
+        except (OSError, LookupError, ValueError, TypeError, pa.ArrowException) as error:
+            raise DataError(f"The catalog {path} is damaged: {error}. {remedy}") from error
+        return catalog
 
     def save(self, path: Path) -> None:
         """Write the catalog as Parquet, aside first and renamed when whole.
@@ -127,173 +221,29 @@ class Catalog:
         Raises:
             DataError: the file cannot be written.
         """
-        folder = path.parent.resolve()
-        entries: list[Clip | Rejection] = [*self.clips, *self.rejected]
-        rows = [asdict(entry) for entry in entries]
-        for row in rows:
-            row["path"] = _relative(row["path"], folder)
+        table = pa.concat_tables([self.table, self.set_aside], promote_options="default")
+        paths = relative(table["path"], f"{path.parent.resolve()}/")
+        table = table.set_column(table.column_names.index("path"), "path", paths)
+        marks = {VERSION_KEY: str(SCHEMA_VERSION), FINGERPRINT_KEY: self.fingerprint}
         try:
             with written_aside(path) as aside:
-                pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), aside)
+                table = table.replace_schema_metadata(marks)
+                pq.write_table(table, aside, row_group_size=ROWS_PER_GROUP, compression="zstd")
         except OSError as error:
-            raise _cannot_write(path, error) from error
+            raise cannot_write(path, error) from error
 
 
-@dataclass(frozen=True)
-class IndexReport:
-    """What `index` found.
-
-    Attributes:
-        accepted: clips in the catalog.
-        rejected: files that cannot be trained on, by path.
-        duplicates: further files with the content of an accepted one; left out.
-        without_caption: accepted clips whose caption is empty.
-        unmatched_captions: videos that the captions name but that are not among the files.
-    """
-
-    accepted: int
-    rejected: list[Rejection]
-    duplicates: int
-    without_caption: int
-    unmatched_captions: list[str]
-
-
-def index(
-    sources: Sequence[Path],
-    *,
-    captions: Path | None,
-    out: Path,
-    workers: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> IndexReport:
-    """Decode every video once and write the catalog of those that can be trained on.
-
-    Args:
-        sources: video files, and folders that are searched with all their subfolders; names
-            that begin with a dot are passed over, and links to folders are not followed.
-        captions: JSONL with one `{"video": path, "caption": text}` per line. None:
-            `captions.jsonl` in each source folder, and `clip.txt` next to `clip.mp4`. How videos
-            are found by their names: see `read_captions`.
-        out: the catalog to write; an older catalog there is replaced, nothing else is.
-        workers: threads that decode; by default as many as there are cores.
-        progress: called with (files done, files in all) after each file.
-
-    Raises:
-        DataError: a source or the captions cannot be read, there is no video, no video can be
-            decoded, or the catalog cannot be written (which is found out before decoding).
-    """
-    _check_out(out)
-    folders, videos = _find_videos(sources)
-    texts, unmatched = read_captions(captions, folders, videos)
-    clips, rejected = [], []
-    for video, found in zip(videos, _probe_all(videos, workers, progress), strict=True):
-        if isinstance(found, Probe):
-            caption = texts.get(video, "")
-            clips.append(Clip(path=str(video), caption=caption, **asdict(found)))
-        else:
-            rejected.append(Rejection(_printable(video), found.reason))
-    if not clips:
-        raise DataError(_all_rejected(rejected))
-    kept = _without_duplicates(clips)
-    Catalog(kept, tuple(rejected)).save(out)
-    return IndexReport(
-        accepted=len(kept),
-        rejected=rejected,
-        duplicates=len(clips) - len(kept),
-        without_caption=sum(not clip.caption for clip in kept),
-        unmatched_captions=unmatched,
+def cannot_write(path: Path, error: OSError) -> DataError:
+    """The error that says that a catalog cannot be written."""
+    return DataError(
+        f"The catalog {path} cannot be written: {error.strerror or error}. Name another file."
     )
 
 
-def _find_videos(sources: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Return the folders that were searched and the video files in them, absolute and sorted."""
-    folders: list[Path] = []
-    videos: set[Path] = set()
-    for source in sources:
-        if source.is_dir():
-            folders.append(source.resolve())
-            videos.update(path for path in folders[-1].rglob("*") if _is_video(path, folders[-1]))
-        elif source.is_file():
-            folders.append(source.parent.resolve())
-            videos.add(folders[-1] / source.name)  # the file itself may be a link: keep its name
-        else:
-            raise DataError(f"{source} does not exist. Name a folder of videos, or video files.")
-    if not videos:
-        where = ", ".join(str(source) for source in sources) or "no folder at all"
-        raise DataError(
-            f"No video was found. Looked in: {where}; for files that end in "
-            f"{' '.join(VIDEO_SUFFIXES)}. Name a folder that holds some."
-        )
-    return folders, sorted(videos)
-
-
-def _is_video(path: Path, folder: Path) -> bool:
-    if path.suffix.lower() not in VIDEO_SUFFIXES or path.is_dir():
-        return False
-    return not any(part.startswith(".") for part in path.relative_to(folder).parts)
-
-
-def _probe_all(
-    videos: Sequence[Path], workers: int | None, progress: Callable[[int, int], None] | None
-) -> list[Probe | ClipError]:
-    # Threads: PyAV lets go of the interpreter while it decodes, and processes measured no faster.
-    pool = ThreadPoolExecutor(workers or num_cores())
-    results: list[Probe | ClipError] = []
-    try:
-        for result in pool.map(_try_probe, videos):
-            results.append(result)
-            if progress is not None:
-                progress(len(results), len(videos))
-    finally:
-        pool.shutdown(cancel_futures=True)  # Ctrl-C must not wait for thousands of files
-    return results
-
-
-def _try_probe(path: Path) -> Probe | ClipError:
-    if str(path) != _printable(path):
-        return ClipError(path, "its name is not valid UTF-8; rename it")
-    try:
-        return probe(path)
-    except ClipError as error:
-        return error
-
-
-def _printable(path: Path) -> str:
-    return str(path).encode("utf-8", "backslashreplace").decode()
-
-
-def _without_duplicates(clips: Iterable[Clip]) -> tuple[Clip, ...]:
-    """Keep one clip of each identity, by path the first that has a caption, or else the first."""
-    kept: dict[str, Clip] = {}
-    for clip in sorted(clips, key=lambda clip: (not clip.caption, clip.path)):
-        kept.setdefault(clip.identity, clip)
-    return tuple(sorted(kept.values(), key=lambda clip: clip.identity))
-
-
-def _all_rejected(rejected: Sequence[Rejection]) -> str:
-    shown = "".join(f"\n  {each.path}: {each.reason}" for each in rejected[:5])
-    more = f"\n  and {len(rejected) - 5} more" if len(rejected) > 5 else ""
-    return f"None of {len(rejected)} files can be trained on; no catalog was written.{shown}{more}"
-
-
-def _check_out(out: Path) -> None:
-    """Refuse an output that cannot be written, or that would overwrite something else."""
-    if out.exists() and _version(out) is None:
-        raise DataError(
-            f"{out} exists and is not a catalog; it was not overwritten. Name another file, such "
-            f"as {out.parent / 'catalog.parquet'}."
-        )
-    try:
-        make_writable(out.parent)
-    except OSError as error:
-        raise _cannot_write(out, error) from error
-
-
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    remedy = "Run `longtake data index` to write it."
+def _check_version(path: Path, remedy: str) -> None:
     if not path.exists():
         raise DataError(f"The catalog {path} does not exist. {remedy}")
-    version = _version(path)
+    version = version_of(path)
     if version is None:
         raise DataError(f"{path} is not a catalog of longtake. {remedy}")
     if version != str(SCHEMA_VERSION):
@@ -301,29 +251,16 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
             f"The catalog {path} has schema version {version}; this longtake reads "
             f"{SCHEMA_VERSION}. {remedy}"
         )
-    try:
-        table = pq.ParquetFile(path).read()
-        rows: list[dict[str, Any]] = table.select(_SCHEMA.names).to_pylist()
-    except (OSError, LookupError, pa.ArrowException) as error:
-        raise DataError(f"The catalog {path} is damaged: {error}. {remedy}") from error
-    return rows
 
 
-def _version(path: Path) -> str | None:
-    """Return the schema version of the catalog in a file, or None if there is no catalog."""
-    try:
-        metadata: Mapping[bytes, bytes] = pq.read_schema(path).metadata or {}
-    except (OSError, pa.ArrowException):
-        return None
-    version = metadata.get(_VERSION_KEY)
-    return None if version is None else version.decode()
+def _rejection_row(entry: Rejection) -> dict[str, Any]:
+    return {"path": entry.path, "reason": entry.reason}
 
 
-def _relative(path: str, folder: Path) -> str:
-    return str(Path(path).relative_to(folder)) if Path(path).is_relative_to(folder) else path
+def _duplicate_row(entry: Duplicate) -> dict[str, Any]:
+    identity = bytes.fromhex(entry.identity)
+    return {"path": entry.path, "reason": "duplicate", "identity": identity}
 
 
-def _cannot_write(path: Path, error: OSError) -> DataError:
-    return DataError(
-        f"The catalog {path} cannot be written: {error.strerror or error}. Name another file."
-    )
+def _stamp_row(stamp: Stamp | None) -> dict[str, Any]:
+    return {"file_bytes": stamp.num_bytes, "file_mtime_ns": stamp.mtime_ns} if stamp else {}

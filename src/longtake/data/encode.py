@@ -1,6 +1,8 @@
 """Writes frames as a video file that plays everywhere."""
 
+from collections.abc import Iterable
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 
 import av
@@ -9,6 +11,10 @@ from numpy.typing import NDArray
 
 from longtake.aside import written_aside
 from longtake.errors import DataError
+
+# Without CABAC and deblocking, windows of 448x256 are read in little more than half the time, for
+# 8 % more bytes.
+_FAST_TO_READ = {"preset": "veryfast", "tune": "fastdecode"}
 
 
 def write_video(path: Path, frames: NDArray[np.uint8], fps: float, crf: int = 12) -> None:
@@ -54,3 +60,48 @@ def _check(frames: NDArray[np.uint8], path: Path) -> tuple[int, int, int]:
             f"size. Crop or pad to {width + width % 2}x{height + height % 2}."
         )
     return num_frames, height, width
+
+
+def encode_frames(
+    path: Path, frames: Iterable[av.VideoFrame], *, fps: float, crf: int, gop: int
+) -> None:
+    """Write frames as they come, at their own timestamps, as H.264 (4:2:0) in an mp4 file.
+
+    Every `gop`th frame is a keyframe, no other is, and no frame refers past one: so decoding can
+    begin at each of them, and a window is read by decoding at most `gop` - 1 frames too many.
+
+    Args:
+        path: the file to write, ending in `.mp4`; written aside and renamed when whole.
+        frames: all of one even size, yuv420p or yuvj420p, with ascending timestamps. How the
+            first says its colours are to be understood is written into the file.
+        fps: average frames per second.
+        crf: as `write_video`.
+        gop: distance of keyframes in frames.
+
+    Raises:
+        DataError: the file cannot be written; and whatever `frames` raises.
+    """
+    waiting = iter(frames)
+    first = next(waiting)
+    params = f"mbtree=0:keyint={gop}:min-keyint={gop}:scenecut=0:open-gop=0"
+    try:
+        with written_aside(path) as aside, av.open(aside, "w", format="mp4") as container:
+            stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
+            stream.options = {"crf": str(crf), **_FAST_TO_READ, "x264-params": params}
+            stream.thread_count = 1
+            _describe(stream, first)
+            for frame in chain([first], waiting):
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode(None))
+    except (OSError, av.FFmpegError) as error:
+        raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def _describe(stream: av.VideoStream, frame: av.VideoFrame) -> None:
+    """Give the stream the shape, the clock and the colours of its frames."""
+    stream.width, stream.height, stream.pix_fmt = frame.width, frame.height, frame.format.name
+    assert frame.time_base is not None
+    codec = stream.codec_context
+    codec.time_base = stream.time_base = frame.time_base
+    codec.color_range, codec.colorspace = frame.color_range, frame.colorspace
+    codec.color_trc, codec.color_primaries = frame.color_trc, frame.color_primaries

@@ -1,29 +1,41 @@
-"""Batches by global step, decoded ahead of the training by a few threads.
+"""Batches by global step, decoded ahead of the training.
 
-The loader has no position: `batches(start)` is the same sequence whoever asks, whenever. PyAV
-releases Python's lock while it decodes, so threads are enough to keep a step fed.
+    loader = Loader(DataSection(catalog="clips.parquet", buckets=[…]), batch_size=8)
+    for batch in loader:
+        …                            # train on batch.videos, samples weighted by batch.weights
+        save(loader.state_dict())    # counts what was handed out, not what was prefetched
+
+What a step trains on is the course's business (`longtake.data.course`) and does not depend on
+ranks, workers or on where a run was resumed. Nothing is ever made up for a clip that cannot be
+decoded: it is quarantined, and a real clip of the batch stands in for it with weight 0, so that
+shapes stay, no gradient comes of it, and no clip is trained twice in an epoch.
 """
 
-import threading
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
-from longtake.config import Bucket, Recipe
-from longtake.data.buckets import Buckets, crop, span
-from longtake.data.catalog import Clip
-from longtake.data.decode import read_frames
-from longtake.data.order import DataOrder, PlannedBatch, derive
+from longtake.config import Bucket, DataSection
+from longtake.data.catalog import Catalog
+from longtake.data.clip import Clip
+from longtake.data.course import ORDER_VERSION, Course, keep_catalogs, resume, start
+from longtake.data.plan import PlannedBatch
+from longtake.data.pool import Incident, Pool
+from longtake.data.sample import is_only_window, sample_seed, sample_window
+from longtake.data.window import Window
 from longtake.errors import ClipError, DataError
 
+Pixels = NDArray[np.uint8]
+
+_MOST_CLIPS_AT_HAND = 2**14
 _REMEDY = "Are the files still where they were indexed? Run longtake data index again."
 
 
@@ -32,6 +44,9 @@ class Batch:
     """One rank's share of a global batch. Shapes: B local batch, F frames, H height, W width."""
 
     step: int
+    stage: str
+    source: str
+    """The catalog that its clips are of, by its name in the recipe."""
     epoch: int
     begins_epoch: bool
     """Whether this is the first step that is counted in the epoch."""
@@ -43,171 +58,319 @@ class Batch:
     """[B]"""
     seeds: tuple[int, ...]
     """[B] seeds of all that is random about a sample (noise, sigma, caption dropout), made from
-    the run's seed, the sample's epoch and the clip's identity: the same on any world size."""
+    the run's seed, the sample's stage and epoch and the clip's identity: the same on any world
+    size."""
     identities: tuple[str, ...]
     """[B]"""
+    epochs: tuple[int, ...]
+    """[B] each sample's own epoch."""
+    weights: Tensor
+    """[B] float32: 1, or 0 for a stand-in, which fills the place of a clip that could not be
+    decoded, or a place of a smaller last batch."""
+    rejected: tuple[tuple[str, int], ...]
+    """(identity, epoch) of each clip of this share that could not be decoded."""
 
 
 @dataclass
 class _Memory:
-    """Decoded clips that are one window long, by (identity, bucket), kept while there is room."""
+    """Decoded windows that are the only one of their clip, kept while there is room."""
 
     room_bytes: float
-    windows: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    windows: dict[Window, Pixels] = field(default_factory=dict)
 
-    def keep(self, key: tuple[str, int], window: Tensor) -> None:
-        if key not in self.windows and window.nbytes <= self.room_bytes:
-            self.room_bytes -= window.nbytes
-            self.windows[key] = window
+    def keep(self, window: Window, pixels: Pixels) -> None:
+        if window not in self.windows and pixels.nbytes <= self.room_bytes:
+            self.room_bytes -= pixels.nbytes
+            self.windows[window] = pixels
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """One place of this rank's share, on its way."""
+
+    clip: Clip
+    epoch: int
+    seed: int
+    window: Window
+    pixels: Future[Pixels]
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A batch that is being decoded; None stands for a place that has no clip to decode."""
+
+    planned: PlannedBatch
+    samples: list[_Sample | None]
 
 
 class Loader:
-    """Decodes the batches of an order, this rank's slice of each.
+    """Decodes the batches of a run, this rank's slice of each.
 
     Args:
-        buckets: the clips by shape.
-        recipe: its `data` section, seed and batch size.
+        data: the recipe's section: catalogs, buckets, stages, workers and so on.
+        batch_size: samples per step over all ranks.
+        seed: of the run.
         rank: this process's data-parallel index.
         world_size: how many share each global batch; must divide it.
+        kept: the folder in which catalogs that were trained on are kept, without which a run
+            cannot go on after its data changed.
+
+    Raises:
+        DataError: a catalog cannot be read, or the batch size does not fit.
     """
 
     def __init__(
-        self, buckets: Buckets, recipe: Recipe, rank: int = 0, world_size: int = 1
+        self,
+        data: DataSection,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        kept: Path | None = None,
     ) -> None:
-        assert recipe.training.batch_size % world_size == 0
-        self._buckets = buckets
-        self._data = recipe.data
-        self._seed = recipe.seed
-        self._rank = rank
-        self._local_size = recipe.training.batch_size // world_size
-        self._memory = _Memory(recipe.data.memory_gib * 2**30)
-        self._failures: dict[str, ClipError] = {}
-        self._lock = threading.Lock()
-        sizes = [len(clips) for clips in buckets.clips]
-        self.order = DataOrder(sizes, recipe.training.batch_size, recipe.seed)
+        if batch_size < 1 or batch_size % world_size:
+            raise DataError(
+                f"A batch of {batch_size} clips cannot be shared by {world_size} ranks; it must be "
+                f"a multiple of {world_size}."
+            )
+        self.data = data
+        self.catalogs = {name: Catalog.load(path) for name, path in data.sources().items()}
+        self._course: Course | None = None
+        self.quarantined: dict[str, str] = {}
+        self._batch_size = batch_size
+        self._seed = seed
+        self._kept = kept
+        local_size = batch_size // world_size
+        self._mine = range(rank * local_size, (rank + 1) * local_size)
+        self._step = 0
+        self._memory = _Memory(data.memory_gib * 2**30)
+        self._incidents: list[Incident] = []
+        self._failures: dict[str, str] = {}
+        self._clips: dict[tuple[int, int], Clip] = {}
 
     @property
-    def failures(self) -> dict[str, ClipError]:
-        """Clips that could not be decoded while training, by identity; each was replaced."""
-        with self._lock:
-            return dict(self._failures)
-
-    def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
-        """The batches of steps start_step .. end_step - 1, decoded ahead.
+    def course(self) -> Course:
+        """Which clips each step trains on; of a new run, unless a state was loaded.
 
         Raises:
-            DataError: more clips failed than `data.max_failed_clips` allows.
+            DataError: a stage selects nothing, or the stages do not fit together.
         """
-        waiting: deque[Future[Batch]] = deque()
-        ahead = max(self._data.prefetch_batches, self._data.decode_threads)  # no thread idles
-        with ThreadPoolExecutor(self._data.decode_threads, thread_name_prefix="decode") as pool:
-            try:
-                for step in range(start_step, end_step):
-                    waiting.append(pool.submit(self.load, step))
-                    if len(waiting) > ahead:
-                        yield waiting.popleft().result()
-                while waiting:
-                    yield waiting.popleft().result()
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
+        if self._course is None:
+            self._course = start(self.catalogs, self.data, self._batch_size, self._seed)
+        return self._course
 
-    def load(self, step: int) -> Batch:
-        """This rank's share of the batch of a global step."""
-        planned = self.order.batch(step)
-        mine = range(self._rank * self._local_size, (self._rank + 1) * self._local_size)
-        samples = [self._sample(planned, index) for index in mine]
-        clips, windows, seeds = zip(*samples, strict=True)
-        return Batch(
-            step=step,
-            epoch=planned.epoch,
-            begins_epoch=step == self.order.epoch_start(planned.epoch),
-            bucket=self._buckets.shapes[planned.bucket],
-            videos=torch.from_numpy(np.stack([window.numpy() for window in windows])),
-            captions=tuple(clip.caption for clip in clips),
-            seeds=seeds,
-            identities=tuple(clip.identity for clip in clips),
+    @property
+    def step(self) -> int:
+        """Steps whose batches have been handed out: the global step of the next one."""
+        return self._step
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that another loader needs to go on from here: small, JSON, the same on all ranks."""
+        return {
+            "order_version": ORDER_VERSION,
+            "global_step": self._step,
+            "seed": self._seed,
+            "plan_version": self.course.plan.version,
+            **self.course.position(self._step),
+            "history": list(self.course.history),
+            "quarantined": {**self.quarantined, **self._failures},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken, on any number of ranks and workers.
+
+        Raises:
+            DataChangedError: the data, the batch size or the stages have changed and
+                `data.on_change` is `refuse`; says what changed and how one can go on.
+            DataError: the state is not one of this loader's.
+        """
+        if state.get("order_version") != ORDER_VERSION or state["seed"] != self._seed:
+            raise DataError(
+                f"The state was taken with order version {state.get('order_version')} and seed "
+                f"{state.get('seed')}; this loader has {ORDER_VERSION} and {self._seed}, and would "
+                "repeat some clips and miss others. Use the same seed and the longtake that the "
+                "run was started with."
+            )
+        self._step = state["global_step"]
+        self.quarantined = dict(state["quarantined"])
+        self._clips.clear()  # they are told apart by catalogs that may be gone after this
+        self._course = resume(
+            state["history"],
+            self._step,
+            self.catalogs,
+            self.data,
+            self._batch_size,
+            self._seed,
+            self._kept,
         )
 
-    def _sample(self, planned: PlannedBatch, index: int) -> tuple[Clip, Tensor, int]:
-        """A planned clip and its pixels; if it cannot be decoded, the next one of its bucket."""
-        clips = self._buckets.clips[planned.bucket]
-        position, epoch = planned.positions[index], planned.epochs[index]
-        for offset in range(len(clips)):
-            clip = clips[(position + offset) % len(clips)]
-            if clip.identity in self._failures:
-                continue
-            seed = derive(self._seed, "sample", epoch, clip.identity)
-            try:
-                return clip, self._window(clip, planned.bucket, seed), seed
-            except ClipError as error:
-                self._reject(clip, error)
-        first = self.failures[clips[position].identity]
+    def keep_catalogs(self) -> None:
+        """Keep copies of the catalogs that are trained on; one rank calls it, before it trains.
+
+        Raises:
+            DataError: they cannot be written.
+        """
+        if self._kept is not None:
+            keep_catalogs(self.course, self.catalogs, self._kept)
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Clips that only this rank knows it cannot decode: why, by identity."""
+        return dict(self._failures)
+
+    def quarantine(self, clips: Mapping[str, str]) -> None:
+        """Take note of clips that some ranks could not decode: the same clips on every rank."""
+        self.quarantined = dict(sorted({**self.quarantined, **clips}.items()))
+        self._failures.clear()
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """What befell this rank's decoding processes and was not cleared yet."""
+        return list(self._incidents)
+
+    def clear_incidents(self) -> None:
+        """Forget incidents that were written down."""
+        self._incidents.clear()
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches from here on, to the end of the last stage."""
+        return self.batches()
+
+    def batches(self, end_step: int | None = None) -> Iterator[Batch]:
+        """The batches from here to `end_step`, decoded ahead.
+
+        Raises:
+            DataError: more clips failed than `data.max_quarantined_clips` allows, or not one clip
+                of a bucket can be decoded.
+        """
+        ends = [end for end in (end_step, self.course.end_step) if end is not None]
+        waiting: deque[_Begun] = deque()
+        following = self._step
+        with Pool(self.data.workers, self.data.sample_timeout_seconds) as pool:
+            while not ends or self._step < min(ends):
+                while len(waiting) <= self._ahead() and (not ends or following < min(ends)):
+                    waiting.append(self._begin(following, pool))
+                    following += 1
+                self._refuse_too_many()
+                batch = self._assemble(waiting.popleft(), pool)
+                self._incidents += pool.incidents()
+                self._step += 1
+                yield batch
+
+    def load(self, step: int) -> Batch:
+        """This rank's share of the batch of a global step, decoded here and now."""
+        with Pool(0, self.data.sample_timeout_seconds) as pool:
+            return self._assemble(self._begin(step, pool), pool)
+
+    def _ahead(self) -> int:
+        """Batches to keep under way: enough that no worker idles."""
+        return max(self.data.prefetch_batches, -(-(self.data.workers + 1) // len(self._mine)))
+
+    def _begin(self, step: int, pool: Pool) -> _Begun:
+        """Start decoding this rank's share of a batch."""
+        planned = self.course.batch(step)
+        return _Begun(planned, [self._begin_place(planned, place, pool) for place in self._mine])
+
+    def _begin_place(self, planned: PlannedBatch, place: int, pool: Pool) -> _Sample | None:
+        if place >= len(planned.rows):
+            return None
+        clip = self._clip(planned.catalog, planned.rows[place])
+        if self._is_quarantined(clip):
+            return None
+        return self._submit(clip, planned, planned.epochs[place], pool)
+
+    def _submit(self, clip: Clip, planned: PlannedBatch, epoch: int, pool: Pool) -> _Sample:
+        seed = sample_seed(self._seed, planned.stage, planned.source, epoch, clip)
+        window = sample_window(clip, planned.bucket, self.data, seed)
+        if (remembered := self._memory.windows.get(window)) is None:
+            return _Sample(clip, epoch, seed, window, pool.submit(window))
+        pixels: Future[Pixels] = Future()
+        pixels.set_result(remembered)
+        return _Sample(clip, epoch, seed, window, pixels)
+
+    def _assemble(self, begun: _Begun, pool: Pool) -> Batch:
+        """Wait for a batch's pixels, and let stand-ins fill the places that have none."""
+        planned = begun.planned
+        found = [sample and self._decoded(sample, planned.bucket) for sample in begun.samples]
+        stand_in = next(filter(None, found), None) or self._stand_in(planned, pool)
+        places = [sample or stand_in for sample in found]
+        return Batch(
+            step=planned.step,
+            stage=planned.stage,
+            source=planned.source,
+            epoch=planned.epoch,
+            begins_epoch=planned.number == 0,
+            bucket=planned.bucket,
+            videos=torch.from_numpy(np.stack([sample.pixels.result() for sample in places])),
+            captions=tuple(sample.clip.caption for sample in places),
+            seeds=tuple(sample.seed for sample in places),
+            identities=tuple(sample.clip.identity for sample in places),
+            epochs=tuple(sample.epoch for sample in places),
+            weights=torch.tensor([float(sample is not None) for sample in found]),
+            rejected=tuple(self._rejected(planned, found)),
+        )
+
+    def _decoded(self, sample: _Sample, shape: Bucket) -> _Sample | None:
+        """The sample, when its pixels are there; None if there is no way to get them."""
+        if self._is_quarantined(sample.clip):
+            return None  # since it was submitted, by an earlier batch or by another rank
+        try:
+            pixels = sample.pixels.result()
+        except ClipError as error:
+            self._failures[sample.clip.identity] = str(error)
+            return None
+        if is_only_window(sample.clip, shape, self.data):
+            self._memory.keep(sample.window, pixels)
+        return sample
+
+    def _rejected(
+        self, planned: PlannedBatch, found: Sequence[_Sample | None]
+    ) -> Iterator[tuple[str, int]]:
+        for place, sample in zip(self._mine, found, strict=True):
+            if sample is None and place < len(planned.rows):
+                clip = self._clip(planned.catalog, planned.rows[place])
+                yield clip.identity, planned.epochs[place]
+
+    def _stand_in(self, planned: PlannedBatch, pool: Pool) -> _Sample:
+        """Any clip of the batch, or else of its bucket, that can be decoded."""
+        for row in self._candidates(planned):
+            clip = self._clip(planned.catalog, row)
+            if not self._is_quarantined(clip):
+                sample = self._submit(clip, planned, planned.epoch, pool)
+                if self._decoded(sample, planned.bucket):
+                    return sample
+                self._refuse_too_many()
+        first = next(iter({**self.quarantined, **self._failures}.values()), "")
         raise DataError(
-            f"None of the {len(clips)} clips in the bucket of "
-            f"{self._buckets.shapes[planned.bucket]} could be decoded. The first that was tried: "
+            f"None of the clips in the bucket of {planned.bucket} could be decoded. One of them: "
             f"{first}. {_REMEDY}"
         )
 
-    def _reject(self, clip: Clip, error: ClipError) -> None:
-        with self._lock:
-            self._failures[clip.identity] = error
-            failed = len(self._failures)
-        if failed > self._data.max_failed_clips:
+    def _candidates(self, planned: PlannedBatch) -> Iterator[np.uint32]:
+        yield from planned.rows
+        for stream in self.course.plan_at(planned.step).streams():
+            for part in stream.parts:
+                if part.catalog is planned.catalog and planned.bucket in part.members.shapes:
+                    yield from part.members.rows[part.members.shapes.index(planned.bucket)]
+
+    def _clip(self, catalog: Catalog, row: np.uint32) -> Clip:
+        """A clip's record; making it takes longer than all else that is done for a sample here."""
+        key = (id(catalog), int(row))
+        if key not in self._clips:
+            if len(self._clips) >= _MOST_CLIPS_AT_HAND:
+                self._clips.clear()
+            self._clips[key] = catalog.clip(int(row))
+        return self._clips[key]
+
+    def _is_quarantined(self, clip: Clip) -> bool:
+        return clip.identity in self.quarantined or clip.identity in self._failures
+
+    def _refuse_too_many(self) -> None:
+        failed, allowed = {**self.quarantined, **self._failures}, self.data.max_quarantined_clips
+        if len(failed) > allowed:
             raise DataError(
-                f"{failed} clips could not be decoded while training, more than "
-                f"data.max_failed_clips = {self._data.max_failed_clips} allows. The last: {error}. "
-                f"{_REMEDY}"
+                f"{len(failed)} clips could not be decoded while training, more than "
+                f"data.max_quarantined_clips = {allowed} allows. One of them: "
+                f"{list(failed.values())[-1]}. {_REMEDY}"
             )
-
-    def _window(self, clip: Clip, bucket: int, seed: int) -> Tensor:
-        """[3, F, H, W] uint8: a window of the clip, chosen by its seed, in its bucket's size."""
-        shape = self._buckets.shapes[bucket]
-        starts = clip.num_frames - span(shape, self._data.frame_stride) + 1
-        start = seed % starts
-        key = (clip.identity, bucket)
-        if (window := self._memory.windows.get(key)) is None:
-            window = read_window(clip, shape, start, self._data.frame_stride)
-            if starts == 1:  # of a longer clip another window will be wanted next time
-                with self._lock:
-                    self._memory.keep(key, window)
-        return window
-
-
-def read_window(clip: Clip, shape: Bucket, start: int, stride: int) -> Tensor:
-    """Decode a window of a clip, scaled and cropped to a bucket's size.
-
-    Returns:
-        [3, F, H, W] uint8.
-
-    Raises:
-        ClipError: the file is gone, damaged, or not what its record says.
-    """
-    frames = read_frames(
-        Path(clip.path),
-        stream_index=clip.stream_index,
-        start=start,
-        num_frames=shape.num_frames,
-        stride=stride,
-        rotation=clip.rotation,
-    )
-    height, width = frames.shape[1:3]
-    if (height, width) != (clip.height, clip.width):
-        indexed = f"{clip.width}x{clip.height}"
-        raise ClipError(clip.path, f"has {width}x{height} pixels, was indexed with {indexed}")
-    cut = crop(clip, shape)
-    rows = slice(cut.top, cut.top + shape.height)
-    columns = slice(cut.left, cut.left + shape.width)
-    scaled = _scale(frames, cut.scaled_height, cut.scaled_width)[:, rows, columns]
-    return torch.from_numpy(np.ascontiguousarray(scaled.transpose(3, 0, 1, 2)))
-
-
-def _scale(frames: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    """[F, height, width, 3], bicubic and antialiased.
-
-    By Pillow, not torch: torch would start a team of threads for each decoding thread, and all of
-    them would fight the training step for the cores.
-    """
-    if frames.shape[1:3] == (height, width):
-        return frames
-    size, method = (width, height), Image.Resampling.BICUBIC
-    return np.stack([np.asarray(Image.fromarray(frame).resize(size, method)) for frame in frames])

@@ -1,104 +1,235 @@
-"""The order of the data: a pure function of (bucket sizes, batch size, seed, step); numpy only.
+"""The order of the data: pure functions of (sizes, batch size, seed, number of the batch).
 
-Each bucket is an endless stream of its clips, epoch after epoch, every epoch in its own keyed
-permutation, cut into batches of one size. A batch may reach over an epoch's edge: a tail is carried
-into the next epoch, never dropped and never repeated. Hence bucket b of n_b clips completes
-floor((e + 1) n_b / B) - floor(e n_b / B) batches in epoch e, and the step at which an epoch begins
-has a closed form. No state is kept: to resume is to ask for the batch of another step.
+A `Leg` is a span of whole epochs over fixed buckets of clips. Each bucket is a stream of its clips,
+epoch after epoch, every epoch in its own keyed permutation, cut into batches. Inside a leg a batch
+may reach over an epoch's edge: a tail is carried into the next epoch, never dropped and never
+repeated. Where the leg ends, the tail of each bucket becomes a smaller last batch. Hence bucket b
+of n_b clips completes floor((e + 1) n_b / B) - floor(e n_b / B) batches in epoch e, and where an
+epoch begins has a closed form. Nothing is stored but these sizes: any batch of 10^8 clips is found
+as fast as the first one of ten.
 """
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+Indices = NDArray[np.int64]
+
+_NUM_ROUNDS = 12
+
 
 @dataclass(frozen=True)
-class PlannedBatch:
-    """Which clips one optimizer step trains on, over all ranks."""
+class Slots:
+    """Which clips one batch of a leg holds."""
 
-    step: int
     epoch: int
-    """The epoch that this step is counted in."""
+    """The epoch that this batch is counted in."""
+    number: int
+    """How many batches of that epoch come before it."""
     bucket: int
-    positions: tuple[int, ...]
-    """[B] positions in the bucket's list of clips."""
-    epochs: tuple[int, ...]
+    positions: Indices
+    """[B] positions in the bucket's list of clips; fewer in the last batch of a bucket."""
+    epochs: Indices
     """[B] each sample's own epoch: at an epoch's edge one batch holds samples of two."""
 
 
-class DataOrder:
-    """Maps a global step to its batch.
+@dataclass(frozen=True)
+class Leg:
+    """Whole epochs over fixed buckets, as a list of batches that is never written down.
 
-    Args:
-        bucket_sizes: clips of each bucket; buckets without clips are never visited.
-        batch_size: samples per step over all ranks.
+    Attributes:
+        sizes: clips of each bucket; buckets without clips are never visited.
+        batch_size: samples per batch over all ranks.
         seed: of the run; another seed is another order.
+        name: sets the permutations of this leg apart from those of others.
+        first_epoch: the number that its first epoch goes by.
+        num_epochs: how many there are; None: it never ends.
     """
 
-    def __init__(self, bucket_sizes: Sequence[int], batch_size: int, seed: int) -> None:
-        assert batch_size > 0
-        assert any(bucket_sizes), "an order of no clips has no batches"
-        self._sizes = tuple(bucket_sizes)
-        self._batch_size = batch_size
-        self._seed = seed
-        self._batches_of_epoch = lru_cache(2)(self._shuffle_batches)
-        self._clips_of_epoch = lru_cache(4 * len(self._sizes))(self._shuffle_clips)
+    sizes: tuple[int, ...]
+    batch_size: int
+    seed: int
+    name: str = ""
+    first_epoch: int = 0
+    num_epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.batch_size > 0
+        assert any(self.sizes), "an order of no clips has no batches"
+        assert self.num_epochs is None or self.num_epochs > 0
+
+    @cached_property
+    def num_batches(self) -> int | None:
+        """Batches in all, the smaller last ones included; None: endless."""
+        return None if self.num_epochs is None else self._begin(self.num_epochs)
 
     def epoch_start(self, epoch: int) -> int:
-        """The first global step that is counted in an epoch."""
-        return sum(epoch * size // self._batch_size for size in self._sizes)
+        """How many batches are counted in epochs before this one."""
+        return self._begin(epoch - self.first_epoch)
 
-    def epoch_of(self, step: int) -> int:
-        """The epoch that a global step is counted in."""
-        assert step >= 0
-        total = sum(self._sizes)
-        epoch = step * self._batch_size // total  # a lower bound: floors only take batches away
-        while self.epoch_start(epoch + 1) <= step:
+    def epoch_of(self, index: int) -> int:
+        """The epoch that a batch is counted in; of the batch after the last, the one after it."""
+        assert index >= 0
+        if self.num_batches is not None and index >= self.num_batches:
+            assert self.num_epochs is not None
+            return self.first_epoch + self.num_epochs
+        epoch = index * self.batch_size // sum(self.sizes)  # a lower bound: floors only take away
+        if self.num_epochs is not None:
+            epoch = min(epoch, self.num_epochs - 1)  # ceilings of the last epoch add
+        while self._begin(epoch + 1) <= index:
             epoch += 1
-        return epoch
+        return self.first_epoch + epoch
 
-    def batch(self, step: int) -> PlannedBatch:
-        """The batch that a global step trains on."""
-        epoch = self.epoch_of(step)
-        bucket, number = self._batches_of_epoch(epoch)[step - self.epoch_start(epoch)]
-        in_stream = np.arange(number * self._batch_size, (number + 1) * self._batch_size)
-        epochs, within = np.divmod(in_stream, self._sizes[bucket])
-        positions = [
-            int(self._clips_of_epoch(int(e), bucket)[i])
-            for e, i in zip(epochs, within, strict=True)
-        ]
-        return PlannedBatch(step, epoch, bucket, tuple(positions), tuple(epochs.tolist()))
+    def batch(self, index: int) -> Slots:
+        """One of the leg's batches, by its number."""
+        assert self.num_batches is None or index < self.num_batches
+        epoch = self.epoch_of(index)
+        number = index - self.epoch_start(epoch)
+        buckets, in_bucket = self._shuffled(epoch, np.array([number]))
+        bucket, batch = int(buckets[0]), int(in_bucket[0])
+        stream = np.arange(batch * self.batch_size, (batch + 1) * self.batch_size)
+        return Slots(epoch, number, bucket, *self._samples(bucket, stream))
 
-    def _shuffle_batches(self, epoch: int) -> list[tuple[int, int]]:
-        """The (bucket, number in the bucket's stream) pairs of an epoch, in training order."""
-        size = self._batch_size
-        batches = [
-            (bucket, number)
-            for bucket, clips in enumerate(self._sizes)
-            for number in range(epoch * clips // size, (epoch + 1) * clips // size)
-        ]
-        order = permutation(len(batches), self._seed, "batches", epoch)
-        return [batches[index] for index in order]
+    def left_at(self, index: int) -> dict[int, list[Indices]]:
+        """What has not been consumed when the batches before `index` have, of epochs begun.
 
-    def _shuffle_clips(self, epoch: int, bucket: int) -> NDArray[np.int64]:
-        return permutation(self._sizes[bucket], self._seed, "clips", epoch, bucket)
+        Returns:
+            For each epoch up to the one that batch `index` is counted in, and for each bucket, the
+            positions that are still to come; epochs of which nothing is left are not there.
+        """
+        ended = self.num_batches is not None and index >= self.num_batches
+        epoch = self.epoch_of(index) - int(ended)
+        done = index - self.epoch_start(epoch)
+        buckets, in_bucket = self._shuffled(epoch, np.arange(done))
+        left: dict[int, list[Indices]] = {}
+        for bucket, size in enumerate(self.sizes):
+            batches = in_bucket[buckets == bucket]
+            for own, positions in self._left_of_bucket(bucket, epoch, batches):
+                empty = [np.empty(0, np.int64) for _ in self.sizes]
+                left.setdefault(own, empty)[bucket] = positions
+            assert size or not len(batches)
+        return left
+
+    def _left_of_bucket(
+        self, bucket: int, epoch: int, done: Indices
+    ) -> Iterator[tuple[int, Indices]]:
+        """(epoch, positions) of a bucket's samples up to an epoch's end, less the batches done."""
+        size, local = self.sizes[bucket], epoch - self.first_epoch
+        first = local * size // self.batch_size
+        stream = np.arange(first * self.batch_size, (local + 1) * size)
+        is_left = ~np.isin(stream // self.batch_size, done)
+        positions, epochs = self._samples(bucket, stream[is_left])
+        for own in _ascending(epochs):
+            yield own, positions[epochs == own]
+
+    def _begin(self, local_epoch: int) -> int:
+        """Batches before an epoch that is counted from the leg's first."""
+        whole = sum(local_epoch * size // self.batch_size for size in self.sizes)
+        if local_epoch != self.num_epochs:
+            return whole
+        return whole + sum(local_epoch * size % self.batch_size > 0 for size in self.sizes)
+
+    def _shuffled(self, epoch: int, numbers: Indices) -> tuple[Indices, Indices]:
+        """Buckets and their batches, at some places of an epoch's training order."""
+        firsts, counts = self._batches_of(epoch)
+        ends = np.cumsum(counts)
+        flat = permuted(numbers, int(ends[-1]), self.seed, self.name, "batches", epoch)
+        buckets = np.searchsorted(ends, flat, side="right")
+        return buckets, flat - (ends - counts)[buckets] + firsts[buckets]
+
+    def _batches_of(self, epoch: int) -> tuple[Indices, Indices]:
+        """For each bucket its first batch of an epoch, and how many there are."""
+        local, size = epoch - self.first_epoch, self.batch_size
+        is_last = self.num_epochs is not None and local == self.num_epochs - 1
+        firsts = np.array([local * n // size for n in self.sizes], np.int64)
+        ends = np.array(
+            [
+                -(-(local + 1) * n // size) if is_last else (local + 1) * n // size
+                for n in self.sizes
+            ],
+            np.int64,
+        )
+        return firsts, ends - firsts
+
+    def _samples(self, bucket: int, stream: Indices) -> tuple[Indices, Indices]:
+        """Positions and epochs of some places in a bucket's stream; places after its end fall."""
+        size = self.sizes[bucket]
+        if self.num_epochs is not None:
+            stream = stream[stream < self.num_epochs * size]
+        local, within = np.divmod(stream, max(size, 1))
+        epochs = local + self.first_epoch
+        positions = np.empty_like(within)
+        for epoch in _ascending(epochs):
+            mine = epochs == epoch
+            key = (self.seed, self.name, "clips", epoch, bucket)
+            positions[mine] = permuted(within[mine], size, *key)
+        return positions, epochs
 
 
-def permutation(size: int, *key: int | str) -> NDArray[np.int64]:
-    """A keyed permutation of 0..size-1.
+def _ascending(epochs: Indices) -> list[int]:
+    """The epochs of some places in a stream, each once; np.unique is slow where they are few."""
+    if not len(epochs):
+        return []
+    borders = np.flatnonzero(np.diff(epochs)) + 1
+    return [int(epochs[place]) for place in (0, *borders)]
 
-    Sorts the raw output of Philox, whose stream numpy guarantees (NEP 19), rather than calling
-    `Generator.permutation`, which may change between numpy's versions and would move every batch.
+
+def permuted(indices: Indices, size: int, *key: int | str) -> Indices:
+    """Where a keyed permutation of 0..size-1 puts each of some indices; O(1) memory beside them.
+
+    A Feistel network over pairs (left, right) of mixed radix a x b >= size, a and b near the square
+    root (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): rounds add a hash of
+    one half to the other, and a result outside 0..size-1 is put through again ("cycle walking"),
+    which is rare. Twelve rounds: with four, successive batches are measurably correlated, and with
+    eight not all orders of five clips are equally likely. One radix is even, without which only
+    even permutations of a x b things would come out.
     """
-    raw = np.random.Philox(key=derive(*key)).random_raw(size)
-    return np.argsort(raw, kind="stable")
+    assert size < 2**62
+    if not len(indices):
+        return indices
+    rows = 2 * math.ceil(math.sqrt(size) / 2)
+    columns = -(-size // rows)
+    keys = _round_keys(key)
+    placed = _feistel(indices.astype(np.uint64), rows, columns, keys)
+    while (outside := placed >= size).any():
+        placed[outside] = _feistel(placed[outside], rows, columns, keys)
+    return placed.astype(np.int64)
+
+
+def _feistel(
+    values: NDArray[np.uint64], rows: int, columns: int, keys: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    a, b = np.uint64(rows), np.uint64(columns)
+    left, right = np.divmod(values, b)
+    for even, odd in zip(keys[::2], keys[1::2], strict=True):
+        left = (left + _hash_below(right ^ even, a)) % a
+        right = (right + _hash_below(left ^ odd, b)) % b
+    return left * b + right
+
+
+def _hash_below(values: NDArray[np.uint64], bound: np.uint64) -> NDArray[np.uint64]:
+    """A hash in 0..bound-1 by the finaliser of splitmix64 (Steele, Lea, Flood, 2014)."""
+    mixed = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return ((mixed >> np.uint64(32)) * bound) >> np.uint64(32)
+
+
+@lru_cache(256)
+def _round_keys(key: tuple[int | str, ...]) -> NDArray[np.uint64]:
+    digest = hashlib.shake_128(_text(key)).digest(8 * _NUM_ROUNDS)
+    return np.frombuffer(digest, "<u8").astype(np.uint64)
 
 
 def derive(*key: int | str) -> int:
     """A 63-bit number from a key: the seed of everything random that belongs to that key."""
-    text = "/".join(str(part) for part in key).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+    return int.from_bytes(hashlib.blake2b(_text(key), digest_size=8).digest()) >> 1
+
+
+def _text(key: tuple[int | str, ...]) -> bytes:
+    return "/".join(str(part) for part in key).encode()

@@ -1,49 +1,70 @@
 """Reads one video file from its first byte to its last frame, and tells what is in it."""
 
 import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import av
 from av.container import InputContainer
 from av.video.frame import VideoFrame
+from av.video.reformatter import ColorRange
 from av.video.stream import VideoStream
 
+from longtake.data.clip import Kind, Media, Timing
 from longtake.data.decode import decoded, opened, reason_of, rgb
 from longtake.errors import ClipError
+
+_COLOR_RANGES = {int(ColorRange.MPEG): "limited", int(ColorRange.JPEG): "full"}
+# ITU-T H.273, table 3; FFmpeg's names but for the two of HDR.
+_COLOR_TRANSFERS = {
+    1: "bt709",
+    4: "gamma22",
+    5: "gamma28",
+    6: "smpte170m",
+    7: "smpte240m",
+    8: "linear",
+    9: "log100",
+    10: "log316",
+    11: "iec61966-2-4",
+    12: "bt1361e",
+    13: "iec61966-2-1",
+    14: "bt2020-10",
+    15: "bt2020-12",
+    16: "pq",
+    17: "smpte428",
+    18: "hlg",
+}
+_READ_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What one video file holds, found by decoding all of it.
+    """What one video or image holds, found by decoding all of it.
 
-    Attributes:
-        identity: BLAKE2b-128 of the file's bytes as 32 hex digits; the path plays no part.
-        stream_index: the video stream that was decoded, as an index into all streams.
-        num_frames: frames that decoding yields, whatever the header says.
-        width: pixels of the upright picture.
-        height: pixels of the upright picture.
-        rotation: degrees counterclockwise that turn a decoded frame upright: 0, 90, 180 or 270.
-        fps: average frame rate by the frames' timestamps.
-        duration_seconds: from the first frame's start to the last one's end.
-        pix_fmt: FFmpeg's name of the decoded pixel format.
-        codec: FFmpeg's name of the compression format, such as `h264` or `av1`.
+    The fields are those of `longtake.data.clip.Clip`, which explains them.
     """
 
     identity: str
-    stream_index: int
+    kind: Kind
     num_frames: int
     width: int
     height: int
-    rotation: int
     fps: float
     duration_seconds: float
-    pix_fmt: str
+    stream_index: int
+    rotation: int
     codec: str
+    pix_fmt: str
+    color_range: str = ""
+    color_transfer: str = ""
+    timing: Timing | None = None
+    keyframes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class _Timing:
+class _Span:
     """Start and end of what was decoded, in seconds of the stream's clock."""
 
     start: float
@@ -51,7 +72,11 @@ class _Timing:
     fps: float
 
 
-def probe(path: Path) -> Probe:
+def _nothing() -> None:
+    """Nobody watches."""
+
+
+def probe(media: Media, alive: Callable[[], object] = _nothing) -> Probe:
     """Decode the whole file and return what is in it.
 
     The first video stream that is not a cover picture is taken. A file that ends early without an
@@ -59,55 +84,110 @@ def probe(path: Path) -> Probe:
     2.5 frame intervals and more than 5 % of the declared duration. Frame counts in headers are not
     compared, because edit lists and dropped lead-in frames make them differ in good files.
 
+    Args:
+        media: the video.
+        alive: called whenever there is progress, so that a supervisor can tell slow from stuck.
+
     Raises:
         ClipError: the file cannot be read, holds no video, is damaged or is cut short.
     """
-    identity = _hash(path)
-    with opened(path) as (container, stream):
-        frames = decoded(path, container, stream)
+    identity = content_hash(media, alive)
+    with opened(media) as (container, stream):
+        frames = decoded(media, container, stream)
         first = next(frames, None)
         if first is None:
-            raise ClipError(path, "no frame could be decoded")
+            raise ClipError(str(media), "no frame could be decoded")
         rgb(first)  # what cannot become RGB cannot be trained on
-        last, num_frames = first, 1
-        for last in frames:
-            num_frames += 1
-            if (last.width, last.height) != (first.width, first.height):
-                raise ClipError(path, f"the frame size changes at frame {num_frames - 1}")
-        timing = _timing(path, stream, first, last, num_frames)
-        _check_whole(path, container, stream, timing)
-        rotation = _rotation(path, first)
+        last, pts, keyframes = _read_on(media, first, frames, alive)
+        span = _span(media, stream, first, last, len(pts))
+        _check_whole(media, container, stream, span)
+        rotation = _rotation(media, first)
         width, height = first.width, first.height
         return Probe(
             identity=identity,
-            stream_index=stream.index,
-            num_frames=num_frames,
+            kind="video",
+            num_frames=len(pts),
             width=height if rotation in (90, 270) else width,
             height=width if rotation in (90, 270) else height,
+            fps=span.fps,
+            duration_seconds=span.end - span.start,
+            stream_index=stream.index,
             rotation=rotation,
-            fps=timing.fps,
-            duration_seconds=timing.end - timing.start,
-            pix_fmt=first.format.name,
             codec=stream.codec_context.codec.canonical_name,
+            pix_fmt=first.format.name,
+            color_range=_COLOR_RANGES.get(int(first.color_range), ""),
+            color_transfer=_COLOR_TRANSFERS.get(int(stream.codec_context.color_trc), ""),
+            timing=_timing(pts),
+            keyframes=keyframes,
         )
 
 
-def _hash(path: Path) -> str:
+def content_hash(media: Media, alive: Callable[[], object] = _nothing) -> str:
+    """BLAKE2b-128 of the bytes as 32 hex digits; where they lie plays no part.
+
+    Raises:
+        ClipError: there is no such file, it is empty, ends early, or cannot be read.
+    """
+    path = Path(media.path)
+    digest, num_read = hashlib.blake2b(digest_size=16), 0
     try:
         if not path.is_file():  # reading a pipe or a device would never end
-            raise ClipError(path, "is not a file" if path.exists() else "does not exist")
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-            if not file.tell():
-                raise ClipError(path, "is empty (0 bytes)")
+            raise ClipError(str(media), "is not a file" if path.exists() else "does not exist")
+        for piece in _pieces(media):
+            digest.update(piece)
+            num_read += len(piece)
+            alive()
     except OSError as error:
-        raise ClipError(path, f"cannot be read: {reason_of(error)}") from error
+        raise ClipError(str(media), f"cannot be read: {reason_of(error)}") from error
+    if num_read < (media.num_bytes or 0):
+        raise ClipError(str(media), f"ends after {num_read} of {media.num_bytes} bytes")
+    if not num_read:
+        raise ClipError(str(media), "is empty (0 bytes)")
     return digest.hexdigest()
 
 
-def _timing(
-    path: Path, stream: VideoStream, first: VideoFrame, last: VideoFrame, num_frames: int
-) -> _Timing:
+def _pieces(media: Media) -> Iterator[bytes]:
+    with Path(media.path).open("rb") as file:
+        file.seek(media.offset)
+        left = media.num_bytes
+        while left is None or left > 0:
+            piece = file.read(_READ_BYTES if left is None else min(left, _READ_BYTES))
+            if not piece:
+                return
+            left = None if left is None else left - len(piece)
+            yield piece
+
+
+def _read_on(
+    media: Media, first: VideoFrame, frames: Iterator[VideoFrame], alive: Callable[[], object]
+) -> tuple[VideoFrame, list[int | None], tuple[int, ...]]:
+    """Decode to the end; return the last frame, all timestamps, and which are keyframes."""
+    last, pts = first, [first.pts]
+    keyframes = [0] if first.key_frame else []
+    for last in frames:
+        if (last.width, last.height) != (first.width, first.height):
+            raise ClipError(str(media), f"the frame size changes at frame {len(pts)}")
+        if last.key_frame:
+            keyframes.append(len(pts))
+        pts.append(last.pts)
+        alive()
+    return last, pts, tuple(keyframes)
+
+
+def _timing(pts: Sequence[int | None]) -> Timing | None:
+    """The timestamps, or None unless they name every frame and ascend."""
+    known = [each for each in pts if each is not None]
+    steps = {after - before for before, after in pairwise(known)}
+    if len(known) < len(pts) or min(steps, default=1) <= 0:
+        return None
+    if len(steps) > 1:
+        return Timing(known[0], 0, tuple(known))
+    return Timing(known[0], max(steps, default=0))
+
+
+def _span(
+    media: Media, stream: VideoStream, first: VideoFrame, last: VideoFrame, num_frames: int
+) -> _Span:
     start, last_start = _seconds(first, first.pts), _seconds(last, last.pts)
     rate = float(stream.guessed_rate or stream.average_rate or 0)
     if start is not None and last_start is not None and last_start > start:
@@ -116,27 +196,25 @@ def _timing(
         start = start or 0.0
         last_start = start + (num_frames - 1) / rate
     else:
-        raise ClipError(path, "has neither timestamps nor a frame rate")
-    return _Timing(start, last_start + (_seconds(last, last.duration) or 1 / rate), rate)
+        raise ClipError(str(media), "has neither timestamps nor a frame rate")
+    return _Span(start, last_start + (_seconds(last, last.duration) or 1 / rate), rate)
 
 
 def _seconds(frame: VideoFrame, ticks: int | None) -> float | None:
     return None if ticks is None or frame.time_base is None else float(ticks * frame.time_base)
 
 
-def _check_whole(
-    path: Path, container: InputContainer, stream: VideoStream, timing: _Timing
-) -> None:
+def _check_whole(media: Media, container: InputContainer, stream: VideoStream, span: _Span) -> None:
     """Refuse a file whose frames end clearly before its header says (see `probe`)."""
-    declared_end = _declared_end(container, stream, timing.start)
+    declared_end = _declared_end(container, stream, span.start)
     if declared_end is None:
         return
-    missing = declared_end - timing.end
-    if missing > 2.5 / timing.fps and missing > 0.05 * (declared_end - timing.start):
+    missing = declared_end - span.end
+    if missing > 2.5 / span.fps and missing > 0.05 * (declared_end - span.start):
         raise ClipError(
-            path,
-            f"cut short: {timing.end - timing.start:.2f} s of video, "
-            f"{declared_end - timing.start:.2f} s declared",
+            str(media),
+            f"cut short: {span.end - span.start:.2f} s of video, "
+            f"{declared_end - span.start:.2f} s declared",
         )
 
 
@@ -156,9 +234,9 @@ def _declared_end(container: InputContainer, stream: VideoStream, start: float) 
     return None
 
 
-def _rotation(path: Path, frame: VideoFrame) -> int:
+def _rotation(media: Media, frame: VideoFrame) -> int:
     """Degrees counterclockwise, from FFmpeg's display matrix (av_display_rotation_get)."""
     rotation = frame.rotation % 360
     if rotation % 90:
-        raise ClipError(path, f"is to be shown turned by {rotation} degrees; only quarter turns")
+        raise ClipError(str(media), f"is to be shown turned by {rotation} degrees; only quarters")
     return rotation

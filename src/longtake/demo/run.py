@@ -11,7 +11,8 @@ from rich.console import Console
 
 from longtake import config
 from longtake.config import Recipe
-from longtake.data.catalog import Catalog, index
+from longtake.data.catalog import Catalog
+from longtake.data.index import index
 from longtake.demo.oracle import shows
 from longtake.demo.report import Judged, write_report
 from longtake.demo.shapes import held_out_captions, training_captions, write_clips
@@ -80,7 +81,7 @@ def run_demo(
         return None
     sampler = load_sampler(out, ema=True, device="auto")
     judged = _judge(sampler, console)
-    return write_report(run, sampler, judged, len(Catalog.load(recipe.data.catalog).clips), console)
+    return write_report(run, sampler, judged, len(Catalog.load(_catalog_path(run.path))), console)
 
 
 def _catalog_path(out: Path) -> Path:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
 from longtake.aside import written_aside
+from longtake.drawing import INK, PALE_INK, PAPER, RULE, font, line_height, wrap
 from longtake.errors import RunError
 
 MAX_FRAMES = 8
@@ -17,11 +18,7 @@ FRAME_HEIGHT = 96
 _MARGIN, _ROW_GAP, _FRAME_GAP = 28, 26, 6
 _MARK_WIDTH, _TEXT_WIDTH, _TEXT_GAP = 30, 250, 22
 _CAPTION_SIZE, _NOTE_SIZE, _TITLE_SIZE = 15, 13, 22
-_LEADING = 1.4  # line height over font size
-_PAPER, _INK, _PALE_INK, _RULE = "#fcfcfa", "#22252a", "#767c85", "#e4e4df"
 _GREEN, _RED = "#2f8f5b", "#c8453b"
-
-_Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 @dataclass(frozen=True)
@@ -52,19 +49,19 @@ def contact_sheet(rows: Sequence[SheetRow], path: Path, *, title: str = "") -> N
     """
     assert rows, "a contact sheet needs at least one row"
     pictures = [_draw_row(row) for row in rows]
-    title_height = _line_height(_TITLE_SIZE) + _ROW_GAP if title else 0
+    title_height = line_height(_TITLE_SIZE) + _ROW_GAP if title else 0
     width = max(picture.width for picture in pictures)
     if title:
-        width = max(width, round(_font(_TITLE_SIZE).getlength(title)))
+        width = max(width, round(font(_TITLE_SIZE).getlength(title)))
     height = sum(picture.height for picture in pictures) + _ROW_GAP * (len(rows) - 1)
-    sheet = Image.new("RGB", (width + 2 * _MARGIN, height + title_height + 2 * _MARGIN), _PAPER)
+    sheet = Image.new("RGB", (width + 2 * _MARGIN, height + title_height + 2 * _MARGIN), PAPER)
     pen = ImageDraw.Draw(sheet)
-    pen.text((_MARGIN, _MARGIN), title, fill=_INK, font=_font(_TITLE_SIZE))
+    pen.text((_MARGIN, _MARGIN), title, fill=INK, font=font(_TITLE_SIZE))
     top = _MARGIN + title_height
     for index, picture in enumerate(pictures):
         if index:
             rule = top - _ROW_GAP // 2
-            pen.line((_MARGIN, rule, _MARGIN + width, rule), fill=_RULE)
+            pen.line((_MARGIN, rule, _MARGIN + width, rule), fill=RULE)
         sheet.paste(picture, (_MARGIN, top))
         top += picture.height + _ROW_GAP
     _save(sheet, path)
@@ -72,16 +69,16 @@ def contact_sheet(rows: Sequence[SheetRow], path: Path, *, title: str = "") -> N
 
 def _draw_row(row: SheetRow) -> Image.Image:
     strip = _draw_strip(row.frames)
-    caption = _wrap(row.caption, _font(_CAPTION_SIZE))
-    note = _wrap(row.note, _font(_NOTE_SIZE))
-    text_height = _line_height(_CAPTION_SIZE) * len(caption) + _line_height(_NOTE_SIZE) * len(note)
+    caption = wrap(row.caption, _CAPTION_SIZE, _TEXT_WIDTH)
+    note = wrap(row.note, _NOTE_SIZE, _TEXT_WIDTH)
+    text_height = line_height(_CAPTION_SIZE) * len(caption) + line_height(_NOTE_SIZE) * len(note)
     left = _MARK_WIDTH + _TEXT_WIDTH + _TEXT_GAP
-    picture = Image.new("RGB", (left + strip.width, max(strip.height, text_height)), _PAPER)
+    picture = Image.new("RGB", (left + strip.width, max(strip.height, text_height)), PAPER)
     picture.paste(strip, (left, 0))
     pen = ImageDraw.Draw(picture)
     _draw_mark(pen, row.correct)
-    top = _draw_lines(pen, 0, caption, _CAPTION_SIZE, _INK)
-    _draw_lines(pen, top, note, _NOTE_SIZE, _PALE_INK)
+    top = _draw_lines(pen, 0, caption, _CAPTION_SIZE, INK)
+    _draw_lines(pen, top, note, _NOTE_SIZE, PALE_INK)
     return picture
 
 
@@ -99,7 +96,7 @@ def _draw_strip(frames: NDArray[np.uint8]) -> Image.Image:
         size = (width * factor, height * factor)
         filter_ = Image.Resampling.NEAREST
     step = size[0] + _FRAME_GAP
-    strip = Image.new("RGB", (step * len(chosen) - _FRAME_GAP, size[1]), _PAPER)
+    strip = Image.new("RGB", (step * len(chosen) - _FRAME_GAP, size[1]), PAPER)
     for place, index in enumerate(chosen):
         frame = Image.fromarray(np.ascontiguousarray(frames[index]))
         strip.paste(frame.resize(size, filter_), (place * step, 0))
@@ -120,39 +117,9 @@ def _draw_lines(
 ) -> int:
     """Draw lines below `top` and return where the next one would begin."""
     for line in lines:
-        pen.text((_MARK_WIDTH, top), line, fill=ink, font=_font(size))
-        top += _line_height(size)
+        pen.text((_MARK_WIDTH, top), line, fill=ink, font=font(size))
+        top += line_height(size)
     return top
-
-
-def _wrap(text: str, font: _Font) -> list[str]:
-    """Break text between words so that a line fits the column; a longer word is cut."""
-    lines: list[str] = []
-    for word in text.split():
-        joined = f"{lines[-1]} {word}" if lines else word
-        if lines and font.getlength(joined) <= _TEXT_WIDTH:
-            lines[-1] = joined
-        else:
-            lines.extend(_cut(word, font))
-    return lines
-
-
-def _cut(word: str, font: _Font) -> list[str]:
-    """Split a word into pieces that fit the column; almost always into one."""
-    pieces = [""]
-    for letter in word:
-        if pieces[-1] and font.getlength(pieces[-1] + letter) > _TEXT_WIDTH:
-            pieces.append("")
-        pieces[-1] += letter
-    return pieces
-
-
-def _font(size: int) -> _Font:
-    return ImageFont.load_default(size=size)
-
-
-def _line_height(size: int) -> int:
-    return round(size * _LEADING)
 
 
 def _save(sheet: Image.Image, path: Path) -> None:

@@ -42,6 +42,14 @@ def full(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale gradients down to a norm of `max_norm`; returns the norm before, over all ranks."""
+def clip_gradients(model: nn.Module, max_norm: float, scale: float = 1.0) -> Tensor:
+    """Multiply gradients by `scale`, then scale them down to a norm of at most `max_norm`.
+
+    Returns:
+        The norm between the two, over all ranks.
+    """
+    if scale != 1:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
     return full(nn.utils.clip_grad_norm_(model.parameters(), max_norm))

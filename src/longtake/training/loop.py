@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from longtake.config import Recipe
+from longtake.data.ledger import Ledger
 from longtake.data.loader import Batch, Loader
 from longtake.errors import DivergedError
 from longtake.parallel.collectives import sum_over_ranks
@@ -13,7 +14,13 @@ from longtake.run_dir import RunDirectory
 from longtake.training.interrupt import Interrupt, catch_interrupts
 from longtake.training.record import Record
 from longtake.training.resume import save_checkpoint
-from longtake.training.step import TrainingState, apply_update, compute_gradients
+from longtake.training.step import (
+    TrainingState,
+    apply_update,
+    compute_gradients,
+    finish_gradients,
+    skip_update,
+)
 
 
 @dataclass(frozen=True)
@@ -21,11 +28,12 @@ class Statistics:
     """What all ranks know about a step, the same on each."""
 
     loss: float
-    """Mean over the global batch."""
-    grad_norm: float
-    """Of the mean loss over the global batch, before clipping."""
-    num_failures: int
-    """Clips that could not be decoded, over all ranks."""
+    """Mean over the samples of the global batch."""
+    num_samples: int
+    """Samples that were trained, over all ranks: fewer than the batch size where clips could not
+    be decoded, and in the last batch of a bucket."""
+    num_troubles: int
+    """Clips that could not be decoded and decoders that were replaced, over all ranks."""
     stop: bool
     """Whether any rank was asked to stop."""
 
@@ -33,6 +41,7 @@ class Statistics:
 def train_steps(
     state: TrainingState,
     loader: Loader,
+    ledger: Ledger,
     recipe: Recipe,
     run: RunDirectory,
     world: World,
@@ -50,16 +59,24 @@ def train_steps(
     """
     total = recipe.training.steps
     with catch_interrupts() as interrupt:
-        for batch in record.timed(loader.batches(state.global_step, total)):
-            loss_sum, grad_norm = compute_gradients(state, batch, recipe, world)
-            statistics = _reduce(loss_sum, grad_norm, batch, loader, interrupt, world)
-            _refuse_divergence(statistics, batch)
-            learning_rate = apply_update(state, recipe)
-            record.step_done(batch, statistics.loss, statistics.grad_norm, learning_rate)
-            record.clips_failed(batch, loader.failures, statistics.num_failures)
+        for batch in record.timed(loader.batches(total)):
+            loss_sum = compute_gradients(state, batch, recipe, world)
+            statistics = _reduce(loss_sum, batch, loader, interrupt, world)
+            if statistics.num_troubles:
+                record.data_troubles(batch, loader)
+            if statistics.num_samples:
+                scale = recipe.training.batch_size / statistics.num_samples
+                grad_norm = finish_gradients(state, recipe, scale)
+                _refuse_divergence(statistics, grad_norm, batch)
+                learning_rate = apply_update(state, recipe)
+                record.step_done(batch, statistics.loss, grad_norm, learning_rate)
+            else:  # not one of its clips could be decoded: there is nothing to learn from it
+                skip_update(state)
+            ledger.record(batch)
             is_last = statistics.stop or state.global_step == total
             if is_last or state.global_step % recipe.checkpoint.every == 0:
-                save_checkpoint(state, recipe, run, world)
+                ledger.flush()
+                save_checkpoint(state, loader.state_dict(), recipe, run, world)
             if statistics.stop:
                 return interrupt.signal_name or "a signal to another rank"
     return None
@@ -67,7 +84,6 @@ def train_steps(
 
 def _reduce(
     loss_sum: float,
-    grad_norm: float,
     batch: Batch,
     loader: Loader,
     interrupt: Interrupt,
@@ -76,21 +92,22 @@ def _reduce(
     """One collective a step: whatever ranks must agree on is decided from its result."""
     local: Mapping[str, float] = {
         "loss": loss_sum,
-        "samples": len(batch.captions),
-        "failures": len(loader.failures),
+        "samples": float(batch.weights.sum()),
+        "troubles": len(loader.failures) + len(loader.incidents),
         "stop": interrupt.wanted,
     }
     sums = sum_over_ranks(local, world)
-    mean = sums["loss"] / sums["samples"]
-    return Statistics(mean, grad_norm, int(sums["failures"]), bool(sums["stop"]))
+    num_samples = int(sums["samples"])
+    mean = sums["loss"] / max(num_samples, 1)
+    return Statistics(mean, num_samples, int(sums["troubles"]), bool(sums["stop"]))
 
 
-def _refuse_divergence(statistics: Statistics, batch: Batch) -> None:
-    if math.isfinite(statistics.loss) and math.isfinite(statistics.grad_norm):
+def _refuse_divergence(statistics: Statistics, grad_norm: float, batch: Batch) -> None:
+    if math.isfinite(statistics.loss) and math.isfinite(grad_norm):
         return
     clips = ", ".join(batch.identities[:4])
     raise DivergedError(
-        f"Step {batch.step + 1}: loss {statistics.loss}, gradient norm {statistics.grad_norm}; "
+        f"Step {batch.step + 1}: loss {statistics.loss}, gradient norm {grad_norm}; "
         f"both must be finite numbers. The update was not made. The batch began with "
         f"clips {clips}. "
         "The same recipe would come here again: start a run with a lower optimizer.learning_rate "

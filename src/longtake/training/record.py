@@ -1,5 +1,6 @@
 """What a run writes down about its steps, and shows to whoever is looking (rank 0)."""
 
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -7,12 +8,12 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from longtake.config import Bucket
-from longtake.data.loader import Batch
-from longtake.errors import ClipError
+from longtake.data.loader import Batch, Loader
+from longtake.data.pool import Incident
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
 from longtake.progress import StepProgress, step_progress
-from longtake.run_dir import Metrics, RunDirectory
+from longtake.run_dir import EventKind, Metrics, RunDirectory, file_time
 from longtake.tracking.tensorboard import TensorBoardMirror
 
 
@@ -33,8 +34,7 @@ class Record:
         self._mirror = TensorBoardMirror(run) if world.is_first else None
         self._step_began = time.perf_counter()
         self._data_seconds = 0.0
-        self._num_failures = 0
-        self._written: set[str] = set()
+        self._stages: set[str] = set()
 
     def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches; notes how long each is waited for, and when an epoch begins."""
@@ -44,9 +44,17 @@ class Record:
             self._data_seconds = time.perf_counter() - asked
             if batch is None:
                 return
-            if self._world.is_first and batch.begins_epoch:
-                self._run.append_event("epoch", step=batch.step, epoch=batch.epoch)
+            if self._world.is_first:
+                self._note_borders(batch)
             yield batch
+
+    def _note_borders(self, batch: Batch) -> None:
+        where = {"step": batch.step, "stage": batch.stage, "source": batch.source}
+        if batch.stage not in self._stages:
+            self._stages.add(batch.stage)
+            self._run.append_event("stage", **where)
+        if batch.begins_epoch:
+            self._run.append_event("epoch", **where, epoch=batch.epoch)
 
     def step_done(self, batch: Batch, loss: float, grad_norm: float, learning_rate: float) -> None:
         """Write the step's metrics; its time includes the wait for data and the last save."""
@@ -68,20 +76,41 @@ class Record:
             self._run.append_metrics(metrics)
             self._mirror.catch_up()  # a tenth of a millisecond, and nothing to lose in a crash
 
-    def clips_failed(
-        self, batch: Batch, failures: Mapping[str, ClipError], num_over_ranks: int
-    ) -> None:
-        """Write one event for each clip that could not be decoded, whichever ranks met it."""
-        if num_over_ranks == self._num_failures:  # the same on every rank
-            return
-        reasons = {identity: (str(e.path), e.reason) for identity, e in failures.items()}
-        for rank, failed in enumerate(gather_objects(reasons, self._world)):
-            for identity, (path, reason) in failed.items():
-                if self._world.is_first and identity not in self._written:
-                    self._written.add(identity)
-                    clip = {"identity": identity, "path": path, "reason": reason}
-                    self._run.append_event("sample_rejected", step=batch.step, rank=rank, **clip)
-        self._num_failures = num_over_ranks
+    def data_troubles(self, batch: Batch, loader: Loader) -> None:
+        """Tell all ranks which clips could not be decoded; write down that and what hung.
+
+        All ranks call it after the same steps.
+        """
+        mine = (socket.gethostname(), loader.failures, loader.incidents)
+        for rank, (host, failures, incidents) in enumerate(gather_objects(mine, self._world)):
+            loader.quarantine(failures)
+            if not self._world.is_first:
+                continue
+            for identity, reason in failures.items():
+                facts = {"step": batch.step, "rank": rank, "identity": identity}
+                self._run.append_event("sample_rejected", **facts, reason=reason)
+            for incident in incidents:
+                self._write_incident(incident, batch.step, rank, host)
+        loader.clear_incidents()
+
+    def _write_incident(self, incident: Incident, step: int, rank: int, host: str) -> None:
+        name = f"{file_time()}_{incident.pid}"
+        path = self._run.stack_path(host, name)
+        self._run.write_stacks(path, incident.stack.as_dict())
+        kind: EventKind = "decoder_stalled" if incident.kind == "stalled" else "decoder_died"
+        self._run.append_event(
+            kind,
+            step=step,
+            rank=rank,
+            host=host,
+            pid=incident.pid,
+            identity=incident.identity,
+            path=incident.path,
+            seconds=round(incident.seconds, 3),
+            reason=incident.reason,
+            where=incident.stack.where,
+            stacks=str(path.relative_to(self._run.path)),
+        )
 
     def close(self) -> None:
         """End the mirror."""

@@ -1,5 +1,6 @@
 """What is saved of a training state, and how it goes on from there."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.state_dict import (
@@ -10,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from longtake.checkpoint import store
 from longtake.config import Recipe
-from longtake.errors import DataChangedError
+from longtake.errors import CheckpointError
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
 from longtake.training.step import TrainingState
@@ -19,10 +20,17 @@ from longtake.training.step import TrainingState
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def save_checkpoint(state: TrainingState, recipe: Recipe, run: RunDirectory, world: World) -> None:
+def save_checkpoint(
+    state: TrainingState,
+    data: Mapping[str, Any],
+    recipe: Recipe,
+    run: RunDirectory,
+    world: World,
+) -> None:
     """Save all that the next step depends on; all ranks call it.
 
-    There is no random state to save: all that is random follows from the recipe's seed.
+    `data` is the loader's state. There is no random state to save: all that is random follows from
+    the recipe's seed.
 
     Raises:
         CheckpointError: it could not be written.
@@ -36,7 +44,7 @@ def save_checkpoint(state: TrainingState, recipe: Recipe, run: RunDirectory, wor
     trainer = {
         "global_step": state.global_step,
         "precision": state.precision,
-        "catalog_fingerprint": state.catalog_fingerprint,
+        "data": data,
     }
     path = store.save(run, state.global_step, parts, trainer, world)
     if world.is_first:
@@ -61,16 +69,17 @@ def restore(state: TrainingState, trainer: dict[str, Any], run: RunDirectory, wo
     state.global_step = trainer["global_step"]
 
 
-def refuse_changed_data(trainer: dict[str, Any], fingerprint: str, run: RunDirectory) -> None:
-    """Compare the catalog with the one that the checkpoint was trained on.
+def data_state(trainer: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
+    """The loader's state in a checkpoint.
 
     Raises:
-        DataChangedError: it is another; going on would repeat and miss clips.
+        CheckpointError: there is none, because an older longtake saved it.
     """
-    if trainer["catalog_fingerprint"] != fingerprint:
-        raise DataChangedError(
-            f"The catalog has changed since step {trainer['global_step']} of {run.path}: its "
-            f"fingerprint was {trainer['catalog_fingerprint']} and is {fingerprint}. Going on "
-            "would repeat some clips and miss others. Restore the catalog, or start a new run with "
-            f"--set out={run.path}-2."
+    if "data" not in trainer:
+        raise CheckpointError(
+            f"The checkpoint of step {trainer['global_step']} in {run.path} was saved by an older "
+            "longtake that ordered clips otherwise: going on would repeat some and miss others. "
+            f"Start a new run with --set out={run.path}-2."
         )
+    state: dict[str, Any] = trainer["data"]
+    return state

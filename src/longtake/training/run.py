@@ -1,16 +1,20 @@
 """One run, from a recipe to its last checkpoint: builds the parts and owns their lifetimes."""
 
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
 from longtake.checkpoint import store
 from longtake.config import Bucket, Recipe
-from longtake.data.buckets import Buckets, sort_into_buckets
 from longtake.data.catalog import Catalog
+from longtake.data.ledger import begin_launch, keep_ledger, stream_names
 from longtake.data.loader import Loader
+from longtake.data.review import review
 from longtake.errors import RecipeError
 from longtake.models.assemble import Components, assemble, forward_flops, latent_shape
 from longtake.models.flops import training_flops
@@ -24,7 +28,7 @@ from longtake.training.ema import Ema
 from longtake.training.loop import train_steps
 from longtake.training.optim import build_optimizers
 from longtake.training.record import keep_record
-from longtake.training.resume import refuse_changed_data, restore
+from longtake.training.resume import data_state, restore
 from longtake.training.step import TrainingState
 
 
@@ -55,19 +59,32 @@ def train(recipe: Recipe, console: Console) -> Outcome:
         _check_batch(recipe, world)
         if world.device.type == "cpu":
             keep_freed_memory()
-        catalog = Catalog.load(recipe.data.catalog)
-        buckets = sort_into_buckets(catalog, recipe.data.buckets, recipe.data.frame_stride)
         run = RunDirectory(recipe.out)
-        parts = _assemble_in_turn(run, recipe, catalog, world)
+        loader = Loader(
+            recipe.data,
+            batch_size=recipe.training.batch_size,
+            seed=recipe.seed,
+            rank=world.rank,
+            world_size=world.size,
+            kept=run.catalogs_path,
+        )
+        if not run.exists():  # what is wrong is said before there is a run
+            review(loader.course.plan, recipe.data, recipe.training.steps)
+        parts = _assemble_in_turn(run, recipe, loader.catalogs, world)
         step_flops = _count_flops(parts, recipe)  # before the weights are spread over ranks
-        state = _begin_or_resume(parts, catalog, recipe, run, world)
+        state = _begin_or_resume(parts, loader, recipe, run, world)
         start, total = state.global_step, recipe.training.steps
+        warnings = review(loader.course.plan, recipe.data, total)
+        folder = _begin_ledger(loader, run, world)
         if world.is_first:
-            _announce(state, buckets, recipe, run, world, console)
-        loader = Loader(buckets, recipe, world.rank, world.size)
+            _announce(state, loader, warnings, recipe, run, world, console)
+        streams = stream_names(recipe.data)
         begun = time.perf_counter()
-        with keep_record(start, total, step_flops, run, world, console) as record:
-            signal = train_steps(state, loader, recipe, run, world, record)
+        with (
+            keep_record(start, total, step_flops, run, world, console) as record,
+            keep_ledger(folder, world.rank, streams) as ledger,
+        ):
+            signal = train_steps(state, loader, ledger, recipe, run, world, record)
         seconds = time.perf_counter() - begun
         if world.is_first:
             kind: EventKind = "interrupted" if signal else "finished"
@@ -86,10 +103,10 @@ def _check_batch(recipe: Recipe, world: World) -> None:
 
 
 def _assemble_in_turn(
-    run: RunDirectory, recipe: Recipe, catalog: Catalog, world: World
+    run: RunDirectory, recipe: Recipe, catalogs: Mapping[str, Catalog], world: World
 ) -> Components:
     """Build the parts on every rank; rank 0 first, which keeps what exists nowhere else."""
-    captions = [clip.caption for clip in catalog.clips]
+    captions = [text for catalog in catalogs.values() for text in catalog.captions()]
     made: list[Components] = []
 
     def open_run() -> None:
@@ -110,7 +127,7 @@ def _assemble_in_turn(
 
 def _count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:
     """Operations of a training step on clips of each shape."""
-    shapes = {bucket: latent_shape(parts.codec, bucket) for bucket in recipe.data.buckets}
+    shapes = {bucket: latent_shape(parts.codec, bucket) for bucket in recipe.data.shapes()}
     return {
         bucket: recipe.training.batch_size * training_flops(forward_flops(parts, shape))
         for bucket, shape in shapes.items()
@@ -118,13 +135,13 @@ def _count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:
 
 
 def _begin_or_resume(
-    parts: Components, catalog: Catalog, recipe: Recipe, run: RunDirectory, world: World
+    parts: Components, loader: Loader, recipe: Recipe, run: RunDirectory, world: World
 ) -> TrainingState:
     """The state at step 0, or where the newest checkpoint left it."""
     path = store.newest_on_all(run, world)
     trainer = store.load_trainer(path) if path else None
     if trainer is not None:
-        refuse_changed_data(trainer, catalog.fingerprint, run)
+        loader.load_state_dict(data_state(trainer, run))
     wanted = recipe.training.precision
     if wanted == "auto" and trainer is not None:
         wanted = trainer["precision"]  # a resumed run computes as it did before
@@ -136,15 +153,36 @@ def _begin_or_resume(
     spread(parts.model, blocks, world)
     optimizers = build_optimizers(parts.model, blocks, recipe.optimizer, precision)
     ema = Ema(parts.model, recipe.ema.decay)
-    state = TrainingState(parts, optimizers, ema, precision, catalog.fingerprint)
+    state = TrainingState(parts, optimizers, ema, precision)
     if trainer is not None:
         restore(state, trainer, run, world)
     return state
 
 
+def _begin_ledger(loader: Loader, run: RunDirectory, world: World) -> Path:
+    """The folder of this launch's ledger; what it will be audited against is kept beside it."""
+    made: list[Path] = []
+
+    def begin() -> None:
+        loader.keep_catalogs()
+        made.append(
+            begin_launch(
+                run.ledger_path,
+                loader.step,
+                world.size,
+                stream_names(loader.data),
+                loader.course.history,
+            )
+        )
+
+    first_does(begin, world)
+    return from_first(made[0] if made else run.ledger_path, world)
+
+
 def _announce(
     state: TrainingState,
-    buckets: Buckets,
+    loader: Loader,
+    warnings: Sequence[str],
     recipe: Recipe,
     run: RunDirectory,
     world: World,
@@ -155,22 +193,40 @@ def _announce(
     facts = {"world_size": world.size, "device": device, "precision": state.precision}
     run.record_launch(start_step=step, **facts)
     run.append_event("resumed" if step else "launched", step=step, **facts)
-    sizes = [len(clips) for clips in buckets.clips]
+    if loader.course.changes:
+        plan = {"policy": recipe.data.on_change, "plan_version": loader.course.plan.version}
+        run.append_event("data_changed", step=step, **plan, changes=loader.course.changes)
     parameters = sum(parameter.numel() for parameter in state.components.model.parameters())
     processes = f"{world.size} process{'es' if world.size > 1 else ''}"
     size = f"{parameters / 1e6:.2f} M parameters"
     steps = f"step {step} to {recipe.training.steps}"
     console.print(
         f"[bold]{escape(str(run.path))}[/bold]: {recipe.model.family}, {size}, "
-        f"{sum(sizes)} clips in {sum(map(bool, sizes))} bucket(s), {steps}, {processes} on "
-        f"{device} in {state.precision}",
+        f"{_clips_of(loader)}, {steps}, {processes} on {device} in {state.precision}",
         highlight=False,
     )
-    for reason, count in buckets.dropped.most_common():
-        console.print(f"  {count} clips are left out: {escape(reason)}", highlight=False)
+    if loader.course.changes:
+        changed = f"  changed, going on with {recipe.data.on_change}: {loader.course.changes}"
+        console.print(escape(changed), highlight=False)
+    for stage in loader.course.plan.stages:
+        for reason, count in sum(stage.dropped.values(), Counter()).most_common():
+            left_out = f"  {count} clips are left out of stage {stage.stage.name}: {reason}"
+            console.print(escape(left_out), highlight=False)
+    for warning in warnings:
+        console.print(f"  [yellow]warning:[/yellow] {escape(warning)}", highlight=False)
     for path in store.passed_over(run, step):
         console.print(
             f"  [yellow]warning:[/yellow] {escape(str(path))} is not whole and was passed over; "
             f"training goes on from step {step}",
             highlight=False,
         )
+
+
+def _clips_of(loader: Loader) -> str:
+    """How much there is to train on, in the stages that are still to come."""
+    parts = []
+    for stage in loader.course.plan.stages:
+        members = [stream.parts[-1].members for stream in stage.streams]
+        num_buckets = len({shape for each in members for shape in each.shapes})
+        parts.append(f"{sum(map(len, members))} clips in {num_buckets} bucket(s)")
+    return " then ".join(parts) or "no clips left"

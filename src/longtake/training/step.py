@@ -47,31 +47,43 @@ class TrainingState:
     optimizers: list[Optimizer]
     ema: Ema
     precision: Precision
-    catalog_fingerprint: str
-    """Of the catalog that it is trained on."""
     global_step: int = 0
     """Optimizer updates done."""
 
 
-def compute_gradients(
-    state: TrainingState, batch: Batch, recipe: Recipe, world: World
-) -> tuple[float, float]:
-    """Accumulate the gradients of this rank's share of a batch and clip them.
+def compute_gradients(state: TrainingState, batch: Batch, recipe: Recipe, world: World) -> float:
+    """Accumulate the gradients of this rank's share of a batch.
+
+    They are those of the sum of all ranks' weighted losses over the global batch size; what stands
+    in for a clip that is not there has weight 0.
 
     Returns:
-        The sum of this rank's per-sample losses, and the gradient norm before clipping (over all
-        ranks, of the mean loss over the global batch).
+        The weighted sum of this rank's per-sample losses.
     """
     model, loss_sum = state.components.model, torch.zeros((), device=world.device)
     micro_batches = list(_micro_batches(batch, recipe.training.micro_batch_size))
     for number, part in enumerate(micro_batches, start=1):
         synchronise_gradients(model, wanted=number == len(micro_batches))
         examples = prepare(part, state.components, recipe, world.device)
-        losses = _losses(state, examples, world)
+        losses = _losses(state, examples, world) * part.weights.to(world.device)
         (losses.sum() / len(batch.captions)).backward()  # type: ignore[no-untyped-call]
         loss_sum += losses.detach().sum()
-    grad_norm = clip_gradients(model, recipe.optimizer.max_grad_norm)
-    return float(loss_sum), float(grad_norm)
+    return float(loss_sum)
+
+
+def finish_gradients(state: TrainingState, recipe: Recipe, scale: float) -> float:
+    """Make the gradients those of the mean over the samples that are there, and clip them.
+
+    Args:
+        state: with the gradients of `compute_gradients`.
+        recipe: the run's.
+        scale: global batch size over the number of samples that were trained.
+
+    Returns:
+        The norm of the mean loss's gradient before clipping, over all ranks.
+    """
+    max_norm = recipe.optimizer.max_grad_norm
+    return float(clip_gradients(state.components.model, max_norm, scale))
 
 
 def apply_update(state: TrainingState, recipe: Recipe) -> float:
@@ -84,6 +96,12 @@ def apply_update(state: TrainingState, recipe: Recipe) -> float:
     state.global_step += 1
     state.ema.update(state.global_step)
     return recipe.optimizer.learning_rate * factor
+
+
+def skip_update(state: TrainingState) -> None:
+    """Count a step that has nothing to learn from."""
+    state.components.model.zero_grad(set_to_none=True)
+    state.global_step += 1
 
 
 def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.device) -> Examples:
@@ -134,4 +152,6 @@ def _micro_batches(batch: Batch, size: int | None) -> Iterator[Batch]:
             captions=batch.captions[part],
             seeds=batch.seeds[part],
             identities=batch.identities[part],
+            epochs=batch.epochs[part],
+            weights=batch.weights[part],
         )

@@ -3,20 +3,18 @@
 What a verb needs is imported inside it, so that --help is instant.
 """
 
-import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from longtake import __version__
+from longtake.cli import say
+from longtake.cli.data import data_app
+from longtake.cli.say import AsJson, Changes
 from longtake.errors import LongtakeError
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 app = typer.Typer(
     name="longtake",
@@ -26,10 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-data_app = typer.Typer(help="Prepare and inspect what is trained on.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Ema = Annotated[bool, typer.Option(help="Take the averaged weights, or the raw ones.")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option()]
 AtStep = Annotated[int | None, typer.Option(help="Which checkpoint; the newest by default.")]
@@ -41,7 +37,7 @@ def main() -> None:
     try:
         app()
     except LongtakeError as error:
-        _complain(str(error))
+        say.complain(str(error))
         sys.exit(2)
 
 
@@ -76,23 +72,18 @@ def demo(
     """Train a small text-to-video model from nothing, sample it, and judge what it made."""
     from longtake.demo.run import run_demo
 
-    summary = run_demo(out=out, steps=steps, minutes=minutes, seed=seed, console=_console())
+    summary = run_demo(out=out, steps=steps, minutes=minutes, seed=seed, console=say.console())
     if summary is None:
-        _say(f"Stopped. What {out} holds by now is kept; the same command goes on from there.")
+        say.line(f"Stopped. What {out} holds by now is kept; the same command goes on from there.")
         raise typer.Exit(130)
     if as_json:
-        _print_json(summary)
+        say.result(summary)
 
 
 @app.command()
 def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe (TOML).")],
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Change a key, such as training.steps=100."
-        ),
-    ] = None,
+    changes: Changes = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a recipe; the same command again goes on where it stopped.
@@ -105,11 +96,13 @@ def train(
     from longtake.training.run import train as train_recipe
 
     loaded = config.load(recipe, changes or ())
-    outcome = train_recipe(loaded, _console())
+    outcome = train_recipe(loaded, say.console())
     if outcome.interrupted_by:
-        _say(f"Stopped by {outcome.interrupted_by} after step {outcome.end_step}, which is saved.")
-        _say("The same command goes on from there, and so does:")
-        _say(RunDirectory(loaded.out).command_to_go_on())
+        say.line(
+            f"Stopped by {outcome.interrupted_by} after step {outcome.end_step}, which is saved."
+        )
+        say.line("The same command goes on from there, and so does:")
+        say.line(RunDirectory(loaded.out).command_to_go_on())
         raise typer.Exit(130)
     steps = outcome.end_step - outcome.start_step
     facts = {
@@ -120,12 +113,12 @@ def train(
         "steps_per_second": round(steps / outcome.training_seconds, 3) if steps else None,
     }
     if as_json:
-        _print_json(facts)
+        say.result(facts)
     elif steps:
-        _say(f"Done: step {outcome.end_step} of {loaded.out}.")
+        say.line(f"Done: step {outcome.end_step} of {loaded.out}.")
     else:
-        _say(f"{loaded.out} has done its {outcome.end_step} steps already.")
-    _say(f"See what it makes: longtake sample {loaded.out} --prompt '…' --out sample.mp4")
+        say.line(f"{loaded.out} has done its {outcome.end_step} steps already.")
+    say.line(f"See what it makes: longtake sample {loaded.out} --prompt '…' --out sample.mp4")
 
 
 @app.command()
@@ -171,11 +164,11 @@ def sample(
         shift=shift,
         fps=fps,
     )
-    written = write_samples(sampler, prompt, seed, settings, bucket, out, batch, _console())
+    written = write_samples(sampler, prompt, seed, settings, bucket, out, batch, say.console())
     if as_json:
-        _print_json({"step": sampler.step, **written})
+        say.result({"step": sampler.step, **written})
     else:
-        _say(f"Step {sampler.step}: {', '.join(written['videos'])} and {written['sheet']}")
+        say.line(f"Step {sampler.step}: {', '.join(written['videos'])} and {written['sheet']}")
 
 
 @app.command()
@@ -194,65 +187,43 @@ def export(
     sampler = load_sampler(run, step=step, ema=ema, device="cpu")
     export_pipeline(sampler, out)
     if as_json:
-        _print_json({"step": sampler.step, "pipeline": str(out)})
+        say.result({"step": sampler.step, "pipeline": str(out)})
     else:
-        _say(f"Step {sampler.step} as a diffusers pipeline: {out}")
+        say.line(f"Step {sampler.step} as a diffusers pipeline: {out}")
 
 
-@data_app.command("index")
-def data_index(
-    sources: Annotated[list[Path], typer.Argument(metavar="SRC…", help="Folders or video files.")],
-    out: Annotated[Path, typer.Option(help="The catalog to write (Parquet).")],
-    captions: Annotated[
-        Path | None,
-        typer.Option(
-            help='JSON lines of {"video": path, "caption": text}; else clip.txt beside clip.mp4.'
-        ),
+@app.command()
+def drill(
+    faults: Annotated[
+        list[str] | None, typer.Argument(metavar="[FAULT]…", help="Which; all if unset.")
+    ] = None,
+    show_list: Annotated[
+        bool, typer.Option("--list", help="List the faults, and what must happen.")
+    ] = False,
+    keep: Annotated[
+        Path | None, typer.Option(help="A folder to leave the drills' runs in, to look at.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Decode every video once and write a catalog of those that can be trained on."""
-    from longtake.data.catalog import index
-    from longtake.progress import counted
+    """Inject faults into small runs on this machine, and judge what comes of them.
 
-    with counted(_console(), "index") as advance:
-        report = index(sources, captions=captions, out=out, progress=advance)
-    if as_json:
-        _print_json(asdict(report) | {"catalog": str(out)})
+    Exit code 1 if one was not passed.
+    """
+    from longtake.drill.registry import find_faults
+    from longtake.drill.report import show_faults, show_results
+    from longtake.drill.run import run_drills
+
+    if show_list:
+        found = find_faults(faults or ())
+        if as_json:
+            say.result([{"fault": f.name, "does": f.does, "must": f.must} for f in found])
+        else:
+            show_faults(found, say.console())
         return
-    for rejection in report.rejected:
-        _say(f"  rejected: {rejection.path}: {rejection.reason}")
-    for video in report.unmatched_captions:
-        _say(f"  no such video, though a caption names it: {video}")
-    _say(
-        f"{report.accepted} clips in {out}: {report.accepted - report.without_caption} with a "
-        f"caption, {report.without_caption} without; {len(report.rejected)} files rejected, "
-        f"{report.duplicates} duplicates left out."
-    )
-
-
-def _console() -> "Console":
-    """Where people read: stderr, so that stdout is for results."""
-    from rich.console import Console
-
-    return Console(stderr=True, highlight=False, soft_wrap=True)
-
-
-def _rank() -> int:
-    """This process's rank where torchrun started it, else 0."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def _say(line: str) -> None:
-    if _rank() == 0:
-        print(line, file=sys.stderr)  # noqa: T201 - this is what a command line does
-
-
-def _complain(message: str) -> None:
-    prefix = f"[rank {_rank()}] " if _rank() else ""
-    print(f"{prefix}longtake: {message}", file=sys.stderr)  # noqa: T201
-
-
-def _print_json(result: Any) -> None:
-    if _rank() == 0:
-        print(json.dumps(result, indent=2))  # noqa: T201
+    results = run_drills(faults or (), say.console(), keep)
+    if as_json:
+        say.result([asdict(result) for result in results])
+    else:
+        show_results(results, say.console())
+    if not all(result.passed for result in results):
+        raise typer.Exit(1)

@@ -1,0 +1,315 @@
+"""How long a resumed run needs to know its first batch, and what that takes of memory.
+
+    python benchmarks/data_resume.py [--clips 1e4 1e6 1e8] [--rounds 3]
+
+Each figure comes from a process of its own, in which everything is imported and nothing was called
+yet. Resumed in the middle of an epoch, a batch of 256:
+
+    longtake, order      from (sizes of 40 buckets, seed, step) to the batch's clips in its bucket
+    longtake, plan       the same through `Plan.batch`, to rows of the catalog; before that, and
+                         timed apart, the plan is made once per launch: captions looked at, every
+                         clip sorted into its bucket (`longtake.data.plan.begin`)
+    torchdata            `load_state_dict` of a StatefulDataLoader over range(N) with shuffle=True,
+                         then its first batch
+    mosaicml-streaming   `get_partitions` ("relaxed") and `get_shuffle` ("py1e") with drop_first, as
+                         its random batching calls them; shards of 10,000
+    grain                `set_state` of a DataLoader over a RangeDataSource with a shuffling
+                         IndexSampler, then its first batch; IndexSampler has no buckets
+
+The peers' states are those after one batch with the count of samples set to half an epoch, so that
+half an epoch need not be read first. The longtake plan's catalog is a stand-in: a real `Catalog`,
+but of a table that has only the columns which planning reads, mapped from a file.
+
+Memory is what the process holds of its own afterwards (RssAnon in /proc/self/status), less what it
+held before, both after what was freed was handed back to the kernel; mapped files do not count, as
+they can be dropped and read again. Also: its highest resident set, mapped files included. A peer
+that is not installed is said to be missing; a process that takes more than 150 seconds is stopped.
+Prints a table, and writes it to benchmarks/results/data_resume.md. Three minutes and some 9 GB of
+memory with all peers at 10^8.
+"""
+
+import argparse
+import ctypes
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from longtake.config import Bucket, DataSection
+from longtake.data.catalog import Catalog
+from longtake.data.order import Leg
+from longtake.data.plan import begin
+from longtake.data.table import ASIDE_SCHEMA
+
+_RESULTS = Path(__file__).parent / "results" / "data_resume.md"
+_BATCH, _SEED = 256, 7
+_MOST_SECONDS = 150
+_ROWS_PER_CHUNK = 2**20
+_LENGTHS = (17, 33, 65, 121)
+_WIDE = ((480, 848), (544, 736), (720, 1280), (816, 1104))
+_SIZES = (*_WIDE, *((width, height) for height, width in _WIDE), (640, 640), (960, 960))
+_PEERS = {"torchdata": "torchdata", "mosaicml-streaming": "streaming", "grain": "grain"}
+
+
+def main() -> None:
+    """Measure all in turn, or one of them where `--one` says so."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clips", type=float, nargs="+", default=[1e4, 1e6, 1e8])
+    parser.add_argument("--rounds", type=int, default=3, help="at 10^8 the peers have one")
+    parser.add_argument("--one", choices=sorted(_WAYS))
+    asked = parser.parse_args()
+    if asked.one:
+        print(json.dumps(_measured(asked.one, int(asked.clips[0]))))  # noqa: T201
+        return
+    lines = _head(asked.rounds)
+    for clips in map(int, asked.clips):
+        for name in _WAYS:
+            if name not in _PEERS or importlib.util.find_spec(_PEERS[name]):
+                is_quick = clips <= 10**6 or name == "longtake, order"
+                runs = [_in_a_process(name, clips) for _ in range(asked.rounds if is_quick else 1)]
+                lines.append(_row(name, clips, [run for run in runs if run]))
+    _RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))  # noqa: T201
+
+
+def _in_a_process(name: str, clips: int) -> dict[str, float] | None:
+    """What one way measured of itself; None if it took too long."""
+    command = [sys.executable, "-W", "ignore", __file__, "--one", name, "--clips", str(clips)]
+    with suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(  # noqa: S603 - ourselves
+            command, stdout=subprocess.PIPE, timeout=_MOST_SECONDS, check=True
+        )
+        measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        return measured
+    return None
+
+
+def _measured(name: str, clips: int) -> dict[str, float]:
+    """Run one way's steps up to its first batch; the last step is what resuming costs."""
+    steps = _WAYS[name](clips)
+    next(steps)  # all is imported, and the state is there
+    before, planning = _own_bytes(), 0.0
+    begun = time.perf_counter()
+    for step in steps:
+        elapsed = time.perf_counter() - begun
+        if not isinstance(step, str):
+            assert len(step) == _BATCH
+            break
+        planning, begun = elapsed, time.perf_counter()
+    held = _own_bytes() - before
+    peak = _status("VmHWM")
+    return {"first": elapsed, "planning": planning, "held": held / clips, "peak": peak}
+
+
+def _own_bytes() -> float:
+    """What the process holds of its own, after freed memory was handed back."""
+    gc.collect()
+    pa.default_memory_pool().release_unused()
+    with suppress(AttributeError):  # glibc's
+        ctypes.CDLL(None).malloc_trim(0)
+    return _status("RssAnon")
+
+
+def _status(name: str) -> float:
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(f"{name}:"):
+            return float(line.split()[1]) * 1024
+    raise LookupError(name)
+
+
+def _order(clips: int) -> Iterator[Any]:
+    shares = np.random.default_rng(0).dirichlet(np.ones(len(_LENGTHS) * len(_SIZES)))
+    sizes = tuple(int(share * clips) for share in shares)
+    step = sum(sizes) // _BATCH * 7 // 2
+    yield "ready"
+    yield Leg(sizes, _BATCH, _SEED).batch(step).positions
+
+
+def _plan(clips: int) -> Iterator[Any]:
+    shapes = [
+        Bucket(num_frames=frames, height=height, width=width)
+        for frames in _LENGTHS
+        for height, width in _SIZES
+    ]
+    data = DataSection(catalog=Path("stand-in.parquet"), buckets=tuple(shapes))
+    with tempfile.NamedTemporaryFile() as file:
+        _write_table(file.name, clips)
+        catalog = Catalog(
+            pa.ipc.open_file(pa.memory_map(file.name)).read_all(),
+            pa.Table.from_pylist([], schema=ASIDE_SCHEMA),
+            stored_fingerprint="0" * 32,
+        )
+        yield "ready"
+        plan = begin({"catalog": catalog}, data, _BATCH, _SEED)
+        yield "planned"
+        yield plan.batch(clips // _BATCH // 2).rows
+
+
+def _write_table(path: str, clips: int) -> None:
+    """The columns that planning reads, in chunks as long as a catalog's."""
+    chance = np.random.default_rng(1)
+    shapes = np.array(_SIZES, np.int32)
+    schema = pa.schema([("caption", pa.string())])
+    schema = pa.schema(
+        [*schema, *((name, pa.int32()) for name in ("num_frames", "height", "width"))]
+    )
+    with pa.ipc.new_file(path, schema) as writer:
+        for start in range(0, clips, _ROWS_PER_CHUNK):
+            count = min(_ROWS_PER_CHUNK, clips - start)
+            heights, widths = shapes[chance.integers(len(shapes), size=count)].T
+            columns = [
+                pa.repeat("c", count),
+                pa.array(chance.integers(17, 200, count, np.int32)),
+                pa.array(np.ascontiguousarray(heights)),
+                pa.array(np.ascontiguousarray(widths)),
+            ]
+            writer.write_table(pa.table(columns, schema))
+
+
+def _torchdata(clips: int) -> Iterator[Any]:
+    import torch
+    from torchdata.stateful_dataloader import (  # type: ignore[import-not-found,unused-ignore]
+        StatefulDataLoader,
+    )
+
+    def loader() -> Any:
+        generator = torch.Generator().manual_seed(_SEED)
+        return StatefulDataLoader(
+            range(clips), batch_size=_BATCH, shuffle=True, generator=generator
+        )
+
+    small = iter(StatefulDataLoader(range(2 * _BATCH), batch_size=_BATCH, shuffle=True))
+    next(small)
+    generator_state = torch.Generator().manual_seed(_SEED).get_state()
+    taken = clips // 2 // _BATCH
+    state = {
+        "_index_sampler_state": None,
+        "_sampler_iter_state": {
+            "samples_yielded": taken * _BATCH,
+            "sampler_iter_state": {"generator": generator_state, "yielded": taken * _BATCH},
+        },
+        "_sampler_iter_yielded": taken,
+        "_num_yielded": taken,
+        "_IterableDataset_len_called": None,
+        "_shared_seed": None,
+        "fetcher_state": None,
+        "dataset_state": None,
+        "_iterator_finished": False,
+    }
+    yield "ready"
+    resumed = loader()
+    resumed.load_state_dict(state)
+    batches = iter(resumed)
+    yield next(batches)
+
+
+def _streaming(clips: int) -> Iterator[Any]:
+    from streaming.base.partition import (  # type: ignore[import-not-found,unused-ignore]
+        get_partitions,
+    )
+    from streaming.base.shuffle import (  # type: ignore[import-not-found,unused-ignore]
+        get_shuffle,
+    )
+
+    shards = np.full(-(-clips // 10_000), 10_000)
+    shards[-1] = clips - 10_000 * (len(shards) - 1)
+    taken = clips // 2 // _BATCH * _BATCH
+    yield "ready"
+    places = get_partitions("relaxed", clips, 1, 1, 1, 1, _BATCH, taken)
+    shuffled = get_shuffle("py1e", shards, 1, _SEED, 0, 1 << 18)
+    order = np.where(places != -1, shuffled[places], -1)
+    yield order[0, 0, 0, 0]
+
+
+def _grain(clips: int) -> Iterator[Any]:
+    from grain import python as grain  # type: ignore[import-not-found,unused-ignore]
+
+    def batches() -> Any:
+        sampler = grain.IndexSampler(
+            clips,
+            shuffle=True,
+            seed=_SEED,
+            num_epochs=1,
+            shard_options=grain.NoSharding(),
+        )
+        source = grain.RangeDataSource(0, clips, 1)
+        operations = [grain.Batch(_BATCH)]
+        return iter(
+            grain.DataLoader(
+                data_source=source, sampler=sampler, operations=operations, worker_count=0
+            )
+        )
+
+    first = batches()
+    next(first)
+    state = json.loads(first.get_state())
+    state["last_seen_indices"]["0"] = clips // 2 // _BATCH * _BATCH - 1
+    del first
+    yield "ready"
+    resumed = batches()
+    resumed.set_state(json.dumps(state).encode())
+    yield next(resumed)
+
+
+_WAYS: dict[str, Callable[[int], Iterator[Any]]] = {
+    "longtake, order": _order,
+    "longtake, plan": _plan,
+    "torchdata": _torchdata,
+    "mosaicml-streaming": _streaming,
+    "grain": _grain,
+}
+
+
+def _head(rounds: int) -> list[str]:
+    found = {name for name, module in _PEERS.items() if importlib.util.find_spec(module)}
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in sorted(found)]
+    missing = [f"{name} is not installed." for name in sorted(_PEERS.keys() - found)]
+    return [
+        "# Resuming: time to the first batch, and memory",
+        "",
+        f"`python benchmarks/data_resume.py`, {platform.machine()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}, "
+        + ", ".join([f"numpy {np.__version__}", f"pyarrow {pa.__version__}", *versions])
+        + f". Medians of {rounds} processes each, of one where it is longer than that. What is "
+        "measured is said in the script. " + " ".join(missing),
+        "",
+        "Wanted: below 10 ms, and below 1 byte a clip.",
+        "",
+        "| clips | what | first batch | bytes held a clip | held in all | highest resident "
+        "| planning, once per launch |",
+        "|---|---|---|---|---|---|---|",
+    ]
+
+
+def _row(name: str, clips: int, runs: list[dict[str, float]]) -> str:
+    if not runs:
+        return f"| {clips:,} | {name} | over {_MOST_SECONDS} s | | | | |"
+    first, planning, held, peak = (
+        statistics.median(run[key] for run in runs) for key in ("first", "planning", "held", "peak")
+    )
+    return (
+        f"| {clips:,} | {name} | {_seconds(first)} | {held:.2f} | {held * clips / 2**20:.1f} MiB "
+        f"| {peak / 2**20:.0f} MiB | {_seconds(planning) if planning else ''} |"
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms" if seconds < 0.1 else f"{seconds:.2f} s"
+
+
+if __name__ == "__main__":
+    main()

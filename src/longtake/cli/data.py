@@ -1,0 +1,241 @@
+"""The verbs of `longtake data`: prepare and inspect what is trained on."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from longtake.cli import say
+from longtake.cli.say import AsJson, Changes
+
+if TYPE_CHECKING:
+    from longtake.data.audit import Audit, EpochAudit
+    from longtake.data.index import IndexReport
+
+data_app = typer.Typer(help="Prepare and inspect what is trained on.", no_args_is_help=True)
+
+CatalogPath = Annotated[Path, typer.Argument(help="A catalog (Parquet), as `index` writes it.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Processes; one for each core if unset.")]
+
+
+@data_app.command()
+def index(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="SRC…",
+            help="Folders and files of videos and images; lists (.txt), tables (.csv .jsonl "
+            ".parquet) of paths; WebDataset tars.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="The catalog to write (Parquet).")],
+    captions: Annotated[
+        Path | None,
+        typer.Option(
+            help='JSON lines of {"video": path, "caption": text}; or `sidecar`: only clip.txt '
+            "beside clip.mp4. Unset: what the sources say."
+        ),
+    ] = None,
+    workers: Workers = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Read all files again, the unchanged ones too.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Decode every clip once and write a catalog of those that can be trained on.
+
+    Again, it reads only what is new or changed; after Ctrl-C it goes on where it was.
+    """
+    from longtake.data.index import index as index_clips
+    from longtake.progress import counted
+
+    with counted(say.console(), "index") as advance:
+        report = index_clips(
+            sources, captions=captions, out=out, workers=workers, progress=advance, fresh=fresh
+        )
+    if as_json:
+        say.result(asdict(report) | {"catalog": str(out)})
+    else:
+        _say_indexed(report, out)
+
+
+def _say_indexed(report: "IndexReport", out: Path) -> None:
+    for rejection in report.rejected:
+        say.line(f"  rejected: {rejection.path}: {rejection.reason}")
+    for name in report.unmatched_captions:
+        say.line(f"  no such clip, though a caption names it: {name}")
+    if report.scores_dropped:
+        say.line(f"  {report.scores_dropped} clips lost their scores: their captions changed")
+    say.line(
+        f"{report.accepted} clips in {out}: {report.accepted - report.without_caption} with a "
+        f"caption, {report.without_caption} without; {len(report.rejected)} files rejected, "
+        f"{report.duplicates} duplicates left out, {report.unchanged} not read again."
+    )
+
+
+@data_app.command()
+def prepare(
+    catalog: CatalogPath,
+    size: Annotated[
+        list[str], typer.Option(help="HEIGHTxWIDTH to cover; several: each clip its nearest.")
+    ],
+    out: Annotated[Path, typer.Option(help="The folder to write clips and catalog to.")],
+    gop: Annotated[int, typer.Option(help="Frames from keyframe to keyframe.")] = 12,
+    crf: Annotated[int, typer.Option(help="Quality of x264: 0 (lossless) to 51.")] = 18,
+    fps: Annotated[float | None, typer.Option(help="At most so many frames a second.")] = None,
+    workers: Workers = None,
+    as_json: AsJson = False,
+) -> None:
+    """Transcode clips to the size that they are trained in, so that reading them is cheap."""
+    from longtake.data.prepare import Settings
+    from longtake.data.prepare import prepare as prepare_clips
+    from longtake.progress import counted
+
+    settings = Settings(tuple(map(_parse_size, size)), gop, crf, fps)
+    with counted(say.console(), "prepare") as advance:
+        report = prepare_clips(catalog, out, settings=settings, workers=workers, progress=advance)
+    if as_json:
+        say.result(asdict(report) | {"catalog": str(report.catalog)})
+        return
+    for rejection in report.rejected:
+        say.line(f"  rejected: {rejection.path}: {rejection.reason}")
+    before, after = (round(num / 2**20, 1) for num in (report.bytes_before, report.bytes_after))
+    say.line(
+        f"{report.prepared} clips in {report.catalog} ({report.reused} were there already), "
+        f"{before} MiB became {after} MiB; {len(report.rejected)} rejected, "
+        f"{report.duplicates} duplicates left out."
+    )
+
+
+def _parse_size(text: str) -> tuple[int, int]:
+    from longtake.errors import DataError
+
+    height, _, width = text.lower().partition("x")
+    if not (height.isdecimal() and width.isdecimal()):
+        raise DataError(f"--size {text}: expected HEIGHTxWIDTH, such as 480x832.")
+    return int(height), int(width)
+
+
+@data_app.command()
+def score(
+    catalog: CatalogPath,
+    by: Annotated[str, typer.Option(help="nouns, motion, length, or MODULE:FUNCTION of a clip.")],
+    name: Annotated[
+        str | None, typer.Option(help="What recipes call it; by default as `--by` does.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The catalog to write; by default the same one.")
+    ] = None,
+    workers: Workers = None,
+    as_json: AsJson = False,
+) -> None:
+    """Give every clip a number that stages can select by, such as `nouns <= q40`."""
+    from longtake.data.catalog import Catalog
+    from longtake.data.score import score as score_clips
+    from longtake.progress import counted
+
+    loaded = Catalog.load(catalog)
+    with counted(say.console(), "score") as advance:
+        scored = score_clips(loaded, by, name=name, workers=workers, progress=advance)
+    scored.catalog.save(out or catalog)
+    facts = {
+        "catalog": str(out or catalog),
+        "name": scored.name,
+        "scored": scored.num_known,
+        "unknown": len(scored.values) - scored.num_known,
+        "failed": [asdict(each) for each in scored.failed],
+    }
+    if as_json:
+        say.result(facts)
+        return
+    for each in scored.failed:
+        say.line(f"  not scored: {each.path}: {each.reason}")
+    say.line(
+        f"{facts['scored']} clips of {facts['catalog']} have the attribute {scored.name}; of "
+        f"{facts['unknown']} it is unknown, and no condition on it selects those."
+    )
+
+
+@data_app.command()
+def show(
+    catalog: CatalogPath,
+    recipe: Annotated[
+        Path | None, typer.Argument(help="A recipe: show what it makes of the catalog.")
+    ] = None,
+    changes: Changes = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="A folder for pictures: buckets, histograms, and a contact sheet."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a catalog, and which clips, buckets, crops and stages a recipe makes of it."""
+    from longtake import config
+    from longtake.data.show import show as look_at
+    from longtake.data.show.tables import print_show
+    from longtake.progress import counted
+
+    if recipe is None and changes:
+        raise typer.BadParameter("there is no RECIPE that --set could change")
+    loaded = None if recipe is None else config.load(recipe, changes or ())
+    with counted(say.console(), "draw") as advance:
+        shown = look_at(catalog, loaded, out, advance)
+    if as_json:
+        say.result(shown)
+    else:
+        print_show(say.console(), shown)
+    if shown.get("refusal"):
+        raise typer.Exit(2)
+
+
+@data_app.command()
+def audit(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    as_json: AsJson = False,
+) -> None:
+    """Prove from the ledger what a run consumed: exit code 1 if a clip was repeated or missed."""
+    from longtake.data.audit import audit as audit_run
+    from longtake.run_dir import RunDirectory
+
+    found = audit_run(RunDirectory(run))
+    if as_json:
+        say.result({"ok": found.ok, **asdict(found)})
+    else:
+        _say_audit(found)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def _say_audit(found: "Audit") -> None:
+    from rich.table import Table
+
+    table = Table("stage", "catalog", "epochs", "seen", "repeated", "missing", "rejected", "")
+    for epochs in _alike(found.epochs):
+        first, last = epochs[0], epochs[-1]
+        counts = (first.seen, first.repeated, first.missing, first.rejected)
+        number = f"{first.epoch}-{last.epoch} each" if last is not first else str(first.epoch)
+        note = "" if first.is_over else "not over yet"
+        if first.unplanned:
+            note = f"{first.unplanned} clips do not belong here"
+        if first.examples:
+            note += f" ({', '.join(first.examples)})"
+        table.add_row(first.stage, first.source, number, *map(str, counts), note)
+    say.console().print(table)
+    say.line(
+        f"{found.end_step} steps; {found.num_abandoned} samples of abandoned steps do not count."
+    )
+    exact = "Every clip was trained exactly as often as it should have been."
+    say.line(exact if found.ok else "NOT EXACT: clips were repeated or missed; see the table.")
+
+
+def _alike(epochs: "Sequence[EpochAudit]") -> "list[list[EpochAudit]]":
+    """Runs of epochs of which the same is to be said."""
+    runs: list[list[EpochAudit]] = []
+    for epoch in epochs:
+        if runs and asdict(epoch) | {"epoch": 0} == asdict(runs[-1][0]) | {"epoch": 0}:
+            runs[-1].append(epoch)
+        else:
+            runs.append([epoch])
+    return runs

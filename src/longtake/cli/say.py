@@ -1,0 +1,47 @@
+"""How verbs speak: results on stdout, all else on stderr, and only one rank of several."""
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key, such as training.steps=100."),
+]
+
+
+def console() -> "Console":
+    """Where people read: stderr, so that stdout is for results."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def rank() -> int:
+    """This process's rank where torchrun started it, else 0."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def line(text: str) -> None:
+    """Tell people something."""
+    if rank() == 0:
+        print(text, file=sys.stderr)  # noqa: T201 - this is what a command line does
+
+
+def complain(message: str) -> None:
+    """Tell people what went wrong, on whichever rank it did."""
+    prefix = f"[rank {rank()}] " if rank() else ""
+    print(f"{prefix}longtake: {message}", file=sys.stderr)  # noqa: T201
+
+
+def result(value: Any) -> None:
+    """Print a result for other programs."""
+    if rank() == 0:
+        print(json.dumps(value, indent=2))  # noqa: T201

@@ -1,0 +1,150 @@
+"""Remembers what came of files, so that none is decoded twice for one catalog.
+
+The journal is a file of JSON lines beside the catalog that is being written: one line for each
+file as soon as it is finished. An index that is stopped, however it is stopped, leaves it behind,
+and the next one goes on from it; a line that was cut off is passed over. It is removed once the
+catalog is written, which then remembers the same.
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import IO, TypeVar
+
+from longtake.data.catalog import Catalog, Stamp
+from longtake.data.clip import Media
+from longtake.data.probe import Probe
+from longtake.data.probing import from_json, to_json
+from longtake.errors import ClipError
+
+_T = TypeVar("_T")
+_ROWS_AT_ONCE = 2**16
+_PROBE_FIELDS = [field.name for field in fields(Probe)]
+
+
+class Journal:
+    """The lines about one catalog that is being written.
+
+    Args:
+        out: the catalog.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self._path = out.with_name(f".{out.name}.journal.jsonl")
+        self._file: IO[str] | None = None
+
+    def add(self, media: Media, stamp: Stamp, found: Probe | ClipError) -> None:
+        """Write down what came of a file; it is safe from this process's end at once."""
+        if self._file is None:
+            self._file = self._path.open("a", encoding="utf-8")
+            self._file.write("\n")  # in case the last line was cut off
+        entry = {"media": str(media), "stamp": [stamp.num_bytes, stamp.mtime_ns]} | to_json(found)
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+
+    def read(self) -> dict[str, tuple[Stamp, Probe | ClipError]]:
+        """What an earlier index had finished, by `str(media)`."""
+        known = {}
+        with suppress(FileNotFoundError):
+            for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
+                with suppress(ValueError, LookupError, TypeError):
+                    entry = json.loads(line)
+                    found = from_json(Media(entry["media"]), entry)
+                    known[entry["media"]] = Stamp(*entry["stamp"]), found
+        return known
+
+    def close(self) -> None:
+        """Leave it as it is."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def remove(self) -> None:
+        """Forget it all."""
+        self.close()
+        self._path.unlink(missing_ok=True)
+
+
+class Memory:
+    """What is known of files from an older catalog and from a journal.
+
+    Args:
+        catalog: the older catalog, if there is one.
+        journal: what `Journal.read` returned.
+    """
+
+    def __init__(
+        self, catalog: Catalog | None, journal: dict[str, tuple[Stamp, Probe | ClipError]]
+    ) -> None:
+        self._journal = journal
+        self._catalog = catalog
+        self._rows: dict[str, tuple[Stamp, int]] = {}
+        self._reasons: dict[str, tuple[Stamp, str]] = {}
+        if catalog is not None:
+            self._remember(catalog)
+
+    def _remember(self, catalog: Catalog) -> None:
+        columns = ("path", "member", "identity", "file_bytes", "file_mtime_ns")
+        lists = [catalog.table[name].to_pylist() for name in columns]
+        rows = {identity: row for row, identity in enumerate(lists[2])}
+        for path, member, identity, num_bytes, mtime_ns in zip(*lists, strict=True):
+            if num_bytes is not None:
+                known = Stamp(num_bytes, mtime_ns), rows[identity]
+                self._rows[str(Media(path, member))] = known
+        for entry in catalog.set_aside.to_pylist():
+            if entry["file_bytes"] is None:
+                continue
+            stamp = Stamp(entry["file_bytes"], entry["file_mtime_ns"])
+            if entry["identity"] in rows:
+                self._rows[entry["path"]] = stamp, rows[entry["identity"]]
+            else:
+                self._reasons[entry["path"]] = stamp, entry["reason"]
+
+    def recall(self, stamps: Mapping[str, Stamp]) -> dict[str, Probe | ClipError]:
+        """What came of files that are still the same, by `str(media)`.
+
+        Args:
+            stamps: what the files look like now, by `str(media)`.
+        """
+        results: dict[str, Probe | ClipError] = {}
+        rows = {}
+        for name, stamp in stamps.items():
+            if (written := _same(self._journal, name, stamp)) is not None:
+                results[name] = written
+            elif (row := _same(self._rows, name, stamp)) is not None:
+                rows[name] = row
+            elif (reason := _same(self._reasons, name, stamp)) is not None:
+                results[name] = ClipError(name, reason)
+        return results | self._probes(rows)
+
+    def _probes(self, rows: Mapping[str, int]) -> dict[str, Probe | ClipError]:
+        """Make the probes that the catalog's rows tell of; many at once is five times faster."""
+        if self._catalog is None:
+            return {}
+        probes: dict[str, Probe | ClipError] = {}
+        names = list(rows)
+        for start in range(0, len(names), _ROWS_AT_ONCE):
+            some = names[start : start + _ROWS_AT_ONCE]
+            table = self._catalog.table.take([rows[name] for name in some])
+            for name, clip in zip(
+                some, Catalog(table, self._catalog.set_aside).clips(), strict=True
+            ):
+                probes[name] = Probe(**{field: getattr(clip, field) for field in _PROBE_FIELDS})
+        return probes
+
+
+def _same(known: Mapping[str, tuple[Stamp, _T]], name: str, stamp: Stamp) -> _T | None:
+    """What is known under a name, if it was known of the same file."""
+    before = known.get(name)
+    return before[1] if before is not None and before[0] == stamp else None
+
+
+def stamp_of(path: str) -> Stamp | None:
+    """What a file looks like from outside; None where it cannot be looked at."""
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return None
+    return Stamp(status.st_size, status.st_mtime_ns)

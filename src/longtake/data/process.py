@@ -1,0 +1,123 @@
+"""One decoding process as its parent sees it: start it, send it a window, take the pixels."""
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longtake.data.window import Decoder, Window
+
+_PACKAGES = Path(__file__).parents[2]  # where longtake is imported from
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_END_SECONDS = 2.0
+
+
+class WorkerProcess:
+    """A process that runs `longtake.data.worker`.
+
+    Pixels come back through two pieces of nameless shared memory (memfd, of which /dev/shm's size
+    is no limit), used in turn: one is copied out while the next window is decoded into the other.
+
+    Attributes:
+        pid: the process.
+        connection: where it answers.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.connection: Connection[tuple[Window, int], tuple[str, str]]
+        self.connection, theirs = Pipe()
+        self._memory = [os.memfd_create("longtake-window") for _ in range(2)]
+        self._stderr = os.memfd_create("longtake-stderr")
+        self._slot = 0
+        inherited = [theirs.fileno(), *self._memory]
+        arguments = [str(number) for number in (os.getpid(), *inherited)]
+        paths = [str(_PACKAGES), os.environ.get("PYTHONPATH", "")]
+        search = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        # What is blocked here stays so in the process: Ctrl-C and a scheduler's SIGTERM go to the
+        # whole group, and it is the parent that knows what they mean.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - ourselves
+                [sys.executable, "-P", "-m", "longtake.data.worker", decoder, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._stderr,
+                pass_fds=inherited,
+                env={**os.environ, **_ONE_THREAD, **search},
+            )
+        except OSError:
+            self._close()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+        self.pid = self._process.pid
+
+    @property
+    def stderr(self) -> Path:
+        """The file to which it writes its stacks (SIGUSR1, or a crash) and other last words."""
+        return Path(f"/proc/self/fd/{self._stderr}")
+
+    def send(self, window: Window) -> int:
+        """Let it decode a window; returns the slot in which the pixels will lie.
+
+        Raises:
+            ConnectionError: the process has ended.
+        """
+        self._slot = 1 - self._slot
+        memory, num_bytes = self._memory[self._slot], int(np.prod(window.shape))
+        if os.fstat(memory).st_size < num_bytes:
+            os.ftruncate(memory, num_bytes)
+        self.connection.send((window, self._slot))
+        return self._slot
+
+    def receive(self) -> tuple[str, str] | None:
+        """What it has to say next, as `worker` explains; None: it has ended."""
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            return None
+
+    def take(self, window: Window, slot: int) -> NDArray[np.uint8]:
+        """A copy of a window's pixels, [3, F, H, W]."""
+        video = np.empty(window.shape, dtype=np.uint8)
+        pixels, num_read = video.reshape(-1).data, 0
+        while num_read < video.nbytes:  # one read ends at 2 GiB
+            num_read += os.preadv(self._memory[slot], [pixels[num_read:]], num_read)
+        return video
+
+    def end(self) -> tuple[int | None, str]:
+        """Kill it if it still runs, and give everything back.
+
+        Returns:
+            Its exit status (minus the signal's number, if a signal ended it; None: it waits for a
+            device and cannot be killed yet), and what it wrote to stderr.
+        """
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        words = self.stderr.read_text(errors="replace")
+        self._close()
+        return self._process.returncode, words
+
+    def _close(self) -> None:
+        self.connection.close()
+        for descriptor in (*self._memory, self._stderr):
+            os.close(descriptor)
+
+
+def how_it_ended(status: int | None) -> str:
+    """An exit status in words."""
+    if status is None:
+        return "cannot be killed: it waits for a device"
+    if status >= 0:
+        return f"ended with exit status {status}"
+    name = signal.Signals(-status).name
+    hint = " (by hand, or the machine was out of memory)" if name == "SIGKILL" else ""
+    return f"was ended by {name}{hint}"

@@ -1,0 +1,78 @@
+"""What a person should know of a plan before it is trained."""
+
+from collections.abc import Iterator
+
+from longtake.config import DataSection
+from longtake.data.drift import drifts
+from longtake.data.plan import Plan, StagePlan
+from longtake.errors import DataError
+
+
+def review(plan: Plan, data: DataSection, num_steps: int | None) -> list[str]:
+    """Warnings, a sentence each.
+
+    Args:
+        plan: what is to be trained.
+        data: the recipe's section.
+        num_steps: the global step at which training ends; None: nobody says.
+
+    Raises:
+        DataError: the stages end before the training, or a coming stage is too different and
+            `data.on_drift` is `refuse`.
+    """
+    _refuse_an_early_end(plan, num_steps)
+    too_far = [str(each) for each in drifts(plan) if each.distance > data.drift_limit]
+    if too_far and data.on_drift == "refuse":
+        raise DataError(
+            "\n  ".join(["Stages are too different (data.on_drift = refuse):", *too_far])
+            + f"\nThe limit is data.drift_limit = {data.drift_limit} standard deviations. Put a "
+            "stage between, drop the hardest clips (drop_hardest), or raise the limit."
+        )
+    return [*_small_buckets(plan), *too_far, *_unreached(plan, num_steps)]
+
+
+def _small_buckets(plan: Plan) -> Iterator[str]:
+    for stage in plan.stages:
+        for where, sizes in _bucket_sizes(stage):
+            empty = [name for name, num_clips in sizes if not num_clips]
+            small = [f"{name} ({n} clips)" for name, n in sizes if 0 < n < plan.batch_size]
+            if empty:
+                yield f"{where}: no clip is for {'; '.join(empty)}"
+            if small:
+                yield (
+                    f"{where}: fewer clips than a batch of {plan.batch_size} are for "
+                    f"{'; '.join(small)}: its batches reach over several epochs, and a clip may be "
+                    "in one batch twice"
+                )
+
+
+def _bucket_sizes(stage: StagePlan) -> Iterator[tuple[str, list[tuple[str, int]]]]:
+    """For each catalog of a stage, how many clips its buckets hold."""
+    for stream in stage.streams:
+        members = stream.parts[-1].members
+        catalog = f", catalog {stream.source}" if len(stage.streams) > 1 else ""
+        sizes = zip(map(str, members.shapes), members.sizes, strict=True)
+        yield f"stage {stream.stage}{catalog}", list(sizes)
+
+
+def _unreached(plan: Plan, num_steps: int | None) -> Iterator[str]:
+    if num_steps is None:
+        return
+    borders = [plan.first_step + border for border in plan.timeline.borders]
+    for stage, border in zip(plan.stages, borders, strict=True):
+        if border >= num_steps:
+            yield f"stage {stage.stage.name} would begin at step {border}; training ends before"
+
+
+def _refuse_an_early_end(plan: Plan, num_steps: int | None) -> None:
+    if num_steps is None or plan.end_step is None or plan.end_step >= num_steps:
+        return
+    lengths = ", ".join(
+        f"{stage.stage.name}: {length}"
+        for stage, length in zip(plan.stages, plan.timeline.lengths, strict=True)
+    )
+    raise DataError(
+        f"The stages end after step {plan.end_step} ({lengths or 'none is left'}), but "
+        f"training.steps is {num_steps}. Set training.steps = {plan.end_step}, or give the last "
+        "stage more epochs or steps, or neither: then it does not end."
+    )

@@ -1,0 +1,1 @@
+"""What a clip can be scored by, one file per score."""

@@ -1,0 +1,244 @@
+"""The curriculum: which clips a stage selects, and which stage a step belongs to."""
+
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from longtake.config import DataSection, Stage
+from longtake.data.buckets import Members, Rows, sort_into_buckets
+from longtake.data.catalog import Catalog
+from longtake.errors import DataError
+
+NO_CAPTION = "no caption"
+
+_CONDITION = re.compile(r"\s*([\w.]+)\s*(<=|>=|==|!=|<|>)\s*(\S.*?)\s*")
+_QUANTILE = re.compile(r"q(\d+(?:\.\d+)?)")
+_TEXTS = ("kind", "codec", "pix_fmt", "color_range", "color_transfer")
+_NUMBERS = ("num_frames", "width", "height", "fps", "duration_seconds")
+_COMPARE = {
+    "<=": np.less_equal,
+    ">=": np.greater_equal,
+    "<": np.less,
+    ">": np.greater,
+    "==": np.equal,
+    "!=": np.not_equal,
+}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a stage trains on of one catalog, and what it leaves out."""
+
+    members: Members
+    dropped: Counter[str]
+    """How many clips are left out, by reason, in the order in which reasons are tried."""
+
+
+def select(catalog: Catalog, stage: Stage, data: DataSection) -> Selection:
+    """The clips that meet all of a stage's conditions, sorted into its buckets.
+
+    Raises:
+        DataError: a condition is malformed or names an attribute that the catalog lacks, or not
+            one clip is left; says what was left out, by count.
+    """
+    captioned = pc.not_equal(catalog.table["caption"], "").to_numpy()
+    kept = np.flatnonzero(captioned).astype(np.uint32)
+    dropped: Counter[str] = Counter({NO_CAPTION: len(catalog) - len(kept)})
+    everyone = kept
+    for condition in stage.where:
+        meets = _meets(catalog, condition, everyone, data)[np.searchsorted(everyone, kept)]
+        dropped[f"not {condition}"] += int(np.count_nonzero(~meets))
+        kept = kept[meets]
+    if stage.drop_hardest:
+        hardest = _hardest(catalog, kept, stage.drop_hardest, data)
+        dropped["the hardest"] += int(np.count_nonzero(hardest))
+        kept = kept[~hardest]
+    shapes = stage.buckets or data.buckets
+    members, unfit = sort_into_buckets(catalog, kept, shapes, data.frame_stride)
+    dropped = Counter({reason: n for reason, n in (dropped + unfit).items() if n})
+    if not len(members):
+        raise DataError(_nothing_left(catalog, stage, data, dropped))
+    return Selection(members, dropped)
+
+
+def values(catalog: Catalog, name: str, data: DataSection) -> NDArray[Any]:
+    """[N] an attribute of all clips, by the name that recipes call it.
+
+    Raises:
+        DataError: there is no such attribute; says which there are.
+    """
+    if name == "difficulty":
+        name = data.difficulty or _only_score(catalog)
+    if name == "aspect":
+        ratio: NDArray[np.float64] = catalog.column("width") / catalog.column("height")
+        return ratio
+    if name in _TEXTS:
+        texts: NDArray[Any] = catalog.table[name].to_numpy()
+        return texts
+    if name in (*_NUMBERS, *catalog.attribute_names):
+        return catalog.column(name)
+    known = ", ".join([*_NUMBERS, "aspect", *_TEXTS, *catalog.attribute_names])
+    raise DataError(
+        f"The catalog has no attribute {name}; it has {known}. Scores are added by `longtake data "
+        "score CATALOG --by nouns`."
+    )
+
+
+def _only_score(catalog: Catalog) -> str:
+    if len(catalog.attribute_names) == 1:
+        return catalog.attribute_names[0]
+    scores = ", ".join(catalog.attribute_names) or "none"
+    raise DataError(
+        f"A stage asks for `difficulty`, but which score is that? The catalog has {scores}. Set "
+        "data.difficulty to one of them; `longtake data score CATALOG --by nouns` makes one."
+    )
+
+
+def _meets(catalog: Catalog, condition: str, rows: Rows, data: DataSection) -> NDArray[np.bool_]:
+    """Which of some clips meet a condition; quantiles are those of these clips."""
+    parsed = _CONDITION.fullmatch(condition)
+    if parsed is None:
+        raise DataError(
+            f"`{condition}` is not a condition of a stage. Expected ATTRIBUTE OPERATOR VALUE, such "
+            "as `num_frames >= 48`, `nouns <= q40` or `codec == h264`."
+        )
+    name, operator, text = parsed.groups()
+    column = values(catalog, name, data)[rows]
+    if name in _TEXTS:
+        bound: Any = text.strip("\"'")
+        if operator not in ("==", "!="):
+            raise DataError(f"`{condition}`: {name} is a text, and only == and != compare those.")
+    else:
+        bound = _bound(column, condition, text)
+    meets: NDArray[np.bool_] = _COMPARE[operator](column, bound)
+    return meets if name in _TEXTS else meets & ~np.isnan(column)  # an unknown score meets nothing
+
+
+def _bound(column: NDArray[Any], condition: str, text: str) -> float:
+    known = column[np.isfinite(column)]
+    if quantile := _QUANTILE.fullmatch(text):
+        share = float(quantile[1]) / 100
+        if share > 1:
+            raise DataError(f"`{condition}`: quantiles go from q0 to q100.")
+        return float(np.quantile(known, share)) if len(known) else np.nan
+    try:
+        return float(text)
+    except ValueError:
+        raise DataError(
+            f"`{condition}`: {text} is neither a number nor a quantile such as q40."
+        ) from None
+
+
+def _hardest(catalog: Catalog, rows: Rows, share: float, data: DataSection) -> NDArray[np.bool_]:
+    """Marks the `share` of clips with the highest difficulty; at equal ones the later rows."""
+    difficulty = values(catalog, "difficulty", data)[rows]
+    is_hardest = np.zeros(len(rows), bool)
+    count = round(share * len(rows))
+    order = np.argsort(np.nan_to_num(difficulty, nan=-np.inf), kind="stable")
+    is_hardest[order[len(rows) - count :]] = True
+    return is_hardest
+
+
+def _nothing_left(catalog: Catalog, stage: Stage, data: DataSection, dropped: Counter[str]) -> str:
+    reasons = ", ".join(f"{count} ({reason})" for reason, count in dropped.items())
+    shapes = ", ".join(map(str, stage.buckets or data.buckets))
+    longest = int(catalog.column("num_frames").max()) if len(catalog) else 0
+    which = f"Stage {stage.name}: none" if data.stages else "None"
+    return (
+        f"{which} of the catalog's {len(catalog)} clips can be trained on: "
+        f"{reasons or 'it is empty'}. The buckets are {shapes}; the longest clip has {longest} "
+        "frames. Index clips with captions (longtake data index … --captions FILE.jsonl), lower "
+        "data.buckets' num_frames or data.frame_stride, or relax the stage's `where`."
+    )
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Which stage a step belongs to, and how many of its batches come before.
+
+    A ramp of R steps lies half before and half after the border of two stages. Of its first j
+    steps round(j^2 / 2R) belong to the later stage: its share rises linearly from none to all, and
+    every batch of either stage is still trained exactly once.
+
+    Attributes:
+        lengths: steps of each stage; only the last may be None (endless).
+        ramps: even number of steps that each stage is mixed with the one before it.
+    """
+
+    lengths: tuple[int | None, ...]
+    ramps: tuple[int, ...]
+
+    @property
+    def borders(self) -> list[int]:
+        """The step at which each stage would begin without a ramp."""
+        borders = [0]
+        for length in self.lengths[:-1]:
+            assert length is not None, "only the last stage may be endless"
+            borders.append(borders[-1] + length)
+        return borders[: len(self.lengths)]
+
+    @property
+    def total(self) -> int | None:
+        """Steps of all stages; None: endless."""
+        if not self.lengths:
+            return 0
+        last = self.lengths[-1]
+        return None if last is None else self.borders[-1] + last
+
+    def at(self, step: int) -> tuple[int, int]:
+        """(stage, number of the batch within the stage) of a step."""
+        before, after = self.taken(step), self.taken(step + 1)
+        stage = next(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if new > old)
+        return stage, before[stage]
+
+    def taken(self, step: int) -> list[int]:
+        """How many batches of each stage come before a step."""
+        borders = self.borders
+        taken = [self._plain(stage, step) for stage in range(len(borders))]
+        for stage, (border, ramp) in enumerate(zip(borders, self.ramps, strict=True)):
+            into = step - (border - ramp // 2)
+            if ramp and 0 < into < ramp:
+                early = (into * into + ramp) // (2 * ramp) - max(0, step - border)
+                taken[stage] += early
+                taken[stage - 1] -= early
+        return taken
+
+    def _plain(self, stage: int, step: int) -> int:
+        length, into = self.lengths[stage], max(0, step - self.borders[stage])
+        return into if length is None else min(into, length)
+
+    def stage_near(self, step: int) -> int:
+        """The stage whose span a step lies in, ramps aside."""
+        return bisect_right(self.borders, step) - 1
+
+
+def mixed(index: int, weights: Sequence[float]) -> tuple[int, int]:
+    """(source, number of the batch within the source) of a batch that is mixed by weights."""
+    before, after = shares(index, weights), shares(index + 1, weights)
+    source = next(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if new > old)
+    return source, before[source]
+
+
+def shares(count: int, weights: Sequence[float]) -> list[int]:
+    """How many of the first `count` batches come from each source, as evenly as can be.
+
+    The first source has round(count w); what is left is shared among the others likewise. Exact
+    in integers, so that it is the same everywhere.
+    """
+    given = []
+    rest = [Fraction(each / max(weights)).limit_denominator(10**6) for each in weights]
+    for position, weight in enumerate(rest):
+        total = sum(rest[position:])
+        part = weight / total if total else Fraction(0)
+        mine = (2 * count * part.numerator + part.denominator) // (2 * part.denominator)
+        given.append(mine)
+        count -= mine
+    return given

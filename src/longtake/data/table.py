@@ -1,0 +1,188 @@
+"""How a catalog lies on disk and in memory: its columns, and clips as rows of them."""
+
+import hashlib
+import math
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from longtake.data.clip import Clip, Media, Timing
+
+SCHEMA_VERSION = 2
+
+VERSION_KEY = b"longtake.catalog"
+FINGERPRINT_KEY = b"longtake.fingerprint"
+ATTRIBUTE = "attributes."
+CLIP_SCHEMA = pa.schema(
+    [
+        ("identity", pa.binary(16)),
+        ("path", pa.string()),  # of the file, or of the tar
+        ("member", pa.string()),
+        ("offset", pa.int64()),
+        ("num_bytes", pa.int64()),  # null: all of the file
+        ("kind", pa.string()),
+        ("caption", pa.string()),
+        ("num_frames", pa.int32()),
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+        ("fps", pa.float64()),
+        ("duration_seconds", pa.float64()),
+        ("stream_index", pa.int32()),
+        ("rotation", pa.int32()),
+        ("codec", pa.string()),
+        ("pix_fmt", pa.string()),
+        ("color_range", pa.string()),
+        ("color_transfer", pa.string()),
+        ("first_pts", pa.int64()),  # null: the timestamps cannot be relied on
+        ("pts_step", pa.int64()),
+        ("pts", pa.list_(pa.int64())),  # only where the spacing is uneven
+        ("keyframes", pa.list_(pa.int32())),
+        ("prepared_from", pa.string()),
+        ("file_bytes", pa.int64()),  # with the next: whether the file is still the same
+        ("file_mtime_ns", pa.int64()),
+    ]
+)
+ASIDE_SCHEMA = pa.schema(
+    [
+        ("identity", pa.binary(16)),  # of a further copy of a clip; rejected files have none
+        ("path", pa.string()),
+        ("file_bytes", pa.int64()),
+        ("file_mtime_ns", pa.int64()),
+        ("reason", pa.string()),
+    ]
+)
+_DECIDES_TRAINING = ("num_frames", "width", "height", "stream_index", "rotation")
+ROWS_PER_GROUP = 2**20
+_MAP_ABOVE_ROWS = 100_000  # some tens of MB
+
+
+def version_of(path: Path) -> str | None:
+    """Return the schema version of the catalog in a file, or None if there is no catalog."""
+    try:
+        metadata: Mapping[bytes, bytes] = pq.read_schema(path).metadata or {}
+    except (OSError, pa.ArrowException):
+        return None
+    version = metadata.get(VERSION_KEY)
+    return None if version is None else version.decode()
+
+
+def read(path: Path) -> pa.Table:
+    """Read all rows; a large table comes back mapped from a file that has no name any more."""
+    with pq.ParquetFile(path) as file:
+        groups = range(file.metadata.num_row_groups)
+        schema = _disk_schema(file.schema_arrow)
+        folder = f"{path.resolve().parent}/"
+        if file.metadata.num_rows > _MAP_ABOVE_ROWS:
+            return _mapped(file, schema, folder)
+        tables = [_read_group(file, index, schema, folder) for index in groups]
+        return pa.concat_tables([schema.empty_table(), *tables]).combine_chunks()
+
+
+def _disk_schema(found: pa.Schema) -> pa.Schema:
+    missing = [name for name in CLIP_SCHEMA.names if name not in found.names]
+    if missing:
+        raise LookupError(f"it has no column {missing[0]}")
+    names = [name for name in found.names if name.startswith(ATTRIBUTE)]
+    schema = with_attributes(CLIP_SCHEMA, [name.removeprefix(ATTRIBUTE) for name in names])
+    return schema.append(ASIDE_SCHEMA.field("reason")).with_metadata(found.metadata)
+
+
+def _read_group(file: pq.ParquetFile, index: int, schema: pa.Schema, folder: str) -> pa.Table:
+    table = file.read_row_group(index).select(schema.names).cast(schema)
+    paths = table["path"]
+    absolute = pc.binary_join_element_wise(folder, paths, "")
+    paths = pc.if_else(pc.starts_with(paths, "/"), paths, absolute)
+    return table.set_column(table.column_names.index("path"), "path", paths).combine_chunks()
+
+
+def _mapped(file: pq.ParquetFile, schema: pa.Schema, folder: str) -> pa.Table:
+    with tempfile.NamedTemporaryFile(prefix="longtake-catalog-") as spill:
+        with pa.ipc.new_file(spill.name, schema) as writer:
+            for index in range(file.metadata.num_row_groups):
+                writer.write_table(_read_group(file, index, schema, folder))
+        pa.default_memory_pool().release_unused()
+        return pa.ipc.open_file(pa.memory_map(spill.name)).read_all()
+
+
+def relative(paths: pa.ChunkedArray, folder: str) -> pa.ChunkedArray:
+    """Shorten the paths that lie below a folder; the folder ends in a slash."""
+    below = pc.starts_with(paths, folder)
+    return pc.if_else(below, pc.utf8_slice_codeunits(paths, len(folder)), paths)
+
+
+def with_attributes(schema: pa.Schema, names: Iterable[str]) -> pa.Schema:
+    """Append a column for each attribute."""
+    for name in names:
+        schema = schema.append(pa.field(ATTRIBUTE + name, pa.float64()))
+    return schema
+
+
+def row_of(clip: Clip, attribute_names: Iterable[str]) -> dict[str, Any]:
+    """Lay one clip out flat; without the stamps of its file."""
+    row = {name: getattr(clip, name, None) for name in CLIP_SCHEMA.names}
+    media, timing = clip.media, clip.timing
+    row |= {"path": media.path, "member": media.member, "offset": media.offset}
+    row |= {"identity": bytes.fromhex(clip.identity), "num_bytes": media.num_bytes}
+    if timing is not None:
+        row |= {"first_pts": timing.first, "pts_step": timing.step, "pts": timing.listed or None}
+    return row | {ATTRIBUTE + name: _known(clip.attributes.get(name)) for name in attribute_names}
+
+
+def _known(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else value
+
+
+def clip_of(row: dict[str, Any], attribute_names: Iterable[str]) -> Clip:
+    """Make a clip of one row, which is used up."""
+    media = Media(*(row.pop(name) for name in ("path", "member", "offset", "num_bytes")))
+    first, step, listed = (row.pop(name) for name in ("first_pts", "pts_step", "pts"))
+    attributes = {name: row.pop(ATTRIBUTE + name) for name in attribute_names}
+    del row["file_bytes"], row["file_mtime_ns"]
+    row["identity"] = row["identity"].hex()
+    row["keyframes"] = tuple(row["keyframes"])
+    row["timing"] = None if first is None else Timing(first, step, tuple(listed or ()))
+    row["attributes"] = {name: each for name, each in attributes.items() if each is not None}
+    return Clip(media=media, **row)
+
+
+def one_array(column: pa.ChunkedArray) -> pa.Array:
+    """All chunks as one array; a copy only where there are several."""
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def is_ascending(identities: pa.Array) -> bool:
+    """Whether each is above the one before, compared as big-endian halves of 64 bits."""
+    if identities.null_count:
+        return False
+    halves = np.frombuffer(_identity_bytes(identities), ">u8").reshape(-1, 2)
+    before, after = halves[:-1], halves[1:]
+    same = before[:, 0] == after[:, 0]
+    is_above = (before[:, 0] < after[:, 0]) | (same & (before[:, 1] < after[:, 1]))
+    return bool(is_above.all())
+
+
+def _identity_bytes(identities: pa.Array) -> memoryview:
+    start = identities.offset * 16
+    return memoryview(identities.buffers()[1] or b"")[start : start + 16 * len(identities)]
+
+
+def fingerprint_of(table: pa.Table) -> str:
+    """Hash column by column, so that it depends on the values only, not on how they lie."""
+    digest = hashlib.blake2b(f"catalog {SCHEMA_VERSION}\n".encode(), digest_size=16)
+    digest.update(len(table).to_bytes(8, "little"))
+    for chunk in table["identity"].chunks:
+        digest.update(_identity_bytes(chunk))
+    for name in _DECIDES_TRAINING:
+        digest.update(table[name].to_numpy().astype("<i8").tobytes())
+    captions = table["caption"]
+    digest.update(pc.binary_length(captions).to_numpy().astype("<i8").tobytes())
+    for chunk in filter(len, captions.chunks):
+        offsets = np.frombuffer(chunk.buffers()[1], np.int32)[chunk.offset :][: len(chunk) + 1]
+        digest.update(memoryview(chunk.buffers()[2] or b"")[offsets[0] : offsets[-1]])
+    return digest.hexdigest()

@@ -1,0 +1,52 @@
+"""The run goes on with other processes than it began with."""
+
+import json
+
+from longtake.drill.fault import Fault
+from longtake.drill.ground import Ground
+from longtake.drill.place import Place
+from longtake.drill.result import Result
+from longtake.drill.verdict import Verdict, identities_of
+
+_NAME = "processes-changed"
+_RANKS = 2
+_LARGEST_ERROR = 1e-3
+"""Relative, of a loss after some dozens of steps whose sums are rounded otherwise."""
+
+
+def drill(ground: Ground) -> Result:
+    """Kill a run in mid-epoch; resume it on two ranks, which decode without workers."""
+    place = ground.stopped(_NAME)
+    with place.launch("data.workers=0", processes=_RANKS) as launch:
+        launch.finish()
+    return judge(place, ground.undisturbed)
+
+
+def judge(place: Place, undisturbed: Place) -> Result:
+    """No clip repeated or missing, and losses as they were but for rounding."""
+    verdict = Verdict(_NAME)
+    launches = json.loads(place.run.record_path.read_text())["launches"]
+    sizes = [launch["world_size"] for launch in launches]
+    verdict.must(sizes == [1, _RANKS], f"it was trained by {sizes} processes, not by [1, {_RANKS}]")
+    everything = identities_of(place.catalog())
+    verdict.must_be_exact(place.run, everything, everything)
+    error = _largest_error(place, undisturbed)
+    verdict.must(error <= _LARGEST_ERROR, f"a loss differs by {error:.1e} from the undisturbed")
+    return verdict.result(
+        f"Killed as one process, it went on from step {launches[-1]['start_step']} as {_RANKS}: "
+        f"no clip was repeated or missing, and no loss is further than {error:.0e} "
+        "(relative: rounding) from the undisturbed run's."
+    )
+
+
+def _largest_error(place: Place, undisturbed: Place) -> float:
+    pairs = zip(place.run.metrics(), undisturbed.run.metrics(), strict=False)
+    return max(abs(one["loss"] / other["loss"] - 1) for one, other in pairs)
+
+
+FAULT = Fault(
+    _NAME,
+    does="Kills a run in mid-epoch and resumes it on two ranks instead of one, without workers.",
+    must="No clip is repeated or missing; the losses are the same but for rounding.",
+    drill=drill,
+)

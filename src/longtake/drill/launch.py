@@ -1,0 +1,151 @@
+"""`longtake train` as a process of its own, and what can be seen of it from outside."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from longtake.errors import RunError
+from longtake.run_dir import EventKind, RunDirectory, read_json_lines
+
+_PACKAGES = Path(__file__).parents[2]  # where longtake is imported from
+_LIMIT_SECONDS = 180.0
+_LOOK_SECONDS = 0.002
+
+# Sums are rounded otherwise by another number of threads; and small ones are faster with one.
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """An event of a run, and when it was seen."""
+
+    event: dict[str, Any]
+    at: float
+    """By this process's monotonic clock, in seconds."""
+
+
+class Launch:
+    """A training process, or several under torchrun; ended for good when the block is left.
+
+    Attributes:
+        began: when it was started, by the monotonic clock, in seconds.
+        pid: of the process that was started: the training process, or torchrun.
+        looked_at: when it was last looked at, likewise.
+    """
+
+    def __init__(self, folder: Path, changes: Sequence[str], processes: int) -> None:
+        self._run = RunDirectory(folder / "run")
+        self._log = folder / f"launch_{len(list(folder.glob('launch_*.log')))}.log"
+        self._num_events = len(list(read_json_lines(self._run.events_path)))
+        python = [sys.executable, "-P", "-m"]
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        program = [*torchrun, "-m", "longtake"] if processes > 1 else ["longtake"]
+        options = [part for change in changes for part in ("--set", change)]
+        paths = filter(None, [str(_PACKAGES), os.environ.get("PYTHONPATH", "")])
+        self.began = self.looked_at = time.monotonic()
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(  # noqa: S603 - ourselves
+                [*python, *program, "train", "recipe.toml", *options],
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(paths)},
+                start_new_session=True,  # so that all of it can be ended at once
+            )
+        self.pid = self._process.pid
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    @property
+    def said(self) -> str:
+        """What it has printed."""
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def events(self) -> list[dict[str, Any]]:
+        """What has happened since it was started."""
+        return list(read_json_lines(self._run.events_path))[self._num_events :]
+
+    def looks(self, seconds: float = _LOOK_SECONDS) -> Iterator[None]:
+        """Yield again and again while it runs, and once after its end.
+
+        Raises:
+            RunError: it does not end.
+        """
+        while self._process.poll() is None:
+            self.looked_at = time.monotonic()
+            yield
+            if self.looked_at > self.began + _LIMIT_SECONDS:
+                raise RunError(
+                    f"The training process of the drill has not ended in {_LIMIT_SECONDS:g} s. "
+                    f"What it said last is in {self._log}: {self._last_words()}"
+                )
+            time.sleep(seconds)
+        yield
+
+    def wait_for_rows(self, count: int) -> None:
+        """Return when the run has this many rows of metrics.
+
+        Raises:
+            RunError: it ends without them.
+        """
+        for _ in self.looks():
+            path = self._run.metrics_path
+            if path.exists() and path.read_bytes().count(b"\n") >= count:
+                return
+        raise self.unexpected(f"ended before step {count}")
+
+    def find(self, kind: EventKind, **fields: Any) -> Sighting | None:
+        """Wait for an event with such fields; None if the run ends without it."""
+        for _ in self.looks():
+            for event in self.events():
+                if event["event"] == kind and fields.items() <= event.items():
+                    return Sighting(event, time.monotonic())
+        return None
+
+    def wait(self) -> int:
+        """Return its exit code, when it has ended."""
+        for _ in self.looks():
+            pass
+        return self._process.returncode
+
+    def finish(self) -> None:
+        """Return when it has ended well.
+
+        Raises:
+            RunError: it ended with an error.
+        """
+        if self.wait():
+            raise self.unexpected(f"ended with exit code {self._process.returncode}")
+
+    def kill(self) -> None:
+        """End it and all processes that it has started, as `kill -9` does, if it still runs."""
+        if self._process.returncode is None:  # else its number may be another process's by now
+            os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def unexpected(self, what: str) -> RunError:
+        """The error that says that it did what no drill wants."""
+        return RunError(
+            f"The training process {what}. It said: {self._last_words()} (all of it: {self._log})"
+        )
+
+    def _last_words(self) -> str:
+        lines = [line.strip() for line in self.said.splitlines() if line.strip()]
+        return " / ".join(lines[-3:]) or "nothing"

@@ -1,0 +1,29 @@
+"""What came of a drill."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Result:
+    """One drill's outcome; its fields are the keys of `longtake drill --json`."""
+
+    fault: str
+    passed: bool
+    detected_seconds: float | None
+    """From the moment the fault met a running process until the run reported it; None: it has
+    nothing to report, or did not."""
+    samples_repeated: int | None
+    """Over all epochs; None: the drill ended before they could be counted."""
+    samples_missing: int | None
+    """Likewise."""
+    equal_to_undisturbed: bool | None
+    """Whether every step's loss and gradient are those of the undisturbed run, to the bit; None:
+    after such a fault they cannot be."""
+    message: str
+    """What happened, for people."""
+    samples_unplanned: int | None = None
+    """Trained in an epoch that they do not belong to."""
+    samples_rejected: int | None = None
+    """Planned, and left out because they could not be decoded."""
+    drill_seconds: float = 0.0
+    """How long the drill took."""

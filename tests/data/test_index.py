@@ -1,0 +1,389 @@
+"""Every file is decoded once; what cannot be trained on is said, with the reason."""
+
+import json
+import os
+import re
+import shutil
+import tarfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from longtake.data.catalog import Catalog
+from longtake.data.decode import read_frames
+from longtake.data.encode import write_video
+from longtake.data.index import IndexReport, index
+from longtake.errors import DataError
+
+
+def _write(path: Path, level: int) -> None:
+    """A clip of its own content for each level."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_video(path, np.full((3, 16, 16, 3), level, np.uint8), fps=8)
+
+
+def _write_lines(path: Path, captions: dict[str, str]) -> None:
+    lines = [json.dumps({"video": video, "caption": text}) for video, text in captions.items()]
+    path.write_text("\n".join(lines) + "\n\n")
+
+
+def _index(
+    *sources: Path, out: Path, captions: Path | None = None, workers: int | None = 0
+) -> tuple[IndexReport, Catalog]:
+    report = index(sources, captions=captions, out=out, workers=workers)
+    return report, Catalog.load(out)
+
+
+def _captions(catalog: Catalog) -> dict[str, str]:
+    return {Path(clip.path).name: clip.caption for clip in catalog.clips()}
+
+
+@pytest.fixture
+def videos(tmp_path: Path) -> Path:
+    """A folder with a.mp4, b.mp4 and sub/c.MP4, and no captions."""
+    folder = tmp_path / "videos"
+    for level, name in enumerate(("a.mp4", "b.mp4", "sub/c.mp4")):
+        _write(folder / name, 40 * level)
+    (folder / "sub" / "c.mp4").rename(folder / "sub" / "c.MP4")
+    return folder
+
+
+class _Indexed(NamedTuple):
+    report: IndexReport
+    catalog: Catalog
+    expected_frames: dict[str, int]
+    damaged: set[str]
+
+
+@pytest.fixture(scope="module")
+def indexed(material: Path, tmp_path_factory: pytest.TempPathFactory) -> _Indexed:
+    """All real clips in one catalog, and what the material's own table says about them."""
+    out = tmp_path_factory.mktemp("indexed") / "catalog.parquet"
+    report, catalog = _index(
+        material / "videos", captions=material / "captions.jsonl", out=out, workers=None
+    )
+    expected, damaged = {}, {"derived/trunc_half_sync.mkv"}
+    for line in (material / "MATERIAL.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not re.fullmatch(r"[\w-]+/[\w-]+\.\w+", cells[0]):
+            continue
+        if "InvalidData" in cells[-1] or "OPEN FAILS" in cells[-1]:
+            damaged.add(cells[0])
+        else:
+            expected[cells[0]] = int(cells[6].split("/")[0])
+    del expected["derived/trunc_half_sync.mkv"]
+    return _Indexed(report, catalog, expected, damaged)
+
+
+def test_every_real_clip_is_indexed_with_its_frame_count(indexed: _Indexed, material: Path) -> None:
+    """All good clips are there with the frames they decode to; all damaged ones are refused."""
+    videos = material / "videos"
+    counts = {
+        str(Path(clip.path).relative_to(videos)): clip.num_frames
+        for clip in indexed.catalog.clips()
+    }
+    assert len(counts) > 60
+    assert counts == indexed.expected_frames
+    refused = {str(Path(each.path).relative_to(videos)) for each in indexed.catalog.rejected}
+    assert refused == indexed.damaged
+    assert all(each.reason for each in indexed.catalog.rejected)
+    assert indexed.report.rejected == list(indexed.catalog.rejected)
+
+
+def test_the_materials_captions_reach_their_clips(indexed: _Indexed, material: Path) -> None:
+    """Captions are matched by path; the rest of the clips are counted as without one."""
+    lines = (material / "captions.jsonl").read_text().splitlines()
+    wanted = {Path(entry["video"]).name: entry["caption"] for entry in map(json.loads, lines)}
+    found = {name: text for name, text in _captions(indexed.catalog).items() if text}
+    assert indexed.report.unmatched_captions == []
+    assert found == wanted
+    assert indexed.report.without_caption == indexed.report.accepted - len(wanted)
+
+
+def test_a_clip_tells_all_that_reading_needs(indexed: _Indexed) -> None:
+    """Stream, rotation and sizes of the catalog are those of the frames that come out."""
+    for clip in indexed.catalog.clips():
+        if "nasa_13013" not in clip.path:
+            continue
+        frames = read_frames(
+            Path(clip.path),
+            stream_index=clip.stream_index,
+            rotation=clip.rotation,
+            start=clip.num_frames - 1,
+            num_frames=1,
+        )
+        assert frames.shape == (1, clip.height, clip.width, 3)
+
+
+def test_folders_are_searched_and_suffixes_ignore_case(videos: Path, tmp_path: Path) -> None:
+    """Subfolders count; hidden files, other files and folders named like a video do not."""
+    _write(videos / ".hidden.mp4", 200)
+    _write(videos / ".cache" / "d.mp4", 201)
+    (videos / "notes.md").write_text("no video")
+    (videos / "folder.mp4").mkdir()
+    report, catalog = _index(videos, videos / "a.mp4", out=tmp_path / "catalog.parquet")
+    assert sorted(clip.path for clip in catalog.clips()) == [
+        str(videos / name) for name in ("a.mp4", "b.mp4", "sub/c.MP4")
+    ]
+    assert (report.accepted, report.duplicates, report.without_caption) == (3, 0, 3)
+
+
+def test_duplicates_are_kept_once_and_a_caption_decides(videos: Path, tmp_path: Path) -> None:
+    """The copy with a caption stays, or else the first by path; the others are counted."""
+    shutil.copyfile(videos / "a.mp4", videos / "sub" / "copy.mp4")
+    shutil.copyfile(videos / "b.mp4", videos / "b2.mp4")
+    (videos / "sub" / "copy.txt").write_text("a grey picture\n")
+    report, catalog = _index(videos, out=tmp_path / "catalog.parquet")
+    assert (report.accepted, report.duplicates) == (3, 2)
+    assert _captions(catalog) == {"copy.mp4": "a grey picture", "b.mp4": "", "c.MP4": ""}
+
+
+def test_captions_beside_the_clips(videos: Path, tmp_path: Path) -> None:
+    """clip.txt is the caption of clip.mp4, whatever surrounds the text."""
+    (videos / "a.txt").write_bytes("\ufeff  ein grünes Bild\n".encode())
+    (videos / "sub" / "c.txt").write_text("dark")
+    report, catalog = _index(videos, out=tmp_path / "catalog.parquet")
+    assert _captions(catalog) == {"a.mp4": "ein grünes Bild", "b.mp4": "", "c.MP4": "dark"}
+    assert report.without_caption == 1
+
+
+def test_a_folders_own_captions_come_before_the_text_files(videos: Path, tmp_path: Path) -> None:
+    """captions.jsonl in the source folder is found, and clip.txt fills what it leaves open."""
+    (videos / "a.txt").write_text("from the text file")
+    (videos / "b.txt").write_text("from the text file")
+    _write_lines(videos / "captions.jsonl", {"a.mp4": "from the table"})
+    _, catalog = _index(videos, out=tmp_path / "catalog.parquet")
+    assert _captions(catalog) == {
+        "a.mp4": "from the table",
+        "b.mp4": "from the text file",
+        "c.MP4": "",
+    }
+
+
+def test_captions_match_by_path_or_by_a_name_that_is_there_once(
+    videos: Path, tmp_path: Path
+) -> None:
+    """Paths count from the table or a source; an ambiguous or unknown name is reported."""
+    _write(videos / "sub" / "b.mp4", 160)
+    table = tmp_path / "elsewhere" / "table.jsonl"
+    table.parent.mkdir()
+    _write_lines(
+        table,
+        {
+            "../videos/a.mp4": "relative to the table",
+            "sub/b.mp4": "relative to the source",
+            "old/place/c.MP4": "by name",
+            "old/place/b.mp4": "two files have this name",
+            "old/place/a.mp4": "this file has a caption by path",
+            "gone.mp4": "no such file",
+        },
+    )
+    (videos / "b.txt").write_text("not asked for")
+    report, catalog = _index(videos, captions=table, out=tmp_path / "catalog.parquet")
+    captions = {str(Path(clip.path).relative_to(videos)): clip.caption for clip in catalog.clips()}
+    assert captions == {
+        "a.mp4": "relative to the table",
+        "sub/b.mp4": "relative to the source",
+        "sub/c.MP4": "by name",
+        "b.mp4": "",
+    }
+    assert report.unmatched_captions == ["old/place/b.mp4", "old/place/a.mp4", "gone.mp4"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{'video': 'a.mp4', 'caption': 'single quotes'}",
+        '["a.mp4", "a list"]',
+        '{"video": "a.mp4"}',
+        '{"video": "a.mp4", "caption": 7}',
+        '{"video": 7, "caption": "text"}',
+        r'{"video": "a.mp4", "caption": "half a pair \ud800"}',
+    ],
+)
+def test_a_malformed_caption_names_its_line(videos: Path, tmp_path: Path, line: str) -> None:
+    """The message has the line's number and shows what a line should be."""
+    table = tmp_path / "table.jsonl"
+    table.write_text('{"video": "a.mp4", "caption": "fine\\u2028still one line"}\n\n' + line)
+    with pytest.raises(DataError, match=r'table\.jsonl, line 3 .* Expected .*"clip\.mp4"'):
+        index([videos], captions=table, out=tmp_path / "catalog.parquet")
+
+
+def test_two_captions_for_one_video_are_refused(videos: Path, tmp_path: Path) -> None:
+    """Which of two captions is meant is not guessed; the same one twice is no matter."""
+    table = tmp_path / "table.jsonl"
+    same = '{"video": "a.mp4", "caption": "one"}\n'
+    table.write_text(same + same + '{"video": "a.mp4", "caption": "two"}')
+    with pytest.raises(DataError, match=r"line 3: .*a\.mp4 has another caption in line 1"):
+        index([videos], captions=table, out=tmp_path / "catalog.parquet")
+
+
+def test_unreadable_captions_are_refused(videos: Path, tmp_path: Path) -> None:
+    """Missing captions and text that is not UTF-8 are named."""
+    out = tmp_path / "catalog.parquet"
+    with pytest.raises(DataError, match=r"captions .*gone\.jsonl cannot be read: No such file"):
+        index([videos], captions=tmp_path / "gone.jsonl", out=out)
+    (videos / "b.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(DataError, match=r"b\.txt is not UTF-8"):
+        index([videos], captions=None, out=out)
+
+
+def test_damaged_files_never_end_the_run(videos: Path, tmp_path: Path) -> None:
+    """A cut file, a dangling link, a pipe and a name that is no text are rejected, each by name."""
+    (videos / "cut.mp4").write_bytes((videos / "a.mp4").read_bytes()[:300])
+    (videos / "link.mp4").symlink_to(videos / "gone.mp4")
+    os.mkfifo(videos / "pipe.mp4")
+    shutil.copyfile(videos / "a.mp4", os.fsencode(videos) + b"/na\xefve.mp4")
+    report, catalog = _index(videos, out=tmp_path / "catalog.parquet")
+    assert report.accepted == 3
+    reasons = {Path(each.path).name: each.reason for each in catalog.rejected}
+    assert reasons.pop("cut.mp4").startswith("not a readable video")
+    assert reasons == {
+        "link.mp4": "does not exist",
+        "pipe.mp4": "is not a file",
+        r"na\udcefve.mp4": "its name is not valid UTF-8; rename it",
+    }
+
+
+def test_sources_without_videos_are_refused(tmp_path: Path) -> None:
+    """The message says where was looked and for what."""
+    out = tmp_path / "catalog.parquet"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"No video .*Looked in: .*empty; .*\.mp4 \.mov"):
+        index([tmp_path / "empty"], captions=None, out=out)
+    with pytest.raises(DataError, match=r"gone does not exist. Name a folder of videos"):
+        index([tmp_path / "gone"], captions=None, out=out)
+    assert not out.exists()
+
+
+def test_when_every_file_is_rejected_the_reasons_are_shown(tmp_path: Path) -> None:
+    """The first five files are named with their reasons, and no catalog is written."""
+    for number in range(7):
+        (tmp_path / f"{number}.mp4").write_bytes(b"no video" * number)
+    out = tmp_path / "catalog.parquet"
+    with pytest.raises(DataError, match="None of 7 files can be trained on") as caught:
+        index([tmp_path], captions=None, out=out)
+    message = str(caught.value)
+    assert f"{tmp_path / '0.mp4'}: is empty (0 bytes)" in message
+    assert f"{tmp_path / '4.mp4'}: not a readable video" in message
+    assert message.endswith("and 2 more")
+    assert not out.exists()
+
+
+def test_an_output_that_cannot_be_written_is_found_before_decoding(
+    videos: Path, tmp_path: Path
+) -> None:
+    """No file is decoded for nothing, and nothing but a catalog is ever overwritten."""
+    decoded: list[int] = []
+    blocked = videos / "a.mp4" / "catalog.parquet"
+    precious = tmp_path / "captions.jsonl"
+    precious.write_text("{}")
+    for out, message in (
+        (blocked, "cannot be written: (Not a directory|File exists)"),
+        (videos, "exists and is not a catalog; it was not overwritten"),
+        (precious, "exists and is not a catalog; it was not overwritten"),
+    ):
+        with pytest.raises(DataError, match=message):
+            index(
+                [videos],
+                captions=None,
+                out=out,
+                progress=lambda done, _: decoded.append(done),
+            )
+    assert decoded == []
+    assert precious.read_text() == "{}"
+
+
+def test_an_older_catalog_is_replaced(videos: Path, tmp_path: Path) -> None:
+    """Indexing again writes over a catalog, whatever its version."""
+    out = tmp_path / "catalog.parquet"
+    pq.write_table(pa.table({"x": [1]}).replace_schema_metadata({"longtake.catalog": "0"}), out)
+    assert index([videos], captions=None, out=out).accepted == 3
+    (videos / "a.mp4").unlink()
+    assert index([videos], captions=None, out=out).accepted == 2
+    assert len(Catalog.load(out)) == 2
+
+
+def test_paths_are_absolute_however_they_were_named(
+    videos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative sources and outputs give the same catalog as absolute ones."""
+    _, expected = _index(videos, out=tmp_path / "absolute.parquet")
+    monkeypatch.chdir(videos / "sub")
+    _, catalog = _index(Path("..") / "sub" / "..", out=Path("../../relative.parquet"))
+    assert catalog == expected
+
+
+def test_without_workers_this_process_looks_itself(videos: Path, tmp_path: Path) -> None:
+    """workers=0 gives the same catalog, from no other process."""
+    (videos / "bad.mp4").write_text("no video")
+    index([videos], captions=None, out=tmp_path / "here.parquet", workers=0)
+    _, catalog = _index(videos, out=tmp_path / "there.parquet")
+    assert Catalog.load(tmp_path / "here.parquet") == catalog
+
+
+def test_images_are_clips_of_one_frame(videos: Path, tmp_path: Path) -> None:
+    """Folders give images beside videos, and captions reach them by any of the usual names."""
+    Image.new("RGB", (20, 10), "red").save(videos / "red.png")
+    Image.new("RGB", (20, 10), "blue").save(videos / "blue.jpg")
+    (videos / "blue.txt").write_text("from the text file")
+    (videos / "captions.jsonl").write_text('{"image": "red.png", "caption": "a red picture"}')
+    _, catalog = _index(videos, out=tmp_path / "catalog.parquet")
+    clips = {Path(clip.path).name: clip for clip in catalog.clips()}
+    assert {name: clip.kind for name, clip in clips.items()} == {
+        **dict.fromkeys(("a.mp4", "b.mp4", "c.MP4"), "video"),
+        **dict.fromkeys(("red.png", "blue.jpg"), "image"),
+    }
+    red = clips["red.png"]
+    assert (red.num_frames, red.height, red.width, red.caption) == (1, 10, 20, "a red picture")
+    assert clips["blue.jpg"].caption == "from the text file"
+
+
+def test_sidecar_asks_for_text_files_only(videos: Path, tmp_path: Path) -> None:
+    """With captions="sidecar" a captions.jsonl in the folder is passed over."""
+    (videos / "a.txt").write_text("from the text file")
+    _write_lines(videos / "captions.jsonl", {"a.mp4": "from the table", "b.mp4": "too"})
+    _, catalog = _index(videos, out=tmp_path / "c.parquet", captions=Path("sidecar"))
+    assert _captions(catalog) == {"a.mp4": "from the text file", "b.mp4": "", "c.MP4": ""}
+
+
+def test_what_a_source_says_comes_before_files_beside_it(videos: Path, tmp_path: Path) -> None:
+    """A table's caption and scores reach the clip; captions that are named replace them."""
+    (videos / "a.txt").write_text("from the text file")
+    (videos / "b.txt").write_text("from the text file")
+    table = videos / "table.csv"
+    table.write_text('path,caption,motion\na.mp4,"a table, and a comma",0.5\nb.mp4,,1\n')
+    _, catalog = _index(table, out=tmp_path / "catalog.parquet")
+    assert _captions(catalog) == {"a.mp4": "a table, and a comma", "b.mp4": "from the text file"}
+    assert sorted(catalog.column("motion")) == [0.5, 1.0]
+    named = tmp_path / "named.jsonl"
+    _write_lines(named, {"b.mp4": "named"})
+    _, catalog = _index(table, out=tmp_path / "catalog.parquet", captions=named)
+    assert _captions(catalog) == {"a.mp4": "", "b.mp4": "named"}
+
+
+def test_clips_in_a_tar_are_indexed_in_place(videos: Path, tmp_path: Path) -> None:
+    """A tar's clips have the identity of their bytes, captions from beside them, and no copy."""
+    (videos / "a.txt").write_text("in the tar")
+    with tarfile.open(tmp_path / "shard.tar", "w") as tar:
+        for name in ("a.mp4", "a.txt", "b.mp4"):
+            tar.add(videos / name, name)
+    (tmp_path / "broken.tar").write_bytes((tmp_path / "shard.tar").read_bytes()[:3000])
+    out = tmp_path / "catalog.parquet"
+    report, catalog = _index(tmp_path / "shard.tar", tmp_path / "broken.tar", out=out)
+    _, plain = _index(videos / "a.mp4", videos / "b.mp4", out=tmp_path / "plain.parquet")
+    assert catalog.fingerprint == plain.fingerprint
+    assert sorted(_captions(catalog).values()) == ["", "in the tar"]
+    assert [(Path(each.path).name, each.reason) for each in report.rejected] == [
+        ("broken.tar", "not a readable tar: unexpected end of data")
+    ]
+    again, _ = _index(tmp_path / "shard.tar", tmp_path / "broken.tar", out=out)
+    assert again.unchanged == 2
+    assert sorted(each.name for each in tmp_path.iterdir() if each.is_file()) == [
+        *("broken.tar", "catalog.parquet", "plain.parquet", "shard.tar"),
+    ]

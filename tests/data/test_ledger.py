@@ -1,0 +1,224 @@
+"""The ledger: 15 bytes a sample, written by each rank; what was abandoned or torn is known."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from longtake.config import Bucket, DataSection
+from longtake.data.ledger import (
+    begin_launch,
+    keep_ledger,
+    read_ledger,
+    short_identity,
+    stream_names,
+)
+from longtake.data.loader import Batch
+from longtake.errors import DataError
+
+_STREAMS = ("a/catalog", "b/catalog")
+
+
+def _name(number: int) -> str:
+    return f"{number:04x}" + "ab" * 14
+
+
+def _batch(
+    step: int,
+    samples: Sequence[int],
+    *,
+    stage: str = "a",
+    epoch: int = 0,
+    stand_ins: int = 0,
+    rejected: Sequence[int] = (),
+) -> Batch:
+    """A share of a batch; stand-ins are further copies of its first sample."""
+    names = [_name(number) for number in samples]
+    names += [names[0] if names else _name(0xFFFF)] * stand_ins
+    return Batch(
+        step=step,
+        stage=stage,
+        source="catalog",
+        epoch=epoch,
+        begins_epoch=False,
+        bucket=Bucket(num_frames=1, height=16, width=16),
+        videos=torch.empty(0),
+        captions=("",) * len(names),
+        seeds=(0,) * len(names),
+        identities=tuple(names),
+        epochs=(epoch,) * len(names),
+        weights=torch.tensor([1.0] * len(samples) + [0.0] * stand_ins),
+        rejected=tuple((_name(number), epoch) for number in rejected),
+    )
+
+
+def _launch(folder: Path, start: int, ranks: Sequence[Sequence[Batch]]) -> Path:
+    """A launch in which each rank trained some batches."""
+    path = begin_launch(folder / "ledger", start, len(ranks), _STREAMS, [{"step": start}])
+    for rank, batches in enumerate(ranks):
+        with keep_ledger(path, rank, _STREAMS) as ledger:
+            for batch in batches:
+                ledger.record(batch)
+            ledger.flush()
+    return path
+
+
+def _numbers(folder: Path) -> list[tuple[int, int]]:
+    """(step, number of the clip) of what was consumed, sorted."""
+    found = read_ledger(folder / "ledger")
+    first = found.identity.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :2].astype(int)
+    numbers = first[:, 0] * 256 + first[:, 1]
+    return sorted(zip(found.step.tolist(), numbers.tolist(), strict=True))
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    """Steps, streams, epochs up to 2^24, and identities; of all ranks and streams."""
+    high = 2**24 - 1
+    _launch(
+        tmp_path,
+        0,
+        [
+            [_batch(0, [1, 2]), _batch(1, [5], stage="b", epoch=high)],
+            [_batch(0, [3]), _batch(1, [6], stage="b", epoch=high)],
+        ],
+    )
+    found = read_ledger(tmp_path / "ledger")
+    assert found.streams == _STREAMS
+    assert _numbers(tmp_path) == [(0, 1), (0, 2), (0, 3), (1, 5), (1, 6)]
+    by_step = {(s, t, e) for s, t, e in zip(found.step, found.stream, found.epoch, strict=True)}
+    assert by_step == {(0, 0, 0), (1, 1, high)}
+    assert not found.is_rejected.any()
+    assert (found.end_step, found.num_abandoned) == (2, 0)
+    assert found.history == [{"step": 0}]
+    expected = np.frombuffer(bytes.fromhex(_name(1) + _name(2) + _name(3)), np.uint8)
+    names = set(short_identity(expected.reshape(3, 16)).tolist())
+    assert names == set(found.identity[found.step == 0].tolist())
+
+
+def test_a_sample_takes_fifteen_bytes(tmp_path: Path) -> None:
+    """Less than sixteen, as it was promised; stand-ins take none."""
+    path = _launch(tmp_path, 0, [[_batch(0, [1, 2, 3], stand_ins=2), _batch(1, [4])]])
+    assert (path / "rank_0000.bin").stat().st_size == 4 * 15
+
+
+def test_rejected_clips_are_told_apart(tmp_path: Path) -> None:
+    """Planned, but not trained."""
+    _launch(tmp_path, 0, [[_batch(0, [1], stand_ins=1, rejected=[7], stage="b")]])
+    found = read_ledger(tmp_path / "ledger")
+    assert _numbers(tmp_path) == [(0, 1), (0, 7)]
+    assert found.is_rejected.tolist() == [False, True]
+    assert found.stream.tolist() == [1, 1]
+
+
+def test_a_rank_without_samples_has_done_the_step_too(tmp_path: Path) -> None:
+    """In a smaller last batch; else the step would not count as done."""
+    _launch(tmp_path, 0, [[_batch(0, [1, 2])], [_batch(0, [], stand_ins=2)]])
+    assert _numbers(tmp_path) == [(0, 1), (0, 2)]
+    assert read_ledger(tmp_path / "ledger").end_step == 1
+
+
+def test_a_step_that_not_all_ranks_have_done_does_not_count(tmp_path: Path) -> None:
+    """One rank was killed before it wrote."""
+    _launch(tmp_path, 0, [[_batch(0, [1]), _batch(1, [2])], [_batch(0, [3])]])
+    found = read_ledger(tmp_path / "ledger")
+    assert (found.end_step, found.num_abandoned) == (1, 1)
+    assert _numbers(tmp_path) == [(0, 1), (0, 3)]
+
+
+@pytest.mark.parametrize("cut", [1, 7, 14])
+def test_a_torn_tail_is_passed_over(tmp_path: Path, cut: int) -> None:
+    """A process that was killed while it wrote leaves part of a record."""
+    path = _launch(tmp_path, 0, [[_batch(0, [1]), _batch(1, [2])]]) / "rank_0000.bin"
+    path.write_bytes(path.read_bytes()[: 30 - cut])
+    assert _numbers(tmp_path) == [(0, 1)]
+    assert read_ledger(tmp_path / "ledger").end_step == 1
+
+
+def test_abandoned_steps_are_counted_apart(tmp_path: Path) -> None:
+    """A later launch went on from before them: they are no repeats, and nothing is missing."""
+    _launch(tmp_path, 0, [[_batch(step, [step]) for step in range(6)]])
+    _launch(tmp_path, 4, [[_batch(step, [step]) for step in range(4, 7)]])
+    _launch(tmp_path, 2, [[_batch(step, [10 + step]) for step in range(2, 4)]])
+    found = read_ledger(tmp_path / "ledger")
+    assert _numbers(tmp_path) == [(0, 0), (1, 1), (2, 12), (3, 13)]
+    assert (found.end_step, found.num_abandoned) == (4, 4 + 3)
+    assert found.history == [{"step": 2}]
+
+
+def test_a_launch_that_did_nothing_abandons_what_came_after_its_start(tmp_path: Path) -> None:
+    """It was killed in its first step."""
+    _launch(tmp_path, 0, [[_batch(step, [step]) for step in range(6)]])
+    begin_launch(tmp_path / "ledger", 4, 2, _STREAMS, [])
+    found = read_ledger(tmp_path / "ledger")
+    assert (found.end_step, found.num_abandoned) == (4, 2)
+
+
+def test_streams_of_launches_are_matched_by_name(tmp_path: Path) -> None:
+    """A recipe with a stage more puts them in another order."""
+    _launch(tmp_path, 0, [[_batch(0, [1], stage="b")]])
+    names = ("new/catalog", *_STREAMS)
+    path = begin_launch(tmp_path / "ledger", 1, 1, names, [])
+    with keep_ledger(path, 0, names) as ledger:
+        ledger.record(_batch(1, [2], stage="b"))
+    found = read_ledger(tmp_path / "ledger")
+    assert {found.streams[number] for number in found.stream} == {"b/catalog"}
+
+
+def test_no_ledger_and_a_damaged_one_are_errors(tmp_path: Path) -> None:
+    """With what is wrong, and where."""
+    with pytest.raises(DataError, match="has no ledger"):
+        read_ledger(tmp_path / "ledger")
+    path = _launch(tmp_path, 0, [[_batch(0, [1])]])
+    (path / "launch.json").write_text("{")
+    with pytest.raises(DataError, match=r"launch\.json cannot be read"):
+        read_ledger(tmp_path / "ledger")
+
+
+def test_a_record_of_no_stream_of_the_launch_is_damage(tmp_path: Path) -> None:
+    """Not a crash of the reader."""
+    path = _launch(tmp_path, 0, [[_batch(0, [1])]]) / "rank_0000.bin"
+    data = bytearray(path.read_bytes())
+    data[11] = 9
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"launch_0000.*is damaged: a record names a stream"):
+        read_ledger(tmp_path / "ledger")
+
+
+def test_more_streams_than_a_record_tells_apart_are_refused(tmp_path: Path) -> None:
+    """Before the first step."""
+    with pytest.raises(DataError, match="has 128 pairs of stage and catalog"):
+        begin_launch(tmp_path / "ledger", 0, 1, [f"s{n}/c" for n in range(128)], [])
+    path = begin_launch(tmp_path / "ledger", 0, 1, [f"s{n}/catalog" for n in range(127)], [])
+    with keep_ledger(path, 0, [f"s{n}/catalog" for n in range(127)]) as ledger:
+        ledger.record(_batch(0, [1], stage="s126", rejected=[2]))
+    found = read_ledger(tmp_path / "ledger")
+    assert found.stream.tolist() == [126, 126]
+    assert found.is_rejected.tolist() == [False, True]
+
+
+def test_streams_are_all_pairs_of_stage_and_catalog() -> None:
+    """Of a single one, too; `all` is the stage where there are none."""
+    values = {"buckets": [{"num_frames": 1, "height": 16, "width": 16}]}
+    one = DataSection.model_validate({**values, "catalog": "c.parquet"})
+    assert stream_names(one) == ["all/catalog"]
+    stages = [{"name": "x", "steps": 1}, {"name": "y"}]
+    two = DataSection.model_validate(
+        {**values, "catalogs": {"p": "p.parquet", "q": "q.parquet"}, "stages": stages}
+    )
+    assert stream_names(two) == ["x/p", "x/q", "y/p", "y/q"]
+
+
+def test_the_launchs_facts_are_written(tmp_path: Path) -> None:
+    """Launches are numbered."""
+    _launch(tmp_path, 0, [[], []])
+    path = _launch(tmp_path, 0, [[]])
+    assert path.name == "launch_0001"
+    assert json.loads((path / "launch.json").read_text()) == {
+        "start_step": 0,
+        "world_size": 1,
+        "streams": list(_STREAMS),
+        "history": [{"step": 0}],
+    }

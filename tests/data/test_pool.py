@@ -1,0 +1,395 @@
+"""Whatever befalls a decoding process, whoever waits for a window gets its pixels or a reason."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import psutil
+import pytest
+from numpy.typing import NDArray
+
+from longtake import stacks
+from longtake.data.clip import Media
+from longtake.data.encode import write_video
+from longtake.data.pool import Incident, Pool
+from longtake.data.window import Window, read_window
+from longtake.errors import ClipError, DataError
+
+_SECONDS = 60  # for what must not take long, on a machine that may be busy
+
+Pixels = NDArray[np.uint8]
+T = TypeVar("T")
+
+
+def _window_of(path: Path, num_frames: int = 4, size: int = 32) -> Window:
+    return Window(
+        identity=path.stem,
+        media=Media(str(path)),
+        kind="video",
+        stream_index=0,
+        rotation=0,
+        source_height=32,
+        source_width=48,
+        start=0,
+        num_frames=num_frames,
+        stride=1,
+        timestamps=(),
+        seek_to=None,
+        scaled_height=size,
+        scaled_width=size,
+        top=0,
+        left=0,
+        height=size,
+        width=size,
+        is_flipped=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> list[Window]:
+    """Six clips of noise, read in sizes that grow and shrink."""
+    folder, made = tmp_path_factory.mktemp("clips"), []
+    for number, size in enumerate((16, 64, 32, 256, 16, 48)):
+        frames = np.random.default_rng(number).integers(0, 256, (8, 32, 48, 3), np.uint8)
+        write_video(folder / f"{number}.mp4", frames, fps=8)
+        made.append(_window_of(folder / f"{number}.mp4", 2 + number, size))
+    return made
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Window:
+    """A window that takes some tenths of a second."""
+    path = tmp_path_factory.mktemp("long") / "long.mp4"
+    frames = np.random.default_rng(0).integers(0, 256, (8, 32, 48, 3), np.uint8)
+    write_video(path, np.tile(frames, (50, 1, 1, 1)), fps=8)
+    return _window_of(path, 400, 128)
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Window:
+    """A clip that nobody ever writes: to open it hangs."""
+    os.mkfifo(tmp_path / "pipe.mp4")
+    return _window_of(tmp_path / "pipe.mp4")
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    """Two workers with three seconds for each window."""
+    with Pool(2, sample_timeout_seconds=3.0) as pool:
+        yield pool
+
+
+def _results(futures: list[Future[Pixels]]) -> list[Pixels]:
+    return [future.result(_SECONDS) for future in futures]
+
+
+def _assert_read(pool: Pool, windows: list[Window]) -> None:
+    """All of them are what reading them here gives."""
+    found = _results([pool.submit(window) for window in windows])
+    for pixels, window in zip(found, windows, strict=True):
+        np.testing.assert_array_equal(pixels, read_window(window))
+
+
+def _put_in_place_of(pipe: Window, window: Window) -> None:
+    path = Path(pipe.media.path)
+    path.unlink()
+    path.write_bytes(Path(window.media.path).read_bytes())
+
+
+def _await_busy(pool: Pool, but: int = 0) -> int:
+    """The process id of a worker that decodes."""
+
+    def busy() -> int:
+        return next((pid for pid, what in pool.decoding().items() if what and pid != but), 0)
+
+    return _await(busy)
+
+
+def _await_all_busy(pool: Pool) -> None:
+    _await(lambda: len(pool.decoding()) == 2 and all(pool.decoding().values()))
+
+
+def _await(look: Callable[[], T]) -> T:
+    end = time.monotonic() + _SECONDS
+    while not (found := look()):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    return found
+
+
+def _is_gone(pid: int) -> bool:
+    return stacks.state_of(pid) in ("", "Z")
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_pixels_are_those_of_reading_here(windows: list[Window], workers: int) -> None:
+    """In processes or threads, whatever sizes follow each other, and each array is one's own."""
+    with Pool(workers) as pool:
+        _assert_read(pool, windows * 3)
+        first, second = _results([pool.submit(windows[0]), pool.submit(windows[0])])
+        first[:] = 0
+        np.testing.assert_array_equal(second, read_window(windows[0]))
+        assert pool.incidents() == []
+
+
+def test_windows_are_begun_in_order(windows: list[Window]) -> None:
+    """One worker finishes them as they were submitted."""
+    done: list[int] = []
+    with Pool(1) as pool:
+        futures = [pool.submit(window) for window in windows]
+        for number, future in enumerate(futures):
+            future.add_done_callback(lambda _, number=number: done.append(number))  # type: ignore[misc] # mypy cannot infer a lambda with a default
+        _results(futures)
+        _results([pool.submit(windows[0])])  # the last one's callback has run by then
+    assert done == list(range(len(windows)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_clip_fails_as_it_does_here(windows: list[Window], workers: int) -> None:
+    """The same reason as in this process, without incident; the next window is read."""
+    gone = replace(windows[0], media=Media("/nowhere/clip.mp4"))
+    with pytest.raises(ClipError) as here:
+        read_window(gone)
+    with Pool(workers) as pool:
+        with pytest.raises(ClipError) as there:
+            pool.submit(gone).result(_SECONDS)
+        assert there.value.args == here.value.args
+        _assert_read(pool, windows[:1])
+        assert pool.incidents() == []
+
+
+def test_a_clip_that_fails_once_is_read(windows: list[Window], tmp_path: Path) -> None:
+    """A file that is there at the second look is as good as any."""
+    data = Path(windows[0].media.path).read_bytes()
+    late = tmp_path / "late.mp4"
+    os.mkfifo(late)  # opening it waits; what is written is no video, and by then it is a file
+    with Pool(1, sample_timeout_seconds=_SECONDS) as pool:
+        future = pool.submit(replace(windows[0], media=Media(str(late))))
+        with late.open("wb") as writer:
+            late.unlink()
+            late.write_bytes(data)
+            writer.write(b"no video")
+        np.testing.assert_array_equal(future.result(_SECONDS), read_window(windows[0]))
+        assert pool.incidents() == []
+
+
+def test_a_decoder_that_hangs_is_dumped_killed_and_replaced(
+    pool: Pool, windows: list[Window], pipe: Window
+) -> None:
+    """Its window fails after the second time, with the place; the others never notice."""
+    begun = time.monotonic()
+    future = pool.submit(pipe)
+    _assert_read(pool, windows)
+    with pytest.raises(ClipError, match=r"did not finish within 3 s, twice; last seen in .*\.py:"):
+        future.result(_SECONDS)
+    assert time.monotonic() - begun < 30
+    incidents = pool.incidents()
+    assert [incident.kind for incident in incidents] == ["stalled", "stalled"]
+    assert len({incident.pid for incident in incidents}) == 2
+    for incident in incidents:
+        assert (incident.identity, incident.path) == ("pipe", str(pipe.media))
+        assert 3 <= incident.seconds < 20
+        assert "in opened" in incident.stack.where
+        assert _is_gone(incident.pid)
+    assert pool.incidents() == []
+    _assert_read(pool, windows)
+
+
+def test_a_stopped_worker_is_found_by_the_deadline(
+    pool: Pool, long: Window, windows: list[Window]
+) -> None:
+    """A process that is stopped while it decodes (state T) is killed; its window is read anew."""
+    futures = [pool.submit(long) for _ in range(3)]
+    pid = _await_busy(pool)
+    os.kill(pid, signal.SIGSTOP)
+    for pixels in _results(futures):
+        np.testing.assert_array_equal(pixels, read_window(long))
+    (incident,) = pool.incidents()
+    assert (incident.kind, incident.pid, incident.stack.state) == ("stalled", pid, "T")
+    assert _is_gone(pid)
+    _assert_read(pool, windows)
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
+def test_a_worker_that_dies_is_replaced(windows: list[Window], pipe: Window, name: str) -> None:
+    """At once; the reason names the signal, and a crash leaves the line where it happened."""
+    with Pool(1, sample_timeout_seconds=_SECONDS) as pool:
+        future = pool.submit(pipe)
+        pid = _await_busy(pool)
+        if name == "SIGSEGV":
+            _await(lambda: "in opened" in stacks.dump(pid).where)
+        _put_in_place_of(pipe, windows[0])
+        os.kill(pid, signal.Signals[name])
+        np.testing.assert_array_equal(future.result(_SECONDS), read_window(pipe))
+        (incident,) = pool.incidents()
+    assert (incident.kind, incident.pid, incident.identity) == ("died", pid, "pipe")
+    assert f"was ended by {name}" in incident.reason
+    assert ("out of memory" in incident.reason) == (name == "SIGKILL")
+    assert ("in opened" in incident.stack.where) == (name == "SIGSEGV")
+
+
+def test_a_sample_that_kills_twice_fails(pipe: Window) -> None:
+    """Its error says so; no third worker is spent on it."""
+    with Pool(2, sample_timeout_seconds=_SECONDS) as pool:
+        future = pool.submit(pipe)
+        first = _await_busy(pool)
+        os.kill(first, signal.SIGKILL)
+        os.kill(_await_busy(pool, but=first), signal.SIGKILL)
+        with pytest.raises(ClipError, match=r"was ended by SIGKILL .*, twice"):
+            future.result(_SECONDS)
+        assert len(pool.incidents()) == 2
+
+
+def test_an_idle_worker_that_dies_is_replaced(pool: Pool, windows: list[Window]) -> None:
+    """It is told, and costs no window."""
+    _assert_read(pool, windows)
+    for pid in pool.decoding():
+        os.kill(pid, signal.SIGKILL)
+    incidents: list[Incident] = []
+    while len(incidents) < 2:
+        incidents += _await(pool.incidents)
+    assert {(each.kind, each.identity) for each in incidents} == {("died", "")}
+    _assert_read(pool, windows)
+
+
+def test_interrupts_are_the_parents(pool: Pool, windows: list[Window]) -> None:
+    """Ctrl-C and a scheduler's SIGTERM reach the whole group; workers leave them to the parent."""
+    _assert_read(pool, windows)
+    for pid in pool.decoding():
+        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
+    _assert_read(pool, windows)
+    assert pool.incidents() == []
+
+
+def test_workers_that_cannot_start_are_an_error(
+    windows: list[Window], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not an endless row of attempts: the reason is what they said."""
+    (tmp_path / "av.py").write_text("raise ImportError('libav is not for this machine')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Pool(2) as pool:
+        with pytest.raises(DataError, match=r"No decoding process.*ImportError: libav is not for"):
+            pool.submit(windows[0]).result(_SECONDS)
+        with pytest.raises(DataError, match="No decoding process can be started"):
+            pool.submit(windows[0])
+    assert psutil.Process().children() == []
+
+
+def test_what_was_cancelled_is_not_read(windows: list[Window], pipe: Window) -> None:
+    """A window that no worker has begun with can be taken back."""
+    with Pool(1, sample_timeout_seconds=_SECONDS) as pool:
+        cancelled, wanted = pool.submit(pipe), pool.submit(windows[1])  # the worker still starts
+        assert cancelled.cancel()
+        np.testing.assert_array_equal(wanted.result(_SECONDS), read_window(windows[1]))
+        with pytest.raises(CancelledError):
+            cancelled.result(_SECONDS)
+        assert pool.incidents() == []
+
+
+def test_nothing_is_left_when_it_is_closed(windows: list[Window], pipe: Window) -> None:
+    """No process, no open file; also with work under way, which fails, and a worker that hangs."""
+
+    def open_files() -> set[str]:
+        return set(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names, as many as there are
+
+    before = open_files()
+    pool = Pool(2)
+    _assert_read(pool, windows * 5)
+    steady = open_files()
+    _assert_read(pool, windows * 5)
+    assert open_files() == steady
+    futures = [pool.submit(window) for window in (pipe, pipe, *windows)]
+    _await_all_busy(pool)
+    begun = time.monotonic()
+    pool.close()
+    pool.close()
+    assert time.monotonic() - begun < 5
+    for future in futures:
+        with pytest.raises(RuntimeError, match="the pool is closed"):
+            future.result(_SECONDS)
+    with pytest.raises(RuntimeError, match="the pool is closed"):
+        pool.submit(windows[0])
+    assert open_files() == before
+    assert psutil.Process().children() == []
+
+
+_PROGRAM = """
+import os, sys, time
+from longtake.data.clip import Media
+from longtake.data.pool import Pool
+from longtake.data.window import Window
+
+sizes = dict(scaled_height=32, scaled_width=32, top=0, left=0, height=32, width=32)
+window = Window(identity="x", media=Media(sys.argv[1]), kind="video", stream_index=0, rotation=0,
+                source_height=32, source_width=48, start=0, num_frames=1, stride=1,
+                timestamps=(), seek_to=None, is_flipped=False, **sizes)
+print("main", os.getpid(), flush=True)
+pool = Pool(2, sample_timeout_seconds=2.0)
+futures = [pool.submit(window) for _ in range(2)]
+while not (len(pool.decoding()) == 2 and all(pool.decoding().values())):
+    time.sleep(0.005)
+print(*pool.decoding(), flush=True)
+while not (incidents := pool.incidents()):
+    time.sleep(0.005)
+print(incidents[0].seconds, flush=True)
+pool.close()
+"""
+
+
+def _start_program(tmp_path: Path, window: Window) -> tuple[subprocess.Popen[str], list[int]]:
+    program = tmp_path / "program.py"
+    program.write_text(_PROGRAM)
+    command = [sys.executable, str(program), window.media.path]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    assert process.stdout.readline() == f"main {process.pid}\n"
+    return process, [int(pid) for pid in process.stdout.readline().split()]
+
+
+def test_no_worker_outlives_its_parent(tmp_path: Path, pipe: Window) -> None:
+    """Killed without warning, it takes along a worker that hangs and one that is stopped."""
+    process, workers = _start_program(tmp_path, pipe)
+    os.kill(workers[0], signal.SIGSTOP)
+    process.kill()
+    process.communicate()
+    _await(lambda: all(_is_gone(pid) for pid in workers))
+
+
+def test_the_time_in_which_the_program_was_stopped_does_not_count(
+    tmp_path: Path, pipe: Window
+) -> None:
+    """After Ctrl-Z and fg a worker still has its time; and the program's own code ran once."""
+    process, workers = _start_program(tmp_path, pipe)
+    for pid in (*workers, process.pid):
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(3)
+    for pid in (process.pid, *workers):
+        os.kill(pid, signal.SIGCONT)
+    said, _ = process.communicate(timeout=_SECONDS)
+    assert float(said) > 2 + 3 - 1  # it looks at the clock once a second
+    assert process.returncode == 0
+
+
+def test_a_worker_needs_no_torch() -> None:
+    """It starts in a fraction of a second because of that."""
+    program = (
+        "import sys, longtake.data.worker, longtake.data.pool; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=_SECONDS)
+
+
+def test_a_worker_started_by_hand_says_what_it_is() -> None:
+    """It waits for nothing."""
+    command = [sys.executable, "-m", "longtake.data.worker"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == "This is a part of longtake's decoding pool, which starts it itself.\n"

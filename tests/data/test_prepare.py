@@ -1,0 +1,273 @@
+"""Prepared clips show the same frames at the same times, smaller, with keyframes close together."""
+
+import json
+import os
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image
+
+from longtake.data.catalog import Catalog
+from longtake.data.clip import Clip, Media
+from longtake.data.decode import read_frames
+from longtake.data.encode import write_video
+from longtake.data.image import read_image
+from longtake.data.index import index
+from longtake.data.prepare import PrepareReport, Settings, prepare, scaled_size
+from longtake.errors import DataError
+
+
+def _prepare(
+    folder: Path, settings: Settings
+) -> tuple[PrepareReport, dict[str, tuple[Clip, Clip]]]:
+    """Index a folder, prepare it, and pair every clip with what was made of it, by name."""
+    index([folder], captions=None, out=folder / "catalog.parquet", workers=0)
+    report = prepare(
+        folder / "catalog.parquet", folder.parent / "out", settings=settings, workers=0
+    )
+    before = {clip.identity: clip for clip in Catalog.load(folder / "catalog.parquet").clips()}
+    after = Catalog.load(report.catalog).clips()
+    pairs = ((before[clip.prepared_from], clip) for clip in after)
+    return report, {Path(old.path).name: (old, new) for old, new in pairs}
+
+
+def _pictures(clip: Clip) -> NDArray[np.uint8]:
+    """[F, H, W, 3] all frames, upright."""
+    if clip.kind == "image":
+        return read_image(clip.media)[None]
+    return read_frames(
+        Path(clip.path),
+        stream_index=clip.stream_index,
+        start=0,
+        num_frames=clip.num_frames,
+        rotation=clip.rotation,
+    )
+
+
+def _resized(frames: NDArray[np.uint8], clip: Clip) -> NDArray[np.uint8]:
+    size = (clip.width, clip.height)
+    pictures = (Image.fromarray(each).resize(size, Image.Resampling.BICUBIC) for each in frames)
+    return np.stack([np.asarray(each) for each in pictures])
+
+
+def _seconds(clip: Clip) -> list[float]:
+    with av.open(clip.path) as container:
+        times = [float(frame.time or 0) for frame in container.decode(video=0)]
+    return [time - times[0] for time in times]
+
+
+@pytest.fixture
+def videos(tmp_path: Path) -> Path:
+    """a.mp4 and b.mp4 (30 moving frames of 64x96, captioned) and c.png."""
+    folder = tmp_path / "videos"
+    folder.mkdir()
+    y, x = np.mgrid[0:64, 0:96]
+    for phase, name in enumerate("ab"):
+        waves = [127 + 90 * np.sin((x + 2 * y * phase + 3 * t) / 9) for t in range(30)]
+        frames = np.repeat(np.stack(waves)[..., None], 3, -1).astype(np.uint8)
+        write_video(folder / f"{name}.mp4", frames, fps=8)
+        (folder / f"{name}.txt").write_text(f"clip {name}")
+    Image.fromarray(frames[0]).save(folder / "c.png")
+    return folder
+
+
+def test_real_clips_keep_frames_times_and_colours(material: Path, tmp_path: Path) -> None:
+    """Rotated, VFR, 4:4:4, full range, without lead-in: the same pictures at the same seconds."""
+    names = [
+        *("torchcodec/nasa_13013_rotated.mp4", "derived/vfr_bikes_h264.mp4"),
+        *("torchcodec/bt601_full_range.mp4", "torchcodec/testsrc2_odd_width_444.mp4"),
+        *("torchcodec/discard_first_keyframe.mp4", "torchcodec/test_non_zero_start.mp4"),
+        *("decord/video_180.mov", "intel/want.mkv", "torchcodec/sine_stereo_mp2.mpg"),
+    ]
+    folder = tmp_path / "videos"
+    folder.mkdir()
+    for name in names:
+        (folder / Path(name).name).symlink_to(material / "videos" / name)
+    report, pairs = _prepare(folder, Settings(sizes=((112, 200),)))
+    assert (report.prepared, report.rejected) == (len(names), [])
+    for name, (old, new) in pairs.items():
+        assert (new.num_frames, new.rotation, new.codec) == (old.num_frames, 0, "h264"), name
+        assert set(new.keyframes) == set(range(0, new.num_frames, 12)), name
+        np.testing.assert_allclose(_seconds(new), _seconds(old), atol=1e-4, err_msg=name)
+        shown = _pictures(new).astype(np.float64)
+        difference = shown - _resized(_pictures(old), new)
+        assert np.abs(difference.mean((0, 1, 2))).max() < 1.5, name  # no colour cast
+        # A test pattern's thin edges survive neither scaling nor 4:2:0 well; nature does.
+        limit = 20 if re.match("testsrc|bt601|discard", name) else 8
+        assert np.sqrt((difference**2).mean()) < limit, name
+
+
+def test_captions_scores_and_origin_go_along(videos: Path) -> None:
+    """What is known of a clip is known of its prepared one; the identity is the new content's."""
+    _, pairs = _prepare(videos, Settings(sizes=((32, 48),)))
+    path = videos / "catalog.parquet"
+    Catalog.load(path).with_attribute("nouns", np.array([1.0, 2.0, np.nan])).save(path)
+    report = prepare(path, videos.parent / "out", settings=Settings(sizes=((32, 48),)), workers=0)
+    old = {clip.identity: clip for clip in Catalog.load(path).clips()}
+    for clip in Catalog.load(report.catalog).clips():
+        source = old[clip.prepared_from]
+        assert (clip.caption, clip.attributes) == (source.caption, source.attributes)
+        assert clip.identity != source.identity
+    assert (pairs["c.png"][1].kind, pairs["c.png"][1].codec) == ("image", "jpeg")
+    assert report.bytes_after < report.bytes_before
+    assert json.dumps({"catalog": str(report.catalog)})
+
+
+def test_pictures_are_the_same_but_smaller(videos: Path) -> None:
+    """Videos and images look like their scaled originals."""
+    _, pairs = _prepare(videos, Settings(sizes=((32, 48),), crf=6))
+    for old, new in pairs.values():
+        assert (new.height, new.width) == (32, 48)
+        difference = _pictures(new).astype(np.float64) - _resized(_pictures(old), new)
+        assert np.sqrt((difference**2).mean()) < 3
+
+
+def test_what_is_there_is_not_written_again(videos: Path) -> None:
+    """A second call reuses every file, and a call that was stopped goes on; the bytes are equal."""
+    settings = Settings(sizes=((32, 48),))
+    first, pairs = _prepare(videos, settings)
+    stamps = {new.path: os.stat(new.path).st_mtime_ns for _, new in pairs.values()}  # noqa: PTH116
+    victim = Path(pairs["a.mp4"][1].path)
+    content = victim.read_bytes()
+    victim.unlink()
+    second, _ = _prepare(videos, settings)
+    assert (first.reused, second.reused, second.prepared) == (0, 2, 3)
+    assert victim.read_bytes() == content
+    changed = [path for path, stamp in stamps.items() if Path(path).stat().st_mtime_ns != stamp]
+    assert changed == [str(victim)]
+    third, _ = _prepare(videos, replace(settings, gop=5))
+    assert third.reused == 0
+
+
+def test_a_damaged_prepared_file_is_written_anew_next_time(videos: Path) -> None:
+    """What was cut on disk is rejected with its reason and removed, so the next call mends it."""
+    settings = Settings(sizes=((32, 48),))
+    _, pairs = _prepare(videos, settings)
+    victim = Path(pairs["a.mp4"][1].path)
+    victim.write_bytes(victim.read_bytes()[:500])
+    report, _ = _prepare(videos, settings)
+    (rejection,) = report.rejected
+    assert rejection.path == pairs["a.mp4"][0].path
+    assert rejection.reason.startswith("its prepared file: not a readable video")
+    assert _prepare(videos, settings)[0].rejected == []
+
+
+def test_a_clip_that_is_gone_is_rejected_and_the_rest_prepared(videos: Path) -> None:
+    """A file that vanished or changed its content since it was indexed is named."""
+    index([videos], captions=None, out=videos / "catalog.parquet", workers=0)
+    (videos / "a.mp4").unlink()
+    shutil.copyfile(videos / "c.png", videos / "b.mp4")
+    out, settings = videos.parent / "out", Settings(sizes=((32, 48),))
+    report = prepare(videos / "catalog.parquet", out, settings=settings, workers=0)
+    assert report.prepared == 1
+    reasons = {Path(each.path).name: each.reason for each in report.rejected}
+    assert reasons == {"a.mp4": "does not exist", "b.mp4": "is not what was indexed; index again"}
+    (videos / "c.png").unlink()
+    shutil.rmtree(out)
+    with pytest.raises(DataError, match=r"None of 3 clips could be prepared.*\n.*a\.mp4: does not"):
+        prepare(videos / "catalog.parquet", out, settings=settings, workers=0)
+
+
+def test_fps_thins_out_and_never_doubles(videos: Path) -> None:
+    """At most so many frames a second stay, at their own times; slower clips stay whole."""
+    _, pairs = _prepare(videos, Settings(sizes=((32, 48),), fps=3.0))
+    old, new = pairs["a.mp4"]
+    kept = _seconds(new)
+    assert set(np.round(kept, 4)) <= set(np.round(_seconds(old), 4))
+    assert new.num_frames == len({int(second * 3 + 1e-6) for second in _seconds(old)})
+    _, pairs = _prepare(videos, Settings(sizes=((32, 48),), fps=60.0))
+    assert pairs["a.mp4"][1].num_frames == 30
+
+
+@given(st.integers(2, 3000), st.integers(2, 3000), st.integers(1, 512), st.integers(1, 512))
+def test_sizes_cover_evenly_and_never_grow(
+    height: int, width: int, half_height: int, half_width: int
+) -> None:
+    """Even, no larger than the clip, and covering the size unless the clip itself does not."""
+    size = (2 * half_height, 2 * half_width)
+    scaled = scaled_size(height, width, [size])
+    for new, old, wanted in zip(scaled, (height, width), size, strict=True):
+        assert new % 2 == 0
+        assert 2 <= new <= old
+        assert new >= min(wanted, old - old % 2)
+    if height >= size[0] and width >= size[1]:
+        assert scaled[0] == size[0] or scaled[1] == size[1]
+
+
+def test_each_clip_covers_the_size_it_is_most_like() -> None:
+    """A portrait is made for the portrait size, a landscape for the other."""
+    sizes = [(256, 448), (448, 256)]
+    assert scaled_size(720, 1280, sizes) == (256, 456)
+    assert scaled_size(1280, 720, sizes) == (456, 256)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (Settings(sizes=()), "expected at least 2x2"),
+        (Settings(sizes=((0, 8),)), "expected at least 2x2"),
+        (Settings(sizes=((8, 8),), gop=0), "gop is 0"),
+        (Settings(sizes=((8, 8),), crf=52), "crf 52"),
+        (Settings(sizes=((8, 8),), fps=0.0), "fps 0.0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    videos: Path, settings: Settings, message: str
+) -> None:
+    """The message says the value and what was expected, before anything is written."""
+    index([videos], captions=None, out=videos / "catalog.parquet", workers=0)
+    with pytest.raises(DataError, match=message):
+        prepare(videos / "catalog.parquet", videos.parent / "out", settings=settings)
+    assert not (videos.parent / "out").exists()
+
+
+def test_the_source_catalog_is_never_overwritten(videos: Path) -> None:
+    """Preparing into the catalog's own folder would replace it; that is refused."""
+    index([videos], captions=None, out=videos / "catalog.parquet", workers=0)
+    with pytest.raises(DataError, match=r"is the catalog to be prepared\. Name another folder"):
+        prepare(videos / "catalog.parquet", videos, settings=Settings(sizes=((8, 8),)))
+
+
+def test_progress_counts_writing_and_checking(videos: Path) -> None:
+    """Each clip counts twice, up to the total."""
+    index([videos], captions=None, out=videos / "catalog.parquet", workers=0)
+    told: list[tuple[int, int]] = []
+    prepare(
+        videos / "catalog.parquet",
+        videos.parent / "out",
+        settings=Settings(sizes=((32, 48),)),
+        progress=lambda done, total: told.append((done, total)),
+    )
+    assert told == [(done, 6) for done in range(1, 7)]
+
+
+def test_a_clip_in_a_tar_is_prepared_from_there(videos: Path) -> None:
+    """Where the bytes lie does not matter."""
+    media = Media(str(videos / "joined.tar"), "a.mp4", 100, (videos / "a.mp4").stat().st_size)
+    index([videos / "a.mp4"], captions=None, out=videos / "catalog.parquet", workers=0)
+    (clip,) = Catalog.load(videos / "catalog.parquet").clips()
+    (videos / "joined.tar").write_bytes(b"x" * 100 + (videos / "a.mp4").read_bytes() + b"y" * 100)
+    Catalog.of([replace(clip, media=media)]).save(videos / "joined.parquet")
+    settings = Settings(sizes=((32, 48),))
+    one = prepare(videos / "catalog.parquet", videos / "one", settings=settings).catalog
+    two = prepare(videos / "joined.parquet", videos / "two", settings=settings).catalog
+    assert Catalog.load(one).fingerprint == Catalog.load(two).fingerprint
+
+
+def test_nothing_but_a_catalog_is_overwritten(videos: Path) -> None:
+    """A file of somebody else's under the new catalog's name is left alone."""
+    index([videos], captions=None, out=videos / "catalog.parquet", workers=0)
+    precious = videos.parent / "out" / "catalog.parquet"
+    precious.parent.mkdir()
+    precious.write_text("precious")
+    with pytest.raises(DataError, match="exists and is not a catalog; it was not overwritten"):
+        prepare(videos / "catalog.parquet", precious.parent, settings=Settings(sizes=((8, 8),)))
+    assert precious.read_text() == "precious"

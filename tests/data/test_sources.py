@@ -1,0 +1,224 @@
+"""Whatever people name becomes a list of media, or an error that says what is wrong with it."""
+
+import gzip
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from longtake.data.item import Item
+from longtake.data.sources import find
+from longtake.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a.mp4, b.png, 0017 and sub/c.webm; nobody looks into them here."""
+    folder = tmp_path / "media"
+    (folder / "sub").mkdir(parents=True)
+    for name in ("a.mp4", "b.png", "0017", "sub/c.webm"):
+        (folder / name).write_bytes(name.encode())
+    return folder
+
+
+def _named(items: list[Item], folder: Path) -> dict[str, Item]:
+    return {str(Path(str(item.media)).relative_to(folder)): item for item in items}
+
+
+def _tar(path: Path, members: dict[str, bytes | str]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            data = content.encode() if isinstance(content, str) else content
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+def test_folders_files_and_tars_in_folders_are_found(folder: Path) -> None:
+    """Each medium is there once, however often it is named, and knows what it is by its name."""
+    _tar(folder / "sub" / "shard.tar", {"x.jpg": "x", ".hidden.jpg": "y"})
+    found = find([folder, folder / "a.mp4", folder / "sub"])
+    kinds = {name: item.kind for name, item in _named(found.items, folder).items()}
+    assert kinds == {
+        "a.mp4": "video",
+        "b.png": "image",
+        "sub/c.webm": "video",
+        "sub/shard.tar/x.jpg": "image",
+    }
+    assert found.folders == [folder, folder / "sub"]
+    assert found.refused == []
+
+
+def test_a_list_names_paths_relative_to_itself(folder: Path, tmp_path: Path) -> None:
+    """One path per line; blank lines, spaces around and a byte order mark do not matter."""
+    listing = folder / "sub" / "train.txt"
+    listing.write_text(f"\ufeff../a.mp4\n\n  c.webm \n{folder}/b.png\n../0017\n", "utf-8")
+    found = find([listing])
+    assert set(_named(found.items, folder)) == {"a.mp4", "sub/c.webm", "b.png", "0017"}
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("column", ["video", "image", "path", "file"])
+def test_tables_give_captions_and_scores(folder: Path, suffix: str, column: str) -> None:
+    """Numbers become attributes, but not those that the file itself decides; texts do not."""
+    rows: list[dict[str, Any]] = [
+        {column: "a.mp4", "caption": " one, two ", "nouns": 2, "width": 9, "ok": True, "id": "x"},
+        {column: "0017", "caption": None, "nouns": None, "width": 9, "ok": False, "id": "y"},
+    ]
+    table = folder / f"table{suffix}"
+    if suffix == ".csv":
+        table.write_text(f'{column},caption,nouns,width,ok,id\na.mp4," one, two ",2,9,true,x\n')
+        with table.open("a") as file:
+            file.write("0017,,,9,false,y\n")
+    elif suffix == ".jsonl":
+        table.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), table)
+    items = _named(find([table]).items, folder)
+    assert (items["a.mp4"].caption, items["a.mp4"].attributes) == (
+        "one, two",
+        {"nouns": 2, "ok": 1},
+    )
+    assert (items["0017"].caption, items["0017"].attributes) == (None, {"ok": 0})
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".csv", ".jsonl"])
+def test_missing_files_are_counted_and_shown(folder: Path, suffix: str) -> None:
+    """A list that names what is not there is refused as a whole, never shortened."""
+    names = ["a.mp4", *(f"gone{number}.mp4" for number in range(7))]
+    listing = folder / f"list{suffix}"
+    if suffix == ".jsonl":
+        listing.write_text("\n".join(json.dumps({"path": name}) for name in names))
+    else:
+        listing.write_text("\n".join([*(["path"] if suffix == ".csv" else []), *names]))
+    with pytest.raises(DataError, match="names 8 files, and 7 of them do not exist") as caught:
+        find([folder, listing])
+    assert f"{folder}/gone4.mp4\n  and 2 more" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("t.csv", "url,caption\na.mp4,x\n", "no column of paths; its columns are url, caption"),
+        ("t.csv", "path,caption\na.mp4\n", "cannot be read: CSV parse error"),
+        ("t.csv", "path,caption\n,x\n", "row 1 has no path"),
+        ("t.jsonl", '{"path": "a.mp4"}\n{"path"', "cannot be read: JSON parse error"),
+        ("t.jsonl", '{"path": 7}', "cannot be read: JSON parse error"),
+        ("t.jsonl", "", "cannot be read"),
+        ("t.csv", "", "cannot be read: Empty CSV file"),
+        ("t.parquet", "no table", "cannot be read"),
+        ("t.txt", b"caf\xe9.mp4", "is not UTF-8"),
+        ("t.txt", "\n", "No video or image was found"),
+    ],
+)
+def test_lists_that_cannot_be_read_say_why(
+    folder: Path, name: str, content: str | bytes, message: str
+) -> None:
+    """The message names the file and the reason."""
+    path = folder / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(DataError, match=message) as caught:
+        find([path])
+    assert name in str(caught.value)
+
+
+def test_media_inside_a_table_are_refused(folder: Path) -> None:
+    """A column of bytes instead of paths is named with what to do."""
+    rows = [{"image": {"bytes": b"x", "path": None}}]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "t.parquet")
+    with pytest.raises(DataError, match=r"column 'image' holds struct.*Media inside a table"):
+        find([folder / "t.parquet"])
+
+
+def test_two_captions_for_one_file_are_refused(folder: Path) -> None:
+    """Which one is meant is not guessed; the same one twice is no matter."""
+    (folder / "one.csv").write_text("path,caption,nouns\na.mp4,one,1\n")
+    (folder / "two.csv").write_text("path,caption,verbs\na.mp4,one,2\n")
+    found = find([folder / "one.csv", folder / "two.csv", folder])
+    item = _named(found.items, folder)["a.mp4"]
+    assert (item.caption, item.attributes) == ("one", {"nouns": 1, "verbs": 2})
+    (folder / "two.csv").write_text("path,caption\na.mp4,two\n")
+    with pytest.raises(DataError, match=r"a\.mp4 has two captions: 'one' and 'two'"):
+        find([folder / "one.csv", folder / "two.csv"])
+
+
+def test_members_with_one_key_are_one_sample(tmp_path: Path) -> None:
+    """Captions come from .txt, else .json; offsets are where the bytes really lie."""
+    members: dict[str, bytes | str] = {
+        "./d/0.1/a.mp4": b"A" * 700,
+        "./d/0.1/a.txt": "\ufefftext of a\n",
+        "./d/0.1/a.json": json.dumps({"caption": "not this", "nouns": 3, "height": 9, "id": "x"}),
+        "b.left.png": b"L",
+        "b.right.png": b"R",
+        "b.json": json.dumps({"text": "both sides"}),
+        "c.webm": b"C",
+        "c.json": "[1, 2]",
+        "notes.md": "passed over",
+    }
+    tar = _tar(tmp_path / "shard.tar", members)
+    items = _named(find([tar]).items, tar)
+    assert {name: (item.caption, item.attributes) for name, item in items.items()} == {
+        "d/0.1/a.mp4": ("text of a", {"nouns": 3.0}),
+        "b.left.png": ("both sides", {}),
+        "b.right.png": ("both sides", {}),
+        "c.webm": (None, {}),
+    }
+    data = tar.read_bytes()
+    for item in items.values():
+        media = item.media
+        assert media.num_bytes is not None
+        lies = data[media.offset : media.offset + media.num_bytes]
+        assert lies in (members.get(media.member), members.get(f"./{media.member}"))
+
+
+def test_malformed_tars_are_refused_with_a_reason(tmp_path: Path) -> None:
+    """Cut, compressed, joined, doubled or foreign: none gives half of its clips."""
+    whole = _tar(tmp_path / "whole.tar", {"a.mp4": b"A" * 2000, "b.mp4": b"B" * 2000}).read_bytes()
+    tars = {
+        "cut.tar": whole[:4000],
+        "cut_header.tar": whole[:3000],
+        "cut_between.tar": whole[: 512 + 2048],
+        "gzip.tar": gzip.compress(whole),
+        "joined.tar": whole + whole,
+        "garbled.tar": whole[:2560] + b"\x01" * 512 + whole[3072:],
+        "text.tar": b"no tar at all",
+        "empty.tar": b"",
+    }
+    for name, content in tars.items():
+        (tmp_path / name).write_bytes(content)
+    _tar(tmp_path / "no_media.tar", {"a.txt": "x"})
+    _tar(tmp_path / "bad_json.tar", {"a.mp4": "x", "a.json": "{"})
+    with tarfile.open(tmp_path / "twice.tar", "w") as tar:
+        for _ in range(2):
+            tar.add(tmp_path / "text.tar", "a.mp4")
+    with tarfile.open(tmp_path / "link.tar", "w") as tar:
+        link = tarfile.TarInfo("a.mp4")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+    (tmp_path / "whole.tar").unlink()
+    found = find([tmp_path])
+    assert found.items == []
+    reasons = {Path(error.path).name: error.reason for error in found.refused}
+    expected = {
+        "cut.tar": "unexpected end of data",
+        "cut_header.tar": "damaged at byte 2560",
+        "cut_between.tar": "ends without an end marker",
+        "gzip.tar": "not a readable tar",
+        "joined.tar": "several tars in one file",
+        "garbled.tar": "damaged at byte 2560",
+        "text.tar": "not a readable tar",
+        "empty.tar": "not a readable tar: empty file",
+        "no_media.tar": "no video or image among its 1 members",
+        "bad_json.tar": "not a readable tar",
+        "twice.tar": "two members have the same name",
+        "link.tar": "a.mp4 is not a plain file",
+    }
+    assert set(reasons) == set(expected)
+    for name, reason in expected.items():
+        assert reason in reasons[name]

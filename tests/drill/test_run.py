@@ -1,0 +1,140 @@
+"""Drills from end to end, in real processes; and how they are named, kept and told."""
+
+import io
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from longtake import config
+from longtake.data.sample import sample_window
+from longtake.data.window import read_window
+from longtake.drill.fault import Fault
+from longtake.drill.faults import corrupt_clip
+from longtake.drill.ground import Ground
+from longtake.drill.launch import Launch
+from longtake.drill.place import Place
+from longtake.drill.registry import FAULTS, find_faults
+from longtake.drill.report import show_faults, show_results
+from longtake.drill.result import Result
+from longtake.drill.run import drill, run_drills
+from longtake.drill.workers import stop_while_decoding
+from longtake.errors import ClipError, LongtakeError, RunError
+
+_KEYS = [
+    "fault",
+    "passed",
+    "detected_seconds",
+    "samples_repeated",
+    "samples_missing",
+    "equal_to_undisturbed",
+    "message",
+]
+_EQUAL = {"decoder-hang", "worker-killed"}
+_QUIET = Console(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
+    """What all drills of this file share."""
+    return Ground(tmp_path_factory.mktemp("ground"), _QUIET)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_drill_passes(ground: Ground, name: str) -> None:
+    """Each fault is found, and no sample is repeated or missing."""
+    result = drill(FAULTS[name], ground)
+    assert result.passed, result.message
+    assert (result.samples_repeated, result.samples_missing) == (0, 0)
+    assert result.equal_to_undisturbed is (True if name in _EQUAL else None)
+    if name != "processes-changed":
+        assert result.detected_seconds is not None
+        assert 0 < result.detected_seconds < result.drill_seconds
+
+
+def test_a_name_that_is_none_is_refused_with_the_nearest() -> None:
+    """Before anything is trained."""
+    with pytest.raises(LongtakeError, match="did you mean decoder-hang") as refused:
+        run_drills(["data-grown", "decoder-hung"], _QUIET)
+    assert "worker-killed" in str(refused.value)
+
+
+def test_faults_are_drilled_once_in_the_order_in_which_they_are_named() -> None:
+    """All of them, in the registry's order, where none is named."""
+    named = find_faults(["worker-killed", "data-grown", "worker-killed"])
+    assert [fault.name for fault in named] == ["worker-killed", "data-grown"]
+    assert [fault.name for fault in find_faults([])] == list(FAULTS)
+    assert all(fault.name == name for name, fault in FAULTS.items())
+
+
+def test_a_folder_that_holds_something_is_not_used(tmp_path: Path) -> None:
+    """Nothing in it is touched."""
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(RunError, match="is not empty"):
+        run_drills(["data-grown"], _QUIET, keep=tmp_path)
+    assert os.listdir(tmp_path) == ["mine.txt"]  # noqa: PTH208 - names only
+
+
+def _cannot(ground: Ground) -> Result:
+    raise RunError("the training process ended with exit code 1")
+
+
+def test_a_drill_that_could_not_be_carried_out_has_failed(tmp_path: Path) -> None:
+    """It is a result like others, so that the drills after it are run."""
+    fault = Fault("broken", "Does nothing.", "Nothing.", _cannot)
+    result = drill(fault, Ground(tmp_path, _QUIET))
+    assert not result.passed
+    assert result.message == "Failed: the training process ended with exit code 1"
+    assert result.samples_repeated is None
+
+
+def test_a_launch_that_fails_says_what_it_said(tmp_path: Path) -> None:
+    """Whatever was waited for, the error has the process's own words."""
+    with Launch(tmp_path, (), 1) as launch:
+        with pytest.raises(RunError, match=r"exit code 2.*There is no recipe recipe\.toml"):
+            launch.finish()
+        with pytest.raises(RunError, match=r"before step 3.*There is no recipe"):
+            launch.wait_for_rows(3)
+        with pytest.raises(RunError, match="before a decoding process could be caught"):
+            stop_while_decoding(launch, tmp_path)
+        assert launch.find("finished") is None
+
+
+def test_damage_is_noticed_by_the_decoder(trained: Place, place: Place) -> None:
+    """Every clip of the drills, once damaged, cannot be read; its length is as it was."""
+    data = config.load(trained.folder / "recipe.toml").data
+    for clip in place.catalog().clips():
+        path = Path(clip.path)
+        before = path.stat().st_size
+        corrupt_clip.damage(path)
+        assert path.stat().st_size == before
+        with pytest.raises(ClipError):
+            read_window(sample_window(clip, data.buckets[0], data, seed=0))
+
+
+def test_the_list_says_of_each_fault_what_it_does_and_what_must_happen() -> None:
+    """One line each."""
+    written = io.StringIO()
+    show_faults(find_faults([]), Console(file=written, width=300))
+    for fault in FAULTS.values():
+        assert fault.name in written.getvalue()
+        assert fault.does in written.getvalue()
+        assert fault.must in written.getvalue()
+        assert "\n" not in fault.does + fault.must
+
+
+def test_a_result_has_the_keys_that_others_read() -> None:
+    """First the stable ones; the table tells a failure from a success in 80 columns."""
+    good = Result("decoder-hang", True, 1.7, 0, 0, True, "It was replaced.")
+    bad = Result("one-clip-removed", False, None, 3, None, None, "Failed: 3 were repeated.")
+    assert list(asdict(good))[: len(_KEYS)] == _KEYS
+    written = io.StringIO()
+    show_results([good, bad], Console(file=written, width=80))
+    lines = written.getvalue().splitlines()
+    assert any("decoder-hang" in line and "passed" in line and "yes" in line for line in lines)
+    assert any("one-clip-removed" in line and "failed" in line for line in lines)
+    assert lines[-1] == "1 of 2 drills passed."
+    assert "…" not in written.getvalue()

@@ -1,0 +1,185 @@
+"""A drill can fail: whatever a run does wrong, its verdict says."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from longtake.drill import data_change, decoder_fault
+from longtake.drill.faults import corrupt_clip, data_grown, processes_changed
+from longtake.drill.launch import Sighting
+from longtake.drill.place import STEPS, Place
+from longtake.drill.result import Result
+from longtake.drill.verdict import Tally, Verdict, count, identities_of, paths_at
+from longtake.drill.workers import Stopped
+
+_RECORD_BYTES = 15
+
+
+def _ledger(place: Place) -> Path:
+    (path,) = place.run.ledger_path.glob("launch_*/rank_0000.bin")
+    return path
+
+
+def _verdict(place: Place) -> Verdict:
+    verdict, clips = Verdict("a-fault"), identities_of(place.catalog())
+    verdict.must_be_exact(place.run, clips, clips)
+    return verdict
+
+
+def _failed(result: Result) -> str:
+    assert not result.passed
+    assert result.message.startswith("Failed: ")
+    return result.message
+
+
+def test_an_undisturbed_run_is_exact_and_equal_to_itself(trained: Place) -> None:
+    """Nothing is complained of, and the result has the counts."""
+    verdict = _verdict(trained)
+    verdict.must_be_equal(trained.run, trained.run)
+    result = verdict.result("All is well.")
+    assert result.passed
+    assert result.message == "All is well."
+    assert (result.samples_repeated, result.samples_missing) == (0, 0)
+    assert result.equal_to_undisturbed is True
+    assert result.detected_seconds is None
+
+
+def test_a_repeated_sample_fails_the_drill(place: Place) -> None:
+    """A record more in the ledger is a sample that was repeated; the audit agrees."""
+    data = _ledger(place).read_bytes()
+    _ledger(place).write_bytes(data + data[:_RECORD_BYTES])
+    result = _verdict(place).result("All is well.")
+    message = _failed(result)
+    assert result.samples_repeated == 1
+    assert "1 samples were repeated" in message
+    assert "audit" not in message
+
+
+def test_a_missing_sample_fails_the_drill(place: Place) -> None:
+    """So does a record less."""
+    _ledger(place).write_bytes(_ledger(place).read_bytes()[_RECORD_BYTES:])
+    result = _verdict(place).result("All is well.")
+    message = _failed(result)
+    assert result.samples_missing == 1
+    assert "1 samples are missing" in message
+    assert "audit" not in message
+
+
+def test_a_sample_of_another_catalog_fails_the_drill(place: Place) -> None:
+    """A clip that the epoch must not hold is neither missing nor repeated, and fails it, too."""
+    clips = identities_of(place.catalog())
+    assert count(place.run, {}, clips) == Tally(0, 0, 0, 0)
+    assert count(place.run, {0: clips[1:]}, clips) == Tally(0, 0, 1, 0)
+    foreign = np.append(clips, np.uint64(1))
+    assert count(place.run, {0: foreign}, clips) == Tally(0, 1, 0, 0)
+
+
+def test_a_drill_that_disagrees_with_the_audit_fails(trained: Place) -> None:
+    """A run that follows its own plan exactly fails where the plan was not what it had to be."""
+    verdict, clips = Verdict("a-fault"), identities_of(trained.catalog())
+    verdict.must_be_exact(trained.run, np.append(clips, np.uint64(1)), clips)
+    message = _failed(verdict.result("All is well."))
+    assert "longtake data audit counts (0, 0, 0, 0) and the drill (0, 1, 0, 0)" in message
+
+
+def test_another_loss_fails_the_drill(trained: Place, place: Place) -> None:
+    """The last bit of one loss is enough; the step is named."""
+    rows: list[Any] = list(place.run.metrics())
+    rows[6]["loss"] = float(np.nextafter(rows[6]["loss"], 2.0))
+    place.run.metrics_path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    verdict = _verdict(place)
+    verdict.must_be_equal(place.run, trained.run, until=6)
+    assert not verdict.complaints
+    assert verdict.is_equal is None, "a part of a run says nothing of the whole"
+    verdict.must_be_equal(place.run, trained.run)
+    result = verdict.result("All is well.")
+    assert "step 7 is not the undisturbed run's" in _failed(result)
+    assert result.equal_to_undisturbed is False
+
+
+def test_a_run_that_ended_early_fails_the_drill(trained: Place, place: Place) -> None:
+    """Losses that are not there are not equal, and the step at which it ended is named."""
+    data, lines = _ledger(place).read_bytes(), place.run.metrics_path.read_text().splitlines(True)
+    _ledger(place).write_bytes(data[: 40 * 4 * _RECORD_BYTES])
+    place.run.metrics_path.write_text("".join(lines[:40]))
+    verdict = _verdict(place)
+    verdict.must_be_equal(place.run, trained.run)
+    message = _failed(verdict.result("All is well."))
+    assert "the run ended at step 40" in message
+    assert "step 41 is not the undisturbed run's" in message
+
+
+@pytest.mark.parametrize("kind", ["decoder_stalled", "decoder_died"])
+def test_a_worker_that_nothing_befell_is_not_found(
+    trained: Place, kind: Literal["decoder_stalled", "decoder_died"]
+) -> None:
+    """A run without the fault does not pass as one that has dealt with it."""
+    stopped = Stopped(pid=2**30, clip=trained.clips / "shapes_0_00001.mp4", at=0.0)
+    verdict = decoder_fault.judge("a-fault", kind, trained, stopped, None, trained)
+    result = verdict.result("All is well.")
+    assert f"no event {kind} tells of process {2**30}" in _failed(result)
+    assert result.detected_seconds is None
+    assert result.equal_to_undisturbed is True
+
+
+def test_an_event_of_another_clip_is_not_the_fault(trained: Place) -> None:
+    """The event must name what the worker was doing, and its stacks must be there."""
+    stopped = Stopped(pid=2**30, clip=trained.clips / "shapes_0_00001.mp4", at=1.0)
+    event = {"path": "/clips/other.mp4", "stacks": "nodes/here/stacks/none.json"}
+    found = Sighting(event, at=2.5)
+    verdict = decoder_fault.judge("a-fault", "decoder_stalled", trained, stopped, found, trained)
+    message = _failed(verdict.result("All is well."))
+    assert "names the clip other.mp4, and it was decoding shapes_0_00001.mp4" in message
+    assert "its stacks were not kept" in message
+    assert verdict.detected_seconds == 1.5
+
+
+def test_a_damaged_clip_that_is_trained_on_fails_the_drill(trained: Place) -> None:
+    """Nothing was rejected, though a clip cannot be decoded."""
+    clip = paths_at(trained, 8)[0]
+    result = corrupt_clip.judge(trained, clip, None, 0.0, trained)
+    message = _failed(result)
+    assert "no event says that a clip could not be decoded" in message
+    assert "0 samples were rejected" in message
+
+
+def test_a_change_that_went_unnoticed_fails_the_drill(place: Place, trained: Place) -> None:
+    """A run that trains the old clips in every epoch has not gone on with the new ones."""
+    old = place.catalog()
+    (place.clips / paths_at(trained, 15)[0].name).unlink()
+    place.index()
+    found = Sighting({"step": 5}, at=2.0)
+    verdict = data_change.judge("a-fault", place, old, "merge", found, 1.0, trained)
+    message = _failed(verdict.result("All is well."))
+    assert "samples belong to no such epoch" in message
+    verdict = data_change.judge("a-fault", place, old, "merge", None, 1.0, trained)
+    assert "no event says that the data changed (merge)" in _failed(verdict.result(""))
+
+
+def test_a_run_that_goes_on_without_a_word_has_not_refused() -> None:
+    """Nor has one that refuses without saying why, or how one can go on."""
+    message = "6 clips added\n--set data.on_change=merge\n--set data.on_change=restart"
+    verdict = data_grown.judge_refusal(0, message, 6, has_trained=True)
+    assert verdict.complaints == [
+        "without data.on_change it ended with exit code 0 and not 2",
+        "the refusal does not offer finish",
+        "it trained, though the data had changed",
+    ]
+    verdict = data_grown.judge_refusal(2, message.replace("6", "5"), 6, has_trained=False)
+    assert "does not say that 6 clips were added" in verdict.complaints[0]
+
+
+def test_a_run_on_as_many_processes_as_before_fails_the_drill(trained: Place) -> None:
+    """It was to go on with two."""
+    message = _failed(processes_changed.judge(trained, trained))
+    assert "it was trained by [1] processes, not by [1, 2]" in message
+
+
+def test_the_steps_of_a_drill_hold_whole_epochs(trained: Place) -> None:
+    """Two epochs are certainly over at the end, or nothing could be found missing in them."""
+    epochs = [row["epoch"] for row in trained.run.metrics()]
+    assert len(epochs) == STEPS
+    assert max(epochs) >= 3
