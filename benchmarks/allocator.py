@@ -61,7 +61,7 @@ def _measure(is_kept: bool, steps: int) -> dict[str, float]:
         out = Path(folder) / "run"
         recipe = demo_recipe(out, steps, seed=0)
         captions = write_clips(out / "data" / "clips", 320, seed=0)
-        index([captions.parent], captions=captions, out=recipe.data.catalog)
+        index([captions.parent], captions=captions, out=recipe.data.sources()["catalog"])
         run.train(recipe, Console(quiet=True))
         rows = RunDirectory(out).metrics()[_WARM_UP:]
     usage = resource.getrusage(resource.RUSAGE_SELF)

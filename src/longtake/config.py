@@ -114,6 +114,8 @@ class DataSection(_Section):
     workers: int = Field(2, ge=0)
     """Processes of each rank that decode, watched and replaced when one hangs; 0: threads of the
     training process, which nobody watches."""
+    decoder: Literal["pyav", "torchcodec"] = "pyav"
+    """What decodes videos; torchcodec is no dependency and has to be installed."""
     sample_timeout_seconds: float = Field(60.0, gt=0)
     """How long decoding one sample may take before its worker is dumped, killed and replaced."""
     prefetch_batches: int = Field(3, gt=0)

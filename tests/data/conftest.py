@@ -6,7 +6,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+import av
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from longtake.config import DataSection
 from longtake.data.catalog import Catalog
@@ -46,6 +49,19 @@ def _clip(number: int, **fields: Any) -> Clip:
         "pix_fmt": "yuv420p",
     }
     return Clip(**(values | fields))
+
+
+@pytest.fixture(scope="session")
+def pictures_of() -> Callable[..., NDArray[np.uint8]]:
+    """Reads all frames of a video as PyAV itself does: [F, H, W, 3], turned upright."""
+
+    def read(path: str, rotation: int = 0, stream_index: int = 0) -> NDArray[np.uint8]:
+        with av.open(path) as container:
+            (stream,) = (each for each in container.streams.video if each.index == stream_index)
+            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
+        return np.rot90(np.stack(frames), rotation // 90, axes=(1, 2))
+
+    return read
 
 
 @pytest.fixture(scope="session")

@@ -14,10 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from longtake.data.buckets import Crop
 from longtake.data.catalog import Catalog
-from longtake.data.decode import read_frames
 from longtake.data.encode import write_video
 from longtake.data.index import IndexReport, index
+from longtake.data.sample import window_of
+from longtake.data.window import read_window
 from longtake.errors import DataError
 
 
@@ -110,14 +112,10 @@ def test_a_clip_tells_all_that_reading_needs(indexed: _Indexed) -> None:
     for clip in indexed.catalog.clips():
         if "nasa_13013" not in clip.path:
             continue
-        frames = read_frames(
-            Path(clip.path),
-            stream_index=clip.stream_index,
-            rotation=clip.rotation,
-            start=clip.num_frames - 1,
-            num_frames=1,
-        )
-        assert frames.shape == (1, clip.height, clip.width, 3)
+        whole = Crop(clip.height, clip.width, top=0, left=0)
+        last = range(clip.num_frames - 1, clip.num_frames)
+        frames = read_window(window_of(clip, last, whole, clip.height, clip.width))
+        assert frames.shape == (3, 1, clip.height, clip.width)
 
 
 def test_folders_are_searched_and_suffixes_ignore_case(videos: Path, tmp_path: Path) -> None:

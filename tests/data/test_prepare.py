@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +18,13 @@ from PIL import Image
 
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
-from longtake.data.decode import read_frames
 from longtake.data.encode import write_video
 from longtake.data.image import read_image
 from longtake.data.index import index
 from longtake.data.prepare import PrepareReport, Settings, prepare, scaled_size
 from longtake.errors import DataError
+
+_Pictures = Callable[[Clip], NDArray[np.uint8]]
 
 
 def _prepare(
@@ -39,17 +41,16 @@ def _prepare(
     return report, {Path(old.path).name: (old, new) for old, new in pairs}
 
 
-def _pictures(clip: Clip) -> NDArray[np.uint8]:
-    """[F, H, W, 3] all frames, upright."""
-    if clip.kind == "image":
-        return read_image(clip.media)[None]
-    return read_frames(
-        Path(clip.path),
-        stream_index=clip.stream_index,
-        start=0,
-        num_frames=clip.num_frames,
-        rotation=clip.rotation,
-    )
+@pytest.fixture(scope="session")
+def pictures(pictures_of: Callable[..., NDArray[np.uint8]]) -> _Pictures:
+    """Gives all frames of a clip, [F, H, W, 3], upright."""
+
+    def read(clip: Clip) -> NDArray[np.uint8]:
+        if clip.kind == "image":
+            return read_image(clip.media)[None]
+        return pictures_of(clip.path, clip.rotation, clip.stream_index)
+
+    return read
 
 
 def _resized(frames: NDArray[np.uint8], clip: Clip) -> NDArray[np.uint8]:
@@ -79,7 +80,9 @@ def videos(tmp_path: Path) -> Path:
     return folder
 
 
-def test_real_clips_keep_frames_times_and_colours(material: Path, tmp_path: Path) -> None:
+def test_real_clips_keep_frames_times_and_colours(
+    material: Path, tmp_path: Path, pictures: _Pictures
+) -> None:
     """Rotated, VFR, 4:4:4, full range, without lead-in: the same pictures at the same seconds."""
     names = [
         *("torchcodec/nasa_13013_rotated.mp4", "derived/vfr_bikes_h264.mp4"),
@@ -97,8 +100,8 @@ def test_real_clips_keep_frames_times_and_colours(material: Path, tmp_path: Path
         assert (new.num_frames, new.rotation, new.codec) == (old.num_frames, 0, "h264"), name
         assert set(new.keyframes) == set(range(0, new.num_frames, 12)), name
         np.testing.assert_allclose(_seconds(new), _seconds(old), atol=1e-4, err_msg=name)
-        shown = _pictures(new).astype(np.float64)
-        difference = shown - _resized(_pictures(old), new)
+        shown = pictures(new).astype(np.float64)
+        difference = shown - _resized(pictures(old), new)
         assert np.abs(difference.mean((0, 1, 2))).max() < 1.5, name  # no colour cast
         # A test pattern's thin edges survive neither scaling nor 4:2:0 well; nature does.
         limit = 20 if re.match("testsrc|bt601|discard", name) else 8
@@ -121,12 +124,12 @@ def test_captions_scores_and_origin_go_along(videos: Path) -> None:
     assert json.dumps({"catalog": str(report.catalog)})
 
 
-def test_pictures_are_the_same_but_smaller(videos: Path) -> None:
+def test_pictures_are_the_same_but_smaller(videos: Path, pictures: _Pictures) -> None:
     """Videos and images look like their scaled originals."""
     _, pairs = _prepare(videos, Settings(sizes=((32, 48),), crf=6))
     for old, new in pairs.values():
         assert (new.height, new.width) == (32, 48)
-        difference = _pictures(new).astype(np.float64) - _resized(_pictures(old), new)
+        difference = pictures(new).astype(np.float64) - _resized(pictures(old), new)
         assert np.sqrt((difference**2).mean()) < 3
 
 

@@ -8,7 +8,6 @@ wrong is a ClipError. PyAV keeps FFmpeg's own log off by default, and nothing he
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 
 import av
@@ -40,58 +39,6 @@ _FAILURES = (
     RuntimeError,
     ValueError,
 )
-
-
-def read_frames(
-    path: Path,
-    *,
-    stream_index: int,
-    start: int,
-    num_frames: int,
-    stride: int = 1,
-    rotation: int = 0,
-) -> NDArray[np.uint8]:
-    """Return the frames `start`, `start + stride`, ... in presentation order.
-
-    Args:
-        path: the video file.
-        stream_index: as in Probe.
-        start: index of the first frame wanted, from 0.
-        num_frames: how many frames to return, at least 1.
-        stride: distance between two wanted frames, at least 1.
-        rotation: as in Probe.
-
-    Returns:
-        [F, H, W, 3] uint8 RGB, upright, exactly as PyAV converts each frame to rgb24.
-
-    Raises:
-        ClipError: the file has too few frames, or is damaged at or before the last one wanted.
-    """
-    assert min(start, num_frames - 1, stride - 1) >= 0
-    media = Media(str(path))
-    assert rotation in (0, 90, 180, 270)
-    end = start + (num_frames - 1) * stride + 1
-    pictures: NDArray[np.uint8] | None = None
-    num_read = 0
-    with opened(media, stream_index) as (container, stream):
-        # From the first frame on: seeking lands on the wrong frame in too many real files.
-        for frame in islice(decoded(media, container, stream), start, end, stride):
-            picture = np.rot90(rgb(frame), rotation // 90)
-            if pictures is None:
-                pictures = np.empty((num_frames, *picture.shape), dtype=np.uint8)
-            elif picture.shape != pictures.shape[1:]:
-                raise ClipError(
-                    path, f"the frame size changes by frame {start + num_read * stride}"
-                )
-            pictures[num_read] = picture
-            num_read += 1
-    if pictures is None or num_read < num_frames:
-        raise ClipError(
-            path,
-            f"ends before frame {start + num_read * stride}; {num_frames} frames from {start} in "
-            f"steps of {stride} were wanted",
-        )
-    return pictures
 
 
 @contextmanager

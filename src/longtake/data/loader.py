@@ -247,7 +247,7 @@ class Loader:
         ends = [end for end in (end_step, self.course.end_step) if end is not None]
         waiting: deque[_Begun] = deque()
         following = self._step
-        with Pool(self.data.workers, self.data.sample_timeout_seconds) as pool:
+        with self._pool(self.data.workers) as pool:
             while not ends or self._step < min(ends):
                 while len(waiting) <= self._ahead() and (not ends or following < min(ends)):
                     waiting.append(self._begin(following, pool))
@@ -260,8 +260,11 @@ class Loader:
 
     def load(self, step: int) -> Batch:
         """This rank's share of the batch of a global step, decoded here and now."""
-        with Pool(0, self.data.sample_timeout_seconds) as pool:
+        with self._pool(workers=0) as pool:
             return self._assemble(self._begin(step, pool), pool)
+
+    def _pool(self, workers: int) -> Pool:
+        return Pool(workers, self.data.sample_timeout_seconds, decoder=self.data.decoder)
 
     def _ahead(self) -> int:
         """Batches to keep under way: enough that no worker idles."""
