@@ -17,8 +17,8 @@ from PIL import Image
 from longtake.data.clip import Media
 from longtake.data.decode import decoded, opened
 from longtake.data.encode import write_video
+from longtake.data.indexing.probe import Probe, probe
 from longtake.data.pool import Pool
-from longtake.data.probe import Probe, probe
 from longtake.data.window import Window, read_window
 from longtake.errors import ClipError, DataError
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from longtake.data.clip import Media
-from longtake.data.probe import Probe, content_hash
+from longtake.data.indexing.probe import Probe, content_hash
 from longtake.errors import ClipError
 
 

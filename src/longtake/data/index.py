@@ -1,7 +1,7 @@
 """Decodes every file once, strictly, and writes the catalog of those that can be trained on.
 
 What is known already is not read again: an older catalog at the output tells of files whose path,
-size and time of change are the same, and a journal beside it (see `longtake.data.journal`) of
+size and time of change are the same, and a journal beside it (`longtake.data.indexing.journal`) of
 files that an index which was stopped had finished.
 """
 
@@ -12,14 +12,14 @@ from functools import cache
 from pathlib import Path
 
 from longtake.aside import make_writable
-from longtake.data.captions import is_sidecar, read_captions
 from longtake.data.catalog import Catalog, Duplicate, Rejection, Stamp, cannot_write
 from longtake.data.clip import Clip
-from longtake.data.item import Item
-from longtake.data.journal import Journal, Memory, stamp_of
-from longtake.data.probe import Probe
-from longtake.data.probing import probe_all
-from longtake.data.sources import Found, find
+from longtake.data.indexing.captions import is_sidecar, read_captions
+from longtake.data.indexing.item import Item
+from longtake.data.indexing.journal import Journal, Memory, stamp_of
+from longtake.data.indexing.probe import Probe
+from longtake.data.indexing.probing import probe_all
+from longtake.data.indexing.sources import Found, find
 from longtake.data.table import SCHEMA_VERSION, version_of
 from longtake.errors import ClipError, DataError
 from longtake.machine import num_cores
@@ -60,7 +60,7 @@ def index(
     """Decode every video and image once and write the catalog of those that can be trained on.
 
     Args:
-        sources: folders, media files, lists, tables and tars: see `longtake.data.sources`.
+        sources: folders, media files, lists, tables and tars: see `longtake.data.indexing.sources`.
         captions: JSONL with one `{"video": path, "caption": text}` per line, and nothing else
             captions a clip. None: what the sources say (a table's column, a tar's .txt), else
             `captions.jsonl` in each source folder, else `clip.txt` next to `clip.mp4`. `sidecar`:

@@ -28,8 +28,8 @@ from longtake.data.decode import decoded, opened
 from longtake.data.encode import encode_frames
 from longtake.data.image import read_image
 from longtake.data.index import Seen, check_out, look_at, without_duplicates
-from longtake.data.item import Item
-from longtake.data.probe import Probe, content_hash
+from longtake.data.indexing.item import Item
+from longtake.data.indexing.probe import Probe, content_hash
 from longtake.errors import ClipError, DataError
 from longtake.machine import num_cores
 

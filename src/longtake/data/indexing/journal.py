@@ -15,8 +15,8 @@ from typing import IO, TypeVar
 
 from longtake.data.catalog import Catalog, Stamp
 from longtake.data.clip import Media
-from longtake.data.probe import Probe
-from longtake.data.probing import from_json, to_json
+from longtake.data.indexing.probe import Probe
+from longtake.data.indexing.probing import from_json, to_json
 from longtake.errors import ClipError
 
 _T = TypeVar("_T")

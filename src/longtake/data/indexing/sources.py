@@ -2,8 +2,8 @@
 
 folder                        searched with its subfolders, and with the tars in it; hidden
                               names are passed over, links to folders not followed
-.txt .csv .jsonl .parquet     see `longtake.data.listing`
-.tar                          see `longtake.data.tars`
+.txt .csv .jsonl .parquet     see `longtake.data.indexing.listing`
+.tar                          see `longtake.data.indexing.tars`
 any other file                a video, or an image where its suffix says so
 """
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longtake.data.clip import Media
-from longtake.data.item import MEDIA_SUFFIXES, Item, is_media
-from longtake.data.listing import read_listing
-from longtake.data.tars import read_tar
+from longtake.data.indexing.item import MEDIA_SUFFIXES, Item, is_media
+from longtake.data.indexing.listing import read_listing
+from longtake.data.indexing.tars import read_tar
 from longtake.errors import ClipError, DataError
 
 _LISTINGS = (".txt", ".csv", ".jsonl", ".parquet")

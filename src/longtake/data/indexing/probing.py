@@ -4,7 +4,8 @@ A decoder may hang in one file or crash on it, and no thread can be stopped from
 worker is a process that looks at one file at a time; it gives a sign whenever it has read or
 decoded something. One that is silent for a minute is killed, one that dies is replaced, and its
 file is rejected with that reason. Workers have a command line of their own (`python -m
-longtake.data.probing`), so nothing of the caller's main module runs in them; they speak JSON lines.
+longtake.data.indexing.probing`), so nothing of the caller's main module runs in them; they speak
+JSON lines.
 """
 
 import contextlib
@@ -25,8 +26,8 @@ from typing import Any, NoReturn
 
 from longtake.data.clip import Kind, Media, Timing
 from longtake.data.image import probe_image
-from longtake.data.item import Item
-from longtake.data.probe import Probe, probe
+from longtake.data.indexing.item import Item
+from longtake.data.indexing.probe import Probe, probe
 from longtake.errors import ClipError, DataError
 
 _SILENCE_SECONDS = 60.0
@@ -108,7 +109,7 @@ class _Worker:
     def __init__(self, item: Item) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "longtake.data.probing"],
+            [sys.executable, "-m", "longtake.data.indexing.probing"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

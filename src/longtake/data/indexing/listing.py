@@ -20,7 +20,7 @@ import pyarrow.json
 import pyarrow.parquet
 
 from longtake.data.clip import Clip, Media
-from longtake.data.item import Item
+from longtake.data.indexing.item import Item
 from longtake.errors import DataError
 
 PATH_COLUMNS = ("video", "image", "path", "file")

@@ -11,9 +11,9 @@ import pytest
 
 from longtake.data.clip import Media
 from longtake.data.encode import write_video
-from longtake.data.item import Item
-from longtake.data.probe import Probe
-from longtake.data.probing import probe_all
+from longtake.data.indexing.item import Item
+from longtake.data.indexing.probe import Probe
+from longtake.data.indexing.probing import probe_all
 from longtake.errors import ClipError
 
 

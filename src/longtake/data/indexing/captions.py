@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from longtake.data.listing import PATH_COLUMNS
+from longtake.data.indexing.listing import PATH_COLUMNS
 from longtake.errors import DataError
 
 SIDECAR = "sidecar"

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from longtake.data.item import Item
-from longtake.data.sources import find
+from longtake.data.indexing.item import Item
+from longtake.data.indexing.sources import find
 from longtake.errors import DataError
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from longtake.data.clip import Media
-from longtake.data.item import Item, is_media
-from longtake.data.listing import CAPTION_COLUMNS, MEASURED
+from longtake.data.indexing.item import Item, is_media
+from longtake.data.indexing.listing import CAPTION_COLUMNS, MEASURED
 from longtake.errors import ClipError
 
 _END_BYTES = 2**20  # what a tar may be padded with after its last member
