@@ -65,8 +65,8 @@ def place(shapes_catalog: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     (place / "damaged" / "page.mp4").write_text("<html>404</html>")
     (place / "damaged" / "nothing.mkv").touch()
     catalog = Catalog.load(shapes_catalog)
-    silent = [dataclasses.replace(clip, caption="") for clip in catalog.clips]
-    Catalog(tuple(silent)).save(place / "silent.parquet")
+    silent = [dataclasses.replace(clip, caption="") for clip in catalog.clips()]
+    Catalog.of(silent).save(place / "silent.parquet")
     command = [sys.executable, "-m", "longtake", "train", str(place / "recipe.toml"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -80,11 +80,11 @@ def place(shapes_catalog: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 _MISTAKES = {
     "a folder without clips": (
         "data index {place}/empty --out {tmp}/c.parquet",
-        r"No video was found\. Looked in: \S+/empty; for files that end in .*\.mp4",
+        r"No video or image was found\. Looked in: \S+/empty; for files that end in .*\.mp4",
     ),
     "a folder that is not there": (
         "data index {place}/nowhere --out {tmp}/c.parquet",
-        r"nowhere does not exist\. Name a folder of videos, or video files\.",
+        r"nowhere does not exist\. Name a folder of videos, video or image files, a list",
     ),
     "only damaged files": (
         "data index {place}/damaged --out {tmp}/c.parquet",

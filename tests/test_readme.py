@@ -4,6 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
+from longtake.config import DataSection
 from longtake.demo import run
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -12,11 +13,20 @@ _README = (_ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_the_recipe_shown_is_the_one_that_ships() -> None:
     """A reader who copies the recipe from the README gets the demo's."""
-    shown = re.findall(r"```toml\n(.*?)```", _README, re.DOTALL)
+    _, shown = re.findall(r"```toml\n(.*?)```", _README, re.DOTALL)
     shipped = Path(run.__file__).with_name("recipe.toml").read_text(encoding="utf-8")
-    assert shown == [shipped]
+    assert shown == shipped
     assert len(shipped.splitlines()) <= 20
     assert tomllib.loads(shipped)["training"]["steps"] == 3000
+
+
+def test_the_curriculum_shown_is_one() -> None:
+    """With a catalog and a bucket it is a section of a recipe."""
+    curriculum, _ = re.findall(r"```toml\n(.*?)```", _README, re.DOTALL)
+    data = tomllib.loads(curriculum)["data"]
+    bucket = {"num_frames": 17, "height": 64, "width": 96}
+    section = DataSection.model_validate({**data, "catalog": "c.parquet", "buckets": [bucket]})
+    assert [stage.name for stage in section.stages] == ["easy", "all"]
 
 
 def test_every_link_leads_somewhere() -> None:

@@ -34,7 +34,7 @@ _NUM_EPOCHS = 3
 class _Instant:
     """In the place of `longtake.data.pool.Pool`: black windows, at once."""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         pass
 
     def __enter__(self) -> Self:
