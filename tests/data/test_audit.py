@@ -11,10 +11,10 @@ import torch
 from longtake import config
 from longtake.config import DataSection
 from longtake.data.audit import Audit, EpochAudit, audit
+from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
 from longtake.data.course import Course, keep_catalogs, resume, start
 from longtake.data.ledger import Ledger, begin_launch, keep_ledger, stream_names
-from longtake.data.loader import Batch
 from longtake.data.plan import PlannedBatch
 from longtake.errors import DataError
 from longtake.run_dir import RunDirectory

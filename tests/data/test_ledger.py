@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from longtake.config import Bucket, DataSection
+from longtake.data.batch import Batch
 from longtake.data.ledger import (
     begin_launch,
     keep_ledger,
@@ -16,7 +17,6 @@ from longtake.data.ledger import (
     short_identity,
     stream_names,
 )
-from longtake.data.loader import Batch
 from longtake.errors import DataError
 
 _STREAMS = ("a/catalog", "b/catalog")

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from longtake.config import DataSection
+from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
 from longtake.data.encode import write_video
 from longtake.data.index import index
-from longtake.data.loader import Batch, Loader
+from longtake.data.loader import Loader
 from longtake.errors import DataChangedError, DataError
 
 _NUM_WIDE, _NUM_TALL = 7, 4
@@ -382,7 +383,7 @@ def test_a_batch_of_which_nothing_can_be_decoded_weighs_nothing(path: Path, tmp_
     assert any(not batch.weights.any() for batch in batches)
     assert sum(len(batch.rejected) for batch in batches) == 12
     Path(clips[0].path).unlink()
-    message = r"None of the clips in the bucket of 5 frames of 16x24 .* No such file"
+    message = r"No clip in the bucket of 5 frames of 16x24 could be decoded.* No such file"
     with pytest.raises(DataError, match=message):
         list(_loader(part, batch_size=2).batches(8))
 

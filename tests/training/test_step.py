@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from longtake.config import Recipe
+from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
-from longtake.data.loader import Batch, Loader
+from longtake.data.loader import Loader
 from longtake.models.assemble import assemble
 from longtake.parallel.mesh import World
 from longtake.training.ema import Ema

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from longtake.config import Bucket, DataSection, Stage
 
 if TYPE_CHECKING:
-    from longtake.data.loader import Batch, Loader
+    from longtake.data.batch import Batch
+    from longtake.data.loader import Loader
 
 __all__ = ["Batch", "Bucket", "DataSection", "Loader", "Stage"]
 
@@ -20,6 +21,6 @@ __all__ = ["Batch", "Bucket", "DataSection", "Loader", "Stage"]
 def __getattr__(name: str) -> Any:
     if name not in ("Batch", "Loader"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from longtake.data import loader  # only now, because it imports torch
+    from longtake.data import batch, loader  # only now, because they import torch
 
-    return getattr(loader, name)
+    return {"Batch": batch.Batch, "Loader": loader.Loader}[name]

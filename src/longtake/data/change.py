@@ -1,6 +1,6 @@
 """What changed in the data, and how a run goes on without repeating or missing a clip."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -158,6 +158,7 @@ class _Context:
     def _continue_stage(self, old: StagePlan, taken: Sequence[int], stage: Stage) -> StagePlan:
         """The streams of a stage with what is left of their epochs."""
         weights = stage_weights(stage, self.catalogs, self.data)
+        self._refuse_unfinished(old, weights)
         open_epochs = {
             stream.source: stream.open_at(index)
             for stream, index in zip(old.streams, taken, strict=True)
@@ -171,6 +172,16 @@ class _Context:
                 shares.append(weight)
                 dropped[source] = selection.dropped
         return StagePlan(stage, tuple(streams), tuple(shares), dropped)
+
+    def _refuse_unfinished(self, old: StagePlan, sources: Collection[str]) -> None:
+        """To finish is to end what is open; a catalog that is gone cannot be ended."""
+        gone = [stream.source for stream in old.streams if stream.source not in sources]
+        if gone and self.policy == "finish":
+            raise DataChangedError(
+                f"Stage {old.stage.name} no longer trains on {', '.join(gone)}, so the epoch there "
+                "cannot be finished. Keep it with its weight until the epoch is over, or go on "
+                "with data.on_change=merge or restart, which leave it as it is."
+            )
 
     def _parts(
         self, source: str, stage: Stage, members: Members, epochs: Sequence[OpenEpoch]

@@ -24,7 +24,7 @@ from longtake.errors import DataError
 from longtake.run_dir import write_json
 
 if TYPE_CHECKING:
-    from longtake.data.loader import Batch  # which imports torch; an audit needs none
+    from longtake.data.batch import Batch  # which imports torch; an audit needs none
 
 IDENTITY_BYTES = 7
 _RECORD = np.dtype(
@@ -135,16 +135,18 @@ def begin_launch(
             f"The recipe has {len(streams)} pairs of stage and catalog; the ledger can tell apart "
             f"{_MOST_STREAMS}. Use fewer stages or catalogs."
         )
-    number = len(list(ledger.glob("launch_*")))
+    number = len(_launch_folders(ledger))
     folder = ledger / f"launch_{number:04d}"
-    folder.mkdir(parents=True)
+    aside = ledger / f".launch_{number:04d}.partial"  # a launch has its facts from the first
+    aside.mkdir(parents=True, exist_ok=True)
     facts = {
         "start_step": start_step,
         "world_size": world_size,
         "streams": list(streams),
         "history": list(history),
     }
-    write_json(folder / "launch.json", facts)
+    write_json(aside / "launch.json", facts)
+    aside.rename(folder)
     return folder
 
 
@@ -154,7 +156,7 @@ def read_ledger(ledger: Path) -> Consumed:
     Raises:
         DataError: there is no ledger, or it is damaged.
     """
-    folders = sorted(ledger.glob("launch_*"))
+    folders = _launch_folders(ledger)
     if not folders:
         raise DataError(
             f"{ledger.parent} has no ledger: it is not the directory of a run that was trained."
@@ -192,6 +194,10 @@ def short_identity(identities: NDArray[np.void] | NDArray[np.uint8]) -> NDArray[
     padded = np.zeros((len(identities), 8), np.uint8)
     padded[:, :IDENTITY_BYTES] = octets[:, :IDENTITY_BYTES]
     return padded.view("<u8")[:, 0].astype(np.uint64)
+
+
+def _launch_folders(ledger: Path) -> list[Path]:
+    return sorted(ledger.glob("launch_*"))
 
 
 def _launch(folder: Path) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from longtake.config import Bucket, DataSection
+from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.course import ORDER_VERSION, Course, keep_catalogs, resume, start
@@ -39,38 +39,6 @@ _MOST_CLIPS_AT_HAND = 2**14
 _REMEDY = "Are the files still where they were indexed? Run longtake data index again."
 
 
-@dataclass(frozen=True)
-class Batch:
-    """One rank's share of a global batch. Shapes: B local batch, F frames, H height, W width."""
-
-    step: int
-    stage: str
-    source: str
-    """The catalog that its clips are of, by its name in the recipe."""
-    epoch: int
-    begins_epoch: bool
-    """Whether this is the first step that is counted in the epoch."""
-    bucket: Bucket
-    """The shape of its clips."""
-    videos: Tensor
-    """[B, 3, F, H, W] uint8."""
-    captions: tuple[str, ...]
-    """[B]"""
-    seeds: tuple[int, ...]
-    """[B] seeds of all that is random about a sample (noise, sigma, caption dropout), made from
-    the run's seed, the sample's stage and epoch and the clip's identity: the same on any world
-    size."""
-    identities: tuple[str, ...]
-    """[B]"""
-    epochs: tuple[int, ...]
-    """[B] each sample's own epoch."""
-    weights: Tensor
-    """[B] float32: 1, or 0 for a stand-in, which fills the place of a clip that could not be
-    decoded, or a place of a smaller last batch."""
-    rejected: tuple[tuple[str, int], ...]
-    """(identity, epoch) of each clip of this share that could not be decoded."""
-
-
 @dataclass
 class _Memory:
     """Decoded windows that are the only one of their clip, kept while there is room."""
@@ -79,9 +47,10 @@ class _Memory:
     windows: dict[Window, Pixels] = field(default_factory=dict)
 
     def keep(self, window: Window, pixels: Pixels) -> None:
+        """Keep a copy: the pixels are those of a batch, which is not ours for long."""
         if window not in self.windows and pixels.nbytes <= self.room_bytes:
             self.room_bytes -= pixels.nbytes
-            self.windows[window] = pixels
+            self.windows[window] = pixels.copy()
 
 
 @dataclass(frozen=True)
@@ -101,10 +70,15 @@ class _Begun:
 
     planned: PlannedBatch
     samples: list[_Sample | None]
+    videos: Pixels
+    """[B, 3, F, H, W]: each sample's pixels are written to its place when they are there."""
 
 
 class Loader:
     """Decodes the batches of a run, this rank's slice of each.
+
+    On several ranks, whoever trains tells all of them after each step what some could not decode
+    (`failures`, `quarantine`), so that all leave out the same clips and have the same state.
 
     Args:
         data: the recipe's section: catalogs, buckets, stages, workers and so on.
@@ -273,23 +247,33 @@ class Loader:
     def _begin(self, step: int, pool: Pool) -> _Begun:
         """Start decoding this rank's share of a batch."""
         planned = self.course.batch(step)
-        return _Begun(planned, [self._begin_place(planned, place, pool) for place in self._mine])
+        videos = np.empty((len(self._mine), *_shape(planned)), np.uint8)
+        samples = [
+            self._begin_place(planned, place, pixels, pool)
+            for place, pixels in zip(self._mine, videos, strict=True)
+        ]
+        return _Begun(planned, samples, videos)
 
-    def _begin_place(self, planned: PlannedBatch, place: int, pool: Pool) -> _Sample | None:
+    def _begin_place(
+        self, planned: PlannedBatch, place: int, out: Pixels, pool: Pool
+    ) -> _Sample | None:
         if place >= len(planned.rows):
             return None
         clip = self._clip(planned.catalog, planned.rows[place])
         if self._is_quarantined(clip):
             return None
-        return self._submit(clip, planned, planned.epochs[place], pool)
+        return self._submit(clip, planned, planned.epochs[place], out, pool)
 
-    def _submit(self, clip: Clip, planned: PlannedBatch, epoch: int, pool: Pool) -> _Sample:
+    def _submit(
+        self, clip: Clip, planned: PlannedBatch, epoch: int, out: Pixels, pool: Pool
+    ) -> _Sample:
         seed = sample_seed(self._seed, planned.stage, planned.source, epoch, clip)
         window = sample_window(clip, planned.bucket, self.data, seed)
         if (remembered := self._memory.windows.get(window)) is None:
-            return _Sample(clip, epoch, seed, window, pool.submit(window))
+            return _Sample(clip, epoch, seed, window, pool.submit(window, out))
+        out[...] = remembered
         pixels: Future[Pixels] = Future()
-        pixels.set_result(remembered)
+        pixels.set_result(out)
         return _Sample(clip, epoch, seed, window, pixels)
 
     def _assemble(self, begun: _Begun, pool: Pool) -> Batch:
@@ -297,15 +281,18 @@ class Loader:
         planned = begun.planned
         found = [sample and self._decoded(sample, planned.bucket) for sample in begun.samples]
         stand_in = next(filter(None, found), None) or self._stand_in(planned, pool)
+        for sample, pixels in zip(found, begun.videos, strict=True):
+            if sample is None:
+                pixels[...] = stand_in.pixels.result()
         places = [sample or stand_in for sample in found]
         return Batch(
             step=planned.step,
             stage=planned.stage,
             source=planned.source,
             epoch=planned.epoch,
-            begins_epoch=planned.number == 0,
+            begins_epoch=planned.begins_epoch,
             bucket=planned.bucket,
-            videos=torch.from_numpy(np.stack([sample.pixels.result() for sample in places])),
+            videos=torch.from_numpy(begun.videos),
             captions=tuple(sample.clip.caption for sample in places),
             seeds=tuple(sample.seed for sample in places),
             identities=tuple(sample.clip.identity for sample in places),
@@ -340,14 +327,14 @@ class Loader:
         for row in self._candidates(planned):
             clip = self._clip(planned.catalog, row)
             if not self._is_quarantined(clip):
-                sample = self._submit(clip, planned, planned.epoch, pool)
+                out = np.empty(_shape(planned), np.uint8)
+                sample = self._submit(clip, planned, planned.epoch, out, pool)
                 if self._decoded(sample, planned.bucket):
                     return sample
                 self._refuse_too_many()
         first = next(iter({**self.quarantined, **self._failures}.values()), "")
         raise DataError(
-            f"None of the clips in the bucket of {planned.bucket} could be decoded. One of them: "
-            f"{first}. {_REMEDY}"
+            f"No clip in the bucket of {planned.bucket} could be decoded. One: {first}. {_REMEDY}"
         )
 
     def _candidates(self, planned: PlannedBatch) -> Iterator[np.uint32]:
@@ -377,3 +364,8 @@ class Loader:
                 f"data.max_quarantined_clips = {allowed} allows. One of them: "
                 f"{list(failed.values())[-1]}. {_REMEDY}"
             )
+
+
+def _shape(planned: PlannedBatch) -> tuple[int, int, int, int]:
+    bucket = planned.bucket
+    return 3, bucket.num_frames, bucket.height, bucket.width

@@ -41,7 +41,8 @@ class PlannedBatch:
     epoch: int
     """The epoch of its stream that this step is counted in."""
     number: int
-    """How many batches of that epoch come before it."""
+    """How many batches of that epoch come before it; after a change, how many since then."""
+    begins_epoch: bool
     bucket: Bucket
     catalog: Catalog
     rows: Rows
@@ -178,6 +179,7 @@ class Plan:
             stream=sum(len(each.streams) for each in self.stages[:number]) + which,
             epoch=slots.epoch,
             number=slots.number,
+            begins_epoch=slots.number == 0 and part.before is None,
             bucket=part.members.shapes[slots.bucket],
             catalog=part.catalog,
             rows=part.members.rows[slots.bucket][slots.positions],

@@ -66,6 +66,7 @@ class _Failure:
 @dataclass(eq=False)
 class _Task:
     window: Window
+    out: NDArray[np.uint8]
     future: Future[NDArray[np.uint8]]
     failures: list[_Failure] = field(default_factory=list)
 
@@ -147,11 +148,17 @@ class Pool:
         self._supervisor = threading.Thread(target=self._supervise, name="decoding", daemon=True)
         self._supervisor.start()
 
-    def submit(self, window: Window) -> Future[NDArray[np.uint8]]:
+    def submit(
+        self, window: Window, out: NDArray[np.uint8] | None = None
+    ) -> Future[NDArray[np.uint8]]:
         """Ask for a window.
 
+        Args:
+            window: what to read.
+            out: where to write the pixels: contiguous, of the window's shape. None: a new array.
+
         Returns:
-            A future of its pixels, [3, F, H, W] uint8, which are the caller's own. It can be
+            A future of its pixels, [3, F, H, W] uint8, in `out`. It can be
             cancelled until a worker begins with it. It raises ClipError if the window cannot be
             read, and DataError if no worker can be started.
 
@@ -159,9 +166,11 @@ class Pool:
             DataError: no worker can be started.
             RuntimeError: the pool is closed.
         """
+        if out is None:
+            out = np.empty(window.shape, np.uint8)
         if self._threads:
-            return self._threads.submit(_read_twice, window, self._decoder)
-        task = _Task(window, Future())
+            return self._threads.submit(_read_twice, window, out, self._decoder)
+        task = _Task(window, out, Future())
         with self._lock:
             if self._end:
                 raise self._end
@@ -284,7 +293,8 @@ class Pool:
             self._fail(task, _Failure(reason))
         elif task:
             try:
-                task.future.set_result(each.process.take(task.window, slot))
+                each.process.take(slot, task.out)
+                task.future.set_result(task.out)
             except Exception as error:  # as above
                 task.fail(error)
 
@@ -335,11 +345,11 @@ class Pool:
             task.fail(self._end)
 
 
-def _read_twice(window: Window, decoder: Decoder) -> NDArray[np.uint8]:
+def _read_twice(window: Window, out: NDArray[np.uint8], decoder: Decoder) -> NDArray[np.uint8]:
     try:
-        return read_window(window, decoder=decoder)
+        return read_window(window, out, decoder=decoder)
     except ClipError:
-        return read_window(window, decoder=decoder)
+        return read_window(window, out, decoder=decoder)
 
 
 def _why(first: _Failure, second: _Failure) -> str:

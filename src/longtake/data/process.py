@@ -84,13 +84,11 @@ class WorkerProcess:
         except (EOFError, OSError):
             return None
 
-    def take(self, window: Window, slot: int) -> NDArray[np.uint8]:
-        """A copy of a window's pixels, [3, F, H, W]."""
-        video = np.empty(window.shape, dtype=np.uint8)
-        pixels, num_read = video.reshape(-1).data, 0
-        while num_read < video.nbytes:  # one read ends at 2 GiB
+    def take(self, slot: int, out: NDArray[np.uint8]) -> None:
+        """Copy a window's pixels, [3, F, H, W], out of the slot in which they lie."""
+        pixels, num_read = out.reshape(-1).data, 0
+        while num_read < out.nbytes:  # one read ends at 2 GiB
             num_read += os.preadv(self._memory[slot], [pixels[num_read:]], num_read)
-        return video
 
     def end(self) -> tuple[int | None, str]:
         """Kill it if it still runs, and give everything back.

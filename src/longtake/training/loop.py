@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from longtake.config import Recipe
+from longtake.data.batch import Batch
 from longtake.data.ledger import Ledger
-from longtake.data.loader import Batch, Loader
+from longtake.data.loader import Loader
 from longtake.errors import DivergedError
 from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.mesh import World

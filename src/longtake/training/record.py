@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from longtake.config import Bucket
-from longtake.data.loader import Batch, Loader
+from longtake.data.batch import Batch
+from longtake.data.loader import Loader
 from longtake.data.pool import Incident
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from longtake.config import Recipe
-from longtake.data.loader import Batch
+from longtake.data.batch import Batch
 from longtake.flow.loss import velocity_loss
 from longtake.flow.path import interpolate, velocity
 from longtake.flow.timesteps import sample_sigmas

@@ -1,0 +1,39 @@
+"""What a rank is given to train on in one step."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from longtake.config import Bucket
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's share of a global batch. Shapes: B local batch, F frames, H height, W width."""
+
+    step: int
+    stage: str
+    source: str
+    """The catalog that its clips are of, by its name in the recipe."""
+    epoch: int
+    begins_epoch: bool
+    """Whether this is the first step that is counted in the epoch."""
+    bucket: Bucket
+    """The shape of its clips."""
+    videos: Tensor
+    """[B, 3, F, H, W] uint8."""
+    captions: tuple[str, ...]
+    """[B]"""
+    seeds: tuple[int, ...]
+    """[B] seeds of all that is random about a sample (noise, sigma, caption dropout), made from
+    the run's seed, the sample's stage and epoch and the clip's identity: the same on any world
+    size."""
+    identities: tuple[str, ...]
+    """[B]"""
+    epochs: tuple[int, ...]
+    """[B] each sample's own epoch."""
+    weights: Tensor
+    """[B] float32: 1, or 0 for a stand-in, which fills the place of a clip that could not be
+    decoded, or a place of a smaller last batch."""
+    rejected: tuple[tuple[str, int], ...]
+    """(identity, epoch) of each clip of this share that could not be decoded."""
