@@ -211,23 +211,25 @@ def audit(
 def _say_audit(found: "Audit") -> None:
     from rich.table import Table
 
-    table = Table("stage", "catalog", "epochs", "seen", "repeated", "missing", "rejected", "")
+    table = Table("stage", "catalog", "epochs", "seen", "repeated", "missing", "rejected", "over")
     for epochs in _alike(found.epochs):
         first, last = epochs[0], epochs[-1]
         counts = (first.seen, first.repeated, first.missing, first.rejected)
         number = f"{first.epoch}-{last.epoch} each" if last is not first else str(first.epoch)
-        note = "" if first.is_over else "not over yet"
-        if first.unplanned:
-            note = f"{first.unplanned} clips do not belong here"
-        if first.examples:
-            note += f" ({', '.join(first.examples)})"
-        table.add_row(first.stage, first.source, number, *map(str, counts), note)
+        is_over = "yes" if first.is_over else "not yet"
+        table.add_row(first.stage, first.source, number, *map(str, counts), is_over)
     say.console().print(table)
+    for epoch in (epoch for epoch in found.epochs if not epoch.is_exact):
+        say.line(
+            f"  epoch {epoch.epoch} of stage {epoch.stage}, catalog {epoch.source}: "
+            f"{epoch.repeated} repeated, {epoch.missing} missing, {epoch.unplanned} that do not "
+            f"belong there; clips whose identity begins with {', '.join(epoch.examples)}"
+        )
     say.line(
         f"{found.end_step} steps; {found.num_abandoned} samples of abandoned steps do not count."
     )
     exact = "Every clip was trained exactly as often as it should have been."
-    say.line(exact if found.ok else "NOT EXACT: clips were repeated or missed; see the table.")
+    say.line(exact if found.ok else "NOT EXACT: clips were repeated, missed or out of place.")
 
 
 def _alike(epochs: "Sequence[EpochAudit]") -> "list[list[EpochAudit]]":

@@ -1,10 +1,8 @@
 """What a person meets at the command line: verbs, results, and one message per mistake."""
 
-import dataclasses
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,69 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longtake import __version__, cli
-from longtake.data.catalog import Catalog
+from longtake import __version__
 from longtake.data.encode import write_video
 
-_RECIPE = """
-out = "{place}/run"
-[data]
-catalog = "{catalog}"
-buckets = [{{ num_frames = 8, height = 32, width = 32 }}]
-[model]
-family = "tubelet"
-config = {{ hidden_size = 24, num_heads = 2, num_blocks = 1 }}
-[text]
-max_tokens = 6
-[optimizer]
-learning_rate = 1e-3
-[training]
-steps = 2
-batch_size = 4
-precision = "fp32"
-[sampling]
-num_inference_steps = 2
-"""
-
 Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Calls longtake as the shell does: gives the exit code, stdout and stderr."""
-
-    def called(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["longtake", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        return int(exit_.value.code or 0), *capsys.readouterr()
-
-    return called
-
-
-@pytest.fixture(scope="module")
-def place(shapes_catalog: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a trained run, its recipe, and much that is not what it seems."""
-    place = tmp_path_factory.mktemp("place")
-    (place / "recipe.toml").write_text(_RECIPE.format(place=place, catalog=shapes_catalog))
-    (place / "file").write_text("not a folder")
-    (place / "empty").mkdir()
-    (place / "damaged").mkdir()
-    (place / "damaged" / "page.mp4").write_text("<html>404</html>")
-    (place / "damaged" / "nothing.mkv").touch()
-    catalog = Catalog.load(shapes_catalog)
-    silent = [dataclasses.replace(clip, caption="") for clip in catalog.clips()]
-    Catalog.of(silent).save(place / "silent.parquet")
-    command = [sys.executable, "-m", "longtake", "train", str(place / "recipe.toml"), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["steps"] == 2
-    begun = place / "begun"
-    shutil.copytree(place / "run", begun)
-    shutil.rmtree(begun / "checkpoints")
-    return place
-
 
 _MISTAKES = {
     "a folder without clips": (

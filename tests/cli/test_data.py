@@ -1,0 +1,200 @@
+"""The verbs of `longtake data`, and `drill`: what they say of good and of bad input."""
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from longtake.data.catalog import Catalog
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def catalog(shapes_catalog: Path, tmp_path: Path) -> Path:
+    """A catalog that a test may change."""
+    path = tmp_path / "catalog.parquet"
+    Catalog.load(shapes_catalog).save(path)
+    return path
+
+
+def test_a_run_is_audited(place: Path, call: Call) -> None:
+    """The table is for people, the JSON has the keys that programs rely on."""
+    code, out, err = call("data", "audit", place / "run")
+    assert (code, out) == (0, "")
+    assert "Every clip was trained exactly as often as it should have been." in err
+    code, out, err = call("data", "audit", place / "run", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["ok"] is True
+    (epoch,) = found["epochs"]
+    wanted = {"epoch": 0, "stage": "all", "seen": 8, "repeated": 0, "missing": 0, "rejected": 0}
+    assert {key: epoch[key] for key in wanted} == wanted
+
+
+def test_a_run_that_repeated_a_clip_is_found_out(place: Path, tmp_path: Path, call: Call) -> None:
+    """Exit code 1, and the clip is named, where one sample was trained instead of another."""
+    run = tmp_path / "run"
+    shutil.copytree(place / "run", run)
+    (ledger,) = run.glob("ledger/*/rank_0000.bin")
+    records = ledger.read_bytes()
+    ledger.write_bytes(records[:15] + records[:7] + records[22:])  # the first clip twice
+    code, out, err = call("data", "audit", run)
+    assert (code, out) == (1, "")
+    assert "NOT EXACT" in err
+    assert records[:7].hex() in err
+    code, out, _ = call("data", "audit", run, "--json")
+    found = json.loads(out)
+    assert (code, found["ok"]) == (1, False)
+    assert (found["epochs"][0]["repeated"], found["epochs"][0]["missing"]) == (1, 1)
+
+
+def test_a_catalog_is_scored_and_shown(catalog: Path, place: Path, call: Call) -> None:
+    """A score becomes an attribute; the buckets have the keys that programs rely on."""
+    code, out, _ = call("data", "score", catalog, "--by", "length", "--json")
+    assert code == 0
+    scored = json.loads(out)
+    assert (scored["name"], scored["scored"], scored["unknown"]) == ("length", 64, 0)
+    code, out, err = call("data", "show", catalog, place / "recipe.toml", "--json")
+    assert (code, err) == (0, "")
+    shown = json.loads(out)
+    (bucket,) = shown["buckets"]
+    assert (bucket["clips"], bucket["kept"], bucket["dropped"], bucket["reasons"]) == (
+        64,
+        64,
+        0,
+        {},
+    )
+    code, out, err = call("data", "show", catalog)
+    assert (code, out) == (0, "")
+    assert "length" in err
+
+
+def test_pictures_are_drawn(catalog: Path, place: Path, tmp_path: Path, call: Call) -> None:
+    """Into a folder, and named."""
+    out = tmp_path / "pictures"
+    code, _, err = call("data", "show", catalog, place / "recipe.toml", "--out", out)
+    assert code == 0
+    assert {path.name for path in out.iterdir()} >= {"buckets.png", "contact_sheet.png"}
+    assert "contact_sheet.png" in err
+
+
+def test_clips_are_prepared(catalog: Path, tmp_path: Path, call: Call) -> None:
+    """Smaller, with a catalog of their own; again, nothing is left to do."""
+    arguments = ("data", "prepare", catalog, "--size", "16x16", "--out", tmp_path / "small")
+    code, out, _ = call(*arguments, "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert (report["prepared"], report["reused"]) == (64, 0)
+    clips = list(Catalog.load(Path(report["catalog"])).clips())
+    assert {(clip.height, clip.width, clip.num_frames) for clip in clips} == {(16, 16, 8)}
+    code, _, err = call(*arguments)
+    assert code == 0
+    assert "64 were there already" in err
+
+
+def test_stages_that_are_too_different_are_shown_and_refused(
+    catalog: Path, place: Path, call: Call
+) -> None:
+    """Exit code 2, but the tables say why."""
+    call("data", "score", catalog, "--by", "length")
+    stages = (
+        'data.stages=[{name="a", steps=1, where=["length <= q10"]}, '
+        '{name="b", where=["length > q10"]}]'
+    )
+    changes = ("--set", stages, "--set", "data.on_drift=refuse", "--set", "data.drift_limit=0.001")
+    code, _, err = call("data", "show", catalog, place / "recipe.toml", *changes)
+    assert code == 2
+    assert "Stages are too different" in err
+    assert "Stage b" in err
+
+
+def test_drills_are_listed(call: Call) -> None:
+    """Each with what it does and what must happen."""
+    code, out, _ = call("drill", "--list", "--json")
+    assert code == 0
+    listed = {each["fault"]: each for each in json.loads(out)}
+    assert listed.keys() >= {
+        "data-grown",
+        "data-shrunk",
+        "data-swapped",
+        "one-clip-removed",
+        "corrupt-clip",
+        "decoder-hang",
+        "worker-killed",
+    }
+    assert all(each["does"] and each["must"] for each in listed.values())
+    code, _, err = call("drill", "--list")
+    assert code == 0
+    assert "decoder-hang" in err
+
+
+_MISTAKES = {
+    "auditing what is no run": ("data audit {place}/empty", r"is not a run directory"),
+    "auditing what is not there": ("data audit {place}/nowhere", r"is not a run directory"),
+    "showing no catalog": ("data show {place}/file", r"file is not a catalog of longtake"),
+    "showing an empty stage": (
+        'data show {catalog} {recipe} --set \'data.stages=[{{name="a", where=["fps > 99"]}}]\'',
+        r"Stage a: none of the catalog's 64 clips can be trained on: 64 \(not fps > 99\)",
+    ),
+    "a condition that is none": (
+        'data show {catalog} {recipe} --set \'data.stages=[{{name="a", where=["fps"]}}]\'',
+        r"`fps` is not a condition of a stage\. Expected ATTRIBUTE OPERATOR VALUE",
+    ),
+    "an attribute that is not there": (
+        'data show {catalog} {recipe} --set \'data.stages=[{{name="a", where=["nuons < 3"]}}]\'',
+        r"The catalog has no attribute nuons; it has num_frames, width",
+    ),
+    "difficulty without a score": (
+        "data show {catalog} {recipe} --set 'data.stages=[{{name=\"a\", drop_hardest=0.1}}]'",
+        r"A stage asks for `difficulty`.*The catalog has none\..*longtake data score",
+    ),
+    "two stages of one name": (
+        'data show {catalog} {recipe} --set \'data.stages=[{{name="a", steps=1}}, {{name="a"}}]\'',
+        r"data\.stages must have names of their own",
+    ),
+    "a stage that never ends before another": (
+        'data show {catalog} {recipe} --set \'data.stages=[{{name="a"}}, {{name="b"}}]\'',
+        r"stage a has neither epochs nor steps",
+    ),
+    "a score that is not there": (
+        "data score {catalog} --by beauty",
+        r"There is no score 'beauty'",
+    ),
+    "a function that is not there": (
+        "data score {catalog} --by json:nothing",
+        r"json.*nothing",
+    ),
+    "a size that is none": (
+        "data prepare {catalog} --size 16 --out {tmp}/small",
+        r"--size 16: expected HEIGHTxWIDTH",
+    ),
+    "a fault that is not there": ("drill decoder-hnag", r"did you mean decoder-hang\?"),
+    "stages that end before the training": (
+        "train {recipe} --set out={tmp}/run --set 'data.stages=[{{name=\"a\", steps=1}}]'",
+        r"The stages end after step 1 \(a: 1\), but training\.steps is 2",
+    ),
+    "weights of no catalog": (
+        "train {recipe} --set out={tmp}/run --set 'data.weights={{x=1}}'",
+        r"data\.weights names x, which is no catalog of: catalog",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", _MISTAKES)
+def test_a_mistake_becomes_one_message_and_exit_code_2(
+    mistake: str, place: Path, catalog: Path, tmp_path: Path, call: Call
+) -> None:
+    """It says what failed and what to do, on stderr, without a traceback."""
+    command, message = _MISTAKES[mistake]
+    known = {"place": place, "tmp": tmp_path, "catalog": catalog}
+    code, out, err = call(*shlex.split(command.format(recipe=place / "recipe.toml", **known)))
+    assert (code, out) == (2, "")
+    assert err.startswith("longtake: ")
+    assert "Traceback" not in err
+    assert re.search(message, err.replace("\n", " ")), err
+    assert not (tmp_path / "run").exists()
