@@ -100,7 +100,7 @@ def test_a_random_codec_carries_what_a_pipeline_reads() -> None:
     ("sizes", "nearest"),
     [
         ((16, 16, 16), "17 frames of 16x16"),
-        ((3, 16, 16), "1 frames of 16x16"),
+        ((3, 16, 16), "1 frame of 16x16"),
         ((17, 15, 16), "17 frames of 16x16"),
         ((17, 16, 1), "17 frames of 4x16"),
     ],

@@ -303,12 +303,16 @@ class Loader:
 
     def _decoded(self, sample: _Sample, shape: Bucket) -> _Sample | None:
         """The sample, when its pixels are there; None if there is no way to get them."""
-        if self._is_quarantined(sample.clip):
-            return None  # since it was submitted, by an earlier batch or by another rank
+        # Since it was submitted, an earlier batch or another rank may have failed at it. It is
+        # waited for all the same: until then it may be written to its place.
+        is_out = self._is_quarantined(sample.clip)
         try:
             pixels = sample.pixels.result()
         except ClipError as error:
-            self._failures[sample.clip.identity] = str(error)
+            if not is_out:
+                self._failures[sample.clip.identity] = str(error)
+            return None
+        if is_out:
             return None
         if is_only_window(sample.clip, shape, self.data):
             self._memory.keep(sample.window, pixels)
