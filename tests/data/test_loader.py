@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -407,10 +407,15 @@ def test_too_many_failures_stop_the_run(path: Path, tmp_path: Path) -> None:
 def _helpers() -> list[str]:
     """Threads and processes that decode."""
     threads = [each.name for each in threading.enumerate() if each.name.startswith("decod")]
-    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
-    children = [pid for task in tasks for pid in (task / "children").read_text().split()]
-    lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children]
-    return threads + [line for line in lines if "longtake.data.worker" in line]
+    children = psutil.Process().children()
+    return threads + [line for each in children if "longtake.data.worker" in (line := _line(each))]
+
+
+def _line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # it has just ended
+        return ""
 
 
 @pytest.mark.parametrize("workers", [0, 2])
