@@ -124,15 +124,18 @@ class DataSection(_Section):
     """Room, in each process, for decoded clips that are one window long; others are read anew."""
     max_quarantined_clips: int = Field(16, ge=0)
     """Clips that may fail to decode, over all ranks, before the run stops."""
+    retry_quarantined: bool = False
+    """Whether a launch tries clips again that failed in those before it."""
 
     @model_validator(mode="after")
     def _has_catalogs(self) -> Self:
         if bool(self.catalogs) == (self.catalog is not None):
             raise ValueError("data needs either one catalog or several catalogs by name")
-        for weights in (self.weights, *(stage.weights or {} for stage in self.stages)):
-            for name in weights.keys() - self.sources().keys():
+        by_key = {f"the weights of stage {each.name}": each.weights or {} for each in self.stages}
+        for key, weights in {"data.weights": self.weights, **by_key}.items():
+            for name in sorted(weights.keys() - self.sources().keys()):
                 known = ", ".join(self.sources())
-                raise ValueError(f"data.weights names {name}, which is no catalog of: {known}")
+                raise ValueError(f"{key} names {name}, which is no catalog of: {known}")
         return self
 
     @model_validator(mode="after")
@@ -321,6 +324,7 @@ MAY_CHANGE_ON_RESUME = (
     "data.prefetch_batches",
     "data.memory_gib",
     "data.max_quarantined_clips",
+    "data.retry_quarantined",
     "training.micro_batch_size",
     "training.device",
     "parallel",
@@ -338,7 +342,8 @@ DECIDES_ORDER = (
     "training.batch_size",
     "training.steps",
 )
-"""Keys that may change on resume where `data.on_change` says how to go on."""
+"""Keys that may change on resume where `data.on_change` says how to go on; of the last, because
+other data may make the stages longer or shorter (a schedule then aims at the new end)."""
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -372,6 +377,12 @@ def dump(recipe: Recipe) -> str:
     return tomli_w.dumps(recipe.model_dump(exclude_none=True))
 
 
+def kept(recipe: Recipe) -> Recipe:
+    """A recipe as a run keeps it: without what was decided for one launch only."""
+    once = {"on_change": "refuse", "retry_quarantined": False}
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update=once)})
+
+
 def differences(old: Recipe, new: Recipe) -> list[tuple[str, object, object]]:
     """Keys whose values differ and may not on resume, as (key, old value, new value).
 
@@ -392,9 +403,18 @@ def _is_longer(old: Recipe, new: Recipe) -> bool:
     return old.optimizer.schedule == "constant" and new.training.steps > old.training.steps
 
 
+def decides_order(key: str) -> bool:
+    """Whether a key is one that may change where `data.on_change` says how to go on."""
+    return _is_among(key, DECIDES_ORDER)
+
+
 def _may_change(key: str, on_change: str) -> bool:
-    free = MAY_CHANGE_ON_RESUME if on_change == "refuse" else MAY_CHANGE_ON_RESUME + DECIDES_ORDER
-    return any(key == each or key.startswith(f"{each}.") for each in free)
+    is_free = _is_among(key, MAY_CHANGE_ON_RESUME)
+    return is_free or (on_change != "refuse" and decides_order(key))
+
+
+def _is_among(key: str, keys: Sequence[str]) -> bool:
+    return any(key == each or key.startswith(f"{each}.") for each in keys)
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -183,7 +183,7 @@ class RunDirectory:
         run_id = f"{self.path.resolve().name}-{secrets.token_hex(4)}"
         with self._writing():
             write_json(self.record_path, {"id": run_id, "created": now(), "launches": []})
-            write_text(self.recipe_path, config.dump(recipe))
+            write_text(self.recipe_path, config.dump(config.kept(recipe)))
 
     def adopt(self, recipe: Recipe) -> None:
         """Make recipe.toml the recipe of the launch that goes on, which `claim` has accepted.
@@ -193,9 +193,9 @@ class RunDirectory:
         Raises:
             RunError: the folder cannot be written.
         """
-        if self.recipe() != recipe:
+        if self.recipe() != config.kept(recipe):
             with self._writing():
-                write_text(self.recipe_path, config.dump(recipe))
+                write_text(self.recipe_path, config.dump(config.kept(recipe)))
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -212,9 +212,16 @@ class RunDirectory:
         if not changed:
             return
         listed = "\n".join(f"  {key}: {old!r} there, {new!r} now" for key, old, new in changed)
+        ways = ""
+        if all(config.decides_order(key) for key, _, _ in changed):
+            ways = (
+                "To go on with what is new, say how: --set data.on_change=merge (in the rest of "
+                "the epoch exactly what it has not seen), finish (end the epoch as it was) or "
+                "restart (begin the next epoch at once).\n"
+            )
         raise RecipeChangedError(
             f"{self.path} holds a run of another recipe, which is never overwritten. "
-            f"They differ in\n{listed}\n"
+            f"They differ in\n{listed}\n{ways}"
             f"Start beside it with --set out={self.path}-2, or go on with the old recipe: "
             f"{self.command_to_go_on()}"
         )

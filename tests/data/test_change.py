@@ -71,6 +71,8 @@ class _Oracle:
                 self.wanted[epoch] = set(clips)
             elif policy == "restart":
                 self.wanted[epoch] = consumed
+            elif consumed == self.wanted[epoch]:
+                pass  # it is over
             elif policy == "merge" and epoch == newest and epoch >= counted:
                 self.wanted[epoch] = consumed | clips
             elif policy == "merge":
@@ -120,6 +122,7 @@ def test_any_chain_of_changes_is_exact(
     catalog = catalog_of(first)
     oracle = _Oracle(num_epochs, {e: identities_of(catalog) for e in range(num_epochs)})
     plan = begin({"catalog": catalog}, recipe, batch_size, seed)
+    plans = [plan]
     for policy, clips, next_batch_size in changes:
         assert plan.end_step is not None
         step = data.draw(st.integers(plan.first_step, plan.end_step))
@@ -127,6 +130,7 @@ def test_any_chain_of_changes_is_exact(
         catalog = catalog_of(clips)
         counted = num_epochs if step == plan.end_step else plan.batch(step).epoch
         oracle.change(policy, identities_of(catalog), counted)
-        plan = go_on(plan, step, policy, {"catalog": catalog}, recipe, next_batch_size, seed)
+        plan = go_on(plans, step, policy, {"catalog": catalog}, recipe, next_batch_size, seed)
+        plans.append(plan)
     _train(plan, None, oracle)
     oracle.check()

@@ -133,10 +133,12 @@ def score(
 ) -> None:
     """Give every clip a number that stages can select by, such as `nouns <= q40`."""
     from longtake.data.catalog import Catalog
+    from longtake.data.index import check_out
     from longtake.data.score import score as score_clips
     from longtake.progress import counted
 
     loaded = Catalog.load(catalog)
+    check_out(out or catalog)  # scoring may take hours
     with counted(say.console(), "score") as advance:
         scored = score_clips(loaded, by, name=name, workers=workers, progress=advance)
     scored.catalog.save(out or catalog)

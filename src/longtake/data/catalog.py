@@ -181,6 +181,17 @@ class Catalog:
             table = table.append_column(full, column if each == name else self.table[full])
         return Catalog(table, self.set_aside, self.stored_fingerprint)
 
+    def relocated(self, other: "Catalog") -> "Catalog":
+        """The same clips; those that another catalog has too lie where it says."""
+        where = pc.index_in(self.identities, value_set=other.identities)
+        is_there, rows, table = pc.is_valid(where), pc.fill_null(where, 0), self.table
+        if not len(other) or not pc.any(is_there).as_py():
+            return self
+        for name in ("path", "member", "offset", "num_bytes"):
+            moved = pc.if_else(is_there, other.table[name].take(rows), table[name])
+            table = table.set_column(table.column_names.index(name), name, moved)
+        return Catalog(table, self.set_aside, self.fingerprint)
+
     @cached_property
     def fingerprint(self) -> str:
         """Names the training data: 32 hex digits over all that decides what is trained, and how.

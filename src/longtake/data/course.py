@@ -17,7 +17,7 @@ from longtake.config import DataSection
 from longtake.data.catalog import Catalog
 from longtake.data.change import compare, go_on
 from longtake.data.plan import Plan, PlannedBatch, begin
-from longtake.errors import DataChangedError
+from longtake.errors import DataChangedError, DataError
 
 ORDER_VERSION = 2
 """Of the functions that order clips. Another version would order the same clips otherwise."""
@@ -121,7 +121,7 @@ def resume(
         return course
     if data.on_change == "refuse":
         raise DataChangedError(_refusal(changes, step))
-    plan = go_on(course.plan, step, data.on_change, catalogs, data, batch_size, seed)
+    plan = go_on(course.plans, step, data.on_change, catalogs, data, batch_size, seed)
     entry = _entry(plan, data.on_change, catalogs, data)
     return Course((*course.plans, plan), (*history, entry), "\n  ".join(changes))
 
@@ -152,7 +152,13 @@ def keep_catalogs(course: Course, catalogs: Mapping[str, Catalog], folder: Path)
     Raises:
         DataError: it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"Catalogs cannot be kept in {folder}: {error.strerror or error}. Make room or make it "
+            "writable, or choose another folder for the run."
+        ) from error
     parts = [part for stream in course.plan.streams() for part in stream.parts]
     needed = [*catalogs.values(), *(part.catalog for part in parts)]
     for catalog in {id(catalog): catalog for catalog in needed}.values():
@@ -183,10 +189,15 @@ def _rebuild(
     batch_size, policy = entry["batch_size"], entry["policy"]
     for use_kept in (False, True):
         then = _catalogs_of(entry, catalogs, kept, use_kept=use_kept)
-        if plans:
-            plan = go_on(plans[-1], entry["step"], policy, then, section, batch_size, seed)
-        else:
-            plan = begin(then, section, batch_size, seed)
+        try:
+            if plans:
+                plan = go_on(plans, entry["step"], policy, then, section, batch_size, seed)
+            else:
+                plan = begin(then, section, batch_size, seed)
+        except DataError:  # such as a score that is no longer there
+            if use_kept:
+                raise
+            continue
         if plan.fingerprint == entry["plan"]:
             return plan, not use_kept
     raise DataChangedError(
@@ -274,7 +285,7 @@ def _catalogs_of(
         if now is not None and is_same and not (use_kept and path is not None and path.exists()):
             found[source] = now
         elif path is not None and path.exists():
-            found[source] = Catalog.load(path)
+            found[source] = _where_it_is_now(Catalog.load(path), catalogs)
         else:
             raise DataChangedError(
                 f"The catalog {source} held other clips at step {entry['step']} (fingerprint "
@@ -282,6 +293,13 @@ def _catalogs_of(
                 f"{path or 'No folder'} does not keep it. Restore the catalog, or start a new run."
             )
     return found
+
+
+def _where_it_is_now(kept: Catalog, catalogs: Mapping[str, Catalog]) -> Catalog:
+    """A kept catalog whose clips are looked for where the catalogs of now have them."""
+    for catalog in catalogs.values():
+        kept = kept.relocated(catalog)
+    return kept
 
 
 def _kept_path(kept: Path | None, name: str) -> Path | None:

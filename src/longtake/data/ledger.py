@@ -8,6 +8,7 @@ that the two can be compared. A record is never changed: the records of a launch
 at which a later launch began were abandoned, and count no more.
 """
 
+import errno
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -66,11 +67,17 @@ class Ledger:
     """Appends what this rank consumed."""
 
     def __init__(self, path: Path, streams: Sequence[str]) -> None:
-        self._file = path.open("ab", buffering=0)
+        self._path = path
+        with _writing(path):
+            self._file = path.open("ab", buffering=0)
         self._streams = {name: index for index, name in enumerate(streams)}
 
     def record(self, batch: "Batch") -> None:
-        """Note one step's samples, after its update."""
+        """Note one step's samples, after its update.
+
+        Raises:
+            DataError: they cannot be written.
+        """
         stream = self._streams[f"{batch.stage}/{batch.source}"]
         trained = [
             (identity, epoch)
@@ -82,15 +89,34 @@ class Ledger:
         lines = [_packed(*sample, batch.step, stream) for sample in trained]
         lines += [_packed(*sample, batch.step, stream | _REJECTED) for sample in batch.rejected]
         nothing = _packed("00" * IDENTITY_BYTES, 0, batch.step, _NOTHING)
-        self._file.write(b"".join(lines) or nothing)  # so that the step is seen to be done
+        whole = b"".join(lines) or nothing  # so that the step is seen to be done
+        with _writing(self._path):
+            if self._file.write(whole) != len(whole):  # half a record would spoil all after it
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def flush(self) -> None:
-        """Return when all records are on disk."""
-        os.fsync(self._file.fileno())
+        """Return when all records are on disk.
+
+        Raises:
+            DataError: they cannot be written.
+        """
+        with _writing(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """End the file."""
         self._file.close()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"The ledger {path} cannot be written: {error.strerror or error}. Make room or make it "
+            "writable, and start the same command again: it goes on from the newest checkpoint."
+        ) from error
 
 
 def _packed(identity: str, epoch: int, step: int, stream: int) -> bytes:
@@ -127,8 +153,7 @@ def begin_launch(
     """Make the folder of a new launch (rank 0); returns it.
 
     Raises:
-        DataError: there are more streams than a record can tell apart.
-        OSError: it cannot be written.
+        DataError: there are more streams than a record can tell apart, or it cannot be written.
     """
     if len(streams) > _MOST_STREAMS:
         raise DataError(
@@ -138,15 +163,16 @@ def begin_launch(
     number = len(_launch_folders(ledger))
     folder = ledger / f"launch_{number:04d}"
     aside = ledger / f".launch_{number:04d}.partial"  # a launch has its facts from the first
-    aside.mkdir(parents=True, exist_ok=True)
     facts = {
         "start_step": start_step,
         "world_size": world_size,
         "streams": list(streams),
         "history": list(history),
     }
-    write_json(aside / "launch.json", facts)
-    aside.rename(folder)
+    with _writing(folder):
+        aside.mkdir(parents=True, exist_ok=True)
+        write_json(aside / "launch.json", facts)
+        aside.rename(folder)
     return folder
 
 
@@ -204,7 +230,9 @@ def _launch(folder: Path) -> dict[str, Any]:
     path = folder / "launch.json"
     try:
         launch: dict[str, Any] = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        for key in ("start_step", "world_size", "streams", "history"):
+            launch[key]
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(
             f"{path} cannot be read: {error}. Without it the ledger proves nothing; restore it."
         ) from error

@@ -166,18 +166,20 @@ class Loader:
                 "repeat some clips and miss others. Use the same seed and the longtake that the "
                 "run was started with."
             )
-        self._step = state["global_step"]
-        self.quarantined = dict(state["quarantined"])
-        self._clips.clear()  # they are told apart by catalogs that may be gone after this
+        step: int = state["global_step"]
         self._course = resume(
             state["history"],
-            self._step,
+            step,
             self.catalogs,
             self.data,
             self._batch_size,
             self._seed,
             self._kept,
         )
+        self._step = step
+        self.quarantined = {} if self.data.retry_quarantined else dict(state["quarantined"])
+        self._failures.clear()
+        self._clips.clear()
 
     def keep_catalogs(self) -> None:
         """Keep copies of the catalogs that are trained on; one rank calls it, before it trains.

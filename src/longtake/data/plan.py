@@ -13,7 +13,7 @@ import hashlib
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -89,6 +89,9 @@ class Stream:
     stage: str
     source: str
     parts: tuple[Part, ...]
+    """The rests of epochs that began before the plan, then whole epochs, unless none are left."""
+    first_epoch: int = 0
+    """The first of the whole epochs."""
 
     @cached_property
     def starts(self) -> list[int]:
@@ -110,6 +113,15 @@ class Stream:
         place = bisect_right(self.starts, index) - 1
         part = self.parts[place]
         return part, part.leg.batch(index - self.starts[place])
+
+    def is_whole_at(self, index: int) -> bool:
+        """Whether batch `index` is one of the whole epochs, and not of a rest."""
+        return self.parts[bisect_right(self.starts, index) - 1].before is None
+
+    def epoch_at(self, index: int) -> int:
+        """The epoch that batch `index` is counted in; after the last batch, the one after it."""
+        place = bisect_right(self.starts, index) - 1
+        return self.parts[place].leg.epoch_of(index - self.starts[place])
 
     def open_at(self, index: int) -> list[OpenEpoch]:
         """What the epochs that have begun before batch `index`, or begin with it, still hold."""
@@ -151,6 +163,8 @@ class Plan:
         stages: what is left of the curriculum then, in order.
         timeline: of these stages, counted from `first_step`.
         batch_size: samples per step over all ranks.
+        ended: stages that had begun and of which this plan has nothing left: by source, the epoch
+            that would be next, were they made longer.
     """
 
     version: int
@@ -158,6 +172,7 @@ class Plan:
     stages: tuple[StagePlan, ...]
     timeline: Timeline
     batch_size: int
+    ended: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def end_step(self) -> int | None:

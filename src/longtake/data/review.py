@@ -1,10 +1,14 @@
 """What a person should know of a plan before it is trained."""
 
 from collections.abc import Iterator
+from itertools import combinations
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from longtake.config import DataSection
 from longtake.data.drift import drifts
-from longtake.data.plan import Plan, StagePlan
+from longtake.data.plan import Plan, StagePlan, Stream
 from longtake.errors import DataError
 
 
@@ -28,7 +32,7 @@ def review(plan: Plan, data: DataSection, num_steps: int | None) -> list[str]:
             + f"\nThe limit is data.drift_limit = {data.drift_limit} standard deviations. Put a "
             "stage between, drop the hardest clips (drop_hardest), or raise the limit."
         )
-    return [*_small_buckets(plan), *too_far, *_unreached(plan, num_steps)]
+    return [*_small_buckets(plan), *_overlaps(plan), *too_far, *_unreached(plan, num_steps)]
 
 
 def _small_buckets(plan: Plan) -> Iterator[str]:
@@ -53,6 +57,24 @@ def _bucket_sizes(stage: StagePlan) -> Iterator[tuple[str, list[tuple[str, int]]
         catalog = f", catalog {stream.source}" if len(stage.streams) > 1 else ""
         sizes = zip(map(str, members.shapes), members.sizes, strict=True)
         yield f"stage {stream.stage}{catalog}", list(sizes)
+
+
+def _overlaps(plan: Plan) -> Iterator[str]:
+    """Catalogs of a stage that share clips: each trains them in epochs of its own."""
+    for stage in plan.stages:
+        for one, other in combinations(stage.streams, 2):
+            mine, theirs = (_identities(stream) for stream in (one, other))
+            shared = pc.sum(pc.is_in(mine, value_set=theirs)).as_py() or 0
+            if shared:
+                yield (
+                    f"stage {stage.stage.name}: the catalogs {one.source} and {other.source} share "
+                    f"{shared} clips, which are trained in the epochs of both"
+                )
+
+
+def _identities(stream: Stream) -> pa.Array:
+    part = stream.parts[-1]
+    return part.catalog.identities.take(pa.array(part.members.all_rows()))
 
 
 def _unreached(plan: Plan, num_steps: int | None) -> Iterator[str]:

@@ -203,9 +203,9 @@ def _checked(name: str) -> str:
             f"An attribute cannot be called {name!r}: recipes use it in conditions such as "
             f"`nouns <= 12`. Choose a name of letters, digits and _ (--name)."
         )
-    if name in CLIP_SCHEMA.names:
+    if name in (*CLIP_SCHEMA.names, "aspect", "difficulty"):
         raise DataError(
-            f"An attribute cannot be called {name!r}: every clip has that already, and recipes "
-            f"can select by it. Choose another name (--name my_{name})."
+            f"An attribute cannot be called {name!r}: in recipes that has "
+            f"a meaning already. Choose another name (--name my_{name})."
         )
     return name

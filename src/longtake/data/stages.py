@@ -1,7 +1,6 @@
 """The curriculum: which clips a stage selects, and which stage a step belongs to."""
 
 import re
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,7 +140,7 @@ def _hardest(catalog: Catalog, rows: Rows, share: float, data: DataSection) -> N
     """Marks the `share` of clips with the highest difficulty; at equal ones the later rows."""
     difficulty = values(catalog, "difficulty", data)[rows]
     is_hardest = np.zeros(len(rows), bool)
-    count = round(share * len(rows))
+    count = round(share * len(rows)) or int(len(rows) > 1)  # of a few clips one, not none
     order = np.argsort(np.nan_to_num(difficulty, nan=-np.inf), kind="stable")
     is_hardest[order[len(rows) - count :]] = True
     return is_hardest
@@ -214,10 +213,6 @@ class Timeline:
     def _plain(self, stage: int, step: int) -> int:
         length, into = self.lengths[stage], max(0, step - self.borders[stage])
         return into if length is None else min(into, length)
-
-    def stage_near(self, step: int) -> int:
-        """The stage whose span a step lies in, ramps aside."""
-        return bisect_right(self.borders, step) - 1
 
 
 def mixed(index: int, weights: Sequence[float]) -> tuple[int, int]:

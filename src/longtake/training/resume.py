@@ -1,5 +1,6 @@
 """What is saved of a training state, and how it goes on from there."""
 
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 from longtake.checkpoint import store
 from longtake.config import Recipe
-from longtake.errors import CheckpointError
+from longtake.data.loader import Loader
+from longtake.errors import CheckpointError, DataError
+from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
 from longtake.training.step import TrainingState
@@ -83,3 +86,22 @@ def data_state(trainer: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
         )
     state: dict[str, Any] = trainer["data"]
     return state
+
+
+def refuse_other_plans(loader: Loader, world: World) -> None:
+    """Make sure that all ranks would train the same; each has read the catalogs for itself.
+
+    Raises:
+        DataError: on every rank, if one of them has another plan, such as by an older copy of a
+            catalog on its node.
+    """
+    mine = (socket.gethostname(), loader.step, loader.course.plan.fingerprint)
+    everyone = gather_objects(mine, world)
+    other = [rank for rank, facts in enumerate(everyone) if facts[1:] != everyone[0][1:]]
+    if other:
+        hosts = sorted({everyone[rank][0] for rank in other})
+        raise DataError(
+            f"{len(other)} of {world.size} ranks (on {', '.join(hosts)}) would train other clips "
+            "than rank 0: they have read another catalog, or another checkpoint. Give all nodes "
+            "the same files, and start again."
+        )

@@ -12,6 +12,7 @@ from rich.markup import escape
 from longtake.checkpoint import store
 from longtake.config import Bucket, Recipe
 from longtake.data.catalog import Catalog
+from longtake.data.files import refuse_missing
 from longtake.data.ledger import begin_launch, keep_ledger, stream_names
 from longtake.data.loader import Loader
 from longtake.data.review import review
@@ -28,7 +29,7 @@ from longtake.training.ema import Ema
 from longtake.training.loop import train_steps
 from longtake.training.optim import build_optimizers
 from longtake.training.record import keep_record
-from longtake.training.resume import data_state, restore
+from longtake.training.resume import data_state, refuse_other_plans, restore
 from longtake.training.step import TrainingState
 
 
@@ -74,8 +75,10 @@ def train(recipe: Recipe, console: Console) -> Outcome:
         step_flops = _count_flops(parts, recipe)  # before the weights are spread over ranks
         state = _begin_or_resume(parts, loader, recipe, run, world)
         start, total = state.global_step, recipe.training.steps
+        refuse_other_plans(loader, world)
         warnings = review(loader.course.plan, recipe.data, total)
-        folder = _begin_ledger(loader, run, world)
+        warnings += _look_for_files(loader, world)
+        folder = _begin_ledger(loader, recipe, run, world)
         if world.is_first:
             _announce(state, loader, warnings, recipe, run, world, console)
         streams = stream_names(recipe.data)
@@ -117,8 +120,6 @@ def _assemble_in_turn(
             parts.codec.save(run.components_path)
             parts.text.save(run.components_path)
             run.create(recipe)
-        else:
-            run.adopt(recipe)
         made.append(parts)
 
     first_does(open_run, world)
@@ -159,11 +160,28 @@ def _begin_or_resume(
     return state
 
 
-def _begin_ledger(loader: Loader, run: RunDirectory, world: World) -> Path:
-    """The folder of this launch's ledger; what it will be audited against is kept beside it."""
+def _look_for_files(loader: Loader, world: World) -> list[str]:
+    """Refuse, before the first step, data of which too much is gone; name the little that is."""
+    said: list[str] = []
+
+    def look() -> None:
+        for catalog in loader.catalogs.values():
+            said.extend(refuse_missing(catalog, loader.data.max_quarantined_clips))
+
+    first_does(look, world)
+    return said
+
+
+def _begin_ledger(loader: Loader, recipe: Recipe, run: RunDirectory, world: World) -> Path:
+    """The folder of this launch's ledger; what it will be audited against is kept beside it.
+
+    Only now does the run take over a recipe that may change on resume: everything that could
+    refuse it has looked at it.
+    """
     made: list[Path] = []
 
     def begin() -> None:
+        run.adopt(recipe)
         loader.keep_catalogs()
         made.append(
             begin_launch(
@@ -212,6 +230,12 @@ def _announce(
         for reason, count in sum(stage.dropped.values(), Counter()).most_common():
             left_out = f"  {count} clips are left out of stage {stage.stage.name}: {reason}"
             console.print(escape(left_out), highlight=False)
+    if loader.quarantined:
+        console.print(
+            f"  {len(loader.quarantined)} clips stay set aside because they could not be decoded; "
+            "data.retry_quarantined=true tries them again",
+            highlight=False,
+        )
     for warning in warnings:
         console.print(f"  [yellow]warning:[/yellow] {escape(warning)}", highlight=False)
     for path in store.passed_over(run, step):
