@@ -360,7 +360,7 @@ def test_what_decides_the_order_may_change_when_asked() -> None:
         ({"weights": {"b": 1.0}}, "data.weights names b, which is no catalog of: catalog"),
         (
             {"stages": [{"name": "x", "weights": {"b": 1.0}}]},
-            "data.weights names b, which is no catalog of: catalog",
+            "the weights of stage x names b, which is no catalog of: catalog",
         ),
         (
             {"stages": [{"name": "x", "steps": 1}, {"name": "x"}]},

@@ -213,7 +213,8 @@ class RunDirectory:
             return
         listed = "\n".join(f"  {key}: {old!r} there, {new!r} now" for key, old, new in changed)
         ways = ""
-        if all(config.decides_order(key) for key, _, _ in changed):
+        keys = {key for key, _, _ in changed}
+        if all(map(config.decides_order, keys)) and keys != {"training.steps"}:
             ways = (
                 "To go on with what is new, say how: --set data.on_change=merge (in the rest of "
                 "the epoch exactly what it has not seen), finish (end the epoch as it was) or "

@@ -153,12 +153,26 @@ def test_a_step_of_which_nothing_can_be_decoded_is_counted_and_learns_nothing(
     assert (epoch.seen, epoch.rejected, epoch.is_exact) == (50, 14, True)
 
 
-def test_too_many_of_them_end_the_run(small_recipe: Callable[..., Recipe], clips: Path) -> None:
+def test_too_many_of_them_are_found_before_the_first_step(
+    small_recipe: Callable[..., Recipe], clips: Path
+) -> None:
+    """With their number and some names."""
+    recipe = small_recipe(f"data.catalog={clips}", "data.max_quarantined_clips=2")
+    message = r"3 of the catalog's 64 files are gone, such as .*\.mp4.*At most 2 \(data\.max_quar"
+    with pytest.raises(DataError, match=message):
+        train(recipe, _QUIET)
+    assert RunDirectory(recipe.out).metrics() == []
+
+
+def test_too_many_damaged_clips_end_the_run(
+    small_recipe: Callable[..., Recipe], clips: Path
+) -> None:
     """The recipe's limit is kept, and the message names it."""
-    recipe = small_recipe(
-        f"data.catalog={clips}", "training.batch_size=32", "data.max_quarantined_clips=2"
-    )
-    with pytest.raises(DataError, match=r"data\.max_quarantined_clips = 2"):
+    for path in sorted((clips.parent / "clips").glob("*.mp4"))[:3]:
+        path.write_bytes(path.read_bytes()[:200])
+    changes = ("training.batch_size=32", "data.max_quarantined_clips=5", "data.memory_gib=0")
+    recipe = small_recipe(f"data.catalog={clips}", *changes)
+    with pytest.raises(DataError, match=r"data\.max_quarantined_clips = 5"):
         train(recipe, _QUIET)
 
 

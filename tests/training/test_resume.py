@@ -273,3 +273,26 @@ def test_a_checkpoint_with_other_weights_is_refused(small_recipe: Callable[..., 
     RunDirectory(small.out).recipe_path.write_text(config.dump(changed))
     with pytest.raises(CheckpointError, match="recipe that the run was started with"):
         train(changed, _QUIET)
+
+
+def test_a_way_to_go_on_is_said_anew_each_time(
+    small_recipe: Callable[..., Recipe], shapes_catalog: Path, tmp_path: Path
+) -> None:
+    """One launch that merges decides nothing for the next; one that is refused leaves no mark."""
+    other = tmp_path / "other.parquet"
+    catalog = Catalog.load(shapes_catalog)
+    Catalog.of(list(catalog.clips())[:60]).save(other)
+    train(small_recipe("training.steps=12", "checkpoint.every=2"), _QUIET)
+    run = RunDirectory(tmp_path / "run")
+    shutil.rmtree(run.checkpoint_path(12))
+    kept = run.recipe_path.read_text()
+    away = ('data.stages=[{name="x"}]', "data.on_change=merge")
+    with pytest.raises(DataChangedError, match="stage all, which is no longer"):
+        train(small_recipe("training.steps=12", "checkpoint.every=2", *away), _QUIET)
+    assert run.recipe_path.read_text() == kept
+    changes = ("training.steps=12", "checkpoint.every=2", f"data.catalog={other}")
+    with pytest.raises(DataChangedError, match="4 removed"):
+        train(small_recipe(*changes), _QUIET)
+    train(small_recipe(*changes, "data.on_change=merge"), _QUIET)
+    assert run.recipe().data.on_change == "refuse"
+    assert audit(run).ok
