@@ -91,6 +91,26 @@ def values(catalog: Catalog, name: str, data: DataSection) -> NDArray[Any]:
     )
 
 
+def attribute_of(condition: str) -> str:
+    """The name of the attribute that a condition asks for.
+
+    Raises:
+        DataError: it is not a condition.
+    """
+    return _parsed(condition)[0]
+
+
+def _parsed(condition: str) -> tuple[str, str, str]:
+    """Attribute, operator and value."""
+    parsed = _CONDITION.fullmatch(condition)
+    if parsed is None:
+        raise DataError(
+            f"`{condition}` is not a condition of a stage. Expected ATTRIBUTE OPERATOR VALUE, such "
+            "as `num_frames >= 48`, `nouns <= q40` or `codec == h264`."
+        )
+    return parsed[1], parsed[2], parsed[3]
+
+
 def _only_score(catalog: Catalog) -> str:
     if len(catalog.attribute_names) == 1:
         return catalog.attribute_names[0]
@@ -103,13 +123,7 @@ def _only_score(catalog: Catalog) -> str:
 
 def _meets(catalog: Catalog, condition: str, rows: Rows, data: DataSection) -> NDArray[np.bool_]:
     """Which of some clips meet a condition; quantiles are those of these clips."""
-    parsed = _CONDITION.fullmatch(condition)
-    if parsed is None:
-        raise DataError(
-            f"`{condition}` is not a condition of a stage. Expected ATTRIBUTE OPERATOR VALUE, such "
-            "as `num_frames >= 48`, `nouns <= q40` or `codec == h264`."
-        )
-    name, operator, text = parsed.groups()
+    name, operator, text = _parsed(condition)
     column = values(catalog, name, data)[rows]
     if name in _TEXTS:
         bound: Any = text.strip("\"'")

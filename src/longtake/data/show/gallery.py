@@ -18,7 +18,7 @@ from longtake.data.pictures import buckets_picture, histogram_picture
 from longtake.data.plan import Plan, Stream
 from longtake.data.sample import sample_seed, sample_window
 from longtake.data.show.contact_sheet import FRAME_HEIGHT, MAX_FRAMES, CropRow, contact_sheet
-from longtake.data.stages import values
+from longtake.data.stages import attribute_of, values
 from longtake.data.window import Window, read_window
 from longtake.errors import ClipError, DataError
 
@@ -29,7 +29,6 @@ CLIPS_PER_BUCKET = 3
 _Drawing = tuple[str, Callable[[Path], None]]
 """The name of a picture, and what draws it to a path."""
 
-_NAME = re.compile(r"\s*([\w.]+)")
 _MOST_FRAMES = 121  # of a clip that no recipe gives a length
 
 
@@ -148,7 +147,7 @@ def _numbers_of_interest(
 ) -> Mapping[str, NDArray[np.float64]]:
     """[N] values by name: all scores, and what stages have conditions on."""
     conditions = (condition for stage in plan.stages for condition in stage.stage.where)
-    asked = [found[1] for found in map(_NAME.match, conditions) if found]
+    asked = list(map(attribute_of, conditions))
     found = {}
     asked += [data.difficulty] if data.difficulty else []
     for name in dict.fromkeys([*_scores(catalog), *asked]):
