@@ -7,6 +7,7 @@ command is run.
 """
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Annotated, Any, Literal, Self
 
 import tomli_w
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -35,6 +37,73 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 class _Section(BaseModel):
     # Strict, so that caption_dropout = true is refused rather than read as 1.0.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)")
+_UNIT_BYTES = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
+_LEAST_RESERVE_BYTES = 2**30
+
+
+def memory_bytes(text: str) -> int:
+    """Bytes of a size such as "48GiB" (2**30) or "48GB" (10**9).
+
+    Raises:
+        RecipeError: it is none.
+    """
+    found = _MEMORY.fullmatch(text.strip())
+    if found is None or not float(found[1]):
+        raise RecipeError(f"{text!r} is no amount of memory; write it like 48GiB or 48GB.")
+    return int(float(found[1]) * _UNIT_BYTES[found[2]])
+
+
+def budget_bytes(memory: str, reserve: float) -> int:
+    """What tensors may take of a card's memory.
+
+    A share is left to what no plan knows; at least 1 GiB, unless the share is 0.
+
+    Raises:
+        RecipeError: it is no amount of memory, or nothing is left of it.
+    """
+    total = memory_bytes(memory)
+    kept_back = max(_LEAST_RESERVE_BYTES, int(reserve * total)) if reserve else 0
+    if kept_back >= total:
+        raise RecipeError(
+            f"{memory} leave nothing to tensors: 1 GiB is kept back for the CUDA context and "
+            "fragmentation. Give the whole card's memory, or set recompute.reserve = 0."
+        )
+    return total - kept_back
+
+
+def _checked_memory(text: str | None) -> str | None:
+    if text is not None:
+        try:
+            memory_bytes(text)
+        except RecipeError as error:
+            raise ValueError(f"recompute.memory: {str(error).rstrip('.')}") from None
+    return text
+
+
+STEM = "{stem}"
+"""What stands for a clip's file name, without its ending, in the patterns of `data.references`."""
+
+_REFERENCE_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_PLACEHOLDER = re.compile(r"\{[^{}]*\}|[{}]")
+
+
+def _check_reference(name: str, pattern: str) -> None:
+    """Raise ValueError if a further picture cannot have this name, or be found by this pattern."""
+    if not _REFERENCE_NAME.fullmatch(name) or name == "noisy":  # noisy_latents is taken
+        raise ValueError(
+            f"data.references: {name!r} cannot be the name of a picture; use small letters, digits "
+            "and underscores, such as reference or pose"
+        )
+    unknown = _PLACEHOLDER.findall(pattern.replace(STEM, ""))
+    if unknown or not pattern:
+        has = f"has {unknown[0]}" if unknown else "is empty"
+        raise ValueError(
+            f'data.references.{name}: "{pattern}" {has}; the one placeholder is {STEM}, the '
+            f'clip\'s file name without its ending, such as in "../{name}/{STEM}.png"'
+        )
 
 
 Shift = Annotated[float, Field(gt=0)] | Literal["flux", "opensora"]
@@ -94,8 +163,17 @@ class DataSection(_Section):
     """Every clip goes to the bucket that fits it best; a batch holds clips of one bucket."""
     frame_stride: int = Field(1, gt=0)
     """Take every n-th frame of a clip."""
+    windows: int | None = Field(None, gt=0)
+    """How many spans of a longer clip are trained on, spread evenly over it; each epoch takes one
+    of them. Without it a span begins anywhere."""
     random_crop: bool = False
     """Cut a clip's frames anywhere instead of in the middle, each epoch elsewhere."""
+    references: dict[str, str] = Field(default_factory=dict)
+    """Further pictures of each clip, by name: the path of each from the clip's folder, such as
+    "../pose/{stem}.png", where `{stem}` stands for the clip's file name without its ending."""
+    cache: _Path | None = None
+    """Folder in which latents and prompt embeddings are kept, computed once, so that codec and text
+    encoder are not in memory while the model trains."""
     flip: float = Field(0.0, ge=0, le=1)
     """Share of samples that are mirrored left to right: not for captions that name a side."""
     stages: Annotated[tuple[Stage, ...], _FromList] = ()
@@ -139,6 +217,29 @@ class DataSection(_Section):
         return self
 
     @model_validator(mode="after")
+    def _references_can_be_found(self) -> Self:
+        for name, pattern in self.references.items():
+            _check_reference(name, pattern)
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_cached(self) -> Self:
+        if self.cache is None:
+            return self
+        if self.random_crop:
+            raise ValueError(
+                "data.cache keeps the latents of fixed crops, but data.random_crop cuts each epoch "
+                "elsewhere: turn one of them off"
+            )
+        if self.windows is None:
+            raise ValueError(
+                "data.cache keeps the latents of a fixed number of spans of each clip: say how "
+                "many with data.windows, such as data.windows = 1 (for images it makes no "
+                "difference)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _stages_fit_together(self) -> Self:
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
@@ -178,6 +279,82 @@ class ModelSection(_Section):
     subfolder: str = "transformer"
     config: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the family's model class; what is left out is the class's default."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """What weights are kept in. With fp32 the arithmetic's precision is autocast's business; with
+    bf16 everything is computed in bf16, and the optimizer keeps fp32 copies of what trains."""
+    guidance: float = Field(3.5, gt=0)
+    """What a guidance-distilled model (FLUX.1-dev) is told its guidance scale is, in training."""
+
+
+class TrainableSection(_Section):
+    """What of the model is trained."""
+
+    kind: Literal["full", "lora", "frozen"] | None = None
+    """`full`: all weights; `lora`: low-rank updates of the targets; `frozen`: only the added
+    module. Unset: frozen where there is a module, else full."""
+    targets: Annotated[tuple[str, ...], _FromList] | None = Field(None, min_length=1)
+    """Names of linear layers that get LoRA: their last parts, or patterns such as
+    `transformer_blocks.*.attn.to_q`. Unset: the family's attention projections."""
+    rank: int = Field(16, gt=0)
+    alpha: float | None = Field(None, gt=0)
+    """LoRA's scale is alpha / rank; unset: alpha = rank."""
+    dtype: Literal["model", "fp32", "bf16"] = "model"
+    """What trained LoRA and module weights are kept in; `model`: what the model is in."""
+    module: str | None = Field(None, pattern=r"^[\w.]+:\w+$")
+    """Your own nn.Module, such as "my_project.adapter:PoseAdapter", found from where you are."""
+    blocks: Annotated[tuple[str, ...], _FromList] = ("*",)
+    """Which blocks the module follows: names or patterns such as `single_transformer_blocks.*`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the module's class."""
+
+    @model_validator(mode="after")
+    def _trains_something(self) -> Self:
+        if self.kind == "frozen" and self.module is None:
+            raise ValueError(
+                'trainable.kind = "frozen" without trainable.module leaves nothing to train'
+            )
+        if self.module is None and (self.options or self.blocks != ("*",)):
+            raise ValueError("trainable.blocks and trainable.options need trainable.module")
+        if self.targets is not None and self.base() != "lora":
+            raise ValueError('trainable.targets needs trainable.kind = "lora"')
+        return self
+
+    def base(self) -> Literal["full", "lora", "frozen"]:
+        """What of the family's own model is trained."""
+        return self.kind or ("full" if self.module is None else "frozen")
+
+
+class RecomputeSection(_Section):
+    """Which activations are computed again in the backward pass instead of being kept."""
+
+    policy: Literal[
+        "auto", "none", "all", "all-but-first", "alternate", "save-attention", "best"
+    ] = "auto"
+    """`best`: the fastest that fits `memory`; `auto`: `best` where `memory` is given, else none."""
+    memory: Annotated[str | None, AfterValidator(_checked_memory)] = None
+    """Memory of the card, such as "48GiB" or "48GB"."""
+    reserve: float = Field(0.07, ge=0, lt=1)
+    """Share of the card's memory, but at least 1 GiB, that is left to what no plan knows: the CUDA
+    context, libraries' workspaces and fragmentation."""
+    device: str | None = None
+    """The card that is planned for: a6000, h100, h200, rtx4090, or FLOPS,BANDWIDTH. Unset: the
+    one at hand."""
+
+    @model_validator(mode="after")
+    def _has_a_budget(self) -> Self:
+        if self.policy == "best" and self.memory is None:
+            raise ValueError('recompute.policy = "best" needs recompute.memory, such as "48GiB"')
+        return self
+
+    def chosen(self) -> str:
+        """The policy, where `auto` is resolved."""
+        if self.policy != "auto":
+            return self.policy
+        return "none" if self.memory is None else "best"
+
+    def budget_bytes(self) -> int | None:
+        """What tensors may take, or None without `memory`."""
+        return None if self.memory is None else budget_bytes(self.memory, self.reserve)
 
 
 class CodecSection(_Section):
@@ -189,6 +366,18 @@ class CodecSection(_Section):
     subfolder: str = "vae"
     class_name: str = "AutoencoderKLWan"
     config: dict[str, Any] = Field(default_factory=dict)
+
+
+class PooledSection(_Section):
+    """A second text encoder, which gives one vector for a whole caption."""
+
+    pretrained: str | None = None
+    """Unset: where the first encoder is from."""
+    subfolder: str = "text_encoder"
+    tokenizer_subfolder: str = "tokenizer"
+    class_name: str = "CLIPTextModel"
+    config: dict[str, Any] = Field(default_factory=dict)
+    max_tokens: int = Field(77, gt=0)
 
 
 class TextSection(_Section):
@@ -204,6 +393,8 @@ class TextSection(_Section):
     max_tokens: int = Field(64, gt=0)
     max_words: int = Field(8192, gt=0)
     """Size limit of the vocabulary that is built from the catalog's captions."""
+    pooled: PooledSection | None = None
+    """FLUX's second encoder. With it padding is encoded like words, as FLUX's pipelines do it."""
 
 
 class FlowSection(_Section):
@@ -222,8 +413,12 @@ class FlowSection(_Section):
 class OptimizerSection(_Section):
     """How gradients become updates."""
 
-    kind: Literal["adamw", "muon"] = "adamw"
-    """`muon` trains the blocks' matrices with Muon and all the rest with AdamW."""
+    kind: Literal["adamw", "muon", "adamw8bit"] = "adamw"
+    """`muon` trains the blocks' matrices with Muon and all the rest with AdamW; `adamw8bit` keeps
+    its states in 8 bits (torchao has to be installed)."""
+    offload: bool = False
+    """Keep AdamW's states, and fp32 copies of bf16 weights, in the computer's memory and update
+    them there."""
     learning_rate: float = Field(1e-4, gt=0)
     """AdamW's."""
     muon_learning_rate: float = Field(0.02, gt=0)
@@ -234,6 +429,15 @@ class OptimizerSection(_Section):
     warmup_steps: int = Field(100, ge=0)
     final_factor: float = Field(0.0, ge=0, le=1)
     max_grad_norm: float = Field(1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _offloads_adamw(self) -> Self:
+        if self.offload and self.kind != "adamw":
+            raise ValueError(
+                f'optimizer.offload works with optimizer.kind = "adamw", not "{self.kind}", whose '
+                "states stay on the card: choose one of the two"
+            )
+        return self
 
 
 class TrainingSection(_Section):
@@ -297,6 +501,8 @@ class Recipe(_Section):
     flow: FlowSection = FlowSection()
     optimizer: OptimizerSection = OptimizerSection()
     training: TrainingSection
+    trainable: TrainableSection = TrainableSection()
+    recompute: RecomputeSection = RecomputeSection()
     ema: EmaSection = EmaSection()
     parallel: ParallelSection = ParallelSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -323,10 +529,12 @@ MAY_CHANGE_ON_RESUME = (
     "data.sample_timeout_seconds",
     "data.prefetch_batches",
     "data.memory_gib",
+    "data.cache",
     "data.max_quarantined_clips",
     "data.retry_quarantined",
     "training.micro_batch_size",
     "training.device",
+    "recompute",
     "parallel",
     "checkpoint",
     "sampling",
@@ -356,6 +564,18 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     for override in overrides:
         _apply_override(values, override)
     return parse(values, source=str(path))
+
+
+def changed(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """Another recipe, with `a.b=c` overrides applied.
+
+    Raises:
+        RecipeError: a key is unknown, or a value does not fit.
+    """
+    values = recipe.model_dump(exclude_none=True)
+    for override in overrides:
+        _apply_override(values, override)
+    return parse(values, source="The changed recipe")
 
 
 def parse(values: Mapping[str, Any], source: str) -> Recipe:
@@ -529,4 +749,5 @@ def _known_keys() -> list[str]:
         if isinstance(field.annotation, type) and issubclass(field.annotation, _Section):
             keys += [f"{name}.{inner}" for inner in field.annotation.model_fields]
     keys += [f"data.buckets.{inner}" for inner in Bucket.model_fields]
+    keys += [f"text.pooled.{inner}" for inner in PooledSection.model_fields]
     return [*keys, *(f"data.stages.{inner}" for inner in Stage.model_fields)]

@@ -5,6 +5,7 @@
     ├── DataError             clips, captions or a catalog cannot be used
     │   ├── ClipError         one video file cannot be decoded (path and reason)
     │   └── DataChangedError  a run was started on another catalog than it is resumed on
+    ├── PlanError             a step does not fit the memory, or would leave weights untrained
     ├── ModelError            a family, codec or text encoder cannot be built or loaded
     ├── RunError              a run directory cannot be used
     │   └── RecipeChangedError  the run directory belongs to another recipe
@@ -50,6 +51,10 @@ class DataChangedError(DataError):
 
 class ModelError(LongtakeError):
     """A family, codec or text encoder cannot be built or loaded."""
+
+
+class PlanError(LongtakeError):
+    """A step does not fit the memory, or would not train what should be trained."""
 
 
 class RunError(LongtakeError):

@@ -1,0 +1,178 @@
+"""What a CUDA card's kernels keep for the backward pass, where fake tensors live on the CPU.
+
+On the CPU torch takes some operations apart which are one kernel on CUDA. Each of the parts would
+keep activations, and a prediction would come out a sixth to a third too high. `as_on_cuda` puts in
+their place operations that keep what the CUDA kernels keep; nothing is computed by them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+_FLASH_TYPES = (torch.float16, torch.bfloat16)
+_FLASH_MOST_CHANNELS = 256
+_FP32_UNDER_AUTOCAST = ("layer_norm", "group_norm", "softmax", "mse_loss", "rms_norm")
+"""Functions of torch.nn.functional that CUDA's autocast runs in fp32 and the CPU's does not (lists
+in torch's autocast_mode.h); of those there, the ones that diffusion transformers call."""
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Inside, fake tensors on the CPU are treated as CUDA's kernels would treat real ones.
+
+    torch.nn.functional itself is changed: a function mode would be off again when a block is
+    recomputed within the backward pass.
+    """
+    stand_ins: dict[str, Callable[..., Any]] = {
+        name: _in_fp32_under_autocast(getattr(F, name)) for name in _FP32_UNDER_AUTOCAST
+    }
+    stand_ins["rms_norm"] = _in_fp32_under_autocast(_rms_norm)
+    stand_ins["scaled_dot_product_attention"] = _attention
+    before = {name: getattr(F, name) for name in stand_ins}
+    for name, function in stand_ins.items():
+        setattr(F, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(F, name, function)
+
+
+def workspace_bytes(operation: Any, args: Sequence[Any], made: Sequence[Tensor]) -> int:
+    """What a CUDA kernel allocates for itself and frees before it returns, where it is much.
+
+    FlashAttention's backward pass, as torch has it (mha_bwd in flash_api.cpp), sums the queries'
+    gradient in fp32 and keeps a number for each row; both are rounded up to whole tiles. It copies
+    a gradient that has gaps, and where heads share keys, it makes theirs for every head first.
+    """
+    if operation is not torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
+        return 0
+    gradient, query, key = args[:3]  # [B, heads, T, channels]
+    num_samples, num_heads, length, channels = query.shape
+    widths = _rounded(channels, 32 if channels <= 128 else 64) + 1
+    sums = 4 * num_samples * num_heads * _rounded(length, 128) * widths
+    copy = 0 if gradient.transpose(1, 2).is_contiguous() else gradient.nbytes
+    shared = 0 if key.shape[1] == num_heads else 2 * key.nbytes * (num_heads // key.shape[1])
+    return int(sums + copy + shared)
+
+
+def _rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """FlashAttention where CUDA would choose it, else the memory-efficient kernel.
+
+    Both keep queries, keys, values, output and one number for each row.
+    """
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (part.to(torch.bfloat16) for part in (query, key, value))
+    fits_flash = query.dtype in _FLASH_TYPES and query.shape[-1] <= _FLASH_MOST_CHANNELS
+    if attn_mask is None and fits_flash:  # it takes shared keys as they are
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    if enable_gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = (part.repeat_interleave(repeats, -3) for part in (key, value))
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    bias = _as_bias(attn_mask, query, key)
+    return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def _as_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """A mask as the kernel takes it: added to the scores, and given for every head."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+    return mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
+
+
+def _in_fp32_under_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            args = tuple(map(_widened, args))
+            kwargs = {name: _widened(value) for name, value in kwargs.items()}
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _widened(value: Any) -> Any:
+    is_narrow = isinstance(value, Tensor) and value.dtype in _FLASH_TYPES
+    return value.float() if is_narrow else value
+
+
+def _rms_norm(
+    input: Tensor,  # noqa: A002 - torch's own name
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    assert isinstance(input, FakeTensor), "only shapes are known here"
+    assert len(normalized_shape) == 1
+    normalised: Tensor = _fused_rms_norm(input, weight)[0]
+    return normalised
+
+
+@torch.library.custom_op("longtake::rms_norm", mutates_args=())
+def _fused_rms_norm(input: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: A002
+    raise NotImplementedError("this operation has shapes, but computes nothing")
+
+
+@torch.library.custom_op("longtake::rms_norm_backward", mutates_args=())
+def _fused_rms_norm_backward(
+    gradient: Tensor,
+    input: Tensor,  # noqa: A002
+    rstd: Tensor,
+    weight: Tensor | None,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError("this operation has shapes, but computes nothing")
+
+
+@_fused_rms_norm.register_fake
+def _rms_norm_shapes(input: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: A002
+    return torch.empty_like(input), input.new_empty(*input.shape[:-1], 1, dtype=torch.float32)
+
+
+@_fused_rms_norm_backward.register_fake
+def _rms_norm_backward_shapes(
+    gradient: Tensor,
+    input: Tensor,  # noqa: A002
+    rstd: Tensor,
+    weight: Tensor | None,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    if weight is None or not wants_weight:
+        return torch.empty_like(input), rstd.new_empty(0)
+    return torch.empty_like(input), weight.new_empty(weight.shape)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """As CUDA's kernel does: the input, its weight, and one number for each row."""
+    ctx.save_for_backward(inputs[0], output[1], inputs[1])
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None]:
+    input, rstd, weight = ctx.saved_tensors  # noqa: A001
+    wants_weight = weight is not None and ctx.needs_input_grad[1]
+    of_input, of_weight = _fused_rms_norm_backward(gradient, input, rstd, weight, wants_weight)
+    return of_input, of_weight if wants_weight else None
+
+
+_fused_rms_norm.register_autograd(_backward, setup_context=_keep_for_backward)

@@ -1,0 +1,86 @@
+"""Which recompute policies fit a budget, what each costs, and which is the fastest that fits."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from longtake.recompute.apply import OPTIONS, Option
+from longtake.recompute.policies import POLICIES, Options, options_of
+from longtake.recompute.solve import Costs, costs, fastest
+from longtake.recompute.trace import StepTrace, Tracer
+
+_GIB = 2**30
+_MOST_TRIES = 5
+_UNIFORM: Mapping[Option, str] = {
+    "keep": "none",
+    "save-attention": "save-attention",
+    "recompute": "all",
+}
+
+
+@dataclass(frozen=True)
+class Best:
+    """The fastest options that fit, traced again as a whole."""
+
+    options: Options
+    predicted_bytes: int
+    """Peak of forward and backward pass, composed of what single blocks take."""
+    traced: StepTrace
+    overhead: float
+    """Share of a step without recompute that it takes longer."""
+    overhead_with_another_gib: float
+    """Likewise with a budget of 1 GiB more."""
+
+    def per_block(self) -> dict[Option, int]:
+        """How many blocks are run by each option."""
+        counted = Counter(self.options.values())
+        return {option: counted[option] for option in OPTIONS}
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Every named policy, traced."""
+
+    traces: Mapping[str, StepTrace]
+    costs: Costs
+
+    def overhead(self, trace: StepTrace) -> float:
+        """Share of a step without recompute that a traced step takes longer."""
+        return trace.seconds / self.traces["none"].seconds - 1
+
+
+def survey(tracer: Tracer) -> Survey:
+    """Trace every named policy; three of the traces say what any mixture takes."""
+    names = tuple(tracer.subject.blocks)
+    traces = {policy: tracer.trace(options_of(policy, names)) for policy in POLICIES}
+    return Survey(traces, costs({option: traces[name] for option, name in _UNIFORM.items()}))
+
+
+def find_best(tracer: Tracer, surveyed: Survey, budget_bytes: int) -> Best | None:
+    """The fastest options whose traced peak is within a budget; None if nothing fits.
+
+    The budget given to the solver is tightened until the trace of what it finds fits.
+    """
+    within = budget_bytes
+    for _ in range(_MOST_TRIES):
+        options = fastest(surveyed.costs, within)
+        if options is None:
+            return None
+        traced = tracer.trace(options)
+        if traced.peak_bytes <= budget_bytes:
+            return _best(options, traced, surveyed, budget_bytes)
+        within -= traced.peak_bytes - budget_bytes
+    return None
+
+
+def _best(options: Options, traced: StepTrace, surveyed: Survey, budget_bytes: int) -> Best:
+    roomier = fastest(surveyed.costs, budget_bytes + _GIB)
+    without = surveyed.traces["none"].seconds
+    with_another = surveyed.costs.predicted_seconds(roomier or options)
+    return Best(
+        options=options,
+        predicted_bytes=int(surveyed.costs.peak_bytes(options)),
+        traced=traced,
+        overhead=surveyed.overhead(traced),
+        overhead_with_another_gib=min(with_another / without - 1, surveyed.overhead(traced)),
+    )

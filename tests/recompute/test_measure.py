@@ -1,0 +1,81 @@
+"""Measuring what a piece of work allocates."""
+
+import pytest
+import torch
+from torch import nn
+
+from longtake.recompute.measure import measured
+
+CPU = torch.device("cpu")
+
+
+def test_counts_bytes_of_known_tensors_exactly() -> None:
+    """Peak, end, and total and peak at each mark, to the byte."""
+    with measured(CPU) as memory:
+        kept = torch.empty(1000, dtype=torch.float32)
+        passing = torch.empty(500, dtype=torch.bfloat16)
+        del passing
+        memory.mark("first")
+        small = torch.empty(3, dtype=torch.int8)
+        memory.mark("second")
+        del kept
+        large = torch.empty(700, dtype=torch.float64)
+    assert memory.at == {"first": 4000, "second": 4003}
+    assert memory.peaks == {"first": 5000, "second": 4003}
+    assert memory.end_bytes == small.nbytes + large.nbytes == 5603
+    assert memory.peak_bytes == 5603
+
+
+def test_ignores_what_is_older_than_the_measurement() -> None:
+    """Freeing an older tensor, even one that an earlier measurement saw, subtracts nothing."""
+    with measured(CPU):
+        older = torch.empty(1000)
+    with measured(CPU) as memory:
+        del older
+        younger = torch.empty(10)
+    assert memory.end_bytes == memory.peak_bytes == younger.nbytes
+
+
+def test_sees_the_temporaries_inside_an_operation() -> None:
+    """A softmax of bf16 numbers in fp32 converts them first, and drops the copy."""
+    x = torch.randn(256, 64, dtype=torch.bfloat16)
+    with measured(CPU) as memory:
+        out = torch.softmax(x, dim=1, dtype=torch.float32)
+    assert memory.end_bytes == out.nbytes
+    assert memory.peak_bytes == 2 * out.nbytes
+
+
+def test_measures_forward_and_backward() -> None:
+    """A mark between forward and backward parts activations from gradients."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
+    x = torch.randn(16, 32)
+    with measured(CPU) as memory:
+        loss = model(x).square().mean()
+        memory.mark("forward_end")
+        loss.backward()
+        del loss
+        memory.mark("backward_end")
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert memory.end_bytes == memory.at["backward_end"] == weights
+    kept = 16 * (64 + 64 + 8) * 4 + 4  # both linears' outputs, gelu's, and the loss
+    assert memory.at["forward_end"] == kept
+    assert memory.peak_bytes >= weights
+
+
+def test_measurements_are_repeatable() -> None:
+    """The same work gives the same numbers each time."""
+
+    def work() -> tuple[int, int]:
+        layer = nn.MultiheadAttention(32, 4, batch_first=True)
+        x = torch.randn(2, 10, 32, requires_grad=True)
+        with measured(CPU) as memory:
+            layer(x, x, x)[0].sum().backward()
+        return memory.peak_bytes, memory.end_bytes
+
+    assert work() == work() == work()
+
+
+def test_refuses_a_device_it_cannot_measure() -> None:
+    """The meta device holds no memory."""
+    with pytest.raises(ValueError, match="not on meta"), measured(torch.device("meta")):
+        pass
