@@ -144,6 +144,14 @@ _MISTAKES = {
         "sample {run} --prompt red --out {tmp}/x.mp4 --steps 0",
         r"sampling\.num_inference_steps is 0; it should be greater than 0",
     ),
+    "a picture without its name": (
+        "sample {run} --prompt red --out {tmp}/x.mp4 --reference pose.png",
+        r"--reference pose\.png: expected NAME=FILE\. Give it like --reference reference=pict",
+    ),
+    "a picture that the run does not go by": (
+        "sample {run} --prompt red --out {tmp}/x.mp4 --reference pose={place}/file",
+        r"goes by the pictures named: none; the request names: pose\.",
+    ),
     "a frame rate that no video has": (
         "sample {run} --prompt red --out {tmp}/x.mp4 --fps 1e-9",
         r"1e-09 frames a second cannot be written as mp4: expected 0\.1 to 1000\.",

@@ -198,3 +198,45 @@ def test_a_mistake_becomes_one_message_and_exit_code_2(
     assert "Traceback" not in err
     assert re.search(message, err.replace("\n", " ")), err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_cache_is_filled_ahead(place: Path, tmp_path: Path, call: Call) -> None:
+    """Words for people; as JSON what was there, what was made and how much it takes."""
+    recipe, cache = place / "recipe.toml", tmp_path / "cache"
+    settings = (f"data.cache={cache}", "data.windows=1", f"out={tmp_path / 'run'}")
+    changes = [part for setting in settings for part in ("--set", setting)]
+    code, out, err = call("data", "cache", recipe, *changes, "--json")
+    assert (code, err) == (0, "")
+    facts = json.loads(out)
+    assert facts["cache"] == str(cache)
+    assert facts["latents"] == {"present": 0, "computed": 64}
+    assert facts["references"] == {"present": 0, "computed": 0}
+    assert facts["prompts"]["computed"] > 1
+    assert facts["bytes"] == sum(path.stat().st_size for path in cache.rglob("*.safetensors"))
+    assert (facts["failed"], facts["seconds"] > 0) == ([], True)
+    code, out, err = call("data", "cache", recipe, *changes)
+    assert (code, out) == (0, "")
+    assert f"{cache}: 64 latents (0 computed now)" in err
+    assert "0.0 MiB written." in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ([], "names no folder for a cache. Set one, such as --set data.cache=cache"),
+        (["data.cache=c"], "data.cache keeps the latents of a fixed number of spans"),
+        (["data.cache=c", "data.windows=1", "data.random_crop=true"], "turn one of them off"),
+        (["data.cache=recipe.toml/c", "data.windows=1"], "The cache cannot be written: "),
+        (["data.cache=c", "data.windows=0"], "data.windows is 0; it should be greater than 0"),
+    ],
+)
+def test_a_cache_that_cannot_be(
+    place: Path, call: Call, monkeypatch: pytest.MonkeyPatch, changes: list[str], said: str
+) -> None:
+    """One sentence and exit code 2."""
+    monkeypatch.chdir(place)
+    settings = [part for change in (*changes, "out=other") for part in ("--set", change)]
+    code, out, err = call("data", "cache", "recipe.toml", *settings)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "Traceback" not in err

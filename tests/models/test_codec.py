@@ -163,8 +163,8 @@ def test_a_missing_folder_is_named() -> None:
     ("class_name", "message"),
     [
         ("AutoencoderKLWann", "no class AutoencoderKLWann. Did you mean AutoencoderKLWan"),
-        ("AutoencoderKL", "not a causal video autoencoder .* Use AutoencoderKLWan"),
-        ("WanPipeline", "not a causal video autoencoder"),
+        ("AutoencoderKLCogVideoX", "neither .* Use AutoencoderKL or AutoencoderKLWan"),
+        ("WanPipeline", "neither an autoencoder of images nor a causal one of videos"),
     ],
 )
 def test_a_class_that_does_not_fit_is_refused(class_name: str, message: str) -> None:

@@ -20,13 +20,13 @@ def test_a_family_is_found_by_name() -> None:
 )
 def test_an_unknown_family_gets_the_nearest(name: str, hint: str) -> None:
     """And in any case all names there are."""
-    with pytest.raises(RecipeError, match=f"{hint} Known: tubelet, wan"):
+    with pytest.raises(RecipeError, match=f"{hint} Known: flux, flux_kontext, tubelet, wan"):
         family(name)
 
 
 def test_importing_the_models_imports_no_heavy_library() -> None:
     """Loading diffusers or transformers takes seconds; a run on pixels and words needs neither."""
-    modules = ["registry", "family", "codec", "text", "wan", "pretrained"]
+    modules = ["registry", "family", "codec", "text", "wan", "flux", "assemble"]
     imports = ", ".join(f"longtake.models.{module}" for module in modules)
     code = f"import sys, {imports}; print({{'diffusers', 'transformers'}} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

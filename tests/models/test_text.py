@@ -7,9 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from longtake.config import TextSection
+from longtake.config import PooledSection, TextSection
 from longtake.errors import DataError, RecipeError
-from longtake.models.text import TransformersText, WordIds, build_text
+from longtake.models.text import (
+    PooledText,
+    TextEncoder,
+    TransformersText,
+    build_text,
+    outline_text,
+)
+from longtake.models.words import WordIds
 
 _CAPTIONS = ["a red ball rolls left", "A blue ball rolls right.", "a red square, turning"]
 _TINY: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
@@ -39,6 +46,20 @@ def _encoder(class_name: str = "UMT5EncoderModel", **config: Any) -> Transformer
     torch.manual_seed(0)
     text = build_text(_section(class_name, **config), _CAPTIONS, None)
     assert isinstance(text, TransformersText)
+    return text
+
+
+def _two_encoders(**pooled: Any) -> TextSection:
+    sizes = {name: size for name, size in _CLIP.items() if name != "max_position_embeddings"}
+    keys: dict[str, Any] = {"config": sizes, "max_tokens": 7}
+    second = PooledSection(**keys | pooled)
+    return _section("T5EncoderModel").model_copy(update={"pooled": second})
+
+
+def _pooled(made: Path | None = None, **keys: Any) -> PooledText:
+    torch.manual_seed(0)
+    text = build_text(_two_encoders(**keys), _CAPTIONS, made)
+    assert isinstance(text, PooledText)
     return text
 
 
@@ -195,3 +216,125 @@ def test_wrong_sections_are_refused(section: TextSection, message: str) -> None:
     """Misspelt classes and arguments, wrong types, and keys that nothing would read."""
     with pytest.raises(RecipeError, match=message):
         build_text(section, _CAPTIONS, None)
+
+
+@pytest.mark.parametrize("caption", ["a red ball", "", "a  red\nball &amp; more ", "a red " * 9])
+def test_two_encoders_embed_as_fluxs_pipeline(caption: str) -> None:
+    """Short, empty, unclean or too long: words with their padding, and one vector for all."""
+    from diffusers import FluxPipeline
+
+    text = _pooled()
+    pipeline = FluxPipeline(
+        None,
+        None,
+        text.pooled_encoder,
+        text.pooled_tokenizer,
+        text.encoder,
+        text.tokenizer,
+        None,
+    )
+    with torch.no_grad():
+        embeds, pooled, _ = pipeline.encode_prompt(
+            caption, device="cpu", max_sequence_length=text.max_tokens
+        )
+    encoded = text.encode([caption])
+    assert encoded.keys() == {"prompt_embeds", "pooled_prompt_embeds"}
+    assert torch.equal(encoded["prompt_embeds"], embeds)
+    assert torch.equal(encoded["pooled_prompt_embeds"], pooled)
+    assert {value.dtype for value in encoded.values()} == {torch.float32}
+
+
+def test_the_pooled_vector_is_taken_where_the_caption_ends() -> None:
+    """Words count, their order too, and what another caption in the batch says does not."""
+    text = _pooled()
+    captions = ["red ball", "ball red", "red ball rolls left", ""]
+    together = text.encode(captions)["pooled_prompt_embeds"]
+    assert together.shape == (4, 16)
+    for row, caption in zip(together, captions, strict=True):
+        torch.testing.assert_close(row, text.encode([caption])["pooled_prompt_embeds"][0])
+    assert len({tuple(row.tolist()) for row in together}) == 4
+
+
+def test_two_saved_encoders_come_back_as_a_pipeline_lays_them(tmp_path: Path) -> None:
+    """FLUX counts the encoder of words second; a run goes on with the very two that it made."""
+    text = _pooled()
+    text.save(tmp_path)
+    folders = ["text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"]
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == folders
+    torch.manual_seed(1)
+    again = build_text(_two_encoders(), ["other words"], tmp_path)
+    for name, expected in text.encode(_CAPTIONS).items():
+        assert torch.equal(again.encode(_CAPTIONS)[name], expected)
+
+
+def test_the_second_encoder_is_from_where_the_first_is(tmp_path: Path) -> None:
+    """A recipe names the repository once; nothing pretrained is copied."""
+    text = _pooled()
+    text.save(tmp_path)
+    section = TextSection(
+        kind="transformers",
+        class_name="T5EncoderModel",
+        pretrained=str(tmp_path),
+        subfolder="text_encoder_2",
+        tokenizer_subfolder="tokenizer_2",
+        max_tokens=8,
+        pooled=PooledSection(max_tokens=7),
+    )
+    loaded = build_text(section, [], None)
+    for name, expected in text.encode(_CAPTIONS).items():
+        assert torch.equal(loaded.encode(_CAPTIONS)[name], expected)
+    loaded.save(tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.parametrize(
+    ("pooled", "message"),
+    [
+        ({"class_name": "T5EncoderModel"}, r"T5EncoderModel gives no pooled .* Use CLIPTextModel"),
+        ({"config": {"hiden_size": 8}}, r"text\.pooled\.config\.hiden_size .* mean hidden_size\?"),
+        ({"config": {"hidden_size": "8"}}, r"text\.pooled\.config does not fit"),
+        (
+            {"config": _CLIP | {"max_position_embeddings": 4}},
+            r"text\.pooled\.max_tokens is 7, but CLIPTextModel reads 4 at most\. Set it to 4",
+        ),
+        (
+            {"pretrained": "some/where"},
+            r"text\.pooled\.config is set, but it would not be used: text\.pooled\.pretrained",
+        ),
+    ],
+)
+def test_a_wrong_second_section_is_refused(pooled: dict[str, Any], message: str) -> None:
+    """By its own key, built or outlined."""
+    with pytest.raises(RecipeError, match=message):
+        _pooled(**pooled)
+    with pytest.raises(RecipeError, match=message):
+        outline_text(_two_encoders(**pooled))
+
+
+def test_words_have_no_second_encoder() -> None:
+    """It would not be used."""
+    with pytest.raises(RecipeError, match=r"text\.pooled is set, but it would not be used"):
+        build_text(TextSection(pooled=PooledSection()), _CAPTIONS, None)
+
+
+@pytest.mark.parametrize("text", [_words(), _encoder(), _pooled()])
+def test_an_outline_tells_the_shapes_of_what_encoding_gives(text: TextEncoder) -> None:
+    """For one caption; on the meta device."""
+    encoded, outline = text.encode(["a red ball"]), text.outline()
+    assert {key: (value.shape, value.dtype) for key, value in encoded.items()} == {
+        key: (value.shape, value.dtype) for key, value in outline.items()
+    }
+    assert {value.device.type for value in outline.values()} == {"meta"}
+
+
+@pytest.mark.parametrize("section", [TextSection(max_tokens=8), _section(), _two_encoders()])
+def test_an_outlined_encoder_answers_as_the_real_one_will(section: TextSection) -> None:
+    """All but its vocabulary, which is taken at its largest, and no weight has a value."""
+    real, outline = build_text(section, _CAPTIONS, None), outline_text(section)
+    assert (outline.embed_dim, outline.pooled_dim) == (real.embed_dim, real.pooled_dim)
+    assert outline.outline().keys() == real.outline().keys()
+    assert outline.max_tokens == real.max_tokens
+    assert outline.vocabulary_size == section.max_words + 3 > real.vocabulary_size
+    assert len(outline.modules()) == len(real.modules())
+    weights = [weight for module in outline.modules() for weight in module.parameters()]
+    assert {weight.device.type for weight in weights} <= {"meta"}

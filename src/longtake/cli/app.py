@@ -13,6 +13,7 @@ import typer
 from longtake import __version__
 from longtake.cli import say
 from longtake.cli.data import data_app
+from longtake.cli.plan import plan
 from longtake.cli.say import AsJson, Changes
 from longtake.errors import LongtakeError
 
@@ -25,6 +26,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.add_typer(data_app, name="data")
+app.command()(plan)
 
 Ema = Annotated[bool, typer.Option(help="Take the averaged weights, or the raw ones.")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option()]
@@ -143,15 +145,22 @@ def sample(
     height: Annotated[int | None, typer.Option(help="Likewise.")] = None,
     width: Annotated[int | None, typer.Option(help="Likewise.")] = None,
     fps: Annotated[float | None, typer.Option(help="Frames a second of the mp4.")] = None,
+    reference: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FILE", help="A picture to go by, by its name in data.references."
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Videos sampled at once.")] = 4,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Sample videos from a run, with a contact sheet beside them."""
     from longtake.evaluation.sample import load_sampler, settings_for
-    from longtake.evaluation.write import check_out, write_samples
+    from longtake.evaluation.write import check_out, references_by_name, write_samples
 
     check_out(out)
+    references = references_by_name(reference or ())
     sampler = load_sampler(run, step=step, ema=ema, device=device)
     settings, bucket = settings_for(
         sampler.recipe,
@@ -164,7 +173,9 @@ def sample(
         shift=shift,
         fps=fps,
     )
-    written = write_samples(sampler, prompt, seed, settings, bucket, out, batch, say.console())
+    written = write_samples(
+        sampler, prompt, seed, settings, bucket, out, batch, say.console(), references
+    )
     if as_json:
         say.result({"step": sampler.step, **written})
     else:

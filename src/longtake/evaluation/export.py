@@ -1,10 +1,23 @@
-"""Hands a trained model to diffusers."""
+"""Hands a trained model to diffusers.
+
+The folder is a pipeline of the whole model, whatever of it was trained. LoRA is merged into its
+weights, and is also there apart for `load_lora_weights`, in `pytorch_lora_weights.safetensors`. No
+pipeline has a place for a module of one's own: its weights are in `added_module.safetensors`, and
+the pipeline is the model without it.
+"""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from longtake.errors import RunError
 from longtake.evaluation.sample import Sampler
+from longtake.models.added import added_module
+from longtake.models.lora import lora_state
+from longtake.models.trainable import plain_copy
 
 
 def export_pipeline(sampler: Sampler, out: Path) -> None:
@@ -22,7 +35,8 @@ def export_pipeline(sampler: Sampler, out: Path) -> None:
         aside.mkdir(parents=True)
         recipe = sampler.recipe
         shift = sampler.shift(recipe.sampling, recipe.data.buckets[0])
-        parts.family.export(parts.model, parts.codec, parts.text, shift, aside)
+        parts.family.export(plain_copy(parts.model), parts.codec, parts.text, shift, aside)
+        _write_adapters(parts.model, aside)
         if out.exists():
             out.rmdir()
         aside.rename(out)
@@ -32,6 +46,23 @@ def export_pipeline(sampler: Sampler, out: Path) -> None:
         ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _write_adapters(model: nn.Module, folder: Path) -> None:
+    """What was trained beside the model's own weights, in files of its own."""
+    lora, module = lora_state(model), added_module(model)
+    files = {
+        "pytorch_lora_weights": {f"transformer.{name}": value for name, value in lora.items()},
+        "added_module": {} if module is None else module.state_dict(),
+    }
+    for name, weights in files.items():
+        if weights:
+            save_file(_apart(weights), folder / f"{name}.safetensors", {"format": "pt"})
+
+
+def _apart(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As safetensors wants them: in one piece each, and sharing no memory."""
+    return {name: value.detach().clone().contiguous() for name, value in weights.items()}
 
 
 def check_out(out: Path) -> None:

@@ -1,7 +1,7 @@
 """Samples videos from the weights of a checkpoint."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +12,17 @@ from torch import Tensor
 from longtake import config
 from longtake.checkpoint import store
 from longtake.config import Bucket, Recipe, SamplingSection
-from longtake.errors import CheckpointError
+from longtake.data.clip import Media
+from longtake.data.crop import Crop
+from longtake.data.references import Reference, read
+from longtake.errors import CheckpointError, ClipError, DataError
 from longtake.flow.solver import guided, integrate
 from longtake.flow.timesteps import build_sigmas
-from longtake.models.assemble import Components, assemble, latent_shape
-from longtake.models.family import LatentShape
+from longtake.models.assemble import Components, assemble, guidance_of, latent_shape
+from longtake.models.family import Conditioning, LatentShape
 from longtake.models.precision import Precision, autocast
 from longtake.models.text import NO_CAPTION
+from longtake.models.trainable import load_trained, trained_state
 from longtake.parallel.mesh import Device, pick_device
 from longtake.run_dir import RunDirectory
 
@@ -29,6 +33,9 @@ class Request:
 
     prompt: str
     seed: int
+    references: Mapping[str, Path] = field(default_factory=dict)
+    """Pictures that it goes by, for a model that was trained with such: images or videos, of which
+    the first frame counts, by their names in `data.references`."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +62,13 @@ class Sampler:
         Raises:
             RecipeError: the codec or the model cannot divide the bucket.
             ModelError: the model is built for another shape.
+            DataError: a request lacks a picture that the model goes by, or it cannot be read.
         """
         shape = self._shape(bucket)
+        pictures = self._encode_references(requests, bucket)
         noise = torch.stack([_noise(request.seed, shape) for request in requests]).to(self.device)
-        velocity = self._guided_velocity([r.prompt for r in requests], settings.guidance_scale)
+        prompts = [request.prompt for request in requests]
+        velocity = self._guided_velocity(prompts, pictures, settings.guidance_scale)
         sigmas = build_sigmas(settings.num_inference_steps, self.shift(settings, bucket))
         with torch.inference_mode():
             latents = integrate(velocity, noise, sigmas, settings.solver, on_step)
@@ -78,25 +88,57 @@ class Sampler:
         self.components.family.check(self.recipe.model, [shape])
         return shape
 
+    def _encode_references(self, requests: Sequence[Request], bucket: Bucket) -> Conditioning:
+        """`<name>_latents` [N, C, 1, h, w] of each picture that the recipe names."""
+        names = self.recipe.data.references
+        for request in requests:
+            if request.references.keys() != names.keys():
+                raise DataError(
+                    f"This run goes by the pictures named: {', '.join(names) or 'none'}; the "
+                    f"request names: {', '.join(request.references) or 'none'}. Give each that it "
+                    "goes by with --reference NAME=FILE, and no other."
+                )
+        pictures = {
+            name: np.stack([_read(request.references[name], bucket) for request in requests])
+            for name in names
+        }
+        return {
+            f"{name}_latents": self.components.codec.encode(torch.from_numpy(each).to(self.device))
+            for name, each in pictures.items()
+        }
+
     def _guided_velocity(
-        self, prompts: list[str], scale: float
+        self, prompts: list[str], pictures: Conditioning, scale: float
     ) -> Callable[[Tensor, float], Tensor]:
-        """Classifier-free guidance, both halves in one batch; a scale of 1 needs no guidance."""
-        is_guided = scale != 1
+        """One pass where the model is told the scale, or where it is 1: that needs no guidance.
+
+        Else classifier-free guidance, both halves in one batch.
+        """
+        parts = self.components
+        is_distilled = parts.family.distils_guidance(parts.model)
+        is_guided = scale != 1 and not is_distilled
         captions = prompts + [NO_CAPTION] * len(prompts) if is_guided else prompts
-        conditioning = self.components.text.encode(captions)
+        conditioning = parts.text.encode(captions)
+        for name, latents in pictures.items():
+            conditioning[name] = torch.cat([latents] * 2) if is_guided else latents
+        if is_distilled:
+            conditioning |= guidance_of(conditioning, scale)
 
         def velocity(noisy_latents: Tensor, sigma: float) -> Tensor:
             doubled = torch.cat([noisy_latents] * 2) if is_guided else noisy_latents
             sigmas = torch.full((len(doubled),), sigma, device=self.device)
-            with autocast(self.precision, self.device):
-                predicted = self.components.predict_velocity(doubled, sigmas, conditioning)
+            with autocast(self._autocast_precision(), self.device):
+                predicted = parts.predict_velocity(doubled, sigmas, conditioning)
             if not is_guided:
                 return predicted.float()
             conditional, unconditional = predicted.float().chunk(2)
             return guided(conditional, unconditional, scale)
 
         return velocity
+
+    def _autocast_precision(self) -> Precision:
+        """A model whose weights are in bf16 computes in bf16 without autocast, as in training."""
+        return "fp32" if self.recipe.model.dtype == "bf16" else self.precision
 
 
 def load_sampler(
@@ -113,9 +155,9 @@ def load_sampler(
     trainer = store.load_trainer(checkpoint)
     place = pick_device(device)
     components = assemble(recipe, (), run.components_path)
-    state = components.model.state_dict()
+    state = trained_state(components.model)  # the rest is as the recipe's model brings it
     store.load_parts(checkpoint, {"ema" if ema else "model": state})
-    components.model.load_state_dict(state)
+    load_trained(components.model, state)
     components.model.eval().requires_grad_(False)
     components.to(place)
     return Sampler(components, recipe, trainer["global_step"], place, trainer["precision"])
@@ -193,3 +235,21 @@ def _given(values: Mapping[str, object]) -> dict[str, object]:
 def _noise(seed: int, shape: LatentShape) -> Tensor:
     """One sample's noise, drawn on the CPU so that every device makes the same video."""
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
+
+
+def _read(picture: Path, bucket: Bucket) -> NDArray[np.uint8]:
+    """[3, 1, H, W]: scaled to cover the bucket and cut in the middle."""
+    wanted = Reference(
+        identity="",
+        media=Media(str(picture)),
+        clip_height=0,  # there is no clip that it would have to be cut like
+        clip_width=0,
+        clip_crop=Crop(0, 0, 0, 0),
+        height=bucket.height,
+        width=bucket.width,
+        is_flipped=False,
+    )
+    try:
+        return read(wanted)
+    except ClipError as error:
+        raise DataError(f"The picture {error.path} cannot be read: {error.reason}.") from error

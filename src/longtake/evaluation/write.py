@@ -1,6 +1,6 @@
 """Samples requests in batches and writes what came out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -50,8 +50,11 @@ def write_samples(
     out: Path,
     batch_size: int,
     console: Console,
+    references: Mapping[str, Path] | None = None,
 ) -> dict[str, list[str] | str]:
     """Sample one video per prompt, and write them and a contact sheet.
+
+    All videos go by the same reference pictures, where the model goes by any.
 
     Returns:
         `videos`, the files written, and `sheet`, the picture beside them.
@@ -59,14 +62,14 @@ def write_samples(
     Raises:
         RecipeError: H.264 does not take the size or frame rate, or the model not the size.
         RunError: the contact sheet cannot be written.
-        DataError: a video cannot be written.
+        DataError: a reference picture cannot be read, or a video cannot be written.
     """
     _refuse_unwritable(bucket, settings.fps)
     for prompt in prompts:
         if unknown := sampler.unknown_words(prompt):
             words = f"  not in the captions of the training: {', '.join(unknown)}"
             console.print(words, markup=False)
-    requests = [Request(prompt, seed) for prompt in prompts]
+    requests = [Request(prompt, seed, references or {}) for prompt in prompts]
     videos = sample_in_batches(sampler, requests, settings, bucket, batch_size, console)
     paths = _numbered(out, len(prompts))
     for path, video in zip(paths, videos, strict=True):
@@ -91,6 +94,24 @@ def check_out(out: Path) -> None:
         raise RunError(
             f"--out {out} cannot be written: {error.strerror or error}. Choose another folder."
         ) from error
+
+
+def references_by_name(given: Sequence[str]) -> dict[str, Path]:
+    """Pictures by name, of what was given as NAME=FILE.
+
+    Raises:
+        RunError: it was given otherwise, or there is no such file.
+    """
+    pictures = {}
+    for each in given:
+        name, _, file = each.partition("=")
+        if not name or not Path(file).is_file():
+            reason = f"there is no file {file}" if name and file else "expected NAME=FILE"
+            raise RunError(
+                f"--reference {each}: {reason}. Give it like --reference reference=picture.png."
+            )
+        pictures[name] = Path(file)
+    return pictures
 
 
 def _numbered(out: Path, count: int) -> list[Path]:

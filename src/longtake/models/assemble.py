@@ -8,12 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from longtake.config import Bucket, Recipe, Shift
+from longtake.errors import RecipeError
 from longtake.flow.timesteps import resolution_shift
-from longtake.models.codec import Codec, build_codec
+from longtake.models.added import condition
+from longtake.models.architecture import DTYPES, keep_weights_in
+from longtake.models.codec import Codec, build_codec, outline_codec
 from longtake.models.family import Conditioning, Family, LatentShape
 from longtake.models.flops import count_flops
 from longtake.models.registry import family
-from longtake.models.text import TextEncoder, build_text
+from longtake.models.text import TextEncoder, build_text, outline_text
+from longtake.models.trainable import make_trainable
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Components:
         self, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
     ) -> Tensor:
         """The model's velocity, [B, C, F, H, W]."""
+        condition(self.model, conditioning)
         return self.family.predict_velocity(self.model, noisy_latents, sigmas, conditioning)
 
     def shift(self, shift: Shift, bucket: Bucket) -> float:
@@ -49,28 +54,104 @@ class Components:
         self.text.to(device)
 
 
-def assemble(recipe: Recipe, captions: Iterable[str], made: Path | None) -> Components:
+def assemble(
+    recipe: Recipe, captions: Iterable[str], made: Path | None, *, frozen_parts: bool = True
+) -> Components:
     """Build every part on the CPU; random weights follow from the recipe's seed alone.
 
     Args:
         recipe: the recipe; all that does not fit together in it is found here.
         captions: of the catalog, for a vocabulary (not read where the run has one).
         made: the folder of frozen parts that the run made when it began; None when it begins.
+        frozen_parts: without them codec and text encoders are outlines, which know shapes but
+            cannot encode: for a run whose latents and prompt embeddings are cached. Of words the
+            vocabulary is the real one.
 
     Raises:
         RecipeError: the recipe's parts do not fit together.
         ModelError: weights cannot be loaded.
     """
-    chosen = family(recipe.model.family)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        codec = build_codec(recipe.codec, made)
-        shapes = [latent_shape(codec, bucket) for bucket in recipe.data.buckets]
-        chosen.check(recipe.model, shapes)
-        text = build_text(recipe.text, captions, made)
+        is_whole = frozen_parts or recipe.codec.kind == "pixels"
+        codec = build_codec(recipe.codec, made) if is_whole else outline_codec(recipe.codec)
+        chosen, shapes = _check(recipe, codec)
+        is_whole = frozen_parts or recipe.text.kind == "words"
+        text = build_text(recipe.text, captions, made) if is_whole else outline_text(recipe.text)
         torch.manual_seed(recipe.seed)  # the model's weights do not depend on the other parts'
         model = chosen.build(recipe.model, shapes, text)
+        _finish(model, chosen, recipe, codec)
     return Components(chosen, model, codec, text)
+
+
+def outline(recipe: Recipe) -> Components:
+    """All parts on torch's meta device: shapes and dtypes at any size, no values, in seconds.
+
+    Neither weights nor a catalog are needed; a vocabulary of the catalog's words is taken at its
+    largest. The codec and the text encoders cannot encode.
+
+    Raises:
+        RecipeError: the recipe's parts do not fit together.
+        ModelError: the configuration of a pretrained part cannot be found.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        codec = outline_codec(recipe.codec)
+        chosen, shapes = _check(recipe, codec)
+        text = outline_text(recipe.text)
+        model = chosen.build(recipe.model, shapes, text, weights=False)
+        _finish(model, chosen, recipe, codec)
+    return Components(chosen, model, codec, text)
+
+
+def _check(recipe: Recipe, codec: Codec) -> tuple[Family, list[LatentShape]]:
+    """The family, and the shapes of its latents, which it can take."""
+    chosen = family(recipe.model.family)
+    for name in chosen.references:
+        if name not in recipe.data.references:
+            raise RecipeError(
+                f"The family {recipe.model.family} looks at a picture named {name} for each clip, "
+                f"but data.references does not have it. Say where it lies, such as "
+                f'data.references.{name} = "../{name}/{{stem}}.png".'
+            )
+    shapes = [latent_shape(codec, bucket) for bucket in recipe.data.shapes()]
+    chosen.check(recipe.model, shapes)
+    return chosen, shapes
+
+
+def _finish(model: nn.Module, chosen: Family, recipe: Recipe, codec: Codec) -> None:
+    """Put the weights into the dtype they are kept in, and train what the recipe says."""
+    keep_weights_in(model, DTYPES[recipe.model.dtype])
+    make_trainable(model, chosen, recipe.trainable, codec.channels)
+
+
+def training_conditioning(
+    parts: Components, recipe: Recipe, conditioning: Conditioning
+) -> Conditioning:
+    """What the model is told in training: a distilled one also `guidance` [B], the recipe's."""
+    if not parts.family.distils_guidance(parts.model):
+        return conditioning
+    return conditioning | guidance_of(conditioning, recipe.model.guidance)
+
+
+def guidance_of(conditioning: Conditioning, scale: float) -> Conditioning:
+    """`guidance` [B] fp32: the same scale for every sample of a conditioning."""
+    like = next(iter(conditioning.values()))
+    return {"guidance": torch.full((len(like),), scale, device=like.device)}
+
+
+def outline_conditioning(
+    parts: Components, recipe: Recipe, shape: LatentShape, batch_size: int = 1
+) -> Conditioning:
+    """What the model is told in training about samples of a shape, on the meta device.
+
+    Pictures that go with a clip have its rows and columns.
+    """
+    told = parts.text.outline()
+    for name in recipe.data.references:
+        told[f"{name}_latents"] = torch.empty(1, *shape._replace(num_frames=1), device="meta")
+    told = {key: value.new_empty(batch_size, *value.shape[1:]) for key, value in told.items()}
+    return training_conditioning(parts, recipe, told)
 
 
 def latent_shape(codec: Codec, bucket: Bucket) -> LatentShape:
@@ -82,24 +163,24 @@ def latent_shape(codec: Codec, bucket: Bucket) -> LatentShape:
     return LatentShape(codec.channels, *codec.latent_shape(bucket))
 
 
-def forward_flops(components: Components, shape: LatentShape) -> int:
+def forward_flops(parts: Components, recipe: Recipe, shape: LatentShape) -> int:
     """Floating-point operations of one forward pass over one sample."""
     inputs = {
         "noisy_latents": torch.empty(1, *shape, device="meta"),
         "sigmas": torch.empty(1, device="meta"),
-        **components.text.outline(),
+        **outline_conditioning(parts, recipe, shape),
     }
-    return count_flops(_Asked(components.family, components.model), inputs)
+    return count_flops(_Asked(parts), inputs)
 
 
 class _Asked(nn.Module):
     """A model as its family asks it, so that its FLOPs can be counted through `forward`."""
 
-    def __init__(self, asking: Family, model: nn.Module) -> None:
+    def __init__(self, parts: Components) -> None:
         super().__init__()
-        self.asking = asking
-        self.model = model
+        self.model = parts.model
+        self.parts = parts
 
     def forward(self, noisy_latents: Tensor, sigmas: Tensor, **conditioning: Tensor) -> Tensor:
         """The model's velocity."""
-        return self.asking.predict_velocity(self.model, noisy_latents, sigmas, conditioning)
+        return self.parts.predict_velocity(noisy_latents, sigmas, conditioning)

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from longtake.config import Bucket, CodecSection
 from longtake.errors import RecipeError
+from longtake.models.architecture import on_meta
+from longtake.models.image_codec import ImageCodec, complete_image_config, to_uint8
 from longtake.models.pretrained import (
     construct,
     defaults,
@@ -44,6 +46,10 @@ class Codec(Protocol):
         """Videos, uint8, of latents."""
         ...
 
+    def modules(self) -> list[nn.Module]:
+        """The frozen modules, which take memory; none where latents are the pixels."""
+        ...
+
     def to(self, device: torch.device) -> None:
         """Move to a device."""
         ...
@@ -69,6 +75,10 @@ class PixelCodec:
     def decode(self, latents: Tensor) -> Tensor:
         """fp32 [-1, 1] to uint8 [0, 255]; what lies outside is clamped."""
         return to_uint8(latents)
+
+    def modules(self) -> list[nn.Module]:
+        """None."""
+        return []
 
     def to(self, device: torch.device) -> None:
         """There is nothing to move."""
@@ -131,6 +141,10 @@ class AutoencoderCodec:
         decoded: Tensor = self.autoencoder.decode(raw).sample  # type: ignore[operator]
         return to_uint8(decoded)
 
+    def modules(self) -> list[nn.Module]:
+        """The autoencoder."""
+        return [self.autoencoder]
+
     def to(self, device: torch.device) -> None:
         """Move the autoencoder to a device."""
         self.autoencoder.to(device)
@@ -153,37 +167,64 @@ def build_codec(section: CodecSection, made: Path | None = None) -> Codec:
         ModelError: the weights cannot be loaded.
         RecipeError: there is no such class, or it does not take the recipe's arguments.
     """
+    codec_class = _check(section)
+    if codec_class is None:
+        return PixelCodec()
+    found = diffusers_class("codec.class_name", section.class_name)
+    if section.pretrained is not None:
+        loaded = load_pretrained(found, section.pretrained, section.subfolder)
+        return codec_class(loaded, is_pretrained=True)
+    if made is not None and (made / "vae").is_dir():
+        return codec_class(load_pretrained(found, str(made), "vae"))
+    return codec_class(_random(found, section.config))
+
+
+def outline_codec(section: CodecSection) -> Codec:
+    """The same without weights, on the meta device: it knows shapes, but cannot encode.
+
+    Raises:
+        ModelError: a pretrained one's configuration cannot be found.
+        RecipeError: there is no such class, or it does not take the recipe's arguments.
+    """
+    codec_class = _check(section)
+    if codec_class is None:
+        return PixelCodec()
+    found = diffusers_class("codec.class_name", section.class_name)
+    if section.pretrained is not None:
+        outline = on_meta(found, section.pretrained, section.subfolder)
+        return codec_class(outline, is_pretrained=True)
+    with torch.device("meta"):
+        return codec_class(_random(found, section.config))
+
+
+def _check(section: CodecSection) -> type[AutoencoderCodec | ImageCodec] | None:
+    """What wraps the section's autoencoder, whose keys fit together; None for pixels."""
     given: dict[str, object] = {"pretrained": section.pretrained, "config": section.config}
     if section.kind == "pixels":
         refuse_unused("codec", given, 'codec.kind is "pixels"')
-        return PixelCodec()
-    autoencoder_class = _autoencoder_class(section.class_name)
+        return None
     if section.pretrained is not None:
         refuse_unused("codec", {"config": section.config}, "codec.pretrained brings its own")
-        loaded = load_pretrained(autoencoder_class, section.pretrained, section.subfolder)
-        return AutoencoderCodec(loaded, is_pretrained=True)
-    if made is not None and (made / "vae").is_dir():
-        return AutoencoderCodec(load_pretrained(autoencoder_class, str(made), "vae"))
-    config = _completed(autoencoder_class, section.config)
-    return AutoencoderCodec(construct("codec.config", autoencoder_class, config))
-
-
-def to_uint8(pixels: Tensor) -> Tensor:
-    """[-1, 1] to uint8 [0, 255], rounded and clamped."""
-    return ((pixels.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
-
-
-def _autoencoder_class(name: str) -> Any:
-    """A class that downsamples time causally and knows the statistics of its latents."""
-    found = diffusers_class("codec.class_name", name)
-    if not {"z_dim", "dim_mult", "temperal_downsample", "latents_mean"} <= set(
+    found = diffusers_class("codec.class_name", section.class_name)
+    if section.class_name == "AutoencoderKL":
+        return ImageCodec
+    if {"z_dim", "dim_mult", "temperal_downsample", "latents_mean"} <= set(
         defaults(found.__init__)
     ):
-        raise RecipeError(
-            f"codec.class_name: {name} is not a causal video autoencoder that longtake knows. Use "
-            "AutoencoderKLWan."
-        )
-    return found
+        return AutoencoderCodec
+    raise RecipeError(
+        f"codec.class_name: {section.class_name} is neither an autoencoder of images nor a causal "
+        "one of videos that longtake knows. Use AutoencoderKL or AutoencoderKLWan."
+    )
+
+
+def _random(autoencoder_class: Any, config: dict[str, Any]) -> Any:
+    """An autoencoder with random weights."""
+    is_of_images = autoencoder_class.__name__ == "AutoencoderKL"
+    values = (
+        complete_image_config(config) if is_of_images else _completed(autoencoder_class, config)
+    )
+    return construct("codec.config", autoencoder_class, values)
 
 
 def _completed(autoencoder_class: Any, config: dict[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,9 @@ Everything outside speaks latents [B, C, F, H, W], sigmas (1 = pure noise) and v
 (= noise - latents).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -17,7 +17,11 @@ from longtake.models.codec import Codec
 from longtake.models.text import TextEncoder
 
 Conditioning = dict[str, Tensor]
-"""What a text encoder gives and a family's model takes: named tensors, each [B, ...]."""
+"""What a model is told besides its noisy latents: named tensors, each [B, ...].
+
+From text encoders `token_ids` or `prompt_embeds` and `pooled_prompt_embeds`; of a picture that goes
+with each clip `<name>_latents` [B, C, 1, h, w]; for a guidance-distilled model `guidance` [B].
+"""
 
 
 class LatentShape(NamedTuple):
@@ -32,6 +36,12 @@ class LatentShape(NamedTuple):
 class Family(Protocol):
     """One architecture: how to build it and what to ask of it."""
 
+    references: tuple[str, ...]
+    """Pictures, by name, that its conditioning must hold besides what text encoders give."""
+
+    lora_targets: tuple[str, ...]
+    """The linear layers that get LoRA unless the recipe says which: attention's projections."""
+
     def check(self, section: ModelSection, shapes: Sequence[LatentShape]) -> None:
         """Refuse shapes that the model cannot take, before anything is built.
 
@@ -41,22 +51,59 @@ class Family(Protocol):
         ...
 
     def build(
-        self, section: ModelSection, shapes: Sequence[LatentShape], text: TextEncoder
+        self,
+        section: ModelSection,
+        shapes: Sequence[LatentShape],
+        text: TextEncoder,
+        *,
+        weights: bool = True,
     ) -> nn.Module:
-        """The model in fp32 on the CPU, with random or pretrained weights.
+        """The model on the CPU, with random weights in fp32 or pretrained ones in the section's.
+
+        Without `weights` it is the same architecture on torch's meta device, made in seconds at
+        any size, and no file of weights is opened or downloaded.
 
         Raises:
             RecipeError: the model's arguments do not fit.
-            ModelError: pretrained weights cannot be loaded.
+            ModelError: pretrained weights, or their configuration, cannot be loaded.
         """
         ...
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The repeated blocks: the units of sharding, whose matrices Muon trains."""
+        """The repeated blocks: the units of sharding and recompute, whose matrices Muon trains."""
+        ...
+
+    def call_blocks_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
+        """Have each block called as `call(block, *inputs)` wherever gradients are enabled.
+
+        `call` must return what `block(*inputs)` returns. A second call replaces the first.
+        """
+        ...
+
+    def width(self, model: nn.Module) -> int:
+        """D, the width of a token between blocks."""
+        ...
+
+    def block_tokens(self, output: Any) -> Tensor:
+        """The tokens [B, T, D] of clip or pictures in what one block returned."""
+        ...
+
+    def with_tokens(self, output: Any, tokens: Tensor) -> Any:
+        """What a block returned, with other tokens in the place of `block_tokens`."""
         ...
 
     def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
-        """How many tokens the model makes of one sample's latents."""
+        """How many tokens the model makes of one sample's noisy latents."""
+        ...
+
+    def sequence_length(
+        self, model: nn.Module, shape: LatentShape, conditioning: Conditioning
+    ) -> int:
+        """How many tokens of one sample attend to each other: what memory and time grow with."""
+        ...
+
+    def distils_guidance(self, model: nn.Module) -> bool:
+        """Whether the model is told a guidance scale (`guidance`), and so needs no second pass."""
         ...
 
     def predict_velocity(

@@ -48,7 +48,7 @@ def load_pretrained(loaded_class: Any, where: str, subfolder: str, **options: An
     Raises:
         ModelError: nothing loadable is there, or the weights do not fill the model.
     """
-    folder = _locate(where, subfolder) / subfolder
+    folder = locate(where, subfolder) / subfolder
     try:
         with quiet(loaded_class):
             loaded, missing = _load(loaded_class, folder, options)
@@ -152,8 +152,18 @@ def _class_of(module: ModuleType, key: str, name: str) -> Any:
     return found
 
 
-def _locate(where: str, subfolder: str) -> Path:
-    """The local folder that has the subfolder, downloaded where it must be."""
+def locate(where: str, subfolder: str, files: str = "*") -> Path:
+    """The local folder that has the subfolder, downloaded where it must be.
+
+    Args:
+        where: a local folder or a repository id.
+        subfolder: of it.
+        files: which of the subfolder's files are downloaded, as a pattern. The scheduler's
+            configuration always is: it tells what a model was trained to predict.
+
+    Raises:
+        ModelError: there is none.
+    """
     folder = Path(where).expanduser()
     if not folder.is_dir():
         if not _REPOSITORY_ID.fullmatch(where):
@@ -161,7 +171,7 @@ def _locate(where: str, subfolder: str) -> Path:
                 f"There is no folder {where}. Expected a diffusers folder on disk, or a repository "
                 "id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers."
             )
-        folder = _download(where, subfolder)
+        folder = _download(where, [f"{subfolder}/{files}", "scheduler/scheduler_config.json"])
     if not (folder / subfolder).is_dir():
         present = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
         raise ModelError(
@@ -171,8 +181,8 @@ def _locate(where: str, subfolder: str) -> Path:
     return folder
 
 
-def _download(repository: str, subfolder: str) -> Path:
-    """A repository's snapshot in the local cache, with the subfolder's files."""
+def _download(repository: str, patterns: list[str]) -> Path:
+    """A repository's snapshot in the local cache, with the files of some patterns."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -190,7 +200,7 @@ def _download(repository: str, subfolder: str) -> Path:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # advice to the hub's callers, not to ours
             snapshot = snapshot_download(
-                repository, allow_patterns=f"{subfolder}/*", local_files_only=bool(unreachable)
+                repository, allow_patterns=patterns, local_files_only=bool(unreachable)
             )
     except LocalEntryNotFoundError as error:
         raise ModelError(

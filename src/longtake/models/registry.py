@@ -8,6 +8,8 @@ from longtake.errors import RecipeError
 from longtake.models.family import Family
 
 FAMILIES = {
+    "flux": "longtake.models.flux:Flux",
+    "flux_kontext": "longtake.models.flux:FluxKontext",
     "tubelet": "longtake.models.tubelet:Tubelet",
     "wan": "longtake.models.wan:Wan",
 }

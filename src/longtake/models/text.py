@@ -3,25 +3,25 @@
 import html
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from longtake.config import TextSection
-from longtake.errors import DataError, RecipeError
-from longtake.models.pretrained import (
-    construct,
-    load_pretrained,
-    quiet,
-    refuse_unused,
-    transformers_class,
+from longtake.config import PooledSection, TextSection
+from longtake.errors import RecipeError
+from longtake.models.encoder import (
+    FIRST,
+    ONLY,
+    POOLED,
+    Encoder,
+    Place,
+    build_encoder,
+    outline_encoder,
 )
-
-_PAD, _UNKNOWN, _END = "[PAD]", "[UNK]", "</s>"
-_SPECIAL = [_PAD, _UNKNOWN, _END]  # in the order of their ids: padding is 0
-
+from longtake.models.pretrained import refuse_unused
+from longtake.models.words import SPECIAL, WordIds, word_tokenizer
 
 NO_CAPTION = ""
 """The unconditional one of classifier-free guidance: what a dropped caption is trained as."""
@@ -39,6 +39,11 @@ class TextEncoder(Protocol):
         """Width of `prompt_embeds`, or None where the model embeds token ids itself."""
         ...
 
+    @property
+    def pooled_dim(self) -> int | None:
+        """Width of `pooled_prompt_embeds`, or None where there are none."""
+        ...
+
     def encode(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Named tensors, each [B, ...], for the family's model."""
         ...
@@ -51,6 +56,10 @@ class TextEncoder(Protocol):
         """Words of a caption that the encoder has never seen."""
         ...
 
+    def modules(self) -> list[nn.Module]:
+        """The frozen modules, which take memory; none where the model embeds ids itself."""
+        ...
+
     def to(self, device: torch.device) -> None:
         """Move to a device."""
         ...
@@ -60,92 +69,27 @@ class TextEncoder(Protocol):
         ...
 
 
-class WordIds:
-    """Ids of whole words, for a model that learns their embedding; 0 is padding.
-
-    Encodes to `token_ids` [B, T] int64.
-    """
-
-    embed_dim = None
-
-    def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
-        self._tokenizer = tokenizer
-        self.max_tokens = max_tokens
-        self._device = torch.device("cpu")
-        self.vocabulary_size: int = tokenizer.get_vocab_size()
-
-    def encode(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """`token_ids` [B, T], cut or padded to T = max_tokens."""
-        ids = torch.zeros(len(captions), self.max_tokens, dtype=torch.int64)
-        for row, encoded in zip(ids, self._tokenizer.encode_batch(list(captions)), strict=True):
-            found = encoded.ids[: self.max_tokens]
-            row[: len(found)] = torch.tensor(found, dtype=torch.int64)
-        return {"token_ids": ids.to(self._device)}
-
-    def outline(self) -> dict[str, Tensor]:
-        """`token_ids` [1, T]."""
-        return {"token_ids": torch.empty(1, self.max_tokens, dtype=torch.int64, device="meta")}
-
-    def unknown_words(self, caption: str) -> list[str]:
-        """Words that stood in no caption of the catalog."""
-        return _unknown_words(self._tokenizer, caption)
-
-    def to(self, device: torch.device) -> None:
-        """Where `encode` puts its ids."""
-        self._device = device
-
-    def save(self, folder: Path) -> None:
-        """Write the vocabulary."""
-        (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
-        self._tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
-
-
 class TransformersText:
     """A frozen encoder of transformers, such as `UMT5EncoderModel`.
 
     Encodes to `prompt_embeds` [B, T, D] fp32, zero where a caption has ended, as Wan's pipeline
     has it. Wan attends to those zeros too, so that sampling with another `max_tokens` than it was
     trained with (512 for the released weights) is not the same.
-
-    Args:
-        encoder: the module; is frozen.
-        tokenizer: of transformers.
-        max_tokens: T.
-        is_pretrained: the recipe says where it was loaded from, so that `save` need not copy it.
-
-    Raises:
-        RecipeError: the encoder does not take so many tokens.
     """
 
-    def __init__(
-        self, encoder: nn.Module, tokenizer: Any, max_tokens: int, is_pretrained: bool = False
-    ) -> None:
-        self.encoder = encoder.eval().requires_grad_(False)
-        self.tokenizer = tokenizer
-        self.max_tokens = max_tokens
-        self._is_pretrained = is_pretrained
-        self._device = torch.device("cpu")
-        config: Any = encoder.config
-        longest = getattr(config, "max_position_embeddings", max_tokens)
-        if max_tokens > longest:
-            raise RecipeError(
-                f"text.max_tokens is {max_tokens}, but {type(encoder).__name__} reads {longest} at "
-                f"most. Set it to {longest} or less."
-            )
-        self.embed_dim: int = config.hidden_size
-        self.vocabulary_size = len(tokenizer)
+    pooled_dim = None
+
+    def __init__(self, words: Encoder) -> None:
+        self._words = words
+        self.encoder: nn.Module = words.module
+        self.tokenizer = words.tokenizer
+        self.max_tokens, self.embed_dim = words.max_tokens, words.width
+        self.vocabulary_size = words.vocabulary_size
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """`prompt_embeds` [B, T, D], cut or padded to T = max_tokens."""
-        tokens = self.tokenizer(
-            [_clean(caption) for caption in captions],
-            padding="max_length",
-            max_length=self.max_tokens,
-            truncation=True,
-            return_attention_mask=True,
-            return_tensors="pt",
-        ).to(self._device)
+        tokens = self._words.tokens([_clean(caption) for caption in captions])
         embeds = self.encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
         ended = tokens.attention_mask.unsqueeze(-1) == 0
         return {"prompt_embeds": embeds.float().masked_fill(ended, 0)}
@@ -156,22 +100,67 @@ class TransformersText:
 
     def unknown_words(self, caption: str) -> list[str]:
         """Words without a token; none for an encoder whose tokens are pieces of words."""
-        tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
-        if tokenizer is None or not isinstance(tokenizer.model, models.WordLevel):
-            return []
-        return _unknown_words(tokenizer, caption)
+        return self._words.unknown_words(caption)
+
+    def modules(self) -> list[nn.Module]:
+        """The encoder."""
+        return [self.encoder]
 
     def to(self, device: torch.device) -> None:
         """Move the encoder to a device."""
-        self._device = device
-        self.encoder.to(device)
+        self._words.to(device)
 
     def save(self, folder: Path) -> None:
         """Write encoder and tokenizer in a pipeline's layout, unless they are pretrained ones."""
-        if not self._is_pretrained:
-            with quiet(self.encoder):
-                self.encoder.save_pretrained(folder / "text_encoder")  # type: ignore[operator]
-                self.tokenizer.save_pretrained(folder / "tokenizer")
+        self._words.save(folder)
+
+
+class PooledText:
+    """FLUX.1's two frozen encoders: T5 for the words of a caption, CLIP for all of it at once.
+
+    Encodes to `prompt_embeds` [B, T, D] and `pooled_prompt_embeds` [B, P], both fp32. As in FLUX's
+    pipelines captions go in as they are, and T5 reads the padding like words.
+    """
+
+    def __init__(self, words: Encoder, pooled: Encoder) -> None:
+        self._words, self._pooled = words, pooled
+        self.encoder, self.tokenizer = words.module, words.tokenizer
+        self.pooled_encoder, self.pooled_tokenizer = pooled.module, pooled.tokenizer
+        self.max_tokens, self.embed_dim = words.max_tokens, words.width
+        self.pooled_dim = pooled.width
+        self.vocabulary_size = words.vocabulary_size
+
+    @torch.no_grad()
+    def encode(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """`prompt_embeds` [B, T, D] and `pooled_prompt_embeds` [B, P]."""
+        embeds = self.encoder(self._words.tokens(captions).input_ids).last_hidden_state
+        pooled = self.pooled_encoder(self._pooled.tokens(captions).input_ids).pooler_output
+        return {"prompt_embeds": embeds.float(), "pooled_prompt_embeds": pooled.float()}
+
+    def outline(self) -> dict[str, Tensor]:
+        """`prompt_embeds` [1, T, D] and `pooled_prompt_embeds` [1, P]."""
+        return {
+            "prompt_embeds": torch.empty(1, self.max_tokens, self.embed_dim, device="meta"),
+            "pooled_prompt_embeds": torch.empty(1, self.pooled_dim, device="meta"),
+        }
+
+    def unknown_words(self, caption: str) -> list[str]:
+        """Words that the first encoder has no token for."""
+        return self._words.unknown_words(caption)
+
+    def modules(self) -> list[nn.Module]:
+        """Both encoders."""
+        return [self.encoder, self.pooled_encoder]
+
+    def to(self, device: torch.device) -> None:
+        """Move both encoders to a device."""
+        self._words.to(device)
+        self._pooled.to(device)
+
+    def save(self, folder: Path) -> None:
+        """Write what is not pretrained, in FLUX's layout."""
+        self._words.save(folder)
+        self._pooled.save(folder)
 
 
 def build_text(section: TextSection, captions: Iterable[str], made: Path | None) -> TextEncoder:
@@ -187,88 +176,68 @@ def build_text(section: TextSection, captions: Iterable[str], made: Path | None)
         ModelError: encoder or tokenizer cannot be loaded.
         RecipeError: there is no such class, or it does not take the recipe's arguments.
     """
-    given: dict[str, object] = {"pretrained": section.pretrained, "config": section.config}
     if section.kind == "words":
-        refuse_unused("text", given, 'text.kind is "words"')
-        return WordIds(_word_tokenizer(section, captions, made), section.max_tokens)
-    from transformers import AutoTokenizer
-
-    encoder_class = _encoder_class(section.class_name)
-    if section.pretrained is not None:
-        refuse_unused("text", {"config": section.config}, "text.pretrained brings its own")
-        encoder = load_pretrained(encoder_class, section.pretrained, section.subfolder)
-        tokenizer = load_pretrained(AutoTokenizer, section.pretrained, section.tokenizer_subfolder)
-        return TransformersText(encoder, tokenizer, section.max_tokens, is_pretrained=True)
-    if made is not None and (made / "text_encoder").is_dir():
-        encoder = load_pretrained(encoder_class, str(made), "text_encoder")
-        tokenizer = load_pretrained(AutoTokenizer, str(made), "tokenizer")
-        return TransformersText(encoder, tokenizer, section.max_tokens)
-    return _random(encoder_class, section, captions)
+        _refuse_encoders(section)
+        return WordIds(_vocabulary(section, captions, made), section.max_tokens)
+    if section.pooled is None:
+        return TransformersText(build_encoder(section, ONLY, captions, section.max_words, made))
+    captions = list(captions)
+    encoders = (
+        build_encoder(each, place, captions, section.max_words, made)
+        for each, place in _two(section, section.pooled)
+    )
+    return PooledText(*encoders)
 
 
-def _encoder_class(name: str) -> Any:
-    found = transformers_class("text.class_name", name)
-    if getattr(found, "config_class", None) is None:
+def outline_text(section: TextSection) -> TextEncoder:
+    """The recipe's text encoder as far as it is known without weights, tokenizers or captions.
+
+    It cannot encode; encoders stand on the meta device, and a vocabulary of the catalog's words is
+    taken at its largest.
+
+    Raises:
+        ModelError: an encoder's configuration cannot be found.
+        RecipeError: there is no such class, or it does not take the recipe's arguments.
+    """
+    if section.kind == "words":
+        _refuse_encoders(section)
+        size = section.max_words + len(SPECIAL)
+        return WordIds(None, section.max_tokens, vocabulary_size=size)
+    if section.pooled is None:
+        return TransformersText(outline_encoder(section, ONLY, section.max_words))
+    encoders = (
+        outline_encoder(each, place, section.max_words)
+        for each, place in _two(section, section.pooled)
+    )
+    return PooledText(*encoders)
+
+
+def _refuse_encoders(section: TextSection) -> None:
+    given = {"pretrained": section.pretrained, "config": section.config, "pooled": section.pooled}
+    refuse_unused("text", given, 'text.kind is "words"')
+
+
+def _two(
+    section: TextSection, pooled: PooledSection
+) -> list[tuple[TextSection | PooledSection, Place]]:
+    """Both encoders' sections; the second is from where the first is, unless it says otherwise."""
+    if pooled.class_name != "CLIPTextModel":
         raise RecipeError(
-            f"text.class_name: {name} is not a model of transformers. Use an encoder such as "
-            "UMT5EncoderModel."
+            f"text.pooled.class_name: {pooled.class_name} gives no pooled vector that longtake "
+            "knows. Use CLIPTextModel."
         )
-    return found
+    if pooled.pretrained is None and not pooled.config:
+        pooled = pooled.model_copy(update={"pretrained": section.pretrained})
+    return [(section, FIRST), (pooled, POOLED)]
 
 
-def _random(encoder_class: Any, section: TextSection, captions: Iterable[str]) -> TransformersText:
-    """An encoder with random weights over a vocabulary of the catalog's words."""
-    from transformers import PreTrainedTokenizerFast
-
-    words = _word_tokenizer(section, captions, None)
-    words.post_processor = processors.TemplateProcessing(
-        single=f"$A {_END}", special_tokens=[(_END, words.token_to_id(_END))]
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token=_PAD, unk_token=_UNKNOWN, eos_token=_END
-    )
-    fitted = {
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
-    config = construct("text.config", encoder_class.config_class, fitted | section.config)
-    try:
-        encoder = encoder_class(config)
-    except Exception as error:  # there is no end to how wrong sizes fail inside a constructor
-        raise RecipeError(f"text.config does not fit {section.class_name}: {error}.") from error
-    return TransformersText(encoder, tokenizer, section.max_tokens)
+def _vocabulary(section: TextSection, captions: Iterable[str], made: Path | None) -> Tokenizer:
+    saved = None if made is None else made / "tokenizer" / "tokenizer.json"
+    if saved is not None and saved.is_file():
+        return Tokenizer.from_file(str(saved))
+    return word_tokenizer(captions, section.max_words)
 
 
 def _clean(caption: str) -> str:
     """A caption as Wan's pipeline cleans a prompt: HTML entities resolved, single spaces."""
     return " ".join(html.unescape(html.unescape(caption)).split())
-
-
-def _word_tokenizer(section: TextSection, captions: Iterable[str], made: Path | None) -> Tokenizer:
-    saved = None if made is None else made / "tokenizer" / "tokenizer.json"
-    if saved is not None and saved.is_file():
-        return Tokenizer.from_file(str(saved))
-    tokenizer = Tokenizer(models.WordLevel(unk_token=_UNKNOWN))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    trainer = trainers.WordLevelTrainer(
-        vocab_size=section.max_words + len(_SPECIAL), special_tokens=_SPECIAL, show_progress=False
-    )
-    tokenizer.train_from_iterator(captions, trainer)
-    if tokenizer.get_vocab_size() <= len(_SPECIAL):
-        raise DataError(
-            "The catalog's captions hold no words to make a vocabulary of. Give the clips captions "
-            "and index them again, or name a pretrained text encoder in text.pretrained."
-        )
-    return tokenizer
-
-
-def _unknown_words(tokenizer: Tokenizer, caption: str) -> list[str]:
-    unknown = tokenizer.token_to_id(_UNKNOWN)
-    encoded = tokenizer.encode(caption, add_special_tokens=False)
-    return [
-        caption[start:end]
-        for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True)
-        if token == unknown
-    ]

@@ -5,9 +5,9 @@ tokens of the caption stand before the tokens of the clip, and every token atten
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,9 @@ TUBE = (8, 4, 4)
 class Tubelet:
     """The family: it embeds a caption's word ids itself, and is built for one shape of clip."""
 
+    references: tuple[str, ...] = ()
+    lora_targets: tuple[str, ...] = ("to_qkv", "to_out")
+
     def check(self, section: ModelSection, shapes: Sequence[LatentShape]) -> None:
         """One shape only, which must divide into tubes."""
         if len(set(shapes)) > 1:
@@ -45,7 +48,12 @@ class Tubelet:
             )
 
     def build(
-        self, section: ModelSection, shapes: Sequence[LatentShape], text: TextEncoder
+        self,
+        section: ModelSection,
+        shapes: Sequence[LatentShape],
+        text: TextEncoder,
+        *,
+        weights: bool = True,
     ) -> nn.Module:
         """A `TubeletTransformer` with random weights."""
         if section.pretrained is not None:
@@ -59,7 +67,8 @@ class Tubelet:
         fitted |= {"max_tokens": text.max_tokens, "vocabulary_size": text.vocabulary_size}
         check_arguments("model.config", TubeletTransformer.__init__, section.config)
         try:
-            return TubeletTransformer(**(fitted | section.config))
+            with torch.device("cpu" if weights else "meta"):
+                return TubeletTransformer(**(fitted | section.config))
         except ModelError as error:
             raise RecipeError(f"model.config: {error}") from error
 
@@ -68,10 +77,37 @@ class Tubelet:
         network = cast("TubeletTransformer", model)
         return [network.caption_block, *network.blocks]
 
+    def call_blocks_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
+        """The transformer asks in its loop."""
+        cast("TubeletTransformer", model).block_caller = call
+
+    def width(self, model: nn.Module) -> int:
+        """`hidden_size`."""
+        return cast("TubeletTransformer", model).tube_in.out_features
+
+    def block_tokens(self, output: Any) -> Tensor:
+        """All of them: the caption's tokens stand in line with the clip's."""
+        tokens: Tensor = output
+        return tokens
+
+    def with_tokens(self, output: Any, tokens: Tensor) -> Any:
+        """The tokens."""
+        return tokens
+
+    def distils_guidance(self, model: nn.Module) -> bool:
+        """It is guided by a second pass."""
+        return False
+
     def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
         """One per tube."""
         network = cast("TubeletTransformer", model)
         return math.prod(shape[1:]) // math.prod(network.patch_size)
+
+    def sequence_length(
+        self, model: nn.Module, shape: LatentShape, conditioning: Conditioning
+    ) -> int:
+        """The clip's and the caption's."""
+        return self.num_tokens(model, shape) + cast("TubeletTransformer", model).max_tokens
 
     def predict_velocity(
         self, model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
@@ -142,6 +178,7 @@ class TubeletTransformer(nn.Module):
         self.clip_shape = (channels, num_frames, height, width)
         self.patch_size = patch_size
         self.max_tokens = max_tokens
+        self.block_caller: Callable[..., Any] | None = None
         grid = _grid(self.clip_shape, patch_size)
         _check_width(hidden_size, num_heads)
         tube_size = channels * math.prod(patch_size)
@@ -179,7 +216,7 @@ class TubeletTransformer(nn.Module):
         condition = noise_level + self.condition.of_caption(words)
         tokens = torch.cat([words, self.tube_in(tubes) + self.positions], dim=1)
         for block in self.blocks:
-            tokens = block(tokens, condition)
+            tokens = self._call(block, tokens, condition)
         shift, scale = self.modulation_out(condition)[:, None].chunk(2, dim=-1)
         clip = self.tube_out(_normalise(tokens[:, words.shape[1] :]) * (1 + scale) + shift)
         clip = _from_tubes(clip.float(), self.patch_size, self.clip_shape)
@@ -189,8 +226,13 @@ class TubeletTransformer(nn.Module):
         """Return the words in the light of each other, [B, max_tokens, D]."""
         token_ids = F.pad(token_ids, (0, self.max_tokens - token_ids.shape[1]))
         words = self.token_embedding(token_ids) + self.token_positions
-        read: Tensor = self.caption_block(words, noise_level)
-        return read
+        return self._call(self.caption_block, words, noise_level)
+
+    def _call(self, block: nn.Module, *inputs: Tensor) -> Tensor:
+        """The block's tokens; whoever recomputes activations calls it himself."""
+        wanted = self.block_caller if torch.is_grad_enabled() else None
+        tokens: Tensor = block(*inputs) if wanted is None else wanted(block, *inputs)
+        return tokens
 
     def _check_inputs(self, noisy_latents: Tensor, token_ids: Tensor) -> None:
         if tuple(noisy_latents.shape[1:]) != self.clip_shape:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from longtake.config import ModelSection
 from longtake.errors import RecipeError
+from longtake.models.architecture import build_transformer
 from longtake.models.codec import AutoencoderCodec, Codec
 from longtake.models.family import Conditioning, LatentShape
-from longtake.models.pretrained import construct, load_pretrained, quiet, refuse_unused
+from longtake.models.pretrained import quiet
 from longtake.models.text import TextEncoder, TransformersText
 
 _PATCH = (1, 2, 2)
@@ -23,6 +24,9 @@ class Wan:
 
     Wan's velocity has longtake's sign (noise - latents); its timesteps are 1000 sigma.
     """
+
+    references: tuple[str, ...] = ()
+    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
 
     def check(self, section: ModelSection, shapes: Sequence[LatentShape]) -> None:
         """Latent height and width must divide into patches."""
@@ -41,7 +45,12 @@ class Wan:
                 )
 
     def build(
-        self, section: ModelSection, shapes: Sequence[LatentShape], text: TextEncoder
+        self,
+        section: ModelSection,
+        shapes: Sequence[LatentShape],
+        text: TextEncoder,
+        *,
+        weights: bool = True,
     ) -> nn.Module:
         """A `WanTransformer3DModel`; channels and text width follow from codec and encoder."""
         from diffusers import WanTransformer3DModel
@@ -51,22 +60,40 @@ class Wan:
                 'text.kind = "words" gives token ids, but Wan is conditioned on an encoder\'s '
                 'prompt_embeds. Set text.kind = "transformers".'
             )
+        if text.pooled_dim is not None:
+            raise RecipeError(
+                "text.pooled is FLUX's second text encoder; Wan has one only. Remove text.pooled."
+            )
         channels = shapes[0].channels
         fitted = {"in_channels": channels, "out_channels": channels, "text_dim": text.embed_dim}
-        if section.pretrained is not None:
-            refuse_unused("model", {"config": section.config}, "model.pretrained brings its own")
-            model = load_pretrained(WanTransformer3DModel, section.pretrained, section.subfolder)
-        else:
-            values = fitted | section.config
-            model = construct("model.config", WanTransformer3DModel, values)
-        _check_fits(model, fitted)
-        whole: nn.Module = model.float()
-        return whole
+        return build_transformer(WanTransformer3DModel, section, fitted, weights=weights)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The transformer blocks."""
         blocks: Any = model.blocks
         return list(blocks)
+
+    def call_blocks_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
+        """Through diffusers' own switch for gradient checkpointing."""
+        model.enable_gradient_checkpointing(call)  # type: ignore[operator]
+
+    def width(self, model: nn.Module) -> int:
+        """Heads times their width."""
+        config: Any = model.config
+        return int(config.num_attention_heads * config.attention_head_dim)
+
+    def block_tokens(self, output: Any) -> Tensor:
+        """A block returns nothing else."""
+        tokens: Tensor = output
+        return tokens
+
+    def with_tokens(self, output: Any, tokens: Tensor) -> Any:
+        """The tokens."""
+        return tokens
+
+    def distils_guidance(self, model: nn.Module) -> bool:
+        """It is guided by a second pass."""
+        return False
 
     def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
         """One per patch."""
@@ -74,18 +101,25 @@ class Wan:
         patch: tuple[int, ...] = config.patch_size
         return math.prod(shape[1:]) // math.prod(patch)
 
+    def sequence_length(
+        self, model: nn.Module, shape: LatentShape, conditioning: Conditioning
+    ) -> int:
+        """The clip's; text is looked at from aside."""
+        return self.num_tokens(model, shape)
+
     def predict_velocity(
         self, model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
     ) -> Tensor:
         """[B, C, F, H, W]."""
+        wrapped: Any = model
         with warnings.catch_warnings():
             # Under autocast Wan's norms take bf16 inputs and fp32 weights, for which torch has no
             # fused kernel. It says so at every launch; nobody can do anything about it.
             warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
-            velocity: Tensor = model(
-                hidden_states=noisy_latents,
+            velocity: Tensor = wrapped(
+                hidden_states=noisy_latents.to(wrapped.dtype),
                 timestep=sigmas * 1000,
-                encoder_hidden_states=conditioning["prompt_embeds"],
+                encoder_hidden_states=conditioning["prompt_embeds"].to(wrapped.dtype),
                 return_dict=False,
             )[0]
         return velocity
@@ -131,13 +165,3 @@ def _patch_size(section: ModelSection) -> tuple[int, ...]:
 
 def _words(sizes: Sequence[int]) -> str:
     return f"{sizes[0]} frames of {sizes[2]}x{sizes[1]}"
-
-
-def _check_fits(model: Any, fitted: dict[str, int]) -> None:
-    """Refuse a transformer that takes other latents or captions than it will be given."""
-    for name, expected in fitted.items():
-        if model.config[name] != expected:
-            raise RecipeError(
-                f"The transformer's {name} is {model.config[name]}, but codec and text encoder "
-                f"give {expected}. Use the codec and text encoder that belong to it."
-            )

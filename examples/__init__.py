@@ -1,0 +1,1 @@
+"""Recipes, scripts and modules to start from."""

@@ -1,0 +1,1 @@
+"""Added modules, worked out: what `trainable.module` of a recipe can name."""

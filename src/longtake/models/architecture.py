@@ -1,0 +1,178 @@
+"""What a model looks like, without its weights.
+
+The configurations of the models that people start from are shipped, as plain facts; those of others
+are read from their folder, or are the only file that is downloaded.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from longtake.config import ModelSection
+from longtake.errors import ModelError, RecipeError
+from longtake.models.objective import refuse_other_objectives
+from longtake.models.pretrained import construct, load_pretrained, locate, quiet, refuse_unused
+
+SHIPPED = {
+    "black-forest-labs/FLUX.1-dev": "flux_1_dev.json",
+    "black-forest-labs/FLUX.1-Kontext-dev": "flux_1_dev.json",
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": "wan_2_1_1_3b.json",
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": "wan_2_1_14b.json",
+}
+"""Repository ids whose configurations come with longtake; Kontext's are those of FLUX.1-dev."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""What a recipe calls them."""
+
+
+def build_transformer(
+    model_class: Any, section: ModelSection, fitted: dict[str, int], *, weights: bool
+) -> nn.Module:
+    """A transformer of diffusers: pretrained in the section's dtype, or random in fp32.
+
+    Args:
+        model_class: of diffusers.
+        section: of the recipe.
+        fitted: arguments that follow from codec and text encoder.
+        weights: without them it stands on the meta device.
+
+    Raises:
+        RecipeError: an argument is wrong, or the transformer takes other latents or captions.
+        ModelError: weights or configuration cannot be loaded, or were trained toward another
+            target.
+    """
+    if section.pretrained is None:
+        with torch.device("cpu" if weights else "meta"):
+            model = construct("model.config", model_class, fitted | section.config)
+    else:
+        refuse_unused("model", {"config": section.config}, "model.pretrained brings its own")
+        model = _load(model_class, section) if weights else _outline(model_class, section)
+    for name, expected in fitted.items():
+        if model.config[name] != expected:
+            raise RecipeError(
+                f"The transformer's {name} is {model.config[name]}, but codec and text encoder "
+                f"give {expected}. Use the codec and text encoder that belong to it."
+            )
+    built: nn.Module = model
+    return built
+
+
+def on_meta(model_class: Any, where: str, subfolder: str) -> nn.Module:
+    """A model of diffusers or transformers on the meta device, in the dtype its config names.
+
+    Raises:
+        ModelError: there is no configuration, or it does not fit the class.
+    """
+    config = part_config(where, subfolder)
+    _refuse_other_class(config, model_class, where, subfolder)
+    try:
+        with torch.device("meta"), quiet(model_class):
+            if hasattr(model_class, "load_config"):  # diffusers
+                model: nn.Module = model_class.from_config(config)
+            else:
+                model = model_class(model_class.config_class.from_dict(config))
+    except Exception as error:  # there is no end to how wrong sizes fail inside a constructor
+        raise ModelError(
+            f"{where}: the configuration of its {subfolder} does not fit {model_class.__name__}: "
+            f"{error}. Check the class name and the folder."
+        ) from error
+    stored = config.get("torch_dtype") or config.get("dtype") or "float32"
+    keep_weights_in(model, getattr(torch, str(stored)))
+    return model
+
+
+def keep_weights_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Put a model's weights into a dtype, one after the other, so that no two copies of all exist.
+
+    Buffers stay as they are: they hold positions, for which bf16 is too coarse.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def part_config(where: str, subfolder: str) -> dict[str, Any]:
+    """The `config.json` of one part of a pipeline, from a folder, the shipped ones or the hub.
+
+    Raises:
+        ModelError: there is none.
+    """
+    if where in SHIPPED and not Path(where).is_dir():
+        parts = _shipped(SHIPPED[where])
+        if subfolder in parts:
+            return dict(parts[subfolder])
+        known = ", ".join(part for part in parts if part != "scheduler")
+        raise ModelError(f"{where} has no subfolder {subfolder}; it has {known}.")
+    try:
+        folder = locate(where, subfolder, files="config.json")
+    except ModelError as error:
+        raise ModelError(f"{error} Known without a download are: {', '.join(SHIPPED)}.") from error
+    return _read(folder / subfolder / "config.json")
+
+
+def _refuse_other_class(
+    config: dict[str, Any], model_class: Any, where: str, subfolder: str
+) -> None:
+    """Refuse what was saved from another class: defaults would fill in what is not there."""
+    if hasattr(model_class, "load_config"):  # diffusers
+        saved, wanted = config.get("_class_name"), model_class.__name__
+    else:
+        saved, wanted = config.get("model_type"), model_class.config_class.model_type
+    if saved is not None and saved != wanted:
+        raise ModelError(
+            f"{where}: what lies in {subfolder} is of {saved}, but {wanted} is wanted. Name "
+            "another class or subfolder in the recipe, or another model."
+        )
+
+
+def _load(model_class: Any, section: ModelSection) -> nn.Module:
+    """With weights; they pass through no other dtype than the one they will be kept in."""
+    assert section.pretrained is not None
+    folder = locate(section.pretrained, section.subfolder)
+    config = _read(folder / section.subfolder / "config.json")
+    _refuse_other_class(config, model_class, section.pretrained, section.subfolder)
+    refuse_other_objectives(_scheduler(folder, section.subfolder), section.pretrained)
+    dtype = DTYPES[section.dtype]
+    model: nn.Module = load_pretrained(
+        model_class, str(folder), section.subfolder, torch_dtype=dtype
+    )
+    return model
+
+
+def _outline(model_class: Any, section: ModelSection) -> nn.Module:
+    assert section.pretrained is not None
+    where = section.pretrained
+    model = on_meta(model_class, where, section.subfolder)
+    if where in SHIPPED and not Path(where).is_dir():
+        scheduler = _shipped(SHIPPED[where]).get("scheduler")
+    else:
+        folder = locate(where, section.subfolder, files="config.json")
+        scheduler = _scheduler(folder, section.subfolder)
+    refuse_other_objectives(scheduler, where)
+    return model
+
+
+def _scheduler(folder: Path, subfolder: str) -> dict[str, Any] | None:
+    """The configuration of the scheduler that lies beside a transformer, where one does."""
+    path = (folder / subfolder).resolve().parent / "scheduler" / "scheduler_config.json"
+    return _read(path) if path.is_file() else None
+
+
+@cache
+def _shipped(name: str) -> dict[str, Any]:
+    return _read(Path(__file__).parent / "architectures" / name)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{path} cannot be read: {error}. Expected what save_pretrained writes."
+        ) from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} holds no configuration. Expected what save_pretrained writes.")
+    return values

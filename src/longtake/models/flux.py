@@ -1,0 +1,254 @@
+"""FLUX.1: diffusers' `FluxTransformer2DModel`, asked for images as FLUX's own pipelines ask it.
+
+Legend: B batch, C latent channels, H and W latent rows and columns, N tokens of a picture, T text
+tokens, D width of a token.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longtake.config import ModelSection
+from longtake.errors import ModelError, RecipeError
+from longtake.models.architecture import build_transformer
+from longtake.models.codec import Codec
+from longtake.models.family import Conditioning, LatentShape
+from longtake.models.image_codec import ImageCodec
+from longtake.models.pretrained import quiet
+from longtake.models.text import PooledText, TextEncoder
+
+_PACK = 2
+"""Latent rows and columns of one token."""
+
+
+class Flux:
+    """Text to image; conditioned on `prompt_embeds` and `pooled_prompt_embeds`.
+
+    FLUX's velocity has longtake's sign (noise - latents), and its timestep is sigma. The released
+    FLUX.1-dev is distilled: it is told a guidance scale and needs no second pass.
+    """
+
+    references: tuple[str, ...] = ()
+    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+    _pipeline = "FluxPipeline"
+
+    def check(self, section: ModelSection, shapes: Sequence[LatentShape]) -> None:
+        """Single images, whose latents divide into tokens of 2 x 2."""
+        for shape in shapes:
+            if shape.num_frames != 1:
+                raise RecipeError(
+                    f"data.buckets: FLUX makes images, not videos, but a bucket has "
+                    f"{shape.num_frames} frames. Set num_frames = 1."
+                )
+            if shape.height % _PACK or shape.width % _PACK:
+                height, width = (_nearest_even(size) for size in (shape.height, shape.width))
+                raise RecipeError(
+                    f"data.buckets: latents of {shape.width}x{shape.height} do not divide into "
+                    f"FLUX's tokens of {_PACK}x{_PACK}. The nearest latents that do are {width}x"
+                    f"{height}: multiply height and width by the codec's compression to get the "
+                    "bucket's."
+                )
+
+    def build(
+        self,
+        section: ModelSection,
+        shapes: Sequence[LatentShape],
+        text: TextEncoder,
+        *,
+        weights: bool = True,
+    ) -> nn.Module:
+        """A `FluxTransformer2DModel`; its channels and widths follow from codec and encoders."""
+        from diffusers import FluxTransformer2DModel
+
+        if text.embed_dim is None or text.pooled_dim is None:
+            raise RecipeError(
+                "FLUX is conditioned on two text encoders, the second of which gives one vector "
+                'for a whole caption. Set text.kind = "transformers" and add a section '
+                "[text.pooled]."
+            )
+        fitted = {
+            "in_channels": shapes[0].channels * _PACK**2,
+            "joint_attention_dim": text.embed_dim,
+            "pooled_projection_dim": text.pooled_dim,
+        }
+        model = build_transformer(FluxTransformer2DModel, section, fitted, weights=weights)
+        _check_config(model.config)
+        return model
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Those of two streams, then those of one."""
+        flux: Any = model
+        return [*flux.transformer_blocks, *flux.single_transformer_blocks]
+
+    def call_blocks_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
+        """Through diffusers' own switch for gradient checkpointing."""
+        model.enable_gradient_checkpointing(call)  # type: ignore[operator]
+
+    def width(self, model: nn.Module) -> int:
+        """Heads times their width."""
+        config: Any = model.config
+        return int(config.num_attention_heads * config.attention_head_dim)
+
+    def block_tokens(self, output: Any) -> Tensor:
+        """The second of the two streams that every block returns; the first is the text's."""
+        _, tokens = output
+        return tokens  # type: ignore[no-any-return]
+
+    def with_tokens(self, output: Any, tokens: Tensor) -> Any:
+        """The text's stream as it was, and the tokens."""
+        text, _ = output
+        return text, tokens
+
+    def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
+        """One for each 2 x 2 latent pixels; those of references do not count."""
+        return (shape.height // _PACK) * (shape.width // _PACK)
+
+    def sequence_length(
+        self, model: nn.Module, shape: LatentShape, conditioning: Conditioning
+    ) -> int:
+        """The picture's, those of its references and the text's."""
+        pictures = [shape[2:], *(conditioning[f"{n}_latents"].shape[-2:] for n in self.references)]
+        num_text = conditioning["prompt_embeds"].shape[1]
+        return num_text + sum((rows // _PACK) * (columns // _PACK) for rows, columns in pictures)
+
+    def distils_guidance(self, model: nn.Module) -> bool:
+        """FLUX.1-dev and Kontext do; FLUX.1-schnell does not."""
+        config: Any = model.config
+        return bool(config.guidance_embeds)
+
+    def predict_velocity(
+        self, model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        """[B, C, 1, H, W]."""
+        flux: Any = model
+        prompt = conditioning["prompt_embeds"].to(flux.dtype)
+        tokens, ids = self._picture_tokens(noisy_latents.to(flux.dtype), conditioning)
+        velocity: Tensor = flux(
+            hidden_states=tokens,
+            timestep=sigmas,
+            guidance=self._guidance(model, conditioning),
+            pooled_projections=conditioning["pooled_prompt_embeds"].to(flux.dtype),
+            encoder_hidden_states=prompt,
+            txt_ids=ids.new_zeros(prompt.shape[1], 3),
+            img_ids=ids,
+            return_dict=False,
+        )[0]
+        *_, height, width = noisy_latents.shape
+        noisy = velocity[:, : (height // _PACK) * (width // _PACK)]
+        return unpack(noisy, height, width)
+
+    def export(
+        self, model: nn.Module, codec: Codec, text: TextEncoder, shift: float, folder: Path
+    ) -> None:
+        """A `FluxPipeline` folder, whose scheduler visits the sigmas of `build_sigmas`.
+
+        Sample it with the recipe's `text.max_tokens`.
+        """
+        import diffusers
+
+        if not isinstance(codec, ImageCodec) or not isinstance(text, PooledText):
+            raise RecipeError(
+                f"A {self._pipeline} needs an AutoencoderKL and two transformers text encoders; "
+                f"this run has {type(codec).__name__} and {type(text).__name__}. "
+                "`longtake sample` samples it."
+            )
+        pipeline = getattr(diffusers, self._pipeline)(
+            # The pipeline spaces its sigmas evenly; shifted once, they are those of build_sigmas.
+            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=shift),
+            vae=codec.autoencoder,
+            text_encoder=text.pooled_encoder,
+            tokenizer=text.pooled_tokenizer,
+            text_encoder_2=text.encoder,
+            tokenizer_2=text.tokenizer,
+            transformer=model,
+        )
+        with quiet(model), quiet(text.encoder):
+            pipeline.save_pretrained(folder)
+
+    def _picture_tokens(
+        self, noisy_latents: Tensor, conditioning: Conditioning
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens of all pictures, [B, N, 4 C], the noisy one's first, and their ids [N, 3]."""
+        return pack(noisy_latents), picture_ids(noisy_latents, number=0)
+
+    def _guidance(self, model: nn.Module, conditioning: Conditioning) -> Tensor | None:
+        if not self.distils_guidance(model):
+            return None
+        if "guidance" not in conditioning:
+            raise ModelError(
+                "This FLUX is distilled for guidance, but its conditioning names no guidance scale "
+                f"(it has {', '.join(conditioning)}). Add guidance [B], such as 3.5."
+            )
+        return conditioning["guidance"]
+
+
+class FluxKontext(Flux):
+    """From a text and a reference picture to an image; also needs `reference_latents`.
+
+    The reference's tokens follow the noisy ones; the first of the three coordinates of their ids
+    is 1 where it is 0 for the noisy ones.
+    """
+
+    references: tuple[str, ...] = ("reference",)
+    _pipeline = "FluxKontextPipeline"
+
+    def _picture_tokens(
+        self, noisy_latents: Tensor, conditioning: Conditioning
+    ) -> tuple[Tensor, Tensor]:
+        if "reference_latents" not in conditioning:
+            raise ModelError(
+                "FLUX Kontext looks at a reference picture, but its conditioning has no "
+                f"reference_latents (it has {', '.join(conditioning)}). Name the pictures in "
+                "data.references.reference, and when sampling with --reference reference=FILE."
+            )
+        reference = conditioning["reference_latents"].to(noisy_latents)
+        tokens = torch.cat([pack(noisy_latents), pack(reference)], dim=1)
+        ids = [picture_ids(noisy_latents, number=0), picture_ids(reference, number=1)]
+        return tokens, torch.cat(ids)
+
+
+def pack(latents: Tensor) -> Tensor:
+    """Tokens [B, N, 4 C] of latents [B, C, 1, H, W]: each holds 2 x 2 latent pixels."""
+    num_samples, channels, _, height, width = latents.shape
+    rows, columns = height // _PACK, width // _PACK
+    parts = latents.reshape(num_samples, channels, rows, _PACK, columns, _PACK)
+    return parts.permute(0, 2, 4, 1, 3, 5).reshape(num_samples, rows * columns, -1)
+
+
+def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
+    """Latents [B, C, 1, H, W] of tokens [B, N, 4 C]."""
+    rows, columns = height // _PACK, width // _PACK
+    parts = tokens.reshape(len(tokens), rows, columns, -1, _PACK, _PACK)
+    return parts.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), -1, 1, height, width)
+
+
+def picture_ids(latents: Tensor, number: int) -> Tensor:
+    """[N, 3] fp32: for each token of a picture the picture's number, its row and its column."""
+    *_, height, width = latents.shape
+    rows, columns = (
+        torch.arange(size // _PACK, dtype=torch.float32, device=latents.device)
+        for size in (height, width)
+    )
+    return torch.cartesian_prod(rows.new_full((1,), number), rows, columns)
+
+
+def _nearest_even(size: int) -> int:
+    return max(1, round(size / _PACK)) * _PACK
+
+
+def _check_config(config: Any) -> None:
+    """Refuse what diffusers takes, and then fails on at the first step."""
+    axes, head = tuple(config.axes_dims_rope), config.attention_head_dim
+    if sum(axes) != head:
+        raise RecipeError(
+            f"model.config.axes_dims_rope {list(axes)} adds up to {sum(axes)}, but "
+            f"attention_head_dim is {head}. They must be equal; FLUX.1 has [16, 56, 56] and 128."
+        )
+    if config.out_channels not in (None, config.in_channels) or config.patch_size != 1:
+        raise RecipeError(
+            f"model.config: out_channels {config.out_channels} and patch_size {config.patch_size} "
+            f"give another latent than the codec's. Leave them out."
+        )

@@ -1,0 +1,120 @@
+"""A frozen autoencoder of single images; the frames of a clip are encoded one by one."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longtake.config import Bucket
+from longtake.errors import RecipeError
+from longtake.models.pretrained import defaults, quiet
+
+
+class ImageCodec:
+    """A frozen `AutoencoderKL` of diffusers, such as FLUX.1's.
+
+    Latents are (mode - shift_factor) * scaling_factor, by the autoencoder's own two numbers, which
+    FLUX's pipelines undo before they decode.
+
+    Args:
+        autoencoder: the module; is frozen.
+        is_pretrained: the recipe says where it was loaded from, so that `save` need not copy it.
+    """
+
+    def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
+        self.autoencoder = autoencoder.eval().requires_grad_(False)
+        self._is_pretrained = is_pretrained
+        config: Any = autoencoder.config
+        self.channels: int = config["latent_channels"]
+        self._shift: float = config["shift_factor"] or 0.0
+        self._scale: float = config["scaling_factor"]
+        self._spatial = 2 ** (len(config["block_out_channels"]) - 1)
+
+    def latent_shape(self, bucket: Bucket) -> tuple[int, int, int]:
+        """F, H / s, W / s: every stage of the autoencoder but the last halves rows and columns."""
+        sizes = {"height": bucket.height, "width": bucket.width}
+        fits = {
+            name: max(1, round(size / self._spatial)) * self._spatial
+            for name, size in sizes.items()
+        }
+        if fits != sizes:
+            raise RecipeError(
+                f"data.buckets: {bucket} cannot be encoded: the codec wants height and width "
+                f"divisible by {self._spatial}. The nearest that fits is "
+                f"{bucket.model_copy(update=fits)}."
+            )
+        return bucket.num_frames, bucket.height // self._spatial, bucket.width // self._spatial
+
+    @torch.no_grad()
+    def encode(self, videos: Tensor) -> Tensor:
+        """Normalised latents."""
+        images = videos.transpose(1, 2).flatten(0, 1).float() / 127.5 - 1  # [B F, 3, H, W]
+        encoded: Any = self.autoencoder.encode(images)  # type: ignore[operator]
+        latents: Tensor = (encoded.latent_dist.mode() - self._shift) * self._scale
+        return _by_clip(latents, len(videos))
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Videos of normalised latents."""
+        raw = latents.transpose(1, 2).flatten(0, 1).float() / self._scale + self._shift
+        images: Tensor = self.autoencoder.decode(raw).sample  # type: ignore[operator]
+        return _by_clip(to_uint8(images), len(latents))
+
+    def modules(self) -> list[nn.Module]:
+        """The autoencoder."""
+        return [self.autoencoder]
+
+    def to(self, device: torch.device) -> None:
+        """Move the autoencoder to a device."""
+        self.autoencoder.to(device)
+
+    def save(self, folder: Path) -> None:
+        """Write the autoencoder in diffusers' layout, unless it is a pretrained one."""
+        if not self._is_pretrained:
+            with quiet(self.autoencoder):
+                self.autoencoder.save_pretrained(folder / "vae")  # type: ignore[operator]
+
+
+def complete_image_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The recipe's arguments of an `AutoencoderKL`, and those that follow from them.
+
+    Random weights know no statistics of latents; and every width wants a block in each half.
+
+    Raises:
+        RecipeError: the widths are none.
+    """
+    from diffusers import AutoencoderKL
+
+    known = defaults(AutoencoderKL.__init__) | config
+    widths, groups = known["block_out_channels"], known["norm_num_groups"]
+    is_list = isinstance(widths, list | tuple) and all(isinstance(w, int) for w in widths)
+    if not is_list or not widths:
+        raise RecipeError(
+            f"codec.config.block_out_channels = {widths!r}: expected a width for each stage, such "
+            "as [128, 256, 512, 512]."
+        )
+    if any(width % groups for width in widths):
+        raise RecipeError(
+            f"codec.config.block_out_channels {list(widths)} do not divide into norm_num_groups = "
+            f"{groups}. Choose multiples of it, or fewer groups."
+        )
+    following = {
+        "down_block_types": ["DownEncoderBlock2D"] * len(widths),
+        "up_block_types": ["UpDecoderBlock2D"] * len(widths),
+        "scaling_factor": 1.0,
+        "shift_factor": 0.0,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+    }
+    return following | config
+
+
+def to_uint8(pixels: Tensor) -> Tensor:
+    """[-1, 1] to uint8 [0, 255], rounded and clamped."""
+    return ((pixels.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+
+
+def _by_clip(images: Tensor, num_clips: int) -> Tensor:
+    """[B, C, F, H, W] from [B F, C, H, W]."""
+    return images.view(num_clips, -1, *images.shape[1:]).transpose(1, 2)

@@ -1,0 +1,238 @@
+"""What putting a recipe's parts together promises: one seed, one model, and a plan of it before."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longtake import config
+from longtake.config import Recipe
+from longtake.errors import RecipeError
+from longtake.models.assemble import (
+    Components,
+    assemble,
+    forward_flops,
+    latent_shape,
+    outline,
+    outline_conditioning,
+    training_conditioning,
+)
+
+_CAPTIONS = ["a red ball rolls left", "a blue square"]
+_KONTEXT: dict[str, Any] = {
+    "out": "run",
+    "data": {
+        "catalog": "catalog.parquet",
+        "buckets": [{"num_frames": 1, "height": 16, "width": 24}],
+        "references": {"reference": "../before/{stem}.png"},
+    },
+    "model": {
+        "family": "flux_kontext",
+        "guidance": 2.5,
+        "config": {
+            "num_attention_heads": 2,
+            "attention_head_dim": 12,
+            "axes_dims_rope": [4, 4, 4],
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "guidance_embeds": True,
+        },
+    },
+    "codec": {
+        "kind": "autoencoder",
+        "class_name": "AutoencoderKL",
+        "config": {
+            "block_out_channels": [4, 4],
+            "layers_per_block": 1,
+            "latent_channels": 4,
+            "norm_num_groups": 2,
+        },
+    },
+    "text": {
+        "kind": "transformers",
+        "class_name": "T5EncoderModel",
+        "max_tokens": 8,
+        "config": {"d_model": 12, "d_kv": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2},
+        "pooled": {
+            "config": {
+                "hidden_size": 10,
+                "intermediate_size": 10,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            }
+        },
+    },
+    "training": {"steps": 1, "batch_size": 2},
+}
+_TUBELET: dict[str, Any] = {
+    "out": "run",
+    "data": {
+        "catalog": "catalog.parquet",
+        "buckets": [{"num_frames": 8, "height": 16, "width": 16}],
+    },
+    "model": {"family": "tubelet", "config": {"hidden_size": 24, "num_heads": 2}},
+    "training": {"steps": 1, "batch_size": 2},
+}
+
+
+def _recipe(values: dict[str, Any] = _KONTEXT, **sections: dict[str, Any]) -> Recipe:
+    merged = {key: values.get(key, {}) | keys for key, keys in sections.items()}
+    return config.parse(values | merged, source="test")
+
+
+def _base(parts: Components) -> dict[str, Tensor]:
+    """The family's own weights, by the names they have without LoRA."""
+    weights = parts.model.named_parameters()
+    own = {name: weight for name, weight in weights if "lora_" not in name}
+    return {name.replace(".base_layer", ""): weight.detach() for name, weight in own.items()}
+
+
+def test_the_base_follows_from_the_seed_alone_whatever_is_trained() -> None:
+    """Nor do the frozen parts decide it, whether they are there or not."""
+    full = _base(assemble(_recipe(), _CAPTIONS, None))
+    kinds = ({"kind": "full"}, {"kind": "lora", "rank": 2}, {"kind": "lora", "rank": 3})
+    for trainable in kinds:
+        for whole in (True, False):
+            recipe = _recipe(trainable=trainable)
+            again = _base(assemble(recipe, _CAPTIONS, None, frozen_parts=whole))
+            assert again.keys() == full.keys()
+            assert all(torch.equal(again[name], weight) for name, weight in full.items())
+    other = _base(assemble(_recipe().model_copy(update={"seed": 1}), _CAPTIONS, None))
+    assert any(not torch.equal(other[name], weight) for name, weight in full.items())
+
+
+def test_building_leaves_the_callers_random_numbers_alone() -> None:
+    """Also without weights."""
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    assemble(_recipe(), _CAPTIONS, None)
+    outline(_recipe())
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("values", [_KONTEXT, _TUBELET])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_an_outline_is_what_will_be_trained(values: Any, kind: str, dtype: str) -> None:
+    """Same names, shapes, dtypes and the same weights frozen; only the vocabulary may shrink."""
+    model = values["model"] | {"dtype": dtype}
+    recipe = _recipe(values, model=model, trainable={"kind": kind}, text={"max_words": 6})
+
+    def facts(parts: Components) -> dict[str, Any]:
+        named = parts.model.named_parameters()
+        return {name: (each.shape, each.dtype, each.requires_grad) for name, each in named}
+
+    planned = outline(recipe)
+    assert facts(planned) == facts(assemble(recipe, ["a b c d e f g"], None))
+    assert {weight.device.type for weight in planned.model.parameters()} == {"meta"}
+    dtypes = {weight.dtype for weight in planned.model.parameters()}
+    assert dtypes == {{"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]}
+
+
+def test_an_outline_predicts_shapes() -> None:
+    """Enough to trace a step by; batch size and references are the recipe's."""
+    parts, recipe = outline(_recipe()), _recipe()
+    shape = latent_shape(parts.codec, recipe.data.buckets[0])
+    told = outline_conditioning(parts, recipe, shape, batch_size=2)
+    assert {name: tuple(value.shape) for name, value in told.items()} == {
+        "prompt_embeds": (2, 8, 12),
+        "pooled_prompt_embeds": (2, 10),
+        "reference_latents": (2, 4, 1, 8, 12),
+        "guidance": (2,),
+    }
+    noisy = torch.empty(2, *shape, device="meta")
+    velocity = parts.predict_velocity(noisy, torch.empty(2, device="meta"), told)
+    assert velocity.shape == noisy.shape
+
+
+def test_only_a_distilled_model_is_told_a_guidance_scale() -> None:
+    """The recipe's, for each sample."""
+    recipe = _recipe()
+    told = {"prompt_embeds": torch.zeros(3, 8, 12)}
+    distilled = training_conditioning(outline(recipe), recipe, told)
+    assert distilled["guidance"].tolist() == [2.5, 2.5, 2.5]
+    assert list(told) == ["prompt_embeds"]
+    model = _KONTEXT["model"] | {"config": _KONTEXT["model"]["config"] | {"guidance_embeds": False}}
+    plain = _recipe(model=model)
+    assert training_conditioning(outline(plain), plain, told) is told
+
+
+def test_without_frozen_parts_the_model_is_the_same_and_nothing_encodes() -> None:
+    """For a run whose latents and embeddings are cached."""
+    recipe = _recipe()
+    parts = assemble(recipe, _CAPTIONS, None, frozen_parts=False)
+    bucket = recipe.data.buckets[0]
+    assert parts.codec.latent_shape(bucket) == (1, 8, 12)
+    assert parts.text.outline().keys() == {"prompt_embeds", "pooled_prompt_embeds"}
+    frozen = [*parts.codec.modules(), *parts.text.modules()]
+    assert len(frozen) == 3
+    assert {weight.device.type for each in frozen for weight in each.parameters()} == {"meta"}
+    with pytest.raises(AssertionError, match="an outline cannot encode"):
+        parts.text.encode(_CAPTIONS)
+
+
+def test_without_frozen_parts_words_keep_their_vocabulary(tmp_path: Path) -> None:
+    """The model that embeds them depends on it."""
+    recipe = _recipe(_TUBELET)
+    whole = assemble(recipe, _CAPTIONS, None)
+    whole.text.save(tmp_path)
+    again = assemble(recipe, (), tmp_path, frozen_parts=False)
+    assert again.text.vocabulary_size == whole.text.vocabulary_size
+    ids = again.text.encode(_CAPTIONS)["token_ids"]
+    assert torch.equal(ids, whole.text.encode(_CAPTIONS)["token_ids"])
+
+
+def test_flops_count_the_references_tokens() -> None:
+    """A picture to go by of the same size doubles the tokens of the pictures."""
+    flops = {}
+    for name in ("flux", "flux_kontext"):
+        recipe = _recipe(model=_KONTEXT["model"] | {"family": name})
+        parts = outline(recipe)
+        shape = latent_shape(parts.codec, recipe.data.buckets[0])
+        flops[name] = forward_flops(parts, recipe, shape)
+    assert 1.5 < flops["flux_kontext"] / flops["flux"] < 3
+
+
+@pytest.mark.parametrize("build", [outline, lambda recipe: assemble(recipe, _CAPTIONS, None)])
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"data": {"references": {"pose": "{stem}.png"}}},
+            r"flux_kontext looks at a picture named reference .* data\.references\.reference = ",
+        ),
+        (
+            {"data": {"buckets": [{"num_frames": 1, "height": 16, "width": 23}]}},
+            r"divisible by 2\. The nearest that fits is 1 frame of 24x16",
+        ),
+        (
+            {"data": {"buckets": [{"num_frames": 1, "height": 16, "width": 22}]}},
+            r"latents of 11x8 do not divide into FLUX's tokens .* are 12x8",
+        ),
+        (
+            {"data": {"buckets": [{"num_frames": 9, "height": 16, "width": 24}]}},
+            r"FLUX makes images, not videos, but a bucket has 9 frames\. Set num_frames = 1",
+        ),
+        (
+            {"trainable": {"kind": "lora", "targets": ["to_qq"]}},
+            r"trainable\.targets: 'to_qq' matches no linear layer",
+        ),
+        ({"model": {"family": "fluxx"}}, r"model\.family 'fluxx' is unknown; did you mean flux\?"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_alike_in_plan_and_run(
+    build: Any, sections: dict[str, Any], message: str
+) -> None:
+    """One sentence with the nearest valid choice, before anything large is built."""
+    with pytest.raises(RecipeError, match=message):
+        build(_recipe(**sections))
+
+
+def test_buckets_of_stages_are_checked_too() -> None:
+    """Nothing fails at the step at which a stage begins."""
+    stage = {"name": "large", "buckets": [{"num_frames": 1, "height": 16, "width": 23}]}
+    with pytest.raises(RecipeError, match=r"divisible by 2\. The nearest"):
+        outline(_recipe(data={"stages": [stage]}))

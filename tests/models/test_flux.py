@@ -1,0 +1,287 @@
+"""What the FLUX families promise: diffusers' transformer, asked as FLUX's own pipelines ask it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longtake.config import CodecSection, ModelSection, PooledSection, TextSection
+from longtake.errors import ModelError, RecipeError
+from longtake.flow.timesteps import build_sigmas
+from longtake.models.codec import Codec, PixelCodec, build_codec
+from longtake.models.family import LatentShape
+from longtake.models.flux import Flux, FluxKontext, pack, picture_ids, unpack
+from longtake.models.text import PooledText, TextEncoder, build_text
+
+_CAPTIONS = ["a red ball rolls left", "a blue square"]
+_SHAPE = LatentShape(channels=4, num_frames=1, height=6, width=8)
+_TINY: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "axes_dims_rope": [4, 6, 6],
+    "num_layers": 1,
+    "num_single_layers": 2,
+    "guidance_embeds": True,
+}
+
+
+def _text() -> PooledText:
+    section = TextSection(
+        kind="transformers",
+        class_name="T5EncoderModel",
+        config={"d_model": 12, "d_kv": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2},
+        max_tokens=8,
+        pooled=PooledSection(
+            config={
+                "hidden_size": 10,
+                "intermediate_size": 10,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            },
+            max_tokens=9,
+        ),
+    )
+    torch.manual_seed(2)
+    text = build_text(section, _CAPTIONS, None)
+    assert isinstance(text, PooledText)
+    return text
+
+
+def _codec() -> Codec:
+    config = {
+        "block_out_channels": [4, 4],
+        "layers_per_block": 1,
+        "latent_channels": 4,
+        "norm_num_groups": 2,
+    }
+    torch.manual_seed(1)
+    section = CodecSection(kind="autoencoder", class_name="AutoencoderKL", config=config)
+    return build_codec(section)
+
+
+def _model(text: TextEncoder | None = None, **config: Any) -> Any:
+    torch.manual_seed(0)
+    section = ModelSection(family="flux", config=_TINY | config)
+    return Flux().build(section, [_SHAPE], text or _text()).eval()
+
+
+def _inputs(height: int = 6, width: int = 8) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    told = {
+        "prompt_embeds": torch.randn(2, 8, 12, generator=generator),
+        "pooled_prompt_embeds": torch.randn(2, 10, generator=generator),
+        "guidance": torch.tensor([3.5, 3.5]),
+        "reference_latents": torch.randn(2, 4, 1, height, width, generator=generator),
+    }
+    noisy = torch.randn(2, *_SHAPE, generator=generator)
+    return noisy, torch.tensor([0.7, 0.7]), told
+
+
+def test_tokens_and_ids_are_those_of_the_pipelines() -> None:
+    """Bitwise, there and back; the reference's ids have a 1 where the noisy ones' have a 0."""
+    from diffusers import FluxKontextPipeline as Pipeline
+
+    latents = torch.randn(2, 4, 1, 6, 8)
+    tokens = pack(latents)
+    assert torch.equal(tokens, Pipeline._pack_latents(latents[:, :, 0], 2, 4, 6, 8))
+    assert torch.equal(unpack(tokens, 6, 8), latents)
+    assert torch.equal(unpack(tokens, 6, 8)[:, :, 0], Pipeline._unpack_latents(tokens, 6, 8, 1))
+    ids = Pipeline._prepare_latent_image_ids(2, 3, 4, "cpu", torch.float32)
+    assert torch.equal(picture_ids(latents, number=0), ids)
+    ids[..., 0] = 1
+    assert torch.equal(picture_ids(latents, number=1), ids)
+
+
+@pytest.mark.parametrize("size", [(6, 8), (4, 10)])
+@pytest.mark.parametrize("family", [Flux(), FluxKontext()])
+def test_a_step_is_the_pipelines_step(family: Flux, size: tuple[int, int]) -> None:
+    """From sigma 0.7 to 0 in one step; a reference may have another size than the picture."""
+    import diffusers
+
+    model, (noisy, sigmas, told) = _model(), _inputs(*size)
+    pipeline = getattr(diffusers, family._pipeline)(
+        diffusers.FlowMatchEulerDiscreteScheduler(),
+        _codec().autoencoder,  # type: ignore[attr-defined]
+        *[None] * 4,
+        transformer=model,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    pictures = {}
+    if family.references:
+        pictures = {"image": told["reference_latents"][:, :, 0], "max_area": 12 * 16}
+    expected = pipeline(
+        prompt_embeds=told["prompt_embeds"],
+        pooled_prompt_embeds=told["pooled_prompt_embeds"],
+        latents=pack(noisy),
+        height=12,
+        width=16,
+        sigmas=[0.7],
+        guidance_scale=3.5,
+        output_type="latent",
+        **pictures,
+    ).images
+    with torch.no_grad():
+        velocity = family.predict_velocity(model, noisy, sigmas, told)
+    assert velocity.shape == noisy.shape
+    torch.testing.assert_close(pack(noisy - 0.7 * velocity), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_all_that_it_is_told_matters() -> None:
+    """Caption, pooled caption, guidance and reference each change the velocity."""
+    model, (noisy, sigmas, told) = _model(), _inputs()
+    with torch.no_grad():
+        velocity = FluxKontext().predict_velocity(model, noisy, sigmas, told)
+        for name, value in told.items():
+            other = FluxKontext().predict_velocity(model, noisy, sigmas, told | {name: value + 1})
+            assert not torch.allclose(other, velocity), name
+
+
+def test_gradients_reach_every_parameter() -> None:
+    """And every block is handed out for sharding, those of two streams first."""
+    model, (noisy, sigmas, told) = _model(), _inputs()
+    torch.autograd.backward(Flux().predict_velocity(model, noisy, sigmas, told).square().mean())
+    dead = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert dead == []
+    names = [type(block).__name__ for block in Flux().blocks(model)]
+    assert names == ["FluxTransformerBlock", *["FluxSingleTransformerBlock"] * 2]
+
+
+def test_tokens_are_counted_as_the_shift_wants_them() -> None:
+    """FLUX's shift follows the noisy tokens alone, though the model sees the reference's too."""
+    model, (noisy, sigmas, told) = _model(), _inputs()
+    seen: list[int] = []
+    model.x_embedder.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    for family in (Flux(), FluxKontext()):
+        family.predict_velocity(model, noisy, sigmas, told)
+        assert family.num_tokens(model, _SHAPE) == 12
+    assert seen == [12, 24]
+
+
+def test_widths_and_channels_follow_from_codec_and_encoders() -> None:
+    """A recipe need not repeat them."""
+    config = _model().config
+    found = (config.in_channels, config.joint_attention_dim, config.pooled_projection_dim)
+    assert found == (16, 12, 10)
+    assert Flux().width(_model()) == 32
+
+
+def test_without_guidance_embedding_no_guidance_is_asked_for() -> None:
+    """FLUX.1-schnell and models from nothing have none; with it, a missing scale is named."""
+    noisy, sigmas, told = _inputs()
+    del told["guidance"]
+    plain, distilled = _model(guidance_embeds=False), _model()
+    assert not Flux().distils_guidance(plain)
+    assert Flux().predict_velocity(plain, noisy, sigmas, told).isfinite().all()
+    assert Flux().distils_guidance(distilled)
+    with pytest.raises(ModelError, match=r"names no guidance scale \(it has prompt_embeds, "):
+        Flux().predict_velocity(distilled, noisy, sigmas, told)
+
+
+def test_kontext_without_its_reference_says_so() -> None:
+    """It names what there is, and where a reference comes from."""
+    noisy, sigmas, told = _inputs()
+    del told["reference_latents"]
+    with pytest.raises(ModelError, match=r"no reference_latents \(it has .* data\.references\.ref"):
+        FluxKontext().predict_velocity(_model(), noisy, sigmas, told)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (_SHAPE._replace(num_frames=5), r"a bucket has 5 frames\. Set num_frames = 1\."),
+        (_SHAPE._replace(height=5), r"latents of 8x5 .* nearest latents that do are 8x4"),
+        (_SHAPE._replace(width=1), r"latents of 1x6 .* nearest latents that do are 2x6"),
+    ],
+)
+def test_latents_that_do_not_fit_are_refused_before_building(
+    shape: LatentShape, message: str
+) -> None:
+    """Videos, and what does not divide into tokens."""
+    section = ModelSection(family="flux", config=_TINY)
+    Flux().check(section, [_SHAPE])
+    with pytest.raises(RecipeError, match=message):
+        Flux().check(section, [_SHAPE, shape])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_layer": 2}, r"model\.config\.num_layer is not .* did you mean num_layers\?"),
+        ({"num_layers": "2"}, r"model\.config does not fit FluxTransformer2DModel"),
+        ({"in_channels": 64}, "in_channels is 64, but codec and text encoder give 16"),
+        ({"joint_attention_dim": 4096}, "is 4096, but codec and text encoder give 12"),
+        ({"axes_dims_rope": [4, 4, 4]}, r"\[4, 4, 4\] adds up to 12, but .* is 16\. They must"),
+        ({"out_channels": 4}, r"out_channels 4 and patch_size 1 give another latent"),
+    ],
+)
+def test_wrong_arguments_are_named(config: dict[str, Any], message: str) -> None:
+    """Before the first step, also those that diffusers would take."""
+    with pytest.raises(RecipeError, match=message):
+        _model(**config)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        TextSection(),
+        TextSection(
+            kind="transformers",
+            config={"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2},
+        ),
+    ],
+)
+def test_one_text_encoder_is_not_enough(section: TextSection) -> None:
+    """Neither words nor one encoder; the message says what to add."""
+    with pytest.raises(RecipeError, match=r"two text encoders, .* section \[text\.pooled\]"):
+        _model(build_text(section, _CAPTIONS, None))
+
+
+def test_bf16_weights_compute_in_bf16_and_stay_close() -> None:
+    """Whatever dtype the latents come in; the sigmas are rounded as the pipelines round them."""
+    model, (noisy, sigmas, told) = _model(), _inputs()
+    with torch.no_grad():
+        exact = FluxKontext().predict_velocity(model, noisy, sigmas, told)
+        rounded = FluxKontext().predict_velocity(model.bfloat16(), noisy, sigmas, told)
+    assert rounded.dtype == torch.bfloat16
+    assert (rounded.float() - exact).norm() < 0.06 * exact.norm()
+
+
+@pytest.mark.parametrize("family", [Flux(), FluxKontext()])
+def test_an_exported_pipeline_loads_and_samples(family: Flux, tmp_path: Path) -> None:
+    """It holds the same weights, visits longtake's sigmas and gives the bucket's shape."""
+    pytest.importorskip("accelerate", reason="diffusers loads pipelines through accelerate")
+    import diffusers
+
+    text, codec = _text(), _codec()
+    model = _model(text)
+    family.export(model, codec, text, 3.0, tmp_path)
+    pipeline = getattr(diffusers, family._pipeline).from_pretrained(tmp_path)
+    loaded = pipeline.transformer.state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
+    pipeline.set_progress_bar_config(disable=True)
+    pictures = {}
+    if family.references:
+        image = torch.rand(1, 3, 12, 16)
+        pictures = {"image": image, "max_area": 12 * 16, "_auto_resize": False}
+    images = pipeline(
+        prompt="a red ball",
+        height=12,
+        width=16,
+        num_inference_steps=3,
+        max_sequence_length=8,
+        output_type="pt",
+        **pictures,
+    ).images
+    assert images.shape == (1, 3, 12, 16)
+    assert images.isfinite().all()
+    torch.testing.assert_close(pipeline.scheduler.sigmas, torch.tensor(build_sigmas(3, 3.0)))
+
+
+def test_what_diffusers_has_no_pipeline_for_is_not_exported(tmp_path: Path) -> None:
+    """Pixels have no autoencoder to export; nothing is written."""
+    text = _text()
+    with pytest.raises(RecipeError, match=r"A FluxKontextPipeline needs .* has PixelCodec"):
+        FluxKontext().export(_model(text), PixelCodec(), text, 5.0, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

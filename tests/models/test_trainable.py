@@ -1,0 +1,322 @@
+"""What trains is what the recipe says: all weights, low-rank updates, or a module of one's own."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from longtake.config import TrainableSection
+from longtake.models.added import ADDED, added_module, condition
+from longtake.models.registry import family
+from longtake.models.trainable import load_trained, make_trainable, plain_copy, trained_state
+from longtake.models.tubelet import TubeletTransformer
+
+_ROOT = Path(__file__).resolve().parents[2]
+_CHANNELS, _WIDTH = 4, 24
+_FAMILIES = ["flux", "flux_kontext", "wan", "tubelet"]
+_POSE = "examples.modules.pose_adapter:PoseAdapter"
+_STYLE = "examples.modules.style_residual:StyleResidual"
+_LORA = TrainableSection(kind="lora", rank=4)
+_KINDS = {
+    "lora": _LORA,
+    "pose": TrainableSection(module=_POSE, options={"hidden_size": 8}),
+    "style": TrainableSection(module=_STYLE, options={"rank": 4}),
+    "lora and style": TrainableSection(kind="lora", rank=4, module=_STYLE),
+    "full and pose": TrainableSection(kind="full", module=_POSE),
+}
+
+
+@pytest.fixture(autouse=True)
+def _at_the_repositorys_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From where recipes name the modules of `examples/`."""
+    monkeypatch.chdir(_ROOT)
+
+
+def _flux() -> nn.Module:
+    from diffusers import FluxTransformer2DModel
+
+    model: nn.Module = FluxTransformer2DModel(
+        in_channels=4 * _CHANNELS,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=12,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        pooled_projection_dim=8,
+        guidance_embeds=True,
+        axes_dims_rope=(4, 4, 4),
+    )
+    return model
+
+
+def _wan() -> nn.Module:
+    from diffusers import WanTransformer3DModel
+
+    model: nn.Module = WanTransformer3DModel(
+        in_channels=_CHANNELS,
+        out_channels=_CHANNELS,
+        num_attention_heads=2,
+        attention_head_dim=12,
+        text_dim=16,
+        ffn_dim=16,
+        freq_dim=8,
+        num_layers=2,
+    )
+    return model
+
+
+def _tubelet() -> nn.Module:
+    """Its output is zero at the start, which would keep gradients from all before it."""
+    model = TubeletTransformer(
+        num_frames=2,
+        height=4,
+        width=6,
+        vocabulary_size=8,
+        channels=_CHANNELS,
+        patch_size=(1, 2, 2),
+        hidden_size=_WIDTH,
+        num_blocks=2,
+        num_heads=2,
+    )
+    nn.init.normal_(model.tube_out.weight)
+    return model
+
+
+_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "flux": _flux,
+    "flux_kontext": _flux,
+    "wan": _wan,
+    "tubelet": _tubelet,
+}
+
+
+def _made(
+    name: str, section: TrainableSection, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> nn.Module:
+    """A tiny model of a family, made trainable; the same weights each time."""
+    if name == "tubelet" and section.module == _POSE:  # its caption block has too few tokens
+        section = section.model_copy(update={"blocks": ("blocks.*",)})
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(0)
+        model = _MODELS[name]()
+        nn.Module.to(model, dtype)  # diffusers' own warns about layers that it has none of
+        make_trainable(model, family(name), section, _CHANNELS)
+    return model
+
+
+def _asked(name: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Noisy latents, sigmas and conditioning."""
+    frames = 1 if name.startswith("flux") else 2
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(2, *shape, generator=generator)
+
+    conditioning = {
+        "prompt_embeds": normal(5, 16),
+        "pooled_prompt_embeds": normal(8),
+        "guidance": torch.full((2,), 3.5),
+        "token_ids": torch.tensor([[1, 2, 0], [3, 4, 5]]),
+        "reference_latents": normal(_CHANNELS, 1, 4, 6),
+        # The tubelet's first six tokens are the caption's, which nobody looks at in the end.
+        "pose_latents": normal(_CHANNELS, 1, 4, 12 if name == "tubelet" else 6),
+    }
+    return normal(_CHANNELS, frames, 4, 6), torch.tensor([0.25, 0.9]), conditioning
+
+
+def _velocity(model: nn.Module, name: str) -> Tensor:
+    noisy, sigmas, conditioning = _asked(name)
+    condition(model, conditioning)
+    return family(name).predict_velocity(model, noisy, sigmas, conditioning)
+
+
+def _gradients(model: nn.Module, name: str) -> dict[str, Tensor | None]:
+    model.zero_grad()
+    torch.autograd.backward(_velocity(model, name).float().square().mean())
+    return {each: parameter.grad for each, parameter in _trained(model).items()}
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: each for name, each in model.named_parameters() if each.requires_grad}
+
+
+def _shaken(model: nn.Module) -> nn.Module:
+    """With random trained weights: what starts at zero passes no gradient on."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in _trained(model).values():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.1 * noise.to(parameter.dtype))
+    return model
+
+
+def test_full_training_trains_everything_and_changes_nothing() -> None:
+    """The model is what its family built."""
+    model = _made("wan", TrainableSection())
+    assert list(trained_state(model)) == list(_wan().state_dict())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_lora_trains_two_matrices_for_each_target_and_nothing_else() -> None:
+    """Of FLUX's 4 blocks: q, k and v of all, and the output projection of those of two streams."""
+    trained = _trained(_made("flux", _LORA))
+    single = {
+        f"single_transformer_blocks.{number}.attn.to_{part}.lora_{side}.default.weight"
+        for number in range(2)
+        for part in "qkv"
+        for side in "AB"
+    }
+    double = {
+        f"transformer_blocks.{number}.attn.to_{part}.lora_{side}.default.weight"
+        for number in range(2)
+        for part in ("q", "k", "v", "out.0")
+        for side in "AB"
+    }
+    assert trained.keys() == single | double
+    assert sum(each.numel() for each in trained.values()) == len(single | double) * 4 * _WIDTH
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", _FAMILIES)
+@pytest.mark.parametrize("kind", ["lora", "pose", "style"])
+def test_training_starts_from_the_very_model(kind: str, name: str, dtype: torch.dtype) -> None:
+    """To the bit: what is new starts at zero."""
+    before = _made(name, TrainableSection(), dtype)
+    after = _made(name, _KINDS[kind], dtype)
+    assert torch.equal(_velocity(before, name), _velocity(after, name))
+
+
+@pytest.mark.parametrize("name", _FAMILIES)
+@pytest.mark.parametrize("kind", _KINDS)
+def test_gradients_reach_every_trained_parameter(kind: str, name: str) -> None:
+    """And none that is frozen."""
+    model = _shaken(_made(name, _KINDS[kind]))
+    gradients = _gradients(model, name)
+    dead = [each for each, grad in gradients.items() if grad is None or not grad.any()]
+    assert dead == []
+    frozen = [each for each in model.parameters() if not each.requires_grad]
+    assert all(each.grad is None for each in frozen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", _FAMILIES)
+@pytest.mark.parametrize("kind", _KINDS)
+def test_recompute_changes_no_bit_of_a_gradient(kind: str, name: str, dtype: torch.dtype) -> None:
+    """The added module is run again with its blocks, on what was prepared once."""
+    model = _shaken(_made(name, _KINDS[kind], dtype))
+    kept = _gradients(model, name)
+    kept = {each: None if grad is None else grad.clone() for each, grad in kept.items()}
+    calls: list[nn.Module] = []
+
+    def recomputed(block: nn.Module, *inputs: Any) -> Any:
+        calls.append(block)
+        return checkpoint(block, *inputs, use_reentrant=False)
+
+    family(name).call_blocks_by(model, recomputed)
+    again = _gradients(model, name)
+    assert len(calls) == len(family(name).blocks(model))
+    torch.testing.assert_close(again, kept, rtol=0, atol=0)
+
+
+def test_new_weights_follow_from_the_seed_alone() -> None:
+    """Not from how many numbers the base took, nor from where the generator is; it stays there."""
+    sections = [_LORA, _KINDS["pose"]]
+
+    def adapter(seed: int, drawn: int) -> dict[str, Tensor]:
+        torch.manual_seed(seed)
+        torch.randn(drawn)
+        model, state = _flux(), torch.get_rng_state()
+        for section in sections:
+            make_trainable(model, family("flux"), section, _CHANNELS)
+        assert torch.equal(torch.get_rng_state(), state)
+        return {n: p for n, p in model.named_parameters() if ".lora_" in n or ADDED in n}
+
+    with torch.random.fork_rng():
+        first, second, other = adapter(3, 0), adapter(3, 99), adapter(4, 0)
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+    name = "transformer_blocks.0.attn.to_q.lora_A.default.weight"
+    assert not torch.equal(first[name], other[name])
+    assert not torch.equal(first[f"{ADDED}.read.0.weight"], other[f"{ADDED}.read.0.weight"])
+
+
+@pytest.mark.parametrize("dtype", ["model", "fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["lora", "pose", "lora and style"])
+def test_on_the_meta_device_all_is_alike(kind: str, dtype: Any) -> None:
+    """Names, shapes and dtypes are those of a real model, and what is new is in the recipe's."""
+    section = _KINDS[kind].model_copy(update={"dtype": dtype})
+    real = _made("flux", section, torch.bfloat16)
+    outline = _made("flux", section, torch.bfloat16, device="meta")
+
+    def facts(model: nn.Module) -> list[Any]:
+        return [
+            (name, each.shape, each.dtype, each.requires_grad)
+            for name, each in model.named_parameters()
+        ]
+
+    assert facts(outline) == facts(real)
+    assert {each.device.type for each in outline.parameters()} == {"meta"}
+    expected = torch.float32 if dtype == "fp32" else torch.bfloat16
+    assert {each.dtype for each in _trained(outline).values()} == {expected}
+
+
+@pytest.mark.parametrize("kind", ["lora", "pose", "style"])
+def test_fp32_adapters_train_on_a_bf16_model(kind: str) -> None:
+    """What is converted is converted back: the model goes on in its own dtype."""
+    section = _KINDS[kind].model_copy(update={"dtype": "fp32"})
+    model = _shaken(_made("flux", section, torch.bfloat16))
+    seen: set[torch.dtype] = set()
+    model.get_submodule("transformer_blocks.1").register_forward_pre_hook(
+        lambda block, args, kwargs: seen.update(
+            each.dtype for each in [*args, *kwargs.values()] if isinstance(each, Tensor)
+        ),
+        with_kwargs=True,
+    )
+    assert all(grad is not None and grad.any() for grad in _gradients(model, "flux").values())
+    assert seen == {torch.bfloat16}
+
+
+def test_a_checkpoint_holds_what_is_trained_and_all_of_the_added_module() -> None:
+    """What it has frozen of itself too; loading puts them into another model of the same kind."""
+    model, other = _made("flux", _KINDS["lora and style"]), _made("flux", _KINDS["lora and style"])
+    trained = _trained(model).keys()
+    module = added_module(model)
+    assert module is not None
+    module.requires_grad_(False)
+    assert trained_state(model).keys() == trained
+    load_trained(other, trained_state(_shaken(model)))
+    torch.testing.assert_close(trained_state(other), trained_state(model), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plain_copy_is_the_same_model_without_lora(dtype: torch.dtype) -> None:
+    """Under the first names, sharing what is not merged; the model stays as it was."""
+    section = _LORA.model_copy(update={"alpha": 8.0})
+    model = _shaken(_made("flux", section, dtype))
+    with torch.no_grad():
+        before = _velocity(model, "flux")
+        plain = plain_copy(model)
+        assert list(plain.state_dict()) == list(_flux().state_dict())
+        bound = 1e-5 if dtype == torch.float32 else 0.05
+        torch.testing.assert_close(_velocity(plain, "flux"), before, atol=bound, rtol=bound)
+        assert not torch.equal(before, _velocity(_made("flux", TrainableSection(), dtype), "flux"))
+        assert torch.equal(_velocity(model, "flux"), before)
+    own = {each.data_ptr() for each in model.parameters()}
+    new = [name for name, each in plain.named_parameters() if each.data_ptr() not in own]
+    assert len(new) == 4 * 3 + 2
+    assert all(".attn.to_" in name for name in new)
+
+
+def test_a_plain_copy_has_no_added_module() -> None:
+    """Nor does it miss the conditioning of one; also after a training step of the model."""
+    model = _shaken(_made("flux", _KINDS["pose"]))
+    _gradients(model, "flux")
+    plain = plain_copy(model)
+    assert added_module(plain) is None
+    noisy, sigmas, conditioning = _asked("flux")
+    velocity = family("flux").predict_velocity(plain, noisy, sigmas, conditioning)
+    assert torch.equal(velocity, _velocity(_made("flux", TrainableSection()), "flux"))
+    assert not torch.equal(velocity, _velocity(model, "flux"))
