@@ -37,6 +37,10 @@ class StepProgress:
         if not self._console.is_terminal and self._is_time():
             self._console.print(f"step {metrics['step']}/{self._total} · {facts}")
 
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._console.print(f"  {text}", highlight=False, markup=False)
+
     def _is_time(self) -> bool:
         is_time = time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES
         if is_time:

@@ -47,6 +47,8 @@ EventKind = Literal[
     "sample_rejected",
     "decoder_stalled",
     "decoder_died",
+    "memory_planned",
+    "memory_measured",
     "interrupted",
     "finished",
 ]

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from longtake.data.buckets import Crop
 from longtake.data.catalog import Catalog
+from longtake.data.crop import Crop
 from longtake.data.encode import write_video
 from longtake.data.index import IndexReport, index
 from longtake.data.sample import window_of

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from longtake.config import DataSection
-from longtake.data import loader as loading
+from longtake.data import decoding
 from longtake.data.catalog import Catalog
 from longtake.data.loader import Loader
 from longtake.data.window import Window
@@ -37,10 +37,7 @@ class _Instant:
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         pass
 
     def submit(self, window: Window, out: NDArray[np.uint8]) -> Future[NDArray[np.uint8]]:
@@ -57,7 +54,7 @@ class _Instant:
 @pytest.fixture(scope="module", autouse=True)
 def _at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "Pool", _Instant)
+        patch.setattr(decoding, "Pool", _Instant)
         yield
 
 

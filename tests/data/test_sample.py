@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,13 @@ from longtake.config import Bucket, DataSection
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Timing
 from longtake.data.order import derive
-from longtake.data.sample import is_only_window, num_starts, sample_window
+from longtake.data.sample import (
+    all_windows,
+    is_only_window,
+    num_starts,
+    sample_window,
+    starts,
+)
 
 _Section = Callable[..., DataSection]
 _SHAPE = Bucket(num_frames=4, height=16, width=16)
@@ -117,3 +124,50 @@ def test_a_clip_of_one_windows_length_has_only_that(clip: Clip, section: _Sectio
     assert is_only_window(clip, exact, section(flip=0.5))
     assert not is_only_window(clip, exact, section(random_crop=True))
     assert not is_only_window(clip, _SHAPE, section())
+
+
+@pytest.mark.parametrize(
+    ("windows", "expected"),
+    [(1, [8]), (2, [0, 16]), (3, [0, 8, 16]), (4, [0, 5, 11, 16]), (5, [0, 4, 8, 12, 16])],
+)
+def test_a_fixed_number_of_windows_is_spread_over_the_clip(
+    clip: Clip, section: _Section, windows: int, expected: list[int]
+) -> None:
+    """From its first frame to its last, one in the middle; seeds choose among them evenly."""
+    data = section(windows=windows)
+    assert list(starts(clip, _SHAPE, data)) == expected
+    chosen = Counter(sample_window(clip, _SHAPE, data, seed).start for seed in _SEEDS)
+    assert sorted(chosen) == expected
+    share = 400 / windows
+    assert sum((n - share) ** 2 / share for n in chosen.values()) < 18.5  # p > 0.001
+    assert is_only_window(clip, _SHAPE, data) == (windows == 1)
+
+
+@given(windows=st.integers(1, 40), frames=st.integers(4, 30), stride=st.integers(1, 3))
+def test_windows_are_distinct_and_as_many_as_there_are(
+    clip: Clip, section: _Section, windows: int, frames: int, stride: int
+) -> None:
+    """A clip that holds fewer gives all it holds, as without a number."""
+    frames += 3 * (stride - 1)
+    some, all_of_them = section(windows=windows, frame_stride=stride), section(frame_stride=stride)
+    longer = replace(clip, num_frames=frames)
+    possible = list(starts(longer, _SHAPE, all_of_them))
+    assert possible == list(range(num_starts(longer, _SHAPE, stride)))
+    found = list(starts(longer, _SHAPE, some))
+    assert found == sorted(set(found) & set(possible))
+    assert len(found) == min(windows, len(possible))
+    if windows > 1:
+        assert {found[0], found[-1]} == {possible[0], possible[-1]}
+        gaps = [after - before for before, after in pairwise(found)]
+        assert max(gaps, default=0) - min(gaps, default=0) <= 1
+
+
+@pytest.mark.parametrize("flip", [0.0, 0.3, 1.0])
+def test_all_windows_are_those_that_samples_have(
+    clip: Clip, section: _Section, flip: float
+) -> None:
+    """No more and no fewer, mirrored ones where there are any."""
+    data = section(windows=3, flip=flip)
+    listed = all_windows(clip, _SHAPE, data)
+    assert len(listed) == len(set(listed)) == (6 if flip == 0.3 else 3)
+    assert set(listed) == {sample_window(clip, _SHAPE, data, seed) for seed in _SEEDS}

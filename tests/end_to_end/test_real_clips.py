@@ -121,7 +121,7 @@ def test_an_example_is_a_recipe_and_says_how_to_run_it(path: Path) -> None:
 
 def test_the_released_model_is_fine_tuned_as_it_was_trained() -> None:
     """All parts from one repository, 512 tokens of text, and a low learning rate."""
-    recipe = config.load(_EXAMPLES / "wan_1_3b.toml")
+    recipe = config.load(_EXAMPLES / "wan_1_3b_full_80gb.toml")
     sources = {recipe.model.pretrained, recipe.codec.pretrained, recipe.text.pretrained}
     assert sources == {"Wan-AI/Wan2.1-T2V-1.3B-Diffusers"}
     assert recipe.text.max_tokens == 512

@@ -29,8 +29,33 @@ def test_gradients_are_clipped_to_a_norm(max_norm: float) -> None:
     """The norm before is returned; a smaller one is left alone."""
     model = nn.Linear(2, 1, bias=False)
     model.weight.grad = torch.tensor([[3.0, 4.0]])
-    assert clip_gradients(model, max_norm).item() == 5.0
+    assert clip_gradients(model, max_norm) == 5.0
     assert model.weight.grad.norm().item() == pytest.approx(min(5.0, max_norm), rel=1e-4)
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16",) * 3, ("bfloat16", "float32", "bfloat16")])
+def test_bf16_gradients_have_a_norm_as_accurate_as_fp32(dtypes: tuple[str, ...]) -> None:
+    """With a norm or a factor in bf16, most gradients would come out as other numbers."""
+    torch.manual_seed(0)
+    kinds = zip((10, 1000, 30_000), dtypes, strict=True)
+    model = nn.ParameterList(torch.zeros(n, dtype=getattr(torch, kind)) for n, kind in kinds)
+    for parameter in model:
+        parameter.grad = torch.randn_like(parameter)
+    before = _gradients(model)
+    norm = before.norm().item()
+    assert clip_gradients(model, 7.0, scale=3.0) == pytest.approx(3 * norm, rel=1e-5)
+    wanted = (before * 7 / norm).bfloat16()
+    assert (_gradients(model).bfloat16() == wanted).double().mean() > 0.99
+
+
+def _gradients(model: nn.Module) -> Tensor:
+    gradients = [p.grad.double() for p in model.parameters() if p.grad is not None]
+    return torch.cat(gradients)
+
+
+def test_without_gradients_there_is_no_norm() -> None:
+    """Nothing that trains was reached; the plan says so, and nothing breaks here."""
+    assert clip_gradients(nn.Linear(2, 2), 1.0) == 0.0
 
 
 def test_two_ranks_have_the_gradients_of_one(run_on_two_ranks: Callable[..., None]) -> None:
@@ -63,7 +88,15 @@ def _check(world: World, parts: int) -> None:
     _accumulate(model, samples.chunk(2)[world.rank])
     expected = clip_gradients(alone, 0.5)
     assert expected > 0.5
-    torch.testing.assert_close(clip_gradients(model, 0.5), expected)
+    assert clip_gradients(model, 0.5) == pytest.approx(expected, rel=1e-6)
+
+    halves = [_build().bfloat16(), _build().bfloat16()]
+    spread(halves[1], [halves[1][0], halves[1][2]], world)
+    for half, network in zip(halves, (alone, model), strict=True):
+        for one, other in zip(half.parameters(), network.parameters(), strict=True):
+            assert other.grad is not None
+            one.grad = other.grad.bfloat16()
+    assert clip_gradients(halves[1], 0.1) == pytest.approx(clip_gradients(halves[0], 0.1), rel=1e-6)
 
     averages = [Ema(alone, 0.9), Ema(model, 0.9)]
     for network, ema in zip((alone, model), averages, strict=True):

@@ -124,6 +124,24 @@ def test_a_resumed_optimizer_goes_on_as_if_never_stopped() -> None:
     assert all(torch.equal(one, two) for one, two in zip(parameters, copies, strict=True))
 
 
+def test_bf16_weights_have_masters_that_move_like_fp32_weights() -> None:
+    """To the last bit for the same gradients; the weights are their masters, rounded."""
+    rounded = [nn.Parameter(parameter.bfloat16()) for parameter in _parameters()]
+    exact = [nn.Parameter(parameter.float()) for parameter in rounded]
+    one, other = Muon(rounded, weight_decay=0.1), Muon(exact, weight_decay=0.1)
+    for step in range(3):
+        torch.manual_seed(step)
+        for left, right in zip(rounded, exact, strict=True):
+            left.grad = torch.randn_like(left)
+            right.grad = left.grad.float()
+        one.step()
+        other.step()
+        one.load_state_dict(copy.deepcopy(one.state_dict()))
+    for left, right in zip(rounded, exact, strict=True):
+        assert torch.equal(one.state[left]["master"], right)
+        assert torch.equal(left, right.bfloat16())
+
+
 def test_a_vector_is_refused() -> None:
     """A bias has no singular values; it is another optimizer's."""
     with pytest.raises(ValueError, match=r"not of \[3\]; give this one to AdamW"):

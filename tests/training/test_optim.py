@@ -6,9 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import nn
 
 from longtake.config import OptimizerSection
+from longtake.training.master import MasterAdamW
 from longtake.training.muon import Muon
 from longtake.training.optim import build_optimizers, schedule_factor, set_learning_rates
 
@@ -84,6 +86,40 @@ def test_adamw_alone_takes_all_that_trains() -> None:
     (adamw,) = build_optimizers(model, [model.block], _section(), "fp32")
     assert isinstance(adamw, torch.optim.AdamW)
     assert len(adamw.param_groups[0]["params"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [(torch.bfloat16, {}), (torch.float32, {"offload": True}), (torch.bfloat16, {"kind": "muon"})],
+)
+def test_what_cannot_be_updated_in_place_has_masters(
+    dtype: torch.dtype, values: dict[str, Any]
+) -> None:
+    """bf16 weights, and offloaded ones, are no case for torch's AdamW."""
+    model = _Network().to(dtype)
+    optimizer = build_optimizers(model, [model.block], _section(**values), "fp32")[0]
+    assert isinstance(optimizer, MasterAdamW)
+    assert optimizer.param_groups[0]["betas"] == _section().betas
+
+
+def test_one_bf16_weight_among_fp32_ones_is_enough() -> None:
+    """LoRA in fp32 and a module in bf16, say: each is updated in fp32."""
+    model = _Network()
+    model.last.to(torch.bfloat16)
+    (optimizer,) = build_optimizers(model, [model.block], _section(), "fp32")
+    assert isinstance(optimizer, MasterAdamW)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with_masters = [p for p in optimizer.state if "master" in optimizer.state[p]]
+    assert [id(p) for p in with_masters] == [id(p) for p in model.last.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw8bit"])
+def test_only_adamw_is_offloaded(kind: str) -> None:
+    """The others' updates are made on the card; said when the recipe is read."""
+    with pytest.raises(ValidationError, match=f'not "{kind}", whose states stay on the card'):
+        _section(kind=kind, offload=True)
 
 
 def test_learning_rates_are_scaled_from_their_own_full_value() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -57,11 +58,17 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_an_interrupted_run_is_the_straight_run(
-    small_recipe: Callable[..., Recipe], tmp_path: Path, kind: str
+    small_recipe: Callable[..., Recipe], tmp_path: Path, kind: str, dtype: str
 ) -> None:
     """Stopped by a signal wherever it is, and resumed: metrics and all saved state are equal."""
-    changes = f"optimizer.kind={kind}", "training.steps=30", "checkpoint.every=100"
+    changes = (
+        f"model.dtype={dtype}",
+        f"optimizer.kind={kind}",
+        "training.steps=30",
+        "checkpoint.every=100",
+    )
     straight = small_recipe(*changes, f"out={tmp_path / 'straight'}")
     train(straight, _QUIET)
     stopped = small_recipe(*changes)
@@ -262,6 +269,7 @@ def test_a_loss_that_is_no_number_stops_before_the_update(
         train(recipe, _QUIET)
     rows = _curve(recipe)
     assert f"Step {len(rows) + 1}: " in str(raised.value)
+    assert re.search(r"first: \S+ \(.*\), \d+ .* of \d+ numbers", str(raised.value))
     assert RunDirectory(recipe.out).checkpoint_steps()[-1] == len(rows)
 
 
@@ -296,3 +304,40 @@ def test_a_way_to_go_on_is_said_anew_each_time(
     train(small_recipe(*changes, "data.on_change=merge"), _QUIET)
     assert run.recipe().data.on_change == "refuse"
     assert audit(run).ok
+
+
+_STYLE = "examples.modules.style_residual:StyleResidual"
+_ADAPTERS = {
+    "lora": ("trainable.kind=lora", "trainable.rank=2"),
+    "lora in bf16": ("trainable.kind=lora", "trainable.rank=2", "model.dtype=bf16"),
+    "module": (f"trainable.module={_STYLE}", "trainable.options.rank=2"),
+}
+
+
+@pytest.mark.parametrize("kind", _ADAPTERS)
+def test_a_run_of_adapters_goes_on_to_the_bit_and_saves_nothing_else(
+    small_recipe: Callable[..., Recipe],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    """Weights, averages (in fp32) and optimizer states of what trains; the rest is built again."""
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    changes = (*_ADAPTERS[kind], "model.config.hidden_size=96", "training.steps=8")
+    straight = small_recipe(*changes, f"out={tmp_path / 'straight'}")
+    train(straight, _QUIET)
+    stopped = small_recipe(*changes, "checkpoint.every=4")
+    train(stopped, _QUIET)
+    shutil.rmtree(RunDirectory(stopped.out).checkpoint_path(8))
+    assert train(stopped, _QUIET).start_step == 4
+    assert _curve(stopped) == _curve(straight)
+    saved = _saved(stopped, 8)
+    torch.testing.assert_close(saved, _saved(straight, 8), rtol=0, atol=0)
+    assert saved["model"].keys() == saved["ema"].keys()
+    assert all("lora_" in name or "added_module." in name for name in saved["model"])
+    assert {average.dtype for average in saved["ema"].values()} == {torch.float32}
+    named = {name.removeprefix("state.") for name in saved["optimizer"] if "state." in name}
+    assert {name.rpartition(".")[0] for name in named} == saved["model"].keys()
+    folder = RunDirectory(stopped.out).checkpoint_path(8)
+    for name in ("model", "ema"):  # the frozen weights would be 2.5 MB in each
+        assert sum(path.stat().st_size for path in (folder / name).iterdir()) < 100_000

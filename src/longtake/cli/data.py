@@ -193,6 +193,36 @@ def show(
 
 
 @data_app.command()
+def cache(
+    recipe: Annotated[Path, typer.Argument(help="A recipe (TOML) with data.cache.")],
+    changes: Changes = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute a recipe's latents and prompt embeddings ahead, so that training need not wait.
+
+    Only what is missing is computed, so it can be stopped, started again, and run in several
+    processes at once, alone or by [bold]torchrun --nproc-per-node 2 -m longtake data cache
+    RECIPE[/bold].
+    """
+    from longtake import config
+    from longtake.training.caching import KINDS, cache_ahead
+
+    facts = cache_ahead(config.load(recipe, changes or ()), say.console())
+    if as_json:
+        say.result(facts)
+        return
+    for failed in facts["failed"]:
+        say.line(f"  cannot be decoded: {failed['path']}: {failed['reason']}")
+    counts = (
+        f"{facts[kind]['present'] + facts[kind]['computed']} {kind} "
+        f"({facts[kind]['computed']} computed now)"
+        for kind in KINDS
+    )
+    mebibytes = round(facts["bytes"] / 2**20, 1)
+    say.line(f"{facts['cache']}: {', '.join(counts)}; {mebibytes} MiB written.")
+
+
+@data_app.command()
 def audit(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     as_json: AsJson = False,

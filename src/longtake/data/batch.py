@@ -1,6 +1,6 @@
 """What a rank is given to train on in one step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ class Batch:
     bucket: Bucket
     """The shape of its clips."""
     videos: Tensor
-    """[B, 3, F, H, W] uint8."""
+    """[B, 3, F, H, W] uint8; F = 0 where latents are there instead."""
     captions: tuple[str, ...]
     """[B]"""
     seeds: tuple[int, ...]
@@ -37,3 +37,13 @@ class Batch:
     decoded, or a place of a smaller last batch."""
     rejected: tuple[tuple[str, int], ...]
     """(identity, epoch) of each clip of this share that could not be decoded."""
+    references: dict[str, Tensor] = field(default_factory=dict)
+    """Further pictures of each clip by name, [B, 3, 1, H, W] uint8; none where latents are there
+    instead."""
+    latents: Tensor | None = None
+    """[B, C, F', H', W'] from a cache."""
+    conditioning: dict[str, Tensor] = field(default_factory=dict)
+    """With `latents`: what the model is told, [B, ...]: embeddings of the captions, and
+    `<name>_latents` of further pictures."""
+    no_caption: dict[str, Tensor] = field(default_factory=dict)
+    """With `latents`: embeddings of no caption, [1, ...]."""

@@ -1,6 +1,5 @@
 """Which shape a clip is trained in: a pure function of the clip's record and the recipe."""
 
-import math
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -42,16 +41,6 @@ class Members:
     def all_rows(self) -> Rows:
         """The clips of all buckets."""
         return np.concatenate(self.rows)
-
-
-@dataclass(frozen=True)
-class Crop:
-    """How a frame becomes a bucket's size: scaled to cover it, then cut to it."""
-
-    scaled_height: int
-    scaled_width: int
-    top: int
-    left: int
 
 
 def sort_into_buckets(
@@ -134,16 +123,6 @@ def _grouped(rows: Rows, choice: NDArray[np.int64], num_buckets: int) -> list[Ro
 def span(shape: Bucket, stride: int) -> int:
     """How many source frames a bucket's window covers."""
     return (shape.num_frames - 1) * stride + 1
-
-
-def crop(height: int, width: int, shape: Bucket, across: float = 0.5, down: float = 0.5) -> Crop:
-    """Scale to cover the bucket and cut: `across` and `down` (0 to 1) say where, 0.5 the middle."""
-    scale = max(shape.height / height, shape.width / width)
-    scaled_height = max(shape.height, round(height * scale))
-    scaled_width = max(shape.width, round(width * scale))
-    top = max(0, math.ceil((scaled_height - shape.height + 1) * down) - 1)
-    left = max(0, math.ceil((scaled_width - shape.width + 1) * across) - 1)
-    return Crop(scaled_height, scaled_width, top, left)
 
 
 def _is_less(one: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.bool_]:

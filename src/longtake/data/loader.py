@@ -13,44 +13,29 @@ shapes stay, no gradient comes of it, and no clip is trained twice in an epoch.
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from longtake.config import Bucket, DataSection
+from longtake.config import DataSection
 from longtake.data.batch import Batch
+from longtake.data.cached import CacheReading, Filled
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.course import ORDER_VERSION, Course, keep_catalogs, resume, start
+from longtake.data.decoding import Decoding, Memory
+from longtake.data.feed import Feed, Places
+from longtake.data.files import refuse_archives
 from longtake.data.plan import PlannedBatch
-from longtake.data.pool import Incident, Pool
-from longtake.data.sample import is_only_window, sample_seed, sample_window
-from longtake.data.window import Window
+from longtake.data.pool import Incident
+from longtake.data.sample import sample_seed, sample_window
 from longtake.errors import ClipError, DataError
-
-Pixels = NDArray[np.uint8]
 
 _MOST_CLIPS_AT_HAND = 2**14
 _REMEDY = "Are the files still where they were indexed? Run longtake data index again."
-
-
-@dataclass
-class _Memory:
-    """Decoded windows that are the only one of their clip, kept while there is room."""
-
-    room_bytes: float
-    windows: dict[Window, Pixels] = field(default_factory=dict)
-
-    def keep(self, window: Window, pixels: Pixels) -> None:
-        """Keep a copy: the pixels are those of a batch, which is not ours for long."""
-        if window not in self.windows and pixels.nbytes <= self.room_bytes:
-            self.room_bytes -= pixels.nbytes
-            self.windows[window] = pixels.copy()
 
 
 @dataclass(frozen=True)
@@ -60,18 +45,15 @@ class _Sample:
     clip: Clip
     epoch: int
     seed: int
-    window: Window
-    pixels: Future[Pixels]
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """A batch that is being decoded; None stands for a place that has no clip to decode."""
+    """A batch that is being filled; None stands for a place that has no clip to be filled with."""
 
     planned: PlannedBatch
     samples: list[_Sample | None]
-    videos: Pixels
-    """[B, 3, F, H, W]: each sample's pixels are written to its place when they are there."""
+    places: Places
 
 
 class Loader:
@@ -90,7 +72,8 @@ class Loader:
             cannot go on after its data changed.
 
     Raises:
-        DataError: a catalog cannot be read, or the batch size does not fit.
+        DataError: a catalog cannot be read, the batch size does not fit, or further pictures are
+            wanted of clips in tars.
     """
 
     def __init__(
@@ -118,10 +101,13 @@ class Loader:
         local_size = batch_size // world_size
         self._mine = range(rank * local_size, (rank + 1) * local_size)
         self._step = 0
-        self._memory = _Memory(data.memory_gib * 2**30)
+        self._memory = Memory(data.memory_gib * 2**30)
         self._incidents: list[Incident] = []
         self._failures: dict[str, str] = {}
         self._clips: dict[tuple[int, int], Clip] = {}
+        self._filled: Filled | None = None
+        for catalog in self.catalogs.values():
+            refuse_archives(catalog, data.references)
 
     @property
     def course(self) -> Course:
@@ -181,6 +167,19 @@ class Loader:
         self._failures.clear()
         self._clips.clear()
 
+    def read_from(self, filled: Filled, incidents: Sequence[Incident] = ()) -> None:
+        """Take latents and embeddings from a cache from now on, instead of decoding anything.
+
+        Order, seeds, epochs, weights and state stay what they are. A clip that could not be decoded
+        when the cache was filled is found out when its turn comes, as it would be by decoding.
+
+        Args:
+            filled: the cache, which holds all that this loader will ask for.
+            incidents: what befell decoding processes while it was filled.
+        """
+        self._filled = filled
+        self._incidents += incidents
+
     def keep_catalogs(self) -> None:
         """Keep copies of the catalogs that are trained on; one rank calls it, before it trains.
 
@@ -223,70 +222,72 @@ class Loader:
         ends = [end for end in (end_step, self.course.end_step) if end is not None]
         waiting: deque[_Begun] = deque()
         following = self._step
-        with self._pool(self.data.workers) as pool:
+        with self._feed(self.data.workers) as feed:
             while not ends or self._step < min(ends):
                 while len(waiting) <= self._ahead() and (not ends or following < min(ends)):
-                    waiting.append(self._begin(following, pool))
+                    waiting.append(self._begin(following, feed))
                     following += 1
                 self._refuse_too_many()
-                batch = self._assemble(waiting.popleft(), pool)
-                self._incidents += pool.incidents()
+                batch = self._assemble(waiting.popleft())
+                self._incidents += feed.incidents()
                 self._step += 1
                 yield batch
 
     def load(self, step: int) -> Batch:
         """This rank's share of the batch of a global step, decoded here and now."""
-        with self._pool(workers=0) as pool:
-            return self._assemble(self._begin(step, pool), pool)
+        with self._feed(workers=0) as feed:
+            return self._assemble(self._begin(step, feed))
 
-    def _pool(self, workers: int) -> Pool:
-        return Pool(workers, self.data.sample_timeout_seconds, decoder=self.data.decoder)
+    def _feed(self, workers: int) -> Feed:
+        if self._filled is not None:
+            return CacheReading(self._filled)
+        return Decoding(self.data, workers, self._memory)
 
     def _ahead(self) -> int:
         """Batches to keep under way: enough that no worker idles."""
         return max(self.data.prefetch_batches, -(-(self.data.workers + 1) // len(self._mine)))
 
-    def _begin(self, step: int, pool: Pool) -> _Begun:
-        """Start decoding this rank's share of a batch."""
+    def _begin(self, step: int, feed: Feed) -> _Begun:
+        """Start to fetch this rank's share of a batch."""
         planned = self.course.batch(step)
-        videos = np.empty((len(self._mine), *_shape(planned)), np.uint8)
+        places = feed.places(planned.bucket, len(self._mine))
         samples = [
-            self._begin_place(planned, place, pixels, pool)
-            for place, pixels in zip(self._mine, videos, strict=True)
+            self._begin_place(planned, number, places, place)
+            for place, number in enumerate(self._mine)
         ]
-        return _Begun(planned, samples, videos)
+        return _Begun(planned, samples, places)
 
     def _begin_place(
-        self, planned: PlannedBatch, place: int, out: Pixels, pool: Pool
+        self, planned: PlannedBatch, number: int, places: Places, place: int
     ) -> _Sample | None:
-        if place >= len(planned.rows):
+        """Start with the sample of a number in the global batch, if there is one."""
+        if number >= len(planned.rows):
             return None
-        clip = self._clip(planned.catalog, planned.rows[place])
+        clip = self._clip(planned.catalog, planned.rows[number])
         if self._is_quarantined(clip):
             return None
-        return self._submit(clip, planned, planned.epochs[place], out, pool)
+        return self._fetch(clip, planned, planned.epochs[number], places, place)
 
-    def _submit(
-        self, clip: Clip, planned: PlannedBatch, epoch: int, out: Pixels, pool: Pool
+    def _fetch(
+        self, clip: Clip, planned: PlannedBatch, epoch: int, places: Places, place: int
     ) -> _Sample:
         seed = sample_seed(self._seed, planned.stage, planned.source, epoch, clip)
-        window = sample_window(clip, planned.bucket, self.data, seed)
-        if (remembered := self._memory.windows.get(window)) is None:
-            return _Sample(clip, epoch, seed, window, pool.submit(window, out))
-        out[...] = remembered
-        pixels: Future[Pixels] = Future()
-        pixels.set_result(out)
-        return _Sample(clip, epoch, seed, window, pixels)
+        places.begin(place, clip, sample_window(clip, planned.bucket, self.data, seed))
+        return _Sample(clip, epoch, seed)
 
-    def _assemble(self, begun: _Begun, pool: Pool) -> Batch:
-        """Wait for a batch's pixels, and let stand-ins fill the places that have none."""
-        planned = begun.planned
-        found = [sample and self._decoded(sample, planned.bucket) for sample in begun.samples]
-        stand_in = next(filter(None, found), None) or self._stand_in(planned, pool)
-        for sample, pixels in zip(found, begun.videos, strict=True):
-            if sample is None:
-                pixels[...] = stand_in.pixels.result()
-        places = [sample or stand_in for sample in found]
+    def _assemble(self, begun: _Begun) -> Batch:
+        """Wait for what fills a batch, and let stand-ins fill the places that have nothing."""
+        planned, places = begun.planned, begun.places
+        found = [
+            sample and self._fetched(sample, places, place)
+            for place, sample in enumerate(begun.samples)
+        ]
+        filled = next((place for place, sample in enumerate(found) if sample), 0)
+        stand_in = found[filled] or self._stand_in(planned, places, filled)
+        for place, sample in enumerate(found):
+            if sample is None and place != filled:
+                places.copy(filled, place)
+        samples = [sample or stand_in for sample in found]
         return Batch(
             step=planned.step,
             stage=planned.stage,
@@ -294,31 +295,27 @@ class Loader:
             epoch=planned.epoch,
             begins_epoch=planned.begins_epoch,
             bucket=planned.bucket,
-            videos=torch.from_numpy(begun.videos),
-            captions=tuple(sample.clip.caption for sample in places),
-            seeds=tuple(sample.seed for sample in places),
-            identities=tuple(sample.clip.identity for sample in places),
-            epochs=tuple(sample.epoch for sample in places),
+            captions=tuple(sample.clip.caption for sample in samples),
+            seeds=tuple(sample.seed for sample in samples),
+            identities=tuple(sample.clip.identity for sample in samples),
+            epochs=tuple(sample.epoch for sample in samples),
             weights=torch.tensor([float(sample is not None) for sample in found]),
             rejected=tuple(self._rejected(planned, found)),
+            **places.fields(),
         )
 
-    def _decoded(self, sample: _Sample, shape: Bucket) -> _Sample | None:
-        """The sample, when its pixels are there; None if there is no way to get them."""
-        # Since it was submitted, an earlier batch or another rank may have failed at it. It is
+    def _fetched(self, sample: _Sample, places: Places, place: int) -> _Sample | None:
+        """The sample, when its place is filled; None if there is no way to fill it."""
+        # Since it was begun, an earlier batch or another rank may have failed at it. It is
         # waited for all the same: until then it may be written to its place.
         is_out = self._is_quarantined(sample.clip)
         try:
-            pixels = sample.pixels.result()
+            places.wait(place)
         except ClipError as error:
             if not is_out:
                 self._failures[sample.clip.identity] = str(error)
             return None
-        if is_out:
-            return None
-        if is_only_window(sample.clip, shape, self.data):
-            self._memory.keep(sample.window, pixels)
-        return sample
+        return None if is_out else sample
 
     def _rejected(
         self, planned: PlannedBatch, found: Sequence[_Sample | None]
@@ -328,14 +325,13 @@ class Loader:
                 clip = self._clip(planned.catalog, planned.rows[place])
                 yield clip.identity, planned.epochs[place]
 
-    def _stand_in(self, planned: PlannedBatch, pool: Pool) -> _Sample:
-        """Any clip of the batch, or else of its bucket, that can be decoded."""
+    def _stand_in(self, planned: PlannedBatch, places: Places, place: int) -> _Sample:
+        """Any clip of the batch, or else of its bucket, that can be fetched; fills a place."""
         for row in self._candidates(planned):
             clip = self._clip(planned.catalog, row)
             if not self._is_quarantined(clip):
-                out = np.empty(_shape(planned), np.uint8)
-                sample = self._submit(clip, planned, planned.epoch, out, pool)
-                if self._decoded(sample, planned.bucket):
+                sample = self._fetch(clip, planned, planned.epoch, places, place)
+                if self._fetched(sample, places, place):
                     return sample
                 self._refuse_too_many()
         first = next(iter({**self.quarantined, **self._failures}.values()), "")
@@ -370,8 +366,3 @@ class Loader:
                 f"data.max_quarantined_clips = {allowed} allows. One of them: "
                 f"{list(failed.values())[-1]}. {_REMEDY}"
             )
-
-
-def _shape(planned: PlannedBatch) -> tuple[int, int, int, int]:
-    bucket = planned.bucket
-    return 3, bucket.num_frames, bucket.height, bucket.width

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from longtake import stacks
 from longtake.data import worker as protocol
 from longtake.data.process import WorkerProcess, how_it_ended
-from longtake.data.window import Decoder, Window, read_window
+from longtake.data.references import Reference, read
+from longtake.data.window import Decoder, Window
 from longtake.errors import ClipError, DataError
 
 _START_SECONDS = 120.0  # a cold network file system takes long to import from
@@ -65,7 +66,7 @@ class _Failure:
 
 @dataclass(eq=False)
 class _Task:
-    window: Window
+    window: Window | Reference
     out: NDArray[np.uint8]
     future: Future[NDArray[np.uint8]]
     failures: list[_Failure] = field(default_factory=list)
@@ -149,9 +150,9 @@ class Pool:
         self._supervisor.start()
 
     def submit(
-        self, window: Window, out: NDArray[np.uint8] | None = None
+        self, window: Window | Reference, out: NDArray[np.uint8] | None = None
     ) -> Future[NDArray[np.uint8]]:
-        """Ask for a window.
+        """Ask for a window, or for a further picture of a clip.
 
         Args:
             window: what to read.
@@ -345,11 +346,13 @@ class Pool:
             task.fail(self._end)
 
 
-def _read_twice(window: Window, out: NDArray[np.uint8], decoder: Decoder) -> NDArray[np.uint8]:
+def _read_twice(
+    window: Window | Reference, out: NDArray[np.uint8], decoder: Decoder
+) -> NDArray[np.uint8]:
     try:
-        return read_window(window, out, decoder=decoder)
+        return read(window, out, decoder=decoder)
     except ClipError:
-        return read_window(window, out, decoder=decoder)
+        return read(window, out, decoder=decoder)
 
 
 def _why(first: _Failure, second: _Failure) -> str:

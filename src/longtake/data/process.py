@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from longtake.data.references import Reference
 from longtake.data.window import Decoder, Window
 
 _PACKAGES = Path(__file__).parents[2]  # where longtake is imported from
@@ -30,7 +31,7 @@ class WorkerProcess:
     """
 
     def __init__(self, decoder: Decoder) -> None:
-        self.connection: Connection[tuple[Window, int], tuple[str, str]]
+        self.connection: Connection[tuple[Window | Reference, int], tuple[str, str]]
         self.connection, theirs = Pipe()
         self._memory = [os.memfd_create("longtake-window") for _ in range(2)]
         self._stderr = os.memfd_create("longtake-stderr")
@@ -64,7 +65,7 @@ class WorkerProcess:
         """The file to which it writes its stacks (SIGUSR1, or a crash) and other last words."""
         return Path(f"/proc/self/fd/{self._stderr}")
 
-    def send(self, window: Window) -> int:
+    def send(self, window: Window | Reference) -> int:
         """Let it decode a window; returns the slot in which the pixels will lie.
 
         Raises:

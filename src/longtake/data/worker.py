@@ -18,7 +18,8 @@ from multiprocessing.connection import Connection
 import numpy as np
 from numpy.typing import NDArray
 
-from longtake.data.window import Decoder, Window, read_window
+from longtake.data.references import Reference, read
+from longtake.data.window import Decoder, Window
 from longtake.errors import ClipError
 
 # What a worker sends: that it is ready, once; then for each window `DONE` or (FAILED, reason).
@@ -38,7 +39,9 @@ def main() -> None:
     parent, connection_fd, *memory = (int(argument) for argument in sys.argv[2:])
     _bind_to(parent)
     _allow_inspection()
-    connection: Connection[tuple[str, str], tuple[Window, int]] = Connection(connection_fd)
+    connection: Connection[tuple[str, str], tuple[Window | Reference, int]] = Connection(
+        connection_fd
+    )
     with connection:
         try:
             connection.send((READY, ""))
@@ -51,9 +54,9 @@ def main() -> None:
             return
 
 
-def _answer(window: Window, memory: int, decoder: Decoder) -> tuple[str, str]:
+def _answer(window: Window | Reference, memory: int, decoder: Decoder) -> tuple[str, str]:
     try:
-        read_window(window, _shared(memory, window), decoder=decoder)
+        read(window, _shared(memory, window), decoder=decoder)
     except ClipError as error:
         return FAILED, error.reason
     except Exception as error:  # whatever it is, it belongs to this sample
@@ -61,7 +64,7 @@ def _answer(window: Window, memory: int, decoder: Decoder) -> tuple[str, str]:
     return DONE, ""
 
 
-def _shared(memory: int, window: Window) -> NDArray[np.uint8]:
+def _shared(memory: int, window: Window | Reference) -> NDArray[np.uint8]:
     """The window's pixels in the shared memory, which the parent has made large enough."""
     mapped = mmap.mmap(memory, int(np.prod(window.shape)))
     return np.frombuffer(mapped, np.uint8).reshape(window.shape)

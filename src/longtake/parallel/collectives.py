@@ -22,12 +22,12 @@ def sum_over_ranks(numbers: Mapping[str, float], world: World) -> dict[str, floa
     return dict(zip(numbers, packed.tolist(), strict=True))
 
 
-def gather_objects(thing: T, world: World) -> list[T]:
-    """Every rank's object, by rank, on every rank."""
+def gather_objects(thing: T, world: World, *, patiently: bool = False) -> list[T]:
+    """Every rank's object, by rank, on every rank; `patiently` waits for hours for the last."""
     if world.mesh is None:
         return [thing]
     gathered: list[T] = [thing] * world.size
-    dist.all_gather_object(gathered, thing)
+    dist.all_gather_object(gathered, thing, _patient_group(world) if patiently else None)
     return gathered
 
 

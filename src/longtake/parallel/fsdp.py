@@ -1,5 +1,6 @@
 """Spreads a model over the mesh with FSDP2 (`fully_shard`)."""
 
+import math
 import warnings
 from collections.abc import Sequence
 
@@ -9,6 +10,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from longtake.parallel.mesh import World
+
+_LEAST_NORM = 1e-6
+"""Added to a norm, so that gradients of 0 do not divide by it."""
 
 
 def spread(model: nn.Module, blocks: Sequence[nn.Module], world: World) -> None:
@@ -42,14 +46,37 @@ def full(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def clip_gradients(model: nn.Module, max_norm: float, scale: float = 1.0) -> Tensor:
+def clip_gradients(model: nn.Module, max_norm: float, scale: float = 1.0) -> float:
     """Multiply gradients by `scale`, then scale them down to a norm of at most `max_norm`.
 
+    Gradients whose norm is no finite number are left as they are, to be looked at.
+
     Returns:
-        The norm between the two, over all ranks.
+        The norm between the two, over all ranks; accurate to fp32 whatever the gradients are in.
     """
-    if scale != 1:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
-    return full(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = scale * float(full(_norm(gradients))) if gradients else 0.0
+    factor = scale * min(1.0, max_norm / (norm + _LEAST_NORM))
+    if math.isfinite(norm) and factor != 1:
+        _multiply(gradients, factor)
+    return norm
+
+
+def _multiply(gradients: list[Tensor], factor: float) -> None:
+    """Multiply in place; by a number, as a tensor would be rounded to the gradients' dtype."""
+    exact = [gradient for gradient in gradients if gradient.dtype == torch.float32]
+    if exact:
+        torch._foreach_mul_(exact, factor)
+    for gradient in gradients:
+        if gradient.dtype != torch.float32:  # on a CPU `_foreach_mul_` rounds numbers as well
+            gradient.mul_(factor)
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    """The norm of all gradients together, in fp32; a DTensor where they are."""
+    norms: list[Tensor] = []
+    for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
+        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+        norms += torch._foreach_norm(alike, dtype=torch.float32)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total

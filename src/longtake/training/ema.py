@@ -6,9 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from longtake.models.trainable import trained_state
+
 
 class Ema:
-    """Exponential moving average of a model's parameters.
+    """Exponential moving average of a model's trained parameters.
 
     ema <- d ema + (1 - d) weights after each update n, where d = min(decay, (1 + n) / (10 + n)):
     the ramp, as in Tensorflow's ExponentialMovingAverage, forgets the random start of a short run.
@@ -31,13 +33,20 @@ class Ema:
     def update(self, num_updates: int) -> None:
         """Take in the weights after the `num_updates`-th update (counted from 1)."""
         decay = min(self.decay, (1 + num_updates) / (10 + num_updates))
-        averages = [_local(self.averages[name]) for name in self._trained]
-        current = [_local(weight.detach()).float() for weight in self._trained.values()]
-        torch._foreach_lerp_(averages, current, 1 - decay)
+        exact: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for name, weight in self._trained.items():
+            average, current = _local(self.averages[name]), _local(weight.detach())
+            if current.dtype == torch.float32:
+                exact[0].append(average)
+                exact[1].append(current)
+            else:  # one at a time: fp32 copies of all of them would be twice the model
+                average.lerp_(current.float(), 1 - decay)
+        if exact[0]:
+            torch._foreach_lerp_(*exact, 1 - decay)
 
     def state(self) -> dict[str, Any]:
-        """The model's state dict with the averages in place of the weights."""
-        return self._model.state_dict() | self.averages
+        """The model's `trained_state` with the averages in place of the weights."""
+        return trained_state(self._model) | self.averages
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -12,7 +12,9 @@ from longtake.errors import DivergedError
 from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
+from longtake.training.diverged import lost_gradients
 from longtake.training.interrupt import Interrupt, catch_interrupts
+from longtake.training.peak import PeakCheck
 from longtake.training.record import Record
 from longtake.training.resume import save_checkpoint
 from longtake.training.step import (
@@ -47,6 +49,7 @@ def train_steps(
     run: RunDirectory,
     world: World,
     record: Record,
+    peak: PeakCheck,
 ) -> str | None:
     """Train until the recipe's last step, or until someone asks to stop.
 
@@ -61,14 +64,17 @@ def train_steps(
     total = recipe.training.steps
     with catch_interrupts() as interrupt:
         for batch in record.timed(loader.batches(total)):
-            loss_sum = compute_gradients(state, batch, recipe, world)
+            with peak.of_step():
+                loss_sum = compute_gradients(state, batch, recipe, world)
+            if peak.comparison is not None:
+                record.peak_measured(batch, peak.comparison)
             statistics = _reduce(loss_sum, batch, loader, interrupt, world)
             if statistics.num_troubles:
                 record.data_troubles(batch, loader)
             if statistics.num_samples:
                 scale = recipe.training.batch_size / statistics.num_samples
                 grad_norm = finish_gradients(state, recipe, scale)
-                _refuse_divergence(statistics, grad_norm, batch)
+                _refuse_divergence(state, statistics, grad_norm, batch)
                 learning_rate = apply_update(state, recipe)
                 record.step_done(batch, statistics.loss, grad_norm, learning_rate)
             else:  # not one of its clips could be decoded: there is nothing to learn from it
@@ -103,14 +109,27 @@ def _reduce(
     return Statistics(mean, num_samples, int(sums["troubles"]), bool(sums["stop"]))
 
 
-def _refuse_divergence(statistics: Statistics, grad_norm: float, batch: Batch) -> None:
+def _refuse_divergence(
+    state: TrainingState, statistics: Statistics, grad_norm: float, batch: Batch
+) -> None:
     if math.isfinite(statistics.loss) and math.isfinite(grad_norm):
         return
     clips = ", ".join(batch.identities[:4])
     raise DivergedError(
         f"Step {batch.step + 1}: loss {statistics.loss}, gradient norm {grad_norm}; "
         f"both must be finite numbers. The update was not made. The batch began with "
-        f"clips {clips}. "
+        f"clips {clips}. {_where(state, statistics, grad_norm)}"
         "The same recipe would come here again: start a run with a lower optimizer.learning_rate "
         "or optimizer.max_grad_norm in a new folder (--set out=FOLDER)."
     )
+
+
+def _where(state: TrainingState, statistics: Statistics, grad_norm: float) -> str:
+    """Whose gradients they are; all ranks know both numbers, so all come here or none."""
+    if math.isfinite(grad_norm):
+        return ""
+    parts = state.components
+    lost = lost_gradients(parts.model, parts.family.blocks(parts.model))
+    if math.isfinite(statistics.loss):
+        return f"{lost} "
+    return f"{lost} The loss is no number either: it was lost before, in the forward pass. "

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from longtake.training.master import Fp32Optimizer
+
 # The quintic of Keller Jordan's Muon: it lifts small singular values fast and leaves all of them
 # in about [0.7, 1.2], which serves as well as exactly 1.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -15,7 +17,7 @@ _MOST_ELEMENTS = 2**27
 """Of a batch: the gathered matrices, half a GiB in fp32, stand beside the model's own share."""
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Fp32Optimizer):
     """Momentum, orthogonalised by Newton-Schulz, for parameters of two dimensions.
 
     After Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024): with the
@@ -25,7 +27,8 @@ class Muon(torch.optim.Optimizer):
     with `adjust_lr_fn="original"`, but orthogonalises all weights of equal shape in one batch,
     which halves the time of small models, and accepts the sharded parameters of FSDP2.
 
-    The state of a parameter is `momentum_buffer`, in the parameter's own layout. A sharded
+    The state of a parameter is `momentum_buffer`, and `master` where the weight is not fp32: the
+    copy that is updated in its place. Both are fp32, in the parameter's own layout. A sharded
     parameter's step is gathered, orthogonalised on every rank and sharded again, so any number of
     ranks takes the same step.
 
@@ -102,7 +105,7 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for batch in _in_batches(parameters):
+            for batch in in_batches(parameters):
                 self._step_batch(batch, group)
         return loss
 
@@ -113,21 +116,25 @@ class Muon(torch.optim.Optimizer):
         matrices = torch.stack([_whole(direction) for direction in directions])
         steps = orthogonalise(matrices.to(self._dtype), group["num_iterations"]).unbind()
         for parameter, step in zip(parameters, steps, strict=True):
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            step = step.to(parameter.dtype)
-            parameter.add_(_laid_out_as(parameter, step), alpha=-group["lr"] * scale)
+            weight: Tensor = self.state[parameter].get("master", parameter)
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+            step = step.to(weight.dtype)
+            weight.add_(_laid_out_as(weight, step), alpha=-group["lr"] * scale)
+            if weight is not parameter:
+                parameter.copy_(weight)
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """Return the momentum after this step's gradient, in the parameter's layout."""
         assert parameter.grad is not None
         state = self.state[parameter]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
+            state["momentum_buffer"] = torch.zeros_like(self.add_master(parameter))
         momentum: Tensor = state["momentum_buffer"]
-        momentum.lerp_(parameter.grad, 1 - group["momentum"])
+        gradient = parameter.grad.to(momentum.dtype)
+        momentum.lerp_(gradient, 1 - group["momentum"])
         if not group["nesterov"]:
             return momentum
-        return torch.lerp(parameter.grad, momentum, group["momentum"])
+        return torch.lerp(gradient, momentum, group["momentum"])
 
 
 def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
@@ -154,7 +161,7 @@ def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
     return x.transpose(1, 2) if is_tall else x
 
 
-def _in_batches(parameters: list[Tensor]) -> list[list[Tensor]]:
+def in_batches(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return batches of equal shape and bounded size, in an order equal on every rank."""
     groups: defaultdict[tuple[torch.Size, torch.device], list[Tensor]] = defaultdict(list)
     for parameter in parameters:

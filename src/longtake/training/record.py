@@ -16,6 +16,7 @@ from longtake.parallel.mesh import World
 from longtake.progress import StepProgress, step_progress
 from longtake.run_dir import EventKind, Metrics, RunDirectory, file_time
 from longtake.tracking.tensorboard import TensorBoardMirror
+from longtake.training.peak import PeakComparison
 
 
 class Record:
@@ -111,6 +112,21 @@ class Record:
             reason=incident.reason,
             where=incident.stack.where,
             stacks=str(path.relative_to(self._run.path)),
+        )
+
+    def peak_measured(self, batch: Batch, comparison: PeakComparison) -> None:
+        """Write down what a step's activations really took, beside what was predicted."""
+        predicted, measured = comparison.predicted_bytes, comparison.measured_bytes
+        self._run.append_event(
+            "memory_measured",
+            step=batch.step + 1,
+            predicted_gib=round(predicted / 2**30, 4),
+            measured_gib=round(measured / 2**30, 4),
+            error=round(comparison.error, 4),
+        )
+        self._progress.say(
+            f"memory of forward and backward pass: {predicted / 2**20:.1f} MiB predicted, "
+            f"{measured / 2**20:.1f} measured ({comparison.error:+.1%})"
         )
 
     def close(self) -> None:

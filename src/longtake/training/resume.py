@@ -14,6 +14,7 @@ from longtake.checkpoint import store
 from longtake.config import Recipe
 from longtake.data.loader import Loader
 from longtake.errors import CheckpointError, DataError
+from longtake.models.trainable import load_trained, trained_state
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
@@ -32,15 +33,15 @@ def save_checkpoint(
 ) -> None:
     """Save all that the next step depends on; all ranks call it.
 
-    `data` is the loader's state. There is no random state to save: all that is random follows from
-    the recipe's seed.
+    `data` is the loader's state. Frozen weights are not saved: what built the model builds them
+    again. There is no random state to save: all that is random follows from the recipe's seed.
 
     Raises:
         CheckpointError: it could not be written.
     """
     model = state.components.model
     parts = {
-        "model": model.state_dict(),
+        "model": trained_state(model),
         "ema": state.ema.state(),
         "optimizer": get_optimizer_state_dict(model, state.optimizers, options=_FLAT),
     }
@@ -63,10 +64,10 @@ def restore(state: TrainingState, trainer: dict[str, Any], run: RunDirectory, wo
     """
     model = state.components.model
     path = run.checkpoint_path(trainer["global_step"])
-    weights, averages = model.state_dict(), state.ema.state()
+    weights, averages = trained_state(model), state.ema.state()
     optimizer = get_optimizer_state_dict(model, state.optimizers, options=_FLAT)
     store.load_parts(path, {"model": weights, "ema": averages, "optimizer": optimizer}, world)
-    model.load_state_dict(weights)
+    load_trained(model, weights)
     state.ema.averages = {name: averages[name] for name in state.ema.averages}
     set_optimizer_state_dict(model, state.optimizers, optimizer, options=_FLAT)
     state.global_step = trainer["global_step"]

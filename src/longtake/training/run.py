@@ -2,32 +2,36 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from longtake.checkpoint import store
 from longtake.config import Bucket, Recipe
-from longtake.data.catalog import Catalog
 from longtake.data.files import refuse_missing
 from longtake.data.ledger import begin_launch, keep_ledger, stream_names
 from longtake.data.loader import Loader
 from longtake.data.review import review
 from longtake.errors import RecipeError
-from longtake.models.assemble import Components, assemble, forward_flops, latent_shape
+from longtake.models.assemble import Components, assemble, forward_flops, latent_shape, outline
 from longtake.models.flops import training_flops
-from longtake.models.precision import choose_precision
+from longtake.models.precision import Precision, choose_precision
 from longtake.parallel.collectives import first_does, from_first
 from longtake.parallel.fsdp import spread
 from longtake.parallel.mesh import World, join
 from longtake.run_dir import EventKind, RunDirectory
 from longtake.training.allocator import keep_freed_memory
+from longtake.training.caching import captions_of, fill_cache, make_parts
+from longtake.training.eight_bit import refuse_missing_torchao
 from longtake.training.ema import Ema
+from longtake.training.fit import GIB, Fit, fit, run_blocks_by
 from longtake.training.loop import train_steps
 from longtake.training.optim import build_optimizers
+from longtake.training.peak import PeakCheck
 from longtake.training.record import keep_record
 from longtake.training.resume import data_state, refuse_other_plans, restore
 from longtake.training.step import TrainingState
@@ -58,6 +62,7 @@ def train(recipe: Recipe, console: Console) -> Outcome:
     """
     with join(recipe.training.device, recipe.parallel.strategy) as world:
         _check_batch(recipe, world)
+        refuse_missing_torchao(recipe.optimizer)
         if world.device.type == "cpu":
             keep_freed_memory()
         run = RunDirectory(recipe.out)
@@ -71,23 +76,32 @@ def train(recipe: Recipe, console: Console) -> Outcome:
         )
         if not run.exists():  # what is wrong is said before there is a run
             review(loader.course.plan, recipe.data, recipe.training.steps)
-        parts = _assemble_in_turn(run, recipe, loader.catalogs, world)
-        step_flops = _count_flops(parts, recipe)  # before the weights are spread over ranks
-        state = _begin_or_resume(parts, loader, recipe, run, world)
-        start, total = state.global_step, recipe.training.steps
+        trainer = _go_on(run, recipe, loader, world)
         refuse_other_plans(loader, world)
+        start, total = loader.step, recipe.training.steps
         warnings = review(loader.course.plan, recipe.data, total)
-        warnings += _look_for_files(loader, world)
+        precision = _precision(recipe, trainer, world)
+        plan = fit(recipe, precision, world)
+        if recipe.data.cache is None:
+            warnings += _look_for_files(loader, world)
+            parts = _assemble_in_turn(run, recipe, loader, world)
+        else:  # only files of which it lacks something are needed, and it looks for those
+            parts = _assemble_around_cache(run, recipe, loader, world, console)
+        step_flops = _count_flops(parts, recipe)  # before the weights are spread over ranks
+        run_blocks_by(plan.options, parts)
+        state = _begin_or_resume(parts, precision, trainer, recipe, run, world)
         folder = _begin_ledger(loader, recipe, run, world)
         if world.is_first:
-            _announce(state, loader, warnings, recipe, run, world, console)
+            _announce(state, loader, [*warnings, *plan.notes], recipe, run, world, console)
+            _announce_plan(plan, state, recipe, run, console)
         streams = stream_names(recipe.data)
+        peak = PeakCheck(plan.activation_bytes if world.is_first else None, world.device)
         begun = time.perf_counter()
         with (
             keep_record(start, total, step_flops, run, world, console) as record,
             keep_ledger(folder, world.rank, streams) as ledger,
         ):
-            signal = train_steps(state, loader, ledger, recipe, run, world, record)
+            signal = train_steps(state, loader, ledger, recipe, run, world, record, peak)
         seconds = time.perf_counter() - begun
         if world.is_first:
             kind: EventKind = "interrupted" if signal else "finished"
@@ -105,15 +119,30 @@ def _check_batch(recipe: Recipe, world: World) -> None:
         )
 
 
+def _go_on(
+    run: RunDirectory, recipe: Recipe, loader: Loader, world: World
+) -> dict[str, Any] | None:
+    """What the run's newest checkpoint says, with the loader brought there; None if there is none.
+
+    Refuses a run directory that belongs to another recipe.
+    """
+    first_does(lambda: run.claim(recipe), world)
+    path = store.newest_on_all(run, world)
+    if path is None:
+        return None
+    trainer = store.load_trainer(path)
+    loader.load_state_dict(data_state(trainer, run))
+    return trainer
+
+
 def _assemble_in_turn(
-    run: RunDirectory, recipe: Recipe, catalogs: Mapping[str, Catalog], world: World
+    run: RunDirectory, recipe: Recipe, loader: Loader, world: World
 ) -> Components:
     """Build the parts on every rank; rank 0 first, which keeps what exists nowhere else."""
-    captions = [text for catalog in catalogs.values() for text in catalog.captions()]
+    captions = captions_of(loader)
     made: list[Components] = []
 
     def open_run() -> None:
-        run.claim(recipe)
         is_new = not run.exists()
         parts = assemble(recipe, captions, None if is_new else run.components_path)
         if is_new:
@@ -123,32 +152,65 @@ def _assemble_in_turn(
         made.append(parts)
 
     first_does(open_run, world)
-    return made[0] if made else assemble(recipe, captions, run.components_path)
+    parts = made[0] if made else assemble(recipe, captions, run.components_path)
+    parts.codec.to(world.device)
+    parts.text.to(world.device)
+    return parts
+
+
+def _assemble_around_cache(
+    run: RunDirectory, recipe: Recipe, loader: Loader, world: World, console: Console
+) -> Components:
+    """Fill the cache, and only then build the model, with outlines of codec and text encoder."""
+    captions = captions_of(loader)
+    made: list[Components] = []
+
+    def open_run() -> None:
+        if not run.exists():
+            outline(recipe)  # what is wrong is said before there is a run
+            make_parts(recipe, captions, run.components_path)
+            run.create(recipe)
+
+    def build() -> None:
+        made.append(assemble(recipe, captions, run.components_path, frozen_parts=False))
+
+    first_does(open_run, world)
+    outcome = fill_cache(recipe, loader, run.components_path, world, console)
+    loader.read_from(outcome.filled, outcome.incidents)
+    if world.is_first:
+        console.print(escape(str(outcome)), highlight=False)
+    first_does(build, world)  # first: it may have to be downloaded
+    if not made:
+        build()
+    return made[0]
 
 
 def _count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:
     """Operations of a training step on clips of each shape."""
     shapes = {bucket: latent_shape(parts.codec, bucket) for bucket in recipe.data.shapes()}
     return {
-        bucket: recipe.training.batch_size * training_flops(forward_flops(parts, shape))
+        bucket: recipe.training.batch_size * training_flops(forward_flops(parts, recipe, shape))
         for bucket, shape in shapes.items()
     }
 
 
-def _begin_or_resume(
-    parts: Components, loader: Loader, recipe: Recipe, run: RunDirectory, world: World
-) -> TrainingState:
-    """The state at step 0, or where the newest checkpoint left it."""
-    path = store.newest_on_all(run, world)
-    trainer = store.load_trainer(path) if path else None
-    if trainer is not None:
-        loader.load_state_dict(data_state(trainer, run))
+def _precision(recipe: Recipe, trainer: dict[str, Any] | None, world: World) -> Precision:
+    """Of the arithmetic, the same on all ranks; a resumed run computes as it did before."""
     wanted = recipe.training.precision
     if wanted == "auto" and trainer is not None:
-        wanted = trainer["precision"]  # a resumed run computes as it did before
-    precision = from_first(choose_precision(wanted, world.device), world)
-    parts.codec.to(world.device)
-    parts.text.to(world.device)
+        wanted = trainer["precision"]
+    return from_first(choose_precision(wanted, world.device), world)
+
+
+def _begin_or_resume(
+    parts: Components,
+    precision: Precision,
+    trainer: dict[str, Any] | None,
+    recipe: Recipe,
+    run: RunDirectory,
+    world: World,
+) -> TrainingState:
+    """The state at step 0, or where the newest checkpoint left it."""
     parts.model.train()
     blocks = parts.family.blocks(parts.model)
     spread(parts.model, blocks, world)
@@ -166,7 +228,9 @@ def _look_for_files(loader: Loader, world: World) -> list[str]:
 
     def look() -> None:
         for catalog in loader.catalogs.values():
-            said.extend(refuse_missing(catalog, loader.data.max_quarantined_clips))
+            said.extend(
+                refuse_missing(catalog, loader.data.max_quarantined_clips, loader.data.references)
+            )
 
     first_does(look, world)
     return said
@@ -244,6 +308,32 @@ def _announce(
             f"training goes on from step {step}",
             highlight=False,
         )
+
+
+def _announce_plan(
+    plan: Fit, state: TrainingState, recipe: Recipe, run: RunDirectory, console: Console
+) -> None:
+    """Record which recompute policy is run, and what it is expected to take."""
+    if plan.memory is None:
+        return
+    budget, counts = recipe.recompute.budget_bytes(), Counter(plan.options.values())
+    gib, budget_gib = plan.memory.step_peak_bytes / GIB, budget and budget / GIB
+    run.append_event(
+        "memory_planned",
+        step=state.global_step,
+        policy=plan.policy,
+        per_block=dict(counts),
+        options=dict(plan.options),
+        step_peak_gib=round(gib, 4),
+        budget_gib=budget_gib and round(budget_gib, 4),
+        overhead=plan.memory.overhead,
+    )
+    blocks = ", ".join(f"{count} {option}" for option, count in counts.items())
+    limit = "" if budget_gib is None else f" of {budget_gib:.2f}"
+    console.print(
+        f"  memory: recompute policy {plan.policy} ({blocks}), {gib:.2f}{limit} GiB predicted",
+        highlight=False,
+    )
 
 
 def _clips_of(loader: Loader) -> str:

@@ -13,30 +13,17 @@ from torch.optim import Optimizer
 
 from longtake.config import Recipe
 from longtake.data.batch import Batch
-from longtake.flow.loss import velocity_loss
-from longtake.flow.path import interpolate, velocity
 from longtake.flow.timesteps import sample_sigmas
-from longtake.models.assemble import Components
+from longtake.models.assemble import Components, training_conditioning
 from longtake.models.family import Conditioning
-from longtake.models.precision import Precision, autocast
+from longtake.models.precision import Precision
 from longtake.models.text import NO_CAPTION
 from longtake.parallel.fsdp import clip_gradients, synchronise_gradients
 from longtake.parallel.mesh import World
 from longtake.training.ema import Ema
+from longtake.training.encoding import encode_captions, encode_videos
+from longtake.training.objective import Examples, flow_losses
 from longtake.training.optim import schedule_factor, set_learning_rates
-
-
-@dataclass(frozen=True)
-class Examples:
-    """What one forward pass is asked, and what it should answer."""
-
-    latents: Tensor
-    """[B, C, F, H, W]"""
-    noise: Tensor
-    """[B, C, F, H, W]"""
-    sigmas: Tensor
-    """[B]"""
-    conditioning: Conditioning
 
 
 @dataclass
@@ -65,7 +52,8 @@ def compute_gradients(state: TrainingState, batch: Batch, recipe: Recipe, world:
     for number, part in enumerate(micro_batches, start=1):
         synchronise_gradients(model, wanted=number == len(micro_batches))
         examples = prepare(part, state.components, recipe, world.device)
-        losses = _losses(state, examples, world) * part.weights.to(world.device)
+        losses = flow_losses(state.components, examples, state.precision, world.device)
+        losses = losses * part.weights.to(world.device)
         (losses.sum() / len(batch.captions)).backward()  # type: ignore[no-untyped-call]
         loss_sum += losses.detach().sum()
     return float(loss_sum)
@@ -105,8 +93,12 @@ def skip_update(state: TrainingState) -> None:
 
 
 def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.device) -> Examples:
-    """Latents, noise, sigmas and conditioning of a (micro-)batch."""
-    latents = parts.codec.encode(batch.videos.to(device))
+    """Latents, noise, sigmas and conditioning of a (micro-)batch.
+
+    Encoded here and now, or, where the batch has them, as they come from a cache: the same to the
+    bit. All is in fp32; a family casts what its model takes in bf16.
+    """
+    latents = _latents(batch, parts, device)
     draws = [_draw(seed, latents.shape[1:]) for seed in batch.seeds]
     noise = torch.stack([noise for noise, _ in draws]).to(device)
     uniform = torch.stack([uniform for _, uniform in draws])  # [B, 2]
@@ -119,18 +111,35 @@ def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.devic
         scale=flow.scale,
         shift=parts.shift(flow.shift, batch.bucket),
     )
-    dropped = (uniform[:, 1] < recipe.data.caption_dropout).tolist()
-    pairs = zip(batch.captions, dropped, strict=True)
+    is_dropped = uniform[:, 1] < recipe.data.caption_dropout
+    told = _conditioning(batch, is_dropped, parts, device)
+    conditioning = training_conditioning(parts, recipe, told)
+    return Examples(latents, noise, sigmas.to(device, torch.float32), conditioning)
+
+
+def _latents(batch: Batch, parts: Components, device: torch.device) -> Tensor:
+    """[B, C, F, H, W] in fp32."""
+    if batch.latents is not None:
+        return batch.latents.to(device)
+    return encode_videos(parts.codec, batch.videos.to(device))
+
+
+def _conditioning(
+    batch: Batch, is_dropped: Tensor, parts: Components, device: torch.device
+) -> Conditioning:
+    """What the model is told of captions, without those that are dropped, and of pictures."""
+    if batch.latents is not None:
+        told = dict(batch.conditioning)
+        for name, none in batch.no_caption.items():
+            where = is_dropped.reshape(-1, *[1] * (none.ndim - 1))
+            told[name] = torch.where(where, none, told[name])
+        return {name: tensor.to(device) for name, tensor in told.items()}
+    pairs = zip(batch.captions, is_dropped.tolist(), strict=True)
     captions = [NO_CAPTION if drop else caption for caption, drop in pairs]
-    return Examples(latents, noise, sigmas.to(device, torch.float32), parts.text.encode(captions))
-
-
-def _losses(state: TrainingState, examples: Examples, world: World) -> Tensor:
-    """[B] fp32."""
-    noisy = interpolate(examples.latents, examples.noise, examples.sigmas)
-    with autocast(state.precision, world.device):
-        predicted = state.components.predict_velocity(noisy, examples.sigmas, examples.conditioning)
-    return velocity_loss(predicted, velocity(examples.latents, examples.noise))
+    told = encode_captions(parts.text, captions)
+    for name, pictures in batch.references.items():
+        told[f"{name}_latents"] = encode_videos(parts.codec, pictures.to(device))
+    return told
 
 
 def _draw(seed: int, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -154,4 +163,7 @@ def _micro_batches(batch: Batch, size: int | None) -> Iterator[Batch]:
             identities=batch.identities[part],
             epochs=batch.epochs[part],
             weights=batch.weights[part],
+            references={name: each[part] for name, each in batch.references.items()},
+            latents=None if batch.latents is None else batch.latents[part],
+            conditioning={name: each[part] for name, each in batch.conditioning.items()},
         )

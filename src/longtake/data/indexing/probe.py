@@ -101,7 +101,7 @@ def probe(media: Media, alive: Callable[[], object] = _nothing) -> Probe:
         last, pts, keyframes = _read_on(media, first, frames, alive)
         span = _span(media, stream, first, last, len(pts))
         _check_whole(media, container, stream, span)
-        rotation = _rotation(media, first)
+        rotation = rotation_of(media, first)
         width, height = first.width, first.height
         return Probe(
             identity=identity,
@@ -234,8 +234,12 @@ def _declared_end(container: InputContainer, stream: VideoStream, start: float) 
     return None
 
 
-def _rotation(media: Media, frame: VideoFrame) -> int:
-    """Degrees counterclockwise, from FFmpeg's display matrix (av_display_rotation_get)."""
+def rotation_of(media: Media, frame: VideoFrame) -> int:
+    """Degrees counterclockwise, from FFmpeg's display matrix (av_display_rotation_get).
+
+    Raises:
+        ClipError: it is no multiple of 90.
+    """
     rotation = frame.rotation % 360
     if rotation % 90:
         raise ClipError(str(media), f"is to be shown turned by {rotation} degrees; only quarters")

@@ -10,8 +10,8 @@ and grain as VMAF's blur does.
 import numpy as np
 from numpy.typing import NDArray
 
-from longtake.data.buckets import Crop
 from longtake.data.clip import Clip
+from longtake.data.crop import Crop
 from longtake.data.sample import window_of
 from longtake.data.window import Window, read_window
 

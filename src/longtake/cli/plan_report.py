@@ -1,0 +1,180 @@
+"""What `longtake plan` tells, as tables for people; made of nothing but its JSON."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+_PIPE_WIDTH = 100
+_MOST_NAMES = 12
+_POLICIES = {
+    "none": "nothing is computed again",
+    "all": "every block is",
+    "all-but-first": "every block but the first is",
+    "alternate": "every second block is",
+    "save-attention": "all but attention is",
+    "best": "the fastest mixture that fits",
+}
+_OPTIONS = {
+    "keep": "keep everything",
+    "save-attention": "keep attention's output",
+    "recompute": "are computed again",
+}
+_LEGEND = (
+    "forward: when the backward pass begins. peak: the most in forward and backward pass of the "
+    "first step. with optimizer: the most in any later step, with all that stays in memory. time: "
+    "how much longer a step takes than without recompute, predicted from the card's figures."
+)
+
+
+def print_plan(console: Console, recipe: str, facts: Mapping[str, Any]) -> None:
+    """Print what `longtake plan --json` would, at least 100 columns wide in a pipe."""
+    if not console.is_terminal:
+        console.width = max(console.width, _PIPE_WIDTH)
+    for part in _parts(recipe, facts):
+        console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+
+
+def _parts(recipe: str, facts: Mapping[str, Any]) -> Iterator[RenderableType]:
+    yield f"[bold]{escape(recipe)}[/bold]"
+    yield escape(_of_model(facts))
+    yield escape(_of_device(facts))
+    yield ""
+    yield _fixed(facts)
+    yield _policies(facts)
+    yield f"[dim]{_LEGEND}[/dim]"
+    yield ""
+    yield from _verdict(facts)
+    yield from _gradients(facts)
+    yield f"[dim]found in {facts['seconds']:.1f} s, without weights and without a card[/dim]"
+
+
+def _of_model(facts: Mapping[str, Any]) -> str:
+    model, bucket = facts["model"], facts["bucket"]
+    frames = bucket["num_frames"]
+    clips = f"{frames} frame{'s' if frames > 1 else ''} of {bucket['width']}x{bucket['height']}"
+    share = model["trainable"] / model["parameters"]
+    batch = f"micro-batches of {facts['micro_batch_size']}"
+    if facts["num_micro_batches"] > 1:
+        batch += f", {facts['num_micro_batches']} for an update"
+    return (
+        f"{_number(model['parameters'])} parameters, of which {_number(model['trainable'])} train "
+        f"({share:.2%}). Clips of {clips}: {model['tokens']} tokens each. In {batch}."
+    )
+
+
+def _of_device(facts: Mapping[str, Any]) -> str:
+    if facts["budget_gib"] is None:
+        return f"Planned for {facts['device']}, without a limit (--memory 48GiB sets one)."
+    kept_back = facts["memory_gib"] - facts["budget_gib"]
+    return (
+        f"Planned for {facts['device']} with {facts['memory_gib']:.2f} GiB: "
+        f"{facts['budget_gib']:.2f} for tensors, {kept_back:.2f} are left to the CUDA context and "
+        "fragmentation (recompute.reserve)."
+    )
+
+
+def _fixed(facts: Mapping[str, Any]) -> Table:
+    words = {
+        "weights": "the model's weights",
+        "gradients": "gradients of what trains",
+        "optimizer": "optimizer states",
+        "ema": "running average of what trains (EMA)",
+        "encoders": "codec and text encoders; with data.cache they are not needed",
+        "inputs": "latents, noise and conditioning of a micro-batch",
+    }
+    table = _table("in memory whatever is recomputed", "GiB", "")
+    for name, meaning in words.items():
+        value = facts["fixed_gib"][name]
+        if value or name != "encoders":
+            table.add_row(name, f"{value:.2f}", meaning)
+    return table
+
+
+def _policies(facts: Mapping[str, Any]) -> Table:
+    table = _table("policy", "forward", "peak", "with optimizer", "time", "fits", "")
+    for row in facts["policies"]:
+        table.add_row(*_cells(row), _POLICIES[row["name"]])
+    if best := facts["best"]:
+        row = {
+            "name": "best",
+            "forward_end_gib": best["forward_end_gib"],
+            "peak_gib": best["traced_gib"],
+            "step_peak_gib": best["step_peak_gib"],
+            "overhead": best["overhead"],
+            "fits": True,
+        }
+        table.add_row(*_cells(row), _POLICIES["best"], style="bold")
+    return table
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    fits = {True: "[green]yes[/green]", False: "[red]no[/red]", None: ""}[row["fits"]]
+    sizes = [f"{row[key]:.2f}" for key in ("forward_end_gib", "peak_gib", "step_peak_gib")]
+    return [row["name"], *sizes, f"+{row['overhead']:.1%}", fits]
+
+
+def _verdict(facts: Mapping[str, Any]) -> Iterator[str]:
+    best = facts["best"]
+    if facts["budget_gib"] is not None and best is None:
+        yield "[red]Nothing fits.[/red] What would help, each by itself:"
+        for change in facts["changes"]:
+            settings = " ".join(f"--set '{each}'" for each in change["set"])
+            verdict = "[green]fits[/green]" if change["fits"] else "not enough"
+            yield (
+                f"  {escape(change['what'])}: {change['step_peak_gib']:.2f} GiB, {verdict}  "
+                f"[dim]{escape(settings)}[/dim]"
+            )
+    elif best is not None:
+        yield _of_best(best)
+    if facts["foreach_gib"] >= 1:
+        yield (
+            f"AdamW is fused: torch's own default (foreach) would need {facts['foreach_gib']:.1f} "
+            "GiB more at each update."
+        )
+
+
+def _of_best(best: Mapping[str, Any]) -> str:
+    counts = best["per_block"]
+    chosen = ", ".join(
+        f"{counts[name]} {words}" for name, words in _OPTIONS.items() if counts[name]
+    )
+    text = f"Best: of {sum(counts.values())} blocks {chosen}."
+    if best["overhead"] > 0:
+        text += f" A step takes {best['overhead']:.1%} longer than without recompute"
+        more = 100 * (best["overhead"] - best["overhead_with_another_gib"])
+        text += f"; the next GiB would take {more:.1f} points off." if more >= 0.05 else "."
+    return text
+
+
+def _gradients(facts: Mapping[str, Any]) -> Iterator[str]:
+    gradients = facts["gradients"]
+    trained, reached = gradients["trainable"], gradients["reached"]
+    colour = "green" if reached == trained else "red"
+    yield (f"[{colour}]Gradient reaches {reached} of {trained} trainable parameters.[/{colour}]")
+    if unreached := gradients["unreached"]:
+        yield f"  without: {escape(_listed(unreached))}"
+    for trap in facts["traps"]:
+        kind = "[red]trap[/red]" if trap["stops"] else "[yellow]note[/yellow]"
+        yield f"{kind} {escape(trap['block'])}: {escape(trap['trap'])}"
+        yield f"  Fix: {escape(trap['fix'])}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
+def _number(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        is_text = number in (0, len(columns) - 1) or column == "fits"
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text)
+    return table

@@ -1,0 +1,76 @@
+"""Content hashes of files, remembered while path, size and time of change stay the same."""
+
+import json
+import secrets
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from longtake.aside import make_writable
+from longtake.data.clip import Media
+from longtake.data.indexing.probe import content_hash
+from longtake.errors import ClipError
+
+_Stamp = tuple[int, int]
+
+
+class ContentHashes:
+    """Remembers in a folder what files held, so that no later process reads them again.
+
+    Each process appends to a file of its own and reads those of all, once.
+
+    Args:
+        folder: of the files; where it cannot be written, nothing is remembered.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._mine = folder / f"{secrets.token_hex(8)}.jsonl"
+        self._known: dict[str, tuple[_Stamp, str]] | None = None
+        self._lock = threading.Lock()
+
+    def of(self, path: str) -> str:
+        """BLAKE2b-128 of a file's bytes as 32 hex digits.
+
+        Raises:
+            ClipError: there is no such file, it is empty or cannot be read.
+        """
+        known, stamp = self._remembered(), _stamp(path)
+        if (found := known.get(path)) and found[0] == stamp:
+            return found[1]
+        content = content_hash(Media(path))
+        with self._lock:
+            known[path] = stamp, content
+            with suppress(OSError):  # then somebody reads it again
+                self._write(path, stamp, content)
+        return content
+
+    def _remembered(self) -> dict[str, tuple[_Stamp, str]]:
+        with self._lock:
+            if self._known is None:
+                self._known = {}
+                for file in sorted(self._folder.glob("*.jsonl")):
+                    self._read(file, self._known)
+            return self._known
+
+    def _read(self, file: Path, known: dict[str, tuple[_Stamp, str]]) -> None:
+        with suppress(OSError):
+            for line in file.read_bytes().splitlines():
+                with suppress(ValueError):  # half a line, of a process that was killed
+                    path, num_bytes, mtime_ns, content = json.loads(line)
+                    known[path] = (num_bytes, mtime_ns), content
+
+    def _write(self, path: str, stamp: _Stamp, content: str) -> None:
+        if not self._mine.exists():
+            make_writable(self._folder)
+        with self._mine.open("ab") as file:
+            file.write(json.dumps([path, *stamp, content]).encode() + b"\n")
+
+
+def _stamp(path: str) -> _Stamp:
+    try:
+        status = Path(path).stat()
+    except OSError as error:
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else error.strerror
+        raise ClipError(path, f"{reason or error}") from error
+    return status.st_size, status.st_mtime_ns

@@ -1,0 +1,219 @@
+"""Optimizers that count in fp32, whatever the weights are kept in and wherever they lie.
+
+A bf16 number has 8 significant bits: an update below 1/512 of a weight is rounded away, and at
+usual learning rates nearly all are. So each bf16 weight has an fp32 *master*, which is updated in
+its place and then rounded into it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+MOST_ELEMENTS = 2**26
+"""Of a batch of weights that are updated together: their gradients in fp32 take 256 MiB."""
+
+
+class Fp32Optimizer(torch.optim.Optimizer):
+    """An optimizer whose state is fp32, in the memory that it chose."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state; without this torch would round it to the weights' dtype."""
+        super().load_state_dict({**state_dict, "state": {}})
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        ours = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, parameter in zip(saved, ours, strict=True):
+            if key in state_dict["state"]:
+                place = self.place(parameter)
+                values = state_dict["state"][key].items()
+                state = {name: value.to(place, torch.float32) for name, value in values}
+                self.state[parameter] = state
+
+    def place(self, parameter: Tensor) -> torch.device:
+        """Where a parameter's state lies."""
+        return parameter.device
+
+    def add_master(self, parameter: Tensor) -> Tensor:
+        """Return what is updated for a parameter: itself, or a new fp32 copy in its state."""
+        place = self.place(parameter)
+        if parameter.dtype == torch.float32 and parameter.device == place:
+            return parameter
+        master = parameter.detach().to(place, torch.float32)
+        self.state[parameter]["master"] = master
+        return master
+
+
+class MasterAdamW(Fp32Optimizer):
+    """AdamW for weights that are bf16, or whose updates are made in the computer's memory.
+
+    torch's own fused kernel makes the updates, so that fp32 weights move as with
+    `torch.optim.AdamW(fused=True)`, to the last bit on the same device.
+
+    The state of a parameter is AdamW's (`step`, `exp_avg`, `exp_avg_sq`), and `master` where the
+    weight itself cannot be updated, because it is not fp32 or lies elsewhere. All of it is fp32 and
+    sharded like the parameter.
+
+    Args:
+        params: the weights, or groups of them.
+        lr: learning rate.
+        betas: shares of the running averages that a step keeps.
+        eps: added to the denominator.
+        weight_decay: decoupled.
+        offload: keep states and masters in the computer's memory, and update there; gradients go
+            there and weights come back through page-locked memory, while the processor works on
+            others.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        offload: bool = False,
+    ) -> None:
+        self._offload = offload
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
+
+    def place(self, parameter: Tensor) -> torch.device:
+        """Where a parameter's state lies."""
+        return torch.device("cpu") if self._offload else parameter.device
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update the parameters that have a gradient.
+
+        Args:
+            closure: computes the loss anew, gradients included; returns it.
+
+        Returns:
+            What `closure` returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in parameters:
+                if not self.state[parameter]:
+                    self._begin(parameter)
+            for batch in _arrived(in_batches(parameters), self._offload):
+                self._update(batch, group)
+        return loss
+
+    def _begin(self, parameter: Tensor) -> None:
+        updated = self.add_master(parameter)
+        self.state[parameter] |= {
+            "step": torch.zeros((), device=self.place(parameter)),
+            "exp_avg": torch.zeros_like(updated),
+            "exp_avg_sq": torch.zeros_like(updated),
+        }
+
+    def _update(self, batch: "_Batch", group: dict[str, Any]) -> None:
+        states = [self.state[parameter] for parameter in batch.parameters]
+        masters = [
+            local(state.get("master", parameter))
+            for state, parameter in zip(states, batch.parameters, strict=True)
+        ]
+        beta1, beta2 = group["betas"]
+        adamw(
+            masters,
+            [gradient.float() for gradient in batch.gradients],
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for parameter, master, gradient in zip(
+            batch.parameters, masters, batch.gradients, strict=True
+        ):
+            _hand_over(local(parameter), master, gradient)
+
+
+class _Batch(NamedTuple):
+    parameters: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    """This rank's parts of them, where the states lie."""
+
+
+def in_batches(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return parameters in groups of at most MOST_ELEMENTS numbers of this rank, or of one."""
+    batches: list[list[Tensor]] = []
+    room = 0
+    for parameter in parameters:
+        room -= local(parameter).numel()
+        if not batches or room < 0:
+            batches.append([])
+            room = MOST_ELEMENTS - local(parameter).numel()
+        batches[-1].append(parameter)
+    return batches
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _arrived(batches: Sequence[Sequence[Tensor]], offload: bool) -> Iterator[_Batch]:
+    """Each batch when its gradients are where the states lie; the next one's are on their way."""
+    on_their_way: deque[tuple[_Batch, torch.cuda.Event]] = deque()
+    for parameters in batches:
+        gradients = [
+            local(parameter.grad) for parameter in parameters if parameter.grad is not None
+        ]
+        if not offload or gradients[0].device.type == "cpu":
+            yield _Batch(parameters, gradients)
+            continue
+        on_their_way.append((_Batch(parameters, [_sent(part) for part in gradients]), _now()))
+        if len(on_their_way) == 2:
+            yield _first_of(on_their_way)
+    while on_their_way:
+        yield _first_of(on_their_way)
+
+
+def _sent(gradient: Tensor) -> Tensor:
+    there = torch.empty_like(gradient, device="cpu", pin_memory=True)
+    return there.copy_(gradient, non_blocking=True)
+
+
+def _now() -> torch.cuda.Event:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _first_of(on_their_way: deque[tuple[_Batch, torch.cuda.Event]]) -> _Batch:
+    batch, sent = on_their_way.popleft()
+    sent.synchronize()
+    return batch
+
+
+def _hand_over(weight: Tensor, master: Tensor, gradient: Tensor) -> None:
+    """Round a master into its weight; over there through the gradient's page-locked memory."""
+    if master.device != weight.device:
+        weight.copy_(gradient.copy_(master), non_blocking=True)
+    elif master is not weight:
+        weight.copy_(master)

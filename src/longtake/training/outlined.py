@@ -1,0 +1,81 @@
+"""One training step of a recipe without weights and values, ready to be traced."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longtake.config import Bucket, Recipe
+from longtake.models.assemble import Components, latent_shape, outline, outline_conditioning
+from longtake.models.precision import Precision
+from longtake.recompute.devices import Device
+from longtake.recompute.trace import Subject, Tracer
+from longtake.training.objective import Examples, flow_losses
+
+
+@dataclass(frozen=True)
+class OutlinedStep:
+    """A micro-batch's way through the model."""
+
+    recipe: Recipe
+    parts: Components
+    """On the meta device."""
+    tracer: Tracer
+    bucket: Bucket
+    """The shape of clips that makes the most tokens: the others fit if it does."""
+    precision: Precision
+    micro_batch_size: int
+    num_micro_batches: int
+    """Of one process, for one update."""
+
+
+def outlined_step(recipe: Recipe, device: Device, world_size: int = 1) -> OutlinedStep:
+    """A recipe's step at its largest bucket, without weights.
+
+    Raises:
+        RecipeError: the recipe's parts do not fit together.
+    """
+    parts = outline(recipe)
+    parts.model.train()
+    local = max(1, recipe.training.batch_size // world_size)
+    micro = min(recipe.training.micro_batch_size or local, local)
+    bucket = max(recipe.data.shapes(), key=lambda shape: sequence_length(parts, recipe, shape))
+    family, model = parts.family, parts.model
+    names = {module: name for name, module in model.named_modules()}
+    precision: Precision = "fp32" if recipe.training.precision == "fp32" else "bf16"
+    subject = Subject(
+        model=model,
+        blocks={names[block]: block for block in family.blocks(model)},
+        call_blocks_by=lambda call: family.call_blocks_by(model, call),
+        make_inputs=_inputs_maker(parts, recipe, bucket, micro),
+        loss=lambda examples: flow_losses(parts, examples, precision, torch.device("cpu")).mean(),
+        is_accumulating=local > micro,
+    )
+    return OutlinedStep(
+        recipe, parts, Tracer(subject, device), bucket, precision, micro, -(-local // micro)
+    )
+
+
+def sequence_length(parts: Components, recipe: Recipe, bucket: Bucket) -> int:
+    """Tokens of one sample that attend to each other, those of text and references included."""
+    shape = latent_shape(parts.codec, bucket)
+    told = outline_conditioning(parts, recipe, shape)
+    return parts.family.sequence_length(parts.model, shape, told)
+
+
+def _inputs_maker(
+    parts: Components, recipe: Recipe, bucket: Bucket, batch_size: int
+) -> Callable[[], Examples]:
+    """Makes a micro-batch's tensors where it is called: without values in a trace."""
+    shape = latent_shape(parts.codec, bucket)
+    outlined = outline_conditioning(parts, recipe, shape, batch_size)
+
+    def make() -> Examples:
+        latents = torch.empty(batch_size, *shape)
+        told: Mapping[str, Tensor] = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in outlined.items()
+        }
+        return Examples(latents, torch.empty_like(latents), torch.empty(batch_size), dict(told))
+
+    return make

