@@ -292,7 +292,7 @@ def _accuracy(results: Sequence[Result]) -> list[str]:
         "With LoRA the allocator also sees each layer's scale, 8 bytes that autograd keeps in the "
         "computer's memory on any device; no prediction has them.",
         "",
-        f"| model | trained | weights | {' | '.join(_ALL_POLICIES)} | plan | gradients |",
+        f"| model | trained | weights | {' | '.join(_ALL_POLICIES)} | plan to trace | gradients |",
         "|" + "---|" * (5 + len(_ALL_POLICIES)),
         *(_line(result) for result in results),
     ]

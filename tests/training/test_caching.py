@@ -139,12 +139,21 @@ def _cache_of(tmp_path: Path) -> str:
     return f"data.cache={tmp_path / 'cache'}"
 
 
-@pytest.mark.parametrize("micro_batch", [[], ["training.micro_batch_size=3"]])
+@pytest.mark.parametrize(
+    "further",
+    [
+        [],
+        ["training.micro_batch_size=3"],
+        ["training.precision=bf16"],
+        ["model.dtype=bf16", "optimizer.schedule=constant"],
+    ],
+    ids=" ".join,
+)
 def test_videos_train_from_a_cache_as_from_pixels(
-    small_recipe: _Make, tmp_path: Path, micro_batch: list[str]
+    small_recipe: _Make, tmp_path: Path, further: list[str]
 ) -> None:
     """Windows, mirrored or not, with captions dropped: equal to the bit, whatever is saved."""
-    changes = (*_VIDEOS, "training.batch_size=6", *micro_batch)
+    changes = (*_VIDEOS, "training.batch_size=6", *further)
     plain = small_recipe(*changes, f"out={tmp_path / 'plain'}")
     train(plain, _QUIET)
     cached = small_recipe(*changes, _cache_of(tmp_path))

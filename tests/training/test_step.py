@@ -13,8 +13,10 @@ from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
 from longtake.data.loader import Loader
 from longtake.models.assemble import assemble
+from longtake.models.text import NO_CAPTION
 from longtake.parallel.mesh import World
 from longtake.training.ema import Ema
+from longtake.training.encoding import encode_captions
 from longtake.training.optim import build_optimizers
 from longtake.training.step import (
     TrainingState,
@@ -173,3 +175,76 @@ def test_noise_is_standard_normal_and_sigmas_lie_in_their_range(
     assert examples.sigmas.max() <= 1
     assert 0.3 < examples.sigmas.median().item() < 0.7
     assert len(set(examples.noise[:, 0, 0, 0, 0].tolist())) == 64
+
+
+_ENCODED = (
+    "data.buckets=[{num_frames=5, height=32, width=32}]",
+    "model.family=wan",
+    "model.config={num_layers=1, num_attention_heads=2, attention_head_dim=12, ffn_dim=16}",
+    "codec.kind=autoencoder",
+    "codec.config={base_dim=8, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, "
+    "temperal_downsample=[true]}",
+    "text.kind=transformers",
+    "text.config={d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4}",
+    "training.batch_size=7",
+)
+
+
+def test_what_is_encoded_does_not_depend_on_its_neighbours(
+    small_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    """To the bit, though convolutions round otherwise in other batches: so it can be cached."""
+    recipe = small_recipe(*_ENCODED)
+    parts = _state(recipe, tmp_path).components
+    (batch,) = _batches(recipe, 1)
+    whole = prepare(batch, parts, recipe, _ALONE.device)
+    for order in ([3], [6, 0], [5, 4, 3, 2, 1, 0]):
+        part = prepare(_part(batch, order), parts, recipe, _ALONE.device)
+        assert torch.equal(part.latents, whole.latents[order])
+        embeds = part.conditioning["prompt_embeds"]
+        assert torch.equal(embeds, whole.conditioning["prompt_embeds"][order])
+
+
+def test_further_pictures_are_told_as_latents(
+    small_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    """One frame each, by their names, from the codec that the clips go through."""
+    recipe = small_recipe(*_ENCODED)
+    parts = _state(recipe, tmp_path).components
+    (batch,) = _batches(recipe, 1)
+    pictures = {"pose": batch.videos[:, :, :1], "scene": batch.videos[:, :, 1:2]}
+    told = prepare(replace(batch, references=pictures), parts, recipe, _ALONE.device).conditioning
+    plain = prepare(batch, parts, recipe, _ALONE.device).conditioning
+    assert told.keys() == {*plain, "pose_latents", "scene_latents"}
+    for name, picture in pictures.items():
+        assert told[f"{name}_latents"].shape == (7, 4, 1, 16, 16)
+        expected = parts.codec.encode(picture[3:4])
+        assert torch.equal(told[f"{name}_latents"][3:4], expected)
+
+
+def test_latents_from_a_cache_are_taken_as_they_are(
+    small_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    """With the embeddings of no caption where one is dropped; noise and sigmas as from pixels."""
+    recipe = small_recipe(*_ENCODED, "data.caption_dropout=0.5", "training.micro_batch_size=2")
+    parts = _state(recipe, tmp_path).components
+    (batch,) = _batches(recipe, 1)
+    expected = prepare(batch, parts, recipe, _ALONE.device)
+    cached = replace(
+        batch,
+        videos=batch.videos[:, :, :0],
+        latents=expected.latents,
+        conditioning=encode_captions(parts.text, batch.captions),
+        no_caption=encode_captions(parts.text, [NO_CAPTION]),
+    )
+    found = prepare(cached, parts, recipe, _ALONE.device)
+    for name in ("latents", "noise", "sigmas"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    embeds = expected.conditioning["prompt_embeds"]
+    assert torch.equal(found.conditioning["prompt_embeds"], embeds)
+    assert not torch.equal(embeds, cached.conditioning["prompt_embeds"])
+    losses = [
+        compute_gradients(_state(recipe, tmp_path), each, recipe, _ALONE)
+        for each in (batch, cached)
+    ]
+    assert losses[0] == losses[1]

@@ -28,7 +28,7 @@ def _attention(args: Sequence[Any]) -> int:
     query, key = args[0], args[1]
     rows, columns = _tile(query, key)
     elements = rows * columns + 2 * rows + rows * query.shape[-1]
-    return torch.get_num_threads() * (_FP32_BYTES * elements + _narrow(query) * rows * columns)
+    return torch.get_num_threads() * int(_FP32_BYTES * elements + _narrow(query) * rows * columns)
 
 
 def _attention_backward(args: Sequence[Any]) -> int:
@@ -38,7 +38,7 @@ def _attention_backward(args: Sequence[Any]) -> int:
     scores = 2 * rows * columns
     tiles = torch.get_num_threads() * (_FP32_BYTES * (scores + rows) + _narrow(query) * scores)
     copied = 0 if gradient.transpose(1, 2).is_contiguous() else int(gradient.nbytes)
-    return tiles + copied
+    return int(tiles) + copied
 
 
 def _tile(query: Tensor, key: Tensor) -> tuple[int, int]:
@@ -59,7 +59,7 @@ def _layer_norm_backward(args: Sequence[Any]) -> int:
     if not any(wanted[1:]):
         return 0
     width = int(torch.Size(shape).numel())
-    return torch.get_num_threads() * 2 * width * tensor.itemsize
+    return int(torch.get_num_threads() * 2 * width * tensor.itemsize)
 
 
 def _convolution(args: Sequence[Any]) -> int:
