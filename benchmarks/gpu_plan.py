@@ -4,26 +4,29 @@
 
 Three things, each predicted without weights or values and then really run:
 
-- kernels: what attention, norms and products keep and take for a moment, and how long they run
+- kernels: what attention, norms and products take, and how long they run
 - small: FLUX Kontext and Wan with a few narrow blocks, under every recompute policy and the best
 - large: FLUX.1 Kontext itself, 12 billion random weights made on the card, at 1024x1024 with a
-  reference; LoRA of rank 16 in bf16, as in examples/flux_kontext_lora_48gb.toml; and AdamW's update
+  reference; LoRA of rank 16 in bf16, as in examples/flux_kontext_lora_48gb.toml
 
-Memory is `torch.cuda.max_memory_allocated`; times are medians of three after one to warm up. Prints
-the tables and writes them to benchmarks/results/gpu_plan.md. Under eight minutes on one card of
-80 GB; a policy that is predicted not to fit is left out. Besides longtake's own dependencies on the
-way from a recipe to a model (torch, diffusers, transformers, peft, accelerate, safetensors,
-tokenizers, pydantic, tomli-w, numpy, scipy) it needs nothing: no clips are read and no weights
-loaded. Without a card it says so and ends.
+After small and large the optimizer's update. Memory is `torch.cuda.max_memory_allocated`; times are
+medians of three after one to warm up. A policy that is predicted not to fit is left out. Prints the
+tables and writes them to benchmarks/results/gpu_plan.md. Under eight minutes on one card of 80 GB.
+
+It needs what leads from a recipe to a model (torch, diffusers, transformers, peft, accelerate,
+safetensors, tokenizers, pydantic, tomli-w, numpy, scipy): no clips are read, and no weights loaded.
+Without a card it says so and ends.
 """
 
 import argparse
 import gc
+import itertools
 import statistics
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,10 +34,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
 
 from longtake import config
 from longtake.config import Recipe
-from longtake.recompute.apply import caller
+from longtake.recompute.apply import BlockCall, caller
 from longtake.recompute.devices import Device, device_at_hand
 from longtake.recompute.measure import Memory, measured
 from longtake.recompute.plan import Survey, find_best, survey
@@ -46,8 +50,8 @@ from longtake.training.optimizer_memory import foreach_bytes, optimizer_bytes
 from longtake.training.outlined import OutlinedStep, outlined_step
 
 _RESULTS = Path(__file__).parent / "results" / "gpu_plan.md"
-_EXAMPLE = Path(__file__).parents[1] / "examples" / "flux_kontext_lora_48gb.toml"
-_GIB, _MIB = 2**30, 2**20
+_EXAMPLES = Path(__file__).parents[1] / "examples"
+_GIB = 2**30
 _TIMES = 3
 _SHARE_OF_CARD = 0.93
 _SECTIONS = ("kernels", "small", "large")
@@ -55,17 +59,34 @@ _NOTHING = """# Predicted against measured on a card
 
 `python benchmarks/gpu_plan.py`
 
-Nothing was measured on a GPU: {reason}. All that `longtake plan` says of a GPU is a prediction. What
-its traces say of memory is held against the CPU's allocator, and what stands in for CUDA's kernels
-against torch's own derivatives, in [plan_accuracy.md](plan_accuracy.md). What CUDA's kernels take for
-a moment is taken from their source, and times are a roofline of the card's data sheet.
+**Nothing was measured on a GPU**: {reason}.
+
+All that `longtake plan` says about a GPU is a prediction. How its traces fare against the CPU's
+allocator, and what stands in for CUDA's kernels against torch's own derivatives, is in
+[plan_accuracy.md](plan_accuracy.md). What CUDA's kernels take for a moment is read off their
+source, and times are a roofline of the card's data sheet.
 """
+
+_HEADS = {"num_attention_heads": 8, "attention_head_dim": 128}
+_SMALL: Mapping[str, tuple[str, dict[str, Any], dict[str, int]]] = {
+    "FLUX Kontext": (
+        "flux_kontext_lora_48gb.toml",
+        {**_HEADS, "num_layers": 3, "num_single_layers": 5, "guidance_embeds": True},
+        {"num_frames": 1, "height": 512, "width": 512},
+    ),
+    "Wan": (
+        "wan_1_3b_full_80gb.toml",
+        {**_HEADS, "num_layers": 8, "ffn_dim": 4096},
+        {"num_frames": 33, "height": 256, "width": 384},
+    ),
+}
+"""The example that each is made from, its model's arguments, and its clips' shape."""
 
 
 def main() -> None:
     """Measure what is asked for; print and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--budget", type=float, default=44.5, help="GiB, for the large model's best")
+    parser.add_argument("--budget", type=float, default=44.5, help="GiB, of the large model's best")
     parser.add_argument("--only", nargs="+", choices=_SECTIONS, default=_SECTIONS)
     asked = parser.parse_args()
     if not torch.cuda.is_available():
@@ -76,9 +97,11 @@ def main() -> None:
     if "kernels" in asked.only:
         lines += _kernels(card, device)
     if "small" in asked.only:
-        lines += _small(card, device)
+        for case in itertools.product(_SMALL, ("full", "lora"), ("bf16", "autocast")):
+            lines += [f"## Small {', '.join(case)}", "", *_model(_small(*case), card, device)]
     if "large" in asked.only:
-        lines += _large(card, device, int(asked.budget * _GIB))
+        budget = int(asked.budget * _GIB)
+        lines += ["## FLUX.1 Kontext, LoRA, bf16", "", *_model(_large(), card, device, budget)]
     lines += [f"{time.perf_counter() - begun:.0f} s for everything.", ""]
     _RESULTS.write_text("\n".join(lines), encoding="utf-8")
     print("\n".join(lines))  # noqa: T201
@@ -86,10 +109,9 @@ def main() -> None:
 
 def _skip(reason: str) -> None:
     """Say so, and write it down unless a card's figures are there already."""
-    print(f"Skipped: {reason}. Figures of a GPU are predictions until it is run on one.")  # noqa: T201
-    nothing = _NOTHING.format(reason=reason)
+    print(f"Skipped: {reason}. What is said about GPUs is predicted, not measured.")  # noqa: T201
     if not _RESULTS.exists() or "Nothing was measured" in _RESULTS.read_text(encoding="utf-8"):
-        _RESULTS.write_text(nothing, encoding="utf-8")
+        _RESULTS.write_text(_NOTHING.format(reason=reason), encoding="utf-8")
 
 
 def _head(card: Device) -> list[str]:
@@ -97,32 +119,57 @@ def _head(card: Device) -> list[str]:
         "# Predicted against measured on a card",
         "",
         f"`python benchmarks/gpu_plan.py`, {torch.cuda.get_device_name()}, torch "
-        f"{torch.__version__}. Predicted for the data sheet of {card.name}.",
+        f"{torch.__version__}; predicted from the data sheet of {card.name}. Memory is that of "
+        "tensors, beside weights, in GiB; times are those of forward and backward pass.",
         "",
     ]
 
 
+def _small(name: str, trained: str, arithmetic: str) -> Recipe:
+    example, arguments, bucket = _SMALL[name]
+    values: dict[str, Any] = tomllib.loads((_EXAMPLES / example).read_text(encoding="utf-8"))
+    del values["model"]["pretrained"]
+    values["model"] |= {
+        "config": arguments,
+        "dtype": "bf16" if arithmetic == "bf16" else "fp32",
+    }
+    values["data"]["buckets"] = [bucket]
+    values["training"] |= {"batch_size": 4, "micro_batch_size": 4}
+    values["trainable"] = {"kind": trained}
+    return config.parse(values, source=example)
+
+
+def _large() -> Recipe:
+    return config.load(_EXAMPLES / "flux_kontext_lora_48gb.toml", ("training.batch_size=1",))
+
+
 @dataclass(frozen=True)
 class Run:
-    """A step that was really made, in bytes beside what was there before, and seconds."""
+    """What was measured of something, in bytes beside what was there before."""
 
     forward_end_bytes: int
     peak_bytes: int
     seconds: float
 
 
-def _run(step: Callable[[Memory | None], None], device: torch.device) -> Run:
-    """Memory of the second run, and the median time of those after it."""
-    step(None)  # libraries take what they keep
+_Once = Callable[[Memory | None], None]
+"""Runs forward and backward pass once, marks their border, and leaves nothing."""
+
+
+def _run(once: _Once, device: torch.device) -> Run:
+    once(None)  # libraries allocate what they keep
     with measured(device) as memory:
-        step(memory)
-    seconds = []
-    for _ in range(_TIMES):
-        begun = time.perf_counter()
-        step(None)
-        _wait(device)
-        seconds.append(time.perf_counter() - begun)
+        once(memory)
+    seconds = [_seconds(lambda: once(None), device) for _ in range(_TIMES)]
     return Run(memory.at["forward"], memory.peak_bytes, statistics.median(seconds))
+
+
+def _seconds(work: Callable[[], None], device: torch.device) -> float:
+    _wait(device)
+    begun = time.perf_counter()
+    work()
+    _wait(device)
+    return time.perf_counter() - begun
 
 
 def _wait(device: torch.device) -> None:
@@ -130,5 +177,254 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _off(predicted: float, real: float) -> str:
-    return f"{predicted / real - 1:+.1%}"
+def _model(
+    recipe: Recipe, card: Device, device: torch.device, budget_bytes: int | None = None
+) -> list[str]:
+    """Every policy of a recipe, and its update; the best for half the way between the extremes."""
+    planned = outlined_step(recipe, card)
+    surveyed = survey(planned.tracer)
+    peaks = [trace.peak_bytes for trace in surveyed.traces.values()]
+    budget_bytes = budget_bytes or (min(peaks) + max(peaks)) // 2
+    names = tuple(planned.tracer.subject.blocks)
+    cases: dict[str, tuple[Options, StepTrace]]
+    cases = {policy: (options_of(policy, names), surveyed.traces[policy]) for policy in POLICIES}
+    if best := find_best(planned.tracer, surveyed, budget_bytes):
+        counts = ", ".join(f"{count} {option}" for option, count in best.per_block().items())
+        cases[f"best for {budget_bytes / _GIB:.2f} GiB: {counts}"] = best.options, best.traced
+    step = _on_device(outlined_step(recipe, card), device)
+    lines = [
+        f"{sum(p.numel() for p in step.parts.model.parameters()) / 1e9:.2f} billion parameters, "
+        f"{surveyed.traces['none'].weight_bytes / _GIB:.3f} GiB.",
+        "",
+        *_policies(cases, surveyed, step, device, room=card.memory_bytes),
+        "",
+        *_update(step, device),
+        "",
+    ]
+    del step
+    _free(device)
+    return lines
+
+
+_Cases = Mapping[str, tuple[Options, StepTrace]]
+
+
+def _policies(
+    cases: _Cases, surveyed: Survey, step: OutlinedStep, device: torch.device, room: int | None
+) -> list[str]:
+    lines = [_COLUMNS, "|" + "---|" * (_COLUMNS.count("|") - 1)]
+    without = None
+    for name, (options, trace) in cases.items():
+        if room is not None and trace.peak_bytes > _SHARE_OF_CARD * room:
+            lines.append(f"| {name} | {trace.peak_bytes / _GIB:.3f} with weights: does not fit |")
+            continue
+        run = _run(_once(step, options, device), device)
+        without = run if name == "none" else without
+        lines.append(_line(name, trace, run, surveyed.overhead(trace), without))
+    return lines
+
+
+_COLUMNS = (
+    "| policy | peak, predicted | measured | off | forward's end, predicted | measured | off "
+    "| seconds, predicted | measured | overhead, predicted | measured |"
+)
+
+
+def _line(name: str, trace: StepTrace, run: Run, overhead: float, without: Run | None) -> str:
+    peak, forward = (
+        predicted - trace.weight_bytes for predicted in (trace.peak_bytes, trace.forward_end_bytes)
+    )
+    cells = (
+        name,
+        *_compared(peak, run.peak_bytes),
+        *_compared(forward, run.forward_end_bytes),
+        f"{trace.seconds:.4f}",
+        f"{run.seconds:.4f}",
+        f"{overhead:+.1%}",
+        f"{run.seconds / without.seconds - 1:+.1%}" if without else "",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _compared(predicted: int, real: int) -> tuple[str, str, str]:
+    off = f"{predicted / real - 1:+.1%}" if real else ""
+    return f"{predicted / _GIB:.4f}", f"{real / _GIB:.4f}", off
+
+
+def _once(step: OutlinedStep, options: Options, device: torch.device) -> _Once:
+    subject = step.tracer.subject
+    subject.call_blocks_by(caller({subject.blocks[name]: each for name, each in options.items()}))
+
+    def once(memory: Memory | None) -> None:
+        with device:
+            examples = subject.make_inputs()
+        for tensor in (examples.latents, examples.noise, *examples.conditioning.values()):
+            tensor.normal_()
+        examples.sigmas.fill_(0.5)
+        loss = flow_losses(step.parts, examples, step.precision, device).mean()
+        if memory:
+            memory.mark("forward")
+        torch.autograd.backward(loss)
+        subject.model.zero_grad(set_to_none=True)
+
+    return once
+
+
+def _on_device(step: OutlinedStep, device: torch.device) -> OutlinedStep:
+    """The step with random weights, which are made where they are needed."""
+
+    def real(tensor: Tensor) -> Tensor:
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device).normal_(std=0.02)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(values, tensor.requires_grad)
+        return values
+
+    for module in step.parts.model.modules():
+        for held in (cast("dict[str, Tensor | None]", module._parameters), module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = real(tensor)
+    return step
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _update(step: OutlinedStep, device: torch.device) -> list[str]:
+    """What the recipe's optimizer keeps and takes in passing, and what torch's default takes."""
+    model, section = step.parts.model, step.recipe.optimizer
+    blocks = step.parts.family.blocks(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    granule = 512 if device.type == "cuda" else 1
+    ours = optimizer_bytes(model, blocks, section, step.precision, device.type, granule)
+
+    def build() -> list[Optimizer]:
+        return build_optimizers(model, blocks, section, step.precision)
+
+    def foreach() -> list[Optimizer]:
+        return [torch.optim.AdamW(trained, foreach=True)]
+
+    for parameter in trained:
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    kept, passing = _of_update(build, device)
+    _, passing_foreach = _of_update(foreach, device)
+    model.zero_grad(set_to_none=True)
+    rows = {
+        "kept by the optimizer": (ours.device, kept),
+        "taken by an update in passing": (ours.step, passing),
+        "taken by torch's foreach AdamW": (foreach_bytes(model), passing_foreach),
+    }
+    lines = [f"| {what} | {' | '.join(_compared(*both))} |" for what, both in rows.items()]
+    return ["| update | predicted | measured | off |", "|---|---|---|---|", *lines]
+
+
+def _of_update(build: Callable[[], list[Optimizer]], device: torch.device) -> tuple[int, int]:
+    """Bytes that optimizers keep, and that their second update takes beside."""
+    with measured(device) as memory:
+        optimizers = build()
+        for optimizer in optimizers:
+            optimizer.step()
+    with measured(device) as second:
+        for optimizer in optimizers:
+            optimizer.step()
+    return memory.end_bytes, second.peak_bytes
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An operation by itself, on leaves of these shapes."""
+
+    function: Callable[..., Tensor]
+    shapes: tuple[tuple[int, ...], ...]
+    backend: SDPBackend | None = None
+    """Of attention; unset: what torch chooses."""
+
+
+def _kernels_of_flux(length: int = 8704, num_heads: int = 24) -> dict[str, Kernel]:
+    """What a block of FLUX does, at the shapes of a picture of 1024x1024 with its reference."""
+    width = 128 * num_heads
+    heads, tokens, wide = (1, num_heads, length, 128), (1, length, width), (1, length, 4 * width)
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value)
+
+    return {
+        "attention, as torch chooses": Kernel(attention, (heads,) * 3),
+        "attention, flash": Kernel(attention, (heads,) * 3, SDPBackend.FLASH_ATTENTION),
+        "attention, cuDNN": Kernel(attention, (heads,) * 3, SDPBackend.CUDNN_ATTENTION),
+        "attention, other": Kernel(attention, (heads,) * 3, SDPBackend.EFFICIENT_ATTENTION),
+        "RMSNorm": Kernel(lambda x: F.rms_norm(x, (128,)), (heads,)),
+        "LayerNorm": Kernel(lambda x: F.layer_norm(x, (width,)), (tokens,)),
+        "GELU": Kernel(lambda x: F.gelu(x, approximate="tanh"), (wide,)),
+        "product": Kernel(lambda x, weight: F.linear(x, weight), (tokens, (4 * width, width))),
+    }
+
+
+def _kernels(card: Device, device: torch.device) -> list[str]:
+    lines = ["## Kernels, bf16", "", _KERNEL_COLUMNS, "|" + "---|" * 9]
+    for name, kernel in _kernels_of_flux().items():
+        try:
+            lines.append(_kernel_line(name, kernel, card, device))
+        except RuntimeError as error:  # a backend that this card does not have
+            lines.append(f"| {name} | {str(error).strip().splitlines()[0]} |")
+        _free(device)
+    return [*lines, ""]
+
+
+_BF16 = torch.bfloat16
+_KERNEL_COLUMNS = (
+    "| operation and its squares' sum | peak, predicted | measured | off "
+    "| kept, predicted | measured | off | ms, predicted | measured |"
+)
+
+
+def _kernel_line(name: str, kernel: Kernel, card: Device, device: torch.device) -> str:
+    """Its peak in forward and backward pass and what it keeps, beside its operands."""
+    trace = Tracer(_subject(kernel), card).trace({})
+    leaves = [torch.randn(shape, dtype=_BF16, device=device) for shape in kernel.shapes]
+    choice = nullcontext() if kernel.backend is None else sdpa_kernel(kernel.backend)
+
+    def once(memory: Memory | None) -> None:
+        inputs = [leaf.detach().requires_grad_() for leaf in leaves]
+        loss = _loss(kernel.function(*inputs))
+        if memory:
+            memory.mark("forward")
+        torch.autograd.backward(loss)
+
+    with choice:
+        run = _run(once, device)
+    peak = _compared(trace.peak_bytes - trace.input_bytes, run.peak_bytes)
+    kept = _compared(trace.forward_end_bytes - trace.input_bytes, run.forward_end_bytes)
+    times = f"{1e3 * trace.seconds:.2f} | {1e3 * run.seconds:.2f}"
+    return f"| {name} | {' | '.join((*peak, *kept))} | {times} |"
+
+
+class _Block(nn.Module):
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.forward = function
+
+
+def _subject(kernel: Kernel) -> Subject:
+    """A model that is one block, which is the operation."""
+    block, held = _Block(kernel.function), dict[str, BlockCall]()
+
+    def make_inputs() -> list[Tensor]:
+        return [torch.empty(shape, dtype=_BF16, requires_grad=True) for shape in kernel.shapes]
+
+    def loss(inputs: list[Tensor]) -> Tensor:
+        return _loss(held["call"](block, *inputs))
+
+    return Subject(block, {"": block}, lambda call: held.update(call=call), make_inputs, loss)
+
+
+def _loss(output: Tensor) -> Tensor:
+    """Whose gradient has no gaps, as in a model."""
+    return output.square().sum()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,6 @@
 """Fixtures that more than one room's tests need."""
 
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from longtake.config import Recipe
 from longtake.data.index import index
 from longtake.demo.shapes import write_clips
 
+_ROOT = Path(__file__).resolve().parents[1]
 _MATERIAL = Path(__file__).resolve().parents[2] / "shared" / "material"
 
 
@@ -66,6 +68,77 @@ def small_recipe(shapes_catalog: Path, tmp_path: Path) -> Callable[..., Recipe]:
     path.write_text(_SMALL_RECIPE)
     always = (f"out={tmp_path / 'run'}", f"data.catalog={shapes_catalog}")
     return lambda *changes: config.load(path, (*always, *changes))
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of pictures, and their catalog, that examples/make_pairs.py draws."""
+    folder = tmp_path_factory.mktemp("pairs")
+    runpy.run_path(str(_ROOT / "examples" / "make_pairs.py"))["main"](folder)
+    return folder
+
+
+@pytest.fixture
+def tiny_flux(
+    pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Recipe]:
+    """Makes recipes of the example of a tiny FLUX Kontext with LoRA and an added module.
+
+    Two pictures a step, 4 steps, in tmp_path/run, at the repository's root, where it finds its
+    module; all tests share its cache.
+    """
+    monkeypatch.chdir(_ROOT)
+    always = (
+        f"out={tmp_path / 'run'}",
+        f"data.catalog={pairs / 'catalog.parquet'}",
+        f"data.cache={pairs / 'cache'}",
+        "data.workers=0",
+        "training.steps=4",
+        "training.batch_size=2",
+        "recompute={}",
+    )
+    path = _ROOT / "examples" / "tiny_flux_module.toml"
+    return lambda *changes: config.load(path, (*always, *changes))
+
+
+_OWN_MODULE = """
+from torch import nn, ones
+from torch.utils.checkpoint import checkpoint
+
+
+class Adapter(nn.Module):
+    def __init__(self, width, blocks, latent_channels):
+        super().__init__()
+        self.style = nn.Parameter(ones(width))
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, width)
+
+    def prepare(self, conditioning):
+        return {{"style": self.style.tanh()}}
+
+    def change(self, given):
+        return given["tokens"] + self.second(self.first(given["tokens"]).tanh()) * given["style"]
+
+    def forward(self, block, tokens, prepared):
+        given = {{"tokens": tokens, **prepared}}
+        return {returned}
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Writes somebody's module to the folder where they are; gives its name in a recipe.
+
+    `own_module("self.change(given)")`: that is what its forward returns.
+    """
+    monkeypatch.chdir(tmp_path)
+
+    def write(returned: str) -> str:
+        sys.modules.pop("my_adapter", None)
+        (tmp_path / "my_adapter.py").write_text(_OWN_MODULE.format(returned=returned))
+        return "my_adapter:Adapter"
+
+    return write
 
 
 @pytest.fixture

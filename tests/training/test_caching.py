@@ -451,6 +451,34 @@ def test_clips_that_cannot_be_decoded_are_left_out_as_in_training(
     assert _saved(cached)["trainer"] == _saved(plain)["trainer"]
 
 
+def test_a_decoder_that_hangs_while_the_cache_is_filled_is_written_down(
+    small_recipe: _Make, damaged: Path, tmp_path: Path
+) -> None:
+    """With its stacks, as one that hangs in training; and its clip is set aside in its turn."""
+    hanging = sorted((damaged.parent / "clips").glob("*.mp4"))[-1]
+    hanging.unlink()
+    os.mkfifo(hanging)
+    recipe = small_recipe(
+        *_VIDEOS,
+        f"data.catalog={damaged}",
+        _cache_of(tmp_path),
+        "data.workers=1",
+        "data.sample_timeout_seconds=1",
+        "data.windows=1",
+        "data.flip=0.0",
+        "training.batch_size=64",
+        "training.steps=1",
+    )
+    train(recipe, _QUIET)
+    events = list(read_json_lines(RunDirectory(recipe.out).events_path))
+    stalled = [event for event in events if event["event"] == "decoder_stalled"]
+    assert [event["path"] for event in stalled] == [str(hanging)] * 2
+    assert all((recipe.out / event["stacks"]).is_file() for event in stalled)
+    reasons = [reason for _, _, reason in _rejected(recipe)]
+    assert len(reasons) == 5
+    assert any(f"{hanging}: decoding did not finish within 1 s" in each for each in reasons)
+
+
 def test_too_many_damaged_clips_are_refused_before_the_first_step(
     small_recipe: _Make, damaged: Path, tmp_path: Path
 ) -> None:

@@ -226,7 +226,8 @@ def test_latents_from_a_cache_are_taken_as_they_are(
     small_recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
     """With the embeddings of no caption where one is dropped; noise and sigmas as from pixels."""
-    recipe = small_recipe(*_ENCODED, "data.caption_dropout=0.5", "training.micro_batch_size=2")
+    halves = "training.batch_size=6", "training.micro_batch_size=2"
+    recipe = small_recipe(*_ENCODED, "data.caption_dropout=0.5", *halves)
     parts = _state(recipe, tmp_path).components
     (batch,) = _batches(recipe, 1)
     expected = prepare(batch, parts, recipe, _ALONE.device)

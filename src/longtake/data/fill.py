@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -103,7 +104,8 @@ def find_missing(
         without: identities of clips that are not trained on.
         progress: is told of clips.
     """
-    places, captions = list(_places(plan))[share], _captions(plan, cache.no_caption)[share]
+    places = list(islice(_places(plan), share.start, share.stop, share.step))
+    captions = _captions(plan, cache.no_caption)[share]
     missing = Missing([], [], Counter())
     with ThreadPoolExecutor(_THREADS) as pool:
         for start in range(0, len(places), _CHUNK):

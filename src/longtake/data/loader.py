@@ -1,4 +1,4 @@
-"""Batches by global step, decoded ahead of the training.
+"""Batches by global step, decoded ahead of the training, or read from a cache.
 
     loader = Loader(DataSection(catalog="clips.parquet", buckets=[…]), batch_size=8)
     for batch in loader:

@@ -37,19 +37,16 @@ ATTENTION = frozenset(
 
 
 def run_block(option: Option, block: nn.Module, *args: Any) -> Any:
-    """A block's output, the same to the bit whatever the option."""
+    """A block's output, the same to the bit whatever the option.
+
+    What is random in it (dropout) is drawn again as it was: the generators' states are kept.
+    """
     if option == "keep":
         return block(*args)
     contexts: dict[str, Any] = {}
     if option == "save-attention":
         contexts["context_fn"] = _keep_attention
-    return checkpoint(
-        block,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=_draws_random_numbers(block),
-        **contexts,
-    )
+    return checkpoint(block, *args, use_reentrant=False, **contexts)
 
 
 def caller(options: Mapping[nn.Module, Option]) -> BlockCall:
@@ -70,8 +67,3 @@ def _keeps(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> Checkp
     if operation in ATTENTION:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _draws_random_numbers(block: nn.Module) -> bool:
-    """Whether dropout must be drawn again as it was; keeping the generator's state costs time."""
-    return any(isinstance(part, nn.Dropout) and part.p > 0 for part in block.modules())

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longtake.recompute.upstream import in_backward
+
 _FP32_BYTES = 4
+_RANDOM_STATE_BYTES = torch.get_rng_state().nbytes
 _aten = torch.ops.aten
 
 
@@ -21,6 +24,22 @@ def workspace_bytes(operation: Any, args: Sequence[Any], made: Sequence[Tensor])
         return _FORMULAS[operation](args)
     is_combining = torch.Tag.pointwise in operation.tags or operation in _SUMS
     return _widened_bytes(args, made) if is_combining else 0
+
+
+def with_random_state(block: Callable[..., Any]) -> tuple[Callable[..., Any], Tensor]:
+    """What is called instead of a block that is recomputed, and its first argument.
+
+    They stand for the state of the CPU's random numbers. torch keeps it for each such block, and
+    puts another aside while the block is computed again; a card's is in this same memory too.
+    """
+
+    def call(state: Tensor, *args: Any) -> Any:
+        aside = torch.empty_like(state)  # every time: a block must do the same operations again
+        if not in_backward():
+            del aside
+        return block(*args)
+
+    return call, torch.empty(_RANDOM_STATE_BYTES, dtype=torch.uint8)
 
 
 def _attention(args: Sequence[Any]) -> int:

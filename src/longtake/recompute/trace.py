@@ -146,11 +146,16 @@ class Tracer:
 
     def _call(self, options: Mapping[str, Option], tape: "Tape") -> BlockCall:
         names = {block: name for name, block in self.subject.blocks.items()}
+        on_cpu = self.device.target == "cpu"
 
         def call(block: nn.Module, *args: Any) -> Any:
             name = names[block]
+            option = options.get(name, "keep")
             tape.mark(f"before {name}")
-            output = run_block(options.get(name, "keep"), block, *args)
+            if option != "keep" and on_cpu:
+                output = run_block(option, *kernels_cpu.with_random_state(block), *args)
+            else:
+                output = run_block(option, block, *args)
             tape.mark(f"after {name}")
             for tensor in tensors(output):
                 if tensor.requires_grad:

@@ -108,9 +108,10 @@ def _dead_regions(watch: Watch, dead: Sequence[Region], unreached: Parameters) -
     """One trap for all, because one dead region makes the next one dead."""
     if not dead:
         return
-    first, *others = dead
+    first = dead[0]
+    others = [_name(region) for region in dead if _name(region) != _name(first)]
     untrained = _union((region.inside | region.hidden) & unreached for region in dead)
-    likewise = f", nor does anything in {_listed(map(_name, others))}" if others else ""
+    likewise = f", nor does anything in {_listed(others)}" if others else ""
     yield Trap(
         _name(first),
         f"{_opening(watch, first)}. So nothing in it gets a gradient{likewise}. Untrained: "
@@ -318,11 +319,11 @@ def _name(region: Region) -> str:
 
 
 def _group_in(watch: Watch) -> Callable[[str], str]:
-    """From a name to its block, or to the part of the model that it is in."""
+    """From a name to its block, or outside of blocks to the layer that it is of."""
 
     def group(name: str) -> str:
         inside = (block for block in watch.blocks if name.startswith(f"{block}."))
-        return next(inside, name.partition(".")[0])
+        return next(inside, name.rpartition(".")[0] or name)
 
     return group
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from longtake.config import Recipe
-from longtake.errors import PlanError
+from longtake.errors import LongtakeError, PlanError
 from longtake.models.assemble import Components
 from longtake.models.precision import Precision
 from longtake.parallel.collectives import from_first
@@ -51,7 +51,7 @@ def fit(recipe: Recipe, precision: Precision, world: World) -> Fit:
     wanted = recipe.model_copy(update={"training": resolved})
     answer = _try_to_fit(wanted, device, world.size) if world.is_first else None
     answer = from_first(answer, world)
-    if isinstance(answer, PlanError):
+    if isinstance(answer, LongtakeError):
         raise answer
     assert answer is not None
     return answer
@@ -81,12 +81,17 @@ def refuse_traps(gradients: Gradients) -> None:
 def does_not_fit(recipe: Recipe, known: Forecast, world_size: int) -> PlanError:
     """What is missing, and what to change."""
     assert known.budget_bytes is not None
+    if known.best_policy is not None:
+        return _another_fits(recipe.recompute.chosen(), known.best_policy, known)
     least = min(known.policies, key=lambda row: row.step_peak_bytes)
     lines = [
         f"No recompute policy fits {known.budget_bytes / GIB:.2f} GiB: the least, {least.name}, "
-        f"takes {least.step_peak_bytes / GIB:.2f} GiB. What would help:"
+        f"takes {least.step_peak_bytes / GIB:.2f} GiB. Take a card with more memory."
     ]
-    for relief in find_reliefs(recipe, known, world_size):
+    reliefs = find_reliefs(recipe, known, world_size)
+    if reliefs:
+        lines[0] += " Or, each by itself:"
+    for relief in reliefs:
         verdict = "fits" if relief.fits else "not enough by itself"
         settings = " ".join(f"--set '{change}'" for change in relief.changes)
         lines.append(
@@ -95,17 +100,28 @@ def does_not_fit(recipe: Recipe, known: Forecast, world_size: int) -> PlanError:
     return PlanError("\n".join(lines))
 
 
+def _another_fits(policy: str, best: PolicyForecast, known: Forecast) -> PlanError:
+    assert known.budget_bytes is not None
+    assert best.overhead is not None
+    return PlanError(
+        f'recompute.policy = "{policy}" takes {known.policy(policy).step_peak_bytes / GIB:.2f} '
+        f"GiB, but the budget for all tensors is {known.budget_bytes / GIB:.2f} GiB. Set "
+        f'recompute.policy = "best": {best.step_peak_bytes / GIB:.2f} GiB, and a step takes '
+        f"{best.overhead:.0%} longer than without recompute."
+    )
+
+
 def _device(recipe: Recipe, world: World) -> Device:
     named = recipe.recompute.device
     device = device_at_hand() if named is None else device_named(named)
     return replace(device, target="cuda" if world.device.type == "cuda" else "cpu")
 
 
-def _try_to_fit(recipe: Recipe, device: Device, world_size: int) -> Fit | PlanError:
+def _try_to_fit(recipe: Recipe, device: Device, world_size: int) -> Fit | LongtakeError:
     """Errors are handed on, so that they can reach every rank."""
     try:
         return _fit(recipe, device, world_size)
-    except PlanError as error:
+    except LongtakeError as error:
         return error
 
 
@@ -123,7 +139,8 @@ def _fit(recipe: Recipe, device: Device, world_size: int) -> Fit:
     trace = step.tracer.trace(options)
     memory = memory_of(policy, trace, step, budget_bytes=budget)
     if memory.fits is False:
-        raise does_not_fit(recipe, forecast(recipe, device, None, budget), world_size)
+        known = forecast(recipe, device, None, budget, world_size=world_size)
+        raise does_not_fit(recipe, known, world_size)
     return Fit(policy, options, memory, trace.peak_bytes - trace.weight_bytes, notes)
 
 

@@ -1,11 +1,14 @@
 """Will it fit, and will everything train: the answer before the first step, without weights."""
 
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
+import longtake
 from longtake.config import Bucket, Recipe
 from longtake.errors import PlanError
 from longtake.recompute.devices import Device
@@ -189,13 +192,26 @@ def check_gradients(step: OutlinedStep) -> Gradients:
     """
     try:
         watch = step.tracer.watch()
-    except (RuntimeError, NotImplementedError) as error:
+    except DataDependentOutputException as error:
         raise PlanError(
-            f"The model cannot be traced: {str(error).strip().splitlines()[0]} It is run on "
-            "tensors that have a shape but no values, so code that asks for a value (.item(), "
-            "an if on a tensor) cannot be followed."
+            f"The model cannot be planned{_where(error)}: a tensor's value is asked for. A plan "
+            "runs the model on tensors that have a shape but no values, so it can follow no "
+            ".item() and no `if` on a tensor. Compute with tensors there, such as by torch.where."
         ) from error
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise PlanError(f"The model cannot be run{_where(error)}: {reason}") from error
     return Gradients(watch.reached(), watch.unreached(), flow_traps(watch))
+
+
+def _where(error: Exception) -> str:
+    """The innermost line that is neither torch's nor longtake's."""
+    known = (*torch.__path__, *longtake.__path__)
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [frame for frame in frames if not frame.filename.startswith(known)]
+    if not places:
+        return ""
+    return f" ({places[-1].filename}, line {places[-1].lineno}: {places[-1].line})"
 
 
 def _fixed(step: OutlinedStep, trace: StepTrace) -> tuple[Fixed, OptimizerBytes]:
@@ -248,9 +264,11 @@ def _idle(step: OutlinedStep, surveyed: Survey) -> list[Trap]:
     policy = step.recipe.recompute.chosen()
     if policy not in POLICIES:
         return []
-    costs = surveyed.costs
+    costs, blocks = surveyed.costs, surveyed.traces["none"].blocks
     saved = {
         name: int(keep - recompute)
         for name, (keep, _, recompute) in zip(costs.names, costs.saved, strict=True)
     }
-    return idle_recompute(options_of(policy, costs.names), saved)
+    options = options_of(policy, costs.names)
+    upstream = {name: options[name] for name in costs.names if blocks[name].backward is None}
+    return idle_recompute(upstream, saved)

@@ -37,24 +37,25 @@ def find_reliefs(recipe: Recipe, known: Forecast, world_size: int = 1) -> list[R
         world_size: processes that share a batch.
     """
     assert known.budget_bytes is not None
-    policy = min(known.policies, key=lambda row: row.step_peak_bytes).name
+    least = min(known.policies, key=lambda row: row.step_peak_bytes)
     found = []
     for what, changes in _candidates(recipe, known):
         try:
             changed = config.changed(recipe, changes)
             step = outlined_step(changed, known.device, world_size)
-            trace = step.tracer.trace(options_of(policy, tuple(step.tracer.subject.blocks)))
+            trace = step.tracer.trace(options_of(least.name, tuple(step.tracer.subject.blocks)))
         except LongtakeError:  # a smaller shape may not divide into the codec's or the model's
             continue
-        peak = memory_of(policy, trace, step).step_peak_bytes
-        found.append(Relief(what, changes, policy, peak, peak <= known.budget_bytes))
+        peak = memory_of(least.name, trace, step).step_peak_bytes
+        if peak < least.step_peak_bytes:
+            found.append(Relief(what, changes, least.name, peak, peak <= known.budget_bytes))
     return sorted(found, key=lambda relief: relief.step_peak_bytes)
 
 
 def _candidates(recipe: Recipe, known: Forecast) -> Iterator[tuple[str, list[str]]]:
     if known.micro_batch_size > 1:
         half = known.micro_batch_size // 2
-        if recipe.training.batch_size % half == 0:
+        if known.micro_batch_size * known.num_micro_batches % half == 0:
             yield f"micro-batches of {half}", [f"training.micro_batch_size={half}"]
     yield from _smaller_clips(recipe.data.buckets)
     if recipe.trainable.base() == "full":
@@ -86,8 +87,8 @@ def _smaller_clips(buckets: Sequence[Bucket]) -> Iterator[tuple[str, list[str]]]
 
 
 def _less(pixels: int) -> int:
-    """Three quarters, rounded."""
-    return max(_LEAST_PIXELS, round(0.75 * pixels / _PIXELS) * _PIXELS)
+    """Three quarters, rounded; what is small already stays."""
+    return min(pixels, max(_LEAST_PIXELS, round(0.75 * pixels / _PIXELS) * _PIXELS))
 
 
 def _listed(shapes: Sequence[Bucket]) -> str:
