@@ -13,9 +13,8 @@ After small and large the optimizer's update. Memory is `torch.cuda.max_memory_a
 medians of three after one to warm up. A policy that is predicted not to fit is left out. Prints the
 tables and writes them to benchmarks/results/gpu_plan.md. Under eight minutes on one card of 80 GB.
 
-It needs what leads from a recipe to a model (torch, diffusers, transformers, peft, accelerate,
-safetensors, tokenizers, pydantic, tomli-w, numpy, scipy): no clips are read, and no weights loaded.
-Without a card it says so and ends.
+It needs torch, diffusers, transformers, peft, accelerate, safetensors, tokenizers, pydantic,
+tomli-w, numpy and scipy, and no clips and no weights. Without a card it says so and ends.
 """
 
 import argparse
@@ -26,9 +25,8 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +37,7 @@ from torch.optim import Optimizer
 from longtake import config
 from longtake.config import Recipe
 from longtake.recompute.apply import BlockCall, caller
-from longtake.recompute.devices import Device, device_at_hand
+from longtake.recompute.devices import Device, device_for
 from longtake.recompute.measure import Memory, measured
 from longtake.recompute.plan import Survey, find_best, survey
 from longtake.recompute.policies import POLICIES, Options, options_of
@@ -52,8 +50,8 @@ from longtake.training.outlined import OutlinedStep, outlined_step
 _RESULTS = Path(__file__).parent / "results" / "gpu_plan.md"
 _EXAMPLES = Path(__file__).parents[1] / "examples"
 _GIB = 2**30
-_TIMES = 3
 _SHARE_OF_CARD = 0.93
+_LARGE = "flux_kontext_lora_48gb.toml"
 _SECTIONS = ("kernels", "small", "large")
 _NOTHING = """# Predicted against measured on a card
 
@@ -70,7 +68,7 @@ source, and times are a roofline of the card's data sheet.
 _HEADS = {"num_attention_heads": 8, "attention_head_dim": 128}
 _SMALL: Mapping[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "FLUX Kontext": (
-        "flux_kontext_lora_48gb.toml",
+        _LARGE,
         {**_HEADS, "num_layers": 3, "num_single_layers": 5, "guidance_embeds": True},
         {"num_frames": 1, "height": 512, "width": 512},
     ),
@@ -92,16 +90,24 @@ def main() -> None:
     if not torch.cuda.is_available():
         _skip("torch finds no CUDA card here")
         return
-    begun, card, device = time.perf_counter(), device_at_hand(), torch.device("cuda")
-    lines = _head(card)
+    begun, card, device = time.perf_counter(), device_for("cuda"), torch.device("cuda")
+    lines = [
+        "# Predicted against measured on a card",
+        "",
+        f"`python benchmarks/gpu_plan.py`, {torch.cuda.get_device_name()}, torch "
+        f"{torch.__version__}; predicted by the data sheet of {card.name}. Memory is that of "
+        "tensors, beside weights, in GiB; times are those of forward and backward pass.",
+        "",
+    ]
     if "kernels" in asked.only:
         lines += _kernels(card, device)
     if "small" in asked.only:
         for case in itertools.product(_SMALL, ("full", "lora"), ("bf16", "autocast")):
             lines += [f"## Small {', '.join(case)}", "", *_model(_small(*case), card, device)]
     if "large" in asked.only:
+        recipe = config.load(_EXAMPLES / _LARGE, ("training.batch_size=1",))
         budget = int(asked.budget * _GIB)
-        lines += ["## FLUX.1 Kontext, LoRA, bf16", "", *_model(_large(), card, device, budget)]
+        lines += ["## FLUX.1 Kontext, LoRA, bf16", "", *_model(recipe, card, device, budget)]
     lines += [f"{time.perf_counter() - begun:.0f} s for everything.", ""]
     _RESULTS.write_text("\n".join(lines), encoding="utf-8")
     print("\n".join(lines))  # noqa: T201
@@ -114,37 +120,18 @@ def _skip(reason: str) -> None:
         _RESULTS.write_text(_NOTHING.format(reason=reason), encoding="utf-8")
 
 
-def _head(card: Device) -> list[str]:
-    return [
-        "# Predicted against measured on a card",
-        "",
-        f"`python benchmarks/gpu_plan.py`, {torch.cuda.get_device_name()}, torch "
-        f"{torch.__version__}; predicted from the data sheet of {card.name}. Memory is that of "
-        "tensors, beside weights, in GiB; times are those of forward and backward pass.",
-        "",
-    ]
-
-
 def _small(name: str, trained: str, arithmetic: str) -> Recipe:
     example, arguments, bucket = _SMALL[name]
     values: dict[str, Any] = tomllib.loads((_EXAMPLES / example).read_text(encoding="utf-8"))
     del values["model"]["pretrained"]
-    values["model"] |= {
-        "config": arguments,
-        "dtype": "bf16" if arithmetic == "bf16" else "fp32",
-    }
+    values["model"] |= {"config": arguments, "dtype": "bf16" if arithmetic == "bf16" else "fp32"}
     values["data"]["buckets"] = [bucket]
     values["training"] |= {"batch_size": 4, "micro_batch_size": 4}
     values["trainable"] = {"kind": trained}
     return config.parse(values, source=example)
 
 
-def _large() -> Recipe:
-    return config.load(_EXAMPLES / "flux_kontext_lora_48gb.toml", ("training.batch_size=1",))
-
-
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """What was measured of something, in bytes beside what was there before."""
 
     forward_end_bytes: int
@@ -152,29 +139,21 @@ class Run:
     seconds: float
 
 
-_Once = Callable[[Memory | None], None]
-"""Runs forward and backward pass once, marks their border, and leaves nothing."""
-
-
-def _run(once: _Once, device: torch.device) -> Run:
+def _run(once: Callable[[Memory | None], None], device: torch.device) -> Run:
+    """Measure what makes a forward and a backward pass, marks their border and leaves nothing."""
     once(None)  # libraries allocate what they keep
     with measured(device) as memory:
         once(memory)
-    seconds = [_seconds(lambda: once(None), device) for _ in range(_TIMES)]
+    seconds = [_seconds(lambda: once(None)) for _ in range(3)]
     return Run(memory.at["forward"], memory.peak_bytes, statistics.median(seconds))
 
 
-def _seconds(work: Callable[[], None], device: torch.device) -> float:
-    _wait(device)
+def _seconds(work: Callable[[], None]) -> float:
+    torch.cuda.synchronize()
     begun = time.perf_counter()
     work()
-    _wait(device)
+    torch.cuda.synchronize()
     return time.perf_counter() - begun
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _model(
@@ -202,15 +181,17 @@ def _model(
         "",
     ]
     del step
-    _free(device)
+    gc.collect()
+    torch.cuda.empty_cache()
     return lines
 
 
-_Cases = Mapping[str, tuple[Options, StepTrace]]
-
-
 def _policies(
-    cases: _Cases, surveyed: Survey, step: OutlinedStep, device: torch.device, room: int | None
+    cases: Mapping[str, tuple[Options, StepTrace]],
+    surveyed: Survey,
+    step: OutlinedStep,
+    device: torch.device,
+    room: int | None,
 ) -> list[str]:
     lines = [_COLUMNS, "|" + "---|" * (_COLUMNS.count("|") - 1)]
     without = None
@@ -251,7 +232,9 @@ def _compared(predicted: int, real: int) -> tuple[str, str, str]:
     return f"{predicted / _GIB:.4f}", f"{real / _GIB:.4f}", off
 
 
-def _once(step: OutlinedStep, options: Options, device: torch.device) -> _Once:
+def _once(
+    step: OutlinedStep, options: Options, device: torch.device
+) -> Callable[[Memory | None], None]:
     subject = step.tracer.subject
     subject.call_blocks_by(caller({subject.blocks[name]: each for name, each in options.items()}))
 
@@ -287,19 +270,12 @@ def _on_device(step: OutlinedStep, device: torch.device) -> OutlinedStep:
     return step
 
 
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def _update(step: OutlinedStep, device: torch.device) -> list[str]:
     """What the recipe's optimizer keeps and takes in passing, and what torch's default takes."""
     model, section = step.parts.model, step.recipe.optimizer
     blocks = step.parts.family.blocks(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    granule = 512 if device.type == "cuda" else 1
-    ours = optimizer_bytes(model, blocks, section, step.precision, device.type, granule)
+    ours = optimizer_bytes(model, blocks, section, step.precision, device.type, granule=512)
 
     def build() -> list[Optimizer]:
         return build_optimizers(model, blocks, section, step.precision)
@@ -333,8 +309,7 @@ def _of_update(build: Callable[[], list[Optimizer]], device: torch.device) -> tu
     return memory.end_bytes, second.peak_bytes
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """An operation by itself, on leaves of these shapes."""
 
     function: Callable[..., Tensor]
@@ -370,7 +345,7 @@ def _kernels(card: Device, device: torch.device) -> list[str]:
             lines.append(_kernel_line(name, kernel, card, device))
         except RuntimeError as error:  # a backend that this card does not have
             lines.append(f"| {name} | {str(error).strip().splitlines()[0]} |")
-        _free(device)
+        torch.cuda.empty_cache()
     return [*lines, ""]
 
 
@@ -385,16 +360,15 @@ def _kernel_line(name: str, kernel: Kernel, card: Device, device: torch.device) 
     """Its peak in forward and backward pass and what it keeps, beside its operands."""
     trace = Tracer(_subject(kernel), card).trace({})
     leaves = [torch.randn(shape, dtype=_BF16, device=device) for shape in kernel.shapes]
-    choice = nullcontext() if kernel.backend is None else sdpa_kernel(kernel.backend)
 
     def once(memory: Memory | None) -> None:
         inputs = [leaf.detach().requires_grad_() for leaf in leaves]
-        loss = _loss(kernel.function(*inputs))
+        loss = kernel.function(*inputs).square().sum()  # whose gradient has no gaps
         if memory:
             memory.mark("forward")
         torch.autograd.backward(loss)
 
-    with choice:
+    with nullcontext() if kernel.backend is None else sdpa_kernel(kernel.backend):
         run = _run(once, device)
     peak = _compared(trace.peak_bytes - trace.input_bytes, run.peak_bytes)
     kept = _compared(trace.forward_end_bytes - trace.input_bytes, run.forward_end_bytes)
@@ -416,14 +390,9 @@ def _subject(kernel: Kernel) -> Subject:
         return [torch.empty(shape, dtype=_BF16, requires_grad=True) for shape in kernel.shapes]
 
     def loss(inputs: list[Tensor]) -> Tensor:
-        return _loss(held["call"](block, *inputs))
+        return held["call"](block, *inputs).square().sum()  # type: ignore[no-any-return]
 
     return Subject(block, {"": block}, lambda call: held.update(call=call), make_inputs, loss)
-
-
-def _loss(output: Tensor) -> Tensor:
-    """Whose gradient has no gaps, as in a model."""
-    return output.square().sum()
 
 
 if __name__ == "__main__":

@@ -324,7 +324,7 @@ def _stand_ins() -> list[str]:
         "|---|---|---|---|",
         *rows,
         "",
-        "CUDA's attention also keeps 24 bytes of the random generator's state, for dropout. What "
+        "CUDA's attention also keeps the state of its random numbers, 16 or 24 bytes. What "
         "its kernels take for a moment, and how long they run, only a card can tell: "
         "[gpu_plan.md](gpu_plan.md).",
     ]

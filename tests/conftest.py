@@ -10,6 +10,7 @@ import pytest
 
 from longtake import config
 from longtake.config import Recipe
+from longtake.data.catalog import Catalog
 from longtake.data.index import index
 from longtake.demo.shapes import write_clips
 
@@ -72,9 +73,11 @@ def small_recipe(shapes_catalog: Path, tmp_path: Path) -> Callable[..., Recipe]:
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of pictures, and their catalog, that examples/make_pairs.py draws."""
+    """The folder of pictures that examples/make_pairs.py draws; few.parquet lists 16 of them."""
     folder = tmp_path_factory.mktemp("pairs")
     runpy.run_path(str(_ROOT / "examples" / "make_pairs.py"))["main"](folder)
+    clips = list(Catalog.load(folder / "catalog.parquet").clips())
+    Catalog.of(clips[:16]).save(folder / "few.parquet")
     return folder
 
 
@@ -90,7 +93,7 @@ def tiny_flux(
     monkeypatch.chdir(_ROOT)
     always = (
         f"out={tmp_path / 'run'}",
-        f"data.catalog={pairs / 'catalog.parquet'}",
+        f"data.catalog={pairs / 'few.parquet'}",
         f"data.cache={pairs / 'cache'}",
         "data.workers=0",
         "training.steps=4",

@@ -39,9 +39,8 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)")
-_UNIT_BYTES = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
-_LEAST_RESERVE_BYTES = 2**30
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)")
+_UNIT_BYTES = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
 
 
 def memory_bytes(text: str) -> int:
@@ -50,28 +49,19 @@ def memory_bytes(text: str) -> int:
     Raises:
         RecipeError: it is none.
     """
-    found = _MEMORY.fullmatch(text.strip())
+    found = _MEMORY.fullmatch(text.strip().lower())
     if found is None or not float(found[1]):
         raise RecipeError(f"{text!r} is no amount of memory; write it like 48GiB or 48GB.")
     return int(float(found[1]) * _UNIT_BYTES[found[2]])
 
 
 def budget_bytes(memory: str, reserve: float) -> int:
-    """What tensors may take of a card's memory.
-
-    A share is left to what no plan knows; at least 1 GiB, unless the share is 0.
+    """What tensors may take of a card's memory, where a share is left to what no plan knows.
 
     Raises:
-        RecipeError: it is no amount of memory, or nothing is left of it.
+        RecipeError: it is no amount of memory.
     """
-    total = memory_bytes(memory)
-    kept_back = max(_LEAST_RESERVE_BYTES, int(reserve * total)) if reserve else 0
-    if kept_back >= total:
-        raise RecipeError(
-            f"{memory} leave nothing to tensors: 1 GiB is kept back for the CUDA context and "
-            "fragmentation. Give the whole card's memory, or set recompute.reserve = 0."
-        )
-    return total - kept_back
+    return int(memory_bytes(memory) * (1 - reserve))
 
 
 def _checked_memory(text: str | None) -> str | None:
@@ -281,7 +271,8 @@ class ModelSection(_Section):
     """Arguments of the family's model class; what is left out is the class's default."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """What weights are kept in. With fp32 the arithmetic's precision is autocast's business; with
-    bf16 everything is computed in bf16, and the optimizer keeps fp32 copies of what trains."""
+    bf16 all is computed in bf16, but for what diffusers keeps in fp32 in such a model (a few parts
+    of Wan), and the optimizer keeps fp32 copies of what trains."""
     guidance: float = Field(3.5, gt=0)
     """What a guidance-distilled model (FLUX.1-dev) is told its guidance scale is, in training."""
 
@@ -334,8 +325,8 @@ class RecomputeSection(_Section):
     memory: Annotated[str | None, AfterValidator(_checked_memory)] = None
     """Memory of the card, such as "48GiB" or "48GB"."""
     reserve: float = Field(0.07, ge=0, lt=1)
-    """Share of the card's memory, but at least 1 GiB, that is left to what no plan knows: the CUDA
-    context, libraries' workspaces and fragmentation."""
+    """Share of the card's memory that is left to what no plan knows: the CUDA context, libraries'
+    workspaces and fragmentation."""
     device: str | None = None
     """The card that is planned for: a6000, h100, h200, rtx4090, or FLOPS,BANDWIDTH. Unset: the
     one at hand."""

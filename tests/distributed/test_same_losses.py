@@ -79,10 +79,14 @@ def test_two_processes_have_the_losses_of_one(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "near"), [("fp32", 1e-6), ("bf16", 1e-2)])
 def test_two_processes_have_the_losses_of_one_on_wan(
-    small_recipe: Callable[..., Recipe], launch: Launch, tmp_path: Path
+    small_recipe: Callable[..., Recipe], launch: Launch, tmp_path: Path, dtype: str, near: float
 ) -> None:
-    """So do a sharded Wan, its autoencoder and its text encoder; and nothing warns the user."""
+    """So do a sharded Wan, its autoencoder and its text encoder; and nothing warns the user.
+
+    In bf16 a few of its weights stay in fp32.
+    """
     changes = (
         "data.buckets=[{num_frames=5, height=32, width=32}]",
         "model.family=wan",
@@ -93,6 +97,7 @@ def test_two_processes_have_the_losses_of_one_on_wan(
         "text.kind=transformers",
         "text.config={d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2}",
         "training.steps=6",
+        f"model.dtype={dtype}",
     )
     alone = small_recipe(*changes, f"out={tmp_path / 'alone'}")
     train(alone, _QUIET)
@@ -100,8 +105,10 @@ def test_two_processes_have_the_losses_of_one_on_wan(
     said, _ = (process := launch(together)).communicate(timeout=120)
     assert process.returncode == 0, said
     assert "Warning" not in said, said
-    assert _curve(together) == pytest.approx(_curve(alone), rel=1e-6, abs=1e-6)
-    torch.testing.assert_close(_averages(together, 6), _averages(alone, 6), rtol=1e-4, atol=1e-5)
+    assert _curve(together) == pytest.approx(_curve(alone), rel=near, abs=near)
+    if dtype == "fp32":
+        averages = _averages(together, 6)
+        torch.testing.assert_close(averages, _averages(alone, 6), rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from transformers import CLIPTextModel, T5EncoderModel, UMT5EncoderModel
 
 from longtake.config import ModelSection
 from longtake.errors import ModelError, RecipeError
+from longtake.models.added import main_dtype
 from longtake.models.architecture import (
     SHIPPED,
     build_transformer,
@@ -109,14 +110,37 @@ def test_a_local_folder_needs_its_config_alone(tmp_path: Path) -> None:
 def test_pretrained_weights_come_in_the_recipes_dtype(
     dtype: Any, stored: torch.dtype, tmp_path: Path
 ) -> None:
-    """Also those that diffusers would keep in fp32; buffers of positions stay exact."""
+    """But for what a pipeline would keep in fp32; buffers of positions stay exact."""
     _wan(tmp_path, stored)
     section = _section(tmp_path, dtype=dtype)
     model = build_transformer(WanTransformer3DModel, section, _FITTED, weights=True)
     wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     keep_weights_in(model, wanted)
-    assert {weight.dtype for weight in model.parameters()} == {wanted}
+    assert main_dtype(model) == wanted
     assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+
+
+def test_wan_in_bf16_is_the_model_that_a_pipeline_runs(tmp_path: Path) -> None:
+    """Made, loaded or planned: what diffusers keeps in fp32 is fp32, and all else bf16."""
+    made = _wan(tmp_path)
+    there = WanTransformer3DModel.from_pretrained(tmp_path / "transformer", dtype=torch.bfloat16)
+    kept = {name: weight.dtype for name, weight in there.named_parameters()}
+    assert set(kept.values()) == {torch.float32, torch.bfloat16}
+    section = _section(tmp_path, dtype="bf16")
+    models = [made] + [
+        build_transformer(WanTransformer3DModel, section, _FITTED, weights=weights)
+        for weights in (True, False)
+    ]
+    for model in models:
+        keep_weights_in(model, torch.bfloat16)
+        assert {name: weight.dtype for name, weight in model.named_parameters()} == kept
+
+
+def test_text_encoders_are_not_kept_apart() -> None:
+    """For transformers a list of that name is about fp16 alone."""
+    model = on_meta(T5EncoderModel, _KONTEXT, "text_encoder_2")
+    assert model._keep_in_fp32_modules
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
 
 
 def test_loading_in_bf16_makes_no_copy_in_fp32(

@@ -206,11 +206,11 @@ def test_flops_count_the_references_tokens() -> None:
         ),
         (
             {"data": {"buckets": [{"num_frames": 1, "height": 16, "width": 23}]}},
-            r"divisible by 2\. The nearest that fits is 1 frame of 24x16",
+            r"codec and model want .* divisible by 4\. The nearest that fits is 1 frame of 24x16",
         ),
         (
             {"data": {"buckets": [{"num_frames": 1, "height": 16, "width": 22}]}},
-            r"latents of 11x8 do not divide into FLUX's tokens .* are 12x8",
+            r"1 frame of 22x16 cannot .* by 4\. The nearest that fits is 1 frame of 24x16",
         ),
         (
             {"data": {"buckets": [{"num_frames": 9, "height": 16, "width": 24}]}},
@@ -234,5 +234,24 @@ def test_what_does_not_fit_together_is_refused_alike_in_plan_and_run(
 def test_buckets_of_stages_are_checked_too() -> None:
     """Nothing fails at the step at which a stage begins."""
     stage = {"name": "large", "buckets": [{"num_frames": 1, "height": 16, "width": 23}]}
-    with pytest.raises(RecipeError, match=r"divisible by 2\. The nearest"):
+    with pytest.raises(RecipeError, match=r"divisible by 4\. The nearest"):
         outline(_recipe(data={"stages": [stage]}))
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "nearest"),
+    [(1000, 1000, "992x992"), (1020, 1000, "1024x992"), (1023, 1024, "1024x1024")],
+)
+def test_the_nearest_bucket_is_one_that_codec_and_model_take(
+    width: int, height: int, nearest: str
+) -> None:
+    """Said in pixels, at once, also where the codec alone would take it."""
+    like_flux = _KONTEXT["codec"]["config"] | {"block_out_channels": [4, 4, 4, 4]}
+    codec = _KONTEXT["codec"] | {"config": like_flux}
+
+    def buckets(width: int, height: int) -> dict[str, Any]:
+        return {"buckets": [{"num_frames": 1, "height": height, "width": width}]}
+
+    with pytest.raises(RecipeError, match=f"divisible by 16.* nearest .* 1 frame of {nearest}.$"):
+        outline(_recipe(data=buckets(width, height), codec=codec))
+    outline(_recipe(data=buckets(*map(int, nearest.split("x"))), codec=codec))

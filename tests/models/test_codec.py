@@ -115,6 +115,26 @@ def test_a_bucket_that_does_not_divide_names_the_nearest(
         _codec().latent_shape(bucket)
 
 
+@pytest.mark.parametrize(
+    ("patch", "bucket", "nearest"),
+    [
+        ((1, 2, 2), (5, 488, 832), "divisible by 16 .* 5 frames of 832x480"),
+        ((1, 2, 3), (5, 16, 32), "height divisible by 16 and width by 24 .* 5 frames of 24x16"),
+        ((2, 1, 1), (9, 16, 16), "5 frames of 16x16"),
+        ((2, 1, 1), (12, 16, 16), "13 frames of 16x16"),
+    ],
+)
+def test_latents_have_to_divide_into_a_models_patches(
+    patch: tuple[int, int, int], bucket: tuple[int, int, int], nearest: str
+) -> None:
+    """The nearest is one that both take."""
+    codec = _codec(dim_mult=[1, 1, 1, 1], temperal_downsample=[False, True, True])
+    num_frames, height, width = bucket
+    asked = Bucket(num_frames=num_frames, height=height, width=width)
+    with pytest.raises(RecipeError, match=f"codec and model want .*{nearest}"):
+        codec.latent_shape(asked, patch)
+
+
 def test_frames_come_in_fours_whatever_the_compression() -> None:
     """The autoencoder drops frames 6 and 7 of 7, though halving time would divide them."""
     codec = _codec(temperal_downsample=[False, True])

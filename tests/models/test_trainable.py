@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longtake.config import TrainableSection
+from longtake.errors import RecipeError
 from longtake.models.added import ADDED, added_module, condition
 from longtake.models.registry import family
 from longtake.models.trainable import load_trained, make_trainable, plain_copy, trained_state
@@ -21,6 +22,15 @@ _FAMILIES = ["flux", "flux_kontext", "wan", "tubelet"]
 _POSE = "examples.modules.pose_adapter:PoseAdapter"
 _STYLE = "examples.modules.style_residual:StyleResidual"
 _LORA = TrainableSection(kind="lora", rank=4)
+_FROZEN = """
+from torch import nn
+class Frozen(nn.Linear):
+    def __init__(self, width, blocks, latent_channels):
+        super().__init__(width, width)
+        self.requires_grad_(False)
+    def prepare(self, conditioning):
+        return {}
+"""
 _KINDS = {
     "lora": _LORA,
     "pose": TrainableSection(module=_POSE, options={"hidden_size": 8}),
@@ -277,6 +287,22 @@ def test_fp32_adapters_train_on_a_bf16_model(kind: str) -> None:
     )
     assert all(grad is not None and grad.any() for grad in _gradients(model, "flux").values())
     assert seen == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_module_that_trains_nothing_is_refused(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the model beside it is frozen, too; beside LoRA it may be."""
+    (tmp_path / "frozen_module.py").write_text(_FROZEN)
+    monkeypatch.chdir(tmp_path)
+    name = "frozen_module:Frozen"
+    with pytest.raises(
+        RecipeError, match=rf"trainable\.module {name} trains nothing: .* = \"lora\""
+    ):
+        _made("wan", TrainableSection(module=name), device=device)
+    made = _made("wan", TrainableSection(kind="lora", module=name), device=device)
+    assert all("lora_" in name for name in trained_state(made) if not name.startswith(ADDED))
 
 
 def test_a_checkpoint_holds_what_is_trained_and_all_of_the_added_module() -> None:

@@ -1,5 +1,6 @@
 """A spread model is the same model. Run by torchrun, this file is one of two ranks."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -113,9 +114,51 @@ def _check(world: World, parts: int) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+class Mixed(nn.Module):
+    """Trains in two dtypes, as Wan's blocks do, with a part that is asked beside `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6).bfloat16()])
+        self.side = Prepares(6, 6).bfloat16()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, 6]."""
+        prepared = self.side.prepare()
+        hidden = self.layers[1]((self.layers[0](tokens) * self.scale).bfloat16())
+        changed: Tensor = self.side(hidden + prepared).float()
+        return changed
+
+
+class Prepares(nn.Linear):
+    """Asked as an added module is."""
+
+    def prepare(self) -> Tensor:
+        """[6]."""
+        return self.weight.sum(0)
+
+
+def _check_mixed(world: World) -> None:
+    """What FSDP2 alone refuses: it spreads together only what trains in one dtype."""
+    torch.manual_seed(0)
+    alone = Mixed()
+    model = copy.deepcopy(alone)
+    spread(model, [], world)
+    samples = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    _accumulate(alone, samples)
+    _accumulate(model, samples.chunk(2)[world.rank])
+    for one, other in zip(alone.parameters(), model.parameters(), strict=True):
+        assert isinstance(other, DTensor)
+        assert one.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(full(other.grad), one.grad, rtol=0.1, atol=0.1)
+
+
 def _check_as_one_of_two() -> None:
     with join("cpu", "shard") as world:
         _check(world, parts=2)
+        _check_mixed(world)
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         _check(World(world.rank, world.local_rank, 2, world.device, mesh), parts=1)
 

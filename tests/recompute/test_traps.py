@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
 from longtake.recompute.measure import measured
 from longtake.recompute.traps import Trap, costly_policies, flow_traps, idle_recompute
 from longtake.recompute.watch import Watch
+from longtake.units import size
 
 Run = Callable[["Model", Tensor], Tensor]
 
@@ -361,6 +362,35 @@ def test_recompute_where_everything_is_trained_or_nothing_is_recomputed() -> Non
     assert idle_recompute({"a": "keep"}, {"a": 0}) == []
 
 
+class Added(nn.Module):
+    """Recomputes itself, in the way that needs an argument that carries gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The new tokens."""
+        return checkpoint(self.layer, tokens, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def test_a_region_of_an_added_module_says_after_which_block(traps_of: Any) -> None:
+    """The module is the same after each of its blocks."""
+
+    def model() -> Model:
+        made = Model(_plain, frozen_blocks=4)
+        made.added = Added()
+        for number in (1, 3):
+            block = made.blocks[number]
+            block.register_forward_hook(lambda block, args, tokens: made.added(tokens))
+        return made
+
+    _, [trap] = traps_of(model())
+    assert trap.block == "added after blocks.1"
+    assert trap.trap.startswith("added after blocks.1 runs in a reentrant recompute region")
+    assert "nor does anything in added after blocks.3. Untrained: 2 train" in trap.trap
+
+
 def test_a_policy_that_costs_memory() -> None:
     """Keeping matmuls' outputs of frozen layers keeps what autograd would not."""
 
@@ -375,8 +405,17 @@ def test_a_policy_that_costs_memory() -> None:
     assert peak > usual
     [trap] = costly_policies({"none": usual, "save-matmuls": peak, "all": usual // 2})
     assert not trap.stops
-    assert 'recompute.policy = "save-matmuls" costs memory' in trap.trap
-    assert "above no recompute" in trap.trap
+    assert f'policy = "none", {size(usual)}, are: "save-matmuls" by ' in trap.trap
+    assert "take another" in trap.fix
+
+
+def test_policies_that_cost_memory_share_a_note() -> None:
+    """Of those that cost next to nothing more nothing is said."""
+    peaks = {"none": 2**30, "all": 2**30 + 2**20, "alternate": 2**31, "save-attention": 3 * 2**29}
+    [trap] = costly_policies(peaks)
+    assert '1.00 GiB, are: "alternate" by 1.00 GiB, "save-attention" by 512.00 MiB.' in trap.trap
+    assert costly_policies({"none": 2**30, "all": 2**30 + 2**20}) == []
+    assert costly_policies({"all": 2**30}) == []
 
 
 def _low_rank(model: Model, tokens: Tensor, call: Callable[..., Tensor]) -> Tensor:

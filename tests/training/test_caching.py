@@ -248,11 +248,11 @@ def test_neither_codec_nor_text_encoder_is_in_memory_while_training(
 ) -> None:
     """Only outlines without values are, also right after they have filled the cache."""
     seen: list[list[str]] = []
+    of_other_tests = {id(each) for each in _frozen_modules()}
 
     def look(*arguments: Any, **named: Any) -> Any:
-        gc.collect()
-        frozen = [each for each in gc.get_objects() if type(each).__name__ in _FROZEN]
-        seen.append([type(each).__name__ for each in frozen if not _is_outline(each)])
+        mine = [each for each in _frozen_modules() if id(each) not in of_other_tests]
+        seen.append([type(each).__name__ for each in mine])
         return original(*arguments, **named)
 
     original = train_steps
@@ -268,8 +268,11 @@ def test_neither_codec_nor_text_encoder_is_in_memory_while_training(
 _FROZEN = ("AutoencoderKLWan", "UMT5EncoderModel")
 
 
-def _is_outline(module: nn.Module) -> bool:
-    return all(parameter.is_meta for parameter in module.parameters())
+def _frozen_modules() -> list[nn.Module]:
+    """Those alive that have values."""
+    gc.collect()
+    frozen = [each for each in gc.get_objects() if type(each).__name__ in _FROZEN]
+    return [each for each in frozen if not all(part.is_meta for part in each.parameters())]
 
 
 def test_a_full_cache_needs_neither_clips_nor_encoders(

@@ -1,5 +1,7 @@
 """Other encoders have other fingerprints; the same one has the same, wherever it lies."""
 
+import hashlib
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -100,26 +102,62 @@ def test_a_further_file_or_setting_is_another_encoder(
     assert prints(pipeline)[0] != codec
 
 
-def test_of_large_files_header_ends_and_samples_count(
-    pipeline: Path, prints: Callable[..., tuple[str, str]]
-) -> None:
-    """24 MB are read in part: a change of a whole tensor is seen, and so is another size."""
+def _large(pipeline: Path) -> Path:
+    """A file of 24 MB beside the codec's weights."""
     file = pipeline / "vae" / "large.safetensors"
-    header = b'{"w": {"shape": [1], "data_offsets": [0, 24000000]}}'
-    content = len(header).to_bytes(8, "little") + header + bytes(24_000_000)
-    file.write_bytes(content)
-    before = prints(pipeline)
+    file.write_bytes(bytes(24_000_000))
+    return file
 
-    def changed(start: int, length: int) -> bool:
-        file.write_bytes(content[:start] + b"\1" * length + content[start + length :])
-        return prints(pipeline) != before
 
-    assert changed(30, 1)
-    assert changed(len(content) - 1, 1)
-    for start in range(0, len(content), 1_600_000):
-        assert changed(start, 1_600_000)
-    file.write_bytes(content + b"\0")
+def _cached(folder: Path) -> list[str]:
+    """What makes a recipe keep a cache."""
+    return [f"data.cache={folder / 'cache'}", "data.windows=1"]
+
+
+def _change(file: Path, place: int) -> None:
+    """One byte, which no sample of such a file is likely to meet."""
+    with file.open("r+b") as weights:
+        weights.seek(place)
+        weights.write(b"\1")
+
+
+@pytest.mark.parametrize("place", [0, 700_001, 12_345_678, 23_999_999])
+def test_of_large_files_every_byte_counts(
+    pipeline: Path, prints: Callable[..., tuple[str, str]], tmp_path: Path, place: int
+) -> None:
+    """A few layers trained further keep size and header; what is remembered does not hide it."""
+    file, cache = _large(pipeline), _cached(tmp_path)
+    before = prints(pipeline, *cache)
+    assert prints(pipeline) == before
+    _change(file, place)
+    assert prints(pipeline, *cache) != before
+
+
+def test_a_large_file_is_read_once(
+    pipeline: Path, prints: Callable[..., tuple[str, str]], tmp_path: Path
+) -> None:
+    """As long as path, size and time stay the same, the cache knows its hash."""
+    file, cache = _large(pipeline), _cached(tmp_path)
+    before, stamp = prints(pipeline, *cache), file.stat()
+    _change(file, 5)
+    os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    assert prints(pipeline, *cache) == before
     assert prints(pipeline) != before
+
+
+def test_in_the_hubs_cache_a_name_is_enough(
+    pipeline: Path, prints: Callable[..., tuple[str, str]], tmp_path: Path
+) -> None:
+    """Large files are called by their hash there; what they link to is not read."""
+    file = _large(pipeline)
+    before = prints(pipeline)
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    blob = blobs / hashlib.sha256(file.read_bytes()).hexdigest()
+    blob.touch()
+    file.unlink()
+    file.symlink_to(blob)
+    assert prints(pipeline) == before
 
 
 def test_parts_that_a_run_makes_are_known_by_their_content(

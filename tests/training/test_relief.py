@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 
-import pytest
-
 from longtake import config
 from longtake.config import Recipe
-from longtake.recompute.devices import CPU, DEVICES
+from longtake.recompute.devices import CPU, DEVICES, Device
+from longtake.training.card import Card
 from longtake.training.forecast import forecast
 from longtake.training.relief import Relief, find_reliefs
 
@@ -15,16 +14,20 @@ _FEW_WORDS = "text.max_words=24"
 _SMALL = "model.config={hidden_size=48, num_heads=2, num_blocks=1}"
 
 
-def _reliefs(recipe: Recipe, budget: int, device: str = "cpu") -> dict[str, Relief]:
-    card = DEVICES.get(device, CPU)
-    return {each.what: each for each in find_reliefs(recipe, forecast(recipe, card, None, budget))}
+def _card(budget_mib: float, device: Device = CPU) -> Card:
+    """All of whose memory is for tensors."""
+    return Card(device, int(budget_mib * 2**20), 0.0)
+
+
+def _reliefs(recipe: Recipe, card: Card) -> dict[str, Relief]:
+    return {each.what: each for each in find_reliefs(recipe, forecast(recipe, card))}
 
 
 def test_what_a_change_is_said_to_take_it_takes(small_recipe: _Make) -> None:
     """To the byte, in a plan of the changed recipe; and it fits there if it was said to fit."""
     bucket = "data.buckets=[{num_frames=8, height=96, width=128}]"
-    recipe, budget = small_recipe(_FEW_WORDS, _SMALL, bucket), 57 * 2**20
-    found = _reliefs(recipe, budget, "rtx4090")
+    recipe, card = small_recipe(_FEW_WORDS, _SMALL, bucket), _card(57, DEVICES["rtx4090"])
+    found = _reliefs(recipe, card)
     assert set(found) == {
         "micro-batches of 2",
         "8 frames of 96x64",
@@ -36,19 +39,24 @@ def test_what_a_change_is_said_to_take_it_takes(small_recipe: _Make) -> None:
     assert {relief.fits for relief in found.values()} == {True, False}
     for relief in (*list(found.values())[:2], *list(found.values())[-2:]):
         changed = config.changed(recipe, relief.changes)
-        row = forecast(changed, DEVICES["rtx4090"], None, budget).policy(relief.policy)
+        row = forecast(changed, card).policy(relief.policy)
         assert (row.step_peak_bytes, row.fits) == (relief.step_peak_bytes, relief.fits)
     sizes = [relief.step_peak_bytes for relief in found.values()]
     assert sizes == sorted(sizes)
 
 
-def test_only_what_helps_is_offered(small_recipe: _Make, tiny_flux: _Make) -> None:
-    """Clips that are small stay as they are; nothing is halved that is 1, or 8 bits already."""
-    small = ("training.batch_size=1", "optimizer.kind=adamw8bit", "trainable.kind=lora")
-    recipe = small_recipe(_FEW_WORDS, *small, "trainable.rank=1", "model.dtype=bf16")
-    assert _reliefs(recipe, 2**19) == {}
-    recipe = tiny_flux("model.dtype=bf16", "optimizer.offload=true")
-    assert set(_reliefs(recipe, 5 * 2**20)) == {"micro-batches of 1", "LoRA of rank 8"}
+def test_only_what_helps_is_offered(small_recipe: _Make) -> None:
+    """Small clips stay as they are, and what is 1 or in 8 bits; all together if nothing fits."""
+    lora = (_FEW_WORDS, _SMALL, "trainable.kind=lora", "model.dtype=bf16")
+    lora = (*lora, "optimizer.kind=adamw8bit")
+    least = small_recipe(*lora, "trainable.rank=1", "training.batch_size=1")
+    assert _reliefs(least, _card(0.5)) == {}
+    found = _reliefs(small_recipe(*lora), _card(0.5))
+    assert list(found) == ["micro-batches of 2", "LoRA of rank 8", "all of these together"]
+    *alone, together = found.values()
+    assert not any(relief.fits for relief in alone)
+    assert together.changes == [change for relief in alone for change in relief.changes]
+    assert together.step_peak_bytes < alone[0].step_peak_bytes
 
 
 def test_videos_may_be_shorter_and_encoders_cached(small_recipe: _Make) -> None:
@@ -56,7 +64,7 @@ def test_videos_may_be_shorter_and_encoders_cached(small_recipe: _Make) -> None:
     recipe = small_recipe(
         "data.buckets=[{num_frames=9, height=96, width=128}]",
         "model.family=wan",
-        "model.config={num_layers=2, num_attention_heads=2, attention_head_dim=16, ffn_dim=32}",
+        "model.config={num_layers=1, num_attention_heads=2, attention_head_dim=16, ffn_dim=32}",
         "codec.kind=autoencoder",
         "codec.config={base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, "
         "temperal_downsample=[true]}",
@@ -64,20 +72,18 @@ def test_videos_may_be_shorter_and_encoders_cached(small_recipe: _Make) -> None:
         "text.config={d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2}",
         "training.batch_size=1",
     )
-    found = _reliefs(recipe, 10 * 2**20)
+    found = _reliefs(recipe, _card(10))
     assert found["5 frames of 128x96"].changes == [
         "data.buckets=[{num_frames=5, height=96, width=128}]"
     ]
     assert found["cached latents and prompts"].changes == ["data.cache=cache", "data.windows=1"]
 
 
-@pytest.mark.parametrize(("batch_size", "offered"), [(16, 4), (12, 3), (10, None)])
-def test_micro_batches_divide_what_a_process_has(
-    small_recipe: _Make, batch_size: int, offered: int | None
-) -> None:
-    """5 of 10 cannot be halved where two processes share them: 2 would leave one over."""
-    recipe = small_recipe(_FEW_WORDS, f"training.batch_size={batch_size}")
-    known = forecast(recipe, CPU, None, 2**20, world_size=2)
+def test_micro_batches_divide_what_a_process_has(small_recipe: _Make) -> None:
+    """Each of two processes has 5 of 10: micro-batches of 2 would leave one over."""
+    recipe = small_recipe(_FEW_WORDS, _SMALL, "training.batch_size=10")
+    known = forecast(recipe, _card(1), world_size=2)
+    assert known.step.micro_batch_size == 5
     found = [each.what for each in find_reliefs(recipe, known, world_size=2)]
-    halved = [what for what in found if what.startswith("micro-batches")]
-    assert halved == ([] if offered is None else [f"micro-batches of {offered}"])
+    assert "LoRA instead of all weights" in found
+    assert not any("micro-batches" in what for what in found)

@@ -3,6 +3,7 @@
 What a verb needs is imported inside it, so that --help is instant.
 """
 
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -36,6 +37,8 @@ _RUN_HELP = "A run directory, or one of its checkpoints."
 
 def main() -> None:
     """Run a verb; a user's mistake becomes one message on stderr and exit code 2."""
+    # Before torch is imported: its C++ parts remark on memory that is older than a measurement.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         app()
     except LongtakeError as error:

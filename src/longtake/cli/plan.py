@@ -1,5 +1,6 @@
 """The verb `plan`: will it fit, and will everything train."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,13 +11,11 @@ from longtake.cli.plan_report import print_plan
 from longtake.cli.say import AsJson, Changes
 
 if TYPE_CHECKING:
-    from longtake.config import Recipe
-    from longtake.recompute.devices import Device
-    from longtake.training.forecast import Forecast, PolicyForecast
+    from longtake.training.forecast import Forecast
     from longtake.training.relief import Relief
+    from longtake.training.resident import Fixed, PolicyForecast
 
 _GIB = 2**30
-_DEVICE_HELP = "a6000, h100, h200, rtx4090, or FLOPS,BANDWIDTH; the recipe's, if unset."
 
 
 def plan(
@@ -24,7 +23,16 @@ def plan(
     memory: Annotated[
         str | None, typer.Option(help="Of the card: 48GiB or 48GB; the recipe's, if unset.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help=_DEVICE_HELP)] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="a6000, h100, h200, rtx4090, or FLOPS,BANDWIDTH such as 312e12,2.0e12. Unset: "
+            "the recipe's. With a name and without --memory: all the memory that it has."
+        ),
+    ] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="That share a batch, and a sharded model.")
+    ] = 1,
     changes: Changes = None,
     as_json: AsJson = False,
 ) -> None:
@@ -34,98 +42,73 @@ def plan(
     nothing fits or something would not train.
     """
     from longtake import config
+    from longtake.training.card import card_of
     from longtake.training.forecast import forecast
     from longtake.training.relief import find_reliefs
 
+    begun = time.perf_counter()
     given = [f'recompute.memory="{memory}"'] if memory else []
     given += [f'recompute.device="{device}"'] if device else []
     loaded = config.load(recipe, [*(changes or ()), *given])
-    card, memory_bytes, budget = _card(loaded)
+    card = card_of(loaded)
+    if memory is None and (device or card.memory_bytes is None):
+        card = card.with_its_own_memory()
     with say.console().status("Running a step without values …"):
-        known = forecast(loaded, card, memory_bytes, budget)
-        misses = budget is not None and known.best is None
-        reliefs = find_reliefs(loaded, known) if misses else []
-    facts = _as_dict(known, reliefs)
+        known = forecast(loaded, card, world_size=processes)
+        reliefs = find_reliefs(loaded, known, processes) if known.misses else []
+    facts = _as_dict(known, reliefs) | {"seconds": round(time.perf_counter() - begun, 2)}
     if as_json:
         say.result(facts)
     else:
-        print_plan(say.console(), str(recipe), facts)
-    if misses or any(trap.stops for trap in known.gradients.traps):
+        print_plan(say.stdout_console(), str(recipe), facts)
+    if known.misses or known.gradients.fatal:
         raise typer.Exit(1)
 
 
-def _card(recipe: "Recipe") -> tuple["Device", int | None, int | None]:
-    """The card that is planned for, its memory, and what tensors may take of it."""
-    from longtake import config
-    from longtake.recompute.devices import device_at_hand, device_named
-
-    section = recipe.recompute
-    card = device_at_hand() if section.device is None else device_named(section.device)
-    if section.memory is not None:
-        return card, config.memory_bytes(section.memory), section.budget_bytes()
-    if card.memory_bytes is None:
-        return card, None, None
-    budget = config.budget_bytes(f"{card.memory_bytes / 2**20:.0f}MiB", section.reserve)
-    return card, card.memory_bytes, budget
-
-
 def _as_dict(known: "Forecast", reliefs: list["Relief"]) -> dict[str, Any]:
-    fixed = known.fixed
-    best = known.best
+    card, step, gradients = known.card, known.step, known.gradients
     return {
-        "device": known.device.name,
-        "memory_gib": _gib(known.memory_bytes),
-        "budget_gib": _gib(known.budget_bytes),
+        "device": card.device.name,
+        "memory_gib": _gib(card.memory_bytes),
+        "budget_gib": _gib(card.budget_bytes),
         "model": {
             "parameters": known.num_parameters,
             "trainable": known.num_trainable,
             "tokens": known.num_tokens,
         },
-        "bucket": known.bucket.model_dump(),
-        "micro_batch_size": known.micro_batch_size,
-        "num_micro_batches": known.num_micro_batches,
-        "fixed_gib": {
-            "weights": _gib(fixed.weights),
-            "gradients": _gib(fixed.gradients),
-            "optimizer": _gib(fixed.optimizer),
-            "inputs": _gib(fixed.inputs),
-            "ema": _gib(fixed.ema),
-            "encoders": _gib(fixed.encoders),
-        },
+        "bucket": step.bucket.model_dump(),
+        "micro_batch_size": step.micro_batch_size,
+        "num_micro_batches": step.num_micro_batches,
+        "precision": step.recipe.model.dtype
+        if step.recipe.model.dtype == "bf16"
+        else step.precision,
+        "shards": step.num_shards,
+        "fixed_gib": _fixed(known.fixed),
+        "host_gib": _gib(known.fixed.optimizer.host),
         "foreach_gib": _gib(known.foreach_bytes),
         "policies": [_row(row) for row in known.policies],
-        "best": best
-        and known.best_policy
-        and {
-            "per_block": best.per_block(),
-            "options": dict(best.options),
-            "predicted_gib": _gib(best.predicted_bytes),
-            "forward_end_gib": _gib(best.traced.forward_end_bytes),
-            "traced_gib": _gib(best.traced.peak_bytes),
-            "step_peak_gib": _gib(known.best_policy.step_peak_bytes),
-            "overhead": round(best.overhead, 4),
-            "overhead_with_another_gib": round(best.overhead_with_another_gib, 4),
-        },
-        "changes": [
-            {
-                "what": relief.what,
-                "set": list(relief.changes),
-                "policy": relief.policy,
-                "step_peak_gib": _gib(relief.step_peak_bytes),
-                "fits": relief.fits,
-            }
-            for relief in reliefs
-        ],
+        "best": _best(known),
+        "changes": [_change(relief) for relief in reliefs],
         "gradients": {
-            "trainable": len(known.gradients.reached) + len(known.gradients.unreached),
-            "reached": len(known.gradients.reached),
-            "unreached": list(known.gradients.unreached),
+            "trainable": len(gradients.reached) + len(gradients.unreached),
+            "reached": len(gradients.reached),
+            "unreached": list(gradients.unreached),
         },
         "traps": [
             {"block": trap.block, "trap": trap.trap, "fix": trap.fix, "stops": trap.stops}
-            for trap in known.gradients.traps
+            for trap in gradients.traps
         ],
-        "seconds": round(known.seconds, 2),
+    }
+
+
+def _fixed(fixed: "Fixed") -> dict[str, float | None]:
+    return {
+        "weights": _gib(fixed.weights),
+        "gradients": _gib(fixed.gradients),
+        "optimizer": _gib(fixed.optimizer.device),
+        "inputs": _gib(fixed.inputs),
+        "ema": _gib(fixed.ema),
+        "encoders": _gib(fixed.encoders),
     }
 
 
@@ -140,5 +123,30 @@ def _row(row: "PolicyForecast") -> dict[str, Any]:
     }
 
 
+def _best(known: "Forecast") -> dict[str, Any] | None:
+    best, row = known.best, known.best_policy
+    if best is None or row is None:
+        return None
+    away = known.fixed.elsewhere
+    return {
+        **{key: value for key, value in _row(row).items() if key not in ("name", "peak_gib")},
+        "per_block": best.per_block(),
+        "options": dict(best.options),
+        "predicted_gib": _gib(best.predicted_bytes - away),
+        "traced_gib": _gib(best.traced.peak_bytes - away),
+        "overhead_with_another_gib": round(best.overhead_with_another_gib, 4),
+    }
+
+
+def _change(relief: "Relief") -> dict[str, Any]:
+    return {
+        "what": relief.what,
+        "set": list(relief.changes),
+        "policy": relief.policy,
+        "step_peak_gib": _gib(relief.step_peak_bytes),
+        "fits": relief.fits,
+    }
+
+
 def _gib(num_bytes: int | None) -> float | None:
-    return None if num_bytes is None else round(num_bytes / _GIB, 4)
+    return None if num_bytes is None else round(num_bytes / _GIB, 6)

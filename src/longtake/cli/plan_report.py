@@ -8,10 +8,14 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from longtake.units import size
+
 _PIPE_WIDTH = 100
 _MOST_NAMES = 12
+_MUCH_MORE_THAN_ONE_GIB = 4
+"""Below it "the next GiB" would be another card."""
 _POLICIES = {
-    "none": "nothing is computed again",
+    "none": "nothing is recomputed",
     "all": "every block is",
     "all-but-first": "every block but the first is",
     "alternate": "every second block is",
@@ -44,12 +48,14 @@ def _parts(recipe: str, facts: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield escape(_of_device(facts))
     yield ""
     yield _fixed(facts)
-    yield _policies(facts)
-    yield f"[dim]{_LEGEND}[/dim]"
-    yield ""
-    yield from _verdict(facts)
+    if facts["policies"]:
+        yield _policies(facts)
+        yield f"[dim]{_LEGEND}[/dim]"
+        yield ""
+        yield from _verdict(facts)
+        yield from _remarks(facts)
     yield from _gradients(facts)
-    yield f"[dim]found in {facts['seconds']:.1f} s, without weights and without a card[/dim]"
+    yield f"[dim]Predicted in {facts['seconds']:.1f} s; nothing was run on a card.[/dim]"
 
 
 def _of_model(facts: Mapping[str, Any]) -> str:
@@ -62,7 +68,8 @@ def _of_model(facts: Mapping[str, Any]) -> str:
         batch += f", {facts['num_micro_batches']} for an update"
     return (
         f"{_number(model['parameters'])} parameters, of which {_number(model['trainable'])} train "
-        f"({share:.2%}). Clips of {clips}: {model['tokens']} tokens each. In {batch}."
+        f"({share:.2%}). Clips of {clips}: {model['tokens']} tokens each. In {batch}, computed in "
+        f"{facts['precision']}."
     )
 
 
@@ -71,9 +78,9 @@ def _of_device(facts: Mapping[str, Any]) -> str:
         return f"Planned for {facts['device']}, without a limit (--memory 48GiB sets one)."
     kept_back = facts["memory_gib"] - facts["budget_gib"]
     return (
-        f"Planned for {facts['device']} with {facts['memory_gib']:.2f} GiB: "
-        f"{facts['budget_gib']:.2f} for tensors, {kept_back:.2f} are left to the CUDA context and "
-        "fragmentation (recompute.reserve)."
+        f"Planned for {facts['device']} with {_size(facts['memory_gib'])}: "
+        f"{_size(facts['budget_gib'])} for tensors, {_size(kept_back)} is left to the CUDA "
+        "context and fragmentation (recompute.reserve)."
     )
 
 
@@ -86,50 +93,61 @@ def _fixed(facts: Mapping[str, Any]) -> Table:
         "encoders": "codec and text encoders; with data.cache they are not needed",
         "inputs": "latents, noise and conditioning of a micro-batch",
     }
-    table = _table("in memory whatever is recomputed", "GiB", "")
+    table = _table("in memory whatever is recomputed", "", "")
     for name, meaning in words.items():
         value = facts["fixed_gib"][name]
         if value or name != "encoders":
-            table.add_row(name, f"{value:.2f}", meaning)
+            table.add_row(name, _size(value), meaning)
+    if facts["host_gib"]:
+        meaning = "optimizer states and fp32 weights, in the computer's own memory"
+        table.add_row("offloaded", _size(facts["host_gib"]), meaning)
     return table
 
 
 def _policies(facts: Mapping[str, Any]) -> Table:
-    table = _table("policy", "forward", "peak", "with optimizer", "time", "fits", "")
+    most = max(row["step_peak_gib"] for row in facts["policies"])
+    unit, scale = ("GiB", 1) if most >= 1 else ("MiB", 2**10)
+    table = _table(f"policy, {unit}", "forward", "peak", "with optimizer", "time", "fits", "")
     for row in facts["policies"]:
-        table.add_row(*_cells(row), _POLICIES[row["name"]])
+        table.add_row(*_cells(row, scale), _POLICIES[row["name"]])
     if best := facts["best"]:
-        row = {
-            "name": "best",
-            "forward_end_gib": best["forward_end_gib"],
-            "peak_gib": best["traced_gib"],
-            "step_peak_gib": best["step_peak_gib"],
-            "overhead": best["overhead"],
-            "fits": True,
-        }
-        table.add_row(*_cells(row), _POLICIES["best"], style="bold")
+        row = {**best, "name": "best", "peak_gib": best["traced_gib"]}
+        table.add_row(*_cells(row, scale), _POLICIES["best"], style="bold")
     return table
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
+def _cells(row: Mapping[str, Any], scale: int) -> list[str]:
     fits = {True: "[green]yes[/green]", False: "[red]no[/red]", None: ""}[row["fits"]]
-    sizes = [f"{row[key]:.2f}" for key in ("forward_end_gib", "peak_gib", "step_peak_gib")]
+    sizes = [f"{row[key] * scale:.2f}" for key in ("forward_end_gib", "peak_gib", "step_peak_gib")]
     return [row["name"], *sizes, f"+{row['overhead']:.1%}", fits]
 
 
 def _verdict(facts: Mapping[str, Any]) -> Iterator[str]:
-    best = facts["best"]
-    if facts["budget_gib"] is not None and best is None:
-        yield "[red]Nothing fits.[/red] What would help, each by itself:"
-        for change in facts["changes"]:
-            settings = " ".join(f"--set '{each}'" for each in change["set"])
-            verdict = "[green]fits[/green]" if change["fits"] else "not enough"
-            yield (
-                f"  {escape(change['what'])}: {change['step_peak_gib']:.2f} GiB, {verdict}  "
-                f"[dim]{escape(settings)}[/dim]"
-            )
-    elif best is not None:
-        yield _of_best(best)
+    if facts["best"] is not None:
+        yield _of_best(facts["best"])
+        return
+    yield "[red]Nothing fits.[/red] What would help, each by itself:"
+    for change in facts["changes"]:
+        settings = " ".join(f"--set '{each}'" for each in change["set"])
+        verdict = "[green]fits[/green]" if change["fits"] else "not enough"
+        yield (
+            f"  {escape(change['what'])}: {_size(change['step_peak_gib'])}, {verdict}  "
+            f"[dim]{escape(settings)}[/dim]"
+        )
+
+
+def _remarks(facts: Mapping[str, Any]) -> Iterator[str]:
+    """What the table does not say."""
+    if facts["fixed_gib"]["encoders"]:
+        yield (
+            "[yellow]note[/yellow] What codec and text encoders take while they encode is not "
+            "predicted. With data.cache they are gone by then."
+        )
+    if facts["shards"] > 1:
+        yield (
+            f"[yellow]note[/yellow] The model is divided among {facts['shards']} processes; the "
+            "peaks are upper bounds."
+        )
     if facts["foreach_gib"] >= 1:
         yield (
             f"AdamW is fused: torch's own default (foreach) would need {facts['foreach_gib']:.1f} "
@@ -146,7 +164,8 @@ def _of_best(best: Mapping[str, Any]) -> str:
     if best["overhead"] > 0:
         text += f" A step takes {best['overhead']:.1%} longer than without recompute"
         more = 100 * (best["overhead"] - best["overhead_with_another_gib"])
-        text += f"; the next GiB would take {more:.1f} points off." if more >= 0.05 else "."
+        is_much = more >= 0.05 and best["traced_gib"] > _MUCH_MORE_THAN_ONE_GIB
+        text += f"; the next GiB would take {more:.1f} points off." if is_much else "."
     return text
 
 
@@ -166,6 +185,10 @@ def _gradients(facts: Mapping[str, Any]) -> Iterator[str]:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more
+
+
+def _size(gib: float) -> str:
+    return size(round(gib * 2**30))
 
 
 def _number(count: int) -> str:

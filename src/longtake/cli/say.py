@@ -24,6 +24,13 @@ def console() -> "Console":
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
+def stdout_console() -> "Console":
+    """Where a result goes that people read: into a file or a pager as well."""
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=True, quiet=rank() != 0)
+
+
 def rank() -> int:
     """This process's rank where torchrun started it, else 0."""
     return int(os.environ.get("RANK", "0"))

@@ -4,6 +4,7 @@
     CACHE/references/07/07b1….safetensors   of a further picture, cut as its clip is
     CACHE/prompts/a2/a2c1….safetensors      of a caption
     CACHE/hashes/5b27….jsonl                content hashes of further pictures, by path
+    CACHE/encoders/90c1….jsonl              content hashes of encoders' weights, by path
     CACHE/aside/                            what is being written
 
 A name is a hash of all that decides what the file holds: the content that is encoded, how it is

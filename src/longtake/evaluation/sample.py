@@ -84,7 +84,8 @@ class Sampler:
         return self.components.text.unknown_words(prompt)
 
     def _shape(self, bucket: Bucket) -> LatentShape:
-        shape = latent_shape(self.components.codec, bucket)
+        patch = self.components.family.patch(self.recipe.model)
+        shape = latent_shape(self.components.codec, bucket, patch)
         self.components.family.check(self.recipe.model, [shape])
         return shape
 

@@ -88,10 +88,20 @@ def on_meta(model_class: Any, where: str, subfolder: str) -> nn.Module:
 def keep_weights_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Put a model's weights into a dtype, one after the other, so that no two copies of all exist.
 
-    Buffers stay as they are: they hold positions, for which bf16 is too coarse.
+    What a class of diffusers says must be in fp32 is, as `from_pretrained(torch_dtype=...)` has it:
+    so a pipeline in bf16 runs the same model. Buffers stay as they are: they hold positions, for
+    which bf16 is too coarse.
     """
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    exact = set(_parts_in_fp32(model))
+    for name, parameter in model.named_parameters():
+        kept = dtype if exact.isdisjoint(name.split(".")) else torch.float32
+        parameter.data = parameter.data.to(kept)
+
+
+def _parts_in_fp32(model: nn.Module) -> list[str]:
+    """Parts of names; transformers has a list of that name too, but means fp16 alone by it."""
+    is_of_diffusers = hasattr(model, "load_config")
+    return getattr(model, "_keep_in_fp32_modules", None) or [] if is_of_diffusers else []
 
 
 def part_config(where: str, subfolder: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Builds all that a recipe names: family, transformer, codec and text encoder."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -10,11 +11,12 @@ from torch import Tensor, nn
 from longtake.config import Bucket, Recipe, Shift
 from longtake.errors import RecipeError
 from longtake.flow.timesteps import resolution_shift
-from longtake.models.added import condition
+from longtake.models.added import condition, main_dtype
 from longtake.models.architecture import DTYPES, keep_weights_in
 from longtake.models.codec import Codec, build_codec, outline_codec
 from longtake.models.family import Conditioning, Family, LatentShape
 from longtake.models.flops import count_flops
+from longtake.models.image_codec import ALONE
 from longtake.models.registry import family
 from longtake.models.text import TextEncoder, build_text, outline_text
 from longtake.models.trainable import make_trainable
@@ -28,6 +30,11 @@ class Components:
     model: nn.Module
     codec: Codec
     text: TextEncoder
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """What most of the model's weights are in: bf16 where the recipe keeps them so."""
+        return main_dtype(self.model)
 
     def predict_velocity(
         self, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
@@ -114,7 +121,8 @@ def _check(recipe: Recipe, codec: Codec) -> tuple[Family, list[LatentShape]]:
                 f"but data.references does not have it. Say where it lies, such as "
                 f'data.references.{name} = "../{name}/{{stem}}.png".'
             )
-    shapes = [latent_shape(codec, bucket) for bucket in recipe.data.shapes()]
+    patch = chosen.patch(recipe.model)
+    shapes = [latent_shape(codec, bucket, patch) for bucket in recipe.data.shapes()]
     chosen.check(recipe.model, shapes)
     return chosen, shapes
 
@@ -154,13 +162,18 @@ def outline_conditioning(
     return training_conditioning(parts, recipe, told)
 
 
-def latent_shape(codec: Codec, bucket: Bucket) -> LatentShape:
+def latent_shape(codec: Codec, bucket: Bucket, patch: Sequence[int] = ALONE) -> LatentShape:
     """Shape of one clip's latents in a bucket.
 
+    Args:
+        codec: of the recipe.
+        bucket: in pixels.
+        patch: the family's; without it the codec alone has to divide the bucket.
+
     Raises:
-        RecipeError: the codec cannot divide the bucket.
+        RecipeError: the bucket does not divide; names the nearest that does.
     """
-    return LatentShape(codec.channels, *codec.latent_shape(bucket))
+    return LatentShape(codec.channels, *codec.latent_shape(bucket, patch))
 
 
 def forward_flops(parts: Components, recipe: Recipe, shape: LatentShape) -> int:

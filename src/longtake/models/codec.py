@@ -1,5 +1,6 @@
 """From pixels to latents and back; frozen while the transformer trains."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,7 +10,13 @@ from torch import Tensor, nn
 from longtake.config import Bucket, CodecSection
 from longtake.errors import RecipeError
 from longtake.models.architecture import on_meta
-from longtake.models.image_codec import ImageCodec, complete_image_config, to_uint8
+from longtake.models.image_codec import (
+    ALONE,
+    ImageCodec,
+    complete_image_config,
+    refuse_odd,
+    to_uint8,
+)
 from longtake.models.pretrained import (
     construct,
     defaults,
@@ -30,11 +37,15 @@ class Codec(Protocol):
     channels: int
     """C of the latents."""
 
-    def latent_shape(self, bucket: Bucket) -> tuple[int, int, int]:
+    def latent_shape(self, bucket: Bucket, patch: Sequence[int] = ALONE) -> tuple[int, int, int]:
         """(F', H', W') of a bucket's latents.
 
+        Args:
+            bucket: in pixels.
+            patch: latent frames, rows and columns that the model makes one token of.
+
         Raises:
-            RecipeError: the codec cannot divide the bucket; names the nearest that it can.
+            RecipeError: codec or model cannot divide the bucket; names the nearest that both can.
         """
         ...
 
@@ -64,8 +75,8 @@ class PixelCodec:
 
     channels = 3
 
-    def latent_shape(self, bucket: Bucket) -> tuple[int, int, int]:
-        """The bucket's own shape."""
+    def latent_shape(self, bucket: Bucket, patch: Sequence[int] = ALONE) -> tuple[int, int, int]:
+        """The bucket's own shape; the model says itself what it cannot divide."""
         return bucket.num_frames, bucket.height, bucket.width
 
     def encode(self, videos: Tensor) -> Tensor:
@@ -111,21 +122,21 @@ class AutoencoderCodec:
         self._std = _per_channel(config, "latents_std")
         self._temporal, self._spatial = _compression(config)
 
-    def latent_shape(self, bucket: Bucket) -> tuple[int, int, int]:
+    def latent_shape(self, bucket: Bucket, patch: Sequence[int] = ALONE) -> tuple[int, int, int]:
         """F' = (F - 1) / temporal + 1, as causal video autoencoders have it; H / s, W / s."""
-        fits = Bucket(
-            num_frames=_nearest(bucket.num_frames, _CHUNK, offset=1),
-            height=_nearest(bucket.height, self._spatial),
-            width=_nearest(bucket.width, self._spatial),
-        )
-        if fits != bucket:
-            raise RecipeError(
-                f"data.buckets: {bucket} cannot be encoded: the codec wants height and width "
-                f"divisible by {self._spatial} and {_CHUNK} n + 1 frames. "
-                f"The nearest that fits is {fits}."
-            )
-        frames = (bucket.num_frames - 1) // self._temporal + 1
+        num_frames = self._nearest_frames(bucket.num_frames, patch[0])
+        refuse_odd(bucket, num_frames, self._spatial, patch, f" and {_CHUNK} n + 1 frames")
+        frames = self._latent_frames(bucket.num_frames)
         return frames, bucket.height // self._spatial, bucket.width // self._spatial
+
+    def _latent_frames(self, num_frames: int) -> int:
+        return (num_frames - 1) // self._temporal + 1
+
+    def _nearest_frames(self, num_frames: int, patch: int) -> int:
+        """Of the numbers that can be encoded, whose latents divide into patches if any can."""
+        known = range(1, num_frames + _CHUNK * (patch + 1), _CHUNK)
+        whole = [number for number in known if self._latent_frames(number) % patch == 0]
+        return min(whole or known, key=lambda number: abs(number - num_frames))
 
     @torch.no_grad()
     def encode(self, videos: Tensor) -> Tensor:
@@ -273,9 +284,3 @@ def _compression(config: Any) -> tuple[int, int]:
             f"at most two of them true, because time is encoded in pieces of {_CHUNK} frames."
         )
     return temporal, (config.get("patch_size") or 1) * 2 ** len(halvings)
-
-
-def _nearest(size: int, divisor: int, offset: int = 0) -> int:
-    """The multiple of `divisor`, plus offset, that lies nearest to size; above zero."""
-    steps = round((size - offset) / divisor)
-    return max(steps, 0 if offset else 1) * divisor + offset

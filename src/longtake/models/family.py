@@ -42,6 +42,14 @@ class Family(Protocol):
     lora_targets: tuple[str, ...]
     """The linear layers that get LoRA unless the recipe says which: attention's projections."""
 
+    def patch(self, section: ModelSection) -> tuple[int, ...]:
+        """How many latent frames, rows and columns become one token.
+
+        Raises:
+            RecipeError: the section's own are none.
+        """
+        ...
+
     def check(self, section: ModelSection, shapes: Sequence[LatentShape]) -> None:
         """Refuse shapes that the model cannot take, before anything is built.
 

@@ -35,6 +35,10 @@ class Flux:
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
     _pipeline = "FluxPipeline"
 
+    def patch(self, section: ModelSection) -> tuple[int, ...]:
+        """2 rows and columns."""
+        return 1, _PACK, _PACK
+
     def check(self, section: ModelSection, shapes: Sequence[LatentShape]) -> None:
         """Single images, whose latents divide into tokens of 2 x 2."""
         for shape in shapes:

@@ -1,5 +1,6 @@
 """A frozen autoencoder of single images; the frames of a clip are encoded one by one."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ from torch import Tensor, nn
 from longtake.config import Bucket
 from longtake.errors import RecipeError
 from longtake.models.pretrained import defaults, quiet
+
+ALONE = (1, 1, 1)
+"""Latent frames, rows and columns of a token, where each pixel of a latent is one."""
 
 
 class ImageCodec:
@@ -31,19 +35,9 @@ class ImageCodec:
         self._scale: float = config["scaling_factor"]
         self._spatial = 2 ** (len(config["block_out_channels"]) - 1)
 
-    def latent_shape(self, bucket: Bucket) -> tuple[int, int, int]:
+    def latent_shape(self, bucket: Bucket, patch: Sequence[int] = ALONE) -> tuple[int, int, int]:
         """F, H / s, W / s: every stage of the autoencoder but the last halves rows and columns."""
-        sizes = {"height": bucket.height, "width": bucket.width}
-        fits = {
-            name: max(1, round(size / self._spatial)) * self._spatial
-            for name, size in sizes.items()
-        }
-        if fits != sizes:
-            raise RecipeError(
-                f"data.buckets: {bucket} cannot be encoded: the codec wants height and width "
-                f"divisible by {self._spatial}. The nearest that fits is "
-                f"{bucket.model_copy(update=fits)}."
-            )
+        refuse_odd(bucket, nearest(bucket.num_frames, patch[0]), self._spatial, patch)
         return bucket.num_frames, bucket.height // self._spatial, bucket.width // self._spatial
 
     @torch.no_grad()
@@ -108,6 +102,40 @@ def complete_image_config(config: dict[str, Any]) -> dict[str, Any]:
         "use_post_quant_conv": False,
     }
     return following | config
+
+
+def refuse_odd(
+    bucket: Bucket, num_frames: int, spatial: int, patch: Sequence[int], of_frames: str = ""
+) -> None:
+    """Refuse a bucket that codec and model together cannot divide.
+
+    Args:
+        bucket: in pixels.
+        num_frames: the nearest number that can be encoded.
+        spatial: rows and columns of one latent row and column.
+        patch: latent frames, rows and columns of one token.
+        of_frames: what else is wanted, in words.
+
+    Raises:
+        RecipeError: names the nearest that fits.
+    """
+    rows, columns = (spatial * step for step in patch[1:])
+    height, width = nearest(bucket.height, rows), nearest(bucket.width, columns)
+    fits = Bucket(num_frames=num_frames, height=height, width=width)
+    if fits != bucket:
+        who = "the codec wants" if tuple(patch) == ALONE else "codec and model want"
+        sizes = "height and width divisible by"
+        if rows != columns:
+            sizes = f"height divisible by {rows} and width by"
+        raise RecipeError(
+            f"data.buckets: {bucket} cannot be encoded: {who} {sizes} {columns}{of_frames}. "
+            f"The nearest that fits is {fits}."
+        )
+
+
+def nearest(size: int, step: int) -> int:
+    """The multiple of a step, above zero, that lies nearest to a size."""
+    return max(1, round(size / step)) * step
 
 
 def to_uint8(pixels: Tensor) -> Tensor:

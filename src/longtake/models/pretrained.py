@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from longtake.errors import ModelError, RecipeError
+from longtake.models.nearest import hint
 
 _REPOSITORY_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _REACH_SECONDS = 10
@@ -89,10 +90,9 @@ def check_arguments(key: str, function: Callable[..., Any], values: Mapping[str,
     known = list(defaults(function))
     for name in values:
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"known: {', '.join(known)}."
             owner = function.__qualname__.removesuffix(".__init__")
-            raise RecipeError(f"{key}.{name} is not an argument of {owner}; {hint}")
+            near = hint(name, known, shown=len(known))
+            raise RecipeError(f"{key}.{name} is not an argument of {owner}; {near}")
 
 
 def defaults(function: Callable[..., Any]) -> dict[str, Any]:
@@ -146,9 +146,9 @@ def _library(speaker: Any) -> str:
 def _class_of(module: ModuleType, key: str, name: str) -> Any:
     found = getattr(module, name, None)
     if not inspect.isclass(found):
-        nearest = difflib.get_close_matches(name, dir(module), n=1)
-        hint = f" Did you mean {nearest[0]}?" if nearest else ""
-        raise RecipeError(f"{key}: {module.__name__} has no class {name}.{hint}")
+        near = difflib.get_close_matches(name, dir(module), n=1)
+        question = f" Did you mean {near[0]}?" if near else ""
+        raise RecipeError(f"{key}: {module.__name__} has no class {name}.{question}")
     return found
 
 

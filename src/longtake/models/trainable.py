@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from longtake.config import TrainableSection
+from longtake.errors import RecipeError
 from longtake.models.added import ADDED, attach, block_names, detach, main_dtype
 from longtake.models.family import Family
 from longtake.models.imported import build_module
@@ -30,7 +31,8 @@ def make_trainable(
         latent_channels: C of the latents, for an added module.
 
     Raises:
-        RecipeError: targets or blocks match nothing, or the module cannot be had as it is named.
+        RecipeError: targets or blocks match nothing, the module cannot be had as it is named, or
+            nothing is left to train.
     """
     base, dtype = section.base(), _DTYPES.get(section.dtype) or main_dtype(model)
     blocks = block_names(model, family, section.blocks)
@@ -44,6 +46,17 @@ def make_trainable(
         if section.module is not None:
             module = build_module(section, family.width(model), blocks, latent_channels)
             attach(model, module.to(device, dtype), family, blocks, dtype)
+    _refuse_nothing(model, section)
+
+
+def _refuse_nothing(model: nn.Module, section: TrainableSection) -> None:
+    """Only an added module can leave nothing to train: all else has weights, or adds them."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise RecipeError(
+            f"trainable.module {section.module} trains nothing: the model is frozen, and so is "
+            "every parameter that the module has. Leave requires_grad on where it should learn, "
+            'or train the model beside it with trainable.kind = "lora" or "full".'
+        )
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:

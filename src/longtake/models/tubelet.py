@@ -31,6 +31,10 @@ class Tubelet:
     references: tuple[str, ...] = ()
     lora_targets: tuple[str, ...] = ("to_qkv", "to_out")
 
+    def patch(self, section: ModelSection) -> tuple[int, ...]:
+        """A tube's."""
+        return tuple(section.config.get("patch_size", TUBE))
+
     def check(self, section: ModelSection, shapes: Sequence[LatentShape]) -> None:
         """One shape only, which must divide into tubes."""
         if len(set(shapes)) > 1:

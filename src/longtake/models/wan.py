@@ -28,6 +28,10 @@ class Wan:
     references: tuple[str, ...] = ()
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
 
+    def patch(self, section: ModelSection) -> tuple[int, ...]:
+        """1 frame, 2 rows and columns, unless the section says otherwise."""
+        return _patch_size(section)
+
     def check(self, section: ModelSection, shapes: Sequence[LatentShape]) -> None:
         """Latent height and width must divide into patches."""
         patch = _patch_size(section)

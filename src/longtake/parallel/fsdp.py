@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from longtake.parallel.mesh import World
@@ -20,8 +20,8 @@ def spread(model: nn.Module, blocks: Sequence[nn.Module], world: World) -> None:
 
     The model comes on the CPU: a card never holds more of it than its share and one block.
 
-    Parameters become DTensors and stay in fp32, reductions too; the arithmetic's precision is
-    autocast's business, the same on one process and on many.
+    Parameters become DTensors of the dtype that they have, in which they are reduced too; the
+    arithmetic's precision is autocast's business, the same on one process and on many.
     """
     if world.mesh is None:
         model.to(world.device)
@@ -29,9 +29,35 @@ def spread(model: nn.Module, blocks: Sequence[nn.Module], world: World) -> None:
     # Some families return a view. torch warns at each step that nobody may change it in place,
     # and nobody does: the loss reads it.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
-    for block in blocks:
-        fully_shard(block, mesh=world.mesh)
-    fully_shard(model, mesh=world.mesh)
+    for part in (*blocks, model):
+        trained = _trained_dtypes(part)
+        for inner in _of_other_dtypes(part, trained[0]) if trained else []:
+            fully_shard(inner, mesh=world.mesh)
+            if hasattr(inner, "prepare"):  # an added module's, which is called beside forward
+                register_fsdp_forward_method(inner, "prepare")
+        fully_shard(part, mesh=world.mesh)
+
+
+def _of_other_dtypes(module: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
+    """The largest parts of a module that train in other dtypes than this one.
+
+    What FSDP2 spreads as one must train in one dtype, but Wan keeps a few weights of each block in
+    fp32 where all others are in bf16.
+    """
+    found: list[nn.Module] = []
+    for child in module.children():
+        dtypes = _trained_dtypes(child)
+        if dtype in dtypes or isinstance(child, nn.ModuleList):
+            found += _of_other_dtypes(child, dtype)
+        elif dtypes:
+            found.append(child)
+    return found
+
+
+def _trained_dtypes(module: nn.Module) -> list[torch.dtype]:
+    """Of parameters that are not spread yet; a module's own come before its parts'."""
+    mine = (p for p in module.parameters() if not isinstance(p, DTensor))
+    return list(dict.fromkeys(p.dtype for p in mine if p.requires_grad))
 
 
 def synchronise_gradients(model: nn.Module, wanted: bool) -> None:

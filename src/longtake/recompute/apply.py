@@ -36,7 +36,7 @@ ATTENTION = frozenset(
 """The operations whose output `save-attention` keeps: the dearest of a block for its bytes."""
 
 
-def run_block(option: Option, block: nn.Module, *args: Any) -> Any:
+def run_block(option: Option, block: Block, *args: Any) -> Any:
     """A block's output, the same to the bit whatever the option.
 
     What is random in it (dropout) is drawn again as it was: the generators' states are kept.

@@ -34,7 +34,7 @@ def seconds(
 ) -> float:
     """How long a device takes for one operation that makes or changes something."""
     packet = operation.overloadpacket if hasattr(operation, "overloadpacket") else operation
-    touched = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    touched = [tensor for value in (*args, *kwargs.values()) for tensor in tensors(value)]
     made = tensors(result)
     moved = sum(tensor.numel() * tensor.itemsize for tensor in (*touched, *made))
     traffic = moved / (device.bandwidth * _SHARE_OF_BANDWIDTH)
@@ -47,7 +47,7 @@ def seconds(
 
 
 def tensors(result: Any) -> list[Tensor]:
-    """The tensors among an operation's results."""
+    """The tensors that a result or an argument is, or is made of."""
     if isinstance(result, Tensor):
         return [result]
     if isinstance(result, Iterable):

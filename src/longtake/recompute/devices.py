@@ -1,7 +1,8 @@
 """What a card can do: the figures that predicted times are made of."""
 
 import difflib
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -32,6 +33,8 @@ class Device:
 
 
 _MIB = 2**20
+_ALMOST = 0.99
+"""A card of 48 GiB has a little less."""
 
 # Makers' data sheets (dense, without sparsity); memory as nvidia-smi shows it.
 DEVICES = {
@@ -59,7 +62,7 @@ def device_named(name: str) -> Device:
         flops, bandwidth = (float(part) for part in wanted.split(","))
     except ValueError:
         flops = bandwidth = 0
-    if min(flops, bandwidth) > 0:
+    if 0 < flops < math.inf and 0 < bandwidth < math.inf:
         return Device(name, "cuda", flops, flops / 8, bandwidth, None)
     nearest = difflib.get_close_matches(wanted, [*DEVICES, CPU.name], n=1)
     hint = f" Did you mean {nearest[0]}?" if nearest else ""
@@ -69,13 +72,30 @@ def device_named(name: str) -> Device:
     )
 
 
-def device_at_hand() -> Device:
-    """The first CUDA card, as one of the known ones where its name says so; else this processor."""
-    if not torch.cuda.is_available():
+def device_for(training_device: str, memory_bytes: int | None = None) -> Device:
+    """What a recipe is planned for that names no card.
+
+    Args:
+        training_device: of the recipe: `auto`, `cpu` or `cuda`.
+        memory_bytes: of the card, where the recipe says it.
+
+    Returns:
+        This processor; or the card at hand; or, where a card is wanted and there is none, the
+        smallest known one of so much memory.
+    """
+    if training_device != "cpu" and torch.cuda.is_available():
+        return _card_at_hand()
+    if training_device != "cuda":
         return CPU
+    by_size = sorted(DEVICES.values(), key=lambda device: device.memory_bytes or 0)
+    wanted = (memory_bytes or 0) * _ALMOST
+    return next((card for card in by_size if (card.memory_bytes or 0) >= wanted), by_size[-1])
+
+
+def _card_at_hand() -> Device:
+    """With the speed of a known card where its name says so, and the memory that it has."""
     properties = torch.cuda.get_device_properties(0)
     label = properties.name.lower().replace(" ", "")
-    for name, device in DEVICES.items():
-        if name in label:
-            return device
-    return Device(properties.name, "cuda", 150e12, 40e12, 8e11, properties.total_memory)
+    named = [device for name, device in DEVICES.items() if name in label]
+    speed = named[0] if named else Device("", "cuda", 150e12, 40e12, 8e11, None)
+    return replace(speed, name=properties.name, memory_bytes=properties.total_memory)

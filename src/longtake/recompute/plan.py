@@ -11,6 +11,7 @@ from longtake.recompute.trace import StepTrace, Tracer
 
 _GIB = 2**30
 _MOST_TRIES = 5
+_LEAST_STEP_BYTES = 2**16  # below it the solver's tolerance hides the difference
 _UNIFORM: Mapping[Option, str] = {
     "keep": "none",
     "save-attention": "save-attention",
@@ -57,23 +58,43 @@ def survey(tracer: Tracer) -> Survey:
 
 
 def find_best(tracer: Tracer, surveyed: Survey, budget_bytes: int) -> Best | None:
-    """The fastest options whose traced peak is within a budget; None if nothing fits.
+    """The fastest options whose traced peak is within a budget; None if nothing fits."""
+    names = tuple(tracer.subject.blocks)
+    fitting: list[tuple[Options, StepTrace]] = [
+        (options_of(policy, names), trace)
+        for policy, trace in surveyed.traces.items()
+        if trace.peak_bytes <= budget_bytes
+    ]
+    if not any(trace.seconds <= surveyed.traces["none"].seconds for _, trace in fitting):
+        fitting += _solved(tracer, surveyed, budget_bytes)
+    if not fitting:
+        return None
+    options, traced = min(fitting, key=lambda each: each[1].seconds)
+    return _best(options, traced, surveyed, budget_bytes)
 
-    The budget given to the solver is tightened until the trace of what it finds fits.
-    """
+
+def unlimited(tracer: Tracer, surveyed: Survey) -> Best:
+    """What is best where memory has no limit: everything is kept."""
+    names, traced = tuple(tracer.subject.blocks), surveyed.traces["none"]
+    return Best(options_of("none", names), traced.peak_bytes, traced, 0.0, 0.0)
+
+
+def _solved(tracer: Tracer, surveyed: Survey, budget_bytes: int) -> list[tuple[Options, StepTrace]]:
+    """What the solver finds, traced: its budget is tightened until the trace fits."""
     within = budget_bytes
     for _ in range(_MOST_TRIES):
         options = fastest(surveyed.costs, within)
         if options is None:
-            return None
+            return []
         traced = tracer.trace(options)
         if traced.peak_bytes <= budget_bytes:
-            return _best(options, traced, surveyed, budget_bytes)
-        within -= traced.peak_bytes - budget_bytes
-    return None
+            return [(options, traced)]
+        within -= max(traced.peak_bytes - budget_bytes, _LEAST_STEP_BYTES)
+    return []
 
 
 def _best(options: Options, traced: StepTrace, surveyed: Survey, budget_bytes: int) -> Best:
+    """A solver's solution may be a little off, so more memory is never said to cost time."""
     roomier = fastest(surveyed.costs, budget_bytes + _GIB)
     without = surveyed.traces["none"].seconds
     with_another = surveyed.costs.predicted_seconds(roomier or options)

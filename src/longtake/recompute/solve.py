@@ -142,7 +142,7 @@ def fastest(costs: Costs, budget_bytes: float) -> dict[str, Option] | None:
     found = milp(
         costs.seconds.ravel() / costs.seconds.max(),
         integrality=np.ones(number * width),
-        bounds=Bounds(0, 1),
+        bounds=Bounds(0, 1 - _pointless(costs).ravel()),
         constraints=[
             LinearConstraint(one_each, 1, 1),
             LinearConstraint(costs._levels() / _GIB, -np.inf, room / _GIB),
@@ -153,6 +153,20 @@ def fastest(costs: Costs, budget_bytes: float) -> dict[str, Option] | None:
         return None
     chosen = found.x.reshape(number, width).argmax(axis=1)
     return {name: OPTIONS[option] for name, option in zip(costs.names, chosen, strict=True)}
+
+
+def _pointless(costs: Costs) -> NDArray[np.float64]:
+    """[blocks, options]: 1 where an option gains nothing over keeping a block.
+
+    Such as before the first trainable parameter; the solver would choose there by chance.
+    """
+    gains = [
+        each < each[:, [OPTIONS.index("keep")]]
+        for each in (costs.saved, costs.forward, costs.backward)
+    ]
+    pointless: NDArray[np.float64] = (~np.logical_or.reduce(gains)).astype(np.float64)
+    pointless[:, OPTIONS.index("keep")] = 0
+    return pointless
 
 
 def _saved(trace: StepTrace) -> Bytes:

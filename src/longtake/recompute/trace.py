@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longtake.errors import PlanError
 from longtake.recompute import kernels, kernels_cpu
 from longtake.recompute.apply import BlockCall, Option, caller, run_block
 from longtake.recompute.cost import seconds, tensors
@@ -264,12 +265,8 @@ def _read(tape: Tape, weight_bytes: int, input_bytes: int, subject: Subject) -> 
     """Make sense of the marks, each of which closes the span before it."""
     spans = tape.marks
     ends = {what: place for place, (what, _) in reversed(list(enumerate(spans)))}
-    loss_at = ends["loss"]
-    first_backward = next(
-        (place for place in range(loss_at + 1, len(spans)) if spans[place][0] != "loss"), loss_at
-    )
-    first_block = ends[f"before {next(iter(subject.blocks))}"] + 1
-    last_forward = max(place for place in range(loss_at) if spans[place][0] != "loss")
+    _refuse_other_order([what for what, _ in spans], subject)
+    loss_at, first_block = ends["loss"], ends[f"before {next(iter(subject.blocks))}"] + 1
     trained = [
         (name, parameter)
         for name, parameter in subject.model.named_parameters()
@@ -283,11 +280,22 @@ def _read(tape: Tape, weight_bytes: int, input_bytes: int, subject: Subject) -> 
         peak_bytes=max(span.peak_bytes for _, span in spans),
         end_bytes=spans[-1][1].end_bytes,
         front_peak_bytes=_joined([span for _, span in spans[:first_block]]).peak_bytes,
-        turn=_joined([span for _, span in spans[last_forward + 1 : first_backward + 1]]),
+        turn=_joined([span for _, span in spans[loss_at : loss_at + 2]]),
         seconds=sum(span.seconds for _, span in spans),
         reached=tuple(name for name, parameter in trained if parameter.grad is not None),
         unreached=tuple(name for name, parameter in trained if parameter.grad is None),
     )
+
+
+def _refuse_other_order(marks: Sequence[str], subject: Subject) -> None:
+    """What a block saves is read off what is there when the next one begins."""
+    ran = [mark.removeprefix("before ") for mark in marks if mark.startswith("before ")]
+    if ran != list(subject.blocks):
+        odd = next((name for name in subject.blocks if ran.count(name) != 1), ran[0])
+        raise PlanError(
+            f"The model cannot be planned: its blocks do not run once each in their order; {odd} "
+            f"runs {ran.count(odd)} times. Set recompute.policy and leave recompute.memory out."
+        )
 
 
 def _of_block(name: str, spans: Sequence[tuple[str, Span]], ends: Mapping[str, int]) -> BlockTrace:

@@ -10,6 +10,7 @@ from operator import or_
 
 from longtake.recompute.upstream import Copies, Cut, Parameters, Region
 from longtake.recompute.watch import SECOND_TIME, Watch
+from longtake.units import size
 
 _NON_REENTRANT = (
     "Call torch.utils.checkpoint.checkpoint with use_reentrant=False, or drop the call and set "
@@ -17,6 +18,9 @@ _NON_REENTRANT = (
 )
 _OR_DIRECTLY = "; or hand that tensor over as an argument of its own"
 _MEANT_TO_TRAIN = "If they are meant to train, {}; if not, freeze them with requires_grad_(False)."
+
+_CLEARLY = 0.01
+"""Of the peak without recompute: less is not worth a note."""
 
 
 @dataclass(frozen=True)
@@ -72,30 +76,34 @@ def idle_recompute(options: Mapping[str, str], saved_bytes: Mapping[str, int]) -
     if useful:
         fix = (
             f"Recompute what comes after the first trainable parameter: {_listed(useful)} "
-            f"save{'s' if len(useful) == 1 else ''} {_size(sum(useful.values()))}. Frozen blocks "
+            f"save{'s' if len(useful) == 1 else ''} {size(sum(useful.values()))}. Frozen blocks "
             "count there too, because gradient passes through them."
         )
     return [Trap(idle[0], trap, fix, stops=False)]
 
 
 def costly_policies(peaks: Mapping[str, int]) -> list[Trap]:
-    """Policies that need more memory than no recompute at all.
+    """One note on policies that need clearly more memory than no recompute at all.
 
     Args:
         peaks: bytes at a step's peak, by policy; without `none` there is nothing to compare with.
     """
     usual = peaks.get("none")
+    if usual is None:
+        return []
+    more = {name: peak - usual for name, peak in peaks.items() if peak - usual > _CLEARLY * usual}
+    if not more:
+        return []
+    listed = ", ".join(f'"{name}" by {size(extra)}' for name, extra in more.items())
     return [
         Trap(
             "model",
-            f'recompute.policy = "{name}" costs memory: its peak is {_size(peak)}, '
-            f"{_size(peak - usual)} above no recompute. It holds on to tensors that autograd by "
-            "itself would not keep: where weights are frozen, a gradient needs few of them.",
-            'Set recompute.policy = "none", or "best" with recompute.memory.',
+            f'Recompute can cost memory. Above the peak of recompute.policy = "none", '
+            f"{size(usual)}, are: {listed}. They hold on to tensors that autograd by itself would "
+            "not keep: where weights are frozen, a gradient needs few of them.",
+            "If your policy is among them, take another: the plan's table shows which.",
             stops=False,
         )
-        for name, peak in peaks.items()
-        if usual is not None and peak > usual
     ]
 
 
@@ -298,7 +306,7 @@ def _copies(watch: Watch) -> Iterator[Trap]:
             groups[0],
             f"Trainable weights in {_listed(groups)} are fp32 on a 16-bit base: {count} of their "
             "layers copy their input to fp32 and keep the copy for the backward pass, "
-            f"{_size(num_bytes)} in all where nothing is recomputed.",
+            f"{size(num_bytes)} in all where nothing is recomputed.",
             'Set trainable.dtype = "model": longtake\'s optimizers do not lose updates that are '
             "too small for 16 bits.",
             stops=False,
@@ -342,11 +350,3 @@ def _listed(names: Iterable[str], most: int = 3) -> str:
     if len(names) <= most:
         return f"{', '.join(names[:-1])} and {names[-1]}"
     return f"{', '.join(names[:most])} and {len(names) - most} more"
-
-
-def _size(num_bytes: int) -> str:
-    """In the largest unit of which there is one at least."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.2f} {unit}"
-    return f"{num_bytes} bytes"

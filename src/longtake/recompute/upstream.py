@@ -5,7 +5,7 @@ came from. What trains silently nothing can only be explained by someone who doe
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,8 @@ class Region:
 class Place:
     """Where the forward pass is: in which modules, in which regions."""
 
+    blocks: Collection[str] = ()
+    """Names of modules that others may be called after, by a hook, as if inside."""
     modules: list[tuple[str, bool]] = field(default_factory=lambda: [("model", True)])
     """Name of each module that is running, outermost first, and whether gradients were on when it
     began."""
@@ -56,6 +58,17 @@ class Place:
     def module(self) -> str:
         """The innermost module."""
         return self.modules[-1][0]
+
+    @property
+    def where(self) -> str:
+        """The innermost module, and the block after which it was called where it is no part of it.
+
+        An added module is called after many blocks.
+        """
+        names = [name for name, _ in self.modules]
+        after = next((name for name in reversed(names) if name in self.blocks), None)
+        is_inside = after is None or f"{names[-1]}.".startswith(f"{after}.")
+        return names[-1] if is_inside else f"{names[-1]} after {after}"
 
     @property
     def gradients_went_off(self) -> str:
@@ -191,9 +204,9 @@ class Upstream(TorchFunctionMode):
         if not lost or any(out.requires_grad or out.dtype == torch.bool for out in outputs):
             return
         if func in _DETACHES:
-            self.cuts.append(Cut(self._place.module, "detach", lost))
+            self.cuts.append(Cut(self._place.where, "detach", lost))
         elif torch.is_grad_enabled():
-            self.cuts.append(Cut(self._place.module, name, lost))
+            self.cuts.append(Cut(self._place.where, name, lost))
         elif not self._place.in_reentrant:
             self.cuts.append(Cut(self._place.gradients_went_off, "no_grad", lost))
 
@@ -205,7 +218,7 @@ class Upstream(TorchFunctionMode):
     def _note_demand(self, tensor: Tensor) -> None:
         known = isinstance(tensor, nn.Parameter) or any(tensor is one for one in self._inputs)
         if tensor.requires_grad and not known:
-            self.demands.append(Demand(self._place.module, self.of(tensor)))
+            self.demands.append(Demand(self._place.where, self.of(tensor)))
 
 
 def in_backward() -> bool:

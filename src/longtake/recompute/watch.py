@@ -51,7 +51,7 @@ class Watch:
         self._model = model
         self._inputs = list(inputs)
         self._reached: set[str] = set()
-        self._place = Place()
+        self._place = Place(blocks)
         self._open = ExitStack()
         self.blocks = dict(blocks)
         self.parameters: list[str] = []
@@ -164,7 +164,7 @@ class Watch:
         nested = tensors_in([value for value in args if not isinstance(value, Tensor)])
         region = Region(
             reentrant=reentrant,
-            where=self._place.module,
+            where=self._place.where,
             carries_grad=any(tensor.requires_grad for tensor in direct),
             hidden=self.upstream.of([tensor for tensor in nested if tensor.requires_grad]),
             upstream=self.upstream.of(list(args)),

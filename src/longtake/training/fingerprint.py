@@ -1,23 +1,27 @@
 """Names what encodes: other weights, tokenizers or settings have another fingerprint.
 
-Of a part that is loaded it is the files' names, sizes and content that count, not where they lie:
-small ones whole, of large ones the header (names, shapes and places of all tensors) and samples
-spread over the rest, so that ten gigabytes are fingerprinted in milliseconds.
+Of a part that is loaded it is the files' names and content that count, not where they lie. Large
+files are read whole, but once: the cache remembers their hash while path, size and time of change
+stay the same. In the hub's own cache they are called by it.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 from longtake.config import PooledSection, Recipe, TextSection
+from longtake.data.hashes import ContentHashes
 from longtake.models.pretrained import locate
 
 _ENCODING = 1
 """Version of longtake's own code between pixels and codec, captions and encoder."""
 
-_WHOLE_BYTES = 2**24
-_NUM_SAMPLES, _SAMPLE_BYTES = 16, 2**16
+_LARGE_BYTES = 2**24
+"""Smaller files are read each time: that takes no longer than to look them up."""
+
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def codec_fingerprint(recipe: Recipe, made: Path) -> str:
@@ -32,12 +36,12 @@ def codec_fingerprint(recipe: Recipe, made: Path) -> str:
     """
     section = recipe.codec
     if section.kind == "pixels":
-        return _fingerprint([section.kind], [])
+        return _fingerprint(recipe, [section.kind], [])
     if section.pretrained is None:
         folders = [made / "vae"]
     else:
         folders = [locate(section.pretrained, section.subfolder) / section.subfolder]
-    return _fingerprint([section.kind, section.class_name], folders)
+    return _fingerprint(recipe, [section.kind, section.class_name], folders)
 
 
 def text_fingerprint(recipe: Recipe, made: Path) -> str:
@@ -52,7 +56,7 @@ def text_fingerprint(recipe: Recipe, made: Path) -> str:
         # As the text encoder is built: unset and without a config, from where the first one is.
         where = pooled.pretrained or (None if pooled.config else section.pretrained)
         folders += _encoder_folders(pooled, where, made)
-    return _fingerprint(facts, folders)
+    return _fingerprint(recipe, facts, folders)
 
 
 def _encoder_folders(
@@ -64,30 +68,28 @@ def _encoder_folders(
     return [locate(where, name) / name for name in names]
 
 
-def _fingerprint(facts: list[object], folders: list[Path]) -> str:
+def _fingerprint(recipe: Recipe, facts: list[object], folders: list[Path]) -> str:
     digest = hashlib.blake2b(json.dumps([_ENCODING, *facts]).encode(), digest_size=16)
+    cache = recipe.data.cache
+    of_large = _sha256 if cache is None else ContentHashes(cache / "encoders", _sha256).of
     for folder in folders:
         digest.update(b"folder")
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
             if path.is_file() and not any(part.startswith(".") for part in name.split("/")):
-                digest.update(f"{name} {path.stat().st_size}".encode())
-                for piece in _pieces(path):
-                    digest.update(piece)
+                digest.update(f"{name} {_content(path, of_large)}".encode())
     return digest.hexdigest()
 
 
-def _pieces(path: Path) -> Iterator[bytes]:
-    """All of a small file; of a large one the beginning, the end, and samples between them."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        if size <= _WHOLE_BYTES:
-            yield file.read()
-            return
-        start = file.read(8)
-        yield start
-        if path.suffix == ".safetensors":
-            yield file.read(min(int.from_bytes(start, "little"), _WHOLE_BYTES))
-        for number in range(_NUM_SAMPLES):
-            file.seek((size - _SAMPLE_BYTES) * number // (_NUM_SAMPLES - 1))
-            yield file.read(_SAMPLE_BYTES)
+def _content(path: Path, of_large: Callable[[str], str]) -> str:
+    """SHA-256 of a file, which the hub's cache calls large files by."""
+    stored = path.resolve()
+    if stored.parent.name == "blobs" and _SHA256.fullmatch(stored.name):
+        return stored.name
+    is_large = stored.stat().st_size > _LARGE_BYTES
+    return of_large(str(stored)) if is_large else _sha256(str(stored))
+
+
+def _sha256(path: str) -> str:
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

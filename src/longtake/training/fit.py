@@ -1,29 +1,23 @@
 """What `train` makes of the plan: stops on a trap, picks the policy, runs the blocks by it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from longtake.config import Recipe
+from longtake.config import Bucket, Recipe
 from longtake.errors import LongtakeError, PlanError
 from longtake.models.assemble import Components
 from longtake.models.precision import Precision
 from longtake.parallel.collectives import from_first
 from longtake.parallel.mesh import World
 from longtake.recompute.apply import caller
-from longtake.recompute.devices import Device, device_at_hand, device_named
 from longtake.recompute.policies import Options, options_of
-from longtake.training.forecast import (
-    Forecast,
-    Gradients,
-    PolicyForecast,
-    check_gradients,
-    forecast,
-    memory_of,
-)
-from longtake.training.outlined import outlined_step
-from longtake.training.relief import find_reliefs
-
-GIB = 2**30
+from longtake.training.card import Card, card_of
+from longtake.training.forecast import Forecast, forecast, wasteful
+from longtake.training.gradients import CannotBeFollowedError, check_gradients, refuse_traps
+from longtake.training.outlined import OutlinedStep, outlined_step
+from longtake.training.relief import as_lines, find_reliefs
+from longtake.training.resident import PolicyForecast, memory_of
+from longtake.units import size
 
 
 @dataclass(frozen=True)
@@ -36,6 +30,8 @@ class Fit:
     """None where nothing is recomputed and no budget is given: then nobody asked."""
     activation_bytes: int | None
     """The predicted peak of forward and backward pass beside the weights."""
+    bucket: Bucket
+    """The shape of clips that was planned for."""
     notes: Sequence[str]
     """Traps that cost memory or time, but do not keep anything from training."""
 
@@ -46,10 +42,10 @@ def fit(recipe: Recipe, precision: Precision, world: World) -> Fit:
     Raises:
         PlanError: a trainable parameter would get no gradient, or no policy fits the memory.
     """
-    device = _device(recipe, world)
+    card = card_of(recipe, "cuda" if world.device.type == "cuda" else "cpu")
     resolved = recipe.training.model_copy(update={"precision": precision})
     wanted = recipe.model_copy(update={"training": resolved})
-    answer = _try_to_fit(wanted, device, world.size) if world.is_first else None
+    answer = _try_to_fit(wanted, card, world.size) if world.is_first else None
     answer = from_first(answer, world)
     if isinstance(answer, LongtakeError):
         raise answer
@@ -67,89 +63,75 @@ def run_blocks_by(options: Options, parts: Components) -> None:
     )
 
 
-def refuse_traps(gradients: Gradients) -> None:
-    """Stop where something that should be trained would not be.
-
-    Raises:
-        PlanError: names it, and what to do.
-    """
-    fatal = [trap for trap in gradients.traps if trap.stops]
-    if fatal:
-        raise PlanError("\n".join(["Not everything would train.", *map(str, fatal)]))
-
-
 def does_not_fit(recipe: Recipe, known: Forecast, world_size: int) -> PlanError:
     """What is missing, and what to change."""
-    assert known.budget_bytes is not None
-    if known.best_policy is not None:
-        return _another_fits(recipe.recompute.chosen(), known.best_policy, known)
-    least = min(known.policies, key=lambda row: row.step_peak_bytes)
-    lines = [
-        f"No recompute policy fits {known.budget_bytes / GIB:.2f} GiB: the least, {least.name}, "
-        f"takes {least.step_peak_bytes / GIB:.2f} GiB. Take a card with more memory."
-    ]
-    reliefs = find_reliefs(recipe, known, world_size)
-    if reliefs:
-        lines[0] += " Or, each by itself:"
-    for relief in reliefs:
-        verdict = "fits" if relief.fits else "not enough by itself"
-        settings = " ".join(f"--set '{change}'" for change in relief.changes)
-        lines.append(
-            f"  {relief.what}: {relief.step_peak_bytes / GIB:.2f} GiB, {verdict} ({settings})"
+    assert known.card.budget_bytes is not None
+    policy, budget = recipe.recompute.chosen(), size(known.card.budget_bytes)
+    if (best := known.best_policy) is not None:
+        return PlanError(
+            f'recompute.policy = "{policy}" takes {size(known.policy(policy).step_peak_bytes)}, '
+            f"but the budget for all tensors is {budget}. Set recompute.policy = "
+            f'"best": {size(best.step_peak_bytes)}, and a step takes {best.overhead:.0%} longer '
+            "than without recompute."
         )
-    return PlanError("\n".join(lines))
-
-
-def _another_fits(policy: str, best: PolicyForecast, known: Forecast) -> PlanError:
-    assert known.budget_bytes is not None
-    assert best.overhead is not None
-    return PlanError(
-        f'recompute.policy = "{policy}" takes {known.policy(policy).step_peak_bytes / GIB:.2f} '
-        f"GiB, but the budget for all tensors is {known.budget_bytes / GIB:.2f} GiB. Set "
-        f'recompute.policy = "best": {best.step_peak_bytes / GIB:.2f} GiB, and a step takes '
-        f"{best.overhead:.0%} longer than without recompute."
+    least = known.least.step_peak_bytes
+    text = (
+        f"No recompute policy fits {budget}: the least, {known.least.name}, takes {size(least)}. "
+        f"Take a card of {size(known.card.memory_for(least))}."
     )
+    reliefs = find_reliefs(recipe, known, world_size)
+    return PlanError("\n".join([f"{text} Or:" if reliefs else text, *as_lines(reliefs)]))
 
 
-def _device(recipe: Recipe, world: World) -> Device:
-    named = recipe.recompute.device
-    device = device_at_hand() if named is None else device_named(named)
-    return replace(device, target="cuda" if world.device.type == "cuda" else "cpu")
-
-
-def _try_to_fit(recipe: Recipe, device: Device, world_size: int) -> Fit | LongtakeError:
+def _try_to_fit(recipe: Recipe, card: Card, world_size: int) -> Fit | LongtakeError:
     """Errors are handed on, so that they can reach every rank."""
     try:
-        return _fit(recipe, device, world_size)
+        if recipe.recompute.chosen() == "best":
+            return _best(recipe, card, world_size)
+        return _named(outlined_step(recipe, card.device, world_size), card, world_size)
     except LongtakeError as error:
         return error
 
 
-def _fit(recipe: Recipe, device: Device, world_size: int) -> Fit:
-    policy, budget = recipe.recompute.chosen(), recipe.recompute.budget_bytes()
-    if policy == "best":
-        return _best(recipe, device, budget, world_size)
-    step = outlined_step(recipe, device, world_size)
-    gradients = check_gradients(step)
-    refuse_traps(gradients)
-    options = options_of(policy, tuple(step.tracer.subject.blocks))
-    notes = [str(trap) for trap in gradients.traps]
-    if policy == "none" and budget is None:
-        return Fit(policy, options, None, None, notes)
-    trace = step.tracer.trace(options)
-    memory = memory_of(policy, trace, step, budget_bytes=budget)
-    if memory.fits is False:
-        known = forecast(recipe, device, None, budget, world_size=world_size)
-        raise does_not_fit(recipe, known, world_size)
-    return Fit(policy, options, memory, trace.peak_bytes - trace.weight_bytes, notes)
-
-
-def _best(recipe: Recipe, device: Device, budget: int | None, world_size: int) -> Fit:
-    known = forecast(recipe, device, None, budget, world_size=world_size)
+def _best(recipe: Recipe, card: Card, world_size: int) -> Fit:
+    known = forecast(recipe, card, world_size=world_size)
     refuse_traps(known.gradients)
     if known.best is None:
         raise does_not_fit(recipe, known, world_size)
     trace = known.best.traced
-    notes = [str(trap) for trap in known.gradients.traps]
-    activations = trace.peak_bytes - trace.weight_bytes
-    return Fit("best", known.best.options, known.best_policy, activations, notes)
+    return Fit(
+        policy="best",
+        options=known.best.options,
+        memory=known.best_policy,
+        activation_bytes=trace.peak_bytes - trace.weight_bytes,
+        bucket=known.step.bucket,
+        notes=[str(trap) for trap in known.gradients.traps],
+    )
+
+
+def _named(step: OutlinedStep, card: Card, world_size: int) -> Fit:
+    """A policy that the recipe names; memory is looked at if something is recomputed or limited."""
+    policy = step.recipe.recompute.chosen()
+    options = options_of(policy, tuple(step.tracer.subject.blocks))
+    try:
+        gradients = check_gradients(step)
+    except CannotBeFollowedError as error:  # it may train all the same
+        return Fit(policy, options, None, None, step.bucket, [f"Gradients are unchecked. {error}"])
+    refuse_traps(gradients)
+    notes = [str(trap) for trap in gradients.traps]
+    if policy == "none" and card.memory_bytes is None:
+        return Fit(policy, options, None, None, step.bucket, notes)
+    traces = {"none": step.tracer.trace({}), policy: step.tracer.trace(options)}
+    trace = traces[policy]
+    memory = memory_of(policy, trace, step, budget_bytes=card.budget_bytes)
+    if memory.fits is False:
+        known = forecast(step.recipe, card, world_size=world_size)
+        raise does_not_fit(step.recipe, known, world_size)
+    return Fit(
+        policy=policy,
+        options=options,
+        memory=memory,
+        activation_bytes=trace.peak_bytes - trace.weight_bytes,
+        bucket=step.bucket,
+        notes=[*notes, *(str(trap) for trap in wasteful(step, traces))],
+    )

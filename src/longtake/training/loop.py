@@ -64,7 +64,7 @@ def train_steps(
     total = recipe.training.steps
     with catch_interrupts() as interrupt:
         for batch in record.timed(loader.batches(total)):
-            with peak.of_step():
+            with peak.of_step(batch):
                 loss_sum = compute_gradients(state, batch, recipe, world)
             if peak.comparison is not None:
                 record.peak_measured(batch, peak.comparison)

@@ -33,7 +33,6 @@ def flow_losses(
     A model that is kept in bf16 computes in it without autocast.
     """
     noisy = interpolate(examples.latents, examples.noise, examples.sigmas)
-    is_mixed = next(parts.model.parameters()).dtype == torch.float32
-    with autocast(precision if is_mixed else "fp32", device):
+    with autocast(precision if parts.dtype == torch.float32 else "fp32", device):
         predicted = parts.predict_velocity(noisy, examples.sigmas, examples.conditioning)
     return velocity_loss(predicted, velocity(examples.latents, examples.noise))

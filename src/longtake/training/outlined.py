@@ -8,7 +8,7 @@ from torch import Tensor
 
 from longtake.config import Bucket, Recipe
 from longtake.models.assemble import Components, latent_shape, outline, outline_conditioning
-from longtake.models.precision import Precision
+from longtake.models.precision import Precision, choose_precision
 from longtake.recompute.devices import Device
 from longtake.recompute.trace import Subject, Tracer
 from longtake.training.objective import Examples, flow_losses
@@ -28,6 +28,8 @@ class OutlinedStep:
     micro_batch_size: int
     num_micro_batches: int
     """Of one process, for one update."""
+    num_shards: int
+    """Processes that each hold a part of the model; 1 where each holds all of it."""
 
 
 def outlined_step(recipe: Recipe, device: Device, world_size: int = 1) -> OutlinedStep:
@@ -43,7 +45,7 @@ def outlined_step(recipe: Recipe, device: Device, world_size: int = 1) -> Outlin
     bucket = max(recipe.data.shapes(), key=lambda shape: sequence_length(parts, recipe, shape))
     family, model = parts.family, parts.model
     names = {module: name for name, module in model.named_modules()}
-    precision: Precision = "fp32" if recipe.training.precision == "fp32" else "bf16"
+    precision = _precision(recipe, device)
     subject = Subject(
         model=model,
         blocks={names[block]: block for block in family.blocks(model)},
@@ -53,8 +55,23 @@ def outlined_step(recipe: Recipe, device: Device, world_size: int = 1) -> Outlin
         is_accumulating=local > micro,
     )
     return OutlinedStep(
-        recipe, parts, Tracer(subject, device), bucket, precision, micro, -(-local // micro)
+        recipe=recipe,
+        parts=parts,
+        tracer=Tracer(subject, device),
+        bucket=bucket,
+        precision=precision,
+        micro_batch_size=micro,
+        num_micro_batches=-(-local // micro),
+        num_shards=world_size if recipe.parallel.strategy == "shard" else 1,
     )
+
+
+def _precision(recipe: Recipe, device: Device) -> Precision:
+    """What training would choose; every card that is planned for has bf16."""
+    wanted = recipe.training.precision
+    if wanted == "auto" and device.target == "cuda":
+        return "bf16"
+    return choose_precision(wanted, torch.device("cpu"))
 
 
 def sequence_length(parts: Components, recipe: Recipe, bucket: Bucket) -> int:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from longtake.config import Bucket
+from longtake.data.batch import Batch
 from longtake.recompute.measure import measured
 
 
@@ -23,28 +25,31 @@ class PeakComparison:
 
 
 class PeakCheck:
-    """Measures one step of a launch: its second, when libraries have taken what they keep.
+    """Measures one step of a launch: not its first, in which libraries take what they keep.
 
     Args:
         predicted_bytes: of forward and backward pass, beside the weights; None: nothing to check.
+        bucket: the shape of clips that this was predicted for.
         device: that is trained on.
     """
 
-    def __init__(self, predicted_bytes: int | None, device: torch.device) -> None:
+    def __init__(self, predicted_bytes: int | None, bucket: Bucket, device: torch.device) -> None:
         self._predicted_bytes = predicted_bytes
+        self._bucket = bucket
         self._device = device
-        self._steps = 0
+        self._is_first_step = True
         self.comparison: PeakComparison | None = None
         """There after the step that was measured, until the next one."""
 
     @contextmanager
-    def of_step(self) -> Iterator[None]:
+    def of_step(self, batch: Batch) -> Iterator[None]:
         """Runs a forward and backward pass, and measures it if it is the one."""
-        self._steps += 1
-        self.comparison = None
-        if self._predicted_bytes is None or self._steps != 2:
+        self.comparison, is_first = None, self._is_first_step
+        self._is_first_step = False
+        if self._predicted_bytes is None or is_first or batch.bucket != self._bucket:
             yield
             return
         with measured(self._device) as memory:
             yield
         self.comparison = PeakComparison(self._predicted_bytes, max(1, memory.peak_bytes))
+        self._predicted_bytes = None

@@ -17,6 +17,7 @@ from longtake.progress import StepProgress, step_progress
 from longtake.run_dir import EventKind, Metrics, RunDirectory, file_time
 from longtake.tracking.tensorboard import TensorBoardMirror
 from longtake.training.peak import PeakComparison
+from longtake.units import size
 
 
 class Record:
@@ -125,8 +126,8 @@ class Record:
             error=round(comparison.error, 4),
         )
         self._progress.say(
-            f"memory of forward and backward pass: {predicted / 2**20:.1f} MiB predicted, "
-            f"{measured / 2**20:.1f} measured ({comparison.error:+.1%})"
+            f"memory of forward and backward pass: {size(predicted)} predicted, {size(measured)} "
+            f"measured ({comparison.error:+.1%})"
         )
 
     def close(self) -> None:

@@ -1,18 +1,22 @@
 """What to change where a recipe does not fit, each change with its own prediction."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longtake import config
 from longtake.config import Bucket, Recipe
 from longtake.errors import LongtakeError
 from longtake.recompute.policies import options_of
-from longtake.training.forecast import Forecast, memory_of
+from longtake.training.forecast import Forecast
 from longtake.training.outlined import outlined_step
+from longtake.training.resident import memory_of
+from longtake.units import size
 
 _PIXELS = 32
 """What heights and widths are rounded to: codecs and patches of the shipped models divide it."""
 _LEAST_PIXELS = 64
+_BESIDE_THE_STEP = ("optimizer.", "data.cache", "data.windows")
+"""Keys that do not change what forward and backward pass do."""
 
 
 @dataclass(frozen=True)
@@ -29,33 +33,70 @@ class Relief:
 
 
 def find_reliefs(recipe: Recipe, known: Forecast, world_size: int = 1) -> list[Relief]:
-    """What could be changed, the most helpful first.
+    """What could be changed, the most helpful first; then, if no change is enough, all together.
 
     Args:
         recipe: that does not fit.
         known: its forecast, with a budget.
         world_size: processes that share a batch.
     """
-    assert known.budget_bytes is not None
-    least = min(known.policies, key=lambda row: row.step_peak_bytes)
-    found = []
-    for what, changes in _candidates(recipe, known):
-        try:
-            changed = config.changed(recipe, changes)
-            step = outlined_step(changed, known.device, world_size)
-            trace = step.tracer.trace(options_of(least.name, tuple(step.tracer.subject.blocks)))
-        except LongtakeError:  # a smaller shape may not divide into the codec's or the model's
-            continue
-        peak = memory_of(least.name, trace, step).step_peak_bytes
-        if peak < least.step_peak_bytes:
-            found.append(Relief(what, changes, least.name, peak, peak <= known.budget_bytes))
-    return sorted(found, key=lambda relief: relief.step_peak_bytes)
+    candidates = [_tried(what, new, recipe, known, world_size) for what, new in _all(recipe, known)]
+    helping = [each for each in candidates if each and each.step_peak_bytes < _least_bytes(known)]
+    helping.sort(key=lambda relief: relief.step_peak_bytes)
+    if len(helping) < 2 or any(relief.fits for relief in helping):
+        return helping
+    together = _tried("all of these together", _joined(helping), recipe, known, world_size)
+    return [*helping, together] if together else helping
 
 
-def _candidates(recipe: Recipe, known: Forecast) -> Iterator[tuple[str, list[str]]]:
-    if known.micro_batch_size > 1:
-        half = known.micro_batch_size // 2
-        if known.micro_batch_size * known.num_micro_batches % half == 0:
+def as_lines(reliefs: Sequence[Relief]) -> list[str]:
+    """Each change in a line."""
+    lines = []
+    for relief in reliefs:
+        settings = " ".join(f"--set '{change}'" for change in relief.changes)
+        verdict = "fits" if relief.fits else "not enough"
+        lines.append(f"  {relief.what}: {size(relief.step_peak_bytes)}, {verdict} ({settings})")
+    return lines
+
+
+def _tried(
+    what: str, changes: list[str], recipe: Recipe, known: Forecast, world_size: int
+) -> Relief | None:
+    """The prediction for a changed recipe; None if that does not fit together."""
+    policy, budget = known.least.name, known.card.budget_bytes
+    assert budget is not None
+    try:
+        changed = config.changed(recipe, changes)
+        if all(change.startswith(_BESIDE_THE_STEP) for change in changes):
+            step, trace = replace(known.step, recipe=changed), known.traces[policy]
+        else:
+            step = outlined_step(changed, known.card.device, world_size)
+            trace = step.tracer.trace(options_of(policy, tuple(step.tracer.subject.blocks)))
+    except LongtakeError:  # a smaller shape may not divide into the codec's or the model's
+        return None
+    peak = memory_of(policy, trace, step).step_peak_bytes
+    return Relief(what, changes, policy, peak, peak <= budget)
+
+
+def _joined(reliefs: Sequence[Relief]) -> list[str]:
+    """All their changes, the more helpful where two change the same."""
+    changes: dict[str, str] = {}
+    for relief in reliefs:
+        keys = [change.partition("=")[0] for change in relief.changes]
+        is_free = not any(key in changes for key in keys)
+        if is_free and not ("optimizer.kind" in keys and "optimizer.offload" in changes):
+            changes |= dict(zip(keys, relief.changes, strict=True))
+    return list(changes.values())
+
+
+def _least_bytes(known: Forecast) -> int:
+    return known.least.step_peak_bytes
+
+
+def _all(recipe: Recipe, known: Forecast) -> Iterator[tuple[str, list[str]]]:
+    if known.step.micro_batch_size > 1:
+        half = known.step.micro_batch_size // 2
+        if known.step.micro_batch_size * known.step.num_micro_batches % half == 0:
             yield f"micro-batches of {half}", [f"training.micro_batch_size={half}"]
     yield from _smaller_clips(recipe.data.buckets)
     if recipe.trainable.base() == "full":
@@ -66,7 +107,8 @@ def _candidates(recipe: Recipe, known: Forecast) -> Iterator[tuple[str, list[str
     if recipe.model.dtype == "fp32":
         yield "weights in bf16", ["model.dtype=bf16"]
     if not recipe.optimizer.offload and recipe.optimizer.kind == "adamw":
-        yield "optimizer states in the computer's memory", ["optimizer.offload=true"]
+        if known.card.device.target == "cuda":
+            yield "optimizer states in the computer's memory", ["optimizer.offload=true"]
         yield "optimizer states in 8 bits (needs torchao)", ["optimizer.kind=adamw8bit"]
     if known.fixed.encoders:
         yield "cached latents and prompts", ["data.cache=cache", "data.windows=1"]

@@ -26,15 +26,17 @@ from longtake.parallel.mesh import World, join
 from longtake.run_dir import EventKind, RunDirectory
 from longtake.training.allocator import keep_freed_memory
 from longtake.training.caching import captions_of, fill_cache, make_parts
+from longtake.training.card import card_of
 from longtake.training.eight_bit import refuse_missing_torchao
 from longtake.training.ema import Ema
-from longtake.training.fit import GIB, Fit, fit, run_blocks_by
+from longtake.training.fit import Fit, fit, run_blocks_by
 from longtake.training.loop import train_steps
 from longtake.training.optim import build_optimizers
 from longtake.training.peak import PeakCheck
 from longtake.training.record import keep_record
 from longtake.training.resume import data_state, refuse_other_plans, restore
 from longtake.training.step import TrainingState
+from longtake.units import size
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def train(recipe: Recipe, console: Console) -> Outcome:
             _announce(state, loader, [*warnings, *plan.notes], recipe, run, world, console)
             _announce_plan(plan, state, recipe, run, console)
         streams = stream_names(recipe.data)
-        peak = PeakCheck(plan.activation_bytes if world.is_first else None, world.device)
+        peak = _peak_check(plan, recipe, world)
         begun = time.perf_counter()
         with (
             keep_record(start, total, step_flops, run, world, console) as record,
@@ -316,24 +318,31 @@ def _announce_plan(
     """Record which recompute policy is run, and what it is expected to take."""
     if plan.memory is None:
         return
-    budget, counts = recipe.recompute.budget_bytes(), Counter(plan.options.values())
-    gib, budget_gib = plan.memory.step_peak_bytes / GIB, budget and budget / GIB
+    budget, counts = card_of(recipe).budget_bytes, Counter(plan.options.values())
+    peak = plan.memory.step_peak_bytes
     run.append_event(
         "memory_planned",
         step=state.global_step,
         policy=plan.policy,
         per_block=dict(counts),
         options=dict(plan.options),
-        step_peak_gib=round(gib, 4),
-        budget_gib=budget_gib and round(budget_gib, 4),
+        step_peak_gib=round(peak / 2**30, 4),
+        budget_gib=budget and round(budget / 2**30, 4),
         overhead=plan.memory.overhead,
     )
     blocks = ", ".join(f"{count} {option}" for option, count in counts.items())
-    limit = "" if budget_gib is None else f" of {budget_gib:.2f}"
+    limit = "" if budget is None else f" of {size(budget)}"
     console.print(
-        f"  memory: recompute policy {plan.policy} ({blocks}), {gib:.2f}{limit} GiB predicted",
+        f"  memory: recompute policy {plan.policy} ({blocks}), {size(peak)}{limit} predicted",
         highlight=False,
     )
+
+
+def _peak_check(plan: Fit, recipe: Recipe, world: World) -> PeakCheck:
+    """Compares one step with its prediction, which knows nothing of encoders at work."""
+    encodes = recipe.data.cache is None and recipe.codec.kind != "pixels"
+    wanted = plan.activation_bytes if world.is_first and not encodes else None
+    return PeakCheck(wanted, plan.bucket, world.device)
 
 
 def _clips_of(loader: Loader) -> str:

@@ -1,0 +1,77 @@
+"""Will everything train: one step is watched, on tensors without values."""
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+import longtake
+from longtake.errors import LongtakeError, PlanError
+from longtake.recompute.traps import Trap, flow_traps
+from longtake.training.outlined import OutlinedStep
+
+
+class CannotBeFollowedError(PlanError):
+    """The model asks for a value where a plan has none; it may well train all the same."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Which trainable parameters a backward pass reaches, by name."""
+
+    reached: Sequence[str]
+    unreached: Sequence[str]
+    traps: Sequence[Trap]
+
+    @property
+    def fatal(self) -> list[Trap]:
+        """Traps that leave something untrained."""
+        return [trap for trap in self.traps if trap.stops]
+
+
+def check_gradients(step: OutlinedStep) -> Gradients:
+    """Which trainable parameters a step reaches, and what keeps it from the others.
+
+    Raises:
+        CannotBeFollowedError: the model looks at values.
+        PlanError: the model's code fails.
+    """
+    try:
+        watch = step.tracer.watch()
+    except LongtakeError:
+        raise
+    except DataDependentOutputException as error:
+        raise CannotBeFollowedError(
+            f"The model cannot be planned{_where(error)}: a tensor's value is asked for. A plan "
+            "runs the model on tensors that have a shape but no values, so it can follow no "
+            ".item() and no `if` on a tensor. Compute with tensors there, such as by torch.where."
+        ) from error
+    except Exception as error:  # a user's own module may raise whatever it likes
+        reason = str(error).strip().partition("\n")[0]
+        raise PlanError(
+            f"The model cannot be run{_where(error)}: {type(error).__name__}: {reason}. A training "
+            "step would fail in the same way."
+        ) from error
+    return Gradients(watch.reached(), watch.unreached(), flow_traps(watch))
+
+
+def refuse_traps(gradients: Gradients) -> None:
+    """Stop where something that should be trained would not be.
+
+    Raises:
+        PlanError: names it, and what to do.
+    """
+    if gradients.fatal:
+        raise PlanError("\n".join(["Not everything would train.", *map(str, gradients.fatal)]))
+
+
+def _where(error: Exception) -> str:
+    """The innermost line that is neither torch's nor longtake's."""
+    known = (*torch.__path__, *longtake.__path__)
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [frame for frame in frames if not frame.filename.startswith(known)]
+    if not places:
+        return ""
+    return f" ({places[-1].filename}, line {places[-1].lineno}: {places[-1].line})"

@@ -1,0 +1,285 @@
+"""What `longtake plan` promises: its JSON, its table, its exit codes, one message per mistake."""
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longtake import config
+from longtake.config import Recipe
+from longtake.recompute.policies import POLICIES
+
+_ROOT = Path(__file__).resolve().parents[2]
+_TINY_FLUX = "examples/tiny_flux_module.toml"
+_Call = Callable[..., tuple[int, str, str]]
+_NUMBER = (int, float)
+
+_TYPES: dict[str, Any] = {
+    "device": str,
+    "budget_gib": float,
+    "model": {"parameters": int, "trainable": int, "tokens": int},
+    "fixed_gib": {"weights": float, "gradients": float, "optimizer": float, "inputs": float},
+    "best": {
+        "per_block": {"keep": int, "save-attention": int, "recompute": int},
+        "predicted_gib": float,
+        "traced_gib": float,
+        "overhead": float,
+    },
+    "gradients": {"trainable": int, "reached": int, "unreached": list},
+    "traps": list,
+    "seconds": float,
+}
+_OF_POLICY = {
+    "name": str,
+    "forward_end_gib": float,
+    "peak_gib": float,
+    "step_peak_gib": float,
+    "overhead": float,
+    "fits": bool,
+}
+
+
+def _assert_typed(value: Any, types: Any) -> None:
+    if not isinstance(types, dict):
+        assert isinstance(value, types), value
+        return
+    for key, inner in types.items():
+        _assert_typed(value[key], inner)
+
+
+@pytest.fixture
+def plan(call: _Call, monkeypatch: pytest.MonkeyPatch) -> _Call:
+    """Calls `longtake plan` in the repository's root."""
+    monkeypatch.chdir(_ROOT)
+    return lambda *arguments: call("plan", *arguments)
+
+
+@pytest.fixture
+def small(small_recipe: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Path]:
+    """Writes a recipe whose plan takes a second; neither its clips nor its module need exist."""
+
+    def write(*changes: str) -> Path:
+        path = tmp_path / "recipe.toml"
+        few = ("text.max_words=24", "model.config={hidden_size=48, num_heads=2, num_blocks=1}")
+        path.write_text(config.dump(small_recipe(*few, "data.catalog=none.parquet", *changes)))
+        return path
+
+    return write
+
+
+def test_json_says_all_that_others_read(plan: _Call) -> None:
+    """Of the example as it is; stdout holds JSON only, every key has its type and its meaning."""
+    code, out, _ = plan(_TINY_FLUX, "--json", "--set", "training.batch_size=2", "--memory=29MiB")
+    assert code == 0
+    facts = json.loads(out)
+    _assert_typed(facts, _TYPES)
+    assert facts["device"] == "cpu"
+    assert facts["budget_gib"] == pytest.approx(0.93 * 29 / 1024, abs=1e-5)  # 7 % is kept back
+    assert facts["model"]["tokens"] == 16 * 16 + 16 * 16 + 8
+    assert 0 < facts["model"]["trainable"] < 0.1 * facts["model"]["parameters"]
+    assert facts["fixed_gib"]["encoders"] == 0  # what they give is cached
+
+    rows = {row["name"]: row for row in facts["policies"]}
+    assert list(rows) == list(POLICIES)
+    for row in rows.values():
+        _assert_typed(row, _OF_POLICY)
+        assert row["step_peak_gib"] > row["peak_gib"] >= row["forward_end_gib"]
+        assert row["forward_end_gib"] > facts["fixed_gib"]["weights"] + facts["fixed_gib"]["inputs"]
+        assert row["fits"] == (row["step_peak_gib"] <= facts["budget_gib"])
+        assert row["overhead"] >= rows["none"]["overhead"] == 0
+
+    best = facts["best"]
+    assert best["traced_gib"] < best["step_peak_gib"] <= facts["budget_gib"]
+    assert best["predicted_gib"] == pytest.approx(best["traced_gib"], rel=0.005)
+    assert sum(best["per_block"].values()) == len(best["options"]) == 4
+    assert 0 < best["overhead"] <= min(row["overhead"] for row in rows.values() if row["fits"])
+    assert best["overhead_with_another_gib"] == 0
+    assert facts["gradients"] == {"trainable": 40, "reached": 40, "unreached": []}
+    assert facts["traps"] == []
+    assert 0 < facts["seconds"] < 60
+
+
+def test_the_table_can_be_read(plan: _Call) -> None:
+    """Every policy with its verdict, what is chosen and what it costs; on stdout, for a pager."""
+    settings = ("--set", "training.batch_size=2", "--memory=33MiB", "--device=rtx4090")
+    code, out, err = plan(_TINY_FLUX, *settings)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    rows = {line.split()[0]: line.split() for line in lines if line.strip()}
+    for policy in (*POLICIES, "best"):
+        name, forward, peak, with_optimizer, time, fits, *words = rows[policy]
+        assert float(with_optimizer) >= float(peak) >= float(forward) > 0
+        assert time.startswith("+")
+        assert time.endswith("%")
+        assert fits == {"none": "no", "all": "yes", "best": "yes"}.get(name, fits)
+        assert words
+    assert rows["weights"][1:3] == ["7.40", "MiB"]
+    assert {"gradients", "optimizer", "ema", "inputs"} <= rows.keys()
+    assert "1.94 M parameters, of which 0.09 M train (4.74%)." in out
+    assert "Clips of 1 frame of 64x64: 520 tokens each. In micro-batches of 2, computed in" in out
+    assert "Planned for rtx4090 with 33.00 MiB: 30.69 MiB for tensors, 2.31 MiB is left to" in out
+    (verdict,) = [line for line in lines if line.startswith("Best: ")]
+    assert "of 4 blocks" in verdict
+    assert "% longer than without recompute" in verdict
+    assert "Gradient reaches 40 of 40 trainable parameters." in lines
+    assert max(len(line.rstrip()) for line in lines if line.startswith(" ")) <= 100
+
+
+def test_what_does_not_fit_exits_1_with_what_would_help(
+    small: Callable[..., Path], plan: _Call
+) -> None:
+    """The recipe's own memory and card count where the options are unset."""
+    recipe = small("recompute={memory='6MiB', reserve=0, device='h100'}", "training.batch_size=8")
+    code, out, _ = plan(recipe, "--json")
+    assert code == 1
+    facts = json.loads(out)
+    assert facts["device"] == "h100"
+    assert facts["budget_gib"] == pytest.approx(6 / 1024, abs=1e-4)
+    assert facts["best"] is None
+    assert not any(row["fits"] for row in facts["policies"])
+    helpful = {change["what"]: change for change in facts["changes"]}
+    assert helpful["micro-batches of 4"]["set"] == ["training.micro_batch_size=4"]
+    assert {change["fits"] for change in facts["changes"]} == {True, False}
+
+    code, out, err = plan(recipe)
+    assert (code, err) == (1, "")
+    assert "Nothing fits. What would help, each by itself:" in out
+    for change in facts["changes"]:
+        verdict = "fits" if change["fits"] else "not enough"
+        assert f"  {change['what']}: {change['step_peak_gib'] * 1024:.2f} MiB, {verdict}  " in out
+        assert f"--set '{change['set'][0]}'" in out
+    (fitting, *_) = [change for change in facts["changes"] if change["fits"]]
+    settings = [part for change in fitting["set"] for part in ("--set", change)]
+    assert plan(recipe, *settings, "--json")[0] == 0
+
+
+def test_what_would_not_train_exits_1(
+    small: Callable[..., Path], own_module: Callable[[str], str], call: _Call
+) -> None:
+    """Whether it fits or not: every parameter by name, the trap and its fix."""
+    module = own_module("tokens + self.first(tokens) * prepared['style']")
+    recipe = small(f"trainable.module={module}")
+    code, out, _ = call("plan", recipe, "--json")
+    assert code == 1
+    facts = json.loads(out)
+    assert (facts["budget_gib"], facts["best"], facts["policies"]) == (None, None, [])
+    names = ["added_module.second.weight", "added_module.second.bias"]
+    assert facts["gradients"] == {"trainable": 5, "reached": 3, "unreached": names}
+    (trap, *_) = facts["traps"]
+    assert trap["block"] == "added_module.second"
+    assert trap["trap"].startswith("No parameter of added_module.second gets a gradient: ")
+    assert trap["fix"].startswith("If they are meant to train, use them")
+    assert trap["stops"] is True
+
+    code, out, err = call("plan", recipe)
+    assert (code, err) == (1, "")
+    assert "Gradient reaches 3 of 5 trainable parameters." in out
+    assert f"  without: {', '.join(names)}" in out
+    assert f"trap added_module.second: {trap['trap']}\n  Fix: {trap['fix']}" in out
+    assert "without a limit (--memory 48GiB sets one)" in out
+
+
+def test_memory_and_device_are_taken_as_they_are_given(
+    small: Callable[..., Path], plan: _Call
+) -> None:
+    """GiB are not GB; a named card has memory of its own, and any other is told by its speed."""
+    recipe = small("recompute={memory='1GiB', device='h200'}")
+    given = {
+        ("--memory=48GiB",): (48, 48 * 0.93),
+        ("--memory=48GB",): (48e9 / 2**30, 48e9 * 0.93 / 2**30),
+        ("--device=rtx4090",): (24564 / 1024, 24564 * 0.93 / 1024),
+        ("--device=312e12,2.0e12",): (1, 0.93),
+    }
+    for options, (memory, budget) in given.items():
+        code, out, _ = plan(recipe, *options, "--json")
+        assert code == 0
+        facts = json.loads(out)
+        assert facts["memory_gib"] == pytest.approx(memory, abs=1e-4)
+        assert facts["budget_gib"] == pytest.approx(budget, abs=1e-4)
+        assert facts["device"] == dict([options[0].split("=")]).get("--device", "h200")
+
+
+def test_processes_share_what_is_planned(small: Callable[..., Path], plan: _Call) -> None:
+    """The batch, and where the recipe says so, what trains."""
+    recipe = small("parallel.strategy=shard")
+    facts = [json.loads(plan(recipe, "--json", f"--processes={count}")[1]) for count in (1, 2)]
+    assert [each["shards"] for each in facts] == [1, 2]
+    assert [each["micro_batch_size"] for each in facts] == [4, 2]
+    alone, together = (each["fixed_gib"] for each in facts)
+    assert together["ema"] == pytest.approx(alone["ema"] / 2, abs=1e-6)
+
+
+_MISTAKES = {
+    "an unknown device": (
+        "--device a600",
+        "The device 'a600' is not known. Did you mean a6000? Known are a6000, h100, h200, rtx4090 "
+        "and cpu; any other is given as FLOPS,BANDWIDTH in operations and bytes a second: "
+        "312e12,2.0e12.",
+    ),
+    "memory without a unit": (
+        "--memory 48",
+        "examples/tiny_flux_module.toml: recompute.memory: '48' is no amount of memory; write it "
+        "like 48GiB or 48GB.",
+    ),
+    "a budget below the weights": (
+        "--memory 4MiB",
+        "The model's weights alone take 7.40 MiB, but the budget for all tensors is 3.72 MiB. With "
+        "every block recomputed this recipe takes ... MiB (--memory), or a smaller model, or "
+        'model.dtype = "bf16".',
+    ),
+    "a module that cannot be imported": (
+        "--set trainable.module=examples.modules.pose_adaptor:PoseAdapter",
+        "trainable.module 'examples.modules.pose_adaptor:PoseAdapter': examples.modules has no "
+        "module pose_adaptor; did you mean pose_adapter?",
+    ),
+    "a target that matches nothing": (
+        "--set 'trainable.targets=[\"to_qq\"]'",
+        "trainable.targets: 'to_qq' matches no linear layer of the model; did you mean to_q?",
+    ),
+    "a picture that only the module asks for": (
+        "--set 'data.references={reference=\"{stem}.png\"}'",
+        "The model cannot be run (...KeyError: 'pose_latents'. A training step would fail in "
+        "the same way.",
+    ),
+    "blocks that match nothing": (
+        "--set 'trainable.blocks=[\"transformer_block.*\"]'",
+        "trainable.blocks: 'transformer_block.*' matches no block of the model; did you mean "
+        "transformer_blocks.0 or transformer_blocks.1?",
+    ),
+    "a resolution that the codec cannot divide": (
+        "--set 'data.buckets=[{num_frames=1, height=65, width=64}]'",
+        "data.buckets: 1 frame of 64x65 cannot be encoded: codec and model want height and "
+        "width divisible by 4. The nearest that fits is 1 frame of 64x64.",
+    ),
+    "an unknown policy": (
+        "--set recompute.policy=al",
+        "examples/tiny_flux_module.toml: recompute.policy is 'al'; it should be 'auto', 'none', "
+        "'all', 'all-but-first', 'alternate', 'save-attention' or 'best'.",
+    ),
+    "the best policy for an unknown memory": (
+        "--set 'recompute={policy=\"best\"}'",
+        'examples/tiny_flux_module.toml: recompute.policy = "best" needs recompute.memory, such as '
+        '"48GiB".',
+    ),
+    "nothing that trains": (
+        "--set 'trainable={kind=\"frozen\"}'",
+        'examples/tiny_flux_module.toml: trainable.kind = "frozen" without trainable.module leaves '
+        "nothing to train.",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", _MISTAKES)
+def test_a_mistake_becomes_one_message_and_exit_code_2(mistake: str, plan: _Call) -> None:
+    """What is wrong, and the nearest that is not; without a traceback."""
+    options, message = _MISTAKES[mistake]
+    code, out, err = plan(_TINY_FLUX, *shlex.split(options))
+    assert (code, out) == (2, "")
+    before, dots, after = message.partition("...")
+    assert err.startswith(f"longtake: {before}")
+    assert err.endswith(f"{after}\n")
+    assert dots or err == f"longtake: {message}\n"
+    assert "Traceback" not in err

@@ -1,0 +1,109 @@
+"""Two processes run one plan. Run by torchrun, this file is one of two ranks."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from longtake import config
+from longtake.config import Recipe
+from longtake.errors import LongtakeError, PlanError, RecipeError
+from longtake.parallel.collectives import gather_objects
+from longtake.parallel.mesh import World, join
+from longtake.run_dir import RunDirectory, read_json_lines
+from longtake.training import fit as fit_module
+from longtake.training.fit import fit
+from longtake.training.run import train
+
+_QUIET = Console(quiet=True)
+_SMALL = ("text.max_words=24", "training.steps=6")
+_WITHIN = {  # two samples a process fit with some recompute
+    strategy: (f"recompute.memory={memory}", "recompute.reserve=0", f"parallel.strategy={strategy}")
+    for strategy, memory in {"replicate": "5.4MiB", "shard": "4.3MiB"}.items()
+}
+_TRAP = "checkpoint(self.change, given, use_reentrant=True)"
+
+
+def _curve(recipe: Recipe) -> list[float]:
+    return [row["loss"] for row in RunDirectory(recipe.out).metrics()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", _WITHIN)
+def test_two_processes_recompute_with_the_losses_of_one(
+    small_recipe: Callable[..., Recipe],
+    on_two_processes: list[str],
+    tmp_path: Path,
+    strategy: str,
+) -> None:
+    """The best plan for a half batch; alone nothing is recomputed."""
+    alone = small_recipe(*_SMALL, f"out={tmp_path / 'alone'}")
+    train(alone, _QUIET)
+    together = small_recipe(*_SMALL, *_WITHIN[strategy])
+    path = tmp_path / "launched.toml"
+    path.write_text(config.dump(together))
+    ended = subprocess.run(
+        [*on_two_processes, "-m", "longtake", "train", str(path)],
+        capture_output=True,
+        text=True,
+        env=os.environ,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert len(_curve(together)) == 6
+    assert _curve(together) == pytest.approx(_curve(alone), rel=1e-6, abs=1e-6)
+    events = read_json_lines(RunDirectory(together.out).events_path)
+    (planned,) = [event for event in events if event["event"] == "memory_planned"]
+    assert planned["policy"] == "best"
+    assert len(planned["per_block"]) > 1
+    assert planned["step_peak_gib"] <= planned["budget_gib"]
+
+
+def test_what_rank_0_finds_all_ranks_do(
+    small_recipe: Callable[..., Recipe],
+    own_module: Callable[[str], str],
+    run_on_two_ranks: Callable[..., None],
+    tmp_path: Path,
+) -> None:
+    """Its plan, or its refusal in the same words: a trap, or a recipe that cannot be."""
+    module = f"trainable.module={own_module(_TRAP)}"
+    size = ("data.buckets=[{num_frames=8, height=30, width=32}]",)
+    for name, changes in {"plan": _WITHIN["shard"], "trap": (module,), "mistake": size}.items():
+        (tmp_path / f"{name}.toml").write_text(config.dump(small_recipe(*_SMALL, *changes)))
+    run_on_two_ranks(__file__, str(tmp_path))
+
+
+def _check(folder: Path, world: World) -> None:
+    os.chdir(folder)
+    if not world.is_first:  # only rank 0 looks
+        fit_module._try_to_fit = None  # type: ignore[assignment]
+    plan = fit(config.load(folder / "plan.toml"), "fp32", world)
+    assert plan.policy == "best"
+    assert len(set(plan.options.values())) > 1
+    _assert_same(plan, world)
+    _assert_same(_refusal(folder / "trap.toml", PlanError, world), world)
+    said = _refusal(folder / "mistake.toml", RecipeError, world)
+    assert "do not divide into tubes" in said
+    _assert_same(said, world)
+
+
+def _refusal(path: Path, kind: type[LongtakeError], world: World) -> str:
+    with pytest.raises(kind) as refused:
+        fit(config.load(path), "fp32", world)
+    return str(refused.value)
+
+
+def _assert_same(mine: Any, world: World) -> None:
+    first, second = gather_objects(mine, world)
+    assert first == second
+
+
+if __name__ == "__main__":
+    with join("cpu", "shard") as world:
+        _check(Path(sys.argv[1]), world)

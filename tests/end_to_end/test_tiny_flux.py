@@ -1,0 +1,161 @@
+"""The example that anybody can run: a tiny FLUX Kontext learns by an added module and LoRA."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from longtake import cli
+from longtake.models.assemble import assemble
+from longtake.run_dir import RunDirectory, read_json_lines
+
+_EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+_STEPS = 12
+_PROGRAMS = {"python": [sys.executable], "longtake": [sys.executable, "-m", "longtake"]}
+
+
+def _as_given(folder: Path) -> list[list[str]]:
+    """The commands of the example's header."""
+    opening = (folder / "examples/tiny_flux_module.toml").read_text().partition("\nout = ")[0]
+    lines = re.findall(r"^#   (\w+ .*)$", opening, re.MULTILINE)
+    commands = [shlex.split(line) for line in lines]
+    return [[*_PROGRAMS[program], *arguments] for program, *arguments in commands]
+
+
+def _run(folder: Path, *command: str) -> str:
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def _call(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """Another verb, in this process."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["longtake", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where both commands were run, the second for fewer steps."""
+    folder = tmp_path_factory.mktemp("laptop")
+    shutil.copytree(_EXAMPLES, folder / "examples")
+    draw, train = _as_given(folder)
+    _run(folder, *draw)
+    told = json.loads(_run(folder, *train, "--set", f"training.steps={_STEPS}", "--json"))
+    assert (told["start_step"], told["steps"]) == (0, _STEPS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> RunDirectory:
+    """The run that came of it."""
+    return RunDirectory(folder / "runs/tiny_flux_module")
+
+
+def _events(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_json_lines(run.events_path) if event["event"] == kind]
+
+
+@pytest.mark.slow
+def test_two_commands_train_it_within_its_memory(run: RunDirectory) -> None:
+    """The loss falls; half of the blocks are recomputed, and memory is what was predicted."""
+    losses = [row["loss"] for row in run.metrics()]
+    assert len(losses) == _STEPS
+    assert np.mean(losses[-3:]) < 0.85 * losses[0]
+    (planned,) = _events(run, "memory_planned")
+    assert planned["policy"] == "best"
+    assert 0 < planned["per_block"]["keep"] < 4
+    assert planned["step_peak_gib"] <= planned["budget_gib"]
+    (measured,) = _events(run, "memory_measured")
+    assert abs(measured["error"]) < 0.05  # a processor's own scratchpads included
+
+
+@pytest.mark.slow
+def test_the_module_and_lora_have_learnt_and_nothing_else(
+    folder: Path, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that trains has moved and is saved; the base is what it was, in the export as well."""
+    monkeypatch.chdir(folder)
+    before = assemble(run.recipe(), [], run.components_path).model
+    names = {name for name, weight in before.named_parameters() if weight.requires_grad}
+    assert all("lora_" in name or name.startswith("added_module.") for name in names)
+    dcp_to_torch_save(run.checkpoint_path(_STEPS) / "model", folder / "model.pt")
+    saved: dict[str, Tensor] = torch.load(folder / "model.pt")
+    assert saved.keys() == names
+    for name, weight in before.named_parameters():
+        assert name not in names or not torch.equal(saved[name], weight), name
+
+    _call(folder, monkeypatch, "export", str(run.path), "--out", "pipeline", "--no-ema")
+    pipeline = folder / "pipeline"
+    added = load_file(pipeline / "added_module.safetensors")
+    assert added.keys() == {name.removeprefix("added_module.") for name in names} & added.keys()
+    assert all(torch.equal(value, saved[f"added_module.{name}"]) for name, value in added.items())
+    lora = load_file(pipeline / "pytorch_lora_weights.safetensors")
+    assert len(added) + len(lora) == len(names)
+    _assert_only_targets_changed(before, pipeline / "transformer")
+
+
+def _assert_only_targets_changed(before: nn.Module, exported: Path) -> None:
+    """LoRA is merged into the layers that it adapts; the rest is equal to the bit."""
+    weights = load_file(exported / "diffusion_pytorch_model.safetensors")
+    base = {
+        name.replace(".base_layer.", "."): (
+            ".base_layer." in name and name.endswith(".weight"),
+            value,
+        )
+        for name, value in before.state_dict().items()
+        if "lora_" not in name and not name.startswith("added_module.")
+    }
+    assert weights.keys() == base.keys()
+    for name, (is_target, value) in base.items():
+        assert torch.equal(weights[name], value) != is_target, name
+    assert sum(is_target for is_target, _ in base.values()) == 14
+
+
+@pytest.mark.slow
+def test_it_is_sampled_with_its_pictures(
+    folder: Path, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one for the base and one for the module; another pose makes another picture."""
+    made: list[NDArray[np.uint8]] = []
+    for number in ("000", "001"):
+        pictures = {"reference": "before/000.png", "pose": f"pose/{number}.png"}
+        given = [
+            part
+            for name, file in pictures.items()
+            for part in ("--reference", f"{name}=pairs/{file}")
+        ]
+        out = f"{number}.mp4"
+        prompt = ("--prompt", "move the red circle", "--steps", "2", "--out", out)
+        _call(folder, monkeypatch, "sample", str(run.path), *prompt, *given)
+        with av.open(folder / out) as container:
+            (frame,) = container.decode(video=0)
+            made.append(frame.to_ndarray(format="rgb24").astype(np.uint8))
+    assert [picture.shape for picture in made] == [(64, 64, 3)] * 2
+    assert not np.array_equal(made[0], made[1])

@@ -1,0 +1,114 @@
+"""What a plan says of a card, against that card; skipped where there is none.
+
+`benchmarks/gpu_plan.py` measures the same at full size.
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longtake import config
+from longtake.recompute.apply import caller
+from longtake.recompute.devices import Device, device_for
+from longtake.recompute.measure import Memory, measured
+from longtake.recompute.policies import options_of
+from longtake.training.objective import flow_losses
+from longtake.training.outlined import OutlinedStep, outlined_step
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card here")
+
+_EXAMPLE = Path(__file__).parents[2] / "examples" / "flux_kontext_lora_48gb.toml"
+_SIZES = {
+    "num_layers": 2,
+    "num_single_layers": 4,
+    "num_attention_heads": 8,
+    "attention_head_dim": 128,
+    "guidance_embeds": True,
+}
+
+
+def _outlined(trained: str, dtype: str, card: Device) -> OutlinedStep:
+    """FLUX Kontext with a few narrow blocks: a quarter of a gigabyte of activations in each."""
+    values: dict[str, Any] = tomllib.loads(_EXAMPLE.read_text(encoding="utf-8"))
+    del values["model"]["pretrained"]
+    values["model"] |= {"config": _SIZES, "dtype": dtype}
+    values["data"]["buckets"] = [{"num_frames": 1, "height": 512, "width": 512}]
+    values["training"] |= {"batch_size": 2, "micro_batch_size": 2}
+    values["trainable"] = {"kind": trained}
+    return outlined_step(config.parse(values, source="test"), card)
+
+
+def _filled(step: OutlinedStep, device: torch.device) -> OutlinedStep:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def real(tensor: Tensor) -> Tensor:
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        values.normal_(std=0.05, generator=generator)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(values, tensor.requires_grad)
+        return values
+
+    for module in step.parts.model.modules():
+        for held in (cast("dict[str, Tensor | None]", module._parameters), module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = real(tensor)
+    return step
+
+
+def _run(step: OutlinedStep, policy: str, device: torch.device) -> tuple[Memory, float, float]:
+    """Memory of a second step, its loss, and the norm of its gradients."""
+    subject = step.tracer.subject
+    options = options_of(policy, tuple(subject.blocks))
+    subject.call_blocks_by(caller({subject.blocks[name]: each for name, each in options.items()}))
+    for _ in range(2):  # in the first, libraries take what they keep
+        subject.model.zero_grad(set_to_none=True)
+        with measured(device) as memory:
+            with device:
+                examples = subject.make_inputs()
+            for tensor in (examples.latents, examples.noise, examples.sigmas):
+                tensor.fill_(0.5)
+            for tensor in examples.conditioning.values():
+                tensor.fill_(0.25)
+            loss = flow_losses(step.parts, examples, step.precision, device).mean()
+            memory.mark("forward")
+            torch.autograd.backward(loss)
+    gradients = [p.grad.float() for p in subject.model.parameters() if p.grad is not None]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    return memory, float(loss), float(norm)
+
+
+@pytest.mark.parametrize(
+    ("trained", "dtype"), [("lora", "bf16"), ("full", "bf16"), ("lora", "fp32"), ("full", "fp32")]
+)
+def test_peaks_are_those_of_the_card(trained: str, dtype: str) -> None:
+    """Forward's end and peak beside the weights to 3 %, in bf16 and under autocast.
+
+    Loss and gradients are the same whatever is recomputed, but for the order of attention's sums.
+    """
+    card, device = device_for("cuda"), torch.device("cuda")
+    planned, real = (
+        _outlined(trained, dtype, card),
+        _filled(_outlined(trained, dtype, card), device),
+    )
+    outcomes = []
+    for policy in ("none", "all", "save-attention"):
+        trace = planned.tracer.trace(options_of(policy, tuple(planned.tracer.subject.blocks)))
+        memory, *outcome = _run(real, policy, device)
+        outcomes.append(outcome)
+        predicted = trace.forward_end_bytes, trace.peak_bytes
+        beside = [size - trace.weight_bytes for size in predicted]
+        assert beside == pytest.approx([memory.at["forward"], memory.peak_bytes], rel=0.03), policy
+    assert outcomes[1] == pytest.approx(outcomes[0], rel=1e-2)
+    assert outcomes[2] == pytest.approx(outcomes[0], rel=1e-2)
+
+
+def test_the_card_at_hand_has_its_own_memory() -> None:
+    """Whatever its name says of its model's."""
+    card = device_for("cuda")
+    assert card.target == "cuda"
+    assert card.memory_bytes == torch.cuda.get_device_properties(0).total_memory

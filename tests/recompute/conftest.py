@@ -1,0 +1,223 @@
+"""A small model in plain torch, tiny FLUX and Wan, and ways to really run a step of them."""
+
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longtake import config
+from longtake.recompute.apply import BlockCall, Option, caller
+from longtake.recompute.devices import CPU, Device
+from longtake.recompute.measure import Memory, measured
+from longtake.recompute.trace import Subject
+from longtake.training.outlined import OutlinedStep, outlined_step
+
+_RECIPES = {
+    "flux_kontext": """
+out = "unused"
+training = { steps = 1, batch_size = 2, device = "cpu", precision = "fp32" }
+data.catalog = "unused"
+data.buckets = [{ num_frames = 1, height = 24, width = 24 }]
+data.references = { reference = "{stem}.png" }
+[model]
+family = "flux_kontext"
+[model.config]
+num_layers = 2
+num_single_layers = 3
+num_attention_heads = 2
+attention_head_dim = 16
+axes_dims_rope = [4, 6, 6]
+guidance_embeds = true
+[codec]
+kind = "autoencoder"
+class_name = "AutoencoderKL"
+config = { block_out_channels = [4], layers_per_block = 1, norm_num_groups = 2 }
+[text]
+kind = "transformers"
+class_name = "T5EncoderModel"
+max_tokens = 8
+config = { d_model = 12, d_kv = 6, d_ff = 12, num_layers = 1, num_heads = 2 }
+[text.pooled]
+max_tokens = 9
+[text.pooled.config]
+hidden_size = 10
+intermediate_size = 10
+num_hidden_layers = 1
+num_attention_heads = 2
+""",
+    "wan": """
+out = "unused"
+training = { steps = 1, batch_size = 2, device = "cpu", precision = "fp32" }
+data.catalog = "unused"
+data.buckets = [{ num_frames = 5, height = 128, width = 128 }]
+[model]
+family = "wan"
+config = { num_layers = 4, num_attention_heads = 2, attention_head_dim = 24, ffn_dim = 96 }
+[codec]
+kind = "autoencoder"
+config = { base_dim = 4, z_dim = 4, num_res_blocks = 1 }
+[text]
+kind = "transformers"
+max_tokens = 8
+config = { d_model = 16, d_kv = 8, d_ff = 16, num_layers = 1, num_heads = 2 }
+""",
+}
+
+MakeToy = Callable[..., Subject]
+MakeTiny = Callable[..., OutlinedStep]
+RunReally = Callable[[Subject, Mapping[str, Option]], Memory]
+
+
+class ToyBlock(nn.Module):
+    """Attention and two products, as in any transformer."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.before_attention = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.before_products = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.dropout = dropout
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, T, width] in and out."""
+        projected = self.query_key_value(self.before_attention(tokens))
+        heads = projected.unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(heads[0], heads[1], heads[2])
+        tokens = tokens + attended.transpose(1, 2).flatten(2)
+        hidden = F.gelu(self.up(self.before_products(tokens)))
+        return tokens + F.dropout(self.down(hidden), self.dropout, self.training)
+
+
+class Toy(nn.Module):
+    """Some blocks between two products."""
+
+    def __init__(self, num_blocks: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, width)
+        self.blocks = nn.ModuleList(ToyBlock(width, dropout) for _ in range(num_blocks))
+        self.head = nn.Linear(width, 6)
+        self.call: BlockCall = lambda block, *args: block(*args)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, T, 6] in and out."""
+        tokens = self.embed(tokens)
+        for block in self.blocks:
+            tokens = self.call(block, tokens)
+        return cast("Tensor", self.head(tokens))
+
+
+@pytest.fixture
+def toy() -> MakeToy:
+    """Makes a step of a `Toy`: on the meta device to be traced, on the CPU to be run."""
+
+    def make(
+        device: str = "meta",
+        trained: str = "",
+        num_blocks: int = 3,
+        width: int = 32,
+        dropout: float = 0.0,
+        is_accumulating: bool = False,
+    ) -> Subject:
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = Toy(num_blocks, width, dropout)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith(trained))
+        return Subject(
+            model=model,
+            blocks={f"blocks.{number}": block for number, block in enumerate(model.blocks)},
+            call_blocks_by=lambda call: setattr(model, "call", call),
+            make_inputs=lambda: torch.ones(2, 40, 6),
+            loss=lambda inputs: model(inputs).square().mean(),
+            is_accumulating=is_accumulating,
+        )
+
+    return make
+
+
+@pytest.fixture
+def tiny() -> MakeTiny:
+    """Makes a step of a tiny FLUX Kontext or Wan, to be traced or, once `fill`ed, to be run."""
+
+    def make(
+        family: str, kind: str = "lora", dtype: str = "fp32", device: Device = CPU, **training: Any
+    ) -> OutlinedStep:
+        values = tomllib.loads(_RECIPES[family])
+        values["model"]["dtype"] = dtype
+        values["trainable"] = {"kind": kind, **({"rank": 4} if kind == "lora" else {})}
+        values["training"] |= training
+        return outlined_step(config.parse(values, source="test"), device)
+
+    return make
+
+
+@pytest.fixture
+def fill() -> Callable[[nn.Module], None]:
+    """Gives a model that was to be traced real weights, so that it can be run."""
+
+    def fill(model: nn.Module) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for module in model.modules():
+            for held in (cast("dict[str, Tensor | None]", module._parameters), module._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        values = torch.randn(tensor.shape, generator=generator).mul_(0.1)
+                        values = values.to(tensor.dtype)
+                        is_parameter = isinstance(tensor, nn.Parameter)
+                        held[name] = (
+                            nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+                        )
+
+    return fill
+
+
+@pytest.fixture
+def really() -> RunReally:
+    """Runs a step, twice, and says what the allocator handed out in the second, its inputs held."""
+
+    def run(subject: Subject, options: Mapping[str, Option]) -> Memory:
+        blocks = {subject.blocks[name]: option for name, option in options.items()}
+        subject.call_blocks_by(caller(blocks))
+        for _ in range(2):
+            subject.model.zero_grad(set_to_none=True)
+            torch.manual_seed(0)
+            with measured(torch.device("cpu")) as memory:
+                inputs = subject.make_inputs()
+                for tensor in _tensors(inputs):
+                    tensor.fill_(0.3)
+                loss = subject.loss(inputs)
+                memory.mark("forward")
+                if loss.requires_grad:
+                    torch.autograd.backward(loss)
+                del loss
+        return memory
+
+    return run
+
+
+def _tensors(inputs: Any) -> list[Tensor]:
+    if isinstance(inputs, Tensor):
+        return [inputs]
+    return [inputs.latents, inputs.noise, inputs.sigmas, *inputs.conditioning.values()]
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets how many threads torch has, until the test is over."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def without_onednn() -> Iterator[None]:
+    """Its scratchpads depend on the processor."""
+    before = torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]
+    yield
+    torch.backends.mkldnn.set_flags(_enabled=before[0])  # type: ignore[no-untyped-call]

@@ -1,0 +1,110 @@
+"""Running blocks by an option: what comes out, and what autograd keeps."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longtake.recompute.apply import OPTIONS, Option, caller, run_block
+from longtake.recompute.trace import Subject
+
+
+def _outcome(subject: Subject, options: Mapping[nn.Module, Option]) -> list[Tensor]:
+    """Loss and all gradients of a step whose dropout begins from the same seed each time."""
+    subject.call_blocks_by(caller(options))
+    subject.model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    loss = subject.loss(torch.randn(2, 40, 6, generator=torch.Generator().manual_seed(2)))
+    torch.rand(7)  # whatever is drawn between forward and backward pass
+    torch.autograd.backward(loss)
+    gradients = [parameter.grad for parameter in subject.model.parameters()]
+    return [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_options_are_the_same_to_the_bit(toy: Any, option: Option, dropout: float) -> None:
+    """Loss and gradients do not depend on the option, also where no module shows its dropout."""
+    subject = toy("cpu", dropout=dropout)
+    kept = _outcome(subject, {})
+    recomputed = _outcome(subject, dict.fromkeys(subject.blocks.values(), option))
+    assert len(kept) == 1 + len(list(subject.model.parameters()))
+    assert all(map(torch.equal, kept, recomputed))
+
+
+def test_mixtures_are_the_same_to_the_bit(toy: Any) -> None:
+    """Each block by another option; those that are not named are kept."""
+    subject = toy("cpu", dropout=0.1, num_blocks=4)
+    mixed = dict(zip(subject.blocks.values(), OPTIONS, strict=False))
+    assert all(map(torch.equal, _outcome(subject, {}), _outcome(subject, mixed)))
+
+
+def test_an_added_dropout_is_drawn_again(toy: Any) -> None:
+    """What is hooked onto a block, without being a part of it, is recomputed as it was."""
+    subject = toy("cpu")
+    for block in subject.blocks.values():
+        block.register_forward_hook(lambda _, __, tokens: F.dropout(tokens, 0.5))
+    recomputed: dict[nn.Module, Option] = dict.fromkeys(subject.blocks.values(), "recompute")
+    assert all(map(torch.equal, _outcome(subject, {}), _outcome(subject, recomputed)))
+
+
+class _Ran(TorchDispatchMode):
+    """Counts what is really computed: of saved results nothing arrives here."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("option", "attentions", "others"),
+    [("keep", 1, 1), ("save-attention", 1, 2), ("recompute", 2, 2)],
+)
+def test_save_attention_computes_attention_once(
+    toy: Any, option: Option, attentions: int, others: int
+) -> None:
+    """Its kernel runs again only under `recompute`; all else runs again under both."""
+    subject = toy("cpu", num_blocks=1)
+    tokens = torch.randn(2, 40, 32, requires_grad=True)
+    with _Ran() as ran:
+        output = run_block(option, subject.blocks["blocks.0"], tokens)
+        torch.autograd.backward(output.sum())
+    assert ran.counts["_scaled_dot_product_flash_attention_for_cpu"] == attentions
+    assert ran.counts["gelu"] == others
+
+
+def test_without_gradients_nothing_is_kept(toy: Any) -> None:
+    """In evaluation each option is the block itself."""
+    subject = toy("cpu", num_blocks=1)
+    block, tokens = subject.blocks["blocks.0"], torch.randn(2, 40, 32)
+    with torch.no_grad():
+        outputs = [run_block(option, block, tokens) for option in OPTIONS]
+    assert all(torch.equal(outputs[0], output) for output in outputs)
+    assert not any(output.requires_grad for output in outputs)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_parameters_of_a_block_train_whatever_it_is_given(option: Option) -> None:
+    """Inputs without gradient, in a dict or none at all, are no obstacle: it is never reentrant."""
+
+    class Told(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, told: dict[str, Tensor]) -> Tensor:
+            return self.layer(told["tokens"])  # type: ignore[no-any-return]
+
+    block = Told()
+    output = run_block(option, block, {"tokens": torch.ones(2, 4)})
+    torch.autograd.backward(output.sum())
+    assert block.layer.weight.grad is not None

@@ -1,0 +1,197 @@
+"""Tracing a step without values: what it says is what the allocator does."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longtake.recompute.apply import OPTIONS, Option
+from longtake.recompute.devices import CPU, device_named
+from longtake.recompute.policies import POLICIES, options_of
+from longtake.recompute.trace import Subject, Tracer
+
+_TRAINED = {"everything": "", "the last block": "blocks.2", "the head": "head"}
+
+
+@pytest.mark.usefixtures("without_onednn")
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("trained", _TRAINED.values(), ids=_TRAINED)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_byte_of_a_step_is_foreseen(
+    toy: Any,
+    really: Any,
+    threads: Any,
+    policy: str,
+    trained: str,
+    num_threads: int,
+) -> None:
+    """Forward's end, peak and end are the allocator's, whatever trains and is recomputed."""
+    threads(num_threads)
+    planned = toy("meta", trained)
+    options = options_of(policy, tuple(planned.blocks))
+    trace = Tracer(planned, CPU).trace(options)
+    memory = really(toy("cpu", trained), options)
+    assert trace.forward_end_bytes - trace.weight_bytes == memory.at["forward"]
+    assert trace.peak_bytes - trace.weight_bytes == memory.peak_bytes
+    assert trace.end_bytes - trace.weight_bytes == memory.end_bytes
+
+
+@pytest.mark.usefixtures("without_onednn")
+@pytest.mark.parametrize(
+    ("family", "kind", "dtype", "training"),
+    [
+        ("flux_kontext", "full", "fp32", {}),
+        ("wan", "full", "fp32", {}),
+        ("flux_kontext", "lora", "bf16", {}),
+        ("wan", "lora", "fp32", {"precision": "bf16"}),
+    ],
+    ids=lambda value: str(value) if value else "as they are",
+)
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_families_are_foreseen(
+    tiny: Any,
+    fill: Any,
+    really: Any,
+    threads: Any,
+    family: str,
+    kind: str,
+    dtype: str,
+    training: dict[str, Any],
+) -> None:
+    """FLUX and Wan to 1 %; LoRA's scales, 8 bytes each, are in no trace."""
+    threads(1)
+    planned, real = (tiny(family, kind, dtype, **training).tracer for _ in range(2))
+    fill(real.subject.model)
+    for policy in ("none", "alternate", "save-attention"):
+        options = options_of(policy, tuple(planned.subject.blocks))
+        trace = planned.trace(options)
+        memory = really(real.subject, options)
+        predicted = trace.peak_bytes - trace.weight_bytes
+        assert predicted == pytest.approx(memory.peak_bytes, rel=0.01), policy
+        if kind == "full":
+            assert predicted == memory.peak_bytes, policy
+
+
+def test_traces_leave_nothing_behind(toy: Any) -> None:
+    """The same trace again is the same, and no parameter has a gradient after it."""
+    subject = toy()
+    tracer = Tracer(subject, CPU)
+    first = tracer.trace({})
+    tracer.trace(options_of("all", tuple(subject.blocks)))
+    assert tracer.trace({}) == first
+    assert all(parameter.grad is None for parameter in subject.model.parameters())
+
+
+def test_gradients_of_earlier_micro_batches_are_there(toy: Any) -> None:
+    """They count from the begin; the step ends with as much as one that makes them."""
+    anew = Tracer(toy(), CPU).trace({})
+    added = Tracer(toy(is_accumulating=True), CPU).trace({})
+    gradients = anew.weight_bytes
+    assert added.forward_end_bytes == anew.forward_end_bytes + gradients
+    assert added.end_bytes == anew.end_bytes
+    assert added.input_bytes == anew.input_bytes
+    assert set(added.reached) == {name for name, _ in toy().model.named_parameters()}
+
+
+@pytest.mark.usefixtures("without_onednn")
+def test_accumulating_is_foreseen(toy: Any, really: Any) -> None:
+    """The second micro-batch's peak beside the gradients of the first."""
+    planned, real = toy(is_accumulating=True), toy("cpu")
+    options = options_of("alternate", tuple(planned.blocks))
+    trace = Tracer(planned, CPU).trace(options)
+    really(real, options)
+    real.model.zero_grad = lambda **_: None  # the next runs add to what is there
+    memory = really(real, options)
+    gradients = trace.weight_bytes
+    assert trace.peak_bytes - trace.weight_bytes - gradients == memory.peak_bytes
+
+
+def test_names_who_gets_a_gradient(toy: Any) -> None:
+    """What trains but has no part in the loss is unreached."""
+    subject = toy(trained="blocks.1")
+    subject.model.idle = nn.Linear(3, 3, device="meta")
+    trace = Tracer(subject, CPU).trace({})
+    assert trace.unreached == ("idle.weight", "idle.bias")
+    assert all(name.startswith("blocks.1.") for name in trace.reached)
+    assert len(trace.reached) == len(list(subject.blocks["blocks.1"].parameters()))
+
+
+def test_where_nothing_trains_no_gradient_passes(toy: Any) -> None:
+    """A step without a backward pass ends as its forward pass did."""
+    trace = Tracer(toy(trained="nothing"), CPU).trace({})
+    assert all(block.backward is None for block in trace.blocks.values())
+    assert not trace.reached
+    assert not trace.unreached
+
+
+def test_a_frozen_front_has_no_backward_pass(toy: Any) -> None:
+    """Gradients go back to the first block that trains, and no further."""
+    trace = Tracer(toy(trained="blocks.1"), CPU).trace({})
+    passes = {name: block.backward is not None for name, block in trace.blocks.items()}
+    assert passes == {"blocks.0": False, "blocks.1": True, "blocks.2": True}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_frozen_blocks_in_front_keep_nothing(toy: Any, option: Option) -> None:
+    """Whatever is done with blocks upstream of the first that trains saves nothing."""
+    subject = toy(trained="blocks.2")
+    options: Mapping[str, Option] = dict.fromkeys(("blocks.0", "blocks.1"), option)
+    trace = Tracer(subject, CPU).trace(options)
+    tokens = 2 * 40 * 32 * 4
+    begins = [block.forward.begin_bytes for block in trace.blocks.values()]
+    assert begins == [begins[0]] * 3  # each hands on its tokens, in the place of those it was given
+    assert begins[0] - trace.weight_bytes - trace.input_bytes == tokens
+
+
+def test_shared_and_buffered_tensors_count_once() -> None:
+    """A tied weight stays one, and buffers count with the weights."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Linear(8, 8, bias=False)
+            self.again = nn.Linear(8, 8, bias=False)
+            self.again.weight = self.block.weight
+            self.register_buffer("offset", torch.empty(10))
+            self.register_buffer("nothing", None)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.again(self.call(self.block, inputs))  # type: ignore[no-any-return]
+
+        call: Any
+
+    with torch.device("meta"):
+        model = Tied()
+    subject = Subject(
+        model,
+        {"block": model.block},
+        lambda call: setattr(model, "call", call),
+        lambda: torch.empty(3, 8),
+        lambda inputs: model(inputs).sum(),
+    )
+    trace = Tracer(subject, CPU).trace({})
+    assert trace.weight_bytes == 4 * (8 * 8 + 10)
+    assert model.block.weight is model.again.weight
+    assert trace.reached == ("block.weight",)
+
+
+def test_cuda_hands_out_multiples_of_512_bytes(toy: Any) -> None:
+    """Weights, inputs and gradients of a card are rounded up one by one."""
+    subject = toy()
+    sizes = [parameter.nbytes for parameter in subject.model.parameters()]
+    trace = Tracer(subject, device_named("a6000")).trace({})
+    assert trace.weight_bytes == sum(-(-size // 512) * 512 for size in sizes)
+    assert trace.input_bytes == -(-subject.make_inputs().nbytes // 512) * 512
+    assert trace.end_bytes == 2 * trace.weight_bytes + trace.input_bytes
+
+
+def test_recomputing_takes_time_and_saves_memory(toy: Any) -> None:
+    """As much again as forward passes take, less what the last block's end is not needed for."""
+    subject = toy()
+    tracer, names = Tracer(subject, CPU), tuple(subject.blocks)
+    kept, recomputed = (tracer.trace(options_of(policy, names)) for policy in ("none", "all"))
+    forward = sum(block.forward.seconds for block in kept.blocks.values())
+    assert recomputed.peak_bytes < kept.peak_bytes
+    assert kept.seconds < recomputed.seconds <= 1.001 * (kept.seconds + forward)

@@ -1,0 +1,221 @@
+"""What `train` makes of a plan: it stops in time, keeps to it, and computes the same whatever."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from longtake import config
+from longtake.config import Recipe
+from longtake.errors import PlanError
+from longtake.parallel.mesh import World
+from longtake.recompute.policies import POLICIES
+from longtake.run_dir import RunDirectory, read_json_lines
+from longtake.training.card import card_of
+from longtake.training.fit import fit
+from longtake.training.forecast import forecast
+from longtake.training.relief import find_reliefs
+from longtake.training.run import train
+
+_Make = Callable[..., Recipe]
+_QUIET = Console(quiet=True)
+_CPU = torch.device("cpu")
+_ALONE, _OF_TWO = World(0, 0, 1, _CPU, None), World(0, 0, 2, _CPU, None)
+_SMALL = ("text.max_words=24", "training.steps=4")
+_ONE_BLOCK = (*_SMALL, "model.config={hidden_size=48, num_blocks=1}")
+
+
+@pytest.fixture
+def exact() -> Iterator[None]:
+    """As memory is predicted on a CPU: oneDNN's scratchpads have no formula, threads have tiles."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]
+    yield
+    torch.backends.mkldnn.set_flags(_enabled=True)  # type: ignore[no-untyped-call]
+    torch.set_num_threads(threads)
+
+
+def _curve(recipe: Recipe) -> list[tuple[float, float]]:
+    return [(row["loss"], row["grad_norm"]) for row in RunDirectory(recipe.out).metrics()]
+
+
+_TRAPS = {
+    "reentrant, in a dict": (
+        "checkpoint(self.change, given, use_reentrant=True)",
+        "Not everything would train.\n"
+        "added_module after caption_block: added_module after caption_block runs in a reentrant "
+        "recompute region, and what carries gradient is handed to it inside a dict, list or "
+        "dataclass, where such a region does not look. So nothing in it gets a gradient, nor does "
+        "anything in added_module after blocks.0 and added_module after blocks.1. Untrained: 5 "
+        "trainable parameters "
+        "(added_module.style, added_module.first.weight, added_module.first.bias and 2 more).\n"
+        "  Fix: Call torch.utils.checkpoint.checkpoint with use_reentrant=False, or drop the call "
+        'and set recompute.policy = "all"; or hand that tensor over as an argument of its own.',
+    ),
+    "a layer that is not used": (
+        "tokens + self.first(tokens) * prepared['style']",
+        "Not everything would train.\n"
+        "added_module.second: No parameter of added_module.second gets a gradient: the forward "
+        "pass does not use them. Untrained: 2 trainable parameters (added_module.second.weight and "
+        "added_module.second.bias).\n"
+        "  Fix: If they are meant to train, use them, or what they compute, in the forward pass; "
+        "if not, freeze them with requires_grad_(False).",
+    ),
+}
+
+
+@pytest.mark.parametrize("trap", _TRAPS)
+def test_a_trap_stops_before_there_is_a_run(
+    trap: str, small_recipe: _Make, own_module: Callable[[str], str]
+) -> None:
+    """The message names the block and the fix; once that is made, the same recipe trains."""
+    returned, message = _TRAPS[trap]
+    recipe = small_recipe(*_SMALL, f"trainable.module={own_module(returned)}")
+    with pytest.raises(PlanError) as refused:
+        train(recipe, _QUIET)
+    assert str(refused.value) == message
+    assert not RunDirectory(recipe.out).exists()
+    assert [path for path in recipe.out.rglob("*") if path.is_file()] == []
+    own_module("checkpoint(self.change, given, use_reentrant=False)")
+    assert train(recipe, _QUIET).end_step == 4
+
+
+_WITHIN = {  # a budget in which only a mixture of options is the fastest
+    "tubelet, in full": ("small_recipe", _SMALL, "7.6MiB", POLICIES[1:]),
+    "FLUX Kontext, LoRA and a module": ("tiny_flux", (), "27MiB", ()),
+}
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("case", _WITHIN)
+def test_every_policy_trains_the_same_and_takes_what_was_predicted(
+    case: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Losses and gradient norms are the same to the bit; memory is within 1 % of the plan's."""
+    fixture, changes, memory, policies = _WITHIN[case]
+    make: _Make = request.getfixturevalue(fixture)
+
+    def run(name: str, *more: str) -> Recipe:
+        recipe = make(*changes, *more, f"out={tmp_path / name}")
+        train(recipe, _QUIET)
+        return recipe
+
+    plain = run("none")
+    assert len(_curve(plain)) == 4
+    assert _events(plain, "memory_planned") == _events(plain, "memory_measured") == []
+    within = (f"recompute.memory={memory}", "recompute.reserve=0")
+    runs = {policy: run(policy, f"recompute.policy={policy}") for policy in policies}
+    for policy, recipe in (runs | {"best": run("best", *within)}).items():
+        assert _curve(recipe) == _curve(plain)
+        (planned,) = _events(recipe, "memory_planned")
+        assert (planned["step"], planned["policy"]) == (0, policy)
+        (measured,) = _events(recipe, "memory_measured")
+        assert measured["step"] == 2
+        assert abs(measured["error"]) <= 0.01
+        assert measured["measured_gib"] < planned["step_peak_gib"]
+    assert planned["budget_gib"] == round(float(memory.removesuffix("MiB")) / 1024, 4)
+    assert planned["step_peak_gib"] <= planned["budget_gib"]
+    assert planned["overhead"] > 0
+    assert len(planned["per_block"]) > 1
+    assert Counter(planned["options"].values()) == planned["per_block"]
+
+
+def _events(recipe: Recipe, kind: str) -> list[dict[str, Any]]:
+    events = read_json_lines(RunDirectory(recipe.out).events_path)
+    return [event for event in events if event["event"] == kind]
+
+
+def test_a_run_goes_on_with_another_policy(small_recipe: _Make, tmp_path: Path) -> None:
+    """On a smaller card, say: the losses are those of the card it began on."""
+    changes = ("text.max_words=24", "optimizer.schedule=constant")
+    whole = small_recipe(*changes, "training.steps=4", f"out={tmp_path / 'whole'}")
+    train(whole, _QUIET)
+    train(small_recipe(*changes, "training.steps=2"), _QUIET)
+    rest = small_recipe(*changes, "training.steps=4", "recompute.policy=all")
+    assert train(rest, _QUIET).start_step == 2
+    assert _curve(rest) == _curve(whole)
+
+
+def test_what_cannot_fit_is_refused_with_what_would_help(small_recipe: _Make) -> None:
+    """Before there is a run; each change with what it takes and how to make it."""
+    recipe = small_recipe(*_ONE_BLOCK, "recompute.memory=4MiB", "recompute.reserve=0")
+    with pytest.raises(PlanError) as refused:
+        train(recipe, _QUIET)
+    assert not RunDirectory(recipe.out).exists()
+    first, *changes = str(refused.value).splitlines()
+    known = forecast(recipe, card_of(recipe))
+    least = known.least.step_peak_bytes / 2**20
+    assert first == (
+        f"No recompute policy fits 4.00 MiB: the least, all, takes {least:.2f} MiB. Take a card of "
+        f"{least:.2f} MiB. Or:"
+    )
+    found = find_reliefs(recipe, known)
+    assert changes == [
+        f"  {relief.what}: {relief.step_peak_bytes / 2**20:.2f} MiB, "
+        f"{'fits' if relief.fits else 'not enough'} (--set '{relief.changes[0]}')"
+        for relief in found
+    ]
+    assert {relief.fits for relief in found} == {True, False}
+    fitting = next(relief for relief in found if relief.fits)
+    assert fit(config.changed(recipe, fitting.changes), "fp32", _ALONE).policy == "best"
+
+
+def test_a_policy_that_does_not_fit_is_refused_with_one_that_does(small_recipe: _Make) -> None:
+    """It is not said that nothing fits."""
+    within = ("recompute.memory=7.6MiB", "recompute.reserve=0")
+    with pytest.raises(PlanError) as refused:
+        fit(small_recipe(*_SMALL, *within, "recompute.policy=none"), "fp32", _ALONE)
+    takes, fits = r"takes 8\.\d\d MiB", r"7\.\d\d MiB, and a step takes \d% longer"
+    expected = (
+        rf'recompute\.policy = "none" {takes}, but the budget for all tensors is 7\.60 MiB\. Set '
+        rf'recompute\.policy = "best": {fits} than without recompute\.'
+    )
+    assert re.fullmatch(expected, str(refused.value)), refused.value
+
+
+def test_two_processes_take_half_a_batch_each(small_recipe: _Make) -> None:
+    """What does not fit one fits two; what does not fit either is said with two in mind."""
+    within = ("recompute.policy=all", "recompute.memory=7MiB", "recompute.reserve=0")
+    recipe = small_recipe(*_ONE_BLOCK, *within, "training.batch_size=8")
+    with pytest.raises(PlanError, match=r"micro-batches of 4: "):
+        fit(recipe, "fp32", _ALONE)
+    plan = fit(recipe, "fp32", _OF_TWO)
+    assert plan.memory is not None
+    assert plan.memory.fits
+    recipe = small_recipe(*_ONE_BLOCK, *within, "training.batch_size=24")
+    with pytest.raises(PlanError, match=r"micro-batches of 6: "):
+        fit(recipe, "fp32", _OF_TWO)
+
+
+def test_notes_are_handed_on_and_do_not_stop(tiny_flux: _Make) -> None:
+    """What costs memory or time is said, of gradients and of the policy that is named."""
+    noted = fit(tiny_flux("model.dtype=bf16", "trainable.dtype=fp32"), "fp32", _ALONE)
+    (note,) = noted.notes
+    assert note.startswith("transformer_blocks.0: Trainable weights in transformer_blocks.0, ")
+    assert (noted.policy, noted.memory, noted.activation_bytes) == ("none", None, None)
+    assert set(noted.options.values()) == {"keep"}
+    last = ("trainable.kind=frozen", "trainable.blocks=['single_transformer_blocks.1']")
+    noted = fit(tiny_flux(*last, "recompute.policy=alternate"), "fp32", _ALONE)
+    said = "transformer_blocks.1: Recomputing transformer_blocks.1 saves 0 bytes"
+    assert noted.notes[0].startswith(said)
+    assert noted.memory is not None
+
+
+def test_a_model_that_cannot_be_followed_may_train(
+    small_recipe: _Make, own_module: Callable[[str], str]
+) -> None:
+    """It is said that nobody looked at its gradients; only the best policy needs the look."""
+    module = own_module("self.change(given) if tokens.mean() < 9 else tokens")
+    recipe = small_recipe(*_SMALL, f"trainable.module={module}", "recompute.policy=all")
+    plan = fit(recipe, "fp32", _ALONE)
+    (note,) = plan.notes
+    assert note.startswith("Gradients are unchecked. The model cannot be planned (")
+    assert (plan.memory, plan.activation_bytes) == (None, None)
+    with pytest.raises(PlanError, match=r"^The model cannot be planned \("):
+        fit(config.changed(recipe, ["recompute={memory='9MiB'}"]), "fp32", _ALONE)
