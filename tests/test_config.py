@@ -130,7 +130,10 @@ def test_where_nothing_is_near_the_known_keys_are_listed(path: Path) -> None:
             "data.caption_dropout is 1.5; it should be less than or equal to 1.",
         ),
         ("flow.mean=nan", "flow.mean is nan; it should be a finite number."),
-        ("optimizer.kind=sgd", "optimizer.kind is 'sgd'; it should be 'adamw', 'muon' or 'adamw8bit'."),
+        (
+            "optimizer.kind=sgd",
+            "optimizer.kind is 'sgd'; it should be 'adamw', 'muon' or 'adamw8bit'.",
+        ),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1 is 1.0; it should be less than 1."),
         ("optimizer.betas=0.9", "optimizer.betas is 0.9; it should be a list."),
         (

@@ -700,6 +700,7 @@ def _explain(detail: ErrorDetails) -> str:
 
 
 _EXPECTED = {
+    "string_pattern_mismatch": "be a module and a class, such as my_project.adapter:PoseAdapter",
     "dict_type": "be a table of keys and values",
     "model_type": "be a table of keys and values",
     "path_type": "be a path in quotes",

@@ -206,7 +206,7 @@ def test_processes_share_what_is_planned(small: Callable[..., Path], plan: _Call
     """The batch, and where the recipe says so, what trains."""
     recipe = small("parallel.strategy=shard")
     facts = [json.loads(plan(recipe, "--json", f"--processes={count}")[1]) for count in (1, 2)]
-    assert [each["shards"] for each in facts] == [1, 2]
+    assert [each["processes"] for each in facts] == [1, 2]
     assert [each["micro_batch_size"] for each in facts] == [4, 2]
     alone, together = (each["fixed_gib"] for each in facts)
     assert together["ema"] == pytest.approx(alone["ema"] / 2, abs=1e-6)

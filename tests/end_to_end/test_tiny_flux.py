@@ -24,7 +24,7 @@ from longtake.models.assemble import assemble
 from longtake.run_dir import RunDirectory, read_json_lines
 
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-_STEPS = 12
+_STEPS = 8
 _PROGRAMS = {"python": [sys.executable], "longtake": [sys.executable, "-m", "longtake"]}
 
 

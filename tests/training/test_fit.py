@@ -180,14 +180,17 @@ def test_a_policy_that_does_not_fit_is_refused_with_one_that_does(small_recipe: 
 
 
 def test_two_processes_take_half_a_batch_each(small_recipe: _Make) -> None:
-    """What does not fit one fits two; what does not fit either is said with two in mind."""
-    within = ("recompute.policy=all", "recompute.memory=7MiB", "recompute.reserve=0")
+    """Their plan is that of half the batch, with what is gathered beside it."""
+    within = ("recompute.policy=all", "recompute.memory=9MiB", "recompute.reserve=0")
     recipe = small_recipe(*_ONE_BLOCK, *within, "training.batch_size=8")
-    with pytest.raises(PlanError, match=r"micro-batches of 4: "):
-        fit(recipe, "fp32", _ALONE)
+    half = small_recipe(*_ONE_BLOCK, *within, "training.batch_size=4")
     plan = fit(recipe, "fp32", _OF_TWO)
+    alone = fit(half, "fp32", _ALONE)
+    assert (plan.options, plan.activation_bytes) == (alone.options, alone.activation_bytes)
     assert plan.memory is not None
+    assert alone.memory is not None
     assert plan.memory.fits
+    assert plan.memory.peak_bytes > alone.memory.peak_bytes
     recipe = small_recipe(*_ONE_BLOCK, *within, "training.batch_size=24")
     with pytest.raises(PlanError, match=r"micro-batches of 6: "):
         fit(recipe, "fp32", _OF_TWO)

@@ -82,7 +82,7 @@ def _as_dict(known: "Forecast", reliefs: list["Relief"]) -> dict[str, Any]:
         "precision": step.recipe.model.dtype
         if step.recipe.model.dtype == "bf16"
         else step.precision,
-        "shards": step.num_shards,
+        "processes": step.world_size,
         "fixed_gib": _fixed(known.fixed),
         "host_gib": _gib(known.fixed.optimizer.host),
         "foreach_gib": _gib(known.foreach_bytes),

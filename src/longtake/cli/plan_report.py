@@ -143,10 +143,10 @@ def _remarks(facts: Mapping[str, Any]) -> Iterator[str]:
             "[yellow]note[/yellow] What codec and text encoders take while they encode is not "
             "predicted. With data.cache they are gone by then."
         )
-    if facts["shards"] > 1:
+    if facts["processes"] > 1:
         yield (
-            f"[yellow]note[/yellow] The model is divided among {facts['shards']} processes; the "
-            "peaks are upper bounds."
+            f"[yellow]note[/yellow] For one of {facts['processes']} processes: an estimate, which "
+            "does not know the buffers of collectives."
         )
     if facts["foreach_gib"] >= 1:
         yield (

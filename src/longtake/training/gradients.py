@@ -1,7 +1,9 @@
 """Will everything train: one step is watched, on tensors without values."""
 
+import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +41,8 @@ def check_gradients(step: OutlinedStep) -> Gradients:
         PlanError: the model's code fails.
     """
     try:
-        watch = step.tracer.watch()
+        with _torch_is_quiet():
+            watch = step.tracer.watch()
     except LongtakeError:
         raise
     except DataDependentOutputException as error:
@@ -55,6 +58,17 @@ def check_gradients(step: OutlinedStep) -> Gradients:
             "step would fail in the same way."
         ) from error
     return Gradients(watch.reached(), watch.unreached(), flow_traps(watch))
+
+
+@contextmanager
+def _torch_is_quiet() -> Iterator[None]:
+    """Torch logs twenty lines of its own where a shape is wrong; the error says it better."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def refuse_traps(gradients: Gradients) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from longtake.config import Bucket, Recipe
+from longtake.errors import RecipeError
 from longtake.models.assemble import Components, latent_shape, outline, outline_conditioning
 from longtake.models.precision import Precision, choose_precision
 from longtake.recompute.devices import Device
@@ -28,16 +29,22 @@ class OutlinedStep:
     micro_batch_size: int
     num_micro_batches: int
     """Of one process, for one update."""
-    num_shards: int
-    """Processes that each hold a part of the model; 1 where each holds all of it."""
+    world_size: int
+    """Processes that share a batch."""
+
+    @property
+    def num_shards(self) -> int:
+        """Processes that each hold a part of the model; 1 where each holds all of it."""
+        return self.world_size if self.recipe.parallel.strategy == "shard" else 1
 
 
 def outlined_step(recipe: Recipe, device: Device, world_size: int = 1) -> OutlinedStep:
     """A recipe's step at its largest bucket, without weights.
 
     Raises:
-        RecipeError: the recipe's parts do not fit together.
+        RecipeError: the recipe's parts do not fit together, or the processes cannot share a batch.
     """
+    refuse_uneven_batch(recipe, world_size)
     parts = outline(recipe)
     parts.model.train()
     local = max(1, recipe.training.batch_size // world_size)
@@ -62,8 +69,23 @@ def outlined_step(recipe: Recipe, device: Device, world_size: int = 1) -> Outlin
         precision=precision,
         micro_batch_size=micro,
         num_micro_batches=-(-local // micro),
-        num_shards=world_size if recipe.parallel.strategy == "shard" else 1,
+        world_size=world_size,
     )
+
+
+def refuse_uneven_batch(recipe: Recipe, world_size: int) -> None:
+    """Every process needs as many whole micro-batches as every other.
+
+    Raises:
+        RecipeError: it would not have them.
+    """
+    batch, micro = recipe.training.batch_size, recipe.training.micro_batch_size or 1
+    if batch % (world_size * micro):
+        raise RecipeError(
+            f"training.batch_size {batch} cannot be shared by {world_size} processes in "
+            f"micro-batches of {micro}: it must be a multiple of {world_size * micro}. Change "
+            "training.batch_size, training.micro_batch_size or the number of processes."
+        )
 
 
 def _precision(recipe: Recipe, device: Device) -> Precision:

@@ -71,9 +71,10 @@ class Record:
             learning_rate=learning_rate,
             step_seconds=round(seconds, 6),
             data_seconds=round(self._data_seconds, 6),
-            tflops_per_second=round(self._step_flops[batch.bucket] / seconds / 1e12, 6),
             time=round(time.time(), 3),
         )
+        if (flops := self._step_flops.get(batch.bucket)) is not None:
+            metrics["tflops_per_second"] = round(flops / seconds / 1e12, 6)
         self._progress.update(metrics)
         if self._mirror is not None:
             self._run.append_metrics(metrics)

@@ -14,10 +14,10 @@ class Fixed:
     """What is in the device's memory whatever is recomputed, in bytes."""
 
     weights: int
-    """Of the transformer, frozen ones included; under sharding this process's part of them, the
-    two largest blocks whole and what is outside of blocks."""
+    """Of the transformer, frozen ones included. On several processes: this one's part of them, and
+    what is gathered at a time: two blocks, and what is outside of blocks."""
     elsewhere: int
-    """Weights that other processes hold; none without sharding."""
+    """Weights of the whole that are not here, less what is gathered beside this process's part."""
     gradients: int
     optimizer: OptimizerBytes
     inputs: int
@@ -89,7 +89,8 @@ def memory_of(
 ) -> PolicyForecast:
     """What a traced step takes of the device, with all that is there beside it.
 
-    Under sharding it is an upper bound: gradients are counted whole until the step's end.
+    On several processes it is an estimate: gradients are counted whole until the step's end, and
+    buffers of collectives are not.
     """
     fixed = fixed_of(step, trace.input_bytes)
     peak = trace.peak_bytes - fixed.elsewhere
@@ -111,10 +112,13 @@ def size_of(module: nn.Module, granule: int = 1) -> int:
 
 
 def _elsewhere(step: OutlinedStep) -> int:
-    """Of a sharded model, what is not here while a block is gathered and the next one is too."""
-    if step.num_shards == 1:
+    """What is not here while a block is gathered and the next one is too.
+
+    FSDP2 gathers copies even where each process holds the whole model.
+    """
+    if step.world_size == 1:
         return 0
     model, blocks = step.parts.model, step.parts.family.blocks(step.parts.model)
     whole, in_blocks = size_of(model), [size_of(block) for block in blocks]
     gathered = 2 * max(in_blocks) + whole - sum(in_blocks)
-    return max(0, whole - whole // step.num_shards - gathered)
+    return whole - whole // step.num_shards - gathered

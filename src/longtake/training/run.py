@@ -16,7 +16,6 @@ from longtake.data.files import refuse_missing
 from longtake.data.ledger import begin_launch, keep_ledger, stream_names
 from longtake.data.loader import Loader
 from longtake.data.review import review
-from longtake.errors import RecipeError
 from longtake.models.assemble import Components, assemble, forward_flops, latent_shape, outline
 from longtake.models.flops import training_flops
 from longtake.models.precision import Precision, choose_precision
@@ -32,6 +31,7 @@ from longtake.training.ema import Ema
 from longtake.training.fit import Fit, fit, run_blocks_by
 from longtake.training.loop import train_steps
 from longtake.training.optim import build_optimizers
+from longtake.training.outlined import refuse_uneven_batch
 from longtake.training.peak import PeakCheck
 from longtake.training.record import keep_record
 from longtake.training.resume import data_state, refuse_other_plans, restore
@@ -63,7 +63,7 @@ def train(recipe: Recipe, console: Console) -> Outcome:
             where it can be known then.
     """
     with join(recipe.training.device, recipe.parallel.strategy) as world:
-        _check_batch(recipe, world)
+        refuse_uneven_batch(recipe, world.size)
         refuse_missing_torchao(recipe.optimizer)
         if world.device.type == "cpu":
             keep_freed_memory()
@@ -109,16 +109,6 @@ def train(recipe: Recipe, console: Console) -> Outcome:
             kind: EventKind = "interrupted" if signal else "finished"
             run.append_event(kind, step=state.global_step, seconds=round(seconds, 3), by=signal)
         return Outcome(start, state.global_step, seconds, signal)
-
-
-def _check_batch(recipe: Recipe, world: World) -> None:
-    batch, micro = recipe.training.batch_size, recipe.training.micro_batch_size or 1
-    if batch % (world.size * micro):
-        raise RecipeError(
-            f"training.batch_size {batch} cannot be shared by {world.size} processes in "
-            f"micro-batches of {micro}: it must be a multiple of {world.size * micro}. Change "
-            "training.batch_size, training.micro_batch_size or the number of processes."
-        )
 
 
 def _go_on(
@@ -188,12 +178,15 @@ def _assemble_around_cache(
 
 
 def _count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:
-    """Operations of a training step on clips of each shape."""
+    """Operations of a training step on clips of each shape, where they can be counted."""
     shapes = {bucket: latent_shape(parts.codec, bucket) for bucket in recipe.data.shapes()}
-    return {
-        bucket: recipe.training.batch_size * training_flops(forward_flops(parts, recipe, shape))
-        for bucket, shape in shapes.items()
-    }
+    try:
+        return {
+            bucket: recipe.training.batch_size * training_flops(forward_flops(parts, recipe, shape))
+            for bucket, shape in shapes.items()
+        }
+    except RuntimeError:  # a module that looks at values cannot be run without any
+        return {}
 
 
 def _precision(recipe: Recipe, trainer: dict[str, Any] | None, world: World) -> Precision:
