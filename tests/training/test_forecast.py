@@ -141,7 +141,7 @@ def test_the_largest_shape_and_one_processs_share_are_planned(tiny_flux: _Make) 
 
 
 def test_processes_that_share_a_model_hold_a_part_of_it_each(small_recipe: _Make) -> None:
-    """Of what trains, too; two blocks are gathered at a time, where each holds all of it as well."""
+    """Of what trains, too; two blocks are gathered at a time, also where each holds all of it."""
     recipe = small_recipe(_FEW_WORDS, "model.config={hidden_size=48, num_blocks=8}")
     replicated = outlined_step(recipe, CPU, world_size=2)
     shared = config.changed(recipe, ["parallel.strategy=shard"])
