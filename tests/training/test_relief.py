@@ -85,7 +85,7 @@ def test_videos_may_be_shorter_and_encoders_cached(small_recipe: _Make) -> None:
 def test_micro_batches_divide_what_a_process_has(small_recipe: _Make) -> None:
     """Each of two processes has 5 of 10: micro-batches of 2 would leave one over."""
     recipe = small_recipe(_FEW_WORDS, _SMALL, "training.batch_size=10")
-    known = forecast(recipe, _card(1), world_size=2)
+    known = forecast(recipe, _card(2), world_size=2)
     assert known.step.micro_batch_size == 5
     found = [each.what for each in find_reliefs(recipe, known, world_size=2)]
     assert "LoRA instead of all weights" in found
