@@ -55,15 +55,6 @@ def memory_bytes(text: str) -> int:
     return int(float(found[1]) * _UNIT_BYTES[found[2]])
 
 
-def budget_bytes(memory: str, reserve: float) -> int:
-    """What tensors may take of a card's memory, where a share is left to what no plan knows.
-
-    Raises:
-        RecipeError: it is no amount of memory.
-    """
-    return int(memory_bytes(memory) * (1 - reserve))
-
-
 def _checked_memory(text: str | None) -> str | None:
     if text is not None:
         try:
@@ -342,10 +333,6 @@ class RecomputeSection(_Section):
         if self.policy != "auto":
             return self.policy
         return "none" if self.memory is None else "best"
-
-    def budget_bytes(self) -> int | None:
-        """What tensors may take, or None without `memory`."""
-        return None if self.memory is None else budget_bytes(self.memory, self.reserve)
 
 
 class CodecSection(_Section):

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from longtake.config import TrainableSection
 from longtake.errors import RecipeError
 from longtake.models.added import ADDED, attach, block_names, detach, main_dtype
+from longtake.models.architecture import DTYPES
 from longtake.models.family import Family
 from longtake.models.imported import build_module
 from longtake.models.lora import add_lora, merge
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def make_trainable(
@@ -34,7 +33,7 @@ def make_trainable(
         RecipeError: targets or blocks match nothing, the module cannot be had as it is named, or
             nothing is left to train.
     """
-    base, dtype = section.base(), _DTYPES.get(section.dtype) or main_dtype(model)
+    base, dtype = section.base(), DTYPES.get(section.dtype) or main_dtype(model)
     blocks = block_names(model, family, section.blocks)
     device = next(model.parameters()).device
     if base != "full":
