@@ -22,6 +22,35 @@ MOST_ELEMENTS = 2**26
 class Fp32Optimizer(torch.optim.Optimizer):
     """An optimizer whose state is fp32, in the memory that it chose."""
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update the parameters that have a gradient.
+
+        Args:
+            closure: computes the loss anew, gradients included; returns it.
+
+        Returns:
+            What `closure` returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            self.update(parameters, group)
+        return loss
+
+    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Update the weights of a group that have a gradient."""
+        raise NotImplementedError
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state; without this torch would round it to the weights' dtype."""
         super().load_state_dict({**state_dict, "state": {}})
@@ -87,34 +116,13 @@ class MasterAdamW(Fp32Optimizer):
         """Where a parameter's state lies."""
         return torch.device("cpu") if self._offload else parameter.device
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the parameters that have a gradient.
-
-        Args:
-            closure: computes the loss anew, gradients included; returns it.
-
-        Returns:
-            What `closure` returned, or None.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter in parameters:
-                if not self.state[parameter]:
-                    self._begin(parameter)
-            for batch in _arrived(in_batches(parameters), self._offload):
-                self._update(batch, group)
-        return loss
+    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Update the weights of a group that have a gradient."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self._begin(parameter)
+        for batch in _arrived(in_batches(parameters), self._offload):
+            self._update(batch, group)
 
     def _begin(self, parameter: Tensor) -> None:
         updated = self.add_master(parameter)

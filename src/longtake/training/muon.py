@@ -1,8 +1,8 @@
 """Muon: momentum whose every step is orthogonalised, for the matrices of a transformer."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any, overload
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,31 +83,10 @@ class Muon(Fp32Optimizer):
                     "give this one to AdamW."
                 )
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the parameters that have a gradient.
-
-        Args:
-            closure: computes the loss anew, gradients included; returns it.
-
-        Returns:
-            What `closure` returned, or None.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for batch in in_batches(parameters):
-                self._step_batch(batch, group)
-        return loss
+    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Update the weights of a group that have a gradient."""
+        for batch in in_batches(parameters):
+            self._step_batch(batch, group)
 
     def _step_batch(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         directions = [self._direction(parameter, group) for parameter in parameters]
