@@ -10,7 +10,14 @@ import pytest
 from longtake import config
 from longtake.config import Recipe
 from longtake.errors import RecipeChangedError, RunError
-from longtake.run_dir import Metrics, RunDirectory, append_json, read_json_lines, write_text
+from longtake.run_dir import (
+    Metrics,
+    RunDirectory,
+    append_json,
+    beside,
+    read_json_lines,
+    write_text,
+)
 
 
 def _recipe(out: Path, **training: Any) -> Recipe:
@@ -249,3 +256,16 @@ def test_a_failed_replacement_keeps_the_old_and_leaves_nothing(tmp_path: Path) -
         write_text(path, "\ud800")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_run_that_begins_beside_another_has_the_first_free_number(tmp_path: Path) -> None:
+    """From 2 on; nothing that is there is touched, whatever it is."""
+    out = tmp_path / "run.v1"
+    assert beside(out) == out
+    out.mkdir()
+    assert beside(out) == out
+    _begin(out)
+    assert beside(out) == tmp_path / "run.v1-2"
+    (tmp_path / "run.v1-2").write_text("somebody's")
+    assert beside(out) == tmp_path / "run.v1-3"
+    assert [path.name for path in tmp_path.iterdir() if path.name == "run.v1-3"] == []

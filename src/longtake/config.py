@@ -432,10 +432,82 @@ class TrainingSection(_Section):
     """Of the arithmetic; master weights, optimizer and EMA stay in fp32."""
 
 
-class EmaSection(_Section):
-    """The running average of the weights that videos are sampled from."""
+class EmaProfile(_Section):
+    """One running average: how far back it looks, by a fixed decay or by a share of the run."""
 
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")
+    """Of a folder in checkpoints, and what `--profile` takes."""
+    decay: float | None = Field(None, ge=0, lt=1)
+    """Exponential: its half-life is ln 0.5 / ln decay updates."""
+    width: float | None = Field(None, gt=0, lt=0.28)
+    """Power function (EDM2): the standard deviation of its weights over time, as a share of the
+    training so far, such as 0.05."""
+
+    @model_validator(mode="after")
+    def _is_one_kind(self) -> Self:
+        if (self.decay is None) == (self.width is None):
+            raise ValueError(f"EMA profile {self.name} needs either a decay or a width")
+        return self
+
+
+class EmaSection(_Section):
+    """Running averages of the weights, kept in fp32; videos are sampled from one of them."""
+
+    enabled: bool = True
+    """Without any, videos are sampled from the weights themselves."""
     decay: float = Field(0.999, ge=0, lt=1)
+    """Of the one average that there is where no profiles are given; its name is `main`."""
+    profiles: Annotated[tuple[EmaProfile, ...], _FromList] = ()
+    """Several averages side by side, instead of that one."""
+    sample_from: str | None = None
+    """The profile that is sampled and exported unless the command says otherwise; unset: the
+    first."""
+
+    @model_validator(mode="after")
+    def _names_are_known(self) -> Self:
+        names = [profile.name for profile in self.profiles]
+        if len(set(names)) < len(names):
+            raise ValueError(f"ema.profiles must have names of their own, not {', '.join(names)}")
+        known = [profile.name for profile in self.averages()]
+        if self.sample_from is not None and self.sample_from not in known:
+            raise ValueError(
+                f"ema.sample_from is {self.sample_from!r}, which is no profile of: "
+                f"{', '.join(known) or 'none, as ema.enabled is false'}"
+            )
+        return self
+
+    def averages(self) -> tuple[EmaProfile, ...]:
+        """The profiles that are kept; none where averaging is off."""
+        if not self.enabled:
+            return ()
+        return self.profiles or (EmaProfile(name="main", decay=self.decay),)
+
+    def sampled(self) -> str | None:
+        """The name of the profile that is sampled; None where there is none."""
+        first = next(iter(self.averages()), None)
+        return self.sample_from or (first.name if first else None)
+
+
+class GuardSection(_Section):
+    """What is done about a run that diverges."""
+
+    mode: Literal["act", "report", "off"] = "act"
+    """`report`: say what is seen and go on; `off`: look only for numbers that are none. In both, a
+    loss or gradient that is no number stops the run."""
+    window: int = Field(128, ge=32)
+    """Steps before, with which a new one is compared; what changes slowly, with four times as
+    many."""
+    warmup_steps: int = Field(64, ge=16)
+    """Steps at the beginning of a run, and of a stage, in which nothing is usual yet: only numbers
+    that are none are judged there, and in a later stage's the norm of the weights."""
+    max_skips: int = Field(3, ge=0)
+    """Updates that may be left out within `window` steps before the run goes back instead."""
+    margin_batches: int = Field(8, ge=0)
+    """Batches that are skipped on each side of those that the trouble came with."""
+    max_rollbacks: int = Field(3, ge=0)
+    """Rollbacks without progress before the run stops."""
+    progress_steps: int = Field(500, gt=0)
+    """Steps without trouble, beyond the furthest one that a rollback gave up, that are progress."""
 
 
 class ParallelSection(_Section):
@@ -452,6 +524,10 @@ class CheckpointSection(_Section):
     """Steps between checkpoints; the last step is always saved."""
     keep: int = Field(3, gt=0)
     """Newest checkpoints that are kept."""
+    keep_every: int | None = Field(None, gt=0)
+    """Steps of which every multiple's checkpoint is kept for good."""
+    background: bool = True
+    """Write while the training goes on; it waits only until the state is copied."""
 
 
 class SamplingSection(_Section):
@@ -482,6 +558,7 @@ class Recipe(_Section):
     trainable: TrainableSection = TrainableSection()
     recompute: RecomputeSection = RecomputeSection()
     ema: EmaSection = EmaSection()
+    guard: GuardSection = GuardSection()
     parallel: ParallelSection = ParallelSection()
     checkpoint: CheckpointSection = CheckpointSection()
     sampling: SamplingSection = SamplingSection()
@@ -515,9 +592,11 @@ MAY_CHANGE_ON_RESUME = (
     "recompute",
     "parallel",
     "checkpoint",
+    "ema.sample_from",
+    "guard",
     "sampling",
 )
-"""Keys (or sections) that do not change what a run computes."""
+"""Keys (or sections) that do not change what a healthy run computes."""
 
 DECIDES_ORDER = (
     "data.buckets",
@@ -729,4 +808,5 @@ def _known_keys() -> list[str]:
             keys += [f"{name}.{inner}" for inner in field.annotation.model_fields]
     keys += [f"data.buckets.{inner}" for inner in Bucket.model_fields]
     keys += [f"text.pooled.{inner}" for inner in PooledSection.model_fields]
+    keys += [f"ema.profiles.{inner}" for inner in EmaProfile.model_fields]
     return [*keys, *(f"data.stages.{inner}" for inner in Stage.model_fields)]

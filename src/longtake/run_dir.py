@@ -8,11 +8,14 @@ names and the record schemas:
     run.json                     id, created, launches (host, world size, start step, versions)
     events.jsonl                 what happened, one line each
     metrics.jsonl                scalars per step (writer: rank 0)
+    rollbacks.jsonl              where the run went back, and which batches it skips since
+    guard/step_00001234_0.json   all that the guard saw around a verdict
     ledger/                      which clips each step consumed (writer: each rank, its own file)
     catalogs/                    copies of the catalogs that were trained on
     nodes/<host>/stacks/         dumps of processes that hung
     components/                  frozen parts made for this run: vae, text_encoder, tokenizer
     checkpoints/step_00001000/   model/ ema/ optimizer/ trainer.json COMMITTED
+    holds/step_00001000/<owner>  somebody still needs that checkpoint (writer: the owner)
     evaluations/<preset>/step_00001000/   videos sampled from that checkpoint
     tensorboard/                 the mirror of metrics.jsonl
 """
@@ -29,6 +32,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -44,6 +48,12 @@ EventKind = Literal[
     "stage",
     "epoch",
     "checkpoint",
+    "checkpoint_failed",
+    "checkpoint_damaged",
+    "suspected",
+    "skipped",
+    "rolled_back",
+    "diverged",
     "sample_rejected",
     "decoder_stalled",
     "decoder_died",
@@ -55,17 +65,51 @@ EventKind = Literal[
 
 
 class Metrics(TypedDict):
-    """One line of metrics.jsonl; of a step that was run twice (after a resume) the later counts."""
+    """One line of metrics.jsonl.
+
+    A step that is run again (after a resume or a rollback) has a later line; what stands before it
+    of this step and of later ones was abandoned.
+    """
 
     step: int
     epoch: int
-    loss: float
-    grad_norm: float
+    loss: float | None
+    """None, here and elsewhere: it is no finite number."""
+    grad_norm: float | None
     learning_rate: float
     step_seconds: float
     data_seconds: float
     time: float
     tflops_per_second: NotRequired[float]
+    batch: NotRequired[int]
+    """Number of the batch in the run's data; not the step's where batches were skipped."""
+    loss_by_sigma: NotRequired[list[float | None]]
+    """Loss at sigmas in [0, 1/4), [1/4, 1/2), [1/2, 3/4) and [3/4, 1]; None: no sample there."""
+    weight_norm: NotRequired[float | None]
+    """Of the trained weights that the step began with."""
+    update_ratio: NotRequired[float | None]
+    """Norm of the update before this step over that of the weights."""
+    nonfinite_share: NotRequired[float]
+    """Of the gradients' numbers, those that are none."""
+    group_grad_norms: NotRequired[dict[str, float | None]]
+    group_weight_norms: NotRequired[dict[str, float | None]]
+    group_update_ratios: NotRequired[dict[str, float | None]]
+    verdict: NotRequired[Literal["skip", "roll_back", "stop"]]
+    """What the guard said, where it was not "ok": no such step's update was made."""
+
+
+class RolledBack(TypedDict):
+    """One line of rollbacks.jsonl. What is skipped stays so, wherever the run is resumed from."""
+
+    time: str
+    from_step: int
+    """Steps that were done."""
+    to_step: int
+    """Steps that are done after it: those of the checkpoint."""
+    skipped: list[int]
+    """[first, end): batches of the run's data that are not trained."""
+    reason: str
+    message: str
 
 
 @dataclass(frozen=True)
@@ -119,6 +163,25 @@ class RunDirectory:
         """Copies of the catalogs that were trained on."""
         return self.path / "catalogs"
 
+    @property
+    def rollbacks_path(self) -> Path:
+        """One JSON object per rollback."""
+        return self.path / "rollbacks.jsonl"
+
+    @property
+    def holds_path(self) -> Path:
+        """Files of those who still need a checkpoint."""
+        return self.path / "holds"
+
+    @property
+    def guard_path(self) -> Path:
+        """What the guard saw around its verdicts."""
+        return self.path / "guard"
+
+    def guard_report_path(self, step: int, number: int) -> Path:
+        """Where the report of a verdict lies; `number` counts those of one step."""
+        return self.guard_path / f"step_{step:08d}_{number}.json"
+
     def stack_path(self, host: str, name: str) -> Path:
         """Where a dump of a process's stacks lies, whether there is one or not."""
         return self.path / "nodes" / host / "stacks" / f"{name}.json"
@@ -126,6 +189,10 @@ class RunDirectory:
     def checkpoint_path(self, step: int) -> Path:
         """Where the checkpoint of a step lies, whether it exists or not."""
         return self.checkpoints_path / f"step_{step:08d}"
+
+    def step_of(self, checkpoint: Path) -> int:
+        """The step of a checkpoint of this run."""
+        return int(checkpoint.name.removeprefix("step_"))
 
     def evaluation_path(self, preset: str, step: int) -> Path:
         """Where the videos sampled from a checkpoint lie, whether there are any or not."""
@@ -271,6 +338,35 @@ class RunDirectory:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, stacks)
 
+    def append_rollback(self, rolled_back: RolledBack) -> None:
+        """Append one line to rollbacks.jsonl, on disk when this returns.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        with self._writing():
+            append_json(self.rollbacks_path, rolled_back, durably=True)
+
+    def rollbacks(self) -> list[RolledBack]:
+        """All rollbacks, the oldest first."""
+        return list(read_json_lines(self.rollbacks_path))
+
+    def write_guard_report(self, path: Path, report: Mapping[str, Any]) -> None:
+        """Write what the guard saw to where `guard_report_path` says.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        with self._writing():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, report)
+
+    def held_steps(self) -> set[int]:
+        """Steps whose checkpoints somebody still needs."""
+        names = (path.parent.name for path in self.holds_path.glob("step_*/*"))
+        steps = (name.removeprefix("step_") for name in names)
+        return {int(step) for step in steps if step.isdecimal()}
+
     def append_metrics(self, metrics: Metrics) -> None:
         """Append one line to metrics.jsonl.
 
@@ -281,9 +377,26 @@ class RunDirectory:
             append_json(self.metrics_path, metrics)
 
     def metrics(self) -> list[Metrics]:
-        """All metrics by step; of a step that was run twice only the later."""
-        by_step = {row["step"]: row for row in read_json_lines(self.metrics_path)}
-        return [by_step[step] for step in sorted(by_step)]
+        """The metrics that count, by step: those of abandoned steps are left out."""
+        kept: list[Metrics] = []
+        for row in read_json_lines(self.metrics_path):
+            while kept and kept[-1]["step"] >= row["step"]:
+                kept.pop()
+            kept.append(row)
+        return kept
+
+
+def beside(path: Path) -> Path:
+    """Where a run begins that must not touch another: `path`, or the first free of path-2, -3, ...
+
+    Free is what does not exist, or is an empty folder.
+    """
+    numbered = (path.with_name(f"{path.name}-{number}") for number in count(2))
+    return next(each for each in chain([path], numbered) if _is_free(each))
+
+
+def _is_free(path: Path) -> bool:
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
 def now() -> str:
@@ -296,14 +409,20 @@ def file_time() -> str:
     return datetime.now(UTC).strftime("%Y%m%dT%H%M%S_%f")
 
 
-def append_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Append a record as one line, after ending a line that an interrupted write left half."""
+def append_json(path: Path, record: Mapping[str, Any], *, durably: bool = False) -> None:
+    """Append a record as one line, after ending a line that an interrupted write left half.
+
+    `durably`: it is on disk, and not only on its way, when this returns.
+    """
     line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
     with path.open("ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
             line = line if file.read(1) == b"\n" else b"\n" + line
         file.write(line)
+        if durably:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def read_json_lines(path: Path) -> Iterator[Any]:
