@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from longtake.data.catalog import Catalog
+from longtake.run_dir import RunDirectory
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -32,8 +33,37 @@ def test_a_run_is_audited(place: Path, call: Call) -> None:
     found = json.loads(out)
     assert found["ok"] is True
     (epoch,) = found["epochs"]
-    wanted = {"epoch": 0, "stage": "all", "seen": 8, "repeated": 0, "missing": 0, "rejected": 0}
+    wanted = {"epoch": 0, "stage": "all", "seen": 8, "repeated": 0, "missing": 0, "skipped": 0}
     assert {key: epoch[key] for key in wanted} == wanted
+
+
+def test_what_the_guard_skipped_is_counted(place: Path, tmp_path: Path, call: Call) -> None:
+    """In the table, a sentence and the JSON: it is neither missing nor repeated."""
+    run = RunDirectory(tmp_path / "run")
+    shutil.copytree(place / "begun", run.path)  # which has no checkpoint: it begins again
+    _, _, err = call("data", "audit", run.path)
+    assert "skipped" in err
+    assert "The guard" not in err
+    run.append_rollback(
+        {
+            "time": "2026-01-01T00:00:00.000+00:00",
+            "from_step": 2,
+            "to_step": 0,
+            "skipped": [1, 4],
+            "reason": "spike",
+            "message": "a test's",
+        }
+    )
+    code, _, err = call("train", place / "recipe.toml", "--set", f"out={run.path}")
+    assert code == 0, err
+    code, out, err = call("data", "audit", run.path)
+    assert (code, out) == (0, "")
+    assert "The guard skipped 3 batches of 12 samples for good" in err
+    assert "2 steps; 8 samples of abandoned steps do not count." in err
+    code, out, err = call("data", "audit", run.path, "--json")
+    found = json.loads(out)
+    assert (found["ok"], found["end_step"], found["num_skipped"]) == (True, 5, 3)
+    assert [(each["seen"], each["skipped"]) for each in found["epochs"]] == [(8, 12)]
 
 
 def test_a_run_that_repeated_a_clip_is_found_out(place: Path, tmp_path: Path, call: Call) -> None:

@@ -221,4 +221,16 @@ def test_the_launchs_facts_are_written(tmp_path: Path) -> None:
         "world_size": 1,
         "streams": list(_STREAMS),
         "history": [{"step": 0}],
+        "skipped": [],
     }
+
+
+def test_a_launch_takes_back_what_is_skipped_at_its_start(tmp_path: Path) -> None:
+    """It begins after a span that an earlier launch may have trained: that does not count."""
+    _launch(tmp_path, 0, [[_batch(step, [step]) for step in range(8)]])
+    spans = [(1, 2), (4, 6), (6, 9), (12, 14)]
+    path = begin_launch(tmp_path / "ledger", 9, 1, _STREAMS, [], spans)
+    assert json.loads((path / "launch.json").read_text())["start_step"] == 4
+    found = read_ledger(tmp_path / "ledger")
+    assert (found.end_step, found.num_abandoned) == (4, 4)
+    assert found.skipped == ((1, 2), (4, 9), (12, 14))

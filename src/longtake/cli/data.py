@@ -241,14 +241,18 @@ def audit(
 
 
 def _say_audit(found: "Audit") -> None:
+    from rich import box
     from rich.table import Table
 
-    table = Table("stage", "catalog", "epochs", "seen", "repeated", "missing", "rejected", "over")
+    names = ("seen", "repeated", "missing", "rejected", "skipped")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in ("stage", "catalog", "epochs", *names, "over"):
+        table.add_column(name, no_wrap=True, justify="right" if name in names else "left")
     for epochs in _alike(found.epochs):
         first, last = epochs[0], epochs[-1]
-        counts = (first.seen, first.repeated, first.missing, first.rejected)
+        counts = (getattr(first, name) for name in names)
         number = f"{first.epoch}-{last.epoch} each" if last is not first else str(first.epoch)
-        is_over = "yes" if first.is_over else "not yet"
+        is_over = "yes" if first.is_over else "no"
         table.add_row(first.stage, first.source, number, *map(str, counts), is_over)
     say.console().print(table)
     for epoch in (epoch for epoch in found.epochs if not epoch.is_exact):
@@ -257,9 +261,14 @@ def _say_audit(found: "Audit") -> None:
             f"{epoch.repeated} repeated, {epoch.missing} missing, {epoch.unplanned} that do not "
             f"belong there; clips whose identity begins with {', '.join(epoch.examples)}"
         )
-    say.line(
-        f"{found.end_step} steps; {found.num_abandoned} samples of abandoned steps do not count."
-    )
+    steps = found.end_step - found.num_skipped
+    say.line(f"{steps} steps; {found.num_abandoned} samples of abandoned steps do not count.")
+    if found.num_skipped:
+        samples = sum(epoch.skipped for epoch in found.epochs)
+        say.line(
+            f"The guard skipped {found.num_skipped} batches of {samples} samples for good: they "
+            "were not trained in their epochs, and are not missing there."
+        )
     exact = "Every clip was trained exactly as often as it should have been."
     say.line(exact if found.ok else "NOT EXACT: clips were repeated, missed or out of place.")
 

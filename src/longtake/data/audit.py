@@ -6,7 +6,7 @@ from its recipe. For an epoch that is over that is simply every clip of its stag
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from longtake.data.catalog import Catalog
 from longtake.data.course import Course, rebuild
 from longtake.data.ledger import Consumed, read_ledger, short_identity
 from longtake.data.plan import Part, Plan, Stream
+from longtake.data.skipped import Span
 from longtake.run_dir import RunDirectory
 
 Identities = NDArray[np.uint64]
@@ -43,6 +44,8 @@ class EpochAudit:
     """Clips that should have been trained by now, and were neither trained nor rejected."""
     rejected: int
     """Clips that could not be decoded."""
+    skipped: int
+    """Clips of batches that were left out on purpose; nothing is owed of them."""
     unplanned: int
     """Samples that should not have been trained in this epoch."""
     is_over: bool
@@ -62,9 +65,11 @@ class Audit:
 
     epochs: tuple[EpochAudit, ...]
     end_step: int
-    """Steps that were trained and kept."""
+    """Steps that were trained and kept, or skipped: the number of the next batch."""
     num_abandoned: int
     """Samples of steps that were trained, then given up: the run went on from before them."""
+    num_skipped: int
+    """Steps among these that were left out on purpose."""
 
     @property
     def ok(self) -> bool:
@@ -80,6 +85,8 @@ class _Expected:
     owed: list[pa.Array]
     """What it must have consumed when it is over, whatever was planned."""
     is_over: bool = True
+    skipped: list[pa.Array] = field(default_factory=list)
+    """What of it was not to be consumed after all."""
 
 
 def audit(run: RunDirectory) -> Audit:
@@ -93,12 +100,14 @@ def audit(run: RunDirectory) -> Audit:
     consumed = read_ledger(run.ledger_path)
     course = _course(consumed.history, recipe, run)
     expected = _expected(course, consumed.end_step)
+    skipped = _skipped_steps(course, consumed.skipped, consumed.end_step)
+    _leave_out(expected, course, skipped)
     found = _by_epoch(consumed)
     epochs = [
         _judge(key, expected.get(key), *found.get(key, (_NONE, _NONE)))
         for key in sorted(expected.keys() | found.keys(), key=_in_order(consumed.streams))
     ]
-    return Audit(tuple(epochs), consumed.end_step, consumed.num_abandoned)
+    return Audit(tuple(epochs), consumed.end_step, consumed.num_abandoned, len(skipped))
 
 
 _NONE: Identities = np.empty(0, np.uint64)
@@ -123,6 +132,23 @@ def _expected(course: Course, end_step: int) -> dict[_Key, _Expected]:
                 if part.owed is not None:
                     entry.owed = [_identities(part.catalog, part.owed.all_rows())]
     return expected
+
+
+def _skipped_steps(course: Course, spans: Sequence[Span], end_step: int) -> list[int]:
+    """The steps before a step that had a batch, which was left out."""
+    steps = [step for first, end in spans for step in range(first, min(end, end_step))]
+    ends = [course.plan_at(step).end_step for step in steps]
+    return [step for step, end in zip(steps, ends, strict=True) if end is None or step < end]
+
+
+def _leave_out(expected: dict[_Key, _Expected], course: Course, steps: Sequence[int]) -> None:
+    """Take the clips of some steps out of what their epochs should have consumed."""
+    for step in steps:
+        batch = course.batch(step)
+        identities, epochs = _identities(batch.catalog, batch.rows), np.asarray(batch.epochs)
+        for epoch in np.unique(epochs).tolist():
+            key = (f"{batch.stage}/{batch.source}", epoch)
+            expected[key].skipped.append(identities.filter(pa.array(epochs == epoch)))
 
 
 def _counted(plan: Plan, end: int) -> Iterator[tuple[Stream, int]]:
@@ -163,7 +189,7 @@ def _identities(catalog: Catalog, rows: NDArray[np.integer[Any]]) -> pa.Array:
     return catalog.identities.take(pa.array(rows))
 
 
-def _short(identities: Sequence[pa.Array]) -> Identities:
+def _short(identities: Sequence[pa.Array], without: Sequence[pa.Array] = ()) -> Identities:
     """[N] the beginnings of all identities, each identity once.
 
     Two identities that begin alike are there twice: so often may that beginning be trained.
@@ -171,6 +197,10 @@ def _short(identities: Sequence[pa.Array]) -> Identities:
     if not identities:
         return _NONE
     unique = pc.unique(pa.concat_arrays(identities))
+    if without:
+        unique = unique.filter(pc.invert(pc.is_in(unique, value_set=pa.concat_arrays(without))))
+    if not len(unique):
+        return _NONE
     octets = np.frombuffer(
         unique.buffers()[1], np.uint8, count=len(unique) * unique.type.byte_width
     )
@@ -195,8 +225,8 @@ def _judge(
     key: _Key, expected: _Expected | None, trained: Identities, rejected: Identities
 ) -> EpochAudit:
     stage, _, source = key[0].rpartition("/")
-    planned = _short(expected.planned) if expected else _NONE
-    owed = _short(expected.owed) if expected and expected.is_over else _NONE
+    planned = _short(expected.planned, expected.skipped) if expected else _NONE
+    owed = _short(expected.owed, expected.skipped) if expected and expected.is_over else _NONE
     unique, times = np.unique(trained, return_counts=True)
     allowed = _times(unique, *np.unique(planned, return_counts=True))
     repeated = np.repeat(unique, np.maximum(times - np.maximum(allowed, 1), 0))
@@ -212,6 +242,7 @@ def _judge(
         repeated=len(repeated),
         missing=len(missing),
         rejected=len(np.unique(rejected)),
+        skipped=len(_short(expected.skipped)) if expected else 0,
         unplanned=len(unplanned),
         is_over=expected is not None and expected.is_over,
         examples=tuple(int(each).to_bytes(8, "little").hex()[:14] for each in examples),

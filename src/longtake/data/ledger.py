@@ -1,11 +1,13 @@
 """The ledger: which clips each optimizer step consumed, by identity.
 
-    ledger/launch_0000/launch.json       start step, world size, streams, and the course's history
+    ledger/launch_0000/launch.json       start step, world size, streams, the course's history, and
+                                         the batches that are skipped
     ledger/launch_0000/rank_0000.bin     15 bytes a sample, appended after each update
 
 Every rank writes what it really trained on, from the batch in its hands and not from the plan, so
 that the two can be compared. A record is never changed: the records of a launch from the step on
-at which a later launch began were abandoned, and count no more.
+at which a later launch began were abandoned, and count no more. Steps are numbers of batches here:
+those of updates are others where a run went back and skipped some (a launch of its own, too).
 """
 
 import errno
@@ -21,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longtake.config import DataSection
+from longtake.data.skipped import Skipped, Span
 from longtake.errors import DataError
 from longtake.run_dir import write_json
 
@@ -61,6 +64,8 @@ class Consumed:
     """Samples of steps that were trained and then given up."""
     history: Sequence[dict[str, Any]]
     """Of the course of the newest launch."""
+    skipped: tuple[Span, ...] = ()
+    """[first, end) of the steps that were left out on purpose, as the newest launch knew them."""
 
 
 class Ledger:
@@ -149,8 +154,17 @@ def begin_launch(
     world_size: int,
     streams: Sequence[str],
     history: Sequence[dict[str, Any]],
+    skipped: Sequence[Span] = (),
 ) -> Path:
-    """Make the folder of a new launch (rank 0); returns it.
+    """Make the folder of a new launch (rank 0), or of one that went back; returns it.
+
+    Args:
+        ledger: the folder of all launches.
+        start_step: number of the first batch, `Loader.step`.
+        world_size: ranks that will keep a ledger.
+        streams: `stream_names` of the recipe.
+        history: of the loader's course.
+        skipped: `Loader.skipped`.
 
     Raises:
         DataError: there are more streams than a record can tell apart, or it cannot be written.
@@ -164,10 +178,12 @@ def begin_launch(
     folder = ledger / f"launch_{number:04d}"
     aside = ledger / f".launch_{number:04d}.partial"  # a launch has its facts from the first
     facts = {
-        "start_step": start_step,
+        # Before what is skipped: an earlier launch may have trained that, and gave it up.
+        "start_step": Skipped.of(skipped).before(start_step),
         "world_size": world_size,
         "streams": list(streams),
         "history": list(history),
+        "skipped": [list(span) for span in skipped],
     }
     with _writing(folder):
         aside.mkdir(parents=True, exist_ok=True)
@@ -209,6 +225,7 @@ def read_ledger(ledger: Path) -> Consumed:
         end_step=end_step,
         num_abandoned=num_abandoned,
         history=launches[-1]["history"],
+        skipped=Skipped.of(launches[-1].get("skipped", ())).spans,  # none in older ledgers
     )
 
 

@@ -6,9 +6,10 @@
         save(loader.state_dict())    # counts what was handed out, not what was prefetched
 
 What a step trains on is the course's business (`longtake.data.course`) and does not depend on
-ranks, workers or on where a run was resumed. Nothing is ever made up for a clip that cannot be
-decoded: it is quarantined, and a real clip of the batch stands in for it with weight 0, so that
-shapes stay, no gradient comes of it, and no clip is trained twice in an epoch.
+ranks, workers or on where a run was resumed. Batches may be left out for good (`Loader.skip`): the
+others stay what they are. Nothing is ever made up for a clip that cannot be decoded: it is
+quarantined, and a real clip of the batch stands in for it with weight 0, so that shapes stay, no
+gradient comes of it, and no clip is trained twice in an epoch.
 """
 
 from collections import deque
@@ -32,6 +33,7 @@ from longtake.data.files import refuse_archives
 from longtake.data.plan import PlannedBatch
 from longtake.data.pool import Incident
 from longtake.data.sample import sample_seed, sample_window
+from longtake.data.skipped import Skipped, Span, begins_epoch
 from longtake.errors import ClipError, DataError
 
 _MOST_CLIPS_AT_HAND = 2**14
@@ -101,6 +103,8 @@ class Loader:
         local_size = batch_size // world_size
         self._mine = range(rank * local_size, (rank + 1) * local_size)
         self._step = 0
+        self._told: tuple[Span, ...] = ()
+        self._skipped = Skipped()
         self._memory = Memory(data.memory_gib * 2**30)
         self._incidents: list[Incident] = []
         self._failures: dict[str, str] = {}
@@ -122,8 +126,32 @@ class Loader:
 
     @property
     def step(self) -> int:
-        """Steps whose batches have been handed out: the global step of the next one."""
+        """The number of the next batch: all before it have been handed out, or are skipped."""
         return self._step
+
+    @property
+    def skipped(self) -> tuple[Span, ...]:
+        """[first, end) of the batches that were not and will not be handed out, ascending."""
+        return self._skipped.spans
+
+    def skip(self, first: int, end: int) -> None:
+        """Never hand out the batches `first` .. `end - 1`, as far as they are still to come.
+
+        They count as consumed, whatever becomes of the data: their clips come again in the next
+        epoch and not before. Where the state of an earlier step is loaded, they are skipped from
+        there; say so before a state is loaded if the data may have changed since they were planned.
+
+        Raises:
+            DataError: there are no such batches.
+        """
+        self._told = Skipped.of([*self._told, (first, end)]).spans
+        self._skipped = self._skipped.with_([(first, end)], since=self._step)
+        self._step = self._skipped.past(self._step)
+
+    def end_after(self, count: int) -> int:
+        """What `step` will be when so many more batches, or all there are, have been handed out."""
+        end, last = self._skipped.after(self._step, count), self.course.end_step
+        return end if last is None else min(end, max(self._step, self._skipped.past(last)))
 
     def state_dict(self) -> dict[str, Any]:
         """All that another loader needs to go on from here: small, JSON, the same on all ranks."""
@@ -135,10 +163,11 @@ class Loader:
             **self.course.position(self._step),
             "history": list(self.course.history),
             "quarantined": {**self.quarantined, **self._failures},
+            "skipped": [list(span) for span in self.skipped],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was taken, on any number of ranks and workers.
+        """Go on where a state was taken, on any number of ranks and workers; skip what it skips.
 
         Raises:
             DataChangedError: the data, the batch size or the stages have changed and
@@ -153,6 +182,8 @@ class Loader:
                 "run was started with."
             )
         step: int = state["global_step"]
+        skipped = Skipped.of(state.get("skipped", ())).with_(self._told, since=step)
+        step = skipped.past(step)
         self._course = resume(
             state["history"],
             step,
@@ -162,7 +193,7 @@ class Loader:
             self._seed,
             self._kept,
         )
-        self._step = step
+        self._step, self._skipped = step, skipped
         self.quarantined = {} if self.data.retry_quarantined else dict(state["quarantined"])
         self._failures.clear()
         self._clips.clear()
@@ -213,7 +244,7 @@ class Loader:
         return self.batches()
 
     def batches(self, end_step: int | None = None) -> Iterator[Batch]:
-        """The batches from here to `end_step`, decoded ahead.
+        """The batches from here to number `end_step` that are not skipped, decoded ahead.
 
         Raises:
             DataError: more clips failed than `data.max_quarantined_clips` allows, or not one clip
@@ -221,16 +252,18 @@ class Loader:
         """
         ends = [end for end in (end_step, self.course.end_step) if end is not None]
         waiting: deque[_Begun] = deque()
-        following = self._step
         with self._feed(self.data.workers) as feed:
             while not ends or self._step < min(ends):
+                if not waiting or waiting[0].planned.step != self._step:  # it was skipped since
+                    waiting.clear()
+                    following = self._step
                 while len(waiting) <= self._ahead() and (not ends or following < min(ends)):
                     waiting.append(self._begin(following, feed))
-                    following += 1
+                    following = self._skipped.past(following + 1)
                 self._refuse_too_many()
                 batch = self._assemble(waiting.popleft())
                 self._incidents += feed.incidents()
-                self._step += 1
+                self._step = self._skipped.past(self._step + 1)
                 yield batch
 
     def load(self, step: int) -> Batch:
@@ -293,7 +326,7 @@ class Loader:
             stage=planned.stage,
             source=planned.source,
             epoch=planned.epoch,
-            begins_epoch=planned.begins_epoch,
+            begins_epoch=begins_epoch(planned, self.course, self._skipped),
             bucket=planned.bucket,
             captions=tuple(sample.clip.caption for sample in samples),
             seeds=tuple(sample.seed for sample in samples),
