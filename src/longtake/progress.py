@@ -29,10 +29,12 @@ class StepProgress:
 
     def update(self, metrics: Metrics) -> None:
         """Take in one step."""
-        self._loss = _smoothed(self._loss, metrics["loss"])
+        if metrics["loss"] is not None:
+            self._loss = _smoothed(self._loss, metrics["loss"])
         self._seconds = _smoothed(self._seconds, metrics["step_seconds"])
         left = duration((self._total - metrics["step"]) * self._seconds)
-        facts = f"loss {self._loss:.4f} · {1 / self._seconds:.2f} steps/s · {left} left"
+        loss = "" if self._loss is None else f"loss {self._loss:.4f} · "
+        facts = f"{loss}{1 / self._seconds:.2f} steps/s · {left} left"
         self._bar.update(self._task, completed=metrics["step"], facts=facts)
         if not self._console.is_terminal and self._is_time():
             self._console.print(f"step {metrics['step']}/{self._total} · {facts}")

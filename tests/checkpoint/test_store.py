@@ -1,7 +1,6 @@
 """A checkpoint is whole or it does not exist; whatever is damaged is named."""
 
 import json
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,41 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from longtake.checkpoint import store
+from longtake.checkpoint import manifest, store
 from longtake.errors import CheckpointError
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
 
-_ALONE = World(0, 0, 1, torch.device("cpu"), None)
-
-
-def _parts(value: float = 0.0) -> dict[str, store.State]:
-    return {
-        "model": {"weight": torch.full((64, 64), value), "bias": torch.full((3,), value)},
-        "ema": {"weight": torch.full((64, 64), value + 1)},
-        "optimizer": {"state.weight.step": torch.tensor(value)},
-    }
-
-
-def _save(run: RunDirectory, step: int) -> Path:
-    return store.save(run, step, _parts(float(step)), {"global_step": step}, _ALONE)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    """A run directory with checkpoints of the steps 10 and 20."""
-    run = RunDirectory(tmp_path / "run")
-    for step in (10, 20):
-        _save(run, step)
-    return run
+MakeParts = Callable[..., dict[str, store.State]]
+Save = Callable[..., Path]
 
 
 def _data_file(path: Path) -> Path:
-    return next((path / "ema").glob("*.distcp"))
-
-
-def _load(path: Path) -> None:
-    store.load_parts(path, _parts())
+    return path / "ema" / "main" / "__0_0.distcp"
 
 
 def _truncate(path: Path) -> None:
@@ -63,60 +38,135 @@ def _garble_the_commitment(path: Path) -> None:
     (path / "COMMITTED").write_text('{"files": ')
 
 
-_DAMAGES = [_truncate, _lose_a_file, _uncommit, _garble_the_commitment]
+def _flip_a_bit(path: Path) -> None:
+    content = bytearray(_data_file(path).read_bytes())
+    content[-1] ^= 1
+    _data_file(path).write_bytes(content)
 
 
-def test_what_was_saved_is_loaded(run: RunDirectory) -> None:
-    """Every tensor comes back to the bit, into the tensors that were given."""
-    loaded = _parts()
+def _garble_what_was_committed(path: Path) -> None:
+    (path / "trainer.json").write_text('{"global_step": 2')
+    manifest.commit(path, manifest.describe(path, ["trainer.json"]))
+
+
+_SEEN_AT_A_GLANCE: dict[Callable[[Path], None], str] = {
+    _truncate: "ema/main/__0_0.distcp has",
+    _lose_a_file: "ema/main/__0_0.distcp is missing",
+    _uncommit: "it has no COMMITTED",
+    _garble_the_commitment: "COMMITTED cannot be read",
+}
+_SEEN_BY_READING: dict[Callable[[Path], None], str] = {
+    _flip_a_bit: "ema/main/__0_0.distcp has other bytes than were saved",
+    _garble_what_was_committed: "trainer.json cannot be read",
+}
+
+
+def test_what_was_saved_is_loaded(run: RunDirectory, make_parts: MakeParts) -> None:
+    """Everything comes back to the bit, tensors into those that were given."""
+    loaded = make_parts()
     weight = loaded["model"]["weight"]
     path = run.checkpoint_path(20)
     store.load_parts(path, loaded)
-    torch.testing.assert_close(loaded, _parts(20.0), rtol=0, atol=0)
+    torch.testing.assert_close(loaded, make_parts(20.0), rtol=0, atol=0)
     assert loaded["model"]["weight"] is weight
     assert store.load_trainer(path) == {"global_step": 20}
 
 
 def test_one_part_can_be_loaded_without_the_others(run: RunDirectory) -> None:
     """A sampler reads the averages and nothing else."""
-    loaded = {"ema": {"weight": torch.zeros(64, 64)}}
+    loaded = {"ema/main": {"weight": torch.zeros(64, 64)}}
     store.load_parts(run.checkpoint_path(10), loaded)
-    assert torch.equal(loaded["ema"]["weight"], torch.full((64, 64), 11.0))
+    assert torch.equal(loaded["ema/main"]["weight"], torch.full((64, 64), 11.0))
 
 
-@pytest.mark.parametrize("damage", _DAMAGES)
+@pytest.mark.parametrize("harm", [*_SEEN_AT_A_GLANCE, *_SEEN_BY_READING])
 def test_a_damaged_checkpoint_is_passed_over(
-    run: RunDirectory, damage: Callable[[Path], None]
+    run: RunDirectory, alone: World, harm: Callable[[Path], None]
 ) -> None:
-    """The newest whole one is used; reading the damaged one says in a sentence what is wrong."""
+    """The newest whole one is found, and what was wrong with the one after it."""
     path = run.checkpoint_path(20)
-    damage(path)
+    harm(path)
+    found, ((damaged, reason),) = store.newest_on_all(run, alone)
+    assert found == run.checkpoint_path(10)
+    assert damaged == path
+    assert reason.startswith((_SEEN_AT_A_GLANCE | _SEEN_BY_READING)[harm])
+
+
+@pytest.mark.parametrize("harm", _SEEN_AT_A_GLANCE)
+def test_what_is_seen_at_a_glance_is_refused(
+    run: RunDirectory, make_parts: MakeParts, harm: Callable[[Path], None]
+) -> None:
+    """Whoever reads it is told in a sentence what is wrong, and looks for another."""
+    path = run.checkpoint_path(20)
+    harm(path)
     assert store.newest(run) == run.checkpoint_path(10)
-    assert store.passed_over(run, 10) == [path]
-    for read in (store.verify, store.load_trainer, _load):
+    for read in (
+        store.verify,
+        store.load_trainer,
+        lambda path: store.load_parts(path, make_parts()),
+    ):
         with pytest.raises(CheckpointError, match=r"step_00000020 .*earlier") as raised:
             read(path)
         assert "\n" not in str(raised.value)
 
 
-def test_there_may_be_none(tmp_path: Path) -> None:
+def test_there_may_be_none(tmp_path: Path, alone: World) -> None:
     """A run that was never saved has no newest checkpoint."""
     run = RunDirectory(tmp_path)
     assert store.newest(run) is None
-    assert store.passed_over(run, 0) == []
+    assert store.newest_on_all(run, alone) == (None, ())
+
+
+def test_all_may_be_damaged(run: RunDirectory, alone: World) -> None:
+    """Then there is nothing to go on from, and all are told of, the newest first."""
+    for step in (10, 20):
+        _flip_a_bit(run.checkpoint_path(step))
+    found, passed_over = store.newest_on_all(run, alone)
+    assert found is None
+    assert [run.step_of(path) for path, _ in passed_over] == [20, 10]
+
+
+def test_later_ones_can_be_left_out_of_account(run: RunDirectory, alone: World) -> None:
+    """A rollback goes to a step, or where that is damaged to one before it."""
+    assert store.newest_on_all(run, alone, at_most=19) == (run.checkpoint_path(10), ())
+    assert store.newest_on_all(run, alone, at_most=9) == (None, ())
+    assert store.newest_on_all(run, alone, at_most=20).path == run.checkpoint_path(20)
+
+
+def test_somebodys_copy_is_no_checkpoint_of_the_run(run: RunDirectory, alone: World) -> None:
+    """Whatever it is called."""
+    for name in ("step_00000030.bak", "step_30", "step_x"):
+        shutil.copytree(run.checkpoint_path(20), run.checkpoints_path / name)
+    assert store.newest_on_all(run, alone) == (run.checkpoint_path(20), ())
 
 
 @pytest.mark.parametrize("name", ["model/.metadata", "model/__0_0.distcp", "trainer.json"])
-def test_garbled_bytes_are_an_error_that_names_the_file(run: RunDirectory, name: str) -> None:
-    """Where sizes are right but bytes are not, loading fails with what to do instead."""
+@pytest.mark.parametrize("is_verified", [False, True])
+def test_garbled_bytes_are_an_error_that_names_the_file(
+    run: RunDirectory, make_parts: MakeParts, name: str, is_verified: bool
+) -> None:
+    """Also where they were not compared before, loading fails with what to do instead."""
     path = run.checkpoint_path(20)
     file = path / name
     file.write_bytes(b"\xff" * file.stat().st_size)
-    read = store.load_trainer if name == "trainer.json" else _load
+
+    def load() -> None:
+        if name == "trainer.json":
+            store.load_trainer(path)
+        store.load_parts(path, make_parts(), is_verified=is_verified)
+
     with pytest.raises(CheckpointError, match=name.split("/")[0]) as raised:
-        read(path)
+        load()
     assert "earlier checkpoint" in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_parts_that_are_not_read_may_be_damaged(run: RunDirectory) -> None:
+    """A sampler does not wait for the checksums of what it does not load."""
+    _flip_a_bit(run.checkpoint_path(20))
+    loaded = {"model": {"bias": torch.zeros(3)}}
+    store.load_parts(run.checkpoint_path(20), loaded)
+    assert loaded["model"]["bias"].tolist() == [20.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -131,57 +181,18 @@ def test_another_models_state_is_refused(run: RunDirectory, weights: store.State
     assert "\n" not in str(raised.value)
 
 
-def test_a_save_after_an_interrupted_one_works(run: RunDirectory) -> None:
-    """What an interrupted save left behind is replaced, and then nothing is left of it."""
-    aside = run.checkpoints_path / ".step_00000030.partial"
-    shutil.copytree(run.checkpoint_path(20), aside)
-    (aside / "model" / "stray").write_text("of the interrupted save")
-    store.verify(_save(run, 30))
-    committed = json.loads((run.checkpoint_path(30) / "COMMITTED").read_text())
-    assert "model/stray" not in committed["files"]
-    assert not aside.exists()
+def test_abandoned_steps_are_deleted(run: RunDirectory, save: Save, alone: World) -> None:
+    """A run that went back would else find them in its way, also those that somebody holds."""
+    save(run, 30)
+    (run.holds_path / "step_00000030").mkdir(parents=True)
+    (run.holds_path / "step_00000030" / "evaluator").touch()
+    store.abandon(run, 10)
+    assert [path.name for path in run.checkpoints_path.iterdir()] == ["step_00000010"]
+    assert store.newest_on_all(run, alone).path == run.checkpoint_path(10)
 
 
-def test_a_damaged_checkpoint_is_replaced_when_its_step_is_run_again(run: RunDirectory) -> None:
-    """A run that went on from step 10 saves step 20 anew."""
-    _truncate(run.checkpoint_path(20))
-    _save(run, 20)
-    assert store.newest(run) == run.checkpoint_path(20)
-    assert sorted(path.name for path in run.checkpoints_path.iterdir()) == [
-        "step_00000010",
-        "step_00000020",
-    ]
-
-
-def test_only_the_newest_are_kept(run: RunDirectory) -> None:
-    """Older ones are deleted, and with them what interrupted saves and deletions left."""
-    _save(run, 30)
-    for leftover in (".step_00000010.deleted", ".step_00000005.partial"):
-        (run.checkpoints_path / leftover / "model").mkdir(parents=True)
-    store.keep_newest(run, 2)
-    names = sorted(path.name for path in run.checkpoints_path.iterdir())
-    assert names == ["step_00000020", "step_00000030"]
-
-
-def test_damaged_ones_do_not_count_as_kept(run: RunDirectory) -> None:
-    """A run resumed before a damaged checkpoint keeps what it saves, not the damaged one."""
-    _save(run, 30)
-    _truncate(run.checkpoint_path(30))
-    _save(run, 25)
-    store.keep_newest(run, 1)
-    assert [path.name for path in run.checkpoints_path.iterdir()] == ["step_00000025"]
-    assert store.newest(run) == run.checkpoint_path(25)
-
-
-def test_a_full_disk_is_one_sentence_and_harms_nothing(run: RunDirectory) -> None:
-    """A save that cannot be written says so; the older checkpoints stay whole."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limit[1]))
-    try:
-        with pytest.raises(CheckpointError, match=r"step 30 .* cannot be written") as raised:
-            _save(run, 30)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert "\n" not in str(raised.value)
-    assert store.newest(run) == run.checkpoint_path(20)
-    _save(run, 30)
+def test_a_checkpoint_says_what_is_in_it(run: RunDirectory) -> None:
+    """Model, averages and optimizer lie apart, so that one can be left behind."""
+    files = json.loads((run.checkpoint_path(20) / "COMMITTED").read_text())["files"]
+    parts = {name.rpartition("/")[0] for name in files}
+    assert parts == {"model", "ema/main", "optimizer", ""}

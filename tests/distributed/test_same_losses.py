@@ -47,7 +47,7 @@ def _curve(recipe: Recipe) -> list[float]:
 
 def _averages(recipe: Recipe, step: int) -> dict[str, Any]:
     file = recipe.out / "ema.pt"
-    dcp_to_torch_save(RunDirectory(recipe.out).checkpoint_path(step) / "ema", file)
+    dcp_to_torch_save(RunDirectory(recipe.out).checkpoint_path(step) / "ema" / "main", file)
     loaded: dict[str, Any] = torch.load(file)
     return loaded
 

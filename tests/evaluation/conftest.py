@@ -12,7 +12,7 @@ from longtake.training.run import train
 
 @pytest.fixture(scope="session")
 def tiny_recipe(shapes_catalog: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    """Six steps of a tubelet in fp32, each of them saved, with an EMA that lags behind."""
+    """Six steps of a tubelet in fp32, each of them saved, with two averages that lag behind."""
     values = {
         "out": str(tmp_path_factory.mktemp("runs") / "tiny"),
         "data": {
@@ -26,7 +26,7 @@ def tiny_recipe(shapes_catalog: Path, tmp_path_factory: pytest.TempPathFactory) 
         "text": {"max_tokens": 6},
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0, "schedule": "constant"},
         "training": {"steps": 6, "batch_size": 8, "precision": "fp32", "device": "cpu"},
-        "ema": {"decay": 0.8},
+        "ema": {"profiles": [{"name": "fixed", "decay": 0.8}, {"name": "power", "width": 0.1}]},
         "checkpoint": {"every": 1, "keep": 10},
         "sampling": {"num_inference_steps": 4, "guidance_scale": 3.0, "shift": 3.0, "fps": 8.0},
     }

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from longtake import config
 from longtake.config import Recipe, TrainableSection
-from longtake.evaluation.export import export_pipeline
+from longtake.evaluation.export.formats import export
 from longtake.evaluation.sample import Request, Sampler, load_sampler, settings_for
 from longtake.models.added import added_module
 from longtake.models.assemble import assemble
@@ -111,7 +111,7 @@ def test_diffusers_loads_the_lora_into_the_base_model(
     from diffusers import FluxPipeline
 
     trained = _velocity(lora_sampler.components.model)
-    export_pipeline(lora_sampler, tmp_path / "trained")
+    export(lora_sampler, tmp_path / "trained", "diffusers")
     merged = FluxPipeline.from_pretrained(tmp_path / "trained")
     torch.testing.assert_close(_velocity(merged.transformer), trained, atol=1e-5, rtol=1e-4)
     assert torch.equal(_velocity(lora_sampler.components.model), trained)
@@ -127,7 +127,7 @@ def test_a_modules_weights_are_beside_the_pipeline_of_its_base(
     """Under the module's own names; the pipeline's weights are those that nobody trained."""
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     sampler = _trained(tiny_recipe, tmp_path / "run", {"module": _STYLE})
-    export_pipeline(sampler, tmp_path / "out")
+    export(sampler, tmp_path / "out", "diffusers")
     module = added_module(sampler.components.model)
     assert module is not None
     saved = load_file(tmp_path / "out" / "added_module.safetensors")

@@ -10,9 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longtake.config import Recipe
+from longtake.config import EmaSection, Recipe
 from longtake.errors import CheckpointError, RecipeError, RunError
-from longtake.evaluation.sample import Request, Sampler, find_checkpoint, load_sampler, settings_for
+from longtake.evaluation.sample import (
+    Request,
+    Sampler,
+    find_checkpoint,
+    load_sampler,
+    settings_for,
+    weights_to_sample,
+)
 from longtake.flow.solver import integrate
 from longtake.flow.timesteps import build_sigmas
 from longtake.models.assemble import assemble
@@ -66,22 +73,89 @@ def test_another_seed_and_another_prompt_make_another_video(sampler: Sampler) ->
     assert _apart(first, _sample(sampler, Request("a blue square moving left", 0))) > 0
 
 
-def test_the_averaged_weights_are_the_ema_of_the_raw_ones(
-    tiny_run: Path, tiny_recipe: Recipe
+@pytest.mark.parametrize("profile", ["fixed", "power"])
+def test_averaged_weights_follow_from_the_raw_ones(
+    profile: str, tiny_run: Path, tiny_recipe: Recipe
 ) -> None:
-    """Recomputed from every step's raw weights: d ema + (1 - d) weights, d ramped to the decay."""
+    """Recomputed from every step's raw weights by the profile's formula."""
     captions = (tiny_run / "components").is_dir()
     assert captions, "the vocabulary is kept with the run"
     expected = assemble(tiny_recipe, (), tiny_run / "components").model.state_dict()
     for step in range(1, 7):
         raw = _weights(load_sampler(tiny_run, step=step, ema=False, device="cpu"))
-        decay = min(0.8, (1 + step) / (10 + step))
-        expected = {k: decay * expected[k] + (1 - decay) * raw[k] for k in expected}
-        averaged = _weights(load_sampler(tiny_run, step=step, ema=True, device="cpu"))
+        ramped, power = min(0.8, (1 + step) / (10 + step)), (1 - 1 / step) ** (1 + 6.937204)
+        beta = {"fixed": ramped, "power": power}[profile]
+        expected = {k: beta * expected[k] + (1 - beta) * raw[k] for k in expected}
+        averaged = _weights(load_sampler(tiny_run, step=step, profile=profile, device="cpu"))
         assert averaged.keys() == expected.keys()
         for name, weight in averaged.items():
             torch.testing.assert_close(weight, expected[name])
-        assert any(not torch.equal(averaged[name], raw[name]) for name in raw)
+        if step > 1:
+            assert any(not torch.equal(averaged[name], raw[name]) for name in raw)
+
+
+@pytest.mark.parametrize(
+    ("ema", "asked", "weights"),
+    [
+        ({}, {}, "ema/main"),
+        ({}, {"ema": True, "profile": "main"}, "ema/main"),
+        ({}, {"ema": False}, "model"),
+        ({"profiles": [{"name": "a", "decay": 0.9}, {"name": "b", "width": 0.1}]}, {}, "ema/a"),
+        ({"profiles": [{"name": "a", "decay": 0.9}], "sample_from": "a"}, {}, "ema/a"),
+        ({"enabled": False}, {}, "model"),
+        ({"enabled": False}, {"ema": False}, "model"),
+    ],
+)
+def test_which_weights_are_sampled(
+    ema: dict[str, Any], asked: dict[str, Any], weights: str, tiny_recipe: Recipe
+) -> None:
+    """Averaged ones where there are any, those that the recipe or the command names."""
+    recipe = tiny_recipe.model_copy(update={"ema": EmaSection(**ema)})
+    assert weights_to_sample(recipe, **asked) == weights
+
+
+@pytest.mark.parametrize(
+    ("ema", "asked", "message"),
+    [
+        ({}, {"profile": "wide"}, r"no EMA profile 'wide'\. It keeps: main\."),
+        ({"enabled": False}, {"profile": "main"}, r"no EMA profile 'main'\. It keeps: none\."),
+        ({"enabled": False}, {"ema": True}, r"keeps no averages .* Leave --ema out"),
+        ({}, {"ema": False, "profile": "main"}, r"--profile main .* but --no-ema asks"),
+    ],
+)
+def test_averages_that_the_run_does_not_keep_are_refused(
+    ema: dict[str, Any], asked: dict[str, Any], message: str, tiny_recipe: Recipe
+) -> None:
+    """By name, before any checkpoint is looked at."""
+    recipe = tiny_recipe.model_copy(update={"ema": EmaSection(**ema)})
+    with pytest.raises(RecipeError, match=message):
+        weights_to_sample(recipe, **asked)
+
+
+def test_a_sampler_knows_which_weights_it_has(tiny_run: Path) -> None:
+    """For whoever writes below a video what made it."""
+    assert load_sampler(tiny_run, device="cpu").weights == "ema/fixed"
+    assert load_sampler(tiny_run, profile="power", device="cpu").weights == "ema/power"
+    assert load_sampler(tiny_run, ema=False, device="cpu").weights == "model"
+
+
+def test_only_what_is_sampled_has_to_be_there(tiny_run: Path, tmp_path: Path) -> None:
+    """An evaluator may leave the rest behind; the weights themselves must be whole to the bit."""
+    copy = shutil.copytree(tiny_run, tmp_path / "copy")
+    newest = copy / "checkpoints" / "step_00000006"
+    for part in ("optimizer", "model", "ema/power"):
+        shutil.rmtree(newest / part)
+    assert load_sampler(copy, device="cpu").step == 6
+    assert load_sampler(newest, device="cpu").step == 6
+    with pytest.raises(CheckpointError, match="step_00000006 is damaged"):
+        load_sampler(newest, profile="power", device="cpu")
+    assert load_sampler(copy, profile="power", device="cpu").step == 5
+    shard = next((newest / "ema" / "fixed").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[-100] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match="step_00000006 is damaged"):
+        load_sampler(newest, device="cpu")
 
 
 def test_a_run_means_its_newest_checkpoint_and_a_checkpoint_itself(
@@ -120,9 +194,9 @@ def test_what_is_no_whole_checkpoint_is_refused(tiny_run: Path, tmp_path: Path) 
     with pytest.raises(CheckpointError, match="is one checkpoint already"):
         find_checkpoint(tiny_run / "checkpoints" / "step_00000001", 1)
     copy = shutil.copytree(tiny_run, tmp_path / "copy")
-    next((copy / "checkpoints" / "step_00000006" / "ema").glob("*.distcp")).unlink()
+    next((copy / "checkpoints" / "step_00000006" / "ema" / "fixed").glob("*.distcp")).unlink()
     assert find_checkpoint(copy)[1].name == "step_00000005"
-    with pytest.raises(CheckpointError, match="step_00000006 is damaged: 1 of its files"):
+    with pytest.raises(CheckpointError, match=r"step_00000006 is damaged: ema/fixed/.* is missing"):
         load_sampler(copy, step=6, device="cpu")
 
 

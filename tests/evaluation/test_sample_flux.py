@@ -12,7 +12,7 @@ from PIL import Image
 from longtake import config
 from longtake.config import Recipe
 from longtake.errors import DataError, RunError
-from longtake.evaluation.export import export_pipeline
+from longtake.evaluation.export.formats import export
 from longtake.evaluation.sample import Request, Sampler, settings_for
 from longtake.evaluation.write import references_by_name
 from longtake.models.assemble import assemble
@@ -179,7 +179,7 @@ def test_the_exported_pipeline_makes_the_picture_that_longtake_makes(
     import diffusers
 
     sampler = _sampler(_recipe(family))
-    export_pipeline(sampler, tmp_path / "pipeline")
+    export(sampler, tmp_path / "pipeline", "diffusers")
     name = {"flux": "FluxPipeline", "flux_kontext": "FluxKontextPipeline"}[family]
     pipeline = getattr(diffusers, name).from_pretrained(tmp_path / "pipeline")
     pipeline.set_progress_bar_config(disable=True)

@@ -20,7 +20,7 @@ from longtake.models.added import (
     main_dtype,
 )
 from longtake.models.registry import family
-from longtake.models.tubelet import TubeletTransformer
+from longtake.models.tubelet_network import TubeletTransformer
 
 _WIDTH = 12
 _BLOCKS = ["blocks.0", "blocks.2"]

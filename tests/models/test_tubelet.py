@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from longtake.errors import ModelError
-from longtake.models.tubelet import TubeletTransformer, _from_tubes, _to_tubes
+from longtake.models.tubelet_network import TubeletTransformer, _from_tubes, _to_tubes
 
 
 def _model(seed: int = 0) -> TubeletTransformer:

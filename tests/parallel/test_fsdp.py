@@ -1,6 +1,7 @@
 """A spread model is the same model. Run by torchrun, this file is one of two ranks."""
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,11 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from longtake.config import EmaProfile
+from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.fsdp import clip_gradients, full, spread, synchronise_gradients
 from longtake.parallel.mesh import World, join
-from longtake.training.ema import Ema
+from longtake.parallel.norms import num_copies, share, squares
+from longtake.training.ema import Averages
 
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)
+_PROFILES = [EmaProfile(name="fixed", decay=0.9), EmaProfile(name="power", width=0.1)]
 
 
 def test_alone_a_model_stays_as_it_is() -> None:
@@ -27,10 +32,10 @@ def test_alone_a_model_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("max_norm", [0.1, 100.0])
 def test_gradients_are_clipped_to_a_norm(max_norm: float) -> None:
-    """The norm before is returned; a smaller one is left alone."""
+    """A smaller one is left alone."""
     model = nn.Linear(2, 1, bias=False)
     model.weight.grad = torch.tensor([[3.0, 4.0]])
-    assert clip_gradients(model, max_norm) == 5.0
+    clip_gradients(model, 5.0, max_norm)
     assert model.weight.grad.norm().item() == pytest.approx(min(5.0, max_norm), rel=1e-4)
 
 
@@ -44,7 +49,9 @@ def test_bf16_gradients_have_a_norm_as_accurate_as_fp32(dtypes: tuple[str, ...])
         parameter.grad = torch.randn_like(parameter)
     before = _gradients(model)
     norm = before.norm().item()
-    assert clip_gradients(model, 7.0, scale=3.0) == pytest.approx(3 * norm, rel=1e-5)
+    found = squares([p.grad for p in model.parameters() if p.grad is not None])
+    assert found.sum().sqrt().item() == pytest.approx(norm, rel=1e-5)
+    clip_gradients(model, 3 * norm, 7.0, scale=3.0)
     wanted = (before * 7 / norm).bfloat16()
     assert (_gradients(model).bfloat16() == wanted).double().mean() > 0.99
 
@@ -54,13 +61,8 @@ def _gradients(model: nn.Module) -> Tensor:
     return torch.cat(gradients)
 
 
-def test_without_gradients_there_is_no_norm() -> None:
-    """Nothing that trains was reached; the plan says so, and nothing breaks here."""
-    assert clip_gradients(nn.Linear(2, 2), 1.0) == 0.0
-
-
 def test_two_ranks_have_the_gradients_of_one(run_on_two_ranks: Callable[..., None]) -> None:
-    """Sharded or replicated: gradients, their norm, and the average of the weights."""
+    """Sharded or replicated: gradients, their norm, and the averages of the weights."""
     run_on_two_ranks(__file__)
 
 
@@ -76,6 +78,13 @@ def _accumulate(model: nn.Module, samples: Tensor) -> None:
         (model(part).square().sum() / len(samples)).backward()
 
 
+def _norm(model: nn.Module, world: World = _ALONE) -> float:
+    """Of all gradients, from every rank's share."""
+    shares = [share(p.grad) for p in model.parameters() if p.grad is not None]
+    local = float(squares(shares).sum()) / num_copies(model)
+    return math.sqrt(sum_over_ranks({"squares": local}, world)["squares"])
+
+
 def _check(world: World, parts: int) -> None:
     samples = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
     alone, model = _build(), _build()
@@ -87,9 +96,11 @@ def _check(world: World, parts: int) -> None:
 
     _accumulate(alone, samples)
     _accumulate(model, samples.chunk(2)[world.rank])
-    expected = clip_gradients(alone, 0.5)
+    expected = _norm(alone)
     assert expected > 0.5
-    assert clip_gradients(model, 0.5) == pytest.approx(expected, rel=1e-6)
+    assert _norm(model, world) == pytest.approx(expected, rel=1e-6)
+    for network in (alone, model):
+        clip_gradients(network, expected, 0.5)
 
     halves = [_build().bfloat16(), _build().bfloat16()]
     spread(halves[1], [halves[1][0], halves[1][2]], world)
@@ -97,19 +108,21 @@ def _check(world: World, parts: int) -> None:
         for one, other in zip(half.parameters(), network.parameters(), strict=True):
             assert other.grad is not None
             one.grad = other.grad.bfloat16()
-    assert clip_gradients(halves[1], 0.1) == pytest.approx(clip_gradients(halves[0], 0.1), rel=1e-6)
+    assert _norm(halves[1], world) == pytest.approx(_norm(halves[0]), rel=1e-6)
 
-    averages = [Ema(alone, 0.9), Ema(model, 0.9)]
-    for network, ema in zip((alone, model), averages, strict=True):
+    averages = [Averages(network, _PROFILES) for network in (alone, model)]
+    for network, each in zip((alone, model), averages, strict=True):
         torch.optim.AdamW(network.parameters(), lr=0.1, fused=True).step()
-        ema.update(1)
+        each.update(2)
     for (name, wanted), found in zip(alone.named_parameters(), model.parameters(), strict=True):
         assert wanted.grad is not None
         assert found.grad is not None
         torch.testing.assert_close(full(found.grad), wanted.grad)
         torch.testing.assert_close(full(found.detach()), wanted.detach())
-        torch.testing.assert_close(full(averages[1].averages[name]), averages[0].averages[name])
-    assert list(averages[1].state()) == list(alone.state_dict())
+        for profile, state in averages[0].states().items():
+            sharded = averages[1].states()[profile]
+            torch.testing.assert_close(full(sharded[name]), state[name])
+            assert list(sharded) == list(alone.state_dict())
     model.zero_grad(set_to_none=True)
     assert all(parameter.grad is None for parameter in model.parameters())
 

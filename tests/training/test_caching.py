@@ -97,9 +97,9 @@ def _saved(recipe: Recipe) -> dict[str, Any]:
     run = RunDirectory(recipe.out)
     path = run.checkpoint_path(run.checkpoint_steps()[-1])
     saved: dict[str, Any] = {}
-    for name in ("model", "ema", "optimizer"):
-        dcp_to_torch_save(path / name, recipe.out / f"{name}.pt")
-        saved[name] = torch.load(recipe.out / f"{name}.pt", weights_only=False)
+    for name in ("model", "ema/main", "optimizer"):
+        dcp_to_torch_save(path / name, recipe.out / "saved.pt")
+        saved[name] = torch.load(recipe.out / "saved.pt", weights_only=False)
     return saved | {"trainer": json.loads((path / "trainer.json").read_text())}
 
 
@@ -110,7 +110,9 @@ def _assert_same_run(one: Recipe, other: Recipe) -> None:
     assert curves[0]
     assert curves[0] == curves[1]
     mine, theirs = _saved(one), _saved(other)
-    assert mine.pop("trainer") == theirs.pop("trainer")
+    trainers = [saved.pop("trainer") for saved in (mine, theirs)]
+    assert all(trainer.pop("recipe") for trainer in trainers)  # one names a cache
+    assert trainers[0] == trainers[1]
     torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
     ledgers = [sorted((recipe.out / "ledger").rglob("*.bin")) for recipe in (one, other)]
     assert [path.read_bytes() for path in ledgers[0]] == [p.read_bytes() for p in ledgers[1]]

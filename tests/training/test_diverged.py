@@ -7,9 +7,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from longtake.parallel.fsdp import clip_gradients, full, spread
+from longtake.parallel.fsdp import full, spread
 from longtake.parallel.mesh import World, join
+from longtake.parallel.norms import squares
 from longtake.training.diverged import lost_gradients
+
+_ALONE = World(0, 0, 1, torch.device("cpu"), None)
 
 
 class _Network(nn.Module):
@@ -46,7 +49,7 @@ def test_names_parameters_their_blocks_and_how_much_is_lost(dtype: torch.dtype) 
     network = _with_gradients(dtype)
     for index, values in ((0, [float("nan")]), (1, [float("nan"), float("inf"), -float("inf")])):
         _gradient(network, f"blocks.{index}.weight")[0, : len(values)] = torch.tensor(values)
-    said = lost_gradients(network, list(network.blocks))
+    said = lost_gradients(network, list(network.blocks), _ALONE)
     assert "the gradients of 2 of 9 trained parameters" in said
     named = (
         "blocks.1.weight (block 2 of 3), 1 NaN and 2 infinite of 16 numbers; "
@@ -60,7 +63,7 @@ def test_names_no_more_than_a_few() -> None:
     network = _with_gradients()
     for parameter in network.parameters():
         parameter.grad = torch.full_like(parameter, float("inf"))
-    said = lost_gradients(network, list(network.blocks))
+    said = lost_gradients(network, list(network.blocks), _ALONE)
     assert "first: last.weight (outside the blocks), 4 infinite of 4 numbers; blocks.2." in said
     assert "9 of 9" in said
     assert said.endswith("blocks.2.weight (block 3 of 3), 16 infinite of 16 numbers and more.")
@@ -70,19 +73,10 @@ def test_gradients_may_be_numbers_though_their_norm_is_none() -> None:
     """1e30 squared is more than fp32 holds."""
     network = _with_gradients()
     _gradient(network, "last.weight").fill_(1e30)
-    assert clip_gradients(network, 1.0) == float("inf")
-    assert "Each gradient is a finite number" in lost_gradients(network, list(network.blocks))
-
-
-def test_clipping_leaves_lost_gradients_to_be_looked_at() -> None:
-    """Scaling all by a norm of NaN would make it look as if every parameter were the culprit."""
-    network = _with_gradients()
-    _gradient(network, "blocks.1.bias")[0] = float("nan")
-    before = {name: _gradient(network, name).clone() for name, _ in network.named_parameters()}
-    assert torch.isnan(torch.tensor(clip_gradients(network, 1e-3)))
-    for name, gradient in before.items():
-        assert torch.equal(_gradient(network, name).nan_to_num(), gradient.nan_to_num())
-    assert "1 of 9 trained" in lost_gradients(network, list(network.blocks))
+    assert squares([_gradient(network, "last.weight")]).isinf().all()
+    assert "Each gradient is a finite number" in lost_gradients(
+        network, list(network.blocks), _ALONE
+    )
 
 
 def test_two_ranks_say_what_one_says(run_on_two_ranks: Callable[..., None]) -> None:
@@ -100,8 +94,8 @@ def _check(world: World) -> None:
     if world.rank == 1:
         share.to_local()[0, 0] = float("nan")
     _gradient(alone, "blocks.1.weight")[2, 0] = float("nan")
-    said = lost_gradients(sharded, list(sharded.blocks))
-    assert said == lost_gradients(alone, list(alone.blocks))
+    said = lost_gradients(sharded, list(sharded.blocks), world)
+    assert said == lost_gradients(alone, list(alone.blocks), _ALONE)
     assert "blocks.1.weight (block 2 of 3), 1 NaN of 16" in said
     assert (
         full(_gradient(sharded, "last.weight")).isfinite().all()

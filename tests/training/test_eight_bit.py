@@ -22,9 +22,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from longtake.checkpoint import store
-from longtake.config import OptimizerSection
+from longtake.checkpoint.saver import keep_saver
+from longtake.config import CheckpointSection, OptimizerSection
 from longtake.errors import RecipeError
-from longtake.parallel.collectives import wait_for_all
 from longtake.parallel.fsdp import full, spread
 from longtake.parallel.mesh import World, join
 from longtake.recompute.measure import measured
@@ -142,9 +142,10 @@ def test_two_ranks_update_as_one(run_on_two_ranks: Callable[..., None], tmp_path
 
 def _save(network: nn.Module, optimizers: list[Optimizer], folder: Path, world: World) -> Path:
     state = get_optimizer_state_dict(network, optimizers, options=_FLAT)
-    path = store.save(RunDirectory(folder), 1, {"optimizer": state}, {}, world)
-    wait_for_all(world)
-    return path
+    run = RunDirectory(folder)
+    with keep_saver(run, world, CheckpointSection(), start=0) as saver:
+        saver.save(1, {"optimizer": state}, {})
+    return run.checkpoint_path(1)
 
 
 def _load(network: nn.Module, optimizers: list[Optimizer], path: Path, world: World) -> None:

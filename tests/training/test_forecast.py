@@ -105,6 +105,17 @@ def _size(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
+def test_each_average_takes_its_place(small_recipe: _Make) -> None:
+    """4 bytes for each number that trains, and nothing where none is kept."""
+    widths = [f'{{name="w{number}", width=0.{number}}}' for number in (1, 2)]
+    changes = [(), (f"ema.profiles=[{', '.join(widths)}]",), ("ema.enabled=false",)]
+    steps = [outlined_step(small_recipe(_FEW_WORDS, *each), CPU) for each in changes]
+    one, two, none = (fixed_of(step) for step in steps)
+    assert one.ema == 4 * sum(p.numel() for p in steps[0].parts.model.parameters())
+    assert (two.ema, none.ema) == (2 * one.ema, 0)
+    assert two.resident - one.resident == one.resident - none.resident == one.ema
+
+
 def test_without_a_limit_everything_is_kept(small_recipe: _Make) -> None:
     """And nothing is said to fit or not."""
     known = forecast(small_recipe(_FEW_WORDS), _card())

@@ -19,14 +19,16 @@ from rich.console import Console
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from longtake import config
+from longtake.checkpoint import manifest, store
 from longtake.config import Recipe
 from longtake.data.audit import audit
 from longtake.data.catalog import Catalog
 from longtake.errors import CheckpointError, DataChangedError, DivergedError, RecipeChangedError
-from longtake.run_dir import RunDirectory, read_json_lines
+from longtake.run_dir import RunDirectory, read_json_lines, write_json
 from longtake.training.run import train
 
 _QUIET = Console(quiet=True)
+_EMA = "ema/main"
 
 
 def _curve(recipe: Recipe) -> list[Any]:
@@ -38,17 +40,29 @@ def _curve(recipe: Recipe) -> list[Any]:
 def _saved(recipe: Recipe, step: int) -> dict[str, Any]:
     """A checkpoint's weights, averages and optimizer states."""
     path, saved = RunDirectory(recipe.out).checkpoint_path(step), {}
-    for name in ("model", "ema", "optimizer"):
-        file = recipe.out / f"{name}.pt"
+    for name in ("model", _EMA, "optimizer"):
+        file = recipe.out / "saved.pt"
         dcp_to_torch_save(path / name, file)
         saved[name] = torch.load(file, weights_only=False)
     return saved
+
+
+def _events(recipe: Recipe, kind: str) -> list[Any]:
+    rows = read_json_lines(RunDirectory(recipe.out).events_path)
+    return [row for row in rows if row["event"] == kind]
 
 
 def _wait_for_rows(recipe: Recipe, count: int) -> None:
     path, deadline = RunDirectory(recipe.out).metrics_path, time.monotonic() + 60
     while not path.exists() or path.read_bytes().count(b"\n") < count:
         assert time.monotonic() < deadline, f"{path} has not come to {count} rows"
+        time.sleep(0.005)
+
+
+def _wait_for_a_checkpoint(recipe: Recipe) -> None:
+    run, deadline = RunDirectory(recipe.out), time.monotonic() + 60
+    while not run.checkpoint_steps():
+        assert time.monotonic() < deadline, f"{run.path} has no checkpoint"
         time.sleep(0.005)
 
 
@@ -127,7 +141,8 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(
     path = tmp_path / "recipe.toml"
     path.write_text(config.dump(recipe))
     process = _start(path)
-    _wait_for_rows(recipe, 30)
+    _wait_for_rows(recipe, 20)
+    _wait_for_a_checkpoint(recipe)
     process.kill()
     process.communicate(timeout=60)
     before = {row[0]: row for row in _curve(recipe)}
@@ -151,7 +166,10 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
     outcome = train(recipe, Console(soft_wrap=True))
     assert outcome.start_step == 4
     said = capsys.readouterr().out
-    assert f"warning: {damaged} is not whole and was passed over" in said
+    assert re.search(rf"warning: {damaged} is not whole \(model/.*was passed over", said)
+    (event,) = _events(recipe, "checkpoint_damaged")
+    assert event["path"] == damaged.name
+    assert event["reason"].startswith("model/__0_0.distcp has 100 bytes")
     assert "from step 4" in said
     assert _curve(recipe) == straight
     torch.testing.assert_close(_saved(recipe, 8), saved, rtol=0, atol=0)
@@ -206,7 +224,7 @@ def test_a_run_goes_on_with_another_catalog(
     train(recipe, Console(soft_wrap=True))
     assert "changed" not in capsys.readouterr().out
     run = RunDirectory(recipe.out)
-    (event,) = [e for e in read_json_lines(run.events_path) if e["event"] == "data_changed"]
+    (event,) = _events(recipe, "data_changed")
     assert (event["step"], event["policy"], event["plan_version"]) == (5, policy, 1)
     assert "24 removed" in event["changes"]
     found = audit(run)
@@ -249,11 +267,11 @@ def test_the_recorded_precision_is_kept(small_recipe: Callable[..., Recipe]) -> 
     train(recipe, _QUIET)
     run = RunDirectory(recipe.out)
     shutil.rmtree(run.checkpoint_path(4))
-    path = run.checkpoint_path(2) / "trainer.json"
-    other = {"bf16": "fp32", "fp32": "bf16"}[json.loads(path.read_text())["precision"]]
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"precision": other}, indent=2) + "\n"
-    )
+    folder = run.checkpoint_path(2)
+    trainer = store.load_trainer(folder)
+    other = {"bf16": "fp32", "fp32": "bf16"}[trainer["precision"]]
+    write_json(folder / "trainer.json", trainer | {"precision": other})
+    manifest.commit(folder, manifest.describe(folder, manifest.file_names(folder)))
     train(recipe, _QUIET)
     assert json.loads(run.record_path.read_text())["launches"][-1]["precision"] == other
 
@@ -333,11 +351,11 @@ def test_a_run_of_adapters_goes_on_to_the_bit_and_saves_nothing_else(
     assert _curve(stopped) == _curve(straight)
     saved = _saved(stopped, 8)
     torch.testing.assert_close(saved, _saved(straight, 8), rtol=0, atol=0)
-    assert saved["model"].keys() == saved["ema"].keys()
+    assert saved["model"].keys() == saved[_EMA].keys()
     assert all("lora_" in name or "added_module." in name for name in saved["model"])
-    assert {average.dtype for average in saved["ema"].values()} == {torch.float32}
+    assert {average.dtype for average in saved[_EMA].values()} == {torch.float32}
     named = {name.removeprefix("state.") for name in saved["optimizer"] if "state." in name}
     assert {name.rpartition(".")[0] for name in named} == saved["model"].keys()
     folder = RunDirectory(stopped.out).checkpoint_path(8)
-    for name in ("model", "ema"):  # the frozen weights would be 2.5 MB in each
+    for name in ("model", _EMA):  # the frozen weights would be 2.5 MB in each
         assert sum(path.stat().st_size for path in (folder / name).iterdir()) < 100_000

@@ -1,1 +1,1 @@
-"""Saved state: written aside, renamed when whole, exported for other tools."""
+"""Saved state: written aside in the background, renamed when whole, verified before it is used."""

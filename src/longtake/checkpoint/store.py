@@ -1,120 +1,64 @@
-"""Saves and loads a training state: written aside, renamed when whole.
+"""What a run has saved: finds the newest whole checkpoint, loads from it, deletes what may go.
 
-A checkpoint is a folder that holds `model/`, `ema/` and `optimizer/` apart (torch's distributed
-checkpoint format, so that another number of ranks can load it), `trainer.json`, and COMMITTED,
-which lists every file with its size and is written last. A folder without it never was.
+A checkpoint is a folder that holds `model/`, `ema/<profile>/` and `optimizer/` apart (torch's
+distributed checkpoint format, so that another number of ranks can load it), `trainer.json`, and
+COMMITTED, which lists every file and is written last.
 """
 
 import json
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
+from longtake.checkpoint import manifest
+from longtake.checkpoint.retention import doomed
+from longtake.config import CheckpointSection
 from longtake.errors import CheckpointError
-from longtake.parallel.collectives import from_first, wait_for_all
+from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
-from longtake.run_dir import RunDirectory, write_json
+from longtake.run_dir import RunDirectory
 
 State = dict[str, Any]
 """A (nested) dict of tensors; DTensors are saved and loaded in shards."""
 
 
-def save(
-    run: RunDirectory,
-    step: int,
-    parts: Mapping[str, State],
-    trainer: Mapping[str, Any],
-    world: World,
-) -> Path:
-    """Write a checkpoint; all ranks call it.
+class Found(NamedTuple):
+    """Which checkpoint a run goes on from."""
+
+    path: Path | None
+    """None: there is no whole one."""
+    passed_over: tuple[tuple[Path, str], ...]
+    """Newer ones, the newest first, with what is wrong with each."""
+
+
+def newest_on_all(run: RunDirectory, world: World, at_most: int | None = None) -> Found:
+    """The newest checkpoint all of whose bytes are as they were saved; the same on every rank.
 
     Args:
-        run: the run directory.
-        step: global step, the number of updates that the state has seen.
-        parts: `model`, `ema` and `optimizer`.
-        trainer: what else is needed to go on, as JSON.
-        world: all ranks.
-
-    Raises:
-        CheckpointError: the folder cannot be written; older checkpoints are untouched.
+        run: the run directory, as rank 0 sees it.
+        world: all ranks; they wait for rank 0, which reads the files.
+        at_most: leave later steps out of account, as if they were not there.
     """
-    whole = run.checkpoint_path(step)
-    aside = whole.with_name(f".{whole.name}.partial")
-    try:
-        if world.is_first:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-        wait_for_all(world)
-        for name, state in parts.items():
-            with _no_hint_of_being_alone():
-                state_dict_saver.save(state, checkpoint_id=aside / name, no_dist=world.mesh is None)
-        wait_for_all(world)
-        if world.is_first:
-            _commit(aside, whole, trainer)
-    except (OSError, CheckpointException) as error:
-        raise CheckpointError(
-            f"The checkpoint of step {step} in {run.path} cannot be written: {_last_line(error)}. "
-            "Earlier checkpoints are whole; make room and start the same command again."
-        ) from error
-    return whole
+    found = _newest_verified(run, at_most) if world.is_first else Found(None, ())
+    return gather_objects(found, world, patiently=True)[0]
 
 
-def load_parts(path: Path, parts: Mapping[str, State], world: World | None = None) -> None:
-    """Fill the given states in place from a checkpoint; resharded where the world is another.
+def newest(run: RunDirectory, part: str = "") -> Path | None:
+    """The newest checkpoint whose files are there and as long as they were, or None.
 
-    Raises:
-        CheckpointError: the checkpoint is not whole, or holds another model; some of the given
-            tensors may have been filled.
+    With a `part`, such as `ema/main`, only that one and what is said of the training must be
+    there: who samples has no need of the optimizer.
     """
-    verify(path)
-    alone = world is None or world.mesh is None
-    for name, state in parts.items():
-        try:
-            with _no_hint_of_being_alone():
-                state_dict_loader.load(state, checkpoint_id=path / name, no_dist=alone)
-        except (RuntimeError, ValueError, KeyError, CheckpointException) as error:
-            raise CheckpointError(
-                f"{path / name} cannot be loaded into the model that the recipe describes: "
-                f"{_last_line(error)}. Its files are damaged, or hold another model: take the "
-                "recipe that the run was started with, or an earlier checkpoint."
-            ) from error
-
-
-def load_trainer(path: Path) -> dict[str, Any]:
-    """What `save` was given as `trainer`.
-
-    Raises:
-        CheckpointError: the checkpoint is not whole.
-    """
-    verify(path)
-    try:
-        loaded: dict[str, Any] = json.loads((path / "trainer.json").read_bytes())
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path / 'trainer.json'} is damaged: {error}. Use an earlier checkpoint."
-        ) from error
-    return loaded
-
-
-def newest(run: RunDirectory) -> Path | None:
-    """The newest whole checkpoint of a run, or None."""
-    for step in reversed(run.checkpoint_steps()):
-        path = run.checkpoint_path(step)
-        if not _missing(path):
-            return path
-    return None
-
-
-def passed_over(run: RunDirectory, step: int) -> list[Path]:
-    """Folders of checkpoints later than the one that a run goes on from: none of them is whole."""
-    found = sorted(run.checkpoints_path.glob("step_*"))
-    return [path for path in found if path.name > run.checkpoint_path(step).name]
+    within = (f"{part}/", "trainer.json") if part else ("",)
+    paths = (run.checkpoint_path(step) for step in reversed(run.checkpoint_steps()))
+    whole = (path for path in paths if all(_is_whole(path, each) for each in within))
+    return next(whole, None)
 
 
 def verify(path: Path) -> None:
@@ -123,78 +67,167 @@ def verify(path: Path) -> None:
     Raises:
         CheckpointError: a file is missing or has another size.
     """
-    if not (path / "COMMITTED").is_file():
+    _refuse(path, manifest.damage(path, checksums=False))
+
+
+def load_trainer(path: Path) -> dict[str, Any]:
+    """What the checkpoint was saved with as `trainer`.
+
+    Raises:
+        CheckpointError: the checkpoint is not whole.
+    """
+    _refuse(path, manifest.damage(path, checksums=True, within="trainer.json"))
+    try:
+        return _read_trainer(path)
+    except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is not a whole checkpoint: it has no COMMITTED. Its save was interrupted; "
-            "use an earlier one."
-        )
-    if missing := _missing(path):
-        raise CheckpointError(
-            f"{path} is damaged: {len(missing)} of its files are missing or have another size, "
-            f"such as {missing[0]}. Use an earlier checkpoint."
-        )
+            f"{path / 'trainer.json'} is damaged: {error}. Use an earlier checkpoint."
+        ) from error
 
 
-def keep_newest(run: RunDirectory, count: int) -> None:
-    """Delete all but the newest `count` whole checkpoints, and what interrupted saves have left.
+def load_parts(
+    path: Path,
+    parts: Mapping[str, State],
+    world: World | None = None,
+    *,
+    is_verified: bool = False,
+) -> None:
+    """Fill the given states in place from a checkpoint; resharded where the world is another.
 
-    Damaged ones do not count, and go: a run that was resumed before them would otherwise keep
-    them in place of what it saves.
+    Args:
+        path: the checkpoint.
+        parts: what to fill, by the part of the checkpoint: `model`, `ema/<profile>`, `optimizer`.
+        world: all ranks, each of which calls this; None for a process that loads alone.
+        is_verified: whether the checksums of the files were compared already. Else those of these
+            parts are; the others need not be there.
+
+    Raises:
+        CheckpointError: the checkpoint is not whole, or holds another model; some of the given
+            tensors may have been filled.
+    """
+    forget_hint_of_being_alone()
+    alone = world is None or world.mesh is None
+    for name, state in parts.items():
+        if not is_verified:
+            _refuse(path, manifest.damage(path, checksums=True, within=f"{name}/"))
+        try:
+            state_dict_loader.load(state, checkpoint_id=path / name, no_dist=alone)
+        except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
+            raise CheckpointError(
+                f"{path / name} cannot be loaded into the model that the recipe describes: "
+                f"{last_line(error)}. Its files are damaged, or hold another model: take the "
+                "recipe that the run was started with, or an earlier checkpoint."
+            ) from error
+
+
+def thin_out(
+    run: RunDirectory, saved: int, since: int, section: CheckpointSection, reach: int
+) -> None:
+    """Delete checkpoints that nobody needs, and what interrupted saves have left.
+
+    Those that are not whole do not count, and go. So do those that are later than the step before
+    the one that was `saved`, which is `since`: the run went on from before them, because they are
+    damaged or because it went back. What cannot be deleted now can be after the next save.
 
     Rank 0 only, and never while a checkpoint is being saved.
     """
-    whole = [step for step in run.checkpoint_steps() if not _missing(run.checkpoint_path(step))]
-    kept = whole[-count:]
-    for step in run.checkpoint_steps():
-        if step not in kept:
-            _delete(run.checkpoint_path(step))
+    folders = _folders(run)
+    gone = {
+        step
+        for step, path in folders.items()
+        if step != saved and (step > min(since, saved) or not _is_whole(path))
+    }
+    gone |= set(
+        doomed(
+            folders.keys() - gone,
+            keep=section.keep,
+            keep_every=section.keep_every,
+            held=run.held_steps(),
+            reach=reach,
+        )
+    )
+    delete(folders[step] for step in sorted(gone))
     for leftover in run.checkpoints_path.glob(".step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def newest_on_all(run: RunDirectory, world: World) -> Path | None:
-    """The newest whole checkpoint as rank 0 sees it, the same answer on every rank."""
-    return from_first(newest(run) if world.is_first else None, world)
+def abandon(run: RunDirectory, after_step: int) -> None:
+    """Delete all checkpoints later than a step: a run that went back there comes by otherwise.
+
+    Rank 0 only, and never while a checkpoint is being saved.
+    """
+    later = {step: path for step, path in _folders(run).items() if step > after_step}
+    delete(later[step] for step in sorted(later, reverse=True))
 
 
-@contextmanager
-def _no_hint_of_being_alone() -> Iterator[None]:
-    """Torch warns whoever saves or loads in one process that this is what happens."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield
+def delete(paths: Iterable[Path]) -> None:
+    """Take each out of sight as a whole, so that no reader sees half of it, and delete it."""
+    for path in paths:
+        with suppress(OSError):
+            shutil.rmtree(take_away(path), ignore_errors=True)
 
 
-def _commit(aside: Path, whole: Path, trainer: Mapping[str, Any]) -> None:
-    write_json(aside / "trainer.json", trainer)
-    files = sorted(path for path in aside.rglob("*") if path.is_file())
-    sizes = {str(path.relative_to(aside)): path.stat().st_size for path in files}
-    write_json(aside / "COMMITTED", {"files": sizes})
-    if whole.exists():  # a step that is run again, because this one is damaged
-        _delete(whole)
-    aside.rename(whole)
+def take_away(path: Path) -> Path:
+    """Rename a checkpoint to what no reader looks at; returns where it is now.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    hidden = path.with_name(f".{path.name}.deleted")
+    shutil.rmtree(hidden, ignore_errors=True)  # left by a deletion that was interrupted
+    return path.rename(hidden)
 
 
-def _delete(path: Path) -> None:
-    """Take a checkpoint out of sight as a whole, so that no reader sees half of it; delete it."""
-    doomed = path.with_name(f".{path.name}.deleted")
-    shutil.rmtree(doomed, ignore_errors=True)  # left by a deletion that was interrupted
-    path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+def forget_hint_of_being_alone() -> None:
+    """Silence torch's warning to whoever saves or loads in one process that this is what happens.
+
+    For good: filters belong to all threads, and saving has its own.
+    """
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
-def _missing(path: Path) -> list[str]:
-    try:
-        sizes = json.loads((path / "COMMITTED").read_bytes())["files"]
-    except ValueError:
-        return ["COMMITTED"]
-    return [
-        name
-        for name, size in sizes.items()
-        if not (path / name).is_file() or (path / name).stat().st_size != size
-    ]
-
-
-def _last_line(error: BaseException) -> str:
+def last_line(error: BaseException) -> str:
     """What torch's report on all ranks ends with, which is what went wrong."""
     return str(error).strip().splitlines()[-1].rstrip(".")
+
+
+def _newest_verified(run: RunDirectory, at_most: int | None) -> Found:
+    passed_over: list[tuple[Path, str]] = []
+    for step, path in sorted(_folders(run).items(), reverse=True):
+        if at_most is not None and step > at_most:
+            continue
+        reason = manifest.damage(path, checksums=True) or _unreadable_trainer(path)
+        if reason is None:
+            return Found(path, tuple(passed_over))
+        passed_over.append((path, reason))
+    return Found(None, tuple(passed_over))
+
+
+def _folders(run: RunDirectory) -> dict[int, Path]:
+    """Folders of checkpoints by step, whole or not."""
+    names = (path.name.removeprefix("step_") for path in run.checkpoints_path.glob("step_*"))
+    paths = {int(name): run.checkpoint_path(int(name)) for name in names if name.isdecimal()}
+    # Somebody's copy, such as step_1, is none of the run's.
+    return {step: path for step, path in paths.items() if path.is_dir()}
+
+
+def _is_whole(path: Path, within: str = "") -> bool:
+    return manifest.damage(path, checksums=False, within=within) is None
+
+
+def _refuse(path: Path, reason: str | None) -> None:
+    if reason is not None:
+        raise CheckpointError(f"{path} is damaged: {reason}. Use an earlier checkpoint.")
+
+
+def _unreadable_trainer(path: Path) -> str | None:
+    try:
+        _read_trainer(path)
+    except (OSError, ValueError) as error:
+        return f"trainer.json cannot be read: {error}"
+    return None
+
+
+def _read_trainer(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((path / "trainer.json").read_bytes())
+    return loaded

@@ -16,6 +16,7 @@ from longtake.cli import say
 from longtake.cli.data import data_app
 from longtake.cli.plan import plan
 from longtake.cli.say import AsJson, Changes
+from longtake.cli.show import show
 from longtake.errors import LongtakeError
 
 app = typer.Typer(
@@ -28,8 +29,19 @@ app = typer.Typer(
 )
 app.add_typer(data_app, name="data")
 app.command()(plan)
+app.command()(show)
 
-Ema = Annotated[bool, typer.Option(help="Take the averaged weights, or the raw ones.")]
+Ema = Annotated[
+    bool | None,
+    typer.Option(
+        "--ema/--no-ema",
+        show_default=False,
+        help="Take averaged weights, or the raw ones; averaged where the run keeps any.",
+    ),
+]
+Profile = Annotated[
+    str | None, typer.Option(help="Which average, by its name; ema.sample_from by default.")
+]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option()]
 AtStep = Annotated[int | None, typer.Option(help="Which checkpoint; the newest by default.")]
 _RUN_HELP = "A run directory, or one of its checkpoints."
@@ -89,6 +101,10 @@ def demo(
 def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe (TOML).")],
     changes: Changes = None,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Begin anew beside a run that is there, in OUT-2, OUT-3, ..."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a recipe; the same command again goes on where it stopped.
@@ -101,17 +117,22 @@ def train(
     from longtake.training.run import train as train_recipe
 
     loaded = config.load(recipe, changes or ())
-    outcome = train_recipe(loaded, say.console())
+    outcome = train_recipe(loaded, say.console(), fresh=fresh)
+    out = outcome.run or loaded.out
     if outcome.interrupted_by:
         say.line(
             f"Stopped by {outcome.interrupted_by} after step {outcome.end_step}, which is saved."
         )
-        say.line("The same command goes on from there, and so does:")
-        say.line(RunDirectory(loaded.out).command_to_go_on())
+        say.line(
+            "Go on from there with:"
+            if fresh
+            else "The same command goes on from there, and so does:"
+        )
+        say.line(RunDirectory(out).command_to_go_on())
         raise typer.Exit(130)
     steps = outcome.end_step - outcome.start_step
     facts = {
-        "run": str(loaded.out),
+        "run": str(out),
         "start_step": outcome.start_step,
         "steps": outcome.end_step,
         "training_seconds": round(outcome.training_seconds, 3),
@@ -120,10 +141,10 @@ def train(
     if as_json:
         say.result(facts)
     elif steps:
-        say.line(f"Done: step {outcome.end_step} of {loaded.out}.")
+        say.line(f"Done: step {outcome.end_step} of {out}.")
     else:
-        say.line(f"{loaded.out} has done its {outcome.end_step} steps already.")
-    say.line(f"See what it makes: longtake sample {loaded.out} --prompt '…' --out sample.mp4")
+        say.line(f"{out} has done its {outcome.end_step} steps already.")
+    say.line(f"See what it makes: longtake sample {out} --prompt '…' --out sample.mp4")
 
 
 @app.command()
@@ -133,7 +154,8 @@ def sample(
     out: Annotated[Path, typer.Option(help="The mp4 to write; numbered for several prompts.")],
     seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same video.")] = 0,
     step: AtStep = None,
-    ema: Ema = True,
+    ema: Ema = None,
+    profile: Profile = None,
     solver: Annotated[str | None, typer.Option(help="euler or heun.")] = None,
     num_inference_steps: Annotated[
         int | None, typer.Option("--steps", help="Steps of the solver.")
@@ -164,7 +186,7 @@ def sample(
 
     check_out(out)
     references = references_by_name(reference or ())
-    sampler = load_sampler(run, step=step, ema=ema, device=device)
+    sampler = load_sampler(run, step=step, ema=ema, profile=profile, device=device)
     settings, bucket = settings_for(
         sampler.recipe,
         num_frames=num_frames,
@@ -180,36 +202,46 @@ def sample(
         sampler, prompt, seed, settings, bucket, out, batch, say.console(), references
     )
     if as_json:
-        say.result({"step": sampler.step, **written})
+        say.result({"step": sampler.step, "weights": sampler.weights, **written})
     else:
-        say.line(f"Step {sampler.step}: {', '.join(written['videos'])} and {written['sheet']}")
+        files = f"{', '.join(written['videos'])} and {written['sheet']}"
+        say.line(f"Step {sampler.step}, {sampler.weights}: {files}")
 
 
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(help=_RUN_HELP)],
-    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    out: Annotated[Path, typer.Option(help="The folder to write; for comfyui, the file.")],
+    wanted: Annotated[
+        Literal["diffusers", "peft", "comfyui"],
+        typer.Option("--format", help="A pipeline folder, LoRA alone, or one file for ComfyUI."),
+    ] = "diffusers",
     step: AtStep = None,
-    ema: Ema = True,
+    ema: Ema = None,
+    profile: Profile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a run's model as a diffusers pipeline folder, for `from_pretrained`."""
-    from longtake.evaluation.export import check_out, export_pipeline
-    from longtake.evaluation.sample import load_sampler
+    """Write a run's model for other tools: diffusers' `from_pretrained`, peft or ComfyUI."""
+    from longtake.evaluation.export.formats import check_export
+    from longtake.evaluation.export.formats import export as write
+    from longtake.evaluation.sample import find_run, load_sampler
 
-    check_out(out)
-    sampler = load_sampler(run, step=step, ema=ema, device="cpu")
-    export_pipeline(sampler, out)
+    check_export(find_run(run).recipe(), out, wanted)
+    sampler = load_sampler(run, step=step, ema=ema, profile=profile, device="cpu")
+    remarks = write(sampler, out, wanted)
     if as_json:
-        say.result({"step": sampler.step, "pipeline": str(out)})
-    else:
-        say.line(f"Step {sampler.step} as a diffusers pipeline: {out}")
+        facts = {"step": sampler.step, "weights": sampler.weights, "format": wanted}
+        say.result({**facts, "out": str(out), "remarks": remarks})
+        return
+    say.line(f"Step {sampler.step}, {sampler.weights}, for {wanted}: {out}")
+    for remark in remarks:
+        say.line(remark)
 
 
 @app.command()
 def drill(
     faults: Annotated[
-        list[str] | None, typer.Argument(metavar="[FAULT]…", help="Which; all if unset.")
+        list[str] | None, typer.Argument(metavar="[FAULT]…", help="Which, or all; all if unset.")
     ] = None,
     show_list: Annotated[
         bool, typer.Option("--list", help="List the faults, and what must happen.")

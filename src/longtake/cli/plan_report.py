@@ -89,14 +89,14 @@ def _fixed(facts: Mapping[str, Any]) -> Table:
         "weights": "the model's weights",
         "gradients": "gradients of what trains",
         "optimizer": "optimizer states",
-        "ema": "running average of what trains (EMA)",
+        "ema": "running averages of what trains (EMA)",
         "encoders": "codec and text encoders; with data.cache they are not needed",
         "inputs": "latents, noise and conditioning of a micro-batch",
     }
     table = _table("in memory whatever is recomputed", "", "")
     for name, meaning in words.items():
         value = facts["fixed_gib"][name]
-        if value or name != "encoders":
+        if value or name not in ("encoders", "ema"):
             table.add_row(name, _size(value), meaning)
     if facts["host_gib"]:
         meaning = "optimizer states and fp32 weights, in the computer's own memory"

@@ -47,11 +47,11 @@ def write_report(
     Raises:
         RunError: a file cannot be written.
     """
-    metrics = run.metrics()
+    metrics = [row for row in run.metrics() if row["loss"] is not None]
     summary = _summarise(metrics, sampler, judged, clips)
     shown = _for_the_page(judged)
     steps = [row["step"] for row in metrics]
-    losses = [row["loss"] for row in metrics]
+    losses = [row["loss"] or 0.0 for row in metrics]
     held_out = f"{summary['held_out_adherence']:.0%} of held-out prompts"
     rows = [SheetRow(one.caption, one.video, one.is_right) for one in shown if one.is_held_out]
     try:
@@ -71,7 +71,7 @@ def _summarise(
     rows: Sequence[Metrics], sampler: Sampler, judged: Sequence[Judged], clips: int
 ) -> dict[str, Any]:
     seconds = sum(row["step_seconds"] for row in rows)
-    last = [row["loss"] for row in rows[-_LAST_LOSSES:]]
+    last = [row["loss"] or 0.0 for row in rows[-_LAST_LOSSES:]]
     return {
         "adherence": _share(one.is_right for one in judged if not one.is_held_out),
         "held_out_adherence": _share(one.is_right for one in judged if one.is_held_out),

@@ -15,7 +15,7 @@ from longtake.config import Bucket, Recipe, SamplingSection
 from longtake.data.clip import Media
 from longtake.data.crop import Crop
 from longtake.data.references import Reference, read
-from longtake.errors import CheckpointError, ClipError, DataError
+from longtake.errors import CheckpointError, ClipError, DataError, RecipeError
 from longtake.flow.solver import guided, integrate
 from longtake.flow.timesteps import build_sigmas
 from longtake.models.assemble import Components, assemble, guidance_of, latent_shape
@@ -49,6 +49,8 @@ class Sampler:
     device: torch.device
     precision: Precision
     """That the run was trained in."""
+    weights: str = "model"
+    """Which of them: `model`, or `ema/` and the name of a profile."""
 
     def sample(
         self,
@@ -143,48 +145,104 @@ class Sampler:
 
 
 def load_sampler(
-    path: Path, *, step: int | None = None, ema: bool = True, device: Device
+    path: Path,
+    *,
+    step: int | None = None,
+    ema: bool | None = None,
+    profile: str | None = None,
+    device: Device,
 ) -> Sampler:
     """Load a sampler from a run directory (its newest checkpoint) or from one checkpoint folder.
 
+    Nothing but the weights that are sampled has to be there: not the optimizer, for one.
+
+    Args:
+        path: of the run or checkpoint.
+        step: which checkpoint of a run; its newest by default.
+        ema: whether averaged weights are wanted; unset, where the run keeps any.
+        profile: of the averages; `ema.sample_from` by default.
+        device: to sample on.
+
     Raises:
         RunError: there is no run.
+        RecipeError: the run keeps no such average.
         CheckpointError: there is no whole checkpoint, or it is damaged.
     """
-    run, checkpoint = find_checkpoint(path, step)
-    recipe = run.recipe()
+    recipe = find_run(path).recipe()
+    weights = weights_to_sample(recipe, ema=ema, profile=profile)
+    run, checkpoint = find_checkpoint(path, step, weights)
     trainer = store.load_trainer(checkpoint)
     place = pick_device(device)
     components = assemble(recipe, (), run.components_path)
     state = trained_state(components.model)  # the rest is as the recipe's model brings it
-    store.load_parts(checkpoint, {"ema" if ema else "model": state})
+    store.load_parts(checkpoint, {weights: state})
     load_trained(components.model, state)
     components.model.eval().requires_grad_(False)
     components.to(place)
-    return Sampler(components, recipe, trainer["global_step"], place, trainer["precision"])
+    step, precision = trainer["global_step"], trainer["precision"]
+    return Sampler(components, recipe, step, place, precision, weights)
 
 
-def find_checkpoint(path: Path, step: int | None = None) -> tuple[RunDirectory, Path]:
+def weights_to_sample(
+    recipe: Recipe, *, ema: bool | None = None, profile: str | None = None
+) -> str:
+    """The part of a checkpoint that is sampled, `model` or `ema/` and a profile's name.
+
+    Raises:
+        RecipeError: the run keeps no such average.
+    """
+    kept = [each.name for each in recipe.ema.averages()]
+    if profile is not None and ema is False:
+        raise RecipeError(
+            f"--profile {profile} names an average, but --no-ema asks for the weights themselves. "
+            "Leave one of them out."
+        )
+    if ema and not kept:
+        raise RecipeError(
+            "This run keeps no averages of its weights (ema.enabled = false). Leave --ema out: "
+            "then the weights themselves are taken."
+        )
+    if profile is not None and profile not in kept:
+        raise RecipeError(
+            f"This run has no EMA profile {profile!r}. It keeps: {', '.join(kept) or 'none'}."
+        )
+    wanted = profile or recipe.ema.sampled()
+    return "model" if ema is False or wanted is None else f"ema/{wanted}"
+
+
+def find_run(path: Path) -> RunDirectory:
+    """The run directory that a path is, or that has it as one of its checkpoints."""
+    run = RunDirectory(path)
+    if path.absolute().parent.name == "checkpoints" and not run.exists():
+        return RunDirectory(path.absolute().parents[1])
+    return run
+
+
+def find_checkpoint(
+    path: Path, step: int | None = None, part: str = ""
+) -> tuple[RunDirectory, Path]:
     """The run and the checkpoint that a path means.
 
     Args:
         path: a run directory or one of its checkpoint folders.
         step: which checkpoint of a run; its newest by default.
+        part: what of it has to be there; all of it by default.
 
     Raises:
         RunError: there is no run.
         CheckpointError: there is none, or not of that step.
     """
-    run = RunDirectory(path)
-    if path.absolute().parent.name == "checkpoints" and not run.exists():
-        return _run_of(path, step), path
+    run = find_run(path)
+    if run.path != path:
+        _refuse_checkpoint(path, run, step)
+        return run, path
     run.recipe()  # refuses what is no run directory
     steps = run.checkpoint_steps()
     if step is not None and step not in steps:
         raise CheckpointError(
             f"{path} has no whole checkpoint of step {step}. Its checkpoints: {steps or 'none'}."
         )
-    found = run.checkpoint_path(step) if step is not None else store.newest(run)
+    found = run.checkpoint_path(step) if step is not None else store.newest(run, part)
     if found is None:
         raise CheckpointError(
             f"{path} has no whole checkpoint yet. Train on with {run.command_to_go_on()}, or wait "
@@ -193,8 +251,8 @@ def find_checkpoint(path: Path, step: int | None = None) -> tuple[RunDirectory, 
     return run, found
 
 
-def _run_of(checkpoint: Path, step: int | None) -> RunDirectory:
-    run = RunDirectory(checkpoint.absolute().parents[1])
+def _refuse_checkpoint(checkpoint: Path, run: RunDirectory, step: int | None) -> None:
+    """Refuse one that is not there, or that a step is asked of."""
     if step is not None:
         raise CheckpointError(
             f"{checkpoint} is one checkpoint already. Leave --step {step} out, or name the run: "
@@ -205,7 +263,6 @@ def _run_of(checkpoint: Path, step: int | None) -> RunDirectory:
             f"There is no checkpoint {checkpoint}. The run has those of the steps: "
             f"{run.checkpoint_steps() or 'none'}."
         )
-    return run
 
 
 def settings_for(

@@ -129,3 +129,11 @@ class Family(Protocol):
             RecipeError: diffusers has no pipeline for this family, codec and text encoder.
         """
         ...
+
+    def comfyui_name(self, name: str, *, is_lora: bool) -> str:
+        """What ComfyUI expects a weight of the model, or of its LoRA, to be called.
+
+        Raises:
+            RecipeError: ComfyUI has no such model.
+        """
+        ...

@@ -172,6 +172,10 @@ class Flux:
         with quiet(model), quiet(text.encoder):
             pipeline.save_pretrained(folder)
 
+    def comfyui_name(self, name: str, *, is_lora: bool) -> str:
+        """As in diffusers, whose names ComfyUI knows of FLUX."""
+        return f"{'transformer.' if is_lora else ''}{name}"
+
     def _picture_tokens(
         self, noisy_latents: Tensor, conditioning: Conditioning
     ) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ A layer W becomes W + (alpha / rank) B A. A is random and B zero, so that traini
 very model that was loaded. The names are peft's, which diffusers reads.
 """
 
+import copy
 import re
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -79,6 +80,18 @@ def lora_state(model: nn.Module) -> dict[str, Tensor]:
             layer.lora_B[_ADAPTER].weight.detach() * layer.scaling[_ADAPTER]
         )
     return state
+
+
+def adapter_config(model: nn.Module, base: str | None) -> Any:
+    """Peft's `LoraConfig` of what `lora_state` holds, whose scale is 1.
+
+    `base` is where the weights beneath it come from, if from anywhere.
+    """
+    host: Any = model
+    config = copy.deepcopy(host.peft_config[_ADAPTER])
+    config.lora_alpha, config.inference_mode = config.r, True
+    config.base_model_name_or_path = base
+    return config
 
 
 @torch.no_grad()

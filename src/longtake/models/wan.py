@@ -15,6 +15,7 @@ from longtake.models.codec import AutoencoderCodec, Codec
 from longtake.models.family import Conditioning, LatentShape
 from longtake.models.pretrained import quiet
 from longtake.models.text import TextEncoder, TransformersText
+from longtake.models.wan_names import original_name
 
 _PATCH = (1, 2, 2)
 
@@ -154,6 +155,10 @@ class Wan:
         )
         with quiet(model), quiet(text.encoder):
             pipeline.save_pretrained(folder)
+
+    def comfyui_name(self, name: str, *, is_lora: bool) -> str:
+        """As in Wan's own release; before LoRA's stands the part of ComfyUI that it is for."""
+        return f"{'diffusion_model.' if is_lora else ''}{original_name(name)}"
 
 
 def _patch_size(section: ModelSection) -> tuple[int, ...]:

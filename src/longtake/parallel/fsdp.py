@@ -1,6 +1,5 @@
 """Spreads a model over the mesh with FSDP2 (`fully_shard`)."""
 
-import math
 import warnings
 from collections.abc import Sequence
 
@@ -72,20 +71,19 @@ def full(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def clip_gradients(model: nn.Module, max_norm: float, scale: float = 1.0) -> float:
+def clip_gradients(model: nn.Module, norm: float, max_norm: float, scale: float = 1.0) -> None:
     """Multiply gradients by `scale`, then scale them down to a norm of at most `max_norm`.
 
-    Gradients whose norm is no finite number are left as they are, to be looked at.
-
-    Returns:
-        The norm between the two, over all ranks; accurate to fp32 whatever the gradients are in.
+    Args:
+        model: with its gradients.
+        norm: of all of them, over all ranks, after the multiplication by `scale`.
+        max_norm: the largest that is wanted.
+        scale: what they are multiplied with first.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = scale * float(full(_norm(gradients))) if gradients else 0.0
     factor = scale * min(1.0, max_norm / (norm + _LEAST_NORM))
-    if math.isfinite(norm) and factor != 1:
+    if factor != 1:
         _multiply(gradients, factor)
-    return norm
 
 
 def _multiply(gradients: list[Tensor], factor: float) -> None:
@@ -96,13 +94,3 @@ def _multiply(gradients: list[Tensor], factor: float) -> None:
     for gradient in gradients:
         if gradient.dtype != torch.float32:  # on a CPU `_foreach_mul_` rounds numbers as well
             gradient.mul_(factor)
-
-
-def _norm(gradients: list[Tensor]) -> Tensor:
-    """The norm of all gradients together, in fp32; a DTensor where they are."""
-    norms: list[Tensor] = []
-    for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
-        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
-        norms += torch._foreach_norm(alike, dtype=torch.float32)
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return total

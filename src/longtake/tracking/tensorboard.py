@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ class TensorBoardMirror:
     """Follows metrics.jsonl from where this launch begins.
 
     Each launch writes an event file of its own, which begins by telling TensorBoard to forget the
-    steps that it is about to run again.
+    steps that it is about to run again; so does each rollback.
     """
 
     def __init__(self, run: RunDirectory) -> None:
@@ -27,7 +28,7 @@ class TensorBoardMirror:
         self._offset = self._source.stat().st_size if self._source.exists() else 0
         _wait_for_a_second_of_its_own(run.tensorboard_path)
         self._writer = EventFileWriter(str(run.tensorboard_path))
-        self._has_begun = False
+        self._last_step: int | None = None
 
     def catch_up(self) -> None:
         """Write what metrics.jsonl has gained; a line that is still being written waits."""
@@ -48,19 +49,30 @@ class TensorBoardMirror:
         self._writer.close()
 
     def _write(self, row: dict[str, Any]) -> None:
-        if not self._has_begun:
+        if self._last_step is None or row["step"] <= self._last_step:
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(
                 Event(session_log=start, step=row["step"], wall_time=row["time"])
             )
-            self._has_begun = True
+        self._last_step = row["step"]
         values = [
             Summary.Value(tag=f"train/{name}", simple_value=value)
-            for name, value in row.items()
+            for name, value in _scalars(row)
             if name not in _NOT_SCALARS
         ]
         event = Event(summary=Summary(value=values), step=row["step"], wall_time=row["time"])
         self._writer.add_event(event)
+
+
+def _scalars(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """All numbers of a row, those inside others by the names of both; without what is none."""
+    for name, value in row.items():
+        if isinstance(value, list):
+            value = {str(place): each for place, each in enumerate(value)}
+        if isinstance(value, dict):
+            yield from _scalars(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            yield f"{prefix}{name}", value
 
 
 def _wait_for_a_second_of_its_own(folder: Path) -> None:

@@ -1,17 +1,62 @@
-"""Which gradients are no numbers any more, in words."""
+"""Whose numbers are none any more, in words."""
 
-from collections.abc import Sequence
+import math
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from longtake.parallel.fsdp import full
+from longtake.guard.statistics import Statistics
+from longtake.guard.verdict import Verdict
+from longtake.parallel.collectives import gather_objects
+from longtake.parallel.mesh import World
+from longtake.parallel.norms import num_copies, share
+from longtake.training.step import SampleLosses, TrainingState
 
 _MOST_NAMED = 3
 
 
-@torch.no_grad()
-def lost_gradients(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
+def explained(
+    verdict: Verdict,
+    statistics: Statistics,
+    samples: SampleLosses,
+    state: TrainingState,
+    world: World,
+) -> Verdict:
+    """The verdict; if numbers are lost, its message says where too. All ranks must call it."""
+    if verdict.reason != "non_finite":
+        return verdict
+    parts, said = state.components, [verdict.message]
+    where = _ranks(samples, parts.model, world)
+    if where:
+        said.append(f"It came from {where}.")
+    if not math.isfinite(statistics.grad_norm):
+        said.append(lost_gradients(parts.model, parts.family.blocks(parts.model), world))
+    if not math.isfinite(statistics.loss):
+        said.append("The loss is no number: it was lost before, in the forward pass.")
+    return replace(verdict, message=" ".join(said))
+
+
+def _ranks(samples: SampleLosses, model: nn.Module, world: World) -> str:
+    """The ranks whose own losses, or else whose own shares of gradients, are lost, if not all.
+
+    A gradient that is lost on one rank before it is reduced is lost on all after that.
+    """
+    gradients = [share(p.grad) for p in model.parameters() if p.grad is not None]
+    loses = not all(math.isfinite(loss) for loss in samples.losses)
+    is_lost = any(not bool(each.isfinite().all()) for each in gradients)
+    everyone = gather_objects((socket.gethostname(), loses, is_lost), world)
+    for index in (1, 2):
+        ranks = [rank for rank, facts in enumerate(everyone) if facts[index]]
+        if 0 < len(ranks) < world.size:
+            hosts = ", ".join(sorted({everyone[rank][0] for rank in ranks}))
+            return f"rank {', '.join(map(str, ranks))} of {world.size} alone (on {hosts})"
+    return ""
+
+
+def lost_gradients(model: nn.Module, blocks: Sequence[nn.Module], world: World) -> str:
     """Name the parameters whose gradients hold NaN or infinity, those at the model's end first.
 
     All ranks must call it; each says the same, of all ranks' shares together.
@@ -19,19 +64,26 @@ def lost_gradients(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
     Args:
         model: after a backward pass, with its gradients.
         blocks: of the model, in the order in which data passes them.
+        world: all ranks.
 
     Returns:
         A sentence or two.
     """
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    lost = [name for name, gradient in gradients.items() if _is_lost(gradient)]
+    together = max if num_copies(model) > 1 else sum  # a copy of a gradient may be lost alone
+    everyone = gather_objects(_counts_of_lost(gradients), world)
+    lost = [name for name in gradients if any(name in counts for counts in everyone)]
     if not lost:
         return (
             "Each gradient is a finite number, but together they are so large that the sum of "
             "their squares is none."
         )
-    last = lost[: -_MOST_NAMED - 1 : -1]
-    named = [_describe(name, gradients[name], _place(name, model, blocks)) for name in last]
+    named = []
+    for name in lost[: -_MOST_NAMED - 1 : -1]:
+        counts = zip(*(counts.get(name, (0, 0)) for counts in everyone), strict=True)
+        num_nan, num_infinite = map(together, counts)
+        where = f"{name} ({_place(name, model, blocks)})"
+        named.append(f"{where}, {_numbers(num_nan, num_infinite, gradients[name].numel())}")
     more = " and more" if len(lost) > _MOST_NAMED else ""
     return (
         f"NaN or infinity is in the gradients of {len(lost)} of {len(gradients)} trained "
@@ -40,21 +92,21 @@ def lost_gradients(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
     )
 
 
-def _is_lost(gradient: Tensor) -> bool:
-    # Counting takes time and memory, and most have a norm. A norm may overflow all the same.
-    norm = full(torch.linalg.vector_norm(gradient, dtype=torch.float32))
-    return not norm.isfinite() and any(_count_lost(gradient))
+@torch.no_grad()
+def _counts_of_lost(gradients: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """How many NaN, how many infinities, in this rank's share of each gradient that has any."""
+    found = {}
+    for name, gradient in gradients.items():
+        mine = share(gradient)
+        # Counting takes time and memory, and most have a norm. A norm may overflow all the same.
+        if not torch.linalg.vector_norm(mine, dtype=torch.float32).isfinite():
+            found[name] = (int(mine.isnan().sum()), int(mine.isinf().sum()))
+    return {name: counts for name, counts in found.items() if any(counts)}
 
 
-def _count_lost(gradient: Tensor) -> tuple[int, int]:
-    """How many NaN, how many infinities, over all ranks."""
-    return int(full(gradient.isnan().sum())), int(full(gradient.isinf().sum()))
-
-
-def _describe(name: str, gradient: Tensor, place: str) -> str:
-    num_nan, num_infinite = _count_lost(gradient)
+def _numbers(num_nan: int, num_infinite: int, num_all: int) -> str:
     counts = [f"{num_nan} NaN"] * bool(num_nan) + [f"{num_infinite} infinite"] * bool(num_infinite)
-    return f"{name} ({place}), {' and '.join(counts)} of {gradient.numel()} numbers"
+    return f"{' and '.join(counts)} of {num_all} numbers"
 
 
 def _place(name: str, model: nn.Module, blocks: Sequence[nn.Module]) -> str:

@@ -1,54 +1,126 @@
-"""The running average of the weights, in fp32 and laid out over the ranks like the model."""
+"""Running averages of the weights, in fp32 and laid out over the ranks like the model."""
 
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from longtake.config import EmaProfile
 from longtake.models.trainable import trained_state
+from longtake.training.master import local
+
+Masters = Mapping[Tensor, Tensor]
+"""By parameter, the fp32 tensor that an optimizer updates in its place."""
 
 
-class Ema:
-    """Exponential moving average of a model's trained parameters.
+class Averages:
+    """Averages of a model's trained parameters, one for each profile; there may be none.
 
-    ema <- d ema + (1 - d) weights after each update n, where d = min(decay, (1 + n) / (10 + n)):
-    the ramp, as in Tensorflow's ExponentialMovingAverage, forgets the random start of a short run.
-    The half-life is ln 0.5 / ln decay updates: 69 at 0.99, 693 at 0.999.
+    After the n-th update each average moves to beta average + (1 - beta) weights, where beta is
+    `beta_of(profile, n)`.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.decay = decay
+    def __init__(self, model: nn.Module, profiles: Sequence[EmaProfile]) -> None:
         self._model = model
         self._trained = {
             name: parameter
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
-        self.averages: dict[str, Tensor] = {
-            name: parameter.detach().float().clone() for name, parameter in self._trained.items()
+        self._profiles = {profile.name: profile for profile in profiles}
+        self._averages: dict[str, dict[str, Tensor]] = {
+            profile: {
+                name: parameter.detach().to(torch.float32, copy=True)
+                for name, parameter in self._trained.items()
+            }
+            for profile in self._profiles
         }
 
     @torch.no_grad()
-    def update(self, num_updates: int) -> None:
-        """Take in the weights after the `num_updates`-th update (counted from 1)."""
-        decay = min(self.decay, (1 + num_updates) / (10 + num_updates))
-        exact: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for name, weight in self._trained.items():
-            average, current = _local(self.averages[name]), _local(weight.detach())
-            if current.dtype == torch.float32:
-                exact[0].append(average)
-                exact[1].append(current)
-            else:  # one at a time: fp32 copies of all of them would be twice the model
-                average.lerp_(current.float(), 1 - decay)
-        if exact[0]:
-            torch._foreach_lerp_(*exact, 1 - decay)
+    def update(self, num_updates: int, masters: Masters | None = None) -> None:
+        """Take in the weights after the `num_updates`-th update (counted from 1).
 
-    def state(self) -> dict[str, Any]:
-        """The model's `trained_state` with the averages in place of the weights."""
-        return trained_state(self._model) | self.averages
+        Args:
+            num_updates: how many there were.
+            masters: what is averaged instead of weights that are rounded; see `masters_of`.
+        """
+        if not self._averages:
+            return
+        best = masters or {}
+        weights = {
+            name: local(best.get(parameter, parameter).detach())
+            for name, parameter in self._trained.items()
+        }
+        exact = {name: each for name, each in weights.items() if each.dtype == torch.float32}
+        for profile, averages in self._averages.items():
+            share = 1 - beta_of(self._profiles[profile], num_updates)
+            if exact:
+                parts = [local(averages[name]) for name in exact]
+                torch._foreach_lerp_(parts, list(exact.values()), share)
+            for name in weights.keys() - exact.keys():
+                # One at a time: fp32 copies of all of them would be twice the model.
+                local(averages[name]).lerp_(weights[name].float(), share)
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """By profile: the model's `trained_state` with the averages in place of the weights.
+
+        The tensors share the averages' memory.
+        """
+        trained = trained_state(self._model)
+        return {profile: trained | averages for profile, averages in self._averages.items()}
+
+    @torch.no_grad()
+    def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over averages, from `states` of as many profiles and ranks; they are copied."""
+        for profile, averages in self._averages.items():
+            for name, average in averages.items():
+                average.copy_(states[profile][name])
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing its memory: averaging needs no other rank."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def beta_of(profile: EmaProfile, num_updates: int) -> float:
+    """The share of an average that the `num_updates`-th update (counted from 1) keeps.
+
+    With a decay it is min(decay, (1 + n) / (10 + n)): the ramp, as in Tensorflow's
+    ExponentialMovingAverage, forgets the random start of a short run. The half-life is
+    ln 0.5 / ln decay updates: 69 at 0.99, 693 at 0.999.
+
+    With a width it is (1 - 1/n)^(gamma + 1): the weights after update i then count in proportion to
+    i^gamma, whatever the run's length (Karras et al., "Analyzing and Improving the Training
+    Dynamics of Diffusion Models", 2023, section 3.1).
+    """
+    if profile.width is None:
+        assert profile.decay is not None, profile
+        return min(profile.decay, (1 + num_updates) / (10 + num_updates))
+    if num_updates <= 1:
+        return 0.0
+    return math.exp((gamma_of(profile.width) + 1) * math.log1p(-1 / num_updates))
+
+
+@cache
+def gamma_of(width: float) -> float:
+    """The exponent gamma whose average i^gamma has a width: its standard deviation over its span.
+
+    It solves width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)), a cubic (Karras et al., as
+    above): 16.97 at 0.05, 6.94 at 0.1.
+    """
+    inverse = width**-2
+    roots = np.roots([1, 7, 16 - inverse, 12 - inverse])
+    return float(roots.real.max())
+
+
+def masters_of(optimizers: Iterable[Optimizer]) -> dict[Tensor, Tensor]:
+    """The fp32 tensors that optimizers update in the place of rounded weights, where these lie.
+
+    Masters that are offloaded are left out: they would have to come back for each update.
+    """
+    return {
+        parameter: state["master"]
+        for optimizer in optimizers
+        for parameter, state in optimizer.state.items()
+        if "master" in state and state["master"].device == parameter.device
+    }

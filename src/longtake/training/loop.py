@@ -1,135 +1,108 @@
 """The training loop: read it from top to bottom, that is all there is."""
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
+from longtake.checkpoint.saver import Saver
 from longtake.config import Recipe
-from longtake.data.batch import Batch
 from longtake.data.ledger import Ledger
 from longtake.data.loader import Loader
-from longtake.errors import DivergedError
-from longtake.parallel.collectives import sum_over_ranks
+from longtake.guard.statistics import Statistics
+from longtake.guard.verdict import OK, Verdict
 from longtake.parallel.mesh import World
-from longtake.run_dir import RunDirectory
-from longtake.training.diverged import lost_gradients
-from longtake.training.interrupt import Interrupt, catch_interrupts
+from longtake.training.diverged import explained
+from longtake.training.gauge import Gauge
+from longtake.training.guarding import Guard
+from longtake.training.interrupt import Interrupt
 from longtake.training.peak import PeakCheck
+from longtake.training.randomness import seed_step
 from longtake.training.record import Record
 from longtake.training.resume import save_checkpoint
-from longtake.training.step import (
-    TrainingState,
-    apply_update,
-    compute_gradients,
-    finish_gradients,
-    skip_update,
-)
+from longtake.training.saved import facts_to_save
+from longtake.training.statistics import local_facts, reduce_facts
+from longtake.training.step import TrainingState, apply_update, compute_gradients, skip_update
 
 
 @dataclass(frozen=True)
-class Statistics:
-    """What all ranks know about a step, the same on each."""
+class Ending:
+    """Why the loop was left."""
 
-    loss: float
-    """Mean over the samples of the global batch."""
-    num_samples: int
-    """Samples that were trained, over all ranks: fewer than the batch size where clips could not
-    be decoded, and in the last batch of a bucket."""
-    num_troubles: int
-    """Clips that could not be decoded and decoders that were replaced, over all ranks."""
-    stop: bool
-    """Whether any rank was asked to stop."""
+    signal: str | None = None
+    """Someone asked to stop, and all is saved."""
+    verdict: Verdict = OK
+    """`roll_back` or `stop`: the guard found that it cannot go on from here."""
+    statistics: Statistics | None = None
+    """Those of the step that was judged so."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What looks after a run's steps."""
+
+    guard: Guard
+    gauge: Gauge
+    saver: Saver
+    record: Record
+    peak: PeakCheck
+    interrupt: Interrupt
 
 
 def train_steps(
     state: TrainingState,
     loader: Loader,
     ledger: Ledger,
+    watch: Watch,
     recipe: Recipe,
-    run: RunDirectory,
     world: World,
-    record: Record,
-    peak: PeakCheck,
-) -> str | None:
-    """Train until the recipe's last step, or until someone asks to stop.
-
-    Returns:
-        The signal that asked for the stop, or None where the last step was reached.
+) -> Ending:
+    """Train until the recipe's last step, the end of the data, or until someone asks to stop.
 
     Raises:
-        DivergedError: the loss or the gradient stopped being finite; the update was not made.
         DataError: too many clips failed to decode.
-        CheckpointError: a checkpoint could not be written.
+        CheckpointError: checkpoints cannot be written.
     """
-    total = recipe.training.steps
-    with catch_interrupts() as interrupt:
-        for batch in record.timed(loader.batches(total)):
-            with peak.of_step(batch):
-                loss_sum = compute_gradients(state, batch, recipe, world)
-            if peak.comparison is not None:
-                record.peak_measured(batch, peak.comparison)
-            statistics = _reduce(loss_sum, batch, loader, interrupt, world)
-            if statistics.num_troubles:
-                record.data_troubles(batch, loader)
-            if statistics.num_samples:
-                scale = recipe.training.batch_size / statistics.num_samples
-                grad_norm = finish_gradients(state, recipe, scale)
-                _refuse_divergence(state, statistics, grad_norm, batch)
-                learning_rate = apply_update(state, recipe)
-                record.step_done(batch, statistics.loss, grad_norm, learning_rate)
-            else:  # not one of its clips could be decoded: there is nothing to learn from it
-                skip_update(state)
-            ledger.record(batch)
-            is_last = statistics.stop or state.global_step == total
-            if is_last or state.global_step % recipe.checkpoint.every == 0:
-                ledger.flush()
-                save_checkpoint(state, loader.state_dict(), recipe, run, world)
-            if statistics.stop:
-                return interrupt.signal_name or "a signal to another rank"
-    return None
+    guard, gauge, saver, record = watch.guard, watch.gauge, watch.saver, watch.record
+    end = loader.end_after(recipe.training.steps - state.global_step)
+    for batch in record.timed(loader.batches(end)):
+        seed_step(recipe.seed, state.global_step, world.rank)
+        with watch.peak.of_step(batch):
+            samples = compute_gradients(state, batch, recipe, world)
+        record.memory(batch, watch.peak.comparison)
+        local = local_facts(loader, stop=watch.interrupt.wanted, save_failed=saver.failed)
+        facts = reduce_facts(samples, batch, state, gauge, local, recipe, world)
+        if facts.num_troubles:
+            record.data_troubles(batch, loader)
+        verdict, learning_rate = OK, 0.0
+        if facts.statistics.num_samples:  # else there is nothing to learn from, or to judge
+            verdict = guard.judge(facts.statistics, samples, batch)
+        if verdict.kind != "ok":
+            saver.wait()  # so that the report names the newest checkpoint
+            verdict = explained(verdict, facts.statistics, samples, state, world)
+            record.verdict(verdict, facts.statistics, guard.report(verdict, facts.statistics))
+        if guard.allows(verdict) and facts.statistics.num_samples:
+            with gauge.of_update():
+                learning_rate = apply_update(state, recipe, facts.statistics.grad_norm, facts.scale)
+        else:
+            skip_update(state)
+        if facts.statistics.num_samples:
+            record.step_done(batch, facts.statistics, verdict, learning_rate)
+        ledger.record(batch)
+        if verdict.kind in ("roll_back", "stop") and not guard.allows(verdict):
+            return Ending(verdict=verdict, statistics=facts.statistics)
+        record.checkpoints(saver.finished())
+        if facts.save_failed:
+            _bear_a_failed_save(saver, record)
+        is_last = facts.stop or loader.step == end
+        if is_last or state.global_step % recipe.checkpoint.every == 0:
+            ledger.flush()
+            save_checkpoint(saver, state, facts_to_save(loader, guard, gauge, recipe, world))
+        if facts.stop:
+            return Ending(signal=watch.interrupt.signal_name or "a signal to another rank")
+    return Ending()
 
 
-def _reduce(
-    loss_sum: float,
-    batch: Batch,
-    loader: Loader,
-    interrupt: Interrupt,
-    world: World,
-) -> Statistics:
-    """One collective a step: whatever ranks must agree on is decided from its result."""
-    local: Mapping[str, float] = {
-        "loss": loss_sum,
-        "samples": float(batch.weights.sum()),
-        "troubles": len(loader.failures) + len(loader.incidents),
-        "stop": interrupt.wanted,
-    }
-    sums = sum_over_ranks(local, world)
-    num_samples = int(sums["samples"])
-    mean = sums["loss"] / max(num_samples, 1)
-    return Statistics(mean, num_samples, int(sums["troubles"]), bool(sums["stop"]))
-
-
-def _refuse_divergence(
-    state: TrainingState, statistics: Statistics, grad_norm: float, batch: Batch
-) -> None:
-    if math.isfinite(statistics.loss) and math.isfinite(grad_norm):
-        return
-    clips = ", ".join(batch.identities[:4])
-    raise DivergedError(
-        f"Step {batch.step + 1}: loss {statistics.loss}, gradient norm {grad_norm}; "
-        f"both must be finite numbers. The update was not made. The batch began with "
-        f"clips {clips}. {_where(state, statistics, grad_norm)}"
-        "The same recipe would come here again: start a run with a lower optimizer.learning_rate "
-        "or optimizer.max_grad_norm in a new folder (--set out=FOLDER)."
-    )
-
-
-def _where(state: TrainingState, statistics: Statistics, grad_norm: float) -> str:
-    """Whose gradients they are; all ranks know both numbers, so all come here or none."""
-    if math.isfinite(grad_norm):
-        return ""
-    parts = state.components
-    lost = lost_gradients(parts.model, parts.family.blocks(parts.model))
-    if math.isfinite(statistics.loss):
-        return f"{lost} "
-    return f"{lost} The loss is no number either: it was lost before, in the forward pass. "
+def _bear_a_failed_save(saver: Saver, record: Record) -> None:
+    """Say that a checkpoint could not be written, and try again with the next; a second ends it."""
+    failure = saver.take_failure()
+    record.save_failed(failure)
+    if failure is not None and saver.failures_in_a_row > 1:
+        raise failure

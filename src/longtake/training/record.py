@@ -1,9 +1,11 @@
 """What a run writes down about its steps, and shows to whoever is looking (rank 0)."""
 
+import math
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 
@@ -11,6 +13,10 @@ from longtake.config import Bucket
 from longtake.data.batch import Batch
 from longtake.data.loader import Loader
 from longtake.data.pool import Incident
+from longtake.errors import CheckpointError
+from longtake.guard.rollback import RollBack
+from longtake.guard.statistics import Statistics
+from longtake.guard.verdict import Verdict
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
 from longtake.progress import StepProgress, step_progress
@@ -59,26 +65,69 @@ class Record:
         if batch.begins_epoch:
             self._run.append_event("epoch", **where, epoch=batch.epoch)
 
-    def step_done(self, batch: Batch, loss: float, grad_norm: float, learning_rate: float) -> None:
+    def step_done(
+        self, batch: Batch, statistics: Statistics, verdict: Verdict, learning_rate: float
+    ) -> None:
         """Write the step's metrics; its time includes the wait for data and the last save."""
         now = time.perf_counter()
         seconds, self._step_began = now - self._step_began, now
-        metrics = Metrics(
-            step=batch.step + 1,
-            epoch=batch.epoch,
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
-            step_seconds=round(seconds, 6),
-            data_seconds=round(self._data_seconds, 6),
-            time=round(time.time(), 3),
-        )
+        metrics = _row(batch, statistics, learning_rate)
+        metrics["step_seconds"] = round(seconds, 6)
+        metrics["data_seconds"] = round(self._data_seconds, 6)
+        if verdict.kind != "ok":
+            metrics["verdict"] = verdict.kind
         if (flops := self._step_flops.get(batch.bucket)) is not None:
             metrics["tflops_per_second"] = round(flops / seconds / 1e12, 6)
         self._progress.update(metrics)
         if self._mirror is not None:
             self._run.append_metrics(metrics)
             self._mirror.catch_up()  # a tenth of a millisecond, and nothing to lose in a crash
+
+    def verdict(self, verdict: Verdict, statistics: Statistics, report: str | None) -> None:
+        """Write down, and say, what the guard found; `report` is where there is more."""
+        if not self._world.is_first:
+            return
+        kind: EventKind = "skipped" if verdict.kind == "skip" else "suspected"
+        self._run.append_event(
+            kind,
+            step=statistics.step,
+            batch=statistics.batch,
+            verdict=verdict.kind,
+            reason=verdict.reason,
+            began=verdict.began,
+            message=verdict.message,
+            report=report,
+        )
+        self._progress.say(f"step {statistics.step + 1}: {verdict.message}")
+
+    def rolled_back(self, verdict: Verdict, chosen: RollBack, from_step: int) -> None:
+        """Write down, and say, that the run went back."""
+        if not self._world.is_first:
+            return
+        first, end = chosen.skipped
+        self._run.append_event(
+            "rolled_back",
+            step=chosen.step,
+            from_step=from_step,
+            skipped=list(chosen.skipped),
+            reason=verdict.reason,
+            message=verdict.message,
+        )
+        self._progress.say(
+            f"went back from step {from_step} to the checkpoint of step {chosen.step}; "
+            f"{end - first} batches ({first} to {end - 1}) are skipped"
+        )
+
+    def checkpoints(self, saved: Sequence[Path]) -> None:
+        """Write down which checkpoints are whole now."""
+        for path in saved:
+            self._run.append_event("checkpoint", step=self._run.step_of(path), path=path.name)
+
+    def save_failed(self, failure: CheckpointError | None) -> None:
+        """Write down, and say, that a checkpoint could not be written."""
+        if failure is not None and self._world.is_first:
+            self._run.append_event("checkpoint_failed", reason=str(failure))
+            self._progress.say(f"{failure}")
 
     def data_troubles(self, batch: Batch, loader: Loader) -> None:
         """Tell all ranks which clips could not be decoded; write down that and what hung.
@@ -116,8 +165,10 @@ class Record:
             stacks=str(path.relative_to(self._run.path)),
         )
 
-    def peak_measured(self, batch: Batch, comparison: PeakComparison) -> None:
-        """Write down what a step's activations really took, beside what was predicted."""
+    def memory(self, batch: Batch, comparison: PeakComparison | None) -> None:
+        """Write down what a step's activations took, beside what was predicted, if measured."""
+        if comparison is None:
+            return
         predicted, measured = comparison.predicted_bytes, comparison.measured_bytes
         self._run.append_event(
             "memory_measured",
@@ -157,3 +208,34 @@ def keep_record(
             yield record
         finally:
             record.close()
+
+
+def _row(batch: Batch, statistics: Statistics, learning_rate: float) -> Metrics:
+    """A step's metrics, but for what it took."""
+    return Metrics(
+        step=statistics.step + 1,
+        epoch=batch.epoch,
+        loss=statistics.loss if math.isfinite(statistics.loss) else None,
+        grad_norm=statistics.grad_norm if math.isfinite(statistics.grad_norm) else None,
+        learning_rate=learning_rate,
+        step_seconds=0.0,
+        data_seconds=0.0,
+        time=round(time.time(), 3),
+        batch=statistics.batch,
+        loss_by_sigma=[_finite(loss) for loss in statistics.loss_by_sigma],
+        weight_norm=_finite(statistics.weight_norm),
+        update_ratio=_finite(statistics.update_ratio),
+        nonfinite_share=statistics.nonfinite_share,
+        group_grad_norms=_each_finite(statistics.group_grad_norms),
+        group_weight_norms=_each_finite(statistics.group_weight_norms),
+        group_update_ratios=_each_finite(statistics.group_update_ratios),
+    )
+
+
+def _each_finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: _finite(number) for name, number in numbers.items()}
+
+
+def _finite(number: float) -> float | None:
+    """The number with seven digits, more than which fp32 does not have; None if it is none."""
+    return float(f"{number:.7g}") if math.isfinite(number) else None

@@ -23,7 +23,7 @@ class Fixed:
     inputs: int
     """Latents, noise and conditioning of one micro-batch."""
     ema: int
-    """The running average, in fp32."""
+    """The running averages, each in fp32."""
     encoders: int
     """Codec and text encoders; none where data.cache keeps what they give."""
 
@@ -75,7 +75,7 @@ def fixed_of(step: OutlinedStep, input_bytes: int = 0) -> Fixed:
             optimizer.device // shards, optimizer.host // shards, optimizer.step // shards
         ),
         inputs=input_bytes,
-        ema=sum(4 * p.numel() for p in trained) // shards,
+        ema=len(recipe.ema.averages()) * sum(4 * p.numel() for p in trained) // shards,
         encoders=0 if recipe.data.cache is not None else sum(map(size_of, frozen)),
     )
 

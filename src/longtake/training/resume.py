@@ -1,7 +1,9 @@
 """What is saved of a training state, and how it goes on from there."""
 
+import hashlib
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.state_dict import (
@@ -10,7 +12,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from longtake import config
 from longtake.checkpoint import store
+from longtake.checkpoint.saver import Saver
 from longtake.config import Recipe
 from longtake.data.loader import Loader
 from longtake.errors import CheckpointError, DataError
@@ -22,55 +26,68 @@ from longtake.training.step import TrainingState
 
 # Flat, so that states of several optimizers can be saved together and resharded.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_EMA = "ema"
 
 
-def save_checkpoint(
-    state: TrainingState,
-    data: Mapping[str, Any],
-    recipe: Recipe,
-    run: RunDirectory,
-    world: World,
-) -> None:
-    """Save all that the next step depends on; all ranks call it.
+def save_checkpoint(saver: Saver, state: TrainingState, facts: Mapping[str, Any]) -> None:
+    """Begin to save all that the next step depends on; all ranks call it.
 
-    `data` is the loader's state. Frozen weights are not saved: what built the model builds them
-    again. There is no random state to save: all that is random follows from the recipe's seed.
+    Returns when the state may change again; how the save ends is told by the saver. Frozen weights
+    are not saved: what built the model builds them again. There is no random state to save: all
+    that is random follows from the recipe's seed.
 
-    Raises:
-        CheckpointError: it could not be written.
+    Args:
+        saver: of the run.
+        state: as it is between two steps.
+        facts: what else is needed to go on, as JSON: the loader's state as `data`, what the guard
+            has seen as `guard`, and the recipe's fingerprint as `recipe`.
     """
-    model = state.components.model
-    parts = {
-        "model": trained_state(model),
-        "ema": state.ema.state(),
-        "optimizer": get_optimizer_state_dict(model, state.optimizers, options=_FLAT),
-    }
     trainer = {
         "global_step": state.global_step,
         "precision": state.precision,
-        "data": data,
+        "world_size": saver.world.size,
+        **facts,
     }
-    path = store.save(run, state.global_step, parts, trainer, world)
-    if world.is_first:
-        run.append_event("checkpoint", step=state.global_step, path=path.name)
-        store.keep_newest(run, recipe.checkpoint.keep)
+    saver.save(state.global_step, _parts(state), trainer)
 
 
-def restore(state: TrainingState, trainer: dict[str, Any], run: RunDirectory, world: World) -> None:
-    """Put a training state back to where a checkpoint was saved.
+def restore(state: TrainingState, path: Path, world: World) -> dict[str, Any]:
+    """Put a training state to where a checkpoint was saved, whether it comes from before or after.
+
+    Args:
+        state: to be filled; its gradients are dropped.
+        path: the checkpoint, whose checksums were compared already.
+        world: all ranks, each of which calls this.
+
+    Returns:
+        The facts that it was saved with.
 
     Raises:
         CheckpointError: the checkpoint is damaged or belongs to another model.
     """
     model = state.components.model
-    path = run.checkpoint_path(trainer["global_step"])
-    weights, averages = trained_state(model), state.ema.state()
-    optimizer = get_optimizer_state_dict(model, state.optimizers, options=_FLAT)
-    store.load_parts(path, {"model": weights, "ema": averages, "optimizer": optimizer}, world)
-    load_trained(model, weights)
-    state.ema.averages = {name: averages[name] for name in state.ema.averages}
-    set_optimizer_state_dict(model, state.optimizers, optimizer, options=_FLAT)
+    model.zero_grad(set_to_none=True)
+    trainer = store.load_trainer(path)
+    parts = _parts(state)
+    store.load_parts(path, parts, world, is_verified=True)
+    load_trained(model, parts["model"])
+    state.ema.load({name: parts[f"{_EMA}/{name}"] for name in state.ema.states()})
+    set_optimizer_state_dict(model, state.optimizers, parts["optimizer"], options=_FLAT)
     state.global_step = trainer["global_step"]
+    return trainer
+
+
+def recipe_fingerprint(recipe: Recipe) -> str:
+    """The checksum (sha256) of a recipe as it is written to a run directory."""
+    return hashlib.sha256(config.dump(config.kept(recipe)).encode()).hexdigest()
+
+
+def _parts(state: TrainingState) -> dict[str, store.State]:
+    """What is saved, by the folders that it is saved in; it shares the state's memory."""
+    model = state.components.model
+    averages = {f"{_EMA}/{name}": each for name, each in state.ema.states().items()}
+    optimizer = get_optimizer_state_dict(model, state.optimizers, options=_FLAT)
+    return {"model": trained_state(model), **averages, "optimizer": optimizer}
 
 
 def data_state(trainer: dict[str, Any], run: RunDirectory) -> dict[str, Any]:

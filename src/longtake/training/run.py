@@ -1,8 +1,6 @@
 """One run, from a recipe to its last checkpoint: builds the parts and owns their lifetimes."""
 
 import time
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,32 +9,40 @@ from rich.console import Console
 from rich.markup import escape
 
 from longtake.checkpoint import store
+from longtake.checkpoint.saver import keep_saver
 from longtake.config import Bucket, Recipe
 from longtake.data.files import refuse_missing
 from longtake.data.ledger import begin_launch, keep_ledger, stream_names
 from longtake.data.loader import Loader
 from longtake.data.review import review
+from longtake.errors import DivergedError
+from longtake.guard.rollback import RollBack
+from longtake.guard.verdict import Verdict
 from longtake.models.assemble import Components, assemble, forward_flops, latent_shape, outline
 from longtake.models.flops import training_flops
 from longtake.models.precision import Precision, choose_precision
 from longtake.parallel.collectives import first_does, from_first
 from longtake.parallel.fsdp import spread
 from longtake.parallel.mesh import World, join
-from longtake.run_dir import EventKind, RunDirectory
+from longtake.run_dir import EventKind, RunDirectory, beside
 from longtake.training.allocator import keep_freed_memory
+from longtake.training.announce import announce, announce_plan
 from longtake.training.caching import captions_of, fill_cache, make_parts
-from longtake.training.card import card_of
 from longtake.training.eight_bit import refuse_missing_torchao
-from longtake.training.ema import Ema
+from longtake.training.ema import Averages
 from longtake.training.fit import Fit, fit, run_blocks_by
-from longtake.training.loop import train_steps
+from longtake.training.gauge import Gauge
+from longtake.training.guarding import Guard
+from longtake.training.interrupt import catch_interrupts
+from longtake.training.loop import Ending, Watch, train_steps
 from longtake.training.optim import build_optimizers
 from longtake.training.outlined import refuse_uneven_batch
 from longtake.training.peak import PeakCheck
 from longtake.training.record import keep_record
-from longtake.training.resume import data_state, refuse_other_plans, restore
+from longtake.training.resume import data_state, refuse_other_plans
+from longtake.training.rollback import choose, go_back, newest_kept, skip_batches
+from longtake.training.saved import go_on_from
 from longtake.training.step import TrainingState
-from longtake.units import size
 
 
 @dataclass(frozen=True)
@@ -51,14 +57,24 @@ class Outcome:
     """Wall-clock time of this launch's steps, saving included."""
     interrupted_by: str | None
     """The signal that ended it before the last step, if one did."""
+    rollbacks: int = 0
+    """How often it went back."""
+    run: Path | None = None
+    """The run directory; with `fresh` it is not the recipe's."""
 
 
-def train(recipe: Recipe, console: Console) -> Outcome:
+def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> Outcome:
     """Train a recipe to its end, from its newest checkpoint if there is one.
 
     Call it in one process, or in each that torchrun started.
 
+    Args:
+        recipe: what to train.
+        console: where a person looks.
+        fresh: begin anew, in a folder beside the run that is there.
+
     Raises:
+        DivergedError: the run diverged, and going back did not help.
         LongtakeError: whatever is wrong with recipe, data or run directory; before the first step
             where it can be known then.
     """
@@ -67,22 +83,15 @@ def train(recipe: Recipe, console: Console) -> Outcome:
         refuse_missing_torchao(recipe.optimizer)
         if world.device.type == "cpu":
             keep_freed_memory()
+        if fresh:
+            recipe = recipe.model_copy(update={"out": from_first(beside(recipe.out), world)})
         run = RunDirectory(recipe.out)
-        loader = Loader(
-            recipe.data,
-            batch_size=recipe.training.batch_size,
-            seed=recipe.seed,
-            rank=world.rank,
-            world_size=world.size,
-            kept=run.catalogs_path,
-        )
-        if not run.exists():  # what is wrong is said before there is a run
-            review(loader.course.plan, recipe.data, recipe.training.steps)
-        trainer = _go_on(run, recipe, loader, world)
+        loader = _open_data(run, recipe, world)
+        found = _go_on(run, recipe, loader, world)
         refuse_other_plans(loader, world)
-        start, total = loader.step, recipe.training.steps
-        warnings = review(loader.course.plan, recipe.data, total)
-        precision = _precision(recipe, trainer, world)
+        start, total = found.step, recipe.training.steps
+        warnings = [*found.warnings, *review(loader.course.plan, recipe.data, total)]
+        precision = _precision(recipe, found.trainer, world)
         plan = fit(recipe, precision, world)
         if recipe.data.cache is None:
             warnings += _look_for_files(loader, world)
@@ -91,40 +100,129 @@ def train(recipe: Recipe, console: Console) -> Outcome:
             parts = _assemble_around_cache(run, recipe, loader, world, console)
         step_flops = _count_flops(parts, recipe)  # before the weights are spread over ranks
         run_blocks_by(plan.options, parts)
-        state = _begin_or_resume(parts, precision, trainer, recipe, run, world)
+        state = _build_state(parts, precision, recipe, world)
+        guard = Guard(recipe.guard, run, world)
+        gauge = Gauge(parts.model, parts.family.blocks(parts.model))
+        if found.path is not None:
+            go_on_from(found.path, state, guard, gauge, world)
         folder = _begin_ledger(loader, recipe, run, world)
         if world.is_first:
-            _announce(state, loader, [*warnings, *plan.notes], recipe, run, world, console)
-            _announce_plan(plan, state, recipe, run, console)
-        streams = stream_names(recipe.data)
+            announce(state, loader, [*warnings, *plan.notes], recipe, run, world, console)
+            announce_plan(plan, state, recipe, run, console)
         peak = _peak_check(plan, recipe, world)
+        reach = 2 * recipe.guard.window if recipe.guard.mode == "act" else 0
         begun = time.perf_counter()
         with (
+            catch_interrupts() as interrupt,
+            keep_saver(run, world, recipe.checkpoint, reach=reach, start=start) as saver,
             keep_record(start, total, step_flops, run, world, console) as record,
-            keep_ledger(folder, world.rank, streams) as ledger,
         ):
-            signal = train_steps(state, loader, ledger, recipe, run, world, record, peak)
+            watch = Watch(guard, gauge, saver, record, peak, interrupt)
+            ending = _train_through(state, loader, folder, watch, recipe, run, world)
         seconds = time.perf_counter() - begun
         if world.is_first:
-            kind: EventKind = "interrupted" if signal else "finished"
-            run.append_event(kind, step=state.global_step, seconds=round(seconds, 3), by=signal)
-        return Outcome(start, state.global_step, seconds, signal)
+            kind: EventKind = "interrupted" if ending.signal else "finished"
+            run.append_event(
+                kind, step=state.global_step, seconds=round(seconds, 3), by=ending.signal
+            )
+        return Outcome(start, state.global_step, seconds, ending.signal, run=recipe.out)
 
 
-def _go_on(
-    run: RunDirectory, recipe: Recipe, loader: Loader, world: World
-) -> dict[str, Any] | None:
-    """What the run's newest checkpoint says, with the loader brought there; None if there is none.
+def _train_through(
+    state: TrainingState,
+    loader: Loader,
+    folder: Path,
+    watch: Watch,
+    recipe: Recipe,
+    run: RunDirectory,
+    world: World,
+) -> Ending:
+    """Train to the end, going back as often as the guard demands, and can."""
+    while True:
+        with keep_ledger(folder, world.rank, stream_names(recipe.data)) as ledger:
+            ending = train_steps(state, loader, ledger, watch, recipe, world)
+        failure = watch.saver.take_failure()  # which waits for the last save
+        watch.record.checkpoints(watch.saver.finished())
+        watch.record.save_failed(failure)
+        verdict, statistics = ending.verdict, ending.statistics
+        if statistics is None and failure is not None:
+            raise failure
+        if statistics is None:
+            return ending
+        chosen: RollBack | str = ""
+        if verdict.kind == "roll_back":
+            chosen = choose(verdict, watch.guard, statistics, recipe, run, world)
+        if isinstance(chosen, str):
+            raise _diverged(verdict, chosen, state, run, world)
+        from_step = state.global_step
+        go_back(chosen, verdict, state, loader, watch.guard, watch.gauge, run, world)
+        watch.record.rolled_back(verdict, chosen, from_step)
+        folder = _begin_ledger(loader, recipe, run, world)
+
+
+def _diverged(
+    verdict: Verdict, why: str, state: TrainingState, run: RunDirectory, world: World
+) -> DivergedError:
+    """Record that a run cannot repair itself; the error that ends it."""
+    if world.is_first:
+        facts = {"reason": verdict.reason, "message": verdict.message, "why": why}
+        run.append_event("diverged", step=state.global_step, **facts)
+    look = f"longtake show {run.path} --around {state.global_step}"
+    return DivergedError(" ".join(filter(None, [verdict.message, why, f"Look at it: {look}"])))
+
+
+def _open_data(run: RunDirectory, recipe: Recipe, world: World) -> Loader:
+    """The loader, at the first step; what is wrong with the data is said before there is a run."""
+    loader = Loader(
+        recipe.data,
+        batch_size=recipe.training.batch_size,
+        seed=recipe.seed,
+        rank=world.rank,
+        world_size=world.size,
+        kept=run.catalogs_path,
+    )
+    if not run.exists():
+        review(loader.course.plan, recipe.data, recipe.training.steps)
+    return loader
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Where a launch goes on from."""
+
+    path: Path | None
+    """A whole checkpoint, or None: from the first step."""
+    trainer: dict[str, Any] | None
+    """What it says of the training."""
+    warnings: tuple[str, ...]
+    """Of later checkpoints, which are damaged."""
+
+    @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return 0 if self.trainer is None else int(self.trainer["global_step"])
+
+
+def _go_on(run: RunDirectory, recipe: Recipe, loader: Loader, world: World) -> _Found:
+    """The run's newest whole checkpoint, with the loader brought there.
 
     Refuses a run directory that belongs to another recipe.
     """
     first_does(lambda: run.claim(recipe), world)
-    path = store.newest_on_all(run, world)
-    if path is None:
-        return None
-    trainer = store.load_trainer(path)
-    loader.load_state_dict(data_state(trainer, run))
-    return trainer
+    path, passed_over = newest_kept(run, world)
+    trainer = None if path is None else store.load_trainer(path)
+    skip_batches(loader, run, world)
+    if trainer is not None:
+        loader.load_state_dict(data_state(trainer, run))
+    step = 0 if trainer is None else trainer["global_step"]
+    if world.is_first:
+        for damaged, reason in passed_over:
+            run.append_event("checkpoint_damaged", step=step, path=damaged.name, reason=reason)
+    warnings = (
+        f"{damaged} is not whole ({reason}) and was passed over; training goes on from step {step}"
+        for damaged, reason in passed_over
+    )
+    return _Found(path, trainer, tuple(warnings))
 
 
 def _assemble_in_turn(
@@ -197,24 +295,15 @@ def _precision(recipe: Recipe, trainer: dict[str, Any] | None, world: World) -> 
     return from_first(choose_precision(wanted, world.device), world)
 
 
-def _begin_or_resume(
-    parts: Components,
-    precision: Precision,
-    trainer: dict[str, Any] | None,
-    recipe: Recipe,
-    run: RunDirectory,
-    world: World,
+def _build_state(
+    parts: Components, precision: Precision, recipe: Recipe, world: World
 ) -> TrainingState:
-    """The state at step 0, or where the newest checkpoint left it."""
+    """The state at step 0, spread over the ranks."""
     parts.model.train()
     blocks = parts.family.blocks(parts.model)
     spread(parts.model, blocks, world)
     optimizers = build_optimizers(parts.model, blocks, recipe.optimizer, precision)
-    ema = Ema(parts.model, recipe.ema.decay)
-    state = TrainingState(parts, optimizers, ema, precision)
-    if trainer is not None:
-        restore(state, trainer, run, world)
-    return state
+    return TrainingState(parts, optimizers, Averages(parts.model, recipe.ema.averages()), precision)
 
 
 def _look_for_files(loader: Loader, world: World) -> list[str]:
@@ -249,6 +338,7 @@ def _begin_ledger(loader: Loader, recipe: Recipe, run: RunDirectory, world: Worl
                 world.size,
                 stream_names(loader.data),
                 loader.course.history,
+                loader.skipped,
             )
         )
 
@@ -256,93 +346,8 @@ def _begin_ledger(loader: Loader, recipe: Recipe, run: RunDirectory, world: Worl
     return from_first(made[0] if made else run.ledger_path, world)
 
 
-def _announce(
-    state: TrainingState,
-    loader: Loader,
-    warnings: Sequence[str],
-    recipe: Recipe,
-    run: RunDirectory,
-    world: World,
-    console: Console,
-) -> None:
-    """Record the launch and say in a few lines what is about to happen."""
-    step, device = state.global_step, str(world.device)
-    facts = {"world_size": world.size, "device": device, "precision": state.precision}
-    run.record_launch(start_step=step, **facts)
-    run.append_event("resumed" if step else "launched", step=step, **facts)
-    if loader.course.changes:
-        plan = {"policy": recipe.data.on_change, "plan_version": loader.course.plan.version}
-        run.append_event("data_changed", step=step, **plan, changes=loader.course.changes)
-    parameters = sum(parameter.numel() for parameter in state.components.model.parameters())
-    processes = f"{world.size} process{'es' if world.size > 1 else ''}"
-    size = f"{parameters / 1e6:.2f} M parameters"
-    steps = f"step {step} to {recipe.training.steps}"
-    console.print(
-        f"[bold]{escape(str(run.path))}[/bold]: {recipe.model.family}, {size}, "
-        f"{_clips_of(loader)}, {steps}, {processes} on {device} in {state.precision}",
-        highlight=False,
-    )
-    if loader.course.changes:
-        changed = f"  changed, going on with {recipe.data.on_change}: {loader.course.changes}"
-        console.print(escape(changed), highlight=False)
-    for stage in loader.course.plan.stages:
-        for reason, count in sum(stage.dropped.values(), Counter()).most_common():
-            left_out = f"  {count} clips are left out of stage {stage.stage.name}: {reason}"
-            console.print(escape(left_out), highlight=False)
-    if loader.quarantined:
-        console.print(
-            f"  {len(loader.quarantined)} clips stay set aside because they could not be decoded; "
-            "data.retry_quarantined=true tries them again",
-            highlight=False,
-        )
-    for warning in warnings:
-        console.print(f"  [yellow]warning:[/yellow] {escape(warning)}", highlight=False)
-    for path in store.passed_over(run, step):
-        console.print(
-            f"  [yellow]warning:[/yellow] {escape(str(path))} is not whole and was passed over; "
-            f"training goes on from step {step}",
-            highlight=False,
-        )
-
-
-def _announce_plan(
-    plan: Fit, state: TrainingState, recipe: Recipe, run: RunDirectory, console: Console
-) -> None:
-    """Record which recompute policy is run, and what it is expected to take."""
-    if plan.memory is None:
-        return
-    budget, counts = card_of(recipe).budget_bytes, Counter(plan.options.values())
-    peak = plan.memory.step_peak_bytes
-    run.append_event(
-        "memory_planned",
-        step=state.global_step,
-        policy=plan.policy,
-        per_block=dict(counts),
-        options=dict(plan.options),
-        step_peak_gib=round(peak / 2**30, 4),
-        budget_gib=budget and round(budget / 2**30, 4),
-        overhead=plan.memory.overhead,
-    )
-    blocks = ", ".join(f"{count} {option}" for option, count in counts.items())
-    limit = "" if budget is None else f" of {size(budget)}"
-    console.print(
-        f"  memory: recompute policy {plan.policy} ({blocks}), {size(peak)}{limit} predicted",
-        highlight=False,
-    )
-
-
 def _peak_check(plan: Fit, recipe: Recipe, world: World) -> PeakCheck:
     """Compares one step with its prediction, which knows nothing of encoders at work."""
     encodes = recipe.data.cache is None and recipe.codec.kind != "pixels"
     wanted = plan.activation_bytes if world.is_first and not encodes else None
     return PeakCheck(wanted, plan.bucket, world.device)
-
-
-def _clips_of(loader: Loader) -> str:
-    """How much there is to train on, in the stages that are still to come."""
-    parts = []
-    for stage in loader.course.plan.stages:
-        members = [stream.parts[-1].members for stream in stage.streams]
-        num_buckets = len({shape for each in members for shape in each.shapes})
-        parts.append(f"{sum(map(len, members))} clips in {num_buckets} bucket(s)")
-    return " then ".join(parts) or "no clips left"

@@ -20,7 +20,7 @@ from longtake.models.precision import Precision
 from longtake.models.text import NO_CAPTION
 from longtake.parallel.fsdp import clip_gradients, synchronise_gradients
 from longtake.parallel.mesh import World
-from longtake.training.ema import Ema
+from longtake.training.ema import Averages, masters_of
 from longtake.training.encoding import encode_captions, encode_videos
 from longtake.training.objective import Examples, flow_losses
 from longtake.training.optim import schedule_factor, set_learning_rates
@@ -32,62 +32,71 @@ class TrainingState:
 
     components: Components
     optimizers: list[Optimizer]
-    ema: Ema
+    ema: Averages
     precision: Precision
     global_step: int = 0
-    """Optimizer updates done."""
+    """Steps done: an optimizer update each, but for those that had nothing to learn from or that
+    the guard left out."""
 
 
-def compute_gradients(state: TrainingState, batch: Batch, recipe: Recipe, world: World) -> float:
+@dataclass(frozen=True)
+class SampleLosses:
+    """What came of each sample of this rank's share of a batch."""
+
+    losses: tuple[float, ...]
+    """[B]; of what stands in for a clip too."""
+    sigmas: tuple[float, ...]
+    """[B]"""
+
+
+def compute_gradients(
+    state: TrainingState, batch: Batch, recipe: Recipe, world: World
+) -> SampleLosses:
     """Accumulate the gradients of this rank's share of a batch.
 
     They are those of the sum of all ranks' weighted losses over the global batch size; what stands
     in for a clip that is not there has weight 0.
-
-    Returns:
-        The weighted sum of this rank's per-sample losses.
     """
-    model, loss_sum = state.components.model, torch.zeros((), device=world.device)
+    model = state.components.model
+    found: list[Tensor] = []
     micro_batches = list(_micro_batches(batch, recipe.training.micro_batch_size))
     for number, part in enumerate(micro_batches, start=1):
         synchronise_gradients(model, wanted=number == len(micro_batches))
         examples = prepare(part, state.components, recipe, world.device)
         losses = flow_losses(state.components, examples, state.precision, world.device)
-        losses = losses * part.weights.to(world.device)
-        (losses.sum() / len(batch.captions)).backward()  # type: ignore[no-untyped-call]
-        loss_sum += losses.detach().sum()
-    return float(loss_sum)
+        weighted = losses * part.weights.to(world.device)
+        (weighted.sum() / len(batch.captions)).backward()  # type: ignore[no-untyped-call]
+        found.append(torch.stack([losses.detach(), examples.sigmas]))
+    losses_and_sigmas = torch.cat(found, dim=1).tolist()  # one wait for the device
+    return SampleLosses(*map(tuple, losses_and_sigmas))
 
 
-def finish_gradients(state: TrainingState, recipe: Recipe, scale: float) -> float:
-    """Make the gradients those of the mean over the samples that are there, and clip them.
+def apply_update(state: TrainingState, recipe: Recipe, grad_norm: float, scale: float) -> float:
+    """Update weights and EMA from the gradients, and drop these.
 
     Args:
         state: with the gradients of `compute_gradients`.
         recipe: the run's.
-        scale: global batch size over the number of samples that were trained.
+        grad_norm: of the mean loss's gradient, over all ranks.
+        scale: global batch size over the number of samples that were trained, which makes the
+            gradients those of the mean loss.
 
     Returns:
-        The norm of the mean loss's gradient before clipping, over all ranks.
+        The learning rate.
     """
-    max_norm = recipe.optimizer.max_grad_norm
-    return float(clip_gradients(state.components.model, max_norm, scale))
-
-
-def apply_update(state: TrainingState, recipe: Recipe) -> float:
-    """Update weights and EMA from the gradients, and drop these; returns the learning rate."""
+    clip_gradients(state.components.model, grad_norm, recipe.optimizer.max_grad_norm, scale)
     factor = schedule_factor(state.global_step, recipe.training.steps, recipe.optimizer)
     set_learning_rates(state.optimizers, factor)
     for optimizer in state.optimizers:
         optimizer.step()
     state.components.model.zero_grad(set_to_none=True)
     state.global_step += 1
-    state.ema.update(state.global_step)
+    state.ema.update(state.global_step, masters_of(state.optimizers))
     return recipe.optimizer.learning_rate * factor
 
 
 def skip_update(state: TrainingState) -> None:
-    """Count a step that has nothing to learn from."""
+    """Count a step that makes no update."""
     state.components.model.zero_grad(set_to_none=True)
     state.global_step += 1
 

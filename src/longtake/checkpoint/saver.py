@@ -1,0 +1,177 @@
+"""Saves while training goes on, which waits only until its state is copied."""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from longtake.checkpoint import store
+from longtake.checkpoint.staging import Staging
+from longtake.checkpoint.store import State
+from longtake.checkpoint.writing import Company, write
+from longtake.config import CheckpointSection
+from longtake.errors import CheckpointError
+from longtake.parallel.collectives import gather_objects
+from longtake.parallel.mesh import World
+from longtake.run_dir import RunDirectory
+
+_PATIENCE = timedelta(hours=24)
+_LEAST_URGENT = 19
+
+
+class Saver:
+    """Writes checkpoints, one after another, in a thread of its own; and thins out older ones.
+
+    All ranks have one and make the same calls in the same order. What it has finished or failed
+    is told when it is asked.
+
+    Args:
+        run: the run directory.
+        world: all ranks.
+        section: the recipe's. Where `background` is false each save is waited for, and the state
+            is not copied.
+        start: the step that training goes on from. Later checkpoints were passed over, and go
+            when there is a whole one again.
+        reach: how many steps a rollback must be able to go back; 0 for none.
+
+    Attributes:
+        failures_in_a_row: saves that have failed since one did not, as far as it was told.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        world: World,
+        section: CheckpointSection,
+        *,
+        start: int,
+        reach: int = 0,
+    ) -> None:
+        self.world = world
+        self._run, self._section, self._reach = run, section, reach
+        group = None if world.mesh is None else dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._company = Company(world, group)
+        self._staging = Staging()
+        self._thread = ThreadPoolExecutor(1, "checkpoint", _prepare_thread, (world.device,))
+        self._under_way: Future[Path] | None = None
+        self._since = start
+        self._finished: list[Path] = []
+        self._failure: BaseException | None = None
+        self._has_failed_since = False
+        self.failures_in_a_row = 0
+        store.forget_hint_of_being_alone()
+
+    def save(self, step: int, parts: Mapping[str, State], trainer: Mapping[str, Any]) -> None:
+        """Begin to save; returns when the state may change again.
+
+        An earlier save that is still under way is waited for. One that fails is told of by
+        `failed`.
+
+        Args:
+            step: global step.
+            parts: states by the folders in which they are saved.
+            trainer: what else is needed to go on, as JSON.
+        """
+        self.wait()
+        if not self._has_failed_since and self._failure is None:
+            self.failures_in_a_row = 0
+        self._has_failed_since = False
+        given = self._staging.copy(parts) if self._section.background else parts
+        self._under_way = self._thread.submit(self._save, step, given, trainer, self._since)
+        self._since = step
+        if not self._section.background:
+            self.wait()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save has failed, as far as this rank knows."""
+        self._look()
+        return self._failure is not None
+
+    def finished(self) -> list[Path]:
+        """Checkpoints that became whole since this was last asked; on rank 0, none elsewhere."""
+        self._look()
+        finished, self._finished = self._finished, []
+        return finished if self.world.is_first else []
+
+    def wait(self) -> None:
+        """Return when no save is under way."""
+        if self._under_way is not None:
+            wait([self._under_way])
+        self._look()
+
+    def take_failure(self) -> CheckpointError | None:
+        """Why the last save failed, the same on every rank, and forgotten then; None if none has.
+
+        All ranks call it; a save under way is waited for.
+        """
+        self.wait()
+        failure, self._failure = self._failure, None
+        if failure is not None and not isinstance(failure, CheckpointError):
+            raise failure
+        said = gather_objects(None if failure is None else str(failure), self.world)
+        message = next((each for each in said if each is not None), None)
+        if message is None:
+            return None
+        self._has_failed_since = True
+        self.failures_in_a_row += 1
+        return CheckpointError(message)
+
+    def close(self) -> None:
+        """Wait for what is under way, and end the thread."""
+        self._thread.shutdown()
+        self._look()
+
+    def _save(
+        self, step: int, parts: Mapping[str, State], trainer: Mapping[str, Any], since: int
+    ) -> Path:
+        path = write(self._run, step, parts, trainer, self._company)
+        if self.world.is_first:
+            store.thin_out(self._run, step, since, self._section, self._reach)
+        return path
+
+    def _look(self) -> None:
+        """Take note of how a save has ended; only the thread that saves may run beside this."""
+        if self._under_way is None or not self._under_way.done():
+            return
+        ended, self._under_way = self._under_way, None
+        error = ended.exception()
+        if error is None:
+            self._finished.append(ended.result())
+        else:
+            self._failure = error
+
+
+@contextmanager
+def keep_saver(
+    run: RunDirectory, world: World, section: CheckpointSection, *, start: int, reach: int = 0
+) -> Iterator[Saver]:
+    """A saver that is waited for at the end, also after an error and after a Ctrl-C.
+
+    Its arguments are those of `Saver`.
+
+    Raises:
+        CheckpointError: on every rank, at the end of a block that ends well: a save has failed.
+    """
+    saver = Saver(run, world, section, start=start, reach=reach)
+    try:
+        yield saver
+        if error := saver.take_failure():
+            raise error
+    finally:
+        saver.close()
+
+
+def _prepare_thread(device: torch.device) -> None:
+    """Make the thread wait for the processor until nobody else wants it, and know its card."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if sys.platform == "linux":  # where a priority is a thread's and not its process's
+        os.setpriority(os.PRIO_PROCESS, 0, _LEAST_URGENT)

@@ -1,0 +1,47 @@
+"""The verb `longtake show`: what became of a run, and of the steps around one."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from longtake.cli import say
+from longtake.cli.say import AsJson
+
+
+def show(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    around: Annotated[
+        int | None, typer.Option(min=1, metavar="STEP", help="Look at the steps around this one.")
+    ] = None,
+    span: Annotated[
+        int | None,
+        typer.Option(min=0, help="Steps on each side: 8 in tables, 100 in pictures, if unset."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A PNG to write: loss, gradient norm and weight norm.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show how a run goes, or everything about the steps around one: numbers, events and clips."""
+    from longtake.inspection.around import around as look_around
+    from longtake.inspection.curves import draw
+    from longtake.inspection.glance import glance
+    from longtake.inspection.tables import print_around, print_glance
+    from longtake.run_dir import RunDirectory
+
+    directory = RunDirectory(run)
+    if around is None:
+        facts, tell = glance(directory), print_glance
+    else:
+        facts = look_around(directory, around, 8 if span is None else span)
+        tell = print_around
+    if out is not None:
+        draw(directory, out, around, 100 if span is None else span)
+        facts["picture"] = str(out)
+    if as_json:
+        say.result(facts)
+        return
+    tell(say.stdout_console(), facts)
+    if out is not None:
+        say.line(f"wrote {out}")

@@ -1,0 +1,1 @@
+"""Hands a trained model to other tools: diffusers, peft and ComfyUI."""

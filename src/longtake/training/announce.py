@@ -1,0 +1,109 @@
+"""What a launch says, and writes down, before its first step (rank 0)."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+
+from longtake.config import Recipe
+from longtake.data.loader import Loader
+from longtake.parallel.mesh import World
+from longtake.run_dir import RunDirectory
+from longtake.training.card import card_of
+from longtake.training.fit import Fit
+from longtake.training.step import TrainingState
+from longtake.units import size
+
+
+def announce(
+    state: TrainingState,
+    loader: Loader,
+    warnings: Sequence[str],
+    recipe: Recipe,
+    run: RunDirectory,
+    world: World,
+    console: Console,
+) -> None:
+    """Record the launch and say in a few lines what is about to happen."""
+    step, device = state.global_step, str(world.device)
+    facts = {"world_size": world.size, "device": device, "precision": state.precision}
+    lost = _lost_steps(run, step)
+    run.record_launch(start_step=step, **facts)
+    run.append_event("resumed" if step else "launched", step=step, lost_steps=lost, **facts)
+    if loader.course.changes:
+        plan = {"policy": recipe.data.on_change, "plan_version": loader.course.plan.version}
+        run.append_event("data_changed", step=step, **plan, changes=loader.course.changes)
+    parameters = sum(parameter.numel() for parameter in state.components.model.parameters())
+    processes = f"{world.size} process{'es' if world.size > 1 else ''}"
+    size = f"{parameters / 1e6:.2f} M parameters"
+    steps = f"step {step} to {recipe.training.steps}"
+    console.print(
+        f"[bold]{escape(str(run.path))}[/bold]: {recipe.model.family}, {size}, "
+        f"{_clips_of(loader)}, {steps}, {processes} on {device} in {state.precision}",
+        highlight=False,
+    )
+    if lost:
+        since = f"the checkpoint of step {step}" if step else "the beginning"
+        console.print(
+            f"  {lost} step{'s' * (lost > 1)} since {since} had not been saved, and will be "
+            "trained again",
+            highlight=False,
+        )
+    if loader.course.changes:
+        changed = f"  changed, going on with {recipe.data.on_change}: {loader.course.changes}"
+        console.print(escape(changed), highlight=False)
+    for stage in loader.course.plan.stages:
+        for reason, count in sum(stage.dropped.values(), Counter()).most_common():
+            left_out = f"  {count} clips are left out of stage {stage.stage.name}: {reason}"
+            console.print(escape(left_out), highlight=False)
+    if loader.quarantined:
+        console.print(
+            f"  {len(loader.quarantined)} clips stay set aside because they could not be decoded; "
+            "data.retry_quarantined=true tries them again",
+            highlight=False,
+        )
+    for warning in warnings:
+        console.print(f"  [yellow]warning:[/yellow] {escape(warning)}", highlight=False)
+
+
+def announce_plan(
+    plan: Fit, state: TrainingState, recipe: Recipe, run: RunDirectory, console: Console
+) -> None:
+    """Record which recompute policy is run, and what it is expected to take."""
+    if plan.memory is None:
+        return
+    budget, counts = card_of(recipe).budget_bytes, Counter(plan.options.values())
+    peak = plan.memory.step_peak_bytes
+    run.append_event(
+        "memory_planned",
+        step=state.global_step,
+        policy=plan.policy,
+        per_block=dict(counts),
+        options=dict(plan.options),
+        step_peak_gib=round(peak / 2**30, 4),
+        budget_gib=budget and round(budget / 2**30, 4),
+        overhead=plan.memory.overhead,
+    )
+    blocks = ", ".join(f"{count} {option}" for option, count in counts.items())
+    limit = "" if budget is None else f" of {size(budget)}"
+    console.print(
+        f"  memory: recompute policy {plan.policy} ({blocks}), {size(peak)}{limit} predicted",
+        highlight=False,
+    )
+
+
+def _lost_steps(run: RunDirectory, step: int) -> int:
+    """Steps beyond this one that were trained and of which no checkpoint is left."""
+    rows = run.metrics()
+    return max(0, rows[-1]["step"] - step) if rows else 0
+
+
+def _clips_of(loader: Loader) -> str:
+    """How much there is to train on, in the stages that are still to come."""
+    parts = []
+    for stage in loader.course.plan.stages:
+        members = [stream.parts[-1].members for stream in stage.streams]
+        num_buckets = len({shape for each in members for shape in each.shapes})
+        parts.append(f"{sum(map(len, members))} clips in {num_buckets} bucket(s)")
+    return " then ".join(parts) or "no clips left"

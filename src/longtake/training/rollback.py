@@ -1,0 +1,108 @@
+"""Goes back to a checkpoint from before the trouble, and round the batches that it came with."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from longtake.checkpoint import store
+from longtake.config import Recipe
+from longtake.data.loader import Loader
+from longtake.guard.rollback import RollBack, plan_rollback
+from longtake.guard.statistics import Statistics
+from longtake.guard.verdict import Verdict
+from longtake.parallel.collectives import first_does, from_first
+from longtake.parallel.mesh import World
+from longtake.run_dir import RolledBack, RunDirectory, now
+from longtake.training.gauge import Gauge
+from longtake.training.guarding import Guard
+from longtake.training.resume import data_state
+from longtake.training.saved import go_on_from
+from longtake.training.step import TrainingState
+
+
+def choose(
+    verdict: Verdict,
+    guard: Guard,
+    statistics: Statistics,
+    recipe: Recipe,
+    run: RunDirectory,
+    world: World,
+) -> RollBack | str:
+    """Where to go back to, the same on every rank; or why the run can only stop.
+
+    A checkpoint that turns out to be damaged is no place to go back to; an older one may be.
+    """
+
+    def plan() -> RollBack | str:
+        steps, before = run.checkpoint_steps(), run.rollbacks()
+        return plan_rollback(verdict, guard.history, statistics, steps, before, recipe.guard)
+
+    chosen = from_first(plan() if world.is_first else "", world)
+    if isinstance(chosen, str):
+        return chosen
+    found = store.newest_on_all(run, world, at_most=chosen.step).path
+    if found is None:
+        return f"Every checkpoint up to step {chosen.step} is damaged, so it cannot go back."
+    return replace(chosen, step=run.step_of(found))
+
+
+def go_back(
+    chosen: RollBack,
+    verdict: Verdict,
+    state: TrainingState,
+    loader: Loader,
+    guard: Guard,
+    gauge: Gauge,
+    run: RunDirectory,
+    world: World,
+) -> None:
+    """Put everything back to a checkpoint, and have the loader skip what is not to come again.
+
+    That is on disk before anything is changed: a run that is killed from here on, and resumed,
+    goes the same way.
+    """
+    record = RolledBack(
+        time=now(),
+        from_step=state.global_step,
+        to_step=chosen.step,
+        skipped=list(chosen.skipped),
+        reason=verdict.reason,
+        message=verdict.message,
+    )
+    first_does(lambda: run.append_rollback(record), world)
+    _abandon(run, chosen.step, world)
+    path = run.checkpoint_path(chosen.step)
+    skip_batches(loader, run, world)
+    loader.load_state_dict(data_state(store.load_trainer(path), run))
+    go_on_from(path, state, guard, gauge, world)
+
+
+def skip_batches(loader: Loader, run: RunDirectory, world: World) -> None:
+    """Have a loader go round what rollbacks skip, wherever the run is resumed from."""
+    for rolled_back in from_first(run.rollbacks(), world):
+        loader.skip(*rolled_back["skipped"])
+
+
+def newest_kept(run: RunDirectory, world: World) -> store.Found:
+    """The newest whole checkpoint of a state that no rollback gave up; all ranks call it.
+
+    Others are deleted: they are there where a run was killed while it went back.
+    """
+    found = store.newest_on_all(run, world)
+    while (back_to := _given_up(found.path, run, world)) is not None:
+        _abandon(run, back_to, world)
+        found = store.newest_on_all(run, world)
+    return found
+
+
+def _given_up(path: Path | None, run: RunDirectory, world: World) -> int | None:
+    """The step that the run went back to from beyond a checkpoint, after that was saved."""
+    if path is None:
+        return None
+    known = store.load_trainer(path)["num_rollbacks"]
+    since = from_first(run.rollbacks(), world)[known:]
+    steps = (rolled_back["to_step"] for rolled_back in since)
+    return next((step for step in steps if step < run.step_of(path)), None)
+
+
+def _abandon(run: RunDirectory, after_step: int, world: World) -> None:
+    first_does(lambda: store.abandon(run, after_step), world)

@@ -1,0 +1,167 @@
+"""Norms of gradients, weights and updates. Run by torchrun, this file is one of two ranks."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from longtake.parallel.collectives import sum_over_ranks
+from longtake.parallel.fsdp import spread
+from longtake.parallel.mesh import World, join
+from longtake.parallel.norms import share
+from longtake.training.gauge import Gauge, Norms
+
+_ALONE = World(0, 0, 1, torch.device("cpu"), None)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.Linear(60, 60, bias=False)
+        self.mlp_in = nn.Linear(60, 7)
+        self.norm = nn.LayerNorm(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.mlp_in(self.attn(x).tanh()))
+        return out
+
+
+class _Network(nn.Module):
+    """Named as transformers are; one parameter is larger than what is probed of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 60)
+        self.blocks = nn.ModuleList([_Block()])
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.blocks[0](self.embed(x))
+        return out
+
+
+def _network() -> _Network:
+    torch.manual_seed(0)
+    network = _Network()
+    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
+    network(x).pow(3).sum().backward()
+    return network
+
+
+def _norms(network: nn.Module, gauge: Gauge, scale: float = 1.0, world: World = _ALONE) -> Norms:
+    return gauge.norms(sum_over_ranks(gauge.sums(), world), scale)
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return torch.cat([each.detach().double().flatten() for each in tensors]).norm().item()
+
+
+def test_norms_are_those_of_all_trained_tensors_together() -> None:
+    """By group and in all; gradients as they will be after the scale; no frozen ones."""
+    network = _network()
+    gauge = Gauge(network, list(network.blocks))
+    norms = _norms(network, gauge, scale=3.0)
+    trained = [p for p in network.parameters() if p.requires_grad]
+    gradients = [p.grad for p in trained if p.grad is not None]
+    assert norms.grad_norm == pytest.approx(3 * _norm(gradients), rel=1e-6)
+    assert norms.weight_norm == pytest.approx(_norm(trained), rel=1e-6)
+    assert gauge.groups == ("embedding", "attention", "mlp", "other")
+    attention = network.get_parameter("blocks.0.attn.weight")
+    assert norms.group_weight_norms["attention"] == pytest.approx(_norm([attention]), rel=1e-6)
+    embedding = list(network.embed.parameters())
+    assert norms.group_weight_norms["embedding"] == pytest.approx(_norm(embedding), rel=1e-6)
+    assert norms.update_ratio == norms.nonfinite_share == 0.0
+
+
+def test_an_update_is_measured_where_it_was_made() -> None:
+    """Exactly for small parameters, closely for larger ones; and forgotten when it was asked."""
+    network = _network()
+    gauge = Gauge(network, list(network.blocks))
+    before = copy.deepcopy(network)
+    with gauge.of_update(), torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+    kept = gauge.last_update()
+    norms = _norms(network, gauge)
+    for group, names in {
+        "embedding": ["embed.weight", "embed.bias"],
+        "attention": ["blocks.0.attn.weight"],
+    }.items():
+        new = [network.get_parameter(name) for name in names]
+        old = [before.get_parameter(name) for name in names]
+        moved = _norm([a - b for a, b in zip(new, old, strict=True)])
+        exact = 0.05 if group == "attention" else 1e-6  # 3,600 numbers, of which 900 are probed
+        assert norms.group_update_ratios[group] == pytest.approx(moved / _norm(new), rel=exact)
+    assert _norms(network, gauge).update_ratio == 0.0
+    gauge.set_last_update(kept, num_ranks=1)
+    assert _norms(network, gauge).group_update_ratios == norms.group_update_ratios
+
+
+def test_numbers_that_are_none_are_counted() -> None:
+    """Their share of all the gradients' numbers; the norms are none either."""
+    network = _network()
+    gradient = network.embed.weight.grad
+    assert gradient is not None
+    gradient[0, :2] = torch.tensor([float("nan"), float("inf")])
+    gauge = Gauge(network, list(network.blocks))
+    norms = _norms(network, gauge)
+    elements = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    assert norms.nonfinite_share == pytest.approx(2 / elements)
+    assert torch.tensor(norms.grad_norm).isnan()
+    assert torch.tensor(norms.group_grad_norms["attention"]).isfinite()
+
+
+def test_without_gradients_the_norm_is_zero() -> None:
+    """Nothing that trains was reached; the plan says so, and nothing breaks here."""
+    network = _network()
+    network.zero_grad(set_to_none=True)
+    assert _norms(network, Gauge(network, list(network.blocks))).grad_norm == 0.0
+
+
+def test_two_ranks_measure_what_one_measures(run_on_two_ranks: Callable[..., None]) -> None:
+    """Sharded or replicated; a NaN on one rank's share is known to both."""
+    run_on_two_ranks(__file__)
+
+
+def _check(world: World) -> None:
+    alone, spread_out = _network(), _network()
+    gradients = [p.grad for p in alone.parameters()]
+    spread_out.zero_grad(set_to_none=True)
+    spread(spread_out, list(spread_out.blocks), world)
+    samples = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
+    spread_out(samples).pow(3).sum().backward()
+    gauges = [Gauge(each, list(each.blocks)) for each in (alone, spread_out)]
+    for network, gauge in zip((alone, spread_out), gauges, strict=True):
+        with gauge.of_update(), torch.no_grad():
+            for parameter in network.parameters():
+                share(parameter).mul_(1.5)
+    kept = sum_over_ranks(gauges[1].last_update(), world)
+    wanted = _norms(alone, gauges[0])
+    found = _norms(spread_out, gauges[1], world=world)
+    assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-5)
+    assert found.weight_norm == pytest.approx(wanted.weight_norm, rel=1e-6)
+    for group in gauges[0].groups:
+        assert found.group_update_ratios[group] == pytest.approx(
+            wanted.group_update_ratios[group], rel=0.1
+        )
+    gauges[1].set_last_update(kept, world.size)
+    again = _norms(spread_out, gauges[1], world=world)
+    assert again.group_update_ratios == pytest.approx(found.group_update_ratios, rel=1e-12)
+    assert len(gradients) == len(list(spread_out.parameters()))
+    if world.rank == 1:
+        lost = spread_out.get_parameter("blocks.0.attn.weight").grad
+        assert lost is not None
+        share(lost)[0, 0] = float("nan")
+    lost_norms = _norms(spread_out, gauges[1], world=world)
+    assert 0 < lost_norms.nonfinite_share < 1e-3
+    assert torch.tensor(lost_norms.grad_norm).isnan()
+
+
+if __name__ == "__main__":
+    with join("cpu", "shard") as world:
+        _check(world)
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        _check(World(world.rank, world.local_rank, 2, world.device, mesh))
