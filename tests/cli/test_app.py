@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -160,6 +161,26 @@ _MISTAKES = {
         "export {run} --out {tmp}/pipeline",
         r"diffusers has no pipeline for the tubelet family, so it cannot be exported",
     ),
+    "an average that the run does not keep": (
+        "sample {run} --profile wide --prompt red --out {tmp}/x.mp4",
+        r"This run has no EMA profile 'wide'\. It keeps: main\.",
+    ),
+    "an average and the weights themselves": (
+        "export {run} --profile main --no-ema --out {tmp}/pipeline",
+        r"--profile main names an average, but --no-ema asks for the weights themselves",
+    ),
+    "exporting LoRA that was not trained": (
+        "export {run} --format peft --out {tmp}/adapter",
+        r"--format peft holds LoRA alone, and this run trained none: trainable\.kind is full\.",
+    ),
+    "exporting what ComfyUI does not have": (
+        "export {run} --format comfyui --out {tmp}/x.safetensors",
+        r"ComfyUI has no model of the tubelet family",
+    ),
+    "a folder for ComfyUI": (
+        "export {run} --format comfyui --out {tmp}/x",
+        r"--out \S+x: expected the name of a \.safetensors file, such as mine\.safetensors",
+    ),
     "exporting over something": (
         "export {run} --out {place}",
         r"--out \S+ holds something already\. Name a new folder\.",
@@ -301,3 +322,19 @@ def assert_matches(pattern: str, text: str) -> None:
 def test_version_is_the_packages(call: Call) -> None:
     """`--version` prints name and version on stdout and does nothing else."""
     assert call("--version") == (0, f"longtake {__version__}\n", "")
+
+
+def test_a_fresh_run_begins_beside_the_one_that_is_there(place: Path, call: Call) -> None:
+    """Its name is said and in its own recipe; the older run is as it was."""
+    before = {path: path.read_bytes() for path in (place / "run").rglob("*") if path.is_file()}
+    code, out, err = call("train", place / "recipe.toml", "--fresh", "--json")
+    assert code == 0
+    run = place / "run-2"
+    try:
+        assert json.loads(out)["run"] == str(run)
+        assert json.loads(out)["start_step"] == 0
+        assert f"longtake sample {run} " in err
+        assert f'out = "{run}"' in (run / "recipe.toml").read_text()
+        assert {path: path.read_bytes() for path in before} == before
+    finally:
+        shutil.rmtree(run)

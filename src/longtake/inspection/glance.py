@@ -1,0 +1,112 @@
+"""A run at a glance: how far it is, what it has to show for it, and what one can type next."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from longtake.checkpoint.manifest import damage
+from longtake.errors import RunError
+from longtake.inspection.rows import Row, read_rows
+from longtake.inspection.verdicts import events, verdicts
+from longtake.run_dir import RunDirectory
+
+_BEGINNINGS = ("launched", "resumed")
+_ENDINGS = ("finished", "interrupted", "diverged")
+
+
+def glance(run: RunDirectory) -> dict[str, Any]:
+    """What a run's directory says of it as a whole.
+
+    Returns:
+        JSON: `run`, `id`, `created`, `recipe`, `family`, `steps`, `total_steps`, `state` (finished,
+        interrupted, diverged, or open: it trains, or was killed), `launches`, `newest` (the last
+        row of metrics that counts), `abandoned_rows`, `checkpoints` (step, bytes,
+        damage, abandoned),
+        `verdicts`, `rollbacks` and `next` (commands, each with what it does).
+
+    Raises:
+        RunError: there is no run, or run.json is damaged.
+    """
+    recipe, record = run.recipe(), _record(run)
+    rows = read_rows(run)
+    kept = [row for row in rows if not row.is_abandoned]
+    state, steps = _state(run), kept[-1].step if kept else 0
+    checkpoints = _checkpoints(run, steps)
+    return {
+        "run": str(run.path),
+        "id": record["id"],
+        "created": record["created"],
+        "recipe": str(run.recipe_path),
+        "family": recipe.model.family,
+        "steps": steps,
+        "total_steps": recipe.training.steps,
+        "state": state,
+        "launches": record["launches"],
+        "newest": kept[-1].metrics if kept else None,
+        "abandoned_rows": len(rows) - len(kept),
+        "checkpoints": checkpoints,
+        "verdicts": verdicts(run),
+        "rollbacks": run.rollbacks(),
+        "next": _next(run, state, checkpoints, rows),
+    }
+
+
+def _record(run: RunDirectory) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads(run.record_path.read_bytes())
+        record["id"], record["created"], record["launches"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise RunError(
+            f"{run.record_path} cannot be read, though {run.path} holds a run: {error}. Restore it."
+        ) from error
+    return record
+
+
+def _state(run: RunDirectory) -> str:
+    """How the newest launch ended; open: it is training, or nobody wrote down its end."""
+    state = "open"
+    for event in events(run):
+        if event["event"] in _BEGINNINGS:
+            state = "open"
+        elif event["event"] in _ENDINGS:
+            state = event["event"]
+    return state
+
+
+def _checkpoints(run: RunDirectory, steps: int) -> list[dict[str, Any]]:
+    """Step, bytes and damage (by the sizes of files; None: there is none) of each.
+
+    Abandoned ones are there where a run was killed while it went back, until its next launch.
+    """
+    found, went_back = [], bool(run.rollbacks())
+    for step in run.checkpoint_steps():
+        path = run.checkpoint_path(step)
+        what = damage(path, checksums=False)
+        facts = {"step": step, "bytes": _bytes(path), "damage": what}
+        found.append({**facts, "abandoned": went_back and step > steps})
+    return found
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _next(
+    run: RunDirectory, state: str, checkpoints: Sequence[dict[str, Any]], rows: Sequence[Row]
+) -> list[dict[str, str]]:
+    """Commands, and what each is for; the likeliest first."""
+    ways = []
+    if state in ("interrupted", "open"):
+        unless = "" if state == "interrupted" else " (unless it is still training)"
+        ways.append((run.command_to_go_on(), f"go on{unless}"))
+    judged = [row.step for row in rows if "verdict" in row.metrics]
+    if judged:
+        ways.append((f"longtake show {run.path} --around {judged[-1]}", "the newest verdict"))
+    if any(each["damage"] is None and not each["abandoned"] for each in checkpoints):
+        ways.append((f"longtake sample {run.path} --prompt '…' --out sample.mp4", "what it makes"))
+    if rows:
+        ways.append((f"longtake show {run.path} --out curves.png", "its curves"))
+    if run.ledger_path.exists():
+        ways.append((f"longtake data audit {run.path}", "what it was trained on, proved"))
+    return [{"command": command, "for": what} for command, what in ways]

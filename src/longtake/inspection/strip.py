@@ -1,0 +1,138 @@
+"""The strip above a run's curves: verdicts, rollbacks, and where epochs and stages begin."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+
+from longtake.drawing import INK, PALE_INK, PAPER, SERIES
+from longtake.inspection.around import step_of
+from longtake.inspection.rows import Row
+from longtake.inspection.verdicts import events, verdicts
+from longtake.run_dir import RolledBack, RunDirectory
+
+_TROUBLE, _WENT_BACK, _SHADE = SERIES[1], SERIES[3], "#f3ead8"
+_MOST_LABELS = 6
+_MOST_EDGES = 12
+_ROOM_BESIDE = 0.45  # of the width, for a rollback in words
+
+Span = tuple[int, int]
+"""First and last step that are shown."""
+
+
+@dataclass(frozen=True)
+class Strip:
+    """What there is to mark among the steps that are shown."""
+
+    verdicts: tuple[tuple[int, str], ...]
+    """(step, in a few words) of those that are not about a rollback."""
+    rollbacks: tuple[RolledBack, ...]
+    edges: tuple[tuple[int, str], ...]
+    """(first step, name) of epochs and stages; none where there are too many to tell apart."""
+
+    @property
+    def num_lanes(self) -> int:
+        """Lines of marks above each other: verdicts, and a few rollbacks."""
+        return bool(self.verdicts) + min(len(self.rollbacks), _MOST_LABELS)
+
+
+def strip_of(run: RunDirectory, rows: Sequence[Row], shown: Span) -> Strip:
+    """What a run's directory says of the steps that are shown; `rows` are all of the run's."""
+    rollbacks = [
+        each
+        for each in run.rollbacks()
+        if each["from_step"] >= shown[0] and each["to_step"] <= shown[1]
+    ]
+    ends = {each["from_step"] for each in rollbacks}
+    others = (each for each in verdicts(run) if each["step"] not in ends)
+    said = [(each["step"], _words(f"{each['verdict']}: {each['reason']}")) for each in others]
+    edges = {
+        _edge(event): step
+        for event in events(run)
+        if event["event"] in ("epoch", "stage") and (step := step_of(event, rows)) is not None
+    }
+    inner = tuple((step, name) for name, step in edges.items() if shown[0] < step <= shown[1])
+    return Strip(
+        verdicts=tuple(each for each in said if shown[0] <= each[0] <= shown[1]),
+        rollbacks=tuple(rollbacks),
+        edges=inner if len(inner) <= _MOST_EDGES else (),
+    )
+
+
+def draw_strip(axes: Axes, strip: Strip, shown: Span) -> None:
+    """Fill the strip: one lane of verdicts, and an arrow back for each rollback."""
+    axes.set_ylim(strip.num_lanes - 0.3, -0.7)
+    axes.set_facecolor(PAPER)
+    axes.tick_params(left=False, labelleft=False, bottom=False)
+    axes.spines[:].set_visible(False)
+    for step, text in strip.verdicts:
+        axes.plot(step, 0, marker="v", color=_TROUBLE, markersize=5)
+        if len(strip.verdicts) <= _MOST_LABELS:
+            _label(axes, (step, step), 0, text, _TROUBLE, shown)
+    first = int(bool(strip.verdicts))
+    for number, each in enumerate(strip.rollbacks):
+        lane = first + number % _MOST_LABELS
+        ends = max(each["to_step"], shown[0]), min(each["from_step"], shown[1])
+        arrow = {"arrowstyle": "-|>", "color": _WENT_BACK, "shrinkA": 0, "shrinkB": 0, "lw": 1.4}
+        axes.annotate("", xy=(ends[0], lane), xytext=(ends[1], lane), arrowprops=arrow)
+        _label(axes, ends, lane, _told(each), INK, shown)
+
+
+def mark_steps(axes: Axes, strip: Strip, *, is_last: bool) -> None:
+    """Draw in a panel what the strip says: verdicts, the steps given up, and edges."""
+    for each in strip.rollbacks:
+        axes.axvspan(each["to_step"] + 0.5, each["from_step"] + 0.5, color=_SHADE, zorder=0)
+        axes.axvline(each["from_step"], color=_WENT_BACK, linewidth=1, linestyle="--")
+    for step, _ in strip.verdicts:
+        axes.axvline(step, color=_TROUBLE, linewidth=0.8, linestyle="--", alpha=0.7)
+    for step, name in strip.edges:
+        axes.axvline(step - 0.5, color=PALE_INK, linewidth=0.8, linestyle=":")
+        if is_last:
+            axes.annotate(
+                name,
+                xy=(step - 0.5, 0),
+                xycoords=("data", "axes fraction"),
+                xytext=(3, 3),
+                textcoords="offset points",
+                color=PALE_INK,
+                fontsize=7.5,
+            )
+
+
+def _label(axes: Axes, ends: Span, lane: int, text: str, color: str, shown: Span) -> None:
+    """Beside what it is of, on the side where there is more room; over it where there is none."""
+    left, right = ends[0] - shown[0], shown[1] - ends[1]
+    place, shift, side = sum(ends) / 2, (0, 7), "center"
+    if max(left, right) > _ROOM_BESIDE * (shown[1] - shown[0]):
+        place, shift, side = (
+            (ends[0], (-7, 0), "right") if left > right else (ends[1], (7, 0), "left")
+        )
+    label = axes.annotate(
+        text,
+        xy=(place, lane),
+        xytext=shift,
+        textcoords="offset points",
+        ha=side,
+        va="center",
+        color=color,
+        fontsize=8,
+    )
+    label.set_in_layout(False)  # a long one may not push the panels aside
+
+
+def _told(rolled_back: RolledBack) -> str:
+    first, end = rolled_back["skipped"]
+    went = f"from {rolled_back['from_step']} back to {rolled_back['to_step']}"
+    return f"{_words(rolled_back['reason'])}: {went}, without batches {first} to {end - 1}"
+
+
+def _edge(event: dict[str, object]) -> str:
+    stage = event["stage"]
+    if event["event"] == "stage":
+        return f"stage {stage}"
+    # Without stages in the recipe there is one, of this name.
+    return f"epoch {event['epoch']}" + (f" of stage {stage}" if stage != "all" else "")
+
+
+def _words(text: str) -> str:
+    return text.replace("_", " ")

@@ -1,0 +1,243 @@
+"""What `longtake show` tells, as tables for people; made of nothing but its JSON."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from itertools import groupby
+from typing import Any
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from longtake.units import size
+
+_PIPE_WIDTH = 120
+_QUARTERS = ("0-¼", "¼-½", "½-¾", "¾-1")
+_STATES = {
+    "finished": "finished",
+    "interrupted": "interrupted",
+    "diverged": "stopped by the guard",
+    "open": "training, or killed: no end is written down",
+}
+_MOST_LISTED = 12
+
+
+def print_glance(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print what `glance` returned."""
+    _widen(console)
+    steps = f"step {facts['steps']} of {facts['total_steps']}"
+    title = f"{facts['run']}: {facts['family']}, {steps}, {_STATES[facts['state']]}"
+    _print(console, f"[bold]{escape(title)}[/bold]")
+    grid = Table.grid(padding=(0, 2))
+    for name, lines in _about(facts).items():
+        for number, line in enumerate(lines):
+            grid.add_row(f"  {name}" if number == 0 else "", escape(line))
+    _print(console, grid)
+    _print(console, "\nType next" if facts["next"] else "")
+    for way in facts["next"]:
+        _print(console, f"  {way['for']}:\n    [bold]{escape(way['command'])}[/bold]")
+
+
+def print_around(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print what `around` returned."""
+    _widen(console)
+    _print(console, f"[bold]{escape(facts['run'])}, around step {facts['step']}[/bold]")
+    _print(console, _rows(facts))
+    if any(row["abandoned"] for row in facts["rows"]):
+        _print(console, "[dim]Pale rows were abandoned: the run went back to before them.[/dim]")
+    for event in facts["events"]:
+        _print(console, f"  {_time(event['time'])}  {escape(said(event))}")
+    if facts["report"] is not None:
+        _print_report(console, facts["report"])
+    _print_clips(console, facts)
+
+
+def said(event: Mapping[str, Any]) -> str:
+    """What an event says, in a line for people."""
+    kind, step = event["event"], event.get("at")
+    if kind in ("skipped", "suspected"):
+        return f"step {step}: {_words(event['verdict'])}: {event['message']}"
+    if kind == "rolled_back":
+        first, end = event["skipped"]
+        went = f"went back from step {event['from_step']} to the checkpoint of step {step}"
+        return f"{went}; batches {first} to {end - 1} are skipped from then on"
+    if kind == "epoch":
+        return f"step {step}: epoch {event['epoch']} of stage {event['stage']} begins"
+    if kind == "stage":
+        return f"step {step}: stage {event['stage']} begins"
+    if kind == "checkpoint":
+        return f"checkpoint of step {step}"
+    hidden = ("event", "time", "at", "step", "options", "per_block", "report")
+    rest = {name: value for name, value in event.items() if name not in hidden and value}
+    facts = ", ".join(f"{name} {value}" for name, value in rest.items())
+    where = "" if step is None else f" at step {step}"
+    return f"{kind.replace('_', ' ')}{where}{': ' * bool(facts)}{facts}"
+
+
+def _about(facts: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Lines by what they are of."""
+    lines = {
+        "recipe": [facts["recipe"]],
+        "begun": [_time(facts["created"], with_date=True)],
+        "launches": _shortened([_launch(each) for each in facts["launches"]]),
+        "newest step": [_newest(facts["newest"])] if facts["newest"] else ["none yet"],
+        "checkpoints": _checkpoints(facts["checkpoints"]),
+        "verdicts": _shortened([_verdict(each) for each in facts["verdicts"]]),
+        "rollbacks": _shortened([_rollback(each) for each in facts["rollbacks"]]),
+    }
+    if facts["abandoned_rows"]:
+        lines["abandoned"] = [f"{facts['abandoned_rows']} steps that were done, and given up"]
+    return lines
+
+
+def _launch(launch: Mapping[str, Any]) -> str:
+    processes = f"{launch['world_size']} process{'es' * (launch['world_size'] > 1)}"
+    where = f"{processes} on {launch['device']} of {launch['host']}"
+    return f"{_time(launch['time'], with_date=True)}  from step {launch['start_step']}, {where}"
+
+
+def _newest(row: Mapping[str, Any]) -> str:
+    numbers = f"loss {_number(row['loss'])}, gradient norm {_number(row['grad_norm'])}"
+    return f"{row['step']} (epoch {row['epoch']}): {numbers}, {row['step_seconds']:.3g} s"
+
+
+def _checkpoints(checkpoints: Sequence[Mapping[str, Any]]) -> list[str]:
+    given_up = [each for each in checkpoints if each["abandoned"]]
+    damaged = [each for each in checkpoints if each["damage"] and not each["abandoned"]]
+    whole = [each for each in checkpoints if each not in given_up and each not in damaged]
+    lines = [f"step {each['step']} is damaged: {each['damage']}" for each in damaged]
+    if given_up:
+        lines.append(f"{_steps(given_up)}: abandoned; the next launch deletes them")
+    if not whole:
+        return ["none is whole", *lines] if checkpoints else ["none yet"]
+    return [f"{_steps(whole)}; the newest has {size(whole[-1]['bytes'])}", *lines]
+
+
+def _steps(checkpoints: Sequence[Mapping[str, Any]]) -> str:
+    steps = ", ".join(str(each["step"]) for each in checkpoints)
+    return f"step{'s' * (len(checkpoints) > 1)} {steps}"
+
+
+def _verdict(event: Mapping[str, Any]) -> str:
+    return f"step {event['step']}: {_words(event['verdict'])}: {event['message']}"
+
+
+def _rollback(record: Mapping[str, Any]) -> str:
+    first, end = record["skipped"]
+    went = f"from step {record['from_step']} to {record['to_step']}"
+    return f"{went} ({record['reason']}), without batches {first} to {end - 1}"
+
+
+def _shortened(lines: Sequence[str]) -> list[str]:
+    """The newest lines; how many there were before them; "none" where there is none."""
+    left_out = len(lines) - _MOST_LISTED
+    before = [f"… and {left_out} before that"] if left_out > 0 else []
+    return [*before, *lines[-_MOST_LISTED:]] or ["none"]
+
+
+def _rows(facts: Mapping[str, Any]) -> Table:
+    """The rows of each pass; rows that lack what an older longtake did not write have a gap."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    names = ["", "step", "batch", "loss", *(f"sigma\n{each}" for each in _QUARTERS)]
+    for name in (*names, "gradient\nnorm", "weight\nnorm", "update\nratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for _, rows in groupby(enumerate(facts["rows"]), lambda each: each[1]["step"] - each[0]):
+        for _, row in rows:
+            mark = "→" if row["step"] == facts["step"] else ""
+            table.add_row(mark, *_cells(row), style="dim" if row["abandoned"] else None)
+        table.add_section()
+    return table
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    quarters = row.get("loss_by_sigma") or [None] * len(_QUARTERS)
+    update = row.get("update_ratio")
+    verdict = _words(row["verdict"]) if "verdict" in row else ""
+    return [
+        str(row["step"]),
+        str(row["batch"]),
+        _number(row["loss"]),
+        *("" if each is None else _number(each) for each in quarters),
+        _number(row["grad_norm"]),
+        _number(row["weight_norm"], digits=6) if "weight_norm" in row else "",
+        "" if update is None else f"{update:.1e}",
+        ", ".join(filter(None, [verdict, "abandoned" * row["abandoned"]])),
+    ]
+
+
+def _print_report(console: Console, report: Mapping[str, Any]) -> None:
+    verdict = report["verdict"]
+    title = (
+        f"The guard at step {report['step']}, batch {report['batch']}: {_words(verdict['kind'])}"
+    )
+    _print(console, f"\n[bold]{escape(title)}[/bold]")
+    _print(console, f"  {escape(verdict['message'])}")
+    if verdict["reason"] not in ("", "non_finite", "spike"):
+        _print(console, f"  It began after step {verdict['began']}.")
+    if report["lost_gradients"]:
+        _print(console, f"  {escape(report['lost_gradients'])}")
+    if report["checkpoint"] is not None:
+        _print(console, f"  Nearest checkpoint before it: step {report['checkpoint']}.")
+    _print(console, f"  All that it saw: {escape(report['path'])}")
+
+
+def _print_clips(console: Console, facts: Mapping[str, Any]) -> None:
+    clips = facts["clips"]
+    if not clips["samples"]:
+        _print(console, f"\nNo clips are known of step {clips['step']}{_why_none(facts)}")
+        return
+    by = "as the guard saw them" if clips["source"] == "guard" else "by the ledger"
+    title = f"The clips of step {clips['step']}, batch {clips['batch']}, {by}"
+    _print(console, f"\n[bold]{title}[/bold]")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    is_measured = "loss" in clips["samples"][0]
+    for name in ("loss", "sigma") if is_measured else ():
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("epoch", "clip"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("caption, file", overflow="fold")
+    for sample in clips["samples"]:
+        measured = [_number(sample[name]) for name in ("loss", "sigma")] if is_measured else []
+        table.add_row(
+            *measured,
+            str(sample["epoch"]),
+            sample["identity"][:12],
+            f"{escape(sample['caption'] or '(no caption is known)')}\n"
+            f"[dim]{escape(sample['path'] or '(in no catalog that the run kept)')}[/dim]",
+        )
+    _print(console, table)
+
+
+def _why_none(facts: Mapping[str, Any]) -> str:
+    source, steps = facts["clips"]["source"], facts["verdict_steps"]
+    if source is not None:
+        who = "the guard wrote none down" if source == "guard" else "the ledger has none of them"
+        return f": {who}."
+    known = f" Its verdicts are on the steps {', '.join(map(str, steps[-_MOST_LISTED:]))}."
+    return f": it was abandoned, and no report of the guard is near.{known if steps else ''}"
+
+
+def _words(verdict: str) -> str:
+    return verdict.replace("_", " ")
+
+
+def _number(value: float | str | None, digits: int = 4) -> str:
+    """A number for people; texts are what JSON has in place of infinities, and of no number."""
+    if value is None:
+        return "no number"
+    return value if isinstance(value, str) else f"{value:.{digits}g}"
+
+
+def _time(text: str, *, with_date: bool = False) -> str:
+    return datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M:%S" if with_date else "%H:%M:%S")
+
+
+def _print(console: Console, what: RenderableType) -> None:
+    console.print(what, highlight=False)
+
+
+def _widen(console: Console) -> None:
+    if not console.is_terminal:
+        console.width = max(console.width, _PIPE_WIDTH)

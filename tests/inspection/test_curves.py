@@ -1,0 +1,104 @@
+"""Pictures of a run's curves."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from PIL import Image
+
+from longtake.errors import RunError
+from longtake.inspection.curves import draw
+from longtake.inspection.rows import read_rows
+from longtake.inspection.strip import Strip, strip_of
+from longtake.run_dir import RunDirectory
+
+_COUNTS, _ABANDONED, _TROUBLE, _SHADE = "#1f4e8c", "#8fb1dc", "#c8453b", "#f3ead8"
+
+
+def _pixels_of(path: Path, color: str) -> int:
+    with Image.open(path) as picture:
+        pixels = np.asarray(picture.convert("RGB"))
+    return int((pixels == (255 * np.array(to_rgb(color))).round()).all(axis=-1).sum())
+
+
+def _size(path: Path) -> tuple[int, int]:
+    with Image.open(path) as picture:
+        return picture.size
+
+
+def test_a_picture_shows_what_counts_and_what_was_abandoned(
+    told: RunDirectory, tmp_path: Path
+) -> None:
+    """Dark and light, the span that was given up shaded, verdicts and what is no number in red."""
+    out = tmp_path / "curves.png"
+    draw(told, out, None, 100)
+    assert _size(out) == (1152, 912)
+    for color in (_COUNTS, _ABANDONED, _TROUBLE, _SHADE):
+        assert _pixels_of(out, color) > 50, color
+    assert list(tmp_path.glob("*.png")) == [out]
+
+
+def test_a_picture_of_a_few_steps_has_only_these(told: RunDirectory, tmp_path: Path) -> None:
+    """Steps 1 to 8 were trained once, and nothing befell them."""
+    out = tmp_path / "curves.png"
+    draw(told, out, 4, 4)
+    assert _pixels_of(out, _COUNTS) > 50
+    for color in (_ABANDONED, _TROUBLE, _SHADE):
+        assert _pixels_of(out, color) == 0, color
+
+
+def test_a_run_of_an_older_longtake_is_drawn(
+    teller_of: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    """Which knew neither batches nor weight norms; one step is enough."""
+    run = teller_of(tmp_path / "old").run
+    run.append_metrics(
+        {
+            "step": 1,
+            "epoch": 0,
+            "loss": 0.5,
+            "grad_norm": 1.0,
+            "learning_rate": 0.1,
+            "step_seconds": 0.1,
+            "data_seconds": 0.0,
+            "time": 0.0,
+        }
+    )
+    draw(run, tmp_path / "curves.png", None, 100)
+    assert _size(tmp_path / "curves.png") == (1152, 912)
+
+
+def test_what_is_marked_is_what_is_shown(told: RunDirectory) -> None:
+    """Verdicts without a rollback of their own, rollbacks that reach in, edges of epochs."""
+    rows, rollbacks = read_rows(told), tuple(told.rollbacks())
+    skip, edges = (9, "skip: non finite"), ((14, "epoch 1"), (24, "epoch 2"))
+    assert strip_of(told, rows, (1, 24)) == Strip((skip,), rollbacks, edges)
+    assert strip_of(told, rows, (1, 9)) == Strip((skip,), (), ())
+    assert strip_of(told, rows, (10, 13)) == Strip((), rollbacks, ())
+    assert strip_of(told, rows, (21, 24)) == Strip((), (), edges[1:])
+    assert strip_of(told, rows, (10, 24)).num_lanes == 1
+
+
+def test_many_rollbacks_and_verdicts_fit(told: RunDirectory, tmp_path: Path) -> None:
+    """Beyond a few, lanes are shared and verdicts have no words."""
+    for record in told.rollbacks() * 9:
+        told.append_rollback(record)
+    for step in range(1, 12):
+        facts = {"verdict": "skip", "reason": "spike", "message": "", "report": None}
+        told.append_event("skipped", step=step, batch=step, began=step, **facts)
+    assert strip_of(told, read_rows(told), (1, 24)).num_lanes == 7
+    draw(told, tmp_path / "curves.png", None, 100)
+    assert _pixels_of(tmp_path / "curves.png", _TROUBLE) > 50
+
+
+def test_what_cannot_be_drawn_is_said(told: RunDirectory, tmp_path: Path) -> None:
+    """No such steps, no place to write to, no run."""
+    with pytest.raises(RunError, match=r"has no metrics within 3 steps of step 90, so there"):
+        draw(told, tmp_path / "curves.png", 90, 3)
+    with pytest.raises(RunError, match=r"nowhere/curves\.png cannot be written: No such file"):
+        draw(told, tmp_path / "nowhere" / "curves.png", None, 100)
+    with pytest.raises(RunError, match="is not a run directory"):
+        draw(RunDirectory(tmp_path), tmp_path / "curves.png", None, 100)

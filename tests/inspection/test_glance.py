@@ -1,0 +1,85 @@
+"""A run at a glance: all that its directory says, and what one can type next."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longtake.errors import RunError
+from longtake.inspection.glance import glance
+from longtake.run_dir import RunDirectory
+
+
+def test_a_run_is_summed_up(told: RunDirectory) -> None:
+    """Steps, checkpoints with their damage, the newest row, verdicts and rollbacks."""
+    facts = glance(told)
+    assert (facts["family"], facts["steps"], facts["total_steps"]) == ("tubelet", 24, 40)
+    assert (facts["state"], facts["abandoned_rows"]) == ("interrupted", 8)
+    assert [launch["start_step"] for launch in facts["launches"]] == [0]
+    assert facts["newest"] == told.metrics()[-1]
+    first, second = facts["checkpoints"]
+    assert (first["step"], first["damage"]) == (12, None)
+    assert first["bytes"] > 1000
+    assert (second["step"], "has 9 bytes, and had 2,000" in second["damage"]) == (24, True)
+    verdicts = [(each["step"], each["verdict"], each["reason"]) for each in facts["verdicts"]]
+    assert verdicts == [(9, "skip", "non_finite"), (20, "roll_back", "divergence")]
+    assert facts["rollbacks"] == told.rollbacks()
+
+
+def _commands(facts: dict[str, Any]) -> list[str]:
+    return [way["command"] for way in facts["next"]]
+
+
+def test_what_to_type_next_follows_from_how_it_ended(told: RunDirectory) -> None:
+    """One that trains is not told from one that was killed; a finished one does not go on."""
+    go_on = told.command_to_go_on()
+    assert _commands(glance(told))[:2] == [go_on, f"longtake show {told.path} --around 20"]
+    assert glance(told)["next"][0]["for"] == "go on"
+    told.append_event("resumed", step=24)
+    facts = glance(told)
+    assert facts["state"] == "open"
+    assert facts["next"][0] == {"command": go_on, "for": "go on (unless it is still training)"}
+    told.append_event("finished", step=40)
+    facts = glance(told)
+    assert facts["state"] == "finished"
+    assert go_on not in _commands(facts)
+    assert f"longtake data audit {told.path}" in _commands(facts)
+    told.append_event("diverged", step=40, message="again", why="no checkpoint")
+    assert glance(told)["state"] == "diverged"
+    assert _commands(glance(told))[0] == f"longtake show {told.path} --around 20"
+
+
+def test_a_run_that_has_just_begun(teller_of: Callable[[Path], Any], tmp_path: Path) -> None:
+    """Nothing is known yet, and nothing is missing either."""
+    facts = glance(teller_of(tmp_path / "new").run)
+    assert (facts["steps"], facts["newest"], facts["state"]) == (0, None, "open")
+    assert (facts["checkpoints"], facts["verdicts"], facts["rollbacks"]) == ([], [], [])
+    assert len(facts["next"]) == 1
+
+
+def test_a_folder_without_a_run_or_with_half_of_one_is_named(
+    told: RunDirectory, tmp_path: Path
+) -> None:
+    """Each with what is wrong."""
+    with pytest.raises(RunError, match=r"nowhere is not a run directory"):
+        glance(RunDirectory(tmp_path / "nowhere"))
+    told.record_path.write_text("{}")
+    with pytest.raises(RunError, match=r"run\.json cannot be read, though .* holds a run: 'id'"):
+        glance(told)
+
+
+def test_checkpoints_that_a_rollback_gave_up_are_told_apart(killed: RunDirectory) -> None:
+    """The run was killed before it could delete them, and trained no step since."""
+    facts = glance(killed)
+    assert facts["steps"] == 12
+    abandoned = [(each["step"], each["abandoned"]) for each in facts["checkpoints"]]
+    assert abandoned == [(12, False), (24, True)]
+
+
+def test_only_the_runs_own_checkpoints_are_listed(told: RunDirectory) -> None:
+    """Not somebody's copy."""
+    path = told.checkpoint_path(12)
+    shutil.copytree(path, path.with_name(f"{path.name}.bak"))
+    assert [each["step"] for each in glance(told)["checkpoints"]] == [12, 24]

@@ -1,0 +1,80 @@
+"""A run that really went back, as `longtake show` sees it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from longtake.config import Recipe
+from longtake.data.batch import Batch
+from longtake.inspection.around import around
+from longtake.inspection.curves import draw
+from longtake.inspection.glance import glance
+from longtake.inspection.tables import print_around, print_glance
+from longtake.parallel.mesh import World
+from longtake.run_dir import RunDirectory
+from longtake.training import loop
+from longtake.training.run import train
+from longtake.training.step import SampleLosses, TrainingState, compute_gradients
+
+_HARM = (13, 14)
+"""Batches with which the gradient is lost, the second of which is one too many."""
+
+
+@pytest.fixture
+def repaired(small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """A run of 20 steps that left out one update, then went back from step 15 to step 10."""
+    honest = compute_gradients
+
+    def compute(state: TrainingState, batch: Batch, recipe: Recipe, world: World) -> SampleLosses:
+        samples = honest(state, batch, recipe, world)
+        if batch.step in _HARM:
+            last = list(state.components.model.parameters())[-1]
+            assert last.grad is not None
+            last.grad.fill_(float("nan"))
+        return samples
+
+    monkeypatch.setattr(loop, "compute_gradients", compute)
+    guard = ("guard.max_skips=1", "guard.margin_batches=2")
+    recipe = small_recipe(*guard, "training.steps=20", "checkpoint.every=5")
+    train(recipe, Console(quiet=True))
+    return RunDirectory(recipe.out)
+
+
+def test_a_repaired_run_is_shown(repaired: RunDirectory, tmp_path: Path) -> None:
+    """Verdicts, the rollback, both passes over the steps, and the clips of the batch."""
+    facts = glance(repaired)
+    assert (facts["state"], facts["steps"], facts["abandoned_rows"]) == ("finished", 20, 5)
+    verdicts = [(each["step"], each["verdict"], each["reason"]) for each in facts["verdicts"]]
+    assert verdicts == [(14, "skip", "non_finite"), (15, "roll_back", "non_finite")]
+    (rolled_back,) = facts["rollbacks"]
+    assert (rolled_back["from_step"], rolled_back["to_step"]) == (15, 10)
+    assert not any(each["damage"] or each["abandoned"] for each in facts["checkpoints"])
+
+    facts = around(repaired, 15, 2)
+    first, end = rolled_back["skipped"]
+    rows = [(row["step"], row["batch"], row["abandoned"]) for row in facts["rows"]]
+    assert rows[:3] == [(13, 12, True), (14, 13, True), (15, 14, True)]
+    assert rows[3:] == [(step, step - 1 + end - first, False) for step in range(13, 18)]
+    assert facts["rows"][2]["grad_norm"] is None
+    assert [event["event"] for event in facts["events"]][:3] == [
+        "skipped",
+        "suspected",
+        "rolled_back",
+    ]
+    report, clips = facts["report"], facts["clips"]
+    assert (report["step"], report["verdict"]["kind"]) == (15, "roll_back")
+    assert (report["checkpoint"], clips["batch"], len(clips["samples"])) == (10, 14, 4)
+    losses = [each["loss"] for each in clips["samples"]]
+    assert losses == sorted(losses, reverse=True)
+    assert all(Path(each["path"]).is_file() for each in clips["samples"])
+
+    after = around(repaired, 19, 0)["clips"]  # where nothing happened: by the ledger
+    assert (after["source"], after["batch"]) == ("ledger", 18 + end - first)
+    assert [bool(each["caption"]) for each in after["samples"]] == [True] * 4
+
+    draw(repaired, tmp_path / "curves.png", 15, 5)
+    console = Console(quiet=True)
+    print_glance(console, glance(repaired))
+    print_around(console, facts)

@@ -1,0 +1,113 @@
+"""What people read of a run."""
+
+from collections.abc import Callable
+from io import StringIO
+from typing import Any
+
+from rich.console import Console
+
+from longtake.inspection.around import around
+from longtake.inspection.glance import glance
+from longtake.inspection.tables import print_around, print_glance, said
+from longtake.run_dir import RunDirectory
+
+
+def _printed(tell: Callable[[Console, dict[str, Any]], None], facts: dict[str, Any]) -> list[str]:
+    text = StringIO()
+    tell(Console(file=text, highlight=False, soft_wrap=True), facts)
+    return text.getvalue().splitlines()
+
+
+def test_a_glance_says_how_the_run_stands(told: RunDirectory) -> None:
+    """Its state first, and a line or more for each thing; then what to type."""
+    lines = _printed(print_glance, glance(told))
+    assert lines[0] == f"{told.path}: tubelet, step 24 of 40, interrupted"
+    text = "\n".join(line.rstrip() for line in lines)
+    assert "from step 0, 1 process on cpu of " in text
+    assert "24 (epoch 2): loss 0.04167, gradient norm 0.5, 0.25 s" in text
+    assert "step 12; the newest has " in text
+    assert "step 24 is damaged: model/weights has 9 bytes, and had 2,000" in text
+    assert "step 20: roll back: step 20 is bad" in text
+    assert "from step 20 to 12 (divergence), without batches 13 to 21" in text
+    assert "8 steps that were done, and given up" in text
+    place = lines.index("  go on:")
+    assert lines[place + 1] == f"    {told.command_to_go_on()}"
+
+
+def test_long_lists_are_shortened(told: RunDirectory) -> None:
+    """The newest are shown, and how many there were before."""
+    for record in told.rollbacks() * 20:
+        told.append_rollback(record)
+    text = "\n".join(_printed(print_glance, glance(told)))
+    assert "… and 9 before that" in text
+    assert text.count("without batches 13 to 21") == 12
+
+
+def _cells(lines: list[str], step: int) -> list[list[str]]:
+    cells = [line.split() for line in lines]
+    marks = [row[1:] if row[:1] == ["→"] else row for row in cells]
+    return [row for row in marks if row[:1] == [str(step)] and len(row) > 8]
+
+
+def test_the_steps_around_one_are_a_table(told: RunDirectory) -> None:
+    """A gap where a sigma had no sample, and a word where a number is none."""
+    lines = _printed(print_around, around(told, 20, 2))
+    first, again = _cells(lines, 20)
+    assert first[:2] == ["20", "19"]
+    assert first[-3:] == ["roll", "back,", "abandoned"]
+    sigmas = ["0.05", "0.05", "0.05"]
+    assert again == ["20", "28", "0.05", *sigmas, "0.5", "720", "1.0e-03"]
+    assert sum(line.startswith(" →") for line in lines) == 2
+    text = "\n".join(lines)
+    assert "went back from step 20 to the checkpoint of step 12; batches 13 to 21" in text
+    assert "The guard at step 20, batch 19: roll back" in text
+    assert "It began after step 14." in text
+    (skipped,) = _cells(_printed(print_around, around(told, 9, 0)), 9)
+    assert skipped[2:4] == ["no", "number"]
+
+
+def test_clips_are_listed_with_their_captions_and_files(told: RunDirectory) -> None:
+    """By the guard with losses, by the ledger without; where there are none, with the reason."""
+    for step, by in ((9, "as the guard saw them"), (24, "by the ledger")):
+        facts = around(told, step, 1)
+        lines = _printed(print_around, facts)
+        place = next(n for n, line in enumerate(lines) if line.startswith("The clips of step"))
+        assert lines[place].endswith(by)
+        listed = "\n".join(lines[place:])
+        for sample in facts["clips"]["samples"]:
+            assert sample["caption"] in listed
+            assert sample["path"] in listed
+            assert sample["identity"][:12] in listed
+        assert ("0.25" in listed) == (by == "as the guard saw them")
+
+
+def test_why_there_are_no_clips_is_said(killed: RunDirectory) -> None:
+    """And where there are some."""
+    for path in killed.guard_path.iterdir():
+        path.unlink()
+    lines = _printed(print_around, around(killed, 20, 1))
+    (line,) = [each for each in lines if each.startswith("No clips are known of step 20")]
+    assert "was abandoned, and no report of the guard is near" in line
+    assert line.endswith("Its verdicts are on the steps 9, 20.")
+    killed.ledger_path.rename(killed.path / "elsewhere")
+    lines = _printed(print_around, around(killed, 12, 1))
+    assert "No clips are known of step 12: the ledger has none of them." in lines
+
+
+def test_text_that_looks_like_markup_is_printed_as_it_is(told: RunDirectory) -> None:
+    """Captions and messages may hold anything."""
+    facts = around(told, 9, 1)
+    facts["clips"]["samples"][0]["caption"] = "a [red] ball [/b]"
+    facts["report"]["verdict"]["message"] = "see [bold]"
+    text = "\n".join(_printed(print_around, facts))
+    assert "a [red] ball [/b]" in text
+    assert "see [bold]" in text
+
+
+def test_other_events_say_what_they_know() -> None:
+    """Whatever its kind, an event has its step and its facts."""
+    event = {"event": "sample_rejected", "at": 4, "step": 3, "time": "", "reason": "no such file"}
+    assert said(event) == "sample rejected at step 4: reason no such file"
+    assert said({"event": "finished", "at": 9, "step": 9, "time": "", "by": None}) == (
+        "finished at step 9"
+    )
