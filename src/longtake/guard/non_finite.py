@@ -18,7 +18,9 @@ def non_finite(step: Step) -> Verdict | None:
         return None
     message = f"The loss is {now.loss:.4g} and the norm of the gradient {now.grad_norm:.4g}"
     if now.nonfinite_share > 0:
-        message += f", of which {now.nonfinite_share:.2%} are no finite numbers"
+        share = now.nonfinite_share
+        told = f"{share:.2%}" if share >= 1e-4 else "less than 0.01%"
+        message += f", of which {told} are no finite numbers"
     return skip_or_roll_back(step, "non_finite", f"{message}; both must be finite.")
 
 

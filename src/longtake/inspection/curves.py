@@ -21,7 +21,7 @@ LOG_SCALE_RATIO = 20.0
 """From this quotient of the largest and the smallest value on, an axis is logarithmic."""
 
 _PANELS = {"loss": "loss", "grad_norm": "gradient norm", "weight_norm": "weight norm"}
-_LEGEND = ["counts", "abandoned", "no number"]
+_LEGEND = ["kept", "abandoned", "no number"]
 _KEPT, _ABANDONED, _TROUBLE = SERIES[0], "#8fb1dc", SERIES[1]
 
 
@@ -54,10 +54,10 @@ def draw(run: RunDirectory, path: Path, around: int | None, span: int) -> None:
     draw_strip(top, strip, shown)
     for axes, name in zip(panels, _PANELS, strict=True):
         _draw_panel(axes, rows, name)
-        mark_steps(axes, strip, is_last=axes is panels[-1])
+        mark_steps(axes, strip, shown, is_last=axes is panels[-1])
     top.set_title(_title(run, rows, around), loc="left", color=INK)
     _explain(top, panels)
-    panels[-1].set_xlabel("global step (optimizer updates)", color=INK)
+    panels[-1].set_xlabel("step", color=INK)
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[-1].set_xlim(shown[0] - 0.5, shown[1] + 0.5)
     _save(figure, path)

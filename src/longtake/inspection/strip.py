@@ -15,6 +15,7 @@ _TROUBLE, _WENT_BACK, _SHADE = SERIES[1], SERIES[3], "#f3ead8"
 _MOST_LABELS = 6
 _MOST_EDGES = 12
 _ROOM_BESIDE = 0.45  # of the width, for a rollback in words
+_NEAR = 0.06  # of the width: what is closer has no room for words of its own
 
 Span = tuple[int, int]
 """First and last step that are shown."""
@@ -51,7 +52,8 @@ def strip_of(run: RunDirectory, rows: Sequence[Row], shown: Span) -> Strip:
         for event in events(run)
         if event["event"] in ("epoch", "stage") and (step := step_of(event, rows)) is not None
     }
-    inner = tuple((step, name) for name, step in edges.items() if shown[0] < step <= shown[1])
+    inside = ((step, name) for name, step in edges.items() if shown[0] < step <= shown[1])
+    inner = tuple(sorted(inside))
     return Strip(
         verdicts=tuple(each for each in said if shown[0] <= each[0] <= shown[1]),
         rollbacks=tuple(rollbacks),
@@ -65,10 +67,13 @@ def draw_strip(axes: Axes, strip: Strip, shown: Span) -> None:
     axes.set_facecolor(PAPER)
     axes.tick_params(left=False, labelleft=False, bottom=False)
     axes.spines[:].set_visible(False)
-    for step, text in strip.verdicts:
-        axes.plot(step, 0, marker="v", color=_TROUBLE, markersize=5)
-        if len(strip.verdicts) <= _MOST_LABELS:
-            _label(axes, (step, step), 0, text, _TROUBLE, shown)
+    groups = _together(strip.verdicts, _NEAR * (shown[1] - shown[0]))
+    for group in groups:
+        steps = [step for step, _ in group]
+        axes.plot(steps, [0] * len(steps), "v", color=_TROUBLE, markersize=5)
+        if len(groups) <= _MOST_LABELS:
+            times = f"{len(group)} × " if len(group) > 1 else ""  # noqa: RUF001 - in a picture
+            _label(axes, (steps[0], steps[-1]), 0, f"{times}{group[0][1]}", _TROUBLE, shown)
     first = int(bool(strip.verdicts))
     for number, each in enumerate(strip.rollbacks):
         lane = first + number % _MOST_LABELS
@@ -78,8 +83,20 @@ def draw_strip(axes: Axes, strip: Strip, shown: Span) -> None:
         _label(axes, ends, lane, _told(each), INK, shown)
 
 
-def mark_steps(axes: Axes, strip: Strip, *, is_last: bool) -> None:
+def _together(marks: Sequence[tuple[int, str]], near: float) -> list[list[tuple[int, str]]]:
+    """Marks that say the same, one close after the other, as one group."""
+    groups: list[list[tuple[int, str]]] = []
+    for step, text in sorted(marks):
+        if groups and groups[-1][-1][1] == text and step - groups[-1][-1][0] <= near:
+            groups[-1].append((step, text))
+        else:
+            groups.append([(step, text)])
+    return groups
+
+
+def mark_steps(axes: Axes, strip: Strip, shown: Span, *, is_last: bool) -> None:
     """Draw in a panel what the strip says: verdicts, the steps given up, and edges."""
+    named_until = float(shown[0])
     for each in strip.rollbacks:
         axes.axvspan(each["to_step"] + 0.5, each["from_step"] + 0.5, color=_SHADE, zorder=0)
         axes.axvline(each["from_step"], color=_WENT_BACK, linewidth=1, linestyle="--")
@@ -87,7 +104,8 @@ def mark_steps(axes: Axes, strip: Strip, *, is_last: bool) -> None:
         axes.axvline(step, color=_TROUBLE, linewidth=0.8, linestyle="--", alpha=0.7)
     for step, name in strip.edges:
         axes.axvline(step - 0.5, color=PALE_INK, linewidth=0.8, linestyle=":")
-        if is_last:
+        if is_last and step >= named_until:
+            named_until = step + _NEAR * (shown[1] - shown[0])
             axes.annotate(
                 name,
                 xy=(step - 0.5, 0),
