@@ -7,6 +7,7 @@ import torch
 from rich.console import Console
 
 from longtake import config
+from longtake.drill.ground import Ground
 from longtake.drill.place import Place
 from longtake.training.run import train
 
@@ -26,6 +27,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Place:
     finally:
         torch.set_num_threads(threads)
     return place
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
+    """What all drills of a file share."""
+    return Ground(tmp_path_factory.mktemp("ground"), Console(quiet=True))
 
 
 @pytest.fixture

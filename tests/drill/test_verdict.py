@@ -8,11 +8,28 @@ import numpy as np
 import pytest
 
 from longtake.drill import data_change, decoder_fault
-from longtake.drill.faults import corrupt_clip, data_grown, processes_changed
+from longtake.drill.end_state import differences
+from longtake.drill.faults import (
+    bit_rot_in_checkpoint,
+    corrupt_clip,
+    data_grown,
+    processes_changed,
+)
+from longtake.drill.ground import STEPS_PER_EPOCH
 from longtake.drill.launch import Sighting
-from longtake.drill.place import STEPS, Place
+from longtake.drill.place import BATCH_SIZE, STEPS, Place
 from longtake.drill.result import Result
-from longtake.drill.verdict import Tally, Verdict, count, identities_of, paths_at
+from longtake.drill.resumption import file_of_newest
+from longtake.drill.verdict import (
+    Tally,
+    Verdict,
+    clips_between,
+    count,
+    identities_of,
+    paths_at,
+    steps_given_up,
+    steps_skipped,
+)
 from longtake.drill.workers import Stopped
 
 _RECORD_BYTES = 15
@@ -27,6 +44,10 @@ def _verdict(place: Place) -> Verdict:
     verdict, clips = Verdict("a-fault"), identities_of(place.catalog())
     verdict.must_be_exact(place.run, clips, clips)
     return verdict
+
+
+def _write_rows(place: Place, rows: list[Any]) -> None:
+    place.run.metrics_path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def _failed(result: Result) -> str:
@@ -82,14 +103,50 @@ def test_a_drill_that_disagrees_with_the_audit_fails(trained: Place) -> None:
     verdict, clips = Verdict("a-fault"), identities_of(trained.catalog())
     verdict.must_be_exact(trained.run, np.append(clips, np.uint64(1)), clips)
     message = _failed(verdict.result("All is well."))
-    assert "longtake data audit counts (0, 0, 0, 0) and the drill (0, 1, 0, 0)" in message
+    assert "longtake data audit counts (0, 0, 0, 0, 0) and the drill (0, 1, 0, 0, 0)" in message
+
+
+def test_a_sample_that_had_to_be_skipped_is_not_missing(trained: Place) -> None:
+    """But to have trained it is as wrong as to train one of another catalog."""
+    clips = identities_of(trained.catalog())
+    foreign = np.append(clips, np.uint64(1))
+    assert count(trained.run, {0: foreign}, clips, {0: foreign[-1:]}) == Tally(0, 0, 0, 0, 1)
+    assert count(trained.run, {}, clips, {0: clips[:2]}) == Tally(0, 0, 2, 0, 2)
+    verdict = Verdict("a-fault")
+    verdict.must_be_exact(trained.run, clips, clips, skipped={0: clips[:2]})
+    message = _failed(verdict.result("All is well."))
+    assert "2 samples belong to no such epoch" in message
+    assert "audit counts (0, 0, 0, 0, 0) and the drill (0, 0, 2, 0, 2)" in message
+
+
+def test_what_was_given_up_is_counted(trained: Place, place: Place) -> None:
+    """Steps that come again in the metrics, however often; updates that were left out."""
+    assert (steps_given_up(trained.run), steps_skipped(trained.run)) == (0, [])
+    rows: list[Any] = list(place.run.metrics())
+    rows[3]["verdict"] = "skip"
+    _write_rows(place, [*rows[:9], *rows[5:20], *rows[2:]])
+    assert steps_given_up(place.run) == 4 + 18
+    assert steps_skipped(place.run) == [4]
+    result = _verdict(place).result("All is well.")
+    assert (result.steps_lost, result.samples_skipped) == (22, BATCH_SIZE)
+
+
+def test_the_clips_of_some_batches_are_found_by_epoch(trained: Place) -> None:
+    """All of an epoch's in its batches; a batch across its end has some of each."""
+    everything = identities_of(trained.catalog())
+    found = clips_between(trained.run, 0, STEPS_PER_EPOCH)
+    assert found.keys() == {0}
+    assert set(found[0]) == set(everything)
+    assert clips_between(trained.run, 5, 5) == {}
+    two = clips_between(trained.run, STEPS_PER_EPOCH - 1, STEPS_PER_EPOCH + 2)
+    assert {epoch: len(clips) for epoch, clips in two.items()} == {0: BATCH_SIZE, 1: 2 * BATCH_SIZE}
 
 
 def test_another_loss_fails_the_drill(trained: Place, place: Place) -> None:
     """The last bit of one loss is enough; the step is named."""
     rows: list[Any] = list(place.run.metrics())
     rows[6]["loss"] = float(np.nextafter(rows[6]["loss"], 2.0))
-    place.run.metrics_path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    _write_rows(place, rows)
     verdict = _verdict(place)
     verdict.must_be_equal(place.run, trained.run, until=6)
     assert not verdict.complaints
@@ -98,6 +155,30 @@ def test_another_loss_fails_the_drill(trained: Place, place: Place) -> None:
     result = verdict.result("All is well.")
     assert "step 7 is not the undisturbed run's" in _failed(result)
     assert result.equal_to_undisturbed is False
+
+
+@pytest.mark.parametrize("name", ["model", "ema/main", "optimizer"])
+def test_another_end_fails_the_drill(trained: Place, place: Place, name: str) -> None:
+    """Though no loss shows it; a bit of what was saved is enough."""
+    path = file_of_newest(place, f"{name}/__0_0.distcp")
+    bit_rot_in_checkpoint.flip(path, 4 * path.stat().st_size)
+    verdict = _verdict(place)
+    verdict.must_be_equal(place.run, trained.run)
+    result = verdict.result("All is well.")
+    assert f"it ends with another {name}/__0_0.distcp than" in _failed(result)
+    assert result.equal_to_undisturbed is False
+
+
+def test_what_the_next_step_needs_besides_is_compared(trained: Place, place: Place) -> None:
+    """Such as what the guard remembers; how the save went is not."""
+    assert differences(place.run, trained.run) == []
+    path = file_of_newest(place, "trainer.json")
+    trainer = json.loads(path.read_text())
+    path.write_text(json.dumps(trainer | {"guard": {}, "world_size": 2}))
+    (path.parent / "model" / ".metadata").write_bytes(b"")
+    assert differences(place.run, trained.run) == ["guard"]
+    (path.parent / "COMMITTED").unlink()
+    assert differences(place.run, trained.run) == ["all of it: one of them has no checkpoint"]
 
 
 def test_a_run_that_ended_early_fails_the_drill(trained: Place, place: Place) -> None:

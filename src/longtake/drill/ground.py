@@ -5,10 +5,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from longtake.drill.place import BATCH_SIZE, NUM_CLIPS, STEPS, Place
+from longtake.drill.place import BATCH_SIZE, LONG, NUM_CLIPS, SHORT, Place
 from longtake.errors import RunError
 
-_KILLED_AFTER_ROWS = 7
 STEPS_PER_EPOCH = NUM_CLIPS // BATCH_SIZE
 
 
@@ -32,19 +31,33 @@ class Ground:
         """
         assert self.undisturbed.run.exists()
 
-    def fresh(self, name: str) -> Place:
+    def fresh(self, name: str, recipe: str = SHORT) -> Place:
         """A new place whose clips are indexed and whose run has not begun."""
-        return self._blank.copied_to(self._folder / name)
+        place = self._blank.copied_to(self._folder / name)
+        place.write_recipe(recipe)
+        return place
 
     def stopped(self, name: str) -> Place:
-        """A new place whose run was killed in the middle of its first epoch."""
+        """A new place whose run was killed in the middle of its first epoch.
+
+        It has more than one checkpoint.
+        """
         return self._killed.copied_to(self._folder / name)
 
     @cached_property
     def undisturbed(self) -> Place:
         """The run that nothing befell."""
         self._console.print("  trains the undisturbed run, which drills are compared with")
-        place = self.fresh("undisturbed")
+        return self._trained("undisturbed", SHORT)
+
+    @cached_property
+    def undisturbed_long(self) -> Place:
+        """The longer run that nothing befell."""
+        self._console.print("  trains a longer undisturbed run, for what needs a history")
+        return self._trained("undisturbed-long", LONG)
+
+    def _trained(self, name: str, recipe: str) -> Place:
+        place = self.fresh(name, recipe)
         with place.launch() as launch:
             launch.finish()
         return place
@@ -60,12 +73,12 @@ class Ground:
         self._console.print("  trains a run and kills it in mid-epoch, as kill -9 does")
         place = self.fresh("killed")
         with place.launch() as launch:
-            launch.wait_for_rows(_KILLED_AFTER_ROWS)
+            launch.wait_for_checkpoints(2)
             launch.kill()
-        saved = place.run.checkpoint_steps()[-1:]
-        if not saved or saved[0] == STEPS or saved[0] % STEPS_PER_EPOCH == 0:
+        saved = place.run.checkpoint_steps()[-1]
+        if saved >= STEPS_PER_EPOCH:
             raise RunError(
-                f"{place.run.path} was to be killed in mid-epoch, and its newest checkpoint is of "
-                f"step {saved}. This machine is busy; run the drill again."
+                f"{place.run.path} was to be killed in its first epoch, and its newest checkpoint "
+                f"is of step {saved}. This machine is busy; run the drill again."
             )
         return place

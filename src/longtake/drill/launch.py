@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from longtake.drill.harms import Sabotage
 from longtake.errors import RunError
 from longtake.run_dir import EventKind, RunDirectory, read_json_lines
 
@@ -34,25 +35,35 @@ class Sighting:
 class Launch:
     """A training process, or several under torchrun; ended for good when the block is left.
 
+    Args:
+        folder: with recipe.toml, in which the process works.
+        changes: of the recipe, `key=value`.
+        processes: how many; more than one under torchrun.
+        sabotage: what is wrong inside it, if anything is.
+
     Attributes:
         began: when it was started, by the monotonic clock, in seconds.
         pid: of the process that was started: the training process, or torchrun.
         looked_at: when it was last looked at, likewise.
     """
 
-    def __init__(self, folder: Path, changes: Sequence[str], processes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        changes: Sequence[str],
+        processes: int,
+        sabotage: Sabotage | None = None,
+    ) -> None:
         self._run = RunDirectory(folder / "run")
         self._log = folder / f"launch_{len(list(folder.glob('launch_*.log')))}.log"
         self._num_events = len(list(read_json_lines(self._run.events_path)))
         python = [sys.executable, "-P", "-m"]
-        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        program = [*torchrun, "-m", "longtake"] if processes > 1 else ["longtake"]
         options = [part for change in changes for part in ("--set", change)]
         paths = filter(None, [str(_PACKAGES), os.environ.get("PYTHONPATH", "")])
         self.began = self.looked_at = time.monotonic()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603 - ourselves
-                [*python, *program, "train", "recipe.toml", *options],
+                [*python, *_program(processes, sabotage), "train", "recipe.toml", *options],
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -111,6 +122,17 @@ class Launch:
                 return
         raise self.unexpected(f"ended before step {count}")
 
+    def wait_for_checkpoints(self, count: int) -> None:
+        """Return when the run has this many whole checkpoints.
+
+        Raises:
+            RunError: it ends without them.
+        """
+        for _ in self.looks():
+            if len(self._run.checkpoint_steps()) >= count:
+                return
+        raise self.unexpected(f"ended before it had {count} whole checkpoints")
+
     def find(self, kind: EventKind, **fields: Any) -> Sighting | None:
         """Wait for an event with such fields; None if the run ends without it."""
         for _ in self.looks():
@@ -134,11 +156,16 @@ class Launch:
         if self.wait():
             raise self.unexpected(f"ended with exit code {self._process.returncode}")
 
-    def kill(self) -> None:
-        """End it and all processes that it has started, as `kill -9` does, if it still runs."""
+    def kill(self) -> bool:
+        """End it and all processes that it has started, as `kill -9` does, if it still runs.
+
+        Returns:
+            Whether that is what ended it.
+        """
         if self._process.returncode is None:  # else its number may be another process's by now
             os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
+        return self._process.returncode == -signal.SIGKILL
 
     def unexpected(self, what: str) -> RunError:
         """The error that says that it did what no drill wants."""
@@ -149,3 +176,14 @@ class Launch:
     def _last_words(self) -> str:
         lines = [line.strip() for line in self.said.splitlines() if line.strip()]
         return " / ".join(lines[-3:]) or "nothing"
+
+
+def _program(processes: int, sabotage: Sabotage | None) -> list[str]:
+    """What `python -m` starts, with its own arguments."""
+    ours = ["longtake"]
+    if sabotage is not None:
+        ours = ["longtake.drill.sabotage", *sabotage.arguments]
+    if processes == 1:
+        return ours
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [*torchrun, "-m", *ours]

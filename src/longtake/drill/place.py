@@ -13,6 +13,7 @@ from pathlib import Path
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
 from longtake.demo.shapes import write_clips
+from longtake.drill.harms import Sabotage
 from longtake.drill.launch import Launch
 from longtake.run_dir import RunDirectory
 
@@ -20,10 +21,16 @@ NUM_CLIPS = 64
 BATCH_SIZE = 4
 STEPS = 50
 """Three epochs of the clips, and the beginning of a fourth."""
+LONG_STEPS = 168
+"""Ten epochs, and the half of another."""
+WINDOW = 32
+"""Steps that the guard compares a new one with in runs of so many steps."""
 SAMPLE_TIMEOUT_SECONDS = 1.5
 """A thousand times what one of these clips takes."""
 
-_RECIPE = f"""\
+
+def _recipe(steps: int, checkpoint_every: int, more: str = "") -> str:
+    return f"""\
 out = "run"
 data.catalog = "data/catalog.parquet"
 data.buckets = [{{ num_frames = 8, height = 32, width = 32 }}]
@@ -36,13 +43,26 @@ text.max_tokens = 6
 flow.mean = 2.0
 optimizer.learning_rate = 3e-3
 optimizer.warmup_steps = 4
-training.steps = {STEPS}
+training.steps = {steps}
 training.batch_size = {BATCH_SIZE}
 training.device = "cpu"
 training.precision = "fp32"
 ema.decay = 0.9
-checkpoint.every = 5                # never at the end of an epoch
-"""
+checkpoint.every = {checkpoint_every}
+{more}"""
+
+
+SHORT = _recipe(STEPS, checkpoint_every=5)  # never at the end of an epoch
+"""The recipe of most drills."""
+LONG = _recipe(
+    LONG_STEPS,
+    checkpoint_every=20,
+    more=f"""\
+guard.window = {WINDOW}
+guard.warmup_steps = 16
+""",
+)
+"""The recipe of drills that the guard needs a history for."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +90,15 @@ class Place:
         """The catalog as it is now."""
         return Catalog.load(self.catalog_path)
 
-    def prepare(self) -> None:
+    def prepare(self, recipe: str = SHORT) -> None:
         """Write the clips, index them, and write the recipe."""
         self.write_clips(NUM_CLIPS, seed=0)
         self.index()
-        (self.folder / "recipe.toml").write_text(_RECIPE, encoding="utf-8")
+        self.write_recipe(recipe)
+
+    def write_recipe(self, recipe: str) -> None:
+        """Write the recipe, instead of the one that is there."""
+        (self.folder / "recipe.toml").write_text(recipe, encoding="utf-8")
 
     def write_clips(self, num_clips: int, seed: int) -> None:
         """Write clips beside those that are there; of one seed, more of them keep the first."""
@@ -92,6 +116,6 @@ class Place:
         shutil.copytree(self.folder, folder, symlinks=True)
         return Place(folder)
 
-    def launch(self, *changes: str, processes: int = 1) -> Launch:
+    def launch(self, *changes: str, processes: int = 1, sabotage: Sabotage | None = None) -> Launch:
         """Start `longtake train recipe.toml`, with `--set` for each change."""
-        return Launch(self.folder, changes, processes)
+        return Launch(self.folder, changes, processes, sabotage)

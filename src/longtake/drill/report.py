@@ -1,13 +1,26 @@
 """What a person reads before and after drills."""
 
 from collections.abc import Sequence
+from textwrap import wrap
 
+from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from longtake.drill.fault import Fault
 from longtake.drill.result import Result
+
+_NAME_WIDTH = 18
+_NUMBERS = (
+    "found\nin s",
+    "after\nsteps",
+    "steps\nlost",
+    "clips\nskipped",
+    "clips\ntwice",
+    "clips\nnever",
+    "all\nsame",
+)
 
 
 def show_faults(faults: Sequence[Fault], console: Console) -> None:
@@ -20,23 +33,29 @@ def show_faults(faults: Sequence[Fault], console: Console) -> None:
 
 
 def show_results(results: Sequence[Result], console: Console) -> None:
-    """Print a table of results, and how many passed.
+    """Print a table of results in 80 columns, and how many passed.
 
-    `found in`: seconds until the run reported the fault; `equal`: whether every step is that of the
-    undisturbed run, to the bit.
+    `found in`, `after`: until the run reported the fault; `lost`: steps that were given up;
+    `skipped`, `twice`, `never`: clips that were left out on purpose, repeated and missed; `all
+    same`: whether the run came to what the undisturbed run came to, to the bit.
     """
-    name = Column("fault", no_wrap=True)
-    table = Table(name, "", "found in", "repeated", "missing", "equal", "took")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("fault", no_wrap=True)
+    table.add_column("")
+    for name in _NUMBERS:
+        table.add_column(name, justify="right")
     for result in results:
         passed = Text("passed", "green") if result.passed else Text("failed", "red")
         table.add_row(
-            result.fault,
+            "\n".join(wrap(result.fault, _NAME_WIDTH)),
             passed,
             _seconds(result.detected_seconds),
+            _count(result.detected_steps, "-"),
+            _count(result.steps_lost),
+            _count(result.samples_skipped),
             _count(result.samples_repeated),
             _count(result.samples_missing),
             {True: "yes", False: "no", None: "-"}[result.equal_to_undisturbed],
-            _seconds(result.drill_seconds),
         )
     console.print(table)
     num_passed = sum(result.passed for result in results)
@@ -44,8 +63,8 @@ def show_results(results: Sequence[Result], console: Console) -> None:
 
 
 def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f} s"
+    return "-" if value is None else f"{value:.1f}"
 
 
-def _count(value: int | None) -> str:
-    return "?" if value is None else str(value)
+def _count(value: int | None, none: str = "?") -> str:
+    return none if value is None else str(value)

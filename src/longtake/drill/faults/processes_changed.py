@@ -6,7 +6,7 @@ from longtake.drill.fault import Fault
 from longtake.drill.ground import Ground
 from longtake.drill.place import Place
 from longtake.drill.result import Result
-from longtake.drill.verdict import Verdict, identities_of
+from longtake.drill.verdict import Verdict, identities_of, largest_error
 
 _NAME = "processes-changed"
 _RANKS = 2
@@ -30,18 +30,13 @@ def judge(place: Place, undisturbed: Place) -> Result:
     verdict.must(sizes == [1, _RANKS], f"it was trained by {sizes} processes, not by [1, {_RANKS}]")
     everything = identities_of(place.catalog())
     verdict.must_be_exact(place.run, everything, everything)
-    error = _largest_error(place, undisturbed)
+    error = largest_error(place.run, undisturbed.run)
     verdict.must(error <= _LARGEST_ERROR, f"a loss differs by {error:.1e} from the undisturbed")
     return verdict.result(
         f"Killed as one process, it went on from step {launches[-1]['start_step']} as {_RANKS}: "
         f"no clip was repeated or missing, and no loss is further than {error:.0e} "
         "(relative: rounding) from the undisturbed run's."
     )
-
-
-def _largest_error(place: Place, undisturbed: Place) -> float:
-    pairs = zip(place.run.metrics(), undisturbed.run.metrics(), strict=False)
-    return max(abs(one["loss"] / other["loss"] - 1) for one, other in pairs)
 
 
 FAULT = Fault(
