@@ -501,7 +501,8 @@ class GuardSection(_Section):
     """Steps at the beginning of a run, and of a stage, in which nothing is usual yet: only numbers
     that are none are judged there, and in a later stage's the norm of the weights."""
     max_skips: int = Field(3, ge=0)
-    """Updates that may be left out within `window` steps before the run goes back instead."""
+    """Updates that may be left out in close succession, each within 16 steps of the one before;
+    with the next the run goes back instead."""
     margin_batches: int = Field(8, ge=0)
     """Batches that are skipped on each side of those that the trouble came with."""
     max_rollbacks: int = Field(3, ge=0)

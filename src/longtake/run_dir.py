@@ -376,6 +376,10 @@ class RunDirectory:
         with self._writing():
             append_json(self.metrics_path, metrics)
 
+    def losses(self) -> list[float]:
+        """The loss of each step that counts and has one, by step."""
+        return [row["loss"] for row in self.metrics() if row["loss"] is not None]
+
     def metrics(self) -> list[Metrics]:
         """The metrics that count, by step: those of abandoned steps are left out."""
         kept: list[Metrics] = []

@@ -78,6 +78,8 @@ def test_other_parts_can_be_left_out_of_account(folder: Path) -> None:
     _flip_a_bit(folder / "model" / "__0_0.distcp")
     assert manifest.damage(folder, checksums=True, within="ema/main/") is None
     assert manifest.damage(folder, checksums=True, within="model/") is not None
+    found = manifest.damage(folder, checksums=False, within="ema/other/")
+    assert found == "it holds no ema/other/"
 
 
 def test_the_damage_is_counted(folder: Path) -> None:

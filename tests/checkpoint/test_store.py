@@ -100,14 +100,25 @@ def test_what_is_seen_at_a_glance_is_refused(
     path = run.checkpoint_path(20)
     harm(path)
     assert store.newest(run) == run.checkpoint_path(10)
-    for read in (
-        store.verify,
-        store.load_trainer,
-        lambda path: store.load_parts(path, make_parts()),
-    ):
+    for read in (store.verify, lambda path: store.load_parts(path, make_parts())):
         with pytest.raises(CheckpointError, match=r"step_00000020 .*earlier") as raised:
             read(path)
         assert "\n" not in str(raised.value)
+
+
+def test_who_samples_has_no_need_of_the_optimizer(run: RunDirectory) -> None:
+    """A copy without it is whole enough, but nothing to train on from."""
+    path = run.checkpoint_path(20)
+    shutil.rmtree(path / "optimizer")
+    assert store.newest(run) == run.checkpoint_path(10)
+    assert store.newest(run, "ema/main") == path
+    assert store.newest(run, "ema/other") is None
+    assert store.load_trainer(path) == {"global_step": 20}
+    loaded = {"ema/main": {"weight": torch.zeros(64, 64)}}
+    store.load_parts(path, loaded)
+    assert torch.equal(loaded["ema/main"]["weight"], torch.full((64, 64), 21.0))
+    with pytest.raises(CheckpointError, match=r"optimizer/\.metadata is missing"):
+        store.verify(path)
 
 
 def test_there_may_be_none(tmp_path: Path, alone: World) -> None:

@@ -71,7 +71,7 @@ def test_the_summary_has_the_numbers_of_the_run(finished: Path) -> None:
     seconds = sum(row["step_seconds"] for row in metrics)
     assert summary["training_seconds"] == pytest.approx(seconds, abs=0.06)
     assert summary["steps_per_second"] == pytest.approx(_STEPS / seconds, abs=0.01)
-    mean = sum(row["loss"] for row in metrics) / _STEPS
+    mean = sum(row["loss"] or 0.0 for row in metrics) / _STEPS
     assert summary["final_loss"] == pytest.approx(mean, abs=1e-5)
 
 

@@ -28,7 +28,7 @@ _ADAPTERS = (
 
 
 def _curve(recipe: Recipe) -> list[float]:
-    return [row["loss"] for row in RunDirectory(recipe.out).metrics()]
+    return RunDirectory(recipe.out).losses()
 
 
 def _saved(recipe: Recipe, name: str) -> dict[str, Any]:

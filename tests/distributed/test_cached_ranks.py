@@ -57,7 +57,7 @@ def run_verb(on_two_processes: list[str], tmp_path: Path) -> Callable[..., dict[
 
 def _curve(recipe: Recipe) -> list[list[float]]:
     rows = RunDirectory(recipe.out).metrics()
-    return [[row["loss"], row["grad_norm"]] for row in rows]
+    return [[row["loss"] or 0.0, row["grad_norm"] or 0.0] for row in rows]
 
 
 def _weights(recipe: Recipe) -> dict[str, Any]:

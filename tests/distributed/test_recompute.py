@@ -30,7 +30,7 @@ _TRAP = "checkpoint(self.change, given, use_reentrant=True)"
 
 
 def _curve(recipe: Recipe) -> list[float]:
-    return [row["loss"] for row in RunDirectory(recipe.out).metrics()]
+    return RunDirectory(recipe.out).losses()
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def launch(on_two_processes: list[str], tmp_path: Path) -> Launch:
 
 
 def _curve(recipe: Recipe) -> list[float]:
-    return [row["loss"] for row in RunDirectory(recipe.out).metrics()]
+    return RunDirectory(recipe.out).losses()
 
 
 def _averages(recipe: Recipe, step: int) -> dict[str, Any]:

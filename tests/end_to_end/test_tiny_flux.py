@@ -85,7 +85,7 @@ def _events(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_two_commands_train_it_within_its_memory(run: RunDirectory) -> None:
     """The loss falls; half of the blocks are recomputed, and memory is what was predicted."""
-    losses = [row["loss"] for row in run.metrics()]
+    losses = run.losses()
     assert len(losses) == _STEPS
     assert np.mean(losses[-3:]) < 0.85 * losses[0]
     (planned,) = _events(run, "memory_planned")

@@ -27,7 +27,7 @@ def _recipe(out: Path, catalog: Path, device: str, precision: str) -> Recipe:
 
 def _losses(recipe: Recipe) -> list[float]:
     train(recipe, Console(quiet=True))
-    return [row["loss"] for row in RunDirectory(recipe.out).metrics()]
+    return RunDirectory(recipe.out).losses()
 
 
 def test_cuda_follows_the_cpu_in_fp32(tmp_path: Path, shapes_catalog: Path) -> None:

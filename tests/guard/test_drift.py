@@ -39,6 +39,35 @@ def test_a_learning_rate_that_was_raised_shows_in_the_updates(
     assert set(verdicts[:-1]) == {OK}
 
 
+def test_updates_that_have_shrunk_do_not_hide_it(healthy: Healthy, judged: Verdicts) -> None:
+    """Adam's are largest at the start: after some hundred steps they may be a fifth of that."""
+    steps = [
+        replace(step, group_update_ratios={k: v * shrunk for k, v in ratios.items()})
+        for step in healthy(400)
+        for ratios in [step.group_update_ratios]
+        for shrunk in [max(0.2, 1 - step.step / 150)]
+    ]
+    assert set(judged(steps)) == {OK}
+    steps[251:] = [_raised(step, "mlp", 10.0) for step in steps[251:]]
+    verdicts = judged(steps)
+    assert (verdicts[-1].reason, verdicts[-1].began) == ("divergence", 250)
+    assert len(verdicts) - 1 - 250 <= 8
+
+
+@pytest.mark.parametrize("percent", [1.0, 5.0])
+def test_updates_that_grow_little_by_little_are_found(
+    healthy: Healthy, judged: Verdicts, percent: float
+) -> None:
+    """They are compared with all that is remembered as well as with the newest."""
+    steps = healthy(_AT + 300)
+    steps[_AT:] = [
+        _raised(step, "mlp", (1 + percent / 100) ** (step.step - _AT)) for step in steps[_AT:]
+    ]
+    verdicts = judged(steps)
+    assert verdicts[-1].reason == "divergence"
+    assert (1 + percent / 100) ** (len(verdicts) - _AT) < 8
+
+
 def test_the_schedule_is_no_divergence(healthy: Healthy, judged: Verdicts) -> None:
     """A warm-up over hundreds of steps raises the updates a hundredfold, as it is meant to."""
     steps = [

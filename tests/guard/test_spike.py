@@ -136,6 +136,17 @@ def test_a_state_that_only_spikes_is_not_trusted(
     assert (len(verdicts), verdicts[-1].kind, verdicts[-1].began) == (304, "roll_back", 299)
 
 
+def test_a_state_that_spikes_now_and_then_is_not_trusted_either(
+    healthy: Healthy, judged: Verdicts, louder: Louder
+) -> None:
+    """Steps between that are no spikes but far from ordinary do not clear the state."""
+    steps = healthy(400)
+    steps[300:] = [louder(step, 4.0 if step.step % 3 else 1.7) for step in steps[300:]]
+    verdicts = judged(steps)
+    assert (verdicts[-1].kind, verdicts[-1].began) == ("roll_back", 299)
+    assert len(verdicts) <= 310
+
+
 def test_a_loss_that_runs_away_is_traced_to_where_it_began(
     healthy: Healthy, judged: Verdicts, louder: Louder
 ) -> None:

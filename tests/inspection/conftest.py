@@ -96,8 +96,6 @@ class Teller:
             "history": [],
             "samples": samples,
             "state": {"checkpoint": 0},
-            "roll_back": None,
-            "lost_gradients": "The gradients of block 1 are lost." if reason == "x" else None,
         }
         self.run.write_guard_report(path, report)
         self.run.append_event(

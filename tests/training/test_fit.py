@@ -42,7 +42,8 @@ def exact() -> Iterator[None]:
 
 
 def _curve(recipe: Recipe) -> list[tuple[float, float]]:
-    return [(row["loss"], row["grad_norm"]) for row in RunDirectory(recipe.out).metrics()]
+    rows: list[Any] = list(RunDirectory(recipe.out).metrics())
+    return [(row["loss"], row["grad_norm"]) for row in rows]
 
 
 _TRAPS = {

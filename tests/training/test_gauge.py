@@ -1,7 +1,7 @@
 """Norms of gradients, weights and updates. Run by torchrun, this file is one of two ranks."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -55,8 +55,8 @@ def _norms(network: nn.Module, gauge: Gauge, scale: float = 1.0, world: World = 
     return gauge.norms(sum_over_ranks(gauge.sums(), world), scale)
 
 
-def _norm(tensors: list[Tensor]) -> float:
-    return torch.cat([each.detach().double().flatten() for each in tensors]).norm().item()
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return float(torch.cat([each.detach().double().flatten() for each in tensors]).norm())
 
 
 def test_norms_are_those_of_all_trained_tensors_together() -> None:

@@ -20,7 +20,7 @@ from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory, read_json_lines
 from longtake.training import loop
 from longtake.training.run import train
-from longtake.training.step import SampleLosses, TrainingState
+from longtake.training.step import SampleLosses, TrainingState, compute_gradients
 
 _QUIET = Console(quiet=True)
 _GUARD = ("guard.max_skips=1", "guard.margin_batches=2", "training.steps=30", "checkpoint.every=5")
@@ -36,7 +36,7 @@ class _KilledError(Exception):
 
 def _compute(harm: tuple[int, ...], killed_at: int | None = None) -> Callable[..., SampleLosses]:
     """`compute_gradients`, whose gradients are lost with some batches."""
-    honest = loop.compute_gradients
+    honest = compute_gradients
 
     def compute(state: TrainingState, batch: Batch, recipe: Recipe, world: World) -> SampleLosses:
         if batch.step == killed_at:

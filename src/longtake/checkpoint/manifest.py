@@ -69,6 +69,8 @@ def damage(folder: Path, *, checksums: bool, within: str = "") -> str | None:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return f"{_NAME} cannot be read: {type(error).__name__}: {error}"
     files = {name: entry for name, entry in committed.items() if name.startswith(within)}
+    if not files:
+        return f"it holds no {within or 'files'}"
     found = [_wrong_size(folder / name, name, entry) for name, entry in files.items()]
     if not any(found) and checksums:
         with ThreadPoolExecutor(_THREADS) as threads:

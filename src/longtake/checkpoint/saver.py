@@ -1,7 +1,5 @@
 """Saves while training goes on, which waits only until its state is copied."""
 
-import os
-import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -23,7 +21,6 @@ from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
 
 _PATIENCE = timedelta(hours=24)
-_LEAST_URGENT = 19
 
 
 class Saver:
@@ -42,7 +39,7 @@ class Saver:
         reach: how many steps a rollback must be able to go back; 0 for none.
 
     Attributes:
-        failures_in_a_row: saves that have failed since one did not, as far as it was told.
+        failures_in_a_row: saves that have failed since one did not, the same on every rank.
     """
 
     def __init__(
@@ -64,7 +61,6 @@ class Saver:
         self._since = start
         self._finished: list[Path] = []
         self._failure: BaseException | None = None
-        self._has_failed_since = False
         self.failures_in_a_row = 0
         store.forget_hint_of_being_alone()
 
@@ -80,9 +76,6 @@ class Saver:
             trainer: what else is needed to go on, as JSON.
         """
         self.wait()
-        if not self._has_failed_since and self._failure is None:
-            self.failures_in_a_row = 0
-        self._has_failed_since = False
         given = self._staging.copy(parts) if self._section.background else parts
         self._under_way = self._thread.submit(self._save, step, given, trainer, self._since)
         self._since = step
@@ -114,15 +107,11 @@ class Saver:
         """
         self.wait()
         failure, self._failure = self._failure, None
-        if failure is not None and not isinstance(failure, CheckpointError):
-            raise failure
         said = gather_objects(None if failure is None else str(failure), self.world)
         message = next((each for each in said if each is not None), None)
-        if message is None:
-            return None
-        self._has_failed_since = True
-        self.failures_in_a_row += 1
-        return CheckpointError(message)
+        if failure is not None and not isinstance(failure, CheckpointError):
+            raise failure  # a defect of ours, to be seen as one
+        return None if message is None else CheckpointError(message)
 
     def close(self) -> None:
         """Wait for what is under way, and end the thread."""
@@ -145,7 +134,9 @@ class Saver:
         error = ended.exception()
         if error is None:
             self._finished.append(ended.result())
+            self.failures_in_a_row = 0
         else:
+            self.failures_in_a_row += 1
             self._failure = error
 
 
@@ -170,8 +161,10 @@ def keep_saver(
 
 
 def _prepare_thread(device: torch.device) -> None:
-    """Make the thread wait for the processor until nobody else wants it, and know its card."""
+    """Make the thread know its card.
+
+    Its priority stays that of the training: a thread that is made to wait for the processor holds
+    Python's lock meanwhile, and the training waits with it.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if sys.platform == "linux":  # where a priority is a thread's and not its process's
-        os.setpriority(os.PRIO_PROCESS, 0, _LEAST_URGENT)

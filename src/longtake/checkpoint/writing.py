@@ -36,14 +36,14 @@ class Company:
         """Let every rank do something, and wait for all; returns what each has made, by rank.
 
         Raises:
-            OSError: on every rank, if the work raised one on any of them.
+            OSError: on every rank, if the work failed on any of them.
         """
         made: T | None = None
         mistake: str | None = None
         try:
             made = work()
-        except OSError as error:
-            mistake = str(error)
+        except Exception as error:  # whatever it is: nobody may be left waiting for this rank
+            mistake = str(error) if isinstance(error, OSError) else repr(error)
         everyone = self._gathered((made, mistake))
         for _, said in everyone:
             if said is not None:
@@ -86,12 +86,7 @@ def write(
     try:
         company.together(lambda: _begin(aside) if is_first else None)
         for name, state in parts.items():
-            alone = company.group is None
-            writer = FileSystemWriter(aside / name)
-            writer.fs = _Disk()
-            state_dict_saver.save(
-                state, storage_writer=writer, process_group=company.group, no_dist=alone
-            )
+            _write_part(aside / name, state, company.group)
         described = company.together(lambda: manifest.describe(aside, _written_by(rank, aside)))
         company.together(lambda: _commit(aside, whole, trainer, described) if is_first else None)
     except (OSError, CheckpointException) as error:
@@ -119,6 +114,13 @@ class _Disk(FileSystem):
 def _begin(aside: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
+
+
+def _write_part(folder: Path, state: State, group: dist.ProcessGroup | None) -> None:
+    writer = FileSystemWriter(folder)
+    writer.fs = _Disk()
+    alone = group is None
+    state_dict_saver.save(state, storage_writer=writer, process_group=group, no_dist=alone)
 
 
 def _written_by(rank: int, folder: Path) -> list[str]:

@@ -137,6 +137,7 @@ def train(
         "steps": outcome.end_step,
         "training_seconds": round(outcome.training_seconds, 3),
         "steps_per_second": round(steps / outcome.training_seconds, 3) if steps else None,
+        "rollbacks": outcome.rollbacks,
     }
     if as_json:
         say.result(facts)
@@ -144,6 +145,14 @@ def train(
         say.line(f"Done: step {outcome.end_step} of {out}.")
     else:
         say.line(f"{out} has done its {outcome.end_step} steps already.")
+    if outcome.rollbacks:
+        times = "once" if outcome.rollbacks == 1 else f"{outcome.rollbacks} times"
+        say.line(f"It went back {times}; see why: longtake show {out}")
+    if outcome.end_step < loaded.training.steps:
+        say.line(
+            f"The data ended {loaded.training.steps - outcome.end_step} steps before "
+            f"training.steps = {loaded.training.steps}, because batches were skipped."
+        )
     say.line(f"See what it makes: longtake sample {out} --prompt '…' --out sample.mp4")
 
 

@@ -13,7 +13,7 @@ from longtake.guard.verdict import Verdict
 
 _GROWN_UPDATES = ((8, 4.0), (32, 3.0))
 """So many updates, and by what factor their median may be larger than usual. Undisturbed runs reach
-2.4 and 2.0. A learning rate raised tenfold gives 10, or 3 where weights are in bf16, which rounds
+2.6 and 2.0. A learning rate raised tenfold gives 10, or 3 where weights are in bf16, which rounds
 small updates up or away."""
 _RECENT = 16
 _LEVEL = 64

@@ -9,7 +9,7 @@ import numpy as np
 from longtake.guard.rows import NUM_COLUMNS, Numbers, Rows, row_of
 from longtake.guard.statistics import Statistics
 
-_WINDOWS = 4
+WINDOWS = 4
 """Windows that are remembered: what changes slowly is compared with all of them."""
 
 
@@ -40,7 +40,7 @@ class History:
     """
 
     def __init__(self, window: int) -> None:
-        self._limit = _WINDOWS * window
+        self._limit = WINDOWS * window
         self._tape = _Tape(2 * self._limit)
         self._end = 0
 

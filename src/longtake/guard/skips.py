@@ -3,49 +3,56 @@
 import numpy as np
 
 from longtake.guard.robust import median, noise
+from longtake.guard.rows import Numbers
 from longtake.guard.step import Step
 from longtake.guard.verdict import Reason, Verdict
 
+_TOGETHER = 16
+"""Steps within which two skips have to do with each other: a bad clip now and then is none of the
+state's, and leaving its batches out is all that it takes."""
 _LEAST = 16
 """Losses that say what is ordinary."""
 _ORDINARY_SIGMAS = 3.0
 
 
 def skip_or_roll_back(step: Step, reason: Reason, message: str) -> Verdict:
-    """Leave this update out, unless that was done too often within the last window."""
-    section, now = step.section, step.now.step
-    earlier = step.before.column("step")[step.before.are("skip")]
-    skipped = earlier[earlier > now - section.window]
-    if len(skipped) < section.max_skips:
+    """Leave this update out, unless that was done too often in close succession."""
+    now = step.now.step
+    skipped = _just_before(now, step.before.column("step")[step.before.are("skip")])
+    if len(skipped) < step.section.max_skips:
         return Verdict("skip", reason, message, now)
-    first = int(skipped[0]) if len(skipped) else now
-    if len(skipped):
+    first = skipped[0] if skipped else now
+    if skipped:
         message += (
-            f" It would be update number {len(skipped) + 1} to be left out within "
-            f"{section.window} steps; the first was that of step {first + 1}."
+            f" It would be update number {len(skipped) + 1} to be left out in close succession; "
+            f"the first was that of step {first + 1}."
         )
     return Verdict("roll_back", reason, message, _began(step, reason, first))
+
+
+def _just_before(now: int, skipped: Numbers) -> list[int]:
+    """The skipped steps that have to do with this one, the oldest first."""
+    found = [now]
+    for each in skipped[::-1].astype(int).tolist():
+        if found[0] - each > _TOGETHER:
+            break
+        found.insert(0, each)
+    return found[:-1]
 
 
 def _began(step: Step, reason: Reason, first: int) -> int:
     """From where on the state, or the batch, may be to blame.
 
-    Between steps that are skipped the state stays what it was. If all are skipped since the first,
-    it may have been the update before that one which did the harm, whatever the batches since.
+    A loss that is ordinary again after the first skipped step shows that its batch was. Without one
+    it may have been the update before it: the state stays what it is between steps that are
+    skipped.
     """
-    is_made = ~step.before.are("skip") & (step.before.column("step") > first)
-    if reason == "non_finite" or is_made.any():
+    if reason == "non_finite":
         return first
-    return _last_ordinary(step, first)
-
-
-def _last_ordinary(step: Step, first: int) -> int:
-    """The last step before the first skipped one whose loss was nothing special."""
-    rows = step.alike.where(step.alike.column("step") < first)
-    losses = rows.column("loss")
-    rows = rows.where(np.isfinite(losses) & (losses > 0)).where(slice(-step.section.window, None))
-    if len(rows) < _LEAST:
+    steps, losses = step.alike.column("step"), step.alike.column("loss")
+    past = losses[(steps < first) & np.isfinite(losses) & (losses > 0)][-step.section.window :]
+    if len(past) < _LEAST:
         return max(0, first - 1)
-    logs = np.log(rows.column("loss"))
-    is_ordinary = logs <= median(logs) + _ORDINARY_SIGMAS * noise(logs)
-    return int(rows.column("step")[is_ordinary][-1])
+    logs = np.log(past)
+    ordinary = steps[np.log(losses) <= median(logs) + _ORDINARY_SIGMAS * noise(logs)]
+    return first if ordinary[-1] > first else int(ordinary[-1])

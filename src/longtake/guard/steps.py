@@ -10,11 +10,9 @@ from longtake.guard.step import Step
 from longtake.guard.updates import growth
 from longtake.guard.verdict import Reason, Verdict
 
-_SPANS = (1, 4, 16)
-"""Steps within which a jump is looked for."""
-_LEAST, _LEAST_SPANS = 16, 4
-"""Earlier changes that say what is usual, and spans that they must reach over: those of longer ones
-overlap."""
+_SPANS = {1: 16, 4: 32, 16: 64}
+"""Steps within which a jump is looked for, and how many earlier changes say what is usual: those of
+longer spans overlap, so that it takes more of them."""
 _SIGMAS = 12.0
 """From the usual change. Undisturbed runs reach 5."""
 _TIMES_FARTHEST = 2.0
@@ -39,21 +37,23 @@ def weight_step(step: Step) -> Verdict | None:
         return None
     rows = rows.where(np.isfinite(rows.column("weight_norm")))
     norms = np.append(rows.column("weight_norm"), step.now.weight_norm)
-    for span in _SPANS:
-        usual = _usual_change(norms, span, step.section.window)
+    for span, least in _SPANS.items():
+        usual = _usual_change(norms, span, least, max(step.section.window, 2 * least))
         if usual is not None:
             began = int(rows.column("step")[-span])
             return _verdict(step, began, span, float(norms[-1 - span]), usual)
     return None
 
 
-def _usual_change(norms: Numbers, span: int, window: int) -> float | None:
-    """What a norm usually changes by in `span` steps, if it has now changed by far more or less."""
+def _usual_change(norms: Numbers, span: int, least: int, most: int) -> float | None:
+    """What a norm usually changes by in `span` steps, if it has now changed by far more or less.
+
+    From at least and at most so many earlier changes; None with fewer.
+    """
     changes = norms[span:] - norms[:-span]
     # Without those that overlap the last one, of which a jump is a part as well.
-    reach = max(window, 2 * _LEAST_SPANS * span)
-    past = changes[max(0, len(changes) - span - reach) : max(0, len(changes) - span)]
-    if len(past) < max(_LEAST, _LEAST_SPANS * span):
+    past = changes[: max(0, len(changes) - span)][-most:]
+    if len(past) < least:
         return None
     middle = median(past)
     away = abs(float(changes[-1]) - middle)

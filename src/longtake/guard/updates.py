@@ -15,8 +15,10 @@ from longtake.guard.step import Step
 
 _LEAST = 16
 """Earlier updates that say what is usual."""
+_NEWEST = 64
+"""Of them: in the hundreds of steps after a start Adam's updates may shrink to a fifth."""
 _MOST = 128
-"""As many of them say it as well as all do, and are sorted sooner."""
+"""As many of all of them say it as well as all do, and are sorted sooner."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Growth:
     recent: float
     """Median norm of the last updates."""
     usual: float
-    """Of those before."""
+    """Of those before: the newest or all, whichever is less."""
     began: int
     """The last step before which they were not."""
 
@@ -46,8 +48,8 @@ def growth(step: Step, num_recent: int, least_factor: float) -> Growth | None:
     past = len(rows) - num_recent
     if past < _LEAST:
         return None
-    every = max(1, past // _MOST)
-    recent, usual = medians(rows.updates[past:]), medians(rows.updates[:past:every])
+    recent, before = medians(rows.updates[past:]), rows.updates[:past]
+    usual = np.minimum(medians(before[-_NEWEST:]), medians(before[:: max(1, past // _MOST)]))
     factors = recent / np.where(usual > 0, usual, np.inf)
     group = int(factors.argmax())
     if factors[group] <= least_factor:

@@ -86,8 +86,6 @@ def _about(report: Report, run: RunDirectory) -> dict[str, Any]:
         "batch": facts.get("batch"),
         "verdict": facts["verdict"],
         "checkpoint": (facts.get("state") or {}).get("checkpoint"),
-        "roll_back": facts.get("roll_back"),
-        "lost_gradients": facts.get("lost_gradients"),
     }
 
 

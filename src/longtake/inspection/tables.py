@@ -176,8 +176,6 @@ def _print_report(console: Console, report: Mapping[str, Any]) -> None:
     _print(console, f"  {escape(verdict['message'])}")
     if verdict["reason"] not in ("", "non_finite", "spike"):
         _print(console, f"  It began after step {verdict['began']}.")
-    if report["lost_gradients"]:
-        _print(console, f"  {escape(report['lost_gradients'])}")
     if report["checkpoint"] is not None:
         _print(console, f"  Nearest checkpoint before it: step {report['checkpoint']}.")
     _print(console, f"  All that it saw: {escape(report['path'])}")

@@ -95,8 +95,10 @@ def announce_plan(
 
 def _lost_steps(run: RunDirectory, step: int) -> int:
     """Steps beyond this one that were trained and of which no checkpoint is left."""
-    rows = run.metrics()
-    return max(0, rows[-1]["step"] - step) if rows else 0
+    rows, rollbacks = run.metrics(), run.rollbacks()
+    if not rows or (rollbacks and rollbacks[-1]["from_step"] == rows[-1]["step"]):
+        return 0  # what comes after the checkpoint was given up
+    return max(0, rows[-1]["step"] - step)
 
 
 def _clips_of(loader: Loader) -> str:

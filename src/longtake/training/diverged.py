@@ -56,7 +56,9 @@ def _ranks(samples: SampleLosses, model: nn.Module, world: World) -> str:
     return ""
 
 
-def lost_gradients(model: nn.Module, blocks: Sequence[nn.Module], world: World) -> str:
+def lost_gradients(
+    model: nn.Module, blocks: Sequence[nn.Module], world: World | None = None
+) -> str:
     """Name the parameters whose gradients hold NaN or infinity, those at the model's end first.
 
     All ranks must call it; each says the same, of all ranks' shares together.
@@ -64,14 +66,15 @@ def lost_gradients(model: nn.Module, blocks: Sequence[nn.Module], world: World) 
     Args:
         model: after a backward pass, with its gradients.
         blocks: of the model, in the order in which data passes them.
-        world: all ranks.
+        world: all ranks; None: this process alone.
 
     Returns:
         A sentence or two.
     """
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     together = max if num_copies(model) > 1 else sum  # a copy of a gradient may be lost alone
-    everyone = gather_objects(_counts_of_lost(gradients), world)
+    mine = _counts_of_lost(gradients)
+    everyone = [mine] if world is None else gather_objects(mine, world)
     lost = [name for name in gradients if any(name in counts for counts in everyone)]
     if not lost:
         return (

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from longtake.guard.statistics import GROUPS
+from longtake.parallel.collectives import sum_over_ranks
+from longtake.parallel.mesh import World
 from longtake.parallel.norms import num_copies, share, squares
 from longtake.training.groups import groups_of
 
@@ -104,6 +106,11 @@ class Gauge:
                 group: _ratio(each, weights[group]) for group, each in updates.items()
             },
         )
+
+    def is_sound(self, world: World) -> bool:
+        """Whether all weights are finite numbers, on all ranks, each of which calls this."""
+        mine = squares([share(parameter) for parameter in self._parameters]).sum()
+        return math.isfinite(sum_over_ranks({"weights": float(mine)}, world)["weights"])
 
     @contextmanager
     def of_update(self) -> Iterator[None]:

@@ -50,7 +50,8 @@ class Guard:
         """What is to be done with a step's update; takes note of the step."""
         self._seen.append(_share(statistics, samples, batch, self._world.rank))
         verdict = self._as_wanted(judge(self.history, statistics, self._section))
-        self.history = self.history.with_(Judged(statistics, verdict.kind))
+        done = "ok" if self.allows(verdict) else verdict.kind
+        self.history = self.history.with_(Judged(statistics, done))
         return verdict
 
     def allows(self, verdict: Verdict) -> bool:

@@ -6,6 +6,7 @@ from longtake.checkpoint.saver import Saver
 from longtake.config import Recipe
 from longtake.data.ledger import Ledger
 from longtake.data.loader import Loader
+from longtake.errors import DivergedError
 from longtake.guard.statistics import Statistics
 from longtake.guard.verdict import OK, Verdict
 from longtake.parallel.mesh import World
@@ -20,6 +21,12 @@ from longtake.training.resume import save_checkpoint
 from longtake.training.saved import facts_to_save
 from longtake.training.statistics import local_facts, reduce_facts
 from longtake.training.step import TrainingState, apply_update, compute_gradients, skip_update
+
+_LOST_AT_THE_END = (
+    "The update of step {step} has left numbers in the weights that are not finite, so they were "
+    "not saved. Start the same command again: it goes on from the newest checkpoint. If that ends "
+    "here again, lower optimizer.learning_rate in a run of its own (--fresh)."
+)
 
 
 @dataclass(frozen=True)
@@ -74,19 +81,22 @@ def train_steps(
         verdict, learning_rate = OK, 0.0
         if facts.statistics.num_samples:  # else there is nothing to learn from, or to judge
             verdict = guard.judge(facts.statistics, samples, batch)
+        is_allowed = guard.allows(verdict)
         if verdict.kind != "ok":
             saver.wait()  # so that the report names the newest checkpoint
             verdict = explained(verdict, facts.statistics, samples, state, world)
-            record.verdict(verdict, facts.statistics, guard.report(verdict, facts.statistics))
-        if guard.allows(verdict) and facts.statistics.num_samples:
+            report = guard.report(verdict, facts.statistics)
+            record.verdict(verdict, facts.statistics, report, acts=not is_allowed)
+        if is_allowed and facts.statistics.num_samples:
             with gauge.of_update():
                 learning_rate = apply_update(state, recipe, facts.statistics.grad_norm, facts.scale)
         else:
             skip_update(state)
         if facts.statistics.num_samples:
-            record.step_done(batch, facts.statistics, verdict, learning_rate)
+            left_out = None if is_allowed else verdict
+            record.step_done(batch, facts.statistics, left_out, learning_rate)
         ledger.record(batch)
-        if verdict.kind in ("roll_back", "stop") and not guard.allows(verdict):
+        if verdict.kind in ("roll_back", "stop") and not is_allowed:
             return Ending(verdict=verdict, statistics=facts.statistics)
         record.checkpoints(saver.finished())
         if facts.save_failed:
@@ -94,7 +104,10 @@ def train_steps(
         is_last = facts.stop or loader.step == end
         if is_last or state.global_step % recipe.checkpoint.every == 0:
             ledger.flush()
-            save_checkpoint(saver, state, facts_to_save(loader, guard, gauge, recipe, world))
+            if gauge.is_sound(world):  # else the next step's verdict says so
+                save_checkpoint(saver, state, facts_to_save(loader, guard, gauge, recipe, world))
+            elif is_last:
+                raise DivergedError(_LOST_AT_THE_END.format(step=state.global_step))
         if facts.stop:
             return Ending(signal=watch.interrupt.signal_name or "a signal to another rank")
     return Ending()

@@ -66,16 +66,19 @@ class Record:
             self._run.append_event("epoch", **where, epoch=batch.epoch)
 
     def step_done(
-        self, batch: Batch, statistics: Statistics, verdict: Verdict, learning_rate: float
+        self, batch: Batch, statistics: Statistics, left_out: Verdict | None, learning_rate: float
     ) -> None:
-        """Write the step's metrics; its time includes the wait for data and the last save."""
+        """Write the step's metrics; its time includes the wait for data and the last save.
+
+        `left_out` is the verdict by which its update was not made.
+        """
         now = time.perf_counter()
         seconds, self._step_began = now - self._step_began, now
         metrics = _row(batch, statistics, learning_rate)
         metrics["step_seconds"] = round(seconds, 6)
         metrics["data_seconds"] = round(self._data_seconds, 6)
-        if verdict.kind != "ok":
-            metrics["verdict"] = verdict.kind
+        if left_out is not None and left_out.kind != "ok":
+            metrics["verdict"] = left_out.kind
         if (flops := self._step_flops.get(batch.bucket)) is not None:
             metrics["tflops_per_second"] = round(flops / seconds / 1e12, 6)
         self._progress.update(metrics)
@@ -83,11 +86,13 @@ class Record:
             self._run.append_metrics(metrics)
             self._mirror.catch_up()  # a tenth of a millisecond, and nothing to lose in a crash
 
-    def verdict(self, verdict: Verdict, statistics: Statistics, report: str | None) -> None:
-        """Write down, and say, what the guard found; `report` is where there is more."""
+    def verdict(
+        self, verdict: Verdict, statistics: Statistics, report: str | None, *, acts: bool
+    ) -> None:
+        """Write down, and say, what the guard found, and whether it acts; `report` has more."""
         if not self._world.is_first:
             return
-        kind: EventKind = "skipped" if verdict.kind == "skip" else "suspected"
+        kind: EventKind = "skipped" if acts and verdict.kind == "skip" else "suspected"
         self._run.append_event(
             kind,
             step=statistics.step,
@@ -98,7 +103,14 @@ class Record:
             message=verdict.message,
             report=report,
         )
-        self._progress.say(f"step {statistics.step + 1}: {verdict.message}")
+        aside = "" if acts else " (guard.mode: only reported)"
+        self._progress.say(f"step {statistics.step + 1}: {verdict.message}{aside}")
+
+    def damaged(self, passed_over: Sequence[tuple[Path, str]], step: int) -> None:
+        """Write down, and say, which checkpoints a rollback to a step had to pass over."""
+        for path, reason in passed_over if self._world.is_first else ():
+            self._run.append_event("checkpoint_damaged", step=step, path=path.name, reason=reason)
+            self._progress.say(f"{path.name} is not whole ({reason}) and was passed over")
 
     def rolled_back(self, verdict: Verdict, chosen: RollBack, from_step: int) -> None:
         """Write down, and say, that the run went back."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from longtake.checkpoint import store
 from longtake.config import Recipe
 from longtake.data.loader import Loader
+from longtake.errors import CheckpointError
 from longtake.guard.rollback import RollBack, plan_rollback
 from longtake.guard.statistics import Statistics
 from longtake.guard.verdict import Verdict
@@ -14,6 +15,7 @@ from longtake.parallel.mesh import World
 from longtake.run_dir import RolledBack, RunDirectory, now
 from longtake.training.gauge import Gauge
 from longtake.training.guarding import Guard
+from longtake.training.record import Record
 from longtake.training.resume import data_state
 from longtake.training.saved import go_on_from
 from longtake.training.step import TrainingState
@@ -23,26 +25,50 @@ def choose(
     verdict: Verdict,
     guard: Guard,
     statistics: Statistics,
+    loader: Loader,
+    record: Record,
     recipe: Recipe,
     run: RunDirectory,
     world: World,
 ) -> RollBack | str:
     """Where to go back to, the same on every rank; or why the run can only stop.
 
-    A checkpoint that turns out to be damaged is no place to go back to; an older one may be.
+    A checkpoint that turns out to be damaged is no place to go back to; an older one may be. Nor
+    is one from before the data changed: batches had other numbers then.
     """
+    version = loader.course.plan.version
 
     def plan() -> RollBack | str:
-        steps, before = run.checkpoint_steps(), run.rollbacks()
+        steps = [step for step in run.checkpoint_steps() if _plan_version(run, step) == version]
+        if version and not any(step <= verdict.began for step in steps):
+            return _SINCE_THE_CHANGE
+        before = run.rollbacks()
         return plan_rollback(verdict, guard.history, statistics, steps, before, recipe.guard)
 
     chosen = from_first(plan() if world.is_first else "", world)
     if isinstance(chosen, str):
         return chosen
-    found = store.newest_on_all(run, world, at_most=chosen.step).path
-    if found is None:
-        return f"Every checkpoint up to step {chosen.step} is damaged, so it cannot go back."
+    found, passed_over = store.newest_on_all(run, world, at_most=chosen.step)
+    record.damaged(passed_over, chosen.step)
+    if found is None or from_first(_plan_version(run, run.step_of(found)), world) != version:
+        return f"Every checkpoint that it could go back to, up to {chosen.step}, is damaged."
     return replace(chosen, step=run.step_of(found))
+
+
+_SINCE_THE_CHANGE = (
+    "There is no checkpoint between the last change of the data and the beginning of the trouble, "
+    "and it cannot go back beyond that change. Start a run of its own (--fresh), or make "
+    "checkpoint.every smaller."
+)
+
+
+def _plan_version(run: RunDirectory, step: int) -> int | None:
+    """Which of the run's plans a checkpoint was trained by; None where it cannot be read."""
+    try:
+        version: int = store.load_trainer(run.checkpoint_path(step))["data"]["plan_version"]
+    except (CheckpointError, LookupError):
+        return None
+    return version
 
 
 def go_back(

@@ -1,6 +1,7 @@
 """One run, from a recipe to its last checkpoint: builds the parts and owns their lifetimes."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from longtake.data.files import refuse_missing
 from longtake.data.ledger import begin_launch, keep_ledger, stream_names
 from longtake.data.loader import Loader
 from longtake.data.review import review
-from longtake.errors import DivergedError
+from longtake.errors import CheckpointError, DivergedError
+from longtake.guard.history import WINDOWS
 from longtake.guard.rollback import RollBack
 from longtake.guard.verdict import Verdict
 from longtake.models.assemble import Components, assemble, forward_flops, latent_shape, outline
@@ -58,7 +60,7 @@ class Outcome:
     interrupted_by: str | None
     """The signal that ended it before the last step, if one did."""
     rollbacks: int = 0
-    """How often it went back."""
+    """How often it has gone back, in this launch and those before."""
     run: Path | None = None
     """The run directory; with `fresh` it is not the recipe's."""
 
@@ -110,7 +112,7 @@ def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> Outcome:
             announce(state, loader, [*warnings, *plan.notes], recipe, run, world, console)
             announce_plan(plan, state, recipe, run, console)
         peak = _peak_check(plan, recipe, world)
-        reach = 2 * recipe.guard.window if recipe.guard.mode == "act" else 0
+        reach = WINDOWS * recipe.guard.window if recipe.guard.mode == "act" else 0
         begun = time.perf_counter()
         with (
             catch_interrupts() as interrupt,
@@ -125,7 +127,8 @@ def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> Outcome:
             run.append_event(
                 kind, step=state.global_step, seconds=round(seconds, 3), by=ending.signal
             )
-        return Outcome(start, state.global_step, seconds, ending.signal, run=recipe.out)
+        rollbacks = len(from_first(run.rollbacks(), world))
+        return Outcome(start, state.global_step, seconds, ending.signal, rollbacks, recipe.out)
 
 
 def _train_through(
@@ -151,7 +154,9 @@ def _train_through(
             return ending
         chosen: RollBack | str = ""
         if verdict.kind == "roll_back":
-            chosen = choose(verdict, watch.guard, statistics, recipe, run, world)
+            chosen = choose(
+                verdict, watch.guard, statistics, loader, watch.record, recipe, run, world
+            )
         if isinstance(chosen, str):
             raise _diverged(verdict, chosen, state, run, world)
         from_step = state.global_step
@@ -203,6 +208,14 @@ class _Found:
         return 0 if self.trainer is None else int(self.trainer["global_step"])
 
 
+def _none_is_whole(run: RunDirectory, passed_over: Sequence[tuple[Path, str]]) -> str:
+    path, reason = passed_over[0]
+    return (
+        f"{run.path} has {len(passed_over)} checkpoints, and not one of them is whole; of the "
+        f"newest, {path.name}, {reason}. Restore one, or start anew beside this run with --fresh."
+    )
+
+
 def _go_on(run: RunDirectory, recipe: Recipe, loader: Loader, world: World) -> _Found:
     """The run's newest whole checkpoint, with the loader brought there.
 
@@ -210,6 +223,8 @@ def _go_on(run: RunDirectory, recipe: Recipe, loader: Loader, world: World) -> _
     """
     first_does(lambda: run.claim(recipe), world)
     path, passed_over = newest_kept(run, world)
+    if path is None and passed_over:
+        raise CheckpointError(_none_is_whole(run, passed_over))
     trainer = None if path is None else store.load_trainer(path)
     skip_batches(loader, run, world)
     if trainer is not None:
