@@ -29,11 +29,16 @@ class TensorBoardMirror:
         _wait_for_a_second_of_its_own(run.tensorboard_path)
         self._writer = EventFileWriter(str(run.tensorboard_path))
         self._last_step: int | None = None
+        self._last_time = time.monotonic()
 
-    def catch_up(self) -> None:
-        """Write what metrics.jsonl has gained; a line that is still being written waits."""
-        if not self._source.exists():
+    def catch_up(self, *, now: bool = True) -> None:
+        """Write what metrics.jsonl has gained; a line that is still being written waits.
+
+        Not `now`: only if a second has passed since the last time.
+        """
+        if not self._source.exists() or not (now or time.monotonic() > self._last_time + 1.0):
             return
+        self._last_time = time.monotonic()
         with self._source.open("rb") as file:
             file.seek(self._offset)
             for line in file:
@@ -45,7 +50,8 @@ class TensorBoardMirror:
         self._writer.flush()
 
     def close(self) -> None:
-        """Flush and close the event file."""
+        """Catch up, flush and close the event file."""
+        self.catch_up()
         self._writer.close()
 
     def _write(self, row: dict[str, Any]) -> None:

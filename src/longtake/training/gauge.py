@@ -52,6 +52,7 @@ class Gauge:
         self.groups = tuple(group for group in GROUPS if group in groups.values())
         self._copies = num_copies(model)
         self._update: Tensor | Sequence[float] | None = None
+        self._probed: Tensor | None = None
         shares = [share(parameter) for parameter in self._parameters]
         strides = [max(1, -(-each.numel() // _PROBES)) for each in shares]
         self._strides = strides
@@ -115,9 +116,10 @@ class Gauge:
     @contextmanager
     def of_update(self) -> Iterator[None]:
         """Measures the update that is made inside."""
-        before = self._probe()
+        before = self._probe() if self._probed is None else self._probed
         yield
-        moved = self._probe_weight * (self._probe() - before).square()
+        self._probed = self._probe()  # nobody changes weights before the next update
+        moved = self._probe_weight * (self._probed - before).square()
         sums = torch.zeros(len(GROUPS), dtype=torch.float64, device=moved.device)
         self._update = sums.index_add_(0, self._probe_group, moved.double())
 
@@ -129,7 +131,8 @@ class Gauge:
         return {name: value / self._copies for name, value in named.items()}
 
     def set_last_update(self, sums: Mapping[str, float], num_ranks: int) -> None:
-        """Go on from `last_update`, added up over all ranks, of a run that is resumed."""
+        """Go on from `last_update`, added up over all ranks, with weights of a checkpoint."""
+        self._probed = None
         by_group = [sums.get(f"update.{group}", 0.0) for group in GROUPS]
         self._update = [self._copies * each / num_ranks for each in by_group]
 

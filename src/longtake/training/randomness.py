@@ -17,4 +17,6 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     number = derive("step", seed, step, rank)
     random.seed(number)
     np.random.seed(number % 2**32)  # an older generator, but a user's module may use it
-    torch.manual_seed(number)
+    torch.default_generator.manual_seed(number)  # torch.manual_seed takes ten times as long
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(number)

@@ -84,7 +84,7 @@ class Record:
         self._progress.update(metrics)
         if self._mirror is not None:
             self._run.append_metrics(metrics)
-            self._mirror.catch_up()  # a tenth of a millisecond, and nothing to lose in a crash
+            self._mirror.catch_up(now=False)
 
     def verdict(
         self, verdict: Verdict, statistics: Statistics, report: str | None, *, acts: bool
@@ -134,6 +134,8 @@ class Record:
         """Write down which checkpoints are whole now."""
         for path in saved:
             self._run.append_event("checkpoint", step=self._run.step_of(path), path=path.name)
+            if self._mirror is not None:
+                self._mirror.catch_up()  # a crash from here on costs it nothing that counts
 
     def save_failed(self, failure: CheckpointError | None) -> None:
         """Write down, and say, that a checkpoint could not be written."""

@@ -1,0 +1,227 @@
+"""How long saving holds up training: waited for, in the background, by torch's async_save alone.
+
+    python benchmarks/checkpoint_stall.py [--saves 7] [--steps 12]
+
+One process trains one model on the CPU, in fp32 with AdamW and one average, and saves it now and
+then, in turn in each of the three ways. What a save costs is all the time that it takes away: that
+for which training waits, and that by which the steps are slower while it is written. Prints a table
+and writes it to benchmarks/results/checkpoint_stall.md. Three minutes on two quiet CPU cores.
+"""
+
+import argparse
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from longtake import config
+from longtake.checkpoint.saver import Saver, keep_saver
+from longtake.config import CheckpointSection, Recipe
+from longtake.data.batch import Batch
+from longtake.data.index import index
+from longtake.data.loader import Loader
+from longtake.demo.shapes import write_clips
+from longtake.models.assemble import assemble
+from longtake.models.trainable import trained_state
+from longtake.parallel.mesh import World
+from longtake.run_dir import RunDirectory
+from longtake.training.allocator import keep_freed_memory
+from longtake.training.ema import Averages
+from longtake.training.optim import build_optimizers
+from longtake.training.resume import save_checkpoint
+from longtake.training.step import TrainingState, compute_gradients
+
+_RESULTS = Path(__file__).parent / "results" / "checkpoint_stall.md"
+_ALONE = World(0, 0, 1, torch.device("cpu"), None)
+_WARM_UP = 5
+
+
+class Cost(NamedTuple):
+    """Of one save, in seconds."""
+
+    waiting: float
+    """Until the next step may begin."""
+    slower: float
+    """What the steps after it took longer than those before it, together."""
+    steps: int
+    """Steps until the checkpoint was whole."""
+
+
+def main() -> None:
+    """Save in each way in turn; print and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--saves", type=int, default=7, help="in each way")
+    parser.add_argument("--steps", type=int, default=12, help="before a save, and after it")
+    asked = parser.parse_args()
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+    keep_freed_memory()
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        lines = _compare(Path(folder), asked.saves, asked.steps)
+    _RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))  # noqa: T201
+
+
+def _compare(folder: Path, saves: int, steps: int) -> list[str]:
+    recipe = _recipe(folder)
+    state, batch = _state(recipe), _batch(recipe)
+
+    def step() -> float:
+        return _step(state, batch, recipe)
+
+    baseline = statistics.median([step() for _ in range(_WARM_UP + steps)][_WARM_UP:])
+    runs = {way: RunDirectory(folder / way) for way in ("waited", "background")}
+    waited, background = CheckpointSection(background=False), CheckpointSection()
+    with (
+        keep_saver(runs["waited"], _ALONE, waited, start=0) as waited_for,
+        keep_saver(runs["background"], _ALONE, background, start=0) as beside,
+    ):
+        ways: dict[str, Callable[[], Callable[[], bool]]] = {
+            "longtake, waited for": lambda: _save(waited_for, state),
+            "longtake, in the background": lambda: _save(beside, state),
+            "torch's async_save": lambda: _torch_save(folder / "torch", state),
+        }
+        costs: dict[str, list[Cost]] = {way: [] for way in ways}
+        for number in range(saves + 1):
+            for way, save in ways.items():
+                cost = _cost_of(save, step, steps)
+                costs[way] += [cost] * (number > 0)  # the first takes the memory that is kept
+    size = _size(runs["waited"].checkpoints_path) / CheckpointSection().keep
+    return _report(costs, baseline, size, saves, steps)
+
+
+def _cost_of(save: Callable[[], Callable[[], bool]], step: Callable[[], float], steps: int) -> Cost:
+    """Of one save among so many steps before and after it, and as many more as it needs."""
+    usual = statistics.median(step() for _ in range(steps))
+    begun = time.perf_counter()
+    is_done = save()
+    waiting = time.perf_counter() - begun
+    seconds: list[float] = []
+    num_slower = None
+    while num_slower is None or len(seconds) < steps:
+        if num_slower is None and is_done():
+            num_slower = len(seconds)
+        begun = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - begun)
+    return Cost(waiting, sum(seconds) - usual * len(seconds), num_slower)
+
+
+def _save(saver: Saver, state: TrainingState) -> Callable[[], bool]:
+    save_checkpoint(saver, state, {})
+    return lambda: bool(saver.finished())
+
+
+def _torch_save(folder: Path, state: TrainingState) -> Callable[[], bool]:
+    """All parts as one, as torch does it by itself: no checksums, and no folder that is whole."""
+    shutil.rmtree(folder, ignore_errors=True)
+    model = state.components.model
+    parts = {
+        "model": trained_state(model),
+        "ema": state.ema.states(),
+        "optimizer": get_optimizer_state_dict(model, state.optimizers),
+    }
+    saving: Any = state_dict_saver.async_save(parts, checkpoint_id=folder, no_dist=True)
+    assert isinstance(saving, Future)
+    return saving.done
+
+
+def _step(state: TrainingState, batch: Batch, recipe: Recipe) -> float:
+    begun = time.perf_counter()
+    compute_gradients(state, batch, recipe, _ALONE)
+    for optimizer in state.optimizers:
+        optimizer.step()
+    state.components.model.zero_grad(set_to_none=True)
+    state.global_step += 1
+    state.ema.update(state.global_step)
+    return time.perf_counter() - begun
+
+
+def _recipe(folder: Path) -> Recipe:
+    captions = write_clips(folder / "clips", num_clips=32, seed=0)
+    index([folder / "clips"], captions=captions, out=folder / "catalog.parquet")
+    values = {
+        "out": str(folder / "run"),
+        "data": {
+            "catalog": str(folder / "catalog.parquet"),
+            "buckets": [{"num_frames": 8, "height": 32, "width": 32}],
+            "workers": 0,
+        },
+        "model": {
+            "family": "tubelet",
+            "config": {"hidden_size": 336, "num_blocks": 6, "num_heads": 7},
+        },
+        "training": {"steps": 1, "batch_size": 1, "device": "cpu", "precision": "fp32"},
+    }
+    return config.parse(values, source="the benchmark's recipe")
+
+
+def _state(recipe: Recipe) -> TrainingState:
+    torch.manual_seed(0)
+    parts = assemble(recipe, ["a red square moves left"], None)
+    blocks = parts.family.blocks(parts.model)
+    optimizers = build_optimizers(parts.model, blocks, recipe.optimizer, "fp32")
+    return TrainingState(parts, optimizers, Averages(parts.model, recipe.ema.averages()), "fp32")
+
+
+def _batch(recipe: Recipe) -> Batch:
+    loader = Loader(recipe.data, batch_size=recipe.training.batch_size, seed=0)
+    (batch,) = loader.batches(1)
+    return batch
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _report(
+    costs: dict[str, list[Cost]], step: float, size: float, saves: int, steps: int
+) -> list[str]:
+    whole = {way: _median([cost.waiting + cost.slower for cost in costs[way]]) for way in costs}
+    reference = whole["longtake, waited for"]
+    rows = [
+        f"| {way} | {_ms(each, 'waiting')} | {_ms(each, 'slower')} | {1e3 * whole[way]:.0f} "
+        f"| {whole[way] / reference:.0%} | {_median([cost.steps for cost in each]):.0f} |"
+        for way, each in costs.items()
+    ]
+    return [
+        "# How long saving holds up training",
+        "",
+        f"`python benchmarks/checkpoint_stall.py --saves {saves} --steps {steps}`: "
+        f"{size / 1e6:.0f} MB of weights, AdamW's states and an average, in fp32; steps of "
+        f"{1e3 * step:.0f} ms on {torch.get_num_threads()} threads of {platform.machine()}, which "
+        f"are all the cores there are; torch {torch.__version__}. Medians of {saves} saves in each "
+        "way, which take turns.",
+        "",
+        "| save | training waits, ms | steps are slower by, ms | both, ms | of the first "
+        "| steps until it is whole |",
+        "|---|---|---|---|---|---|",
+        *rows,
+        "",
+        "longtake's saves have checksums (sha256) of all files; torch's has none.",
+        "",
+        "All cores are the training's here, so what the thread computes it takes from the steps. A "
+        "training whose work is on a card leaves it cores of its own; that was not measured.",
+    ]
+
+
+def _ms(costs: list[Cost], what: str) -> str:
+    seconds = [getattr(cost, what) for cost in costs]
+    return f"{1e3 * _median(seconds):.0f} ({1e3 * min(seconds):.0f} to {1e3 * max(seconds):.0f})"
+
+
+def _median(numbers: list[float] | list[int]) -> float:
+    return statistics.median(numbers)
+
+
+if __name__ == "__main__":
+    main()
