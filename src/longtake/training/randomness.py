@@ -18,5 +18,5 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     random.seed(number)
     np.random.seed(number % 2**32)  # an older generator, but a user's module may use it
     torch.default_generator.manual_seed(number)  # torch.manual_seed takes ten times as long
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(number)
