@@ -121,14 +121,23 @@ def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> Outcome:
         ):
             watch = Watch(guard, gauge, saver, record, peak, interrupt)
             ending = _train_through(state, loader, folder, watch, recipe, run, world)
-        seconds = time.perf_counter() - begun
-        if world.is_first:
-            kind: EventKind = "interrupted" if ending.signal else "finished"
-            run.append_event(
-                kind, step=state.global_step, seconds=round(seconds, 3), by=ending.signal
-            )
-        rollbacks = len(from_first(run.rollbacks(), world))
-        return Outcome(start, state.global_step, seconds, ending.signal, rollbacks, recipe.out)
+        return _finish(ending, start, time.perf_counter() - begun, state, run, world)
+
+
+def _finish(
+    ending: Ending,
+    start: int,
+    seconds: float,
+    state: TrainingState,
+    run: RunDirectory,
+    world: World,
+) -> Outcome:
+    """Write down how a launch ended."""
+    if world.is_first:
+        kind: EventKind = "interrupted" if ending.signal else "finished"
+        run.append_event(kind, step=state.global_step, seconds=round(seconds, 3), by=ending.signal)
+    rollbacks = len(from_first(run.rollbacks(), world))
+    return Outcome(start, state.global_step, seconds, ending.signal, rollbacks, run.path)
 
 
 def _train_through(
