@@ -32,6 +32,7 @@ def _launch(command: list[str], recipe: Recipe, *program: str) -> subprocess.Com
         capture_output=True,
         text=True,
         env=os.environ,
+        cwd=path.parent,  # where it leaves what it has to tell
         timeout=150,
         check=False,
     )
