@@ -511,6 +511,48 @@ class GuardSection(_Section):
     """Steps without trouble, beyond the furthest one that a rollback gave up, that are progress."""
 
 
+class WatchSection(_Section):
+    """How hangs are found, and what is done about them."""
+
+    enabled: bool = True
+    action: Literal["report", "restart-worker", "kill"] = "report"
+    """`restart-worker`: end a decoding process that hangs; its clip is read again, and the run goes
+    on. `kill`: that too, and end a rank that hangs, so that torchrun starts all ranks again."""
+    factor: float = Field(5.0, gt=1)
+    """A stall: a phase lasts so many times as long as it ever has in this launch."""
+    min_seconds: float = Field(6.0, gt=0)
+    """Nothing shorter is a stall."""
+    max_seconds: float = Field(600.0, gt=0)
+    """Everything longer is, but for what comes before the first step."""
+    checkpoint_seconds: float = Field(120.0, gt=0)
+    """Like `min_seconds`, of saving, going back and evaluating."""
+    first_steps_seconds: float = Field(300.0, gt=0)
+    """Like `min_seconds`, of the first steps of a launch or of a shape of clips (compilation)."""
+    start_seconds: float = Field(1800.0, gt=0)
+    """How long each part of what comes before the first step may take."""
+    rounds: int = Field(3, ge=2, le=10)
+    """How often all processes are dumped, to see what moves."""
+    round_seconds: float = Field(1.5, gt=0)
+    """Between two rounds."""
+    hook: str | None = None
+    """A shell command that is run at an alert, which it finds on stdin as one line of JSON."""
+    webhook: str | None = Field(None, pattern=r"^https?://\S+$")
+    """An address that each alert is posted to as JSON."""
+    health_seconds: float = Field(10.0, ge=1)
+    """Between two samples of the node's health."""
+    exporter_port: int | None = Field(None, gt=0, lt=65536)
+    """Where Prometheus finds each node's watcher; None: nowhere."""
+
+    @model_validator(mode="after")
+    def _bounds_are_ordered(self) -> Self:
+        if self.min_seconds > self.max_seconds:
+            raise ValueError(
+                f"watch.min_seconds {self.min_seconds:g} is more than watch.max_seconds "
+                f"{self.max_seconds:g}"
+            )
+        return self
+
+
 class ParallelSection(_Section):
     """What several processes share."""
 
@@ -560,6 +602,7 @@ class Recipe(_Section):
     recompute: RecomputeSection = RecomputeSection()
     ema: EmaSection = EmaSection()
     guard: GuardSection = GuardSection()
+    watch: WatchSection = WatchSection()
     parallel: ParallelSection = ParallelSection()
     checkpoint: CheckpointSection = CheckpointSection()
     sampling: SamplingSection = SamplingSection()
@@ -595,6 +638,7 @@ MAY_CHANGE_ON_RESUME = (
     "checkpoint",
     "ema.sample_from",
     "guard",
+    "watch",
     "sampling",
 )
 """Keys (or sections) that do not change what a healthy run computes."""

@@ -1,0 +1,244 @@
+"""What watchers keep in a run directory: names and records; torch-free.
+
+    nodes/<host>/heartbeat.json        what each process of the node does, some times a second
+    nodes/<host>/events.jsonl          what the watcher saw and did
+    nodes/<host>/health.jsonl          clocks, power, links, disks, load: a line each some seconds
+    nodes/<host>/watcher.log           what the watcher said
+    nodes/<host>/stacks/<token>.json   dumps of all the run's processes on the node
+    nodes/<host>/stacks/<token>.fr/    the flight recorders' dumps that belong to it, by rank
+    requests/<token>.json              somebody wants dumps of all nodes (writer: who asks)
+    stalls/<token>.json                the verdict over all nodes (writer: whoever is first)
+
+Everything below nodes/<host> has one writer, that node's watcher; but for `stacks/`, where rank 0
+also leaves what it was told of decoding processes.
+"""
+
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from heapq import merge
+from pathlib import Path
+from typing import Any, Literal, NotRequired, TypedDict
+
+from longtake.aside import written_aside
+from longtake.run_dir import RunDirectory, append_json, now, read_json_lines, write_json
+
+NodeEventKind = Literal[
+    "watching",
+    "stalled",
+    "went_on",
+    "restarted_worker",
+    "killed_rank",
+    "rank_died",
+    "clock_stepped",
+    "clock_slewed",
+    "degraded",
+    "recovered",
+    "disk_full",
+]
+
+
+class ProcessDump(TypedDict):
+    """One process at one moment."""
+
+    pid: int
+    ppid: int
+    role: Literal["rank", "decode", "agent", "helper"]
+    """`agent`: torchrun's; `helper`: whatever else a rank has started."""
+    rank: int | None
+    """The rank, or that of the rank that it belongs to."""
+    command: str
+    state: str
+    """As in /proc: R S D T Z; empty: it was gone."""
+    cpu_seconds: float
+    """User and system time since it was started."""
+    method: str
+    """How it was read: see `stacks.StackDump`."""
+    threads: list[dict[str, Any]]
+    """`stacks.Thread`s, the main thread first."""
+    raw: str
+    """What was read, where it could not be understood."""
+    heart: dict[str, Any] | None
+    """`heartbeat.Pulse.as_dict`, as read in this round."""
+
+
+class Round(TypedDict):
+    """All processes of a node at about one moment."""
+
+    seconds: float
+    """Since the first round."""
+    processes: list[ProcessDump]
+
+
+class NodeDump(TypedDict):
+    """nodes/<host>/stacks/<token>.json: all processes of a run on one node, some times over."""
+
+    token: str
+    time: str
+    host: str
+    reason: Literal["stall", "asked"]
+    launch: str
+    rounds: list[Round]
+    missing: list[dict[str, Any]]
+    """Hearts (`Pulse.as_dict`) whose process is gone without having ended as it should."""
+
+
+class Request(TypedDict):
+    """requests/<token>.json: somebody wants dumps of all nodes."""
+
+    token: str
+    time: str
+    by: str
+    """The host."""
+    reason: Literal["stall", "asked"]
+    rounds: int
+    native: bool
+    stall: NotRequired[dict[str, Any]]
+    """Of a stall: the heart (`Pulse.as_dict`) that gave the alarm, its `host`, and the `limit` in
+    seconds that it is past."""
+
+
+@dataclass(frozen=True)
+class NodeDirectory:
+    """Paths and records of one node in a run directory."""
+
+    run: RunDirectory
+    host: str
+
+    @property
+    def path(self) -> Path:
+        """The node's folder."""
+        return nodes_path(self.run) / self.host
+
+    @property
+    def heartbeat_path(self) -> Path:
+        """What each process of the node does."""
+        return self.path / "heartbeat.json"
+
+    @property
+    def health_path(self) -> Path:
+        """One JSON object per sample of the node's health."""
+        return self.path / "health.jsonl"
+
+    @property
+    def events_path(self) -> Path:
+        """One JSON object per event that the node's watcher saw."""
+        return self.path / "events.jsonl"
+
+    @property
+    def log_path(self) -> Path:
+        """What the node's watcher said."""
+        return self.path / "watcher.log"
+
+    def dump_path(self, token: str) -> Path:
+        """Where the node's answer to a request lies, whether there is one or not."""
+        return self.path / "stacks" / f"{token}.json"
+
+    def flight_path(self, token: str) -> Path:
+        """Where flight recorders' dumps that belong to an answer lie, as rank_<rank>."""
+        return self.path / "stacks" / f"{token}.fr"
+
+    def append_event(self, kind: NodeEventKind, **fields: Any) -> None:
+        """Append one line to the node's events.jsonl."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        append_json(self.events_path, {"time": now(), "event": kind, "host": self.host, **fields})
+
+    def write_heartbeat(self, record: Mapping[str, Any]) -> None:
+        """Replace heartbeat.json; it need not outlive a power cut."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with written_aside(self.heartbeat_path) as aside:
+            aside.write_text(json.dumps(record), encoding="utf-8")
+
+    def read_heartbeat(self) -> dict[str, Any]:
+        """The node's heartbeat.json; empty if there is none."""
+        return read_json(self.heartbeat_path)
+
+    def write_dump(self, dump: NodeDump) -> Path:
+        """Write an answer to a request; returns where it lies."""
+        path = self.dump_path(dump["token"])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, dump)
+        return path
+
+
+def nodes_path(run: RunDirectory) -> Path:
+    """The folder of nodes' folders."""
+    return run.path / "nodes"
+
+
+def this_node(run: RunDirectory) -> NodeDirectory:
+    """The folder of the node that this process runs on."""
+    return NodeDirectory(run, socket.gethostname())
+
+
+def all_nodes(run: RunDirectory) -> list[NodeDirectory]:
+    """The nodes that have a folder, by name (gpu2 before gpu10)."""
+    folder = nodes_path(run)
+    hosts = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    return [NodeDirectory(run, host) for host in sorted(hosts, key=_natural)]
+
+
+def requests_path(run: RunDirectory) -> Path:
+    """The folder of requests for dumps."""
+    return run.path / "requests"
+
+
+def request_path(run: RunDirectory, token: str) -> Path:
+    """Where a request lies."""
+    return requests_path(run) / f"{token}.json"
+
+
+def verdict_path(run: RunDirectory, token: str) -> Path:
+    """Where the verdict over all nodes' answers to a request lies."""
+    return run.path / "stalls" / f"{token}.json"
+
+
+def write_once(path: Path, record: Mapping[str, Any]) -> bool:
+    """Write a JSON file whole if there is none; whether it was this call that did."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    aside.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    try:
+        os.link(aside, path)  # fails where rename would overwrite
+    except FileExistsError:
+        return False
+    finally:
+        aside.unlink()
+    return True
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none, or it cannot be read."""
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def read_requests(run: RunDirectory) -> list[Request]:
+    """All requests, by the time that who asked has written down."""
+    folder = requests_path(run)
+    paths = folder.glob("[!.]*.json") if folder.is_dir() else ()
+    found: Sequence[Any] = [read_json(path) for path in paths]
+    return sorted((each for each in found if each), key=lambda each: str(each["time"]))
+
+
+def read_dumps(run: RunDirectory, token: str) -> list[NodeDump]:
+    """The nodes' answers to a request, by node."""
+    found: Sequence[Any] = [read_json(each.dump_path(token)) for each in all_nodes(run)]
+    return [dump for dump in found if dump]
+
+
+def read_events(run: RunDirectory) -> Iterator[dict[str, Any]]:
+    """The run's own events and those of its nodes, in the order of the times they bear."""
+    paths = [run.events_path, *(node.events_path for node in all_nodes(run))]
+    return merge(*map(read_json_lines, paths), key=lambda event: str(event["time"]))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]

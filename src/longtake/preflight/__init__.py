@@ -1,0 +1,1 @@
+"""Whether the nodes are fit for a run, before it begins."""
