@@ -59,6 +59,8 @@ precision = "fp32"
 decay = 0.9
 [checkpoint]
 every = 6
+[watch]
+enabled = false
 """
 
 

@@ -18,7 +18,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
+
+from longtake.errors import LongtakeError
 
 Role = Literal["rank", "decode"]
 Phase = Literal[
@@ -136,6 +138,13 @@ class Pulse:
         return {**facts, "path_of_clip": self.path_of_clip, "is_settled": self.is_settled}
 
 
+class Hearts(NamedTuple):
+    """Where a rank has the processes that it starts keep their records."""
+
+    folder: Path
+    rank: int
+
+
 class Heart:
     """Writes this process's record.
 
@@ -146,16 +155,14 @@ class Heart:
         local_rank: on the node.
         world_size: how many ranks there are.
 
-    Raises:
-        OSError: the record cannot be written.
+    Where the folder has no room, nobody sees the record, and nothing else changes.
     """
 
     def __init__(
         self, folder: Path, role: Role, *, rank: int = 0, local_rank: int = 0, world_size: int = 1
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         pid = os.getpid()
-        self.path = folder / f"{role}_{rank}_{pid}"
+        self.path = path_of(folder, role, rank, pid)
         self._who = (pid, _start_of(pid), _ROLES.index(role), rank, local_rank, world_size)
         self._launch = b""
         self._step = self._steps_done = 0
@@ -167,12 +174,10 @@ class Heart:
         self._table = [0] * (3 * len(_PHASES))
         self._work_ns = self._work_count = 0
         self._sequence = 0
-        aside = self.path.with_suffix(".new")
-        with aside.open("wb+") as file:
-            file.truncate(_SIZE)
-            self._memory = mmap.mmap(file.fileno(), _SIZE)
+        self._memory = mmap.mmap(-1, _SIZE)
         self._write()
-        aside.rename(self.path)  # whoever finds it finds it filled
+        with suppress(OSError):
+            self._memory = _shared(self.path, self._memory[:])
 
     def enter(self, phase: Phase, detail: str | None = None, clip: str = "") -> None:
         """Say that a phase begins, which ends the one before; `detail` stays what it was if None.
@@ -218,8 +223,10 @@ class Heart:
         self.enter("ended")
 
     def remove(self) -> None:
-        """Take the record away."""
+        """Take the record away, and the folder with the last one."""
         self.path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.path.parent.rmdir()
 
     def _learn(self, nanoseconds: int) -> None:
         at = 3 * _PHASES.index(self._phase)
@@ -230,7 +237,7 @@ class Heart:
     def _write(self) -> None:
         memory = self._memory
         self._sequence += 1
-        _SEQUENCE.pack_into(memory, 0, _MAGIC, self._sequence)
+        memory[: _SEQUENCE.size] = _SEQUENCE.pack(_MAGIC, self._sequence)  # not zero in between
         text, clip = self._text[:128], self._clip[-(_TEXT_BYTES - 128) :]
         pid, started, role, rank, local_rank, world_size = self._who
         _FACTS.pack_into(
@@ -256,7 +263,28 @@ class Heart:
         memory[_TEXT_AT : _TEXT_AT + len(text) + len(clip)] = text + clip
         _TABLE.pack_into(memory, _TABLE_AT, *self._table)
         self._sequence += 1
-        _SEQUENCE.pack_into(memory, 0, _MAGIC, self._sequence)
+        memory[: _SEQUENCE.size] = _SEQUENCE.pack(_MAGIC, self._sequence)  # not zero in between
+
+
+def _shared(path: Path, page: bytes) -> mmap.mmap:
+    """A file in memory that holds a page already when it is found.
+
+    Raises:
+        OSError: there is no room, or it is not allowed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    aside = path.with_suffix(".new")
+    with aside.open("wb+") as file:
+        os.posix_fallocate(file.fileno(), 0, _SIZE)  # writing to a page that is not there kills
+        memory = mmap.mmap(file.fileno(), _SIZE)
+    memory[:] = page
+    aside.rename(path)
+    return memory
+
+
+def path_of(folder: Path, role: Role, rank: int, pid: int) -> Path:
+    """Where a process's record lies, whether there is one or not."""
+    return folder / f"{role}_{rank}_{pid}"
 
 
 def read(path: Path) -> Pulse | None:
@@ -343,12 +371,18 @@ _heart: Heart | None = None
 
 @contextmanager
 def beating(heart: Heart) -> Iterator[Heart]:
-    """Make a heart the process's own; at the end it says whether all went as it should."""
+    """Make a heart the process's own; at the end it says that all went as it should.
+
+    That includes an error that a person was told of. After any other, it says what it said last.
+    """
     global _heart
     _heart = heart
     try:
         yield heart
         heart.close()
+    except LongtakeError:
+        heart.close()
+        raise
     finally:
         _heart = None
 

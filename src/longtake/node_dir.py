@@ -16,6 +16,7 @@ also leaves what it was told of decoding processes.
 import json
 import os
 import re
+import secrets
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -40,6 +41,11 @@ NodeEventKind = Literal[
     "recovered",
     "disk_full",
 ]
+
+FLIGHT_PIPE_PREFIX = "fr_pipe_rank_"
+"""Where a rank's flight recorder is asked, among the hearts: with its rank and `.pipe` after it."""
+FLIGHT_FILE_PREFIX = "fr_dump_rank_"
+"""What it writes then, likewise: with its rank after it."""
 
 
 class ProcessDump(TypedDict):
@@ -200,7 +206,7 @@ def verdict_path(run: RunDirectory, token: str) -> Path:
 def write_once(path: Path, record: Mapping[str, Any]) -> bool:
     """Write a JSON file whole if there is none; whether it was this call that did."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     aside.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     try:
         os.link(aside, path)  # fails where rename would overwrite

@@ -16,6 +16,7 @@ from longtake.data.references import Reference, references_of, without_reference
 from longtake.data.sample import is_only_window
 from longtake.data.window import Window
 from longtake.errors import ClipError
+from longtake.heartbeat import Hearts
 
 Pixels = NDArray[np.uint8]
 
@@ -41,12 +42,16 @@ class Decoding:
         data: the recipe's section.
         workers: processes that decode; 0: threads.
         memory: what is known already.
+        hearts: where the workers say what they do; None: nowhere.
     """
 
-    def __init__(self, data: DataSection, workers: int, memory: Memory) -> None:
+    def __init__(
+        self, data: DataSection, workers: int, memory: Memory, hearts: Hearts | None = None
+    ) -> None:
         self.data = data
         self.memory = memory
-        self.pool = Pool(workers, data.sample_timeout_seconds, decoder=data.decoder)
+        limit = data.sample_timeout_seconds
+        self.pool = Pool(workers, limit, decoder=data.decoder, hearts=hearts)
 
     def places(self, shape: Bucket, num_places: int) -> "PixelPlaces":
         """The empty places of one batch."""

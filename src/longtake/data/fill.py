@@ -26,6 +26,7 @@ from longtake.data.references import Reference, without_reference
 from longtake.data.sample import all_windows
 from longtake.data.window import Window
 from longtake.errors import ClipError, DataError
+from longtake.heartbeat import Hearts
 
 EncodePixels = Callable[[NDArray[np.uint8]], Tensor]
 """From [3, F, H, W] uint8 to latents [C, F', H', W']."""
@@ -152,6 +153,7 @@ def fill_latents(
     encode: EncodePixels,
     report: Report,
     progress: Progress | None = None,
+    hearts: Hearts | None = None,
 ) -> None:
     """Add the windows of clips and their further pictures to a cache.
 
@@ -160,7 +162,8 @@ def fill_latents(
             written.
     """
     under_way: deque[_Job] = deque()
-    with Pool(data.workers, data.sample_timeout_seconds, decoder=data.decoder) as pool:
+    limit = data.sample_timeout_seconds
+    with Pool(data.workers, limit, decoder=data.decoder, hearts=hearts) as pool:
         for done, number in enumerate(_some_order(len(places))):
             place = places[number]
             clip = place.catalog.clip(place.row)

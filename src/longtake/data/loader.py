@@ -35,6 +35,7 @@ from longtake.data.pool import Incident
 from longtake.data.sample import sample_seed, sample_window
 from longtake.data.skipped import Skipped, Span, begins_epoch
 from longtake.errors import ClipError, DataError
+from longtake.heartbeat import Hearts
 
 _MOST_CLIPS_AT_HAND = 2**14
 _REMEDY = "Are the files still where they were indexed? Run longtake data index again."
@@ -72,6 +73,7 @@ class Loader:
         world_size: how many share each global batch; must divide it.
         kept: the folder in which catalogs that were trained on are kept, without which a run
             cannot go on after its data changed.
+        hearts: where decoding processes say what they do; None: nowhere.
 
     Raises:
         DataError: a catalog cannot be read, the batch size does not fit, or further pictures are
@@ -87,6 +89,7 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         kept: Path | None = None,
+        hearts: Path | None = None,
     ) -> None:
         if batch_size < 1 or batch_size % world_size:
             raise DataError(
@@ -100,6 +103,7 @@ class Loader:
         self._batch_size = batch_size
         self._seed = seed
         self._kept = kept
+        self.hearts = None if hearts is None else Hearts(hearts, rank)
         local_size = batch_size // world_size
         self._mine = range(rank * local_size, (rank + 1) * local_size)
         self._step = 0
@@ -274,7 +278,7 @@ class Loader:
     def _feed(self, workers: int) -> Feed:
         if self._filled is not None:
             return CacheReading(self._filled)
-        return Decoding(self.data, workers, self._memory)
+        return Decoding(self.data, workers, self._memory, self.hearts)
 
     def _ahead(self) -> int:
         """Batches to keep under way: enough that no worker idles."""

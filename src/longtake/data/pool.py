@@ -27,6 +27,7 @@ from longtake.data.process import WorkerProcess, how_it_ended
 from longtake.data.references import Reference, read
 from longtake.data.window import Decoder, Window
 from longtake.errors import ClipError, DataError
+from longtake.heartbeat import Hearts
 
 _START_SECONDS = 120.0  # a cold network file system takes long to import from
 _MAX_FAILED_STARTS = 3  # in a row
@@ -113,6 +114,7 @@ class Pool:
         sample_timeout_seconds: how long one window may take.
         threads: how many threads, if there are no workers.
         decoder: what decodes videos.
+        hearts: where the workers say what they do; None: nowhere.
 
     Raises:
         DataError: the decoder cannot be imported.
@@ -125,6 +127,7 @@ class Pool:
         *,
         threads: int = 2,
         decoder: Decoder = "pyav",
+        hearts: Hearts | None = None,
     ) -> None:
         if decoder == "torchcodec":
             from longtake.data.alternative import video_decoder  # it imports torch
@@ -132,6 +135,7 @@ class Pool:
             video_decoder()  # raises here, not in a worker
         self._num_workers = workers
         self._decoder = decoder
+        self._hearts = hearts
         self._timeout = sample_timeout_seconds
         self._queue: deque[_Task] = deque()
         self._incidents: list[Incident] = []
@@ -241,7 +245,7 @@ class Pool:
     def _hire(self) -> None:
         while len(self._workers) < self._num_workers and not self._end:
             try:
-                process = WorkerProcess(self._decoder)
+                process = WorkerProcess(self._decoder, self._hearts)
             except OSError as error:
                 raise DataError(f"A decoding process could not be started: {error}.") from error
             self._workers.append(_Worker(process, time.monotonic() + _START_SECONDS))

@@ -11,8 +11,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from longtake import heartbeat
 from longtake.data.references import Reference
 from longtake.data.window import Decoder, Window
+
+PROGRAM = ("longtake.data.worker",)
 
 _PACKAGES = Path(__file__).parents[2]  # where longtake is imported from
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -25,19 +28,25 @@ class WorkerProcess:
     Pixels come back through two pieces of nameless shared memory (memfd, of which /dev/shm's size
     is no limit), used in turn: one is copied out while the next window is decoded into the other.
 
+    Args:
+        decoder: what decodes videos.
+        hearts: where it says what it does; None: nowhere.
+
     Attributes:
         pid: the process.
         connection: where it answers.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, hearts: heartbeat.Hearts | None = None) -> None:
         self.connection: Connection[tuple[Window | Reference, int], tuple[str, str]]
         self.connection, theirs = Pipe()
         self._memory = [os.memfd_create("longtake-window") for _ in range(2)]
         self._stderr = os.memfd_create("longtake-stderr")
         self._slot = 0
+        self._hearts = hearts
+        where = [str(each) for each in hearts or ("", 0)]
         inherited = [theirs.fileno(), *self._memory]
-        arguments = [str(number) for number in (os.getpid(), *inherited)]
+        arguments = [*where, *(str(number) for number in (os.getpid(), *inherited))]
         paths = [str(_PACKAGES), os.environ.get("PYTHONPATH", "")]
         search = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         # What is blocked here stays so in the process: Ctrl-C and a scheduler's SIGTERM go to the
@@ -45,7 +54,7 @@ class WorkerProcess:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
             self._process = subprocess.Popen(  # noqa: S603 - ourselves
-                [sys.executable, "-P", "-m", "longtake.data.worker", decoder, *arguments],
+                [sys.executable, "-P", "-m", *PROGRAM, decoder, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
@@ -62,7 +71,7 @@ class WorkerProcess:
 
     @property
     def stderr(self) -> Path:
-        """The file to which it writes its stacks (SIGUSR1, or a crash) and other last words."""
+        """The file to which it writes its stacks (SIGUSR2, or a crash) and other last words."""
         return Path(f"/proc/self/fd/{self._stderr}")
 
     def send(self, window: Window | Reference) -> int:
@@ -102,6 +111,10 @@ class WorkerProcess:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         words = self.stderr.read_text(errors="replace")
+        if self._hearts is not None:
+            heartbeat.path_of(self._hearts.folder, "decode", self._hearts.rank, self.pid).unlink(
+                missing_ok=True
+            )
         self._close()
         return self._process.returncode, words
 

@@ -1,19 +1,20 @@
 """A decoding process: takes windows from a connection, writes pixels to shared memory.
 
-    python -m longtake.data.worker DECODER PARENT CONNECTION MEMORY...
+    python -m longtake.data.worker DECODER HEARTS RANK PARENT CONNECTION MEMORY...
 
-The pool starts it so; the numbers are its parent's process id and inherited file descriptors. It
-imports neither torch nor the user's program, and ends when its parent does, however that happens.
+The pool starts it so; HEARTS is the folder in which it says what it does, or empty; the numbers
+are its rank, its parent's process id and inherited file descriptors. It imports neither torch nor
+the user's program, and ends when its parent does, however that happens.
 """
 
 import ctypes
-import faulthandler
 import mmap
 import os
 import signal
 import sys
 from itertools import count
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,32 +22,39 @@ from numpy.typing import NDArray
 from longtake.data.references import Reference, read
 from longtake.data.window import Decoder, Window
 from longtake.errors import ClipError
+from longtake.heartbeat import Heart
+from longtake.stacks.allow import allow_inspection
 
 # What a worker sends: that it is ready, once; then for each window `DONE` or (FAILED, reason).
 READY, DONE, FAILED = "ready", "done", "failed"
 
 _TRIM_EVERY = 100  # windows
 
-# From linux/prctl.h
-_SET_PARENT_DEATH_SIGNAL, _SET_PTRACER, _ANYONE = 1, 0x59616D61, ctypes.c_ulong(-1)
+_SET_PARENT_DEATH_SIGNAL = 1  # from linux/prctl.h
 
 
 def main() -> None:
     """Decode one window after the other until the parent closes the connection."""
-    if len(sys.argv) < 5:
+    if len(sys.argv) < 7:
         raise SystemExit("This is a part of longtake's decoding pool, which starts it itself.")
     decoder: Decoder = "torchcodec" if sys.argv[1] == "torchcodec" else "pyav"
-    parent, connection_fd, *memory = (int(argument) for argument in sys.argv[2:])
+    hearts = sys.argv[2]
+    rank, parent, connection_fd, *memory = (int(argument) for argument in sys.argv[3:])
     _bind_to(parent)
-    _allow_inspection()
+    allow_inspection()
     connection: Connection[tuple[str, str], tuple[Window | Reference, int]] = Connection(
         connection_fd
     )
+    heart = Heart(Path(hearts), "decode", rank=rank) if hearts else None
     with connection:
         try:
             connection.send((READY, ""))
             for number in count(1):
+                if heart:
+                    heart.enter("idle", "")
                 window, slot = connection.recv()
+                if heart:
+                    heart.enter("decode", window.identity, str(window.media))
                 connection.send(_answer(window, memory[slot], decoder))
                 if number % _TRIM_EVERY == 0:
                     _trim()
@@ -82,13 +90,6 @@ def _bind_to(parent: int) -> None:
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:  # it was faster; or something stands between
         raise SystemExit(f"the pool's process is {parent}, but the parent is {os.getppid()}")
-
-
-def _allow_inspection() -> None:
-    """Let py-spy in where Yama forbids it, and write stacks to stderr on SIGUSR1 or a crash."""
-    ctypes.CDLL(None).prctl(_SET_PTRACER, _ANYONE)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from longtake.run_dir import RunDirectory
 
 _OF_A_BATCH = ("stage", "epoch", "sample_rejected", "decoder_stalled", "decoder_died")
 """Events whose step is the number of a batch."""
-_OF_A_VERDICT = ("skipped", "suspected")
-"""Events whose step is that of the state that was judged: those that were done before."""
+_OF_A_VERDICT = ("skipped", "suspected", "stalled", "rank_died", "killed_rank", "restarted_worker")
+"""Events whose step is that of the steps that were done before."""
 
 
 def around(run: RunDirectory, step: int, span: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from longtake.checkpoint.manifest import damage
 from longtake.errors import RunError
 from longtake.inspection.rows import Row, read_rows
+from longtake.inspection.troubles import troubles
 from longtake.inspection.verdicts import events, verdicts
 from longtake.run_dir import RunDirectory
 
@@ -21,9 +22,9 @@ def glance(run: RunDirectory) -> dict[str, Any]:
     Returns:
         JSON: `run`, `id`, `created`, `recipe`, `family`, `steps`, `total_steps`, `state` (finished,
         interrupted, diverged, or open: it trains, or was killed), `launches`, `newest` (the last
-        row of metrics that counts), `abandoned_rows`, `checkpoints` (step, bytes,
-        damage, abandoned),
-        `verdicts`, `rollbacks` and `next` (commands, each with what it does).
+        row of metrics that counts), `abandoned_rows`, `checkpoints` (step, bytes, damage,
+        abandoned), `verdicts`, `rollbacks`, `troubles` (of processes and nodes) and `next`
+        (commands, each with what it does).
 
     Raises:
         RunError: there is no run, or run.json is damaged.
@@ -48,6 +49,7 @@ def glance(run: RunDirectory) -> dict[str, Any]:
         "checkpoints": checkpoints,
         "verdicts": verdicts(run),
         "rollbacks": run.rollbacks(),
+        "troubles": troubles(run, rows),
         "next": _next(run, state, checkpoints, rows),
     }
 

@@ -1,4 +1,4 @@
-"""The strip above a run's curves: verdicts, rollbacks, and where epochs and stages begin."""
+"""The strip above a run's curves: verdicts, hangs, rollbacks, and where epochs and stages begin."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,10 +8,11 @@ from matplotlib.axes import Axes
 from longtake.drawing import INK, PALE_INK, PAPER, SERIES
 from longtake.inspection.around import step_of
 from longtake.inspection.rows import Row
+from longtake.inspection.troubles import in_words, troubles
 from longtake.inspection.verdicts import events, verdicts
 from longtake.run_dir import RolledBack, RunDirectory
 
-_TROUBLE, _WENT_BACK, _SHADE = SERIES[1], SERIES[3], "#f3ead8"
+_TROUBLE, _WENT_BACK, _OF_A_NODE, _SHADE = SERIES[1], SERIES[3], SERIES[4], "#f3ead8"
 _MOST_LABELS = 6
 _MOST_EDGES = 12
 _ROOM_BESIDE = 0.45  # of the width, for a rollback in words
@@ -30,11 +31,18 @@ class Strip:
     rollbacks: tuple[RolledBack, ...]
     edges: tuple[tuple[int, str], ...]
     """(first step, name) of epochs and stages; none where there are too many to tell apart."""
+    troubles: tuple[tuple[int, str], ...] = ()
+    """(step, in a few words) of what befell processes and nodes."""
 
     @property
     def num_lanes(self) -> int:
-        """Lines of marks above each other: verdicts, and a few rollbacks."""
-        return bool(self.verdicts) + min(len(self.rollbacks), _MOST_LABELS)
+        """Lines of marks above each other: verdicts, troubles, and a few rollbacks."""
+        return self.first_rollback + min(len(self.rollbacks), _MOST_LABELS)
+
+    @property
+    def first_rollback(self) -> int:
+        """The first lane of rollbacks."""
+        return bool(self.verdicts) + bool(self.troubles)
 
 
 def strip_of(run: RunDirectory, rows: Sequence[Row], shown: Span) -> Strip:
@@ -56,31 +64,42 @@ def strip_of(run: RunDirectory, rows: Sequence[Row], shown: Span) -> Strip:
     inner = tuple(sorted(inside))
     return Strip(
         verdicts=tuple(each for each in said if shown[0] <= each[0] <= shown[1]),
+        troubles=tuple(
+            (each["at"], in_words(each))
+            for each in troubles(run, rows)
+            if shown[0] <= each["at"] <= shown[1]
+        ),
         rollbacks=tuple(rollbacks),
         edges=inner if len(inner) <= _MOST_EDGES else (),
     )
 
 
 def draw_strip(axes: Axes, strip: Strip, shown: Span) -> None:
-    """Fill the strip: one lane of verdicts, and an arrow back for each rollback."""
+    """Fill the strip: a lane of verdicts, one of troubles, and an arrow back for each rollback."""
     axes.set_ylim(strip.num_lanes - 0.3, -0.7)
     axes.set_facecolor(PAPER)
     axes.tick_params(left=False, labelleft=False, bottom=False)
     axes.spines[:].set_visible(False)
-    groups = _together(strip.verdicts, _NEAR * (shown[1] - shown[0]))
-    for group in groups:
-        steps = [step for step, _ in group]
-        axes.plot(steps, [0] * len(steps), "v", color=_TROUBLE, markersize=5)
-        if len(groups) <= _MOST_LABELS:
-            times = f"{len(group)} × " if len(group) > 1 else ""  # noqa: RUF001 - in a picture
-            _label(axes, (steps[0], steps[-1]), 0, f"{times}{group[0][1]}", _TROUBLE, shown)
-    first = int(bool(strip.verdicts))
+    _draw_marks(axes, strip.verdicts, 0, _TROUBLE, shown)
+    _draw_marks(axes, strip.troubles, int(bool(strip.verdicts)), _OF_A_NODE, shown)
     for number, each in enumerate(strip.rollbacks):
-        lane = first + number % _MOST_LABELS
+        lane = strip.first_rollback + number % _MOST_LABELS
         ends = max(each["to_step"], shown[0]), min(each["from_step"], shown[1])
         arrow = {"arrowstyle": "-|>", "color": _WENT_BACK, "shrinkA": 0, "shrinkB": 0, "lw": 1.4}
         axes.annotate("", xy=(ends[0], lane), xytext=(ends[1], lane), arrowprops=arrow)
         _label(axes, ends, lane, _told(each), INK, shown)
+
+
+def _draw_marks(
+    axes: Axes, marks: Sequence[tuple[int, str]], lane: int, color: str, shown: Span
+) -> None:
+    groups = _together(marks, _NEAR * (shown[1] - shown[0]))
+    for group in groups:
+        steps = [step for step, _ in group]
+        axes.plot(steps, [lane] * len(steps), "v", color=color, markersize=5)
+        if len(groups) <= _MOST_LABELS:
+            times = f"{len(group)} × " if len(group) > 1 else ""  # noqa: RUF001 - in a picture
+            _label(axes, (steps[0], steps[-1]), lane, f"{times}{group[0][1]}", color, shown)
 
 
 def _together(marks: Sequence[tuple[int, str]], near: float) -> list[list[tuple[int, str]]]:
@@ -102,6 +121,8 @@ def mark_steps(axes: Axes, strip: Strip, shown: Span, *, is_last: bool) -> None:
         axes.axvline(each["from_step"], color=_WENT_BACK, linewidth=1, linestyle="--")
     for step, _ in strip.verdicts:
         axes.axvline(step, color=_TROUBLE, linewidth=0.8, linestyle="--", alpha=0.7)
+    for step, _ in strip.troubles:
+        axes.axvline(step, color=_OF_A_NODE, linewidth=0.8, linestyle="--", alpha=0.7)
     for step, name in strip.edges:
         axes.axvline(step - 0.5, color=PALE_INK, linewidth=0.8, linestyle=":")
         if is_last and step >= named_until:

@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from longtake.inspection.troubles import sentence_of
 from longtake.units import size
 
 _PIPE_WIDTH = 120
@@ -68,6 +69,8 @@ def said(event: Mapping[str, Any]) -> str:
         return f"step {step}: stage {event['stage']} begins"
     if kind == "checkpoint":
         return f"checkpoint of step {step}"
+    if kind in ("stalled", "rank_died", "clock_stepped", "clock_slewed", "degraded", "disk_full"):
+        return sentence_of(event)
     hidden = ("event", "time", "at", "step", "options", "per_block", "report")
     rest = {name: value for name, value in event.items() if name not in hidden and value}
     facts = ", ".join(f"{name} {value}" for name, value in rest.items())
@@ -86,6 +89,9 @@ def _about(facts: Mapping[str, Any]) -> dict[str, list[str]]:
         "verdicts": _shortened([_verdict(each) for each in facts["verdicts"]]),
         "rollbacks": _shortened([_rollback(each) for each in facts["rollbacks"]]),
     }
+    if facts["troubles"]:
+        told = [f"step {each['at']}: {sentence_of(each)}" for each in facts["troubles"]]
+        lines["troubles"] = _shortened(told)
     if facts["abandoned_rows"]:
         lines["abandoned"] = [f"{facts['abandoned_rows']} steps that were done, and given up"]
     return lines

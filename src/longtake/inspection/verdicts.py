@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from longtake.errors import RunError
-from longtake.run_dir import RunDirectory, read_json_lines
+from longtake.node_dir import read_events
+from longtake.run_dir import RunDirectory
 
 _REPORT = re.compile(r"step_(\d+)_(\d+)\.json")
 
@@ -34,8 +35,8 @@ class Report:
 
 
 def events(run: RunDirectory) -> list[dict[str, Any]]:
-    """All of a run's events, in the order in which they happened."""
-    return list(read_json_lines(run.events_path))
+    """All of a run's events and its nodes', in the order in which they happened."""
+    return list(read_events(run))
 
 
 def verdicts(run: RunDirectory) -> list[dict[str, Any]]:

@@ -33,6 +33,7 @@ from longtake.data.fill import (
 from longtake.data.loader import Loader
 from longtake.data.pool import Incident
 from longtake.errors import DataError, RecipeError
+from longtake.heartbeat import Hearts
 from longtake.models.assemble import assemble, outline
 from longtake.models.codec import build_codec
 from longtake.models.text import NO_CAPTION, build_text
@@ -187,7 +188,7 @@ def fill_cache(
         )
     report = Report(present=missing.present)
     _fill_prompts(cache, missing, recipe, made, world.device, shown, report)
-    _fill_latents(cache, missing, recipe, made, world.device, shown, report)
+    _fill_latents(cache, missing, recipe, made, world.device, shown, report, loader.hearts)
     return _together(cache, report, recipe, world, begun)
 
 
@@ -253,6 +254,7 @@ def _fill_latents(
     device: torch.device,
     console: Console,
     report: Report,
+    hearts: Hearts | None,
 ) -> None:
     if not missing.places:
         return
@@ -266,6 +268,7 @@ def _fill_latents(
             lambda pixels: codec.encode(torch.from_numpy(pixels)[None].to(device))[0],
             report,
             advance,
+            hearts,
         )
     codec.to(torch.device("cpu"))
     _free(device)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from longtake import heartbeat
 from longtake.config import Bucket
 from longtake.data.batch import Batch
 from longtake.data.loader import Loader
@@ -48,6 +49,7 @@ class Record:
     def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches; notes how long each is waited for, and when an epoch begins."""
         while True:
+            heartbeat.enter("data")
             asked = time.perf_counter()
             batch = next(batches, None)
             self._data_seconds = time.perf_counter() - asked

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from longtake import heartbeat
 from longtake.checkpoint import store
 from longtake.checkpoint.saver import keep_saver
 from longtake.config import Bucket, Recipe
@@ -45,6 +46,7 @@ from longtake.training.resume import data_state, refuse_other_plans
 from longtake.training.rollback import choose, go_back, newest_kept, skip_batches
 from longtake.training.saved import go_on_from
 from longtake.training.step import TrainingState
+from longtake.training.watching import Watcher, watched
 
 
 @dataclass(frozen=True)
@@ -88,40 +90,52 @@ def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> Outcome:
         if fresh:
             recipe = recipe.model_copy(update={"out": from_first(beside(recipe.out), world)})
         run = RunDirectory(recipe.out)
-        loader = _open_data(run, recipe, world)
-        found = _go_on(run, recipe, loader, world)
-        refuse_other_plans(loader, world)
-        start, total = found.step, recipe.training.steps
-        warnings = [*found.warnings, *review(loader.course.plan, recipe.data, total)]
-        precision = _precision(recipe, found.trainer, world)
-        plan = fit(recipe, precision, world)
-        if recipe.data.cache is None:
-            warnings += _look_for_files(loader, world)
-            parts = _assemble_in_turn(run, recipe, loader, world)
-        else:  # only files of which it lacks something are needed, and it looks for those
-            parts = _assemble_around_cache(run, recipe, loader, world, console)
-        step_flops = _count_flops(parts, recipe)  # before the weights are spread over ranks
-        run_blocks_by(plan.options, parts)
-        state = _build_state(parts, precision, recipe, world)
-        guard = Guard(recipe.guard, run, world)
-        gauge = Gauge(parts.model, parts.family.blocks(parts.model))
-        if found.path is not None:
-            go_on_from(found.path, state, guard, gauge, world)
-        folder = _begin_ledger(loader, recipe, run, world)
-        if world.is_first:
-            announce(state, loader, [*warnings, *plan.notes], recipe, run, world, console)
-            announce_plan(plan, state, recipe, run, console)
-        peak = _peak_check(plan, recipe, world)
-        reach = WINDOWS * recipe.guard.window if recipe.guard.mode == "act" else 0
-        begun = time.perf_counter()
-        with (
-            catch_interrupts() as interrupt,
-            keep_saver(run, world, recipe.checkpoint, reach=reach, start=start) as saver,
-            keep_record(start, total, step_flops, run, world, console) as record,
-        ):
-            watch = Watch(guard, gauge, saver, record, peak, interrupt)
-            ending = _train_through(state, loader, folder, watch, recipe, run, world)
-        return _finish(ending, start, time.perf_counter() - begun, state, run, world)
+        with watched(recipe, run, world) as watcher:
+            return _train(recipe, run, watcher, world, console)
+
+
+def _train(
+    recipe: Recipe, run: RunDirectory, watcher: Watcher, world: World, console: Console
+) -> Outcome:
+    """Build all parts, in the order in which each can be refused, and train."""
+    loader = _open_data(run, recipe, world)
+    found = _go_on(run, recipe, loader, world)
+    watcher.start()
+    refuse_other_plans(loader, world)
+    start, total = found.step, recipe.training.steps
+    warnings = [*found.warnings, *review(loader.course.plan, recipe.data, total)]
+    precision = _precision(recipe, found.trainer, world)
+    plan = fit(recipe, precision, world)
+    heartbeat.enter("build")
+    if recipe.data.cache is None:
+        warnings += _look_for_files(loader, world)
+        parts = _assemble_in_turn(run, recipe, loader, world)
+    else:  # only files of which it lacks something are needed, and it looks for those
+        parts = _assemble_around_cache(run, recipe, loader, watcher, world, console)
+    watcher.start()
+    step_flops = _count_flops(parts, recipe)  # before the weights are spread over ranks
+    run_blocks_by(plan.options, parts)
+    state = _build_state(parts, precision, recipe, world)
+    guard = Guard(recipe.guard, run, world)
+    gauge = Gauge(parts.model, parts.family.blocks(parts.model))
+    heartbeat.enter("load")
+    if found.path is not None:
+        go_on_from(found.path, state, guard, gauge, world)
+    folder = _begin_ledger(loader, recipe, run, world)
+    if world.is_first:
+        announce(state, loader, [*warnings, *plan.notes], recipe, run, world, console)
+        announce_plan(plan, state, recipe, run, console)
+    peak = _peak_check(plan, recipe, world)
+    reach = WINDOWS * recipe.guard.window if recipe.guard.mode == "act" else 0
+    begun = time.perf_counter()
+    with (
+        catch_interrupts() as interrupt,
+        keep_saver(run, world, recipe.checkpoint, reach=reach, start=start) as saver,
+        keep_record(start, total, step_flops, run, world, console) as record,
+    ):
+        watch = Watch(guard, gauge, saver, record, peak, interrupt)
+        ending = _train_through(state, loader, folder, watch, recipe, run, world)
+    return _finish(ending, start, time.perf_counter() - begun, state, run, world)
 
 
 def _finish(
@@ -153,6 +167,7 @@ def _train_through(
     while True:
         with keep_ledger(folder, world.rank, stream_names(recipe.data)) as ledger:
             ending = train_steps(state, loader, ledger, watch, recipe, world)
+        heartbeat.enter("checkpoint")
         failure = watch.saver.take_failure()  # which waits for the last save
         watch.record.checkpoints(watch.saver.finished())
         watch.record.save_failed(failure)
@@ -169,6 +184,7 @@ def _train_through(
         if isinstance(chosen, str):
             raise _diverged(verdict, chosen, state, run, world)
         from_step = state.global_step
+        heartbeat.enter("rollback")
         go_back(chosen, verdict, state, loader, watch.guard, watch.gauge, run, world)
         watch.record.rolled_back(verdict, chosen, from_step)
         folder = _begin_ledger(loader, recipe, run, world)
@@ -194,6 +210,7 @@ def _open_data(run: RunDirectory, recipe: Recipe, world: World) -> Loader:
         rank=world.rank,
         world_size=world.size,
         kept=run.catalogs_path,
+        hearts=heartbeat.folder_of(run.path),
     )
     if not run.exists():
         review(loader.course.plan, recipe.data, recipe.training.steps)
@@ -273,7 +290,12 @@ def _assemble_in_turn(
 
 
 def _assemble_around_cache(
-    run: RunDirectory, recipe: Recipe, loader: Loader, world: World, console: Console
+    run: RunDirectory,
+    recipe: Recipe,
+    loader: Loader,
+    watcher: Watcher,
+    world: World,
+    console: Console,
 ) -> Components:
     """Fill the cache, and only then build the model, with outlines of codec and text encoder."""
     captions = captions_of(loader)
@@ -289,10 +311,13 @@ def _assemble_around_cache(
         made.append(assemble(recipe, captions, run.components_path, frozen_parts=False))
 
     first_does(open_run, world)
+    watcher.start()
+    heartbeat.enter("cache")
     outcome = fill_cache(recipe, loader, run.components_path, world, console)
     loader.read_from(outcome.filled, outcome.incidents)
     if world.is_first:
         console.print(escape(str(outcome)), highlight=False)
+    heartbeat.enter("build")
     first_does(build, world)  # first: it may have to be downloaded
     if not made:
         build()

@@ -5,12 +5,13 @@ noise on any device, any number of ranks and any micro-batch size.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from longtake import heartbeat
 from longtake.config import Recipe
 from longtake.data.batch import Batch
 from longtake.flow.timesteps import sample_sigmas
@@ -24,6 +25,7 @@ from longtake.training.ema import Averages, masters_of
 from longtake.training.encoding import encode_captions, encode_videos
 from longtake.training.objective import Examples, flow_losses
 from longtake.training.optim import schedule_factor, set_learning_rates
+from longtake.training.own_work import OwnWork
 
 
 @dataclass
@@ -47,6 +49,8 @@ class SampleLosses:
     """[B]; of what stands in for a clip too."""
     sigmas: tuple[float, ...]
     """[B]"""
+    work_seconds: float = field(default=0.0, compare=False)
+    """Of this rank's own work for them, in which it waited for no other."""
 
 
 def compute_gradients(
@@ -59,16 +63,20 @@ def compute_gradients(
     """
     model = state.components.model
     found: list[Tensor] = []
+    work = OwnWork(world.device)
     micro_batches = list(_micro_batches(batch, recipe.training.micro_batch_size))
     for number, part in enumerate(micro_batches, start=1):
         synchronise_gradients(model, wanted=number == len(micro_batches))
-        examples = prepare(part, state.components, recipe, world.device)
-        losses = flow_losses(state.components, examples, state.precision, world.device)
+        heartbeat.enter("forward")
+        with work.counted():
+            examples = prepare(part, state.components, recipe, world.device)
+            losses = flow_losses(state.components, examples, state.precision, world.device)
+        heartbeat.enter("backward")
         weighted = losses * part.weights.to(world.device)
         (weighted.sum() / len(batch.captions)).backward()  # type: ignore[no-untyped-call]
         found.append(torch.stack([losses.detach(), examples.sigmas]))
-    losses_and_sigmas = torch.cat(found, dim=1).tolist()  # one wait for the device
-    return SampleLosses(*map(tuple, losses_and_sigmas))
+    losses, sigmas = torch.cat(found, dim=1).tolist()  # one wait for the device
+    return SampleLosses(tuple(losses), tuple(sigmas), work.seconds())
 
 
 def apply_update(state: TrainingState, recipe: Recipe, grad_norm: float, scale: float) -> float:

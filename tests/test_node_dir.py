@@ -1,0 +1,87 @@
+"""What watchers keep in a run directory: who reads it sees whole records, in order."""
+
+import threading
+from pathlib import Path
+
+from longtake.node_dir import (
+    NodeDirectory,
+    Request,
+    all_nodes,
+    read_dumps,
+    read_events,
+    read_requests,
+    request_path,
+    verdict_path,
+    write_once,
+)
+from longtake.run_dir import RunDirectory, append_json
+
+
+def test_of_many_who_write_once_one_succeeds(tmp_path: Path) -> None:
+    """Its record is there as a whole, and nothing is left beside it."""
+    path = verdict_path(RunDirectory(tmp_path), "stall_1")
+    won: list[int] = []
+
+    def write(number: int) -> None:
+        if write_once(path, {"by": number}):
+            won.append(number)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert f'"by": {won[0]}' in path.read_text()
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_nodes_are_counted_as_people_count(tmp_path: Path) -> None:
+    """gpu2 comes before gpu10."""
+    run = RunDirectory(tmp_path)
+    for host in ("gpu10", "gpu2", "head"):
+        NodeDirectory(run, host).append_event("watching")
+    assert [node.host for node in all_nodes(run)] == ["gpu2", "gpu10", "head"]
+    assert all_nodes(RunDirectory(tmp_path / "none")) == []
+
+
+def test_events_of_run_and_nodes_are_one_story(tmp_path: Path) -> None:
+    """By time; half a line is left out."""
+    run = RunDirectory(tmp_path)
+    append_json(run.events_path, {"time": "2026-01-01T00:00:01", "event": "launched"})
+    append_json(run.events_path, {"time": "2026-01-01T00:00:05", "event": "finished"})
+    node = NodeDirectory(run, "gpu1")
+    node.path.mkdir(parents=True)
+    append_json(node.events_path, {"time": "2026-01-01T00:00:03", "event": "stalled"})
+    with node.events_path.open("a") as file:
+        file.write('{"time": "2026-01-')
+    assert [event["event"] for event in read_events(run)] == ["launched", "stalled", "finished"]
+
+
+def test_requests_and_answers_meet_by_their_token(tmp_path: Path) -> None:
+    """Whoever asks finds what each node has answered, and not what was answered to others."""
+    run = RunDirectory(tmp_path)
+    request = Request(
+        token="asked_1",  # noqa: S106 - no secret
+        time="2026",
+        by="here",
+        reason="asked",
+        rounds=2,
+        native=False,
+    )
+    assert write_once(request_path(run, "asked_1"), request)
+    assert not write_once(request_path(run, "asked_1"), request)
+    assert read_requests(run) == [request]
+    for host, token in (("gpu1", "asked_1"), ("gpu2", "asked_0")):
+        NodeDirectory(run, host).write_dump(
+            {
+                "token": token,
+                "time": "2026",
+                "host": host,
+                "reason": "asked",
+                "launch": "",
+                "rounds": [],
+                "missing": [],
+            }
+        )
+    assert [dump["host"] for dump in read_dumps(run, "asked_1")] == ["gpu1"]
