@@ -1,21 +1,27 @@
-"""What guard, metrics and ledger cost, against a bare loop that only trains.
+"""What guard, metrics, ledger and the watcher cost, against a bare loop that only trains.
 
     python benchmarks/loop_overhead.py [--steps 40] [--rounds 5]
 
 One process, one model of a step of more than 100 ms, trained in turn by longtake's own loop and by
 a bare one: gradients, their norm, clipping, the optimizer and the EMA, and nothing written down.
-Both take the same batches, all in memory. Writes benchmarks/results/loop_overhead.md.
+A third time it is longtake's loop with a heart, and a watcher beside it as in every run. All take
+the same batches, all in memory. Writes benchmarks/results/loop_overhead.md.
 """
 
 import argparse
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
+import psutil
 import torch
 from rich.console import Console
 
@@ -26,6 +32,7 @@ from longtake.data.index import index
 from longtake.data.ledger import begin_launch, keep_ledger, stream_names
 from longtake.data.loader import Loader
 from longtake.demo.shapes import write_clips
+from longtake.heartbeat import Heart, beating, enter, folder_of
 from longtake.models.assemble import assemble
 from longtake.parallel.mesh import World
 from longtake.parallel.norms import squares
@@ -43,6 +50,7 @@ from longtake.training.step import TrainingState, apply_update, compute_gradient
 _RESULTS = Path(__file__).parent / "results" / "loop_overhead.md"
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)
 _FOREVER = 10**6
+_SECONDS_TO_START = 3.0
 
 
 def main() -> None:
@@ -59,35 +67,82 @@ def main() -> None:
 
 def _compare(folder: Path, steps: int, rounds: int) -> list[str]:
     recipe = _recipe(folder)
-    bare, full = _state(recipe), _state(recipe)
-    seconds: dict[str, list[float]] = {"bare": [], "longtake": []}
-    ratios = []
-    for number in range(rounds + 1):
-        bare_seconds = _bare(bare, recipe, steps)
-        full_seconds = _longtake(full, recipe, steps)
-        if number:  # in the first round libraries warm up
-            seconds["bare"] += bare_seconds
-            seconds["longtake"] += full_seconds
-            ratios.append(statistics.median(full_seconds) / statistics.median(bare_seconds))
-    rows = [f"| {name} | {1000 * statistics.median(each):.2f} |" for name, each in seconds.items()]
-    low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
+    bare, full, watched = _state(recipe), _state(recipe), _state(recipe)
+    RunDirectory(recipe.out).create(recipe)
+    turns: list[dict[str, list[float]]] = []
+    costs: list[Cost] = []
+    for _ in range(rounds + 1):
+        turn = {"bare": _bare(bare, recipe, steps), "longtake": _longtake(full, recipe, steps)}
+        with _watched(recipe, costs):
+            turn["longtake, watched"] = _longtake(watched, recipe, steps)
+        turns.append(turn)
+    turns = turns[1:]  # in the first round libraries warm up
+    medians = {
+        name: 1000 * statistics.median(each for turn in turns for each in turn[name])
+        for name in turns[0]
+    }
+    rows = [f"| {name} | {median:.2f} |" for name, median in medians.items()]
     parameters = sum(p.numel() for p in bare.components.model.parameters())
     return [
-        "# What guard, metrics and ledger cost",
+        "# What guard, metrics, ledger and the watcher cost",
         "",
         f"`python benchmarks/loop_overhead.py --steps {steps} --rounds {rounds}`: a model of "
         f"{parameters / 1e6:.1f} M parameters on {torch.get_num_threads()} threads of "
-        f"{platform.machine()}, torch {torch.__version__}. The two loops take turns of {steps} "
+        f"{platform.machine()}, torch {torch.__version__}. The loops take turns of {steps} "
         "steps.",
         "",
         "| loop | median ms a step |",
         "|---|---|",
         *rows,
         "",
-        f"Ratio of the medians, by round: {middle:.4f} (from {low:.4f} to {high:.4f}). Above 1 is "
-        "what statistics in one collective, the verdict, metrics.jsonl, TensorBoard's mirror and "
-        "the ledger take together.",
+        f"Longtake's loop over the bare one, medians by round: {_ratios(turns, 'longtake', 'bare')}"
+        ". Above 1 is what statistics in one collective, the verdict, metrics.jsonl, TensorBoard's "
+        "mirror and the ledger take together.",
+        "",
+        "Watched over not watched: "
+        f"{_ratios(turns, 'longtake, watched', 'longtake')}. The heart takes "
+        f"{1e6 * _seconds_of_a_beat(folder):.1f} µs each time, eight times a step. The watcher "
+        f"takes {100 * statistics.median(each.cores for each in costs):.2f} % of a core and "
+        f"{max(each.num_bytes for each in costs) / 2**20:.0f} MiB resident.",
     ]
+
+
+class Cost(NamedTuple):
+    """Of a watcher process."""
+
+    cores: float
+    """That it uses while it watches."""
+    num_bytes: int
+    """Resident at most."""
+
+
+@contextmanager
+def _watched(recipe: Recipe, costs: list[Cost]) -> Iterator[None]:
+    """Let a heart beat and a watcher look at it, as in every run; its cost is appended."""
+    heart = Heart(folder_of(recipe.out), "rank")
+    command = [sys.executable, "-P", "-m", "longtake.watch", str(recipe.out)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process, beating(heart):  # noqa: S603 - ourselves
+        watcher = psutil.Process(process.pid)
+        time.sleep(_SECONDS_TO_START)
+        begun, used = time.perf_counter(), sum(watcher.cpu_times()[:2])
+        yield
+        seconds = time.perf_counter() - begun
+        cores = (sum(watcher.cpu_times()[:2]) - used) / seconds
+        costs.append(Cost(cores, watcher.memory_info().rss))
+
+
+def _seconds_of_a_beat(folder: Path, times: int = 20_000) -> float:
+    heart = Heart(folder / "hearts", "rank")
+    with beating(heart):
+        begun = time.perf_counter()
+        for _ in range(times):
+            enter("forward")
+        return (time.perf_counter() - begun) / times
+
+
+def _ratios(turns: list[dict[str, list[float]]], name: str, other: str) -> str:
+    each = [statistics.median(turn[name]) / statistics.median(turn[other]) for turn in turns]
+    return f"{statistics.median(each):.4f} (from {min(each):.4f} to {max(each):.4f})"
 
 
 def _recipe(folder: Path) -> Recipe:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longtake.errors import LongtakeError, RecipeError
 from longtake.machine import num_cores
+from longtake.parallel.flight import environment
 
 Device = Literal["auto", "cpu", "cuda"]
 Strategy = Literal["replicate", "shard"]
@@ -44,8 +46,14 @@ class World:
 
 
 @contextmanager
-def join(device: Device, strategy: Strategy) -> Iterator[World]:
+def join(device: Device, strategy: Strategy, records: Path | None = None) -> Iterator[World]:
     """Enter the world that torchrun made, or one of a single process; leave it at the end.
+
+    Args:
+        device: what to compute on.
+        strategy: how the model is spread.
+        records: a folder of this node in which NCCL's flight recorders leave what they are asked
+            for; None: they record nothing.
 
     Raises:
         RecipeError: CUDA is asked for where there is none, or too few cards for the processes.
@@ -58,6 +66,10 @@ def join(device: Device, strategy: Strategy) -> Iterator[World]:
         yield World(0, 0, 1, place, None)
         return
     _share_cores()
+    if place.type == "cuda" and records is not None:
+        records.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for name, value in environment(records).items():
+            os.environ.setdefault(name, value)
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(minutes=10))
     try:

@@ -16,7 +16,7 @@ from longtake.stacks.frames import StackDump, Thread
 from longtake.stacks.last_words import by_signal, from_faulthandler
 from longtake.stacks.pyspy import by_py_spy
 
-_NATIVE_SECONDS, _OTHER_SECONDS, _ALL_SECONDS = 4.0, 2.0, 6.0
+_NATIVE_SECONDS, _OTHER_SECONDS = 4.0, 2.0
 _STOPPED = ("T", "t", "D")  # py-spy would wait for these to stop, which they cannot
 _NATIVE, _NONBLOCKING, _PLAIN = ("--native",), ("--nonblocking",), ()
 _AT_ONCE, _NATIVE_AT_ONCE = 2 * (os.cpu_count() or 1), max(2, (os.cpu_count() or 1) // 2)
@@ -31,11 +31,14 @@ def dump(pid: int, signal_file: Path | None = None, native: bool = True) -> Stac
         native: calls of C below Python's as well, where that works; it is paused meanwhile.
             Otherwise it is not, unless it runs too fast to be read so.
     """
-    state, end = proc.state_of(pid), time.monotonic() + _ALL_SECONDS
+    state = proc.state_of(pid)
     for options in _ways(state, native):
         limit = _NATIVE_SECONDS if options == _NATIVE else _OTHER_SECONDS
-        if threads := by_py_spy(pid, options, max(0.1, min(limit, end - time.monotonic()))):
+        threads = by_py_spy(pid, options, limit)
+        if threads:
             return StackDump(pid, state, " ".join(("py-spy", *options)), threads)
+        if threads is None and options != _NATIVE:
+            break  # it would hang again
     can_answer = bool(state) and state not in _STOPPED
     if signal_file and can_answer and (text := by_signal(pid, signal_file)):
         return from_faulthandler(pid, text, state)
@@ -62,7 +65,7 @@ def read_natively(pids: Sequence[int], seconds: float) -> dict[int, tuple[Thread
     """
     end = time.monotonic() + seconds
 
-    def read(pid: int) -> tuple[Thread, ...]:
+    def read(pid: int) -> tuple[Thread, ...] | None:
         left = min(_NATIVE_SECONDS, end - time.monotonic())
         stopped = proc.state_of(pid) in ("", "Z", *_STOPPED)
         return () if stopped or left <= 0 else by_py_spy(pid, _NATIVE, left)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import takewhile
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
@@ -48,9 +49,11 @@ def stack_of(thread: Mapping[str, Any]) -> Stack:
 
     Without those of C, so that a stack that was read with them equals one that was not.
     """
-    calls = tuple(map(_call, thread["frames"]))
-    if all(map(is_python, map(itemgetter(1), calls))):
-        return calls
+    return _of_python(tuple(map(_call, thread["frames"])))
+
+
+@lru_cache(4096)
+def _of_python(calls: Stack) -> Stack:
     return tuple(call for call in calls if is_python(call[1]))
 
 

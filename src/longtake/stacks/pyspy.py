@@ -15,8 +15,8 @@ from longtake.stacks.frames import Frame, Thread
 _KILL_SECONDS = 1.0  # py-spy may itself wait for the device that the process waits for
 
 
-def by_py_spy(pid: int, options: Sequence[str], seconds: float) -> tuple[Thread, ...]:
-    """A process's threads, the main thread first; empty: they could not be read.
+def by_py_spy(pid: int, options: Sequence[str], seconds: float) -> tuple[Thread, ...] | None:
+    """A process's threads, the main thread first; empty: they could not be read; None: in time.
 
     Args:
         pid: the process.
@@ -32,7 +32,9 @@ def by_py_spy(pid: int, options: Sequence[str], seconds: float) -> tuple[Thread,
         found = json.loads(_said(command, seconds))
         found.sort(key=lambda each: each["os_thread_id"] != pid)
         threads = tuple(map(_thread, found))
-    except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError):
+    except subprocess.TimeoutExpired:
+        return None
+    except (OSError, ValueError, LookupError, TypeError):
         return ()
     return threads if any(thread.frames for thread in threads) else ()
 

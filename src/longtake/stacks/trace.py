@@ -65,7 +65,7 @@ class Trace:
     @property
     def stack(self) -> Stack:
         """The main thread's, as it was read last; empty: it could not be."""
-        return self.stacks[-1] if self.stacks else ()
+        return stack_of(self.threads[0]) if self.threads else ()
 
     @property
     def unmoved(self) -> Stack:
@@ -75,10 +75,12 @@ class Trace:
     @property
     def has_moved(self) -> bool:
         """Whether its main thread's stack or what it says of itself changed between rounds."""
-        if any(stack != self.stacks[0] for stack in self.stacks[1:]):
+        main = [each["threads"][0] for each in self.rounds if each["threads"]]
+        if any(not _is_at(*pair) for pair in pairwise(main)):
             return True
-        hearts = [each["heart"] for each in self.rounds if each["heart"]]
-        return any(_went_on(*pair) for pair in pairwise(hearts))
+        seen = zip(self.rounds, self.seconds, strict=True)
+        hearts = [(each["heart"], seconds) for each, seconds in seen if each["heart"]]
+        return any(_went_on(*one, *other) for one, other in pairwise(hearts))
 
     @property
     def cpu_share(self) -> float:
@@ -119,6 +121,11 @@ def by_role(found: Sequence[Trace]) -> dict[str, list[Group[Trace]]]:
     }
 
 
-def _went_on(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+def _is_at(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one["frames"] == other["frames"] or stack_of(one) == stack_of(other)
+
+
+def _went_on(before: Mapping[str, Any], at: float, after: Mapping[str, Any], then: float) -> bool:
+    """Whether a heart is elsewhere, or has come back to where it was."""
     same = all(before[name] == after[name] for name in ("phase", "step", "steps_done", "detail"))
-    return not same or bool(after["seconds"] < before["seconds"])
+    return not same or bool(after["seconds"] < before["seconds"] + (then - at) / 2)

@@ -82,7 +82,8 @@ def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> Outcome:
         LongtakeError: whatever is wrong with recipe, data or run directory; before the first step
             where it can be known then.
     """
-    with join(recipe.training.device, recipe.parallel.strategy) as world:
+    records = heartbeat.folder_of(recipe.out)
+    with join(recipe.training.device, recipe.parallel.strategy, records) as world:
         refuse_uneven_batch(recipe, world.size)
         refuse_missing_torchao(recipe.optimizer)
         if world.device.type == "cpu":

@@ -1,0 +1,129 @@
+"""Carries an event to where people look: a command of theirs, or an address.
+
+Both can be slow, wrong or gone, and none of that may stop the watching: a thread sends one alert
+after the other, and what has failed is said and forgotten.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from queue import Full, Queue
+from typing import Any
+
+from longtake.config import WatchSection
+from longtake.watch.disk import Disk
+
+_SECONDS = 10.0
+_MOST_WAITING = 100
+
+
+class Alerts:
+    """Sends alerts to the recipe's hook and webhook, in the order in which they come.
+
+    Args:
+        section: the recipe's.
+        disk: where what has failed is said.
+    """
+
+    def __init__(self, section: WatchSection, disk: Disk) -> None:
+        self._section, self._disk = section, disk
+        self._queue: Queue[Mapping[str, Any] | None] = Queue(_MOST_WAITING)
+        self._thread = threading.Thread(target=self._send_all, name="alerts", daemon=True)
+        if section.hook or section.webhook:
+            self._thread.start()
+
+    def send(self, event: Mapping[str, Any]) -> None:
+        """Have an event sent; returns at once."""
+        if self._thread.is_alive():
+            try:
+                self._queue.put_nowait(event)
+            except Full:
+                self._disk.say(f"alert dropped, {_MOST_WAITING} others wait: {event['event']}")
+
+    def close(self, seconds: float) -> None:
+        """Wait until all is sent, for so long at most."""
+        if self._thread.is_alive():
+            with suppress(Full):
+                self._queue.put_nowait(None)
+            self._thread.join(seconds)
+
+    def _send_all(self) -> None:
+        while (event := self._queue.get()) is not None:
+            line = json.dumps(event, separators=(",", ":"))
+            if self._section.hook:
+                self._note("hook", run_hook(self._section.hook, line, str(event["event"])))
+            if self._section.webhook:
+                self._note("webhook", post(self._section.webhook, line))
+
+    def _note(self, what: str, trouble: str) -> None:
+        if trouble:
+            self._disk.say(f"{what}: {trouble}")
+
+
+def run_hook(command: str, line: str, event: str, seconds: float = _SECONDS) -> str:
+    """Run a shell command with a line on its stdin; returns what went wrong, or nothing.
+
+    Args:
+        command: for `sh -c`; it finds the kind of event in LONGTAKE_EVENT.
+        line: one line of JSON.
+        event: the kind.
+        seconds: after which it is ended, with all that it has started.
+    """
+    try:
+        hook = subprocess.Popen(  # noqa: S603 - what the recipe says
+            ["/bin/sh", "-c", command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "LONGTAKE_EVENT": event},
+            start_new_session=True,
+        )
+    except OSError as error:
+        return f"{command!r} cannot be run: {error}"
+    try:
+        _, words = hook.communicate(f"{line}\n".encode(), timeout=seconds)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(hook.pid, signal.SIGKILL)
+        _reap(hook)
+        return f"{command!r} was ended: it took longer than {seconds:g} s"
+    if hook.returncode == 0:
+        return ""
+    said = words.decode(errors="replace").strip()[-500:]
+    return f"{command!r} ended with status {hook.returncode}: {said or 'it said nothing'}"
+
+
+def post(address: str, line: str, seconds: float = _SECONDS) -> str:
+    """Post JSON to an address; returns what went wrong, or nothing.
+
+    Args:
+        address: http or https.
+        line: the JSON.
+        seconds: for how long an answer is waited for.
+    """
+    from http.client import HTTPException  # these take 8 MiB, which most watchers need not have
+    from urllib.request import Request, urlopen
+
+    headers = {"Content-Type": "application/json", "User-Agent": "longtake"}
+    try:
+        request = Request(address, line.encode(), headers, method="POST")  # noqa: S310 - http(s), as the recipe's schema demands
+        with urlopen(request, timeout=seconds) as answer:  # noqa: S310
+            answer.read(1024)
+    except (OSError, ValueError, HTTPException) as error:
+        return f"{address}: {error}"
+    return ""
+
+
+def _reap(process: "subprocess.Popen[bytes]") -> None:
+    end = time.monotonic() + 1.0
+    while process.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    for pipe in (process.stdin, process.stderr):
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.close()

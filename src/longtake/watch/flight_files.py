@@ -1,0 +1,132 @@
+"""The flight recorder's files: ask ranks for them, gather them, read them without trusting them.
+
+torch keeps the last collectives of each process that uses NCCL, and writes them down when a byte
+comes through a named pipe. Where pipes and dumps lie is settled before the process group is made
+(`longtake.parallel.flight.environment`); both are in the folder of the hearts, in memory.
+"""
+
+import os
+import pickle
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from longtake.errors import LongtakeError
+from longtake.node_dir import FLIGHT_FILE_PREFIX, FLIGHT_PIPE_PREFIX
+
+_MOST_BYTES = 2**28
+_OF_AN_ENTRY = frozenset(
+    ("record_id", "pg_id", "process_group", "collective_seq_id", "profiling_name", "input_sizes")
+) | {"state", "retired", "is_p2p"}
+
+
+class FlightError(LongtakeError, ValueError):
+    """A flight recorder's dump cannot be read, or holds what none has."""
+
+
+def ask(folder: Path, ranks: Iterable[int]) -> list[int]:
+    """Ask ranks of this node to write their dumps; returns those whose pipe took it.
+
+    A rank answers in a thread of its own, about a second later. A pipe that nobody reads, or none
+    at all (no NCCL), is passed over at once.
+
+    Args:
+        folder: that of the hearts.
+        ranks: in the run.
+    """
+    return [rank for rank in ranks if _tapped(folder / f"{FLIGHT_PIPE_PREFIX}{rank}.pipe")]
+
+
+def collect(folder: Path, ranks: Iterable[int], target: Path, since: float) -> list[int]:
+    """Copy the dumps that were written since a moment to `target`/rank_<rank>; returns whose.
+
+    Args:
+        folder: that of the hearts.
+        ranks: in the run.
+        target: `NodeDirectory.flight_path`; made if there is something to copy.
+        since: by the clock of this node's files (`time.time()`), in seconds.
+    """
+    found = []
+    for rank in ranks:
+        path = folder / f"{FLIGHT_FILE_PREFIX}{rank}"
+        with suppress(OSError):
+            if path.stat().st_mtime >= since:
+                target.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target / f"rank_{rank}")
+                found.append(rank)
+    return found
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read one dump, in which only plain containers, numbers and texts are let through.
+
+    Raises:
+        FlightError: it is none; a pickle that wants anything imported is refused unread.
+    """
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size > _MOST_BYTES:
+                raise FlightError(f"{path} is larger than a flight recorder's dump ever is.")
+            found = _Plain(file, path).load()
+    except FlightError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise FlightError(
+            f"{path} is no flight recorder's dump that can be read: {error}"
+        ) from error
+    entries = found.get("entries") if isinstance(found, dict) else None
+    if not isinstance(entries, list):
+        raise FlightError(f"{path} is no flight recorder's dump: it has no list of entries.")
+    for each in entries:
+        if lacking := _OF_AN_ENTRY - (each.keys() if isinstance(each, dict) else set()):
+            raise FlightError(
+                f"{path} has an entry without {', '.join(sorted(lacking))}, of which longtake can "
+                "make nothing. Which torch has written it? 2.6 and later do so as expected."
+            )
+    return dict(found)
+
+
+def read_folders(folders: Iterable[Path]) -> tuple[dict[int, dict[str, Any]], list[str]]:
+    """The dumps rank_<rank> of several nodes' folders, by rank; and what could not be read, why."""
+    dumps, troubles = {}, []
+    for folder in folders:
+        for path in sorted(folder.glob("rank_*")) if folder.is_dir() else ():
+            try:
+                dumps[int(path.name.removeprefix("rank_"))] = read(path)
+            except (FlightError, ValueError) as error:
+                troubles.append(str(error))
+    return dumps, troubles
+
+
+def _tapped(pipe: Path) -> bool:
+    try:
+        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:  # there is none, or nobody reads it
+        return False
+    try:
+        return os.write(descriptor, b"1") == 1
+    except OSError:  # it is full: it was asked before, and has not answered
+        return False
+    finally:
+        os.close(descriptor)
+
+
+class _Plain(pickle.Unpickler):
+    """Builds what pickle has opcodes for, and imports nothing."""
+
+    def __init__(self, file: Any, path: Path) -> None:
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        """Refuse whatever would have to be imported."""
+        raise FlightError(
+            f"{self._path} wants {module}.{name}, which no flight recorder's dump needs; it was "
+            "not read further. Who wrote it?"
+        )
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        """Refuse references to what lies outside the file."""
+        raise FlightError(f"{self._path} refers to {pid!r} outside of it; it was not read further.")

@@ -1,0 +1,54 @@
+"""Tells what happened, to all who want to know: the node's events, people's alerts, the log."""
+
+from typing import Any
+
+from longtake.node_dir import NodeEventKind
+from longtake.run_dir import now
+from longtake.watch.alerts import Alerts
+from longtake.watch.disk import Disk
+from longtake.watch.post import Post
+
+_QUIET: frozenset[NodeEventKind] = frozenset({"watching", "clock_slewed"})
+
+
+class Reporter:
+    """Hands each event on; none of it waits.
+
+    Args:
+        post: the watcher's.
+        disk: writes the node's events and the log.
+    """
+
+    def __init__(self, post: Post, disk: Disk) -> None:
+        self._host, self._run = post.host, str(post.run.path.resolve())
+        self._disk = disk
+        self._alerts = Alerts(post.section, disk)
+
+    def tell(self, kind: NodeEventKind, *, is_alert: bool = True, **fields: Any) -> None:
+        """Write an event down, and alert people if it is of a kind that concerns them.
+
+        Args:
+            kind: what happened.
+            is_alert: False: people have been alerted to the same thing already.
+            fields: of the event.
+        """
+        self._disk.tell(kind, fields)
+        self._disk.say(f"{kind}: {_in_words(fields)}")
+        if is_alert and kind not in _QUIET:
+            event = {"time": now(), "event": kind, "host": self._host, **fields, "run": self._run}
+            self._alerts.send(event)
+
+    def say(self, text: str) -> None:
+        """Write a line to the log."""
+        self._disk.say(text)
+
+    def close(self, seconds: float) -> None:
+        """Wait until alerts are sent, for so long at most."""
+        self._alerts.close(seconds)
+
+
+def _in_words(fields: dict[str, Any]) -> str:
+    for name in ("sentence", "message", "reason"):
+        if name in fields:
+            return str(fields[name])
+    return " ".join(f"{name}={value}" for name, value in fields.items() if value != "")

@@ -1,0 +1,133 @@
+"""Requests for dumps of all nodes: what they are called, and which still want an answer.
+
+Two nodes that see the same stall must ask for the same thing, so a stall's name is made of what
+both know: the launch, the step, and how many of that step there have been.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from longtake.heartbeat import Pulse
+from longtake.node_dir import (
+    Request,
+    all_nodes,
+    read_json,
+    request_path,
+    requests_path,
+    verdict_path,
+    write_once,
+)
+from longtake.run_dir import RunDirectory, now
+from longtake.watch.post import Post
+from longtake.watch.stall import Overdue
+
+_NOT_YET = "start"  # in place of the launch
+
+
+def token_of(launch: str, step: int, number: int) -> str:
+    """What a stall is called; `number` counts, from 0, those of a launch's step."""
+    return f"stall_{launch or _NOT_YET}_{step:08d}_{number}"
+
+
+class Inbox:
+    """Finds requests that this node has not answered.
+
+    What lay there before the first look was for those who watched then; but for a stall of the
+    launch that runs still, of which no verdict was reached: its asker's node may have lost its
+    watcher.
+
+    Args:
+        run: the run directory.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._seen: set[str] = set()
+        self._has_looked = False
+
+    def new_token(self, launch: str, step: int) -> str:
+        """The name of a stall that nobody has asked about."""
+        number = 0
+        while (token := token_of(launch, step, number)) in self._seen:
+            number += 1
+        return token
+
+    def take(self, token: str) -> None:
+        """Count a request as answered."""
+        self._seen.add(token)
+
+    def look(self, launch: str) -> list[Request]:
+        """The requests that want an answer, by time; touches the disk.
+
+        Args:
+            launch: which runs now.
+        """
+        folder = requests_path(self._run)
+        names = {path.stem for path in folder.glob("[!.]*.json")} if folder.is_dir() else set()
+        found: list[Any] = [read_json(request_path(self._run, name)) for name in names - self._seen]
+        requests = sorted((each for each in found if each), key=lambda each: str(each["time"]))
+        if not self._has_looked:
+            self._has_looked = True
+            old = [each for each in requests if not self._is_open(each, launch)]
+            self._seen.update(each["token"] for each in old)
+            requests = [each for each in requests if each["token"] not in self._seen]
+        return requests
+
+    def _is_open(self, request: Request, launch: str) -> bool:
+        if request["reason"] != "stall" or not launch:
+            return False
+        is_ours = request.get("stall", {}).get("launch") == launch
+        return is_ours and not verdict_path(self._run, request["token"]).exists()
+
+
+def request_for(post: Post, token: str, overdue: Overdue, launch: str, step: int) -> Request:
+    """The request that a stall makes.
+
+    Args:
+        post: of who asks.
+        token: what the stall is called.
+        overdue: the heart that gives the alarm, and the limit that it is past.
+        launch: which runs; a decoding process does not know it.
+        step: that of the run; a decoding process counts windows.
+    """
+    heart = {**overdue.pulse.as_dict(), "launch": launch, "step": step}
+    return Request(
+        token=token,
+        time=now(),
+        by=post.host,
+        reason="stall",
+        rounds=post.section.rounds,
+        native=True,
+        stall={**heart, "host": post.host, "limit": round(overdue.limit, 3)},
+    )
+
+
+def ask(run: RunDirectory, request: Request) -> Request:
+    """Write a request, unless another node has asked the same already; returns which stands."""
+    path = request_path(run, request["token"])
+    if not write_once(path, request):
+        other: Any = read_json(path)
+        return other or request
+    return request
+
+
+def beats(run: RunDirectory, host: str) -> dict[str, dict[str, Any]]:
+    """The other nodes' heartbeats, by host."""
+    others = (node for node in all_nodes(run) if node.host != host)
+    return {node.host: record for node in others if (record := node.read_heartbeat())}
+
+
+def has_beaten(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> bool:
+    """Whether a watcher has written between two readings of its heartbeat: it lives."""
+    if not after:
+        return False
+    return not before or any(before.get(key) != after.get(key) for key in ("pid", "beat"))
+
+
+def step_of(pulse: Pulse, pulses: list[Pulse]) -> int:
+    """The run's step that a process works for."""
+    if pulse.role == "rank":
+        return pulse.step
+    ranks = [each for each in pulses if each.role == "rank"]
+    own = [each.step for each in ranks if each.rank == pulse.rank]
+    return max(own or [each.step for each in ranks] or [0])

@@ -1,0 +1,130 @@
+"""What is done to processes that hang: real ones."""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+
+from longtake.heartbeat import Pulse, read_all
+from longtake.run_dir import read_json_lines
+from longtake.watch.actions import Actions, kill
+from longtake.watch.disk import Disk
+from longtake.watch.post import Post
+from longtake.watch.report import Reporter
+from longtake.watch.verdict import Suspect, Verdict
+
+
+class _Scene:
+    """A verdict that is acted on, and what was told of it."""
+
+    def __init__(self, stage: Any, action: Literal["report", "restart-worker", "kill"]) -> None:
+        self.stage = stage
+        section = stage.section.model_copy(update={"action": action})
+        post = Post(stage.run, section, "node", stage.folder())
+        self.disk = Disk(post.node)
+        self.actions = Actions(post, Reporter(post, self.disk))
+
+    def suspect(self, pid: int) -> Suspect:
+        """A process that hangs, as a verdict names it."""
+        pulse = self.pulse(pid)
+        found = Suspect("node", pid, pulse.role, pulse.rank, doing=pulse.phase)
+        found = replace(found, seconds=pulse.seconds, clip_path=pulse.path_of_clip)
+        return replace(found, clip=pulse.detail) if pulse.role == "decode" else found
+
+    def pulse(self, pid: int) -> Pulse:
+        """What a process says."""
+        return next(each for each in read_all(self.stage.folder()) if each.pid == pid)
+
+    def act(self, *suspects: Suspect, kind: Any = "stuck") -> list[dict[str, Any]]:
+        """Act; gives the events."""
+        verdict = Verdict(
+            token="stall_x_1_0",  # noqa: S106 - no password
+            time="",
+            host="node",
+            kind=kind,
+            launch="x",
+            step=1,
+            phase="forward",
+            seconds=7.0,
+            limit=6.0,
+            suspects=suspects,
+            waiting=(),
+            silent_nodes=(),
+            missing_in=(),
+            sentence="",
+        )
+        self.actions.act_on(verdict)
+        self.disk.ask(lambda: None, 5.0)  # all that was told before is written
+        path = self.stage.node().events_path
+        found = list(read_json_lines(path))
+        path.unlink(missing_ok=True)
+        return found
+
+
+def test_a_frozen_decoding_process_is_ended_once_for_each_clip(stage: Any) -> None:
+    """Its pool reads the clip again; a clip that freezes the next one too is left to it."""
+    scene = _Scene(stage, "restart-worker")
+    pid = stage.worker("freezes")
+    suspect = scene.suspect(pid)
+    (event,) = scene.act(suspect)
+    assert (event["event"], event["pid"], event["clip"]) == ("restarted_worker", pid, "bad")
+    assert event["clip_path"] == "/data/bad.mp4"
+    assert stage.is_gone(pid)
+    assert scene.act(suspect) == []  # gone already
+    second = stage.worker("freezes")
+    assert scene.act(scene.suspect(second)) == []
+    assert scene.pulse(second).is_alive
+
+
+def test_all_decoding_processes_that_hang_are_ended(stage: Any) -> None:
+    """But one that moves is left alone, though it is suspected too."""
+    scene = _Scene(stage, "restart-worker")
+    one, two = stage.worker("freezes"), stage.worker("freezes", rank=1)
+    suspects = [scene.suspect(pid) for pid in (one, two)]
+    (event,) = scene.act(suspects[0], replace(suspects[1], clip="other", moved=True))
+    assert event["pid"] == one
+    assert scene.pulse(two).is_alive
+
+
+def test_a_rank_is_ended_only_if_the_recipe_says_kill(stage: Any) -> None:
+    """And then only the culprit: torchrun ends the others."""
+    one, two = stage.rank("sleeps"), stage.rank("waits", rank=1)
+    for action in ("report", "restart-worker"):
+        scene = _Scene(stage, action)
+        assert scene.act(scene.suspect(one), scene.suspect(two)) == []
+    scene = _Scene(stage, "kill")
+    (event,) = scene.act(scene.suspect(one), scene.suspect(two))
+    assert (event["event"], event["pid"], event["phase"]) == ("killed_rank", one, "forward")
+    assert stage.is_gone(one)
+    assert scene.pulse(two).is_alive
+
+
+@pytest.mark.parametrize("kind", ["slow", "lost", "unknown"])
+def test_only_what_is_stuck_is_ended(stage: Any, kind: str) -> None:
+    """A rank that is merely slow goes on by itself."""
+    scene = _Scene(stage, "kill")
+    pid = stage.rank("sleeps")
+    assert scene.act(scene.suspect(pid), kind=kind) == []
+    assert scene.pulse(pid).is_alive
+
+
+def test_who_has_gone_on_or_is_elsewhere_is_left_alone(stage: Any) -> None:
+    """Between the dumps and the verdict seconds pass; another node's process is not ours."""
+    scene = _Scene(stage, "kill")
+    pid = stage.rank("sleeps")
+    suspect = scene.suspect(pid)
+    assert scene.act(replace(suspect, seconds=suspect.seconds + 60.0)) == []
+    assert scene.act(replace(suspect, host="other")) == []
+    assert scene.act(replace(suspect, pid=1)) == []  # no heart: no process of the run
+    assert scene.pulse(pid).is_alive
+
+
+def test_another_process_of_the_same_number_is_not_ended(stage: Any) -> None:
+    """The number of a process that is gone may be given to anybody's."""
+    pid = stage.rank("sleeps")
+    pulse = read_all(stage.folder())[0]
+    assert not kill(replace(pulse, started=pulse.started - 1))
+    assert pulse.is_alive
+    assert kill(pulse)
+    assert stage.is_gone(pid)
+    assert not kill(pulse)

@@ -1,0 +1,203 @@
+"""All processes of a run on a node are dumped, whatever state they are in, and nobody else."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longtake import stacks
+from longtake.node_dir import NodeDump, ProcessDump
+from longtake.stacks.processes import descendants
+from longtake.stacks.trace import Trace, traces
+from longtake.watch.dumps import dump_family, dump_node
+
+_PYTHON, _PROGRAM = sys.executable, Path(__file__).with_name("members.py")
+_EARLIER = """
+import sys
+from pathlib import Path
+from longtake.heartbeat import Heart
+heart = Heart(Path(sys.argv[1]), "rank", rank=5)
+heart.join("earlier.")
+heart.enter("forward")
+"""
+
+Start = Callable[..., int]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the run's hearts are."""
+    return tmp_path / "hearts"
+
+
+@pytest.fixture
+def start(folder: Path, tmp_path: Path) -> Iterator[Start]:
+    """Starts a process of the run: `start("rank", 0, "sleeps", *command_of_a_child)`."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(role: str, rank: int, how: str, *child: str, by: tuple[str, ...] = ()) -> int:
+        command = [*by, _PYTHON, str(_PROGRAM), str(folder), role, str(rank), how, *child]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, cwd=tmp_path, start_new_session=True
+        )
+        started.append(process)
+        assert process.stdout
+        assert process.stdout.readline() == b"here\n"
+        return process.pid
+
+    yield start
+    for process in started:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def _dump(folder: Path, rounds: int = 1, **wanted: Any) -> NodeDump:
+    given = {"rounds": rounds, "round_seconds": 0.3, "native": False, **wanted}
+    reason = given.pop("reason", "stall")
+    return dump_node(folder, "here", "stall_x_00000001_0", reason, **given)
+
+
+def _by_pid(dump: NodeDump) -> dict[int, ProcessDump]:
+    return {each["pid"]: each for each in dump["rounds"][-1]["processes"]}
+
+
+def _traced(dump: NodeDump) -> dict[int, Trace]:
+    return {each.pid: each for each in traces([dump])}
+
+
+def _innermost(process: ProcessDump) -> tuple[str, str]:
+    frame = process["threads"][0]["frames"][0]
+    return Path(frame["file"]).name, frame["function"]
+
+
+def _await(found: Callable[[], Any]) -> Any:
+    end = time.monotonic() + 10
+    while not (value := found()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return value
+
+
+def test_every_process_is_found_and_says_where_it_is(folder: Path, start: Start) -> None:
+    """Ranks and decoding processes by their hearts, what they have started as helpers."""
+    rank = start("rank", 3, "sleeps", "sleep", "600")
+    worker = start("decode", 3, "holds")
+    [helper] = descendants(rank)
+    dump = _dump(folder)
+    assert (dump["host"], dump["token"], dump["reason"]) == ("here", "stall_x_00000001_0", "stall")
+    assert (dump["launch"], dump["missing"]) == ("abcdefgh", [])
+    found = _by_pid(dump)
+    roles = {pid: (each["role"], each["rank"]) for pid, each in found.items()}
+    assert roles == {rank: ("rank", 3), worker: ("decode", 3), helper: ("helper", 3)}
+    assert _innermost(found[rank]) == ("members.py", "sleeps")
+    assert _innermost(found[worker]) == ("members.py", "holds")
+    assert found[worker]["threads"][0]["has_gil"]
+    heart = found[worker]["heart"]
+    assert heart
+    assert (heart["phase"], heart["detail"]) == ("decode", "a clip")
+    assert heart["path_of_clip"] == "/clips/a.mp4"
+    assert found[helper]["command"] == "sleep 600"
+    assert (found[helper]["heart"], found[helper]["threads"]) == (None, [])
+    assert "wchan" in found[helper]["raw"]
+    assert {found[pid]["method"] for pid in (rank, worker)} == {"py-spy --nonblocking"}
+    assert json.loads(json.dumps(dump)) == dump
+
+
+def test_rounds_tell_who_moves(folder: Path, start: Start) -> None:
+    """A stopped one stands still and stays stopped; one that works has moved."""
+    works, stopped = start("rank", 0, "works"), start("rank", 1, "sleeps")
+    _await(lambda: stacks.dump(stopped, native=False).where.endswith("in sleeps"))
+    os.kill(stopped, signal.SIGSTOP)
+    _await(lambda: stacks.state_of(stopped) == "T")
+    dump = _dump(folder, rounds=3)
+    assert [each["seconds"] for each in dump["rounds"]] == pytest.approx([0, 0.3, 0.6], abs=0.2)
+    found = _traced(dump)
+    assert found[works].has_moved
+    assert not found[stopped].has_moved
+    assert found[stopped].last["state"] == stacks.state_of(stopped) == "T"
+    assert found[stopped].stack[0][0] == "sleeps"
+
+
+def test_of_a_stall_only_those_that_hang_are_read_with_calls_of_c(
+    folder: Path, start: Start
+) -> None:
+    """They are paused for it; whoever works or has nothing to do is not."""
+    hangs, works = start("rank", 0, "sleeps"), start("rank", 1, "works")
+    idles = start("decode", 0, "idles")
+    found = _by_pid(_dump(folder, rounds=2, native=True))
+    assert _innermost(found[hangs]) == ("libc.so.6", "clock_nanosleep")
+    methods = [found[pid]["method"] for pid in (hangs, works, idles)]
+    assert methods == ["py-spy --native", "py-spy --nonblocking", "py-spy --nonblocking"]
+    asked = _by_pid(_dump(folder, native=True, reason="asked"))
+    assert asked[idles]["method"] == "py-spy --native"
+
+
+def test_without_py_spy_processes_write_themselves(
+    folder: Path, start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A rank to its file, a decoding process to what its pool reads; of others /proc tells."""
+    rank = start("rank", 0, "holds", "sleep", "600")
+    worker, [helper] = start("decode", 0, "sleeps"), descendants(rank)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    found = _by_pid(_dump(folder))
+    assert [found[pid]["method"] for pid in (rank, worker, helper)] == [
+        "faulthandler",
+        "faulthandler",
+        "proc",
+    ]
+    assert _innermost(found[rank]) == ("members.py", "holds")
+    assert _innermost(found[worker]) == ("members.py", "sleeps")
+
+
+def test_whoever_watches_is_not_dumped(folder: Path, start: Start) -> None:
+    """A watcher is a rank's child, and starts others in its turn; so does py-spy."""
+    program = "import subprocess; subprocess.run(['sleep', '600'])"
+    start("rank", 0, "sleeps", _PYTHON, "-c", program, "-m", "longtake.watch")
+    [rank] = _by_pid(_dump(folder))
+    _await(lambda: len(descendants(rank)) == 2)
+    assert list(_by_pid(_dump(folder))) == [rank]
+
+
+def test_torchruns_process_belongs_to_the_run(folder: Path, start: Start, tmp_path: Path) -> None:
+    """By its name, as a rank's parent; and a rank that has no heart yet, as what it has started."""
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text(
+        "import subprocess, sys\nsubprocess.Popen(['sleep', '600'])\nsubprocess.run(sys.argv[1:])\n"
+    )
+    agent = start("rank", 1, "sleeps", by=(_PYTHON, str(torchrun)))
+    found = _by_pid(_dump(folder))
+    assert sorted((each["role"], each["rank"]) for each in found.values() if each["rank"]) == [
+        ("rank", 1)
+    ]
+    assert (found[agent]["role"], found[agent]["rank"]) == ("agent", None)
+    assert [each["command"] for each in found.values() if each["role"] == "helper"] == ["sleep 600"]
+
+
+def test_whoever_is_gone_is_missed(folder: Path, start: Start) -> None:
+    """Not one that ended as it should, had nothing to do, or is of a launch before this one."""
+    start("rank", 0, "sleeps")
+    dead, idle = start("decode", 0, "sleeps"), start("decode", 0, "idles")
+    subprocess.run([_PYTHON, "-c", _EARLIER, str(folder)], check=True, timeout=60)
+    for pid in (dead, idle):
+        os.kill(pid, signal.SIGKILL)
+    _await(lambda: {stacks.state_of(pid) for pid in (dead, idle)} == {"Z"})
+    found = _dump(folder)
+    assert [(each["pid"], each["detail"]) for each in found["missing"]] == [(dead, "a clip")]
+    assert len(_by_pid(found)) == 1
+
+
+def test_a_process_and_what_it_has_started(start: Start) -> None:
+    """Without a run: whoever it is."""
+    rank = start("rank", 2, "sleeps", "sleep", "600")
+    dump = dump_family(rank, "here", rounds=1, round_seconds=0.1, native=False)
+    found = _by_pid(dump)
+    assert list(found) == [rank, *descendants(rank)]
+    assert _innermost(found[rank]) == ("members.py", "sleeps")
