@@ -155,7 +155,7 @@ def test_drills_are_listed(call: Call) -> None:
         "one-clip-removed",
         "corrupt-clip",
         "decoder-hang",
-        "worker-killed",
+        "killed-loader-worker",
     }
     assert all(each["does"] and each["must"] for each in listed.values())
     code, _, err = call("drill", "--list")

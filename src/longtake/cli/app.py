@@ -15,8 +15,10 @@ from longtake import __version__
 from longtake.cli import say
 from longtake.cli.data import data_app
 from longtake.cli.plan import plan
+from longtake.cli.preflight import preflight
 from longtake.cli.say import AsJson, Changes
 from longtake.cli.show import show
+from longtake.cli.stacks import stacks
 from longtake.errors import LongtakeError
 
 app = typer.Typer(
@@ -29,7 +31,9 @@ app = typer.Typer(
 )
 app.add_typer(data_app, name="data")
 app.command()(plan)
+app.command()(preflight)
 app.command()(show)
+app.command()(stacks)
 
 Ema = Annotated[
     bool | None,

@@ -1,0 +1,74 @@
+"""The verb `preflight`, on this machine alone."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+def test_alone_with_a_recipe(
+    call: Callable[..., tuple[int, str, str]], place: Path, tmp_path: Path
+) -> None:
+    """It says what was measured and what was skipped, and its exit status is the verdict's."""
+    recipe, out = place / "recipe.toml", tmp_path / "new" / "run"
+    status, stdout, _ = call("preflight", recipe, "--set", f"out={out}", "--json")
+    told = json.loads(stdout)
+    assert status == told["exit_status"]
+    assert not [each for each in told["findings"] if each["severity"] == "error"], told["findings"]
+    skipped = {each["why"] for each in told["skipped"]}
+    assert "one node" in skipped
+    measured = {each["name"] for each in told["measures"]}
+    assert {"free for run directory", "fsync of the run directory"} <= measured
+    assert not out.parent.exists(), "folders that it made are gone again"
+
+
+def test_a_table_of_it(call: Callable[..., tuple[int, str, str]]) -> None:
+    """People get a table on stdout that ends with a verdict."""
+    status, stdout, _ = call("preflight")
+    assert status in (0, 1)
+    assert max(map(len, stdout.splitlines())) <= 80
+    assert stdout.splitlines()[-1].startswith(("Ready", "It will run"))
+
+
+def test_a_catalog_that_is_gone(
+    call: Callable[..., tuple[int, str, str]], place: Path, tmp_path: Path
+) -> None:
+    """It is an error that names the file: exit status 2."""
+    gone = tmp_path / "gone.parquet"
+    changes = ("--set", f"data.catalog={gone}", "--set", f"out={tmp_path / 'run'}")
+    status, stdout, _ = call("preflight", place / "recipe.toml", *changes)
+    assert status == 2
+    assert "gone.parquet" in stdout.replace("\n", "").replace(" ", "")
+    assert stdout.splitlines()[-1].startswith("Not ready: 1 error")
+
+
+def test_a_run_directory_that_cannot_be_made(
+    call: Callable[..., tuple[int, str, str]], place: Path
+) -> None:
+    """It is told once, with the reason."""
+    changes = ("--set", f"out={place / 'file' / 'run'}")
+    status, stdout, _ = call("preflight", place / "recipe.toml", *changes, "--json")
+    told = json.loads(stdout)
+    assert status == 2
+    [error] = [each for each in told["findings"] if each["severity"] == "error"]
+    assert error["check"] == "run directory"
+    assert "Not a directory" in error["what"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere.toml"], "There is no recipe nowhere.toml"),
+        (["--nodes", "a,a"], "each once"),
+        (["--nodes", " , "], "names of nodes"),
+    ],
+)
+def test_mistakes_are_one_message(
+    call: Callable[..., tuple[int, str, str]], arguments: list[str], said: str
+) -> None:
+    """A mistake on the command line ends with status 2 and one message."""
+    status, stdout, stderr = call("preflight", *arguments)
+    assert status == 2
+    assert stdout == ""
+    assert said in stderr

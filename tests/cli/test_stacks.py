@@ -1,0 +1,148 @@
+"""The verb `stacks`: a tree for people, JSON for programs, one message for each mistake."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from longtake.heartbeat import folder_of
+
+Call = Callable[..., tuple[int, str, str]]
+
+_PROGRAM = """
+import os, subprocess, sys, time
+from pathlib import Path
+from longtake.heartbeat import Heart, folder_of
+
+def train(heart):
+    if heart.path.name.startswith("rank_1"):
+        return wait_for_clips(heart)
+    heart.enter("collective")
+    print("here", flush=True)
+    time.sleep(600)
+
+def wait_for_clips(heart):
+    heart.enter("data")
+    print("here", flush=True)
+    time.sleep(600)
+
+heart = Heart(folder_of(Path(sys.argv[1])), "rank", rank=int(sys.argv[2]), world_size=3)
+heart.join("abcdefgh")
+heart.begin_step(7, "8 frames of 32x32")
+train(heart)
+"""
+_WORKER = """
+import sys, time
+from pathlib import Path
+from longtake.heartbeat import Heart, folder_of
+heart = Heart(folder_of(Path(sys.argv[1])), "decode", rank=1)
+heart.enter("decode", "identity", "/clips/a.mp4")
+print("here", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[int]]]:
+    """A run of three ranks and a decoding process, and their process ids; one waits for clips."""
+    folder = tmp_path_factory.mktemp("stacks")
+    run = folder / "run"
+    run.mkdir()
+    (run / "recipe.toml").touch()
+    (folder / "ranks.py").write_text(_PROGRAM)
+    (folder / "worker.py").write_text(_WORKER)
+    commands = [["ranks.py", str(run), str(rank)] for rank in range(3)] + [["worker.py", str(run)]]
+    started = [
+        subprocess.Popen([sys.executable, *each], stdout=subprocess.PIPE, cwd=folder)
+        for each in commands
+    ]
+    for process in started:
+        assert process.stdout
+        assert process.stdout.readline() == b"here\n"
+    yield run, [process.pid for process in started]
+    for process in started:
+        process.kill()
+        process.communicate()
+    shutil.rmtree(folder_of(run), ignore_errors=True)
+
+
+def test_identical_stacks_are_one_branch(run: tuple[Path, list[int]], call: Call) -> None:
+    """With who it is, what they do and where; what all are in is told once."""
+    path, pids = run
+    code, out, err = call("stacks", path)
+    host = socket.gethostname()
+    assert (code, err) == (0, "")
+    lines = [line.strip(" │├└─") for line in out.splitlines()]
+    assert lines[0] == f"{path}: 4 processes on {host}"
+    assert lines[1].startswith("3 ranks, all in <module> (")
+    assert lines[2].startswith(f"ranks 0, 2 (on {host})  in a collective for ")
+    assert lines[2].endswith(" s, step 7  not moving, not computing")
+    assert lines[3].startswith("train (")
+    assert lines[3].endswith("ranks.py:11)")
+    at = next(number for number, line in enumerate(lines) if line.startswith("rank 1 "))
+    assert lines[at].startswith(f"rank 1 (process {pids[1]} on {host})  at data for ")
+    assert lines[at + 1].endswith("ranks.py:16)")
+    [worker] = [line for line in lines if line.startswith("of rank 1 ")]
+    assert "decoding /clips/a.mp4 for " in worker
+
+
+def test_a_stopped_one_stands_out(run: tuple[Path, list[int]], call: Call) -> None:
+    """It is apart from those that stand at the same line of their own."""
+    path, pids = run
+    os.kill(pids[2], signal.SIGSTOP)
+    try:
+        code, out, _ = call("stacks", path)
+    finally:
+        os.kill(pids[2], signal.SIGCONT)
+    assert code == 0
+    [stopped] = [line for line in out.splitlines() if "stopped by a signal" in line]
+    assert f"rank 2 (process {pids[2]} " in stopped
+
+
+def test_the_same_as_json(run: tuple[Path, list[int]], call: Call) -> None:
+    """With every call, and every process by itself; --native adds those of C."""
+    path, pids = run
+    code, out, _ = call("stacks", path, "--json", "--native")
+    assert code == 0
+    facts = json.loads(out)
+    assert (facts["of"], facts["launch"], facts["silent"]) == (str(path), "abcdefgh", [])
+    first = facts["groups"][0]
+    assert [each["pid"] for each in first["members"]] == [pids[0], pids[2]]
+    assert [call["function"] for call in first["stack"]] == ["train", "<module>"]
+    assert first["native"][0]["function"] == "clock_nanosleep"
+    assert {each["method"] for each in first["members"]} == {"py-spy --native"}
+
+
+def test_a_process_by_its_number(run: tuple[Path, list[int]], call: Call) -> None:
+    """With what it says of itself, if it does."""
+    _, pids = run
+    code, out, _ = call("stacks", "--pid", pids[1])
+    assert code == 0
+    assert out.startswith(f"process {pids[1]}: 1 process on {socket.gethostname()}\n")
+    assert "at data for" in out
+    assert "ranks.py:16)" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "Name a run directory, or a process with --pid: one of the two."),
+        (("nowhere", "--pid", "1"), "one of the two"),
+        (("nowhere",), "nowhere is not a run directory: it has no recipe.toml"),
+        (("--pid", "4194305"), "There is no process 4194305 on this node"),
+    ],
+)
+def test_a_mistake_is_one_message(call: Call, arguments: tuple[str, ...], message: str) -> None:
+    """On stderr, with exit code 2."""
+    code, out, err = call("stacks", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("longtake: ")
+    assert message in err
+    assert err.count("\n") == 1

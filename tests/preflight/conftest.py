@@ -1,0 +1,64 @@
+"""Hosts to look at, and what they would tell of themselves."""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.namespaces import Cluster
+
+_NAMESPACES = Path(__file__).parents[1] / "namespaces.py"
+
+
+@pytest.fixture(scope="session")
+def namespaces() -> ModuleType:
+    """The module that makes hosts; skips where it cannot."""
+    spec = importlib.util.spec_from_file_location("longtake_namespaces", _NAMESPACES)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for it there
+    spec.loader.exec_module(module)
+    if reason := module.why_not():
+        pytest.skip(reason)
+    return module
+
+
+@pytest.fixture
+def three_hosts(namespaces: ModuleType, tmp_path: Path) -> "Iterator[Cluster]":
+    """node0, node1 and node2, which share this machine's disk."""
+    with namespaces.hosts(3, tmp_path) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def write_recipe(shapes_catalog: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Writes a recipe of a small run in tmp_path/run; gives its path."""
+
+    def write(path: Path, learning_rate: str = "3e-3") -> Path:
+        path.write_text(
+            f"""
+            out = "{tmp_path / "run"}"
+            [data]
+            catalog = "{shapes_catalog}"
+            buckets = [{{ num_frames = 8, height = 32, width = 32 }}]
+            [model]
+            family = "tubelet"
+            config = {{ hidden_size = 48, num_blocks = 2 }}
+            [text]
+            max_tokens = 6
+            [optimizer]
+            learning_rate = {learning_rate}
+            [training]
+            steps = 12
+            batch_size = 4
+            """
+        )
+        return path
+
+    return write

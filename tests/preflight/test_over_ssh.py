@@ -1,0 +1,93 @@
+"""Hosts with names, networks and sshds of their own: looked at from one of them, as a user does."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.namespaces import Cluster
+
+_PREFLIGHT = [sys.executable, "-P", "-m", "longtake", "preflight"]
+
+
+def _look(
+    cluster: "Cluster", folder: Path, *arguments: str, path: Path | None = None
+) -> dict[str, Any]:
+    """Start the preflight on node0; what it tells, checked against its exit status."""
+    # On node0 itself, so that names are those of the hosts.
+    env = {"OMP_NUM_THREADS": "1"} | ({} if path is None else {"PYTHONPATH": str(path)})
+    done = cluster.run(
+        "node0", [*_PREFLIGHT, *arguments, "--json"], timeout=150, env=env, cwd=folder
+    )
+    assert done.stdout, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    assert done.returncode == told["exit_status"]
+    return told
+
+
+def _package(folder: Path, version: str) -> None:
+    """A package as pip leaves it, as far as its version goes."""
+    place = folder / f"av-{version}.dist-info"
+    place.mkdir(parents=True)
+    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: av\nVersion: {version}\n")
+
+
+@pytest.mark.slow
+def test_nodes_that_differ(
+    three_hosts: "Cluster", write_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Another package, recipe and run directory on one node are named; so is one that is off."""
+    local = tmp_path / "local"
+    own = {host: three_hosts.own(host, _made(local)) for host in ("node0", "node1")}
+    for host, version, rate in (("node0", "17.0.1", "3e-3"), ("node1", "16.1.0", "1e-3")):
+        _package(own[host] / "packages", version)
+        write_recipe(own[host] / "r.toml", learning_rate=rate)
+    three_hosts.own("node1", _made(tmp_path / "run"))
+    three_hosts.unplug("node2")
+    given = [str(local / "r.toml"), "--nodes", "node0,node1,node2", "--timeout", "60"]
+    given += ["--ssh-option", "ConnectTimeout=2"]
+    told = _look(three_hosts, tmp_path, *given, path=local / "packages")
+    assert [node["name"] for node in told["nodes"]] == ["node0", "node1", "node2"]
+    differs = {(each["group"], each["name"]): each["values"] for each in told["differences"]}
+    assert differs["packages", "av"] == {"17.0.1": ["node0"], "16.1.0": ["node1"]}
+    rates = {"0.003": ["node0"], "0.001": ["node1"]}
+    assert differs["recipe", "optimizer.learning_rate"] == rates
+    errors = {
+        (each["check"], *each["nodes"]): each["what"]
+        for each in told["findings"]
+        if each["severity"] == "error"
+    }
+    assert set(errors) == {
+        ("nodes", "node2"),
+        ("recipe", "node0", "node1"),
+        ("run directory", "node1"),
+    }
+    assert "another folder than on the first node" in errors["run directory", "node1"]
+    assert "cannot be reached by ssh" in errors["nodes", "node2"]
+    measured = {each["name"]: each["values"] for each in told["measures"]}
+    assert abs(measured["clock ahead"]["node1"]) < 5, "all hosts have this machine's clock (ms)"
+    assert set(measured["sending between nodes"]) == {"node0 to node1", "node1 to node0"}
+    assert told["exit_status"] == 2
+
+
+@pytest.mark.slow
+def test_a_node_that_never_arrives(three_hosts: "Cluster", tmp_path: Path) -> None:
+    """Ssh works, but its processes cannot connect to where all meet: it is named, and in time."""
+    meeting_point = three_hosts.addresses["node1"]
+    # From node2 there is no way to node1, though node0 reaches both.
+    blocked = ["ip", "route", "add", "blackhole", meeting_point]
+    assert three_hosts.run("node2", blocked).returncode == 0
+    told = _look(three_hosts, tmp_path, "--nodes", "node1,node2", "--timeout", "5")
+    [error] = [each for each in told["findings"] if each["severity"] == "error"]
+    assert (error["check"], error["nodes"]) == ("nodes", ["node2"])
+    assert "cannot connect to the node that was named first" in error["what"]
+    assert told["seconds"] < 60
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    return folder

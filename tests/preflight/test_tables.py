@@ -1,0 +1,80 @@
+"""What people read: on 80 columns, of two nodes or of two hundred."""
+
+import io
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from longtake.preflight.finding import Difference, Finding, Judged, Measure, Severity, Skipped
+from longtake.preflight.report import report
+from longtake.preflight.tables import print_report
+
+
+def _shown(told: dict[str, Any]) -> str:
+    console = Console(file=io.StringIO(), highlight=False)
+    print_report(console, told)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def _told(names: list[str], judged: Judged) -> dict[str, Any]:
+    nodes = [{"name": name, "processes": 1} for name in names]
+    return report(nodes, len(names), "r.toml", judged, 1.0)
+
+
+def test_two_hundred_nodes_fit_on_a_screen() -> None:
+    """Most are alike and are one line; who is not has a name; no line is longer than 80."""
+    names = [f"gpu{n:03d}" for n in range(200)]
+    speeds = {name: 700.0 + n % 5 for n, name in enumerate(names)} | {"gpu007": 412.0}
+    others = tuple(name for name in names if name != "gpu007")
+    versions = {"2.13.0": others, "2.12.1": ("gpu007",)}
+    judged = Judged(
+        [Finding("warning", "compute", ("gpu007",), "x " * 90, "y " * 60, "z " * 60)]
+        + [Finding("error", "dataset", (name,), "the same of each", "", "") for name in names],
+        [Difference("packages", "torch", "2.13.0", versions)],
+        [Measure("matrix products", "TFLOP/s", speeds, ("gpu007",))],
+    )
+    shown = _shown(_told(names, judged))
+    assert max(map(len, shown.splitlines())) <= 80
+    assert len(shown.splitlines()) < 40
+    assert "gpu[000-199]: the same of each." in shown
+    assert "412" in shown
+    assert "2.12.1" in shown
+
+
+def test_of_a_few_nodes_each_has_a_column() -> None:
+    """Numbers stand below their node's name; the values of the others are not lost."""
+    judged = Judged(measures=[Measure("clock ahead", "ms", {"a": 0.0, "b": 12.5}, ("b",))])
+    lines = _shown(_told(["a", "b"], judged)).splitlines()
+    assert any(line.split() == ["measured", "a", "b"] for line in lines)
+    assert any(line.split() == ["clock", "ahead,", "ms", "0", "12.5"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("severities", "status", "verdict"),
+    [
+        ([], 0, "Ready: 1 node, nothing to remark."),
+        (["note"], 0, "Ready: 1 node, 1 note."),
+        (["note", "warning"], 1, "look at this first: 1 warning, 1 note on 1 node"),
+        (["warning", "error", "error"], 2, "Not ready: 2 errors, 1 warning on 1 node (see a)."),
+    ],
+)
+def test_the_worst_decides(severities: list[Severity], status: int, verdict: str) -> None:
+    """The exit status and the last line follow from the worst finding, which is told first."""
+    findings = [Finding(each, "x", ("a",), f"{each}!") for each in severities]
+    told = _told(["a"], Judged(findings, skipped=[Skipped("links", "one node")]))
+    assert told["exit_status"] == status
+    shown = _shown(told)
+    assert verdict in " ".join(shown.split())
+    assert "links: one node" in shown
+    places = [shown.find(f"{each}!") for each in ("error", "warning", "note") if each in severities]
+    assert places == sorted(places)
+
+
+def test_what_is_told_is_json_of_plain_values() -> None:
+    """A finding comes out of a report as it went in, so that another machine can show it."""
+    finding = Finding("note", "x", ("a",), "what", "expected", "advice")
+    told = _told(["a"], Judged([finding]))
+    assert told["findings"] == [asdict(finding)]
