@@ -176,8 +176,10 @@ class Heart:
         self._sequence = 0
         self._memory = mmap.mmap(-1, _SIZE)
         self._write()
-        with suppress(OSError):
-            self._memory = _shared(self.path, self._memory[:])
+        for _ in range(2):  # the watcher of a run that has ended may take the empty folder away
+            with suppress(OSError):
+                self._memory = _shared(self.path, self._memory[:])
+                break
 
     def enter(self, phase: Phase, detail: str | None = None, clip: str = "") -> None:
         """Say that a phase begins, which ends the one before; `detail` stays what it was if None.

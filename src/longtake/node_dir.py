@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
 from longtake.aside import written_aside
-from longtake.run_dir import RunDirectory, append_json, now, read_json_lines, write_json
+from longtake.run_dir import RunDirectory, append_json, now, read_json_lines, write_text
 
 NodeEventKind = Literal[
     "watching",
@@ -148,7 +148,7 @@ class NodeDirectory:
         """Where flight recorders' dumps that belong to an answer lie, as rank_<rank>."""
         return self.path / "stacks" / f"{token}.fr"
 
-    def append_event(self, kind: NodeEventKind, **fields: Any) -> None:
+    def append_event(self, kind: NodeEventKind, /, **fields: Any) -> None:
         """Append one line to the node's events.jsonl."""
         self.path.mkdir(parents=True, exist_ok=True)
         append_json(self.events_path, {"time": now(), "event": kind, "host": self.host, **fields})
@@ -167,7 +167,7 @@ class NodeDirectory:
         """Write an answer to a request; returns where it lies."""
         path = self.dump_path(dump["token"])
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, dump)
+        write_text(path, json.dumps(dump, separators=(",", ":")) + "\n")
         return path
 
 

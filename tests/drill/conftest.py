@@ -35,6 +35,13 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
     return Ground(tmp_path_factory.mktemp("ground"), Console(quiet=True))
 
 
+@pytest.fixture(scope="session")
+def impatient_ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
+    """Likewise, where a stall is called sooner than by default."""
+    soon = "watch.min_seconds = 2.0\nwatch.round_seconds = 0.5\n"
+    return Ground(tmp_path_factory.mktemp("impatient"), Console(quiet=True), soon)
+
+
 @pytest.fixture
 def place(trained: Place, tmp_path: Path) -> Place:
     """A copy of it."""

@@ -7,7 +7,7 @@ from longtake.drill.ground import Ground
 from longtake.drill.registry import DATA_FAULTS
 from longtake.drill.run import drill
 
-_EQUAL = {"decoder-hang", "worker-killed"}
+_EQUAL = {"decoder-hang", "killed-loader-worker"}
 
 
 @pytest.mark.slow

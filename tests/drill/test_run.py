@@ -16,7 +16,7 @@ from longtake.drill.faults import bit_rot_in_checkpoint, corrupt_clip, truncated
 from longtake.drill.ground import Ground
 from longtake.drill.launch import Launch
 from longtake.drill.place import Place
-from longtake.drill.registry import FAULTS, find_faults
+from longtake.drill.registry import FAMILIES, FAULTS, find_faults
 from longtake.drill.report import show_faults, show_results
 from longtake.drill.result import Result
 from longtake.drill.run import drill, run_drills
@@ -39,16 +39,26 @@ def test_a_name_that_is_none_is_refused_with_the_nearest() -> None:
     """Before anything is trained."""
     with pytest.raises(LongtakeError, match="did you mean decoder-hang") as refused:
         run_drills(["data-grown", "decoder-hung"], _QUIET)
-    assert "worker-killed" in str(refused.value)
+    assert "killed-loader-worker" in str(refused.value)
 
 
 def test_faults_are_drilled_once_in_the_order_in_which_they_are_named() -> None:
     """All of them, in the registry's order, where none is named, and for `all`."""
-    named = find_faults(["worker-killed", "data-grown", "worker-killed"])
-    assert [fault.name for fault in named] == ["worker-killed", "data-grown"]
+    named = find_faults(["kill", "data-grown", "kill"])
+    assert [fault.name for fault in named] == ["kill", "data-grown"]
     assert [fault.name for fault in find_faults([])] == list(FAULTS)
     assert [fault.name for fault in find_faults(["kill", "all"])] == list(FAULTS)
     assert all(fault.name == name for name, fault in FAULTS.items())
+
+
+def test_a_family_stands_for_all_of_its_faults() -> None:
+    """In the registry's order; one of them may be named as well."""
+    named = [fault.name for fault in find_faults(["slow-rank", "frozen-loader-worker-stopped"])]
+    assert named == ["slow-rank-by-10", "slow-rank-by-30", "frozen-loader-worker-stopped"]
+    for family in FAMILIES:
+        found = find_faults([family])
+        assert len(found) > 1
+        assert all(fault.name.startswith(f"{family}-") for fault in found)
 
 
 def test_a_folder_that_holds_something_is_not_used(tmp_path: Path) -> None:

@@ -1,16 +1,32 @@
 """What is done to a run inside its process is what it is called, and no more."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from longtake.config import Recipe
-from longtake.drill.harms import NORM_FACTOR, RATE_FACTOR, Harm, Sabotage
-from longtake.drill.sabotage import HARMS, Step, When
+from longtake.data import process
+from longtake.drill import frozen_worker
+from longtake.drill.harms import (
+    NORM_FACTOR,
+    PACE_SECONDS,
+    RATE_FACTOR,
+    SLOW_PACE_SECONDS,
+    Harm,
+    Sabotage,
+)
+from longtake.drill.sabotage import HARMS
+from longtake.drill.step import Step, When
+from longtake.parallel.mesh import World
 from longtake.run_dir import Metrics, RunDirectory
 from longtake.training import loop
+from longtake.training import step as training_step
 from longtake.training.run import train
 
 _AT = 3
@@ -29,6 +45,7 @@ def train_with(
             step = HARMS[harm](When(_AT), Step())
             monkeypatch.setattr(loop, "compute_gradients", step.compute)
             monkeypatch.setattr(loop, "apply_update", step.update)
+            monkeypatch.setattr(training_step, "flow_losses", step.losses)
         train(recipe, Console(quiet=True))
         return RunDirectory(recipe.out).metrics()
 
@@ -87,6 +104,42 @@ def test_a_lost_gradient_is_lost_once(train_with: _Train) -> None:
     rows = train_with("lose-gradient")
     assert [row["step"] for row in rows if "verdict" in row] == [_AT + 1]
     assert rows[_AT]["grad_norm"] is None
+
+
+def test_a_step_that_takes_longer_computes_the_same(train_with: _Train) -> None:
+    """From the step on from which it is to; a rank that is not there hangs or slows none."""
+    plain, late = train_with(None), train_with("dawdle")
+    assert _losses(late) == _losses(plain)
+    assert all(row["step_seconds"] < PACE_SECONDS for row in late[1:_AT])
+    assert all(row["step_seconds"] >= PACE_SECONDS for row in late[_AT:])
+    harms: tuple[Harm, ...] = ("hang-rank-1-asleep", "hang-rank-1-in-collective")
+    assert all(_losses(train_with(harm)) == _losses(plain) for harm in harms)
+
+
+def test_a_slow_rank_takes_longer_by_its_share() -> None:
+    """Of its own work from beginning to end; the other rank takes what it takes."""
+    state: Any = SimpleNamespace(global_step=_AT)
+    nothing: Any = None
+    took = {}
+    for rank in (0, 1):
+        plain = Step(compute=lambda *_: nothing, losses=lambda *_: nothing)
+        step = HARMS["slow-rank-1-by-30"](When(_AT), plain)
+        began = time.perf_counter()
+        step.compute(state, nothing, nothing, World(rank, rank, 2, torch.device("cpu"), None))
+        step.losses(nothing, nothing, "fp32", torch.device("cpu"))
+        took[rank] = time.perf_counter() - began
+    assert took[1] >= 1.3 * SLOW_PACE_SECONDS
+    assert took[1] == pytest.approx(1.3 * took[0], rel=0.1)
+
+
+def test_decoding_processes_are_replaced_by_such_that_freeze(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By name, with how and when; the training's own functions stay what they are."""
+    monkeypatch.setattr(process, "PROGRAM", process.PROGRAM)
+    step = HARMS["freeze-worker-in-c"](When(_AT), Step())
+    assert step == Step()
+    assert list(process.PROGRAM) == [frozen_worker.NAME, "in-c", str(_AT)]
 
 
 def _losses(rows: list[Metrics]) -> list[float | None]:

@@ -1,5 +1,6 @@
 """TensorBoard shows what metrics.jsonl says, each step once."""
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +81,26 @@ def test_it_never_imports_torch() -> None:
     """Whoever only mirrors a run does not wait for torch, and needs no accelerator."""
     code = "import sys, longtake.tracking.tensorboard; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_mirror_that_cannot_be_written_ends_quietly(tmp_path: Path) -> None:
+    """No mirror is worth a run: neither a full disk nor a file in its way is an error."""
+    run = RunDirectory(tmp_path / "full")
+    run.path.mkdir()
+    mirror = TensorBoardMirror(run)
+    rows = (f'{{"step":{step},"time":1.0,"loss":0.5}}\n' for step in range(1, 200))
+    run.metrics_path.write_text("".join(rows))
+    room, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, most))  # as on a full disk
+    try:
+        mirror.catch_up()
+        mirror.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
+    (written,) = run.tensorboard_path.iterdir()
+    assert written.stat().st_size <= 2048
+    blocked = RunDirectory(tmp_path / "blocked")
+    blocked.path.mkdir()
+    blocked.tensorboard_path.write_text("in the way")
+    _launch(blocked, range(1, 3), loss=1.0)
+    assert len(blocked.metrics()) == 2

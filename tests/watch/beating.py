@@ -23,7 +23,6 @@ def main(folder: str, role: str, rank: str, launch: str, then: str) -> None:
     else:
         heart = Heart(Path(folder), "decode", rank=int(rank))
         _decode(heart)
-    print("beating", flush=True)  # noqa: T201 - to the test
     globals()[then](heart)
 
 
@@ -41,15 +40,21 @@ def _decode(heart: Heart) -> None:
         heart.enter("idle", "")
 
 
+def _say() -> None:
+    print("beating", flush=True)  # noqa: T201 - to the test
+
+
 def sleeps(heart: Heart) -> None:
     """Hang in a line that can be named."""
     heart.enter("forward")
+    _say()
     time.sleep(100)
 
 
 def waits(heart: Heart) -> None:
     """Wait for others, as all ranks do for one that hangs."""
     heart.enter("collective")
+    _say()
     wait = "def all_reduce():\n    time.sleep(100)\nall_reduce()"
     where = "/lib/site-packages/torch/distributed/distributed_c10d.py"
     exec(compile(wait, where, "exec"), {"time": time})  # noqa: S102 - it looks like torch's
@@ -58,12 +63,14 @@ def waits(heart: Heart) -> None:
 def freezes(heart: Heart) -> None:
     """Hang on a clip."""
     heart.enter("decode", "bad", "/data/bad.mp4")
+    _say()
     time.sleep(100)
 
 
 def idles(heart: Heart) -> None:
     """Have nothing to do."""
     heart.enter("idle", "")
+    _say()
     time.sleep(100)
 
 
@@ -71,15 +78,28 @@ def pauses(heart: Heart) -> None:
     """Hang until SIGUSR1, then go on for a while."""
     signal.signal(signal.SIGUSR1, lambda *_: None)
     heart.enter("forward")
+    _say()
     signal.pause()
     for _ in range(2000):
         heart.enter("backward")
         time.sleep(0.05)
 
 
+def steps(heart: Heart) -> None:
+    """Train on."""
+    _say()
+    for step in range(12, 2000):
+        heart.begin_step(step, "8x32x32")
+        for phase in ("data", "forward", "backward", "collective", "optimizer"):
+            heart.enter(phase)
+            time.sleep(0.01)
+        heart.end_step(0.001)
+
+
 def ends(heart: Heart) -> None:
     """End as it should, some moments later."""
     heart.enter("forward")
+    _say()
     time.sleep(0.5)
     heart.close()
 
@@ -87,6 +107,7 @@ def ends(heart: Heart) -> None:
 def dies(heart: Heart) -> None:
     """Be gone without a word."""
     heart.enter("backward")
+    _say()
     time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -52,6 +52,11 @@ class Stage:
         found = read_json_lines(self.node(host).events_path)
         return [event for event in found if event["event"] == kind]
 
+    def alerts(self, kind: str) -> list[dict[str, Any]]:
+        """The alerts of a kind that the hook `cat >> alerts` has written down."""
+        found = read_json_lines(self.path / "alerts")
+        return [event for event in found if event["event"] == kind]
+
     def rank(self, then: str, rank: int = 0, host: str = "node", launch: str = "abcd1234") -> int:
         """Start a rank; returns its process id when it is at what it is to do."""
         return self._beat("rank", rank, launch, then, host)
@@ -99,7 +104,10 @@ class Stage:
         for process in self.started:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-            process.communicate()
+            process.wait(10)
+            if process.stdout is not None and not process.stdout.closed:
+                print(process.stdout.read())  # noqa: T201 - shown where a test fails
+                process.stdout.close()
 
     def _beat(self, role: str, rank: int, launch: str, then: str, host: str) -> int:
         arguments = [str(self.folder(host)), role, str(rank), launch, then]

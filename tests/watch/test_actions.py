@@ -114,6 +114,7 @@ def test_who_has_gone_on_or_is_elsewhere_is_left_alone(stage: Any) -> None:
     pid = stage.rank("sleeps")
     suspect = scene.suspect(pid)
     assert scene.act(replace(suspect, seconds=suspect.seconds + 60.0)) == []
+    assert scene.act(replace(suspect, doing="backward")) == []
     assert scene.act(replace(suspect, host="other")) == []
     assert scene.act(replace(suspect, pid=1)) == []  # no heart: no process of the run
     assert scene.pulse(pid).is_alive

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,14 @@ def _watched(stage: Stage, *hosts: str) -> list[Any]:
         stage.rank("waits", rank, host)
         watchers.append(stage.watcher(host=host, min_seconds=100.0, max_seconds=100.0))
     _await(lambda: all(stage.node(host).read_heartbeat() for host in hosts))
+    first = [stage.node(host).read_heartbeat()["beat"] for host in hosts]
+    # A request that is there before a watcher's first look is none for it.
+    _await(lambda: not _beats(stage, hosts) & set(zip(hosts, first, strict=True)))
     return watchers
+
+
+def _beats(stage: Stage, hosts: Sequence[str]) -> set[tuple[str, int]]:
+    return {(host, stage.node(host).read_heartbeat()["beat"]) for host in hosts}
 
 
 def _hearts_here(run: RunDirectory) -> Heart:
@@ -70,14 +77,15 @@ def test_every_node_with_a_watcher_answers(stage: Stage, run: RunDirectory) -> N
 
 
 def test_a_node_whose_watcher_does_not_live_is_not_waited_for(
-    stage: Stage, run: RunDirectory
+    stage: Stage, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is found out within some seconds; what the others said is told."""
+    monkeypatch.setattr("longtake.watch.asking._SIGN_OF_LIFE_SECONDS", 1.5)
     _, frozen = _watched(stage, "gpu1", "gpu2")
     os.kill(frozen.pid, signal.SIGSTOP)
     begun = time.monotonic()
     answers = ask_nodes(run, native=False)
-    assert time.monotonic() - begun < 8
+    assert time.monotonic() - begun < 9  # and not ten
     assert picture(answers)["hosts"] == ["gpu1"]
     assert answers.silent == ()
 
@@ -86,7 +94,8 @@ def test_a_watcher_that_lives_and_does_not_answer_is_named(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its heart beats, and that is all that is known of it."""
-    monkeypatch.setattr("longtake.watch.asking._WAIT_SECONDS", 4.0)
+    monkeypatch.setattr("longtake.watch.asking._SIGN_OF_LIFE_SECONDS", 0.5)
+    monkeypatch.setattr("longtake.watch.asking._WAIT_SECONDS", 1.5)
     node, is_over = NodeDirectory(run, "gpu1"), threading.Event()
     node.write_heartbeat({"pid": 1, "beat": 0})
 

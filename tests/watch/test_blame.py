@@ -81,6 +81,7 @@ def _process(
 
 
 def _node(*rounds: Sequence[ProcessDump], host: str = "gpu07", missing: Any = ()) -> NodeDump:
+    """What each heart says of its age is as of the last round."""
     return {
         "token": "t",
         "time": "",
@@ -88,8 +89,11 @@ def _node(*rounds: Sequence[ProcessDump], host: str = "gpu07", missing: Any = ()
         "reason": "stall",
         "launch": "abcdefgh",
         "rounds": [
-            {"seconds": 1.5 * number, "processes": list(processes)}
-            for number, processes in enumerate(rounds)
+            {
+                "seconds": 1.5 * number,
+                "processes": [_earlier(each, 1.5 * (len(rounds) - 1 - number)) for each in round_],
+            }
+            for number, round_ in enumerate(rounds)
         ],
         "missing": list(missing),
     }
@@ -98,6 +102,14 @@ def _node(*rounds: Sequence[ProcessDump], host: str = "gpu07", missing: Any = ()
 def _still(*processes: ProcessDump, host: str = "gpu07", missing: Any = ()) -> NodeDump:
     """Three rounds in which nothing changes."""
     return _node(processes, processes, processes, host=host, missing=missing)
+
+
+def _earlier(process: ProcessDump, seconds: float) -> ProcessDump:
+    heart = process["heart"] and {
+        **process["heart"],
+        "seconds": max(0.0, process["heart"]["seconds"] - seconds),
+    }
+    return {**process, "heart": heart}
 
 
 def _judge(

@@ -10,6 +10,7 @@ _C10D = ("all_reduce", f"{_SITE}/torch/distributed/distributed_c10d.py", 3245)
 _OWN = ("forward", "/home/me/project/model.py", 12)
 _STEP = ("compute_gradients", f"{_SITE}/longtake/training/step.py", 73)
 _RESULT = ("result", f"{_LIB}/concurrent/futures/_base.py", 451)
+_QUALIFIED = ("Condition.wait", f"{_LIB}/threading.py", 327)
 _WAIT = ("wait", f"{_LIB}/threading.py", 327)
 
 
@@ -32,6 +33,7 @@ _WAIT = ("wait", f"{_LIB}/threading.py", 327)
         ([_OWN, _STEP], "collective", "nothing"),
         ([_WAIT, _RESULT, ("wait", "/src/longtake/data/decoding.py", 120), _STEP], "data", "data"),
         ([_WAIT, _RESULT, _OWN], "forward", "lock"),
+        ([_QUALIFIED, ("PixelPlaces.wait", "/src/longtake/data/d.py", 1), _STEP], "data", "data"),
         ([_WAIT, ("wait", "/src/longtake/checkpoint/saver.py", 121)], "optimizer", "checkpoint"),
         ([("write", f"{_SITE}/torch/distributed/checkpoint/filesystem.py", 5)], "x", "nothing"),
         ([("synchronize", f"{_SITE}/torch/cuda/__init__.py", 1), _STEP], "forward", "device"),

@@ -29,7 +29,7 @@ def _until(found: Callable[[], Any], seconds: float = 12.0) -> Any:
 
 def _line_of(text: str) -> int:
     lines = Path(__file__).with_name("beating.py").read_text().splitlines()
-    return next(number for number, line in enumerate(lines, 1) if text in line) + 3
+    return next(number for number, line in enumerate(lines, 1) if text in line) + 4
 
 
 def test_a_rank_that_hangs_is_named_and_ended(stage: Any) -> None:
@@ -39,7 +39,7 @@ def test_a_rank_that_hangs_is_named_and_ended(stage: Any) -> None:
     watcher = stage.watcher(action="kill", hook=hook)
     (stalled,) = _until(lambda: stage.events("stalled"))
     suspect = stalled["suspects"][0]
-    assert (stalled["stall_kind"], stalled["step"], suspect["pid"]) == ("stuck", 11, guilty)
+    assert (stalled["kind"], stalled["step"], suspect["pid"]) == ("stuck", 11, guilty)
     assert (suspect["rank"], suspect["function"], suspect["line"]) == (
         1,
         "sleeps",
@@ -64,13 +64,13 @@ def test_a_rank_that_hangs_is_named_and_ended(stage: Any) -> None:
     ]
     assert alerts == ["stalled", "killed_rank", "rank_died"]  # of the second death it is no news
     assert len(stage.events("rank_died")) == 2
-    assert list(stage.folder().iterdir()) == []
+    assert not stage.folder().exists()
 
 
 def test_a_frozen_decoding_process_is_ended_and_the_rank_goes_on(stage: Any) -> None:
     """`restart-worker` ends the process, by its clip, and nothing else."""
-    rank, worker = stage.rank("pauses"), stage.worker("freezes")
-    stage.watcher(action="restart-worker", first_steps_seconds=60.0, max_seconds=60.0)
+    rank, worker = stage.rank("steps"), stage.worker("freezes")
+    stage.watcher(action="restart-worker")
     (event,) = _until(lambda: stage.events("restarted_worker"))
     assert (event["pid"], event["clip"], event["clip_path"]) == (worker, "bad", "/data/bad.mp4")
     assert stage.is_gone(worker)
@@ -84,9 +84,7 @@ def test_what_goes_on_again_is_told(stage: Any) -> None:
     rank = stage.rank("pauses")
     stage.watcher()
     (stalled,) = _until(lambda: stage.events("stalled"))
-    beat = _until(
-        lambda: stage.node().read_heartbeat().get("stall") and stage.node().read_heartbeat()
-    )
+    beat = _until(lambda: (b := stage.node().read_heartbeat()).get("stalls") and b)
     assert (beat["stall"], beat["stalls"]) == (stalled["token"], 1)
     os.kill(rank, signal.SIGUSR1)
     (event,) = _until(lambda: stage.events("went_on"))
@@ -104,7 +102,7 @@ def test_a_run_that_ends_well_leaves_nothing_to_tell(stage: Any) -> None:
     ]
     assert kinds == ["watching"]
     assert stage.node().read_heartbeat()["ended"]
-    assert list(stage.folder().iterdir()) == []
+    assert not stage.folder().exists()
 
 
 def test_the_heartbeat_says_what_each_process_does(stage: Any) -> None:
@@ -123,12 +121,13 @@ def test_the_heartbeat_says_what_each_process_does(stage: Any) -> None:
     assert not any("torch" in each.path for each in process.memory_maps())
 
 
+@pytest.mark.slow
 def test_two_nodes_pass_one_verdict(stage: Any) -> None:
     """Both are dumped, one tells, and the one that has the culprit acts."""
-    guilty = stage.rank("sleeps", rank=1, host="b")
-    stage.rank("waits", rank=0, host="a")
     for host in "ab":
-        stage.watcher(host=host, action="kill", min_seconds=2.0, wait=False)
+        stage.watcher(host=host, action="kill", min_seconds=3.0)
+    stage.rank("waits", rank=0, host="a")
+    guilty = stage.rank("sleeps", rank=1, host="b")
     _until(lambda: stage.events("killed_rank", "b"))
     stalled = [event for host in "ab" for event in stage.events("stalled", host)]
     assert len(stalled) == 1
@@ -138,12 +137,13 @@ def test_two_nodes_pass_one_verdict(stage: Any) -> None:
     assert stage.events("killed_rank", "a") == []
 
 
+@pytest.mark.slow
 def test_the_verdict_outlives_the_watcher_that_asked(stage: Any) -> None:
     """Some seconds later another node's passes it, and says which node was silent."""
+    stage.watcher(host="a", min_seconds=60.0)
+    asker = stage.watcher(host="b", min_seconds=2.0, round_seconds=2.0)
     stage.rank("sleeps", rank=1, host="b")
     stage.rank("waits", rank=0, host="a")
-    asker = stage.watcher(host="b")
-    stage.watcher(host="a", min_seconds=60.0)
     (path,) = _until(lambda: list(requests_path(stage.run).glob("[!.]*.json")))
     asker.kill()
     (stalled,) = _until(lambda: stage.events("stalled", "a"))
@@ -172,9 +172,8 @@ def test_a_disk_that_hangs_stops_neither_watching_nor_alerting(stage: Any) -> No
     aside = stage.node().path / ".heartbeat.partial.json"  # what it writes to next
     aside.unlink(missing_ok=True)
     os.mkfifo(aside)  # to which writing waits for ever
-    text = _until(lambda: (p := stage.path / "alerts").exists() and p.read_text(), 30.0)
-    event = json.loads(text.splitlines()[0])
-    assert (event["event"], event["suspects"][0]["pid"]) == ("stalled", guilty)
+    (event,) = _until(lambda: stage.alerts("stalled"), 30.0)
+    assert event["suspects"][0]["pid"] == guilty
     assert stage.is_gone(guilty)
 
 
@@ -185,9 +184,7 @@ def test_a_full_disk_is_told_when_there_is_room(stage: Any) -> None:
     node.path.mkdir(parents=True)
     node.events_path.symlink_to("/dev/full")
     stage.watcher(hook=f"cat >> {stage.path}/alerts", min_seconds=60.0, wait=False)
-    _until(lambda: (p := stage.path / "alerts").exists() and p.read_text().count("\n") == 2)
-    alerts = [json.loads(line) for line in (stage.path / "alerts").read_text().splitlines()]
-    assert {alert["event"] for alert in alerts} == {"disk_full", "rank_died"}
+    _until(lambda: stage.alerts("disk_full") and stage.alerts("rank_died"))
     node.events_path.unlink()
     kinds = _until(lambda: len(found := [e["event"] for e in _events(node)]) == 3 and found)
     assert sorted(kinds) == ["disk_full", "rank_died", "watching"]
@@ -199,6 +196,7 @@ def _events(node: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.slow
 def test_one_waits_for_another_and_one_by_hand_says_who_watches(stage: Any) -> None:
     """What `train` starts takes over when the other ends; a person is told and left alone."""
     stage.rank("waits")
@@ -216,10 +214,11 @@ def test_one_waits_for_another_and_one_by_hand_says_who_watches(stage: Any) -> N
     assert [event["pid"] for event in stage.events("watching")] == [first.pid, second.pid]
 
 
+@pytest.mark.slow
 def test_by_hand_it_follows_the_next_launch(stage: Any) -> None:
     """It does not end with a crash, and forgets what the launch before has taught."""
-    stage.rank("dies")
     watcher = stage.watcher("--by-hand")
+    stage.rank("dies")
     _until(lambda: stage.events("rank_died"))
     stage.rank("sleeps", launch="efgh5678")
     (stalled,) = _until(lambda: stage.events("stalled"))
@@ -237,6 +236,9 @@ def test_it_goes_on_when_nobody_reads_what_it_says(stage: Any) -> None:
     watcher.send_signal(signal.SIGUSR1)
     assert _until(lambda: stage.events("stalled"))
     assert watcher.poll() is None
+    stage.started.remove(watcher)
+    watcher.kill()
+    watcher.wait(10)
 
 
 def test_the_verb_watches_in_the_foreground(stage: Any) -> None:

@@ -19,6 +19,7 @@ from longtake.cli.preflight import preflight
 from longtake.cli.say import AsJson, Changes
 from longtake.cli.show import show
 from longtake.cli.stacks import stacks
+from longtake.cli.watch import watch
 from longtake.errors import LongtakeError
 
 app = typer.Typer(
@@ -34,6 +35,7 @@ app.command()(plan)
 app.command()(preflight)
 app.command()(show)
 app.command()(stacks)
+app.command()(watch)
 
 Ema = Annotated[
     bool | None,

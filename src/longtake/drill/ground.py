@@ -17,11 +17,13 @@ class Ground:
     Args:
         folder: an empty one.
         console: where a person looks.
+        more: lines that every recipe gets besides.
     """
 
-    def __init__(self, folder: Path, console: Console) -> None:
+    def __init__(self, folder: Path, console: Console, more: str = "") -> None:
         self._folder = folder.resolve()
         self._console = console
+        self._more = more
 
     def prepare(self) -> None:
         """Train the undisturbed run, without which nothing can be judged.
@@ -34,7 +36,7 @@ class Ground:
     def fresh(self, name: str, recipe: str = SHORT) -> Place:
         """A new place whose clips are indexed and whose run has not begun."""
         place = self._blank.copied_to(self._folder / name)
-        place.write_recipe(recipe)
+        place.write_recipe(recipe + self._more)
         return place
 
     def stopped(self, name: str) -> Place:

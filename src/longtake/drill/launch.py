@@ -6,21 +6,29 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from longtake.drill.hangs import Hang, read_word
 from longtake.drill.harms import Sabotage
 from longtake.errors import RunError
+from longtake.node_dir import NodeEventKind, this_node
 from longtake.run_dir import EventKind, RunDirectory, read_json_lines
+from longtake.stacks.processes import descendants, facts
 
-_PACKAGES = Path(__file__).parents[2]  # where longtake is imported from
-_LIMIT_SECONDS = 180.0
+PACKAGES = Path(__file__).parents[2]  # where longtake is imported from
+_WATCHER = "longtake.watch"
+_LIMIT_SECONDS = 300.0
 _LOOK_SECONDS = 0.002
+_LOOK_SECONDS_ON_NODE = 0.05  # a watcher takes seconds
 
 # Sums are rounded otherwise by another number of threads; and small ones are faster with one.
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+# Ranks that torchrun starts again would find in its own store what the ones before them left.
+_FIXED = {**_ONE_THREAD, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,7 @@ class Launch:
         changes: of the recipe, `key=value`.
         processes: how many; more than one under torchrun.
         sabotage: what is wrong inside it, if anything is.
+        restarts: how often torchrun starts all processes again after one has failed.
 
     Attributes:
         began: when it was started, by the monotonic clock, in seconds.
@@ -53,23 +62,28 @@ class Launch:
         changes: Sequence[str],
         processes: int,
         sabotage: Sabotage | None = None,
+        restarts: int = 0,
     ) -> None:
+        self._folder = folder
         self._run = RunDirectory(folder / "run")
         self._log = folder / f"launch_{len(list(folder.glob('launch_*.log')))}.log"
+        self._node = this_node(self._run)
         self._num_events = len(list(read_json_lines(self._run.events_path)))
+        self._num_node_events = len(list(read_json_lines(self._node.events_path)))
         python = [sys.executable, "-P", "-m"]
+        program = _program(processes, sabotage, restarts)
         options = [part for change in changes for part in ("--set", change)]
-        paths = filter(None, [str(_PACKAGES), os.environ.get("PYTHONPATH", "")])
+        paths = filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH", "")])
         self.began = self.looked_at = time.monotonic()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603 - ourselves
-                [*python, *_program(processes, sabotage), "train", "recipe.toml", *options],
+                [*python, *program, "train", "recipe.toml", *options],
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(paths)},
-                start_new_session=True,  # so that all of it can be ended at once
+                env={**os.environ, **_FIXED, "PYTHONPATH": os.pathsep.join(paths)},
+                start_new_session=True,  # so that Ctrl-C reaches the drill alone, which ends it
             )
         self.pid = self._process.pid
 
@@ -92,6 +106,10 @@ class Launch:
     def events(self) -> list[dict[str, Any]]:
         """What has happened since it was started."""
         return list(read_json_lines(self._run.events_path))[self._num_events :]
+
+    def node_events(self) -> list[dict[str, Any]]:
+        """What this node's watcher has seen and done since then."""
+        return list(read_json_lines(self._node.events_path))[self._num_node_events :]
 
     def looks(self, seconds: float = _LOOK_SECONDS) -> Iterator[None]:
         """Yield again and again while it runs, and once after its end.
@@ -141,6 +159,36 @@ class Launch:
                     return Sighting(event, time.monotonic())
         return None
 
+    def find_on_node(self, kind: NodeEventKind, **fields: Any) -> Sighting | None:
+        """Likewise, for an event of this node's watcher."""
+        for _ in self.looks(_LOOK_SECONDS_ON_NODE):
+            for event in self.node_events():
+                if event["event"] == kind and fields.items() <= event.items():
+                    return Sighting(event, time.monotonic())
+        return None
+
+    def wait_for_watcher(self) -> int:
+        """The process that watches the run on this node.
+
+        Raises:
+            RunError: it ends without one.
+        """
+        for _ in self.looks(_LOOK_SECONDS_ON_NODE):
+            if pid := self._node.read_heartbeat().get("pid"):
+                return int(pid)
+        raise self.unexpected("ended before it was watched")
+
+    def wait_for_hang(self) -> Hang:
+        """What the process that hangs has said of it.
+
+        Raises:
+            RunError: none hangs, and the run has ended.
+        """
+        for _ in self.looks():
+            if hang := read_word(self._folder):
+                return hang
+        raise self.unexpected("ended before one of its processes could hang")
+
     def wait(self) -> int:
         """Return its exit code, when it has ended."""
         for _ in self.looks():
@@ -159,13 +207,22 @@ class Launch:
     def kill(self) -> bool:
         """End it and all processes that it has started, as `kill -9` does, if it still runs.
 
+        Its watcher is left to tell of it, and to end by itself.
+
         Returns:
             Whether that is what ended it.
         """
         if self._process.returncode is None:  # else its number may be another process's by now
-            os.killpg(self.pid, signal.SIGKILL)
+            for pid in (self.pid, *self._descendants()):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self._process.wait()
         return self._process.returncode == -signal.SIGKILL
+
+    def _descendants(self) -> list[int]:
+        """All that it has started but watchers; torchrun's ranks are in no group of its own."""
+        found = [facts(pid) for pid in descendants(self.pid)]
+        return [each.pid for each in found if each and _WATCHER not in each.command]
 
     def unexpected(self, what: str) -> RunError:
         """The error that says that it did what no drill wants."""
@@ -178,7 +235,7 @@ class Launch:
         return " / ".join(lines[-3:]) or "nothing"
 
 
-def _program(processes: int, sabotage: Sabotage | None) -> list[str]:
+def _program(processes: int, sabotage: Sabotage | None, restarts: int) -> list[str]:
     """What `python -m` starts, with its own arguments."""
     ours = ["longtake"]
     if sabotage is not None:
@@ -186,4 +243,4 @@ def _program(processes: int, sabotage: Sabotage | None) -> list[str]:
     if processes == 1:
         return ours
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [*torchrun, "-m", *ours]
+    return [*torchrun, "--max-restarts", str(restarts), "-m", *ours]

@@ -116,6 +116,12 @@ class Place:
         shutil.copytree(self.folder, folder, symlinks=True)
         return Place(folder)
 
-    def launch(self, *changes: str, processes: int = 1, sabotage: Sabotage | None = None) -> Launch:
+    def launch(
+        self,
+        *changes: str,
+        processes: int = 1,
+        sabotage: Sabotage | None = None,
+        restarts: int = 0,
+    ) -> Launch:
         """Start `longtake train recipe.toml`, with `--set` for each change."""
-        return Launch(self.folder, changes, processes, sabotage)
+        return Launch(self.folder, changes, processes, sabotage, restarts)

@@ -6,23 +6,30 @@ from collections.abc import Sequence
 from longtake.drill.fault import Fault
 from longtake.drill.faults import (
     bit_rot_in_checkpoint,
+    clock_slew,
+    clock_step_back,
     corrupt_clip,
     data_grown,
     data_shrunk,
     data_swapped,
+    dead_watcher,
     decoder_hang,
     disk_full_while_saving,
+    frozen_loader_worker,
+    full_run_disk,
+    hung_rank,
     kill,
     kill_while_saving,
+    killed_loader_worker,
     loss_spike,
     nan_gradient,
     nan_on_one_rank,
     one_clip_removed,
     processes_changed,
     slow_divergence,
+    slow_rank,
     truncated_checkpoint,
     weight_norm_step_at_epoch_end,
-    worker_killed,
 )
 from longtake.errors import LongtakeError
 
@@ -35,7 +42,7 @@ DATA_FAULTS = (
     one_clip_removed.FAULT,
     corrupt_clip.FAULT,
     decoder_hang.FAULT,
-    worker_killed.FAULT,
+    killed_loader_worker.FAULT,
     processes_changed.FAULT,
 )
 SAVING_FAULTS = (
@@ -52,21 +59,57 @@ NUMBER_FAULTS = (
     slow_divergence.FAULT,
     weight_norm_step_at_epoch_end.FAULT,
 )
-FAULTS = {fault.name: fault for fault in (*DATA_FAULTS, *SAVING_FAULTS, *NUMBER_FAULTS)}
+HANG_FAULTS = (
+    frozen_loader_worker.IN_C,
+    frozen_loader_worker.HOLDING_GIL,
+    frozen_loader_worker.STOPPED,
+    hung_rank.ASLEEP,
+    hung_rank.HOLDING_GIL,
+    hung_rank.STOPPED,
+    hung_rank.IN_COLLECTIVE,
+    hung_rank.KILLED,
+)
+NODE_FAULTS = (
+    slow_rank.BY_10,
+    slow_rank.BY_30,
+    clock_step_back.FAULT,
+    clock_slew.FAULT,
+    full_run_disk.FAULT,
+    dead_watcher.FAULT,
+)
+_GROUPS = (DATA_FAULTS, SAVING_FAULTS, NUMBER_FAULTS, HANG_FAULTS, NODE_FAULTS)
+FAULTS = {fault.name: fault for group in _GROUPS for fault in group}
+FAMILIES = ("frozen-loader-worker", "hung-rank", "slow-rank")
+"""Names of faults that come in several ways, each `FAMILY-…`."""
 
 
 def find_faults(names: Sequence[str]) -> list[Fault]:
     """The faults of these names, each once; all of them for `all`, and if none is named.
 
+    Args:
+        names: of faults, or of families, which stand for all of theirs.
+
     Raises:
         LongtakeError: there is no fault of a name; says which is near.
     """
-    for name in names:
-        if name not in (*FAULTS, _ALL):
-            nearest = difflib.get_close_matches(name, FAULTS, n=1)
+    wanted: list[str] = []
+    for name in names or [_ALL]:
+        found = _named(name)
+        if not found:
+            nearest = difflib.get_close_matches(name, (*FAULTS, *FAMILIES), n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else "no name is near."
             raise LongtakeError(
                 f"There is no fault {name!r} to drill; {hint} There are: {', '.join(FAULTS)}."
             )
-    wanted = FAULTS if _ALL in names else names or FAULTS
-    return [FAULTS[name] for name in dict.fromkeys(wanted)]
+        wanted += found
+    names_in_order = FAULTS if _ALL in names else dict.fromkeys(wanted)
+    return [FAULTS[name] for name in names_in_order]
+
+
+def _named(name: str) -> list[str]:
+    """The faults that a name stands for; none if it is no name."""
+    if name == _ALL:
+        return list(FAULTS)
+    if name in FAMILIES:
+        return [each for each in FAULTS if each.startswith(f"{name}-")]
+    return [name] if name in FAULTS else []

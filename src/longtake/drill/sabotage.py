@@ -1,9 +1,9 @@
-"""`longtake train` with something wrong inside it, for drills whose fault is one of numbers.
+"""`longtake train` with something wrong inside it, for drills of what no other process can do.
 
     python -m longtake.drill.sabotage poison 120 train recipe.toml --set …
 
 A process of its own, under torchrun as well. Before it does what `longtake` would do, it puts
-other functions in the place of two that the training loop calls; longtake knows nothing of it.
+other functions in the place of some that a training step calls; longtake knows nothing of it.
 What belongs to data comes again with its batch; what belongs to the machine befalls it once.
 """
 
@@ -12,49 +12,28 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longtake.config import Recipe
+from longtake.data import process
 from longtake.data.batch import Batch
+from longtake.drill import frozen_worker, hangs
+from longtake.drill.delays import dawdle, hang, in_collective, slow_down
 from longtake.drill.harms import LOST_PARAMETER, NORM_FACTOR, POISONED_BATCHES, RATE_FACTOR
+from longtake.drill.step import Step, When
 from longtake.guard.statistics import GROUPS
 from longtake.parallel.mesh import World
 from longtake.parallel.norms import share
-from longtake.training import loop
 from longtake.training.groups import groups_of
-from longtake.training.step import SampleLosses, TrainingState, apply_update, compute_gradients
+from longtake.training.step import SampleLosses, TrainingState
 
 _BRIGHTER = 8.0
-
-
-class Step(NamedTuple):
-    """The two functions that a training step consists of."""
-
-    compute: Callable[[TrainingState, Batch, Recipe, World], SampleLosses] = compute_gradients
-    update: Callable[[TrainingState, Recipe, float, float], float] = apply_update
-
-
-@dataclass
-class When:
-    """When harm is done."""
-
-    at: int
-    is_lasting: bool = False
-    _last_step: int = -1
-    _went_back: bool = False
-
-    def is_since(self, step: int) -> bool:
-        """Whether it is done in a step: from `at` on, until the process goes back."""
-        self._went_back = self._went_back or step <= self._last_step
-        self._last_step = step
-        return step >= self.at and (self.is_lasting or not self._went_back)
 
 
 def poison(when: When, step: Step) -> Step:
@@ -99,7 +78,7 @@ def raise_norm(when: When, step: Step) -> Step:
                 weight.mul_(NORM_FACTOR)
         return rate
 
-    return Step(compute, update)
+    return step._replace(compute=compute, update=update)
 
 
 def lose_gradient(when: When, step: Step, rank: int | None = None) -> Step:
@@ -116,12 +95,27 @@ def lose_gradient(when: When, step: Step, rank: int | None = None) -> Step:
     return step._replace(compute=compute)
 
 
+def freeze_worker(when: When, step: Step, how: str) -> Step:
+    """Let decoding processes be such that freeze; training steps stay what they are."""
+    vars(process).update(PROGRAM=(frozen_worker.NAME, how, str(when.at)))
+    return step
+
+
 HARMS: dict[str, Callable[[When, Step], Step]] = {
     "poison": poison,
     "raise-rate": raise_rate,
     "raise-norm": raise_norm,
     "lose-gradient": lose_gradient,
     "lose-gradient-on-rank-1": partial(lose_gradient, rank=1),
+    "freeze-worker-in-c": partial(freeze_worker, how="in-c"),
+    "freeze-worker-holding-gil": partial(freeze_worker, how="holding-gil"),
+    "hang-rank-1-asleep": partial(hang, how=hangs.asleep),
+    "hang-rank-1-holding-gil": partial(hang, how=hangs.holding_gil),
+    "hang-rank-1-stopped": partial(hang, how=hangs.stopped),
+    "hang-rank-1-in-collective": partial(hang, how=in_collective),
+    "slow-rank-1-by-10": partial(slow_down, share=0.1),
+    "slow-rank-1-by-30": partial(slow_down, share=0.3),
+    "dawdle": dawdle,
 }
 
 
@@ -155,7 +149,7 @@ def main() -> None:
     given = parser.parse_args()
     step = HARMS[given.harm](When(given.at, given.lasting), Step())
     step = told(step, Path(f"weights_of_rank_{os.environ.get('RANK', '0')}.sha256"))
-    vars(loop).update(compute_gradients=step.compute, apply_update=step.update)
+    step.put_in_place()
     sys.argv = ["longtake", *given.command]
     runpy.run_module("longtake", run_name="__main__")  # as a program: drills know no verbs
 

@@ -1,15 +1,20 @@
-"""Mirrors a run directory's metrics to TensorBoard; torch-free."""
+"""Mirrors a run directory's metrics to TensorBoard; torch-free.
+
+No mirror is worth a run: where it cannot be written, it ends. `metrics.jsonl` has all of it.
+"""
 
 import json
+import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from longtake.run_dir import RunDirectory
 
@@ -26,19 +31,33 @@ class TensorBoardMirror:
     def __init__(self, run: RunDirectory) -> None:
         self._source: Path = run.metrics_path
         self._offset = self._source.stat().st_size if self._source.exists() else 0
-        _wait_for_a_second_of_its_own(run.tensorboard_path)
-        self._writer = EventFileWriter(str(run.tensorboard_path))
         self._last_step: int | None = None
         self._last_time = time.monotonic()
+        self._file: BinaryIO | None = None
+        with suppress(OSError):
+            self._file = _begin(run.tensorboard_path)
 
     def catch_up(self, *, now: bool = True) -> None:
         """Write what metrics.jsonl has gained; a line that is still being written waits.
 
         Not `now`: only if a second has passed since the last time.
         """
-        if not self._source.exists() or not (now or time.monotonic() > self._last_time + 1.0):
+        if self._file is None or not self._source.exists():
             return
-        self._last_time = time.monotonic()
+        if now or time.monotonic() > self._last_time + 1.0:
+            self._last_time = time.monotonic()
+            try:
+                self._follow()
+                self._file.flush()
+            except OSError:
+                self._give_up()
+
+    def close(self) -> None:
+        """Catch up, flush and close the event file."""
+        self.catch_up()
+        self._give_up()
+
+    def _follow(self) -> None:
         with self._source.open("rb") as file:
             file.seek(self._offset)
             for line in file:
@@ -47,27 +66,40 @@ class TensorBoardMirror:
                 self._offset += len(line)
                 with suppress(ValueError):  # the rest of a line that an earlier launch left half
                     self._write(json.loads(line))
-        self._writer.flush()
 
-    def close(self) -> None:
-        """Catch up, flush and close the event file."""
-        self.catch_up()
-        self._writer.close()
+    def _give_up(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # what it still had to write
+                file.close()
 
     def _write(self, row: dict[str, Any]) -> None:
-        if self._last_step is None or row["step"] <= self._last_step:
+        step, seconds = row["step"], row["time"]
+        if self._last_step is None or step <= self._last_step:
             start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(
-                Event(session_log=start, step=row["step"], wall_time=row["time"])
-            )
-        self._last_step = row["step"]
+            self._put(Event(session_log=start, step=step, wall_time=seconds))
+        self._last_step = step
         values = [
             Summary.Value(tag=f"train/{name}", simple_value=value)
             for name, value in _scalars(row)
             if name not in _NOT_SCALARS
         ]
-        event = Event(summary=Summary(value=values), step=row["step"], wall_time=row["time"])
-        self._writer.add_event(event)
+        self._put(Event(summary=Summary(value=values), step=step, wall_time=seconds))
+
+    def _put(self, event: Event) -> None:
+        RecordWriter(self._file).write(event.SerializeToString())
+
+
+def _begin(folder: Path) -> BinaryIO:
+    """A new event file, with what each begins with."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _wait_for_a_second_of_its_own(folder)
+    name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+    file = (folder / name).open("wb")
+    event = Event(wall_time=time.time(), file_version="brain.Event:2")
+    RecordWriter(file).write(event.SerializeToString())
+    file.flush()
+    return file
 
 
 def _scalars(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -100,9 +100,9 @@ def _heart_of(suspect: Suspect, folder: Path) -> Pulse | None:
 
 
 def _has_gone_on(pulse: Pulse, suspect: Suspect) -> bool:
-    return pulse.seconds < (suspect.seconds or 0.0) or (
-        suspect.role == "decode" and pulse.detail != suspect.clip
-    )
+    is_elsewhere = pulse.phase != suspect.doing
+    is_at_another = suspect.role == "decode" and pulse.detail != suspect.clip
+    return is_elsewhere or is_at_another or pulse.seconds < suspect.seconds
 
 
 def _of_worker(pulse: Pulse, verdict: Verdict) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from longtake.heartbeat import Pulse
 from longtake.node_dir import Request
-from longtake.watch.answering import Alarm, Answering
+from longtake.watch.answering import Answering
 from longtake.watch.post import Post
 from longtake.watch.report import Reporter
-from longtake.watch.requests import request_for, step_of
+from longtake.watch.requests import Alarm, request_for, step_of
 from longtake.watch.sight import Sight
 from longtake.watch.stall import Expectations, Overdue, has_moved
 

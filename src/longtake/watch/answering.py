@@ -9,8 +9,8 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
-from typing import Any, Literal
+from queue import SimpleQueue
+from typing import Any, Literal, TypeVar
 
 from longtake.heartbeat import Pulse, read, read_all
 from longtake.node_dir import NodeDump, Request
@@ -21,7 +21,7 @@ from longtake.watch.disk import Disk
 from longtake.watch.dumps import dump_node
 from longtake.watch.post import Post
 from longtake.watch.report import Reporter
-from longtake.watch.requests import Inbox, ask, has_beaten
+from longtake.watch.requests import Alarm, Inbox, ask, has_beaten
 from longtake.watch.stall import Expectations, Overdue, has_moved
 from longtake.watch.verdict import Verdict
 
@@ -30,20 +30,8 @@ _DISK_SECONDS = 3.0
 _SECONDS_UNTIL_HEIRS = 5.0
 _SECONDS_UNTIL_FORGOTTEN = 60.0
 
+_T = TypeVar("_T")
 Outcome = Literal["stalled", "went_on", "failed"]
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """A stall that this node has noticed.
-
-    Attributes:
-        overdue: the heart, and its limit.
-        request: what it asks all nodes for.
-    """
-
-    overdue: Overdue
-    request: Request
 
 
 @dataclass
@@ -99,10 +87,7 @@ class Answering:
 
     def take_begun(self) -> Request | None:
         """A stall that this node has begun to look into since, if any."""
-        try:
-            return self._begun.get_nowait()
-        except Empty:
-            return None
+        return _next(self._begun)
 
     def outcome(self, token: str) -> Outcome | None:
         """What became of a stall of this node's; None: it is looked into."""
@@ -128,7 +113,7 @@ class Answering:
 
     def _answer_all(self) -> None:
         requests = self._requests()
-        while (alarm := self._next_alarm()) is not None:
+        while (alarm := _next(self._alarms)) is not None:
             launch = self._expectations.launch
             same = [each for each in requests if _is_stall_of(each, launch)]
             if same:  # another node was faster
@@ -144,12 +129,6 @@ class Answering:
             return self._disk.ask(lambda: self._inbox.look(self._expectations.launch), 2.0)
         except OSError:
             return []
-
-    def _next_alarm(self) -> Alarm | None:
-        try:
-            return self._alarms.get_nowait()
-        except Empty:
-            return None
 
     def _answer(self, request: Request, alarm: Alarm | None) -> None:
         token, reason = request["token"], request["reason"]
@@ -188,15 +167,14 @@ class Answering:
             native=bool(request.get("native")),
         )
         target = post.node.flight_path(token)
-        self._try(lambda: flight.collect(post.folder, ranks, target, asked_at), "flight recorders")
-        self._try(lambda: post.node.write_dump(dump), "its answer")
-        return dump
-
-    def _try(self, work: Any, what: str) -> None:
         try:
-            self._disk.ask(work, _DISK_SECONDS)
+            self._disk.ask(
+                lambda: flight.collect(post.folder, ranks, target, asked_at), _DISK_SECONDS
+            )
+            self._disk.ask(lambda: post.node.write_dump(dump), _DISK_SECONDS)
         except OSError as error:
-            self._reporter.say(f"{what}: not written: {error}")
+            self._reporter.say(f"{token}: the answer is not written: {error}")
+        return dump
 
     def _conclude_own(
         self,
@@ -251,6 +229,10 @@ class Answering:
         if asker is not None and asker.get("ended"):
             return False
         return time.monotonic() - pending.asker_lived > _SECONDS_UNTIL_HEIRS
+
+
+def _next(queue: SimpleQueue[_T]) -> _T | None:
+    return None if queue.empty() else queue.get()  # nobody else takes from it
 
 
 def _is_stall_of(request: Request, launch: str) -> bool:

@@ -122,4 +122,4 @@ class Council:
 def _of(verdict: Verdict) -> dict[str, Any]:
     found = verdict.as_dict()
     names = ("token", "launch", "step", "phase", "seconds", "limit", "sentence", "suspects")
-    return {"stall_kind": found["kind"]} | {name: found[name] for name in names}
+    return {"kind": found["kind"]} | {name: found[name] for name in names}

@@ -19,7 +19,7 @@ from longtake.run_dir import now
 
 _T = TypeVar("_T")
 _MOST_LINES = 1000
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DiskSilentError(OSError):

@@ -105,11 +105,13 @@ class Lock:
         return ""
 
     def give_back(self) -> None:
-        """Take the file away, and let the next one have it."""
+        """Take the file away, and the folder if it is empty, and let the next one have it."""
         if self._file is not None:
             self._path.unlink(missing_ok=True)
             self._file.close()
             self._file = None
+            with suppress(OSError):
+                self._path.parent.rmdir()
 
 
 def _section_of(run: RunDirectory) -> WatchSection:

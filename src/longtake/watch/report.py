@@ -24,7 +24,7 @@ class Reporter:
         self._disk = disk
         self._alerts = Alerts(post.section, disk)
 
-    def tell(self, kind: NodeEventKind, *, is_alert: bool = True, **fields: Any) -> None:
+    def tell(self, kind: NodeEventKind, /, *, is_alert: bool = True, **fields: Any) -> None:
         """Write an event down, and alert people if it is of a kind that concerns them.
 
         Args:

@@ -5,6 +5,7 @@ both know: the launch, the step, and how many of that step there have been.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from longtake.heartbeat import Pulse
@@ -22,6 +23,19 @@ from longtake.watch.post import Post
 from longtake.watch.stall import Overdue
 
 _NOT_YET = "start"  # in place of the launch
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A stall that this node has noticed.
+
+    Attributes:
+        overdue: the heart, and its limit.
+        request: what it asks all nodes for.
+    """
+
+    overdue: Overdue
+    request: Request
 
 
 def token_of(launch: str, step: int, number: int) -> str:

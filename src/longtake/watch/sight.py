@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longtake.heartbeat import Pulse, read, read_all
+from longtake.stacks import signal_path
 
 _SECONDS_OF_MEMORY = 60.0
 
@@ -129,3 +130,4 @@ def remove(pulses: Iterable[Pulse]) -> None:
         again = read(pulse.path)
         if again is not None and (again.phase == "ended" or not again.is_alive):
             pulse.path.unlink(missing_ok=True)
+            signal_path(pulse.path.parent, pulse.pid).unlink(missing_ok=True)

@@ -72,7 +72,7 @@ def awaited(calls: Stack, phase: str, native: Stack = ()) -> Wait:
         return "collective"
     if any(_DRIVER.search(name) for name, _, _ in native) or _synchronises(below):
         return "device"
-    if not any(name in _WAITS and _THREADS.search(file) for name, file, _ in below):
+    if not any(_is_wait(name) and _THREADS.search(file) for name, file, _ in below):
         return "nothing"
     if own is not None and own[1].endswith("/longtake/checkpoint/saver.py"):
         return "checkpoint"
@@ -105,6 +105,11 @@ def short_file(file: str) -> str:
 def _below(calls: Stack) -> tuple[Call, ...]:
     """The machinery that the innermost call of our own has led to."""
     return tuple(takewhile(lambda call: is_machinery(call[1]), calls))
+
+
+def _is_wait(name: str) -> bool:
+    """py-spy says `Condition.wait` where Python knows qualified names, and `wait` elsewhere."""
+    return name.rpartition(".")[2] in _WAITS
 
 
 def _synchronises(below: Stack) -> bool:

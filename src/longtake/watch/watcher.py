@@ -6,6 +6,7 @@ disk, the node's health, dumping processes, alerting people.
 
 import os
 import time
+from contextlib import suppress
 from typing import Any
 
 from longtake.health.cgroup import oom_kills
@@ -27,6 +28,7 @@ _COST = 0.002
 _BEAT_SECONDS = 0.9
 _LATE_SECONDS = 1.0
 _SECONDS_WITHOUT_HEART = 60.0
+_SECONDS_TO_BEGIN = 2.0
 _END_SECONDS = 10.0
 
 
@@ -101,6 +103,8 @@ class _Watcher:
         names = ("action", "factor", "min_seconds", "max_seconds")
         limits = {name: getattr(section, name) for name in names}
         self._reporter.tell("watching", pid=os.getpid(), by_hand=by_hand, **limits)
+        with suppress(OSError):
+            self._disk.ask(lambda: None, _SECONDS_TO_BEGIN)  # the node's folder is there after it
         self._answering.start()
         self._health.start()
 

@@ -9,7 +9,7 @@ from longtake.drill.ground import Ground
 from longtake.drill.result import Result
 from longtake.drill.workers import stop_while_decoding
 
-_NAME = "worker-killed"
+_NAME = "killed-loader-worker"
 
 
 def drill(ground: Ground) -> Result:
