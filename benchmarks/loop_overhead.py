@@ -15,8 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -67,15 +66,20 @@ def main() -> None:
 
 def _compare(folder: Path, steps: int, rounds: int) -> list[str]:
     recipe = _recipe(folder)
-    bare, full, watched = _state(recipe), _state(recipe), _state(recipe)
+    bare, full = _state(recipe), _state(recipe)
+    RunDirectory(recipe.out).claim(recipe)
     RunDirectory(recipe.out).create(recipe)
     turns: list[dict[str, list[float]]] = []
     costs: list[Cost] = []
-    for _ in range(rounds + 1):
-        turn = {"bare": _bare(bare, recipe, steps), "longtake": _longtake(full, recipe, steps)}
-        with _watched(recipe, costs):
-            turn["longtake, watched"] = _longtake(watched, recipe, steps)
-        turns.append(turn)
+    loops: dict[str, Callable[[], list[float]]] = {
+        "bare": lambda: _bare(bare, recipe, steps),
+        "longtake": lambda: _longtake(full, recipe, steps),
+        "longtake, watched": lambda: _watched(full, recipe, steps, costs),
+    }
+    for number in range(rounds + 1):
+        order = [list(loops)[(number + place) % len(loops)] for place in range(len(loops))]
+        turn = {name: loops[name]() for name in order}
+        turns.append({name: turn[name] for name in loops})
     turns = turns[1:]  # in the first round libraries warm up
     medians = {
         name: 1000 * statistics.median(each for turn in turns for each in turn[name])
@@ -116,8 +120,7 @@ class Cost(NamedTuple):
     """Resident at most."""
 
 
-@contextmanager
-def _watched(recipe: Recipe, costs: list[Cost]) -> Iterator[None]:
+def _watched(state: TrainingState, recipe: Recipe, steps: int, costs: list[Cost]) -> list[float]:
     """Let a heart beat and a watcher look at it, as in every run; its cost is appended."""
     heart = Heart(folder_of(recipe.out), "rank")
     command = [sys.executable, "-P", "-m", "longtake.watch", str(recipe.out)]
@@ -125,10 +128,11 @@ def _watched(recipe: Recipe, costs: list[Cost]) -> Iterator[None]:
         watcher = psutil.Process(process.pid)
         time.sleep(_SECONDS_TO_START)
         begun, used = time.perf_counter(), sum(watcher.cpu_times()[:2])
-        yield
+        step_seconds = _longtake(state, recipe, steps)
         seconds = time.perf_counter() - begun
         cores = (sum(watcher.cpu_times()[:2]) - used) / seconds
         costs.append(Cost(cores, watcher.memory_info().rss))
+        return step_seconds
 
 
 def _seconds_of_a_beat(folder: Path, times: int = 20_000) -> float:
