@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from longtake import heartbeat
 from longtake.errors import DataError
 from longtake.heartbeat import Heart, beating, folder_of, read, read_all
+from longtake.heartbeat.record import FACTS_AT
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -157,7 +158,7 @@ def test_another_process_of_the_same_number_is_not_it(tmp_path: Path) -> None:
     """Numbers are used again; the time of the start is not."""
     heart = Heart(tmp_path, "rank")
     memory = bytearray(heart.path.read_bytes())
-    start = heartbeat._FACTS_AT + 4
+    start = FACTS_AT + 4
     memory[start : start + 8] = (12345).to_bytes(8, "little")
     heart.path.write_bytes(memory)
     pulse = read(heart.path)

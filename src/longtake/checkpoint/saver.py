@@ -1,5 +1,6 @@
 """Saves while training goes on, which waits only until its state is copied."""
 
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from longtake import heartbeat
 from longtake.checkpoint import store
 from longtake.checkpoint.staging import Staging
 from longtake.checkpoint.store import State
@@ -59,6 +61,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint", _prepare_thread, (world.device,))
         self._under_way: Future[Path] | None = None
         self._since = start
+        self._seconds = 0.0
         self._finished: list[Path] = []
         self._failure: BaseException | None = None
         self.failures_in_a_row = 0
@@ -76,6 +79,7 @@ class Saver:
             trainer: what else is needed to go on, as JSON.
         """
         self.wait()
+        heartbeat.enter("checkpoint")
         given = self._staging.copy(parts) if self._section.background else parts
         self._under_way = self._thread.submit(self._save, step, given, trainer, self._since)
         self._since = step
@@ -97,6 +101,7 @@ class Saver:
     def wait(self) -> None:
         """Return when no save is under way."""
         if self._under_way is not None:
+            heartbeat.enter("save")
             wait([self._under_way])
         self._look()
 
@@ -121,7 +126,9 @@ class Saver:
     def _save(
         self, step: int, parts: Mapping[str, State], trainer: Mapping[str, Any], since: int
     ) -> Path:
+        begun = time.monotonic()
         path = write(self._run, step, parts, trainer, self._company)
+        self._seconds = time.monotonic() - begun
         if self.world.is_first:
             store.thin_out(self._run, step, since, self._section, self._reach)
         return path
@@ -134,6 +141,7 @@ class Saver:
         error = ended.exception()
         if error is None:
             self._finished.append(ended.result())
+            heartbeat.took("save", self._seconds)
             self.failures_in_a_row = 0
         else:
             self.failures_in_a_row += 1

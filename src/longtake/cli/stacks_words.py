@@ -17,6 +17,7 @@ _DOING = {
     "collective": "in a collective",
     "optimizer": "in the optimizer",
     "checkpoint": "saving a checkpoint",
+    "save": "waiting for a checkpoint",
     "rollback": "going back",
     "evaluate": "evaluating",
     "idle": "idle",

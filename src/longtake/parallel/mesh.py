@@ -59,8 +59,7 @@ def join(device: Device, strategy: Strategy, records: Path | None = None) -> Ite
         RecipeError: CUDA is asked for where there is none, or too few cards for the processes.
         LongtakeError: another process ended while this one waited for it.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    rank, local_rank, size = place_in_world()
     place = pick_device(device, local_rank)
     if "RANK" not in os.environ or size == 1:
         yield World(0, 0, 1, place, None)
@@ -87,6 +86,13 @@ def join(device: Device, strategy: Strategy, records: Path | None = None) -> Ite
         # Gloo's threads need Python's lock to let go of the last collective's tensors. One that
         # comes to it when the interpreter is ending aborts the process, after a good run too.
         time.sleep(_SECONDS_TO_LET_GO)
+
+
+def place_in_world() -> tuple[int, int, int]:
+    """This process's rank, its rank on this node, and how many there are, as torchrun says it."""
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    rank, local_rank, size = (int(os.environ.get(name, none)) for name, none in names.items())
+    return rank, local_rank, size
 
 
 def pick_device(wanted: Device, local_rank: int = 0) -> torch.device:

@@ -77,7 +77,6 @@ def train_steps(
             samples = compute_gradients(state, batch, recipe, world)
         record.memory(batch, watch.peak.comparison)
         local = local_facts(loader, stop=watch.interrupt.wanted, save_failed=saver.failed)
-        heartbeat.enter("collective")
         facts = reduce_facts(samples, batch, state, gauge, local, recipe, world)
         if facts.num_troubles:
             record.data_troubles(batch, loader)
@@ -86,12 +85,10 @@ def train_steps(
             verdict = guard.judge(facts.statistics, samples, batch)
         is_allowed = guard.allows(verdict)
         if verdict.kind != "ok":
-            heartbeat.enter("checkpoint")
             saver.wait()  # so that the report names the newest checkpoint
             verdict = explained(verdict, facts.statistics, samples, state, world)
             report = guard.report(verdict, facts.statistics)
             record.verdict(verdict, facts.statistics, report, acts=not is_allowed)
-        heartbeat.enter("optimizer")
         if is_allowed and facts.statistics.num_samples:
             with gauge.of_update():
                 learning_rate = apply_update(state, recipe, facts.statistics.grad_norm, facts.scale)
@@ -108,7 +105,6 @@ def train_steps(
             _bear_a_failed_save(saver, record)
         is_last = facts.stop or loader.step == end
         if is_last or state.global_step % recipe.checkpoint.every == 0:
-            heartbeat.enter("checkpoint")
             ledger.flush()
             if gauge.is_sound(world):  # else the next step's verdict says so
                 save_checkpoint(saver, state, facts_to_save(loader, guard, gauge, recipe, world))

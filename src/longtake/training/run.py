@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from longtake import heartbeat
 from longtake.checkpoint import store
 from longtake.checkpoint.saver import keep_saver
-from longtake.config import Bucket, Recipe
+from longtake.config import Recipe
 from longtake.data.files import refuse_missing
 from longtake.data.ledger import begin_launch, keep_ledger, stream_names
 from longtake.data.loader import Loader
@@ -21,8 +20,7 @@ from longtake.errors import CheckpointError, DivergedError
 from longtake.guard.history import WINDOWS
 from longtake.guard.rollback import RollBack
 from longtake.guard.verdict import Verdict
-from longtake.models.assemble import Components, assemble, forward_flops, latent_shape, outline
-from longtake.models.flops import training_flops
+from longtake.models.assemble import Components
 from longtake.models.precision import Precision, choose_precision
 from longtake.parallel.collectives import first_does, from_first
 from longtake.parallel.fsdp import spread
@@ -30,7 +28,6 @@ from longtake.parallel.mesh import World, join
 from longtake.run_dir import EventKind, RunDirectory, beside
 from longtake.training.allocator import keep_freed_memory
 from longtake.training.announce import announce, announce_plan
-from longtake.training.caching import captions_of, fill_cache, make_parts
 from longtake.training.eight_bit import refuse_missing_torchao
 from longtake.training.ema import Averages
 from longtake.training.fit import Fit, fit, run_blocks_by
@@ -40,6 +37,7 @@ from longtake.training.interrupt import catch_interrupts
 from longtake.training.loop import Ending, Watch, train_steps
 from longtake.training.optim import build_optimizers
 from longtake.training.outlined import refuse_uneven_batch
+from longtake.training.parts import assemble_around_cache, assemble_in_turn, count_flops
 from longtake.training.peak import PeakCheck
 from longtake.training.record import keep_record
 from longtake.training.resume import data_state, refuse_other_plans
@@ -82,8 +80,12 @@ def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> Outcome:
         LongtakeError: whatever is wrong with recipe, data or run directory; before the first step
             where it can be known then.
     """
-    records = heartbeat.folder_of(recipe.out)
-    with join(recipe.training.device, recipe.parallel.strategy, records) as world:
+    # Which folder a fresh run gets is agreed upon later than torch's recorders want to know.
+    records = None if fresh or not recipe.watch.enabled else heartbeat.folder_of(recipe.out)
+    with (
+        watched(recipe) as watcher,
+        join(recipe.training.device, recipe.parallel.strategy, records) as world,
+    ):
         refuse_uneven_batch(recipe, world.size)
         refuse_missing_torchao(recipe.optimizer)
         if world.device.type == "cpu":
@@ -91,14 +93,15 @@ def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> Outcome:
         if fresh:
             recipe = recipe.model_copy(update={"out": from_first(beside(recipe.out), world)})
         run = RunDirectory(recipe.out)
-        with watched(recipe, run, world) as watcher:
-            return _train(recipe, run, watcher, world, console)
+        watcher.join(run, world)
+        return _train(recipe, run, watcher, world, console)
 
 
 def _train(
     recipe: Recipe, run: RunDirectory, watcher: Watcher, world: World, console: Console
 ) -> Outcome:
     """Build all parts, in the order in which each can be refused, and train."""
+    heartbeat.enter("start")
     loader = _open_data(run, recipe, world)
     found = _go_on(run, recipe, loader, world)
     watcher.start()
@@ -110,11 +113,11 @@ def _train(
     heartbeat.enter("build")
     if recipe.data.cache is None:
         warnings += _look_for_files(loader, world)
-        parts = _assemble_in_turn(run, recipe, loader, world)
+        parts = assemble_in_turn(run, recipe, loader, world)
     else:  # only files of which it lacks something are needed, and it looks for those
-        parts = _assemble_around_cache(run, recipe, loader, watcher, world, console)
+        parts = assemble_around_cache(run, recipe, loader, watcher, world, console)
     watcher.start()
-    step_flops = _count_flops(parts, recipe)  # before the weights are spread over ranks
+    step_flops = count_flops(parts, recipe)  # before the weights are spread over ranks
     run_blocks_by(plan.options, parts)
     state = _build_state(parts, precision, recipe, world)
     guard = Guard(recipe.guard, run, world)
@@ -168,7 +171,6 @@ def _train_through(
     while True:
         with keep_ledger(folder, world.rank, stream_names(recipe.data)) as ledger:
             ending = train_steps(state, loader, ledger, watch, recipe, world)
-        heartbeat.enter("checkpoint")
         failure = watch.saver.take_failure()  # which waits for the last save
         watch.record.checkpoints(watch.saver.finished())
         watch.record.save_failed(failure)
@@ -265,76 +267,6 @@ def _go_on(run: RunDirectory, recipe: Recipe, loader: Loader, world: World) -> _
         for damaged, reason in passed_over
     )
     return _Found(path, trainer, tuple(warnings))
-
-
-def _assemble_in_turn(
-    run: RunDirectory, recipe: Recipe, loader: Loader, world: World
-) -> Components:
-    """Build the parts on every rank; rank 0 first, which keeps what exists nowhere else."""
-    captions = captions_of(loader)
-    made: list[Components] = []
-
-    def open_run() -> None:
-        is_new = not run.exists()
-        parts = assemble(recipe, captions, None if is_new else run.components_path)
-        if is_new:
-            parts.codec.save(run.components_path)
-            parts.text.save(run.components_path)
-            run.create(recipe)
-        made.append(parts)
-
-    first_does(open_run, world)
-    parts = made[0] if made else assemble(recipe, captions, run.components_path)
-    parts.codec.to(world.device)
-    parts.text.to(world.device)
-    return parts
-
-
-def _assemble_around_cache(
-    run: RunDirectory,
-    recipe: Recipe,
-    loader: Loader,
-    watcher: Watcher,
-    world: World,
-    console: Console,
-) -> Components:
-    """Fill the cache, and only then build the model, with outlines of codec and text encoder."""
-    captions = captions_of(loader)
-    made: list[Components] = []
-
-    def open_run() -> None:
-        if not run.exists():
-            outline(recipe)  # what is wrong is said before there is a run
-            make_parts(recipe, captions, run.components_path)
-            run.create(recipe)
-
-    def build() -> None:
-        made.append(assemble(recipe, captions, run.components_path, frozen_parts=False))
-
-    first_does(open_run, world)
-    watcher.start()
-    heartbeat.enter("cache")
-    outcome = fill_cache(recipe, loader, run.components_path, world, console)
-    loader.read_from(outcome.filled, outcome.incidents)
-    if world.is_first:
-        console.print(escape(str(outcome)), highlight=False)
-    heartbeat.enter("build")
-    first_does(build, world)  # first: it may have to be downloaded
-    if not made:
-        build()
-    return made[0]
-
-
-def _count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:
-    """Operations of a training step on clips of each shape, where they can be counted."""
-    shapes = {bucket: latent_shape(parts.codec, bucket) for bucket in recipe.data.shapes()}
-    try:
-        return {
-            bucket: recipe.training.batch_size * training_flops(forward_flops(parts, recipe, shape))
-            for bucket, shape in shapes.items()
-        }
-    except RuntimeError:  # a module that looks at values cannot be run without any
-        return {}
 
 
 def _precision(recipe: Recipe, trainer: dict[str, Any] | None, world: World) -> Precision:

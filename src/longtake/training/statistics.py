@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from longtake import heartbeat
 from longtake.config import Recipe
 from longtake.data.batch import Batch
 from longtake.data.loader import Loader
@@ -46,6 +47,7 @@ def reduce_facts(
 
     `local` are this rank's `troubles`, `stop` and `save_failed`.
     """
+    heartbeat.enter("collective")
     sums = sum_over_ranks({**_losses(samples, batch), **gauge.sums(), **local}, world)
     num_samples = int(sum(sums[f"samples.{quarter}"] for quarter in range(_QUARTERS)))
     scale = recipe.training.batch_size / max(1, num_samples)

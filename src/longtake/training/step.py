@@ -92,6 +92,7 @@ def apply_update(state: TrainingState, recipe: Recipe, grad_norm: float, scale: 
     Returns:
         The learning rate.
     """
+    heartbeat.enter("optimizer")
     clip_gradients(state.components.model, grad_norm, recipe.optimizer.max_grad_norm, scale)
     factor = schedule_factor(state.global_step, recipe.training.steps, recipe.optimizer)
     set_learning_rates(state.optimizers, factor)

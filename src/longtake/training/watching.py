@@ -9,15 +9,17 @@ import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from longtake.config import Recipe, WatchSection
+from longtake.config import Recipe
 from longtake.heartbeat import Heart, beating, folder_of
 from longtake.node_dir import this_node
 from longtake.parallel.collectives import from_first
-from longtake.parallel.mesh import World
+from longtake.parallel.mesh import World, place_in_world
 from longtake.run_dir import RunDirectory
 from longtake.stacks import allow_inspection, signal_path
 
@@ -25,60 +27,83 @@ _PROGRAM = "longtake.watch"
 _PACKAGES = Path(__file__).parents[2]  # where longtake is imported from
 _MAX_STARTS = 5
 _SECONDS_BEFORE_ANOTHER = 1.0
+_LONG_SECONDS = 600.0
 _SECONDS_TO_END = 3.0
 
 
 class Watcher:
-    """Starts this node's watcher when there is a run, and another when that one dies.
+    """Starts this node's watcher when there is a run, and another whenever that one dies.
 
     Args:
-        section: the recipe's.
-        run: the run directory.
-        data: folders of the data, whose disks are watched.
+        recipe: the run's.
+        heart: this process's.
         is_wanted: whether this is the process that starts it.
     """
 
-    def __init__(
-        self, section: WatchSection, run: RunDirectory, data: Sequence[Path], *, is_wanted: bool
-    ) -> None:
-        options = [part for path in data for part in ("--data", str(path))]
-        self._command = [
-            *(sys.executable, "-P", "-m", _PROGRAM, str(run.path.resolve())),
-            *("--section", section.model_dump_json(), *options),
-        ]
-        self._run = run
+    def __init__(self, recipe: Recipe, heart: Heart, *, is_wanted: bool) -> None:
+        self._section = recipe.watch
+        self._data = _folders(recipe)
+        self._heart = heart
         self._is_wanted = is_wanted
+        self._run: RunDirectory | None = None
+        self._let_in()
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
+    def join(self, run: RunDirectory, world: World) -> None:
+        """Say which run this is, and which launch of it; all ranks call it."""
+        self._run = run
+        if self._heart.path.parent != folder_of(run.path):
+            self._stacks.unlink(missing_ok=True)
+            self._heart.move_to(folder_of(run.path))
+            self._let_in()
+        self._heart.join(from_first(secrets.token_hex(4), world))
+
     def start(self) -> None:
         """Start it, if there is a run and it was not started yet."""
-        if self._is_wanted and self._thread is None and self._run.exists():
-            self._thread = threading.Thread(target=self._keep, name="watcher", daemon=True)
+        if self._run is None or not self._run.exists():
+            return
+        if self._is_wanted and self._thread is None:
+            self._thread = threading.Thread(
+                target=self._keep, args=(self._run,), name="watcher", daemon=True
+            )
             self._thread.start()
 
     def close(self) -> None:
         """Give it a moment to end, as it does after the last rank of its node."""
         self._is_over.set()
+        self._stacks.unlink(missing_ok=True)
         if self._thread is not None:
             self._thread.join(_SECONDS_TO_END)
+        elif not self._section.enabled or self._is_wanted or self._run is None:
+            self._heart.remove()  # nobody else does
 
-    def _keep(self) -> None:
-        for _ in range(_MAX_STARTS):
+    def _let_in(self) -> None:
+        self._stacks = signal_path(self._heart.path.parent, os.getpid())
+        with suppress(OSError):  # py-spy may still be let in
+            allow_inspection(self._stacks)
+
+    def _keep(self, run: RunDirectory) -> None:
+        """Until the run is over; one that dies again and again is left alone for a while."""
+        starts: deque[float] = deque(maxlen=_MAX_STARTS)
+        while not self._is_over.is_set():
+            starts.append(time.monotonic())
             with suppress(OSError):  # it is no reason not to train
-                status = self._start().wait()
-                if status == 0 or self._is_over.is_set():
-                    return
-            if self._is_over.wait(_SECONDS_BEFORE_ANOTHER):
-                return
+                self._begin(run).wait()
+            is_often = len(starts) == _MAX_STARTS and time.monotonic() - starts[0] < _LONG_SECONDS
+            self._is_over.wait(_LONG_SECONDS if is_often else _SECONDS_BEFORE_ANOTHER)
 
-    def _start(self) -> "subprocess.Popen[bytes]":
-        log = this_node(self._run).log_path
+    def _begin(self, run: RunDirectory) -> "subprocess.Popen[bytes]":
+        log = this_node(run).log_path
         log.parent.mkdir(parents=True, exist_ok=True)
+        options = [part for path in self._data for part in ("--data", str(path))]
         paths = filter(None, [str(_PACKAGES), os.environ.get("PYTHONPATH", "")])
         with log.open("ab") as file:
             return subprocess.Popen(  # noqa: S603 - ourselves
-                self._command,
+                [
+                    *(sys.executable, "-P", "-m", _PROGRAM, str(run.path.resolve())),
+                    *("--section", self._section.model_dump_json(), *options),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -88,26 +113,17 @@ class Watcher:
 
 
 @contextmanager
-def watched(recipe: Recipe, run: RunDirectory, world: World) -> Iterator[Watcher]:
-    """Let this process's heart beat, and look after the node's watcher; all ranks call it."""
-    folder = folder_of(run.path)
-    heart = Heart(
-        folder, "rank", rank=world.rank, local_rank=world.local_rank, world_size=world.size
-    )
-    stacks = signal_path(folder, os.getpid())
-    section, is_wanted = recipe.watch, recipe.watch.enabled and world.local_rank == 0
-    watcher = Watcher(section, run, _folders(recipe), is_wanted=is_wanted)
-    with suppress(OSError):  # py-spy may still be let in
-        allow_inspection(stacks)
+def watched(recipe: Recipe) -> Iterator[Watcher]:
+    """Let this process's heart beat, from before it meets the others until it has left them."""
+    rank, local_rank, size = place_in_world()
+    heart = Heart(folder_of(recipe.out), "rank", rank=rank, local_rank=local_rank, world_size=size)
+    watcher = Watcher(recipe, heart, is_wanted=recipe.watch.enabled and local_rank == 0)
     try:
         with beating(heart):
-            heart.join(from_first(secrets.token_hex(4), world))
+            heart.enter("rendezvous")
             yield watcher
     finally:
         watcher.close()
-        stacks.unlink(missing_ok=True)
-        if not section.enabled:
-            heart.remove()
 
 
 def _folders(recipe: Recipe) -> list[Path]:

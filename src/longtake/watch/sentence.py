@@ -20,6 +20,7 @@ _PHASES = {
     "collective": "where the ranks compare step {step}",
     "optimizer": "in the update of step {step}",
     "checkpoint": "at the checkpoint after step {step}",
+    "save": "waiting for a checkpoint to be whole, after step {step}",
     "rollback": "while it goes back from step {step}",
     "evaluate": "in the evaluation after step {step}",
 }

@@ -52,6 +52,7 @@ _BY_PHASE: dict[str, Wait] = {
     "rendezvous": "collective",
     "data": "data",
     "checkpoint": "checkpoint",
+    "save": "checkpoint",
 }
 
 
