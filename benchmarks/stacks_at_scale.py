@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from longtake.node_dir import NodeDump, ProcessDump, Request, read_json
-from longtake.stacks.group import Stack, group, stack_of
+from longtake.stacks.group import Stack, group
 from longtake.stacks.trace import traces
+from longtake.watch.answers import Shelf
+from longtake.watch.blame import judge
 
 _RESULTS = Path(__file__).parent / "results" / "stacks_at_scale.md"
 _RANKS_PER_NODE = 8
@@ -146,13 +148,9 @@ def _measured(files: Sequence[Path], ranks: int, rounds: int) -> Iterator[str]:
 
 
 def _judged(files: Sequence[Path], ranks: int) -> Iterator[str]:
-    try:
-        from longtake.watch.blame import judge
-    except ImportError:
-        yield "| verdict | (there is no judge) |"
-        return
     reader = _Reader(files)
-    dumps = [_shared(dump) for dump in reader.dumps()]
+    shelf = Shelf()
+    dumps = [shelf.put(dump) for dump in reader.dumps()]
     alarm = {**_heart("rank", _culprit(ranks), 7, "data", 9.0), "host": "", "limit": 6.0}
     request = {"token": "x", "time": "", "by": "", "reason": "stall", "stall": alarm}
     begun = time.process_time()
@@ -176,18 +174,6 @@ class _Reader:
             dump = cast("NodeDump", read_json(file))
             self.seconds += time.process_time() - begun
             yield dump
-
-
-_KNOWN: dict[Stack, Any] = {}
-
-
-def _shared(dump: NodeDump) -> NodeDump:
-    """Keep each stack once, so that all nodes' dumps fit the memory of a small machine."""
-    for each in dump["rounds"]:
-        for process in each["processes"]:
-            for thread in process["threads"]:
-                thread["frames"] = _KNOWN.setdefault(stack_of(thread), thread["frames"])
-    return dump
 
 
 def _culprit(ranks: int) -> int:

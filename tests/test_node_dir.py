@@ -7,9 +7,8 @@ from longtake.node_dir import (
     NodeDirectory,
     Request,
     all_nodes,
-    read_dumps,
     read_events,
-    read_requests,
+    read_json,
     request_path,
     verdict_path,
     write_once,
@@ -71,7 +70,7 @@ def test_requests_and_answers_meet_by_their_token(tmp_path: Path) -> None:
     )
     assert write_once(request_path(run, "asked_1"), request)
     assert not write_once(request_path(run, "asked_1"), request)
-    assert read_requests(run) == [request]
+    assert read_json(request_path(run, "asked_1")) == dict(request)
     for host, token in (("gpu1", "asked_1"), ("gpu2", "asked_0")):
         NodeDirectory(run, host).write_dump(
             {
@@ -84,4 +83,5 @@ def test_requests_and_answers_meet_by_their_token(tmp_path: Path) -> None:
                 "missing": [],
             }
         )
-    assert [dump["host"] for dump in read_dumps(run, "asked_1")] == ["gpu1"]
+    answers = [read_json(node.dump_path("asked_1")) for node in all_nodes(run)]
+    assert [answer.get("host") for answer in answers] == ["gpu1", None]

@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import merge
@@ -223,20 +223,6 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
         return found if isinstance(found, dict) else {}
     return {}
-
-
-def read_requests(run: RunDirectory) -> list[Request]:
-    """All requests, by the time that who asked has written down."""
-    folder = requests_path(run)
-    paths = folder.glob("[!.]*.json") if folder.is_dir() else ()
-    found: Sequence[Any] = [read_json(path) for path in paths]
-    return sorted((each for each in found if each), key=lambda each: str(each["time"]))
-
-
-def read_dumps(run: RunDirectory, token: str) -> list[NodeDump]:
-    """The nodes' answers to a request, by node."""
-    found: Sequence[Any] = [read_json(each.dump_path(token)) for each in all_nodes(run)]
-    return [dump for dump in found if dump]
 
 
 def read_events(run: RunDirectory) -> Iterator[dict[str, Any]]:

@@ -41,7 +41,8 @@ def _port(
 
 def test_infiniband(tmp_path: Path) -> None:
     """State, rate, data in words of four bytes, and errors are read from the kernel's tree."""
-    _port(tmp_path, counters__port_rcv_data="1000", hw_counters__out_of_sequence="7")
+    counters = {"counters__port_rcv_data": "1000", "counters__symbol_error": "400"}
+    _port(tmp_path, **counters, hw_counters__out_of_sequence="7")
     check = InfiniBand(tmp_path)
     first = check.sample()
     assert first["link_up:mlx5_0/1"] == 1
@@ -49,11 +50,14 @@ def test_infiniband(tmp_path: Path) -> None:
     assert first["link_out_of_sequence_total:mlx5_0/1"] == 7
     assert "link_receive_bytes_per_second:mlx5_0/1" not in first
     start = time.monotonic()
-    _port(tmp_path, state="1: DOWN", rate="200 Gb/sec (2X NDR)", counters__port_rcv_data="251000")
+    counters = {"counters__port_rcv_data": "251000", "counters__symbol_error": "250400"}
+    _port(tmp_path, state="1: DOWN", rate="200 Gb/sec (2X NDR)", **counters)
     time.sleep(0.1)
     second = check.sample()
     rate, seconds = second["link_receive_bytes_per_second:mlx5_0/1"], time.monotonic() - start
     assert 1e6 / seconds * 0.5 <= rate <= 1e6 / 0.1 * 1.01
+    assert second["link_symbol_errors_per_second:mlx5_0/1"] == pytest.approx(rate / 4, rel=0.1)
+    assert second["link_out_of_sequence_per_second:mlx5_0/1"] == 0
     assert second["link_up:mlx5_0/1"] == 0
     assert second["link_speed_bits_per_second:mlx5_0/1"] == 200e9
     assert _names(second) <= set(InfiniBand.numbers)
@@ -214,6 +218,24 @@ def test_steps(tmp_path: Path) -> None:
     assert "step_work_seconds:3" not in quiet
     heart.close()
     assert "steps_per_second:3" not in check.sample()
+
+
+def test_steps_tell_of_checkpoints(tmp_path: Path) -> None:
+    """A checkpoint is near while a rank saves, also between two samples, and for six more."""
+    heart, check = Heart(tmp_path, "rank"), Steps(tmp_path)
+    for step in range(10):
+        heart.begin_step(step, "8x32x32")
+        heart.end_step(1.0)
+    heart.enter("data")
+    near = [check.sample()["checkpoint_is_near"] for _ in range(2)]
+    heart.enter("checkpoint")
+    near.append(check.sample()["checkpoint_is_near"])
+    heart.enter("data")
+    near += [check.sample()["checkpoint_is_near"] for _ in range(8)]
+    assert near == [0, 0, 1] + [1] * 6 + [0] * 2
+    heart.enter("save")
+    heart.enter("data")
+    assert [check.sample()["checkpoint_is_near"] for _ in range(8)] == [1] * 6 + [0] * 2
 
 
 class _Hanging:

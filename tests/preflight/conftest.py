@@ -29,10 +29,12 @@ def namespaces() -> ModuleType:
     return module
 
 
-@pytest.fixture
-def three_hosts(namespaces: ModuleType, tmp_path: Path) -> "Iterator[Cluster]":
-    """node0, node1 and node2, which share this machine's disk."""
-    with namespaces.hosts(3, tmp_path) as cluster:
+@pytest.fixture(scope="module")
+def three_hosts(
+    namespaces: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> "Iterator[Cluster]":
+    """node0, node1 and node2, which share this machine's disk; tests leave them as they were."""
+    with namespaces.hosts(3, tmp_path_factory.mktemp("hosts")) as cluster:
         yield cluster
 
 

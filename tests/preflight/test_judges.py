@@ -13,6 +13,7 @@ from longtake.preflight import (
     devices,
     discipline,
     environment,
+    hostnames,
     inspection,
     limits,
     links,
@@ -295,6 +296,21 @@ def test_a_ring_in_rounds(count: int) -> None:
     assert len(pairs) == len(expected)
     assert all(len({n for pair in each for n in pair}) == 2 * len(each) for each in rounds)
     assert len(rounds) <= 3
+
+
+def test_two_nodes_of_one_name() -> None:
+    """Nodes that share their host name are an error, with both and what to do; others are none.
+
+    Processes that were started apart on one machine share more than its name: they are one node.
+    """
+    one, other = ({"name": "gpu07", "machine": each} for each in ("m1 25", "m2 25"))
+    third = {"name": "gpu08", "machine": "m3 25"}
+    [finding] = hostnames.judge({"gpu07": one, "gpu07 (2)": other, "gpu08": third}, None).findings
+    assert (finding.severity, finding.nodes) == ("error", ("gpu07", "gpu07 (2)"))
+    assert "2 nodes are called gpu07" in finding.what
+    assert "nodes/gpu07" in finding.what
+    assert "hostnamectl set-hostname" in finding.advice
+    assert not hostnames.judge({"gpu07": one, "gpu07 (2)": one, "gpu08": third}, None).findings
 
 
 def test_a_name_that_resolves_to_loopback() -> None:

@@ -84,7 +84,7 @@ def test_a_process_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu[0-1]")
     first = replace(_places(2)[0], started_by="Slurm")
     with pytest.raises(LostError, match=r"gpu1 \(rank 1\).*never came") as raised:
-        Meeting(first, _SECONDS)
+        Meeting(first, 0.2)
     assert raised.value.silent == {1: ""}
 
 
@@ -92,7 +92,7 @@ def test_a_first_process_that_cannot_be_reached() -> None:
     """Nobody listens where all should meet: an error with address and name, within the time."""
     second = _places(2)[1]
     with pytest.raises(LongtakeError, match=r"gpu1 \(rank 1\) cannot reach 127.0.0.1:\d+"):
-        Meeting(second, _SECONDS)
+        Meeting(second, 0.2)
 
 
 class _Hanging:

@@ -49,8 +49,11 @@ def test_nodes_that_differ(
     three_hosts.own("node1", _made(tmp_path / "run"))
     three_hosts.unplug("node2")
     given = [str(local / "r.toml"), "--nodes", "node0,node1,node2", "--timeout", "60"]
-    given += ["--ssh-option", "ConnectTimeout=2"]
-    told = _look(three_hosts, tmp_path, *given, path=local / "packages")
+    given += ["--ssh-option", "ConnectTimeout=1"]
+    try:
+        told = _look(three_hosts, tmp_path, *given, path=local / "packages")
+    finally:
+        three_hosts.plug("node2")
     assert [node["name"] for node in told["nodes"]] == ["node0", "node1", "node2"]
     differs = {(each["group"], each["name"]): each["values"] for each in told["differences"]}
     assert differs["packages", "av"] == {"17.0.1": ["node0"], "16.1.0": ["node1"]}
@@ -79,9 +82,12 @@ def test_a_node_that_never_arrives(three_hosts: "Cluster", tmp_path: Path) -> No
     """Ssh works, but its processes cannot connect to where all meet: it is named, and in time."""
     meeting_point = three_hosts.addresses["node1"]
     # From node2 there is no way to node1, though node0 reaches both.
-    blocked = ["ip", "route", "add", "blackhole", meeting_point]
-    assert three_hosts.run("node2", blocked).returncode == 0
-    told = _look(three_hosts, tmp_path, "--nodes", "node1,node2", "--timeout", "5")
+    block, free = (["ip", "route", do, "blackhole", meeting_point] for do in ("add", "del"))
+    assert three_hosts.run("node2", block).returncode == 0
+    try:
+        told = _look(three_hosts, tmp_path, "--nodes", "node1,node2", "--timeout", "4")
+    finally:
+        three_hosts.run("node2", free)
     [error] = [each for each in told["findings"] if each["severity"] == "error"]
     assert (error["check"], error["nodes"]) == ("nodes", ["node2"])
     assert "cannot connect to the node that was named first" in error["what"]

@@ -39,6 +39,7 @@ def test_two_hundred_nodes_fit_on_a_screen() -> None:
     shown = _shown(_told(names, judged))
     assert max(map(len, shown.splitlines())) <= 80
     assert len(shown.splitlines()) < 40
+    assert not any(line.endswith(" ") for line in shown.splitlines())
     assert "gpu[000-199]: the same of each." in shown
     assert "412" in shown
     assert "2.12.1" in shown
@@ -69,6 +70,7 @@ def test_the_worst_decides(severities: list[Severity], status: int, verdict: str
     shown = _shown(told)
     assert verdict in " ".join(shown.split())
     assert "links: one node" in shown
+    assert [line for line in shown.splitlines() if line != line.rstrip()] == [], "trailing blanks"
     places = [shown.find(f"{each}!") for each in ("error", "warning", "note") if each in severities]
     assert places == sorted(places)
 

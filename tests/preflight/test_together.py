@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 _LONGTAKE = [sys.executable, "-m", "longtake", "preflight"]
+_OWN_MEMORY = 'mount -t tmpfs none /dev/shm && exec "$@"'
+_CONTAINER = ["unshare", "--mount", "sh", "-c", _OWN_MEMORY, "sh"]
 
 
 @pytest.mark.slow
@@ -34,8 +36,14 @@ def test_two_processes_under_torchrun(
 
 
 @pytest.mark.slow
-def test_two_tasks_of_slurm(tmp_path: Path) -> None:
-    """Without torchrun two tasks meet by what srun sets, as two nodes that share their name."""
+@pytest.mark.parametrize("apart", [False, True])
+def test_two_tasks_of_slurm(tmp_path: Path, apart: bool) -> None:
+    """Without torchrun two tasks meet by what srun sets, as two nodes that share their name.
+
+    That is an error if they do not share memory either, as two containers do not.
+    """
+    if apart and subprocess.run([*_CONTAINER, "true"], capture_output=True).returncode:
+        pytest.skip("this machine does not let namespaces be made")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -49,7 +57,7 @@ def test_two_tasks_of_slurm(tmp_path: Path) -> None:
     }
     tasks = [
         subprocess.Popen(
-            [*_LONGTAKE, "--json", "--timeout", "60"],
+            [*(_CONTAINER if apart and number else []), *_LONGTAKE, "--json", "--timeout", "60"],
             env=os.environ | given | {"SLURM_PROCID": str(number), "SLURM_NODEID": str(number)},
             stdout=subprocess.PIPE,
             text=True,
@@ -65,9 +73,13 @@ def test_two_tasks_of_slurm(tmp_path: Path) -> None:
     assert said[1] == ""
     assert tasks[1].returncode == 0
     assert "no recipe was given" in {each["why"] for each in told["skipped"]}
+    of_names = [each["nodes"] for each in told["findings"] if each["check"] == "host names"]
+    assert of_names == ([[name, f"{name} (2)"]] if apart else [])
 
 
-@pytest.mark.parametrize("name", ["inspection", "environment", "limits", "clock discipline"])
+@pytest.mark.parametrize(
+    "name", ["inspection", "environment", "limits", "clock discipline", "host names"]
+)
 def test_what_a_node_tells_of_itself_is_json(name: str) -> None:
     """Whatever this machine is like, what it tells can be sent to another."""
     from longtake.preflight.place import Place

@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 
 from longtake.node_dir import NodeDump
-from longtake.stacks.trace import by_role, traces
+from longtake.stacks.trace import traces
 
 Seen = dict[str, Any]
 
@@ -85,19 +85,3 @@ def test_processor_time_is_a_share_of_the_time_between_rounds() -> None:
     rounds = [[_process(7, cpu_seconds=seconds)] for seconds in (2.0, 3.0, 5.0)]
     assert [each.cpu_share for each in traces([_dump(*rounds)])] == [1.0]
     assert [each.cpu_share for each in traces([_dump(rounds[0])])] == [0.0]
-
-
-def test_groups_by_role() -> None:
-    """Of the same stack of the main thread, over all nodes; roles that nobody has are left out."""
-    waits, decodes = _thread(2, 1), _thread(5, 1)
-    worker = _process(9, waits, role="decode")
-    first = _dump([_process(7, waits), _process(8, decodes), worker], host="first")
-    found = by_role(traces([first, _dump([_process(7, waits)], host="second")]))
-    who = {
-        role: [[(each.host, each.pid) for each in group.members] for group in groups]
-        for role, groups in found.items()
-    }
-    assert who == {
-        "rank": [[("first", 7), ("second", 7)], [("first", 8)]],
-        "decode": [[("first", 9)]],
-    }

@@ -35,7 +35,7 @@ def _train(heart: Heart) -> None:
 
 
 def _decode(heart: Heart) -> None:
-    for number in range(3):
+    for number in range(25):  # so many that they are learnt from
         heart.enter("decode", f"clip{number}", f"/data/{number}.mp4")
         heart.enter("idle", "")
 
@@ -70,6 +70,13 @@ def freezes(heart: Heart) -> None:
 def idles(heart: Heart) -> None:
     """Have nothing to do."""
     heart.enter("idle", "")
+    _say()
+    time.sleep(100)
+
+
+def saves(heart: Heart) -> None:
+    """Take long over a checkpoint."""
+    heart.enter("checkpoint")
     _say()
     time.sleep(100)
 

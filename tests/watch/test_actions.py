@@ -1,17 +1,23 @@
 """What is done to processes that hang: real ones."""
 
+import errno
+import os
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 
 from longtake.heartbeat import Pulse, read_all
+from longtake.node_dir import Request
 from longtake.run_dir import read_json_lines
 from longtake.watch.actions import Actions, kill
 from longtake.watch.disk import Disk
 from longtake.watch.post import Post
 from longtake.watch.report import Reporter
+from longtake.watch.stall import Expectations
 from longtake.watch.verdict import Suspect, Verdict
+
+from .conftest import wait_until
 
 
 class _Scene:
@@ -21,8 +27,17 @@ class _Scene:
         self.stage = stage
         section = stage.section.model_copy(update={"action": action})
         post = Post(stage.run, section, "node", stage.folder())
+        self.request = cast("Request", {"reason": "stall"})
         self.disk = Disk(post.node)
-        self.actions = Actions(post, Reporter(post, self.disk))
+        self.expectations = Expectations(section)
+        self.actions = Actions(post, Reporter(post, self.disk), self.expectations)
+
+    def alarm(self, pid: int, **changes: Any) -> None:
+        """Let a process be the one whose heart gave the alarm."""
+        pulse = self.pulse(pid)
+        then = {"host": "node", "limit": 1.0, "seconds": pulse.seconds - 0.001}
+        stall = {**pulse.as_dict(), **then, **changes}
+        self.request = cast("Request", {"reason": "stall", "stall": stall})
 
     def suspect(self, pid: int) -> Suspect:
         """A process that hangs, as a verdict names it."""
@@ -35,8 +50,11 @@ class _Scene:
         """What a process says."""
         return next(each for each in read_all(self.stage.folder()) if each.pid == pid)
 
-    def act(self, *suspects: Suspect, kind: Any = "stuck") -> list[dict[str, Any]]:
+    def act(
+        self, *suspects: Suspect, kind: Any = "stuck", silent: tuple[str, ...] = ()
+    ) -> list[dict[str, Any]]:
         """Act; gives the events."""
+        self.expectations.learn(read_all(self.stage.folder()))
         verdict = Verdict(
             token="stall_x_1_0",  # noqa: S106 - no password
             time="",
@@ -49,11 +67,11 @@ class _Scene:
             limit=6.0,
             suspects=suspects,
             waiting=(),
-            silent_nodes=(),
+            silent_nodes=silent,
             missing_in=(),
             sentence="",
         )
-        self.actions.act_on(verdict)
+        self.actions.act_on(verdict, self.request)
         self.disk.ask(lambda: None, 5.0)  # all that was told before is written
         path = self.stage.node().events_path
         found = list(read_json_lines(path))
@@ -124,8 +142,91 @@ def test_another_process_of_the_same_number_is_not_ended(stage: Any) -> None:
     """The number of a process that is gone may be given to anybody's."""
     pid = stage.rank("sleeps")
     pulse = read_all(stage.folder())[0]
-    assert not kill(replace(pulse, started=pulse.started - 1))
+    assert kill(replace(pulse, started=pulse.started - 1)).startswith("ESRCH")
     assert pulse.is_alive
-    assert kill(pulse)
+    assert kill(pulse) == ""
     assert stage.is_gone(pid)
-    assert not kill(pulse)
+    assert kill(pulse).startswith("ESRCH")
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(errno.ENOSYS, ""), (errno.EPERM, "EPERM: Operation not permitted")]
+)
+def test_a_kernel_without_handles_is_done_without(
+    stage: Any, monkeypatch: pytest.MonkeyPatch, number: int, name: str
+) -> None:
+    """The process is ended by its number, after a look at who has it; other errors are named."""
+
+    def _fails(pid: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    pid = stage.rank("sleeps")
+    pulse = read_all(stage.folder())[0]
+    monkeypatch.setattr(os, "pidfd_open", _fails)
+    if not name:
+        assert kill(replace(pulse, started=pulse.started - 1)).startswith("ESRCH")
+        assert pulse.is_alive
+    assert kill(pulse) == name
+    if name:
+        assert pulse.is_alive
+    else:
+        assert stage.is_gone(pid)
+
+
+@pytest.mark.parametrize("kind", ["link", "lost"])
+def test_where_nobody_is_to_blame_the_rank_that_gave_the_alarm_is_ended(
+    stage: Any, kind: str
+) -> None:
+    """All wait in one collective, or for a node that is silent: any one restarts the job."""
+    pid = stage.rank("waits")
+    node = [Suspect("gone", 0, "node", None)] if kind == "lost" else []
+    for action in ("report", "restart-worker"):
+        scene = _Scene(stage, action)
+        scene.alarm(pid)
+        assert scene.act(*node, kind=kind) == []
+    scene = _Scene(stage, "kill")
+    for elsewhere in ({"host": "other"}, {"seconds": 60.0}, {"phase": "backward"}):
+        scene.alarm(pid, **elsewhere)
+        assert scene.act(*node, kind=kind) == []
+    scene.alarm(pid)
+    (event,) = scene.act(*node, kind=kind, silent=("gone",) if node else ())
+    assert (event["event"], event["pid"]) == ("killed_rank", pid)
+    words = "none is to blame" if kind == "link" else "gone gives no answer"
+    assert words in event["reason"]
+    assert event["reason"].endswith("any one that ends restarts the job") or node
+    assert stage.is_gone(pid)
+
+
+def test_a_slow_save_has_twice_its_limit(stage: Any) -> None:
+    """A rank that may still be saving is left alone until then, be it suspected or alarmed."""
+    scene = _Scene(stage, "kill")
+    scene.expectations = scene.actions._expectations = Expectations(
+        stage.section.model_copy(update={"checkpoint_seconds": 0.2, "start_seconds": 0.3})
+    )
+    pid = stage.rank("saves")
+    scene.alarm(pid)
+    assert scene.act(scene.suspect(pid)) == []
+    assert scene.act(kind="link") == []
+    assert scene.pulse(pid).is_alive
+    wait_until(lambda: scene.pulse(pid).seconds > 0.6)
+    (event,) = scene.act(scene.suspect(pid))
+    assert (event["event"], event["phase"]) == ("killed_rank", "checkpoint")
+
+
+def test_a_decoding_process_that_computes_has_twice_its_limit(stage: Any) -> None:
+    """A long decode keeps the same line of Python; who uses no processor is ended at once."""
+    scene = _Scene(stage, "restart-worker")
+    scene.expectations = scene.actions._expectations = Expectations(
+        stage.section.model_copy(update={"first_steps_seconds": 1.2, "min_seconds": 0.2})
+    )
+    pid = stage.worker("freezes")
+    assert scene.act(replace(scene.suspect(pid), cpu_share=0.95)) == []
+    assert scene.pulse(pid).is_alive
+    (event,) = scene.act(replace(scene.suspect(pid), cpu_share=0.85))
+    assert event["pid"] == pid
+    second = stage.worker("freezes", rank=1)
+    suspect = replace(scene.suspect(second), cpu_share=0.95, clip="bad")
+    scene.actions._clips.clear()
+    wait_until(lambda: scene.pulse(second).seconds > 2.4)
+    (event,) = scene.act(suspect)
+    assert event["pid"] == second

@@ -92,6 +92,7 @@ def test_openmetrics(exporter: Exporter) -> None:
     assert found["longtake_disk_free_bytes", (("device", '/data "a"\\b'), node)] == 5e9
     assert found["longtake_step_work_seconds", (node, rank)] == 0.71
     families = {each.name: each for each in _families(text)}
+    assert "in all" in families["longtake_watcher_late_seconds"].documentation
     assert families["longtake_clock_steps"].type == "counter"
     assert families["longtake_step"].type == "gauge"
     assert all(

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longtake.node_dir import FLIGHT_FILE_PREFIX
+from longtake.node_dir import FLIGHT_FILE_PREFIX, FLIGHT_PIPE_PREFIX
 from longtake.parallel.flight import environment
 from longtake.watch import flight
 from longtake.watch.flight import FlightError
+from longtake.watch.flight_files import tidy, tidy_all
 
 
 @pytest.mark.parametrize(
@@ -88,17 +89,44 @@ def test_asking_passes_over_pipes_that_nobody_reads(tmp_path: Path) -> None:
 
 
 def test_only_dumps_written_since_are_collected(tmp_path: Path) -> None:
-    """A dump of an earlier stall is left where it is."""
+    """A dump of an earlier stall is left where it is, whatever the clocks say."""
     written = [Path(f"{environment(tmp_path)['TORCH_FR_DUMP_TEMP_FILE']}{rank}") for rank in (0, 1)]
     assert written[0].name == f"{FLIGHT_FILE_PREFIX}0"
     for path, moment in zip(written, (1000, 2000), strict=True):
         path.write_bytes(path.name.encode())
         os.utime(path, (moment, moment))
     target = tmp_path / "token.fr"
-    assert flight.collect(tmp_path, range(3), target, 5000.0) == []
+    before = flight.stamps(tmp_path, range(3))
+    assert flight.collect(tmp_path, range(3), target, before) == []
     assert not target.exists()
-    assert flight.collect(tmp_path, range(3), target, 1500.0) == [1]
+    os.utime(written[1], (1500, 1500))  # the clock was set back meanwhile
+    assert flight.collect(tmp_path, range(3), target, before) == [1]
+    again = tmp_path / "again"
+    again.write_bytes(b"")
+    os.utime(again, (1000, 1000))
+    again.rename(written[0])  # another file, within the clock's resolution
+    assert flight.collect(tmp_path, range(3), tmp_path / "more", before) == [0, 1]
     assert [path.name for path in target.iterdir()] == ["rank_1"]
+
+
+def test_what_dead_ranks_have_left_is_taken_away(tmp_path: Path) -> None:
+    """All of it, but not that of a rank of the same number that lives, and nothing else's."""
+    for rank in (0, 1, 12):
+        (tmp_path / f"{FLIGHT_FILE_PREFIX}{rank}").touch()
+        os.mkfifo(tmp_path / f"{FLIGHT_PIPE_PREFIX}{rank}.pipe")
+    (tmp_path / f"{FLIGHT_FILE_PREFIX}3.pickle").touch()
+    (tmp_path / "watcher.lock").touch()
+    pipe = os.open(tmp_path / f"{FLIGHT_PIPE_PREFIX}1.pipe", os.O_RDONLY | os.O_NONBLOCK)
+    tidy(tmp_path, [0, 1])
+    living = {f"{FLIGHT_FILE_PREFIX}1", f"{FLIGHT_PIPE_PREFIX}1.pipe"}
+    others = {f"{FLIGHT_FILE_PREFIX}3.pickle", "watcher.lock"}
+    twelve = {f"{FLIGHT_FILE_PREFIX}12", f"{FLIGHT_PIPE_PREFIX}12.pipe"}
+    assert {path.name for path in tmp_path.iterdir()} == living | others | twelve
+    tidy_all(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == living | others
+    os.close(pipe)
+    tidy_all(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == others
 
 
 # A run of made-up ranks: a program is a list of collectives, each of a group. A rank enqueues its

@@ -16,8 +16,8 @@ from longtake.config import WatchSection
 from longtake.health import apart, clock
 from longtake.health.check import Numbers
 from longtake.health.clock import Clocks, Slewed, Steady, Stepped
-from longtake.health.degradation import SIGNALS, Finding
 from longtake.health.disk import Disk
+from longtake.health.signals import SIGNALS, Finding
 from longtake.heartbeat import Heart, folder_of
 from longtake.node_dir import NodeDirectory
 from longtake.run_dir import RunDirectory, read_json_lines
@@ -239,6 +239,25 @@ def test_conditions() -> None:
     told = [judge.of({**short, "cgroup_oom_kills_total": 4.0}, []) for _ in range(3)]
     assert "memory" not in told[1]
     assert told[2]["memory"] == "1.50 GiB of memory left"
+
+
+def test_disk_that_hangs_for_a_moment() -> None:
+    """A disk is said to hang after three windows in a row; a driver, at once.
+
+    While a checkpoint is written the disk may hang for a minute.
+    """
+    judge = Conditions()
+    for seconds in (6.0, 0.0, 12.0, 6.0, 0.0):
+        assert judge.of({"check_hangs_seconds:disk": seconds}, []) == {}
+    told = [judge.of({"check_hangs_seconds:disk": each}, []) for each in (10.0, 20.0, 30.0)]
+    assert told[:2] == [{}, {}]
+    assert list(told[2].values()) == ["looking at disk has been hanging for 30 s"]
+    saving = {"checkpoint_is_near": 1.0}
+    for seconds in (10.0, 20.0, 30.0, 40.0, 50.0):
+        assert judge.of({"check_hangs_seconds:disk": seconds, **saving}, []) == {}
+    told = [judge.of({"check_hangs_seconds:disk": each, **saving}, []) for each in (60, 70, 80)]
+    assert list(told[2].values()) == ["looking at disk has been hanging for 80 s"]
+    assert judge.of({"check_hangs_seconds:gpu": 6.0}, []) != {}
 
 
 def test_full_disks() -> None:

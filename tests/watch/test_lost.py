@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from longtake.heartbeat import Phase, Pulse, Role
-from longtake.watch.lost import Roll
+from longtake.watch.lost import Roll, alert_of
 
 
 def _pulse(
@@ -73,3 +73,16 @@ def test_what_was_killed_long_ago_is_no_reason() -> None:
         roll.count_kills(5 if now else 4, float(now))
     assert roll.kills_since(5) == 0
     assert roll.kills_since(None) == 0
+
+
+def test_several_that_die_at_once_are_one_alert() -> None:
+    """Which names all of them; of one alone the alert is what its event is."""
+    roll = Roll()
+    one, two, three = (_pulse(number, rank=number) for number in (0, 2, 3))
+    roll.call([one, two, three], [])
+    found = roll.call([], [one, two, three])
+    assert [lost.is_first for lost in found] == [True, False, False]
+    alert = alert_of(found, 0)
+    assert alert["ranks"] == [0, 2, 3]
+    assert alert["reason"].startswith("ranks 0, 2 and 3 are gone: rank 0 (process 0) is gone")
+    assert alert_of(found[:1], 0) == found[0].as_event(0)

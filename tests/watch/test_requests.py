@@ -1,5 +1,6 @@
 """Requests: their names, and who answers which."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def test_a_stall_is_called_the_same_on_all_nodes(tmp_path: Path) -> None:
     """By launch and step, and by how many there were: two inboxes agree."""
     assert token_of("one", 42, 0) == "stall_one_00000042_0"
     assert token_of("", 0, 1) == "stall_start_00000000_1"
-    here, there = Inbox(RunDirectory(tmp_path)), Inbox(RunDirectory(tmp_path))
+    here, there = (Inbox(NodeDirectory(RunDirectory(tmp_path), host)) for host in ("gpu1", "gpu2"))
     assert here.new_token("one", 42) == there.new_token("one", 42) == token_of("one", 42, 0)
     for inbox in (here, there):
         inbox.take(token_of("one", 42, 0))
@@ -57,7 +58,7 @@ def test_whoever_asks_second_finds_the_first_one_s_request(tmp_path: Path) -> No
 def test_new_requests_are_found_once_taken_no_more(tmp_path: Path) -> None:
     """Until they are taken they are found at each look, the oldest first."""
     run = RunDirectory(tmp_path)
-    inbox = Inbox(run)
+    inbox = Inbox(NodeDirectory(run, "gpu1"))
     assert inbox.look("one") == []
     _request(run, "b", time="2026-01-01T00:00:00.000+00:00")
     _request(run, "a", time="2026-01-01T00:00:01.000+00:00")
@@ -77,10 +78,28 @@ def test_what_lay_there_before_is_left_but_for_a_stall_that_is_open(tmp_path: Pa
     _request(run, "judged")
     write_once(verdict_path(run, "judged"), {"token": "judged"})
     _request(run, "open")
-    inbox = Inbox(run)
+    inbox = Inbox(NodeDirectory(run, "gpu1"))
     assert [each["token"] for each in inbox.look("one")] == ["open"]
     _request(run, "later", launch="zero")
     assert {each["token"] for each in inbox.look("one")} == {"open", "later"}
+
+
+def test_what_was_asked_just_before_is_answered(tmp_path: Path) -> None:
+    """Its asker waits for this watcher already; what was answered, or is older, is left."""
+    run = RunDirectory(tmp_path)
+    node = NodeDirectory(run, "gpu1")
+    for token in ("asked_old", "asked_late", "asked_answered", "stall_former"):
+        reason = "stall" if token.startswith("stall") else "asked"
+        _request(run, token, launch="zero", reason=reason)
+    long_ago = request_path(run, "asked_late").stat().st_mtime - 60.0
+    os.utime(request_path(run, "asked_old"), (long_ago, long_ago))
+    node.append_event("watching")
+    node.dump_path("asked_answered").parent.mkdir()
+    node.dump_path("asked_answered").touch()
+    assert [each["token"] for each in Inbox(node).look("one")] == ["asked_late"]
+    # Which launch runs it does not know yet: a stall without a verdict may be this one's.
+    tokens = {each["token"] for each in Inbox(node).look("")}
+    assert tokens == {"asked_late", "stall_former"}
 
 
 def test_a_decoding_process_speaks_for_its_rank(tmp_path: Path) -> None:
@@ -113,8 +132,6 @@ def test_a_watcher_lives_if_its_heartbeat_changes(tmp_path: Path) -> None:
 
 def test_one_watches_at_a_time(tmp_path: Path) -> None:
     """The next one can, when the first has given back the lock; and says who holds it."""
-    import os
-
     first, second = Lock(tmp_path / "hearts"), Lock(tmp_path / "hearts")
     assert first.take()
     assert not second.take()

@@ -1,5 +1,7 @@
 """Limits: what phases may take, from what they have taken."""
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from longtake.config import WatchSection
 from longtake.heartbeat import Phase, Pulse, Role, Timing
-from longtake.watch.stall import Expectations, has_moved
+from longtake.watch.stall import Expectations, Overdue, has_moved, still_holds
 
 _SECTION = WatchSection()
 _ALL = ["data", "forward", "backward", "collective", "optimizer"]
@@ -28,7 +30,7 @@ def _pulse(
     step: int = 20,
     detail: str = "",
 ) -> Pulse:
-    timings = {name: Timing(3, value, value) for name, value in (longest or {}).items()}
+    timings = {name: Timing(25, value, value) for name, value in (longest or {}).items()}
     where = (Path(f"{role}_{pid}"), role, pid, started, 0, 0, 1, launch if role == "rank" else "")
     return Pulse(*where, step, 20, phase, seconds, detail, "", settled, timings, 0.0, 0)
 
@@ -67,7 +69,9 @@ def test_a_settled_phase_may_take_a_multiple_of_the_longest(
         (_pulse("checkpoint", longest={"checkpoint": 2.0}), 120.0),
         (_pulse("checkpoint", longest={"checkpoint": 50.0}), 250.0),
         (_pulse("evaluate", longest={"checkpoint": 50.0}), 300.0),
-        (_pulse("rollback"), 300.0),
+        (_pulse("rollback"), 1800.0),
+        (_pulse("checkpoint"), 1800.0),
+        (_pulse("checkpoint", settled=False), 1800.0),
         (_pulse("build"), 1800.0),
         (_pulse("start", role="decode"), 1800.0),
         (_pulse("cache"), None),
@@ -105,6 +109,47 @@ def test_another_launch_is_learnt_afresh() -> None:
     assert expectations.launch == "two"
     assert expectations.limit_of(new, _NOW) == 300.0
     assert expectations.overdue([old, new], _NOW) == []
+
+
+def test_decoding_is_learnt_from_windows_enough() -> None:
+    """From 20, and 4 of each process: those of processes that are gone count as well."""
+    expectations = Expectations(_SECTION)
+
+    def _workers(count: int, windows: int, first: int = 1) -> list[Pulse]:
+        timings: dict[Phase, Timing] = {"decode": Timing(windows, 0.1, 1.0)}
+        busy = (_pulse("decode", role="decode", pid=pid) for pid in range(first, first + count))
+        return [replace(each, timings=timings) for each in busy]
+
+    for count, windows, first, limit in (
+        (2, 9, 1, 300.0),
+        (2, 10, 1, 6.0),
+        (10, 3, 1, 300.0),
+        (10, 4, 1, 6.0),
+        (10, 0, 11, 6.0),
+    ):
+        workers = _workers(count, windows, first)
+        expectations.learn(workers)
+        assert expectations.limit_of(workers[0], _NOW) == limit
+    expectations.learn([_pulse(launch="two"), *_workers(2, 9, 30)])
+    assert expectations.limit_of(_workers(1, 9, 30)[0], _NOW) == 300.0
+
+
+def test_a_rank_that_has_ended_no_longer_holds_an_alarm() -> None:
+    """Whether its record says so or is gone; one that died without a word still does."""
+    before = Overdue(_pulse("checkpoint", 7.0), 6.0)  # no process: it has started at another time
+    assert not still_holds(before, None, 6.0)
+    assert not still_holds(before, _pulse("ended", 0.1), None)
+    assert still_holds(before, _pulse("checkpoint", 9.0), 6.0)
+    assert not still_holds(before, _pulse("decode", 9.0, role="decode"), 6.0)
+    living = replace(before.pulse, pid=os.getpid(), started=_start(os.getpid()), seconds=9.0)
+    assert still_holds(before, living, 6.0)
+    assert not still_holds(before, living, 10.0)
+    assert not still_holds(before, replace(living, phase="forward"), 6.0)
+
+
+def _start(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[19])
 
 
 @given(seconds=st.lists(st.floats(0, 100), min_size=1, max_size=6))

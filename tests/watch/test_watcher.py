@@ -15,7 +15,16 @@ import psutil
 import pytest
 
 from longtake.heartbeat import read_all
-from longtake.node_dir import read_json, request_path, requests_path, verdict_path, write_once
+from longtake.node_dir import (
+    FLIGHT_FILE_PREFIX,
+    FLIGHT_PIPE_PREFIX,
+    read_json,
+    request_path,
+    requests_path,
+    verdict_path,
+    write_once,
+)
+from longtake.watch.post import Lock
 
 
 def _until(found: Callable[[], Any], seconds: float = 12.0) -> Any:
@@ -79,10 +88,40 @@ def test_a_frozen_decoding_process_is_ended_and_the_rank_goes_on(stage: Any) -> 
     assert stalled["suspects"][0]["clip"] == "bad"
 
 
+def test_where_all_wait_for_each_other_one_rank_is_ended(stage: Any) -> None:
+    """Nobody is to blame, and yet the job is to go on: whose heart gave the alarm it is."""
+    pids = [stage.rank("waits", rank=rank) for rank in (0, 1)]
+    stage.watcher(action="kill")
+    (killed,) = _until(lambda: stage.events("killed_rank"))
+    (stalled,) = stage.events("stalled")
+    assert (stalled["kind"], stalled["suspects"]) == ("link", [])
+    assert killed["pid"] in pids
+    assert "none is to blame" in killed["reason"]
+    assert stage.is_gone(killed["pid"])
+    (other,) = set(pids) - {killed["pid"]}
+    assert psutil.Process(other).is_running()
+
+
+@pytest.mark.slow
+def test_its_own_lateness_is_said_once_a_minute(stage: Any) -> None:
+    """On a machine that is too busy the log would fill; the heartbeat has the sum."""
+    rank = stage.rank("waits")
+    watcher = stage.watcher(min_seconds=60.0)
+    for _ in range(2):
+        watcher.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)
+        watcher.send_signal(signal.SIGCONT)
+        time.sleep(1.0)
+    _until(lambda: stage.node().read_heartbeat()["watch_seconds_late"] > 2.0)
+    stage.end(rank)
+    assert watcher.wait(10) == 0
+    assert watcher.stdout.read().count("nobody looked for") == 1
+
+
 def test_what_goes_on_again_is_told(stage: Any) -> None:
     """The stall's event is followed by that of its end, with how long it lasted."""
     rank = stage.rank("pauses")
-    stage.watcher()
+    stage.watcher(min_seconds=2.5)
     (stalled,) = _until(lambda: stage.events("stalled"))
     beat = _until(lambda: (b := stage.node().read_heartbeat()).get("stalls") and b)
     assert (beat["stall"], beat["stalls"]) == (stalled["token"], 1)
@@ -95,6 +134,9 @@ def test_what_goes_on_again_is_told(stage: Any) -> None:
 def test_a_run_that_ends_well_leaves_nothing_to_tell(stage: Any) -> None:
     """Only that it was watched; the last heartbeat says that all has ended, and the records go."""
     stage.rank("ends"), stage.rank("ends", rank=1)
+    (stage.folder() / f"{FLIGHT_FILE_PREFIX}0").touch()
+    os.mkfifo(stage.folder() / f"{FLIGHT_PIPE_PREFIX}1.pipe")
+    os.mkfifo(stage.folder() / f"{FLIGHT_PIPE_PREFIX}7.pipe")  # of a rank without a record
     watcher = stage.watcher()
     assert watcher.wait(10) == 0
     kinds = [
@@ -206,7 +248,7 @@ def test_one_waits_for_another_and_one_by_hand_says_who_watches(stage: Any) -> N
     assert f"is watched already, by process {first.pid}" in by_hand.stdout.read()
     second = stage.watcher(min_seconds=60.0, wait=False)
     time.sleep(0.5)
-    first.send_signal(signal.SIGTERM)
+    first.send_signal(signal.SIGINT)
     assert first.wait(10) == 0
     _until(lambda: len(stage.events("watching")) == 2)
     second.send_signal(signal.SIGINT)
@@ -239,6 +281,41 @@ def test_it_goes_on_when_nobody_reads_what_it_says(stage: Any) -> None:
     stage.started.remove(watcher)
     watcher.kill()
     watcher.wait(10)
+
+
+def test_a_scheduler_s_signal_to_all_processes_is_only_noted(stage: Any) -> None:
+    """Ranks may save for minutes yet: what hangs then is still named, and it ends with the last."""
+    rank = stage.rank("sleeps")
+    watcher = stage.watcher()
+    watcher.send_signal(signal.SIGTERM)
+    assert _until(lambda: stage.events("stalled"))
+    assert watcher.poll() is None
+    stage.end(rank)
+    assert watcher.wait(10) == 0
+    assert "SIGTERM: this ends with the last rank, in 10 minutes" in watcher.stdout.read()
+
+
+def test_by_hand_a_signal_ends_it(stage: Any) -> None:
+    """Whoever has started it wants it to end."""
+    stage.rank("waits")
+    watcher = stage.watcher("--by-hand", min_seconds=60.0)
+    watcher.send_signal(signal.SIGTERM)
+    assert watcher.wait(10) == 0
+    assert "ended by SIGTERM" in watcher.stdout.read()
+
+
+def test_who_waits_for_the_place_ends_with_the_last_rank(stage: Any) -> None:
+    """There is nobody left to watch, though the one that holds the place has more to say."""
+    lock = Lock(stage.folder())
+    assert lock.take()
+    rank = stage.rank("waits")
+    second = stage.watcher(wait=False)
+    time.sleep(1.5)  # it has seen the rank
+    assert second.poll() is None
+    stage.end(rank)
+    assert second.wait(5) == 0
+    assert stage.events("watching") == []
+    lock.give_back()
 
 
 def test_the_verb_watches_in_the_foreground(stage: Any) -> None:

@@ -15,8 +15,10 @@
     load.py         processors, memory, page cache
     cgroup.py       memory of the control group, and whom the kernel has ended for it
     open_files.py   how many files processes have open, and may have
-    steps.py        what the ranks of this node need for a step
+    steps.py        what the ranks of this node need for a step, and whether they save
     peers.py        which other nodes a node is compared with
+    signals.py      which numbers can be judged, and how people are told
+    course.py       what adds up, window by window
     degradation.py  from many nodes' numbers to one that is worse than the others, and how
 
 A number is called `name` or `name:device`.

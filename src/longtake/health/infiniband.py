@@ -22,6 +22,16 @@ _TOTALS = {
     "link_congestion_notifications_total": "hw_counters/np_cnp_sent",
 }
 
+_ERRORS = {
+    "link_symbol_errors_per_second": "link_symbol_errors_total",
+    "link_recoveries_per_second": "link_recoveries_total",
+    "link_receive_errors_per_second": "link_receive_errors_total",
+    "link_transmit_discards_per_second": "link_transmit_discards_total",
+    "link_out_of_sequence_per_second": "link_out_of_sequence_total",
+    "link_ack_timeouts_per_second": "link_ack_timeouts_total",
+}
+"""What nodes are compared by: totals depend on how long a node has been up."""
+
 
 class InfiniBand:
     """Reads what the kernel says of the node's ports.
@@ -45,6 +55,12 @@ class InfiniBand:
         "link_out_of_sequence_total": "Packets that came in out of order: others were lost",
         "link_ack_timeouts_total": "Packets that nobody has confirmed in time",
         "link_congestion_notifications_total": "How often a sender was asked to be slower (RoCE)",
+        "link_symbol_errors_per_second": "Small errors on the wire",
+        "link_recoveries_per_second": "How often the link had to recover from errors",
+        "link_receive_errors_per_second": "Packets that came in damaged",
+        "link_transmit_discards_per_second": "Packets that could not be sent",
+        "link_out_of_sequence_per_second": "Packets that came in out of order: others were lost",
+        "link_ack_timeouts_per_second": "Packets that nobody has confirmed in time",
     }
 
     def __init__(self, root: Path = Path("/sys/class/infiniband")) -> None:
@@ -74,7 +90,7 @@ class InfiniBand:
             count = read_number(folder / file)
             if count is not None:
                 found[name] = count
-        return found | self._port_rates(port, folder / "counters")
+        return found | self._port_rates(port, folder / "counters") | self._error_rates(port, found)
 
     def _port_rates(self, port: str, counters: Path) -> Numbers:
         files = {name: (file, _WORD_BYTES) for name, file in _TRAFFIC.items()}
@@ -86,6 +102,14 @@ class InfiniBand:
             if rate is not None:
                 found[name] = round(rate, 3)
         return found
+
+    def _error_rates(self, port: str, totals: Numbers) -> Numbers:
+        rates = {
+            name: self._rates.rate(f"{name}:{port}", totals[total])
+            for name, total in _ERRORS.items()
+            if total in totals
+        }
+        return {name: round(rate, 3) for name, rate in rates.items() if rate is not None}
 
 
 def _gigabits(rate: str) -> float | None:

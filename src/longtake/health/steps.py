@@ -1,14 +1,19 @@
-"""What the ranks of this node need for a step, and how many steps they do; by their hearts."""
+"""What the ranks of this node need for a step, how many they do, and when they save; by hearts."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from longtake import heartbeat
 from longtake.health.check import Numbers
 from longtake.health.open_files import NUMBERS as OPEN_FILES
 from longtake.health.open_files import open_files
-from longtake.heartbeat import Pulse
+from longtake.heartbeat import Phase, Pulse
+
+CHECKPOINT = "checkpoint_is_near"
+_SAVES: tuple[Phase, ...] = ("checkpoint", "save")
+_NEAR_SAMPLES = 6
+"""After a rank was last seen at it, what it has saved may still be on its way to the disk."""
 
 
 class Steps:
@@ -22,12 +27,14 @@ class Steps:
     numbers: Mapping[str, str] = {
         "step_work_seconds": "What the rank itself needed for a step, without waiting for others",
         "steps_per_second": "Steps that the rank has done",
+        CHECKPOINT: "1: a rank of the node saves a checkpoint, or did within the last six samples",
         **OPEN_FILES,
     }
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._before: dict[tuple[int, int], tuple[float, Pulse]] = {}
+        self._near = 0
 
     def sample(self) -> Numbers:
         """The numbers since the last sample, with the rank behind a colon.
@@ -41,11 +48,22 @@ class Steps:
         for who, (_, pulse) in ranks.items():
             if who in self._before and pulse.phase != "ended":
                 found |= _since(*self._before[who], now, pulse)
+        found[CHECKPOINT] = float(self._is_near(pulse for _, pulse in ranks.values()))
         self._before = ranks
         return found | open_files([each.pid for each in pulses if each.phase != "ended"])
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def _is_near(self, ranks: Iterable[Pulse]) -> bool:
+        """Whether a rank saves, or has saved since the last sample, or in one of those before."""
+        before = {who: pulse for who, (_, pulse) in self._before.items()}
+        seen = [
+            each.phase in _SAVES or _saves(each) > _saves(before.get((each.pid, each.started)))
+            for each in ranks
+        ]
+        self._near = _NEAR_SAMPLES if any(seen) else max(0, self._near - 1)
+        return self._near > 0
 
 
 def _since(then: float, before: Pulse, now: float, pulse: Pulse) -> Numbers:
@@ -56,3 +74,10 @@ def _since(then: float, before: Pulse, now: float, pulse: Pulse) -> Numbers:
         seconds = (pulse.work_seconds - before.work_seconds) / count
         found[f"step_work_seconds:{pulse.rank}"] = round(seconds, 6)
     return found
+
+
+def _saves(pulse: Pulse | None) -> int:
+    """How often a rank has saved, as far as its heart has counted."""
+    return (
+        sum(pulse.timings[each].count for each in _SAVES if each in pulse.timings) if pulse else 0
+    )

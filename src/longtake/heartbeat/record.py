@@ -27,7 +27,7 @@ Phase = Literal[
     "decode",
     "ended",
 ]
-"""`start` to `cache` come before the first step; `checkpoint` copies what is saved, and `save` waits
+"""`start` to `cache` come before the first step; `checkpoint` copies what is saved, `save` waits
 until it is whole; `idle` waits for work, and is no stall; `ended`: all went as it should, and the
 process is about to be gone."""
 

@@ -20,6 +20,7 @@ from longtake.preflight import (
     devices,
     discipline,
     environment,
+    hostnames,
     inspection,
     limits,
     links,
@@ -35,6 +36,7 @@ from longtake.preflight.meeting import Meeting
 from longtake.preflight.setting import Check, Facts, Setting, within
 
 OF_NODES: tuple[Check, ...] = (
+    hostnames,
     environment,
     packages,
     code,

@@ -12,7 +12,9 @@ from typing import Any
 from rich import box
 from rich.console import Console, RenderableType
 from rich.markup import escape
+from rich.segment import Segment, Segments
 from rich.table import Table
+from rich.text import Text
 
 from longtake.preflight.names import listed
 from longtake.preflight.report import Report
@@ -27,8 +29,24 @@ def print_report(console: Console, told: Report) -> None:
     """Print what `report` returned, 80 columns wide in a pipe."""
     if not console.is_terminal:
         console.width = _WIDTH
-    for part in _parts(told):
-        console.print(part, soft_wrap=False)
+    for part in map(_as_renderable, _parts(told)):
+        for line in console.render_lines(part, pad=False):
+            shown = [*_without_trailing_blanks(line), Segment.line()]
+            console.print(Segments(shown), end="")
+
+
+def _as_renderable(part: RenderableType) -> RenderableType:
+    return Text.from_markup(part) if isinstance(part, str) else part
+
+
+def _without_trailing_blanks(line: list[Segment]) -> list[Segment]:
+    """A line that can be copied: tables fill theirs up to their width."""
+    while line and not line[-1].text.strip():
+        line = line[:-1]
+    if not line:
+        return line
+    text, style, control = line[-1]
+    return [*line[:-1], Segment(text.rstrip(), style, control)]
 
 
 def _parts(told: Report) -> Iterator[RenderableType]:

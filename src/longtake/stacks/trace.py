@@ -1,14 +1,14 @@
 """One process over all rounds of a dump: what it was doing, and whether that changed."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
 from longtake.node_dir import NodeDump, ProcessDump
-from longtake.stacks.group import Group, Stack, group, stack_of, unmoved
+from longtake.stacks.group import Stack, stack_of, unmoved
 
 ROLES = ("rank", "decode", "agent", "helper")
 
@@ -109,16 +109,6 @@ def traces(dumps: Iterable[NodeDump]) -> list[Trace]:
             processes, seconds = zip(*rounds, strict=True)
             found.append(Trace(dump["host"], processes, seconds))
     return found
-
-
-def by_role(found: Sequence[Trace]) -> dict[str, list[Group[Trace]]]:
-    """Processes in groups of the same role and the same stack of the main thread."""
-    of_role = {role: [each for each in found if each.role == role] for role in ROLES}
-    return {
-        role: group((each, each.stack) for each in members)
-        for role, members in of_role.items()
-        if members
-    }
 
 
 def _is_at(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -20,9 +20,10 @@ from longtake.watch.council import Council
 from longtake.watch.disk import Disk
 from longtake.watch.dumps import dump_node
 from longtake.watch.post import Post
+from longtake.watch.pruning import prune_answers, prune_requests
 from longtake.watch.report import Reporter
 from longtake.watch.requests import Alarm, Inbox, ask, has_beaten
-from longtake.watch.stall import Expectations, Overdue, has_moved
+from longtake.watch.stall import Expectations, Overdue, still_holds
 from longtake.watch.verdict import Verdict
 
 _LOOK_SECONDS = 1.0
@@ -60,8 +61,9 @@ class Answering:
     ) -> None:
         self._post, self._disk, self._reporter = post, disk, reporter
         self._expectations = expectations
-        self._actions, self._council = Actions(post, reporter), Council(post, disk, reporter)
-        self._inbox = Inbox(post.run)
+        self._actions = Actions(post, reporter, expectations)
+        self._council = Council(post, disk, reporter)
+        self._inbox = Inbox(post.node)
         self._alarms: SimpleQueue[Alarm] = SimpleQueue()
         self._begun: SimpleQueue[Request] = SimpleQueue()
         self._outcomes: dict[str, Outcome] = {}
@@ -154,8 +156,9 @@ class Answering:
             self._pending[token] = _Pending(request, dump, now, asker, now)
 
     def _dump(self, request: Request) -> NodeDump:
-        post, token, asked_at = self._post, request["token"], time.time()
+        post, token = self._post, request["token"]
         ranks = [pulse.rank for pulse in read_all(post.folder) if pulse.role == "rank"]
+        before = flight.stamps(post.folder, ranks)
         flight.ask(post.folder, ranks)
         dump = dump_node(
             post.folder,
@@ -169,12 +172,17 @@ class Answering:
         target = post.node.flight_path(token)
         try:
             self._disk.ask(
-                lambda: flight.collect(post.folder, ranks, target, asked_at), _DISK_SECONDS
+                lambda: flight.collect(post.folder, ranks, target, before), _DISK_SECONDS
             )
             self._disk.ask(lambda: post.node.write_dump(dump), _DISK_SECONDS)
+            self._disk.ask(self._prune, _DISK_SECONDS)
         except OSError as error:
             self._reporter.say(f"{token}: the answer is not written: {error}")
         return dump
+
+    def _prune(self) -> None:
+        prune_answers(self._post.node)
+        prune_requests(self._post.run, self._expectations.launch)
 
     def _conclude_own(
         self,
@@ -191,33 +199,31 @@ class Answering:
             return
         dumps, silent = self._council.gather(request, dump, before, since)
         if self._still_holds(alarm.overdue):
-            self._take_note_of(self._council.conclude(request, dumps, silent))
+            self._take_note_of(self._council.conclude(request, dumps, silent), request)
         else:
             self._outcomes[token] = "went_on"
 
     def _still_holds(self, overdue: Overdue) -> bool:
-        pulse = read(overdue.pulse.path)
-        if pulse is None or not pulse.is_alive:
-            return overdue.pulse.role == "rank"  # a decoding process was replaced by its pool
-        limit = self._expectations.limit_of(pulse, time.monotonic())
-        return not has_moved(overdue.pulse, pulse) and limit is not None and pulse.seconds > limit
+        pulse, now = read(overdue.pulse.path), time.monotonic()
+        limit = None if pulse is None else self._expectations.limit_of(pulse, now)
+        return still_holds(overdue, pulse, limit)
 
-    def _take_note_of(self, verdict: Verdict) -> None:
+    def _take_note_of(self, verdict: Verdict, request: Request) -> None:
         self._pending.pop(verdict.token, None)
         self._outcomes[verdict.token] = "stalled"
         self.num_stalls += 1
-        self._actions.act_on(verdict)
+        self._actions.act_on(verdict, request)
 
     def _follow_up(self) -> None:
         """Act on verdicts that others have passed; pass those that a dead watcher leaves."""
         for token, pending in list(self._pending.items()):
             if verdict := self._council.verdict(token):
-                self._take_note_of(verdict)
+                self._take_note_of(verdict, pending.request)
             elif self._is_orphaned(pending):
                 self._reporter.say(f"{token}: the watcher of {pending.request['by']} is silent")
                 request, answered = pending.request, pending.answered
                 found = self._council.gather(request, pending.dump, self._council.beats(), answered)
-                self._take_note_of(self._council.conclude(request, *found))
+                self._take_note_of(self._council.conclude(request, *found), request)
             elif time.monotonic() - pending.answered > _SECONDS_UNTIL_FORGOTTEN:
                 del self._pending[token]  # it went on: there is no verdict
 

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 from longtake.health.apart import HANGING_SECONDS, HANGS
 from longtake.health.check import Numbers
-from longtake.health.degradation import Finding
+from longtake.health.disk import Disk
 from longtake.health.gpu import HARMFUL_THROTTLES, throttle_words
+from longtake.health.signals import Finding
+from longtake.health.steps import CHECKPOINT
 from longtake.units import size
 
 _PERSISTS = 3
@@ -14,9 +16,14 @@ _PERSISTS = 3
 _STAYS = 30
 """Windows for which what happened in a moment (an error) is told of."""
 _APART_SECONDS = 0.1
+_SAVING_SECONDS = 60.0
+"""A look at the disk may hang for so long while a checkpoint is written."""
 _MEMORY_SHARE, _FILES_SHARE = 0.02, 0.9
 _FULL_BYTES, _FULL_SHARE = 5 * 2**30, 0.05
 _FULL_INODES_SHARE = 0.01
+_AT_ONCE = (HANGS, "disk_is_failing", "clock_offset")
+_DISK = Disk.name
+"""An fsync that takes seconds now and then is usual on ext4 and NFS."""
 _COUNTS = {
     "gpu_ecc_uncorrected_total": "{count:.0f} memory errors of GPU {device} that no code corrects",
     "gpu_xid_errors_total": "the driver reports errors of GPU {device} (XID {xid:.0f})",
@@ -58,11 +65,11 @@ class Conditions:
 
     def _that_persist(self, bad: Mapping[str, str]) -> dict[str, str]:
         self._ages = {key: self._ages.get(key, 0) + 1 for key in bad}
-        at_once = (HANGS, "disk_is_failing", "clock_offset")
         return {
             key: words
             for key, words in bad.items()
-            if self._ages[key] >= _PERSISTS or key.startswith(at_once)
+            if self._ages[key] >= _PERSISTS
+            or (key.startswith(_AT_ONCE) and key != f"{HANGS}:{_DISK}")
         }
 
     def _that_happened(self, numbers: Numbers) -> dict[str, str]:
@@ -118,7 +125,8 @@ def _bad_now(numbers: Numbers) -> Iterator[tuple[str, str]]:
         if lost:
             yield f"gpu_is_lost:{device}", f"the driver no longer reaches GPU {device}"
     for check, seconds in _each(numbers, HANGS):
-        if seconds >= HANGING_SECONDS:
+        is_saving = check == _DISK and numbers.get(CHECKPOINT)
+        if seconds >= (_SAVING_SECONDS if is_saving else HANGING_SECONDS):
             yield f"{HANGS}:{check}", f"looking at {check} has been hanging for {seconds:.0f} s"
     if numbers.get("disk_is_failing:run"):
         yield "disk_is_failing", "the run directory can be neither written nor read"

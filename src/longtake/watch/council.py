@@ -12,11 +12,11 @@ from longtake.node_dir import (
     NodeDirectory,
     NodeDump,
     Request,
-    read_dumps,
     read_json,
     verdict_path,
     write_once,
 )
+from longtake.watch.answers import read_answers
 from longtake.watch.blame import judge
 from longtake.watch.disk import Disk
 from longtake.watch.post import Post
@@ -79,12 +79,12 @@ class Council:
                 break
             time.sleep(0.2)
             silent = self._silent(token, launch)
-        try:
-            found = self._disk.ask(lambda: read_dumps(self._post.run, token), _DISK_SECONDS)
-        except OSError:
-            found = []
+        found, unread = read_answers(self._disk, self._post.run, token)
+        if unread:
+            self._reporter.say(f"{token}: the answers of {len(unread)} nodes were not read in time")
         dumps = {dump["host"]: dump for dump in found} | {self._post.host: own}
-        return list(dumps.values()), [host for host in silent if host not in dumps]
+        missing = dict.fromkeys([*silent, *unread])
+        return list(dumps.values()), [host for host in missing if host not in dumps]
 
     def _silent(self, token: str, launch: str | None) -> dict[str, dict[str, Any]]:
         """The heartbeats of the other nodes of a launch that have not answered, by host."""

@@ -17,7 +17,10 @@ from longtake.watch.numbers import NUMBERS
 _NODE_NUMBERS = {
     "beat": ("watcher_beats_total", "Rounds that the watcher has gone"),
     "stalls": ("stalls_total", "Stalls that the watcher has seen"),
-    "watch_seconds_late": ("watcher_late_seconds", "By how much the watcher's last round was late"),
+    "watch_seconds_late": (
+        "watcher_late_seconds",
+        "Time that nobody looked, in all: slips of the watcher's rounds",
+    ),
 }
 _RANK_NUMBERS = {
     "step": ("step", "Global step that the rank is in; it falls when the run goes back"),

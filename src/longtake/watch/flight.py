@@ -19,10 +19,20 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from longtake.watch.flight_files import FlightError, ask, collect, read, read_folders
+from longtake.watch.flight_files import FlightError, ask, collect, read, read_folders, stamps
 from longtake.watch.recorder import MESSAGE, Op, Recorder, recorders_of
 
-__all__ = ["Finding", "FlightError", "analyse", "ask", "collect", "read", "read_folders", "roots"]
+__all__ = [
+    "Finding",
+    "FlightError",
+    "analyse",
+    "ask",
+    "collect",
+    "read",
+    "read_folders",
+    "roots",
+    "stamps",
+]
 
 
 @dataclass(frozen=True)

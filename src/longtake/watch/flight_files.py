@@ -8,7 +8,7 @@ comes through a named pipe. Where pipes and dumps lie is settled before the proc
 import os
 import pickle
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 from longtake.errors import LongtakeError
 from longtake.node_dir import FLIGHT_FILE_PREFIX, FLIGHT_PIPE_PREFIX
 
+Stamp = tuple[int, int]
+"""When a file was written last, in nanoseconds, and which file it is."""
 _MOST_BYTES = 2**28
 _OF_AN_ENTRY = frozenset(
     ("record_id", "pg_id", "process_group", "collective_seq_id", "profiling_name", "input_sizes")
@@ -39,24 +41,58 @@ def ask(folder: Path, ranks: Iterable[int]) -> list[int]:
     return [rank for rank in ranks if _tapped(folder / f"{FLIGHT_PIPE_PREFIX}{rank}.pipe")]
 
 
-def collect(folder: Path, ranks: Iterable[int], target: Path, since: float) -> list[int]:
-    """Copy the dumps that were written since a moment to `target`/rank_<rank>; returns whose.
+def stamps(folder: Path, ranks: Iterable[int]) -> dict[int, Stamp]:
+    """By what each rank's dump is told from a later one, whatever clocks do; of those there are."""
+    found = {}
+    for rank in ranks:
+        with suppress(OSError):
+            found[rank] = _stamp(folder / f"{FLIGHT_FILE_PREFIX}{rank}")
+    return found
+
+
+def collect(
+    folder: Path, ranks: Iterable[int], target: Path, before: Mapping[int, Stamp]
+) -> list[int]:
+    """Copy the dumps that were written since they were asked for; returns whose.
 
     Args:
         folder: that of the hearts.
         ranks: in the run.
-        target: `NodeDirectory.flight_path`; made if there is something to copy.
-        since: by the clock of this node's files (`time.time()`), in seconds.
+        target: `NodeDirectory.flight_path`, where they are called rank_<rank>; made if there is
+            something to copy.
+        before: `stamps`, before they were asked for.
     """
     found = []
     for rank in ranks:
         path = folder / f"{FLIGHT_FILE_PREFIX}{rank}"
         with suppress(OSError):
-            if path.stat().st_mtime >= since:
+            if _stamp(path) != before.get(rank):
                 target.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target / f"rank_{rank}")
                 found.append(rank)
     return found
+
+
+def tidy(folder: Path, ranks: Iterable[int]) -> None:
+    """Take away what dead ranks have left, unless a rank of the same number has begun since.
+
+    Args:
+        folder: that of the hearts.
+        ranks: in the run.
+    """
+    for rank in ranks:
+        pipe = folder / f"{FLIGHT_PIPE_PREFIX}{rank}.pipe"
+        if not _is_read(pipe):
+            for path in (pipe, folder / f"{FLIGHT_FILE_PREFIX}{rank}"):
+                path.unlink(missing_ok=True)
+
+
+def tidy_all(folder: Path) -> None:
+    """Take away what all dead ranks have left."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    parts = [name.removesuffix(".pipe").rpartition("_") for name in names]
+    ours = (FLIGHT_FILE_PREFIX, FLIGHT_PIPE_PREFIX)
+    tidy(folder, {int(rank) for *head, rank in parts if "".join(head) in ours and rank.isdecimal()})
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -98,6 +134,20 @@ def read_folders(folders: Iterable[Path]) -> tuple[dict[int, dict[str, Any]], li
             except (FlightError, ValueError) as error:
                 troubles.append(str(error))
     return dumps, troubles
+
+
+def _stamp(path: Path) -> Stamp:
+    found = path.stat()
+    return found.st_mtime_ns, found.st_ino
+
+
+def _is_read(pipe: Path) -> bool:
+    """Whether a living process has a pipe open: torch's, that made it."""
+    try:
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW))
+    except OSError:
+        return False
+    return True
 
 
 def _tapped(pipe: Path) -> bool:

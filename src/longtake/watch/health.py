@@ -18,13 +18,14 @@ from longtake.health.cgroup import CgroupMemory
 from longtake.health.check import Check, Numbers
 from longtake.health.chrony import Chrony
 from longtake.health.clock import STEP_SECONDS, Clock, Stepped
-from longtake.health.degradation import Degradation, Finding
+from longtake.health.degradation import Degradation
 from longtake.health.disk import Disk
 from longtake.health.gpu import Gpu
 from longtake.health.infiniband import InfiniBand
 from longtake.health.kernel_clock import KernelClock
 from longtake.health.links import Ethernet
 from longtake.health.load import Load
+from longtake.health.signals import Finding
 from longtake.health.steps import Steps
 from longtake.health.time_daemons import TimeDaemons
 from longtake.node_dir import NodeDirectory, NodeEventKind

@@ -1,7 +1,7 @@
 """Notices ranks whose processes are gone without having ended as they should."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,22 @@ class Lost:
         seconds = round(pulse.seconds, 3)
         reason = {"out_of_memory": kills > 0, "reason": self.reason(kills)}
         return {**fields, "seconds": seconds, **reason}
+
+
+def alert_of(found: Sequence[Lost], kills: int) -> dict[str, Any]:
+    """What people are told of ranks that were found gone at one look: all of them at once.
+
+    Args:
+        found: the ranks, one at least.
+        kills: as for `Lost.as_event`.
+    """
+    first = next((lost for lost in found if lost.is_first), found[0])
+    event = first.as_event(kills)
+    if len(found) == 1:
+        return event
+    ranks = [lost.pulse.rank for lost in found]
+    names = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return {**event, "ranks": ranks, "reason": f"ranks {names} are gone: {event['reason']}"}
 
 
 class Roll:

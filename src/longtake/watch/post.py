@@ -14,6 +14,7 @@ from longtake.errors import LongtakeError
 from longtake.heartbeat import folder_of
 from longtake.node_dir import NodeDirectory
 from longtake.run_dir import RunDirectory
+from longtake.watch import flight_files
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ class Lock:
     def give_back(self) -> None:
         """Take the file away, and the folder if it is empty, and let the next one have it."""
         if self._file is not None:
+            if not any(self._path.parent.glob("rank_*")):
+                flight_files.tidy_all(self._path.parent)
             self._path.unlink(missing_ok=True)
             self._file.close()
             self._file = None

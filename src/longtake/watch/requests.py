@@ -10,6 +10,7 @@ from typing import Any
 
 from longtake.heartbeat import Pulse
 from longtake.node_dir import (
+    NodeDirectory,
     Request,
     all_nodes,
     read_json,
@@ -23,6 +24,7 @@ from longtake.watch.post import Post
 from longtake.watch.stall import Overdue
 
 _NOT_YET = "start"  # in place of the launch
+_SECONDS_OF_PATIENCE = 10.0  # of whoever asks, until no more is awaited
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,16 @@ def token_of(launch: str, step: int, number: int) -> str:
 class Inbox:
     """Finds requests that this node has not answered.
 
-    What lay there before the first look was for those who watched then; but for a stall of the
-    launch that runs still, of which no verdict was reached: its asker's node may have lost its
-    watcher.
+    What lay there before the first look was for those who watched then, with two exceptions: what
+    was asked so late that its asker waits still; and a stall of the launch that runs, of which no
+    verdict was reached, for its asker's node may have lost its watcher.
 
     Args:
-        run: the run directory.
+        node: this one, whose events have begun with that somebody watches.
     """
 
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
+    def __init__(self, node: NodeDirectory) -> None:
+        self._node, self._run = node, node.run
         self._seen: set[str] = set()
         self._has_looked = False
 
@@ -88,10 +90,20 @@ class Inbox:
         return requests
 
     def _is_open(self, request: Request, launch: str) -> bool:
-        if request["reason"] != "stall" or not launch:
-            return False
-        is_ours = request.get("stall", {}).get("launch") == launch
+        if request["reason"] != "stall":
+            return self._is_awaited(request["token"])
+        of = request.get("stall", {}).get("launch")
+        is_ours = of == launch if launch else self._is_awaited(request["token"])
         return is_ours and not verdict_path(self._run, request["token"]).exists()
+
+    def _is_awaited(self, token: str) -> bool:
+        """Whether it was asked just before this watcher began, by the disk's own clock."""
+        try:
+            begun = self._node.events_path.stat().st_mtime
+            asked = request_path(self._run, token).stat().st_mtime
+        except OSError:
+            return False
+        return asked > begun - _SECONDS_OF_PATIENCE and not self._node.dump_path(token).exists()
 
 
 def request_for(post: Post, token: str, overdue: Overdue, launch: str, step: int) -> Request:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from longtake.heartbeat import Pulse, read, read_all
 from longtake.stacks import signal_path
+from longtake.watch import flight_files
 
 _SECONDS_OF_MEMORY = 60.0
 
@@ -129,5 +130,8 @@ def remove(pulses: Iterable[Pulse]) -> None:
     for pulse in pulses:
         again = read(pulse.path)
         if again is not None and (again.phase == "ended" or not again.is_alive):
+            folder = pulse.path.parent
             pulse.path.unlink(missing_ok=True)
-            signal_path(pulse.path.parent, pulse.pid).unlink(missing_ok=True)
+            signal_path(folder, pulse.pid).unlink(missing_ok=True)
+            if pulse.role == "rank" and not any(folder.glob(f"rank_{pulse.rank}_*")):
+                flight_files.tidy(folder, [pulse.rank])

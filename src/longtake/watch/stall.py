@@ -11,7 +11,11 @@ from longtake.config import WatchSection
 from longtake.heartbeat import Phase, Pulse, Role
 
 _BEFORE_STEPS: frozenset[Phase] = frozenset({"start", "rendezvous", "build", "load"})
-_RARE: frozenset[Phase] = frozenset({"checkpoint", "rollback", "evaluate"})
+_OF_STATE: frozenset[Phase] = frozenset({"checkpoint", "save", "rollback"})
+_RARE: frozenset[Phase] = _OF_STATE | {"evaluate"}
+_MIN_WINDOWS, _MIN_WINDOWS_OF_EACH = 20, 4
+"""Decoding is learnt from so many windows, and so many of each process: the first are of few
+clips."""
 _LIMITLESS: frozenset[Phase] = frozenset({"idle", "ended", "cache"})
 
 
@@ -44,6 +48,8 @@ class Expectations:
         self.seconds_late = 0.0
         self._section = section
         self._longest: dict[tuple[Role, Phase], float] = {}
+        self._windows: dict[tuple[int, int], int] = {}
+        self._num_workers = 0
         self._slips: list[tuple[float, float]] = []
         self._excused_at: float | None = None
 
@@ -54,6 +60,12 @@ class Expectations:
         if ranks and (launch := max(ranks, key=lambda each: each.started).launch) != self.launch:
             self.launch = launch
             self._longest.clear()
+            self._windows.clear()
+        workers = [pulse for pulse in pulses if pulse.role == "decode"]
+        self._num_workers = len(workers)
+        for pulse in workers:
+            timing = pulse.timings.get("decode")
+            self._windows[pulse.pid, pulse.started] = timing.count if timing else 0
         for pulse in pulses:
             if not self._is_of_another_launch(pulse):
                 for phase, timing in pulse.timings.items():
@@ -102,12 +114,36 @@ class Expectations:
         longest = self._longest.get((pulse.role, pulse.phase))
         floor = section.checkpoint_seconds if pulse.phase in _RARE else section.min_seconds
         usual = max(floor, min(section.factor * (longest or 0.0), section.max_seconds))
-        if longest is None or not pulse.is_settled:
-            return max(usual, section.first_steps_seconds)
-        return usual
+        if longest is None and pulse.phase in _OF_STATE:
+            # The one at the end, or at an interrupt, is waited for until all is written.
+            return max(section.checkpoint_seconds, section.start_seconds)
+        is_known = longest is not None and pulse.is_settled and self._knows_decoding(pulse)
+        return usual if is_known else max(usual, section.first_steps_seconds)
+
+    def _knows_decoding(self, pulse: Pulse) -> bool:
+        enough = max(_MIN_WINDOWS, _MIN_WINDOWS_OF_EACH * self._num_workers)
+        return pulse.phase != "decode" or sum(self._windows.values()) >= enough
 
     def _is_of_another_launch(self, pulse: Pulse) -> bool:
         return pulse.launch not in ("", self.launch)
+
+
+def still_holds(before: Overdue, after: Pulse | None, limit: float | None) -> bool:
+    """Whether a heart that gave the alarm is still where it was, past its limit.
+
+    A rank that is gone without a word is; one that has ended as it should is not, and neither is
+    a decoding process that is gone, for its pool has replaced it.
+
+    Args:
+        before: the heart, as it gave the alarm.
+        after: as it is now; None: its record is gone, as that of a rank that has ended well is.
+        limit: of its phase now, in seconds.
+    """
+    if after is None or after.phase == "ended":
+        return False
+    if not after.is_alive:
+        return after.role == "rank"
+    return not has_moved(before.pulse, after) and limit is not None and after.seconds > limit
 
 
 def has_moved(before: Pulse, after: Pulse) -> bool:

@@ -4,6 +4,7 @@ The loop touches nothing but memory. Whatever may wait has a thread of its own: 
 disk, the node's health, dumping processes, alerting people.
 """
 
+import math
 import os
 import time
 from contextlib import suppress
@@ -15,7 +16,7 @@ from longtake.watch.alarms import Alarms
 from longtake.watch.answering import Answering
 from longtake.watch.disk import Disk, is_full
 from longtake.watch.health import HealthWatch
-from longtake.watch.lost import Roll
+from longtake.watch.lost import Roll, alert_of
 from longtake.watch.post import Lock, Post
 from longtake.watch.report import Reporter
 from longtake.watch.sight import Eyes, Graves, Sight, look, remove
@@ -30,14 +31,17 @@ _LATE_SECONDS = 1.0
 _SECONDS_WITHOUT_HEART = 60.0
 _SECONDS_TO_BEGIN = 2.0
 _END_SECONDS = 10.0
+_SECONDS_FROM_SIGTERM = 600.0
+_SECONDS_BETWEEN_WORDS = 60.0
 
 
 def watch(post: Post) -> None:
     """Watch a node's part of a run until it has ended; returns at once if somebody does already.
 
-    Who was started by a run waits until the one that watches has ended.
+    Who was started by a run waits until the one that watches has ended, and a SIGTERM, which a
+    scheduler sends to all processes of a job, does not end it while ranks still save.
     """
-    with Signals() as signals:
+    with Signals(0.0 if post.by_hand else _SECONDS_FROM_SIGTERM) as signals:
         lock = Lock(post.folder)
         try:
             if _takes_over(post, lock, signals):
@@ -47,13 +51,15 @@ def watch(post: Post) -> None:
 
 
 def _takes_over(post: Post, lock: Lock, signals: Signals) -> bool:
-    seen = time.monotonic()
+    seen, has_seen_ranks = time.monotonic(), False
     while not lock.take():
         if post.by_hand:
             _print(f"{post.run.path} is watched already, by process {lock.holder()}.")
             return False
         if look(post.folder).ranks:
-            seen = time.monotonic()
+            seen, has_seen_ranks = time.monotonic(), True
+        elif has_seen_ranks:
+            return False
         if time.monotonic() - seen > _SECONDS_WITHOUT_HEART or signals.wait(_LOOK_SECONDS):
             return False
     return True
@@ -72,7 +78,8 @@ class _Watcher:
         self._alarms = Alarms(post, self._reporter, self._expectations, self._answering)
         self._beats = 0
         self._beaten_at = self._lived_at = time.monotonic()
-        self._has_seen_ranks = False
+        self._has_seen_ranks = self._has_noted_signal = False
+        self._late_said_at = -math.inf
 
     def watch(self, signals: Signals) -> None:
         """Look until the last rank of the node is gone, or somebody ends this."""
@@ -96,7 +103,16 @@ class _Watcher:
             if signals.wait(interval):
                 self._reporter.say(f"ended by {signals.name}")
                 break
+            self._note(signals)
         self._end()
+
+    def _note(self, signals: Signals) -> None:
+        if signals.name and not self._has_noted_signal:
+            self._has_noted_signal = True
+            minutes = _SECONDS_FROM_SIGTERM / 60
+            self._reporter.say(
+                f"{signals.name}: this ends with the last rank, in {minutes:.0f} minutes at most"
+            )
 
     def _begin(self) -> None:
         section, by_hand = self._post.section, self._post.by_hand
@@ -125,16 +141,23 @@ class _Watcher:
     def _notice_own_lateness(self, now: float, planned: float) -> None:
         if now - planned > _LATE_SECONDS:
             self._expectations.was_late(now - planned, now)
-            self._reporter.say(
-                f"nobody looked for {now - planned:.1f} s: the machine was suspended or too busy"
-            )
+            if now - self._late_said_at > _SECONDS_BETWEEN_WORDS:
+                self._late_said_at = now
+                self._reporter.say(
+                    f"nobody looked for {now - planned:.1f} s (in all for "
+                    f"{self._expectations.seconds_late:.1f} s): the machine was suspended or too "
+                    "busy"
+                )
 
     def _see_to_the_dead(self, sight: Sight) -> None:
         if self._roll.wants_count(sight.now):
             self._roll.count_kills(oom_kills(), sight.now)
-        for lost in self._roll.call(sight.living, sight.dead):
+        if found := self._roll.call(sight.living, sight.dead):
             kills = self._roll.kills_since(oom_kills())
-            self._reporter.tell("rank_died", is_alert=lost.is_first, **lost.as_event(kills))
+            for lost in found:
+                self._reporter.tell("rank_died", is_alert=False, **lost.as_event(kills))
+            if any(lost.is_first for lost in found):
+                self._reporter.alert("rank_died", **alert_of(found, kills))
         self._graves.tidy(sight)
 
     def _see_to_health(self) -> None:

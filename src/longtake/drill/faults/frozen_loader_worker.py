@@ -62,7 +62,7 @@ def wait(launch: Launch, place: Place) -> Hang:
 
 def stop(launch: Launch, place: Place) -> Hang:
     """Stop one from outside while it has a clip open."""
-    launch.wait_for_rows(1)
+    launch.wait_for_rows(8)  # so that a clip's usual time is known
     stopped = stop_while_decoding(launch, place.clips)
     return Hang(stopped.pid, stopped.at, "", "", 0, path=str(stopped.clip))
 
