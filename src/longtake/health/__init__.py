@@ -18,6 +18,7 @@
     steps.py        what the ranks of this node need for a step, and whether they save
     peers.py        which other nodes a node is compared with
     signals.py      which numbers can be judged, and how people are told
+    noise.py        by how much numbers differ without a reason
     course.py       what adds up, window by window
     degradation.py  from many nodes' numbers to one that is worse than the others, and how
 

@@ -10,11 +10,10 @@ only roughly, and taken for more; once more is known, the windows before are wei
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
-from math import pi, sqrt
 from statistics import median
+
+from longtake.health.noise import Noise
 
 _ALLOWANCE = 1.1
 _ALARM = 5.3
@@ -24,14 +23,7 @@ _MOST = 3.0
 _CALM = 0.5
 _CEILING = 2 * _ALARM
 _WINDOWS = 48
-_NOISE_WINDOWS, _LATE_WINDOWS = 256, 32
 _ENOUGH_FOR_NOISE = 3
-_FAR = 3.0
-"""Changes of more than so many medians (it has become slow) are taken for that."""
-_LATE_SHARE = 0.9
-"""Noise that has risen lately counts; but of few windows it seems to have risen now and then."""
-_NORMAL = sqrt(pi) / 2
-"""Standard deviation by the mean distance of two draws from a normal distribution."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +53,23 @@ class Course:
     def __init__(self, is_noisy: bool = True) -> None:
         self._is_noisy = is_noisy
         self._windows: deque[Window] = deque(maxlen=_WINDOWS)
-        self._changes: deque[float] = deque(maxlen=_NOISE_WINDOWS)
+        self._noise = Noise()
         self._adding = 0
         self._is_bad = False
 
-    def add(self, window: Window) -> bool:
-        """Whether the number is bad after one more window."""
+    def add(self, window: Window, others: float = 0.0) -> bool:
+        """Whether the number is bad after one more window.
+
+        Args:
+            window: the newest.
+            others: noise of such numbers on the whole.
+        """
         if self._windows:
-            self._changes.append(abs(window.deviation - self._windows[-1].deviation))
+            self._noise.add(window.deviation - self._windows[-1].deviation)
         self._windows.append(window)
-        if len(self._changes) < _ENOUGH_FOR_NOISE:
+        if self._noise.count < _ENOUGH_FOR_NOISE:
             return False
-        noise = _noise(self._changes) if self._is_noisy else 0.0
+        noise = max(self._noise.deviation(), others) if self._is_noisy else 0.0
         alarm = _alarm(noise / window.spread)
         self._is_bad = self._sum(noise) >= (_CALM if self._is_bad else alarm)
         return self._is_bad
@@ -100,12 +97,3 @@ class Course:
 def _alarm(noise: float) -> float:
     """What has to add up, by the noise in spreads of healthy ones."""
     return _ALARM + _ALARM_OF_NOISE * min(1.0, max(0.0, noise - _CALM_NOISE))
-
-
-def _noise(changes: Sequence[float]) -> float:
-    """The standard deviation from window to window, whatever the level, by the changes of it."""
-    most, count = _FAR * median(changes), len(changes)
-    late = islice(changes, max(0, count - _LATE_WINDOWS), None)
-    sums = sum(min(each, most) for each in changes), sum(min(each, most) for each in late)
-    found = _NORMAL * max(sums[0] / count, _LATE_SHARE * sums[1] / min(count, _LATE_WINDOWS))
-    return found * (1 + 1.5 / count + 8 / count**2)
