@@ -71,7 +71,7 @@ def test_the_line_to_look_at_is_that_of_whoever_called_a_library() -> None:
         (f"{_SITE}/torchvision/ops.py", False, "torchvision/ops.py"),
         (f"{_SITE}/longtake/data/decode.py", False, "longtake/data/decode.py"),
         ("/src/longtake/data/decode.py", False, "longtake/data/decode.py"),
-        ("/root/.pyenv/versions/3.11.7/lib/python3.11/threading.py", True, "threading.py"),
+        ("/home/me/.pyenv/versions/3.11.7/lib/python3.11/threading.py", True, "threading.py"),
         ("/usr/lib/python3/dist-packages/numpy/core.py", True, "numpy/core.py"),
         ("<frozen runpy>", True, "<frozen runpy>"),
         ("<string>", False, "<string>"),
