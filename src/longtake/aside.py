@@ -1,5 +1,6 @@
 """Files that are whole or not there: written aside, renamed into place."""
 
+import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -7,17 +8,23 @@ from pathlib import Path
 
 
 @contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
+def written_aside(path: Path, *, by_many: bool = False) -> Iterator[Path]:
     """Give a path beside `path` to write to, and rename it there when the block ends well.
 
     However the block ends, nothing half-written is left, and a file that was there before stays
     until the new one is whole. The name begins with a dot and keeps the suffix, by which some
     libraries choose a format.
 
+    Args:
+        path: the file.
+        by_many: several processes may write it at a time: each takes a name that no other does.
+            Where one alone does, what it leaves when it is killed is written over the next time.
+
     Raises:
         OSError: it cannot be renamed; and whatever the block raises.
     """
-    aside = path.with_name(f".{path.stem}.partial{path.suffix}")
+    own = f".{secrets.token_hex(4)}" if by_many else ""
+    aside = path.with_name(f".{path.stem}{own}.partial{path.suffix}")
     try:
         yield aside
         aside.replace(path)

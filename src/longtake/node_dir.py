@@ -14,19 +14,18 @@ also leaves what it was told of decoding processes.
 """
 
 import json
-import os
 import re
-import secrets
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from heapq import merge
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
 from longtake.aside import written_aside
-from longtake.run_dir import RunDirectory, append_json, now, read_json_lines, write_text
+from longtake.evaluation_dir import event_files
+from longtake.records import append_json, now, read_json, read_json_lines, write_text
+from longtake.run_dir import RunDirectory
 
 NodeEventKind = Literal[
     "watching",
@@ -188,6 +187,22 @@ def all_nodes(run: RunDirectory) -> list[NodeDirectory]:
     return [NodeDirectory(run, host) for host in sorted(hosts, key=_natural)]
 
 
+def read_heartbeats(run: RunDirectory) -> dict[str, dict[str, Any]]:
+    """The heartbeat.json of each node that has one, by host."""
+    found = {node.host: node.read_heartbeat() for node in all_nodes(run)}
+    return {host: record for host, record in found.items() if record}
+
+
+def beat_of(heartbeat: Mapping[str, Any]) -> tuple[object, object]:
+    """What is never the same in two heartbeats of a node that were written one after the other."""
+    return heartbeat.get("pid"), heartbeat.get("beat")
+
+
+def has_beaten(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> bool:
+    """Whether a watcher has written between two readings of its heartbeat: it lives."""
+    return bool(after) and (not before or beat_of(before) != beat_of(after or {}))
+
+
 def requests_path(run: RunDirectory) -> Path:
     """The folder of requests for dumps."""
     return run.path / "requests"
@@ -203,31 +218,10 @@ def verdict_path(run: RunDirectory, token: str) -> Path:
     return run.path / "stalls" / f"{token}.json"
 
 
-def write_once(path: Path, record: Mapping[str, Any]) -> bool:
-    """Write a JSON file whole if there is none; whether it was this call that did."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    aside.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    try:
-        os.link(aside, path)  # fails where rename would overwrite
-    except FileExistsError:
-        return False
-    finally:
-        aside.unlink()
-    return True
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none, or it cannot be read."""
-    with suppress(OSError, ValueError):
-        found = json.loads(path.read_bytes())
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
 def read_events(run: RunDirectory) -> Iterator[dict[str, Any]]:
-    """The run's own events and those of its nodes, in the order of the times they bear."""
-    paths = [run.events_path, *(node.events_path for node in all_nodes(run))]
+    """The run's own events, its nodes' and its evaluation servers', by the times they bear."""
+    nodes = (node.events_path for node in all_nodes(run))
+    paths = [run.events_path, *nodes, *event_files(run)]
     return merge(*map(read_json_lines, paths), key=lambda event: str(event["time"]))
 
 

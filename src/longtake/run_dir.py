@@ -16,30 +16,30 @@ names and the record schemas:
     components/                  frozen parts made for this run: vae, text_encoder, tokenizer
     checkpoints/step_00001000/   model/ ema/ optimizer/ trainer.json COMMITTED
     holds/step_00001000/<owner>  somebody still needs that checkpoint (writer: the owner)
-    evaluations/<preset>/step_00001000/   videos sampled from that checkpoint
-    tensorboard/                 the mirror of metrics.jsonl
+    evaluations/<preset>/step_00001000/   videos sampled from that checkpoint (evaluation_dir.py)
+    tensorboard/  wandb/         mirrors of metrics, events and evaluations
+    tracking/                    which process writes them, how far it is, and what it said
 """
 
 import json
-import os
 import secrets
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from importlib import metadata
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
 from longtake import __version__, config
-from longtake.aside import make_writable, written_aside
+from longtake.aside import make_writable
 from longtake.config import Recipe
 from longtake.errors import RecipeChangedError, RunError
+from longtake.records import append_json, now, read_json_lines, write_json, write_text
 
 EventKind = Literal[
     "launched",
@@ -198,16 +198,22 @@ class RunDirectory:
         """Where the videos sampled from a checkpoint lie, whether there are any or not."""
         return self.path / "evaluations" / preset / f"step_{step:08d}"
 
-    def checkpoint_steps(self) -> list[int]:
-        """Steps of all whole checkpoints, ascending."""
-        found = (path.parent for path in self.checkpoints_path.glob("step_*/COMMITTED"))
-        steps = ((path, path.name.removeprefix("step_")) for path in found)
+    def checkpoint_folders(self) -> list[int]:
+        """Steps of all folders that are named as checkpoints are, whole or not, ascending."""
+        folder = self.checkpoints_path
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        steps = (name.removeprefix("step_") for name in names if name.startswith("step_"))
         # Somebody's copy, such as step_00001000.bak, is not one of the run's checkpoints.
         return sorted(
             int(step)
-            for path, step in steps
-            if step.isdecimal() and path == self.checkpoint_path(int(step))
+            for step in steps
+            if step.isdecimal() and self.checkpoint_path(int(step)).name == f"step_{step}"
         )
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps of all whole checkpoints, ascending."""
+        steps = self.checkpoint_folders()
+        return [step for step in steps if (self.checkpoint_path(step) / "COMMITTED").exists()]
 
     def exists(self) -> bool:
         """Whether a run was begun here."""
@@ -401,59 +407,6 @@ def beside(path: Path) -> Path:
 
 def _is_free(path: Path) -> bool:
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
-
-
-def now() -> str:
-    """Wall-clock time for people to read, ISO 8601 in UTC; never subtracted from another."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def file_time() -> str:
-    """Wall-clock time as a part of file names, in UTC."""
-    return datetime.now(UTC).strftime("%Y%m%dT%H%M%S_%f")
-
-
-def append_json(path: Path, record: Mapping[str, Any], *, durably: bool = False) -> None:
-    """Append a record as one line, after ending a line that an interrupted write left half.
-
-    `durably`: it is on disk, and not only on its way, when this returns.
-    """
-    line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-    with path.open("ab+") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            line = line if file.read(1) == b"\n" else b"\n" + line
-        file.write(line)
-        if durably:
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def read_json_lines(path: Path) -> Iterator[Any]:
-    """Records of a JSON-lines file; none if there is no file.
-
-    Half a line is left out: the last while it is being written, another where a write was cut off.
-    """
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                with suppress(ValueError):
-                    yield json.loads(line)
-
-
-def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Replace a JSON file as a whole."""
-    write_text(path, json.dumps(record, indent=2) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file as a whole: written aside, flushed to disk, renamed into place."""
-    with written_aside(path) as aside, aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _versions() -> dict[str, str]:

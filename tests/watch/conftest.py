@@ -14,7 +14,8 @@ import pytest
 
 from longtake.config import WatchSection
 from longtake.node_dir import NodeDirectory
-from longtake.run_dir import RunDirectory, read_json_lines
+from longtake.records import read_json_lines
+from longtake.run_dir import RunDirectory
 
 _BEATING = Path(__file__).with_name("beating.py")
 

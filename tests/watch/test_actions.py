@@ -9,7 +9,7 @@ import pytest
 
 from longtake.heartbeat import Pulse, read_all
 from longtake.node_dir import Request
-from longtake.run_dir import read_json_lines
+from longtake.records import read_json_lines
 from longtake.watch.actions import Actions, kill
 from longtake.watch.disk import Disk
 from longtake.watch.post import Post

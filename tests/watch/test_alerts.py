@@ -12,7 +12,8 @@ import pytest
 
 from longtake.config import WatchSection
 from longtake.node_dir import NodeDirectory
-from longtake.run_dir import RunDirectory, read_json_lines
+from longtake.records import read_json_lines
+from longtake.run_dir import RunDirectory
 from longtake.watch.alerts import Alerts, post, run_hook
 from longtake.watch.disk import Disk
 

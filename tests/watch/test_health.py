@@ -20,7 +20,8 @@ from longtake.health.disk import Disk
 from longtake.health.signals import SIGNALS, Finding
 from longtake.heartbeat import Heart, folder_of
 from longtake.node_dir import NodeDirectory
-from longtake.run_dir import RunDirectory, read_json_lines
+from longtake.records import read_json_lines
+from longtake.run_dir import RunDirectory
 from longtake.watch import conditions
 from longtake.watch.clock_words import event_of
 from longtake.watch.conditions import Conditions, full_disks

@@ -6,14 +6,20 @@ from typing import Any
 
 from longtake.config import WatchSection
 from longtake.heartbeat import Pulse, Role
-from longtake.node_dir import NodeDirectory, Request, request_path, verdict_path, write_once
+from longtake.node_dir import (
+    NodeDirectory,
+    Request,
+    has_beaten,
+    read_heartbeats,
+    request_path,
+    verdict_path,
+)
+from longtake.records import write_once
 from longtake.run_dir import RunDirectory
 from longtake.watch.post import Lock, Post
 from longtake.watch.requests import (
     Inbox,
     ask,
-    beats,
-    has_beaten,
     request_for,
     step_of,
     token_of,
@@ -121,11 +127,11 @@ def test_a_watcher_lives_if_its_heartbeat_changes(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     for host in ("gpu1", "gpu2"):
         NodeDirectory(run, host).write_heartbeat({"pid": 1, "beat": 5})
-    before = beats(run, "gpu1")
-    assert set(before) == {"gpu2"}
-    assert not has_beaten(before["gpu2"], beats(run, "gpu1")["gpu2"])
+    before = read_heartbeats(run)
+    assert set(before) == {"gpu1", "gpu2"}
+    assert not has_beaten(before["gpu2"], read_heartbeats(run)["gpu2"])
     NodeDirectory(run, "gpu2").write_heartbeat({"pid": 1, "beat": 6})
-    assert has_beaten(before["gpu2"], beats(run, "gpu1")["gpu2"])
+    assert has_beaten(before["gpu2"], read_heartbeats(run)["gpu2"])
     assert has_beaten(None, before["gpu2"])
     assert not has_beaten(before["gpu2"], None)
 

@@ -18,12 +18,11 @@ from longtake.heartbeat import read_all
 from longtake.node_dir import (
     FLIGHT_FILE_PREFIX,
     FLIGHT_PIPE_PREFIX,
-    read_json,
     request_path,
     requests_path,
     verdict_path,
-    write_once,
 )
+from longtake.records import read_json, write_once
 from longtake.watch.post import Lock
 
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from longtake.config import DataSection
 from longtake.data.skipped import Skipped, Span
 from longtake.errors import DataError
-from longtake.run_dir import write_json
+from longtake.records import write_json
 
 if TYPE_CHECKING:
     from longtake.data.batch import Batch  # which imports torch; an audit needs none

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -14,10 +13,10 @@ from numpy.typing import NDArray
 from longtake import heartbeat
 from longtake.data.references import Reference
 from longtake.data.window import Decoder, Window
+from longtake.ourselves import environment, program
 
 PROGRAM = ("longtake.data.worker",)
 
-_PACKAGES = Path(__file__).parents[2]  # where longtake is imported from
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _END_SECONDS = 2.0
 
@@ -47,19 +46,17 @@ class WorkerProcess:
         where = [str(each) for each in hearts or ("", 0)]
         inherited = [theirs.fileno(), *self._memory]
         arguments = [*where, *(str(number) for number in (os.getpid(), *inherited))]
-        paths = [str(_PACKAGES), os.environ.get("PYTHONPATH", "")]
-        search = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         # What is blocked here stays so in the process: Ctrl-C and a scheduler's SIGTERM go to the
         # whole group, and it is the parent that knows what they mean.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
             self._process = subprocess.Popen(  # noqa: S603 - ourselves
-                [sys.executable, "-P", "-m", *PROGRAM, decoder, *arguments],
+                program(*PROGRAM, decoder, *arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
                 pass_fds=inherited,
-                env={**os.environ, **_ONE_THREAD, **search},
+                env=environment(**_ONE_THREAD),
             )
         except OSError:
             self._close()

@@ -9,6 +9,8 @@ node reads reads that node.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from longtake.node_dir import beat_of
+
 ALL_UP_TO = 17
 
 
@@ -52,7 +54,7 @@ class Living:
         Returns:
             Their hosts; none of one that is seen for the first time.
         """
-        marks = {host: (each.get("pid"), each.get("beat")) for host, each in heartbeats.items()}
+        marks = {host: beat_of(each) for host, each in heartbeats.items()}
         before, self._beats = self._beats, dict(marks)
         return [
             host

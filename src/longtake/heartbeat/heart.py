@@ -129,7 +129,7 @@ class Heart:
     def move_to(self, folder: Path) -> None:
         """Keep the record in another folder from now on."""
         self.remove()
-        self.path = path_of(folder, ROLES[self._who[2]], self._who[3], self._who[0])
+        self.path = folder / self.path.name
         self._share()
 
     def _learn(self, phase: Phase, nanoseconds: int) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from longtake.recompute.apply import OPTIONS, Option
 from longtake.recompute.trace import StepTrace
@@ -138,6 +137,8 @@ def fastest(costs: Costs, budget_bytes: float) -> dict[str, Option] | None:
     room = budget_bytes - costs._fixed()
     if costs.least_peak > budget_bytes:
         return None
+    from scipy.optimize import Bounds, LinearConstraint, milp  # half a second, that few runs need
+
     one_each = np.kron(np.eye(number), np.ones(width))
     found = milp(
         costs.seconds.ravel() / costs.seconds.max(),

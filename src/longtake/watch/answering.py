@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import Any, Literal, TypeVar
 
 from longtake.heartbeat import Pulse, read, read_all
-from longtake.node_dir import NodeDump, Request
+from longtake.node_dir import NodeDump, Request, has_beaten
 from longtake.watch import flight
 from longtake.watch.actions import Actions
 from longtake.watch.council import Council
@@ -22,7 +22,7 @@ from longtake.watch.dumps import dump_node
 from longtake.watch.post import Post
 from longtake.watch.pruning import prune_answers, prune_requests
 from longtake.watch.report import Reporter
-from longtake.watch.requests import Alarm, Inbox, ask, has_beaten
+from longtake.watch.requests import Alarm, Inbox, ask
 from longtake.watch.stall import Expectations, Overdue, still_holds
 from longtake.watch.verdict import Verdict
 

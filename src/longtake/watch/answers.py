@@ -4,7 +4,8 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
-from longtake.node_dir import NodeDirectory, NodeDump, all_nodes, read_json
+from longtake.node_dir import NodeDirectory, NodeDump, all_nodes
+from longtake.records import read_json
 from longtake.run_dir import RunDirectory
 from longtake.watch.disk import Disk, DiskSilentError
 

@@ -4,11 +4,11 @@ import os
 import pwd
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from longtake.errors import RunError
 from longtake.heartbeat import folder_of, read_all
@@ -16,12 +16,13 @@ from longtake.node_dir import (
     NodeDump,
     Request,
     all_nodes,
-    read_json,
+    has_beaten,
+    read_heartbeats,
     request_path,
     this_node,
-    write_once,
 )
-from longtake.run_dir import RunDirectory, file_time, now
+from longtake.records import file_time, now, read_json, write_once
+from longtake.run_dir import RunDirectory
 from longtake.stacks.processes import facts
 from longtake.watch.dumps import dump_family, dump_node
 
@@ -115,7 +116,7 @@ def ask_process(pid: int, *, native: bool) -> Answers:
 
 def _wait_for_answers(run: RunDirectory, token: str, *, native: bool) -> list[str]:
     """Wait for every node whose watcher lives; gives those that did not answer in time."""
-    before = _beats(run)
+    before = _at_work(run)
     with suppress(OSError):  # the disk is full or not ours, and this node can be read nevertheless
         _write_request(run, token, native=native)
         begun = time.monotonic()
@@ -123,8 +124,12 @@ def _wait_for_answers(run: RunDirectory, token: str, *, native: bool) -> list[st
             awaited = [node for node in all_nodes(run) if not node.dump_path(token).exists()]
             awaited = [node for node in awaited if node.host in before]
             if waited > _SIGN_OF_LIFE_SECONDS:
-                alive = _changed(before, _beats(run))
-                awaited = [node for node in awaited if node.host in alive]
+                after = _at_work(run)
+                awaited = [
+                    node
+                    for node in awaited
+                    if has_beaten(before.get(node.host), after.get(node.host))
+                ]
             if not awaited:
                 return []
             time.sleep(_LOOK_SECONDS)
@@ -144,20 +149,9 @@ def _write_request(run: RunDirectory, token: str, *, native: bool) -> None:
     write_once(request_path(run, token), request)
 
 
-def _beats(run: RunDirectory) -> dict[str, tuple[object, ...]]:
-    """What changes as long as a node's watcher lives; not of nodes that ended as they should."""
-    found = {node.host: node.read_heartbeat() for node in all_nodes(run)}
-    return {
-        host: (record.get("pid"), record.get("beat"))
-        for host, record in found.items()
-        if record and not record.get("ended")
-    }
-
-
-def _changed(
-    before: Mapping[str, tuple[object, ...]], after: Mapping[str, tuple[object, ...]]
-) -> list[str]:
-    return [host for host, beat in after.items() if before.get(host) != beat]
+def _at_work(run: RunDirectory) -> dict[str, dict[str, Any]]:
+    """The heartbeats of nodes that have not ended as they should, by host."""
+    return {host: each for host, each in read_heartbeats(run).items() if not each.get("ended")}
 
 
 def _owner_of(pid: int) -> int:

@@ -24,7 +24,7 @@ from socket import gethostname
 from typing import Any
 
 from longtake.node_dir import NodeDump, Request
-from longtake.run_dir import now
+from longtake.records import now
 from longtake.stacks.trace import Trace
 from longtake.watch.flight import Finding, analyse, read_folders
 from longtake.watch.scene import Scene, scene_of

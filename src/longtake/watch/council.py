@@ -12,16 +12,16 @@ from longtake.node_dir import (
     NodeDirectory,
     NodeDump,
     Request,
-    read_json,
+    has_beaten,
+    read_heartbeats,
     verdict_path,
-    write_once,
 )
+from longtake.records import read_json, write_once
 from longtake.watch.answers import read_answers
 from longtake.watch.blame import judge
 from longtake.watch.disk import Disk
 from longtake.watch.post import Post
 from longtake.watch.report import Reporter
-from longtake.watch.requests import beats, has_beaten
 from longtake.watch.verdict import Verdict
 
 _DISK_SECONDS = 3.0
@@ -44,9 +44,10 @@ class Council:
     def beats(self) -> dict[str, dict[str, Any]]:
         """The other nodes' heartbeats, by host; none if the disk gives no answer."""
         try:
-            return self._disk.ask(lambda: beats(self._post.run, self._post.host), _DISK_SECONDS)
+            found = self._disk.ask(lambda: read_heartbeats(self._post.run), _DISK_SECONDS)
         except OSError:
             return {}
+        return {host: each for host, each in found.items() if host != self._post.host}
 
     def verdict(self, token: str) -> Verdict | None:
         """The verdict that somebody has passed, if any."""

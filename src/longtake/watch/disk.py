@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from longtake.node_dir import NodeDirectory, NodeEventKind
-from longtake.run_dir import now
+from longtake.records import now
 
 _T = TypeVar("_T")
 _MOST_LINES = 1000

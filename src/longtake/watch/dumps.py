@@ -14,7 +14,7 @@ from typing import Any, Literal
 from longtake import stacks
 from longtake.heartbeat import Pulse, read_all
 from longtake.node_dir import NodeDump, ProcessDump, Round
-from longtake.run_dir import now
+from longtake.records import now
 from longtake.stacks.group import stack_of
 from longtake.stacks.processes import facts
 from longtake.stacks.trace import Trace, traces

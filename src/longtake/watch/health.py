@@ -29,7 +29,8 @@ from longtake.health.signals import Finding
 from longtake.health.steps import Steps
 from longtake.health.time_daemons import TimeDaemons
 from longtake.node_dir import NodeDirectory, NodeEventKind
-from longtake.run_dir import RunDirectory, now
+from longtake.records import now
+from longtake.run_dir import RunDirectory
 from longtake.watch.clock_words import event_of
 from longtake.watch.conditions import Conditions, full_disks
 from longtake.watch.journal import Journal

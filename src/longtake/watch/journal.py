@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from longtake.aside import written_aside
-from longtake.run_dir import append_json
+from longtake.records import append_json
 
 _MOST_BYTES = 64 * 2**20
 _MOST_WAITING = 60

@@ -8,7 +8,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from longtake.node_dir import NodeDirectory, read_json, requests_path
+from longtake.node_dir import NodeDirectory, requests_path
+from longtake.records import read_json
 from longtake.run_dir import RunDirectory
 
 _MOST_ANSWERS = 50

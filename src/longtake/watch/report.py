@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from longtake.node_dir import NodeEventKind
-from longtake.run_dir import now
+from longtake.records import now
 from longtake.watch.alerts import Alerts
 from longtake.watch.disk import Disk
 from longtake.watch.post import Post

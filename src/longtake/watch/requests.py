@@ -4,22 +4,13 @@ Two nodes that see the same stall must ask for the same thing, so a stall's name
 both know: the launch, the step, and how many of that step there have been.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from longtake.heartbeat import Pulse
-from longtake.node_dir import (
-    NodeDirectory,
-    Request,
-    all_nodes,
-    read_json,
-    request_path,
-    requests_path,
-    verdict_path,
-    write_once,
-)
-from longtake.run_dir import RunDirectory, now
+from longtake.node_dir import NodeDirectory, Request, request_path, requests_path, verdict_path
+from longtake.records import now, read_json, write_once
+from longtake.run_dir import RunDirectory
 from longtake.watch.post import Post
 from longtake.watch.stall import Overdue
 
@@ -135,19 +126,6 @@ def ask(run: RunDirectory, request: Request) -> Request:
         other: Any = read_json(path)
         return other or request
     return request
-
-
-def beats(run: RunDirectory, host: str) -> dict[str, dict[str, Any]]:
-    """The other nodes' heartbeats, by host."""
-    others = (node for node in all_nodes(run) if node.host != host)
-    return {node.host: record for node in others if (record := node.read_heartbeat())}
-
-
-def has_beaten(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> bool:
-    """Whether a watcher has written between two readings of its heartbeat: it lives."""
-    if not after:
-        return False
-    return not before or any(before.get(key) != after.get(key) for key in ("pid", "beat"))
 
 
 def step_of(pulse: Pulse, pulses: list[Pulse]) -> int:
