@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypedDict
 
-from longtake.run_dir import write_json
+from longtake.records import write_json
 
 _NAME = "COMMITTED"
 _THREADS = 4  # more would not read faster from one disk
@@ -63,12 +63,12 @@ def damage(folder: Path, *, checksums: bool, within: str = "") -> str | None:
         None where nothing is wrong.
     """
     try:
-        committed = _read(folder)
+        listed = committed(folder)
     except FileNotFoundError:
         return f"it has no {_NAME}: its save was interrupted"
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return f"{_NAME} cannot be read: {type(error).__name__}: {error}"
-    files = {name: entry for name, entry in committed.items() if name.startswith(within)}
+    files = {name: entry for name, entry in listed.items() if name.startswith(within)}
     if not files:
         return f"it holds no {within or 'files'}"
     found = [_wrong_size(folder / name, name, entry) for name, entry in files.items()]
@@ -80,7 +80,14 @@ def damage(folder: Path, *, checksums: bool, within: str = "") -> str | None:
     return _told([each for each in found if each])
 
 
-def _read(folder: Path) -> dict[str, Entry]:
+def committed(folder: Path) -> dict[str, Entry]:
+    """What COMMITTED lists, by the files' names in the folder.
+
+    Raises:
+        FileNotFoundError: there is none.
+        OSError: it cannot be read; ValueError, LookupError, TypeError or AttributeError: it holds
+            something else.
+    """
     files = json.loads((folder / _NAME).read_bytes())["files"]
     return {
         name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}

@@ -8,15 +8,15 @@ COMMITTED, which lists every file and is written last.
 import json
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from longtake.checkpoint import manifest
+from longtake.checkpoint import holds, manifest
+from longtake.checkpoint.deletion import delete, delete_unless_held
 from longtake.checkpoint.retention import doomed
 from longtake.config import CheckpointSection
 from longtake.errors import CheckpointError
@@ -127,7 +127,8 @@ def thin_out(
 
     Those that are not whole do not count, and go. So do those that are later than the step before
     the one that was `saved`, which is `since`: the run went on from before them, because they are
-    damaged or because it went back. What cannot be deleted now can be after the next save.
+    damaged or because it went back; nobody's hold keeps these. What cannot be deleted now can be
+    after the next save.
 
     Rank 0 only, and never while a checkpoint is being saved.
     """
@@ -137,16 +138,16 @@ def thin_out(
         for step, path in folders.items()
         if step != saved and (step > min(since, saved) or not _is_whole(path))
     }
-    gone |= set(
-        doomed(
-            folders.keys() - gone,
-            keep=section.keep,
-            keep_every=section.keep_every,
-            held=run.held_steps(),
-            reach=reach,
-        )
+    unneeded = doomed(
+        folders.keys() - gone,
+        keep=section.keep,
+        keep_every=section.keep_every,
+        held=holds.held_steps(run),
+        reach=reach,
     )
     delete(folders[step] for step in sorted(gone))
+    for step in unneeded:
+        delete_unless_held(run, step)
     for leftover in run.checkpoints_path.glob(".step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -154,28 +155,12 @@ def thin_out(
 def abandon(run: RunDirectory, after_step: int) -> None:
     """Delete all checkpoints later than a step: a run that went back there comes by otherwise.
 
+    Whoever reads one of them finds it gone: a hold keeps what is old, not what must not be.
+
     Rank 0 only, and never while a checkpoint is being saved.
     """
     later = {step: path for step, path in _folders(run).items() if step > after_step}
     delete(later[step] for step in sorted(later, reverse=True))
-
-
-def delete(paths: Iterable[Path]) -> None:
-    """Take each out of sight as a whole, so that no reader sees half of it, and delete it."""
-    for path in paths:
-        with suppress(OSError):
-            shutil.rmtree(take_away(path), ignore_errors=True)
-
-
-def take_away(path: Path) -> Path:
-    """Rename a checkpoint to what no reader looks at; returns where it is now.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
-    hidden = path.with_name(f".{path.name}.deleted")
-    shutil.rmtree(hidden, ignore_errors=True)  # left by a deletion that was interrupted
-    return path.rename(hidden)
 
 
 def forget_hint_of_being_alone() -> None:
@@ -205,9 +190,7 @@ def _newest_verified(run: RunDirectory, at_most: int | None) -> Found:
 
 def _folders(run: RunDirectory) -> dict[int, Path]:
     """Folders of checkpoints by step, whole or not."""
-    names = (path.name.removeprefix("step_") for path in run.checkpoints_path.glob("step_*"))
-    paths = {int(name): run.checkpoint_path(int(name)) for name in names if name.isdecimal()}
-    # Somebody's copy, such as step_1, is none of the run's.
+    paths = {step: run.checkpoint_path(step) for step in run.checkpoint_folders()}
     return {step: path for step, path in paths.items() if path.is_dir()}
 
 

@@ -15,11 +15,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from longtake.checkpoint import manifest, store
+from longtake.checkpoint.deletion import take_away
 from longtake.checkpoint.manifest import Entry
 from longtake.checkpoint.store import State
 from longtake.errors import CheckpointError
 from longtake.parallel.mesh import World
-from longtake.run_dir import RunDirectory, write_json
+from longtake.records import write_json
+from longtake.run_dir import RunDirectory
 
 T = TypeVar("T")
 
@@ -138,7 +140,7 @@ def _commit(
     for folder in (aside, *(path for path in aside.rglob("*") if path.is_dir())):
         _put_on_disk(folder)
     # There may be one already: its step is run again, because it is damaged.
-    replaced = store.take_away(whole) if whole.exists() else None
+    replaced = take_away(whole) if whole.exists() else None
     aside.rename(whole)
     _put_on_disk(whole.parent)
     if replaced is not None:
