@@ -32,6 +32,18 @@ from longtake.errors import RecipeError
 _Path = Annotated[Path, Strict(False), PlainSerializer(str)]
 _FromList = Strict(False)
 _Beta = Annotated[float, Field(ge=0, lt=1)]
+_OpenShare = Annotated[float, Field(gt=0, lt=1)]
+_Seed = Annotated[int, Field(ge=0, lt=2**63)]
+_Files = Annotated[tuple[_Path, ...], _FromList, Field(min_length=1)]
+
+
+def _not_reserved(name: str) -> str:
+    if name in ("claims", "servers"):  # folders beside those of presets
+        raise ValueError(f"a preset cannot be called {name}; give it another name")
+    return name
+
+
+_PresetName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$"), AfterValidator(_not_reserved)]
 
 
 class _Section(BaseModel):
@@ -585,6 +597,93 @@ class SamplingSection(_Section):
     fps: float = Field(16.0, gt=0)
 
 
+class PresetSection(_Section):
+    """What is sampled of each checkpoint: always the same prompts and seeds, so that it shows.
+
+    What is left out is as in `data.buckets` (the first of them) and `sampling`.
+    """
+
+    num_frames: int | None = Field(None, gt=0)
+    height: int | None = Field(None, gt=0)
+    width: int | None = Field(None, gt=0)
+    fps: float | None = Field(None, gt=0)
+    solver: Literal["euler", "heun"] | None = None
+    num_inference_steps: int | None = Field(None, gt=0)
+    guidance_scale: float | None = Field(None, ge=0)
+    shift: Shift | None = None
+    seeds: Annotated[tuple[_Seed, ...], _FromList] | None = Field(None, min_length=1)
+    """Each prompt is sampled with each of them; 0 if unset."""
+    prompts: Annotated[tuple[str, ...], _FromList] | None = Field(None, min_length=1)
+    """Or `prompts_file`, a prompt a line; with neither, prompts that come with longtake."""
+    prompts_file: _Path | None = None
+    """Looked for beside the file that names it, and then in the folder the command is run in."""
+    references: dict[str, _Files] | None = None
+    """Pictures, for a model that goes by such: by their names in `data.references`, a file for each
+    prompt, or one for all; looked for as `prompts_file` is."""
+    ema: str | None = None
+    """A profile of `ema.profiles`, or "none": the raw weights; `ema.sample_from` if unset."""
+    batch_size: int | None = Field(None, gt=0)
+    """Videos sampled at once, 4 if unset; what they show does not depend on it."""
+    guidance: Literal["auto", "batched", "two_passes"] | None = None
+    """Both halves of guidance in one pass, or in two, which takes half the memory; `auto`, as if
+    unset: in one, and in two when there is not enough."""
+    decoding: Literal["auto", "whole", "tiles"] | None = None
+    """`tiles`: in overlapping pieces, with seams that can show; `auto`, as if unset: only when
+    there is not enough memory for the whole."""
+    measures: Annotated[tuple[str, ...], _FromList] | None = None
+    """Further measures, each a class as module:Class; none if unset. An empty list switches off
+    those of the preset of the same name that comes with longtake. See
+    evaluation/measures/extra.py."""
+
+    @model_validator(mode="after")
+    def _one_source_of_prompts(self) -> Self:
+        if self.prompts is not None and self.prompts_file is not None:
+            raise ValueError("a preset has either prompts or a prompts_file, not both")
+        return self
+
+
+class EvaluationSection(_Section):
+    """What `longtake evaluate` samples and measures; nothing in it changes the training."""
+
+    presets: dict[_PresetName, PresetSection] = Field(default_factory=dict)
+    """By name. One that is called like one that comes with longtake changes only what it says."""
+    run: Annotated[tuple[str, ...], _FromList] = ()
+    """Names of those that are evaluated unless the command says otherwise; all of `presets`, if
+    empty."""
+    held_out: _Path | None = None
+    """A catalog of clips that are not trained on, whose loss is measured at each checkpoint."""
+    held_out_clips: int = Field(32, gt=0)
+    sigmas: Annotated[tuple[_OpenShare, ...], _FromList] = Field(
+        (0.1, 0.3, 0.5, 0.7, 0.9), min_length=1
+    )
+    """At which it is measured."""
+    reference_clips: int = Field(64, ge=0)
+    """Clips of the training whose measures a preset's are compared with; 0: they are not."""
+    drift_checkpoints: int = Field(4, ge=2)
+    """An alarm is given when a measure rises (or falls) so many times in a row ..."""
+    drift_change: float = Field(0.05, gt=0)
+    """... and by this share in all."""
+    max_attempts: int = Field(3, gt=0)
+    """How often a checkpoint is tried whose sampling fails."""
+    hold_waiting: int = Field(4, ge=0)
+    """So many checkpoints that wait to be evaluated, the oldest first, are not deleted until they
+    are: that many more than `checkpoint.keep` may be on disk. 0: only those that are sampled."""
+    lease_seconds: float = Field(60.0, ge=1)
+    """How long a server on another machine may be silent before others take over its work."""
+
+
+class TrackingSection(_Section):
+    """Where metrics, events and evaluations are mirrored to."""
+
+    tensorboard: bool = True
+    wandb: Literal["off", "offline", "online"] = "off"
+    """`offline` keeps all of it in the run directory's `wandb`, for `wandb sync`."""
+    project: str = Field("longtake", min_length=1)
+    entity: str | None = None
+    name: str | None = None
+    """What W&B calls the run; the run directory's name by default."""
+
+
 class Recipe(_Section):
     """All that decides a run."""
 
@@ -606,6 +705,8 @@ class Recipe(_Section):
     parallel: ParallelSection = ParallelSection()
     checkpoint: CheckpointSection = CheckpointSection()
     sampling: SamplingSection = SamplingSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    tracking: TrackingSection = TrackingSection()
 
     @model_validator(mode="after")
     def _micro_batches_divide(self) -> Self:
@@ -640,6 +741,8 @@ MAY_CHANGE_ON_RESUME = (
     "guard",
     "watch",
     "sampling",
+    "evaluation",
+    "tracking",
 )
 """Keys (or sections) that do not change what a healthy run computes."""
 
@@ -803,6 +906,8 @@ def _explain(detail: ErrorDetails) -> str:
     if kind == "value_error":
         return f"{message.removeprefix('Value error, ')}."
     expected = _EXPECTED.get(kind) or message.removeprefix("Input should ")
+    if kind == "string_pattern_mismatch":
+        expected = _PATTERNS[location.rpartition(".")[2]]
     if kind in ("too_short", "too_long"):
         expected = message.removeprefix("Tuple should ").partition(" after")[0]
     value = repr(detail["input"])
@@ -811,7 +916,6 @@ def _explain(detail: ErrorDetails) -> str:
 
 
 _EXPECTED = {
-    "string_pattern_mismatch": "be a module and a class, such as my_project.adapter:PoseAdapter",
     "dict_type": "be a table of keys and values",
     "model_type": "be a table of keys and values",
     "path_type": "be a path in quotes",
@@ -819,9 +923,20 @@ _EXPECTED = {
 }
 """What pydantic says in Python's words, by the kind of error."""
 
+_NAME_PATTERN = "be a name of small letters, digits, - and _"
+_PATTERNS = {
+    "module": "be a module and a class, such as my_project.adapter:PoseAdapter",
+    "webhook": "be an address that begins with http:// or https://",
+    "name": _NAME_PATTERN,
+    "[key]": _NAME_PATTERN,
+}
+"""What a text should be that a pattern does not fit, by the last part of its key."""
+
 
 def _explain_unknown(location: str, parts: list[str]) -> str:
     *section, name = parts
+    if section[:2] == ["evaluation", "presets"]:
+        section = section[:2]  # whatever the preset is called
     known = _known_keys()
     inside = [key for key in known if key.split(".")[:-1] == section]
     # Rather a similar key of the same section than an equal one elsewhere.
@@ -854,4 +969,5 @@ def _known_keys() -> list[str]:
     keys += [f"data.buckets.{inner}" for inner in Bucket.model_fields]
     keys += [f"text.pooled.{inner}" for inner in PooledSection.model_fields]
     keys += [f"ema.profiles.{inner}" for inner in EmaProfile.model_fields]
+    keys += [f"evaluation.presets.{inner}" for inner in PresetSection.model_fields]
     return [*keys, *(f"data.stages.{inner}" for inner in Stage.model_fields)]

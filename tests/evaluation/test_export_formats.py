@@ -14,7 +14,7 @@ from longtake import config
 from longtake.config import TrainableSection
 from longtake.errors import RecipeError, RunError
 from longtake.evaluation.export.formats import Format, export
-from longtake.evaluation.sample import Sampler
+from longtake.evaluation.sampling.studio import Sampler
 from longtake.models.assemble import assemble
 from longtake.models.lora import lora_state
 from longtake.models.trainable import plain_copy

@@ -13,7 +13,9 @@ import typer
 
 from longtake import __version__
 from longtake.cli import say
+from longtake.cli.compare import compare
 from longtake.cli.data import data_app
+from longtake.cli.evaluate import evaluate
 from longtake.cli.plan import plan
 from longtake.cli.preflight import preflight
 from longtake.cli.say import AsJson, Changes
@@ -30,12 +32,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.add_typer(data_app, name="data")
-app.command()(plan)
-app.command()(preflight)
-app.command()(show)
-app.command()(stacks)
-app.command()(watch)
 
 Ema = Annotated[
     bool | None,
@@ -79,7 +75,6 @@ def longtake(
     """Trains video and image diffusion transformers with flow matching."""
 
 
-@app.command()
 def demo(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Optimizer updates; 3000 by default.")
@@ -90,12 +85,26 @@ def demo(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Another seed is another run.")] = 0,
     out: Annotated[Path, typer.Option(help="The run directory.")] = Path("runs/demo"),
+    with_server: Annotated[
+        bool,
+        typer.Option(
+            "--evaluate/--no-evaluate",
+            help="Sample each checkpoint too, by a server beside the training.",
+        ),
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Train a small text-to-video model from nothing, sample it, and judge what it made."""
     from longtake.demo.run import run_demo
 
-    summary = run_demo(out=out, steps=steps, minutes=minutes, seed=seed, console=say.console())
+    summary = run_demo(
+        out=out,
+        steps=steps,
+        minutes=minutes,
+        seed=seed,
+        console=say.console(),
+        evaluate=with_server,
+    )
     if summary is None:
         say.line(f"Stopped. What {out} holds by now is kept; the same command goes on from there.")
         raise typer.Exit(130)
@@ -103,7 +112,6 @@ def demo(
         say.result(summary)
 
 
-@app.command()
 def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe (TOML).")],
     changes: Changes = None,
@@ -162,7 +170,6 @@ def train(
     say.line(f"See what it makes: longtake sample {out} --prompt '…' --out sample.mp4")
 
 
-@app.command()
 def sample(
     run: Annotated[Path, typer.Argument(help=_RUN_HELP)],
     prompt: Annotated[list[str], typer.Option(help="What the video shows; may be repeated.")],
@@ -196,8 +203,8 @@ def sample(
     as_json: AsJson = False,
 ) -> None:
     """Sample videos from a run, with a contact sheet beside them."""
-    from longtake.evaluation.sample import load_sampler, settings_for
-    from longtake.evaluation.write import check_out, references_by_name, write_samples
+    from longtake.evaluation.sampling.studio import load_sampler, settings_for
+    from longtake.evaluation.sampling.write import check_out, references_by_name, write_samples
 
     check_out(out)
     references = references_by_name(reference or ())
@@ -223,7 +230,6 @@ def sample(
         say.line(f"Step {sampler.step}, {sampler.weights}: {files}")
 
 
-@app.command()
 def export(
     run: Annotated[Path, typer.Argument(help=_RUN_HELP)],
     out: Annotated[Path, typer.Option(help="The folder to write; for comfyui, the file.")],
@@ -239,7 +245,7 @@ def export(
     """Write a run's model for other tools: diffusers' `from_pretrained`, peft or ComfyUI."""
     from longtake.evaluation.export.formats import check_export
     from longtake.evaluation.export.formats import export as write
-    from longtake.evaluation.sample import find_run, load_sampler
+    from longtake.evaluation.sampling.studio import find_run, load_sampler
 
     check_export(find_run(run).recipe(), out, wanted)
     sampler = load_sampler(run, step=step, ema=ema, profile=profile, device="cpu")
@@ -253,7 +259,6 @@ def export(
         say.line(remark)
 
 
-@app.command()
 def drill(
     faults: Annotated[
         list[str] | None, typer.Argument(metavar="[FAULT]…", help="Which, or all; all if unset.")
@@ -288,3 +293,10 @@ def drill(
         show_results(results, say.console())
     if not all(result.passed for result in results):
         raise typer.Exit(1)
+
+
+# In the order in which --help lists them: that in which a user comes to need them.
+_BEFORE, _AFTER = (demo, plan, preflight, train), (evaluate, compare, sample, export, show)
+for _verb in (*_BEFORE, *_AFTER, watch, stacks, drill):
+    app.command()(_verb)
+app.add_typer(data_app, name="data")

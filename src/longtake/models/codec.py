@@ -15,6 +15,7 @@ from longtake.models.image_codec import (
     ImageCodec,
     complete_image_config,
     refuse_odd,
+    tiled,
     to_uint8,
 )
 from longtake.models.pretrained import (
@@ -53,8 +54,12 @@ class Codec(Protocol):
         """Latents of videos, normalised so that the transformer sees unit scale."""
         ...
 
-    def decode(self, latents: Tensor) -> Tensor:
-        """Videos, uint8, of latents."""
+    def decode(self, latents: Tensor, *, tiles: bool = False) -> Tensor:
+        """Videos, uint8, of latents.
+
+        In `tiles`, where the codec has any: pieces that overlap are decoded one after another and
+        blended, which takes less memory; seams may show.
+        """
         ...
 
     def modules(self) -> list[nn.Module]:
@@ -83,7 +88,7 @@ class PixelCodec:
         """uint8 [0, 255] to fp32 [-1, 1]."""
         return videos.float() / 127.5 - 1
 
-    def decode(self, latents: Tensor) -> Tensor:
+    def decode(self, latents: Tensor, *, tiles: bool = False) -> Tensor:
         """fp32 [-1, 1] to uint8 [0, 255]; what lies outside is clamped."""
         return to_uint8(latents)
 
@@ -146,10 +151,14 @@ class AutoencoderCodec:
         return (latents - self._mean.to(latents)) / self._std.to(latents)
 
     @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
-        """Videos of normalised latents."""
+    def decode(self, latents: Tensor, *, tiles: bool = False) -> Tensor:
+        """Videos of normalised latents.
+
+        Tiles are of 256 x 256 pixels, as in diffusers, 64 of them blended.
+        """
         raw = latents.float() * self._std.to(latents) + self._mean.to(latents)
-        decoded: Tensor = self.autoencoder.decode(raw).sample  # type: ignore[operator]
+        with tiled(self.autoencoder, tiles):
+            decoded: Tensor = self.autoencoder.decode(raw).sample  # type: ignore[operator]
         return to_uint8(decoded)
 
     def modules(self) -> list[nn.Module]:

@@ -1,6 +1,7 @@
 """A frozen autoencoder of single images; the frames of a clip are encoded one by one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from longtake.models.pretrained import defaults, quiet
 
 ALONE = (1, 1, 1)
 """Latent frames, rows and columns of a token, where each pixel of a latent is one."""
+
+_TILE = 512
 
 
 class ImageCodec:
@@ -34,6 +37,9 @@ class ImageCodec:
         self._shift: float = config["shift_factor"] or 0.0
         self._scale: float = config["scaling_factor"]
         self._spatial = 2 ** (len(config["block_out_channels"]) - 1)
+        # By itself it would begin at what it was trained on, such as 1024 pixels.
+        autoencoder.tile_sample_min_size = _TILE  # type: ignore[assignment]
+        autoencoder.tile_latent_min_size = _TILE // self._spatial
 
     def latent_shape(self, bucket: Bucket, patch: Sequence[int] = ALONE) -> tuple[int, int, int]:
         """F, H / s, W / s: every stage of the autoencoder but the last halves rows and columns."""
@@ -49,10 +55,14 @@ class ImageCodec:
         return _by_clip(latents, len(videos))
 
     @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
-        """Videos of normalised latents."""
+    def decode(self, latents: Tensor, *, tiles: bool = False) -> Tensor:
+        """Videos of normalised latents.
+
+        Tiles are of 512 x 512 pixels, 128 of them blended, and decoded frame by frame.
+        """
         raw = latents.transpose(1, 2).flatten(0, 1).float() / self._scale + self._shift
-        images: Tensor = self.autoencoder.decode(raw).sample  # type: ignore[operator]
+        with tiled(self.autoencoder, tiles):
+            images: Tensor = self.autoencoder.decode(raw).sample  # type: ignore[operator]
         return _by_clip(to_uint8(images), len(latents))
 
     def modules(self) -> list[nn.Module]:
@@ -131,6 +141,21 @@ def refuse_odd(
             f"data.buckets: {bucket} cannot be encoded: {who} {sizes} {columns}{of_frames}. "
             f"The nearest that fits is {fits}."
         )
+
+
+@contextmanager
+def tiled(autoencoder: Any, wanted: bool) -> Iterator[None]:
+    """Have one of diffusers' autoencoders work in tiles, if wanted, until the block ends."""
+    if not wanted:
+        yield
+        return
+    autoencoder.enable_tiling()
+    autoencoder.enable_slicing()
+    try:
+        yield
+    finally:
+        autoencoder.disable_tiling()
+        autoencoder.disable_slicing()
 
 
 def nearest(size: int, step: int) -> int:

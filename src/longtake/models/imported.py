@@ -35,8 +35,12 @@ def build_module(
     return built
 
 
-def import_class(path: str) -> Any:
+def import_class(path: str, setting: str = "trainable.module") -> Any:
     """The class that "package.module:Class" names, found from the current directory first.
+
+    Args:
+        path: its name.
+        setting: what names it, for errors.
 
     Raises:
         RecipeError: there is none; names the nearest.
@@ -46,12 +50,12 @@ def import_class(path: str) -> Any:
         try:
             module = importlib.import_module(name)
         except Exception as error:  # running somebody's file can end in any way
-            raise RecipeError(f"trainable.module {path!r}: {_why_not(name, error)}") from error
+            raise RecipeError(f"{setting} {path!r}: {_why_not(name, error)}") from error
     found = getattr(module, class_name, None)
     if not inspect.isclass(found):
         classes = [each for each, value in vars(module).items() if inspect.isclass(value)]
         raise RecipeError(
-            f"trainable.module {path!r}: {module.__file__} has no class {class_name}; "
+            f"{setting} {path!r}: {module.__file__} has no class {class_name}; "
             f"{hint(class_name, classes)}"
         )
     return found

@@ -95,8 +95,13 @@ def place_in_world() -> tuple[int, int, int]:
     return rank, local_rank, size
 
 
-def pick_device(wanted: Device, local_rank: int = 0) -> torch.device:
-    """The device a process runs on: `auto` takes CUDA where there is a card.
+def pick_device(wanted: str, local_rank: int = 0) -> torch.device:
+    """The device a process runs on.
+
+    Args:
+        wanted: `cpu`; `cuda`: the card of this process; `auto`: the same where there is a card,
+            else the CPU; `cuda:1`: that very card, counted from 0.
+        local_rank: the process's number on this machine.
 
     Raises:
         RecipeError: CUDA is asked for where there is none, or has no card for this process.
@@ -104,13 +109,28 @@ def pick_device(wanted: Device, local_rank: int = 0) -> torch.device:
     cards = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and not cards):
         return torch.device("cpu")
-    if local_rank >= cards:
+    kind, colon, number = wanted.partition(":")
+    if kind not in ("auto", "cuda") or (colon and (kind == "auto" or not number.isdecimal())):
         raise RecipeError(
-            f"training.device = {wanted!r} and local rank {local_rank}, but this machine has "
-            f"{cards} CUDA cards. Start at most one process per card, or --set training.device=cpu."
+            f"{wanted!r} is no device. Expected auto, cpu, cuda, or one card, such as cuda:1."
         )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    card = int(number) if colon else local_rank
+    if card >= cards:
+        raise RecipeError(_no_card(wanted, local_rank, cards))
+    torch.cuda.set_device(card)
+    return torch.device("cuda", card)
+
+
+def _no_card(wanted: str, local_rank: int, cards: int) -> str:
+    if ":" in wanted:
+        return (
+            f"There is no card {wanted}: this machine has {cards} CUDA cards, counted from 0. "
+            "Choose another, or cpu."
+        )
+    return (
+        f"training.device = {wanted!r} and local rank {local_rank}, but this machine has "
+        f"{cards} CUDA cards. Start at most one process per card, or --set training.device=cpu."
+    )
 
 
 def _mesh(device_type: str, size: int, strategy: Strategy) -> DeviceMesh:

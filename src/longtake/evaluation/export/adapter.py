@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from longtake.evaluation.export.weights import save_weights
-from longtake.evaluation.sample import Sampler
+from longtake.evaluation.sampling.studio import Sampler
 from longtake.models.lora import adapter_config, lora_state
 
 PREFIX = "base_model.model."

@@ -7,7 +7,7 @@ there are no alphas: every reader takes the scale for 1 where there are none.
 from pathlib import Path
 
 from longtake.evaluation.export.weights import save_weights
-from longtake.evaluation.sample import Sampler
+from longtake.evaluation.sampling.studio import Sampler
 from longtake.models.lora import lora_state
 from longtake.models.trainable import plain_copy
 

@@ -13,7 +13,7 @@ from longtake.evaluation.export.adapter import write_adapter
 from longtake.evaluation.export.comfyui import write_comfyui_file
 from longtake.evaluation.export.pipeline import write_pipeline
 from longtake.evaluation.export.weights import save_added_module
-from longtake.evaluation.sample import Sampler
+from longtake.evaluation.sampling.studio import Sampler
 from longtake.models.added import added_module
 
 Format = Literal["diffusers", "peft", "comfyui"]

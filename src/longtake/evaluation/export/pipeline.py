@@ -7,7 +7,7 @@ LoRA is merged into its weights, and is also there apart for `load_lora_weights`
 from pathlib import Path
 
 from longtake.evaluation.export.weights import save_weights
-from longtake.evaluation.sample import Sampler
+from longtake.evaluation.sampling.studio import Sampler
 from longtake.models.lora import lora_state
 from longtake.models.trainable import plain_copy
 

@@ -1,0 +1,52 @@
+"""The verb `longtake compare`: videos of several checkpoints, or of several runs, side by side."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from longtake.cli import say
+from longtake.cli.say import AsJson
+from longtake.errors import RunError
+
+
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN…", help="One run: its checkpoints. Several: side by side."),
+    ],
+    preset: Annotated[str, typer.Option(help="Whose videos.")],
+    out: Annotated[Path, typer.Option(help="The sheet.png or sheet.mp4 to write.")],
+    prompts: Annotated[
+        str | None,
+        typer.Option(help="Which, counted from 0: 0:4 (the first four), or 2; all if unset."),
+    ] = None,
+    steps: Annotated[
+        str | None, typer.Option(metavar="STEP,…", help="Which checkpoints, such as 100,200.")
+    ] = None,
+    columns: Annotated[
+        int, typer.Option(min=1, help="Checkpoints of one run, at most: evenly spaced.")
+    ] = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Draw what checkpoints make of the same prompts: prompts down, checkpoints across."""
+    from longtake.evaluation.comparing.choose import choose
+    from longtake.evaluation.comparing.draw import check_out, draw
+
+    check_out(out)
+    comparison = choose(runs, preset, prompts, _numbers(steps), columns)
+    draw(comparison, out)
+    shown = [{"run": str(c.run.path), "step": c.scores["step"]} for c in comparison.columns]
+    if as_json:
+        say.result({"out": str(out), "videos": len(comparison.scenes), "columns": shown})
+    else:
+        say.line(f"{len(comparison.scenes)} x {len(shown)} videos of {preset}: {out}")
+
+
+def _numbers(steps: str | None) -> list[int] | None:
+    if steps is None:
+        return None
+    numbers = [step.strip() for step in steps.split(",")]
+    if not all(number.isdecimal() for number in numbers):
+        raise RunError(f"--steps {steps}: expected steps such as 100,200.")
+    return [int(number) for number in numbers]

@@ -1,0 +1,83 @@
+"""The verb `longtake evaluate`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from longtake.cli import say
+from longtake.cli.say import AsJson
+
+_NOTHING = (
+    "Nothing is due: each checkpoint that is wanted has been evaluated, is with another server, or "
+    "was given up."
+)
+
+
+def evaluate(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN…", help="Run directories, or folders of run directories."),
+    ],
+    preset: Annotated[
+        list[str] | None,
+        typer.Option(help="What to sample; may be repeated. What the recipe says, if unset."),
+    ] = None,
+    presets: Annotated[Path | None, typer.Option(help="A TOML file with presets.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Wait for checkpoints, and runs, that are to come.")
+    ] = False,
+    until_finished: Annotated[
+        bool, typer.Option("--until-finished", help="Follow until all of the runs have ended.")
+    ] = False,
+    backlog: Annotated[
+        str,
+        typer.Option(
+            metavar="all|newest|every=K",
+            help="Each checkpoint, oldest first; only the newest at each look; or each Kth step.",
+        ),
+    ] = "all",
+    source: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[USER@]HOST:PATH|PATH|URL",
+            help="Where the runs are trained; RUN is the folder they are mirrored into.",
+        ),
+    ] = None,
+    every: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between two looks at the source.")
+    ] = 100.0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or one card: cuda:1.")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Sample and measure each checkpoint of runs, while they train or afterwards.
+
+    Results lie in RUN/evaluations. Several of these share the work, on one machine or on many; a
+    preset is sampled with the same prompts and seeds at each checkpoint. Exit code 1 if something
+    could not be evaluated; Ctrl-C or SIGTERM ends it, and what it had begun is left to others.
+    """
+    from longtake.evaluation.server.backlog import parse_backlog
+    from longtake.evaluation.server.options import Options
+
+    options = Options(
+        places=tuple(runs),
+        presets=tuple(preset or ()),
+        own_presets=presets,
+        backlog=parse_backlog(backlog),
+        follows=follow or until_finished,
+        until_finished=until_finished,
+        source=source,
+        every_seconds=every,
+    )
+    options.check()  # before torch is imported, which takes seconds
+    from longtake.evaluation.server.start import evaluate as serve
+
+    ended = serve(options, device, say.console())
+    if as_json:
+        say.result(ended)
+    elif ended["stopped_by"]:
+        say.line(f"Stopped by {ended['stopped_by']}.")
+    elif not (ended["evaluated"] or ended["failed"] or ended["wrong"]):
+        say.line(_NOTHING)
+    if (ended["failed"] or ended["wrong"]) and not ended["stopped_by"]:
+        raise typer.Exit(1)

@@ -1,0 +1,1 @@
+"""Videos of several checkpoints, or runs, side by side."""

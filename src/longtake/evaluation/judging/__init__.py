@@ -1,0 +1,1 @@
+"""What is said of a result beyond each of its videos."""

@@ -1,0 +1,206 @@
+"""The flow-matching loss on clips that are not trained on, at fixed sigmas and with fixed noise.
+
+Each clip has one window, its middle, and one noise, which follows from its identity: whatever
+differs between two checkpoints is the weights' doing. No caption is dropped, nothing is mirrored.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+from longtake.config import Bucket, DataSection, Recipe
+from longtake.data.buckets import choose
+from longtake.data.catalog import Catalog
+from longtake.data.clip import Clip
+from longtake.data.order import derive
+from longtake.data.references import read, references_of
+from longtake.data.sample import sample_window
+from longtake.errors import DataError, PlanError
+from longtake.evaluation.sampling.memory import attempt
+from longtake.evaluation.sampling.studio import Sampler
+from longtake.models.assemble import training_conditioning
+from longtake.models.family import Conditioning
+from longtake.models.losses import Examples, flow_losses
+from longtake.run_dir import RunDirectory
+
+_STEADY = {"windows": 1, "random_crop": False, "flip": 0.0}
+
+
+class Encoded(NamedTuple):
+    """A clip as the model takes it, on the CPU, each tensor [1, ...]."""
+
+    latents: Tensor
+    noise: Tensor
+    told: Conditioning
+
+
+@dataclass
+class HeldOut:
+    """Clips whose loss is measured, encoded once: codec and text encoder are not trained.
+
+    Attributes:
+        recipe: the run's.
+        clips: with the bucket of each.
+        encoded: as many of them as were needed so far.
+    """
+
+    recipe: Recipe
+    clips: Sequence[tuple[Clip, Bucket]]
+    encoded: list[Encoded] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, recipe: Recipe, run: RunDirectory) -> "HeldOut | None":
+        """The recipe's held-out clips; None where it names no catalog of them.
+
+        Raises:
+            DataError: the catalog cannot be read, holds clips that are trained on, or none that
+                fits a bucket.
+        """
+        path = recipe.evaluation.held_out
+        if path is None:
+            return None
+        catalog = Catalog.load(path)
+        _refuse_trained(catalog, recipe, run)
+        found = _chosen(catalog, recipe.data, recipe.evaluation.held_out_clips)
+        if not found:
+            shapes = ", ".join(map(str, recipe.data.shapes()))
+            raise DataError(
+                f"Of the {len(catalog)} held-out clips of {path} none has a caption and is long "
+                f"enough for a bucket of the recipe: {shapes}. Name another catalog as "
+                "evaluation.held_out."
+            )
+        return cls(recipe, found)
+
+    def loss(
+        self, sampler: Sampler, batch_size: int = 4, on_batch: Callable[[], None] | None = None
+    ) -> dict[str, float]:
+        """The mean loss over the clips at each sigma of the recipe, and the `mean` of these.
+
+        Args:
+            sampler: with the weights that are judged.
+            batch_size: clips at once; the numbers do not depend on it, but for rounding.
+            on_batch: called after each batch.
+
+        Raises:
+            DataError: a clip cannot be decoded.
+            PlanError: not even one clip fits the memory.
+        """
+        found: dict[str, float] = {}
+        for sigma in self.recipe.evaluation.sigmas:
+            losses = [
+                loss
+                for batch in self._batches(sampler, batch_size, on_batch)
+                for loss in _losses(sampler, batch, sigma, on_batch)
+            ]
+            found[f"{sigma:g}"] = sum(losses) / len(losses)
+        return {**found, "mean": sum(found.values()) / len(found)}
+
+    def _batches(
+        self, sampler: Sampler, size: int, on_batch: Callable[[], None] | None
+    ) -> list[list[Encoded]]:
+        """The clips in batches of one shape each."""
+        for clip, bucket in self.clips[len(self.encoded) :]:
+            self.encoded.append(_encode(clip, bucket, self.recipe.data, sampler))
+            if on_batch is not None:
+                on_batch()
+        by_bucket: dict[Bucket, list[Encoded]] = {}
+        for (_, bucket), encoded in zip(self.clips, self.encoded, strict=True):
+            by_bucket.setdefault(bucket, []).append(encoded)
+        return [
+            same[place : place + size]
+            for same in by_bucket.values()
+            for place in range(0, len(same), size)
+        ]
+
+
+def _refuse_trained(catalog: Catalog, recipe: Recipe, run: RunDirectory) -> None:
+    """Refuse clips that are trained on: what a model has seen says nothing of what it has not."""
+    for path in sorted(run.catalogs_path.glob("*.parquet")):
+        is_trained = pc.is_in(catalog.identities, value_set=Catalog.load(path).identities)
+        rows = [row for row, known in enumerate(is_trained.to_pylist()) if known]
+        if rows:
+            raise DataError(
+                f"{len(rows)} of the {len(catalog)} held-out clips of {recipe.evaluation.held_out} "
+                f"are trained on, such as {catalog.clip(rows[0]).path}. Their loss would say "
+                "nothing of clips that the model has not seen: take them out of one of the "
+                "catalogs."
+            )
+
+
+def _chosen(catalog: Catalog, data: DataSection, count: int) -> list[tuple[Clip, Bucket]]:
+    """The first clips, by identity, that can be used; identities are hashes, as good as drawn."""
+    shapes = data.shapes()
+    captioned = pc.not_equal(catalog.table["caption"], "").to_numpy()
+    rows = captioned.nonzero()[0].astype("uint32")
+    buckets = choose(catalog, rows, shapes, data.frame_stride)
+    usable = [
+        (int(row), shapes[bucket]) for row, bucket in zip(rows, buckets, strict=True) if bucket >= 0
+    ]
+    return [(catalog.clip(row), bucket) for row, bucket in usable[:count]]
+
+
+@torch.inference_mode()
+def _encode(clip: Clip, bucket: Bucket, data: DataSection, sampler: Sampler) -> Encoded:
+    """A clip alone: convolutions round otherwise in batches of other sizes."""
+    parts, device = sampler.components, sampler.device
+    window = sample_window(clip, bucket, data.model_copy(update=_STEADY), seed=0)
+    video = torch.from_numpy(read(window, decoder=data.decoder))[None]
+    latents = parts.codec.encode(video.to(device))
+    told = dict(parts.text.encode([clip.caption]))
+    for name, reference in references_of(window, data.references).items():
+        picture = torch.from_numpy(read(reference))[None]
+        told[f"{name}_latents"] = parts.codec.encode(picture.to(device))
+    generator = torch.Generator().manual_seed(derive("held_out", clip.identity))
+    noise = torch.randn(latents.shape, generator=generator)
+    return Encoded(latents.cpu(), noise, {name: each.cpu() for name, each in told.items()})
+
+
+def _losses(
+    sampler: Sampler,
+    batch: Sequence[Encoded],
+    sigma: float,
+    on_batch: Callable[[], None] | None,
+) -> list[float]:
+    """The loss of each clip of a batch; in halves where the memory is not enough for it."""
+
+    def compute() -> list[float]:
+        found: list[float] = _computed(sampler, batch, sigma).tolist()
+        return found
+
+    found = attempt(compute)
+    if found is None and len(batch) == 1:
+        raise PlanError(
+            f"The loss of one held-out clip (latents of {list(batch[0].latents.shape[1:])}) does "
+            "not fit the memory. Take a card with more of it, or smaller buckets."
+        )
+    if found is None:
+        middle = len(batch) // 2
+        halves = batch[:middle], batch[middle:]
+        return [loss for half in halves for loss in _losses(sampler, half, sigma, on_batch)]
+    if on_batch is not None:
+        on_batch()
+    return found
+
+
+@torch.inference_mode()
+def _computed(sampler: Sampler, batch: Sequence[Encoded], sigma: float) -> Tensor:
+    """[B] losses at one sigma."""
+    parts, device = sampler.components, sampler.device
+    latents, noise = (
+        torch.cat([getattr(each, name) for each in batch]).to(device)
+        for name in ("latents", "noise")
+    )
+    told = {
+        name: torch.cat([each.told[name] for each in batch]).to(device) for name in batch[0].told
+    }
+    examples = Examples(
+        latents,
+        noise,
+        torch.full((len(batch),), sigma, device=device),
+        training_conditioning(parts, sampler.recipe, told),
+    )
+    return flow_losses(parts, examples, sampler.precision, device).cpu()

@@ -1,0 +1,1 @@
+"""From a checkpoint's weights to videos on the disk."""

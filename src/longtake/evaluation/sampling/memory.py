@@ -1,0 +1,147 @@
+"""Finds out how videos can be sampled in the memory there is, and remembers it.
+
+Everything is tried at once first. Where memory runs out, what takes less is tried: guidance in two
+passes, then half of the videos at a time, and half of those; for decoding, tiles. Nothing that
+was done is done again, and the next call begins with what has worked.
+"""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from longtake.config import Bucket
+from longtake.errors import PlanError
+
+T = TypeVar("T")
+
+_SIGN_ON_CPU = "DefaultCPUAllocator"  # what torch's RuntimeError names where the CPU's memory ends
+
+
+@dataclass(frozen=True)
+class Way:
+    """How videos of one size are sampled.
+
+    Attributes:
+        two_passes: guidance is computed in two passes.
+        at_once: videos that are denoised together; None: all of a batch.
+        tiles: pictures are decoded in overlapping tiles.
+    """
+
+    two_passes: bool = False
+    at_once: int | None = None
+    tiles: bool = False
+
+    def __str__(self) -> str:
+        """In words, for a person."""
+        words = [
+            "guidance in two passes" if self.two_passes else "",
+            f"{self.at_once} at a time" if self.at_once else "",
+            "decoded in tiles" if self.tiles else "",
+        ]
+        return ", ".join(filter(None, words)) or "all at once"
+
+
+@dataclass
+class Memory:
+    """What has been found to fit, by the size of the videos."""
+
+    ways: dict[Bucket, Way] = field(default_factory=dict)
+
+    def denoise(
+        self,
+        denoise: Callable[[slice, bool], Tensor],
+        count: int,
+        bucket: Bucket,
+        *,
+        guidance: str,
+        has_two_halves: bool,
+    ) -> Tensor:
+        """Latents of all videos, denoised in parts that fit.
+
+        Args:
+            denoise: makes the latents of some of the videos; told whether in two passes.
+            count: of the videos.
+            bucket: their size.
+            guidance: `auto`, `batched` or `two_passes`.
+            has_two_halves: whether two passes would take less.
+
+        Raises:
+            PlanError: not even one video fits.
+        """
+        may_part = has_two_halves and guidance == "auto"
+        way = self._way(bucket, two_passes=guidance == "two_passes" or None)
+        if guidance == "batched":
+            way = replace(way, two_passes=False)
+        done: list[Tensor] = []
+        start = 0
+        while start < count:
+            end = min(count, start + (way.at_once or count))
+            latents = attempt(denoise, slice(start, end), way.two_passes)
+            if latents is None:
+                way = _thriftier(way, end - start, may_part, bucket)
+                continue
+            done.append(latents)
+            start = end
+        self.ways[bucket] = way
+        return torch.cat(done)
+
+    def decode(self, decode: Callable[[bool], T], bucket: Bucket, *, decoding: str) -> T:
+        """What a function makes that is told whether to decode in tiles.
+
+        Raises:
+            PlanError: it does not fit in any way that is allowed.
+        """
+        way = self._way(bucket, tiles=decoding == "tiles" or None)
+        if decoding == "whole":
+            way = replace(way, tiles=False)
+        decoded = attempt(decode, way.tiles)
+        if decoded is None and decoding == "auto" and not way.tiles:
+            way = replace(way, tiles=True)
+            decoded = attempt(decode, True)
+        if decoded is None:
+            in_tiles = ", even in tiles" if way.tiles else ' (decoding = "whole")'
+            raise PlanError(f"Decoding {bucket} does not fit the memory{in_tiles}. {_LESS}")
+        self.ways[bucket] = way
+        return decoded
+
+    def _way(self, bucket: Bucket, **fixed: bool | None) -> Way:
+        """What worked last, with whatever is not None as it is asked for."""
+        asked = {name: value for name, value in fixed.items() if value is not None}
+        return replace(self.ways.get(bucket, Way()), **asked)
+
+
+_LESS = "Take fewer frames or a smaller size, or a card with more memory."
+
+
+def attempt(work: Callable[..., T], *given: object) -> T | None:
+    """What a function makes, or None if the memory was not enough for it; then all is freed."""
+    try:
+        return work(*given)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+    # Only here: as long as an error is handled, its traceback keeps every tensor of its frames.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory, of a card or of the machine, was not enough."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _SIGN_ON_CPU in str(error)
+
+
+def _thriftier(way: Way, count: int, may_part: bool, bucket: Bucket) -> Way:
+    """What takes less memory than a way that did not fit `count` videos."""
+    if may_part and not way.two_passes:
+        return replace(way, two_passes=True)
+    if count > 1:
+        return replace(way, at_once=(count + 1) // 2)
+    raise PlanError(f"One video of {bucket} does not fit the memory ({way}). {_LESS}")

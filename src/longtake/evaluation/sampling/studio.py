@@ -1,0 +1,150 @@
+"""Loads checkpoints into samplers: one for the verb `sample`, one after another for a server."""
+
+from pathlib import Path
+
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from longtake.checkpoint import store
+from longtake.errors import CheckpointError, RecipeError
+from longtake.evaluation.presets.preset import Preset
+from longtake.evaluation.presets.request import Request
+from longtake.evaluation.presets.settings import settings_for, weights_to_sample
+from longtake.evaluation.sampling.find import find_checkpoint, find_run
+from longtake.evaluation.sampling.memory import Memory
+from longtake.evaluation.sampling.sampler import Sampler, fitting_shape
+from longtake.models.assemble import assemble
+from longtake.models.trainable import load_trained, trained_state
+from longtake.parallel.mesh import pick_device
+from longtake.run_dir import RunDirectory
+
+__all__ = [
+    "Request",
+    "Sampler",
+    "Studio",
+    "find_checkpoint",
+    "find_run",
+    "load_sampler",
+    "settings_for",
+    "weights_to_sample",
+]
+
+
+class Studio:
+    """A run's model, codec and text encoder, kept in memory; only the weights are loaded anew.
+
+    Args:
+        run: whose checkpoints are sampled.
+        device: `auto`, `cpu`, `cuda`, or one card, such as `cuda:1`.
+
+    Raises:
+        RunError: there is no run.
+        RecipeError: the recipe's parts do not fit together, or there is no such device.
+        ModelError: a frozen part cannot be loaded.
+    """
+
+    def __init__(self, run: RunDirectory, device: str = "auto") -> None:
+        self.run, self.recipe = run, run.recipe()
+        self.device = pick_device(device)
+        self.components = assemble(self.recipe, (), run.components_path)
+        self._trained = frozenset(trained_state(self.components.model))
+        self._memory = Memory()
+        self.components.model.eval().requires_grad_(False)
+        self.components.to(self.device)
+
+    def check(self, preset: Preset) -> None:
+        """Refuse a preset whose size codec or model cannot divide.
+
+        Raises:
+            RecipeError: names the nearest size that both can take.
+        """
+        try:
+            fitting_shape(self.components, self.recipe, preset.bucket)
+        except RecipeError as error:
+            reason = str(error).removeprefix("data.buckets: ")
+            raise RecipeError(f"Preset {preset.name}: {reason}") from None
+
+    def load(self, checkpoint: Path, weights: str) -> Sampler:
+        """A sampler of a checkpoint's weights; the one of the call before is void from here on.
+
+        Nothing of the checkpoint but those weights and trainer.json has to be there. After an
+        error another checkpoint can be loaded.
+
+        Args:
+            checkpoint: its folder.
+            weights: `model`, or `ema/` and the name of a profile.
+
+        Raises:
+            CheckpointError: it is not whole, is damaged, or is of another model.
+        """
+        trainer = store.load_trainer(checkpoint)
+        state = self._state()
+        _refuse_another_model(checkpoint / weights, state)
+        store.load_parts(checkpoint, {weights: state})
+        load_trained(self.components.model, state)
+        return Sampler(
+            self.components,
+            self.recipe,
+            trainer["global_step"],
+            self.device,
+            trainer["precision"],
+            weights,
+            self._memory,
+        )
+
+    def _state(self) -> dict[str, Tensor]:
+        """What checkpoints hold of the model; the rest is as the recipe's model brings it."""
+        state = self.components.model.state_dict()
+        return {name: value for name, value in state.items() if name in self._trained}
+
+
+def load_sampler(
+    path: Path,
+    *,
+    step: int | None = None,
+    ema: bool | None = None,
+    profile: str | None = None,
+    device: str,
+) -> Sampler:
+    """Load a sampler from a run directory (its newest checkpoint) or from one checkpoint folder.
+
+    Nothing but the weights that are sampled has to be there: not the optimizer, for one.
+
+    Args:
+        path: of the run or checkpoint.
+        step: which checkpoint of a run; its newest by default.
+        ema: whether averaged weights are wanted; unset, where the run keeps any.
+        profile: of the averages; `ema.sample_from` by default.
+        device: to sample on, as `Studio` takes it.
+
+    Raises:
+        RunError: there is no run.
+        RecipeError: the run keeps no such average.
+        CheckpointError: there is no whole checkpoint, or it is damaged.
+    """
+    recipe = find_run(path).recipe()
+    weights = weights_to_sample(recipe, ema=ema, profile=profile)
+    run, checkpoint = find_checkpoint(path, step, weights)
+    return Studio(run, device).load(checkpoint, weights)
+
+
+def _refuse_another_model(folder: Path, state: dict[str, Tensor]) -> None:
+    """Refuse weights of other names or shapes, of which some might fit and be loaded.
+
+    What cannot be read is left to the loading, which says what is wrong with it.
+    """
+    try:
+        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError):
+        return
+    shapes = {name: tuple(getattr(each, "size", ())) for name, each in saved.items()}
+    expected = {name: tuple(value.shape) for name, value in state.items()}
+    if shapes != expected:
+        name = min(
+            (each for each in shapes | expected if shapes.get(each) != expected.get(each)),
+        )
+        has, wants = (list(each[name]) if name in each else "none" for each in (shapes, expected))
+        raise CheckpointError(
+            f"{folder} holds another model than the recipe describes: {name} is {has} there and "
+            f"{wants} by the recipe. Is it a checkpoint of another run?"
+        )

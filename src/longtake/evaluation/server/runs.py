@@ -1,0 +1,82 @@
+"""Finds runs, and whether they go on; torch-free."""
+
+import json
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from longtake.run_dir import RunDirectory
+
+_BEGINNINGS = ("launched", "resumed")
+_ENDINGS = ("finished", "diverged")
+
+
+def find_runs(places: Iterable[Path]) -> list[RunDirectory]:
+    """The run directories that the places are, or that lie in them; each once."""
+    found: dict[Path, RunDirectory] = {}
+    for place in places:
+        inside = sorted(place.iterdir()) if place.is_dir() else []
+        folders = [place] if RunDirectory(place).exists() else inside
+        for folder in folders:
+            run = RunDirectory(folder)
+            if run.exists() and not folder.name.startswith("."):
+                found.setdefault(folder.resolve(), run)
+    return list(found.values())
+
+
+def is_over(run: RunDirectory) -> bool:
+    """Whether a run has ended by itself, and nobody has begun to go on with it.
+
+    Any thread may ask, as often as it likes: no line of the run's events is read twice.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    return _course_of(run).is_over()
+
+
+class _Course:
+    """The newest beginning or ending of a run, and up to where its events were read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._newest: str | None = None
+        self._file, self._offset = 0, 0
+        self._lock = threading.Lock()
+
+    def is_over(self) -> bool:
+        with self._lock:
+            try:
+                self._read()
+            except FileNotFoundError:
+                self._newest, self._offset = None, 0
+            return self._newest in _ENDINGS
+
+    def _read(self) -> None:
+        """Read on. Another file, or a shorter one, is read from its beginning."""
+        stat = self._path.stat()
+        if (stat.st_ino, stat.st_size) == (self._file, self._offset):
+            return
+        if stat.st_ino != self._file or stat.st_size < self._offset:
+            self._newest, self._file, self._offset = None, stat.st_ino, 0
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):  # it is being written
+                    break
+                self._offset += len(line)
+                self._take_in(line)
+
+    def _take_in(self, line: bytes) -> None:
+        with suppress(ValueError):  # the rest of a line that was cut off
+            event = json.loads(line)
+            kind = event.get("event") if isinstance(event, dict) else None
+            if kind in (*_BEGINNINGS, *_ENDINGS):
+                self._newest = kind
+
+
+@cache
+def _course_of(run: RunDirectory) -> _Course:
+    return _Course(run.events_path)

@@ -1,0 +1,242 @@
+"""What evaluation servers keep in a run directory: names and records; torch-free.
+
+evaluations/<preset>/preset.json                what is sampled: settings, prompts, seeds
+evaluations/<preset>/reference.json             the same measures, of clips that were trained on
+evaluations/<preset>/step_00001000/             a result, renamed into place when it is whole:
+    00_s0.mp4 01_s0.mp4 ...                     a video for each prompt and seed
+    sheet.png                                   the same as one picture
+    scores.json                                 what was measured
+evaluations/<preset>/superseded/step_…-<key>/   a result of a checkpoint that was saved anew
+evaluations/claims/<preset>/step_…-<key>/       the lease of who works on it; its attempts
+evaluations/servers/<name>/events.jsonl         what a server did (writer: that server)
+evaluations/servers/<name>/heartbeat.json       what it does, about once a second
+tracking/writer/                                the lease of the one who writes to the trackers
+tracking/<tracker>.json                         how far that tracker has been told
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NotRequired, TypedDict, cast
+
+from longtake.aside import written_aside
+from longtake.records import append_json, now, read_json
+from longtake.run_dir import RunDirectory
+
+ServerEventKind = Literal[
+    "evaluating",
+    "evaluated",
+    "evaluation_failed",
+    "evaluation_lost",
+    "evaluation_missed",
+    "drifting",
+    "pulled",
+    "pull_failed",
+]
+
+
+class VideoScores(TypedDict):
+    """One video of a result."""
+
+    file: str
+    """Its name, beside scores.json."""
+    prompt: str
+    seed: int
+    measures: dict[str, float]
+    """By name; without those that are not defined for it, such as motion of one frame."""
+
+
+class Alarm(TypedDict):
+    """A measure that moves, or lies where no training clip's does."""
+
+    measure: str
+    kind: Literal["drift", "range"]
+    message: str
+    """Such as: brightness of low4s rose 4 checkpoints in a row, +9 %."""
+
+
+class Scores(TypedDict):
+    """scores.json: what was sampled from a checkpoint, and what was measured of it."""
+
+    preset: str
+    step: int
+    key: str
+    """What tells the weights from others of the same step: see `checkpoint_key`."""
+    weights: str
+    """Which were sampled: `model`, or `ema/` and the name of a profile."""
+    time: str
+    server: str
+    """Its name below evaluations/servers/."""
+    settings: dict[str, Any]
+    """As in preset.json, without the prompts."""
+    videos: list[VideoScores]
+    measures: dict[str, float]
+    """The mean over the videos of each."""
+    held_out: NotRequired[dict[str, float]]
+    """The flow-matching loss on clips that are not trained on: by sigma, and their `mean`."""
+    alarms: list[Alarm]
+    seconds: dict[str, float]
+    """What took how long: wait load first_video sample measure write ..."""
+
+
+_SCORES: Mapping[str, type] = {
+    **dict.fromkeys(("preset", "key", "weights", "time", "server"), str),
+    **dict.fromkeys(("settings", "measures", "seconds"), dict),
+    **dict.fromkeys(("videos", "alarms"), list),
+    "step": int,
+}
+_VIDEO: Mapping[str, type] = {"file": str, "prompt": str, "seed": int, "measures": dict}
+_ALARM: Mapping[str, type] = dict.fromkeys(("measure", "kind", "message"), str)
+
+
+@dataclass(frozen=True)
+class EvaluationDirectory:
+    """Paths and records of a run's evaluations."""
+
+    run: RunDirectory
+
+    @property
+    def path(self) -> Path:
+        """The folder of all presets' results."""
+        return self.run.path / "evaluations"
+
+    def preset_path(self, preset: str) -> Path:
+        """preset.json, whether it exists or not."""
+        return self.path / preset / "preset.json"
+
+    def reference_path(self, preset: str) -> Path:
+        """reference.json, whether it exists or not."""
+        return self.path / preset / "reference.json"
+
+    def result_path(self, preset: str, step: int) -> Path:
+        """The folder of a result, whether it exists or not."""
+        return self.run.evaluation_path(preset, step)
+
+    def superseded_path(self, preset: str, step: int, key: str) -> Path:
+        """Where a result goes whose checkpoint was saved anew with other weights."""
+        return self.path / preset / "superseded" / f"step_{step:08d}-{key}"
+
+    def claim_path(self, preset: str, step: int, key: str) -> Path:
+        """The lease of who samples a checkpoint."""
+        return self.path / "claims" / preset / f"step_{step:08d}-{key}"
+
+    def presets(self) -> list[str]:
+        """Names of those that have results."""
+        return sorted({path.parents[1].name for path in self.path.glob("*/step_*/scores.json")})
+
+    def steps(self, preset: str) -> list[int]:
+        """Steps of which there is a whole result, ascending."""
+        names = (path.parent.name for path in (self.path / preset).glob("step_*/scores.json"))
+        steps = (name.removeprefix("step_") for name in names)
+        return sorted(int(step) for step in steps if step.isdecimal())
+
+    def scores(self, preset: str, step: int) -> Scores | None:
+        """What was measured of a checkpoint.
+
+        None if there is no whole result: no scores.json, or one that is no record of this result.
+        """
+        found = scores_in(read_json(self.result_path(preset, step) / "scores.json"))
+        is_it = found is not None and (found["preset"], found["step"]) == (preset, step)
+        return found if is_it else None
+
+    def all_scores(self, preset: str) -> list[Scores]:
+        """Of each checkpoint that was evaluated, by step."""
+        found = (self.scores(preset, step) for step in self.steps(preset))
+        return [each for each in found if each is not None]
+
+
+def scores_in(record: object) -> Scores | None:
+    """What scores.json holds; None unless all that is demanded of it is there, of its type.
+
+    Others write it, on other machines, and people edit files: whoever reads it can rely on it.
+    """
+    if not (isinstance(record, dict) and _has(record, _SCORES) and _are_numbers(record)):
+        return None
+    videos, alarms = record["videos"], record["alarms"]
+    are_whole = all(_has(each, _VIDEO) and _are_numbers(each) for each in videos)
+    are_whole = are_whole and all(_has(each, _ALARM) for each in alarms)
+    return cast("Scores", record) if are_whole else None
+
+
+def _has(record: object, fields: Mapping[str, type]) -> bool:
+    if not isinstance(record, dict):
+        return False
+    return all(isinstance(record.get(name), kind) for name, kind in fields.items())
+
+
+def _are_numbers(record: Mapping[str, Any]) -> bool:
+    """Whether what was measured is numbers by name."""
+    found = (record["measures"], record.get("held_out", {}))
+    return all(
+        isinstance(each, dict) and all(isinstance(value, int | float) for value in each.values())
+        for each in found
+    )
+
+
+@dataclass(frozen=True)
+class ServerDirectory:
+    """What one evaluation server says of itself in a run; it alone writes here.
+
+    Attributes:
+        run: the run.
+        name: of the server, such as `vm-4711`.
+    """
+
+    run: RunDirectory
+    name: str
+
+    @property
+    def path(self) -> Path:
+        """The server's folder."""
+        return EvaluationDirectory(self.run).path / "servers" / self.name
+
+    @property
+    def events_path(self) -> Path:
+        """One JSON object per event."""
+        return self.path / "events.jsonl"
+
+    def append_event(self, kind: ServerEventKind, /, **fields: Any) -> None:
+        """Append one line to events.jsonl.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        append_json(self.events_path, {"time": now(), "event": kind, "server": self.name, **fields})
+
+    def write_heartbeat(self, record: Mapping[str, Any]) -> None:
+        """Replace heartbeat.json; it need not outlive a power cut.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with written_aside(self.path / "heartbeat.json") as aside:
+            aside.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+    def read_heartbeat(self) -> dict[str, Any]:
+        """heartbeat.json; empty if there is none."""
+        return read_json(self.path / "heartbeat.json")
+
+
+def all_servers(run: RunDirectory) -> list[ServerDirectory]:
+    """The servers that have ever worked on a run, by name."""
+    folder = EvaluationDirectory(run).path / "servers"
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return [ServerDirectory(run, name) for name in names]
+
+
+def writer_path(run: RunDirectory) -> Path:
+    """The lease of the process that writes to the trackers."""
+    return run.path / "tracking" / "writer"
+
+
+def cursor_path(run: RunDirectory, tracker: str) -> Path:
+    """How far a tracker has been told (writer: who has that lease)."""
+    return run.path / "tracking" / f"{tracker}.json"
+
+
+def event_files(run: RunDirectory) -> Iterator[Path]:
+    """events.jsonl of each server."""
+    return (server.events_path for server in all_servers(run))

@@ -1,0 +1,84 @@
+"""The verb `evaluate`: what it refuses before it serves, and what it says when nothing is due."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def bare(place: Path, tmp_path: Path) -> Path:
+    """A run that has no checkpoint."""
+    (tmp_path / "runs" / "bare").mkdir(parents=True)
+    recipe = (place / "run" / "recipe.toml").read_text().replace("tensorboard = true", "")
+    (tmp_path / "runs" / "bare" / "recipe.toml").write_text(recipe)
+    return tmp_path / "runs" / "bare"
+
+
+@pytest.fixture(autouse=True)
+def no_lower_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command's process leaves the cores to others; this one has further tests to run."""
+    monkeypatch.setattr("longtake.evaluation.server.start._be_modest", lambda device: None)
+
+
+def test_what_is_no_run_is_an_error(tmp_path: Path, bare: Path, call: Call) -> None:
+    """An empty folder, or a file, beside a run too: one sentence, and exit code 2."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    code, out, err = call("evaluate", bare, empty)
+    assert (code, out) == (2, "")
+    said = f"{empty} holds no run: expected a folder with recipe.toml, or a folder of such; "
+    assert said in err
+    code, _, err = call("evaluate", bare / "recipe.toml")
+    assert code == 2
+    assert "is not a folder" in err
+
+
+def test_an_unknown_preset_is_an_error(tmp_path: Path, bare: Path, call: Call) -> None:
+    """As any other wrong option; the message has those that there are, the run's own as well."""
+    (bare / "presets.toml").write_text('[mine]\nprompts = ["a red square"]\n')
+    code, out, err = call("evaluate", bare.parent, "--preset", "mine", "--preset", "nosuch")
+    assert (code, out) == (2, "")
+    assert "There is no preset nosuch. " in err
+    assert "low4s, mine." in err
+
+
+def test_an_own_file_that_is_wrong_is_an_error(tmp_path: Path, bare: Path, call: Call) -> None:
+    """It is of no run, so that no run could be evaluated."""
+    own = tmp_path / "own.toml"
+    own.write_text("[mine]\npromts = []\n")
+    code, _, err = call("evaluate", bare, "--presets", own)
+    assert code == 2
+    assert "mine.promts is not a key of a preset; did you mean prompts?" in err
+
+
+def test_a_source_without_runs_is_an_error(tmp_path: Path, call: Call) -> None:
+    """What there is none of is told of at its place, not at the mirror's."""
+    source = tmp_path / "source"
+    source.mkdir()
+    options = ("--source", source, "--preset", "demo", "--device", "cpu")
+    code, out, err = call("evaluate", tmp_path / "mirror", *options)
+    assert (code, out) == (2, "")
+    assert f"{source} holds no run: " in err
+
+
+def test_nothing_due_is_said_where_there_is_a_run(bare: Path, call: Call) -> None:
+    """It is no error; what else may be the reason is said as well."""
+    code, _, err = call("evaluate", bare, "--preset", "demo", "--device", "cpu")
+    assert code == 0
+    assert "Nothing is due: each checkpoint that is wanted has been evaluated, is " in err
+
+
+def test_what_failed_is_not_called_done(place: Path, tmp_path: Path, call: Call) -> None:
+    """A size that the codec cannot divide: told, exit code 1, and nothing of nothing being due."""
+    run = tmp_path / "run"
+    shutil.copytree(place / "run", run)
+    odd = '[odd]\nheight = 36\nwidth = 36\nprompts = ["a red square"]\n'
+    (run / "presets.toml").write_text(odd)
+    code, _, err = call("evaluate", run, "--preset", "odd", "--device", "cpu")
+    assert code == 1
+    assert "odd of step 2 failed: " in err
+    assert "Nothing is due" not in err

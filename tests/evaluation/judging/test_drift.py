@@ -1,0 +1,163 @@
+"""When a measure that moves from checkpoint to checkpoint is called an alarm."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longtake.evaluation.judging.drift import base, find_drift, find_out_of_range, last_row
+from longtake.evaluation.judging.reference import Reference, Spread
+from longtake.evaluation.measures import MEASURES
+
+
+def _alarms(values: list[float], name: str = "brightness", **changes: float) -> list[str]:
+    rules = {"checkpoints": 4, "change": 0.05} | changes
+    history = [{name: value} for value in values]
+    steps = [100 * (number + 1) for number in range(len(values))]
+    found = find_drift("low4s", history, steps, int(rules["checkpoints"]), rules["change"])
+    return [alarm["message"] for alarm in found]
+
+
+def test_brightness_that_rises_at_four_checkpoints_is_told_in_one_sentence() -> None:
+    """How often, by how much, since when."""
+    assert _alarms([120, 100, 102, 104, 107, 109]) == [
+        "brightness of low4s rose 4 checkpoints in a row, +9 % (from step 200 to 600)."
+    ]
+
+
+def test_a_fall_is_told_as_one() -> None:
+    """With a minus sign."""
+    assert _alarms([100, 95, 93, 91, 80]) == [
+        "brightness of low4s fell 4 checkpoints in a row, -20 % (from step 100 to 500)."
+    ]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [100, 110, 120, 130],  # three times
+        [100, 101, 102, 103, 104],  # 4 %
+        [100, 110, 120, 120, 130, 140],  # it stood still between
+        [100, 110, 120, 130, 140, 139],  # it is over
+        [100],
+    ],
+)
+def test_what_is_too_short_too_small_or_over_is_no_drift(values: list[float]) -> None:
+    """An alarm is of the row that ends at the newest checkpoint."""
+    assert _alarms(values) == []
+
+
+def test_a_checkpoint_without_the_measure_is_passed_over() -> None:
+    """Results may lack one, such as an older version's; others go on."""
+    a, b = "brightness", "contrast"
+    history = [{a: 100.0}, {a: 120.0, b: 1.0}, {b: 2.0}, {a: 130.0}]
+    (alarm,) = find_drift("p", history, [1, 2, 3, 4], checkpoints=2, change=0.05)
+    assert alarm["message"].startswith("brightness of p rose 2 checkpoints in a row")
+    assert (alarm["measure"], alarm["kind"]) == (a, "drift")
+
+
+def test_near_zero_a_change_is_told_as_a_share_of_what_is_no_longer_small() -> None:
+    """Motion from 0.01 to 0.05 is no fivefold; nor does 0 divide anything."""
+    assert _alarms([0.0, 0.01, 0.02, 0.03, 0.05], "motion") == []
+    (message,) = _alarms([0.0, 1, 2, 3, 4], "motion")
+    assert "+80 %" in message  # of 5 % of the height a second
+
+
+@given(values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=12))
+def test_the_last_row_is_the_longest_monotonic_end(values: list[float]) -> None:
+    """It is an end of the series, strictly monotonic, and one more value would break it."""
+    row = last_row(values)
+    assert values[-len(row) :] == row
+    signs = {later > earlier for earlier, later in pairwise(row)}
+    assert len(signs) <= 1
+    assert all(later != earlier for earlier, later in pairwise(row))
+    if len(row) < len(values) and len(row) > 1:
+        before = values[-len(row) - 1]
+        assert before == row[0] or (row[0] > before) != (row[1] > row[0])
+
+
+@given(
+    values=st.lists(st.floats(0, 255), min_size=1, max_size=10),
+    seed=st.integers(0, 100),
+    checkpoints=st.integers(2, 5),
+)
+def test_the_order_of_evaluation_makes_no_difference(
+    values: list[float], seed: int, checkpoints: int
+) -> None:
+    """Servers evaluate what they find; history is put in the order of steps."""
+    rows = [(step, {"brightness": value}) for step, value in enumerate(values)]
+    shuffled = [rows[place] for place in np.random.default_rng(seed).permutation(len(rows))]
+    alarms = [
+        find_drift("p", [row for _, row in each], [step for step, _ in each], checkpoints, 0.05)
+        for each in (rows, shuffled)
+    ]
+    assert alarms[0] == alarms[1]
+
+
+@given(values=st.lists(st.floats(0, 255), min_size=3, max_size=10), checkpoints=st.integers(2, 5))
+def test_an_alarm_is_given_exactly_for_rows_that_are_long_and_change_enough(
+    values: list[float], checkpoints: int
+) -> None:
+    """By the definition, worked out from differences."""
+    rises = [later > earlier for earlier, later in pairwise(values)][-checkpoints:]
+    falls = [later < earlier for earlier, later in pairwise(values)][-checkpoints:]
+    is_long = len(rises) == checkpoints and (all(rises) or all(falls))
+    row = last_row(values)
+    is_much = abs(row[-1] - row[0]) >= 0.05 * max(16.0, row[0])
+    found = _alarms(values, checkpoints=checkpoints)
+    assert bool(found) == (is_long and is_much)
+
+
+@given(st.sampled_from(sorted(MEASURES)), st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=5))
+def test_what_changes_are_a_share_of_is_never_zero(name: str, row: list[float]) -> None:
+    """Whatever the values."""
+    assert base(name, row) >= MEASURES[name].floor
+
+
+_REFERENCE = Reference(
+    64, {"brightness": Spread(40, 100, 180, 102), "duplicate_frames": Spread(0, 0, 0, 0)}
+)
+
+
+@pytest.mark.parametrize(
+    ("measures", "told"),
+    [
+        ({"brightness": 150.0}, None),
+        ({"brightness": 195.0}, None),  # within the margin: 16, the floor
+        ({"brightness": 201.0}, "201; of 64 training clips 98 % lie between 40 and 180."),
+        ({"brightness": 20.0}, "20; of 64 training clips 98 % lie between 40 and 180."),
+        ({"duplicate_frames": 0.05}, None),
+        ({"duplicate_frames": 0.5}, "0.5; of 64 training clips 98 % lie between 0 and 0."),
+        ({"clip_score": 1e9}, None),
+    ],
+)
+def test_a_mean_outside_of_what_training_clips_have_is_told(
+    measures: dict[str, float], told: str | None
+) -> None:
+    """With a margin, for quantiles of few clips are rough; and only what clips were measured by."""
+    found = find_out_of_range("low4s", measures, _REFERENCE)
+    assert [alarm["kind"] for alarm in found] == ["range"] * bool(told)
+    if told:
+        (name,) = measures
+        assert found[0]["message"] == f"{name} of low4s is {told}"
+
+
+def test_what_comes_nearer_to_the_training_s_clips_is_learnt() -> None:
+    """And is told only when it has gone past them, farther than it began on the other side."""
+    reference = Reference(64, {"brightness": Spread(low=20, median=40, high=60, mean=40)})
+
+    def told(values: list[float]) -> int:
+        history = [{"brightness": value} for value in values]
+        return len(find_drift("demo", history, range(len(values)), 4, 0.05, reference))
+
+    assert told([10, 20, 30, 35, 40]) == 0
+    assert told([10, 30, 40, 50, 69]) == 0
+    assert told([10, 30, 40, 50, 71]) == 1
+    assert told([40, 41, 42, 43, 44]) == 1
+
+
+def test_a_measure_that_is_not_ours_is_not_judged() -> None:
+    """Adherence to prompts that rises at each checkpoint is no reason for an alarm."""
+    assert _alarms([0.1, 0.2, 0.4, 0.6, 0.9], name="adherence") == []

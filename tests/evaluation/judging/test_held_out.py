@@ -1,0 +1,133 @@
+"""The loss on clips that are not trained on."""
+
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from longtake.config import Recipe
+from longtake.data.catalog import Catalog
+from longtake.data.index import index
+from longtake.demo.shapes import write_clips
+from longtake.errors import DataError, PlanError
+from longtake.evaluation.judging import held_out
+from longtake.evaluation.judging.held_out import HeldOut
+from longtake.evaluation.sampling.studio import Sampler, load_sampler
+from longtake.models.assemble import Components
+from longtake.models.losses import Examples, flow_losses
+from longtake.models.precision import Precision
+from longtake.run_dir import RunDirectory
+
+_SIGMAS = (0.1, 0.5, 0.9)
+
+
+@pytest.fixture(scope="module")
+def unseen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A catalog of seven clips that no run trains on."""
+    folder = tmp_path_factory.mktemp("unseen")
+    captions = write_clips(folder / "clips", num_clips=7, seed=99)
+    index([folder / "clips"], captions=captions, out=folder / "catalog.parquet")
+    return folder / "catalog.parquet"
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny_recipe: Recipe, unseen: Path) -> Recipe:
+    """The tiny run's, with those clips."""
+    changes = {"held_out": unseen, "sigmas": _SIGMAS}
+    section = tiny_recipe.evaluation.model_copy(update=changes)
+    return tiny_recipe.model_copy(update={"evaluation": section})
+
+
+def _sampler(run: Path, step: int) -> Sampler:
+    return load_sampler(run, step=step, ema=False, device="cpu")
+
+
+def _open(recipe: Recipe, run: Path) -> HeldOut:
+    return cast("HeldOut", HeldOut.open(recipe, RunDirectory(run)))
+
+
+def test_the_loss_is_the_same_whatever_the_batch_and_whatever_was_random_before(
+    tiny_run: Path, recipe: Recipe
+) -> None:
+    """At the same weights: other batches, a fresh object, another state of the generator."""
+    sampler, clips = _sampler(tiny_run, 6), _open(recipe, tiny_run)
+    losses = [clips.loss(sampler, batch_size=size) for size in (1, 3, 8)]
+    assert list(losses[0]) == ["0.1", "0.5", "0.9", "mean"]
+    assert losses[0]["mean"] == pytest.approx(sum(list(losses[0].values())[:3]) / 3)
+    for each in losses[1:]:
+        assert each == pytest.approx(losses[0], rel=1e-5)
+    torch.manual_seed(5)
+    assert _open(recipe, tiny_run).loss(sampler, batch_size=8) == losses[2]
+
+
+def test_it_tells_checkpoints_apart_and_falls_as_the_model_learns(
+    tiny_run: Path, recipe: Recipe
+) -> None:
+    """One object for all checkpoints of a run: clips are encoded once."""
+    clips = _open(recipe, tiny_run)
+    early, late = (clips.loss(_sampler(tiny_run, step)) for step in (1, 6))
+    assert late["mean"] < early["mean"]
+    assert clips.loss(_sampler(tiny_run, 1)) == early
+
+
+def test_a_model_that_answers_zero_has_the_closed_forms_loss(
+    tiny_run: Path, recipe: Recipe
+) -> None:
+    """This family predicts the latents, here as 0: its velocity is off by latents / sigma."""
+    sampler, clips = _sampler(tiny_run, 6), _open(recipe, tiny_run)
+    for weight in sampler.components.model.parameters():
+        weight.zero_()
+    found = clips.loss(sampler)
+    square = sum(float(each.latents.square().mean()) for each in clips.encoded) / 7
+    closed = {f"{sigma:g}": square / sigma**2 for sigma in _SIGMAS}
+    assert found == pytest.approx({**closed, "mean": sum(closed.values()) / 3}, rel=1e-5)
+
+
+def test_what_does_not_fit_the_memory_is_computed_in_halves(
+    tiny_run: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers are the same; where not even one clip fits, that is said."""
+    section = recipe.evaluation.model_copy(update={"sigmas": (0.5,)})
+    one_sigma = recipe.model_copy(update={"evaluation": section})
+    sampler, clips = _sampler(tiny_run, 6), _open(one_sigma, tiny_run)
+    whole, most = clips.loss(sampler, batch_size=7), [4]
+
+    def small(
+        parts: Components, examples: Examples, precision: Precision, device: torch.device
+    ) -> torch.Tensor:
+        if len(examples.latents) > most[0]:
+            raise torch.OutOfMemoryError
+        return flow_losses(parts, examples, precision, device)
+
+    monkeypatch.setattr(held_out, "flow_losses", small)
+    assert clips.loss(sampler, batch_size=7) == pytest.approx(whole, rel=1e-5)
+    most[0] = 0
+    with pytest.raises(PlanError, match=r"one held-out clip .* does not fit the memory"):
+        clips.loss(sampler, batch_size=1)
+
+
+def test_clips_that_are_trained_on_are_refused(
+    tiny_run: Path, recipe: Recipe, unseen: Path, tmp_path: Path
+) -> None:
+    """By content, whatever their paths; the first is named."""
+    (trained,) = (tiny_run / "catalogs").glob("*.parquet")
+    clips = [*Catalog.load(unseen).clips(), *list(Catalog.load(trained).clips())[:2]]
+    Catalog.of(clips).save(tmp_path / "mixed.parquet")
+    section = recipe.evaluation.model_copy(update={"held_out": tmp_path / "mixed.parquet"})
+    with pytest.raises(DataError, match=r"2 of the 9 held-out clips .* are trained on, such as"):
+        _open(recipe.model_copy(update={"evaluation": section}), tiny_run)
+
+
+def test_without_a_catalog_there_is_none_and_without_usable_clips_that_is_said(
+    tiny_run: Path, tiny_recipe: Recipe, recipe: Recipe, unseen: Path, tmp_path: Path
+) -> None:
+    """Clips that are too short for every bucket, or have no caption, cannot be asked about."""
+    assert HeldOut.open(tiny_recipe, RunDirectory(tiny_run)) is None
+    longer = {"buckets": (tiny_recipe.data.buckets[0].model_copy(update={"num_frames": 9}),)}
+    data = recipe.data.model_copy(update=longer)
+    with pytest.raises(DataError, match=r"Of the 7 held-out clips .* none has a caption and is"):
+        _open(recipe.model_copy(update={"data": data}), tiny_run)
+    section = recipe.evaluation.model_copy(update={"held_out": tmp_path / "none.parquet"})
+    with pytest.raises(DataError, match="does not exist"):
+        _open(recipe.model_copy(update={"evaluation": section}), tiny_run)

@@ -1,0 +1,238 @@
+"""Presets of models that go by pictures: which they are, and what is said of wrong ones."""
+
+import hashlib
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from longtake import config
+from longtake.config import Recipe
+from longtake.errors import RecipeError, RunError
+from longtake.evaluation.presets.pictures import kept_picture
+from longtake.evaluation.presets.preset import Preset, find_preset, keep_preset
+from longtake.evaluation.sampling.studio import Studio
+from longtake.evaluation.sampling.write import sample_preset
+from longtake.evaluation_dir import EvaluationDirectory
+from longtake.records import read_json
+from longtake.run_dir import RunDirectory
+from longtake.training.run import train
+
+_ONE = 'references.reference = ["a.png"]'
+_PATTERN = '"../before/{stem}.png"'
+
+
+def _recipe(folder: Path, table: str, names: str = "reference") -> Recipe:
+    patterns = ", ".join(f"{name} = {_PATTERN}" for name in names.split())
+    text = f"""
+    out = "{folder}"
+    data.catalog = "clips.parquet"
+    data.buckets = [{{ num_frames = 1, height = 16, width = 24 }}]
+    data.references = {{ {patterns} }}
+    model.family = "flux_kontext"
+    training = {{ steps = 4, batch_size = 1 }}
+    [evaluation.presets.kontext]
+    prompts = ["make it snow", "as a drawing"]
+    {table}
+    """
+    return config.parse(tomllib.loads(text), source="test")
+
+
+def _picture(path: Path, colour: str, size: tuple[int, int] = (24, 16)) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    Image.new("RGB", size, colour).save(path)
+    return path
+
+
+def _content(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def _files(preset: Preset) -> list[tuple[str, int, dict[str, Path]]]:
+    return [(each.prompt, each.seed, dict(each.references)) for each in preset.requests()]
+
+
+def test_each_prompt_has_its_own_picture_or_all_have_one(tmp_path: Path) -> None:
+    """With each seed; the order is that of data.references, whatever the preset's."""
+    a, b, c = (_picture(tmp_path / f"{name}.png", name) for name in ("red", "green", "blue"))
+    table = """
+    seeds = [0, 7]
+    references.pose = ["blue.png"]
+    references.reference = ["red.png", "green.png"]
+    """
+    preset = find_preset(_recipe(tmp_path, table, "reference pose"), "kontext", tmp_path)
+    snow, drawing = {"reference": a, "pose": c}, {"reference": b, "pose": c}
+    prompts = ("make it snow", "as a drawing")
+    assert _files(preset) == [
+        (prompts[0], 0, snow),
+        (prompts[0], 7, snow),
+        (prompts[1], 0, drawing),
+        (prompts[1], 7, drawing),
+    ]
+    assert list(preset.requests()[0].references) == ["reference", "pose"]
+
+
+def test_a_run_keeps_what_its_recipe_says_of_pictures(tmp_path: Path) -> None:
+    """The recipe is written and read again without a change."""
+    recipe = _recipe(tmp_path, _ONE)
+    assert config.parse(tomllib.loads(config.dump(recipe)), source="kept") == recipe
+
+
+def test_pictures_are_looked_for_beside_what_names_them_and_then_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As prompts files are; also where a later place says the rest of the preset."""
+    own, here = tmp_path / "own", tmp_path / "here"
+    on_path = _picture(here / "a.png", "red")
+    monkeypatch.chdir(here)
+    recipe = _recipe(tmp_path, "")
+    own.mkdir()
+    (own / "mine.toml").write_text(f"[kontext]\n{_ONE}\n")
+    (tmp_path / "presets.toml").write_text("[kontext]\nseeds = [3]\n")
+
+    def found() -> Path:
+        preset = find_preset(recipe, "kontext", tmp_path, own / "mine.toml")
+        assert preset.seeds == (3,)
+        return preset.requests()[1].references["reference"]
+
+    assert found() == on_path
+    _picture(tmp_path / "a.png", "blue")  # beside the recipe, which does not name it
+    assert found() == on_path
+    assert found() != _picture(own / "a.png", "green")  # found before it was there
+    assert found() == own / "a.png"
+
+
+def test_a_preset_is_known_by_what_its_pictures_show(tmp_path: Path) -> None:
+    """Not by where they lie; without pictures the record says nothing of them."""
+    a = _picture(tmp_path / "a.png", "red")
+    preset = find_preset(_recipe(tmp_path, _ONE), "kontext", tmp_path)
+    assert preset.as_record()["references"] == {"reference": [_content(a)] * 2}
+    (tmp_path / "moved").mkdir()
+    a.rename(tmp_path / "moved" / "b.png")
+    moved = _recipe(tmp_path, 'references.reference = ["moved/b.png"]')
+    assert find_preset(moved, "kontext", tmp_path).as_record() == preset.as_record()
+    none = find_preset(_recipe(tmp_path, "", ""), "kontext")
+    assert "references" not in none.as_record()
+
+
+def test_other_pictures_make_another_preset(tmp_path: Path) -> None:
+    """Refused under the old name; what the model sees of each picture is kept, small, once."""
+    directory = EvaluationDirectory(RunDirectory(tmp_path / "run"))
+    a = _picture(tmp_path / "a.png", "red", (96, 16))
+    preset = find_preset(_recipe(tmp_path, _ONE), "kontext", tmp_path)
+    keep_preset(directory, preset)
+    path = directory.preset_path("kontext")
+    kept = [kept_picture(path, number, "reference") for number in (0, 1)]
+    assert sorted(path.parent.glob("pictures/*")) == kept
+    with Image.open(kept[0]) as copy:
+        assert (copy.size, copy.getpixel((3, 3))) == ((24, 16), (255, 0, 0))
+    kept[1].unlink()
+    before = kept[0].stat().st_mtime_ns
+    keep_preset(directory, preset)
+    assert (kept[1].exists(), kept[0].stat().st_mtime_ns) == (True, before)
+    _picture(a, "blue")
+    with pytest.raises(
+        RecipeError, match=r"holds videos of another one; .* differ in references\."
+    ):
+        keep_preset(directory, find_preset(_recipe(tmp_path, _ONE), "kontext", tmp_path))
+    assert read_json(path) == preset.as_record()
+
+
+_GOES_BY = r"kontext: this model goes by pictures: reference; references gives"
+
+
+@pytest.mark.parametrize(
+    ("table", "names", "message"),
+    [
+        ("", "reference", rf'{_GOES_BY} none\. .* such as references\.reference = \["reference\.p'),
+        ("references = {}", "reference", rf"{_GOES_BY} none\. Give each of them, and no other"),
+        ('references.pose = ["a.png"]', "reference", rf"{_GOES_BY} pose\."),
+        (_ONE, "", r"kontext: references gives pictures \(reference\), but .* goes by none"),
+        (
+            'references.reference = ["a.png", "a.png", "a.png"]',
+            "reference",
+            r"kontext: references\.reference names 3 files, but there are 2 prompts\. Name one for",
+        ),
+        (
+            'references.reference = ["val/gone.png"]',
+            "reference",
+            r"kontext: references\.reference: there is no file val/gone\.png in .+ or in .+\. Put",
+        ),
+        (
+            'references.reference = ["/gone/a.png"]',
+            "reference",
+            r"kontext: references\.reference: there is no file /gone/a\.png\.$",
+        ),
+        (
+            'references.reference = ["a.png", "text.png"]',
+            "reference",
+            r"kontext: The picture .*text\.png cannot be read: ",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_sentence(
+    table: str, names: str, message: str, tmp_path: Path
+) -> None:
+    """Before any model is built, with the preset's name, and where a file was looked for."""
+    _picture(tmp_path / "a.png", "red")
+    (tmp_path / "text.png").write_text("no picture")
+    with pytest.raises(RecipeError, match=message) as caught:
+        find_preset(_recipe(tmp_path, table, names), "kontext", tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("references.reference = []", r"references\.reference is \[\]; it should have at least 1"),
+        (
+            'references.reference = "a.png"',
+            r"references\.reference is 'a\.png'; it should be a list",
+        ),
+        ('references = ["a.png"]', r"references is .*; it should be a table of keys and values"),
+    ],
+)
+def test_what_is_no_table_of_files_is_refused_with_the_recipe(
+    table: str, message: str, tmp_path: Path
+) -> None:
+    """By its key."""
+    with pytest.raises(RecipeError, match=message):
+        _recipe(tmp_path, table)
+
+
+def test_a_model_with_an_added_module_is_sampled_by_its_pictures(
+    tiny_flux: Callable[..., Any], tmp_path: Path
+) -> None:
+    """One prompt with two pictures gives two videos; the sheet shows them; none may change."""
+    alone = ("watch.enabled=false", "tracking.tensorboard=false")
+    recipe = tiny_flux("training.steps=1", "sampling.num_inference_steps=2", *alone)
+    train(recipe, Console(quiet=True))
+    run = RunDirectory(recipe.out)
+    for name, colour in (("red", "red"), ("blue", "blue"), ("pose", "white")):
+        _picture(run.path / "val" / f"{name}.png", colour, (96, 64))
+    (run.path / "presets.toml").write_text(
+        '[kontext]\nprompts = ["move it", "move it"]\n'
+        'references.reference = ["val/red.png", "val/blue.png"]\n'
+        'references.pose = ["val/pose.png"]\n'
+    )
+    studio = Studio(run, "cpu")
+    preset = find_preset(studio.recipe, "kontext", run.path)
+    studio.check(preset)
+    sampler = studio.load(run.checkpoint_path(1), preset.weights)
+    first, second = sample_preset(sampler, preset, tmp_path)
+    assert np.abs(first.video.astype(int) - second.video.astype(int)).mean() > 0.1
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        pixels = np.asarray(sheet.convert("RGB")).reshape(-1, 3)
+    for drawn, rows in (((255, 0, 0), 1), ((0, 0, 255), 1), ((255, 255, 255), 2)):
+        assert (pixels == drawn).all(axis=1).sum() >= rows * 128**2
+    _picture(run.path / "val" / "blue.png", "green", (96, 64))
+    with pytest.raises(RunError, match=r"val/blue\.png has changed since the preset was read"):
+        next(sample_preset(sampler, preset, tmp_path))
+    (run.path / "val" / "blue.png").unlink()
+    with pytest.raises(RunError, match=r"val/blue\.png cannot be read any more: No such file"):
+        next(sample_preset(sampler, preset, tmp_path))

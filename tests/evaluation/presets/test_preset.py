@@ -1,0 +1,314 @@
+"""What a preset resolves to, from all places where something is said about it."""
+
+import errno
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longtake import config, records
+from longtake.config import Recipe
+from longtake.demo.shapes import held_out_captions
+from longtake.errors import RecipeError, RunError
+from longtake.evaluation.presets.preset import (
+    Preset,
+    find_preset,
+    find_presets,
+    keep_preset,
+    preset_names,
+)
+from longtake.evaluation_dir import EvaluationDirectory
+from longtake.records import read_json
+from longtake.run_dir import RunDirectory
+
+_SHIPPED = ["demo", "high4s", "image1024", "low16s", "low4s"]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    """Of a run that was never begun, which keeps one average."""
+    return _recipe(tmp_path)
+
+
+def _recipe(folder: Path, evaluation: str = "", more: str = "") -> Recipe:
+    text = f"""
+    out = "{folder}"
+    data.catalog = "clips.parquet"
+    data.buckets = [{{ num_frames = 8, height = 32, width = 48 }}]
+    model.family = "tubelet"
+    training = {{ steps = 4, batch_size = 1 }}
+    sampling = {{ num_inference_steps = 7, guidance_scale = 3.0, shift = 2.0, fps = 8.0 }}
+    {more}
+    {evaluation}
+    """
+    return config.parse(tomllib.loads(text), source="test")
+
+
+def _size(preset: Preset) -> tuple[int, int, int, float]:
+    bucket = preset.bucket
+    return bucket.num_frames, bucket.height, bucket.width, preset.settings.fps
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("low4s", (102, 360, 640, 24.0)),
+        ("high4s", (102, 720, 1280, 24.0)),
+        ("low16s", (408, 360, 640, 24.0)),
+        ("image1024", (1, 1024, 1024, 1.0)),
+        ("demo", (8, 32, 48, 8.0)),
+    ],
+)
+def test_shipped_presets(name: str, size: tuple[int, int, int, float], recipe: Recipe) -> None:
+    """Their sizes are their own (the demo's is the run's); the solver is as in the recipe."""
+    preset = find_preset(recipe, name)
+    assert _size(preset) == size
+    assert preset.settings.num_inference_steps == 7
+    assert (preset.settings.guidance_scale, preset.settings.shift) == (3.0, 2.0)
+    assert (preset.seeds, preset.weights) == ((0,), "ema/main")
+    assert len(set(preset.prompts)) == len(preset.prompts) == (8 if name == "demo" else 12)
+
+
+def test_the_demos_prompts_are_never_trained_on(recipe: Recipe) -> None:
+    """Eight captions of the shapes world that no training clip has."""
+    preset = find_preset(recipe, "demo")
+    assert set(preset.prompts) <= set(held_out_captions())
+    assert preset.measures == ("longtake.demo.adherence:Adherence",)
+
+
+def test_images_and_videos_have_prompts_of_their_own(recipe: Recipe) -> None:
+    """A picture is not asked to run."""
+    videos, image = find_preset(recipe, "low4s"), find_preset(recipe, "image1024")
+    assert not set(videos.prompts) & set(image.prompts)
+
+
+def test_a_recipe_changes_only_what_it_says(tmp_path: Path) -> None:
+    """Of a shipped preset, also after the run has written its recipe with all defaults."""
+    recipe = _recipe(tmp_path, "[evaluation.presets.low4s]\nnum_frames = 101")
+    for each in (recipe, config.parse(tomllib.loads(config.dump(recipe)), source="kept")):
+        preset = find_preset(each, "low4s")
+        assert _size(preset) == (101, 360, 640, 24.0)
+        demo = find_preset(each, "demo")
+        assert demo.measures == ("longtake.demo.adherence:Adherence",)
+
+
+def test_later_places_win_key_by_key(tmp_path: Path) -> None:
+    """Shipped, recipe, presets.toml beside it, the command's own file."""
+    recipe = _recipe(
+        tmp_path, '[evaluation.presets.demo]\nprompts = ["in the recipe"]\nbatch_size = 2'
+    )
+    assert find_preset(recipe, "demo").prompts == ("in the recipe",)
+    (tmp_path / "beside.txt").write_text("in the folder\n")
+    (tmp_path / "presets.toml").write_text('[demo]\nprompts_file = "beside.txt"\nseeds = [1, 2]\n')
+    beside = find_preset(recipe, "demo", tmp_path)
+    assert (beside.prompts, beside.seeds, beside.batch_size) == (("in the folder",), (1, 2), 2)
+    own = tmp_path / "own" / "mine.toml"
+    own.parent.mkdir()
+    own.write_text("[demo]\nseeds = [0]\nwidth = 64\n[more]\nheight = 64\n")
+    mine = find_preset(recipe, "demo", tmp_path, own)
+    assert (mine.prompts, mine.seeds, mine.bucket.width) == (("in the folder",), (0,), 64)
+    assert find_preset(recipe, "more", tmp_path, own).bucket.height == 64
+
+
+def test_a_prompts_file_is_looked_for_beside_what_names_it_and_then_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a run that was moved with its prompts finds them."""
+    recipe = _recipe(tmp_path, '[evaluation.presets.mine]\nprompts_file = "p.txt"')
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    (here / "p.txt").write_text("here\n")
+    assert find_preset(recipe, "mine", tmp_path).prompts == ("here",)
+    (tmp_path / "p.txt").write_text("beside\n")
+    assert find_preset(recipe, "mine", tmp_path).prompts == ("beside",)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "names", "expected"),
+    [
+        ("", ["low4s", "demo", "low4s"], ["low4s", "demo"]),
+        ('evaluation.run = ["demo"]\n[evaluation.presets.b]', [], ["demo"]),
+        ("[evaluation.presets.b]\n[evaluation.presets.a]", [], ["b", "a"]),
+    ],
+)
+def test_which_presets_are_wanted(
+    evaluation: str, names: list[str], expected: list[str], tmp_path: Path
+) -> None:
+    """What the command names, else evaluation.run, else all that the recipe has."""
+    assert preset_names(_recipe(tmp_path, evaluation), names) == expected
+
+
+def test_without_any_wish_all_names_are_listed(recipe: Recipe) -> None:
+    """Nothing is guessed."""
+    with pytest.raises(RecipeError, match=f"there are: {', '.join(_SHIPPED)}"):
+        preset_names(recipe)
+
+
+def test_a_file_that_the_command_names_says_which_are_wanted(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    """Whoever gives a file of presets wants those."""
+    own = tmp_path / "mine.toml"
+    own.write_text("[b]\n[a]\n")
+    assert preset_names(recipe, (), tmp_path, own) == ["b", "a"]
+
+
+def _wrong(folder: Path, table: str, more: str = "") -> str:
+    recipe = _recipe(folder, f"[evaluation.presets.mine]\n{table}", more)
+    with pytest.raises(RecipeError) as caught:
+        find_preset(recipe, "mine", folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "more", "message"),
+    [
+        ("height = 33", "", "mine: 8 frames of 48x33 cannot be written as mp4: .* such as 48x34"),
+        ("fps = 2000", "", "mine: 2000 frames a second cannot be written"),
+        ('prompts = ["a", " "]', "", r"mine: prompts\[1\] are empty"),
+        (
+            'prompts_file = "none.txt"',
+            "",
+            r"mine: prompts_file: there is no file none\.txt in .+ or ",
+        ),
+        ('ema = "wide"', "", "mine: ema = 'wide', but this run keeps no such .* there are: main"),
+        ('ema = "main"', "ema.enabled = false", "mine: ema = 'main', but .* keeps no averages"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_sentence(
+    table: str, more: str, message: str, tmp_path: Path
+) -> None:
+    """Before any model is built, with the preset's name."""
+    text = _wrong(tmp_path, table, more)
+    assert "\n" not in text
+    with pytest.raises(RecipeError, match=message):
+        raise RecipeError(text)
+
+
+def test_weights_are_the_averaged_ones_unless_it_says_none(tmp_path: Path) -> None:
+    """`ema = "none"` is the raw weights; a run without averages has no others."""
+    raw = _recipe(tmp_path, '[evaluation.presets.mine]\nema = "none"')
+    assert find_preset(raw, "mine").weights == "model"
+    without = _recipe(tmp_path, "", "ema.enabled = false")
+    assert find_preset(without, "demo").weights == "model"
+
+
+def test_an_empty_list_switches_off_what_a_shipped_preset_measures(tmp_path: Path) -> None:
+    """Also after the run has written its recipe; what is said nowhere has its usual value."""
+    recipe = _recipe(tmp_path, "[evaluation.presets.demo]\nmeasures = []\nbatch_size = 3")
+    for each in (recipe, config.parse(tomllib.loads(config.dump(recipe)), source="kept")):
+        preset = find_preset(each, "demo")
+        assert (preset.measures, preset.batch_size) == ((), 3)
+        usual = find_preset(each, "low4s")
+        assert (usual.seeds, usual.measures, usual.batch_size) == ((0,), (), 4)
+        assert (usual.guidance, usual.decoding) == ("auto", "auto")
+
+
+def test_what_equals_a_usual_value_is_still_said(tmp_path: Path) -> None:
+    """A later place that says seeds = [0] wins over one that says others."""
+    (tmp_path / "presets.toml").write_text("[mine]\nseeds = [0]\nbatch_size = 4\n")
+    recipe = _recipe(tmp_path, "[evaluation.presets.mine]\nseeds = [1, 2]\nbatch_size = 9")
+    preset = find_preset(recipe, "mine", tmp_path)
+    assert (preset.seeds, preset.batch_size) == ((0,), 4)
+
+
+def test_an_unknown_preset_gets_the_nearest_and_all_there_are(recipe: Recipe) -> None:
+    """Both, because the nearest may be wrong."""
+    with pytest.raises(RecipeError, match=r"no preset low4\. Did you mean low4s.* There are: demo"):
+        find_preset(recipe, "low4")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[low4s]\nwidht = 640", r"low4s\.widht is not a key of a preset; did you mean width\?"),
+        ("[low4s]\nwidth = -2", r"low4s\.width is -2; it should be greater than 0"),
+        ("width = 640", "width stands outside of a preset's table"),
+        ("[low4s", "are not valid TOML"),
+        ("[Low4s]", r"Low4s.* should"),
+    ],
+)
+def test_a_file_of_presets_that_is_wrong_is_named(
+    text: str, message: str, recipe: Recipe, tmp_path: Path
+) -> None:
+    """With the key, and the nearest that exists."""
+    (tmp_path / "presets.toml").write_text(text)
+    with pytest.raises(RecipeError, match=rf"presets\.toml.*{message}"):
+        find_preset(recipe, "low4s", tmp_path)
+    with pytest.raises(RecipeError, match=r"gone\.toml cannot be read"):
+        find_preset(recipe, "low4s", None, tmp_path / "gone.toml")
+
+
+def test_each_wrong_preset_has_its_line(tmp_path: Path) -> None:
+    """All at once, so that nobody mends one after the other."""
+    recipe = _recipe(
+        tmp_path, "[evaluation.presets.a]\nheight = 3\n[evaluation.presets.b]\nfps=9e9"
+    )
+    with pytest.raises(RecipeError) as caught:
+        find_presets(recipe, ["a", "demo", "b"], tmp_path)
+    assert [line[:9] for line in str(caught.value).splitlines()] == ["Preset a:", "Preset b:"]
+    assert [each.name for each in find_presets(recipe, ["demo"], tmp_path)] == ["demo"]
+
+
+def test_requests_go_prompt_by_prompt_and_files_are_named_by_both(recipe: Recipe) -> None:
+    """00_s0 and 00_s7 show the same prompt."""
+    preset = _with(find_preset(recipe, "demo"), prompts=("a", "b"), seeds=(0, 7))
+    found = [(each.prompt, each.seed) for each in preset.requests()]
+    assert found == [("a", 0), ("a", 7), ("b", 0), ("b", 7)]
+    names = [preset.file_name(index) for index in range(4)]
+    assert names == ["00_s0.mp4", "00_s7.mp4", "01_s0.mp4", "01_s7.mp4"]
+
+
+def test_a_kept_preset_is_never_replaced_by_another(recipe: Recipe, tmp_path: Path) -> None:
+    """Memory and measures may change, because the videos do not; prompts and settings may not."""
+    directory = EvaluationDirectory(RunDirectory(tmp_path))
+    preset = find_preset(recipe, "demo")
+    keep_preset(directory, preset)
+    record = read_json(directory.preset_path("demo"))
+    assert record == preset.as_record()
+    assert record["prompts"] == list(preset.prompts)
+    keep_preset(directory, _with(preset, batch_size=1, guidance="two_passes", measures=()))
+    with pytest.raises(RecipeError, match=r"demo holds videos of another one; .* prompts, seeds"):
+        keep_preset(directory, _with(preset, prompts=("a",), seeds=(1,)))
+    assert read_json(directory.preset_path("demo")) == record
+
+
+@pytest.mark.parametrize("left", ["", "{", "[]", "null"])
+def test_what_a_loss_of_power_has_left_is_no_preset(
+    recipe: Recipe, tmp_path: Path, left: str
+) -> None:
+    """An empty preset.json, or half of one, is replaced: it was of no other preset."""
+    directory = EvaluationDirectory(RunDirectory(tmp_path))
+    preset = find_preset(recipe, "demo")
+    path = directory.preset_path("demo")
+    path.parent.mkdir(parents=True)
+    path.write_text(left)
+    keep_preset(directory, preset)
+    assert read_json(path) == preset.as_record()
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_preset_that_is_kept_needs_no_room(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full or read-only takes no preset away; one that is new is told of."""
+    directory = EvaluationDirectory(RunDirectory(tmp_path))
+    preset = find_preset(recipe, "demo")
+    keep_preset(directory, preset)
+
+    def full(*arguments: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / ".aside"))
+
+    monkeypatch.setattr(records, "_write_durably", full)
+    keep_preset(directory, preset)
+    with pytest.raises(RecipeError, match="holds videos of another one"):
+        keep_preset(directory, _with(preset, seeds=(1,)))
+    path = directory.preset_path("new")
+    with pytest.raises(RunError, match=f"^{path} cannot be kept: No space left .* Make room.$"):
+        keep_preset(directory, _with(preset, name="new"))
+
+
+def _with(preset: Preset, **changes: Any) -> Preset:
+    return Preset(**{**vars(preset), **changes})

@@ -1,0 +1,99 @@
+"""A server whose work is to read: what it publishes says which bytes it has seen.
+
+As a program: python -P probe.py RUN --seconds S, a server that follows RUN.
+"""
+
+import argparse
+import hashlib
+import os
+import random
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from longtake import lease
+from longtake.checkpoint import manifest
+from longtake.errors import CheckpointError
+from longtake.evaluation.server.attempt import Tick
+from longtake.evaluation.server.options import Options
+from longtake.evaluation.server.report import Report
+from longtake.evaluation.server.server import Server, own_name
+from longtake.evaluation.server.stop import stopped_by_signals
+from longtake.evaluation.server.task import Task
+from longtake.evaluation_dir import Scores, VideoScores
+from longtake.records import now
+
+
+class Probe:
+    """Reads the weights as a sampler does, then takes its time.
+
+    Args:
+        seconds: how long it takes on average.
+        gate: a file that it waits for before it ends, if given.
+    """
+
+    def __init__(self, seconds: float = 0.0, gate: Path | None = None) -> None:
+        self._seconds, self._gate = seconds, gate
+        self._random = random.Random(os.getpid())  # noqa: S311 - no secret
+        self.done: list[tuple[str, int]] = []
+
+    def __call__(self, task: Task, folder: Path, tick: Tick) -> Scores:
+        """See `Work`."""
+        tick("load", 0, 1)
+        read = read_weights(task.checkpoint, task.preset.weights)
+        (folder / "00_s0.mp4").write_text(read)
+        end = time.monotonic() + self._seconds * 2 * self._random.random()
+        while time.monotonic() < end or (self._gate is not None and not self._gate.exists()):
+            tick("sample", 0, 1)
+            time.sleep(0.01)
+        self.done.append((task.preset.name, task.step))
+        video: VideoScores = {"file": "00_s0.mp4", "prompt": read, "seed": 0, "measures": {}}
+        scores = scores_of(task.step, task.key, own_name(), task.preset.name)
+        return {**scores, "weights": task.preset.weights, "videos": [video]}
+
+
+def scores_of(step: int, key: str, server: str, preset: str = "probe") -> Scores:
+    """What a server might have measured."""
+    return {
+        "preset": preset,
+        "step": step,
+        "key": key,
+        "weights": "ema/main",
+        "time": now(),
+        "server": server,
+        "settings": {},
+        "videos": [],
+        "measures": {"motion": 0.5},
+        "alarms": [],
+        "seconds": {"sample": 0.1},
+    }
+
+
+def read_weights(checkpoint: Path, weights: str) -> str:
+    """The sha256 of all bytes below `weights`, refused as a sampler refuses them."""
+    for part in ("trainer.json", f"{weights}/"):
+        if damage := manifest.damage(checkpoint, checksums=True, within=part):
+            raise CheckpointError(f"{checkpoint}: {damage}")
+    files = sorted((checkpoint / weights).rglob("*"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def main() -> None:
+    """Serve until SIGTERM."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--gate", type=Path)
+    parser.add_argument("--place", help="another machine, as far as leases can tell")
+    given = parser.parse_args()
+    if given.place:
+        lease._place = lambda: given.place
+    options = Options(places=(given.run,), follows=True, look_seconds=0.05, pause_seconds=0.1)
+    with stopped_by_signals() as stop:
+        report = Report(Console(stderr=True, width=200))
+        Server(options, Probe(given.seconds, given.gate), report, stop).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,346 @@
+"""Runs are mirrored whole, and get their results back, whichever way they are reached."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from longtake.checkpoint.holds import STALE_SECONDS, hold_path, is_held
+from longtake.errors import RunError
+from longtake.evaluation.sync import selection
+from longtake.evaluation.sync.address import parse
+from longtake.evaluation.sync.by_rsync import Rsync
+from longtake.evaluation.sync.holds import held
+from longtake.evaluation.sync.mirror import Mirror, is_mirror
+from longtake.evaluation.sync.remote import RemoteRun
+from longtake.evaluation.sync.rules import Rules
+from longtake.evaluation.sync.source import Source, open_source
+from longtake.records import write_json
+from longtake.run_dir import RunDirectory
+
+if TYPE_CHECKING:
+    from tests.evaluation.sync.conftest import Place, Trainer
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> Path:
+    """The folder that is mirrored into."""
+    return tmp_path / "mirror"
+
+
+@pytest.fixture
+def source(place: "Place", mirror: Path) -> Iterator[Source]:
+    """The runs, as a server reaches them."""
+    with open_source(place.text, mirror, "vm-1") as source:
+        yield source
+
+
+@pytest.fixture
+def run(source: Source) -> RemoteRun:
+    """The only run, as it is first seen."""
+    (run,) = source.look()
+    return run
+
+
+def test_what_is_small_is_mirrored_and_what_nobody_samples_from_is_not(
+    source: Source, mirror: Path
+) -> None:
+    """A look brings components, metrics and recipe; no checkpoint, ledger, dump, tracker, lease."""
+    (run,) = source.look()
+    assert run.name == "one [a]"
+    assert files(mirror / "one [a]") == ["components/vae/weights", "metrics.jsonl", "recipe.toml"]
+    assert run.index.checkpoint_steps() == [1, 2]
+    assert is_mirror(run.mirror.path)
+
+
+def test_a_run_itself_can_be_the_source(place: "Place", mirror: Path) -> None:
+    """The address of a run makes the folder a run directory, not a folder of them."""
+    with open_source(f"{place.text}/one [a]", mirror, "vm-1") as source:
+        (run,) = source.look()
+        source.pull(run, [2])
+        write_result(run.mirror, 2)
+        source.push(run)
+    assert RunDirectory(mirror).checkpoint_steps() == [2]
+    assert "one [a]/evaluations/demo/step_00000002/scores.json" in place.names()
+
+
+def test_a_run_that_appears_later_is_found(
+    place: "Place", source: Source, train: "Callable[[Path], Trainer]"
+) -> None:
+    """The next look has it, and rows that were added since."""
+    source.look()
+    train(place.folder / "one [a]").log(1)
+    train(place.folder / "two").save(5)
+    place.publish()
+    one, two = source.look()
+    assert (two.name, two.index.checkpoint_steps()) == ("two", [5])
+    assert one.mirror.metrics_path.read_text().count("\n") == 2
+
+
+def test_checkpoints_come_whole_without_the_optimizer_and_once(
+    source: Source, run: RemoteRun
+) -> None:
+    """In the order that is asked for; what is here is not brought again."""
+    assert [each.step for each in source.pull(run, [2, 1, 9])] == [2, 1]
+    assert run.mirror.checkpoint_steps() == [1, 2]
+    names = ["COMMITTED", "model/.metadata", "model/__0_0.distcp", "trainer.json"]
+    assert files(run.mirror.checkpoint_path(2)) == names
+    assert source.pull(run, [1, 2]) == []
+
+
+def test_half_a_checkpoint_is_not_shown_until_it_is_whole(
+    place: "Place", source: Source, train: "Callable[[Path], Trainer]"
+) -> None:
+    """COMMITTED is there and a file is short, as over somebody's own sync; then it grows."""
+    file = place.folder / "one [a]" / "checkpoints" / "step_00000002" / "model" / "__0_0.distcp"
+    file.write_bytes(b"w" * 10)
+    place.publish()
+    (run,) = source.look()
+    assert [each.step for each in source.pull(run, [1, 2])] == [1]
+    assert run.mirror.checkpoint_steps() == [1]
+    file.write_bytes(b"w" * 1000)
+    place.publish()
+    (run,) = source.look()
+    assert [each.step for each in source.pull(run, [1, 2])] == [2]
+
+
+def test_a_checkpoint_that_was_saved_anew_is_brought_anew(
+    place: "Place", source: Source, run: RemoteRun, train: "Callable[[Path], Trainer]"
+) -> None:
+    """A run went back and came by again; but not while somebody reads what is here."""
+    source.pull(run, [1, 2])
+    train(place.folder / "one [a]").save(2, b"n" * 1000)
+    place.publish()
+    (run,) = source.look()
+    hold = run.mirror.holds_path / "step_00000002" / "vm-1"
+    hold.parent.mkdir(parents=True)
+    hold.touch()
+    weights = run.mirror.checkpoint_path(2) / "model" / "__0_0.distcp"
+    assert source.pull(run, [1, 2]) == []
+    assert weights.read_bytes() == b"w" * 1000
+    hold.unlink()
+    assert [each.step for each in source.pull(run, [1, 2])] == [2]
+    assert weights.read_bytes() == b"n" * 1000
+    assert files(run.mirror.checkpoints_path / ".pulling") == []
+
+
+def test_a_source_whose_clock_is_ahead_makes_no_hold_stale(
+    place: "Place", source: Source, train: "Callable[[Path], Trainer]"
+) -> None:
+    """A hold of the mirror is as old as its file; so is a checkpoint that was shown before it."""
+    ahead = time.time() + 10 * STALE_SECONDS
+    for step in (1, 2):
+        checkpoint = train(place.folder / "one [a]").run.checkpoint_path(step)
+        os.utime(checkpoint / "COMMITTED", (ahead, ahead))
+    place.publish()
+    (run,) = source.look()
+    source.pull(run, [1, 2])
+    hold = hold_path(run.mirror, 1, "vm-1")
+    write_json_in(hold)
+    assert is_held(run.mirror, 1)
+    assert source.prune(run.mirror, []) == []
+    assert hold.exists()
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_leaves_nothing(
+    place: "Place", source: Source, run: RemoteRun
+) -> None:
+    """It is passed over, others come, and what had come of it goes with the next look."""
+    remains = run.mirror.checkpoints_path / ".pulling" / "step_00000001" / "model" / "x"
+    remains.parent.mkdir(parents=True)
+    remains.touch()
+    gone = place.folder / "one [a]" / "checkpoints" / "step_00000001"
+    gone.rename(gone.with_name(".step_00000001.deleted"))
+    place.publish()
+    assert [each.step for each in source.pull(run, [1, 2])] == [2]
+    (run,) = source.look()
+    assert run.index.checkpoint_steps() == [2]
+    assert files(run.mirror.checkpoints_path / ".pulling") == []
+
+
+class Watching(Rsync):
+    """Notes what is held at the source when something begins to be fetched."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(parse(str(folder)))
+        self._folder = folder
+        self.held: dict[str, list[str]] = {}
+
+    def fetch(self, folder: str, into: Path, rules: Rules, *, exactly: bool = False) -> None:
+        """See `Rsync.fetch`."""
+        holds = [each for each in files(self._folder) if "holds" in each]
+        self.held[folder.rpartition("/")[2]] = [each.partition("holds/")[2] for each in holds]
+        super().fetch(folder, into, rules, exactly=exactly)
+
+
+@pytest.mark.parametrize("place", ["rsync"], indirect=True)
+def test_the_source_sees_holds_while_checkpoints_are_pulled(place: "Place", mirror: Path) -> None:
+    """They are there before the first byte of them is asked for, and gone afterwards."""
+    transport = Watching(place.folder)
+    with Source(transport, Mirror.at(mirror, parse(place.text)), "vm-1") as source:
+        source.pull(source.look()[0], [2, 1])
+    both = ["step_00000001/vm-1", "step_00000002/vm-1"]
+    assert transport.held == {"": [], "step_00000002": both, "step_00000001": both}
+    assert [name for name in place.names() if "holds" in name] == []
+
+
+def test_holds_are_ours_alone(place: "Place", source: Source, run: RemoteRun) -> None:
+    """One of this name that a dead server left is taken away, another server's is not."""
+    for owner in ("vm-1", "vm-2"):
+        write_json_in(place.folder / "one [a]" / "holds" / "step_00000001" / owner)
+    place.publish()
+    source.pull(run, [2])
+    assert [name for name in place.names() if "holds" in name] == [
+        "one [a]/holds/step_00000001/vm-2"
+    ]
+
+
+def test_a_hold_is_touched_as_long_as_it_lasts(tmp_path: Path) -> None:
+    """Its time rises by the clock of the source, so that its owner is known to live."""
+    (tmp_path / "run").mkdir()
+    run = RemoteRun("run", RunDirectory(tmp_path / "mirror"), RunDirectory(tmp_path / "index"))
+    transport = Rsync(parse(str(tmp_path)))
+    hold = tmp_path / "run" / "holds" / "step_00000007" / "vm-1"
+    with held(transport, run, [7], "vm-1", seconds=0.05):
+        first = hold.stat().st_mtime_ns
+        for _ in range(1000):
+            if hold.stat().st_mtime_ns > first:
+                break
+            threading.Event().wait(0.01)
+        assert hold.stat().st_mtime_ns > first
+    assert not hold.exists()
+    transport.close()
+
+
+def test_results_arrive_whole_at_the_source(place: "Place", source: Source, run: RemoteRun) -> None:
+    """Also what the server says of itself; neither half a result nor a claim does."""
+    write_result(run.mirror, 1)
+    half = run.mirror.evaluation_path("demo", 2)
+    write_json_in(half / "00_s0.mp4")
+    for name in (".step_00000002.vm-1.partial/00_s0.mp4", "claims/demo/step_00000001-ab/0.json"):
+        path = half.parent / name if name[0] == "." else half.parents[1] / name
+        write_json_in(path)
+    write_json_in(half.parents[1] / "servers" / "vm-1" / "events.jsonl")
+    source.push(run)
+    assert [name for name in place.names() if "evaluations" in name] == [
+        "one [a]/evaluations/demo/step_00000001/00_s0.mp4",
+        "one [a]/evaluations/demo/step_00000001/scores.json",
+        "one [a]/evaluations/servers/vm-1/events.jsonl",
+    ]
+
+
+def test_what_was_pushed_is_not_pushed_again(
+    place: "Place", source: Source, run: RemoteRun
+) -> None:
+    """What is deleted at the source is not sent while nothing is new here; a new result is."""
+    first, second = (f"one [a]/evaluations/demo/step_0000000{step}/scores.json" for step in (1, 2))
+    write_result(run.mirror, 1)
+    source.push(run)
+    place.delete(first)
+    source.push(run)
+    assert first not in place.names()
+    write_result(run.mirror, 2)
+    source.push(run)
+    assert second in place.names()
+
+
+def test_results_of_others_are_known_here(place: "Place", source: Source, run: RemoteRun) -> None:
+    """What another server has brought to the source is not made again; what we claimed is ours."""
+    there = RunDirectory(place.folder / "one [a]")
+    for step in (1, 2):
+        write_result(there, step, by="another")
+    place.publish()
+    write_json_in(run.mirror.path / "evaluations" / "claims" / "demo" / "step_00000002-ab" / "0")
+    write_result(run.mirror, 2, by="us")
+    source.look()
+    result = run.mirror.evaluation_path("demo", 1)
+    assert files(result) == ["00_s0.mp4", "scores.json"]
+    assert "us" in (run.mirror.evaluation_path("demo", 2) / "scores.json").read_text()
+
+
+def test_one_server_mirrors_at_a_time(place: "Place", source: Source, mirror: Path) -> None:
+    """Another that shares the mirror sees no runs to pull, until the first is done."""
+    with open_source(place.text, mirror, "vm-2") as other:
+        assert len(source.look()) == 1
+        assert other.look() == []
+        source.close()
+        assert len(other.look()) == 1
+
+
+def test_what_is_evaluated_is_forgotten_but_for_the_newest(source: Source, run: RemoteRun) -> None:
+    """Nor is what is still needed, or held; it is not pulled again unless it is asked for."""
+    source.pull(run, [1, 2])
+    assert source.prune(run.mirror, [1]) == []
+    write_json_in(run.mirror.holds_path / "step_00000001" / "vm-9")
+    assert source.prune(run.mirror, []) == []
+    (run.mirror.holds_path / "step_00000001" / "vm-9").unlink()
+    assert source.prune(run.mirror, []) == [1]
+    assert run.mirror.checkpoint_steps() == [2]
+
+
+def test_a_run_of_ones_own_is_no_mirror(place: "Place", tmp_path: Path) -> None:
+    """A folder that holds runs, is the source, or mirrors another one is refused."""
+    for folder, text in ((tmp_path / "runs", place.text), (tmp_path / "own", place.text)):
+        write_json_in(folder / "x" / "recipe.toml")
+        with pytest.raises(RunError, match=r"itself|no mirror"):
+            open_source(text, folder, "vm-1")
+    open_source(place.text, tmp_path / "mirror", "vm-1").close()
+    with pytest.raises(RunError, match="choose another folder"):
+        open_source(f"{place.text}2", tmp_path / "mirror", "vm-1")
+
+
+def test_a_source_that_is_not_there_is_told_in_a_sentence_and_tried_again(
+    tmp_path: Path, place: "Place", train: "Callable[[Path], Trainer]"
+) -> None:
+    """A folder of runs may be made later than the server is started."""
+    with open_source(f"{place.text}/later", tmp_path / "mirror", "vm-1") as source:
+        with pytest.raises(RunError, match=r"there is no .*later"):
+            source.look()
+        train(place.folder / "later" / "one")
+        place.publish()
+        assert [run.name for run in source.look()] == ["one"]
+
+
+def test_what_is_under_way_can_be_ended(source: Source) -> None:
+    """Whoever waits gets an error that says so, and so does who looks later."""
+    source.interrupt()
+    with pytest.raises(RunError, match="interrupted"):
+        source.look()
+
+
+def test_a_mirror_that_cannot_be_written_is_told_in_a_sentence(
+    source: Source, run: RemoteRun, mirror: Path
+) -> None:
+    """A file is where a folder must be."""
+    (mirror / ".source" / run.name / ".holds").write_text("")
+    with pytest.raises(RunError, match=r"mirror.* cannot be written|could not be copied"):
+        source.pull(run, [1])
+
+
+def test_no_rule_means_what_another_server_of_the_mirror_makes() -> None:
+    """Claims are left out of what is pushed and of what is pulled."""
+    assert "- /claims/" in selection.results(Path("evaluations"))
+
+
+def files(folder: Path) -> list[str]:
+    """All files below a folder."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(str(path.relative_to(folder)) for path in paths)
+
+
+def write_result(run: RunDirectory, step: int, **scores: str) -> Path:
+    """Write a whole result; returns its folder."""
+    folder = run.evaluation_path("demo", step)
+    write_json_in(folder / "00_s0.mp4")
+    write_json(folder / "scores.json", {"step": step, **scores})
+    return folder
+
+
+def write_json_in(path: Path) -> None:
+    """Write a file of no interest, with its folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{}")

@@ -1,0 +1,54 @@
+"""Which device a name means, on machines with and without cards."""
+
+import pytest
+import torch
+
+from longtake.errors import RecipeError
+from longtake.parallel.mesh import pick_device
+
+
+def _machine(monkeypatch: pytest.MonkeyPatch, cards: int) -> list[int]:
+    """A machine with so many cards, as far as torch says; returns what became the current one."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("wanted", "cards", "expected"),
+    [
+        ("cpu", 2, "cpu"),
+        ("auto", 0, "cpu"),
+        ("auto", 2, "cuda:0"),
+        ("cuda", 2, "cuda:0"),
+        ("cuda:0", 2, "cuda:0"),
+        ("cuda:1", 2, "cuda:1"),
+    ],
+)
+def test_names_of_devices(
+    wanted: str, cards: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The card that is meant becomes the current one, too."""
+    chosen = _machine(monkeypatch, cards)
+    device = pick_device(wanted)
+    assert str(device) == expected
+    assert chosen == ([device.index] if device.type == "cuda" else [])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ("cuda:2", r"no card cuda:2: this machine has 2 CUDA cards, counted from 0"),
+        ("cuda:", "'cuda:' is no device. Expected auto, cpu, cuda, or one card"),
+        ("cuda:-1", "is no device"),
+        ("auto:1", "is no device"),
+        ("mps", "is no device"),
+        ("", "is no device"),
+    ],
+)
+def test_what_is_no_device(wanted: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused with what there is to choose from."""
+    _machine(monkeypatch, 2)
+    with pytest.raises(RecipeError, match=message):
+        pick_device(wanted)
