@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,8 +23,10 @@ from longtake import config
 from longtake.config import Recipe
 from longtake.data.audit import audit
 from longtake.data.index import index
+from longtake.demo.shapes import write_clips
 from longtake.errors import DataError, RecipeError
-from longtake.run_dir import RunDirectory, read_json_lines
+from longtake.records import read_json_lines
+from longtake.run_dir import RunDirectory
 from longtake.training.caching import cache_ahead
 from longtake.training.loop import train_steps
 from longtake.training.run import train
@@ -39,6 +40,7 @@ _VIDEOS = (
     "data.windows=2",
     "data.flip=0.5",
     "data.caption_dropout=0.3",
+    "training.steps=6",  # an epoch of 16 clips, and the half of another
     "model.family=wan",
     "model.config={num_layers=1, num_attention_heads=2, attention_head_dim=12, ffn_dim=16}",
     "codec.kind=autoencoder",
@@ -47,6 +49,8 @@ _VIDEOS = (
     "text.kind=transformers",
     "text.config={d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2}",
 )
+# Enough to do for a process to be killed while it does it.
+_MORE = (*_VIDEOS, "data.windows=4")
 # FLUX Kontext, in small, on pictures that it is to make of others.
 _PICTURES = (
     "data.buckets=[{num_frames=1, height=32, width=48}]",
@@ -69,6 +73,16 @@ _PICTURES = (
     "text.pooled={config={hidden_size=10, intermediate_size=10, num_hidden_layers=1, "
     "num_attention_heads=2}, max_tokens=9}",
 )
+
+
+@pytest.fixture(scope="module")
+def shapes_catalog(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A catalog of 16 clips, for every small recipe here: all of them are encoded, by each test."""
+    folder = tmp_path_factory.mktemp("few_shapes")
+    captions = write_clips(folder / "clips", num_clips=16, seed=0)
+    out = folder / "catalog.parquet"
+    index([folder / "clips"], captions=captions, out=out, workers=0)
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +159,7 @@ def _cache_of(tmp_path: Path) -> str:
     "further",
     [
         [],
-        ["training.micro_batch_size=3"],
-        ["training.precision=bf16"],
+        ["training.micro_batch_size=3", "training.precision=bf16"],
         ["model.dtype=bf16", "optimizer.schedule=constant"],
     ],
     ids=" ".join,
@@ -161,8 +174,8 @@ def test_videos_train_from_a_cache_as_from_pixels(
     cached = small_recipe(*changes, _cache_of(tmp_path))
     train(cached, _QUIET)
     _assert_same_run(plain, cached)
-    assert len(_entries(cached, "latents")) == 64 * 2 * 2
-    assert 1 < len(_entries(cached, "prompts")) <= 65
+    assert len(_entries(cached, "latents")) == 16 * 2 * 2
+    assert 1 < len(_entries(cached, "prompts")) <= 17
     assert audit(RunDirectory(cached.out)).ok
 
 
@@ -232,14 +245,14 @@ def test_a_run_goes_on_with_a_cache_and_back(small_recipe: _Make, tmp_path: Path
     changes = (*_VIDEOS, "optimizer.schedule=constant")
     straight = small_recipe(*changes, f"out={tmp_path / 'straight'}")
     train(straight, _QUIET)
-    for steps, cache in ((4, []), (8, [_cache_of(tmp_path)]), (12, [])):
+    for steps, cache in ((2, []), (4, [_cache_of(tmp_path)]), (6, [])):
         train(small_recipe(*changes, *cache, f"training.steps={steps}"), _QUIET)
     mixed = small_recipe(*changes)
     assert [row["loss"] for row in _rows(mixed)] == [row["loss"] for row in _rows(straight)]
     torch.testing.assert_close(_saved(mixed)["model"], _saved(straight)["model"], rtol=0, atol=0)
     back = small_recipe(*changes, _cache_of(tmp_path), f"out={tmp_path / 'back'}")
     train(
-        small_recipe(*changes, _cache_of(tmp_path), f"out={back.out}", "training.steps=6"), _QUIET
+        small_recipe(*changes, _cache_of(tmp_path), f"out={back.out}", "training.steps=3"), _QUIET
     )
     train(small_recipe(*changes, f"out={back.out}"), _QUIET)
     assert [row["loss"] for row in _rows(back)] == [row["loss"] for row in _rows(straight)]
@@ -284,18 +297,18 @@ def test_a_full_cache_needs_neither_clips_nor_encoders(
     folder = tmp_path / "shapes"
     shutil.copytree(shapes_catalog.parent, folder)
     catalog = folder / "catalog.parquet"
-    index([folder / "clips"], captions=folder / "clips/captions.jsonl", out=catalog)
+    index([folder / "clips"], captions=folder / "clips/captions.jsonl", out=catalog, workers=0)
     changes = (*_VIDEOS, f"data.catalog={catalog}")
     plain = small_recipe(*changes, f"out={tmp_path / 'plain'}")
     train(plain, _QUIET)
     cached = small_recipe(*changes, _cache_of(tmp_path))
     facts = cache_ahead(cached, _QUIET)
-    assert facts["latents"] == {"present": 0, "computed": 256}
+    assert facts["latents"] == {"present": 0, "computed": 64}
     assert facts["prompts"]["present"] == 0
     assert facts["bytes"] == sum(path.stat().st_size for path in _entries(cached))
     assert facts["failed"] == []
     again = cache_ahead(cached, _QUIET)
-    assert again["latents"] == {"present": 256, "computed": 0}
+    assert again["latents"] == {"present": 64, "computed": 0}
     assert (again["prompts"]["computed"], again["bytes"]) == (0, 0)
     for clip in (folder / "clips").glob("*.mp4"):
         clip.unlink()
@@ -328,19 +341,19 @@ def test_new_clips_cost_only_themselves(
             (folder / name).with_suffix(".txt").write_text(captions[name])
         index([folder], captions=None, out=tmp_path / "c.parquet", workers=0)
 
-    take(names[:40])
+    take(names[:10])
     train(recipe, _QUIET)
     before = {path: path.stat().st_mtime_ns for path in _entries(recipe)}
-    take(names[40:50])
+    take(names[10:13])
     more = small_recipe(
         *_VIDEOS,
         _cache_of(tmp_path),
         f"data.catalog={tmp_path / 'c.parquet'}",
         "data.on_change=merge",
-        "training.steps=14",
+        "training.steps=8",
     )
     facts = cache_ahead(more, _QUIET)
-    assert facts["latents"] == {"present": 160, "computed": 40}
+    assert facts["latents"] == {"present": 40, "computed": 12}
     after = {path: path.stat().st_mtime_ns for path in _entries(recipe)}
     assert {path: after[path] for path in before} == before
     train(more, _QUIET)
@@ -387,7 +400,7 @@ def test_damaged_entries_are_computed_again(small_recipe: _Make, tmp_path: Path)
     cache_ahead(cached, _QUIET)
     whole = {path: path.read_bytes() for path in _entries(cached)}
     latents, prompts = _entries(cached, "latents"), _entries(cached, "prompts")
-    for number, path in enumerate([*latents[::9], prompts[0]]):
+    for number, path in enumerate([*latents[::4], prompts[0]]):
         path.write_bytes(whole[path][: len(whole[path]) * number // 20])
     train(cached, _QUIET)
     _assert_same_run(plain, cached)
@@ -396,7 +409,7 @@ def test_damaged_entries_are_computed_again(small_recipe: _Make, tmp_path: Path)
 
 def test_an_entry_that_rots_is_never_trained_on(small_recipe: _Make, tmp_path: Path) -> None:
     """Its clip is left out and named, as a damaged clip is; the next launch has it again."""
-    changes = (*_VIDEOS, "data.flip=0.0", "data.windows=1", "training.batch_size=32")
+    changes = (*_VIDEOS, "data.flip=0.0", "data.windows=1", "training.batch_size=8")
     cached = small_recipe(*changes, _cache_of(tmp_path), "training.steps=4")
     cache_ahead(cached, _QUIET)
     rotten = _entries(cached, "latents")[5]
@@ -409,7 +422,7 @@ def test_an_entry_that_rots_is_never_trained_on(small_recipe: _Make, tmp_path: P
     assert "is damaged in the cache: its content is not what was written" in reason
     found = audit(RunDirectory(cached.out))
     assert found.ok
-    assert (found.epochs[0].seen, found.epochs[0].rejected) == (63, 1)
+    assert (found.epochs[0].seen, found.epochs[0].rejected) == (15, 1)
     assert not rotten.exists()
     again = small_recipe(
         *changes,
@@ -431,8 +444,8 @@ def damaged(shapes_catalog: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "shapes"
     shutil.copytree(shapes_catalog.parent, folder)
     out = folder / "catalog.parquet"
-    index([folder / "clips"], captions=folder / "clips/captions.jsonl", out=out)
-    for number, clip in enumerate(sorted((folder / "clips").glob("*.mp4"))[::15][:4]):
+    index([folder / "clips"], captions=folder / "clips/captions.jsonl", out=out, workers=0)
+    for number, clip in enumerate(sorted((folder / "clips").glob("*.mp4"))[::4]):
         if number:
             clip.write_bytes(clip.read_bytes()[: 300 * number])
         else:
@@ -444,14 +457,14 @@ def test_clips_that_cannot_be_decoded_are_left_out_as_in_training(
     small_recipe: _Make, damaged: Path, tmp_path: Path
 ) -> None:
     """At the same steps, for the same reasons, in the same state; and after a resume too."""
-    changes = (*_VIDEOS, f"data.catalog={damaged}", "training.batch_size=8", "training.steps=16")
+    changes = (*_VIDEOS, f"data.catalog={damaged}", "training.batch_size=8", "training.steps=8")
     plain = small_recipe(*changes, f"out={tmp_path / 'plain'}")
     train(plain, _QUIET)
     assert len(_rejected(plain)) == 4
     cached = small_recipe(*changes, _cache_of(tmp_path))
     train(cached, _QUIET)
     _assert_same_run(plain, cached)
-    shutil.rmtree(RunDirectory(cached.out).checkpoint_path(16))
+    shutil.rmtree(RunDirectory(cached.out).checkpoint_path(8))
     train(cached, _QUIET)
     trainers = [_saved(recipe)["trainer"] for recipe in (cached, plain)]
     assert all(trainer.pop("recipe") for trainer in trainers)
@@ -473,7 +486,7 @@ def test_a_decoder_that_hangs_while_the_cache_is_filled_is_written_down(
         "data.sample_timeout_seconds=1",
         "data.windows=1",
         "data.flip=0.0",
-        "training.batch_size=64",
+        "training.batch_size=16",
         "training.steps=1",
     )
     train(recipe, _QUIET)
@@ -542,8 +555,8 @@ def test_a_broken_recipe_leaves_no_run_and_no_cache(small_recipe: _Make, tmp_pat
     assert not (small_recipe().out / "recipe.toml").exists()
 
 
-def _start(recipe: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "longtake", "data", "cache", str(recipe), "--json"]
+def _start(warm: list[str], recipe: Path) -> subprocess.Popen[str]:
+    command = [*warm, "1", "-m", "longtake", "data", "cache", str(recipe), "--json"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -554,40 +567,42 @@ def _written(recipe: Recipe, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_filling_goes_on_where_it_was_killed(small_recipe: _Make, tmp_path: Path) -> None:
+def test_filling_goes_on_where_it_was_killed(
+    small_recipe: _Make, warm: list[str], tmp_path: Path
+) -> None:
     """SIGKILL in the middle; the rest is computed, and all of it is as if nothing had happened."""
-    straight = small_recipe(*_VIDEOS, f"data.cache={tmp_path / 'straight'}")
+    straight = small_recipe(*_MORE, f"data.cache={tmp_path / 'straight'}")
     cache_ahead(straight, _QUIET)
-    recipe = small_recipe(*_VIDEOS, _cache_of(tmp_path))
-    process = _start(_written(recipe, tmp_path))
+    recipe = small_recipe(*_MORE, _cache_of(tmp_path))
+    process = _start(warm, _written(recipe, tmp_path))
     deadline = time.monotonic() + 100
-    while len(_entries(recipe, "latents")) < 20:
+    while len(_entries(recipe, "latents")) < 10:
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     there = len([path for path in _entries(recipe) if path.stat().st_size])
-    assert 20 <= there < 256
+    assert 10 <= there < 128
     facts = cache_ahead(recipe, _QUIET)
-    assert facts["latents"]["present"] + facts["latents"]["computed"] == 256
-    assert facts["latents"]["present"] >= 20
+    assert facts["latents"]["present"] + facts["latents"]["computed"] == 128
+    assert facts["latents"]["present"] >= 10
     assert facts["latents"]["computed"] > 0
     _assert_same_files(recipe, straight)
 
 
 @pytest.mark.slow
-def test_two_processes_share_the_work(small_recipe: _Make, tmp_path: Path) -> None:
+def test_two_processes_share_the_work(small_recipe: _Make, warm: list[str], tmp_path: Path) -> None:
     """Started together on one folder: little is computed twice, and the cache is that of one."""
-    straight = small_recipe(*_VIDEOS, f"data.cache={tmp_path / 'straight'}")
+    straight = small_recipe(*_MORE, f"data.cache={tmp_path / 'straight'}")
     cache_ahead(straight, _QUIET)
-    recipe = small_recipe(*_VIDEOS, _cache_of(tmp_path))
+    recipe = small_recipe(*_MORE, _cache_of(tmp_path))
     path = _written(recipe, tmp_path)
     computed = []
-    for process in [_start(path), _start(path)]:
+    for process in [_start(warm, path), _start(warm, path)]:
         out, err = process.communicate(timeout=100)
         assert process.returncode == 0, err
         computed.append(json.loads(out)["latents"]["computed"])
-    assert 256 <= sum(computed) < 400
+    assert 128 <= sum(computed) < 200
     assert list((tmp_path / "cache" / "aside").iterdir()) == []
     _assert_same_files(recipe, straight)
 

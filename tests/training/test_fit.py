@@ -15,7 +15,8 @@ from longtake.config import Recipe
 from longtake.errors import PlanError
 from longtake.parallel.mesh import World
 from longtake.recompute.policies import POLICIES
-from longtake.run_dir import RunDirectory, read_json_lines
+from longtake.records import read_json_lines
+from longtake.run_dir import RunDirectory
 from longtake.training.card import card_of
 from longtake.training.fit import fit
 from longtake.training.forecast import forecast

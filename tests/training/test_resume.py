@@ -24,7 +24,8 @@ from longtake.config import Recipe
 from longtake.data.audit import audit
 from longtake.data.catalog import Catalog
 from longtake.errors import CheckpointError, DataChangedError, DivergedError, RecipeChangedError
-from longtake.run_dir import RunDirectory, read_json_lines, write_json
+from longtake.records import read_json_lines, write_json
+from longtake.run_dir import RunDirectory
 from longtake.training.run import train
 
 _QUIET = Console(quiet=True)

@@ -17,7 +17,8 @@ from longtake.data.batch import Batch
 from longtake.data.ledger import read_ledger
 from longtake.errors import DivergedError
 from longtake.parallel.mesh import World
-from longtake.run_dir import RunDirectory, read_json_lines
+from longtake.records import read_json_lines
+from longtake.run_dir import RunDirectory
 from longtake.training import loop
 from longtake.training.run import train
 from longtake.training.step import SampleLosses, TrainingState, compute_gradients

@@ -1,119 +1,162 @@
-"""Mirrors a run directory's metrics to TensorBoard; torch-free.
+"""TensorBoard: event files below the run's `tensorboard`.
 
-No mirror is worth a run: where it cannot be written, it ends. `metrics.jsonl` has all of it.
+    tensorboard/          train/...           a scalar for each number of each row
+    tensorboard/eval/     eval/<preset>/...   what was measured, its sheet, its alarms
+    tensorboard/events/   events/<kind>       what the run did besides, as text
+
+Whenever steps are about to be seen again (in a new file, after a rollback) TensorBoard is told to
+forget them; that goes for one folder only, so evaluations have one of their own.
 """
 
-import json
-import os
-import socket
-import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
+from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from longtake.run_dir import RunDirectory
+from longtake.tracking import summaries
+from longtake.tracking.cursor import Position
+from longtake.tracking.event_file import EventFile, event_files, events_in
+from longtake.tracking.news import Evaluation
+from longtake.tracking.tracker import scalars, words
 
 _NOT_SCALARS = ("step", "time")
 
 
-class TensorBoardMirror:
-    """Follows metrics.jsonl from where this launch begins.
+class TensorBoard:
+    """Each opening begins a new event file, when there is something to be written to it."""
 
-    Each launch writes an event file of its own, which begins by telling TensorBoard to forget the
-    steps that it is about to run again; so does each rollback.
-    """
+    name = "tensorboard"
 
     def __init__(self, run: RunDirectory) -> None:
-        self._source: Path = run.metrics_path
-        self._offset = self._source.stat().st_size if self._source.exists() else 0
-        self._last_step: int | None = None
-        self._last_time = time.monotonic()
-        self._file: BinaryIO | None = None
-        with suppress(OSError):
-            self._file = _begin(run.tensorboard_path)
+        self._path = run.tensorboard_path
+        self._rows: _StepsFile | None = None
+        self._evaluations: _LastingFile | None = None
+        self._events: _LastingFile | None = None
+        self._next = 0
 
-    def catch_up(self, *, now: bool = True) -> None:
-        """Write what metrics.jsonl has gained; a line that is still being written waits.
+    def open(self, position: Position) -> int:
+        """Begin; see `Tracker`."""
+        self._path.mkdir(exist_ok=True)  # not that of the run, which may be deleted now
+        self._rows = _StepsFile(self._path)
+        self._evaluations = _LastingFile(self._path / "eval")
+        self._events = _LastingFile(self._path / "events")
+        self._next = position.rows
+        return self._next
 
-        Not `now`: only if a second has passed since the last time.
-        """
-        if self._file is None or not self._source.exists():
-            return
-        if now or time.monotonic() > self._last_time + 1.0:
-            self._last_time = time.monotonic()
-            try:
-                self._follow()
-                self._file.flush()
-            except OSError:
-                self._give_up()
+    def write_row(self, number: int, row: Mapping[str, Any]) -> bool:
+        """A scalar for each number of a row."""
+        assert self._rows is not None
+        values = {f"train/{name}": value for name, value in scalars(row) if _is_shown(name)}
+        self._rows.write(row["step"], row["time"], summaries.numbers(values))
+        self._next = number + 1
+        return True
+
+    def write_event(self, number: int, event: Mapping[str, Any]) -> bool:
+        """A line of text."""
+        assert self._events is not None
+        shown = summaries.text(f"events/{event['event']}", words(event))
+        at = datetime.fromisoformat(event["time"]).timestamp()
+        is_new = self._events.write(event.get("step") or 0, at, [shown])
+        self._next = number + is_new
+        return is_new
+
+    def write_evaluation(self, number: int, evaluation: Evaluation) -> bool:
+        """Its numbers, its sheet and its alarms, at the step of the checkpoint."""
+        assert self._evaluations is not None
+        preset, step, _ = evaluation.identity
+        is_new = self._evaluations.write(step, evaluation.time, _shown(preset, evaluation))
+        self._next = number + is_new
+        return is_new
+
+    def flush(self) -> int:
+        """Hand everything over to the operating system."""
+        for file in filter(None, (self._rows, self._evaluations, self._events)):
+            file.flush()
+        return self._next
+
+    def close(self) -> int:
+        """Flush and close the event files."""
+        try:
+            return self.flush()
+        finally:
+            for file in filter(None, (self._rows, self._evaluations, self._events)):
+                file.close()
+            self._rows = self._evaluations = self._events = None
+
+
+class _OnDemand:
+    """An event file that is made when there is something to be written to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: EventFile | None = None
+
+    def put(self, event: Event) -> None:
+        if self._file is None:
+            self._file = EventFile(self._folder)
+        self._file.put(event)
+
+    def flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
 
     def close(self) -> None:
-        """Catch up, flush and close the event file."""
-        self.catch_up()
-        self._give_up()
+        if self._file is not None:
+            self._file.close()
 
-    def _follow(self) -> None:
-        with self._source.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._offset += len(line)
-                with suppress(ValueError):  # the rest of a line that an earlier launch left half
-                    self._write(json.loads(line))
 
-    def _give_up(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            with suppress(OSError):  # what it still had to write
-                file.close()
+class _StepsFile(_OnDemand):
+    """Of steps, some of which may be run again."""
 
-    def _write(self, row: dict[str, Any]) -> None:
-        step, seconds = row["step"], row["time"]
-        if self._last_step is None or step <= self._last_step:
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._last: int | None = None
+
+    def write(self, step: int, seconds: float, values: Iterable[Summary.Value]) -> None:
+        if self._last is None or step <= self._last:
             start = SessionLog(status=SessionLog.START)
-            self._put(Event(session_log=start, step=step, wall_time=seconds))
-        self._last_step = step
-        values = [
-            Summary.Value(tag=f"train/{name}", simple_value=value)
-            for name, value in _scalars(row)
-            if name not in _NOT_SCALARS
-        ]
-        self._put(Event(summary=Summary(value=values), step=step, wall_time=seconds))
-
-    def _put(self, event: Event) -> None:
-        RecordWriter(self._file).write(event.SerializeToString())
+            self.put(Event(session_log=start, step=step, wall_time=seconds))
+        self._last = step
+        self.put(Event(summary=Summary(value=values), step=step, wall_time=seconds))
 
 
-def _begin(folder: Path) -> BinaryIO:
-    """A new event file, with what each begins with."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _wait_for_a_second_of_its_own(folder)
-    name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
-    file = (folder / name).open("wb")
-    event = Event(wall_time=time.time(), file_version="brain.Event:2")
-    RecordWriter(file).write(event.SerializeToString())
-    file.flush()
-    return file
+class _LastingFile(_OnDemand):
+    """Of what is written once, in any order of steps: all of one thing is one event."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._there = {
+            (value.tag, event.step, round(event.wall_time, 3))
+            for path in event_files(folder)[-1:]
+            for event in events_in(path)
+            for value in event.summary.value
+        }
+
+    def write(self, step: int, seconds: float, values: list[Summary.Value]) -> bool:
+        """Whether it was written; not if it was there, of a writer that was killed."""
+        names = {(value.tag, step, round(seconds, 3)) for value in values}
+        if not values or names <= self._there:
+            return False
+        self.put(Event(summary=Summary(value=values), step=step, wall_time=seconds))
+        return True
 
 
-def _scalars(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """All numbers of a row, those inside others by the names of both; without what is none."""
-    for name, value in row.items():
-        if isinstance(value, list):
-            value = {str(place): each for place, each in enumerate(value)}
-        if isinstance(value, dict):
-            yield from _scalars(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float):
-            yield f"{prefix}{name}", value
+def _is_shown(name: str) -> bool:
+    return name not in _NOT_SCALARS
 
 
-def _wait_for_a_second_of_its_own(folder: Path) -> None:
-    """TensorBoard reads a folder's event files in the order of the seconds in their names."""
-    while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
-        time.sleep(0.05)
+def _shown(preset: str, evaluation: Evaluation) -> list[Summary.Value]:
+    prefix = f"eval/{preset}"
+    values = {f"{prefix}/{name}": value for name, value in evaluation.scalars().items()}
+    shown = summaries.numbers(values)
+    alarms = [alarm["message"] for alarm in evaluation.scores["alarms"]]
+    if alarms:
+        shown.append(summaries.text(f"{prefix}/alarms", "\n\n".join(alarms)))
+    if evaluation.sheet is not None:
+        sheet = summaries.picture(f"{prefix}/sheet", evaluation.sheet)
+        shown += [sheet] if sheet is not None else []
+    return shown

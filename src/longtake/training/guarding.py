@@ -14,7 +14,8 @@ from longtake.guard.statistics import Statistics
 from longtake.guard.verdict import OK, Verdict
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
-from longtake.run_dir import RunDirectory, now
+from longtake.records import now
+from longtake.run_dir import RunDirectory
 from longtake.training.step import SampleLosses
 
 _STEPS_OF_SAMPLES = 16

@@ -9,10 +9,10 @@ from torch import Tensor
 from longtake.config import Bucket, Recipe
 from longtake.errors import RecipeError
 from longtake.models.assemble import Components, latent_shape, outline, outline_conditioning
+from longtake.models.losses import Examples, flow_losses
 from longtake.models.precision import Precision, choose_precision
 from longtake.recompute.devices import Device
 from longtake.recompute.trace import Subject, Tracer
-from longtake.training.objective import Examples, flow_losses
 
 
 @dataclass(frozen=True)

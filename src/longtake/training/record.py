@@ -21,8 +21,8 @@ from longtake.guard.verdict import Verdict
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
 from longtake.progress import StepProgress, step_progress
-from longtake.run_dir import EventKind, Metrics, RunDirectory, file_time
-from longtake.tracking.tensorboard import TensorBoardMirror
+from longtake.records import file_time
+from longtake.run_dir import EventKind, Metrics, RunDirectory
 from longtake.training.peak import PeakComparison
 from longtake.units import size
 
@@ -41,7 +41,6 @@ class Record:
         self._run = run
         self._world = world
         self._progress = progress
-        self._mirror = TensorBoardMirror(run) if world.is_first else None
         self._step_began = time.perf_counter()
         self._data_seconds = 0.0
         self._stages: set[str] = set()
@@ -84,9 +83,8 @@ class Record:
         if (flops := self._step_flops.get(batch.bucket)) is not None:
             metrics["tflops_per_second"] = round(flops / seconds / 1e12, 6)
         self._progress.update(metrics)
-        if self._mirror is not None:
+        if self._world.is_first:
             self._run.append_metrics(metrics)
-            self._mirror.catch_up(now=False)
 
     def verdict(
         self, verdict: Verdict, statistics: Statistics, report: str | None, *, acts: bool
@@ -136,8 +134,6 @@ class Record:
         """Write down which checkpoints are whole now."""
         for path in saved:
             self._run.append_event("checkpoint", step=self._run.step_of(path), path=path.name)
-            if self._mirror is not None:
-                self._mirror.catch_up()  # a crash from here on costs it nothing that counts
 
     def save_failed(self, failure: CheckpointError | None) -> None:
         """Write down, and say, that a checkpoint could not be written."""
@@ -198,11 +194,6 @@ class Record:
             f"measured ({comparison.error:+.1%})"
         )
 
-    def close(self) -> None:
-        """End the mirror."""
-        if self._mirror is not None:
-            self._mirror.close()
-
 
 @contextmanager
 def keep_record(
@@ -219,11 +210,7 @@ def keep_record(
     """
     quiet = console if world.is_first else Console(quiet=True)
     with step_progress(quiet, start, total) as progress:
-        record = Record(step_flops, run, world, progress)
-        try:
-            yield record
-        finally:
-            record.close()
+        yield Record(step_flops, run, world, progress)
 
 
 def _row(batch: Batch, statistics: Statistics, learning_rate: float) -> Metrics:

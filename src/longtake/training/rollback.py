@@ -12,7 +12,8 @@ from longtake.guard.statistics import Statistics
 from longtake.guard.verdict import Verdict
 from longtake.parallel.collectives import first_does, from_first
 from longtake.parallel.mesh import World
-from longtake.run_dir import RolledBack, RunDirectory, now
+from longtake.records import now
+from longtake.run_dir import RolledBack, RunDirectory
 from longtake.training.gauge import Gauge
 from longtake.training.guarding import Guard
 from longtake.training.record import Record

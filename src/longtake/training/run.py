@@ -26,6 +26,8 @@ from longtake.parallel.collectives import first_does, from_first
 from longtake.parallel.fsdp import spread
 from longtake.parallel.mesh import World, join
 from longtake.run_dir import EventKind, RunDirectory, beside
+from longtake.tracking.process import Follower
+from longtake.tracking.wandb_access import missing_key, refuse_missing_wandb
 from longtake.training.allocator import keep_freed_memory
 from longtake.training.announce import announce, announce_plan
 from longtake.training.eight_bit import refuse_missing_torchao
@@ -35,6 +37,7 @@ from longtake.training.gauge import Gauge
 from longtake.training.guarding import Guard
 from longtake.training.interrupt import catch_interrupts
 from longtake.training.loop import Ending, Watch, train_steps
+from longtake.training.mirroring import mirrored
 from longtake.training.optim import build_optimizers
 from longtake.training.outlined import refuse_uneven_batch
 from longtake.training.parts import assemble_around_cache, assemble_in_turn, count_flops
@@ -88,17 +91,24 @@ def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> Outcome:
     ):
         refuse_uneven_batch(recipe, world.size)
         refuse_missing_torchao(recipe.optimizer)
+        refuse_missing_wandb(recipe.tracking)
         if world.device.type == "cpu":
             keep_freed_memory()
         if fresh:
             recipe = recipe.model_copy(update={"out": from_first(beside(recipe.out), world)})
         run = RunDirectory(recipe.out)
         watcher.join(run, world)
-        return _train(recipe, run, watcher, world, console)
+        with mirrored(run, recipe.tracking, world) as follower:
+            return _train(recipe, run, watcher, follower, world, console)
 
 
 def _train(
-    recipe: Recipe, run: RunDirectory, watcher: Watcher, world: World, console: Console
+    recipe: Recipe,
+    run: RunDirectory,
+    watcher: Watcher,
+    follower: Follower,
+    world: World,
+    console: Console,
 ) -> Outcome:
     """Build all parts, in the order in which each can be refused, and train."""
     heartbeat.enter("start")
@@ -108,6 +118,7 @@ def _train(
     refuse_other_plans(loader, world)
     start, total = found.step, recipe.training.steps
     warnings = [*found.warnings, *review(loader.course.plan, recipe.data, total)]
+    warnings += filter(None, [missing_key(recipe.tracking)])
     precision = _precision(recipe, found.trainer, world)
     plan = fit(recipe, precision, world)
     heartbeat.enter("build")
@@ -126,6 +137,7 @@ def _train(
     if found.path is not None:
         go_on_from(found.path, state, guard, gauge, world)
     folder = _begin_ledger(loader, recipe, run, world)
+    follower.start()
     if world.is_first:
         announce(state, loader, [*warnings, *plan.notes], recipe, run, world, console)
         announce_plan(plan, state, recipe, run, console)

@@ -17,13 +17,13 @@ from longtake.data.batch import Batch
 from longtake.flow.timesteps import sample_sigmas
 from longtake.models.assemble import Components, training_conditioning
 from longtake.models.family import Conditioning
+from longtake.models.losses import Examples, flow_losses
 from longtake.models.precision import Precision
 from longtake.models.text import NO_CAPTION
 from longtake.parallel.fsdp import clip_gradients, synchronise_gradients
 from longtake.parallel.mesh import World
 from longtake.training.ema import Averages, masters_of
 from longtake.training.encoding import encode_captions, encode_videos
-from longtake.training.objective import Examples, flow_losses
 from longtake.training.optim import schedule_factor, set_learning_rates
 from longtake.training.own_work import OwnWork
 

@@ -7,10 +7,7 @@ live on when this one does not.
 import os
 import secrets
 import subprocess
-import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,16 +15,13 @@ from pathlib import Path
 from longtake.config import Recipe
 from longtake.heartbeat import Heart, beating, folder_of
 from longtake.node_dir import this_node
+from longtake.ourselves import Starts, environment, program
 from longtake.parallel.collectives import from_first
 from longtake.parallel.mesh import World, place_in_world
 from longtake.run_dir import RunDirectory
 from longtake.stacks import allow_inspection, signal_path
 
 _PROGRAM = "longtake.watch"
-_PACKAGES = Path(__file__).parents[2]  # where longtake is imported from
-_MAX_STARTS = 5
-_SECONDS_BEFORE_ANOTHER = 1.0
-_LONG_SECONDS = 600.0
 _SECONDS_TO_END = 3.0
 
 
@@ -85,29 +79,25 @@ class Watcher:
 
     def _keep(self, run: RunDirectory) -> None:
         """Until the run is over; one that dies again and again is left alone for a while."""
-        starts: deque[float] = deque(maxlen=_MAX_STARTS)
+        starts = Starts()
         while not self._is_over.is_set():
-            starts.append(time.monotonic())
+            starts.note()
             with suppress(OSError):  # it is no reason not to train
                 self._begin(run).wait()
-            is_often = len(starts) == _MAX_STARTS and time.monotonic() - starts[0] < _LONG_SECONDS
-            self._is_over.wait(_LONG_SECONDS if is_often else _SECONDS_BEFORE_ANOTHER)
+            self._is_over.wait(starts.pause_seconds)
 
     def _begin(self, run: RunDirectory) -> "subprocess.Popen[bytes]":
         log = this_node(run).log_path
         log.parent.mkdir(parents=True, exist_ok=True)
+        section = self._section.model_dump_json()
         options = [part for path in self._data for part in ("--data", str(path))]
-        paths = filter(None, [str(_PACKAGES), os.environ.get("PYTHONPATH", "")])
         with log.open("ab") as file:
             return subprocess.Popen(  # noqa: S603 - ourselves
-                [
-                    *(sys.executable, "-P", "-m", _PROGRAM, str(run.path.resolve())),
-                    *("--section", self._section.model_dump_json(), *options),
-                ],
+                program(_PROGRAM, str(run.path.resolve()), "--section", section, *options),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                env=environment(),
                 start_new_session=True,  # Ctrl-C and a scheduler's signals are not for it
             )
 

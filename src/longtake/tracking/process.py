@@ -1,0 +1,121 @@
+"""Starts a run's follower, and another whenever it dies; for the training and for evaluators."""
+
+import os
+import subprocess
+import threading
+import time
+from contextlib import suppress
+
+from longtake.config import TrackingSection
+from longtake.evaluation_dir import writer_path
+from longtake.lease import history
+from longtake.ourselves import Starts, environment, program
+from longtake.run_dir import RunDirectory
+from longtake.tracking.turn import Role
+
+_PROGRAM = "longtake.tracking"
+_LOOK_SECONDS = 0.02
+# W&B: nothing of a process above that uses it too, no words, no reports to its makers.
+_QUIET = {"WANDB_SERVICE": "", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
+
+
+class Follower:
+    """A run's follower, as a process of its own.
+
+    Args:
+        run: the run.
+        role: whose follower it is; a trainer's has precedence.
+        section: what it tells; the run's recipe decides, if None.
+
+    Raises:
+        RunError: there is no such run.
+        RecipeError: its recipe cannot be read.
+    """
+
+    def __init__(
+        self, run: RunDirectory, role: Role, section: TrackingSection | None = None
+    ) -> None:
+        self._run, self._role = run, role
+        self._section = run.recipe().tracking if section is None else section
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether none is started any more: `end` was called, or the run has been deleted."""
+        return self._is_over.is_set()
+
+    @property
+    def pid(self) -> int | None:
+        """The process that was started last."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start it, in milliseconds, if it was not and there is a tracker to be told."""
+        is_wanted = self._section.tensorboard or self._section.wandb != "off"
+        if is_wanted and self._process is None:
+            with suppress(OSError):  # it is no reason not to train
+                self._begin()
+                threading.Thread(target=self._keep, name="follower", daemon=True).start()
+
+    def end(self) -> None:
+        """Say that nothing more will come; returns at once."""
+        with self._lock:
+            self._let_go()
+
+    def close(self, wait_seconds: float = 10.0) -> None:
+        """Say that nothing more will come, and wait until all is told, or cannot be.
+
+        Args:
+            wait_seconds: at most; it then goes on by itself, for a minute at most.
+        """
+        self.end()
+        process, end = self._process, time.monotonic() + wait_seconds
+        while process is not None and process.poll() is None and time.monotonic() < end:
+            if self._has_caught_up(process.pid):
+                return
+            time.sleep(_LOOK_SECONDS)
+
+    def _has_caught_up(self, pid: int) -> bool:
+        newest = (history(writer_path(self._run)) or [{}])[-1]
+        return newest.get("pid") == pid and bool(newest.get("caught_up"))
+
+    def _let_go(self) -> None:
+        if self._process is not None and not self._is_over.is_set():
+            assert self._process.stdin is not None
+            with suppress(OSError):  # it is gone
+                self._process.stdin.close()
+        self._is_over.set()
+
+    def _keep(self) -> None:
+        """Until the end, or the run's; one that dies again and again is left alone for a while."""
+        starts = Starts()
+        while self._process is not None:
+            starts.note()
+            self._process.wait()
+            if self._is_over.wait(starts.pause_seconds):
+                return
+            with self._lock, suppress(OSError):
+                if not self._run.exists():
+                    self._let_go()
+                if self._is_over.is_set():
+                    return
+                self._begin()
+
+    def _begin(self) -> None:
+        log = self._run.path / "tracking" / "follower.log"
+        log.parent.mkdir(exist_ok=True)  # not that of the run, which may be deleted now
+        options = ("--as", self._role, "--until-parent", str(os.getpid()))
+        section = ("--section", self._section.model_dump_json())
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(  # noqa: S603 - ourselves
+                program(_PROGRAM, str(self._run.path.resolve()), *options, *section),
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=file,
+                env=environment(**_QUIET),
+                start_new_session=True,  # Ctrl-C and a scheduler's signals are not for it
+            )
