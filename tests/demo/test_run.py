@@ -20,6 +20,7 @@ from rich.console import Console
 from longtake.demo import run as demo
 from longtake.demo.shapes import held_out_captions
 from longtake.errors import RecipeChangedError, RecipeError
+from longtake.evaluation_dir import EvaluationDirectory
 from longtake.run_dir import RunDirectory
 
 _STEPS = 30
@@ -46,7 +47,7 @@ def finished(small: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _demo(out: Path, **settings: Any) -> dict[str, Any] | None:
-    wanted: dict[str, Any] = {"steps": _STEPS, "minutes": None, "seed": 0}
+    wanted: dict[str, Any] = {"steps": _STEPS, "minutes": None, "seed": 0, "evaluate": False}
     return demo.run_demo(out=out, console=Console(quiet=True), **(wanted | settings))
 
 
@@ -160,11 +161,33 @@ def test_a_demo_stopped_while_measuring_ends_without_a_run(
 
 
 @pytest.mark.slow
+def test_each_checkpoint_is_sampled_beside_the_training(
+    finished: Path, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an evaluation server of its own; the page shows what came of each."""
+    monkeypatch.setattr(demo, "NUM_CHECKPOINTS", 2)
+    out = tmp_path / "run"
+    shutil.copytree(finished / "data", out / "data")
+    assert _demo(out, steps=8, evaluate=True) is not None
+    results = EvaluationDirectory(RunDirectory(out)).all_scores("demo")
+    assert [scores["step"] for scores in results] == [4, 8]
+    for scores in results:
+        assert len(scores["videos"]) == 8
+        assert "adherence" in scores["measures"]
+        assert scores["held_out"]["mean"] > 0
+    page = (out / "index.html").read_text()
+    assert "From checkpoint to checkpoint" in page
+    assert f"{results[1]['held_out']['mean']:.4f}" in page
+    with Image.open(out / "checkpoints.png") as picture:
+        picture.load()
+
+
+@pytest.mark.slow
 def test_an_interrupted_demo_goes_on_where_it_was(finished: Path, tmp_path: Path) -> None:
     """Ctrl-C saves and exits with 130; the same command finishes it."""
     out = tmp_path / "run"
     shutil.copytree(finished / "data", out / "data")  # so that the training begins soon
-    command = [*_COMMAND, "--steps", "80", "--out", str(out), "--json"]
+    command = [*_COMMAND, "--no-evaluate", "--steps", "80", "--out", str(out), "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     run = RunDirectory(out)
     deadline = time.monotonic() + 60

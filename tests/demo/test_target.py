@@ -8,8 +8,8 @@ from rich.console import Console
 from longtake.demo import run as demo
 from longtake.demo.oracle import read
 from longtake.demo.shapes import held_out_captions, parse_caption
-from longtake.evaluation.sample import Request, load_sampler, settings_for
-from longtake.evaluation.write import sample_in_batches
+from longtake.evaluation.sampling.studio import Request, load_sampler, settings_for
+from longtake.evaluation.sampling.write import sample_in_batches
 from longtake.run_dir import RunDirectory
 from longtake.training.run import train
 

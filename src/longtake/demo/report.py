@@ -13,14 +13,19 @@ from rich.markup import escape
 from rich.panel import Panel
 
 from longtake.data.encode import write_video
+from longtake.demo.plots import loss_plot
 from longtake.errors import RunError
-from longtake.evaluation.plots import loss_plot
-from longtake.evaluation.sample import Sampler
-from longtake.evaluation.sheet import SheetRow, contact_sheet
+from longtake.evaluation.comparing.choose import MAX_COLUMNS, choose
+from longtake.evaluation.comparing.draw import draw_sheet
+from longtake.evaluation.sampling.sheet import SheetRow, contact_sheet
+from longtake.evaluation.sampling.studio import Sampler
+from longtake.evaluation_dir import EvaluationDirectory
 from longtake.progress import duration
-from longtake.run_dir import Metrics, RunDirectory, write_json, write_text
+from longtake.records import write_json, write_text
+from longtake.run_dir import Metrics, RunDirectory
 
 _PRESET = "demo"
+_VIDEOS, _CHECKPOINTS = "videos", "checkpoints.png"
 _ENLARGED = 4
 """Videos on the page are enlarged, so that neither chroma subsampling nor a browser blurs them."""
 _TRAINED_ON_PAGE = 12
@@ -43,6 +48,8 @@ def write_report(
     run: RunDirectory, sampler: Sampler, judged: Sequence[Judged], clips: int, console: Console
 ) -> dict[str, Any]:
     """Write summary.json, contact_sheet.png, loss.png and index.html; returns the summary.
+
+    And checkpoints.png, where each checkpoint was sampled too.
 
     Raises:
         RunError: a file cannot be written.
@@ -103,8 +110,8 @@ def _for_the_page(judged: Sequence[Judged]) -> list[Judged]:
 def _write_page(
     run: RunDirectory, sampler: Sampler, shown: Sequence[Judged], summary: dict[str, Any]
 ) -> None:
-    folder = run.evaluation_path(_PRESET, sampler.step)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = run.path / _VIDEOS
+    folder.mkdir(exist_ok=True)
     cards = []
     for index, one in enumerate(shown):
         path = folder / f"{index:02d}.mp4"
@@ -113,7 +120,11 @@ def _write_page(
         cards.append({"one": one, "video": path.relative_to(run.path).as_posix()})
     text = resources.files("longtake.demo").joinpath("page.html").read_text(encoding="utf-8")
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(text)
-    page = template.render(cards=cards, summary=summary, run=run.path.name)
+    results = EvaluationDirectory(run).all_scores(_PRESET)
+    if results:
+        chosen = choose([run.path], _PRESET, None, None, MAX_COLUMNS)
+        draw_sheet(chosen, run.path / _CHECKPOINTS)
+    page = template.render(cards=cards, summary=summary, run=run.path.name, results=results)
     write_text(run.path / "index.html", page)
 
 
@@ -127,9 +138,12 @@ def _show_last_screen(run: RunDirectory, summary: dict[str, Any], console: Conso
         f"parameters, {summary['clips']} clips",
     ]
     console.print(Panel("\n".join(lines), title="longtake demo", expand=False), soft_wrap=False)
+    checkpoints = run.path / _CHECKPOINTS
+    evaluated = f"Checkpoints    {escape(str(checkpoints))}\n" if checkpoints.exists() else ""
     console.print(
         f"Videos         {path}/index.html  (open it in a browser)\n"
         f"Contact sheet  {path}/contact_sheet.png\n"
+        f"{evaluated}"
         f"Loss           {path}/loss.png\n"
         f"Numbers        {path}/summary.json\n"
         f"TensorBoard    tensorboard --logdir {path}/tensorboard\n\n"

@@ -13,18 +13,22 @@ from longtake import config
 from longtake.config import Recipe
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
+from longtake.demo.beside import evaluated
 from longtake.demo.oracle import shows
 from longtake.demo.report import Judged, write_report
 from longtake.demo.shapes import held_out_captions, training_captions, write_clips
 from longtake.errors import RecipeChangedError, RecipeError
-from longtake.evaluation.sample import Request, Sampler, load_sampler, settings_for
-from longtake.evaluation.write import sample_in_batches
+from longtake.evaluation.sampling.studio import Request, Sampler, load_sampler, settings_for
+from longtake.evaluation.sampling.write import sample_in_batches
 from longtake.progress import counted
 from longtake.run_dir import RunDirectory
 from longtake.training.run import train
 
 DEFAULT_STEPS = 3000
 NUM_CLIPS = 6000
+NUM_HELD_OUT_CLIPS = 48
+"""Of captions that are not trained on: the loss on them is measured at each checkpoint."""
+NUM_CHECKPOINTS = 6
 NUM_JUDGED = 96
 """Videos judged of the held-out captions, and as many of captions that were trained on."""
 
@@ -38,12 +42,20 @@ def demo_recipe(out: Path, steps: int, seed: int) -> Recipe:
     values = tomllib.loads(text)
     values |= {"out": str(out), "seed": seed}
     values["data"]["catalog"] = str(_catalog_path(out))
+    values["evaluation"]["held_out"] = str(_held_out_path(out))
     values["training"]["steps"] = steps
+    values["checkpoint"] = {"every": max(1, -(-steps // NUM_CHECKPOINTS))}
     return config.parse(values, source="the demo's recipe")
 
 
 def run_demo(
-    *, out: Path, steps: int | None, minutes: float | None, seed: int, console: Console
+    *,
+    out: Path,
+    steps: int | None,
+    minutes: float | None,
+    seed: int,
+    console: Console,
+    evaluate: bool = True,
 ) -> dict[str, Any] | None:
     """Write clips, index them, train on them, sample, judge, and draw what came out.
 
@@ -56,6 +68,7 @@ def run_demo(
         minutes: how long to train, which a new demo turns into steps by a short measurement.
         seed: of the run and of its clips.
         console: where a person looks.
+        evaluate: sample each checkpoint as well, by a server beside the training.
 
     Returns:
         What summary.json holds, or None if it was interrupted (what was done is kept).
@@ -77,15 +90,30 @@ def run_demo(
         if steps is None:
             return None
     recipe = demo_recipe(out, steps or DEFAULT_STEPS, seed)
-    if train(recipe, console).interrupted_by:
+    if not _train(recipe, evaluate, console):
         return None
     sampler = load_sampler(out, ema=True, device="auto")
     judged = _judge(sampler, console)
     return write_report(run, sampler, judged, len(Catalog.load(_catalog_path(run.path))), console)
 
 
+def _train(recipe: Recipe, evaluate: bool, console: Console) -> bool:
+    """Train to the end, with an evaluation server beside it; False if it was interrupted."""
+    if not evaluate:
+        return train(recipe, console).interrupted_by is None
+    with evaluated(recipe.out) as evaluator:
+        if train(recipe, console).interrupted_by:
+            return False
+        evaluator.finish(console)
+    return True
+
+
 def _catalog_path(out: Path) -> Path:
     return out / "data" / "catalog.parquet"
+
+
+def _held_out_path(out: Path) -> Path:
+    return out / "data" / "held_out.parquet"
 
 
 def _refuse_other_settings(run: RunDirectory, recipe: Recipe) -> None:
@@ -109,6 +137,9 @@ def _make_catalog(run: RunDirectory, seed: int, console: Console) -> None:
         captions = write_clips(folder, NUM_CLIPS, seed, lambda done: advance(done, NUM_CLIPS))
     with counted(console, "index clips") as advance:
         index([folder], captions=captions, out=catalog, progress=advance)
+    folder = catalog.parent / f"held_out_{seed}"
+    captions = write_clips(folder, NUM_HELD_OUT_CLIPS, seed, held_out=True)
+    index([folder], captions=captions, out=_held_out_path(run.path))
 
 
 def _steps_within(minutes: float, out: Path, seed: int, console: Console) -> int | None:

@@ -175,7 +175,12 @@ def _background(rng: np.random.Generator) -> NDArray[np.float64]:
 
 
 def write_clips(
-    folder: Path, num_clips: int, seed: int, progress: Callable[[int], None] | None = None
+    folder: Path,
+    num_clips: int,
+    seed: int,
+    progress: Callable[[int], None] | None = None,
+    *,
+    held_out: bool = False,
 ) -> Path:
     """Write clips of the training captions as mp4 files, and `captions.jsonl` beside them.
 
@@ -187,6 +192,7 @@ def write_clips(
         num_clips: how many clips; every caption appears once before one appears twice.
         seed: of what is drawn and in which order; part of the file names.
         progress: called with the number of finished clips after each one.
+        held_out: write clips of the captions that are held out instead.
 
     Returns:
         The path of `captions.jsonl`, one `{"video": file name, "caption": sentence}` a line.
@@ -194,7 +200,8 @@ def write_clips(
     Raises:
         DataError: a file cannot be written.
     """
-    captions = np.random.default_rng(seed).permutation(training_captions()).tolist()
+    chosen = held_out_captions() if held_out else training_captions()
+    captions = np.random.default_rng(seed).permutation(chosen).tolist()
     planned = [
         (f"shapes_{seed}_{index:05d}.mp4", captions[index % len(captions)])
         for index in range(num_clips)

@@ -7,6 +7,7 @@ from typing import Any
 
 from longtake.checkpoint.manifest import damage
 from longtake.errors import RunError
+from longtake.inspection.evaluated import evaluated
 from longtake.inspection.rows import Row, read_rows
 from longtake.inspection.troubles import troubles
 from longtake.inspection.verdicts import events, verdicts
@@ -23,8 +24,8 @@ def glance(run: RunDirectory) -> dict[str, Any]:
         JSON: `run`, `id`, `created`, `recipe`, `family`, `steps`, `total_steps`, `state` (finished,
         interrupted, diverged, or open: it trains, or was killed), `launches`, `newest` (the last
         row of metrics that counts), `abandoned_rows`, `checkpoints` (step, bytes, damage,
-        abandoned), `verdicts`, `rollbacks`, `troubles` (of processes and nodes) and `next`
-        (commands, each with what it does).
+        abandoned), `verdicts`, `rollbacks`, `troubles` (of processes and nodes), `evaluations`
+        (see `evaluated`) and `next` (commands, each with what it does).
 
     Raises:
         RunError: there is no run, or run.json is damaged.
@@ -33,7 +34,7 @@ def glance(run: RunDirectory) -> dict[str, Any]:
     rows = read_rows(run)
     kept = [row for row in rows if not row.is_abandoned]
     state, steps = _state(run), kept[-1].step if kept else 0
-    checkpoints = _checkpoints(run, steps)
+    checkpoints, evaluations = _checkpoints(run, steps), evaluated(run)
     return {
         "run": str(run.path),
         "id": record["id"],
@@ -50,7 +51,8 @@ def glance(run: RunDirectory) -> dict[str, Any]:
         "verdicts": verdicts(run),
         "rollbacks": run.rollbacks(),
         "troubles": troubles(run, rows),
-        "next": _next(run, state, checkpoints, rows),
+        "evaluations": evaluations,
+        "next": _next(run, state, checkpoints, rows, evaluations),
     }
 
 
@@ -95,7 +97,11 @@ def _bytes(folder: Path) -> int:
 
 
 def _next(
-    run: RunDirectory, state: str, checkpoints: Sequence[dict[str, Any]], rows: Sequence[Row]
+    run: RunDirectory,
+    state: str,
+    checkpoints: Sequence[dict[str, Any]],
+    rows: Sequence[Row],
+    evaluations: Sequence[dict[str, Any]],
 ) -> list[dict[str, str]]:
     """Commands, and what each is for; the likeliest first."""
     ways = []
@@ -107,6 +113,10 @@ def _next(
         ways.append((f"longtake show {run.path} --around {judged[-1]}", "the newest verdict"))
     if any(each["damage"] is None and not each["abandoned"] for each in checkpoints):
         ways.append((f"longtake sample {run.path} --prompt '…' --out sample.mp4", "what it makes"))
+    shown = [each["preset"] for each in evaluations if each["steps"]]
+    if shown:
+        named = f"--preset {shown[0]} --out sheet.png"
+        ways.append((f"longtake compare {run.path} {named}", "its checkpoints side by side"))
     if rows:
         ways.append((f"longtake show {run.path} --out curves.png", "its curves"))
     if run.ledger_path.exists():

@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from longtake.run_dir import Metrics, RunDirectory, read_json_lines
+from longtake.records import read_json_lines
+from longtake.run_dir import Metrics, RunDirectory
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,8 @@ def _about(facts: Mapping[str, Any]) -> dict[str, list[str]]:
     if facts["troubles"]:
         told = [f"step {each['at']}: {sentence_of(each)}" for each in facts["troubles"]]
         lines["troubles"] = _shortened(told)
+    for each in facts["evaluations"]:
+        lines[f"preset {each['preset']}"] = _evaluated(each)
     if facts["abandoned_rows"]:
         lines["abandoned"] = [f"{facts['abandoned_rows']} steps that were done, and given up"]
     return lines
@@ -133,6 +135,28 @@ def _rollback(record: Mapping[str, Any]) -> str:
     first, end = record["skipped"]
     went = f"from step {record['from_step']} to {record['to_step']}"
     return f"{went} ({record['reason']}), without batches {first} to {end - 1}"
+
+
+def _evaluated(facts: Mapping[str, Any]) -> list[str]:
+    """Of one preset: how far it is, the newest numbers, and what is amiss."""
+    steps = facts["steps"]
+    lines = []
+    if steps:
+        loss = facts.get("held_out", {}).get("mean")
+        known = {"held-out loss": loss} if loss is not None else {}
+        numbers = ", ".join(
+            f"{name.replace('_', ' ')} {_number(value)}"
+            for name, value in {**facts["measures"], **known}.items()
+        )
+        lines.append(f"{len(steps)} checkpoints, the newest of step {steps[-1]}: {numbers}")
+    lines += [f"alarm: {message}" for message in facts["alarms"]]
+    if facts["unlike"]:
+        names = ", ".join(name.replace("_", " ") for name in facts["unlike"])
+        lines.append(f"unlike the clips of the training: {names}")
+    for each in facts["failed"]:
+        tries = "once" if each["attempts"] == 1 else f"{each['attempts']} times"
+        lines.append(f"step {each['step']} failed {tries}: {each['reason']}")
+    return _shortened(lines)
 
 
 def _shortened(lines: Sequence[str]) -> list[str]:
