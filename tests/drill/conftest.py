@@ -29,9 +29,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return place
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
-    """What all drills of a file share."""
+    """What all drills share."""
     return Ground(tmp_path_factory.mktemp("ground"), Console(quiet=True))
 
 

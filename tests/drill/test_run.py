@@ -121,7 +121,7 @@ def test_damage_to_a_file_is_what_it_is_called(tmp_path: Path) -> None:
 def test_the_list_says_of_each_fault_what_it_does_and_what_must_happen() -> None:
     """One line each."""
     written = io.StringIO()
-    show_faults(find_faults([]), Console(file=written, width=300))
+    show_faults(find_faults([]), Console(file=written, width=360))
     for fault in FAULTS.values():
         assert fault.name in written.getvalue()
         assert fault.does in written.getvalue()

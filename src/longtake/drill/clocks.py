@@ -1,38 +1,72 @@
 """The clock of a node goes wrong while a run is under way: what must hold then."""
 
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from longtake.drill.false_clock import WORD
-from longtake.drill.launch import PACKAGES, Launch, Sighting
+from longtake.drill.ground import Ground
+from longtake.drill.harms import Sabotage
+from longtake.drill.launch import Launch, Sighting
 from longtake.drill.place import Place
 from longtake.drill.verdict import Verdict, identities_of
 from longtake.health.clock import STEP_SECONDS
-from longtake.node_dir import NodeEventKind, read_json, this_node
-from longtake.run_dir import read_json_lines
+from longtake.node_dir import NodeEventKind, this_node
+from longtake.ourselves import environment, program
+from longtake.records import read_json, read_json_lines
 
 UNWATCHED = "watch.enabled=false"
 """So that no other watcher than the one below looks after the run."""
 
 
+def befall(
+    ground: Ground,
+    fault: str,
+    kind: NodeEventKind,
+    within_seconds: float,
+    slow_from: int,
+    *arguments: str,
+) -> tuple[Verdict, Sighting | None]:
+    """Train a run whose watcher's clock goes wrong as the arguments say; how that was told of.
+
+    Args:
+        ground: of the drills.
+        fault: its name.
+        kind: of the event that must tell of it.
+        within_seconds: how soon.
+        slow_from: the step from which the run dawdles, so that it lasts long enough.
+        arguments: of `drill.false_clock`.
+    """
+    place = ground.fresh(fault)
+    with place.launch(UNWATCHED, sabotage=Sabotage("dawdle", slow_from)) as launch:
+        launch.wait_for_rows(1)
+        with watched_by_false_clock(place, *arguments):
+            found = find(launch, place, kind)
+            launch.finish()
+    return judge(fault, place, found, kind, within_seconds, ground.undisturbed), found
+
+
+def told(found: Sighting | None) -> str:
+    """How a drill ends that went well."""
+    said = found.event["message"] if found else ""
+    return (
+        f"It said: {said} No stall was called, and every step is the undisturbed run's to the bit."
+    )
+
+
 @contextmanager
 def watched_by_false_clock(place: Place, *arguments: str) -> Iterator[None]:
     """Watch a place's run by a clock that goes wrong as the arguments say; ended with the block."""
-    paths = filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH", "")])
-    program = [sys.executable, "-P", "-m", "longtake.drill.false_clock", *arguments]
     with (place.folder / "watcher.log").open("wb") as log:
         watcher = subprocess.Popen(  # noqa: S603 - ourselves
-            [*program, str(place.run.path)],
+            program("longtake.drill.false_clock", *arguments, str(place.run.path)),
             cwd=place.folder,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env=environment(),
         )
     try:
         yield

@@ -16,9 +16,9 @@ from longtake.drill.hangs import hang_once
 from longtake.drill.harms import PACE_SECONDS, SLOW_PACE_SECONDS
 from longtake.drill.step import Step, When
 from longtake.models.assemble import Components
+from longtake.models.losses import Examples
 from longtake.models.precision import Precision
 from longtake.parallel.mesh import World
-from longtake.training.objective import Examples
 from longtake.training.step import SampleLosses, TrainingState
 
 _RANK = 1

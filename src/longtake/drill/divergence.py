@@ -6,7 +6,8 @@ from typing import Any
 
 from longtake.drill.place import Place
 from longtake.drill.verdict import Verdict, clips_between, identities_of, steps_skipped
-from longtake.run_dir import RunDirectory, read_json_lines
+from longtake.records import read_json_lines
+from longtake.run_dir import RunDirectory
 
 _LAST_BATCHES = 30
 _LARGEST_HARM = 0.1

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from longtake.health import clock
 from longtake.health.clock import Clocks
-from longtake.node_dir import write_once
+from longtake.records import write_once
 
 WORD = "clock.json"
 """The file that it leaves beside the run directory: when it went wrong, by the monotonic clock."""

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -16,19 +15,20 @@ from longtake.drill.hangs import Hang, read_word
 from longtake.drill.harms import Sabotage
 from longtake.errors import RunError
 from longtake.node_dir import NodeEventKind, this_node
-from longtake.run_dir import EventKind, RunDirectory, read_json_lines
+from longtake.ourselves import environment, program
+from longtake.records import read_json_lines
+from longtake.run_dir import EventKind, RunDirectory
 from longtake.stacks.processes import descendants, facts
 
-PACKAGES = Path(__file__).parents[2]  # where longtake is imported from
 _WATCHER = "longtake.watch"
 _LIMIT_SECONDS = 300.0
 _LOOK_SECONDS = 0.002
 _LOOK_SECONDS_ON_NODE = 0.05  # a watcher takes seconds
 
 # Sums are rounded otherwise by another number of threads; and small ones are faster with one.
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 # Ranks that torchrun starts again would find in its own store what the ones before them left.
-_FIXED = {**_ONE_THREAD, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+_FIXED = {**ONE_THREAD, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 @dataclass(frozen=True)
@@ -70,19 +70,17 @@ class Launch:
         self._node = this_node(self._run)
         self._num_events = len(list(read_json_lines(self._run.events_path)))
         self._num_node_events = len(list(read_json_lines(self._node.events_path)))
-        python = [sys.executable, "-P", "-m"]
-        program = _program(processes, sabotage, restarts)
+        module, *ours = _program(processes, sabotage, restarts)
         options = [part for change in changes for part in ("--set", change)]
-        paths = filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH", "")])
         self.began = self.looked_at = time.monotonic()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603 - ourselves
-                [*python, *program, "train", "recipe.toml", *options],
+                program(module, *ours, "train", "recipe.toml", *options),
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **_FIXED, "PYTHONPATH": os.pathsep.join(paths)},
+                env=environment(**_FIXED),
                 start_new_session=True,  # so that Ctrl-C reaches the drill alone, which ends it
             )
         self.pid = self._process.pid

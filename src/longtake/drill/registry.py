@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from longtake.drill.fault import Fault
 from longtake.drill.faults import (
     bit_rot_in_checkpoint,
+    brightness_drift,
+    checkpoint_deleted_under_evaluator,
     clock_slew,
     clock_step_back,
     corrupt_clip,
@@ -15,8 +17,10 @@ from longtake.drill.faults import (
     dead_watcher,
     decoder_hang,
     disk_full_while_saving,
+    evaluator_killed_while_sampling,
     frozen_loader_worker,
     full_run_disk,
+    half_synced_checkpoint,
     hung_rank,
     kill,
     kill_while_saving,
@@ -28,7 +32,9 @@ from longtake.drill.faults import (
     processes_changed,
     slow_divergence,
     slow_rank,
+    tracker_down,
     truncated_checkpoint,
+    two_evaluators,
     weight_norm_step_at_epoch_end,
 )
 from longtake.errors import LongtakeError
@@ -77,7 +83,22 @@ NODE_FAULTS = (
     full_run_disk.FAULT,
     dead_watcher.FAULT,
 )
-_GROUPS = (DATA_FAULTS, SAVING_FAULTS, NUMBER_FAULTS, HANG_FAULTS, NODE_FAULTS)
+EVALUATION_FAULTS = (
+    evaluator_killed_while_sampling.FAULT,
+    checkpoint_deleted_under_evaluator.FAULT,
+    two_evaluators.FAULT,
+    half_synced_checkpoint.FAULT,
+    brightness_drift.FAULT,
+    tracker_down.FAULT,
+)
+_GROUPS = (
+    DATA_FAULTS,
+    SAVING_FAULTS,
+    NUMBER_FAULTS,
+    HANG_FAULTS,
+    NODE_FAULTS,
+    EVALUATION_FAULTS,
+)
 FAULTS = {fault.name: fault for group in _GROUPS for fault in group}
 FAMILIES = ("frozen-loader-worker", "hung-rank", "slow-rank")
 """Names of faults that come in several ways, each `FAMILY-…`."""

@@ -10,11 +10,11 @@ from torch import Tensor
 from longtake.config import Recipe
 from longtake.data.batch import Batch
 from longtake.models.assemble import Components
+from longtake.models.losses import Examples, flow_losses
 from longtake.models.precision import Precision
 from longtake.parallel.mesh import World
 from longtake.training import loop
 from longtake.training import step as training_step
-from longtake.training.objective import Examples, flow_losses
 from longtake.training.step import SampleLosses, TrainingState, apply_update, compute_gradients
 
 

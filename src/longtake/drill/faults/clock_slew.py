@@ -1,9 +1,8 @@
 """The node's clock runs too fast while a run is under way, as one that is being corrected."""
 
-from longtake.drill.clocks import UNWATCHED, find, judge, watched_by_false_clock
+from longtake.drill.clocks import befall, told
 from longtake.drill.fault import Fault
 from longtake.drill.ground import Ground
-from longtake.drill.harms import Sabotage
 from longtake.drill.launch import Sighting
 from longtake.drill.result import Result
 from longtake.drill.verdict import Verdict
@@ -18,18 +17,10 @@ _SLOW_FROM = 4
 
 def drill(ground: Ground) -> Result:
     """Train, and show the watcher a clock that runs too fast."""
-    place = ground.fresh(_NAME)
-    with place.launch(UNWATCHED, sabotage=Sabotage("dawdle", _SLOW_FROM)) as launch:
-        launch.wait_for_rows(1)
-        with watched_by_false_clock(place, "--ppm", str(_PPM)):
-            found = find(launch, place, "clock_slewed")
-            launch.finish()
-    verdict = judge(_NAME, place, found, "clock_slewed", _WITHIN_SECONDS, ground.undisturbed)
+    arguments = ("--ppm", str(_PPM))
+    verdict, found = befall(ground, _NAME, "clock_slewed", _WITHIN_SECONDS, _SLOW_FROM, *arguments)
     judge_rate(verdict, found)
-    return verdict.result(
-        f"It said: {found.event['message'] if found else ''} No stall was called, and every step "
-        "is the undisturbed run's to the bit."
-    )
+    return verdict.result(told(found))
 
 
 def judge_rate(verdict: Verdict, found: Sighting | None) -> None:

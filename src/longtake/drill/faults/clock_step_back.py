@@ -1,9 +1,8 @@
 """The node's clock is set back while a run is under way, as by a daemon that corrects it."""
 
-from longtake.drill.clocks import UNWATCHED, find, judge, watched_by_false_clock
+from longtake.drill.clocks import befall, told
 from longtake.drill.fault import Fault
 from longtake.drill.ground import Ground
-from longtake.drill.harms import Sabotage
 from longtake.drill.launch import Sighting
 from longtake.drill.result import Result
 from longtake.drill.verdict import Verdict
@@ -19,19 +18,10 @@ _SLOW_FROM = 38
 
 def drill(ground: Ground) -> Result:
     """Train, and show the watcher a clock that is set back."""
-    place = ground.fresh(_NAME)
     arguments = ("--step", str(_SECONDS), "--after", str(_AFTER_SECONDS))
-    with place.launch(UNWATCHED, sabotage=Sabotage("dawdle", _SLOW_FROM)) as launch:
-        launch.wait_for_rows(1)
-        with watched_by_false_clock(place, *arguments):
-            found = find(launch, place, "clock_stepped")
-            launch.finish()
-    verdict = judge(_NAME, place, found, "clock_stepped", _WITHIN_SECONDS, ground.undisturbed)
+    verdict, found = befall(ground, _NAME, "clock_stepped", _WITHIN_SECONDS, _SLOW_FROM, *arguments)
     judge_size(verdict, found)
-    return verdict.result(
-        f"It said: {found.event['message'] if found else ''} No stall was called, and every step "
-        "is the undisturbed run's to the bit."
-    )
+    return verdict.result(told(found))
 
 
 def judge_size(verdict: Verdict, found: Sighting | None) -> None:
