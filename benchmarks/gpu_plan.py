@@ -36,13 +36,13 @@ from torch.optim import Optimizer
 
 from longtake import config
 from longtake.config import Recipe
+from longtake.models.losses import flow_losses
 from longtake.recompute.apply import BlockCall, caller
 from longtake.recompute.devices import Device, device_for
 from longtake.recompute.measure import Memory, measured
 from longtake.recompute.plan import Survey, find_best, survey
 from longtake.recompute.policies import POLICIES, Options, options_of
 from longtake.recompute.trace import StepTrace, Subject, Tracer
-from longtake.training.objective import flow_losses
 from longtake.training.optim import build_optimizers
 from longtake.training.optimizer_memory import foreach_bytes, optimizer_bytes
 from longtake.training.outlined import OutlinedStep, outlined_step

@@ -28,7 +28,8 @@ from longtake.guard.history import History, Judged
 from longtake.guard.judge import judge
 from longtake.guard.statistics import Statistics
 from longtake.guard.verdict import OK, Verdict
-from longtake.run_dir import Metrics, RunDirectory, read_json_lines
+from longtake.records import read_json_lines
+from longtake.run_dir import Metrics, RunDirectory
 from longtake.training.run import train
 
 _RESULTS = Path(__file__).parent / "results" / "guard_calibration.md"

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from longtake.node_dir import NodeDump, ProcessDump, Request, read_json
+from longtake.node_dir import NodeDump, ProcessDump, Request
+from longtake.records import read_json
 from longtake.stacks.group import Stack, group
 from longtake.stacks.trace import traces
 from longtake.watch.answers import Shelf

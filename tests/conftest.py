@@ -1,10 +1,16 @@
 """Fixtures that more than one room's tests need."""
 
+import importlib.util
+import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -13,6 +19,8 @@ from longtake.config import Recipe
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
 from longtake.demo.shapes import write_clips
+from longtake.records import now, write_json
+from longtake.run_dir import RunDirectory
 
 _ROOT = Path(__file__).resolve().parents[1]
 _MATERIAL = Path(__file__).resolve().parents[2] / "shared" / "material"
@@ -61,7 +69,40 @@ decay = 0.9
 every = 6
 [watch]
 enabled = false
+[tracking]
+tensorboard = false
 """
+
+
+@pytest.fixture(scope="session")
+def namespaces() -> ModuleType:
+    """The module that makes hosts; skips where it cannot."""
+    path = Path(__file__).with_name("namespaces.py")
+    spec = importlib.util.spec_from_file_location("longtake_namespaces", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for it there
+    spec.loader.exec_module(module)
+    if reason := module.why_not():
+        pytest.skip(reason)
+    return module
+
+
+@pytest.fixture
+def add_scores() -> Callable[..., Path]:
+    """Writes a scores.json: `add_scores(run, "demo", 100, alarms=[])`; gives its folder."""
+
+    def add(run: RunDirectory, preset: str, step: int, **changes: Any) -> Path:
+        folder = run.evaluation_path(preset, step)
+        folder.mkdir(parents=True)
+        texts = {"preset": preset, "key": "0a1b2c3d", "weights": "model", "time": now()}
+        tables: dict[str, Any] = {"settings": {}, "measures": {"brightness": 100.0}, "seconds": {}}
+        scores = {**texts, **tables, "step": step, "server": "vm-1", "videos": [], "alarms": []}
+        write_json(folder / "scores.json", scores | changes)
+        return folder
+
+    return add
 
 
 @pytest.fixture
@@ -146,11 +187,35 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     return write
 
 
+@pytest.fixture(scope="session")
+def warm() -> Iterator[list[str]]:
+    """A command that starts processes which have imported everything: see warm.py.
+
+    How many is appended, and a Python file, or -m and a module.
+    """
+    with tempfile.TemporaryDirectory(prefix="longtake-") as folder:
+        socket = Path(folder) / "socket"
+        command = [sys.executable, "-P", str(Path(__file__).with_name("warm.py"))]
+        one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+        served = [*command, "serve", str(socket)]
+        with subprocess.Popen(served, stdin=subprocess.PIPE, cwd=folder, env=one_thread) as server:
+            while not socket.exists():
+                assert server.poll() is None
+                time.sleep(0.01)
+            yield [*command, "run", str(socket)]
+
+
 @pytest.fixture
-def on_two_processes() -> list[str]:
-    """A command to which a Python file, or -m and a module, is appended."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*torchrun, "--nproc-per-node", "2"]
+def torchrun() -> list[str]:
+    """A command to which a Python file, or -m and a module, is appended; for two processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*command, "--nproc-per-node", "2"]
+
+
+@pytest.fixture
+def on_two_processes(warm: list[str]) -> list[str]:
+    """Likewise, for tests of what ranks compute: ten seconds less than torchrun takes."""
+    return [*warm, "2"]
 
 
 @pytest.fixture

@@ -42,6 +42,18 @@ def test_a_block_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
         pass
 
 
+def test_of_many_each_has_a_place_of_its_own(tmp_path: Path) -> None:
+    """Two write one file at a time: both end well, and the one that ends last is there."""
+    path = tmp_path / "reference.json"
+    with written_aside(path, by_many=True) as first, written_aside(path, by_many=True) as second:
+        first.write_text("first")
+        second.write_text("second")
+        assert first.suffix == second.suffix == ".json"
+        assert first.name.startswith(".")
+    assert path.read_text() == "first"
+    assert [found.name for found in tmp_path.iterdir()] == ["reference.json"]
+
+
 def test_a_folder_is_made_and_tried(tmp_path: Path) -> None:
     """Nothing is left in it; what cannot be a folder is an error before anything is written."""
     make_writable(tmp_path / "new" / "folder")

@@ -1,5 +1,6 @@
 """A recipe is read strictly: what does not fit is named, what fits survives being written."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -450,3 +451,18 @@ def test_only_a_run_at_a_plateau_may_be_made_longer(
     values["training"]["steps"] = steps
     changed = config.differences(old, config.parse(values, "new"))
     assert (changed == []) == is_accepted
+
+
+@pytest.mark.parametrize(
+    ("presets", "message"),
+    [
+        ({"claims": {}}, "a preset cannot be called claims; give it another name"),
+        ({"Low": {}}, "is 'Low'; it should be a name of small letters, digits, - and _"),
+        ({"low4s": {"hieght": 3}}, "did you mean evaluation.presets.height?"),
+    ],
+)
+def test_a_preset_s_name_and_keys_are_checked(presets: Any, message: str) -> None:
+    """Its name is a folder's, beside folders that are not presets'."""
+    values = _recipe().model_dump(exclude_none=True) | {"evaluation": {"presets": presets}}
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        config.parse(values, "recipe")

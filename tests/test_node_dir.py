@@ -8,12 +8,11 @@ from longtake.node_dir import (
     Request,
     all_nodes,
     read_events,
-    read_json,
     request_path,
     verdict_path,
-    write_once,
 )
-from longtake.run_dir import RunDirectory, append_json
+from longtake.records import append_json, read_json, write_once
+from longtake.run_dir import RunDirectory
 
 
 def test_of_many_who_write_once_one_succeeds(tmp_path: Path) -> None:

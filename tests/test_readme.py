@@ -4,16 +4,17 @@ import re
 import tomllib
 from pathlib import Path
 
-from longtake.config import DataSection
+from longtake.config import DataSection, EvaluationSection
 from longtake.demo import run
 
 _ROOT = Path(__file__).resolve().parents[1]
 _README = (_ROOT / "README.md").read_text(encoding="utf-8")
+_SHOWN: list[str] = re.findall(r"```toml\n(.*?)```", _README, re.DOTALL)
 
 
 def test_the_recipe_shown_is_the_one_that_ships() -> None:
     """A reader who copies the recipe from the README gets the demo's."""
-    _, shown = re.findall(r"```toml\n(.*?)```", _README, re.DOTALL)
+    _, _, shown = _SHOWN
     shipped = Path(run.__file__).with_name("recipe.toml").read_text(encoding="utf-8")
     assert shown == shipped
     assert len(shipped.splitlines()) <= 20
@@ -22,11 +23,18 @@ def test_the_recipe_shown_is_the_one_that_ships() -> None:
 
 def test_the_curriculum_shown_is_one() -> None:
     """With a catalog and a bucket it is a section of a recipe."""
-    curriculum, _ = re.findall(r"```toml\n(.*?)```", _README, re.DOTALL)
+    curriculum, _, _ = _SHOWN
     data = tomllib.loads(curriculum)["data"]
     bucket = {"num_frames": 17, "height": 64, "width": 96}
     section = DataSection.model_validate({**data, "catalog": "c.parquet", "buckets": [bucket]})
     assert [stage.name for stage in section.stages] == ["easy", "all"]
+
+
+def test_the_evaluation_shown_is_one() -> None:
+    """Of a preset that comes along."""
+    _, evaluation, _ = _SHOWN
+    section = EvaluationSection.model_validate(tomllib.loads(evaluation)["evaluation"])
+    assert list(section.presets) == ["low4s"]
 
 
 def test_every_link_leads_somewhere() -> None:

@@ -10,14 +10,8 @@ import pytest
 from longtake import config
 from longtake.config import Recipe
 from longtake.errors import RecipeChangedError, RunError
-from longtake.run_dir import (
-    Metrics,
-    RunDirectory,
-    append_json,
-    beside,
-    read_json_lines,
-    write_text,
-)
+from longtake.records import append_json, read_json_lines, write_text
+from longtake.run_dir import Metrics, RunDirectory, beside
 
 
 def _recipe(out: Path, **training: Any) -> Recipe:

@@ -101,7 +101,7 @@ _changes = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     first=st.sets(st.integers(0, 25), min_size=1),
     batch_size=st.integers(1, 7),

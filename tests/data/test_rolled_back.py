@@ -325,7 +325,7 @@ def _act(run: _Run, action: tuple[str, int, int]) -> None:
         run.roll_back(step, (max(0, newest - more), newest + 2))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(actions=_ACTIONS)
 def test_any_run_is_exact(stills: Path, actions: Sequence[tuple[str, int, int]]) -> None:
     """Any rollbacks and resumes, from any state, on any ranks: each clip once, minus the skipped.

@@ -17,7 +17,8 @@ from longtake import config
 from longtake.config import Recipe
 from longtake.data.index import index
 from longtake.machine import num_cores
-from longtake.run_dir import RunDirectory, read_json_lines
+from longtake.records import read_json_lines
+from longtake.run_dir import RunDirectory
 from longtake.training.caching import cache_ahead
 
 _WAN = (

@@ -15,7 +15,8 @@ from longtake.config import Recipe
 from longtake.errors import LongtakeError, PlanError, RecipeError
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World, join
-from longtake.run_dir import RunDirectory, read_json_lines
+from longtake.records import read_json_lines
+from longtake.run_dir import RunDirectory
 from longtake.training import fit as fit_module
 from longtake.training.fit import fit
 from longtake.training.run import train

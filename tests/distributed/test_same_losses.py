@@ -18,7 +18,8 @@ from longtake import config
 from longtake.config import Recipe
 from longtake.data.audit import audit
 from longtake.data.index import index
-from longtake.run_dir import RunDirectory, read_json_lines
+from longtake.records import read_json_lines
+from longtake.run_dir import RunDirectory
 from longtake.training.run import train
 
 _QUIET = Console(quiet=True)
@@ -27,18 +28,24 @@ Launch = Callable[[Recipe], subprocess.Popen[str]]
 
 
 @pytest.fixture
-def launch(on_two_processes: list[str], tmp_path: Path) -> Launch:
+def launch(on_two_processes: list[str]) -> Launch:
     """Starts `longtake train` on two processes."""
+    return lambda recipe: _start(on_two_processes, recipe)
 
-    def start(recipe: Recipe) -> subprocess.Popen[str]:
-        path = tmp_path / "launched.toml"
-        path.write_text(config.dump(recipe))
-        command = [*on_two_processes, "-m", "longtake", "train", str(path)]
-        return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ
-        )
 
-    return start
+@pytest.fixture
+def launch_by_torchrun(torchrun: list[str]) -> Launch:
+    """Likewise, where it matters how torchrun passes signals on and ends the other rank."""
+    return lambda recipe: _start(torchrun, recipe)
+
+
+def _start(command: list[str], recipe: Recipe) -> subprocess.Popen[str]:
+    path = Path(f"{recipe.out}.toml")
+    path.write_text(config.dump(recipe))
+    train = [*command, "-m", "longtake", "train", str(path)]
+    return subprocess.Popen(
+        train, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ
+    )
 
 
 def _curve(recipe: Recipe) -> list[float]:
@@ -129,7 +136,7 @@ def _lose(catalog: Path, count: int) -> list[str]:
 
 
 def test_lost_clips_are_named_once_and_a_signal_saves(
-    small_recipe: Callable[..., Recipe], launch: Launch, clips: Path
+    small_recipe: Callable[..., Recipe], launch_by_torchrun: Launch, clips: Path
 ) -> None:
     """Whichever ranks meet a lost clip it has one event; Ctrl-C ends both ranks with a save."""
     lost = _lose(clips, 6)
@@ -140,7 +147,7 @@ def test_lost_clips_are_named_once_and_a_signal_saves(
         "checkpoint.every=1000",
         "data.memory_gib=0",
     )
-    process = launch(recipe)
+    process = launch_by_torchrun(recipe)
     run, deadline = RunDirectory(recipe.out), time.monotonic() + 100
     while not run.metrics_path.exists() or len(run.metrics()) < 10:
         assert time.monotonic() < deadline
@@ -189,7 +196,7 @@ def test_stand_ins_weigh_nothing_on_two_processes(
 
 
 def test_one_rank_that_fails_ends_both(
-    small_recipe: Callable[..., Recipe], launch: Launch, clips: Path
+    small_recipe: Callable[..., Recipe], launch_by_torchrun: Launch, clips: Path
 ) -> None:
     """The rank that meets a damaged clip says so; the other does not wait until a time-out."""
     lost = min((clips.parent / "clips").glob("*.mp4"))
@@ -198,7 +205,7 @@ def test_one_rank_that_fails_ends_both(
         f"data.catalog={clips}", "training.steps=1000", "data.max_quarantined_clips=0"
     )
     began = time.monotonic()
-    process = launch(recipe)
+    process = launch_by_torchrun(recipe)
     said, _ = process.communicate(timeout=60)
     assert process.returncode != 0
     assert f"data.max_quarantined_clips = 0 allows. One of them: {lost}" in said

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from longtake import config
+from longtake.models.losses import flow_losses
 from longtake.recompute.apply import caller
 from longtake.recompute.devices import Device, device_for
 from longtake.recompute.measure import Memory, measured
 from longtake.recompute.policies import options_of
-from longtake.training.objective import flow_losses
 from longtake.training.outlined import OutlinedStep, outlined_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card here")

@@ -9,7 +9,7 @@ from rich.console import Console
 from longtake import config
 from longtake.config import Recipe
 from longtake.demo.run import demo_recipe
-from longtake.evaluation.sample import Request, load_sampler, settings_for
+from longtake.evaluation.sampling.studio import Request, load_sampler, settings_for
 from longtake.run_dir import RunDirectory
 from longtake.training.run import train
 

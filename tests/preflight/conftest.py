@@ -1,7 +1,5 @@
 """Hosts to look at, and what they would tell of themselves."""
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,22 +9,6 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.namespaces import Cluster
-
-_NAMESPACES = Path(__file__).parents[1] / "namespaces.py"
-
-
-@pytest.fixture(scope="session")
-def namespaces() -> ModuleType:
-    """The module that makes hosts; skips where it cannot."""
-    spec = importlib.util.spec_from_file_location("longtake_namespaces", _NAMESPACES)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look for it there
-    spec.loader.exec_module(module)
-    if reason := module.why_not():
-        pytest.skip(reason)
-    return module
 
 
 @pytest.fixture(scope="module")

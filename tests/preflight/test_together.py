@@ -18,11 +18,11 @@ _CONTAINER = ["unshare", "--mount", "sh", "-c", _OWN_MEMORY, "sh"]
 
 @pytest.mark.slow
 def test_two_processes_under_torchrun(
-    on_two_processes: list[str], write_recipe: Callable[..., Path], tmp_path: Path
+    torchrun: list[str], write_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
     """One report of one node with two processes; nothing is left in the run directory."""
     recipe = write_recipe(tmp_path / "r.toml")
-    command = [*on_two_processes, "-m", "longtake", "preflight", str(recipe), "--json"]
+    command = [*torchrun, "-m", "longtake", "preflight", str(recipe), "--json"]
     done = subprocess.run(
         [*command, "--timeout", "60"], capture_output=True, text=True, timeout=120, cwd=tmp_path
     )

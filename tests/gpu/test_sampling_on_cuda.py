@@ -1,0 +1,56 @@
+"""Sampling on a card: the same videos, also where its memory ends; skipped where there is none."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from longtake.config import Recipe
+from longtake.evaluation.sampling.studio import Request, Sampler, load_sampler
+from longtake.training.run import train
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card here")
+
+_REQUESTS = [Request("a red circle moving up", seed) for seed in range(32)]
+
+
+@pytest.fixture
+def sampler(small_recipe: Callable[..., Recipe]) -> Sampler:
+    """Of a small model, trained on the CPU, on the card."""
+    recipe = small_recipe("training.steps=6", "data.buckets=[{num_frames=8,height=64,width=64}]")
+    train(recipe, Console(quiet=True))
+    return load_sampler(recipe.out, device="cuda")
+
+
+@pytest.fixture
+def whole_memory() -> Iterator[None]:
+    """Give back what a test has taken of the card's memory from itself."""
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_a_card_makes_the_videos_that_a_cpu_makes(sampler: Sampler) -> None:
+    """The noise is drawn on the CPU; what is left is rounding."""
+    recipe = sampler.recipe
+    settings, bucket = recipe.sampling, recipe.data.buckets[0]
+    here = load_sampler(recipe.out, device="cpu").sample(_REQUESTS[:2], settings, bucket)
+    there = sampler.sample(_REQUESTS[:2], settings, bucket)
+    assert np.abs(here.astype(int) - there.astype(int)).mean() < 1
+
+
+def test_where_a_card_s_memory_ends_less_is_done_at_once(
+    sampler: Sampler, whole_memory: None
+) -> None:
+    """Half of what a batch takes is enough for the same videos, to a grey level or two."""
+    settings, bucket = sampler.recipe.sampling, sampler.recipe.data.buckets[0]
+    torch.cuda.reset_peak_memory_stats()
+    wanted = sampler.sample(_REQUESTS, settings, bucket, guidance="batched")
+    peak, total = torch.cuda.max_memory_reserved(), torch.cuda.get_device_properties(0).total_memory
+    sampler.memory.ways.clear()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(0.6 * peak / total)
+    found = sampler.sample(_REQUESTS, settings, bucket)
+    assert str(sampler.memory.ways[bucket]) != "all at once"
+    assert np.abs(wanted.astype(int) - found.astype(int)).max() <= 2
