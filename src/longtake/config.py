@@ -442,6 +442,8 @@ class TrainingSection(_Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Of the arithmetic; master weights, optimizer and EMA stay in fp32."""
+    compile: bool = False
+    """Compile each block (torch.compile): faster steps after a first one that takes minutes."""
 
 
 class EmaProfile(_Section):
@@ -568,8 +570,27 @@ class WatchSection(_Section):
 class ParallelSection(_Section):
     """What several processes share."""
 
-    strategy: Literal["replicate", "shard"] = "replicate"
-    """`replicate`: every process holds the model; `shard`: each holds a part of it."""
+    strategy: Literal["replicate", "shard", "hybrid"] = "replicate"
+    """`replicate`: every process holds the model; `shard`: each holds a part of it; `hybrid`: each
+    holds a part, and groups of `shard_size` processes hold all of it between them."""
+    shard_size: int | None = Field(None, gt=1)
+    """Of `hybrid`: processes that hold one copy of the model; unset: those of a node."""
+    gather: Literal["fp32", "bf16"] = "fp32"
+    """What weights kept in fp32 are gathered in for the arithmetic where it is bf16: `bf16` halves
+    what sharded ranks send each other, and rounds norms' weights too. Gradients are reduced in
+    fp32 either way."""
+    sequence: int = Field(1, gt=0)
+    """Processes that share the tokens of each clip, for clips too long for one card; it must
+    divide the number of processes and the model's attention heads."""
+
+    @model_validator(mode="after")
+    def _shards_in_groups(self) -> Self:
+        if self.shard_size is not None and self.strategy != "hybrid":
+            raise ValueError(
+                f'parallel.shard_size {self.shard_size} needs parallel.strategy = "hybrid", not '
+                f'"{self.strategy}"'
+            )
+        return self
 
 
 class CheckpointSection(_Section):
@@ -734,6 +755,7 @@ MAY_CHANGE_ON_RESUME = (
     "data.retry_quarantined",
     "training.micro_batch_size",
     "training.device",
+    "training.compile",
     "recompute",
     "parallel",
     "checkpoint",

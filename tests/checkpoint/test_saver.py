@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from longtake.checkpoint import store
 from longtake.checkpoint.saver import Saver, keep_saver
-from longtake.config import CheckpointSection
+from longtake.config import CheckpointSection, ParallelSection
 from longtake.errors import CheckpointError
 from longtake.parallel.collectives import gather_objects, sum_over_ranks, wait_for_all
 from longtake.parallel.fsdp import full, spread
@@ -243,7 +243,7 @@ def _network() -> nn.Module:
 
 
 def _save_as_one_of_two(folder: Path) -> None:
-    with join("cpu", "shard") as world:
+    with join("cpu", ParallelSection(strategy="shard")) as world:
         run, network = RunDirectory(folder), _network()
         spread(network, list(network.children()), world)
         optimizer = torch.optim.AdamW(network.parameters(), lr=0.0, weight_decay=0.0)

@@ -178,10 +178,22 @@ def test_ranks_share_the_same_global_batch(
     _assert_all_same(_over_ranks(_ranks(path, world_size)), expected)
 
 
-def test_a_batch_that_ranks_cannot_share_is_refused(path: Path) -> None:
+def test_ranks_that_do_not_divide_a_batch_share_it_too(path: Path, expected: list[Batch]) -> None:
+    """All have as many places; those beyond the batch are stand-ins that weigh nothing."""
+    for batch, whole in zip(_over_ranks(_ranks(path, 3)), expected, strict=True):
+        counts = batch.weights.bool()
+        assert batch.weights.shape == (6,)
+        assert counts.tolist() == [True] * 4 + [False] * 2
+        assert batch.identities[:4] == whole.identities
+        assert batch.seeds[:4] == whole.seeds
+        assert torch.equal(batch.videos[counts], whole.videos)
+        assert batch.rejected == ()
+
+
+def test_more_ranks_than_clips_in_a_batch_are_refused(path: Path) -> None:
     """Named with both numbers."""
-    with pytest.raises(DataError, match=r"batch of 4 clips cannot be shared by 3 ranks"):
-        _loader(path, world_size=3)
+    with pytest.raises(DataError, match=r"batch of 4 clips cannot be shared by 5 ranks"):
+        _loader(path, world_size=5)
 
 
 @pytest.mark.parametrize("memory_gib", [0.0, 40_000 / 2**30, 1.0])

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from longtake.checkpoint import store
 from longtake.checkpoint.saver import keep_saver
-from longtake.config import CheckpointSection, OptimizerSection
+from longtake.config import CheckpointSection, OptimizerSection, ParallelSection
 from longtake.errors import RecipeError
 from longtake.parallel.fsdp import full, spread
 from longtake.parallel.mesh import World, join
@@ -177,5 +177,5 @@ def _check(world: World, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    with join("cpu", "shard") as world:
+    with join("cpu", ParallelSection(strategy="shard")) as world:
         _check(world, Path(sys.argv[1]))

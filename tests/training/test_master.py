@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from longtake.config import ParallelSection
 from longtake.parallel.fsdp import full, spread
 from longtake.parallel.mesh import World, join
 from longtake.training import master
@@ -159,7 +160,7 @@ def _check(world: World, dtype: torch.dtype, offload: bool) -> None:
 
 
 if __name__ == "__main__":
-    with join("cpu", "shard") as world:
+    with join("cpu", ParallelSection(strategy="shard")) as world:
         for dtype in (torch.float32, torch.bfloat16):
             for offload in (False, True):
                 _check(world, dtype, offload)

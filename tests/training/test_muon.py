@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from longtake.config import ParallelSection
 from longtake.parallel.fsdp import spread
 from longtake.parallel.mesh import World, join
 from longtake.training import muon
@@ -231,5 +232,5 @@ def test_batches_of_bounded_size_change_nothing(monkeypatch: pytest.MonkeyPatch)
 
 
 if __name__ == "__main__":
-    with join("cpu", "shard") as entered:
+    with join("cpu", ParallelSection(strategy="shard")) as entered:
         _train_sharded(entered, Path(sys.argv[1]))

@@ -69,10 +69,17 @@ class Consumed:
 
 
 class Ledger:
-    """Appends what this rank consumed."""
+    """Appends what this rank consumed.
 
-    def __init__(self, path: Path, streams: Sequence[str]) -> None:
-        self._path = path
+    Args:
+        path: of the file.
+        streams: of the launch.
+        counts: whether this rank speaks of its clips; of ranks that share the tokens of the same
+            clips one does, and the others note only that the step is done.
+    """
+
+    def __init__(self, path: Path, streams: Sequence[str], *, counts: bool = True) -> None:
+        self._path, self._counts = path, counts
         with _writing(path):
             self._file = path.open("ab", buffering=0)
         self._streams = {name: index for index, name in enumerate(streams)}
@@ -94,7 +101,9 @@ class Ledger:
         lines = [_packed(*sample, batch.step, stream) for sample in trained]
         lines += [_packed(*sample, batch.step, stream | _REJECTED) for sample in batch.rejected]
         nothing = _packed("00" * IDENTITY_BYTES, 0, batch.step, _NOTHING)
-        whole = b"".join(lines) or nothing  # so that the step is seen to be done
+        whole = (
+            b"".join(lines) if self._counts else b""
+        ) or nothing  # so that the step is seen to be done
         with _writing(self._path):
             if self._file.write(whole) != len(whole):  # half a record would spoil all after it
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -134,9 +143,11 @@ def _packed(identity: str, epoch: int, step: int, stream: int) -> bytes:
 
 
 @contextmanager
-def keep_ledger(folder: Path, rank: int, streams: Sequence[str]) -> Iterator[Ledger]:
-    """The ledger of this rank in a launch's folder, which `begin_launch` made."""
-    ledger = Ledger(folder / f"rank_{rank:04d}.bin", streams)
+def keep_ledger(
+    folder: Path, rank: int, streams: Sequence[str], *, counts: bool = True
+) -> Iterator[Ledger]:
+    """The ledger of this rank in a launch's folder, which `begin_launch` made; see `Ledger`."""
+    ledger = Ledger(folder / f"rank_{rank:04d}.bin", streams, counts=counts)
     try:
         yield ledger
     finally:

@@ -70,7 +70,8 @@ class Loader:
         batch_size: samples per step over all ranks.
         seed: of the run.
         rank: this process's data-parallel index.
-        world_size: how many share each global batch; must divide it.
+        world_size: how many share each global batch; where it does not divide that, the last of
+            them have a place less to fill.
         kept: the folder in which catalogs that were trained on are kept, without which a run
             cannot go on after its data changed.
         hearts: where decoding processes say what they do; None: nowhere.
@@ -91,10 +92,10 @@ class Loader:
         kept: Path | None = None,
         hearts: Path | None = None,
     ) -> None:
-        if batch_size < 1 or batch_size % world_size:
+        if batch_size < world_size:
             raise DataError(
-                f"A batch of {batch_size} clips cannot be shared by {world_size} ranks; it must be "
-                f"a multiple of {world_size}."
+                f"A batch of {batch_size} clips cannot be shared by {world_size} ranks: each needs "
+                "one. Take a larger batch or fewer ranks."
             )
         self.data = data
         self.catalogs = {name: Catalog.load(path) for name, path in data.sources().items()}
@@ -104,7 +105,7 @@ class Loader:
         self._seed = seed
         self._kept = kept
         self.hearts = None if hearts is None else Hearts(hearts, rank)
-        local_size = batch_size // world_size
+        local_size = -(-batch_size // world_size)  # the same shapes on all of them
         self._mine = range(rank * local_size, (rank + 1) * local_size)
         self._step = 0
         self._told: tuple[Span, ...] = ()

@@ -31,6 +31,13 @@ def gather_objects(thing: T, world: World, *, patiently: bool = False) -> list[T
     return gathered
 
 
+def gather_in_group(thing: T, group: dist.ProcessGroup) -> list[T]:
+    """The object of every rank of a group, on each of them."""
+    gathered: list[T] = [thing] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, thing, group)
+    return gathered
+
+
 def from_first(thing: T, world: World, group: dist.ProcessGroup | None = None) -> T:
     """Rank 0's object, on every rank; through a group of all ranks, where one is given."""
     if world.mesh is None:

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from longtake.config import ParallelSection
 from longtake.errors import LongtakeError, RecipeError
 from longtake.machine import num_cores
 from longtake.parallel.flight import environment
 
 Device = Literal["auto", "cpu", "cuda"]
-Strategy = Literal["replicate", "shard"]
 
 _SECONDS_TO_LET_GO = 0.1
 _SIGNS_OF_A_LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe")  # what gloo says
@@ -37,30 +37,51 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh | None
-    """None where the process is alone."""
+    """All ranks, as FSDP2 spreads the model over them; None where the process is alone."""
+    sequence_size: int = 1
+    """Ranks, one after the other, that share the tokens of each clip."""
+    sequence_group: dist.ProcessGroup | None = None
+    """These ranks; None where each has its clips to itself."""
 
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0, the one that writes the run directory."""
         return self.rank == 0
 
+    @property
+    def data_size(self) -> int:
+        """How many share a batch: groups of ranks that have the same clips count as one."""
+        return self.size // self.sequence_size
+
+    @property
+    def data_rank(self) -> int:
+        """Which of those this rank belongs to."""
+        return self.rank // self.sequence_size
+
+    @property
+    def speaks_for_data(self) -> bool:
+        """Whether this rank counts the clips that it trains on: one of those that have them."""
+        return self.rank % self.sequence_size == 0
+
 
 @contextmanager
-def join(device: Device, strategy: Strategy, records: Path | None = None) -> Iterator[World]:
+def join(device: Device, section: ParallelSection, records: Path | None = None) -> Iterator[World]:
     """Enter the world that torchrun made, or one of a single process; leave it at the end.
 
     Args:
         device: what to compute on.
-        strategy: how the model is spread.
+        section: how ranks share model and clips.
         records: a folder of this node in which NCCL's flight recorders leave what they are asked
             for; None: they record nothing.
 
     Raises:
-        RecipeError: CUDA is asked for where there is none, or too few cards for the processes.
+        RecipeError: CUDA is asked for where there is none, or too few cards for the processes; or
+            their number does not divide as the section wants it.
         LongtakeError: another process ended while this one waited for it.
     """
     rank, local_rank, size = place_in_world()
     place = pick_device(device, local_rank)
+    shards = _shard_size(section, size)
     if "RANK" not in os.environ or size == 1:
         yield World(0, 0, 1, place, None)
         return
@@ -72,7 +93,9 @@ def join(device: Device, strategy: Strategy, records: Path | None = None) -> Ite
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(minutes=10))
     try:
-        yield World(rank, local_rank, size, place, _mesh(place.type, size, strategy))
+        group = _sequence_group(place.type, size, section.sequence)
+        mesh = _mesh(place.type, size, shards)
+        yield World(rank, local_rank, size, place, mesh, section.sequence, group)
         # Not after an error: NCCL would wait here for ranks that wait for this one elsewhere.
         dist.destroy_process_group()
     except RuntimeError as error:
@@ -133,11 +156,44 @@ def _no_card(wanted: str, local_rank: int, cards: int) -> str:
     )
 
 
-def _mesh(device_type: str, size: int, strategy: Strategy) -> DeviceMesh:
+def _shard_size(section: ParallelSection, size: int) -> int:
+    """How many ranks hold one copy of the model between them.
+
+    Raises:
+        RecipeError: the number of processes does not divide so.
+    """
+    if size % section.sequence:
+        raise RecipeError(
+            f"parallel.sequence = {section.sequence} does not divide the {size} "
+            f"process{'es' * (size > 1)} of this launch. Start a multiple of it, or change it."
+        )
+    if section.strategy != "hybrid":
+        return size if section.strategy == "shard" else 1
+    of_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    shards = section.shard_size or of_node
+    if size % shards:
+        says = f"parallel.shard_size = {shards}" if section.shard_size else f"A node's {shards}"
+        raise RecipeError(
+            f"{says} processes, which would hold one copy of the model, do not divide the {size} "
+            "processes of this launch. Start a multiple of them, or set another "
+            "parallel.shard_size."
+        )
+    return shards
+
+
+def _mesh(device_type: str, size: int, shards: int) -> DeviceMesh:
     """FSDP2 replicates over a mesh's first dimension and shards over its last."""
-    if strategy == "shard":
+    if shards == size:
         return init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device_type, (size, 1), mesh_dim_names=("replicate", "shard"))
+    shape, names = (size // shards, shards), ("replicate", "shard")
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
+
+
+def _sequence_group(device_type: str, size: int, sequence: int) -> dist.ProcessGroup | None:
+    if sequence == 1:
+        return None
+    shape, names = (size // sequence, sequence), ("data", "sequence")
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)["sequence"].get_group()
 
 
 def _share_cores() -> None:

@@ -101,7 +101,7 @@ def cache_ahead(recipe: Recipe, console: Console) -> dict[str, Any]:
             "The recipe names no folder for a cache. Set one, such as --set data.cache=cache, and "
             "how many spans of each clip it holds, such as --set data.windows=1."
         )
-    with join(recipe.training.device, recipe.parallel.strategy) as world:
+    with join(recipe.training.device, recipe.parallel) as world:
         loader = Loader(recipe.data, batch_size=recipe.training.batch_size, seed=recipe.seed)
         run = RunDirectory(recipe.out)
         if run.exists():

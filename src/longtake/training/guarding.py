@@ -49,7 +49,7 @@ class Guard:
 
     def judge(self, statistics: Statistics, samples: SampleLosses, batch: Batch) -> Verdict:
         """What is to be done with a step's update; takes note of the step."""
-        self._seen.append(_share(statistics, samples, batch, self._world.rank))
+        self._seen.append(_share(statistics, samples, batch, self._world))
         verdict = self._as_wanted(judge(self.history, statistics, self._section))
         done = "ok" if self.allows(verdict) else verdict.kind
         self.history = self.history.with_(Judged(statistics, done))
@@ -99,7 +99,7 @@ def newest_before(run: RunDirectory, step: int) -> int | None:
     return max((each for each in run.checkpoint_steps() if each <= step), default=None)
 
 
-def _share(statistics: Statistics, samples: SampleLosses, batch: Batch, rank: int) -> _Seen:
+def _share(statistics: Statistics, samples: SampleLosses, batch: Batch, world: World) -> _Seen:
     rows = zip(
         batch.identities,
         batch.captions,
@@ -109,8 +109,8 @@ def _share(statistics: Statistics, samples: SampleLosses, batch: Batch, rank: in
         batch.weights.tolist(),
         strict=True,
     )
-    trained = tuple(row[:-1] for row in rows if row[-1])
-    return _Seen(statistics.batch, statistics.step, rank, trained)
+    trained = tuple(row[:-1] for row in rows if row[-1] and world.speaks_for_data)
+    return _Seen(statistics.batch, statistics.step, world.rank, trained)
 
 
 def _row(judged: Judged) -> dict[str, Any]:

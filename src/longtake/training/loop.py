@@ -11,6 +11,7 @@ from longtake.errors import DivergedError
 from longtake.guard.statistics import Statistics
 from longtake.guard.verdict import OK, Verdict
 from longtake.parallel.mesh import World
+from longtake.training.agree import agreed
 from longtake.training.diverged import explained
 from longtake.training.gauge import Gauge
 from longtake.training.guarding import Guard
@@ -70,8 +71,9 @@ def train_steps(
     """
     guard, gauge, saver, record = watch.guard, watch.gauge, watch.saver, watch.record
     end = loader.end_after(recipe.training.steps - state.global_step)
-    for batch in record.timed(loader.batches(end)):
-        heartbeat.begin_step(state.global_step, str(batch.bucket))
+    for own_batch in record.timed(loader.batches(end)):
+        heartbeat.begin_step(state.global_step, str(own_batch.bucket))
+        batch = agreed(own_batch, world)
         seed_step(recipe.seed, state.global_step, world.rank)
         with watch.peak.of_step(batch):
             samples = compute_gradients(state, batch, recipe, world)

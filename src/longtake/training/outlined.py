@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from longtake.config import Bucket, Recipe
-from longtake.errors import RecipeError
 from longtake.models.assemble import Components, latent_shape, outline, outline_conditioning
 from longtake.models.losses import Examples, flow_losses
 from longtake.models.precision import Precision, choose_precision
 from longtake.recompute.devices import Device
 from longtake.recompute.trace import Subject, Tracer
+from longtake.training.share import places, refuse_idle_ranks
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,10 @@ class OutlinedStep:
     @property
     def num_shards(self) -> int:
         """Processes that each hold a part of the model; 1 where each holds all of it."""
-        return self.world_size if self.recipe.parallel.strategy == "shard" else 1
+        section = self.recipe.parallel
+        if section.strategy == "hybrid":
+            return section.shard_size or self.world_size
+        return self.world_size if section.strategy == "shard" else 1
 
 
 def outlined_step(recipe: Recipe, device: Device, world_size: int = 1) -> OutlinedStep:
@@ -44,10 +47,11 @@ def outlined_step(recipe: Recipe, device: Device, world_size: int = 1) -> Outlin
     Raises:
         RecipeError: the recipe's parts do not fit together, or the processes cannot share a batch.
     """
-    refuse_uneven_batch(recipe, world_size)
+    data_size = max(1, world_size // recipe.parallel.sequence)
+    refuse_idle_ranks(recipe.training.batch_size, data_size)
     parts = outline(recipe)
     parts.model.train()
-    local = max(1, recipe.training.batch_size // world_size)
+    local = places(recipe.training.batch_size, data_size)
     micro = min(recipe.training.micro_batch_size or local, local)
     bucket = max(recipe.data.shapes(), key=lambda shape: sequence_length(parts, recipe, shape))
     family, model = parts.family, parts.model
@@ -71,21 +75,6 @@ def outlined_step(recipe: Recipe, device: Device, world_size: int = 1) -> Outlin
         num_micro_batches=-(-local // micro),
         world_size=world_size,
     )
-
-
-def refuse_uneven_batch(recipe: Recipe, world_size: int) -> None:
-    """Every process needs as many whole micro-batches as every other.
-
-    Raises:
-        RecipeError: it would not have them.
-    """
-    batch, micro = recipe.training.batch_size, recipe.training.micro_batch_size or 1
-    if batch % (world_size * micro):
-        raise RecipeError(
-            f"training.batch_size {batch} cannot be shared by {world_size} processes in "
-            f"micro-batches of {micro}: it must be a multiple of {world_size * micro}. Change "
-            "training.batch_size, training.micro_batch_size or the number of processes."
-        )
 
 
 def _precision(recipe: Recipe, device: Device) -> Precision:

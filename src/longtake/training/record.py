@@ -148,10 +148,12 @@ class Record:
         """
         mine = (socket.gethostname(), loader.failures, loader.incidents)
         for rank, (host, failures, incidents) in enumerate(gather_objects(mine, self._world)):
+            # Ranks that share a clip's tokens may all have failed at it.
+            news = {each: why for each, why in failures.items() if each not in loader.quarantined}
             loader.quarantine(failures)
             if not self._world.is_first:
                 continue
-            for identity, reason in failures.items():
+            for identity, reason in news.items():
                 facts = {"step": batch.step, "rank": rank, "identity": identity}
                 self._run.append_event("sample_rejected", **facts, reason=reason)
             for incident in incidents:

@@ -39,13 +39,13 @@ from longtake.training.interrupt import catch_interrupts
 from longtake.training.loop import Ending, Watch, train_steps
 from longtake.training.mirroring import mirrored
 from longtake.training.optim import build_optimizers
-from longtake.training.outlined import refuse_uneven_batch
 from longtake.training.parts import assemble_around_cache, assemble_in_turn, count_flops
 from longtake.training.peak import PeakCheck
 from longtake.training.record import keep_record
 from longtake.training.resume import data_state, refuse_other_plans
 from longtake.training.rollback import choose, go_back, newest_kept, skip_batches
 from longtake.training.saved import go_on_from
+from longtake.training.share import refuse_idle_ranks
 from longtake.training.step import TrainingState
 from longtake.training.watching import Watcher, watched
 
@@ -87,9 +87,9 @@ def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> Outcome:
     records = None if fresh or not recipe.watch.enabled else heartbeat.folder_of(recipe.out)
     with (
         watched(recipe) as watcher,
-        join(recipe.training.device, recipe.parallel.strategy, records) as world,
+        join(recipe.training.device, recipe.parallel, records) as world,
     ):
-        refuse_uneven_batch(recipe, world.size)
+        refuse_idle_ranks(recipe.training.batch_size, world.data_size)
         refuse_missing_torchao(recipe.optimizer)
         refuse_missing_wandb(recipe.tracking)
         if world.device.type == "cpu":
@@ -180,8 +180,9 @@ def _train_through(
     world: World,
 ) -> Ending:
     """Train to the end, going back as often as the guard demands, and can."""
+    streams = stream_names(recipe.data)
     while True:
-        with keep_ledger(folder, world.rank, stream_names(recipe.data)) as ledger:
+        with keep_ledger(folder, world.rank, streams, counts=world.speaks_for_data) as ledger:
             ending = train_steps(state, loader, ledger, watch, recipe, world)
         failure = watch.saver.take_failure()  # which waits for the last save
         watch.record.checkpoints(watch.saver.finished())
@@ -222,8 +223,8 @@ def _open_data(run: RunDirectory, recipe: Recipe, world: World) -> Loader:
         recipe.data,
         batch_size=recipe.training.batch_size,
         seed=recipe.seed,
-        rank=world.rank,
-        world_size=world.size,
+        rank=world.data_rank,
+        world_size=world.data_size,
         kept=run.catalogs_path,
         hearts=heartbeat.folder_of(run.path),
     )

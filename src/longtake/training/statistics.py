@@ -16,6 +16,7 @@ from longtake.training.optim import schedule_factor
 from longtake.training.step import SampleLosses, TrainingState
 
 _QUARTERS = 4
+_NO_LOSSES = {f"{what}.{quarter}": 0.0 for what in ("loss", "samples") for quarter in range(4)}
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ def reduce_facts(
     `local` are this rank's `troubles`, `stop` and `save_failed`.
     """
     heartbeat.enter("collective")
-    sums = sum_over_ranks({**_losses(samples, batch), **gauge.sums(), **local}, world)
+    losses = _losses(samples, batch) if world.speaks_for_data else _NO_LOSSES
+    sums = sum_over_ranks({**losses, **gauge.sums(), **local}, world)
     num_samples = int(sum(sums[f"samples.{quarter}"] for quarter in range(_QUARTERS)))
     scale = recipe.training.batch_size / max(1, num_samples)
     return Facts(

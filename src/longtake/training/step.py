@@ -64,6 +64,7 @@ def compute_gradients(
     model = state.components.model
     found: list[Tensor] = []
     work = OwnWork(world.device)
+    share = recipe.training.batch_size / world.data_size  # gradients are averaged over ranks
     micro_batches = list(_micro_batches(batch, recipe.training.micro_batch_size))
     for number, part in enumerate(micro_batches, start=1):
         synchronise_gradients(model, wanted=number == len(micro_batches))
@@ -73,7 +74,7 @@ def compute_gradients(
             losses = flow_losses(state.components, examples, state.precision, world.device)
         heartbeat.enter("backward")
         weighted = losses * part.weights.to(world.device)
-        (weighted.sum() / len(batch.captions)).backward()  # type: ignore[no-untyped-call]
+        (weighted.sum() / share).backward()  # type: ignore[no-untyped-call]
         found.append(torch.stack([losses.detach(), examples.sigmas]))
     losses, sigmas = torch.cat(found, dim=1).tolist()  # one wait for the device
     return SampleLosses(tuple(losses), tuple(sigmas), work.seconds())
