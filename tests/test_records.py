@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from longtake.records import read_json, write_json, write_once
+from longtake.records import read_json, read_json_lines_on, write_json, write_once
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,3 +84,18 @@ def race() -> Any:
         return failed
 
     return race
+
+
+def test_lines_are_read_on_from_where_they_were_left(tmp_path: Path) -> None:
+    """Each once; half a line waits, spoilt ones are left out, and a shorter file is another."""
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a"\n{"a": 2}\n{"a": 3}\n{"a": ')
+    found, offset = read_json_lines_on(path, 0, 2)
+    assert found == [{"a": 1}, {"a": 2}]
+    found, offset = read_json_lines_on(path, offset, 2)
+    assert found == [{"a": 3}]
+    with path.open("ab") as file:
+        file.write(b"4}\n")
+    assert read_json_lines_on(path, offset, 2) == ([{"a": 4}], path.stat().st_size)
+    path.write_bytes(b"{}\n")
+    assert read_json_lines_on(path, offset, 2) == ([{}], 3)

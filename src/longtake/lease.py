@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from longtake.records import now, read_json, write_json, write_once
+from longtake.repeated import repeated
 
 _BEATS_PER_LEASE = 4
 
@@ -130,22 +131,15 @@ def kept(lease: Lease, stuck_seconds: float = float("inf")) -> Iterator[Lease]:
 
     It is renewed no more when the work has not `moved` for `stuck_seconds`.
     """
-    is_over = threading.Event()
 
     def renew() -> None:
-        while not is_over.wait(lease.record["seconds"] / _BEATS_PER_LEASE):
-            if lease.still_seconds() < stuck_seconds:
-                with suppress(OSError):  # a full disk: it is lost, if that lasts
-                    lease.renew()
+        if lease.still_seconds() < stuck_seconds:
+            with suppress(OSError):  # a full disk: it is lost, if that lasts
+                lease.renew()
 
-    thread = threading.Thread(target=renew, name="lease", daemon=True)
     lease.moved()
-    thread.start()
-    try:
+    with repeated("lease", renew, lease.record["seconds"] / _BEATS_PER_LEASE):
         yield lease
-    finally:
-        is_over.set()
-        thread.join()
 
 
 def _count(folder: Path) -> int:

@@ -52,6 +52,32 @@ def read_json_lines(path: Path) -> Iterator[Any]:
                     yield json.loads(line)
 
 
+def read_json_lines_on(path: Path, offset: int, at_most: int) -> tuple[list[Any], int]:
+    """The next whole lines of a JSON-lines file, and the byte after them.
+
+    Args:
+        path: of the file.
+        offset: the byte to read on from; of a shorter file, which is another one, all is read.
+        at_most: so many records; the rest is for the next time.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    found: list[Any] = []
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size == offset:
+            return found, offset
+        offset = file.seek(offset if offset < size else 0)
+        for line in file:
+            if not line.endswith(b"\n") or len(found) == at_most:
+                break
+            offset += len(line)
+            with suppress(ValueError):  # the rest of a line that was cut off
+                found.append(json.loads(line))
+    return found, offset
+
+
 def write_json(path: Path, record: Mapping[str, Any], *, by_many: bool = False) -> None:
     """Replace a JSON file as a whole; `by_many`: several processes may do so at a time."""
     write_text(path, _as_text(record), by_many=by_many)

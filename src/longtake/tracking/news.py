@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longtake.evaluation_dir import EvaluationDirectory, Scores, scores_in
+from longtake.records import read_json_lines_on
 from longtake.run_dir import RunDirectory
 from longtake.tracking.cursor import Position, Result
 
@@ -218,20 +219,8 @@ def _signature(path: Path) -> tuple[int, ...]:
 
 
 def _lines_after(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """Whole lines from a byte on, and the byte after them. A shorter file is another file."""
-    found: list[dict[str, Any]] = []
+    """Records from a byte on, and the byte after them; what is no record is left out."""
     if not path.exists():
-        return found, offset
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        if size == offset:
-            return found, offset
-        offset = file.seek(offset if offset < size else 0)
-        for line in file:
-            if not line.endswith(b"\n") or len(found) == _MOST_LINES:
-                break
-            offset += len(line)
-            with suppress(ValueError):  # the rest of a line that a launch left half
-                record = json.loads(line)
-                found += [record] if isinstance(record, dict) else []
-    return found, offset
+        return [], offset
+    found, offset = read_json_lines_on(path, offset, _MOST_LINES)
+    return [record for record in found if isinstance(record, dict)], offset

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -11,6 +10,7 @@ from longtake.evaluation.server.mishaps import Mishaps
 from longtake.evaluation.server.task import Task
 from longtake.evaluation_dir import ServerDirectory
 from longtake.records import now
+from longtake.repeated import repeated
 
 _SECONDS = 1.0
 
@@ -28,7 +28,6 @@ class Beat:
         self._directories: list[ServerDirectory] = []
         self._doing: dict[str, Any] | None = None
         self._ended: str | None = None
-        self._is_over = threading.Event()
 
     def serve(self, directories: Sequence[ServerDirectory]) -> None:
         """Say it in these runs."""
@@ -51,18 +50,11 @@ class Beat:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Beat until the block ends, and say that it did."""
-        thread = threading.Thread(target=self._run, name="beat", daemon=True)
-        thread.start()
         try:
-            yield
+            with repeated("beat", self._write, _SECONDS):
+                yield
         finally:
-            self._is_over.set()
-            thread.join()
             self._ended = now()
-            self._write()
-
-    def _run(self) -> None:
-        while not self._is_over.wait(_SECONDS):
             self._write()
 
     def _write(self) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 
 from longtake.checkpoint.holds import hold_path
 from longtake.records import now, write_json
+from longtake.repeated import repeated
 from longtake.run_dir import RunDirectory
 
 RENEWED_SECONDS = 60.0
@@ -28,7 +29,6 @@ class Holds:
         self._users: Counter[tuple[RunDirectory, int]] = Counter()
         self._lock = threading.Lock()
         self._beat = 0
-        self._is_over = threading.Event()
 
     def take(self, run: RunDirectory, step: int) -> None:
         """Hold a checkpoint once more.
@@ -64,21 +64,15 @@ class Holds:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Write all of them again every minute, until the block ends."""
-        thread = threading.Thread(target=self._renew, name="holds", daemon=True)
-        thread.start()
-        try:
+        with repeated("holds", self._renew, RENEWED_SECONDS):
             yield
-        finally:
-            self._is_over.set()
-            thread.join()
 
     def _renew(self) -> None:
-        while not self._is_over.wait(RENEWED_SECONDS):
-            with self._lock:
-                self._beat += 1
-                for run, step in self._users:
-                    with suppress(OSError):  # a full disk: tried again in a minute
-                        self._write(run, step)
+        with self._lock:
+            self._beat += 1
+            for run, step in self._users:
+                with suppress(OSError):  # a full disk: tried again in a minute
+                    self._write(run, step)
 
     def _write(self, run: RunDirectory, step: int) -> None:
         """Another server that gives its own hold back may remove the folder in between."""

@@ -1,12 +1,12 @@
 """Finds runs, and whether they go on; torch-free."""
 
-import json
+import sys
 import threading
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from longtake.records import read_json_lines_on
 from longtake.run_dir import RunDirectory
 
 _BEGINNINGS = ("launched", "resumed")
@@ -61,20 +61,10 @@ class _Course:
             return
         if stat.st_ino != self._file or stat.st_size < self._offset:
             self._newest, self._file, self._offset = None, stat.st_ino, 0
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):  # it is being written
-                    break
-                self._offset += len(line)
-                self._take_in(line)
-
-    def _take_in(self, line: bytes) -> None:
-        with suppress(ValueError):  # the rest of a line that was cut off
-            event = json.loads(line)
-            kind = event.get("event") if isinstance(event, dict) else None
-            if kind in (*_BEGINNINGS, *_ENDINGS):
-                self._newest = kind
+        events, self._offset = read_json_lines_on(self._path, self._offset, sys.maxsize)
+        kinds = [event.get("event") for event in events if isinstance(event, dict)]
+        told = [kind for kind in kinds if kind in (*_BEGINNINGS, *_ENDINGS)]
+        self._newest = told[-1] if told else self._newest
 
 
 @cache

@@ -4,8 +4,6 @@ Sampling takes minutes, in which the training saves and deletes. So this looks a
 thread of its own, unless the server has just done so.
 """
 
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -15,6 +13,7 @@ from longtake.evaluation.server.options import Options
 from longtake.evaluation.server.task import Task
 from longtake.evaluation.server.view import View
 from longtake.evaluation.sync.mirror import is_mirror
+from longtake.repeated import repeated
 from longtake.run_dir import RunDirectory
 
 _PAUSE_PER_LOOK = 10.0
@@ -40,7 +39,6 @@ class Waiting:
         self._options, self._holds, self._mishaps = options, holds, mishaps
         self._views: list[View] = []
         self._held: set[_Place] = set()
-        self._is_over = threading.Event()
 
     def serve(self, views: Sequence[View]) -> None:
         """Hold what waits in these runs."""
@@ -49,28 +47,22 @@ class Waiting:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Hold what waits until the block ends."""
-        thread = threading.Thread(target=self._run, name="waiting", daemon=True)
-        if self._options.backlog.takes_all:
-            thread.start()
-        try:
+        if not self._options.backlog.takes_all:
             yield
+            return
+        seconds = self._options.look_seconds
+        try:
+            with repeated("waiting", self._look, seconds, rest=_PAUSE_PER_LOOK):
+                yield
         finally:
-            self._is_over.set()
-            if self._options.backlog.takes_all:
-                thread.join()
             self._hold(set())
 
-    def _run(self) -> None:
-        pause = self._options.look_seconds
-        while not self._is_over.wait(pause):
-            begun = time.monotonic()
-            places: set[_Place] = set()
-            for view in self._views:
-                places |= self._wanted(view)
-            with self._mishaps.kept_to("holds"):
-                self._hold(places)
-            taken = time.monotonic() - begun
-            pause = max(self._options.look_seconds, _PAUSE_PER_LOOK * taken)
+    def _look(self) -> None:
+        places: set[_Place] = set()
+        for view in self._views:
+            places |= self._wanted(view)
+        with self._mishaps.kept_to("holds"):
+            self._hold(places)
 
     def _wanted(self, view: View) -> set[_Place]:
         """What it holds of a run; what it has held, where that cannot be seen now."""

@@ -5,7 +5,6 @@ after. It is written by the source's own clock: its age tells the trainer whethe
 """
 
 import shutil
-import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ from longtake.evaluation.sync import selection
 from longtake.evaluation.sync.remote import RemoteRun
 from longtake.evaluation.sync.transport import Transport
 from longtake.records import now, write_json
+from longtake.repeated import repeated
 from longtake.run_dir import RunDirectory
 
 _SECONDS = 60.0
@@ -46,22 +46,17 @@ def held(
     shutil.rmtree(ours.holds_path, ignore_errors=True)
     for step in steps:
         _write(ours.holds_path / ours.checkpoint_path(step).name / owner)
-    is_over = threading.Event()
     arguments = (transport, run, ours, owner)
 
     def renew() -> None:
-        while not is_over.wait(seconds):
-            with suppress(RunError):  # the pull will say what is wrong
-                _tell(*arguments)
+        with suppress(RunError):  # the pull will say what is wrong
+            _tell(*arguments)
 
     _tell(*arguments)
-    thread = threading.Thread(target=renew, name="hold at the source", daemon=True)
-    thread.start()
     try:
-        yield
+        with repeated("hold at the source", renew, seconds):
+            yield
     finally:
-        is_over.set()
-        thread.join()
         shutil.rmtree(ours.holds_path, ignore_errors=True)
         with suppress(RunError):  # it is of no effect when it is old, and is taken away next time
             _tell(*arguments)
