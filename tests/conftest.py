@@ -7,23 +7,31 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
-from longtake import config
+from longtake import config, ourselves
 from longtake.config import Recipe
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
 from longtake.demo.shapes import write_clips
+from longtake.drill import hosts
 from longtake.records import now, write_json
 from longtake.run_dir import RunDirectory
 
 _ROOT = Path(__file__).resolve().parents[1]
 _MATERIAL = Path(__file__).resolve().parents[2] / "shared" / "material"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with the most slow tests first, so that none is begun when all others have ended."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 @pytest.fixture(scope="session")
@@ -74,19 +82,24 @@ tensorboard = false
 """
 
 
-@pytest.fixture(scope="session")
-def namespaces() -> ModuleType:
-    """The module that makes hosts; skips where it cannot."""
-    path = Path(__file__).with_name("namespaces.py")
-    spec = importlib.util.spec_from_file_location("longtake_namespaces", path)
+def _beside(name: str) -> ModuleType:
+    """A module that lies beside this file."""
+    path = Path(__file__).with_name(f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"longtake_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look for it there
     spec.loader.exec_module(module)
-    if reason := module.why_not():
-        pytest.skip(reason)
     return module
+
+
+@pytest.fixture(scope="session")
+def namespaces() -> ModuleType:
+    """The module that makes hosts, with ssh between them; skips where it cannot."""
+    if reason := hosts.why_not(with_ssh=True):
+        pytest.skip(reason)
+    return hosts
 
 
 @pytest.fixture
@@ -105,13 +118,25 @@ def add_scores() -> Callable[..., Path]:
     return add
 
 
+@pytest.fixture(scope="module")
+def small_recipe_in(shapes_catalog: Path) -> Callable[[Path], Callable[..., Recipe]]:
+    """Makes what `small_recipe` is, for a folder: for runs that several tests look at."""
+
+    def make(folder: Path) -> Callable[..., Recipe]:
+        path = folder / "small.toml"
+        path.write_text(_SMALL_RECIPE)
+        always = (f"out={folder / 'run'}", f"data.catalog={shapes_catalog}")
+        return lambda *changes: config.load(path, (*always, *changes))
+
+    return make
+
+
 @pytest.fixture
-def small_recipe(shapes_catalog: Path, tmp_path: Path) -> Callable[..., Recipe]:
+def small_recipe(
+    small_recipe_in: Callable[[Path], Callable[..., Recipe]], tmp_path: Path
+) -> Callable[..., Recipe]:
     """Makes recipes of a run of a second: `small_recipe("training.steps=8")`, in tmp_path/run."""
-    path = tmp_path / "small.toml"
-    path.write_text(_SMALL_RECIPE)
-    always = (f"out={tmp_path / 'run'}", f"data.catalog={shapes_catalog}")
-    return lambda *changes: config.load(path, (*always, *changes))
+    return small_recipe_in(tmp_path)
 
 
 @pytest.fixture(scope="session")
@@ -212,6 +237,27 @@ def torchrun() -> list[str]:
     return [*command, "--nproc-per-node", "2"]
 
 
+@pytest.fixture(scope="session")
+def start_warm(warm: list[str]) -> Callable[..., Any]:
+    """What `ourselves.start` does, by processes that have imported everything."""
+    *_, socket = warm
+    forked = _beside("warm").Forked
+
+    def start(
+        command: Sequence[str], log: IO[bytes], folder: Path | None = None, **changes: str
+    ) -> Any:
+        where, log_file = str(folder or Path.cwd()), log.fileno()
+        return forked(socket, command, where, ourselves.environment(**changes), log_file)
+
+    return start
+
+
+@pytest.fixture
+def on_processes(warm: list[str]) -> Callable[[int], list[str]]:
+    """A command to which a Python file, or -m and a module, is appended; for so many processes."""
+    return lambda count: [*warm, str(count)]
+
+
 @pytest.fixture
 def on_two_processes(warm: list[str]) -> list[str]:
     """Likewise, for tests of what ranks compute: ten seconds less than torchrun takes."""
@@ -225,7 +271,7 @@ def run_on_two_ranks(on_two_processes: list[str]) -> Callable[..., None]:
     def run(file: str, *arguments: str) -> None:
         command, folder = [*on_two_processes, file, *arguments], Path(file).parent
         ended = subprocess.run(
-            command, capture_output=True, text=True, timeout=100, check=False, cwd=folder
+            command, capture_output=True, text=True, timeout=300, check=False, cwd=folder
         )
         assert ended.returncode == 0, ended.stderr
 

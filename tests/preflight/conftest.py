@@ -3,20 +3,18 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from tests.namespaces import Cluster
+from longtake.drill.hosts import Cluster
 
 
 @pytest.fixture(scope="module")
 def three_hosts(
     namespaces: ModuleType, tmp_path_factory: pytest.TempPathFactory
-) -> "Iterator[Cluster]":
+) -> Iterator[Cluster]:
     """node0, node1 and node2, which share this machine's disk; tests leave them as they were."""
-    with namespaces.hosts(3, tmp_path_factory.mktemp("hosts")) as cluster:
+    with namespaces.hosts(3, tmp_path_factory.mktemp("hosts"), with_ssh=True) as cluster:
         yield cluster
 
 

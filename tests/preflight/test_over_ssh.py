@@ -4,18 +4,17 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-if TYPE_CHECKING:
-    from tests.namespaces import Cluster
+from longtake.drill.hosts import Cluster
 
 _PREFLIGHT = [sys.executable, "-P", "-m", "longtake", "preflight"]
 
 
 def _look(
-    cluster: "Cluster", folder: Path, *arguments: str, path: Path | None = None
+    cluster: Cluster, folder: Path, *arguments: str, path: Path | None = None
 ) -> dict[str, Any]:
     """Start the preflight on node0; what it tells, checked against its exit status."""
     # On node0 itself, so that names are those of the hosts.
@@ -38,7 +37,7 @@ def _package(folder: Path, version: str) -> None:
 
 @pytest.mark.slow
 def test_nodes_that_differ(
-    three_hosts: "Cluster", write_recipe: Callable[..., Path], tmp_path: Path
+    three_hosts: Cluster, write_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Another package, recipe and run directory on one node are named; so is one that is off."""
     local = tmp_path / "local"
@@ -78,7 +77,7 @@ def test_nodes_that_differ(
 
 
 @pytest.mark.slow
-def test_a_node_that_never_arrives(three_hosts: "Cluster", tmp_path: Path) -> None:
+def test_a_node_that_never_arrives(three_hosts: Cluster, tmp_path: Path) -> None:
     """Ssh works, but its processes cannot connect to where all meet: it is named, and in time."""
     meeting_point = three_hosts.addresses["node1"]
     # From node2 there is no way to node1, though node0 reaches both.

@@ -4,17 +4,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import fsspec
 import pytest
 
 from longtake.checkpoint.manifest import commit, describe
+from longtake.drill.hosts import Cluster
 from longtake.records import append_json
 from longtake.run_dir import RunDirectory
-
-if TYPE_CHECKING:
-    from tests.namespaces import Cluster
 
 
 class Trainer:
@@ -120,9 +117,9 @@ def train() -> Callable[[Path], Trainer]:
 @pytest.fixture(scope="module")
 def two_hosts(
     namespaces: ModuleType, tmp_path_factory: pytest.TempPathFactory
-) -> "Iterator[Cluster]":
+) -> Iterator[Cluster]:
     """node0, where runs are trained, and node1, where they are mirrored to."""
     if not shutil.which("rsync"):
         pytest.skip("rsync is not installed")
-    with namespaces.hosts(2, tmp_path_factory.mktemp("hosts")) as cluster:
+    with namespaces.hosts(2, tmp_path_factory.mktemp("hosts"), with_ssh=True) as cluster:
         yield cluster

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from longtake.drill.hosts import Cluster
 from longtake.ourselves import environment
 from longtake.records import write_json
 from longtake.run_dir import RunDirectory
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     import subprocess
 
     from tests.evaluation.sync.conftest import Trainer
-    from tests.namespaces import Cluster
 
 _DRIVE = Path(__file__).with_name("drive.py")
 
@@ -34,7 +34,7 @@ class Pair:
         mirror: on the other host.
     """
 
-    cluster: "Cluster"
+    cluster: Cluster
     runs: Path
     really: Path
     mirror: Path
@@ -73,9 +73,7 @@ class Pair:
 
 
 @pytest.fixture
-def pair(
-    two_hosts: "Cluster", tmp_path: Path, train: "Callable[[Path], Trainer]"
-) -> Iterator[Pair]:
+def pair(two_hosts: Cluster, tmp_path: Path, train: "Callable[[Path], Trainer]") -> Iterator[Pair]:
     """One run, `one`, with the checkpoints 1 and 2."""
     runs = tmp_path / "runs"
     runs.mkdir()
