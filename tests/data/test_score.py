@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from longtake.data.catalog import Catalog
+from longtake.data.crews.processes import Processes
 from longtake.data.encode import write_video
 from longtake.data.index import index
 from longtake.data.score import SCORES, score
 from longtake.data.scores.motion import motion
-from longtake.data.scores.words import nouns, num_nouns, num_nouns_of_all, num_words
+from longtake.data.scores.words import nouns, nouns_of_all, num_nouns, num_words
 from longtake.errors import ClipError, DataError
 
 JUDGED = {
@@ -97,12 +98,10 @@ def test_every_process_finds_the_same_nouns_without_a_network() -> None:
 
 
 def test_several_processes_count_like_one() -> None:
-    """In the captions' order, with progress up to the last of them."""
+    """In the captions' order."""
     captions = [f"{number} {caption}" for number in range(120) for caption in JUDGED]
-    done: list[tuple[int, int]] = []
-    counts = num_nouns_of_all(captions, 2, lambda part, all_: done.append((part, all_)))
-    assert counts.tolist() == num_nouns_of_all(captions, 1).tolist()
-    assert done == [(500, 1200), (1000, 1200), (1200, 1200)]
+    counts = list(nouns_of_all(captions, Processes(2)))
+    assert counts == list(map(num_nouns, captions))
 
 
 @pytest.mark.parametrize("caption", ["", "  \n", "猫が走る", "?!"])

@@ -18,6 +18,14 @@ data_app = typer.Typer(help="Prepare and inspect what is trained on.", no_args_i
 
 CatalogPath = Annotated[Path, typer.Argument(help="A catalog (Parquet), as `index` writes it.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Processes; one for each core if unset.")]
+On = Annotated[
+    str | None,
+    typer.Option(
+        "--on",
+        metavar="ray[://HOST:PORT]",
+        help="Work on a Ray cluster: RAY_ADDRESS's or this machine's, or that client server's.",
+    ),
+]
 
 
 @data_app.command()
@@ -39,6 +47,7 @@ def index(
         ),
     ] = None,
     workers: Workers = None,
+    on: On = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Read all files again, the unchanged ones too.")
     ] = False,
@@ -48,12 +57,13 @@ def index(
 
     Again, it reads only what is new or changed; after Ctrl-C it goes on where it was.
     """
+    from longtake.data.crews.choice import crew_on
     from longtake.data.index import index as index_clips
     from longtake.progress import counted
 
-    with counted(say.console(), "index") as advance:
+    with crew_on(on, workers) as crew, counted(say.console(), "index") as advance:
         report = index_clips(
-            sources, captions=captions, out=out, workers=workers, progress=advance, fresh=fresh
+            sources, captions=captions, out=out, crew=crew, progress=advance, fresh=fresh
         )
     if as_json:
         say.result(asdict(report) | {"catalog": str(out)})
@@ -86,16 +96,18 @@ def prepare(
     crf: Annotated[int, typer.Option(help="Quality of x264: 0 (lossless) to 51.")] = 18,
     fps: Annotated[float | None, typer.Option(help="At most so many frames a second.")] = None,
     workers: Workers = None,
+    on: On = None,
     as_json: AsJson = False,
 ) -> None:
     """Transcode clips to the size that they are trained in, so that reading them is cheap."""
-    from longtake.data.prepare import Settings
+    from longtake.data.crews.choice import crew_on
     from longtake.data.prepare import prepare as prepare_clips
+    from longtake.data.transcode import Settings
     from longtake.progress import counted
 
     settings = Settings(tuple(map(_parse_size, size)), gop, crf, fps)
-    with counted(say.console(), "prepare") as advance:
-        report = prepare_clips(catalog, out, settings=settings, workers=workers, progress=advance)
+    with crew_on(on, workers) as crew, counted(say.console(), "prepare") as advance:
+        report = prepare_clips(catalog, out, settings=settings, crew=crew, progress=advance)
     if as_json:
         say.result(asdict(report) | {"catalog": str(report.catalog)})
         return
@@ -129,21 +141,27 @@ def score(
         Path | None, typer.Option(help="The catalog to write; by default the same one.")
     ] = None,
     workers: Workers = None,
+    on: On = None,
     as_json: AsJson = False,
 ) -> None:
-    """Give every clip a number that stages can select by, such as `nouns <= q40`."""
+    """Give every clip a number that stages can select by, such as `nouns <= q40`.
+
+    After Ctrl-C it goes on where it was.
+    """
     from longtake.data.catalog import Catalog
+    from longtake.data.crews.choice import crew_on
     from longtake.data.index import check_out
     from longtake.data.score import score as score_clips
     from longtake.progress import counted
 
-    loaded = Catalog.load(catalog)
-    check_out(out or catalog)  # scoring may take hours
-    with counted(say.console(), "score") as advance:
-        scored = score_clips(loaded, by, name=name, workers=workers, progress=advance)
-    scored.catalog.save(out or catalog)
+    loaded, target = Catalog.load(catalog), out or catalog
+    check_out(target)  # scoring may take hours
+    with crew_on(on, workers) as crew, counted(say.console(), "score") as advance:
+        scored = score_clips(loaded, by, name=name, crew=crew, out=target, progress=advance)
+    scored.catalog.save(target)
+    scored.settle()
     facts = {
-        "catalog": str(out or catalog),
+        "catalog": str(target),
         "name": scored.name,
         "scored": scored.num_known,
         "unknown": len(scored.values) - scored.num_known,
@@ -196,6 +214,10 @@ def show(
 def cache(
     recipe: Annotated[Path, typer.Argument(help="A recipe (TOML) with data.cache.")],
     changes: Changes = None,
+    on: On = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="With --on: at most so many at a time.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compute a recipe's latents and prompt embeddings ahead, so that training need not wait.
@@ -205,9 +227,17 @@ def cache(
     RECIPE[/bold].
     """
     from longtake import config
+    from longtake.data.crews.choice import crew_on
     from longtake.training.caching import KINDS, cache_ahead
 
-    facts = cache_ahead(config.load(recipe, changes or ()), say.console())
+    if workers and on is None:
+        raise typer.BadParameter("--workers is for --on; here, data.workers of the recipe decode")
+    loaded = config.load(recipe, changes or ())
+    if on is None:
+        facts = cache_ahead(loaded, say.console())
+    else:
+        with crew_on(on, workers) as crew:
+            facts = cache_ahead(loaded, say.console(), crew)
     if as_json:
         say.result(facts)
         return

@@ -63,7 +63,13 @@ def _check(frames: NDArray[np.uint8], path: Path) -> tuple[int, int, int]:
 
 
 def encode_frames(
-    path: Path, frames: Iterable[av.VideoFrame], *, fps: float, crf: int, gop: int
+    path: Path,
+    frames: Iterable[av.VideoFrame],
+    *,
+    fps: float,
+    crf: int,
+    gop: int,
+    by_many: bool = False,
 ) -> None:
     """Write frames as they come, at their own timestamps, as H.264 (4:2:0) in an mp4 file.
 
@@ -77,6 +83,7 @@ def encode_frames(
         fps: average frames per second.
         crf: as `write_video`.
         gop: distance of keyframes in frames.
+        by_many: several processes may write it at a time; see `written_aside`.
 
     Raises:
         DataError: the file cannot be written; and whatever `frames` raises.
@@ -85,7 +92,10 @@ def encode_frames(
     first = next(waiting)
     params = f"mbtree=0:keyint={gop}:min-keyint={gop}:scenecut=0:open-gop=0"
     try:
-        with written_aside(path) as aside, av.open(aside, "w", format="mp4") as container:
+        with (
+            written_aside(path, by_many=by_many) as aside,
+            av.open(aside, "w", format="mp4") as container,
+        ):
             stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
             stream.options = {"crf": str(crf), **_FAST_TO_READ, "x264-params": params}
             stream.thread_count = 1

@@ -20,6 +20,7 @@ from longtake.config import Bucket, DataSection
 from longtake.data.cache import Cache, Entry
 from longtake.data.cached import Failure
 from longtake.data.catalog import Catalog
+from longtake.data.clip import Clip
 from longtake.data.plan import Plan
 from longtake.data.pool import Incident, Pool
 from longtake.data.references import Reference, without_reference
@@ -45,6 +46,22 @@ class Place(NamedTuple):
     catalog: Catalog
     shape: Bucket
     row: int
+
+    @property
+    def clip(self) -> Clip:
+        """The clip's record, made when it is asked for."""
+        return self.catalog.clip(self.row)
+
+    def given(self) -> "Given":
+        """The same without its catalog, for another process."""
+        return Given(self.clip, self.shape)
+
+
+class Given(NamedTuple):
+    """One clip, and the shape that it is trained in."""
+
+    clip: Clip
+    shape: Bucket
 
 
 @dataclass(frozen=True)
@@ -84,6 +101,14 @@ class Report:
         """Count an entry."""
         self.computed[entry.kind] += 1
         self.num_bytes += num_bytes
+
+    def add(self, other: "Report") -> None:
+        """Count what another process has done."""
+        self.present.update(other.present)
+        self.computed.update(other.computed)
+        self.num_bytes += other.num_bytes
+        self.failures |= other.failures
+        self.incidents += other.incidents
 
 
 def find_missing(
@@ -148,7 +173,7 @@ def fill_prompts(
 
 def fill_latents(
     cache: Cache,
-    places: Sequence[Place],
+    places: Sequence[Place] | Sequence[Given],
     data: DataSection,
     encode: EncodePixels,
     report: Report,
@@ -166,8 +191,7 @@ def fill_latents(
     with Pool(data.workers, limit, decoder=data.decoder, hearts=hearts) as pool:
         for done, number in enumerate(_some_order(len(places))):
             place = places[number]
-            clip = place.catalog.clip(place.row)
-            for window in all_windows(clip, place.shape, data):
+            for window in all_windows(place.clip, place.shape, data):
                 under_way.append(_begin(cache, window, pool))
             while len(under_way) > 2 * max(data.workers, 1):
                 _finish(cache, under_way.popleft(), encode, data, report)
@@ -235,7 +259,7 @@ def _look(
     cache: Cache, place: Place, data: DataSection, without: Container[str]
 ) -> tuple[Counter[str], bool]:
     """How many entries of a clip are there, by kind, and whether one is missing."""
-    clip, present, is_missing = place.catalog.clip(place.row), Counter[str](), False
+    clip, present, is_missing = place.clip, Counter[str](), False
     if clip.identity in without:
         return present, False
     for window in all_windows(clip, place.shape, data):

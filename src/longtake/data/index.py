@@ -14,6 +14,8 @@ from pathlib import Path
 from longtake.aside import make_writable
 from longtake.data.catalog import Catalog, Duplicate, Rejection, Stamp, cannot_write
 from longtake.data.clip import Clip
+from longtake.data.crews.errand import Crew
+from longtake.data.crews.processes import Processes
 from longtake.data.indexing.captions import is_sidecar, read_captions
 from longtake.data.indexing.item import Item
 from longtake.data.indexing.journal import Journal, Memory, stamp_of
@@ -54,6 +56,7 @@ def index(
     captions: Path | None,
     out: Path,
     workers: int | None = None,
+    crew: Crew | None = None,
     progress: Callable[[int, int], None] | None = None,
     fresh: bool = False,
 ) -> IndexReport:
@@ -68,18 +71,20 @@ def index(
         out: the catalog to write. An older catalog there is replaced; its clips' scores are kept.
         workers: processes that decode; by default as many as there are cores. 0: this process,
             which a hostile file can then hang or crash.
+        crew: who decodes instead, such as a cluster; the catalog is the same to the byte.
         progress: called with (files done, files in all).
         fresh: read every file again, whatever is known of it.
 
     Raises:
-        DataError: a source or the captions cannot be read, nothing is found or can be decoded, or
-            the catalog cannot be written (which is found out before decoding).
+        DataError: a source or the captions cannot be read, nothing is found or can be decoded,
+            the catalog cannot be written (which is found out before decoding), or the crew cannot
+            work.
     """
     check_out(out)
     found = find(sources)
     items, unmatched = _captioned(found, captions)
     before = _catalog_before(out)
-    seen = look_at(items, out, workers=workers, progress=progress, fresh=fresh)
+    seen = look_at(items, out, crew or _processes(workers), progress=progress, fresh=fresh)
     clips = _clips(items, seen)
     rejected = _rejected(items, seen, found.refused)
     if not clips:
@@ -120,8 +125,8 @@ class Seen:
 def look_at(
     items: Sequence[Item],
     out: Path,
+    crew: Crew,
     *,
-    workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     fresh: bool = False,
 ) -> Seen:
@@ -134,8 +139,12 @@ def look_at(
     results = memory.recall(stamps)
     seen = Seen(results, stamps, len(results), journal)
     with closing(journal):
-        _look(items, seen, num_cores() if workers is None else workers, progress)
+        _look(items, seen, crew, progress)
     return seen
+
+
+def _processes(workers: int | None) -> Processes:
+    return Processes(num_cores() if workers is None else workers)
 
 
 def _captioned(found: Found, captions: Path | None) -> tuple[list[Item], list[str]]:
@@ -168,14 +177,14 @@ def _stamps(items: Iterable[Item]) -> dict[str, Stamp]:
 def _look(
     items: Sequence[Item],
     seen: Seen,
-    workers: int,
+    crew: Crew,
     progress: Callable[[int, int], None] | None,
 ) -> None:
     """Decode what is not known yet, and write down each result as it comes."""
     if progress is not None and seen.results:
         progress(len(seen.results), len(items))
     new = [item for item in items if str(item.media) not in seen.results]
-    with closing(probe_all(new, workers)) as outcomes:
+    with closing(probe_all(new, crew)) as outcomes:
         for outcome in outcomes:
             name = str(outcome.item.media)
             seen.results[name] = outcome.found

@@ -14,7 +14,7 @@ gradient comes of it, and no clip is trained twice in an epoch.
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,16 @@ class _Sample:
     clip: Clip
     epoch: int
     seed: int
+
+
+@dataclass
+class _UnderWay:
+    """Batches that are being fetched, and what fetches them."""
+
+    feed: Feed
+    following: int
+    """The batch to begin next."""
+    waiting: "deque[_Begun]" = field(default_factory=deque)
 
 
 @dataclass(frozen=True)
@@ -115,6 +125,7 @@ class Loader:
         self._failures: dict[str, str] = {}
         self._clips: dict[tuple[int, int], Clip] = {}
         self._filled: Filled | None = None
+        self._ahead_of_time: _UnderWay | None = None
         for catalog in self.catalogs.values():
             refuse_archives(catalog, data.references)
 
@@ -255,21 +266,35 @@ class Loader:
             DataError: more clips failed than `data.max_quarantined_clips` allows, or not one clip
                 of a bucket can be decoded.
         """
-        ends = [end for end in (end_step, self.course.end_step) if end is not None]
-        waiting: deque[_Begun] = deque()
-        with self._feed(self.data.workers) as feed:
-            while not ends or self._step < min(ends):
-                if not waiting or waiting[0].planned.step != self._step:  # it was skipped since
-                    waiting.clear()
-                    following = self._step
-                while len(waiting) <= self._ahead() and (not ends or following < min(ends)):
-                    waiting.append(self._begin(following, feed))
-                    following = self._skipped.past(following + 1)
+        end = self._end(end_step)
+        begun, self._ahead_of_time = self._ahead_of_time, None
+        begun = begun or _UnderWay(self._feed(self.data.workers), self._step)
+        with begun.feed as feed:
+            while end is None or self._step < end:
+                self._begin_ahead(begun, end)
                 self._refuse_too_many()
-                batch = self._assemble(waiting.popleft())
+                batch = self._assemble(begun.waiting.popleft())
                 self._incidents += feed.incidents()
                 self._step = self._skipped.past(self._step + 1)
                 yield batch
+
+    def begin(self, end_step: int | None = None) -> None:
+        """Start decoding processes, and with the first batches, while there is nobody to train yet.
+
+        The next call of `batches` goes on with them. Nothing counts as handed out before. Call it
+        when the loader is where it is to begin; and then `batches` or `close`.
+        """
+        self.close()
+        if self._filled is None:  # to read from a cache takes no time
+            self._ahead_of_time = _UnderWay(self._feed(self.data.workers), self._step)
+            self._begin_ahead(self._ahead_of_time, self._end(end_step))
+
+    def close(self) -> None:
+        """End what `begin` has started, if nobody came for it."""
+        begun, self._ahead_of_time = self._ahead_of_time, None
+        if begun is not None:
+            with begun.feed:
+                pass
 
     def load(self, step: int) -> Batch:
         """This rank's share of the batch of a global step, decoded here and now."""
@@ -280,6 +305,21 @@ class Loader:
         if self._filled is not None:
             return CacheReading(self._filled)
         return Decoding(self.data, workers, self._memory, self.hearts)
+
+    def _end(self, end_step: int | None) -> int | None:
+        """The number of the first batch that is not wanted; None: there is no end."""
+        ends = [end for end in (end_step, self.course.end_step) if end is not None]
+        return min(ends) if ends else None
+
+    def _begin_ahead(self, begun: _UnderWay, end: int | None) -> None:
+        """Begin as many batches from here on as should be under way."""
+        waiting = begun.waiting
+        if not waiting or waiting[0].planned.step != self._step:  # it was skipped since
+            waiting.clear()
+            begun.following = self._step
+        while len(waiting) <= self._ahead() and (end is None or begun.following < end):
+            waiting.append(self._begin(begun.following, begun.feed))
+            begun.following = self._skipped.past(begun.following + 1)
 
     def _ahead(self) -> int:
         """Batches to keep under way: enough that no worker idles."""

@@ -6,72 +6,28 @@ keyframe every few frames. They keep frame count, timestamps, captions and score
 `prepared_from` which clip they were made of.
 """
 
-import hashlib
-import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
-from fractions import Fraction
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
-import av
 import numpy as np
-from av.video.frame import PictureType
-from av.video.reformatter import ColorRange, Interpolation, VideoReformatter
-from PIL import Image
 
-from longtake.aside import written_aside
 from longtake.data.catalog import Catalog, Rejection
 from longtake.data.clip import Clip, Media
-from longtake.data.decode import decoded, opened
-from longtake.data.encode import encode_frames
-from longtake.data.image import read_image
+from longtake.data.crews.errand import Crew
+from longtake.data.crews.processes import Processes
 from longtake.data.index import Seen, check_out, look_at, without_duplicates
 from longtake.data.indexing.item import Item
-from longtake.data.indexing.probe import Probe, content_hash
+from longtake.data.indexing.probe import Probe
+from longtake.data.transcode import Settings, Transcoding
 from longtake.errors import ClipError, DataError
 from longtake.machine import num_cores
 
 CATALOG_NAME = "catalog.parquet"
-_FORMAT = 1  # part of every name: raise it when other pixels would be written
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What decides how a prepared clip looks.
-
-    Attributes:
-        sizes: heights and widths to cover; each clip covers the one nearest in aspect ratio.
-        gop: distance of keyframes in frames.
-        crf: quality of x264, 0 (lossless) to 51.
-        fps: at most so many frames per second; None: all frames.
-    """
-
-    sizes: tuple[tuple[int, int], ...]
-    gop: int = 12
-    crf: int = 18
-    fps: float | None = None
-
-    def check(self) -> None:
-        """Refuse what cannot be encoded.
-
-        Raises:
-            DataError: a value is out of its range.
-        """
-        if not self.sizes or min(min(size) for size in self.sizes) < 2:
-            raise DataError(f"Sizes to prepare for: {list(self.sizes)}; expected at least 2x2.")
-        if self.gop < 1 or not 0 <= self.crf <= 51 or (self.fps is not None and self.fps <= 0):
-            raise DataError(
-                f"gop is {self.gop}, crf {self.crf}, fps {self.fps}; expected a gop of at least 1, "
-                "a crf from 0 to 51, and more than 0 frames per second."
-            )
-
-    @property
-    def name(self) -> str:
-        """Eight hex digits that name these settings."""
-        text = json.dumps([_FORMAT, asdict(self)])
-        return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+_SEEN_SECONDS = 90.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +59,7 @@ def prepare(
     *,
     settings: Settings,
     workers: int | None = None,
+    crew: Crew | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> PrepareReport:
     """Transcode every clip of a catalog, and write a catalog of the results.
@@ -116,8 +73,9 @@ def prepare(
         catalog_path: the catalog of the clips.
         out_folder: where files and the new `catalog.parquet` are written.
         settings: how clips are to look.
-        workers: threads that transcode and processes that check; by default one for each core.
-            0: one thread, and this process checks.
+        workers: processes that transcode, and that check; by default one for each core. 0: this
+            process, which a hostile file can then hang or crash.
+        crew: who does so instead, such as a cluster; what is written is the same to the byte.
         progress: called with (done, in all); each clip counts twice, when it is written and when
             what was written has been read again.
 
@@ -130,13 +88,14 @@ def prepare(
     if out.resolve() == catalog_path.resolve():
         raise DataError(f"{out} is the catalog to be prepared. Name another folder.")
     check_out(out)
-    clips, count = list(source.clips()), num_cores() if workers is None else workers
-    tell = progress or (lambda done, total: None)
-    targets = {clip.identity: _target(clip, out_folder.resolve(), settings) for clip in clips}
+    crew = crew or Processes(num_cores() if workers is None else workers)
+    clips, tell = list(source.clips()), progress or (lambda done, total: None)
+    errand = Transcoding(out_folder.resolve(), settings)
+    targets = {clip.identity: errand.target(clip) for clip in clips}
     reused = sum(target.exists() for target in targets.values())
-    failed = _transcode_all(clips, targets, settings, count, tell)
+    failed = _transcode_all(clips, errand, crew, tell)
     written = [clip for clip in clips if clip.identity not in failed]
-    seen = _look_again(written, targets, out, count, lambda done: tell(done, 2 * len(clips)))
+    seen = _look_again(written, targets, out, crew, lambda done: tell(done, 2 * len(clips)))
     prepared = _trusted(written, targets, seen, settings, failed)
     rejected = [Rejection(str(error.path), error.reason) for error in failed.values()]
     rejected.sort(key=lambda each: each.path)
@@ -156,30 +115,9 @@ def prepare(
     )
 
 
-def scaled_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The even height and width at which a picture covers the size that it is most like."""
-
-    def distance(size: tuple[int, int]) -> float:
-        return abs(math.log(size[0] / size[1]) - math.log(height / width))
-
-    target_height, target_width = min(sizes, key=distance)
-    scale = min(1.0, max(target_height / height, target_width / width))
-    return _even(height * scale, height), _even(width * scale, width)
-
-
-def _even(length: float, limit: int) -> int:
-    """The next even number of pixels, but no more than there are."""
-    return max(2, min(2 * math.ceil(length / 2 - 1e-6), limit - limit % 2))
-
-
 def _nothing_left(rejected: Sequence[Rejection]) -> str:
     shown = "".join(f"\n  {each.path}: {each.reason}" for each in rejected[:5])
     return f"None of {len(rejected)} clips could be prepared.{shown}"
-
-
-def _target(clip: Clip, folder: Path, settings: Settings) -> Path:
-    suffix = ".jpg" if clip.kind == "image" else ".mp4"
-    return folder / clip.identity[:2] / f"{clip.identity}.{settings.name}{suffix}"
 
 
 def _item(clip: Clip, target: Path) -> Item:
@@ -188,9 +126,9 @@ def _item(clip: Clip, target: Path) -> Item:
 
 def _look_again(
     written: Sequence[Clip],
-    targets: Mapping[str, Path],
+    targets: dict[str, Path],
     out: Path,
-    workers: int,
+    crew: Crew,
     tell: Callable[[int], None],
 ) -> Seen:
     """Read everything that was written from its first byte to its last."""
@@ -199,12 +137,12 @@ def _look_again(
     def progress(done: int, total: int) -> None:
         tell(total + done)
 
-    return look_at(items, out, workers=workers, progress=progress)
+    return look_at(items, out, crew, progress=progress)
 
 
 def _trusted(
     written: Sequence[Clip],
-    targets: Mapping[str, Path],
+    targets: dict[str, Path],
     seen: Seen,
     settings: Settings,
     failed: dict[str, ClipError],
@@ -246,115 +184,38 @@ def _num_bytes(catalog: Catalog) -> int:
 
 
 def _transcode_all(
-    clips: Sequence[Clip],
-    targets: Mapping[str, Path],
-    settings: Settings,
-    workers: int,
-    tell: Callable[[int, int], None],
+    clips: Sequence[Clip], errand: Transcoding, crew: Crew, tell: Callable[[int, int], None]
 ) -> dict[str, ClipError]:
     """Write what is not there yet; return those that failed, by identity."""
+    missing = [clip for clip in clips if not errand.target(clip).exists()]
+    if present := len(clips) - len(missing):
+        tell(present, 2 * len(clips))
     failed = {}
-    pool = ThreadPoolExecutor(max(1, workers))  # PyAV lets go of the interpreter
-    try:
-        waiting = {
-            pool.submit(_transcode, clip, targets[clip.identity], settings): clip for clip in clips
-        }
-        for done, future in enumerate(as_completed(waiting), start=1):
-            error = future.result()
+    with closing(crew.work(errand, missing)) as results:
+        for done, (number, error) in enumerate(results, start=present + 1):
             if error is not None:
-                failed[waiting[future].identity] = error
+                failed[missing[number].identity] = error
+            else:
+                _see(errand.target(missing[number]))
             tell(done, 2 * len(clips))
-    finally:
-        pool.shutdown(cancel_futures=True)
+    for left in errand.folder.glob("??/.*.partial.*"):  # of processes that were killed
+        left.unlink(missing_ok=True)
     return failed
 
 
-def _transcode(clip: Clip, target: Path, settings: Settings) -> ClipError | None:
-    try:
-        if not target.exists():
-            if content_hash(clip.media) != clip.identity:
-                raise ClipError(clip.path, "is not what was indexed; index again")
-            target.parent.mkdir(exist_ok=True)
-            write = _write_image if clip.kind == "image" else _write_video
-            write(clip, target, settings)
-    except ClipError as error:
-        return error
-    except OSError as error:
-        raise DataError(f"{target} cannot be written: {error.strerror or error}.") from error
-    return None
+def _see(target: Path) -> None:
+    """Wait until a file is seen that another machine has written: network disks take a while.
 
-
-def _write_image(clip: Clip, target: Path, settings: Settings) -> None:
-    height, width = scaled_size(clip.height, clip.width, settings.sizes)
-    picture = Image.fromarray(read_image(clip.media))
-    picture = picture.resize((width, height), Image.Resampling.BICUBIC)
-    with written_aside(target) as aside:
-        picture.save(aside, quality=95, subsampling=0)
-
-
-def _write_video(clip: Clip, target: Path, settings: Settings) -> None:
-    size = scaled_size(clip.height, clip.width, settings.sizes)
-    with opened(clip.media, clip.stream_index) as (container, stream):
-        frames = _scaled(clip, decoded(clip.media, container, stream), size)
-        encode_frames(
-            target,
-            _thinned(frames, settings.fps),
-            fps=min(clip.fps, settings.fps or clip.fps),
-            crf=settings.crf,
-            gop=settings.gop,
-        )
-
-
-def _scaled(
-    clip: Clip, frames: Iterable[av.VideoFrame], size: tuple[int, int]
-) -> Iterator[av.VideoFrame]:
-    """Yield upright frames in 4:2:0 whose timestamps begin at 0.
-
-    They stay in YUV: a detour over RGB darkens them by more than one level of 256.
+    Raises:
+        DataError: it is not seen in time.
     """
-    height, width = size if clip.rotation in (0, 180) else size[::-1]
-    tick = 1 / Fraction(clip.fps).limit_denominator(1001)  # where the file's own are unusable
-    reformatter = VideoReformatter()
-    for index, frame in enumerate(frames):
-        is_full_range = frame.color_range == ColorRange.JPEG
-        scaled = reformatter.reformat(
-            frame,
-            height=height,
-            width=width,
-            format="yuvj420p" if is_full_range else "yuv420p",
-            interpolation=Interpolation.BICUBIC,
-            threads=1,
-        )
-        upright = _turned(scaled, clip.rotation // 90)
-        upright.pict_type = PictureType.NONE  # else keyframes stay where they were
-        if clip.timing is None or frame.pts is None:
-            upright.pts, upright.time_base = index, tick
-        else:
-            upright.pts, upright.time_base = frame.pts - clip.timing.first, frame.time_base
-        yield upright
-
-
-def _turned(frame: av.VideoFrame, quarters: int) -> av.VideoFrame:
-    """Turn a frame in 4:2:0 counterclockwise."""
-    if not quarters:
-        return frame
-    stacked, height = frame.to_ndarray(), frame.height
-    chroma = stacked[height:].reshape(2, height // 2, -1)
-    planes = (np.rot90(plane, quarters) for plane in (stacked[:height], *chroma))
-    width = frame.height if quarters % 2 else frame.width
-    values = np.concatenate([plane.reshape(-1) for plane in planes])
-    turned = av.VideoFrame.from_ndarray(values.reshape(-1, width), frame.format.name)
-    turned.color_range, turned.colorspace = frame.color_range, frame.colorspace
-    turned.color_trc, turned.color_primaries = frame.color_trc, frame.color_primaries
-    return turned
-
-
-def _thinned(frames: Iterable[av.VideoFrame], fps: float | None) -> Iterator[av.VideoFrame]:
-    """Leave out frames where there are more than `fps`: of each interval the first stays."""
-    interval = -1
-    for frame in frames:
-        seconds = frame.time or 0.0
-        this = interval + 1 if fps is None else math.floor(seconds * fps + 1e-6)
-        if this > interval:
-            yield frame
-            interval = this
+    deadline = time.monotonic() + _SEEN_SECONDS
+    while not target.exists():
+        if time.monotonic() > deadline:
+            raise DataError(
+                f"{target} was written, but is not seen on {socket.gethostname()}. Is it on a disk "
+                "that all nodes share?"
+            )
+        time.sleep(0.1)
+        folder = target.parent if target.parent.exists() else target.parents[1]
+        list(folder.iterdir())  # so the disk is asked anew

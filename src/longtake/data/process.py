@@ -46,9 +46,10 @@ class WorkerProcess:
         where = [str(each) for each in hearts or ("", 0)]
         inherited = [theirs.fileno(), *self._memory]
         arguments = [*where, *(str(number) for number in (os.getpid(), *inherited))]
-        # What is blocked here stays so in the process: Ctrl-C and a scheduler's SIGTERM go to the
+        # What is blocked here stays so in the process: Ctrl-C and a scheduler's signals go to the
         # whole group, and it is the parent that knows what they mean.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        theirs_not = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, theirs_not)
         try:
             self._process = subprocess.Popen(  # noqa: S603 - ourselves
                 program(*PROGRAM, decoder, *arguments),

@@ -1,23 +1,21 @@
 """Gives every clip of a catalog a number that a curriculum can select by."""
 
-import difflib
-import importlib
-import math
-import sys
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longtake.data.catalog import Catalog, Rejection
 from longtake.data.clip import Clip
-from longtake.data.scores.motion import motion
-from longtake.data.scores.words import num_nouns_of_all, num_words
+from longtake.data.crews.errand import Crew, Errand, in_order
+from longtake.data.crews.processes import Processes
+from longtake.data.scores.journal import Journal
+from longtake.data.scores.motion import MotionScore
+from longtake.data.scores.own import OwnScore, did_you_mean
+from longtake.data.scores.words import nouns_of_all, num_words
 from longtake.data.table import CLIP_SCHEMA
 from longtake.errors import ClipError, DataError
 from longtake.machine import num_cores
@@ -42,12 +40,19 @@ class Scored:
         values: [N] float64, in the catalog's order; NaN where unknown: a clip without a caption,
             or one that failed.
         failed: clips that could not be decoded, and why.
+        journal: what is kept of it until the catalog is written.
     """
 
     catalog: Catalog
     name: str
     values: NDArray[np.float64]
     failed: tuple[Rejection, ...] = ()
+    journal: Journal | None = field(default=None, compare=False, repr=False)
+
+    def settle(self) -> None:
+        """Forget what was kept beside the catalog: it is written now."""
+        if self.journal is not None:
+            self.journal.remove()
 
     @property
     def num_known(self) -> int:
@@ -61,6 +66,8 @@ def score(
     *,
     name: str | None = None,
     workers: int | None = None,
+    crew: Crew | None = None,
+    out: Path | None = None,
     progress: _Progress | None = None,
 ) -> Scored:
     """Add one attribute to all clips; one of that name that is already there is replaced.
@@ -68,133 +75,93 @@ def score(
     Args:
         catalog: of which clips; it is not changed.
         by: one of `SCORES`, or `module:function`: a function that takes a `Clip` and returns a
-            number, NaN for unknown. It is called in this process, for one clip after the other.
-            The module is looked for where Python looks, and then in the working directory.
+            number, NaN for unknown. It is called in this process, for one clip after the other,
+            or on a cluster in many. The module is looked for where Python looks, and then in the
+            working directory.
         name: of the attribute; by default that of the score or of the function.
-        workers: processes that tag, or threads that decode; by default as many as there are cores.
+        workers: processes that tag or decode; by default as many as there are cores.
+        crew: who does so instead, such as a cluster; the values are the same.
+        out: the catalog that will be written: beside it is kept what is known so far, and taken up
+            again (`Scored.settle` removes that). None: nothing is kept.
         progress: called with (clips done, clips in all).
 
     Raises:
-        DataError: there is no such score or function, the name cannot be an attribute's, or the
-            function returned no number or raised an error (a ClipError apart: that clip failed).
+        DataError: there is no such score or function, the name cannot be an attribute's, the
+            function returned no number or raised an error (a ClipError apart: that clip failed),
+            or the crew cannot work.
     """
-    own = None if by in SCORES else _users_function(by)
+    own = None if by in SCORES else _own(by)
     name = _checked(by.rpartition(":")[2] if name is None else name)
-    cores = workers or num_cores()
-    failed: tuple[Rejection, ...] = ()
+    crew = crew or Processes(workers or num_cores())
+    if by == "length":
+        lengths = [num_words(caption) for caption in catalog.captions()]
+        return _scored(catalog, name, np.array(lengths, dtype=np.float64))
+    if own and isinstance(crew, Processes):
+        crew = Processes(0)  # nobody promised that a user's function stands another process
+    facts = {"by": by, "version": own.version if own else "", "catalog": catalog.fingerprint}
+    journal = None if out is None else Journal(out, name, facts)
+    known = journal.read() if journal else {}
+    rows = [row for row in range(len(catalog)) if row not in known]
+    results = _results(catalog, rows, by, own or MotionScore(), crew)
+    with closing(results), journal or nullcontext():
+        values, failed = _collected(
+            catalog, known, zip(rows, results, strict=True), journal, progress
+        )
+    return replace(_scored(catalog, name, values), failed=failed, journal=journal)
+
+
+def _own(by: str) -> OwnScore:
+    if not all(by.partition(":")):
+        raise DataError(
+            f"There is no score {by!r}.{did_you_mean(by, list(SCORES))} There are "
+            f"{', '.join(SCORES)}, and your own as module:function."
+        )
+    own = OwnScore(by, str(Path.cwd()))
+    _ = own.function  # what is wrong with it is said before any work
+    return own
+
+
+def _scored(catalog: Catalog, name: str, values: NDArray[np.float64]) -> Scored:
+    return Scored(catalog.with_attribute(name, values), name, values)
+
+
+def _results(
+    catalog: Catalog,
+    rows: Sequence[int],
+    by: str,
+    errand: Errand[Clip, float | ClipError],
+    crew: Crew,
+) -> Generator[float | ClipError]:
+    """The scores of some clips, in their order."""
     if by == "nouns":
-        values = num_nouns_of_all(catalog.captions(), cores, progress)
-    elif by == "length":
-        values = np.array([num_words(caption) for caption in catalog.captions()], dtype=np.float64)
-    elif own is None:
-        values, failed = _each(catalog, motion, cores, progress)
-    else:  # in one thread: nobody promised that a user's function stands several
-        values, failed = _each(catalog, own, 1, progress)
-    return Scored(catalog.with_attribute(name, values), name, values, failed)
+        captions = catalog.captions()
+        yield from nouns_of_all([captions[row] for row in rows], crew)
+        return
+    is_all = len(rows) == len(catalog)
+    clips = catalog.clips() if is_all else (catalog.clip(row) for row in rows)
+    yield from in_order(crew.work(errand, clips))
 
 
-def _each(
-    catalog: Catalog, function: Callable[[Clip], float], threads: int, progress: _Progress | None
+def _collected(
+    catalog: Catalog,
+    known: Mapping[int, float],
+    results: Iterable[tuple[int, float | ClipError]],
+    journal: Journal | None,
+    progress: _Progress | None,
 ) -> tuple[NDArray[np.float64], tuple[Rejection, ...]]:
-    """Call a function for each clip: its values [N], NaN where it failed, and the failures."""
-    values = np.full(len(catalog), np.nan)
-    failed = []
-    for row, result in enumerate(_results(catalog, function, threads)):
+    """The values [N], NaN where a clip failed, and the failures."""
+    values, failed = np.full(len(catalog), np.nan), []
+    values[list(known)] = list(known.values())
+    for done, (row, result) in enumerate(results, start=len(known) + 1):
         if isinstance(result, ClipError):
             failed.append(Rejection(catalog.clip(row).path, result.reason))
         else:
             values[row] = result
-        if progress is not None:
-            progress(row + 1, len(catalog))
+            if journal:
+                journal.add(row, result)
+        if progress:
+            progress(done, len(catalog))
     return values, tuple(failed)
-
-
-def _results(
-    catalog: Catalog, function: Callable[[Clip], float], threads: int
-) -> Iterator[float | ClipError]:
-    if threads == 1:
-        yield from (_tried(function, clip) for clip in catalog.clips())
-        return
-    pool = ThreadPoolExecutor(threads)  # PyAV lets go of the interpreter while it decodes
-    waiting: deque[Future[float | ClipError]] = deque()
-    try:
-        for clip in catalog.clips():
-            waiting.append(pool.submit(_tried, function, clip))
-            if len(waiting) > 4 * threads:  # a million clips are not all submitted at once
-                yield waiting.popleft().result()
-        yield from (future.result() for future in waiting)
-    finally:
-        pool.shutdown(cancel_futures=True)  # Ctrl-C must not wait for what is submitted
-
-
-def _tried(function: Callable[[Clip], float], clip: Clip) -> float | ClipError:
-    try:
-        return function(clip)
-    except ClipError as error:
-        return error
-
-
-def _users_function(by: str) -> Callable[[Clip], float]:
-    """Find `module:function`, and let it say more where it fails."""
-    function = _find(by)
-
-    def checked(clip: Clip) -> float:
-        try:
-            value = function(clip)
-        except ClipError:
-            raise
-        except Exception as error:
-            raise DataError(
-                f"{by} raised {type(error).__name__} for {clip.path} ({clip.identity}): {error}. "
-                "Mend the function; to leave a clip unscored, return float('nan')."
-            ) from error
-        if not _is_number(value):
-            raise DataError(
-                f"{by} returned {value!r} for {clip.path} ({clip.identity}); expected a finite "
-                "number, or float('nan') for unknown."
-            )
-        return float(value)
-
-    return checked
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return not isinstance(value, str | bool) and not math.isinf(float(value))
-    except (TypeError, ValueError, OverflowError):
-        return False
-
-
-def _find(by: str) -> Callable[[Clip], Any]:
-    module_name, _, function_name = by.partition(":")
-    if not (module_name and function_name):
-        raise DataError(
-            f"There is no score {by!r}.{_did_you_mean(by, list(SCORES))} There are "
-            f"{', '.join(SCORES)}, and your own as module:function."
-        )
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.append(folder)  # last: a file that lies here must not hide an installed package
-    try:
-        found = getattr(importlib.import_module(module_name), function_name, None)
-    except Exception as error:
-        raise DataError(
-            f"The score {by} was not found: importing {module_name} raised "
-            f"{type(error).__name__}: {error}. Looked where Python looks, and in {folder}."
-        ) from error
-    if not callable(found):
-        names = [key for key, value in vars(sys.modules[module_name]).items() if callable(value)]
-        raise DataError(
-            f"The score {by} was not found: {module_name} has no function {function_name!r}."
-            f"{_did_you_mean(function_name, names)}"
-        )
-    function: Callable[[Clip], Any] = found
-    return function
-
-
-def _did_you_mean(word: str, names: list[str]) -> str:
-    nearest = difflib.get_close_matches(word, names, n=1)
-    return f" Did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def _checked(name: str) -> str:

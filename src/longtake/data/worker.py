@@ -9,8 +9,6 @@ the user's program, and ends when its parent does, however that happens.
 
 import ctypes
 import mmap
-import os
-import signal
 import sys
 from itertools import count
 from multiprocessing.connection import Connection
@@ -23,14 +21,13 @@ from longtake.data.references import Reference, read
 from longtake.data.window import Decoder, Window
 from longtake.errors import ClipError
 from longtake.heartbeat import Heart
+from longtake.ourselves import end_with
 from longtake.stacks.allow import allow_inspection
 
 # What a worker sends: that it is ready, once; then for each window `DONE` or (FAILED, reason).
 READY, DONE, FAILED = "ready", "done", "failed"
 
 _TRIM_EVERY = 100  # windows
-
-_SET_PARENT_DEATH_SIGNAL = 1  # from linux/prctl.h
 
 
 def main() -> None:
@@ -40,7 +37,7 @@ def main() -> None:
     decoder: Decoder = "torchcodec" if sys.argv[1] == "torchcodec" else "pyav"
     hearts = sys.argv[2]
     rank, parent, connection_fd, *memory = (int(argument) for argument in sys.argv[3:])
-    _bind_to(parent)
+    end_with(parent)
     allow_inspection()
     connection: Connection[tuple[str, str], tuple[Window | Reference, int]] = Connection(
         connection_fd
@@ -82,14 +79,6 @@ def _trim() -> None:
     """Hand freed memory back, in 2 ms: frames of ever other sizes leave holes, which add up."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's own
         trim(0)
-
-
-def _bind_to(parent: int) -> None:
-    """End with the parent, however it ends."""
-    # Closing the connection is not enough: a decoder that hangs does not look at it.
-    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # it was faster; or something stands between
-        raise SystemExit(f"the pool's process is {parent}, but the parent is {os.getppid()}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from rich.console import Console
 from longtake.config import Recipe
 from longtake.data.cache import Cache, make_folder
 from longtake.data.cached import Failure, Filled
+from longtake.data.crews.errand import Crew
 from longtake.data.fill import (
     Missing,
     Report,
@@ -38,9 +39,10 @@ from longtake.models.assemble import assemble, outline
 from longtake.models.codec import build_codec
 from longtake.models.text import NO_CAPTION, build_text
 from longtake.parallel.collectives import first_does, from_first, gather_objects
-from longtake.parallel.mesh import World, join
+from longtake.parallel.mesh import World, join, place_in_world
 from longtake.progress import counted, duration
 from longtake.run_dir import RunDirectory
+from longtake.training.encoding import captions_by, fill_on, pixels_by
 from longtake.training.fingerprint import codec_fingerprint, text_fingerprint
 
 KINDS = ("latents", "references", "prompts")
@@ -86,10 +88,16 @@ class Outcome:
         }
 
 
-def cache_ahead(recipe: Recipe, console: Console) -> dict[str, Any]:
+def cache_ahead(recipe: Recipe, console: Console, crew: Crew | None = None) -> dict[str, Any]:
     """Fill a recipe's cache before it is trained; returns facts as JSON.
 
     Call it in one process, in several at once, or in each that torchrun started.
+
+    Args:
+        recipe: the recipe.
+        console: for rank 0.
+        crew: who encodes, such as a cluster, if not this process; then there is only one of it.
+            On equal devices the cache's files are the same to the byte.
 
     Raises:
         RecipeError: the recipe names no cache, or its parts do not fit together.
@@ -101,14 +109,27 @@ def cache_ahead(recipe: Recipe, console: Console) -> dict[str, Any]:
             "The recipe names no folder for a cache. Set one, such as --set data.cache=cache, and "
             "how many spans of each clip it holds, such as --set data.windows=1."
         )
-    with join(recipe.training.device, recipe.parallel) as world:
+    with _world(recipe, crew) as world:
         loader = Loader(recipe.data, batch_size=recipe.training.batch_size, seed=recipe.seed)
         run = RunDirectory(recipe.out)
         if run.exists():
             first_does(lambda: run.claim(recipe), world)
-            return fill_cache(recipe, loader, run.components_path, world, console).facts()
+            made = run.components_path
+            return fill_cache(recipe, loader, made, world, console, crew).facts()
         with _made_parts(recipe, recipe.data.cache, captions_of(loader), world) as made:
-            return fill_cache(recipe, loader, made, world, console).facts()
+            return fill_cache(recipe, loader, made, world, console, crew).facts()
+
+
+def _world(recipe: Recipe, crew: Crew | None) -> AbstractContextManager[World]:
+    """The world that encodes; a crew's devices are not this process's."""
+    if crew is None:
+        return join(recipe.training.device, recipe.parallel)
+    if (size := place_in_world()[2]) > 1:
+        raise RecipeError(
+            f"--on has a cluster's workers encode, and this is one of {size} processes that would "
+            "each do so. Start it without torchrun."
+        )
+    return nullcontext(World(0, 0, 1, torch.device("cpu"), None))
 
 
 @contextmanager
@@ -158,7 +179,12 @@ def _has_all_pretrained(recipe: Recipe) -> bool:
 
 
 def fill_cache(
-    recipe: Recipe, loader: Loader, made: Path, world: World, console: Console
+    recipe: Recipe,
+    loader: Loader,
+    made: Path,
+    world: World,
+    console: Console,
+    crew: Crew | None = None,
 ) -> Outcome:
     """Compute what the cache lacks of what a loader will ask for; each rank its share.
 
@@ -168,6 +194,7 @@ def fill_cache(
         made: the folder of `make_parts`.
         world: all ranks; each calls it.
         console: for rank 0.
+        crew: who encodes, if not the ranks.
 
     Raises:
         DataError: the cache cannot be written, is not one folder for all ranks, or too many clips
@@ -175,7 +202,8 @@ def fill_cache(
         ModelError: codec or text encoder cannot be loaded.
     """
     begun = time.perf_counter()
-    cache = _open(recipe, made, world)
+    fingerprints = _fingerprints(recipe, made, world)
+    cache = _open(recipe, fingerprints, world)
     shown = console if world.is_first else Console(quiet=True)
     with counted(shown, "cache: look") as advance:
         missing = find_missing(
@@ -187,20 +215,27 @@ def fill_cache(
             progress=advance,
         )
     report = Report(present=missing.present)
+    if crew is not None:
+        fill_on(crew, missing, recipe, made, fingerprints, shown, report)
+        return _together(cache, report, recipe, world, begun)
     _fill_prompts(cache, missing, recipe, made, world.device, shown, report)
     _fill_latents(cache, missing, recipe, made, world.device, shown, report, loader.hearts)
     return _together(cache, report, recipe, world, begun)
 
 
-def _open(recipe: Recipe, made: Path, world: World) -> Cache:
-    """The cache, with the fingerprints that rank 0 has found."""
-    assert recipe.data.cache is not None
+def _fingerprints(recipe: Recipe, made: Path, world: World) -> tuple[str, str]:
+    """Those of the codec and of the text encoder, as rank 0 has found them."""
     found: list[tuple[str, str]] = []
     first_does(
         lambda: found.append((codec_fingerprint(recipe, made), text_fingerprint(recipe, made))),
         world,
     )
-    codec, text = from_first(found[0] if found else ("", ""), world)
+    return from_first(found[0] if found else ("", ""), world)
+
+
+def _open(recipe: Recipe, fingerprints: tuple[str, str], world: World) -> Cache:
+    assert recipe.data.cache is not None
+    codec, text = fingerprints
     cache = Cache(
         recipe.data.cache, codec=codec, text=text, data=recipe.data, no_caption=NO_CAPTION
     )
@@ -236,12 +271,8 @@ def _fill_prompts(
         return
     text = build_text(recipe.text, (), made)
     text.to(device)
-
-    def encode(caption: str) -> dict[str, torch.Tensor]:
-        return {name: told[0] for name, told in text.encode([caption]).items()}
-
     with counted(console, "cache: captions") as advance:
-        fill_prompts(cache, missing.captions, encode, report, advance)
+        fill_prompts(cache, missing.captions, captions_by(text), report, advance)
     text.to(torch.device("cpu"))
     _free(device)
 
@@ -265,7 +296,7 @@ def _fill_latents(
             cache,
             missing.places,
             recipe.data,
-            lambda pixels: codec.encode(torch.from_numpy(pixels)[None].to(device))[0],
+            pixels_by(codec, device),
             report,
             advance,
             hearts,

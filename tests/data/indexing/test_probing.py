@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from longtake.data.clip import Media
+from longtake.data.crews.processes import Processes
 from longtake.data.encode import write_video
 from longtake.data.indexing.item import Item
 from longtake.data.indexing.probe import Probe
@@ -51,7 +52,7 @@ def test_a_worker_that_hangs_or_dies_costs_one_file(
     """The file is rejected with the reason, not for ever, and a new worker does the rest."""
     items = [Item(Media(str(videos / name))) for name in ("a.mp4", "b.mp4", "sub/c.MP4")]
     known = set(_children())
-    outcomes = probe_all(items, workers=1, silence_seconds=1.5)
+    outcomes = probe_all(items, Processes(1), silence_seconds=1.5)
     first = next(outcomes)
     (worker,) = set(_children()) - known
     os.kill(worker, number)

@@ -11,9 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longtake.data.clip import Clip
+from longtake.data.crews.errand import Errand, Sign
 from longtake.data.crop import Crop
 from longtake.data.sample import window_of
 from longtake.data.window import Window, read_window
+from longtake.errors import ClipError
 
 STEP_SECONDS = 1 / 8
 SHORT_SIDE = 64
@@ -26,11 +28,40 @@ _FRAMES = 9
 _LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # of R'G'B', ITU-R BT.601
 
 
-def motion(clip: Clip) -> float:
+class MotionScore(Errand[Clip, float | ClipError]):
+    """Score one clip by its motion."""
+
+    silence_seconds = 600.0  # it gives a sign only after each passage
+
+    def do(self, item: Clip, alive: Sign) -> float | ClipError:
+        """See `motion`."""
+        try:
+            return motion(item, alive)
+        except ClipError as error:
+            return error
+
+    def lost(self, item: Clip, reason: str) -> ClipError:
+        """It is not scored."""
+        return ClipError(item.path, reason)
+
+    def reads(self, item: Clip) -> str:
+        """The clip's file, or its tar; an image is not even opened."""
+        return item.media.path if item.num_frames > 1 else ""
+
+
+def _nothing() -> None:
+    """Nobody watches."""
+
+
+def motion(clip: Clip, alive: Sign = _nothing) -> float:
     """The mean absolute luma difference between frames an eighth of a second apart.
 
     Distances are counted in frames, by the clip's average frame rate. A cut counts as what it is
     for a model too: a large change.
+
+    Args:
+        clip: of which clip.
+        alive: called whenever there is progress.
 
     Returns:
         Levels of 255: 0 for an image and a frozen video, 1 to 20 for most others.
@@ -40,7 +71,10 @@ def motion(clip: Clip) -> float:
     """
     if clip.num_frames < 2:
         return 0.0
-    changes = [_changes(read_window(window)) for window in _windows(clip)]
+    changes = []
+    for window in _windows(clip):
+        changes.append(_changes(read_window(window)))
+        alive()
     return float(np.concatenate(changes).mean())
 
 

@@ -6,14 +6,14 @@ downloaded, and every process finds the same.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from functools import cache
-from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+from longtake.data.crews.errand import Crew, Errand, Sign, in_order
+from longtake.data.crews.processes import Processes
+from longtake.errors import DataError
 
 if TYPE_CHECKING:
     from HanTa.HanoverTagger import HanoverTagger
@@ -61,39 +61,35 @@ def nouns(caption: str) -> list[str]:
     return found
 
 
-def num_nouns_of_all(
-    captions: Sequence[str], workers: int, progress: Callable[[int, int], None] | None = None
-) -> NDArray[np.float64]:
-    """`num_nouns` of every caption, by several processes where there are enough captions: [N].
+def nouns_of_all(captions: Sequence[str], crew: Crew) -> Generator[float]:
+    """`num_nouns` of every caption, in their order.
 
     Args:
-        captions: N of them.
-        workers: processes that tag; Python lets only one thread at a time do so.
-        progress: called with (captions done, captions in all) now and then.
+        captions: of which captions.
+        crew: who tags; Python lets only one thread at a time do so.
+
+    Raises:
+        DataError: the crew cannot work, or its processes die of a caption.
     """
     chunks = [captions[start : start + _CHUNK] for start in range(0, len(captions), _CHUNK)]
-    counts: list[float] = []
-    for chunk in _tagged(chunks, workers):
-        counts += chunk
-        if progress is not None:
-            progress(len(counts), len(captions))
-    return np.array(counts, dtype=np.float64)
+    if len(chunks) < 2 and isinstance(crew, Processes):
+        crew = Processes(0)  # to start another takes longer than that
+    with closing(in_order(crew.work(_Tagging(), chunks))) as results:
+        for counts in results:
+            yield from counts
 
 
-def _tagged(chunks: Sequence[Sequence[str]], workers: int) -> Iterator[list[float]]:
-    if min(workers, len(chunks)) < 2:
-        yield from map(_count, chunks)
-        return
-    # Spawned: a fork would copy whatever locks this process's threads happen to hold.
-    pool = ProcessPoolExecutor(min(workers, len(chunks)), mp_context=get_context("spawn"))
-    try:
-        yield from pool.map(_count, chunks)
-    finally:
-        pool.shutdown(cancel_futures=True)  # Ctrl-C must not wait for a million captions
+class _Tagging(Errand[Sequence[str], list[float]]):
+    """Count the nouns of some captions."""
 
+    doing = "tagging captions"
+    silence_seconds = 600.0  # it gives no signs
 
-def _count(captions: Sequence[str]) -> list[float]:
-    return [num_nouns(caption) for caption in captions]
+    def do(self, item: Sequence[str], alive: Sign) -> list[float]:
+        return [num_nouns(caption) for caption in item]
+
+    def lost(self, item: Sequence[str], reason: str) -> list[float]:
+        raise DataError(f"{reason}. It was at the {len(item)} captions from {item[0][:80]!r} on.")
 
 
 @cache

@@ -1,0 +1,210 @@
+"""Transcodes one clip: the same frames at the same times, upright, scaled, with close keyframes."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+from av.video.frame import PictureType
+from av.video.reformatter import ColorRange, Interpolation, VideoReformatter
+from PIL import Image
+
+from longtake.aside import written_aside
+from longtake.data.clip import Clip
+from longtake.data.crews.errand import Errand, Sign
+from longtake.data.decode import decoded, opened
+from longtake.data.encode import encode_frames
+from longtake.data.image import read_image
+from longtake.data.indexing.probe import content_hash
+from longtake.errors import ClipError, DataError
+
+_FORMAT = 1  # part of every name: raise it when other pixels would be written
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides how a prepared clip looks.
+
+    Attributes:
+        sizes: heights and widths to cover; each clip covers the one nearest in aspect ratio.
+        gop: distance of keyframes in frames.
+        crf: quality of x264, 0 (lossless) to 51.
+        fps: at most so many frames per second; None: all frames.
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+    gop: int = 12
+    crf: int = 18
+    fps: float | None = None
+
+    def check(self) -> None:
+        """Refuse what cannot be encoded.
+
+        Raises:
+            DataError: a value is out of its range.
+        """
+        if not self.sizes or min(min(size) for size in self.sizes) < 2:
+            raise DataError(f"Sizes to prepare for: {list(self.sizes)}; expected at least 2x2.")
+        if self.gop < 1 or not 0 <= self.crf <= 51 or (self.fps is not None and self.fps <= 0):
+            raise DataError(
+                f"gop is {self.gop}, crf {self.crf}, fps {self.fps}; expected a gop of at least 1, "
+                "a crf from 0 to 51, and more than 0 frames per second."
+            )
+
+    @property
+    def name(self) -> str:
+        """Eight hex digits that name these settings."""
+        text = json.dumps([_FORMAT, asdict(self)])
+        return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+@dataclass(frozen=True)
+class Transcoding(Errand[Clip, ClipError | None]):
+    """Write a clip's prepared file, if it is not there; what comes of it is None, or why not.
+
+    Attributes:
+        folder: where files are written, below two first digits of the clip's identity.
+        settings: how they are to look.
+    """
+
+    folder: Path
+    settings: Settings
+    doing = "transcoding"
+
+    def do(self, item: Clip, alive: Sign) -> ClipError | None:
+        """See `Errand.do`.
+
+        Raises:
+            DataError: the file cannot be written.
+        """
+        target = self.target(item)
+        try:
+            if not target.exists():
+                if content_hash(item.media, alive) != item.identity:
+                    raise ClipError(item.path, "is not what was indexed; index again")
+                target.parent.mkdir(exist_ok=True)
+                write = _write_image if item.kind == "image" else _write_video
+                write(item, target, self.settings, alive)
+        except ClipError as error:
+            return error
+        except OSError as error:
+            raise DataError(f"{target} cannot be written: {error.strerror or error}.") from error
+        return None
+
+    def lost(self, item: Clip, reason: str) -> ClipError:
+        """It is rejected."""
+        return ClipError(item.path, reason)
+
+    def reads(self, item: Clip) -> str:
+        """The clip's file, or its tar."""
+        return item.media.path
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where files are written."""
+        return (self.folder,)
+
+    def target(self, clip: Clip) -> Path:
+        """The file that a clip's prepared one is, or will be."""
+        suffix = ".jpg" if clip.kind == "image" else ".mp4"
+        name = f"{clip.identity}.{self.settings.name}{suffix}"
+        return self.folder / clip.identity[:2] / name
+
+
+def scaled_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The even height and width at which a picture covers the size that it is most like."""
+
+    def distance(size: tuple[int, int]) -> float:
+        return abs(math.log(size[0] / size[1]) - math.log(height / width))
+
+    target_height, target_width = min(sizes, key=distance)
+    scale = min(1.0, max(target_height / height, target_width / width))
+    return _even(height * scale, height), _even(width * scale, width)
+
+
+def _even(length: float, limit: int) -> int:
+    """The next even number of pixels, but no more than there are."""
+    return max(2, min(2 * math.ceil(length / 2 - 1e-6), limit - limit % 2))
+
+
+def _write_image(clip: Clip, target: Path, settings: Settings, alive: Sign) -> None:
+    height, width = scaled_size(clip.height, clip.width, settings.sizes)
+    picture = Image.fromarray(read_image(clip.media))
+    picture = picture.resize((width, height), Image.Resampling.BICUBIC)
+    with written_aside(target, by_many=True) as aside:
+        picture.save(aside, quality=95, subsampling=0)
+
+
+def _write_video(clip: Clip, target: Path, settings: Settings, alive: Sign) -> None:
+    size = scaled_size(clip.height, clip.width, settings.sizes)
+    with opened(clip.media, clip.stream_index) as (container, stream):
+        frames = _scaled(clip, decoded(clip.media, container, stream), size, alive)
+        encode_frames(
+            target,
+            _thinned(frames, settings.fps),
+            fps=min(clip.fps, settings.fps or clip.fps),
+            crf=settings.crf,
+            gop=settings.gop,
+            by_many=True,  # whoever was thought to be lost may still be at it
+        )
+
+
+def _scaled(
+    clip: Clip, frames: Iterable[av.VideoFrame], size: tuple[int, int], alive: Sign
+) -> Iterator[av.VideoFrame]:
+    """Yield upright frames in 4:2:0 whose timestamps begin at 0.
+
+    They stay in YUV: a detour over RGB darkens them by more than one level of 256.
+    """
+    height, width = size if clip.rotation in (0, 180) else size[::-1]
+    tick = 1 / Fraction(clip.fps).limit_denominator(1001)  # where the file's own are unusable
+    reformatter = VideoReformatter()
+    for index, frame in enumerate(frames):
+        alive()
+        is_full_range = frame.color_range == ColorRange.JPEG
+        scaled = reformatter.reformat(
+            frame,
+            height=height,
+            width=width,
+            format="yuvj420p" if is_full_range else "yuv420p",
+            interpolation=Interpolation.BICUBIC,
+            threads=1,
+        )
+        upright = _turned(scaled, clip.rotation // 90)
+        upright.pict_type = PictureType.NONE  # else keyframes stay where they were
+        if clip.timing is None or frame.pts is None:
+            upright.pts, upright.time_base = index, tick
+        else:
+            upright.pts, upright.time_base = frame.pts - clip.timing.first, frame.time_base
+        yield upright
+
+
+def _turned(frame: av.VideoFrame, quarters: int) -> av.VideoFrame:
+    """Turn a frame in 4:2:0 counterclockwise."""
+    if not quarters:
+        return frame
+    stacked, height = frame.to_ndarray(), frame.height
+    chroma = stacked[height:].reshape(2, height // 2, -1)
+    planes = (np.rot90(plane, quarters) for plane in (stacked[:height], *chroma))
+    width = frame.height if quarters % 2 else frame.width
+    values = np.concatenate([plane.reshape(-1) for plane in planes])
+    turned = av.VideoFrame.from_ndarray(values.reshape(-1, width), frame.format.name)
+    turned.color_range, turned.colorspace = frame.color_range, frame.colorspace
+    turned.color_trc, turned.color_primaries = frame.color_trc, frame.color_primaries
+    return turned
+
+
+def _thinned(frames: Iterable[av.VideoFrame], fps: float | None) -> Iterator[av.VideoFrame]:
+    """Leave out frames where there are more than `fps`: of each interval the first stays."""
+    interval = -1
+    for frame in frames:
+        seconds = frame.time or 0.0
+        this = interval + 1 if fps is None else math.floor(seconds * fps + 1e-6)
+        if this > interval:
+            yield frame
+            interval = this
