@@ -10,17 +10,25 @@
     ├── RunError              a run directory cannot be used
     │   └── RecipeChangedError  the run directory belongs to another recipe
     ├── CheckpointError       saved state is missing, incomplete or of another shape
-    └── DivergedError         the loss or a gradient stopped being a finite number
+    ├── DivergedError         the loss or a gradient stopped being a finite number
+    └── LostPeerError         another rank has ended, and this one cannot go on without it
 
-The command line turns each into one message on stderr and exit code 2; none of them ends in a
+The command line turns each into one message on stderr and its exit code; none of them ends in a
 traceback. Anything else that is raised is a defect of longtake.
 """
 
+import os
 from pathlib import Path
 
 
 class LongtakeError(Exception):
-    """Base of every error that a user can cause and can do something about."""
+    """Base of every error that a user can cause and can do something about.
+
+    Attributes:
+        exit_code: with which a command ends that raises it; 2: the same again helps nobody.
+    """
+
+    exit_code = 2
 
 
 class RecipeError(LongtakeError):
@@ -43,6 +51,9 @@ class ClipError(DataError):
         super().__init__(f"{path}: {reason}")
         self.path = Path(path)
         self.reason = reason
+
+    def __reduce__(self) -> "tuple[type[ClipError], tuple[str, str]]":
+        return type(self), (str(self.path), self.reason)  # it is sent from process to process
 
 
 class DataChangedError(DataError):
@@ -71,3 +82,9 @@ class CheckpointError(LongtakeError):
 
 class DivergedError(LongtakeError):
     """The loss or a gradient stopped being a finite number."""
+
+
+class LostPeerError(LongtakeError):
+    """Another rank has ended; whether to try again is for whoever knows why."""
+
+    exit_code = os.EX_UNAVAILABLE  # 69

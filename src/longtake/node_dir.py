@@ -4,13 +4,15 @@
     nodes/<host>/events.jsonl          what the watcher saw and did
     nodes/<host>/health.jsonl          clocks, power, links, disks, load: a line each some seconds
     nodes/<host>/watcher.log           what the watcher said
+    nodes/<host>/logs/<time>/rank_0003.log   what a rank said, where `longtake launch` started it
     nodes/<host>/stacks/<token>.json   dumps of all the run's processes on the node
     nodes/<host>/stacks/<token>.fr/    the flight recorders' dumps that belong to it, by rank
     requests/<token>.json              somebody wants dumps of all nodes (writer: who asks)
     stalls/<token>.json                the verdict over all nodes (writer: whoever is first)
 
 Everything below nodes/<host> has one writer, that node's watcher; but for `stacks/`, where rank 0
-also leaves what it was told of decoding processes.
+also leaves what it was told of decoding processes, for `logs/`, and for the event `rank_failed`,
+which the rank appends itself, as one write.
 """
 
 import json
@@ -34,6 +36,7 @@ NodeEventKind = Literal[
     "restarted_worker",
     "killed_rank",
     "rank_died",
+    "rank_failed",
     "clock_stepped",
     "clock_slewed",
     "degraded",
@@ -138,6 +141,15 @@ class NodeDirectory:
     def log_path(self) -> Path:
         """What the node's watcher said."""
         return self.path / "watcher.log"
+
+    @property
+    def logs_path(self) -> Path:
+        """What ranks said, by the time of their start."""
+        return self.path / "logs"
+
+    def rank_log_path(self, time: str, rank: int) -> Path:
+        """Where a rank's log of a start lies; `time`: of that start, as `records.file_time`."""
+        return self.logs_path / time / f"rank_{rank:04d}.log"
 
     def dump_path(self, token: str) -> Path:
         """Where the node's answer to a request lies, whether there is one or not."""

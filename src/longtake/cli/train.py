@@ -1,0 +1,98 @@
+"""The verb `longtake train`."""
+
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from longtake.cli import say
+from longtake.cli.say import AsJson, Changes
+from longtake.ourselves import LAUNCHER_VARIABLE, end_with
+from longtake.training.interrupt import EXIT_CODES, LeftError, leave_on_signals
+
+if TYPE_CHECKING:
+    from longtake.config import Recipe
+    from longtake.training.run import Outcome
+
+Fresh = Annotated[
+    bool,
+    typer.Option("--fresh", help="Begin anew beside a run that is there, in OUT-2, OUT-3, ..."),
+]
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A recipe (TOML).")],
+    changes: Changes = None,
+    fresh: Fresh = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a recipe; the same command again goes on where it stopped.
+
+    Alone or on several processes: [bold]longtake launch RECIPE[/bold], or [bold]torchrun
+    --nproc-per-node 2 --shutdown-timeout 600 -m longtake train RECIPE[/bold] (the time-out is what
+    saving may take after Ctrl-C).
+
+    A signal lets it finish the step and save. Exit code 130 after SIGINT, 143 after SIGTERM, 75
+    after SIGUSR1; 69 if another process was lost, and 2 if there is no use in trying again.
+    """
+    from longtake import config
+
+    loaded = config.load(recipe, changes or ())
+    try:
+        with leave_on_signals():
+            if launcher := os.environ.pop(LAUNCHER_VARIABLE, None):
+                # Nobody would start it again, nor end it: two launches would train one run.
+                end_with(int(launcher), by=signal.SIGTERM)
+            from longtake.training.run import train as train_recipe
+
+            outcome = train_recipe(loaded, say.console(), fresh=fresh)
+    except LeftError as left:
+        say.line(f"Stopped by {left.signal_name}; there was nothing to save.")
+        raise
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_CODES["SIGINT"]) from None
+    if outcome.interrupted_by:
+        _say_how_to_go_on(outcome, outcome.run or loaded.out, fresh=fresh)
+        raise typer.Exit(EXIT_CODES[outcome.interrupted_by])
+    _say_what_was_done(outcome, loaded, as_json=as_json)
+
+
+def _say_how_to_go_on(outcome: "Outcome", out: Path, *, fresh: bool) -> None:
+    from longtake.run_dir import RunDirectory
+
+    say.line(f"Stopped by {outcome.interrupted_by} after step {outcome.end_step}, which is saved.")
+    say.line(
+        "Go on from there with:" if fresh else "The same command goes on from there, and so does:"
+    )
+    say.line(RunDirectory(out).command_to_go_on())
+
+
+def _say_what_was_done(outcome: "Outcome", recipe: "Recipe", *, as_json: bool) -> None:
+    out = outcome.run or recipe.out
+    steps = outcome.end_step - outcome.start_step
+    if as_json:
+        say.result(
+            {
+                "run": str(out),
+                "start_step": outcome.start_step,
+                "steps": outcome.end_step,
+                "training_seconds": round(outcome.training_seconds, 3),
+                "steps_per_second": round(steps / outcome.training_seconds, 3) if steps else None,
+                "rollbacks": outcome.rollbacks,
+            }
+        )
+    elif steps:
+        say.line(f"Done: step {outcome.end_step} of {out}.")
+    else:
+        say.line(f"{out} has done its {outcome.end_step} steps already.")
+    if outcome.rollbacks:
+        times = "once" if outcome.rollbacks == 1 else f"{outcome.rollbacks} times"
+        say.line(f"It went back {times}; see why: longtake show {out}")
+    if outcome.end_step < recipe.training.steps:
+        say.line(
+            f"The data ended {recipe.training.steps - outcome.end_step} steps before "
+            f"training.steps = {recipe.training.steps}, because batches were skipped."
+        )
+    say.line(f"See what it makes: longtake sample {out} --prompt '…' --out sample.mp4")

@@ -1,0 +1,1 @@
+"""Starts a run's ranks: on this node over torch's elastic agent, on many by Slurm."""

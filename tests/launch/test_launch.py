@@ -1,0 +1,151 @@
+"""`longtake launch` with real ranks: stopped, killed, and asked for what cannot be."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from longtake.drill.launch import ONE_THREAD
+from longtake.drill.place import SHORT, Place
+from longtake.heartbeat import Pulse, folder_of, read_all
+from longtake.ourselves import environment, program
+from longtake.records import read_json_lines
+
+_SECONDS = 300.0
+_RANKS = ("--nproc-per-node", "2")
+_QUICK = ("data.workers=0", "watch.enabled=false", "tracking.tensorboard=false")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What came of a launch."""
+
+    code: int
+    said: str
+
+
+def _launch(
+    place: Place, *options: str, then: Callable[["subprocess.Popen[str]"], None] | None = None
+) -> Ended:
+    command = program("longtake", "launch", "recipe.toml", *_RANKS, *options)
+    for change in _QUICK:
+        command += ["--set", change]
+    with subprocess.Popen(
+        command,
+        cwd=place.folder,
+        env=environment(**ONE_THREAD),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        if then is not None:
+            then(process)
+        said, _ = process.communicate(timeout=_SECONDS)
+    return Ended(process.returncode, said)
+
+
+def _ranks(place: Place) -> list[Pulse]:
+    hearts = read_all(folder_of(place.run.path))
+    return [pulse for pulse in hearts if pulse.role == "rank" and pulse.is_alive]
+
+
+def _wait_for_rows(process: "subprocess.Popen[str]", place: Place, count: int) -> None:
+    until = time.monotonic() + _SECONDS
+    path = place.run.metrics_path
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def place(shapes_catalog: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """A folder with a recipe, in which a run was begun, stopped, and then lost a rank."""
+    found = Place(tmp_path_factory.mktemp("place"))
+    found.write_recipe(SHORT.replace("data/catalog.parquet", str(shapes_catalog)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def stopped(place: Place) -> Ended:
+    """A launch that got SIGUSR1, twice, as from a scheduler."""
+
+    def stop(process: "subprocess.Popen[str]") -> None:
+        _wait_for_rows(process, place, 3)
+        process.send_signal(signal.SIGUSR1)
+        process.send_signal(signal.SIGUSR1)
+
+    return _launch(place, then=stop)
+
+
+@pytest.fixture(scope="module")
+def restarted(place: Place, stopped: Ended) -> Ended:
+    """The next launch, one of whose ranks is killed."""
+    before = len(list(read_json_lines(place.run.metrics_path)))
+
+    def kill(process: "subprocess.Popen[str]") -> None:
+        _wait_for_rows(process, place, before + 8)
+        (victim,) = (pulse.pid for pulse in _ranks(place) if pulse.rank == 1)
+        os.kill(victim, signal.SIGKILL)
+
+    return _launch(place, then=kill)
+
+
+def _events(place: Place, kind: str) -> list[dict[str, object]]:
+    paths = [place.run.events_path, *place.run.path.glob("nodes/*/events.jsonl")]
+    found = [event for path in paths for event in read_json_lines(path)]
+    return [event for event in found if event["event"] == kind]
+
+
+@pytest.mark.slow
+def test_a_signal_lets_all_ranks_save(place: Place, stopped: Ended) -> None:
+    """It is passed on to all of them; the exit code says: saved, run me again."""
+    assert stopped.code == os.EX_TEMPFAIL, stopped.said
+    (event,) = _events(place, "interrupted")
+    assert event["by"] == "SIGUSR1"
+    assert event["step"] in place.run.checkpoint_steps()
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named_and_the_run_goes_on(place: Place, restarted: Ended) -> None:
+    """On the terminal, in the log of the rank that waited for it, and in an event."""
+    assert restarted.code == 0, restarted.said
+    named = "Rank 1 of 2 on "
+    assert "killed by SIGKILL" in restarted.said
+    assert "All ranks are started again (1 of 3 times" in restarted.said
+    (event,) = _events(place, "rank_failed")
+    assert (event["rank"], event["kind"]) == (1, "killed")
+    (log,) = (
+        path
+        for path in place.run.path.glob("nodes/*/logs/*/rank_0000.log")
+        if "waited for it at step" in path.read_text()
+    )
+    assert named in log.read_text()
+    assert len(_events(place, "resumed")) == 2
+    assert place.run.metrics()[-1]["step"] == 50
+
+
+@pytest.mark.slow
+def test_each_rank_of_each_start_has_a_log(place: Place, restarted: Ended) -> None:
+    """Two launches, one of which started its ranks twice; rank 0 was heard on the terminal too."""
+    logs = sorted(place.run.path.glob("nodes/*/logs/*/*.log"))
+    assert [path.name for path in logs] == ["rank_0000.log", "rank_0001.log"] * 3
+    assert "Done: step 50" in logs[-2].read_text()
+    assert "Done: step 50" in restarted.said
+    assert str(Path(*logs[-1].parts[-6:-2])) in restarted.said
+
+
+@pytest.mark.slow
+def test_a_mistake_is_not_tried_again(place: Place, restarted: Ended, tmp_path: Path) -> None:
+    """All ranks refuse it; a restart would not change their minds."""
+    ended = _launch(place, "--set", "data.catalog=gone.parquet", "--set", f"out={tmp_path / 'run'}")
+    assert ended.code == 2
+    assert "gone.parquet does not exist" in ended.said
+    assert "nothing is started again" in ended.said
+    assert "Traceback" not in ended.said
+    assert len(list(tmp_path.glob("run/nodes/*/logs/*"))) == 1
