@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from longtake import config
-from longtake.config import Recipe
+from longtake.config import ParallelSection, Recipe
 from longtake.errors import LongtakeError, PlanError, RecipeError
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World, join
@@ -106,5 +106,5 @@ def _assert_same(mine: Any, world: World) -> None:
 
 
 if __name__ == "__main__":
-    with join("cpu", "shard") as world:
+    with join("cpu", ParallelSection(strategy="shard")) as world:
         _check(Path(sys.argv[1]), world)

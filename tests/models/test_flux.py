@@ -12,7 +12,8 @@ from longtake.errors import ModelError, RecipeError
 from longtake.flow.timesteps import build_sigmas
 from longtake.models.codec import Codec, PixelCodec, build_codec
 from longtake.models.family import LatentShape
-from longtake.models.flux import Flux, FluxKontext, pack, picture_ids, unpack
+from longtake.models.flux import Flux, FluxKontext
+from longtake.models.flux_tokens import pack, picture_ids, unpack
 from longtake.models.text import PooledText, TextEncoder, build_text
 
 _CAPTIONS = ["a red ball rolls left", "a blue square"]

@@ -11,7 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from longtake.errors import ModelError
-from longtake.models.tubelet_network import TubeletTransformer, _from_tubes, _to_tubes
+from longtake.models.tubelet_network import TubeletTransformer
+from longtake.models.tubes import from_tubes, to_tubes
 
 
 def _model(seed: int = 0) -> TubeletTransformer:
@@ -157,10 +158,10 @@ def test_blocks_can_be_sharded_one_by_one(tmp_path: Path) -> None:
 def test_tubes_are_put_back_where_they_were_cut() -> None:
     """Cutting into tubes loses and moves nothing; a tube holds neighbours in space and time."""
     clips = torch.arange(2 * 3 * 4 * 8 * 12).reshape(2, 3, 4, 8, 12)
-    tubes = _to_tubes(clips, (2, 4, 3))
+    tubes = to_tubes(clips, (2, 4, 3))
     assert tubes.shape == (2, 2 * 2 * 4, 3 * 2 * 4 * 3)
     assert torch.equal(tubes[0, 0], clips[0, :, :2, :4, :3].flatten())
-    assert torch.equal(_from_tubes(tubes, (2, 4, 3), (3, 4, 8, 12)), clips)
+    assert torch.equal(from_tubes(tubes, (2, 4, 3), (3, 4, 8, 12)), clips)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from longtake.config import ParallelSection
 from longtake.errors import LongtakeError, RecipeError
 from longtake.parallel.collectives import (
     first_does,
@@ -24,7 +25,7 @@ _ALONE = World(0, 0, 1, torch.device("cpu"), None)
 
 def test_alone_each_is_the_identity() -> None:
     """One process needs no process group."""
-    with join("cpu", "replicate") as world:
+    with join("cpu", ParallelSection(strategy="replicate")) as world:
         assert world == _ALONE
     assert sum_over_ranks({"loss": 0.1}, world) == {"loss": 0.1}
     assert gather_objects({"a": 1}, world) == [{"a": 1}]
@@ -55,7 +56,7 @@ def test_two_ranks_agree(run_on_two_ranks: Callable[..., None]) -> None:
 
 
 def _check_as_one_of_two() -> None:
-    with join("cpu", "shard") as world:
+    with join("cpu", ParallelSection(strategy="shard")) as world:
         rank = world.rank
         assert world.size == 2
         assert world.is_first == (rank == 0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from longtake.config import EmaProfile
+from longtake.config import EmaProfile, ParallelSection
 from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.fsdp import clip_gradients, full, spread, synchronise_gradients
 from longtake.parallel.mesh import World, join
@@ -169,7 +169,7 @@ def _check_mixed(world: World) -> None:
 
 
 def _check_as_one_of_two() -> None:
-    with join("cpu", "shard") as world:
+    with join("cpu", ParallelSection(strategy="shard")) as world:
         _check(world, parts=2)
         _check_mixed(world)
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))

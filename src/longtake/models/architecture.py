@@ -16,6 +16,7 @@ from longtake.config import ModelSection
 from longtake.errors import ModelError, RecipeError
 from longtake.models.objective import refuse_other_objectives
 from longtake.models.pretrained import construct, load_pretrained, locate, quiet, refuse_unused
+from longtake.models.unfilled import Weights
 
 SHIPPED = {
     "black-forest-labs/FLUX.1-dev": "flux_1_dev.json",
@@ -30,7 +31,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build_transformer(
-    model_class: Any, section: ModelSection, fitted: dict[str, int], *, weights: bool
+    model_class: Any, section: ModelSection, fitted: dict[str, int], *, weights: Weights
 ) -> nn.Module:
     """A transformer of diffusers: pretrained in the section's dtype, or random in fp32.
 
@@ -38,7 +39,8 @@ def build_transformer(
         model_class: of diffusers.
         section: of the recipe.
         fitted: arguments that follow from codec and text encoder.
-        weights: without them it stands on the meta device.
+        weights: without them it stands on the meta device; `later`: its parameters alone do,
+            where the caller sees to that.
 
     Raises:
         RecipeError: an argument is wrong, or the transformer takes other latents or captions.
@@ -50,7 +52,8 @@ def build_transformer(
             model = construct("model.config", model_class, fitted | section.config)
     else:
         refuse_unused("model", {"config": section.config}, "model.pretrained brings its own")
-        model = _load(model_class, section) if weights else _outline(model_class, section)
+        build = {True: _load, False: _outline, "later": _build_for_files}[weights]
+        model = build(model_class, section)
     for name, expected in fitted.items():
         if model.config[name] != expected:
             raise RecipeError(
@@ -69,8 +72,14 @@ def on_meta(model_class: Any, where: str, subfolder: str) -> nn.Module:
     """
     config = part_config(where, subfolder)
     _refuse_other_class(config, model_class, where, subfolder)
+    with torch.device("meta"):
+        return _from_config(model_class, config, where, subfolder)
+
+
+def _from_config(model_class: Any, config: dict[str, Any], where: str, subfolder: str) -> nn.Module:
+    """A model of diffusers or transformers in the dtype its config names, without its weights."""
     try:
-        with torch.device("meta"), quiet(model_class):
+        with quiet(model_class):
             if hasattr(model_class, "load_config"):  # diffusers
                 model: nn.Module = model_class.from_config(config)
             else:
@@ -140,16 +149,32 @@ def _refuse_other_class(
 
 def _load(model_class: Any, section: ModelSection) -> nn.Module:
     """With weights; they pass through no other dtype than the one they will be kept in."""
-    assert section.pretrained is not None
-    folder = locate(section.pretrained, section.subfolder)
-    config = _read(folder / section.subfolder / "config.json")
-    _refuse_other_class(config, model_class, section.pretrained, section.subfolder)
-    refuse_other_objectives(_scheduler(folder, section.subfolder), section.pretrained)
+    folder, _ = _checked(model_class, section)
     dtype = DTYPES[section.dtype]
     model: nn.Module = load_pretrained(
         model_class, str(folder), section.subfolder, torch_dtype=dtype
     )
     return model
+
+
+def _build_for_files(model_class: Any, section: ModelSection) -> nn.Module:
+    """Like what `_load` returns, for somebody else to fill."""
+    assert section.pretrained is not None
+    folder, config = _checked(model_class, section)
+    model: Any = _from_config(model_class, config, section.pretrained, section.subfolder)
+    model.register_to_config(_name_or_path=str(folder / section.subfolder))
+    built: nn.Module = model.eval()
+    return built
+
+
+def _checked(model_class: Any, section: ModelSection) -> tuple[Path, dict[str, Any]]:
+    """The local folder that has a section's transformer, which fits; and its configuration."""
+    assert section.pretrained is not None
+    folder = locate(section.pretrained, section.subfolder)
+    config = _read(folder / section.subfolder / "config.json")
+    _refuse_other_class(config, model_class, section.pretrained, section.subfolder)
+    refuse_other_objectives(_scheduler(folder, section.subfolder), section.pretrained)
+    return folder, config
 
 
 def _outline(model_class: Any, section: ModelSection) -> nn.Module:

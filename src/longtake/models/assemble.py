@@ -4,11 +4,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from longtake.config import Bucket, Recipe, Shift
+from longtake.config import Bucket, PooledSection, Recipe, Shift, TextSection
 from longtake.errors import RecipeError
 from longtake.flow.timesteps import resolution_shift
 from longtake.models.added import condition, main_dtype
@@ -17,9 +18,12 @@ from longtake.models.codec import Codec, build_codec, outline_codec
 from longtake.models.family import Conditioning, Family, LatentShape
 from longtake.models.flops import count_flops
 from longtake.models.image_codec import ALONE
+from longtake.models.pretrained import locate
 from longtake.models.registry import family
+from longtake.models.stored import files_in
 from longtake.models.text import TextEncoder, build_text, outline_text
 from longtake.models.trainable import make_trainable
+from longtake.models.unfilled import WHOLE, Unfilled, can_be_filled, parameters_on_meta, slots_of
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class Components:
     model: nn.Module
     codec: Codec
     text: TextEncoder
+    unfilled: Unfilled = WHOLE
+    """What the model lacks, until it was spread over the ranks."""
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -61,8 +67,18 @@ class Components:
         self.text.to(device)
 
 
+Source = Literal["here", "files", "checkpoint"]
+"""Where a model gets its weights: at once and whole; or later, each rank its share of them, from
+the files of `model.pretrained`, or from a checkpoint that is loaded into it."""
+
+
 def assemble(
-    recipe: Recipe, captions: Iterable[str], made: Path | None, *, frozen_parts: bool = True
+    recipe: Recipe,
+    captions: Iterable[str],
+    made: Path | None,
+    *,
+    frozen_parts: bool = True,
+    weights: Source = "here",
 ) -> Components:
     """Build every part on the CPU; random weights follow from the recipe's seed alone.
 
@@ -73,6 +89,8 @@ def assemble(
         frozen_parts: without them codec and text encoders are outlines, which know shapes but
             cannot encode: for a run whose latents and prompt embeddings are cached. Of words the
             vocabulary is the real one.
+        weights: where the model gets them. Where it cannot get them later it has them at once, as
+            `unfilled` of what is returned tells.
 
     Raises:
         RecipeError: the recipe's parts do not fit together.
@@ -86,9 +104,61 @@ def assemble(
         is_whole = frozen_parts or recipe.text.kind == "words"
         text = build_text(recipe.text, captions, made) if is_whole else outline_text(recipe.text)
         torch.manual_seed(recipe.seed)  # the model's weights do not depend on the other parts'
-        model = chosen.build(recipe.model, shapes, text)
-        _finish(model, chosen, recipe, codec)
-    return Components(chosen, model, codec, text)
+        model, unfilled = _build(chosen, recipe, shapes, text, weights)
+        _finish(model, chosen, recipe, codec, unfilled)
+    return Components(chosen, model, codec, text, unfilled)
+
+
+def fetch(recipe: Recipe, *, frozen_parts: bool = True) -> None:
+    """Download what a recipe names by repository ids, so that others on this node find it.
+
+    Raises:
+        ModelError: a part cannot be found.
+    """
+    model, codec, text = recipe.model, recipe.codec, recipe.text
+    wanted: list[tuple[str | None, str]] = [(model.pretrained, model.subfolder)]
+    if frozen_parts:
+        wanted.append((codec.pretrained, codec.subfolder))
+        encoders: list[tuple[str | None, TextSection | PooledSection]] = [(text.pretrained, text)]
+        if text.pooled is not None:
+            first = None if text.pooled.config else text.pretrained
+            encoders.append((text.pooled.pretrained or first, text.pooled))
+        for where, section in encoders:
+            wanted += [(where, section.subfolder), (where, section.tokenizer_subfolder)]
+    for where, subfolder in wanted:
+        if where is not None:
+            locate(where, subfolder)
+
+
+def source_of(recipe: Recipe, *, resumed: bool) -> Source:
+    """Where a training's model gets its weights; a checkpoint has all that is trained."""
+    if resumed and recipe.trainable.base() == "full":
+        return "checkpoint"
+    return "here" if recipe.model.pretrained is None else "files"
+
+
+def _build(
+    chosen: Family,
+    recipe: Recipe,
+    shapes: Sequence[LatentShape],
+    text: TextEncoder,
+    weights: Source,
+) -> tuple[nn.Module, Unfilled]:
+    """The family's model, and what it lacks."""
+    files = _files(recipe) if weights == "files" else None
+    if weights == "checkpoint" or files is not None:
+        with parameters_on_meta():
+            model = chosen.build(recipe.model, shapes, text, weights="later")
+        slots = slots_of(model)
+        if can_be_filled(slots, model, files):
+            return model, Unfilled(slots, files)
+    return chosen.build(recipe.model, shapes, text), WHOLE
+
+
+def _files(recipe: Recipe) -> dict[str, Path] | None:
+    section = recipe.model
+    assert section.pretrained is not None
+    return files_in(locate(section.pretrained, section.subfolder) / section.subfolder)
 
 
 def outline(recipe: Recipe) -> Components:
@@ -127,10 +197,16 @@ def _check(recipe: Recipe, codec: Codec) -> tuple[Family, list[LatentShape]]:
     return chosen, shapes
 
 
-def _finish(model: nn.Module, chosen: Family, recipe: Recipe, codec: Codec) -> None:
+def _finish(
+    model: nn.Module,
+    chosen: Family,
+    recipe: Recipe,
+    codec: Codec,
+    unfilled: Unfilled = WHOLE,
+) -> None:
     """Put the weights into the dtype they are kept in, and train what the recipe says."""
     keep_weights_in(model, DTYPES[recipe.model.dtype])
-    make_trainable(model, chosen, recipe.trainable, codec.channels)
+    make_trainable(model, chosen, recipe.trainable, codec.channels, unfilled.slots)
 
 
 def training_conditioning(

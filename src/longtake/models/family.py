@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from longtake.config import ModelSection
 from longtake.models.codec import Codec
 from longtake.models.text import TextEncoder
+from longtake.models.unfilled import Weights
+from longtake.parallel.sequence import TokenSharing
 
 Conditioning = dict[str, Tensor]
 """What a model is told besides its noisy latents: named tensors, each [B, ...].
@@ -64,12 +66,13 @@ class Family(Protocol):
         shapes: Sequence[LatentShape],
         text: TextEncoder,
         *,
-        weights: bool = True,
+        weights: Weights = True,
     ) -> nn.Module:
         """The model on the CPU, with random weights in fp32 or pretrained ones in the section's.
 
         Without `weights` it is the same architecture on torch's meta device, made in seconds at
-        any size, and no file of weights is opened or downloaded.
+        any size, and no file of weights is opened or downloaded. With `later` it is built so within
+        `parameters_on_meta`: buffers are real, and pretrained weights are read by somebody else.
 
         Raises:
             RecipeError: the model's arguments do not fit.
@@ -86,6 +89,18 @@ class Family(Protocol):
 
         `call` must return what `block(*inputs)` returns. A second call replaces the first.
         """
+        ...
+
+    def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
+        """Have ranks share the tokens of each sample, from now on.
+
+        All of them ask the model alike, and all get the whole answer. Tokens that attend to each
+        other are cut before the first block and gathered after the last.
+        """
+        ...
+
+    def num_heads(self, model: nn.Module) -> int:
+        """Of the attention in which tokens of a sample look at each other."""
         ...
 
     def width(self, model: nn.Module) -> int:

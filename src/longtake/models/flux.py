@@ -5,6 +5,7 @@ tokens, D width of a token.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from longtake.errors import ModelError, RecipeError
 from longtake.models.architecture import build_transformer
 from longtake.models.codec import Codec
 from longtake.models.family import Conditioning, LatentShape
+from longtake.models.flux_tokens import PACK, pack, picture_ids, unpack
 from longtake.models.image_codec import ImageCodec
 from longtake.models.pretrained import quiet
+from longtake.models.shared_attention import share_attention
 from longtake.models.text import PooledText, TextEncoder
-
-_PACK = 2
-"""Latent rows and columns of one token."""
+from longtake.models.unfilled import Weights
+from longtake.parallel.sequence import TokenSharing
 
 
 class Flux:
@@ -37,7 +39,7 @@ class Flux:
 
     def patch(self, section: ModelSection) -> tuple[int, ...]:
         """2 rows and columns."""
-        return 1, _PACK, _PACK
+        return 1, PACK, PACK
 
     def check(self, section: ModelSection, shapes: Sequence[LatentShape]) -> None:
         """Single images, whose latents divide into tokens of 2 x 2."""
@@ -47,11 +49,11 @@ class Flux:
                     f"data.buckets: FLUX makes images, not videos, but a bucket has "
                     f"{shape.num_frames} frames. Set num_frames = 1."
                 )
-            if shape.height % _PACK or shape.width % _PACK:
+            if shape.height % PACK or shape.width % PACK:
                 height, width = (_nearest_even(size) for size in (shape.height, shape.width))
                 raise RecipeError(
                     f"data.buckets: latents of {shape.width}x{shape.height} do not divide into "
-                    f"FLUX's tokens of {_PACK}x{_PACK}. The nearest latents that do are {width}x"
+                    f"FLUX's tokens of {PACK}x{PACK}. The nearest latents that do are {width}x"
                     f"{height}: multiply height and width by the codec's compression to get the "
                     "bucket's."
                 )
@@ -62,7 +64,7 @@ class Flux:
         shapes: Sequence[LatentShape],
         text: TextEncoder,
         *,
-        weights: bool = True,
+        weights: Weights = True,
     ) -> nn.Module:
         """A `FluxTransformer2DModel`; its channels and widths follow from codec and encoders."""
         from diffusers import FluxTransformer2DModel
@@ -74,7 +76,7 @@ class Flux:
                 "[text.pooled]."
             )
         fitted = {
-            "in_channels": shapes[0].channels * _PACK**2,
+            "in_channels": shapes[0].channels * PACK**2,
             "joint_attention_dim": text.embed_dim,
             "pooled_projection_dim": text.pooled_dim,
         }
@@ -90,6 +92,19 @@ class Flux:
     def call_blocks_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
         """Through diffusers' own switch for gradient checkpointing."""
         model.enable_gradient_checkpointing(call)  # type: ignore[operator]
+
+    def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
+        """The text's, and those of all pictures: each rank has some of both."""
+        flux: Any = model
+        flux.register_forward_pre_hook(partial(_cut_inputs, sharing), with_kwargs=True)
+        for block in self.blocks(model):
+            share_attention(block.attn, sharing)  # type: ignore[arg-type]
+        flux.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
+
+    def num_heads(self, model: nn.Module) -> int:
+        """Those of the configuration."""
+        config: Any = model.config
+        return int(config.num_attention_heads)
 
     def width(self, model: nn.Module) -> int:
         """Heads times their width."""
@@ -108,7 +123,7 @@ class Flux:
 
     def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
         """One for each 2 x 2 latent pixels; those of references do not count."""
-        return (shape.height // _PACK) * (shape.width // _PACK)
+        return (shape.height // PACK) * (shape.width // PACK)
 
     def sequence_length(
         self, model: nn.Module, shape: LatentShape, conditioning: Conditioning
@@ -116,7 +131,7 @@ class Flux:
         """The picture's, those of its references and the text's."""
         pictures = [shape[2:], *(conditioning[f"{n}_latents"].shape[-2:] for n in self.references)]
         num_text = conditioning["prompt_embeds"].shape[1]
-        return num_text + sum((rows // _PACK) * (columns // _PACK) for rows, columns in pictures)
+        return num_text + sum((rows // PACK) * (columns // PACK) for rows, columns in pictures)
 
     def distils_guidance(self, model: nn.Module) -> bool:
         """FLUX.1-dev and Kontext do; FLUX.1-schnell does not."""
@@ -141,7 +156,7 @@ class Flux:
             return_dict=False,
         )[0]
         *_, height, width = noisy_latents.shape
-        noisy = velocity[:, : (height // _PACK) * (width // _PACK)]
+        noisy = velocity[:, : (height // PACK) * (width // PACK)]
         return unpack(noisy, height, width)
 
     def export(
@@ -218,33 +233,17 @@ class FluxKontext(Flux):
         return tokens, torch.cat(ids)
 
 
-def pack(latents: Tensor) -> Tensor:
-    """Tokens [B, N, 4 C] of latents [B, C, 1, H, W]: each holds 2 x 2 latent pixels."""
-    num_samples, channels, _, height, width = latents.shape
-    rows, columns = height // _PACK, width // _PACK
-    parts = latents.reshape(num_samples, channels, rows, _PACK, columns, _PACK)
-    return parts.permute(0, 2, 4, 1, 3, 5).reshape(num_samples, rows * columns, -1)
-
-
-def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
-    """Latents [B, C, 1, H, W] of tokens [B, N, 4 C]."""
-    rows, columns = height // _PACK, width // _PACK
-    parts = tokens.reshape(len(tokens), rows, columns, -1, _PACK, _PACK)
-    return parts.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), -1, 1, height, width)
-
-
-def picture_ids(latents: Tensor, number: int) -> Tensor:
-    """[N, 3] fp32: for each token of a picture the picture's number, its row and its column."""
-    *_, height, width = latents.shape
-    rows, columns = (
-        torch.arange(size // _PACK, dtype=torch.float32, device=latents.device)
-        for size in (height, width)
-    )
-    return torch.cartesian_prod(rows.new_full((1,), number), rows, columns)
+def _cut_inputs(
+    sharing: TokenSharing, _model: nn.Module, args: Any, given: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """This rank's tokens of the text and of the pictures, and where they stand."""
+    rows = {"encoder_hidden_states": 1, "txt_ids": 0, "hidden_states": 1, "img_ids": 0}
+    sharing.begin(given["encoder_hidden_states"].shape[1], given["hidden_states"].shape[1])
+    return args, given | {name: sharing.cut(given[name], dim) for name, dim in rows.items()}
 
 
 def _nearest_even(size: int) -> int:
-    return max(1, round(size / _PACK)) * _PACK
+    return max(1, round(size / PACK)) * PACK
 
 
 def _check_config(config: Any) -> None:

@@ -7,7 +7,8 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,20 @@ from longtake.models.nearest import hint
 
 _REPOSITORY_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _REACH_SECONDS = 10
+_is_fetched: ContextVar[bool] = ContextVar("is_fetched", default=False)
+
+
+@contextmanager
+def local_copies() -> Iterator[None]:
+    """Take what the hub's cache on this node has, without asking the hub whether it has news.
+
+    For processes that build what another one has just fetched.
+    """
+    token = _is_fetched.set(True)
+    try:
+        yield
+    finally:
+        _is_fetched.reset(token)
 
 
 def diffusers_class(key: str, name: str) -> Any:
@@ -186,6 +201,11 @@ def _download(repository: str, patterns: list[str]) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
+    if _is_fetched.get():
+        with suppress(LocalEntryNotFoundError):
+            return Path(
+                snapshot_download(repository, allow_patterns=patterns, local_files_only=True)
+            )
     unreachable = ""
     try:  # asked first, and once: a download retries for minutes before it gives up
         HfApi().model_info(repository, timeout=_REACH_SECONDS)

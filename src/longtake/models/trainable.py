@@ -1,6 +1,7 @@
 """What of a model is trained: all of it, low-rank updates (LoRA), or a module of the user's own."""
 
 import copy
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -13,10 +14,15 @@ from longtake.models.architecture import DTYPES
 from longtake.models.family import Family
 from longtake.models.imported import build_module
 from longtake.models.lora import add_lora, merge
+from longtake.models.unfilled import Slot, lent_memory
 
 
 def make_trainable(
-    model: nn.Module, family: Family, section: TrainableSection, latent_channels: int
+    model: nn.Module,
+    family: Family,
+    section: TrainableSection,
+    latent_channels: int,
+    slots: Sequence[Slot] = (),
 ) -> None:
     """Freeze, adapt and extend a model as the recipe says.
 
@@ -28,6 +34,7 @@ def make_trainable(
         family: of the model.
         section: the recipe's.
         latent_channels: C of the latents, for an added module.
+        slots: parameters of the model that wait for their values; what is new has its own at once.
 
     Raises:
         RecipeError: targets or blocks match nothing, the module cannot be had as it is named, or
@@ -35,13 +42,14 @@ def make_trainable(
     """
     base, dtype = section.base(), DTYPES.get(section.dtype) or main_dtype(model)
     blocks = block_names(model, family, section.blocks)
-    device = next(model.parameters()).device
+    device = torch.device("cpu") if slots else next(model.parameters()).device
     if base != "full":
         model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.default_generator.manual_seed(torch.initial_seed())
         if base == "lora":
-            add_lora(model, section.targets or family.lora_targets, section, dtype)
+            with lent_memory(slots):
+                add_lora(model, section.targets or family.lora_targets, section, dtype)
         if section.module is not None:
             module = build_module(section, family.width(model), blocks, latent_channels)
             attach(model, module.to(device, dtype), family, blocks, dtype)

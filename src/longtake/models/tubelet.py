@@ -19,6 +19,8 @@ from longtake.models.family import Conditioning, LatentShape
 from longtake.models.pretrained import check_arguments
 from longtake.models.text import TextEncoder
 from longtake.models.tubelet_network import TUBE, TubeletTransformer
+from longtake.models.unfilled import Weights
+from longtake.parallel.sequence import TokenSharing
 
 
 class Tubelet:
@@ -53,7 +55,7 @@ class Tubelet:
         shapes: Sequence[LatentShape],
         text: TextEncoder,
         *,
-        weights: bool = True,
+        weights: Weights = True,
     ) -> nn.Module:
         """A `TubeletTransformer` with random weights."""
         if section.pretrained is not None:
@@ -80,6 +82,14 @@ class Tubelet:
     def call_blocks_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
         """The transformer asks in its loop."""
         cast("TubeletTransformer", model).block_caller = call
+
+    def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
+        """The clip's and the caption's; every rank reads all of the caption before that."""
+        cast("TubeletTransformer", model).share_tokens(sharing)
+
+    def num_heads(self, model: nn.Module) -> int:
+        """Of each block."""
+        return cast("TubeletTransformer", model).caption_block.attention.num_heads
 
     def width(self, model: nn.Module) -> int:
         """`hidden_size`."""

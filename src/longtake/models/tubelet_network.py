@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from longtake.errors import ModelError
 from longtake.flow.path import velocity_from_latents
+from longtake.models.tubes import from_tubes, grid_of, sine_positions, to_tubes
+from longtake.parallel.sequence import TokenSharing
 
 TUBE = (8, 4, 4)
 """Frames, rows and columns of a tube, unless the recipe says otherwise."""
@@ -64,11 +66,12 @@ class TubeletTransformer(nn.Module):
         self.patch_size = patch_size
         self.max_tokens = max_tokens
         self.block_caller: Callable[..., Any] | None = None
-        grid = _grid(self.clip_shape, patch_size)
+        self._sharing: TokenSharing | None = None
+        grid = grid_of(self.clip_shape, patch_size)
         _check_width(hidden_size, num_heads)
         tube_size = channels * math.prod(patch_size)
         self.tube_in = nn.Linear(tube_size, hidden_size)
-        self.positions = nn.Parameter(_sine_positions(grid, hidden_size))
+        self.positions = nn.Parameter(sine_positions(grid, hidden_size))
         self.token_embedding = nn.Embedding(vocabulary_size, hidden_size)
         self.token_positions = nn.Parameter(torch.zeros(max_tokens, hidden_size))
         self.caption_block = Block(hidden_size, num_heads, mlp_ratio, residual_gate)
@@ -79,6 +82,12 @@ class TubeletTransformer(nn.Module):
         self.modulation_out = _zeroed(nn.Linear(hidden_size, 2 * hidden_size))
         self.tube_out = _zeroed(nn.Linear(hidden_size, tube_size))
         nn.init.normal_(self.token_embedding.weight, std=0.5)
+
+    def share_tokens(self, sharing: TokenSharing) -> None:
+        """Have ranks share the tokens of caption and clip from the first of `blocks` on."""
+        self._sharing = sharing
+        for block in self.blocks:
+            cast("Block", block).attention.sharing = sharing
 
     def forward(self, noisy_latents: Tensor, sigmas: Tensor, token_ids: Tensor) -> Tensor:
         """Return the velocity, noise minus clip.
@@ -95,17 +104,25 @@ class TubeletTransformer(nn.Module):
             ModelError: the clips or the captions have another shape than the model is built for.
         """
         self._check_inputs(noisy_latents, token_ids)
-        tubes = _to_tubes(noisy_latents, self.patch_size).to(self.tube_in.weight.dtype)
+        tubes = to_tubes(noisy_latents, self.patch_size).to(self.tube_in.weight.dtype)
         noise_level = self.condition.of_noise(sigmas)
         words = self._read_caption(token_ids, noise_level)
         condition = noise_level + self.condition.of_caption(words)
         tokens = torch.cat([words, self.tube_in(tubes) + self.positions], dim=1)
-        for block in self.blocks:
-            tokens = self._call(block, tokens, condition)
+        tokens = self._through_blocks(tokens, condition)
         shift, scale = self.modulation_out(condition)[:, None].chunk(2, dim=-1)
         clip = self.tube_out(_normalise(tokens[:, words.shape[1] :]) * (1 + scale) + shift)
-        clip = _from_tubes(clip.float(), self.patch_size, self.clip_shape)
+        clip = from_tubes(clip.float(), self.patch_size, self.clip_shape)
         return velocity_from_latents(noisy_latents.float(), clip, sigmas.float())
+
+    def _through_blocks(self, tokens: Tensor, condition: Tensor) -> Tensor:
+        """The tokens [B, T, D] after all blocks, of which ranks may share each."""
+        if self._sharing is not None:
+            self._sharing.begin(tokens.shape[1])
+            tokens = self._sharing.cut(tokens, 1)
+        for block in self.blocks:
+            tokens = self._call(block, tokens, condition)
+        return tokens if self._sharing is None else self._sharing.gather(tokens, 1)
 
     def _read_caption(self, token_ids: Tensor, noise_level: Tensor) -> Tensor:
         """Return the words in the light of each other, [B, max_tokens, D]."""
@@ -170,6 +187,7 @@ class Attention(nn.Module):
     def __init__(self, hidden_size: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
+        self.sharing: TokenSharing | None = None
         self.to_qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
         self.to_out = nn.Linear(hidden_size, hidden_size, bias=False)
 
@@ -177,10 +195,13 @@ class Attention(nn.Module):
         """Return [B, N, D] from [B, N, D]."""
         num_clips, num_tokens, width = tokens.shape
         heads = self.to_qkv(tokens).view(num_clips, num_tokens, 3, self.num_heads, -1)
-        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind()
+        heads = heads.permute(2, 0, 3, 1, 4)
+        query, key, value = (self.sharing.to_heads(heads) if self.sharing else heads).unbind()
         query, key = _normalise(query) * query.shape[-1] ** -0.5, _normalise(key)
         # Written out: at these sizes the fused kernel takes twice as long on a CPU in bfloat16.
         mixed = (query @ key.mT).softmax(dim=-1).to(value.dtype) @ value
+        if self.sharing is not None:
+            mixed = self.sharing.to_tokens(mixed[None])[0]
         out: Tensor = self.to_out(mixed.transpose(1, 2).reshape(num_clips, num_tokens, width))
         return out
 
@@ -221,58 +242,9 @@ def _zeroed(linear: nn.Linear) -> nn.Linear:
     return linear
 
 
-def _grid(
-    clip_shape: tuple[int, int, int, int], patch_size: tuple[int, int, int]
-) -> tuple[int, int, int]:
-    """Return how many tubes stand along frames, height and width."""
-    _, num_frames, height, width = clip_shape
-    extents = (num_frames, height, width)
-    for name, extent, patch in zip(("frames", "height", "width"), extents, patch_size, strict=True):
-        if extent < 1 or patch < 1 or extent % patch:
-            raise ModelError(
-                f"clips of {num_frames} frames of {height}x{width} do not divide into tubes of "
-                f"{' x '.join(map(str, patch_size))} (frames, height, width): {name} {extent} is "
-                f"not a multiple of {patch}. Choose another patch_size or clip size."
-            )
-    return num_frames // patch_size[0], height // patch_size[1], width // patch_size[2]
-
-
 def _check_width(hidden_size: int, num_heads: int) -> None:
     if hidden_size % num_heads or hidden_size % 6:
         raise ModelError(
             f"a hidden_size of {hidden_size} does not divide into {num_heads} heads and 6 parts "
             "for the positions. Choose a multiple of both."
         )
-
-
-def _sine_positions(grid: tuple[int, int, int], hidden_size: int) -> Tensor:
-    """Return [N, D]: a third of the width each for frame, row and column, as sines and cosines."""
-    sixth = hidden_size // 6
-    frequencies = 32.0 ** -(torch.arange(sixth) / sixth)
-    axes = torch.meshgrid(*[torch.arange(extent).float() for extent in grid], indexing="ij")
-    angles = [axis.reshape(-1, 1) * frequencies for axis in axes]
-    return torch.cat([wave for angle in angles for wave in (angle.sin(), angle.cos())], dim=-1)
-
-
-def _to_tubes(clips: Tensor, patch_size: tuple[int, int, int]) -> Tensor:
-    """Return [B, N, tube values] from [B, C, F, H, W]."""
-    num_clips, channels, num_frames, height, _ = clips.shape
-    frames, rows, columns = patch_size
-    parts = clips.reshape(
-        num_clips, channels, num_frames // frames, frames, height // rows, rows, -1, columns
-    )
-    return parts.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(
-        num_clips, -1, channels * math.prod(patch_size)
-    )
-
-
-def _from_tubes(
-    tubes: Tensor, patch_size: tuple[int, int, int], clip_shape: tuple[int, int, int, int]
-) -> Tensor:
-    """Return [B, C, F, H, W] from [B, N, tube values]."""
-    channels, num_frames, height, width = clip_shape
-    frames, rows, columns = patch_size
-    parts = tubes.reshape(
-        -1, num_frames // frames, height // rows, width // columns, channels, *patch_size
-    )
-    return parts.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(-1, *clip_shape)

@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from longtake.models.architecture import build_transformer
 from longtake.models.codec import AutoencoderCodec, Codec
 from longtake.models.family import Conditioning, LatentShape
 from longtake.models.pretrained import quiet
+from longtake.models.shared_attention import share_attention
 from longtake.models.text import TextEncoder, TransformersText
+from longtake.models.unfilled import Weights
 from longtake.models.wan_names import original_name
+from longtake.parallel.sequence import TokenSharing
 
 _PATCH = (1, 2, 2)
 
@@ -55,7 +59,7 @@ class Wan:
         shapes: Sequence[LatentShape],
         text: TextEncoder,
         *,
-        weights: bool = True,
+        weights: Weights = True,
     ) -> nn.Module:
         """A `WanTransformer3DModel`; channels and text width follow from codec and encoder."""
         from diffusers import WanTransformer3DModel
@@ -81,6 +85,21 @@ class Wan:
     def call_blocks_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
         """Through diffusers' own switch for gradient checkpointing."""
         model.enable_gradient_checkpointing(call)  # type: ignore[operator]
+
+    def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
+        """The clip's; every rank looks at all of the text."""
+        wan: Any = model
+        wan.patch_embedding.register_forward_hook(partial(_cut_patches, sharing))
+        wan.rope.register_forward_hook(partial(_cut_positions, sharing))
+        for block in wan.blocks:
+            share_attention(block.attn1, sharing)
+        # Until then all is done token by token, and here a token has become narrow.
+        wan.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
+
+    def num_heads(self, model: nn.Module) -> int:
+        """Those of the configuration."""
+        config: Any = model.config
+        return int(config.num_attention_heads)
 
     def width(self, model: nn.Module) -> int:
         """Heads times their width."""
@@ -170,6 +189,22 @@ def _patch_size(section: ModelSection) -> tuple[int, ...]:
             f"{list(_PATCH)}."
         )
     return tuple(patch)
+
+
+def _cut_patches(
+    sharing: TokenSharing, _module: nn.Module, _args: object, patches: Tensor
+) -> Tensor:
+    """[B, D, t] of [B, D, F, H, W]; Wan would flatten the last three next, and finds it done."""
+    tokens = patches.flatten(2)
+    sharing.begin(tokens.shape[2])
+    return sharing.cut(tokens, 2)
+
+
+def _cut_positions(
+    sharing: TokenSharing, _module: nn.Module, _args: object, tables: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Cosines and sines of this rank's tokens, [1, t, 1, d] each."""
+    return tuple(sharing.cut(table, 1) for table in tables)
 
 
 def _words(sizes: Sequence[int]) -> str:

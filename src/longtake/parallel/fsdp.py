@@ -5,22 +5,37 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from longtake.parallel.mesh import World
+from longtake.parallel.norms import share
 
 _LEAST_NORM = 1e-6
 """Added to a norm, so that gradients of 0 do not divide by it."""
 
 
-def spread(model: nn.Module, blocks: Sequence[nn.Module], world: World) -> None:
+def spread(
+    model: nn.Module, blocks: Sequence[nn.Module], world: World, *, gather_in_bf16: bool = False
+) -> None:
     """Shard (or replicate) each block and then the rest onto the device; alone, just move it.
 
     The model comes on the CPU: a card never holds more of it than its share and one block.
 
-    Parameters become DTensors of the dtype that they have, in which they are reduced too; the
-    arithmetic's precision is autocast's business, the same on one process and on many.
+    Parameters become DTensors of the dtype that they have. Their gradients are added up over ranks
+    in fp32. The arithmetic's precision is autocast's business, the same on one process and on many.
+
+    Args:
+        model: on the CPU.
+        blocks: of it.
+        world: all ranks.
+        gather_in_bf16: whether ranks send each other weights kept in fp32 as bf16; only where
+            autocast would make bf16 of them anyway.
     """
     if world.mesh is None:
         model.to(world.device)
@@ -28,13 +43,18 @@ def spread(model: nn.Module, blocks: Sequence[nn.Module], world: World) -> None:
     # Some families return a view. torch warns at each step that nobody may change it in place,
     # and nobody does: the loss reads it.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
+    kept = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if gather_in_bf16 else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
     for part in (*blocks, model):
         trained = _trained_dtypes(part)
         for inner in _of_other_dtypes(part, trained[0]) if trained else []:
-            fully_shard(inner, mesh=world.mesh)
+            fully_shard(inner, mesh=world.mesh, mp_policy=kept)
             if hasattr(inner, "prepare"):  # an added module's, which is called beside forward
                 register_fsdp_forward_method(inner, "prepare")
-        fully_shard(part, mesh=world.mesh)
+        fully_shard(part, mesh=world.mesh, mp_policy=kept)
 
 
 def _of_other_dtypes(module: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
@@ -80,7 +100,8 @@ def clip_gradients(model: nn.Module, norm: float, max_norm: float, scale: float 
         max_norm: the largest that is wanted.
         scale: what they are multiplied with first.
     """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    # Its shares of them: a DTensor looks anew at each of many tensors, which takes milliseconds.
+    gradients = [share(p.grad) for p in model.parameters() if p.grad is not None]
     factor = scale * min(1.0, max_norm / (norm + _LEAST_NORM))
     if factor != 1:
         _multiply(gradients, factor)

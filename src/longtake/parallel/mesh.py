@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -18,14 +18,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longtake.config import ParallelSection
-from longtake.errors import LongtakeError, RecipeError
+from longtake.errors import LostPeerError, RecipeError
 from longtake.machine import num_cores
 from longtake.parallel.flight import environment
 
 Device = Literal["auto", "cpu", "cuda"]
 
 _SECONDS_TO_LET_GO = 0.1
-_SIGNS_OF_A_LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe")  # what gloo says
+_SIGNS_OF_A_LOST_PEER = (
+    *("closed by peer", "reset by peer", "Broken pipe"),  # what gloo says
+    *("Timed out waiting", "connectFullMesh failed", "Connection refused"),
+    *("remote process exited", "communicator was aborted"),  # what NCCL says
+)
 
 
 @dataclass(frozen=True)
@@ -77,11 +81,11 @@ def join(device: Device, section: ParallelSection, records: Path | None = None) 
     Raises:
         RecipeError: CUDA is asked for where there is none, or too few cards for the processes; or
             their number does not divide as the section wants it.
-        LongtakeError: another process ended while this one waited for it.
+        LostPeerError: another process ended while this one waited for it.
     """
     rank, local_rank, size = place_in_world()
     place = pick_device(device, local_rank)
-    shards = _shard_size(section, size)
+    shard_size(section, size)
     if "RANK" not in os.environ or size == 1:
         yield World(0, 0, 1, place, None)
         return
@@ -91,24 +95,37 @@ def join(device: Device, section: ParallelSection, records: Path | None = None) 
         for name, value in environment(records).items():
             os.environ.setdefault(name, value)
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=10))
     try:
-        group = _sequence_group(place.type, size, section.sequence)
-        mesh = _mesh(place.type, size, shards)
-        yield World(rank, local_rank, size, place, mesh, section.sequence, group)
+        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+        yield arranged(World(rank, local_rank, size, place, None), section)
         # Not after an error: NCCL would wait here for ranks that wait for this one elsewhere.
         dist.destroy_process_group()
     except RuntimeError as error:
-        if not any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER):
+        if not _tells_of_a_lost_peer(error):
             raise
-        raise LongtakeError(
-            f"Another of the {size} processes has ended, so rank {rank} cannot go on. What that "
-            "one said is the reason."
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise LostPeerError(
+            f"Another of the {size} processes has ended or cannot be reached, so rank {rank} "
+            f"cannot go on. What that one said is the reason; this one knows only: {first}"
         ) from error
     finally:
         # Gloo's threads need Python's lock to let go of the last collective's tensors. One that
         # comes to it when the interpreter is ending aborts the process, after a good run too.
         time.sleep(_SECONDS_TO_LET_GO)
+
+
+def arranged(world: World, section: ParallelSection) -> World:
+    """The same ranks, sharing model and clips as a section says; a collective of all of them."""
+    mesh = _mesh(world.device.type, world.size, shard_size(section, world.size))
+    group = _sequence_group(world.device.type, world.size, section.sequence)
+    return replace(world, mesh=mesh, sequence_size=section.sequence, sequence_group=group)
+
+
+def _tells_of_a_lost_peer(error: RuntimeError) -> bool:
+    """Whether it is not this rank that has failed; the store of all lies with rank 0."""
+    if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    return any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER)
 
 
 def place_in_world() -> tuple[int, int, int]:
@@ -156,8 +173,13 @@ def _no_card(wanted: str, local_rank: int, cards: int) -> str:
     )
 
 
-def _shard_size(section: ParallelSection, size: int) -> int:
+def shard_size(section: ParallelSection, size: int, of_node: int | None = None) -> int:
     """How many ranks hold one copy of the model between them.
+
+    Args:
+        section: of the recipe.
+        size: ranks of the launch.
+        of_node: those of a node; None: as torchrun says it.
 
     Raises:
         RecipeError: the number of processes does not divide so.
@@ -169,7 +191,7 @@ def _shard_size(section: ParallelSection, size: int) -> int:
         )
     if section.strategy != "hybrid":
         return size if section.strategy == "shard" else 1
-    of_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    of_node = of_node or int(os.environ.get("LOCAL_WORLD_SIZE", size))
     shards = section.shard_size or of_node
     if size % shards:
         says = f"parallel.shard_size = {shards}" if section.shard_size else f"A node's {shards}"

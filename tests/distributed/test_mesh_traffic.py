@@ -1,0 +1,210 @@
+"""What a plan says ranks send each other is what they send. Run by torchrun: one of four ranks."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longtake import config
+from longtake.config import ParallelSection, Recipe
+from longtake.data.loader import Loader
+from longtake.models.assemble import assemble
+from longtake.models.precision import Precision
+from longtake.parallel.collectives import sum_over_ranks
+from longtake.parallel.mesh import World, _mesh, _sequence_group, join, shard_size
+from longtake.parallel.norms import share
+from longtake.recompute.devices import CPU
+from longtake.recompute.policies import options_of
+from longtake.training.build import build_state
+from longtake.training.fit import run_blocks_by
+from longtake.training.outlined import OutlinedStep, outlined_step
+from longtake.training.resident import fixed_of, size_of
+from longtake.training.step import apply_update, compute_gradients
+from longtake.training.traffic import traffic_of
+
+_MODEL = "model.config={hidden_size=48, num_blocks=3, num_heads=4}"
+_LORA = ("trainable.kind=lora", "trainable.rank=2")
+_LAST = "trainable.targets=['blocks.2.attention.to_qkv']"
+_CASES: Mapping[str, tuple[str, ...]] = {
+    "replicate": (),
+    "replicate, accumulating": ("training.micro_batch_size=1",),
+    "shard": ("parallel.strategy=shard",),
+    "shard, accumulating": ("parallel.strategy=shard", "training.micro_batch_size=1"),
+    "shard, recomputing": ("parallel.strategy=shard", "recompute.policy=all"),
+    "shard, LoRA": ("parallel.strategy=shard", *_LORA),
+    "shard, the last blocks": ("parallel.strategy=shard", *_LORA, _LAST),
+    "shard, bf16 weights": ("parallel.strategy=shard", "model.dtype=bf16"),
+    "shard, gathered in bf16": (
+        "parallel.strategy=shard",
+        "parallel.gather=bf16",
+        "training.precision=bf16",
+    ),
+    "hybrid": ("parallel={strategy='hybrid', shard_size=2}", "training.micro_batch_size=1"),
+    "hybrid of a node": ("parallel={strategy='hybrid'}",),
+    "sequence": ("parallel={strategy='shard', sequence=2}",),
+    "sequence, recomputing": ("parallel={sequence=4}", "recompute.policy=save-attention"),
+}
+_MANY_WORDS = " ".join(f"word{number}" for number in range(40))
+"""As many as the vocabulary has room for, as a plan assumes."""
+_NONE = {"gathered": 0, "scattered": 0, "reduced": 0, "tokens": 0}
+
+
+def _recipe(make: Callable[..., Recipe], case: str) -> Recipe:
+    return make("text.max_words=24", _MODEL, "training.batch_size=8", *_CASES[case])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the ranks leave what they counted."""
+    return tmp_path_factory.mktemp("counted")
+
+
+def test_as_many_bytes_are_sent_as_are_planned(
+    small_recipe: Callable[..., Recipe], warm: list[str], folder: Path
+) -> None:
+    """To the byte, in a step of four ranks on two nodes, however they share model and clips."""
+    for number, case in enumerate(_CASES):
+        text = config.dump(_recipe(small_recipe, case))
+        (folder / f"{number}.toml").write_text(text)
+    ended = subprocess.run(
+        [*warm, "4", __file__, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    counted = json.loads((folder / "counted.json").read_text())
+    steps = [
+        outlined_step(config.load(folder / f"{n}.toml"), CPU, 4, 2) for n in range(len(_CASES))
+    ]
+    sent = [each["sent"] for each in counted]
+    planned = [_planned(step) for step in steps]
+    assert dict(zip(_CASES, sent, strict=True)) == dict(zip(_CASES, planned, strict=True))
+    for case, step, each in zip(_CASES, steps, counted, strict=True):
+        # Each rank counts its steps, for every parameter.
+        assert each["held"] == pytest.approx(_held(step), rel=0.05), case
+
+
+def _held(step: OutlinedStep) -> dict[str, int]:
+    fixed = fixed_of(step)
+    return {
+        "weights": size_of(step.parts.model) // step.num_shards,
+        "gradients": fixed.gradients,
+        "optimizer": fixed.optimizer.device,
+        "ema": fixed.ema,
+    }
+
+
+def _planned(step: OutlinedStep) -> dict[str, int]:
+    recipe = step.recipe
+    options = options_of(recipe.recompute.chosen(), tuple(step.tracer.subject.blocks))
+    traffic = traffic_of(step, step.tracer.trace(options))
+    return {
+        "gathered": traffic.forward + traffic.backward,
+        "scattered": traffic.scattered,
+        "reduced": traffic.reduced,
+        "tokens": traffic.tokens,
+    }
+
+
+class _Exchanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what this rank sends to others in exchanges of tokens."""
+
+    def __init__(self, found: Counter[str], rank: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found, self._rank = found, rank
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops._c10d_functional.all_to_all_single.default:
+            tensor, _, sent, _ = args
+            others = sum(sent) - sent[self._rank]
+            self._found["tokens"] += tensor.nbytes * others // sum(sent)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _counted(rank_of_clip: int) -> Iterator[Counter[str]]:
+    """Bytes that a ring would send for what FSDP2 asks torch for."""
+    found: Counter[str] = Counter(_NONE)
+    names = ("all_gather_single", "reduce_scatter_single", "all_reduce")
+    gather, scatter, reduce = (getattr(dist, name) for name in names)
+
+    def counted_gather(output_tensor: Tensor, input_tensor: Tensor, **how: Any) -> Any:
+        found["gathered"] += output_tensor.nbytes - input_tensor.nbytes
+        return gather(output_tensor, input_tensor, **how)
+
+    def counted_scatter(output: Tensor, input: Tensor, **how: Any) -> Any:  # noqa: A002
+        found["scattered"] += input.nbytes - output.nbytes
+        return scatter(output, input, **how)
+
+    def counted_reduce(tensor: Tensor, **how: Any) -> Any:
+        size = dist.get_world_size(how["group"])
+        found["reduced"] += 2 * tensor.nbytes * (size - 1) // size
+        return reduce(tensor, **how)
+
+    for name, stand_in in zip(
+        names, (counted_gather, counted_scatter, counted_reduce), strict=True
+    ):
+        setattr(dist, name, stand_in)
+    try:
+        with _Exchanges(found, rank_of_clip):
+            yield found
+    finally:
+        for name, real in zip(names, (gather, scatter, reduce), strict=True):
+            setattr(dist, name, real)
+
+
+def _count(recipe: Recipe, everyone: World) -> dict[str, dict[str, int]]:
+    """What a step sends and what a rank holds after it."""
+    section = recipe.parallel
+    mesh = _mesh("cpu", 4, shard_size(section, 4, of_node=2))
+    group = _sequence_group("cpu", 4, section.sequence)
+    world = World(everyone.rank, 0, 4, everyone.device, mesh, section.sequence, group)
+    parts = assemble(recipe, [_MANY_WORDS], None)
+    names = {id(block): name for name, block in parts.model.named_modules()}
+    blocks = tuple(names[id(block)] for block in parts.family.blocks(parts.model))
+    run_blocks_by(options_of(recipe.recompute.chosen(), blocks), parts)
+    precision: Precision = "bf16" if recipe.training.precision == "bf16" else "fp32"
+    state = build_state(parts, precision, recipe, world)
+    loader = Loader(
+        recipe.data,
+        batch_size=recipe.training.batch_size,
+        rank=world.data_rank,
+        world_size=world.data_size,
+    )
+    (batch,) = loader.batches(1)
+    with _counted(world.rank % world.sequence_size) as sent:
+        compute_gradients(state, batch, recipe, world)
+    gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
+    held = {"weights": _size(parts.model.parameters()), "gradients": _size(gradients)}
+    apply_update(state, recipe, 1.0, 1.0)
+    states = [each for optimizer in state.optimizers for each in optimizer.state.values()]
+    held["optimizer"] = _size(tensor for each in states for tensor in each.values())
+    averages = [each for each in state.ema.states()["main"].values() if isinstance(each, Tensor)]
+    held["ema"] = _size(averages)
+    everyone_s = sum_over_ranks(held, world)  # parameters of a few rows lie with the first ranks
+    return {"sent": dict(sent), "held": {what: int(each / 4) for what, each in everyone_s.items()}}
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(share(tensor).nbytes for tensor in tensors)
+
+
+if __name__ == "__main__":
+    folder_of_ranks = Path(sys.argv[1])
+    with join("cpu", ParallelSection()) as joined:
+        paths = sorted(folder_of_ranks.glob("*.toml"), key=lambda path: int(path.stem))
+        counted = [_count(config.load(path), joined) for path in paths]
+        if joined.is_first:
+            (folder_of_ranks / "counted.json").write_text(json.dumps(counted))
