@@ -44,6 +44,7 @@ from longtake.records import append_json, now, read_json_lines, write_json, writ
 EventKind = Literal[
     "launched",
     "resumed",
+    "started",
     "data_changed",
     "stage",
     "epoch",
@@ -137,6 +138,11 @@ class RunDirectory:
     def metrics_path(self) -> Path:
         """One JSON object per step."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def plan_path(self) -> Path:
+        """What was found out about the memory of a step, and under which circumstances."""
+        return self.path / "plan.json"
 
     @property
     def components_path(self) -> Path:

@@ -112,7 +112,7 @@ class Toy(nn.Module):
         return cast("Tensor", self.head(tokens))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def toy() -> MakeToy:
     """Makes a step of a `Toy`: on the meta device to be traced, on the CPU to be run."""
 
@@ -141,7 +141,7 @@ def toy() -> MakeToy:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny() -> MakeTiny:
     """Makes a step of a tiny FLUX Kontext or Wan, to be traced or, once `fill`ed, to be run."""
 

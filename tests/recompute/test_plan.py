@@ -18,11 +18,11 @@ from longtake.recompute.trace import Tracer
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 _EXAMPLES_OF_ONE_MODEL = settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def surveyed(request: pytest.FixtureRequest, tiny: Any, toy: Any) -> tuple[Tracer, Survey]:
     """A tracer of the model that is asked for, with its survey."""
     family, kind = request.param.split()

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from longtake.config import ParallelSection
 from longtake.parallel.fsdp import full, spread
 from longtake.parallel.mesh import World, join
 from longtake.parallel.norms import squares
@@ -103,5 +104,5 @@ def _check(world: World) -> None:
 
 
 if __name__ == "__main__":
-    with join("cpu", "shard") as world:
+    with join("cpu", ParallelSection(strategy="shard")) as world:
         _check(world)

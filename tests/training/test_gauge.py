@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from longtake.config import ParallelSection
 from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.fsdp import spread
 from longtake.parallel.mesh import World, join
@@ -161,7 +162,7 @@ def _check(world: World) -> None:
 
 
 if __name__ == "__main__":
-    with join("cpu", "shard") as world:
+    with join("cpu", ParallelSection(strategy="shard")) as world:
         _check(world)
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         _check(World(world.rank, world.local_rank, 2, world.device, mesh))

@@ -2,13 +2,14 @@
 
 import os
 import signal
+from contextlib import ExitStack
 
 import pytest
 
-from longtake.training.interrupt import catch_interrupts
+from longtake.training.interrupt import EXIT_CODES, LeftError, catch_interrupts, leave_on_signals
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", EXIT_CODES)
 def test_the_first_signal_is_remembered_and_nothing_else_happens(name: str) -> None:
     """The step goes on; the loop asks when it suits it."""
     with catch_interrupts() as interrupt:
@@ -24,6 +25,37 @@ def test_the_second_signal_stops_at_once() -> None:
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_that_comes_twice_means_what_it_meant_once(name: str) -> None:
+    """A scheduler sends it to all processes, and the launcher that it told passes it on."""
+    with catch_interrupts() as interrupt:
+        for each in (name, name, "SIGTERM"):
+            signal.raise_signal(signal.Signals[each])
+        assert interrupt.signal_name == name
+
+
+@pytest.mark.parametrize(("name", "code"), EXIT_CODES.items())
+def test_before_there_is_anything_to_save_a_signal_ends_it(name: str, code: int) -> None:
+    """With the exit code that it would have later, and what was entered is left as usual."""
+    left = ExitStack()
+    left.callback(os.environ.pop, "LONGTAKE_TEST_LEFT", None)
+    os.environ["LONGTAKE_TEST_LEFT"] = ""
+    with pytest.raises(LeftError) as ended, leave_on_signals(), left:
+        signal.raise_signal(signal.Signals[name])
+    assert (ended.value.code, ended.value.signal_name) == (code, name)
+    assert "LONGTAKE_TEST_LEFT" not in os.environ
+
+
+def test_after_a_stop_nothing_cuts_the_rest_short() -> None:
+    """The run is saved and says so, though the scheduler repeats itself."""
+    with leave_on_signals():
+        with catch_interrupts() as interrupt:
+            signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)
+    assert interrupt.signal_name == "SIGUSR1"
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

@@ -130,7 +130,7 @@ def test_who_ends_with_a_word_has_not_died(
     recipe = small_recipe("watch.enabled=true")
     with pytest.raises(type(error)):
         train(recipe, _QUIET)
-    assert phases == ["rendezvous"]
+    assert phases == ["open"]
     assert not folder_of(recipe.out).exists()
 
 

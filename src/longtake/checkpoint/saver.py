@@ -17,7 +17,7 @@ from longtake.checkpoint.staging import Staging
 from longtake.checkpoint.store import State
 from longtake.checkpoint.writing import Company, write
 from longtake.config import CheckpointSection
-from longtake.errors import CheckpointError
+from longtake.errors import CheckpointError, LongtakeError
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
@@ -65,6 +65,7 @@ class Saver:
         self._finished: list[Path] = []
         self._failure: BaseException | None = None
         self.failures_in_a_row = 0
+        self._is_abandoned = False
         store.forget_hint_of_being_alone()
 
     def save(self, step: int, parts: Mapping[str, State], trainer: Mapping[str, Any]) -> None:
@@ -118,9 +119,13 @@ class Saver:
             raise failure  # a defect of ours, to be seen as one
         return None if message is None else CheckpointError(message)
 
+    def abandon(self) -> None:
+        """Wait for nothing any more, where there are other ranks; alone, a save ends by itself."""
+        self._is_abandoned = self.world.mesh is not None
+
     def close(self) -> None:
         """Wait for what is under way, and end the thread."""
-        self._thread.shutdown()
+        self._thread.shutdown(wait=not self._is_abandoned)
         self._look()
 
     def _save(
@@ -154,6 +159,9 @@ def keep_saver(
 ) -> Iterator[Saver]:
     """A saver that is waited for at the end, also after an error and after a Ctrl-C.
 
+    But not after a defect, or the loss of another rank: what it writes would not become whole, and
+    others wait for this process to be gone.
+
     Its arguments are those of `Saver`.
 
     Raises:
@@ -164,6 +172,10 @@ def keep_saver(
         yield saver
         if error := saver.take_failure():
             raise error
+    except Exception as error:
+        if not isinstance(error, LongtakeError):
+            saver.abandon()
+        raise
     finally:
         saver.close()
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from longtake.cli import say
+from longtake.cli.plan_mesh import mesh_facts
 from longtake.cli.plan_report import print_plan
 from longtake.cli.say import AsJson, Changes
 
@@ -33,6 +34,17 @@ def plan(
     processes: Annotated[
         int, typer.Option(min=1, help="That share a batch, and a sharded model.")
     ] = 1,
+    per_node: Annotated[
+        int | None, typer.Option(min=1, help="Of them, those of one node; unset: all.")
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NODE[,NETWORK]",
+            help="GB/s that one card sends to others of its node, and to other nodes: 450,50. "
+            "Unset: what is usual for the device.",
+        ),
+    ] = None,
     changes: Changes = None,
     as_json: AsJson = False,
 ) -> None:
@@ -44,6 +56,8 @@ def plan(
     from longtake import config
     from longtake.training.card import card_of
     from longtake.training.forecast import forecast
+    from longtake.training.links import links_named, links_of
+    from longtake.training.mesh_forecast import mesh_forecast
     from longtake.training.relief import find_reliefs
 
     begun = time.perf_counter()
@@ -53,10 +67,13 @@ def plan(
     card = card_of(loaded)
     if memory is None and (device or card.memory_bytes is None):
         card = card.with_its_own_memory()
+    links = links_named(link, card.device) if link else links_of(card.device)
     with say.console().status("Running a step without values …"):
-        known = forecast(loaded, card, world_size=processes)
+        known = forecast(loaded, card, world_size=processes, per_node=per_node)
         reliefs = find_reliefs(loaded, known, processes) if known.misses else []
-    facts = _as_dict(known, reliefs) | {"seconds": round(time.perf_counter() - begun, 2)}
+        mesh = mesh_forecast(known, links)
+    seconds = round(time.perf_counter() - begun, 2)
+    facts = _as_dict(known, reliefs) | {"mesh": mesh_facts(mesh), "seconds": seconds}
     if as_json:
         say.result(facts)
     else:
@@ -83,6 +100,7 @@ def _as_dict(known: "Forecast", reliefs: list["Relief"]) -> dict[str, Any]:
         if step.recipe.model.dtype == "bf16"
         else step.precision,
         "processes": step.world_size,
+        "per_node": step.per_node,
         "fixed_gib": _fixed(known.fixed),
         "host_gib": _gib(known.fixed.optimizer.host),
         "foreach_gib": _gib(known.foreach_bytes),

@@ -8,6 +8,7 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from longtake.cli.plan_mesh import of_mesh
 from longtake.units import size
 
 _PIPE_WIDTH = 100
@@ -54,6 +55,9 @@ def _parts(recipe: str, facts: Mapping[str, Any]) -> Iterator[RenderableType]:
         yield ""
         yield from _verdict(facts)
         yield from _remarks(facts)
+        if facts["mesh"]:
+            yield ""
+            yield from of_mesh(facts["mesh"], facts["processes"], facts["per_node"])
     yield from _gradients(facts)
     yield f"[dim]Predicted in {facts['seconds']:.1f} s; nothing was run on a card.[/dim]"
 

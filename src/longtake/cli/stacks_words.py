@@ -8,6 +8,8 @@ from typing import Any
 _DOING = {
     "start": "starting",
     "rendezvous": "meeting the other ranks",
+    "open": "opening data and run directory",
+    "plan": "planning the memory",
     "build": "building the model",
     "load": "loading its state",
     "cache": "filling the cache",

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from longtake.heartbeat.pulse import start_of
+from longtake.heartbeat.pulse import age_of, start_of
 from longtake.heartbeat.record import (
     FACTS,
     FACTS_AT,
@@ -57,6 +57,7 @@ class Heart:
         self._is_settled = role != "rank"
         self._table = [0] * (3 * len(PHASES))
         self._work_ns = self._work_count = 0
+        self._launch_ns: dict[Phase, int] = {}
         self._sequence = 0
         self._memory = mmap.mmap(-1, SIZE)
         self._write()
@@ -79,6 +80,7 @@ class Heart:
         now = time.monotonic_ns()
         if self._is_settled:
             self._learn(self._phase, now - self._since)
+        self._count_as_launch(now)
         if self._phase != "decode" and phase == "decode":
             self._step += 1
         if phase == "rollback":  # what comes after it begins anew, decoding processes and all
@@ -99,6 +101,7 @@ class Heart:
 
     def end_step(self, work_seconds: float = 0.0) -> None:
         """Say that a step is done, and what this process itself needed for it."""
+        self._count_as_launch(time.monotonic_ns())
         self._steps_done += 1
         self._steps_since += 1
         if self._is_settled and work_seconds:
@@ -110,6 +113,18 @@ class Heart:
         """Say which launch this is: eight letters that all its ranks have been told."""
         self._launch = launch.encode()
         self._write()
+
+    def begin_with_process(self) -> None:
+        """Count what the process did before it had a heart, which is to import its code."""
+        age = int(age_of(self._who[0]) * 1e9)
+        self._launch_ns["start"] = age - (time.monotonic_ns() - self._since)
+
+    def launch_seconds(self) -> dict[Phase, float]:
+        """How long each phase took before the first step was done, the present one until now."""
+        taken = dict(self._launch_ns)
+        if not self._steps_done:
+            taken[self._phase] = taken.get(self._phase, 0) + time.monotonic_ns() - self._since
+        return {phase: nanoseconds / 1e9 for phase, nanoseconds in taken.items()}
 
     def close(self) -> None:
         """Say that the process ends as it should; the record stays, for the watcher to remove."""
@@ -131,6 +146,11 @@ class Heart:
         self.remove()
         self.path = folder / self.path.name
         self._share()
+
+    def _count_as_launch(self, now: int) -> None:
+        if not self._steps_done:
+            before = self._launch_ns.get(self._phase, 0)
+            self._launch_ns[self._phase] = before + now - self._since
 
     def _learn(self, phase: Phase, nanoseconds: int) -> None:
         at = 3 * PHASES.index(phase)

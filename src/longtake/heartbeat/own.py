@@ -10,6 +10,8 @@ from longtake.heartbeat.record import Phase
 # A process has one heart. The functions below speak of it, and do nothing where there is none, so
 # that what computes a step need not be handed what only an onlooker wants to know.
 _heart: Heart | None = None
+_is_new = True
+"""No heart has beaten here yet, so that the process was started for the one that will."""
 
 
 @contextmanager
@@ -19,8 +21,10 @@ def beating(heart: Heart) -> Iterator[Heart]:
     That includes an error that a person was told of, and a person's wish. After any other, it says
     what it said last.
     """
-    global _heart
-    _heart = heart
+    global _heart, _is_new
+    if _is_new:
+        heart.begin_with_process()
+    _heart, _is_new = heart, False
     try:
         yield heart
         heart.close()
@@ -35,6 +39,11 @@ def enter(phase: Phase) -> None:
     """Say that a phase of this process begins."""
     if _heart is not None:
         _heart.enter(phase)
+
+
+def launch_seconds() -> dict[Phase, float]:
+    """How long each phase of this process took before its first step was done."""
+    return {} if _heart is None else _heart.launch_seconds()
 
 
 def begin_step(step: int, shape: str) -> None:

@@ -11,6 +11,8 @@ Role = Literal["rank", "decode"]
 Phase = Literal[
     "start",
     "rendezvous",
+    "open",
+    "plan",
     "build",
     "load",
     "cache",
@@ -27,7 +29,8 @@ Phase = Literal[
     "decode",
     "ended",
 ]
-"""`start` to `cache` come before the first step; `checkpoint` copies what is saved, `save` waits
+"""`start` to `cache` come before the first step: `start` until the process has imported its code,
+`open` for data, run directory and checkpoints; `checkpoint` copies what is saved, `save` waits
 until it is whole; `idle` waits for work, and is no stall; `ended`: all went as it should, and the
 process is about to be gone."""
 
@@ -35,7 +38,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 ROLES: tuple[Role, ...] = get_args(Role)
 
 # A sequence number, odd while the rest is written; then who, where and since when; then a text.
-MAGIC = 0x4C54_4842_0001
+MAGIC = 0x4C54_4842_0002
 SEQUENCE = struct.Struct("<QQ")
 FACTS = struct.Struct("<IQBiiiqqiBqqq8s2H")
 TEXT_BYTES = 1024

@@ -9,6 +9,7 @@ from longtake.checkpoint.manifest import damage
 from longtake.errors import RunError
 from longtake.inspection.evaluated import evaluated
 from longtake.inspection.rows import Row, read_rows
+from longtake.inspection.starts import starts
 from longtake.inspection.troubles import troubles
 from longtake.inspection.verdicts import events, verdicts
 from longtake.run_dir import RunDirectory
@@ -22,10 +23,11 @@ def glance(run: RunDirectory) -> dict[str, Any]:
 
     Returns:
         JSON: `run`, `id`, `created`, `recipe`, `family`, `steps`, `total_steps`, `state` (finished,
-        interrupted, diverged, or open: it trains, or was killed), `launches`, `newest` (the last
-        row of metrics that counts), `abandoned_rows`, `checkpoints` (step, bytes, damage,
-        abandoned), `verdicts`, `rollbacks`, `troubles` (of processes and nodes), `evaluations`
-        (see `evaluated`) and `next` (commands, each with what it does).
+        interrupted, diverged, or open: it trains, or was killed), `launches`, `starts` (where the
+        seconds of each went before its first step), `newest` (the last row of metrics that counts),
+        `abandoned_rows`, `checkpoints` (step, bytes, damage, abandoned), `verdicts`, `rollbacks`,
+        `troubles` (of processes and nodes), `evaluations` (see `evaluated`) and `next` (commands,
+        each with what it does).
 
     Raises:
         RunError: there is no run, or run.json is damaged.
@@ -45,6 +47,7 @@ def glance(run: RunDirectory) -> dict[str, Any]:
         "total_steps": recipe.training.steps,
         "state": state,
         "launches": record["launches"],
+        "starts": starts(run),
         "newest": kept[-1].metrics if kept else None,
         "abandoned_rows": len(rows) - len(kept),
         "checkpoints": checkpoints,

@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from longtake.inspection.starts import as_table, in_line, in_lines
 from longtake.inspection.troubles import sentence_of
 from longtake.units import size
 
@@ -35,6 +36,8 @@ def print_glance(console: Console, facts: Mapping[str, Any]) -> None:
         for number, line in enumerate(lines):
             grid.add_row(f"  {name}" if number == 0 else "", escape(line))
     _print(console, grid)
+    if facts["starts"]:
+        _print(console, as_table(facts["starts"][-1], facts["launches"][-1]["world_size"]))
     _print(console, "\nType next" if facts["next"] else "")
     for way in facts["next"]:
         _print(console, f"  {way['for']}:\n    [bold]{escape(way['command'])}[/bold]")
@@ -69,6 +72,8 @@ def said(event: Mapping[str, Any]) -> str:
         return f"step {step}: stage {event['stage']} begins"
     if kind == "checkpoint":
         return f"checkpoint of step {step}"
+    if kind == "started":
+        return in_line(event)
     if kind in ("stalled", "rank_died", "clock_stepped", "clock_slewed", "degraded", "disk_full"):
         return sentence_of(event)
     hidden = ("event", "time", "at", "step", "options", "per_block", "report")
@@ -89,6 +94,8 @@ def _about(facts: Mapping[str, Any]) -> dict[str, list[str]]:
         "verdicts": _shortened([_verdict(each) for each in facts["verdicts"]]),
         "rollbacks": _shortened([_rollback(each) for each in facts["rollbacks"]]),
     }
+    if earlier := in_lines(facts["starts"]):
+        lines["started"] = _shortened(earlier)
     if facts["troubles"]:
         told = [f"step {each['at']}: {sentence_of(each)}" for each in facts["troubles"]]
         lines["troubles"] = _shortened(told)

@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import _get_current_function_mode, handle_torch_function
+
+from longtake.parallel.sequence import SharedAttention
 
 _FLASH_TYPES = (torch.float16, torch.bfloat16)
 _FLASH_MOST_CHANNELS = 256
@@ -79,6 +82,12 @@ def _attention(
 
     Both keep queries, keys, values, output and one number for each row.
     """
+    mode: Any = _get_current_function_mode()  # type: ignore[no-untyped-call]
+    if isinstance(mode, SharedAttention):  # it stands around torch's own
+        how: Any = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+        how |= {"scale": scale, "enable_gqa": enable_gqa}
+        given = (query, key, value)
+        return handle_torch_function(_attention, given, *given, **how)
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (part.to(torch.bfloat16) for part in (query, key, value))
     fits_flash = query.dtype in _FLASH_TYPES and query.shape[-1] <= _FLASH_MOST_CHANNELS

@@ -21,6 +21,7 @@ from longtake.recompute import kernels, kernels_cpu
 from longtake.recompute.apply import BlockCall, Option, caller, run_block
 from longtake.recompute.cost import seconds, tensors
 from longtake.recompute.devices import Device, Target
+from longtake.recompute.exchange import sent_bytes
 from longtake.recompute.watch import Watch
 
 CUDA_ROUNDS_TO = 512
@@ -86,6 +87,8 @@ class StepTrace:
     """Trainable parameters that got a gradient."""
     unreached: tuple[str, ...]
     """Trainable parameters that got none."""
+    sent_bytes: int = 0
+    """To other ranks, where they share the tokens of a clip."""
 
 
 class Tracer:
@@ -180,6 +183,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes: dict[int, tuple[int, Any]] = {}
         self._begin_bytes = self._peak_bytes = 0
         self._seconds = 0.0
+        self.sent_bytes = 0
 
     def count(self, tensor: Tensor) -> None:
         """Count a tensor's storage, once, until nobody holds it any more."""
@@ -209,6 +213,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.count(tensor)
         if func.is_view:
             return result
+        self.sent_bytes += sent_bytes(func, args)
         extra = self._workspace(func, args, made)
         self._peak_bytes = max(self._peak_bytes, self.current_bytes + extra)
         if self.current_bytes > before or func._schema.is_mutable:
@@ -284,6 +289,7 @@ def _read(tape: Tape, weight_bytes: int, input_bytes: int, subject: Subject) -> 
         seconds=sum(span.seconds for _, span in spans),
         reached=tuple(name for name, parameter in trained if parameter.grad is not None),
         unreached=tuple(name for name, parameter in trained if parameter.grad is None),
+        sent_bytes=tape.sent_bytes,
     )
 
 

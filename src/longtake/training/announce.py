@@ -9,9 +9,11 @@ from rich.markup import escape
 from longtake.config import Recipe
 from longtake.data.loader import Loader
 from longtake.parallel.mesh import World
-from longtake.run_dir import RunDirectory
+from longtake.records import read_last_json
+from longtake.run_dir import EventKind, RunDirectory
 from longtake.training.card import card_of
 from longtake.training.fit import Fit
+from longtake.training.startup import parts_so_far
 from longtake.training.step import TrainingState
 from longtake.units import size
 
@@ -30,7 +32,8 @@ def announce(
     facts = {"world_size": world.size, "device": device, "precision": state.precision}
     lost = _lost_steps(run, step)
     run.record_launch(start_step=step, **facts)
-    run.append_event("resumed" if step else "launched", step=step, lost_steps=lost, **facts)
+    kind: EventKind = "resumed" if step else "launched"
+    run.append_event(kind, step=step, lost_steps=lost, seconds=parts_so_far(), **facts)
     if loader.course.changes:
         plan = {"policy": recipe.data.on_change, "plan_version": loader.course.plan.version}
         run.append_event("data_changed", step=step, **plan, changes=loader.course.changes)
@@ -95,10 +98,10 @@ def announce_plan(
 
 def _lost_steps(run: RunDirectory, step: int) -> int:
     """Steps beyond this one that were trained and of which no checkpoint is left."""
-    rows, rollbacks = run.metrics(), run.rollbacks()
-    if not rows or (rollbacks and rollbacks[-1]["from_step"] == rows[-1]["step"]):
+    last, rollbacks = read_last_json(run.metrics_path), run.rollbacks()
+    if last is None or (rollbacks and rollbacks[-1]["from_step"] == last["step"]):
         return 0  # what comes after the checkpoint was given up
-    return max(0, rows[-1]["step"] - step)
+    return max(0, int(last["step"]) - step)
 
 
 def _clips_of(loader: Loader) -> str:

@@ -1,5 +1,6 @@
 """What `train` makes of the plan: stops on a trap, picks the policy, runs the blocks by it."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,7 +46,8 @@ def fit(recipe: Recipe, precision: Precision, world: World) -> Fit:
     card = card_of(recipe, "cuda" if world.device.type == "cuda" else "cpu")
     resolved = recipe.training.model_copy(update={"precision": precision})
     wanted = recipe.model_copy(update={"training": resolved})
-    answer = _try_to_fit(wanted, card, world.size) if world.is_first else None
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    answer = _try_to_fit(wanted, card, world.size, per_node) if world.is_first else None
     answer = from_first(answer, world)
     if isinstance(answer, LongtakeError):
         raise answer
@@ -83,18 +85,18 @@ def does_not_fit(recipe: Recipe, known: Forecast, world_size: int) -> PlanError:
     return PlanError("\n".join([f"{text} Or:" if reliefs else text, *as_lines(reliefs)]))
 
 
-def _try_to_fit(recipe: Recipe, card: Card, world_size: int) -> Fit | LongtakeError:
+def _try_to_fit(recipe: Recipe, card: Card, world_size: int, per_node: int) -> Fit | LongtakeError:
     """Errors are handed on, so that they can reach every rank."""
     try:
         if recipe.recompute.chosen() == "best":
-            return _best(recipe, card, world_size)
-        return _named(outlined_step(recipe, card.device, world_size), card, world_size)
+            return _best(recipe, card, world_size, per_node)
+        return _named(outlined_step(recipe, card.device, world_size, per_node), card)
     except LongtakeError as error:
         return error
 
 
-def _best(recipe: Recipe, card: Card, world_size: int) -> Fit:
-    known = forecast(recipe, card, world_size=world_size)
+def _best(recipe: Recipe, card: Card, world_size: int, per_node: int) -> Fit:
+    known = forecast(recipe, card, world_size=world_size, per_node=per_node)
     refuse_traps(known.gradients)
     if known.best is None:
         raise does_not_fit(recipe, known, world_size)
@@ -109,7 +111,7 @@ def _best(recipe: Recipe, card: Card, world_size: int) -> Fit:
     )
 
 
-def _named(step: OutlinedStep, card: Card, world_size: int) -> Fit:
+def _named(step: OutlinedStep, card: Card) -> Fit:
     """A policy that the recipe names; memory is looked at if something is recomputed or limited."""
     policy = step.recipe.recompute.chosen()
     options = options_of(policy, tuple(step.tracer.subject.blocks))
@@ -125,8 +127,8 @@ def _named(step: OutlinedStep, card: Card, world_size: int) -> Fit:
     trace = traces[policy]
     memory = memory_of(policy, trace, step, budget_bytes=card.budget_bytes)
     if memory.fits is False:
-        known = forecast(step.recipe, card, world_size=world_size)
-        raise does_not_fit(step.recipe, known, world_size)
+        known = forecast(step.recipe, card, world_size=step.world_size, per_node=step.per_node)
+        raise does_not_fit(step.recipe, known, step.world_size)
     return Fit(
         policy=policy,
         options=options,

@@ -12,7 +12,7 @@ from longtake.recompute.traps import Trap, costly_policies, idle_recompute
 from longtake.training.card import Card
 from longtake.training.gradients import Gradients, check_gradients
 from longtake.training.optimizer_memory import foreach_bytes
-from longtake.training.outlined import OutlinedStep, outlined_step, sequence_length
+from longtake.training.outlined import OutlinedStep, outlined_step
 from longtake.training.resident import Fixed, PolicyForecast, fixed_of, memory_of
 from longtake.units import size
 
@@ -55,20 +55,23 @@ class Forecast:
         return next(row for row in rows if row is not None and row.name == name)
 
 
-def forecast(recipe: Recipe, card: Card, *, world_size: int = 1) -> Forecast:
+def forecast(
+    recipe: Recipe, card: Card, *, world_size: int = 1, per_node: int | None = None
+) -> Forecast:
     """Trace a recipe's step under every policy, find the best that fits, and look for traps.
 
     Args:
         recipe: neither its catalog nor its weights are needed.
         card: whose memory and speed are predicted.
         world_size: processes that share a batch, and the model where it is sharded.
+        per_node: of these, those of one node; None: all are on one.
 
     Raises:
         RecipeError: the recipe's parts do not fit together.
         PlanError: the model cannot be run on tensors without values, or its weights alone are
             above the budget.
     """
-    step = outlined_step(recipe, card.device, world_size)
+    step = outlined_step(recipe, card.device, world_size, per_node)
     gradients = check_gradients(step)
     if gradients.fatal:  # torch may not even get through such a step
         return _forecast(card, step, gradients, None, None)
@@ -114,7 +117,7 @@ def _forecast(
         step=step,
         num_parameters=sum(parameter.numel() for parameter in parameters),
         num_trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        num_tokens=sequence_length(step.parts, step.recipe, step.bucket),
+        num_tokens=step.num_tokens,
         foreach_bytes=_foreach_bytes(step),
         fixed=fixed_of(step, traces["none"].input_bytes if traces else 0),
         gradients=Gradients(gradients.reached, gradients.unreached, traps),

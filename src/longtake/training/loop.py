@@ -36,7 +36,7 @@ class Ending:
     """Why the loop was left."""
 
     signal: str | None = None
-    """Someone asked to stop, and all is saved."""
+    """By it someone asked a rank to stop, and all is saved."""
     verdict: Verdict = OK
     """`roll_back` or `stop`: the guard found that it cannot go on from here."""
     statistics: Statistics | None = None
@@ -78,7 +78,7 @@ def train_steps(
         with watch.peak.of_step(batch):
             samples = compute_gradients(state, batch, recipe, world)
         record.memory(batch, watch.peak.comparison)
-        local = local_facts(loader, stop=watch.interrupt.wanted, save_failed=saver.failed)
+        local = local_facts(loader, stop=watch.interrupt.signal_name, save_failed=saver.failed)
         facts = reduce_facts(samples, batch, state, gauge, local, recipe, world)
         if facts.num_troubles:
             record.data_troubles(batch, loader)
@@ -105,7 +105,7 @@ def train_steps(
         record.checkpoints(saver.finished())
         if facts.save_failed:
             _bear_a_failed_save(saver, record)
-        is_last = facts.stop or loader.step == end
+        is_last = facts.stop is not None or loader.step == end
         if is_last or state.global_step % recipe.checkpoint.every == 0:
             ledger.flush()
             if gauge.is_sound(world):  # else the next step's verdict says so
@@ -113,8 +113,8 @@ def train_steps(
             elif is_last:
                 raise DivergedError(_LOST_AT_THE_END.format(step=state.global_step))
         heartbeat.end_step(samples.work_seconds)
-        if facts.stop:
-            return Ending(signal=watch.interrupt.signal_name or "a signal to another rank")
+        if facts.stop is not None:
+            return Ending(signal=facts.stop)
     return Ending()
 
 

@@ -10,7 +10,10 @@ from longtake.config import Bucket, Recipe
 from longtake.models.assemble import Components, latent_shape, outline, outline_conditioning
 from longtake.models.losses import Examples, flow_losses
 from longtake.models.precision import Precision, choose_precision
+from longtake.models.sharing import refuse_sharing
+from longtake.parallel.mesh import shard_size
 from longtake.recompute.devices import Device
+from longtake.recompute.exchange import ImaginedSharing
 from longtake.recompute.trace import Subject, Tracer
 from longtake.training.share import places, refuse_idle_ranks
 
@@ -25,31 +28,51 @@ class OutlinedStep:
     tracer: Tracer
     bucket: Bucket
     """The shape of clips that makes the most tokens: the others fit if it does."""
+    num_tokens: int
+    """Of one sample of it, that attend to each other; those of text and references included."""
     precision: Precision
     micro_batch_size: int
     num_micro_batches: int
     """Of one process, for one update."""
     world_size: int
     """Processes that share a batch."""
+    per_node: int
+    """Of these, those of one node."""
 
     @property
     def num_shards(self) -> int:
-        """Processes that each hold a part of the model; 1 where each holds all of it."""
-        section = self.recipe.parallel
-        if section.strategy == "hybrid":
-            return section.shard_size or self.world_size
-        return self.world_size if section.strategy == "shard" else 1
+        """Processes that hold one copy of the model between them; 1 where each holds all of it."""
+        return shard_size(self.recipe.parallel, self.world_size, self.per_node)
+
+    @property
+    def num_copies(self) -> int:
+        """How many copies of the model there are, whose gradients must become the same."""
+        return self.world_size // self.num_shards
 
 
-def outlined_step(recipe: Recipe, device: Device, world_size: int = 1) -> OutlinedStep:
+def outlined_step(
+    recipe: Recipe, device: Device, world_size: int = 1, per_node: int | None = None
+) -> OutlinedStep:
     """A recipe's step at its largest bucket, without weights.
 
+    Args:
+        recipe: of the run.
+        device: that it is planned for.
+        world_size: processes of the launch.
+        per_node: of these, those of one node; None: all are on one.
+
     Raises:
-        RecipeError: the recipe's parts do not fit together, or the processes cannot share a batch.
+        RecipeError: the recipe's parts do not fit together, or the processes cannot share a batch
+            or a model as it says.
     """
-    data_size = max(1, world_size // recipe.parallel.sequence)
+    per_node = min(per_node or world_size, world_size)
+    shard_size(recipe.parallel, world_size, per_node)
+    data_size = world_size // recipe.parallel.sequence
     refuse_idle_ranks(recipe.training.batch_size, data_size)
     parts = outline(recipe)
+    refuse_sharing(parts, recipe)
+    if recipe.parallel.sequence > 1:
+        parts.family.share_tokens(parts.model, ImaginedSharing(recipe.parallel.sequence))
     parts.model.train()
     local = places(recipe.training.batch_size, data_size)
     micro = min(recipe.training.micro_batch_size or local, local)
@@ -70,10 +93,12 @@ def outlined_step(recipe: Recipe, device: Device, world_size: int = 1) -> Outlin
         parts=parts,
         tracer=Tracer(subject, device),
         bucket=bucket,
+        num_tokens=sequence_length(parts, recipe, bucket),
         precision=precision,
         micro_batch_size=micro,
         num_micro_batches=-(-local // micro),
         world_size=world_size,
+        per_node=per_node,
     )
 
 

@@ -6,31 +6,51 @@ from rich.markup import escape
 from longtake import heartbeat
 from longtake.config import Bucket, Recipe
 from longtake.data.loader import Loader
-from longtake.models.assemble import Components, assemble, forward_flops, latent_shape, outline
+from longtake.models.assemble import (
+    Components,
+    Source,
+    assemble,
+    fetch,
+    forward_flops,
+    latent_shape,
+    outline,
+)
 from longtake.models.flops import training_flops
-from longtake.parallel.collectives import first_does
+from longtake.models.pretrained import local_copies
+from longtake.parallel.collectives import first_does, gather_objects
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
 from longtake.training.caching import captions_of, fill_cache, make_parts
 from longtake.training.watching import Watcher
 
 
-def assemble_in_turn(run: RunDirectory, recipe: Recipe, loader: Loader, world: World) -> Components:
-    """Build the parts on every rank; rank 0 first, which keeps what exists nowhere else."""
+def assemble_in_turn(
+    run: RunDirectory, recipe: Recipe, loader: Loader, world: World, weights: Source
+) -> Components:
+    """Build the parts on every rank: at once, but that rank 0 makes what exists nowhere else.
+
+    `weights`: where the model gets them.
+    """
     captions = captions_of(loader)
     made: list[Components] = []
 
     def open_run() -> None:
-        is_new = not run.exists()
-        parts = assemble(recipe, captions, None if is_new else run.components_path)
-        if is_new:
-            parts.codec.save(run.components_path)
-            parts.text.save(run.components_path)
-            run.create(recipe)
+        fetch(recipe)
+        if run.exists():
+            return
+        with local_copies():
+            parts = assemble(recipe, captions, None, weights=weights)
+        parts.codec.save(run.components_path)
+        parts.text.save(run.components_path)
+        run.create(recipe)
         made.append(parts)
 
     first_does(open_run, world)
-    parts = made[0] if made else assemble(recipe, captions, run.components_path)
+    _fetch_on_nodes(recipe, world)
+    with local_copies():
+        parts = (
+            made[0] if made else assemble(recipe, captions, run.components_path, weights=weights)
+        )
     parts.codec.to(world.device)
     parts.text.to(world.device)
     return parts
@@ -43,19 +63,16 @@ def assemble_around_cache(
     watcher: Watcher,
     world: World,
     console: Console,
+    weights: Source,
 ) -> Components:
     """Fill the cache, and only then build the model, with outlines of codec and text encoder."""
     captions = captions_of(loader)
-    made: list[Components] = []
 
     def open_run() -> None:
         if not run.exists():
             outline(recipe)  # what is wrong is said before there is a run
             make_parts(recipe, captions, run.components_path)
             run.create(recipe)
-
-    def build() -> None:
-        made.append(assemble(recipe, captions, run.components_path, frozen_parts=False))
 
     first_does(open_run, world)
     watcher.start()
@@ -65,10 +82,22 @@ def assemble_around_cache(
     if world.is_first:
         console.print(escape(str(outcome)), highlight=False)
     heartbeat.enter("build")
-    first_does(build, world)  # first: it may have to be downloaded
-    if not made:
-        build()
-    return made[0]
+    first_does(lambda: fetch(recipe, frozen_parts=False), world)
+    _fetch_on_nodes(recipe, world, frozen_parts=False)
+    made = run.components_path
+    with local_copies():
+        return assemble(recipe, captions, made, frozen_parts=False, weights=weights)
+
+
+def _fetch_on_nodes(recipe: Recipe, world: World, *, frozen_parts: bool = True) -> None:
+    """On each node one rank downloads what the first rank's node has; where disks are shared, none.
+
+    All ranks wait for them.
+    """
+    if world.local_rank == 0:
+        with local_copies():
+            fetch(recipe, frozen_parts=frozen_parts)
+    gather_objects(None, world, patiently=True)
 
 
 def count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:

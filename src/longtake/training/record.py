@@ -24,6 +24,7 @@ from longtake.progress import StepProgress, step_progress
 from longtake.records import file_time
 from longtake.run_dir import EventKind, Metrics, RunDirectory
 from longtake.training.peak import PeakComparison
+from longtake.training.startup import report_start
 from longtake.units import size
 
 
@@ -44,6 +45,7 @@ class Record:
         self._step_began = time.perf_counter()
         self._data_seconds = 0.0
         self._stages: set[str] = set()
+        self._has_started = False
 
     def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches; notes how long each is waited for, and when an epoch begins."""
@@ -73,6 +75,9 @@ class Record:
 
         `left_out` is the verdict by which its update was not made.
         """
+        if not self._has_started:
+            report_start(statistics.step, self._run, self._world)
+            self._has_started = True
         now = time.perf_counter()
         seconds, self._step_began = now - self._step_began, now
         metrics = _row(batch, statistics, learning_rate)

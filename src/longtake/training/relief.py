@@ -70,7 +70,7 @@ def _tried(
         if all(change.startswith(_BESIDE_THE_STEP) for change in changes):
             step, trace = replace(known.step, recipe=changed), known.traces[policy]
         else:
-            step = outlined_step(changed, known.card.device, world_size)
+            step = outlined_step(changed, known.card.device, world_size, known.step.per_node)
             trace = step.tracer.trace(options_of(policy, tuple(step.tracer.subject.blocks)))
     except LongtakeError:  # a smaller shape may not divide into the codec's or the model's
         return None

@@ -7,6 +7,7 @@ from torch import nn
 from longtake.recompute.trace import CUDA_ROUNDS_TO, StepTrace
 from longtake.training.optimizer_memory import OptimizerBytes, optimizer_bytes
 from longtake.training.outlined import OutlinedStep
+from longtake.training.traffic import gathered_size
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,13 @@ def _elsewhere(step: OutlinedStep) -> int:
     if step.world_size == 1:
         return 0
     model, blocks = step.parts.model, step.parts.family.blocks(step.parts.model)
-    whole, in_blocks = size_of(model), [size_of(block) for block in blocks]
-    gathered = 2 * max(in_blocks) + whole - sum(in_blocks)
-    return whole - whole // step.num_shards - gathered
+    whole, gathered = size_of(model), _gathered_size(model, step)
+    in_blocks = [_gathered_size(block, step) for block in blocks]
+    at_once = 2 * max(in_blocks) + gathered - sum(in_blocks)
+    return whole - whole // step.num_shards - at_once
+
+
+def _gathered_size(module: nn.Module, step: OutlinedStep) -> int:
+    """Bytes of all of a module while FSDP2 has gathered it."""
+    weights = sum(gathered_size(p, step) * p.numel() for p in module.parameters())
+    return weights + sum(buffer.nbytes for buffer in module.buffers())

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,25 +21,25 @@ from longtake.errors import CheckpointError, DivergedError
 from longtake.guard.history import WINDOWS
 from longtake.guard.rollback import RollBack
 from longtake.guard.verdict import Verdict
-from longtake.models.assemble import Components
+from longtake.models.assemble import source_of
 from longtake.models.precision import Precision, choose_precision
 from longtake.parallel.collectives import first_does, from_first
-from longtake.parallel.fsdp import spread
 from longtake.parallel.mesh import World, join
 from longtake.run_dir import EventKind, RunDirectory, beside
 from longtake.tracking.process import Follower
 from longtake.tracking.wandb_access import missing_key, refuse_missing_wandb
 from longtake.training.allocator import keep_freed_memory
 from longtake.training.announce import announce, announce_plan
+from longtake.training.build import build_state
+from longtake.training.compile_cache import keep_compiled
 from longtake.training.eight_bit import refuse_missing_torchao
-from longtake.training.ema import Averages
-from longtake.training.fit import Fit, fit, run_blocks_by
+from longtake.training.fit import Fit, run_blocks_by
 from longtake.training.gauge import Gauge
 from longtake.training.guarding import Guard
 from longtake.training.interrupt import catch_interrupts
+from longtake.training.kept_plan import keep_plan, plan_of
 from longtake.training.loop import Ending, Watch, train_steps
 from longtake.training.mirroring import mirrored
-from longtake.training.optim import build_optimizers
 from longtake.training.parts import assemble_around_cache, assemble_in_turn, count_flops
 from longtake.training.peak import PeakCheck
 from longtake.training.record import keep_record
@@ -92,53 +93,63 @@ def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> Outcome:
         refuse_idle_ranks(recipe.training.batch_size, world.data_size)
         refuse_missing_torchao(recipe.optimizer)
         refuse_missing_wandb(recipe.tracking)
+        keep_compiled(recipe.training)
         if world.device.type == "cpu":
             keep_freed_memory()
         if fresh:
             recipe = recipe.model_copy(update={"out": from_first(beside(recipe.out), world)})
         run = RunDirectory(recipe.out)
         watcher.join(run, world)
-        with mirrored(run, recipe.tracking, world) as follower:
-            return _train(recipe, run, watcher, follower, world, console)
+        heartbeat.enter("open")
+        with (
+            mirrored(run, recipe.tracking, world) as follower,
+            closing(_open_data(run, recipe, world)) as loader,
+        ):
+            return _train(recipe, run, loader, watcher, follower, world, console)
 
 
 def _train(
     recipe: Recipe,
     run: RunDirectory,
+    loader: Loader,
     watcher: Watcher,
     follower: Follower,
     world: World,
     console: Console,
 ) -> Outcome:
     """Build all parts, in the order in which each can be refused, and train."""
-    heartbeat.enter("start")
-    loader = _open_data(run, recipe, world)
     found = _go_on(run, recipe, loader, world)
     watcher.start()
     refuse_other_plans(loader, world)
     start, total = found.step, recipe.training.steps
     warnings = [*found.warnings, *review(loader.course.plan, recipe.data, total)]
     warnings += filter(None, [missing_key(recipe.tracking)])
+    if recipe.data.cache is None:
+        loader.begin(loader.end_after(total - start))  # while the model is built and loaded
     precision = _precision(recipe, found.trainer, world)
-    plan = fit(recipe, precision, world)
+    heartbeat.enter("plan")
+    plan = plan_of(recipe, precision, run, world)
     heartbeat.enter("build")
+    weights = source_of(recipe, resumed=found.path is not None)
     if recipe.data.cache is None:
         warnings += _look_for_files(loader, world)
-        parts = assemble_in_turn(run, recipe, loader, world)
+        parts = assemble_in_turn(run, recipe, loader, world, weights)
     else:  # only files of which it lacks something are needed, and it looks for those
-        parts = assemble_around_cache(run, recipe, loader, watcher, world, console)
+        parts = assemble_around_cache(run, recipe, loader, watcher, world, console, weights)
     watcher.start()
     step_flops = count_flops(parts, recipe)  # before the weights are spread over ranks
     run_blocks_by(plan.options, parts)
-    state = _build_state(parts, precision, recipe, world)
+    state = build_state(parts, precision, recipe, world)
     guard = Guard(recipe.guard, run, world)
     gauge = Gauge(parts.model, parts.family.blocks(parts.model))
     heartbeat.enter("load")
     if found.path is not None:
         go_on_from(found.path, state, guard, gauge, world)
+    heartbeat.enter("open")
     folder = _begin_ledger(loader, recipe, run, world)
     follower.start()
     if world.is_first:
+        keep_plan(plan, recipe, precision, run, world)
         announce(state, loader, [*warnings, *plan.notes], recipe, run, world, console)
         announce_plan(plan, state, recipe, run, console)
     peak = _peak_check(plan, recipe, world)
@@ -288,17 +299,6 @@ def _precision(recipe: Recipe, trainer: dict[str, Any] | None, world: World) -> 
     if wanted == "auto" and trainer is not None:
         wanted = trainer["precision"]
     return from_first(choose_precision(wanted, world.device), world)
-
-
-def _build_state(
-    parts: Components, precision: Precision, recipe: Recipe, world: World
-) -> TrainingState:
-    """The state at step 0, spread over the ranks."""
-    parts.model.train()
-    blocks = parts.family.blocks(parts.model)
-    spread(parts.model, blocks, world)
-    optimizers = build_optimizers(parts.model, blocks, recipe.optimizer, precision)
-    return TrainingState(parts, optimizers, Averages(parts.model, recipe.ema.averages()), precision)
 
 
 def _look_for_files(loader: Loader, world: World) -> list[str]:

@@ -12,6 +12,7 @@ from longtake.guard.statistics import Statistics
 from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.mesh import World
 from longtake.training.gauge import Gauge
+from longtake.training.interrupt import EXIT_CODES
 from longtake.training.optim import schedule_factor
 from longtake.training.step import SampleLosses, TrainingState
 
@@ -29,8 +30,8 @@ class Facts:
     """Global batch size over the number of samples that were trained."""
     num_troubles: int
     """Clips that could not be decoded and decoders that were replaced, over all ranks."""
-    stop: bool
-    """Whether any rank was asked to stop."""
+    stop: str | None
+    """The signal that asked a rank to stop, if one did; of several, the most pressing."""
     save_failed: bool
     """Whether a checkpoint could not be written, on any rank."""
 
@@ -46,7 +47,7 @@ def reduce_facts(
 ) -> Facts:
     """Add up what each rank has measured; all ranks call it once a step.
 
-    `local` are this rank's `troubles`, `stop` and `save_failed`.
+    `local` are this rank's `local_facts`.
     """
     heartbeat.enter("collective")
     losses = _losses(samples, batch) if world.speaks_for_data else _NO_LOSSES
@@ -57,15 +58,16 @@ def reduce_facts(
         statistics=_statistics(sums, num_samples, scale, batch, state, gauge, recipe),
         scale=scale,
         num_troubles=int(sums["troubles"]),
-        stop=bool(sums["stop"]),
+        stop=next((name for name in EXIT_CODES if sums[f"stop.{name}"]), None),
         save_failed=bool(sums["save_failed"]),
     )
 
 
-def local_facts(loader: Loader, *, stop: bool, save_failed: bool) -> dict[str, float]:
-    """What this rank has to say besides numbers of the model."""
+def local_facts(loader: Loader, *, stop: str | None, save_failed: bool) -> dict[str, float]:
+    """What this rank has to say besides numbers of the model; `stop`: the signal that it got."""
     troubles = len(loader.failures) + len(loader.incidents)
-    return {"troubles": troubles, "stop": stop, "save_failed": save_failed}
+    signals = {f"stop.{name}": float(name == stop) for name in EXIT_CODES}
+    return {"troubles": troubles, **signals, "save_failed": save_failed}
 
 
 def _losses(samples: SampleLosses, batch: Batch) -> dict[str, float]:

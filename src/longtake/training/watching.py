@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from longtake.config import Recipe
+from longtake.errors import LostPeerError
 from longtake.heartbeat import Heart, beating, folder_of
 from longtake.node_dir import this_node
 from longtake.ourselves import Starts, environment, program
@@ -20,6 +21,7 @@ from longtake.parallel.collectives import from_first
 from longtake.parallel.mesh import World, place_in_world
 from longtake.run_dir import RunDirectory
 from longtake.stacks import allow_inspection, signal_path
+from longtake.training.failing import explained, leave_trail
 
 _PROGRAM = "longtake.watch"
 _SECONDS_TO_END = 3.0
@@ -32,6 +34,9 @@ class Watcher:
         recipe: the run's.
         heart: this process's.
         is_wanted: whether this is the process that starts it.
+
+    Attributes:
+        run: the run, as soon as it is known.
     """
 
     def __init__(self, recipe: Recipe, heart: Heart, *, is_wanted: bool) -> None:
@@ -39,14 +44,14 @@ class Watcher:
         self._data = _folders(recipe)
         self._heart = heart
         self._is_wanted = is_wanted
-        self._run: RunDirectory | None = None
+        self.run: RunDirectory | None = None
         self._let_in()
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def join(self, run: RunDirectory, world: World) -> None:
         """Say which run this is, and which launch of it; all ranks call it."""
-        self._run = run
+        self.run = run
         if self._heart.path.parent != folder_of(run.path):
             self._stacks.unlink(missing_ok=True)
             self._heart.move_to(folder_of(run.path))
@@ -55,21 +60,21 @@ class Watcher:
 
     def start(self) -> None:
         """Start it, if there is a run and it was not started yet."""
-        if self._run is None or not self._run.exists():
+        if self.run is None or not self.run.exists():
             return
         if self._is_wanted and self._thread is None:
             self._thread = threading.Thread(
-                target=self._keep, args=(self._run,), name="watcher", daemon=True
+                target=self._keep, args=(self.run,), name="watcher", daemon=True
             )
             self._thread.start()
 
-    def close(self) -> None:
-        """Give it a moment to end, as it does after the last rank of its node."""
+    def close(self, *, waits: bool = True) -> None:
+        """Give it a moment to end, as it does after the last rank of its node, if one `waits`."""
         self._is_over.set()
         self._stacks.unlink(missing_ok=True)
         if self._thread is not None:
-            self._thread.join(_SECONDS_TO_END)
-        elif not self._section.enabled or self._is_wanted or self._run is None:
+            self._thread.join(_SECONDS_TO_END if waits else 0)
+        elif not self._section.enabled or self._is_wanted or self.run is None:
             self._heart.remove()  # nobody else does
 
     def _let_in(self) -> None:
@@ -104,16 +109,28 @@ class Watcher:
 
 @contextmanager
 def watched(recipe: Recipe) -> Iterator[Watcher]:
-    """Let this process's heart beat, from before it meets the others until it has left them."""
+    """Let this process's heart beat, from before it meets the others until it has left them.
+
+    Raises:
+        LostPeerError: another rank was lost in the block, with what is known of it.
+    """
     rank, local_rank, size = place_in_world()
     heart = Heart(folder_of(recipe.out), "rank", rank=rank, local_rank=local_rank, world_size=size)
     watcher = Watcher(recipe, heart, is_wanted=recipe.watch.enabled and local_rank == 0)
+    is_waited_for = False  # by who starts all ranks again, as soon as this one is gone
     try:
         with beating(heart):
             heart.enter("rendezvous")
-            yield watcher
+            try:
+                yield watcher
+            except LostPeerError as error:
+                is_waited_for = True
+                raise explained(error, heart, watcher.run) from error
+            except Exception as error:
+                leave_trail(error, heart, watcher.run)
+                raise
     finally:
-        watcher.close()
+        watcher.close(waits=not is_waited_for)
 
 
 def _folders(recipe: Recipe) -> list[Path]:

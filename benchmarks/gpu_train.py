@@ -1,0 +1,459 @@
+"""Speed and memory of training steps on a CUDA card, against diffusers' own training example.
+
+    python benchmarks/gpu_train.py [--only wan flux] [--minutes 7.5] [--eager] [--tiny]
+
+Wan with 1.3 billion weights, all of them trained, and FLUX.1 with 12 billion, LoRA of rank 16; both
+with random weights, and latents and prompt embeddings as they come from a cache. Of each model,
+smaller clips first:
+
+- diffusers: what its training examples do in a step (the same sums written anew): noise and times
+  drawn on the card, the flow-matching loss in fp32, `clip_grad_norm_`, `torch.optim.AdamW` as it
+  is by default, `zero_grad`; with and without diffusers' own gradient checkpointing
+- longtake: `compute_gradients`, the gauge's sums, `apply_update` with fused AdamW; without
+  recompute, with the plan's best, and with compiled blocks
+
+On several cards a last case shards Wan over them (the script starts itself by torchrun). After each
+row all that is known is written to benchmarks/results/gpu_train.md, so that a run that is cut off
+leaves what it has. It needs no clips and no weights, and ends within eight minutes. Without a card
+it says so and ends; `--tiny` runs every path with small sizes on the CPU, and writes nothing.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from longtake import config
+from longtake.config import ParallelSection, Recipe
+from longtake.data.batch import Batch
+from longtake.flow.timesteps import sample_sigmas
+from longtake.models.assemble import forward_flops, latent_shape, outline
+from longtake.models.precision import autocast
+from longtake.parallel.mesh import World, join
+from longtake.recompute.apply import caller
+from longtake.recompute.devices import CPU, Device, device_for
+from longtake.recompute.plan import find_best, survey
+from longtake.recompute.policies import Options, options_of
+from longtake.training.build import build_state
+from longtake.training.gauge import Gauge
+from longtake.training.outlined import OutlinedStep, outlined_step
+from longtake.training.resident import fixed_of
+from longtake.training.step import TrainingState, apply_update, compute_gradients
+
+_RESULTS = Path(__file__).parent / "results" / "gpu_train.md"
+_EXAMPLES = Path(__file__).parents[1] / "examples"
+_GIB = 2**30
+_SHARE_OF_CARD = 0.9
+_TIMED = 4
+_LEAST_SECONDS = {"eager": 25.0, "compiled": 90.0, "case": 30.0}
+"""What must be left of the time to begin another."""
+_NOTHING = """# Training steps on a card
+
+`python benchmarks/gpu_train.py`
+
+**Nothing was measured on a GPU**: {reason}. The script's paths were run on a CPU (`--tiny`).
+"""
+_MFU = (
+    "MFU = FLOPs of a step / (seconds x the card's dense bf16 FLOP/s). FLOPs of a step = B f F: "
+    "F = those of one sample's forward pass, a multiply-add being two, counted in products, "
+    "convolutions and attention by torch's FlopCounterMode; f = 3 where all weights train (one "
+    "product forward, two backward), f = 2 for LoRA (the gradients of frozen "
+    "weights are not computed). Recompute does not count."
+)
+
+
+class Case(NamedTuple):
+    """A model, and clips of one shape."""
+
+    name: str
+    example: str
+    model: Mapping[str, Any]
+    bucket: Mapping[str, int]
+    batch_size: int
+    changes: Mapping[str, Mapping[str, Any]] = {}
+
+    def recipe(self) -> Recipe:
+        """The example with this model and these clips."""
+        text = (_EXAMPLES / self.example).read_text(encoding="utf-8")
+        values: dict[str, Any] = tomllib.loads(text)
+        values["model"] |= self.model
+        values["data"] |= {"buckets": [dict(self.bucket)], "references": {}}
+        values["training"] |= {"batch_size": self.batch_size, "micro_batch_size": self.batch_size}
+        values["recompute"] = {}
+        for section, changed in self.changes.items():
+            values[section] = values.get(section, {}) | changed
+        return config.parse(values, source=self.example)
+
+
+_FLUX = {"family": "flux", "pretrained": None, "config": {
+    "num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24,
+    "attention_head_dim": 128, "guidance_embeds": True,
+}}  # fmt: skip
+_WAN, _KONTEXT = "wan_1_3b_full_80gb.toml", "flux_kontext_lora_48gb.toml"
+_CASES = {
+    "wan": (
+        Case("Wan 1.3B, full, 17 frames of 832x480", _WAN, {},
+             {"num_frames": 17, "height": 480, "width": 832}, 1),
+        Case("Wan 1.3B, full, 81 frames of 832x480", _WAN, {},
+             {"num_frames": 81, "height": 480, "width": 832}, 1),
+    ),
+    "flux": (
+        Case("FLUX.1 12B, LoRA, 512x512", _KONTEXT, _FLUX,
+             {"num_frames": 1, "height": 512, "width": 512}, 4),
+        Case("FLUX.1 12B, LoRA, 1024x1024", _KONTEXT, _FLUX,
+             {"num_frames": 1, "height": 1024, "width": 1024}, 2),
+    ),
+}  # fmt: skip
+_ON_CPU = {"training": {"device": "cpu", "precision": "fp32"}}
+_TINY_HEADS = {"num_attention_heads": 2, "attention_head_dim": 32}
+_TINY = {
+    "wan": (
+        Case("tiny Wan", _WAN, {"pretrained": None, "config": {
+                **_TINY_HEADS, "num_layers": 2, "ffn_dim": 128}},
+             {"num_frames": 5, "height": 32, "width": 32}, 2, _ON_CPU),
+    ),
+    "flux": (
+        Case("tiny FLUX", _KONTEXT, {**_FLUX, "dtype": "fp32", "config": {
+                "attention_head_dim": 32, "num_attention_heads": 2, "num_layers": 1,
+                "num_single_layers": 1, "guidance_embeds": True, "axes_dims_rope": [8, 12, 12]}},
+             {"num_frames": 1, "height": 32, "width": 32}, 2, _ON_CPU),
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    """Measure what is asked for, as long as there is time; write after each row."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=list(_CASES), default=list(_CASES))
+    parser.add_argument("--minutes", type=float, default=7.5)
+    parser.add_argument("--tiny", action="store_true", help="small sizes, on the CPU")
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.rank_of is not None:
+        _as_rank(asked.rank_of, asked.tiny)
+        return
+    if not asked.tiny and not torch.cuda.is_available():
+        _skip("torch finds no CUDA card here")
+        return
+    until = time.monotonic() + 60 * asked.minutes
+    report = _Report(asked.tiny)
+    for kind in range(2):
+        for name in asked.only:
+            cases = (_TINY if asked.tiny else _CASES)[name]
+            if kind < len(cases) and until - time.monotonic() > _LEAST_SECONDS["case"]:
+                for row in _measured(cases[kind], until, asked):
+                    report.add(cases[kind].name, row)
+    if asked.tiny or torch.cuda.device_count() > 1:
+        for row in _on_all_cards(asked.tiny, until):
+            report.add("Wan, sharded", row)
+
+
+def _skip(reason: str) -> None:
+    print(f"Skipped: {reason}.")  # noqa: T201
+    if not _RESULTS.exists() or "Nothing was measured" in _RESULTS.read_text(encoding="utf-8"):
+        _RESULTS.write_text(_NOTHING.format(reason=reason), encoding="utf-8")
+
+
+class Row(NamedTuple):
+    """One way to make a step."""
+
+    name: str
+    seconds: float
+    tokens_per_second: float
+    mfu: float
+    peak_bytes: int
+    note: str = ""
+
+
+class _Report:
+    """Prints rows and writes all that there are after each."""
+
+    def __init__(self, is_tiny: bool) -> None:
+        self._is_tiny = is_tiny
+        self._rows: list[tuple[str, Row]] = []
+
+    def add(self, case: str, row: Row) -> None:
+        self._rows.append((case, row))
+        print(_cells(case, row), flush=True)  # noqa: T201
+        if not self._is_tiny:
+            _RESULTS.write_text("\n".join(self._lines()) + "\n", encoding="utf-8")
+
+    def _lines(self) -> Iterator[str]:
+        yield from ("# Training steps on a card", "")
+        yield f"`python benchmarks/gpu_train.py`, {torch.cuda.get_device_name()}, torch "
+        yield f"{torch.__version__}. Medians of {_TIMED} steps after two to warm up."
+        yield from ("", _MFU, "")
+        yield "| model and clips | step | seconds | tokens/s | MFU | peak GiB | |"
+        yield "|---|---|---|---|---|---|---|"
+        yield from (_cells(case, row) for case, row in self._rows)
+
+
+def _cells(case: str, row: Row) -> str:
+    if not row.seconds:
+        return f"| {case} | {row.name} | | | | | {row.note} |"
+    numbers = f"{row.seconds:.3f} | {row.tokens_per_second:.0f} | {row.mfu:.1%}"
+    return f"| {case} | {row.name} | {numbers} | {row.peak_bytes / _GIB:.1f} | {row.note} |"
+
+
+class Bench(NamedTuple):
+    """A model on the device, and one batch for it."""
+
+    step: OutlinedStep
+    state: TrainingState
+    batch: Batch
+    world: World
+    card: Device
+    flops: float
+    """Of a step of all ranks."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """Of both."""
+        return self.step.recipe
+
+
+def _measured(case: Case, until: float, asked: argparse.Namespace) -> Iterator[Row]:
+    """Each way to train the case, as long as it fits and there is time."""
+    card, device = (CPU, torch.device("cpu")) if asked.tiny else (device_for("cuda"), _cuda())
+    plans = dict(_plans(case.recipe(), card))
+    step = _on_device(outlined_step(case.recipe(), card), device)
+    world = World(0, 0, 1, device, None)
+    state = build_state(step.parts, step.precision, step.recipe, world)
+    flops = _step_flops(step.recipe, step)
+    bench = Bench(step, state, _batch(step, device), world, card, flops)
+    for name, options in plans.items():
+        theirs = {"none": "diffusers", "all": "diffusers, checkpointing"}
+        if name in theirs and options is not None and _is_time(until, "eager"):
+            yield _row(theirs[name], _diffusers_step(bench, options), bench)
+        if name != "all" and _is_time(until, "eager"):
+            fits = options is not None
+            yield _ours(f"longtake, {name}", options, bench) if fits else _not_fitting(name)
+    if not asked.eager and _is_time(until, "compiled"):
+        fitting = [name for name in ("none", "best") if plans.get(name)]
+        for block in step.parts.family.blocks(step.parts.model):
+            block.compile()
+        if fitting:
+            yield _ours(f"longtake, {fitting[0]}, compiled", plans[fitting[0]], bench)
+    del state, step, bench
+    gc.collect()
+    if not asked.tiny:
+        torch.cuda.empty_cache()
+
+
+def _is_time(until: float, what: str) -> bool:
+    return until - time.monotonic() > _LEAST_SECONDS[what]
+
+
+def _not_fitting(name: str) -> Row:
+    return Row(f"longtake, {name}", 0.0, 0.0, 0.0, 0, "is predicted not to fit")
+
+
+def _plans(recipe: Recipe, card: Device) -> Iterator[tuple[str, Options | None]]:
+    """How blocks are run; None where that is predicted not to fit the card."""
+    step = outlined_step(recipe, card)
+    surveyed, fixed = survey(step.tracer), fixed_of(step)
+    names = tuple(step.tracer.subject.blocks)
+    peaks = {name: trace.peak_bytes for name, trace in surveyed.traces.items()}
+    half = (peaks["none"] + peaks["all"]) // 2
+    room = peaks["none"]
+    if card.memory_bytes is not None:
+        room = int(_SHARE_OF_CARD * card.memory_bytes) - fixed.resident
+    for name in ("none", "all"):
+        yield name, options_of(name, names) if peaks[name] <= room else None
+    best = find_best(step.tracer, surveyed, min(room, half))
+    yield "best", best.options if best else None
+
+
+def _row(name: str, one: Callable[[], None], bench: Bench) -> Row:
+    device = bench.world.device
+    one()  # AdamW's states are made
+    one()
+    _wait(device, reset=True)
+    seconds = []
+    for _ in range(_TIMED):
+        begun = time.perf_counter()
+        one()
+        _wait(device)
+        seconds.append(time.perf_counter() - begun)
+    median, is_cuda = statistics.median(seconds), device.type == "cuda"
+    tokens = bench.recipe.training.batch_size * bench.step.num_tokens
+    share = bench.flops / (median * bench.card.narrow_flops) / bench.world.size
+    peak = torch.cuda.max_memory_allocated(device) if is_cuda else 0
+    return Row(name, median, tokens / median, share, peak)
+
+
+def _wait(device: torch.device, reset: bool = False) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        if reset:
+            torch.cuda.reset_peak_memory_stats(device)
+
+
+def _step_flops(recipe: Recipe, step: OutlinedStep) -> float:
+    """Counted without weights: a model that is compiled or spread cannot be."""
+    parts = outline(recipe)
+    forward = forward_flops(parts, recipe, latent_shape(parts.codec, step.bucket))
+    passes = 3 if recipe.trainable.base() == "full" else 2
+    return recipe.training.batch_size * passes * forward
+
+
+def _ours(name: str, options: Options | None, bench: Bench) -> Row:
+    """The step of longtake's loop, from a batch to the update."""
+    state, recipe, world = bench.state, bench.recipe, bench.world
+    _run_by(options or {}, bench)
+    model = state.components.model
+    gauge = Gauge(model, state.components.family.blocks(model))
+
+    def one() -> None:
+        compute_gradients(state, bench.batch, recipe, world)
+        norms = gauge.norms(gauge.sums(), 1.0)
+        with gauge.of_update():
+            apply_update(state, recipe, norms.grad_norm, 1.0)
+
+    return _row(name, one, bench)
+
+
+def _diffusers_step(bench: Bench, options: Options) -> Callable[[], None]:
+    """A step as diffusers' examples make it, of the same model and batch."""
+    parts, recipe, device = bench.state.components, bench.recipe, bench.world.device
+    _run_by(options, bench)
+    trained = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=recipe.optimizer.learning_rate, weight_decay=1e-4)
+    is_fp32 = parts.dtype == torch.float32  # else the arithmetic is bf16 by itself
+    latents, told = bench.batch.latents, dict(bench.batch.conditioning)
+    assert latents is not None
+    if parts.family.distils_guidance(parts.model):
+        told["guidance"] = torch.full((len(latents),), recipe.model.guidance, device=device)
+
+    def one() -> None:
+        noise = torch.randn_like(latents)
+        uniform = torch.rand(len(latents), dtype=torch.float64)
+        sigmas = sample_sigmas(uniform, "logit_normal", mean=0.0, std=1.0, scale=1.0, shift=3.0)
+        sigmas = sigmas.to(device, torch.float32)
+        mixed = sigmas.reshape(-1, 1, 1, 1, 1)
+        noisy = (1 - mixed) * latents + mixed * noise
+        with autocast(bench.step.precision if is_fp32 else "fp32", device):
+            velocity = parts.predict_velocity(noisy, sigmas, told)
+        squared = (velocity.float() - (noise - latents).float()).square()
+        loss = squared.reshape(len(latents), -1).mean(1).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return one
+
+
+def _run_by(options: Options, bench: Bench) -> None:
+    blocks = bench.step.tracer.subject.blocks
+    call = caller({blocks[name]: option for name, option in options.items()})
+    bench.step.tracer.subject.call_blocks_by(call)
+
+
+def _batch(step: OutlinedStep, device: torch.device) -> Batch:
+    """Latents and embeddings of so many samples, as a cache would give them."""
+    with torch.device(device):
+        examples = step.tracer.subject.make_inputs()
+    size = step.micro_batch_size
+    told = {name: each for name, each in examples.conditioning.items() if name != "guidance"}
+    return Batch(
+        step=0,
+        stage="",
+        source="",
+        epoch=0,
+        begins_epoch=False,
+        bucket=step.bucket,
+        videos=torch.zeros(size, 3, 0, step.bucket.height, step.bucket.width, dtype=torch.uint8),
+        captions=("a caption",) * size,
+        seeds=tuple(range(size)),
+        identities=tuple(map(str, range(size))),
+        epochs=(0,) * size,
+        weights=torch.ones(size),
+        rejected=(),
+        latents=examples.latents.normal_(),
+        conditioning={name: each.normal_() for name, each in told.items()},
+    )
+
+
+def _on_device(step: OutlinedStep, device: torch.device) -> OutlinedStep:
+    """The step with random weights, which are made where they are needed."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def real(tensor: Tensor) -> Tensor:
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if values.is_floating_point():
+            values.normal_(std=0.02, generator=generator)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(values, tensor.requires_grad)
+        return values
+
+    for module in step.parts.model.modules():
+        for held in (cast("dict[str, Tensor | None]", module._parameters), module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = real(tensor)
+    return step
+
+
+def _cuda() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _on_all_cards(is_tiny: bool, until: float) -> Iterator[Row]:
+    """Wan, sharded over all cards: torchrun starts this file once for each."""
+    count, left = 2 if is_tiny else torch.cuda.device_count(), until - time.monotonic()
+    if left < _LEAST_SECONDS["compiled"]:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "row.json"
+        launched = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        script = [__file__, "--rank-of", str(out), *(["--tiny"] if is_tiny else [])]
+        command = [*launched, "--nproc-per-node", str(count), *script]
+        subprocess.run(command, env=os.environ, check=False, timeout=left)  # noqa: S603 - ourselves
+        if out.exists():
+            yield Row(*json.loads(out.read_text(encoding="utf-8")))
+
+
+def _as_rank(out: Path, is_tiny: bool) -> None:
+    case = (_TINY if is_tiny else _CASES)["wan"][0]
+    section = ParallelSection(strategy="shard", gather="bf16")
+    with join("cpu" if is_tiny else "cuda", section) as world:
+        size = case.batch_size * world.size
+        changed = _of_batch(case, size)
+        recipe = changed.recipe().model_copy(update={"parallel": section})
+        card = CPU if is_tiny else device_for("cuda")
+        step = _on_device(outlined_step(recipe, card, world.size), world.device)
+        state = build_state(step.parts, step.precision, recipe, world)
+        flops = _step_flops(recipe, step)
+        bench = Bench(step, state, _batch(step, world.device), world, card, flops)
+        row = _ours(f"longtake, all, {world.size} cards", _all(step), bench)
+        if world.is_first:
+            out.write_text(json.dumps(row), encoding="utf-8")
+
+
+def _of_batch(case: Case, size: int) -> Case:
+    """The same case with so many clips in a step of all ranks."""
+    changes = dict(case.changes)
+    changes["training"] = {**changes.get("training", {}), "batch_size": size}
+    return case._replace(changes=changes)
+
+
+def _all(step: OutlinedStep) -> Options:
+    return options_of("all", tuple(step.tracer.subject.blocks))
+
+
+if __name__ == "__main__":
+    main()

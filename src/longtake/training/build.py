@@ -1,0 +1,38 @@
+"""The training state at step 0: the model spread over the ranks, its optimizers and averages."""
+
+from longtake.config import Recipe
+from longtake.models.assemble import Components
+from longtake.models.precision import Precision
+from longtake.parallel.fsdp import spread
+from longtake.parallel.mesh import World
+from longtake.parallel.sequence import TokenSharing
+from longtake.training.ema import Averages
+from longtake.training.optim import build_optimizers
+from longtake.training.step import TrainingState
+
+
+def build_state(
+    parts: Components, precision: Precision, recipe: Recipe, world: World
+) -> TrainingState:
+    """The state at step 0; the model is changed in place, and comes on the CPU.
+
+    Args:
+        parts: whose model is not spread yet, but knows how its blocks are run.
+        precision: of the arithmetic.
+        recipe: the run's.
+        world: all ranks, each of which calls this.
+    """
+    family, model = parts.family, parts.model
+    model.train()
+    blocks = family.blocks(model)
+    if world.sequence_group is not None:
+        family.share_tokens(model, TokenSharing(world.sequence_group))
+    in_bf16 = recipe.parallel.gather == "bf16" and precision == "bf16"
+    if world.mesh is None:
+        parts.unfilled.give_memory(model, world.device)
+    spread(model, blocks, world, gather_in_bf16=in_bf16)
+    if world.mesh is not None:  # only now: of what was spread a rank needs room for its share
+        parts.unfilled.give_memory(model, world.device)
+    parts.unfilled.fill()
+    optimizers = build_optimizers(model, blocks, recipe.optimizer, precision)
+    return TrainingState(parts, optimizers, Averages(model, recipe.ema.averages()), precision)

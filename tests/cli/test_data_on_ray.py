@@ -1,0 +1,351 @@
+"""The verbs of `longtake data` on a real Ray of two workers: the same, byte for byte."""
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from longtake import config
+from longtake.config import Recipe
+from longtake.data.catalog import Catalog
+from longtake.data.clip import Media
+from longtake.data.crews.cluster import Cluster
+from longtake.data.indexing.item import Item
+from longtake.data.indexing.probe import Probe
+from longtake.data.indexing.probing import probe_all
+from longtake.data.scores.motion import MotionScore
+from longtake.errors import ClipError, DataError
+
+pytestmark = pytest.mark.slow  # all of it: Ray is started once
+
+Call = Callable[..., tuple[int, str, str]]
+
+_COLOURS = ("red", "blue")
+_OWN = """
+import os
+import time
+from longtake.errors import ClipError
+
+def slow(clip):
+    time.sleep(0.05)
+    return clip.num_frames + len(clip.caption) / 7
+
+def picky(clip):
+    if "red" in clip.caption:
+        raise ClipError(clip.path, "too red")
+    if "blue" in clip.caption:
+        os._exit(1)
+    return len(clip.caption)
+"""
+
+
+@pytest.fixture(scope="module")
+def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    """Ray on this machine with two cores, connected; all verbs find it."""
+    token = tmp_path_factory.mktemp("ray") / "token"
+    token.write_text(secrets.token_hex(32))  # else it leaves one in the home folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        patch.delenv("RAY_ADDRESS", raising=False)
+        module = pytest.importorskip(
+            "ray", reason="Ray is not installed: pip install 'longtake[ray]'"
+        )
+        started = module.init(
+            "local",
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.CRITICAL,
+            object_store_memory=100 * 2**20,
+        )
+        patch.setenv("RAY_ADDRESS", started.address_info["gcs_address"])
+        yield module
+        module.shutdown()
+
+
+@pytest.fixture(scope="module")
+def clips(shapes_catalog: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 64 captioned clips and one more that is cut off."""
+    folder = tmp_path_factory.mktemp("clips") / "clips"
+    shutil.copytree(shapes_catalog.parent / "clips", folder)
+    whole = min(folder.glob("*.mp4"))
+    (folder / "cut.mp4").write_bytes(whole.read_bytes()[:400])
+    return folder
+
+
+@pytest.fixture
+def catalog(shapes_catalog: Path, tmp_path: Path) -> Path:
+    """A catalog of the 64 clips that a test may change."""
+    path = tmp_path / "catalog.parquet"
+    Catalog.load(shapes_catalog).save(path)
+    return path
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of functions of one's own, where one works."""
+    (tmp_path / "own_scores.py").write_text(_OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "own_scores", raising=False)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.usefixtures("ray", "own")
+def test_catalogs_are_the_same_whatever_made_them(clips: Path, tmp_path: Path, call: Call) -> None:
+    """Indexed, and scored by all there is: equal files, equal words, and nothing left beside."""
+    said: dict[str, list[object]] = {"here": [], "far": []}
+    for name, on in (("here", ()), ("far", ("--on", "ray"))):
+        out = tmp_path / name / "catalog.parquet"
+        scores = ("nouns", "motion", "own_scores:slow")
+        verbs = [("index", clips, "--out", out), *(("score", out, "--by", by) for by in scores)]
+        for verb in verbs:
+            code, answer, error = call("data", *verb, *on, "--json")
+            assert code == 0, error
+            assert error == ""
+            said[name].append(json.loads(answer) | {"catalog": ""})
+    assert said["far"] == said["here"]
+    assert _contents(tmp_path / "far") == _contents(tmp_path / "here")
+    assert list(_contents(tmp_path / "far")) == ["catalog.parquet"]
+
+
+@pytest.mark.usefixtures("ray", "own")
+def test_what_cannot_be_scored_far_away_is_said(catalog: Path, call: Call) -> None:
+    """A clip that is refused, and one that ends its process, cost themselves."""
+    texts = Catalog.load(catalog).captions()
+    reds, blues = (sum(word in text for text in texts) for word in _COLOURS)
+    score = ("data", "score", catalog, "--on", "ray", "--json", "--by")
+    code, answer, _ = call(*score, "own_scores:picky")
+    failed = [each["reason"] for each in json.loads(answer)["failed"]]
+    assert code == 0
+    assert failed.count("too red") == reds > 0
+    assert failed.count("scoring it ended the process (exit code 1)") == blues > 0
+    assert len(failed) == reds + blues
+    code, _, error = call(*score, "own_scores:no_such")
+    assert code == 2
+    assert "has no function 'no_such'" in error
+
+
+@pytest.mark.usefixtures("ray")
+def test_prepared_clips_are_the_same_whatever_made_them(
+    catalog: Path, tmp_path: Path, call: Call
+) -> None:
+    """All but the catalog's column of the files' times."""
+    for name, on in (("here", ()), ("far", ("--on", "ray"))):
+        folder = tmp_path / name
+        code, answer, error = call(
+            *("data", "prepare", catalog, "--size", "16x16", "--out", folder, *on, "--json")
+        )
+        assert code == 0, error
+        assert (json.loads(answer)["prepared"], json.loads(answer)["reused"]) == (64, 0)
+    here, far = _contents(tmp_path / "here"), _contents(tmp_path / "far")
+    assert here.pop("catalog.parquet")
+    assert far.pop("catalog.parquet")
+    assert far == here
+    tables = [
+        pq.read_table(tmp_path / name / "catalog.parquet").drop_columns(["file_mtime_ns"])
+        for name in ("here", "far")
+    ]
+    assert tables[0].equals(tables[1], check_metadata=True)
+
+
+_CACHED = (
+    "data.buckets=[{num_frames=5, height=32, width=32}]",
+    "data.windows=1",
+    "data.flip=0.5",
+    "model.family=wan",
+    "model.config={num_layers=1, num_attention_heads=2, attention_head_dim=12, ffn_dim=16}",
+    "codec.kind=autoencoder",
+    "codec.config={base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, "
+    "temperal_downsample=[true]}",
+    "text.kind=transformers",
+    "text.config={d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2}",
+)
+
+
+@pytest.mark.usefixtures("ray")
+def test_caches_are_the_same_whatever_filled_them(
+    small_recipe: Callable[..., Recipe], catalog: Path, tmp_path: Path, call: Call
+) -> None:
+    """Latents and embeddings, in the order in which workers came to them; a second time, none."""
+    path, facts = tmp_path / "recipe.toml", {}
+    Catalog.of(islice(Catalog.load(catalog).clips(), 12)).save(catalog)
+    for name, on in (("here", ()), ("far", ("--on", "ray"))):
+        path.write_text(
+            config.dump(
+                small_recipe(*_CACHED, f"data.catalog={catalog}", f"data.cache={tmp_path / name}")
+            )
+        )
+        code, answer, error = call("data", "cache", path, *on, "--json")
+        assert code == 0, error
+        facts[name] = json.loads(answer) | {"cache": "", "seconds": 0}
+    assert facts["far"] == facts["here"]
+    assert facts["far"]["latents"] == {"present": 0, "computed": 24}
+    assert _contents(tmp_path / "far") == _contents(tmp_path / "here")
+    code, answer, _ = call("data", "cache", path, "--on", "ray", "--json")
+    assert json.loads(answer)["latents"] == {"present": 24, "computed": 0}
+
+
+def _hands() -> list[psutil.Process]:
+    """Processes that do errands for Ray workers."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has just ended
+            if "longtake.data.crews.hand" in process.cmdline():
+                is_far = "ray::" in " ".join(process.parent().cmdline())
+                found += [process] if is_far else []
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (signal.SIGSTOP, "decoding made no progress for 1.5 s and was stopped"),
+        (signal.SIGSEGV, "decoding it ended the process (SIGSEGV)"),
+    ],
+)
+def test_a_clip_that_hangs_or_crashes_its_decoder_costs_itself(
+    ray: ModuleType, shapes_catalog: Path, number: signal.Signals, reason: str
+) -> None:
+    """With the same words as on one machine, and the next ones are read."""
+    items = [Item(clip.media) for clip in islice(Catalog.load(shapes_catalog).clips(), 4)]
+    outcomes = probe_all(items, Cluster(ray, 1), silence_seconds=1.5)
+    first = next(outcomes)
+    (hand,) = _hands()
+    hand.send_signal(number)
+    second, *others = outcomes
+    assert isinstance(second.found, ClipError)
+    assert second.found.reason == reason
+    assert [each.is_lasting for each in (first, second, *others)] == [True, False, True, True]
+    assert all(isinstance(each.found, Probe) for each in (first, *others))
+    hand.wait(20)
+
+
+def test_the_items_of_a_lost_worker_are_done_by_another(
+    ray: ModuleType, shapes_catalog: Path
+) -> None:
+    """As when a node goes away: nothing is lost, and none of its processes stays behind."""
+    items = [Item(clip.media) for clip in islice(Catalog.load(shapes_catalog).clips(), 4)]
+    outcomes = probe_all(items, Cluster(ray, 1))
+    next(outcomes)
+    (hand,) = _hands()
+    hand.parent().kill()
+    assert all(isinstance(each.found, Probe) for each in outcomes)
+    hand.wait(20)
+
+
+def test_a_file_that_only_this_machine_sees_is_named(ray: ModuleType, shapes_catalog: Path) -> None:
+    """Once, with the node: not as a catalog of rejected clips."""
+    clip = Catalog.load(shapes_catalog).clip(0)
+    # This process's own view of its memory: there is none of that name in another process.
+    descriptor = os.memfd_create("clip")
+    os.write(descriptor, Path(clip.path).read_bytes())
+    path = f"/proc/self/fd/{descriptor}"
+    items = [Item(Media(path))]
+    with pytest.raises(DataError) as caught:
+        list(probe_all(items, Cluster(ray, 1)))
+    os.close(descriptor)
+    here = socket.gethostname()
+    assert f"{path} is there on {here}, but not on {here}. Put it on a disk" in str(caught.value)
+
+
+def test_another_version_is_refused(
+    ray: ModuleType, shapes_catalog: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a clip is looked at, by what is installed on the worker."""
+    from longtake.data.crews import far
+
+    clip = Catalog.load(shapes_catalog).clip(0)
+    monkeypatch.setattr(far, "versions", lambda: {"av": "1.0"})
+    with pytest.raises(
+        DataError, match=r"would not do the same work: av is \d.* there and 1\.0 here"
+    ):
+        list(Cluster(ray, 1).work(MotionScore(), [clip]))
+
+
+@pytest.mark.usefixtures("ray", "own")
+def test_work_goes_on_after_its_driver_was_killed(
+    catalog: Path, tmp_path: Path, call: Call
+) -> None:
+    """SIGKILL in the middle; the same command does the rest, and the file is as if undisturbed."""
+    far = tmp_path / "far.parquet"
+    shutil.copyfile(catalog, far)
+    score = ("data", "score", "--by", "own_scores:slow")
+    assert call(*score, catalog)[0] == 0
+    command = [sys.executable, "-m", "longtake", *score, str(far), "--on", "ray"]
+    journal = tmp_path / ".far.parquet.slow.journal.jsonl"
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 120
+        while not journal.exists() or journal.read_text().count("\n") < 5:
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        process.kill()
+    done = journal.read_text().count("\n") - 1
+    assert 4 <= done < 64
+    assert "attributes.slow" not in pq.read_schema(far).names
+    assert call(*score, far, "--on", "ray")[0] == 0
+    assert far.read_bytes() == catalog.read_bytes()
+    assert not journal.exists()
+
+
+def test_a_cluster_is_reached_through_its_client_server(
+    ray: ModuleType, clips: Path, tmp_path: Path, call: Call
+) -> None:
+    """ray://HOST:PORT, from a process that is no part of the cluster."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = os.environ["RAY_ADDRESS"]
+    serve = [sys.executable, "-m", "ray.util.client.server", "--mode", "legacy"]
+    serve += ["--address", address, "--host", "127.0.0.1", "--port", str(port)]
+    here, far = tmp_path / "here.parquet", tmp_path / "far.parquet"
+    assert call("data", "index", clips, "--out", here)[0] == 0
+    index = [sys.executable, "-m", "longtake", "data", "index", str(clips), "--out", str(far)]
+    with subprocess.Popen(serve, stderr=subprocess.DEVNULL) as server:
+        try:
+            deadline = time.monotonic() + 60
+            while not _listens(port):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            ended = subprocess.run(
+                [*index, "--on", f"ray://127.0.0.1:{port}"],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=120,
+            )
+        finally:
+            server.kill()
+    assert ended.returncode == 0, ended.stderr
+    assert far.read_bytes() == here.read_bytes()
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1).close()
+    except OSError:
+        return False
+    return True

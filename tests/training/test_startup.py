@@ -1,0 +1,178 @@
+"""Where the seconds before the first step go: each part is measured, written down and shown."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from longtake import config
+from longtake.config import Recipe
+from longtake.heartbeat import Heart, Phase, beating, launch_seconds
+from longtake.inspection.glance import glance
+from longtake.inspection.starts import in_line, starts
+from longtake.inspection.tables import print_glance
+from longtake.records import read_json_lines, write_json
+from longtake.run_dir import RunDirectory
+from longtake.training import kept_plan
+from longtake.training.fit import Fit, fit
+from longtake.training.run import train
+from longtake.training.startup import slowest
+
+_QUIET = Console(quiet=True)
+_PHASES: tuple[Phase, ...] = ("open", "build", "open", "forward")
+
+
+def _events(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
+    return [each for each in read_json_lines(run.events_path) if each["event"] == kind]
+
+
+def test_a_heart_knows_how_long_each_phase_took_before_the_first_step(tmp_path: Path) -> None:
+    """Phases that come twice are added up; what comes after that step changes nothing."""
+    with beating(Heart(tmp_path, "rank")) as heart:
+        for phase in _PHASES:
+            heart.enter(phase)
+        before = launch_seconds()
+        heart.end_step()
+        done = launch_seconds()
+        heart.enter("data")
+        assert launch_seconds() == done
+    assert list(before) == ["start", "open", "build", "forward"]
+    assert all(done[phase] >= before[phase] for phase in before)
+
+
+_TRAIN = """
+import sys, time
+from pathlib import Path
+time.sleep(0.3)
+from longtake.heartbeat import Heart, beating, launch_seconds
+with beating(Heart(Path(sys.argv[1]), "rank")):
+    print(launch_seconds()["start"])
+with beating(Heart(Path(sys.argv[1]), "rank")):
+    print(launch_seconds()["start"])
+"""
+
+
+def test_imports_count_from_the_start_of_the_process(tmp_path: Path) -> None:
+    """But for a second training in the same process, which has imported nothing."""
+    command = [sys.executable, "-c", _TRAIN, str(tmp_path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    first, second = map(float, said.split())
+    assert first > 0.3
+    assert second < first - 0.25
+
+
+def test_of_each_part_the_slowest_rank_is_named() -> None:
+    """The total is that of the slowest rank, not the sum of each part's slowest."""
+    told = slowest([{"imports": 2.0, "build": 1.0}, {"imports": 1.0, "build": 3.5, "load": 0.5}])
+    assert told["seconds"] == {"imports": 2.0, "build": 3.5, "load": 0.5}
+    assert told["slowest"] == {"imports": 0, "build": 1, "load": 1}
+    assert told["total"] == 5.0
+
+
+@pytest.fixture
+def restarted(small_recipe: Callable[..., Recipe]) -> RunDirectory:
+    """A run that was launched, crashed after a checkpoint, and was launched again."""
+    recipe = small_recipe("checkpoint.every=4")
+    train(recipe, _QUIET)
+    run = RunDirectory(recipe.out)
+    events = list(read_json_lines(run.events_path))
+    lines = run.events_path.read_text().splitlines(keepends=True)
+    kept = [line for line, event in zip(lines, events, strict=True) if event["event"] != "finished"]
+    run.events_path.write_text("".join(kept))
+    subprocess.run(["rm", "-r", str(run.checkpoint_path(12))], check=True)
+    train(recipe, _QUIET)
+    return run
+
+
+def test_each_launch_tells_where_its_seconds_went(restarted: RunDirectory) -> None:
+    """What comes before the first step is in `launched` already, and all of it in `started`."""
+    first, second = _events(restarted, "started")
+    assert (first["step"], second["step"]) == (0, 8)
+    parts = ["imports", "rendezvous", "data", "plan", "build", "load", "first_batch", "first_step"]
+    for event in (first, second):
+        assert list(event["seconds"]) == parts
+        assert event["total"] == pytest.approx(sum(event["seconds"].values()), abs=0.01)
+        assert set(event["slowest"].values()) == {0}
+    (launched,), (resumed,) = _events(restarted, "launched"), _events(restarted, "resumed")
+    assert list(launched["seconds"]) == parts[:-2]
+    assert resumed["seconds"]["load"] > 0
+    assert first["down_seconds"] is None
+    assert 0 < second["down_seconds"] < 600
+
+
+def test_a_launch_after_a_regular_end_was_not_down(restarted: RunDirectory) -> None:
+    """A person who goes on next week has lost nothing; neither is another host's clock believed."""
+    recipe = config.load(restarted.recipe_path)
+    subprocess.run(["rm", "-r", str(restarted.checkpoint_path(12))], check=True)
+    train(recipe, _QUIET)
+    assert _events(restarted, "started")[-1]["down_seconds"] is None
+
+
+def test_starts_are_shown(restarted: RunDirectory) -> None:
+    """The newest as a table, those before it in a line each."""
+    found = starts(restarted)
+    assert [each["step"] for each in found] == [0, 8]
+    text = StringIO()
+    print_glance(Console(file=text, highlight=False, soft_wrap=True), glance(restarted))
+    shown = text.getvalue()
+    assert in_line(found[0])[:60] in shown
+    assert in_line(found[0]).startswith("from step 0 to the next in ")
+    assert "a step again" in in_line(found[1])
+    for part in ("process and imports", "model is built", "since the last step before a crash"):
+        assert part in shown
+    assert "slowest rank" not in shown
+
+
+def test_what_was_planned_is_kept(
+    small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart does not plan again; in other circumstances, or with a damaged file, it does."""
+    asked = []
+
+    def count(*given: Any) -> Fit:
+        asked.append(given)
+        return fit(*given)
+
+    monkeypatch.setattr(kept_plan, "fit", count)
+    monkeypatch.setattr(kept_plan, "_code", list)
+    recipe = small_recipe("training.steps=2", "checkpoint.every=1", "recompute.policy=all")
+    run = RunDirectory(recipe.out)
+
+    def again() -> int:
+        subprocess.run(["rm", "-r", str(run.checkpoint_path(2))], check=True)
+        asked.clear()
+        train(recipe, _QUIET)
+        return len(asked)
+
+    train(recipe, _QUIET)
+    planned = _events(run, "memory_planned")
+    assert again() == 0
+    told = _events(run, "memory_planned")[-1]
+    assert {k: told[k] for k in ("policy", "options", "step_peak_gib")} == {
+        k: planned[0][k] for k in ("policy", "options", "step_peak_gib")
+    }
+    write_json(run.plan_path, {"circumstances": "others"})
+    assert again() == 1
+    assert again() == 0
+    monkeypatch.setattr(kept_plan, "_code", lambda: [("changed.py", 1, 1)])
+    assert again() == 1
+
+
+def test_two_ranks_name_the_slower_one(
+    small_recipe: Callable[..., Recipe], on_two_processes: list[str], tmp_path: Path
+) -> None:
+    """And each sees the same launch: rank 0 writes for both."""
+    recipe = small_recipe("training.steps=2", "checkpoint.every=2")
+    path = tmp_path / "launched.toml"
+    path.write_text(config.dump(recipe))
+    command = [*on_two_processes, "-m", "longtake", "train", str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    (event,) = _events(RunDirectory(recipe.out), "started")
+    assert set(event["slowest"].values()) <= {0, 1}
+    assert event["seconds"]["rendezvous"] > 0
