@@ -4,8 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-# Two files of tests at a time; one thread each, as the models are too small to gain by two.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+# Three files of tests at a time, as some mostly wait, in the order that tests/conftest.py gives them;
+# one thread each, as the models are too small to gain by two.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help demo check test clean
@@ -17,8 +18,7 @@ demo: $(READY)  ## train a small text-to-video model and look at what it makes (
 	$(BIN)/longtake demo $(DEMO)
 
 test: check  ## all checks, then all tests (minutes)
-	$(PYTEST) -m "not slow"
-	$(PYTEST) -m slow
+	$(PYTEST)
 
 check: $(READY)  ## format, lint, types and the import contract (half a minute)
 	$(BIN)/ruff format --check .

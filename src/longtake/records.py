@@ -11,6 +11,8 @@ from typing import Any
 
 from longtake.aside import written_aside
 
+_TAIL_BYTES = 2**14
+
 
 def now() -> str:
     """Wall-clock time for people to read, ISO 8601 in UTC; never subtracted from another."""
@@ -50,6 +52,24 @@ def read_json_lines(path: Path) -> Iterator[Any]:
             if line.endswith(b"\n"):
                 with suppress(ValueError):
                     yield json.loads(line)
+
+
+def read_last_json(path: Path) -> Any | None:
+    """The last record of a JSON-lines file, however long that is; None if there is none."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        reach, size = _TAIL_BYTES, file.seek(0, os.SEEK_END)
+        while True:
+            file.seek(max(0, size - reach))
+            lines = file.read(reach).splitlines(keepends=True)
+            for line in reversed(lines[reach < size :]):  # the first may be a part of one
+                with suppress(ValueError):
+                    if line.endswith(b"\n"):
+                        return json.loads(line)
+            if reach >= size:
+                return None
+            reach *= 8
 
 
 def read_json_lines_on(path: Path, offset: int, at_most: int) -> tuple[list[Any], int]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from longtake import config
+from longtake.config import Recipe
+from longtake.demo import beside
 from longtake.demo import run as demo
 from longtake.demo.shapes import held_out_captions
 from longtake.errors import RecipeChangedError, RecipeError
@@ -24,16 +28,36 @@ from longtake.evaluation_dir import EvaluationDirectory
 from longtake.run_dir import RunDirectory
 
 _STEPS = 30
-_SMALL = "import longtake.demo.run as d; d.NUM_CLIPS, d.NUM_JUDGED = 200, 24; "
-_COMMAND = [sys.executable, "-c", _SMALL + "from longtake.cli import main; main()", "demo"]
+_SMALLER = (
+    "training.batch_size=8",
+    "sampling.num_inference_steps=4",
+    "watch.enabled=false",
+    "tracking.tensorboard=false",
+)
+_SMALL = {"NUM_CLIPS": 200, "NUM_JUDGED": 24}
+_PROGRAM = f"""
+from longtake import cli, config
+from longtake.demo import run
+
+whole = run.demo_recipe
+run.demo_recipe = lambda *given, **named: config.changed(whole(*given, **named), {_SMALLER})
+vars(run).update({_SMALL})
+cli.main()
+"""
 
 
 @pytest.fixture(scope="module")
 def small() -> Any:
-    """Fewer clips and fewer judged videos."""
+    """Fewer clips, smaller batches, fewer judged videos of fewer steps, and nobody who watches."""
+    whole = demo.demo_recipe
+
+    def recipe(*given: Any, **named: Any) -> Recipe:
+        return config.changed(whole(*given, **named), _SMALLER)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "NUM_CLIPS", 200)
-        patch.setattr(demo, "NUM_JUDGED", 24)
+        patch.setattr(demo, "demo_recipe", recipe)
+        for name, number in _SMALL.items():
+            patch.setattr(demo, name, number)
         yield
 
 
@@ -128,15 +152,17 @@ def test_steps_and_minutes_together_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_minutes_become_steps_by_a_short_measurement(
-    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Path, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many as fit at the pace that was measured; the measurement leaves nothing behind."""
+    out = tmp_path / "run"
+    shutil.copytree(finished / "data", out / "data")
     monkeypatch.setattr(demo, "_PACE_STEPS", 8)
     monkeypatch.setattr(demo, "_PACE_WARM_UP", 4)
-    summary = _demo(tmp_path / "run", steps=None, minutes=0.1)
+    summary = _demo(out, steps=None, minutes=0.03)
     assert summary is not None
     assert 1 <= summary["steps"] < demo.DEFAULT_STEPS
-    assert not (tmp_path / "run" / "pace").exists()
+    assert not (out / "pace").exists()
 
 
 def test_a_demo_stopped_while_measuring_ends_without_a_run(
@@ -162,9 +188,14 @@ def test_a_demo_stopped_while_measuring_ends_without_a_run(
 
 @pytest.mark.slow
 def test_each_checkpoint_is_sampled_beside_the_training(
-    finished: Path, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Path,
+    small: None,
+    start_warm: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By an evaluation server of its own; the page shows what came of each."""
+    monkeypatch.setattr(beside, "start", start_warm)
     monkeypatch.setattr(demo, "NUM_CHECKPOINTS", 2)
     out = tmp_path / "run"
     shutil.copytree(finished / "data", out / "data")
@@ -183,28 +214,32 @@ def test_each_checkpoint_is_sampled_beside_the_training(
 
 
 @pytest.mark.slow
-def test_an_interrupted_demo_goes_on_where_it_was(finished: Path, tmp_path: Path) -> None:
+def test_an_interrupted_demo_goes_on_where_it_was(
+    finished: Path, warm: list[str], tmp_path: Path
+) -> None:
     """Ctrl-C saves and exits with 130; the same command finishes it."""
-    out = tmp_path / "run"
+    out, program = tmp_path / "run", tmp_path / "small_demo.py"
     shutil.copytree(finished / "data", out / "data")  # so that the training begins soon
-    command = [*_COMMAND, "--no-evaluate", "--steps", "80", "--out", str(out), "--json"]
+    program.write_text(_PROGRAM)
+    options = ["--no-evaluate", "--steps", "60", "--out", str(out), "--json"]
+    command = [*warm, "1", str(program), "demo", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     run = RunDirectory(out)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(run.metrics()) < 3 and time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=300)
     assert (process.returncode, stdout) == (130, "")
     assert f"Stopped. What {out} holds by now is kept; the same command goes on" in stderr
     (step,) = run.checkpoint_steps()
-    assert 3 <= step < 80
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert 3 <= step < 60
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["steps"] == 80
-    assert re.search(rf"step {step} to 80", done.stderr)
-    assert [row["step"] for row in run.metrics()] == list(range(1, 81))
+    assert json.loads(done.stdout)["steps"] == 60
+    assert re.search(rf"step {step} to 60", done.stderr)
+    assert [row["step"] for row in run.metrics()] == list(range(1, 61))
 
 
 def test_another_seed_after_a_stop_before_training_has_its_own_clips(

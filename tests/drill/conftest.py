@@ -1,12 +1,16 @@
 """A place of the drills in which a run was trained, by this process: a second, not five."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
 from longtake import config
+from longtake.drill import evaluators, launch
+from longtake.drill.faults import brightness_drift
 from longtake.drill.ground import Ground
 from longtake.drill.place import Place
 from longtake.training.run import train
@@ -29,16 +33,24 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return place
 
 
+@pytest.fixture
+def started_warm(start_warm: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drills start processes that have imported everything: the half of what most of them take."""
+    for each in (launch, evaluators, brightness_drift):
+        monkeypatch.setattr(each, "start", start_warm)
+
+
 @pytest.fixture(scope="session")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
-    """What all drills share."""
-    return Ground(tmp_path_factory.mktemp("ground"), Console(quiet=True))
+    """What all drills share, where nobody watches: for drills of what no watcher has a part in."""
+    alone = "watch.enabled = false\ntracking.tensorboard = false\n"
+    return Ground(tmp_path_factory.mktemp("ground"), Console(quiet=True), alone)
 
 
 @pytest.fixture(scope="session")
 def impatient_ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
-    """Likewise, where a stall is called sooner than by default."""
-    soon = "watch.min_seconds = 2.0\nwatch.round_seconds = 0.5\n"
+    """Likewise, where a watcher calls a stall sooner than by default."""
+    soon = "watch.min_seconds = 2.0\nwatch.round_seconds = 0.5\ntracking.tensorboard = false\n"
     return Ground(tmp_path_factory.mktemp("impatient"), Console(quiet=True), soon)
 
 

@@ -58,6 +58,7 @@ def test_an_alarm_is_demanded_at_the_end_and_none_before(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("started_warm")
 def test_the_drill_passes(ground: Ground) -> None:
     """With a real run and a real evaluator."""
     result = drill(brightness_drift.FAULT, ground)

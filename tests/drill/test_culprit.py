@@ -21,7 +21,7 @@ from longtake.drill.faults import (
 )
 from longtake.drill.faults import frozen_loader_worker as frozen
 from longtake.drill.hangs import Hang
-from longtake.drill.launch import Sighting
+from longtake.drill.looking import Sighting
 from longtake.drill.place import Place
 from longtake.drill.verdict import Verdict
 from longtake.stacks import state_of

@@ -11,6 +11,7 @@ _EQUAL = {"decoder-hang", "killed-loader-worker"}
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("started_warm")
 @pytest.mark.parametrize("fault", DATA_FAULTS, ids=lambda fault: fault.name)
 def test_a_drill_passes(ground: Ground, fault: Fault) -> None:
     """Each fault is found, and no sample is repeated or missing."""

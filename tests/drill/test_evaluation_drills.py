@@ -31,6 +31,7 @@ _LAST = 50
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("started_warm")
 @pytest.mark.parametrize("fault", _FAULTS, ids=lambda fault: fault.name)
 def test_a_drill_passes(ground: Ground, fault: Fault) -> None:
     """No checkpoint is lost or done twice, and the training is the undisturbed one."""

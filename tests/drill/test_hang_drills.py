@@ -11,6 +11,7 @@ from longtake.drill.run import drill
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("started_warm")
 def test_a_frozen_loader_worker_is_named_and_replaced(impatient_ground: Ground) -> None:
     """Though it holds Python's lock, so that it cannot say where it is; the run is the same."""
     result = drill(frozen_loader_worker.HOLDING_GIL, impatient_ground)
@@ -23,6 +24,7 @@ def test_a_frozen_loader_worker_is_named_and_replaced(impatient_ground: Ground) 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("started_warm")
 def test_a_rank_in_a_collective_that_nobody_joins_is_named(impatient_ground: Ground) -> None:
     """And not the other one, which is in a collective too, and waits for it."""
     result = drill(hung_rank.IN_COLLECTIVE, impatient_ground)

@@ -12,6 +12,7 @@ from longtake.drill.run import drill
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("started_warm")
 @pytest.mark.parametrize(
     "fault", [clock_step_back.FAULT, dead_watcher.FAULT], ids=lambda fault: fault.name
 )

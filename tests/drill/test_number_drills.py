@@ -15,6 +15,7 @@ _SKIPS = {"nan-gradient", "nan-on-one-rank"}
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("started_warm")
 @pytest.mark.parametrize("fault", NUMBER_FAULTS, ids=lambda fault: fault.name)
 def test_a_drill_passes(ground: Ground, fault: Fault) -> None:
     """Each is found in time; what is left out is counted, and nothing else is missing."""
@@ -35,6 +36,7 @@ def test_a_drill_passes(ground: Ground, fault: Fault) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("started_warm")
 def test_a_run_that_cannot_repair_itself_stops_and_says_so(ground: Ground) -> None:
     """Trouble that comes again after each rollback ends it, with an error and a report."""
     place = ground.fresh("hopeless", LONG)

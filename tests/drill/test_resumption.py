@@ -2,7 +2,7 @@
 
 from longtake.drill import resumption
 from longtake.drill.faults import disk_full_while_saving
-from longtake.drill.launch import Sighting
+from longtake.drill.looking import Sighting
 from longtake.drill.place import STEPS, Place
 
 _FILE = "model/__0_0.distcp"

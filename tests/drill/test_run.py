@@ -11,9 +11,11 @@ from rich.console import Console
 from longtake import config
 from longtake.data.sample import sample_window
 from longtake.data.window import read_window
-from longtake.drill.fault import Fault
+from longtake.drill.fault import Fault, NotPossibleHereError
 from longtake.drill.faults import bit_rot_in_checkpoint, corrupt_clip, truncated_checkpoint
+from longtake.drill.fleet import cluster_of
 from longtake.drill.ground import Ground
+from longtake.drill.hosts import why_not
 from longtake.drill.launch import Launch
 from longtake.drill.place import Place
 from longtake.drill.registry import FAMILIES, FAULTS, find_faults
@@ -80,6 +82,33 @@ def test_a_drill_that_could_not_be_carried_out_has_failed(tmp_path: Path) -> Non
     assert not result.passed
     assert result.message == "Failed: the training process ended with exit code 1"
     assert result.samples_repeated is None
+
+
+def _elsewhere(ground: Ground) -> Result:
+    raise NotPossibleHereError("hosts as network namespaces need root")
+
+
+def test_a_drill_that_needs_another_machine_is_skipped(tmp_path: Path) -> None:
+    """It has neither passed nor failed, and the table says why."""
+    fault = Fault("far", "Does nothing.", "Nothing.", _elsewhere)
+    result = drill(fault, Ground(tmp_path, _QUIET))
+    assert result.skipped == "hosts as network namespaces need root"
+    assert not result.passed
+    assert not result.failed
+    lines = _table([result])
+    assert any("far" in line and "skipped" in line for line in lines)
+    assert lines[-2:] == [
+        "0 of 1 drills passed.",
+        "1 not possible here: hosts as network namespaces need root.",
+    ]
+
+
+def test_hosts_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ordinary user is told so, and no drill of theirs fails for it."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert why_not() == "hosts as network namespaces need root"
+    with pytest.raises(NotPossibleHereError, match="need root"), cluster_of(2, Path()):
+        pass
 
 
 def test_a_launch_that_fails_says_what_it_said(tmp_path: Path) -> None:

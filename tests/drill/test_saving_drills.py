@@ -9,6 +9,7 @@ from longtake.drill.run import drill
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("started_warm")
 @pytest.mark.parametrize("fault", SAVING_FAULTS, ids=lambda fault: fault.name)
 def test_a_drill_passes(ground: Ground, fault: Fault) -> None:
     """Nothing is lost but some steps, which are trained again: to the bit as they were."""

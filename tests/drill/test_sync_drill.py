@@ -9,6 +9,7 @@ from longtake.drill.run import drill
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("started_warm")
 def test_the_drill_passes(ground: Ground) -> None:
     """Nothing is sampled that is not whole; the rest is evaluated meanwhile."""
     result = drill(half_synced_checkpoint.FAULT, ground)

@@ -12,6 +12,7 @@ from longtake.tracking.cursor import Position
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("started_warm")
 def test_the_drill_passes(impatient_ground: Ground) -> None:
     """It is noticed, the run comes to what it would have come to, and nothing is missing."""
     result = drill(tracker_down.FAULT, impatient_ground)

@@ -16,7 +16,7 @@ from longtake.drill.faults import (
     processes_changed,
 )
 from longtake.drill.ground import STEPS_PER_EPOCH
-from longtake.drill.launch import Sighting
+from longtake.drill.looking import Sighting
 from longtake.drill.place import BATCH_SIZE, STEPS, Place
 from longtake.drill.result import Result
 from longtake.drill.resumption import file_of_newest

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,31 +11,33 @@ from longtake.data.catalog import Catalog
 _EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_loop.py"
 
 
-def _call(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(_EXAMPLE), "clips.parquet", *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=False, timeout=100
-    )
-
-
 def _clips(lines: list[str]) -> list[str]:
     return [clip for line in lines for clip in line.partition("clips ")[2].split()]
 
 
 @pytest.mark.slow
-def test_a_loop_of_ones_own_goes_on_where_it_was(shapes_catalog: Path, tmp_path: Path) -> None:
+def test_a_loop_of_ones_own_goes_on_where_it_was(
+    shapes_catalog: Path, warm: list[str], tmp_path: Path
+) -> None:
     """No clip twice in an epoch, over two calls and a catalog that grew in between."""
+
+    def call(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [*warm, "1", str(_EXAMPLE), "clips.parquet", *map(str, arguments)]
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+        )
+
     catalog = Catalog.load(shapes_catalog)
     clips = list(catalog.clips())
     Catalog.of(clips[:48]).save(tmp_path / "clips.parquet")
-    first = _call(tmp_path, "--steps", 7)
+    first = call("--steps", 7)
     assert first.returncode == 0, first.stderr
     catalog.save(tmp_path / "clips.parquet")
-    refused = _call(tmp_path, "--steps", 9)
+    refused = call("--steps", 9)
     assert refused.returncode == 1
     assert "16 clips added" in refused.stderr
     assert "Traceback" not in refused.stderr
-    second = _call(tmp_path, "--steps", 9, "--on-change", "merge")
+    second = call("--steps", 9, "--on-change", "merge")
     assert second.returncode == 0, second.stderr
     lines = [*first.stdout.splitlines(), *second.stdout.splitlines()]
     assert [line.split()[1] for line in lines] == [str(step) for step in range(16)]

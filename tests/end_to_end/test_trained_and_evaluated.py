@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,11 +50,11 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _train_and_evaluate(recipe: Recipe, folder: Path) -> list[int]:
+def _train_and_evaluate(recipe: Recipe, folder: Path, warm: list[str]) -> list[int]:
     """Start the server before there is a run, then the training; the steps that it evaluated."""
     file = folder / "recipe.toml"
     file.write_text(config.dump(recipe))
-    longtake = [sys.executable, "-m", "longtake"]
+    longtake = [*warm, "1", "-m", "longtake"]
     options = ["--follow", "--until-finished", "--device", "cpu", "--json"]
     ours: dict[str, Any] = {
         "cwd": folder,
@@ -66,9 +65,9 @@ def _train_and_evaluate(recipe: Recipe, folder: Path) -> list[int]:
     }
     evaluator = subprocess.Popen([*longtake, "evaluate", str(recipe.out), *options], **ours)
     try:
-        trained = subprocess.run([*longtake, "train", str(file)], check=False, timeout=120, **ours)
+        trained = subprocess.run([*longtake, "train", str(file)], check=False, timeout=300, **ours)
         assert trained.returncode == 0, trained.stderr
-        said, complaints = evaluator.communicate(timeout=120)
+        said, complaints = evaluator.communicate(timeout=300)
     finally:
         evaluator.kill()
         evaluator.wait()
@@ -78,12 +77,12 @@ def _train_and_evaluate(recipe: Recipe, folder: Path) -> list[int]:
 
 @pytest.mark.slow
 def test_wandb_holds_every_step_and_every_evaluation_of_such_a_pair(
-    small_recipe: Callable[..., Recipe], tmp_path: Path
+    small_recipe: Callable[..., Recipe], warm: list[str], tmp_path: Path
 ) -> None:
     """Once, in rows of their own whose numbers rise; and the videos are files beside them."""
     recipe = small_recipe(f"training.steps={_STEPS[-1]}", "tracking.wandb=offline", _PRESET)
     run = RunDirectory(recipe.out)
-    assert _train_and_evaluate(recipe, tmp_path) == list(_STEPS)
+    assert _train_and_evaluate(recipe, tmp_path, warm) == list(_STEPS)
     results = {scores["step"]: scores for scores in EvaluationDirectory(run).all_scores("tiny")}
     assert list(results) == list(_STEPS)
     for step, scores in results.items():

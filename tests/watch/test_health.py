@@ -242,6 +242,30 @@ def test_conditions() -> None:
     assert told[2]["memory"] == "1.50 GiB of memory left"
 
 
+def test_links_to_other_nodes() -> None:
+    """One that is slow is told of after three windows; one that is cut, at once."""
+    judge = Conditions()
+    facts = {"peer_busy_share:b": 0.91, "peer_send_bytes_per_second:b": 0.8e6}
+    usual = {**facts, "peer_send_share:b": 0.7, "peer_unanswered_seconds:b": 0.0}
+    assert all(judge.of(usual, []) == {} for _ in range(4))
+    told = [judge.of({**usual, "peer_send_share:b": 0.0267}, []) for _ in range(3)]
+    assert told[:2] == [{}, {}]
+    assert list(told[2].values()) == [
+        "the link to b takes 0.8 MB/s, 37 times less than usual, and is busy 91% of the time"
+    ]
+    cut = judge.of({"peer_unanswered_seconds:b": 7.2}, [])
+    assert list(cut.values()) == ["b has confirmed nothing for 7 s of what is sent to it"]
+
+
+def test_neighbours_addresses(node: NodeDirectory) -> None:
+    """Nodes are known by the addresses that their ranks use, also when their hearts stand still."""
+    neighbours = Neighbours(node.run, node.host)
+    record = {"host": "gpu08", "pid": 1, "beat": 1, "launch": "", "addresses": ["10.0.0.8"]}
+    NodeDirectory(node.run, "gpu08").write_heartbeat(record)
+    neighbours.sample()
+    assert neighbours.addresses == {"10.0.0.8": "gpu08"}
+
+
 def test_disk_that_hangs_for_a_moment() -> None:
     """A disk is said to hang after three windows in a row; a driver, at once.
 

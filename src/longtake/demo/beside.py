@@ -9,8 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from longtake.ourselves import environment, program
+from longtake.ourselves import program, start
 
+_HOW = ("--follow", "--until-finished")
 _LIMIT_SECONDS = 300.0
 _LOOK_SECONDS = 0.1
 _SECONDS_TO_END = 10.0
@@ -45,14 +46,8 @@ def evaluated(out: Path) -> Iterator[Evaluator]:
     """Sample each checkpoint of a run that is, or will be, in `out`, until the block ends."""
     log = out / "evaluate.log"
     with log.open("ab") as file:
-        process = subprocess.Popen(  # noqa: S603 - ourselves
-            program("longtake", "evaluate", str(out), "--follow", "--until-finished"),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env=environment(),
-            start_new_session=True,  # Ctrl-C is for the training, whose end ends this
-        )
+        # In a session of its own: Ctrl-C is for the training, whose end ends this.
+        process = start(program("longtake", "evaluate", str(out), *_HOW), file)
     try:
         yield Evaluator(log, process)
     finally:

@@ -9,7 +9,8 @@ from typing import Any
 from longtake.drill.false_clock import WORD
 from longtake.drill.ground import Ground
 from longtake.drill.harms import Sabotage
-from longtake.drill.launch import Launch, Sighting
+from longtake.drill.launch import Launch
+from longtake.drill.looking import Sighting
 from longtake.drill.place import Place
 from longtake.drill.verdict import Verdict, identities_of
 from longtake.health.clock import STEP_SECONDS

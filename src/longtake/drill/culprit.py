@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from longtake.drill.hangs import Hang
-from longtake.drill.launch import Launch, Sighting
+from longtake.drill.launch import Launch
+from longtake.drill.looking import Sighting
 from longtake.drill.place import Place
 from longtake.drill.verdict import Verdict
 from longtake.node_dir import verdict_path

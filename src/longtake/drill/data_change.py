@@ -7,7 +7,7 @@ import numpy as np
 from longtake.data.catalog import Catalog
 from longtake.data.change import compare
 from longtake.drill.ground import Ground
-from longtake.drill.launch import Sighting
+from longtake.drill.looking import Sighting
 from longtake.drill.place import STEPS, Place
 from longtake.drill.verdict import Verdict, identities_of, seen_before
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from longtake.drill.launch import Sighting
+from longtake.drill.looking import Sighting
 from longtake.drill.place import Place
 from longtake.drill.verdict import Verdict, identities_of
 from longtake.drill.workers import Stopped

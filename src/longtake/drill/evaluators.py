@@ -23,7 +23,7 @@ from longtake.errors import RunError
 from longtake.evaluation.server.checkpoints import checkpoint_key
 from longtake.evaluation_dir import EvaluationDirectory, all_servers
 from longtake.lease import history
-from longtake.ourselves import environment, program
+from longtake.ourselves import program, start
 from longtake.records import read_json_lines
 from longtake.run_dir import RunDirectory
 
@@ -61,15 +61,8 @@ class Evaluator:
     def __init__(self, place: Place, *options: str) -> None:
         self._log = place.folder / f"evaluator_{len(list(place.folder.glob('evaluator_*')))}.log"
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(  # noqa: S603 - ourselves
-                program("longtake", "evaluate", "run", *options),
-                cwd=place.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment(**ONE_THREAD),
-                start_new_session=True,
-            )
+            command = program("longtake", "evaluate", "run", *options)
+            self._process = start(command, log, place.folder, **ONE_THREAD)
         self.pid = self._process.pid
         self.server = f"{socket.gethostname()}-{self.pid}"
 

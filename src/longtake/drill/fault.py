@@ -5,6 +5,11 @@ from dataclasses import dataclass
 
 from longtake.drill.ground import Ground
 from longtake.drill.result import Result
+from longtake.errors import LongtakeError
+
+
+class NotPossibleHereError(LongtakeError):
+    """A drill needs what this machine does not have, which is no fault of longtake's."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from rich.console import Console
 from longtake.drill.place import BATCH_SIZE, LONG, NUM_CLIPS, SHORT, Place
 from longtake.errors import RunError
 
+ON_TWO = ("data.workers=0",)
+"""What is changed of the recipe for two ranks: half as many processes for as few cores."""
 STEPS_PER_EPOCH = NUM_CLIPS // BATCH_SIZE
 
 
@@ -53,14 +55,20 @@ class Ground:
         return self._trained("undisturbed", SHORT)
 
     @cached_property
+    def undisturbed_on_two(self) -> Place:
+        """The run that nothing befell on two ranks, which decode without workers."""
+        self._console.print("  trains an undisturbed run on two ranks")
+        return self._trained("undisturbed-on-two", SHORT, *ON_TWO, processes=2)
+
+    @cached_property
     def undisturbed_long(self) -> Place:
         """The longer run that nothing befell."""
         self._console.print("  trains a longer undisturbed run, for what needs a history")
         return self._trained("undisturbed-long", LONG)
 
-    def _trained(self, name: str, recipe: str) -> Place:
+    def _trained(self, name: str, recipe: str, *changes: str, processes: int = 1) -> Place:
         place = self.fresh(name, recipe)
-        with place.launch() as launch:
+        with place.launch(*changes, processes=processes) as launch:
             launch.finish()
         return place
 

@@ -11,6 +11,7 @@ from longtake.drill.faults import (
     clock_slew,
     clock_step_back,
     corrupt_clip,
+    cut_link,
     data_grown,
     data_shrunk,
     data_swapped,
@@ -23,19 +24,25 @@ from longtake.drill.faults import (
     half_synced_checkpoint,
     hung_rank,
     kill,
+    kill_node,
+    kill_rank,
     kill_while_saving,
     killed_loader_worker,
+    lose_node_and_shrink,
     loss_spike,
     nan_gradient,
     nan_on_one_rank,
     one_clip_removed,
     processes_changed,
+    requeue_on_time_limit,
     slow_divergence,
+    slow_link,
     slow_rank,
     tracker_down,
     truncated_checkpoint,
     two_evaluators,
     weight_norm_step_at_epoch_end,
+    world_2_1_2,
 )
 from longtake.errors import LongtakeError
 
@@ -91,6 +98,15 @@ EVALUATION_FAULTS = (
     brightness_drift.FAULT,
     tracker_down.FAULT,
 )
+CLUSTER_FAULTS = (
+    kill_rank.FAULT,
+    world_2_1_2.FAULT,
+    kill_node.FAULT,
+    lose_node_and_shrink.FAULT,
+    slow_link.FAULT,
+    cut_link.FAULT,
+    requeue_on_time_limit.FAULT,
+)
 _GROUPS = (
     DATA_FAULTS,
     SAVING_FAULTS,
@@ -98,6 +114,7 @@ _GROUPS = (
     HANG_FAULTS,
     NODE_FAULTS,
     EVALUATION_FAULTS,
+    CLUSTER_FAULTS,
 )
 FAULTS = {fault.name: fault for group in _GROUPS for fault in group}
 FAMILIES = ("frozen-loader-worker", "hung-rank", "slow-rank")

@@ -45,10 +45,9 @@ def show_results(results: Sequence[Result], console: Console) -> None:
     for name in _NUMBERS:
         table.add_column(name, justify="right")
     for result in results:
-        passed = Text("passed", "green") if result.passed else Text("failed", "red")
         table.add_row(
             "\n".join(wrap(result.fault, _NAME_WIDTH)),
-            passed,
+            _outcome(result),
             _seconds(result.detected_seconds),
             _count(result.detected_steps, "-"),
             _count(result.steps_lost),
@@ -60,6 +59,16 @@ def show_results(results: Sequence[Result], console: Console) -> None:
     console.print(table)
     num_passed = sum(result.passed for result in results)
     console.print(f"{num_passed} of {len(results)} drills passed.", highlight=False)
+    reasons = [result.skipped for result in results if result.skipped is not None]
+    if reasons:
+        why = "; ".join(dict.fromkeys(reasons))
+        console.print(f"{len(reasons)} not possible here: {why}.", highlight=False, markup=False)
+
+
+def _outcome(result: Result) -> Text:
+    if result.skipped is not None:
+        return Text("skipped", "yellow")
+    return Text("passed", "green") if result.passed else Text("failed", "red")
 
 
 def _seconds(value: float | None) -> str:

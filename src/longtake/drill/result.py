@@ -35,3 +35,10 @@ class Result:
     not made."""
     drill_seconds: float = 0.0
     """How long the drill took."""
+    skipped: str | None = None
+    """Why it cannot be drilled on this machine; it has neither passed nor failed then."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was drilled, and did not pass."""
+        return not self.passed and self.skipped is None

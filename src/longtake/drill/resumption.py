@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from longtake.drill.ground import Ground
-from longtake.drill.launch import Sighting
+from longtake.drill.looking import Sighting
 from longtake.drill.place import Place
 from longtake.drill.verdict import Verdict, identities_of
 

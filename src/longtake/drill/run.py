@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from longtake.aside import make_writable
-from longtake.drill.fault import Fault
+from longtake.drill.fault import Fault, NotPossibleHereError
 from longtake.drill.ground import Ground
 from longtake.drill.registry import find_faults
 from longtake.drill.result import Result
@@ -49,16 +49,24 @@ def run_drills(names: Sequence[str], console: Console, keep: Path | None = None)
 
 
 def drill(fault: Fault, ground: Ground) -> Result:
-    """Run one drill; one that could not be carried out to its end has not passed."""
+    """Run one drill; one that could not be carried out to its end has not passed.
+
+    One that needs what this machine does not have is skipped.
+    """
     began = time.monotonic()
     try:
         result = fault.drill(ground)
+    except NotPossibleHereError as error:
+        told = f"Not possible here: {error}."
+        result = Result(fault.name, False, None, None, None, None, told, skipped=str(error))
     except LongtakeError as error:
         result = Result(fault.name, False, None, None, None, None, f"Failed: {error}")
     return replace(result, drill_seconds=round(time.monotonic() - began, 3))
 
 
 def _outcome(result: Result) -> str:
+    if result.skipped is not None:
+        return f"  [yellow]skipped[/yellow]. {escape(result.message)}"
     word = "[green]passed[/green]" if result.passed else "[red]failed[/red]"
     return f"  {word} in {result.drill_seconds:.1f} s. {escape(result.message)}"
 

@@ -4,6 +4,7 @@ What an epoch must hold is worked out here once more, by sets of identities. The
 followed, and by which `longtake data audit` judges, has no say in it; the two have to agree.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -172,6 +173,12 @@ def clips_between(run: RunDirectory, first: int, end: int) -> dict[int, Identiti
     is_its = (consumed.step >= first) & (consumed.step < end)
     epochs, identities = consumed.epoch[is_its], consumed.identity[is_its]
     return {epoch: identities[epochs == epoch] for epoch in np.unique(epochs).tolist()}
+
+
+def world_sizes(run: RunDirectory) -> list[int]:
+    """How many ranks have trained a run, launch by launch."""
+    launches = json.loads(run.record_path.read_text(encoding="utf-8"))["launches"]
+    return [launch["world_size"] for launch in launches]
 
 
 def steps_given_up(run: RunDirectory) -> int:

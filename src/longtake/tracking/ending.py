@@ -28,6 +28,7 @@ class Ending:
         self._near_since: float | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._signalled)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # what ends soon by it is the parent
         if parent is not None:
             threading.Thread(target=self._listen, name="parent", daemon=True).start()
 

@@ -7,6 +7,7 @@ from longtake.health.apart import HANGING_SECONDS, HANGS
 from longtake.health.check import Numbers
 from longtake.health.disk import Disk
 from longtake.health.gpu import HARMFUL_THROTTLES, throttle_words
+from longtake.health.reach import BUSY, RATE, SLOW, UNANSWERED
 from longtake.health.signals import Finding
 from longtake.health.steps import CHECKPOINT
 from longtake.units import size
@@ -21,7 +22,8 @@ _SAVING_SECONDS = 60.0
 _MEMORY_SHARE, _FILES_SHARE = 0.02, 0.9
 _FULL_BYTES, _FULL_SHARE = 5 * 2**30, 0.05
 _FULL_INODES_SHARE = 0.01
-_AT_ONCE = (HANGS, "disk_is_failing", "clock_offset")
+_SLOW_SHARE = 1 / 3
+_AT_ONCE = (HANGS, "disk_is_failing", "clock_offset", UNANSWERED)
 _DISK = Disk.name
 """An fsync that takes seconds now and then is usual on ext4 and NFS."""
 _COUNTS = {
@@ -133,6 +135,18 @@ def _bad_now(numbers: Numbers) -> Iterator[tuple[str, str]]:
     for host, seconds in _each(numbers, "clock_offset_at_least_seconds"):
         if seconds >= _APART_SECONDS:
             yield f"clock_offset:{host}", f"its clock and {host}'s are {seconds:.3f} s apart"
+    for host, seconds in _each(numbers, UNANSWERED):
+        if seconds:
+            words = f"{host} has confirmed nothing for {seconds:.0f} s of what is sent to it"
+            yield f"{UNANSWERED}:{host}", words
+    for host, share in _each(numbers, SLOW):
+        if share <= _SLOW_SHARE:
+            rate, busy = numbers[f"{RATE}:{host}"], numbers[f"{BUSY}:{host}"]
+            said = f"{rate / 1e6:.3g} MB/s, {1 / max(share, 1e-4):.0f} times less than usual"
+            yield (
+                f"{SLOW}:{host}",
+                f"the link to {host} takes {said}, and is busy {busy:.0%} of the time",
+            )
     yield from _shortages(numbers)
 
 

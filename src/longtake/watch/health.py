@@ -6,7 +6,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from longtake.health.infiniband import InfiniBand
 from longtake.health.kernel_clock import KernelClock
 from longtake.health.links import Ethernet
 from longtake.health.load import Load
+from longtake.health.reach import RATE, SLOW, Reach, SlowLinks
 from longtake.health.signals import Finding
 from longtake.health.steps import Steps
 from longtake.health.time_daemons import TimeDaemons
@@ -65,8 +66,10 @@ class HealthWatch:
         self._clock = Clock()
         self._neighbours = Neighbours(run, node.host)
         self._places = {"run": run.path, **{str(path): path for path in data_paths}}
-        self._checks = _checks(run, node, self._places, self._neighbours)
-        self._degradation, self._conditions = Degradation(), Conditions()
+        self._reach = Reach(heartbeat.folder_of(run.path))
+        self._checks = _checks(run, node, self._places, [self._neighbours, self._reach])
+        self._degradation, self._slow_links = Degradation(), SlowLinks()
+        self._conditions = Conditions()
         self._journal = Journal(node.health_path)
         self._latest: Numbers = {}
         self._events: deque[Event] = deque()
@@ -95,6 +98,10 @@ class HealthWatch:
     def latest(self) -> Numbers:
         """The newest numbers; empty: there are none yet."""
         return dict(self._latest)
+
+    def addresses(self) -> list[str]:
+        """Those that this node's ranks use towards other nodes."""
+        return self._reach.addresses
 
     def take_events(self) -> list[Event]:
         """What has happened since the last call: kinds, and what belongs to each."""
@@ -135,20 +142,24 @@ class HealthWatch:
 
     def _sample(self) -> None:
         found = self._clock.sample()
+        self._reach.learn(self._neighbours.addresses)
         for check in self._checks:
             found |= check.sample()
         findings = self._degradation.judge(found, self._neighbours.health)
-        self._tell_what_is_wrong(self._conditions.of(found, findings), findings)
+        found |= self._slow_links.judge(found, self._neighbours.health)
+        self._tell_what_is_wrong(self._conditions.of(found, findings), findings, found)
         self._tell_what_is_full(found)
         self._latest = found
         self._journal.put({"time": now(), **{name: _short(each) for name, each in found.items()}})
 
-    def _tell_what_is_wrong(self, wrong: dict[str, str], findings: Sequence[Finding]) -> None:
+    def _tell_what_is_wrong(
+        self, wrong: dict[str, str], findings: Sequence[Finding], found: Numbers
+    ) -> None:
         if wrong.keys() - self._wrong.keys():
             if not self._wrong:
                 self._wrong_since = time.monotonic()
             reason = ", ".join(wrong.values())
-            fields = {"reason": reason, **_slowest_rank(findings)}
+            fields = {"reason": reason, **_slowest_rank(findings), **_slow_link(wrong, found)}
             self._events.append(("degraded", {**fields, "message": f"{self._host}: {reason}."}))
         elif self._wrong and not wrong:
             seconds = time.monotonic() - self._wrong_since
@@ -168,7 +179,7 @@ class HealthWatch:
 
 
 def _checks(
-    run: RunDirectory, node: NodeDirectory, places: dict[str, Path], neighbours: Neighbours
+    run: RunDirectory, node: NodeDirectory, places: dict[str, Path], others: Sequence[Check]
 ) -> list[Check]:
     """All that a node is looked at for; what may hang, apart."""
     may_hang: list[Check] = [
@@ -178,7 +189,7 @@ def _checks(
         Ethernet(),
         InfiniBand(),
         Gpu(),
-        neighbours,
+        *others,
     ]
     steps = Steps(heartbeat.folder_of(run.path))
     apart = [Apart(check) for check in may_hang]
@@ -191,6 +202,15 @@ def _slowest_rank(findings: Sequence[Finding]) -> dict[str, Any]:
         return {}
     worst = max(slow, key=lambda each: each.percent)
     return {"rank": int(worst.device), "percent": round(worst.percent, 1)}
+
+
+def _slow_link(wrong: Iterable[str], numbers: Numbers) -> dict[str, Any]:
+    """That to one node, if it is what is wrong."""
+    for key in wrong:
+        name, _, peer = key.partition(":")
+        if name == SLOW:
+            return {"peer": peer, "send_bytes_per_second": numbers.get(f"{RATE}:{peer}")}
+    return {}
 
 
 def _short(number: float) -> float:

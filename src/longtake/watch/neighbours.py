@@ -31,11 +31,17 @@ class Neighbours:
         self._offsets = Offsets(host)
         self._forgets = False
         self._health: dict[str, Numbers] = {}
+        self._addresses: dict[str, str] = {}
 
     @property
     def health(self) -> dict[str, Numbers]:
         """By node, the numbers that it gave at the last sample."""
         return self._health
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Nodes by the addresses that their ranks use, as far as they are known."""
+        return self._addresses
 
     def forget_offsets(self) -> None:
         """Measure the offsets of clocks anew, from the next sample on: this one was set."""
@@ -48,6 +54,8 @@ class Neighbours:
             self._offsets.forget()
         heartbeats, dates = self._read()
         living = self._living.of(heartbeats, self._launch())
+        found_at = {at: host for host, each in heartbeats.items() for at in _addresses(each)}
+        self._addresses = self._addresses | found_at
         found: Numbers = {"neighbours": float(len(living))}
         for host in living:
             found |= self._offsets.look(host, heartbeats[host], dates[host])
@@ -73,3 +81,8 @@ class Neighbours:
 def _flat(health: object) -> Numbers:
     numbers = health if isinstance(health, dict) else {}
     return {name: each for name, each in numbers.items() if isinstance(each, int | float)}
+
+
+def _addresses(heartbeat: Mapping[str, Any]) -> list[str]:
+    found = heartbeat.get("addresses")
+    return [str(each) for each in found] if isinstance(found, list) else []

@@ -10,6 +10,7 @@ from longtake.health.infiniband import InfiniBand
 from longtake.health.kernel_clock import KernelClock
 from longtake.health.links import Ethernet
 from longtake.health.load import Load
+from longtake.health.reach import Reach, SlowLinks
 from longtake.health.steps import Steps
 from longtake.health.time_daemons import TimeDaemons
 from longtake.watch.neighbours import Neighbours
@@ -23,6 +24,8 @@ NUMBERS = {
     **Gpu.numbers,
     **Ethernet.numbers,
     **InfiniBand.numbers,
+    **Reach.numbers,
+    **SlowLinks.numbers,
     **Disk.numbers,
     **Load.numbers,
     **CgroupMemory.numbers,

@@ -11,6 +11,8 @@ _MOST_NAMED = 3
 _PHASES = {
     "start": "while it starts",
     "rendezvous": "while the ranks find each other",
+    "open": "while it opens data and run directory",
+    "plan": "while it plans the memory",
     "build": "while it builds the model",
     "load": "while it loads the checkpoint",
     "cache": "while it fills the cache",

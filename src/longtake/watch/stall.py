@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from longtake.config import WatchSection
 from longtake.heartbeat import Phase, Pulse, Role
 
-_BEFORE_STEPS: frozenset[Phase] = frozenset({"start", "rendezvous", "build", "load"})
+_BEFORE_STEPS: frozenset[Phase] = frozenset(
+    {"start", "rendezvous", "open", "plan", "build", "load"}
+)
 _OF_STATE: frozenset[Phase] = frozenset({"checkpoint", "save", "rollback"})
 _RARE: frozenset[Phase] = _OF_STATE | {"evaluate"}
 _MIN_WINDOWS, _MIN_WINDOWS_OF_EACH = 20, 4

@@ -181,6 +181,7 @@ class _Watcher:
             "ranks": [self._entry(each, sight) for each in sight.ranks],
             "workers": [self._entry(each, sight) for each in sight.living if each.role != "rank"],
             "health": self._health.latest(),
+            "addresses": self._health.addresses(),
             "stalls": self._answering.num_stalls,
             "stall": self._alarms.open_token,
             "watch_seconds_late": round(self._expectations.seconds_late, 3),

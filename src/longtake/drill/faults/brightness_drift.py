@@ -17,7 +17,7 @@ from longtake.drill.result import Result
 from longtake.drill.verdict import Verdict
 from longtake.errors import RunError
 from longtake.evaluation_dir import Alarm, EvaluationDirectory
-from longtake.ourselves import environment, program
+from longtake.ourselves import program, start
 from longtake.run_dir import RunDirectory
 
 _NAME = "brightness-drift"
@@ -60,21 +60,15 @@ def _evaluate(place: Place) -> None:
     said = place.folder / "evaluate.log"
     command = program("longtake", "evaluate", "run", "--preset", _PRESET, "--device", "cpu")
     with said.open("wb") as log:
+        process = start(command, log, place.folder, OMP_NUM_THREADS="1")
         try:
-            ended = subprocess.run(  # noqa: S603 - ourselves
-                command,
-                cwd=place.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment(OMP_NUM_THREADS="1"),
-                timeout=_LIMIT_SECONDS,
-                check=False,
-            )
+            code = process.wait(_LIMIT_SECONDS)
         except subprocess.TimeoutExpired as error:
+            process.kill()
+            process.wait()
             raise RunError(f"The evaluator has not ended in {_LIMIT_SECONDS:g} s.") from error
-    if ended.returncode:
-        raise RunError(f"The evaluator ended with {ended.returncode}: {_last_line(said)}")
+    if code:
+        raise RunError(f"The evaluator ended with {code}: {_last_line(said)}")
 
 
 def judge(

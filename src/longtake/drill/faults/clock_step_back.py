@@ -3,7 +3,7 @@
 from longtake.drill.clocks import befall, told
 from longtake.drill.fault import Fault
 from longtake.drill.ground import Ground
-from longtake.drill.launch import Sighting
+from longtake.drill.looking import Sighting
 from longtake.drill.result import Result
 from longtake.drill.verdict import Verdict
 

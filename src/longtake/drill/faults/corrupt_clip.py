@@ -4,7 +4,7 @@ from pathlib import Path
 
 from longtake.drill.fault import Fault
 from longtake.drill.ground import Ground
-from longtake.drill.launch import Sighting
+from longtake.drill.looking import Sighting
 from longtake.drill.place import Place
 from longtake.drill.result import Result
 from longtake.drill.verdict import Verdict, identities_of, paths_at

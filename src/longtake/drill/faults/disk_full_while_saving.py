@@ -4,7 +4,8 @@ import resource
 
 from longtake.drill.fault import Fault
 from longtake.drill.ground import Ground
-from longtake.drill.launch import Launch, Sighting
+from longtake.drill.launch import Launch
+from longtake.drill.looking import Sighting
 from longtake.drill.place import Place
 from longtake.drill.result import Result
 from longtake.drill.resumption import SAME, go_on, must_have_no_leftovers

@@ -8,7 +8,8 @@ from longtake.drill.fault import Fault
 from longtake.drill.ground import Ground
 from longtake.drill.hangs import Hang
 from longtake.drill.harms import Harm, Sabotage
-from longtake.drill.launch import Launch, Sighting
+from longtake.drill.launch import Launch
+from longtake.drill.looking import Sighting
 from longtake.drill.place import Place
 from longtake.drill.result import Result
 from longtake.drill.verdict import Verdict, identities_of

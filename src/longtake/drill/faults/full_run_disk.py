@@ -6,7 +6,8 @@ import time
 from longtake.drill.fault import Fault
 from longtake.drill.ground import Ground
 from longtake.drill.harms import Sabotage
-from longtake.drill.launch import Launch, Sighting
+from longtake.drill.launch import Launch
+from longtake.drill.looking import Sighting
 from longtake.drill.place import Place
 from longtake.drill.result import Result
 from longtake.drill.resumption import SAME, go_on
