@@ -35,7 +35,7 @@ from longtake.data.ledger import begin_launch, keep_ledger, stream_names
 from longtake.data.loader import Loader
 from longtake.demo.shapes import write_clips
 from longtake.heartbeat import Heart, beating, folder_of
-from longtake.models.assemble import Components, assemble
+from longtake.models.assemble import Components, assemble, outline
 from longtake.models.losses import flow_losses
 from longtake.parallel.collectives import from_first
 from longtake.parallel.mesh import World, join
@@ -77,9 +77,10 @@ def _report(rows: Sequence[str], asked: argparse.Namespace) -> list[str]:
     return [
         "# What longtake's loop costs on two ranks, against plain FSDP2",
         "",
-        f"`python benchmarks/fsdp_overhead.py --steps {asked.steps} --rounds {asked.rounds}`: two "
-        f"gloo ranks on {os.cpu_count()} cores of {platform.machine()}, a thread each, torch "
-        f"{torch.__version__}; a model of 1.7 M parameters, 16 clips a rank. The loops take turns "
+        f"`python benchmarks/fsdp_overhead.py --steps {asked.steps} --rounds {asked.rounds} "
+        f"--strategy {' '.join(asked.strategy)}`: two gloo ranks on {os.cpu_count()} cores of "
+        f"{platform.machine()}, a thread each, torch {torch.__version__}; a model of "
+        f"{_millions():.1f} M parameters, 16 clips a rank. The loops take turns "
         f"of {asked.steps} steps in one launch; the ratio is that of the medians of a round, its "
         "median over the rounds, and its range.",
         "",
@@ -92,6 +93,11 @@ def _report(rows: Sequence[str], asked: argparse.Namespace) -> list[str]:
         "weights and updates over ranks in one collective, judges them, writes metrics and ledger, "
         "and lets a heart beat.",
     ]
+
+
+def _millions() -> float:
+    parts = outline(_recipe(Path(), "shard"))
+    return sum(parameter.numel() for parameter in parts.model.parameters()) / 1e6
 
 
 def _row(folder: Path, strategy: str, asked: argparse.Namespace) -> str:
@@ -133,7 +139,7 @@ def _recipe(folder: Path, strategy: str) -> Recipe:
             "workers": 0,
         },
         "model": {"family": "tubelet", "config": {"hidden_size": 144, "num_blocks": 6}},
-        "text": {"max_tokens": 6},
+        "text": {"max_tokens": 6, "max_words": 64},
         "training": {"steps": _FOREVER, "batch_size": 32, "device": "cpu", "precision": "fp32"},
         "ema": {"enabled": False},
         "parallel": {"strategy": strategy},

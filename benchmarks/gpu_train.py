@@ -278,6 +278,16 @@ def _plans(recipe: Recipe, card: Device) -> Iterator[tuple[str, Options | None]]
 
 
 def _row(name: str, one: Callable[[], None], bench: Bench) -> Row:
+    """What was measured, or why nothing could be: too little memory, or no compiler."""
+    try:
+        return _timed(name, one, bench)
+    except RuntimeError as error:
+        bench.state.components.model.zero_grad(set_to_none=True)
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return Row(name, 0.0, 0.0, 0.0, 0, lines[0][:100])
+
+
+def _timed(name: str, one: Callable[[], None], bench: Bench) -> Row:
     device = bench.world.device
     one()  # AdamW's states are made
     one()

@@ -6,6 +6,7 @@ or, where it was killed, by whoever launched it. Where neither could, its heart 
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -94,6 +95,7 @@ def failure_of(
         kind=kind,
         error=error,
         log=os.environ.get(LOG_VARIABLE, "") if log is None else log,
+        host=socket.gethostname(),
     )
 
 

@@ -123,9 +123,10 @@ class Agent(LocalElasticAgent):
         return judge(by_rank, self._trail(ranks), logs)
 
     def _meant(self, code: int) -> int:
-        """A rank that was not ready yet for the signal that it got has stopped all the same."""
+        """A rank that the signal has ended before it was ready for it has stopped all the same."""
         asked = self._stop.wanted
-        return exit_code_of(asked) if asked is not None and code == -asked else code
+        killed = -signal.SIGKILL if self._stop.is_urgent else None
+        return exit_code_of(asked) if asked is not None and code in (-asked, killed) else code
 
     def _trail(self, ranks: dict[int, int]) -> list[RankFailure]:
         """Failures of this launch on all nodes."""

@@ -21,10 +21,12 @@ class Stop:
 
     Attributes:
         wanted: the signal that asked for it.
+        is_urgent: whether nothing is to be saved any more.
     """
 
     def __init__(self) -> None:
         self.wanted: signal.Signals | None = None
+        self.is_urgent = False
         self._at = 0.0
         self._ranks: list[int] = []
         self._is_held = False
@@ -69,6 +71,7 @@ class Stop:
                 raise SignalException("nothing runs yet", self.wanted)
             self._tell(self.wanted)
         elif number == signal.SIGINT:  # a person does not want to wait; others repeat themselves
+            self.is_urgent = True
             self._tell(signal.SIGKILL)
 
     def _tell(self, number: signal.Signals) -> None:

@@ -67,12 +67,15 @@ def catch_interrupts() -> Iterator[Interrupt]:
             raise KeyboardInterrupt
 
     with _caught(remember) as before:
+        is_ending = True
         try:
             yield interrupt
+            is_ending = interrupt.wanted
         finally:
-            # What is left to do after a stop ends by itself, and is cut short by nobody.
+            # After a stop, or a failure, what is left to do ends by itself. Launchers tell all
+            # ranks to end when one has failed, and each has still to say why it does.
             for number, was in before.items():
-                if interrupt.wanted and was is _leave and number != signal.SIGINT:
+                if is_ending and was is _leave and number != signal.SIGINT:
                     before[number] = signal.SIG_IGN
 
 
