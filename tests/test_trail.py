@@ -85,7 +85,12 @@ def test_a_node_that_is_lost_is_known_by_its_silence(run: RunDirectory, own: Pul
     for rank in range(3):
         _beat(run, f"gpu{rank}", 1, rank)
     assert who_failed(run, own, seconds=0) is None
-    lives_on = threading.Timer(0.2, lambda: [_beat(run, f"gpu{rank}", 2, rank) for rank in (0, 1)])
+
+    def beat() -> None:
+        for rank in (0, 1):
+            _beat(run, f"gpu{rank}", 2, rank)
+
+    lives_on = threading.Timer(0.2, beat)
     lives_on.start()
     found = who_failed(run, own, seconds=0.6)
     lives_on.join()

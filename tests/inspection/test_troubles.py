@@ -46,3 +46,12 @@ def test_glance_and_picture_show_them(told: RunDirectory, tmp_path: Path) -> Non
     assert glance(told)["troubles"][0]["at"] == 5
     draw(told, tmp_path / "curves.png", None, 100)
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_a_rank_that_failed_is_told_with_where_and_of_what(told: RunDirectory) -> None:
+    """In the step after those that were done."""
+    facts = {"rank": 3, "step": 4, "phase": "backward", "kind": "killed", "log": "rank_0003.log"}
+    NodeDirectory(told, "gpu07").append_event("rank_failed", **facts, error="killed by SIGKILL")
+    (failed,) = troubles(told, read_rows(told))
+    assert failed["at"] == 5
+    assert sentence_of(failed) == "rank failed on gpu07: rank 3 (backward): killed by SIGKILL"

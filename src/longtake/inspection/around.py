@@ -12,7 +12,15 @@ from longtake.run_dir import RunDirectory
 
 _OF_A_BATCH = ("stage", "epoch", "sample_rejected", "decoder_stalled", "decoder_died")
 """Events whose step is the number of a batch."""
-_OF_A_VERDICT = ("skipped", "suspected", "stalled", "rank_died", "killed_rank", "restarted_worker")
+_OF_A_VERDICT = (
+    "skipped",
+    "suspected",
+    "stalled",
+    "rank_died",
+    "rank_failed",
+    "killed_rank",
+    "restarted_worker",
+)
 """Events whose step is that of the steps that were done before."""
 
 

@@ -57,6 +57,17 @@ def print_around(console: Console, facts: Mapping[str, Any]) -> None:
     _print_clips(console, facts)
 
 
+_SENTENCES = (
+    "stalled",
+    "rank_died",
+    "rank_failed",
+    "clock_stepped",
+    "clock_slewed",
+    "degraded",
+    "disk_full",
+)
+
+
 def said(event: Mapping[str, Any]) -> str:
     """What an event says, in a line for people."""
     kind, step = event["event"], event.get("at")
@@ -74,7 +85,7 @@ def said(event: Mapping[str, Any]) -> str:
         return f"checkpoint of step {step}"
     if kind == "started":
         return in_line(event)
-    if kind in ("stalled", "rank_died", "clock_stepped", "clock_slewed", "degraded", "disk_full"):
+    if kind in _SENTENCES:
         return sentence_of(event)
     hidden = ("event", "time", "at", "step", "options", "per_block", "report")
     rest = {name: value for name, value in event.items() if name not in hidden and value}

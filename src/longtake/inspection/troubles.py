@@ -12,6 +12,7 @@ from longtake.run_dir import RunDirectory
 _WORDS = {
     "stalled": "stalled",
     "rank_died": "rank died",
+    "rank_failed": "rank failed",
     "killed_rank": "rank killed",
     "restarted_worker": "worker restarted",
     "decoder_stalled": "decoder stalled",
@@ -22,7 +23,7 @@ _WORDS = {
     "disk_full": "disk full",
     "checkpoint_failed": "save failed",
 }
-_OF_A_NODE = ("stalled", "rank_died", "killed_rank", "restarted_worker")
+_OF_A_NODE = ("stalled", "rank_died", "rank_failed", "killed_rank", "restarted_worker")
 """Their step is that of the steps that were done, and the trouble is in the next."""
 
 
@@ -42,8 +43,10 @@ def in_words(trouble: Mapping[str, Any]) -> str:
 
 def sentence_of(trouble: Mapping[str, Any]) -> str:
     """What it says for people."""
-    said = (trouble.get(name) for name in ("sentence", "message", "reason"))
+    said = (trouble.get(name) for name in ("sentence", "message", "reason", "error"))
     text = next((each for each in said if each), "")
+    if trouble["event"] == "rank_failed":
+        text = f"rank {trouble['rank']} ({trouble['phase']}): {text}"
     host = trouble.get("host", "")
     where = f" on {host}" if host and host not in text else ""
     return f"{in_words(trouble)}{where}{': ' * bool(text)}{text}"
