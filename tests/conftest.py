@@ -24,6 +24,7 @@ from longtake.drill import hosts
 from longtake.records import now, write_json
 from longtake.run_dir import RunDirectory
 
+_RESTARTS = "--max-restarts"
 _ROOT = Path(__file__).resolve().parents[1]
 _MATERIAL = Path(__file__).resolve().parents[2] / "shared" / "material"
 
@@ -239,13 +240,19 @@ def torchrun() -> list[str]:
 
 @pytest.fixture(scope="session")
 def start_warm(warm: list[str]) -> Callable[..., Any]:
-    """What `ourselves.start` does, by processes that have imported everything."""
+    """What `ourselves.start` does, by processes that have imported everything.
+
+    What torchrun would start again, and what begins in another namespace, it starts as it is.
+    """
     *_, socket = warm
     forked = _beside("warm").Forked
 
     def start(
         command: Sequence[str], log: IO[bytes], folder: Path | None = None, **changes: str
     ) -> Any:
+        restarts = command[command.index(_RESTARTS) + 1 :] if _RESTARTS in command else ["0"]
+        if command[0] != sys.executable or restarts[0] != "0":
+            return ourselves.start(command, log, folder, **changes)
         where, log_file = str(folder or Path.cwd()), log.fileno()
         return forked(socket, command, where, ourselves.environment(**changes), log_file)
 

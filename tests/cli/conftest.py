@@ -51,7 +51,7 @@ def call(
 
 
 @pytest.fixture(scope="session")
-def place(shapes_catalog: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(shapes_catalog: Path, warm: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a trained run, its recipe, and much that is not what it seems."""
     place = tmp_path_factory.mktemp("place")
     (place / "recipe.toml").write_text(_RECIPE.format(place=place, catalog=shapes_catalog))
@@ -63,8 +63,8 @@ def place(shapes_catalog: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     catalog = Catalog.load(shapes_catalog)
     silent = [dataclasses.replace(clip, caption="") for clip in catalog.clips()]
     Catalog.of(silent).save(place / "silent.parquet")
-    command = [sys.executable, "-m", "longtake", "train", str(place / "recipe.toml"), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    command = [*warm, "1", "-m", "longtake", "train", str(place / "recipe.toml"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 2
     begun = place / "begun"

@@ -143,6 +143,16 @@ def test_stages_that_are_too_different_are_shown_and_refused(
     assert "Stage b" in err
 
 
+def test_a_place_that_there_is_not_is_refused(place: Path, call: Call) -> None:
+    """Where to work is said by --on; how many work there means nothing without it."""
+    code, _, err = call("data", "cache", place / "recipe.toml", "--on", "dask")
+    assert code == 2
+    assert "--on dask: expected `ray`" in err
+    code, _, err = call("data", "cache", place / "recipe.toml", "--workers", "2")
+    assert code == 2
+    assert "--workers is for --on" in err
+
+
 def test_drills_are_listed(call: Call) -> None:
     """Each with what it does and what must happen."""
     code, out, _ = call("drill", "--list", "--json")

@@ -142,7 +142,10 @@ def test_what_is_there_is_not_written_again(videos: Path) -> None:
     victim = Path(pairs["a.mp4"][1].path)
     content = victim.read_bytes()
     victim.unlink()
+    left = victim.with_name(f".{victim.stem}.0123abcd.partial.mp4")
+    left.write_bytes(content[:99])  # of a process that was killed
     second, _ = _prepare(videos, settings)
+    assert not left.exists()
     assert (first.reused, second.reused, second.prepared) == (0, 2, 3)
     assert victim.read_bytes() == content
     changed = [path for path, stamp in stamps.items() if Path(path).stat().st_mtime_ns != stamp]

@@ -287,3 +287,41 @@ def test_each_score_says_what_it_counts(shapes: Catalog) -> None:
     """The list that help texts show is the list of what can be asked for."""
     for by in SCORES:
         assert np.isfinite(score(shapes, by, workers=1).values).all()
+
+
+_STOPS = """
+from pathlib import Path
+
+calls = Path("calls.txt")
+
+def counted(clip):
+    done = calls.read_text() if calls.exists() else ""
+    if len(done) == 10 and not Path("mended").exists():
+        raise KeyError("stopped")
+    calls.write_text(done + ".")
+    return clip.num_frames / 7
+"""
+
+
+def test_scoring_goes_on_where_it_was_stopped(
+    shapes: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each clip is scored once, and the values are exact; with another function, all are again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    module, out, told = tmp_path / "stopping_scores.py", tmp_path / "c.parquet", list[int]()
+    module.write_text(_STOPS)
+    with pytest.raises(DataError, match="raised KeyError"):
+        score(shapes, "stopping_scores:counted", out=out)
+    (tmp_path / "mended").touch()
+    again = score(
+        shapes, "stopping_scores:counted", out=out, progress=lambda done, _: told.append(done)
+    )
+    assert (tmp_path / "calls.txt").read_text() == 64 * "."
+    assert told == list(range(11, 65))
+    assert again.values.tolist() == [8 / 7] * 64
+    module.write_text(_STOPS + "\n# another\n")
+    monkeypatch.delitem(sys.modules, "stopping_scores")
+    score(shapes, "stopping_scores:counted", out=out).settle()
+    assert (tmp_path / "calls.txt").read_text() == 128 * "."
+    assert list(tmp_path.glob(".*.jsonl")) == []

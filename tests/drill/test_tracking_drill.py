@@ -12,9 +12,11 @@ from longtake.tracking.cursor import Position
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("started_warm")
 def test_the_drill_passes(impatient_ground: Ground) -> None:
-    """It is noticed, the run comes to what it would have come to, and nothing is missing."""
+    """It is noticed, the run comes to what it would have come to, and nothing is missing.
+
+    Of the drills here this one starts its processes as a user does; the others fork theirs.
+    """
     result = drill(tracker_down.FAULT, impatient_ground)
     assert result.passed, result.message
     assert result.equal_to_undisturbed is True

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from longtake.config import EmaProfile, ParallelSection
 from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.fsdp import clip_gradients, full, spread, synchronise_gradients
-from longtake.parallel.mesh import World, join
+from longtake.parallel.mesh import World, arranged, join
 from longtake.parallel.norms import num_copies, share, squares
 from longtake.training.ema import Averages
 
@@ -168,12 +168,70 @@ def _check_mixed(world: World) -> None:
         torch.testing.assert_close(full(other.grad), one.grad, rtol=0.1, atol=0.1)
 
 
+def _collectives(model: nn.Module, samples: Tensor, *, is_last: bool) -> dict[str, int]:
+    """How often ranks wait for each other in a micro-step's backward pass, by what they do."""
+    synchronise_gradients(model, wanted=is_last)
+    losses = model(samples).square().sum()
+    with CommDebugMode() as seen:  # type: ignore[no-untyped-call]
+        losses.backward()
+    return {str(kind): count for kind, count in seen.get_comm_counts().items() if count}
+
+
+def _check_that_only_the_last_micro_step_reduces(world: World) -> None:
+    """Replicated, ranks need nothing of each other in all others; sharded, only the weights."""
+    samples = torch.randn(4, 5, generator=torch.Generator().manual_seed(world.rank))
+    replicated, sharded = _build(), _build()
+    spread(replicated, [replicated[0], replicated[2]], arranged(world, ParallelSection()))
+    spread(sharded, [sharded[0], sharded[2]], world)
+    assert _collectives(replicated, samples, is_last=False) == {}
+    assert _collectives(replicated, samples, is_last=True) == {"c10d.allreduce_": 2}
+    assert set(_collectives(sharded, samples, is_last=False)) == {"c10d._allgather_base_"}
+    reduced = _collectives(sharded, samples, is_last=True)
+    assert reduced["c10d._reduce_scatter_base_"] == 2
+
+
+def _check_that_gradients_add_up_in_fp32(world: World) -> None:
+    """In bf16, a small one added to a large one would be lost."""
+    model = nn.Sequential(nn.Linear(1, 2, bias=False)).bfloat16()
+    spread(model, [model[0]], world)
+    parts = [1.0, *[2.0**-9] * 4]
+    for number, size in enumerate(parts, start=1):
+        synchronise_gradients(model, wanted=number == len(parts))
+        model(torch.full((1, 1), size, dtype=torch.bfloat16)).sum().backward()
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    found = full(gradient)
+    assert found.dtype == torch.bfloat16
+    assert found.flatten().tolist() == [1 + 2.0**-7] * 2  # and 1 if added up in bf16
+
+
+def _check_that_weights_travel_in_bf16(world: World) -> None:
+    """Where it is asked for; they are kept, and their gradients come, in fp32."""
+    alone, model = _build(), _build()
+    spread(model, [model[0], model[2]], world, gather_in_bf16=True)
+    met = []
+    model[0].register_forward_pre_hook(lambda layer, _args: met.append(layer.weight.dtype))
+    samples = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
+    for network, part in ((alone, samples), (model, samples.chunk(2)[world.rank])):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = network(part).float().square().sum() / len(part)
+        losses.backward()
+    assert met == [torch.bfloat16]
+    for one, other in zip(alone.parameters(), model.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert (other.dtype, other.grad.dtype) == (torch.float32, torch.float32)
+        torch.testing.assert_close(full(other.grad), one.grad, rtol=0.03, atol=0.01)
+
+
 def _check_as_one_of_two() -> None:
     with join("cpu", ParallelSection(strategy="shard")) as world:
         _check(world, parts=2)
         _check_mixed(world)
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-        _check(World(world.rank, world.local_rank, 2, world.device, mesh), parts=1)
+        _check(arranged(world, ParallelSection()), parts=1)
+        _check_that_only_the_last_micro_step_reduces(world)
+        _check_that_gradients_add_up_in_fp32(world)
+        _check_that_weights_travel_in_bf16(world)
 
 
 if __name__ == "__main__":

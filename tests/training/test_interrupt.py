@@ -39,13 +39,12 @@ def test_a_signal_that_comes_twice_means_what_it_meant_once(name: str) -> None:
 @pytest.mark.parametrize(("name", "code"), EXIT_CODES.items())
 def test_before_there_is_anything_to_save_a_signal_ends_it(name: str, code: int) -> None:
     """With the exit code that it would have later, and what was entered is left as usual."""
-    left = ExitStack()
-    left.callback(os.environ.pop, "LONGTAKE_TEST_LEFT", None)
-    os.environ["LONGTAKE_TEST_LEFT"] = ""
-    with pytest.raises(LeftError) as ended, leave_on_signals(), left:
+    left: list[str] = []
+    leaving = ExitStack()
+    leaving.callback(left.append, "in order")
+    with pytest.raises(LeftError) as ended, leave_on_signals(), leaving:
         signal.raise_signal(signal.Signals[name])
-    assert (ended.value.code, ended.value.signal_name) == (code, name)
-    assert "LONGTAKE_TEST_LEFT" not in os.environ
+    assert (ended.value.code, ended.value.signal_name, left) == (code, name, ["in order"])
 
 
 def test_after_a_stop_nothing_cuts_the_rest_short() -> None:
@@ -56,6 +55,20 @@ def test_after_a_stop_nothing_cuts_the_rest_short() -> None:
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGTERM)
     assert interrupt.signal_name == "SIGUSR1"
+
+
+def test_a_failure_is_not_cut_short_either() -> None:
+    """Launchers tell all ranks to end when one has failed, and each has still to say why."""
+
+    def fail() -> None:
+        try:
+            with catch_interrupts():
+                raise ValueError("it broke")
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(ValueError, match="it broke"), leave_on_signals():
+        fail()
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

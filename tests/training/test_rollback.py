@@ -71,14 +71,16 @@ def _events(recipe: Recipe, kind: str) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == kind]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def rolled_back(
-    small_recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_recipe_in: Callable[[Path], Callable[..., Recipe]],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Recipe:
     """A run that went back once, and came to its end."""
-    recipe = small_recipe(*_GUARD, f"out={tmp_path / 'rolled_back'}")
-    monkeypatch.setattr(loop, "compute_gradients", _compute(_HARM))
-    train(recipe, _QUIET)
+    recipe = small_recipe_in(tmp_path_factory.mktemp("rolled_back"))(*_GUARD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "compute_gradients", _compute(_HARM))
+        train(recipe, _QUIET)
     return recipe
 
 
@@ -134,7 +136,6 @@ def test_killed_after_it_went_back_it_is_the_same(
 ) -> None:
     """From a later checkpoint, or from the one that it had gone back to: equal to the bit."""
     recipe = small_recipe(*_GUARD)
-    monkeypatch.undo()
     monkeypatch.setattr(loop, "compute_gradients", _compute(_HARM, killed_at))
     with pytest.raises(_KilledError):
         train(recipe, _QUIET)
@@ -149,9 +150,7 @@ def test_killed_after_it_went_back_it_is_the_same(
 
 
 def test_killed_while_it_goes_back_it_is_the_same(
-    rolled_back: Recipe,
-    small_recipe: Callable[..., Recipe],
-    monkeypatch: pytest.MonkeyPatch,
+    small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rollback is written down, and not one checkpoint is gone yet."""
 
@@ -160,7 +159,6 @@ def test_killed_while_it_goes_back_it_is_the_same(
 
     recipe = small_recipe(*_GUARD, "guard.max_skips=3", "checkpoint.keep=9")
     harm = (13, 14, 15, 16)
-    monkeypatch.undo()
     monkeypatch.setattr(loop, "compute_gradients", _compute(harm))
     monkeypatch.setattr("longtake.checkpoint.store.abandon", killed)
     with pytest.raises(_KilledError):

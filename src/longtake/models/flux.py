@@ -19,6 +19,7 @@ from longtake.models.codec import Codec
 from longtake.models.family import Conditioning, LatentShape
 from longtake.models.flux_tokens import PACK, pack, picture_ids, unpack
 from longtake.models.image_codec import ImageCodec
+from longtake.models.precision import mixed_norms
 from longtake.models.pretrained import quiet
 from longtake.models.shared_attention import share_attention
 from longtake.models.text import PooledText, TextEncoder
@@ -145,16 +146,17 @@ class Flux:
         flux: Any = model
         prompt = conditioning["prompt_embeds"].to(flux.dtype)
         tokens, ids = self._picture_tokens(noisy_latents.to(flux.dtype), conditioning)
-        velocity: Tensor = flux(
-            hidden_states=tokens,
-            timestep=sigmas,
-            guidance=self._guidance(model, conditioning),
-            pooled_projections=conditioning["pooled_prompt_embeds"].to(flux.dtype),
-            encoder_hidden_states=prompt,
-            txt_ids=ids.new_zeros(prompt.shape[1], 3),
-            img_ids=ids,
-            return_dict=False,
-        )[0]
+        with mixed_norms():
+            velocity: Tensor = flux(
+                hidden_states=tokens,
+                timestep=sigmas,
+                guidance=self._guidance(model, conditioning),
+                pooled_projections=conditioning["pooled_prompt_embeds"].to(flux.dtype),
+                encoder_hidden_states=prompt,
+                txt_ids=ids.new_zeros(prompt.shape[1], 3),
+                img_ids=ids,
+                return_dict=False,
+            )[0]
         *_, height, width = noisy_latents.shape
         noisy = velocity[:, : (height // PACK) * (width // PACK)]
         return unpack(noisy, height, width)

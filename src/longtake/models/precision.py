@@ -1,6 +1,9 @@
 """Which precision the arithmetic runs in."""
 
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -24,6 +27,18 @@ def choose_precision(wanted: Literal["auto", "bf16", "fp32"], device: torch.devi
 def autocast(precision: Precision, device: torch.device) -> torch.autocast:
     """A context in which matrix products run in bf16, or nothing changes."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+@contextmanager
+def mixed_norms() -> Iterator[None]:
+    """A context in which torch does not say that norms take bf16 inputs and fp32 weights.
+
+    So they do under autocast. torch has no fused kernel for it and says so at every launch, but
+    nobody can do anything about it.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
+        yield
 
 
 def _matmul_seconds(dtype: torch.dtype, size: int = 384, tries: int = 7) -> float:

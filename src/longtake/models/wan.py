@@ -1,7 +1,6 @@
 """Wan 2.1: diffusers' `WanTransformer3DModel` at any size."""
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from longtake.errors import RecipeError
 from longtake.models.architecture import build_transformer
 from longtake.models.codec import AutoencoderCodec, Codec
 from longtake.models.family import Conditioning, LatentShape
+from longtake.models.precision import mixed_norms
 from longtake.models.pretrained import quiet
 from longtake.models.shared_attention import share_attention
 from longtake.models.text import TextEncoder, TransformersText
@@ -136,10 +136,7 @@ class Wan:
     ) -> Tensor:
         """[B, C, F, H, W]."""
         wrapped: Any = model
-        with warnings.catch_warnings():
-            # Under autocast Wan's norms take bf16 inputs and fp32 weights, for which torch has no
-            # fused kernel. It says so at every launch; nobody can do anything about it.
-            warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
+        with mixed_norms():
             velocity: Tensor = wrapped(
                 hidden_states=noisy_latents.to(wrapped.dtype),
                 timestep=sigmas * 1000,

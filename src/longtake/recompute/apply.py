@@ -36,17 +36,17 @@ ATTENTION = frozenset(
 """The operations whose output `save-attention` keeps: the dearest of a block for its bytes."""
 
 
-def run_block(option: Option, block: Block, *args: Any) -> Any:
+def run_block(option: Option, block: Block, *args: Any, **named: Any) -> Any:
     """A block's output, the same to the bit whatever the option.
 
     What is random in it (dropout) is drawn again as it was: the generators' states are kept.
     """
     if option == "keep":
-        return block(*args)
+        return block(*args, **named)
     contexts: dict[str, Any] = {}
     if option == "save-attention":
         contexts["context_fn"] = _keep_attention
-    return checkpoint(block, *args, use_reentrant=False, **contexts)
+    return checkpoint(block, *args, use_reentrant=False, **contexts, **named)
 
 
 def caller(options: Mapping[nn.Module, Option]) -> BlockCall:

@@ -6,8 +6,6 @@ After Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022).
 import importlib.util
 import logging
 import math
-import os
-import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,12 +17,12 @@ from torch.optim import Optimizer
 
 from longtake.config import OptimizerSection
 from longtake.errors import RecipeError
+from longtake.training.compiling import has_cpp_compiler
 
 BLOCK = 256
 """Numbers that share a scale."""
 _LEAST_NUMBERS = 4096
 """Smaller states are not worth 8 bits; torchao decides likewise."""
-_COMPILERS = ("g++", "c++", "clang++", "gcc", "cc", "clang")
 
 
 def refuse_missing_torchao(section: OptimizerSection) -> None:
@@ -42,8 +40,7 @@ def refuse_missing_torchao(section: OptimizerSection) -> None:
             "--set optimizer.kind=adamw --set optimizer.offload=true also keeps the optimizer's "
             "states off the card."
         )
-    named = [os.environ.get(name, "") for name in ("CXX", "CC")]
-    if not any(shutil.which(compiler) for compiler in (*named, *_COMPILERS) if compiler):
+    if not has_cpp_compiler():
         raise RecipeError(
             'optimizer.kind = "adamw8bit" compiles its update when it first runs, and there is no '
             "C++ compiler here. Install g++ (or set CXX), or take --set optimizer.kind=adamw."

@@ -32,6 +32,7 @@ from longtake.training.allocator import keep_freed_memory
 from longtake.training.announce import announce, announce_plan
 from longtake.training.build import build_state
 from longtake.training.compile_cache import keep_compiled
+from longtake.training.compiling import compile_blocks, refuse_missing_compiler
 from longtake.training.eight_bit import refuse_missing_torchao
 from longtake.training.fit import Fit, run_blocks_by
 from longtake.training.gauge import Gauge
@@ -93,6 +94,7 @@ def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> Outcome:
         refuse_idle_ranks(recipe.training.batch_size, world.data_size)
         refuse_missing_torchao(recipe.optimizer)
         refuse_missing_wandb(recipe.tracking)
+        refuse_missing_compiler(recipe, world.device)
         keep_compiled(recipe.training)
         if world.device.type == "cpu":
             keep_freed_memory()
@@ -138,7 +140,10 @@ def _train(
         parts = assemble_around_cache(run, recipe, loader, watcher, world, console, weights)
     watcher.start()
     step_flops = count_flops(parts, recipe)  # before the weights are spread over ranks
-    run_blocks_by(plan.options, parts)
+    if recipe.training.compile:
+        compile_blocks(plan.options, parts, recipe)
+    else:
+        run_blocks_by(plan.options, parts)
     state = build_state(parts, precision, recipe, world)
     guard = Guard(recipe.guard, run, world)
     gauge = Gauge(parts.model, parts.family.blocks(parts.model))

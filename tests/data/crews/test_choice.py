@@ -1,13 +1,14 @@
 """Where the work is done, and what is said where that cannot be."""
 
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from longtake.data.crews.choice import crew_on
-from longtake.data.crews.gang import differences
+from longtake.data.crews.gang import _by_value, differences
 from longtake.data.crews.processes import Processes
 from longtake.errors import DataError
 
@@ -70,10 +71,6 @@ def test_a_node_without_longtake_says_so(tmp_path: Path) -> None:
     pickler = pytest.importorskip(
         "ray.cloudpickle", reason="Ray is not installed: pip install 'longtake[ray]'"
     )
-    import subprocess
-
-    from longtake.data.crews.gang import _by_value
-
     (tmp_path / "class.pickle").write_bytes(pickler.dumps(_by_value()))
     code = (
         "import pickle, sys\n"
