@@ -23,14 +23,18 @@ def written_aside(path: Path, *, by_many: bool = False) -> Iterator[Path]:
     Raises:
         OSError: it cannot be renamed; and whatever the block raises.
     """
-    own = f".{secrets.token_hex(4)}" if by_many else ""
-    aside = path.with_name(f".{path.stem}{own}.partial{path.suffix}")
+    aside = aside_of(path, f".{secrets.token_hex(4)}" if by_many else "")
     try:
         yield aside
         aside.replace(path)
     finally:
         with suppress(OSError):
             aside.unlink()
+
+
+def aside_of(path: Path, own: str = "") -> Path:
+    """Where a file is written before it has its name; `own`: what tells writers apart."""
+    return path.with_name(f".{path.stem}{own}.partial{path.suffix}")
 
 
 def make_writable(folder: Path) -> None:

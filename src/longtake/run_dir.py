@@ -375,7 +375,7 @@ class RunDirectory:
 
     def held_steps(self) -> set[int]:
         """Steps whose checkpoints somebody still needs."""
-        names = (path.parent.name for path in self.holds_path.glob("step_*/*"))
+        names = (path.parent.name for path in self.holds_path.glob("step_*/[!.]*"))
         steps = (name.removeprefix("step_") for name in names)
         return {int(step) for step in steps if step.isdecimal()}
 

@@ -31,7 +31,7 @@ def hold_path(run: RunDirectory, step: int, owner: str) -> Path:
 
 
 def _is_held(run: RunDirectory, step: int, newest: float) -> bool:
-    fresh = [_is_fresh(hold, newest) for hold in hold_path(run, step, "*").parent.glob("*")]
+    fresh = [_is_fresh(hold, newest) for hold in hold_path(run, step, "*").parent.glob("[!.]*")]
     return any(fresh)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from longtake.aside import aside_of
 from longtake.evaluation.server.checkpoints import checkpoint_key
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.lease import history
@@ -150,6 +151,8 @@ def test_what_waited_for_a_dead_server_is_held_by_it_no_more(
         _until(lambda: len(list(run.holds_path.glob(f"*/*-{server.pid}"))) > 1, "others wait")
         server.kill()
         server.wait(20)
+    hold = next(run.holds_path.glob(f"*/*-{server.pid}"))
+    aside_of(hold).write_text("{")  # it wrote this one when it died
     serve(run)
     assert EvaluationDirectory(run).steps("probe") == [10, 20, 30]
     assert not list(run.holds_path.glob("*/*"))

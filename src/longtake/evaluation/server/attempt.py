@@ -19,7 +19,7 @@ from longtake.errors import (
 from longtake.evaluation.presets.preset import keep_preset
 from longtake.evaluation.server.checkpoints import checkpoint_key, damage
 from longtake.evaluation.server.claims import Claim
-from longtake.evaluation.server.hold import Holds, release
+from longtake.evaluation.server.hold import Holds, release_all
 from longtake.evaluation.server.publish import publish, result_aside
 from longtake.evaluation.server.stop import Stop, Stopped
 from longtake.evaluation.server.task import Task
@@ -128,8 +128,7 @@ def release_for(claim: Claim, server: str) -> None:
     It held what waited for it, too. Should it live, it writes its holds again within a minute.
     """
     if claim.lost_by not in (None, server):
-        for step in claim.task.run.held_steps():
-            release(claim.task.run, step, str(claim.lost_by))
+        release_all(claim.task.run, str(claim.lost_by))
 
 
 def _missing(task: Task) -> Outcome | None:

@@ -6,7 +6,9 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
+from longtake.aside import aside_of
 from longtake.checkpoint.holds import hold_path
 from longtake.records import now, write_json
 from longtake.repeated import repeated
@@ -104,9 +106,19 @@ def held(run: RunDirectory, step: int, owner: str) -> Iterator[None]:
 
 
 def release(run: RunDirectory, step: int, owner: str) -> None:
-    """Take a hold away, of this server or of one that is dead."""
-    path = hold_path(run, step, owner)
-    with suppress(OSError):
-        path.unlink()
+    """Take a hold of this server away."""
+    _remove(hold_path(run, step, owner))
+
+
+def release_all(run: RunDirectory, owner: str) -> None:
+    """Take all holds of a server away that is dead."""
+    for folder in run.holds_path.glob("step_*"):
+        _remove(folder / owner)
+
+
+def _remove(path: Path) -> None:
+    for each in (path, aside_of(path)):  # whoever is killed may leave half of it
+        with suppress(OSError):
+            each.unlink()
     with suppress(OSError):  # others hold it too
         path.parent.rmdir()
