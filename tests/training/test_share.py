@@ -4,16 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longtake.data.batch import num_places
 from longtake.errors import RecipeError
-from longtake.training.share import idle_share, places, refuse_idle_ranks
+from longtake.training.share import idle_share, refuse_idle_ranks
 
 
 @given(batch=st.integers(1, 512), ranks=st.integers(1, 64))
 def test_places_hold_the_batch_and_no_rank_has_more_than_it_needs(batch: int, ranks: int) -> None:
     """One place less would not hold it."""
-    assert places(batch, ranks) * ranks >= batch
-    assert (places(batch, ranks) - 1) * ranks < batch
-    assert idle_share(batch, ranks) == pytest.approx(1 - batch / (places(batch, ranks) * ranks))
+    assert num_places(batch, ranks) * ranks >= batch
+    assert (num_places(batch, ranks) - 1) * ranks < batch
+    assert idle_share(batch, ranks) == pytest.approx(1 - batch / (num_places(batch, ranks) * ranks))
 
 
 def test_more_ranks_than_clips_are_refused() -> None:

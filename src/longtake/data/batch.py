@@ -7,6 +7,15 @@ from torch import Tensor
 from longtake.config import Bucket
 
 
+def num_places(batch_size: int, data_size: int) -> int:
+    """Places of each data rank: enough for all clips of a batch.
+
+    All ranks pass through the model equally often, as collectives want it. Where a batch does not
+    divide, stand-ins of weight 0 fill the places beyond it.
+    """
+    return -(-batch_size // data_size)
+
+
 @dataclass(frozen=True)
 class Batch:
     """One rank's share of a global batch. Shapes: B local batch, F frames, H height, W width."""

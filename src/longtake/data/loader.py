@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from longtake.config import DataSection
-from longtake.data.batch import Batch
+from longtake.data.batch import Batch, num_places
 from longtake.data.cached import CacheReading, Filled
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
@@ -115,7 +115,7 @@ class Loader:
         self._seed = seed
         self._kept = kept
         self.hearts = None if hearts is None else Hearts(hearts, rank)
-        local_size = -(-batch_size // world_size)  # the same shapes on all of them
+        local_size = num_places(batch_size, world_size)
         self._mine = range(rank * local_size, (rank + 1) * local_size)
         self._step = 0
         self._told: tuple[Span, ...] = ()

@@ -103,7 +103,7 @@ def score(
     known = journal.read() if journal else {}
     rows = [row for row in range(len(catalog)) if row not in known]
     results = _results(catalog, rows, by, own or MotionScore(), crew)
-    with closing(results), journal or nullcontext():
+    with closing(results), closing(journal) if journal else nullcontext():
         values, failed = _collected(
             catalog, known, zip(rows, results, strict=True), journal, progress
         )

@@ -9,6 +9,7 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import asdict
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -45,6 +46,8 @@ def keep_plan(
     """Write down what was found; rank 0 calls it when there is a run."""
     if recipe.trainable.module is None:
         key = _circumstances(recipe, precision, world)
+        if read_json(run.plan_path).get("circumstances") == key:
+            return
         fit_as_json = TypeAdapter(Fit).dump_python(plan, mode="json")
         with suppress(OSError):  # the next launch looks again
             write_json(run.plan_path, {"circumstances": key, "fit": fit_as_json})
@@ -74,6 +77,7 @@ def _circumstances(recipe: Recipe, precision: Precision, world: World) -> str:
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
 
 
+@cache
 def _code() -> list[tuple[str, int, int]]:
     """The package's own files: their sizes, and when each was changed last."""
     folder = Path(longtake.__file__).parent

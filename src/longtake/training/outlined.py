@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from longtake.config import Bucket, Recipe
+from longtake.data.batch import num_places
 from longtake.models.assemble import Components, latent_shape, outline, outline_conditioning
 from longtake.models.losses import Examples, flow_losses
 from longtake.models.precision import Precision, choose_precision
@@ -15,7 +16,7 @@ from longtake.parallel.mesh import shard_size
 from longtake.recompute.devices import Device
 from longtake.recompute.exchange import ImaginedSharing
 from longtake.recompute.trace import Subject, Tracer
-from longtake.training.share import places, refuse_idle_ranks
+from longtake.training.share import refuse_idle_ranks
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def outlined_step(
     if recipe.parallel.sequence > 1:
         parts.family.share_tokens(parts.model, ImaginedSharing(recipe.parallel.sequence))
     parts.model.train()
-    local = places(recipe.training.batch_size, data_size)
+    local = num_places(recipe.training.batch_size, data_size)
     micro = min(recipe.training.micro_batch_size or local, local)
     bucket = max(recipe.data.shapes(), key=lambda shape: sequence_length(parts, recipe, shape))
     family, model = parts.family, parts.model

@@ -1,15 +1,7 @@
-"""What each rank has of a batch: as many places as every other, of which the last may be empty."""
+"""What ranks that do not divide a batch waste, and how many are too many."""
 
+from longtake.data.batch import num_places
 from longtake.errors import RecipeError
-
-
-def places(batch_size: int, data_size: int) -> int:
-    """Places of each data rank: enough for all clips of a batch.
-
-    All ranks pass through the model equally often, as collectives want it. Where a batch does not
-    divide, stand-ins of weight 0 fill the places beyond it.
-    """
-    return -(-batch_size // data_size)
 
 
 def refuse_idle_ranks(batch_size: int, data_size: int) -> None:
@@ -28,4 +20,4 @@ def refuse_idle_ranks(batch_size: int, data_size: int) -> None:
 
 def idle_share(batch_size: int, data_size: int) -> float:
     """Share of all places that is empty; what a batch that does not divide wastes."""
-    return 1 - batch_size / (places(batch_size, data_size) * data_size)
+    return 1 - batch_size / (num_places(batch_size, data_size) * data_size)

@@ -7,8 +7,7 @@ the value of each clip as soon as it is known. It is removed once the catalog is
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Self
+from typing import IO
 
 from longtake.records import read_json_lines
 
@@ -44,17 +43,6 @@ class Journal:
             self._file.write(f"{json.dumps(self._facts)}\n" if is_new else "\n")
         self._file.write(f"{json.dumps([row, value])}\n")
         self._file.flush()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Leave it as it is."""
