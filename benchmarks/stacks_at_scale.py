@@ -18,10 +18,12 @@ from typing import Any, cast
 
 from longtake.node_dir import NodeDump, ProcessDump, Request
 from longtake.records import read_json
-from longtake.stacks.group import Stack, group
+from longtake.stacks.frames import Stack
 from longtake.stacks.trace import traces
 from longtake.watch.answers import Shelf
+from longtake.watch.asking import Answers
 from longtake.watch.blame import judge
+from longtake.watch.picture import picture
 
 _RESULTS = Path(__file__).parent / "results" / "stacks_at_scale.md"
 _RANKS_PER_NODE = 8
@@ -130,20 +132,14 @@ def main() -> None:
 
 
 def _measured(files: Sequence[Path], ranks: int, rounds: int) -> Iterator[str]:
-    reader = _Reader(files)
     begun = time.process_time()
-    pairs = (
-        ((each.role, each.host, each.rank, each.pid), each.stack)
-        for dump in reader.dumps()
-        for each in traces([dump])
-    )
-    groups = group(pairs)
-    seconds = time.process_time() - begun - reader.seconds
-    yield f"| reading one file of each node | {reader.seconds:.1f} |"
-    yield f"| grouping the last round, all processes ({len(groups)} groups) | {seconds:.1f} |"
+    groups = picture(Answers(files=tuple(files)))["groups"]
+    seconds = time.process_time() - begun
+    yield f"| read and grouped, as by `longtake stacks` ({len(groups)} groups) | {seconds:.1f} |"
     reader, begun = _Reader(files), time.process_time()
     still = sum(not each.has_moved for dump in reader.dumps() for each in traces([dump]))
     seconds = time.process_time() - begun - reader.seconds
+    yield f"| of it reading one file of each node | {reader.seconds:.1f} |"
     yield f"| comparing all {rounds} rounds ({still:,} processes have not moved) | {seconds:.1f} |"
     yield from _judged(files, ranks)
 

@@ -185,8 +185,6 @@ class DataSection(_Section):
     workers: int = Field(2, ge=0)
     """Processes of each rank that decode, watched and replaced when one hangs; 0: threads of the
     training process, which nobody watches."""
-    decoder: Literal["pyav", "torchcodec"] = "pyav"
-    """What decodes videos; torchcodec is no dependency and has to be installed."""
     sample_timeout_seconds: float = Field(60.0, gt=0)
     """How long decoding one sample may take before its worker is dumped, killed and replaced."""
     prefetch_batches: int = Field(3, gt=0)
@@ -550,8 +548,6 @@ class WatchSection(_Section):
     """Between two rounds."""
     hook: str | None = None
     """A shell command that is run at an alert, which it finds on stdin as one line of JSON."""
-    webhook: str | None = Field(None, pattern=r"^https?://\S+$")
-    """An address that each alert is posted to as JSON."""
     health_seconds: float = Field(10.0, ge=1)
     """Between two samples of the node's health."""
     exporter_port: int | None = Field(None, gt=0, lt=65536)
@@ -948,7 +944,6 @@ _EXPECTED = {
 _NAME_PATTERN = "be a name of small letters, digits, - and _"
 _PATTERNS = {
     "module": "be a module and a class, such as my_project.adapter:PoseAdapter",
-    "webhook": "be an address that begins with http:// or https://",
     "name": _NAME_PATTERN,
     "[key]": _NAME_PATTERN,
 }

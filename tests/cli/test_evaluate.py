@@ -39,7 +39,8 @@ def test_what_is_no_run_is_an_error(tmp_path: Path, bare: Path, call: Call) -> N
 
 def test_an_unknown_preset_is_an_error(tmp_path: Path, bare: Path, call: Call) -> None:
     """As any other wrong option; the message has those that there are, the run's own as well."""
-    (bare / "presets.toml").write_text('[mine]\nprompts = ["a red square"]\n')
+    with (bare / "recipe.toml").open("a") as recipe:
+        recipe.write('[evaluation.presets.mine]\nprompts = ["a red square"]\n')
     code, out, err = call("evaluate", bare.parent, "--preset", "mine", "--preset", "nosuch")
     assert (code, out) == (2, "")
     assert "There is no preset nosuch. " in err
@@ -76,9 +77,9 @@ def test_what_failed_is_not_called_done(place: Path, tmp_path: Path, call: Call)
     """A size that the codec cannot divide: told, exit code 1, and nothing of nothing being due."""
     run = tmp_path / "run"
     shutil.copytree(place / "run", run)
-    odd = '[odd]\nheight = 36\nwidth = 36\nprompts = ["a red square"]\n'
-    (run / "presets.toml").write_text(odd)
-    code, _, err = call("evaluate", run, "--preset", "odd", "--device", "cpu")
+    own = tmp_path / "own.toml"
+    own.write_text('[odd]\nheight = 36\nwidth = 36\nprompts = ["a red square"]\n')
+    code, _, err = call("evaluate", run, "--presets", own, "--device", "cpu")
     assert code == 1
     assert "odd of step 2 failed: " in err
     assert "Nothing is due" not in err

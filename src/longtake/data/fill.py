@@ -188,7 +188,7 @@ def fill_latents(
     """
     under_way: deque[_Job] = deque()
     limit = data.sample_timeout_seconds
-    with Pool(data.workers, limit, decoder=data.decoder, hearts=hearts) as pool:
+    with Pool(data.workers, limit, hearts=hearts) as pool:
         for done, number in enumerate(_some_order(len(places))):
             place = places[number]
             for window in all_windows(place.clip, place.shape, data):

@@ -25,7 +25,7 @@ from longtake import stacks
 from longtake.data import worker as protocol
 from longtake.data.process import WorkerProcess, how_it_ended
 from longtake.data.references import Reference, read
-from longtake.data.window import Decoder, Window
+from longtake.data.window import Window
 from longtake.errors import ClipError, DataError
 from longtake.heartbeat import Hearts
 
@@ -113,11 +113,7 @@ class Pool:
             which nothing watches: a decoder that hangs or crashes takes the program with it.
         sample_timeout_seconds: how long one window may take.
         threads: how many threads, if there are no workers.
-        decoder: what decodes videos.
         hearts: where the workers say what they do; None: nowhere.
-
-    Raises:
-        DataError: the decoder cannot be imported.
     """
 
     def __init__(
@@ -126,15 +122,9 @@ class Pool:
         sample_timeout_seconds: float = 60.0,
         *,
         threads: int = 2,
-        decoder: Decoder = "pyav",
         hearts: Hearts | None = None,
     ) -> None:
-        if decoder == "torchcodec":
-            from longtake.data.alternative import video_decoder  # it imports torch
-
-            video_decoder()  # raises here, not in a worker
         self._num_workers = workers
-        self._decoder = decoder
         self._hearts = hearts
         self._timeout = sample_timeout_seconds
         self._queue: deque[_Task] = deque()
@@ -174,7 +164,7 @@ class Pool:
         if out is None:
             out = np.empty(window.shape, np.uint8)
         if self._threads:
-            return self._threads.submit(_read_twice, window, out, self._decoder)
+            return self._threads.submit(_read_twice, window, out)
         task = _Task(window, out, Future())
         with self._lock:
             if self._end:
@@ -245,7 +235,7 @@ class Pool:
     def _hire(self) -> None:
         while len(self._workers) < self._num_workers and not self._end:
             try:
-                process = WorkerProcess(self._decoder, self._hearts)
+                process = WorkerProcess(self._hearts)
             except OSError as error:
                 raise DataError(f"A decoding process could not be started: {error}.") from error
             self._workers.append(_Worker(process, time.monotonic() + _START_SECONDS))
@@ -350,13 +340,11 @@ class Pool:
             task.fail(self._end)
 
 
-def _read_twice(
-    window: Window | Reference, out: NDArray[np.uint8], decoder: Decoder
-) -> NDArray[np.uint8]:
+def _read_twice(window: Window | Reference, out: NDArray[np.uint8]) -> NDArray[np.uint8]:
     try:
-        return read(window, out, decoder=decoder)
+        return read(window, out)
     except ClipError:
-        return read(window, out, decoder=decoder)
+        return read(window, out)
 
 
 def _why(first: _Failure, second: _Failure) -> str:

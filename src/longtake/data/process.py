@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from longtake import heartbeat
 from longtake.data.references import Reference
-from longtake.data.window import Decoder, Window
+from longtake.data.window import Window
 from longtake.ourselves import environment, program
 
 PROGRAM = ("longtake.data.worker",)
@@ -28,7 +28,6 @@ class WorkerProcess:
     is no limit), used in turn: one is copied out while the next window is decoded into the other.
 
     Args:
-        decoder: what decodes videos.
         hearts: where it says what it does; None: nowhere.
 
     Attributes:
@@ -36,7 +35,7 @@ class WorkerProcess:
         connection: where it answers.
     """
 
-    def __init__(self, decoder: Decoder, hearts: heartbeat.Hearts | None = None) -> None:
+    def __init__(self, hearts: heartbeat.Hearts | None = None) -> None:
         self.connection: Connection[tuple[Window | Reference, int], tuple[str, str]]
         self.connection, theirs = Pipe()
         self._memory = [os.memfd_create("longtake-window") for _ in range(2)]
@@ -52,7 +51,7 @@ class WorkerProcess:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, theirs_not)
         try:
             self._process = subprocess.Popen(  # noqa: S603 - ourselves
-                program(*PROGRAM, decoder, *arguments),
+                program(*PROGRAM, *arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,

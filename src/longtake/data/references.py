@@ -21,7 +21,7 @@ from longtake.data.decode import decoded, opened, rgb
 from longtake.data.image import read_image
 from longtake.data.indexing.item import IMAGE_SUFFIXES
 from longtake.data.indexing.probe import rotation_of
-from longtake.data.window import Decoder, Window, read_window
+from longtake.data.window import Window, read_window
 from longtake.errors import ClipError
 
 
@@ -84,25 +84,21 @@ def without_reference(window: Window, name: str, error: ClipError) -> ClipError:
     return ClipError(str(window.media), f"its {name}, {error.path}: {error.reason}")
 
 
-def read(
-    wanted: Window | Reference, out: NDArray[np.uint8] | None = None, *, decoder: Decoder = "pyav"
-) -> NDArray[np.uint8]:
+def read(wanted: Window | Reference, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
     """Decode a window of a clip, or a further picture.
 
     Args:
         wanted: what to read.
         out: where to write it, of its shape; None: a new array.
-        decoder: what decodes a clip; pictures are always read by Pillow or PyAV.
 
     Returns:
         [3, F, H, W] uint8 RGB, upright; F is 1 for a picture.
 
     Raises:
         ClipError: the file is gone, damaged, or not what its record says.
-        DataError: the decoder cannot be imported.
     """
     if isinstance(wanted, Window):
-        return read_window(wanted, out, decoder=decoder)
+        return read_window(wanted, out)
     picture = np.empty(wanted.shape, np.uint8) if out is None else out
     assert picture.shape == wanted.shape
     picture[:, 0] = _fitted(wanted, _upright(wanted.media)).transpose(2, 0, 1)

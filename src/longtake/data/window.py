@@ -9,7 +9,6 @@ fast as into interleaved pixels, with all of the chroma's resolution, and in the
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
 
 import numpy as np
 from av.video.frame import VideoFrame
@@ -21,8 +20,6 @@ from longtake.data.clip import Kind, Media
 from longtake.data.decode import decoded, opened
 from longtake.data.image import read_image
 from longtake.errors import ClipError
-
-Decoder = Literal["pyav", "torchcodec"]
 
 _AGAIN = "index it again"
 
@@ -88,32 +85,23 @@ class Window:
         return 3, self.num_frames, self.height, self.width
 
 
-def read_window(
-    window: Window, out: NDArray[np.uint8] | None = None, *, decoder: Decoder = "pyav"
-) -> NDArray[np.uint8]:
+def read_window(window: Window, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
     """Decode a window, scaled (bicubic, antialiased) and cut.
 
     Args:
         window: what to read.
         out: where to write it, [3, F, H, W]; None: a new array.
-        decoder: what decodes videos; `torchcodec` has to be installed (see `alternative`).
 
     Returns:
         [3, F, H, W] uint8 RGB, upright.
 
     Raises:
         ClipError: the file is gone, damaged, or not what its record says.
-        DataError: the decoder cannot be imported.
     """
     video = np.empty(window.shape, dtype=np.uint8) if out is None else out
     assert video.shape == window.shape
     if window.kind == "image":
         video[:, 0] = cut(window, _scaled_image(window).transpose(2, 0, 1))
-    elif decoder == "torchcodec":
-        from longtake.data.alternative import pictures  # it imports torch
-
-        for number, picture in enumerate(pictures(window)):
-            video[:, number] = picture
     else:
         _read_video(window, video)
     return video

@@ -1,6 +1,6 @@
 """A decoding process: takes windows from a connection, writes pixels to shared memory.
 
-    python -m longtake.data.worker DECODER HEARTS RANK PARENT CONNECTION MEMORY...
+    python -m longtake.data.worker HEARTS RANK PARENT CONNECTION MEMORY...
 
 The pool starts it so; HEARTS is the folder in which it says what it does, or empty; the numbers
 are its rank, its parent's process id and inherited file descriptors. It imports neither torch nor
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longtake.data.references import Reference, read
-from longtake.data.window import Decoder, Window
+from longtake.data.window import Window
 from longtake.errors import ClipError
 from longtake.heartbeat import Heart
 from longtake.ourselves import end_with
@@ -32,11 +32,10 @@ _TRIM_EVERY = 100  # windows
 
 def main() -> None:
     """Decode one window after the other until the parent closes the connection."""
-    if len(sys.argv) < 7:
+    if len(sys.argv) < 6:
         raise SystemExit("This is a part of longtake's decoding pool, which starts it itself.")
-    decoder: Decoder = "torchcodec" if sys.argv[1] == "torchcodec" else "pyav"
-    hearts = sys.argv[2]
-    rank, parent, connection_fd, *memory = (int(argument) for argument in sys.argv[3:])
+    hearts = sys.argv[1]
+    rank, parent, connection_fd, *memory = (int(argument) for argument in sys.argv[2:])
     end_with(parent)
     allow_inspection()
     connection: Connection[tuple[str, str], tuple[Window | Reference, int]] = Connection(
@@ -52,16 +51,16 @@ def main() -> None:
                 window, slot = connection.recv()
                 if heart:
                     heart.enter("decode", window.identity, str(window.media))
-                connection.send(_answer(window, memory[slot], decoder))
+                connection.send(_answer(window, memory[slot]))
                 if number % _TRIM_EVERY == 0:
                     _trim()
         except (EOFError, ConnectionError):
             return
 
 
-def _answer(window: Window | Reference, memory: int, decoder: Decoder) -> tuple[str, str]:
+def _answer(window: Window | Reference, memory: int) -> tuple[str, str]:
     try:
-        read(window, _shared(memory, window), decoder=decoder)
+        read(window, _shared(memory, window))
     except ClipError as error:
         return FAILED, error.reason
     except Exception as error:  # whatever it is, it belongs to this sample

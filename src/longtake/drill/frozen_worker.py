@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from longtake.data import worker
 from longtake.data.references import Reference
 from longtake.data.references import read as read_window
-from longtake.data.window import Decoder, Window
+from longtake.data.window import Window
 from longtake.drill import hangs
 
 NAME = "longtake.drill.frozen_worker"
@@ -37,13 +37,11 @@ class Freezing:
         self._after = after
         self._numbers = count()
 
-    def read(
-        self, window: Window | Reference, out: NDArray[np.uint8], *, decoder: Decoder
-    ) -> NDArray[np.uint8]:
+    def read(self, window: Window | Reference, out: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Read a window, or freeze."""
         if next(self._numbers) >= self._after:
             hangs.hang_once(self._hang, window.identity, str(window.media))
-        return read_window(window, out, decoder=decoder)
+        return read_window(window, out)
 
 
 def main() -> None:

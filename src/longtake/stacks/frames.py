@@ -1,8 +1,19 @@
 """What is read of a process: its threads, and the calls that each is in."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
+from itertools import takewhile
+from operator import itemgetter
 from pathlib import PurePath
 from typing import Any
+
+Call = tuple[str, str, int]
+"""Function, file and line."""
+Stack = tuple[Call, ...]
+"""The innermost call first."""
+
+_call = itemgetter("function", "file", "line")
 
 
 @dataclass(frozen=True)
@@ -56,3 +67,34 @@ class StackDump:
     def as_dict(self) -> dict[str, Any]:
         """All of it, as what JSON can hold."""
         return asdict(self)
+
+
+def unmoved(stacks: Sequence[Stack]) -> Stack:
+    """The calls that are the same in all stacks, counted from the outermost."""
+    outermost_first = zip(*(reversed(stack) for stack in stacks), strict=False)
+    same = takewhile(lambda calls: len(set(calls)) == 1, outermost_first)
+    return tuple(calls[0] for calls in same)[::-1]
+
+
+def stack_of(thread: Mapping[str, Any]) -> Stack:
+    """A thread's Python calls, of a `Thread` as JSON has it.
+
+    Without those of C, so that a stack that was read with them equals one that was not.
+    """
+    return _of_python(tuple(map(_call, thread["frames"])))
+
+
+@lru_cache(4096)
+def _of_python(calls: Stack) -> Stack:
+    return tuple(call for call in calls if is_python(call[1]))
+
+
+def native_of(thread: Mapping[str, Any]) -> Stack:
+    """The calls of C that a thread's innermost Python call has led to; empty if none are known."""
+    calls = map(_call, thread["frames"])
+    return tuple(takewhile(lambda call: not is_python(call[1]), calls))
+
+
+def is_python(file: str) -> bool:
+    """Whether a call's file is Python code: a module, or such as <string>, <frozen posixpath>."""
+    return file.endswith(".py") or file.startswith("<")

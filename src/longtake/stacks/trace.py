@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from longtake.node_dir import NodeDump, ProcessDump
-from longtake.stacks.group import Stack, stack_of, unmoved
+from longtake.stacks.frames import Stack, stack_of, unmoved
 
 ROLES = ("rank", "decode", "agent", "helper")
 

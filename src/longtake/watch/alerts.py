@@ -1,7 +1,7 @@
-"""Carries an event to where people look: a command of theirs, or an address.
+"""Runs the recipe's hook at an alert.
 
-Both can be slow, wrong or gone, and none of that may stop the watching: a thread sends one alert
-after the other, and what has failed is said and forgotten.
+A hook can be slow or fail, which must not stop the watcher: a thread runs one hook after the other,
+and a failure is logged.
 """
 
 import json
@@ -23,7 +23,7 @@ _MOST_WAITING = 100
 
 
 class Alerts:
-    """Sends alerts to the recipe's hook and webhook, in the order in which they come.
+    """Passes alerts to the recipe's hook, in the order in which they come.
 
     Args:
         section: the recipe's.
@@ -31,10 +31,10 @@ class Alerts:
     """
 
     def __init__(self, section: WatchSection, disk: Disk) -> None:
-        self._section, self._disk = section, disk
+        self._hook, self._disk = section.hook or "", disk
         self._queue: Queue[Mapping[str, Any] | None] = Queue(_MOST_WAITING)
         self._thread = threading.Thread(target=self._send_all, name="alerts", daemon=True)
-        if section.hook or section.webhook:
+        if section.hook:
             self._thread.start()
 
     def send(self, event: Mapping[str, Any]) -> None:
@@ -55,14 +55,8 @@ class Alerts:
     def _send_all(self) -> None:
         while (event := self._queue.get()) is not None:
             line = json.dumps(event, separators=(",", ":"))
-            if self._section.hook:
-                self._note("hook", run_hook(self._section.hook, line, str(event["event"])))
-            if self._section.webhook:
-                self._note("webhook", post(self._section.webhook, line))
-
-    def _note(self, what: str, trouble: str) -> None:
-        if trouble:
-            self._disk.say(f"{what}: {trouble}")
+            if trouble := run_hook(self._hook, line, str(event["event"])):
+                self._disk.say(f"hook: {trouble}")
 
 
 def run_hook(command: str, line: str, event: str, seconds: float = _SECONDS) -> str:
@@ -96,27 +90,6 @@ def run_hook(command: str, line: str, event: str, seconds: float = _SECONDS) -> 
         return ""
     said = words.decode(errors="replace").strip()[-500:]
     return f"{command!r} ended with status {hook.returncode}: {said or 'it said nothing'}"
-
-
-def post(address: str, line: str, seconds: float = _SECONDS) -> str:
-    """Post JSON to an address; returns what went wrong, or nothing.
-
-    Args:
-        address: http or https.
-        line: the JSON.
-        seconds: for how long an answer is waited for.
-    """
-    from http.client import HTTPException  # these take 8 MiB, which most watchers need not have
-    from urllib.request import Request, urlopen
-
-    headers = {"Content-Type": "application/json", "User-Agent": "longtake"}
-    try:
-        request = Request(address, line.encode(), headers, method="POST")  # noqa: S310 - http(s), as the recipe's schema demands
-        with urlopen(request, timeout=seconds) as answer:  # noqa: S310
-            answer.read(1024)
-    except (OSError, ValueError, HTTPException) as error:
-        return f"{address}: {error}"
-    return ""
 
 
 def _reap(process: "subprocess.Popen[bytes]") -> None:

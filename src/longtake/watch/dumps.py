@@ -15,7 +15,7 @@ from longtake import stacks
 from longtake.heartbeat import Pulse, read_all
 from longtake.node_dir import NodeDump, ProcessDump, Round
 from longtake.records import now
-from longtake.stacks.group import stack_of
+from longtake.stacks.frames import stack_of
 from longtake.stacks.processes import facts
 from longtake.stacks.trace import Trace, traces
 from longtake.watch.members import Member, family, members

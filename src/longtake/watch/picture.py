@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from longtake.stacks.group import Stack, native_of, stack_of
+from longtake.stacks.frames import Stack, native_of, stack_of
 from longtake.stacks.trace import ROLES, Trace, traces
 from longtake.watch.asking import Answers
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 from typing import Literal
 
-from longtake.stacks.group import Call, Stack
+from longtake.stacks.frames import Call, Stack
 
 Wait = Literal["collective", "data", "device", "checkpoint", "lock", "nothing"]
 """`lock`: another thread or process of the same node; `nothing`: it computes, or hangs by

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, get_args
 
 from longtake.heartbeat import Phase
-from longtake.stacks.group import Call, Stack, native_of, stack_of
+from longtake.stacks.frames import Call, Stack, native_of, stack_of
 from longtake.stacks.trace import Trace
 from longtake.watch.verdict import Suspect
 from longtake.watch.waiting import Wait, awaited, own_call, short_file

@@ -90,10 +90,9 @@ def test_pictures_are_looked_for_beside_what_names_them_and_then_here(
     own, here = tmp_path / "own", tmp_path / "here"
     on_path = _picture(here / "a.png", "red")
     monkeypatch.chdir(here)
-    recipe = _recipe(tmp_path, "")
+    recipe = _recipe(tmp_path, "seeds = [3]")
     own.mkdir()
     (own / "mine.toml").write_text(f"[kontext]\n{_ONE}\n")
-    (tmp_path / "presets.toml").write_text("[kontext]\nseeds = [3]\n")
 
     def found() -> Path:
         preset = find_preset(recipe, "kontext", tmp_path, own / "mine.toml")
@@ -215,13 +214,14 @@ def test_a_model_with_an_added_module_is_sampled_by_its_pictures(
     run = RunDirectory(recipe.out)
     for name, colour in (("red", "red"), ("blue", "blue"), ("pose", "white")):
         _picture(run.path / "val" / f"{name}.png", colour, (96, 64))
-    (run.path / "presets.toml").write_text(
+    presets = run.path / "presets.toml"
+    presets.write_text(
         '[kontext]\nprompts = ["move it", "move it"]\n'
         'references.reference = ["val/red.png", "val/blue.png"]\n'
         'references.pose = ["val/pose.png"]\n'
     )
     studio = Studio(run, "cpu")
-    preset = find_preset(studio.recipe, "kontext", run.path)
+    preset = find_preset(studio.recipe, "kontext", run.path, presets)
     studio.check(preset)
     sampler = studio.load(run.checkpoint_path(1), preset.weights)
     first, second = sample_preset(sampler, preset, tmp_path)

@@ -94,13 +94,12 @@ def test_a_recipe_changes_only_what_it_says(tmp_path: Path) -> None:
 
 
 def test_later_places_win_key_by_key(tmp_path: Path) -> None:
-    """Shipped, recipe, presets.toml beside it, the command's own file."""
-    recipe = _recipe(
-        tmp_path, '[evaluation.presets.demo]\nprompts = ["in the recipe"]\nbatch_size = 2'
-    )
-    assert find_preset(recipe, "demo").prompts == ("in the recipe",)
+    """Shipped, recipe, the command's own file."""
     (tmp_path / "beside.txt").write_text("in the folder\n")
-    (tmp_path / "presets.toml").write_text('[demo]\nprompts_file = "beside.txt"\nseeds = [1, 2]\n')
+    recipe = _recipe(
+        tmp_path,
+        '[evaluation.presets.demo]\nprompts_file = "beside.txt"\nseeds = [1, 2]\nbatch_size = 2',
+    )
     beside = find_preset(recipe, "demo", tmp_path)
     assert (beside.prompts, beside.seeds, beside.batch_size) == (("in the folder",), (1, 2), 2)
     own = tmp_path / "own" / "mine.toml"
@@ -208,9 +207,10 @@ def test_an_empty_list_switches_off_what_a_shipped_preset_measures(tmp_path: Pat
 
 def test_what_equals_a_usual_value_is_still_said(tmp_path: Path) -> None:
     """A later place that says seeds = [0] wins over one that says others."""
-    (tmp_path / "presets.toml").write_text("[mine]\nseeds = [0]\nbatch_size = 4\n")
+    own = tmp_path / "own.toml"
+    own.write_text("[mine]\nseeds = [0]\nbatch_size = 4\n")
     recipe = _recipe(tmp_path, "[evaluation.presets.mine]\nseeds = [1, 2]\nbatch_size = 9")
-    preset = find_preset(recipe, "mine", tmp_path)
+    preset = find_preset(recipe, "mine", tmp_path, own)
     assert (preset.seeds, preset.batch_size) == ((0,), 4)
 
 
@@ -236,7 +236,7 @@ def test_a_file_of_presets_that_is_wrong_is_named(
     """With the key, and the nearest that exists."""
     (tmp_path / "presets.toml").write_text(text)
     with pytest.raises(RecipeError, match=rf"presets\.toml.*{message}"):
-        find_preset(recipe, "low4s", tmp_path)
+        find_preset(recipe, "low4s", tmp_path, tmp_path / "presets.toml")
     with pytest.raises(RecipeError, match=r"gone\.toml cannot be read"):
         find_preset(recipe, "low4s", None, tmp_path / "gone.toml")
 

@@ -31,7 +31,7 @@ from longtake.ourselves import environment, program
 from longtake.run_dir import RunDirectory
 
 _PRESETS = """
-[small]
+[evaluation.presets.small]
 num_frames = 8
 height = 32
 width = 32
@@ -41,18 +41,18 @@ prompts = ["a red circle moving down", "a blue circle moving right"]
 batch_size = 3
 measures = ["longtake.demo.adherence:Adherence"]
 
-[raw]
+[evaluation.presets.raw]
 num_inference_steps = 2
 prompts = ["a red square moves left"]
 ema = "none"
 
-[odd]
+[evaluation.presets.odd]
 height = 36
 width = 36
 num_inference_steps = 2
 prompts = ["a red square moves left"]
 
-[nobody]
+[evaluation.presets.nobody]
 prompts = ["a red square moves left"]
 ema = "no such profile"
 """
@@ -84,8 +84,7 @@ def served(
     ):
         assert before in recipe
         recipe = recipe.replace(before, after)
-    run.recipe_path.write_text(recipe)
-    (run.path / "presets.toml").write_text(_PRESETS)
+    run.recipe_path.write_text(recipe + _PRESETS)
     servers = [_serve(run) for _ in range(2)]
     return run, servers[0], servers
 
@@ -172,10 +171,8 @@ def test_a_measure_that_cannot_be_had_costs_nothing(
     monkeypatch.delenv("LONGTAKE_CLIP", raising=False)
     run = _copy(served[0], tmp_path)
     path = "longtake.evaluation.measures.clip_score:ClipScore"
-    presets = (run.path / "presets.toml").read_text()
-    (run.path / "presets.toml").write_text(
-        presets.replace("longtake.demo.adherence:Adherence", path)
-    )
+    recipe = run.recipe_path.read_text()
+    run.recipe_path.write_text(recipe.replace("longtake.demo.adherence:Adherence", path))
     server = _serve(run, presets=("small",))
     assert server.evaluated == []
     assert len(server.failed) == 1

@@ -56,9 +56,10 @@ def drill(ground: Ground) -> Result:
 
 def _evaluate(place: Place) -> None:
     """Run `longtake evaluate` over all checkpoints, the oldest first."""
-    (place.run.path / "presets.toml").write_text(_PRESETS, encoding="utf-8")
-    said = place.folder / "evaluate.log"
-    command = program("longtake", "evaluate", "run", "--preset", _PRESET, "--device", "cpu")
+    presets, said = place.folder / "presets.toml", place.folder / "evaluate.log"
+    presets.write_text(_PRESETS, encoding="utf-8")
+    options = ("--presets", presets.name, "--preset", _PRESET, "--device", "cpu")
+    command = program("longtake", "evaluate", "run", *options)
     with said.open("wb") as log:
         process = start(command, log, place.folder, OMP_NUM_THREADS="1")
         try:

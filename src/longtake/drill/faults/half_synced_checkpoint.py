@@ -28,6 +28,8 @@ _WITHIN_SECONDS = 5.0
 _SOLVER_STEPS = 4
 _WEIGHTS = "*.distcp"
 
+_PRESETS = "presets.toml"
+
 State = Literal["whole", "half", "garbled"]
 
 
@@ -38,7 +40,7 @@ def drill(ground: Ground) -> Result:
     there = leave_on_cluster(place)
     copy(there, place.run, late, weights="half")
     copy(there, place.run, early)
-    with Evaluator(place, "--follow") as server:
+    with Evaluator(place, "--presets", _PRESETS, "--follow") as server:
         wait_for(place.run, server, "evaluated", early)
         untouched = not attempts(place.run, late)
         copy(there, place.run, late, weights="garbled")
@@ -63,7 +65,7 @@ def leave_on_cluster(place: Place) -> RunDirectory:
     place.run.checkpoints_path.rename(there.checkpoints_path)
     preset = {"prompts": [f"a square, number {number}" for number in range(PROMPTS)]}
     text = tomli_w.dumps({PRESET: {**preset, "num_inference_steps": _SOLVER_STEPS}})
-    (place.run.path / "presets.toml").write_text(text, encoding="utf-8")
+    (place.folder / _PRESETS).write_text(text, encoding="utf-8")
     return there
 
 

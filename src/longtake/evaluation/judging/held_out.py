@@ -148,7 +148,7 @@ def _encode(clip: Clip, bucket: Bucket, data: DataSection, sampler: Sampler) -> 
     """A clip alone: convolutions round otherwise in batches of other sizes."""
     parts, device = sampler.components, sampler.device
     window = sample_window(clip, bucket, data.model_copy(update=_STEADY), seed=0)
-    video = torch.from_numpy(read(window, decoder=data.decoder))[None]
+    video = torch.from_numpy(read(window))[None]
     latents = parts.codec.encode(video.to(device))
     told = dict(parts.text.encode([clip.caption]))
     for name, reference in references_of(window, data.references).items():

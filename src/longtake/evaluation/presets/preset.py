@@ -100,7 +100,7 @@ def preset_names(
     Args:
         recipe: of the run.
         names: that the command gives. Without any: those in its own file, else the recipe's
-            `evaluation.run`, else all that the recipe and the file beside it have.
+            `evaluation.run`, else all that the recipe has.
         beside: the run directory.
         own: a file of presets that the command names.
 

@@ -1,7 +1,7 @@
 """Gathers what is said about presets in all places; torch-free.
 
-Later places win, key by key: what comes with longtake, the recipe's [evaluation.presets],
-presets.toml beside the run's recipe, and a file that the command names.
+Later places win, key by key: what comes with longtake, the recipe's [evaluation.presets], and a
+file that the command names.
 """
 
 import tomllib
@@ -30,7 +30,7 @@ class Tables:
     Attributes:
         known: all that there are, by name, with what is said about them in all places.
         folders: of the file that says each key of each preset.
-        of_run: names of those that the recipe, or the file beside it, speaks of.
+        of_run: names of those in the recipe.
         of_own: names of those that the command's own file speaks of.
     """
 
@@ -45,20 +45,17 @@ def gather(recipe: Recipe, beside: Path | None = None, own: Path | None = None) 
 
     Args:
         recipe: of the run.
-        beside: the run directory, where a presets.toml may lie.
-        own: another such file.
+        beside: the run directory, where files that the recipe names may lie.
+        own: a file of presets that the command names.
 
     Raises:
         RecipeError: a file cannot be read, a key is unknown, or a value does not fit.
     """
     of_recipe = {name: _said(section) for name, section in recipe.evaluation.presets.items()}
-    path = None if beside is None else beside / "presets.toml"
-    of_folder = _read(path, recipe) if path is not None and path.is_file() else {}
     of_own = _read(own, recipe) if own is not None else {}
     places: list[tuple[Path | None, Mapping[str, Table]]] = [
         (_SHIPPED.parent, _shipped()),
         (beside, of_recipe),
-        (beside, of_folder),
         (own.parent if own is not None else None, of_own),
     ]
     known: dict[str, dict[str, Any]] = {}
@@ -67,8 +64,7 @@ def gather(recipe: Recipe, beside: Path | None = None, own: Path | None = None) 
         for name, table in tables.items():
             known[name] = _merged(known.get(name, {}), table)
             folders.setdefault(name, {}).update(dict.fromkeys(table, folder))
-    of_run = tuple(dict.fromkeys([*of_recipe, *of_folder]))
-    return Tables(known, folders, of_run, tuple(of_own))
+    return Tables(known, folders, tuple(of_recipe), tuple(of_own))
 
 
 def _merged(before: Table, table: Table) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Wanted:
         Where one was wrong, now and then in any case: a file that it names may have come.
         """
         own = self._options.own_presets
-        files = (self._run.recipe_path, self._run.path / "presets.toml", *((own,) if own else ()))
+        files = (self._run.recipe_path, *((own,) if own else ()))
         now = tuple(map(signature, files))
         if now == self._files_read and time.monotonic() < self._read_again_at:
             return

@@ -1,8 +1,8 @@
-"""Identical stacks together, and what of a stack stays over time."""
+"""What of a stack stays over time, and what tells stacks apart."""
 
 from typing import Any
 
-from longtake.stacks.group import Group, group, native_of, stack_of, unmoved
+from longtake.stacks.frames import native_of, stack_of, unmoved
 
 _MAIN, _TRAIN, _WAIT = ("main", "a.py", 1), ("train", "a.py", 7), ("wait", "b.py", 3)
 
@@ -10,23 +10,6 @@ _MAIN, _TRAIN, _WAIT = ("main", "a.py", 1), ("train", "a.py", 7), ("wait", "b.py
 def _thread(*calls: tuple[str, str, int]) -> dict[str, Any]:
     frames = [dict(zip(("function", "file", "line"), call, strict=True)) for call in calls]
     return {"name": "MainThread", "is_active": True, "has_gil": False, "frames": frames}
-
-
-def test_identical_stacks_come_together() -> None:
-    """Function, file and line of every call; the largest group first, then the one seen first."""
-    other_line = ("train", "a.py", 8)
-    stacks = [
-        ("a", (_TRAIN, _MAIN)),
-        ("b", (_WAIT, _TRAIN, _MAIN)),
-        ("c", (other_line, _MAIN)),
-        ("d", (_WAIT, _TRAIN, _MAIN)),
-    ]
-    assert group(stacks) == [
-        Group((_WAIT, _TRAIN, _MAIN), ("b", "d")),
-        Group((_TRAIN, _MAIN), ("a",)),
-        Group((other_line, _MAIN), ("c",)),
-    ]
-    assert group([]) == []
 
 
 def test_what_does_not_move_is_counted_from_the_outermost_call() -> None:
