@@ -268,7 +268,7 @@ def test_another_recipe_is_refused_and_nothing_changes(
 
 
 def test_the_recorded_precision_is_kept(small_recipe: Callable[..., Recipe]) -> None:
-    """`auto` measures once in a run's life; on another day the other could be the faster."""
+    """`auto` is decided once in a run's life: a resumed run may be on another processor."""
     recipe = small_recipe("training.steps=4", "checkpoint.every=2", "training.precision=auto")
     train(recipe, _QUIET)
     run = RunDirectory(recipe.out)

@@ -1,6 +1,6 @@
 """Which precision the arithmetic runs in."""
 
-import time
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,20 +8,35 @@ from typing import Literal
 
 import torch
 
+from longtake.machine import cpu_flags
+
 Precision = Literal["bf16", "fp32"]
 
 
-def choose_precision(wanted: Literal["auto", "bf16", "fp32"], device: torch.device) -> Precision:
-    """`auto` takes bf16 where the device is faster in it.
+_ISAS_WITHOUT_BF16 = frozenset(
+    {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
+)
+"""Values of ONEDNN_MAX_CPU_ISA with which oneDNN uses no bf16 instructions for matrix products."""
 
-    CUDA cards say whether they have it. A CPU has to be tried: without avx512_bf16 or AMX bf16 is
-    slower than fp32.
-    """
+
+def choose_precision(wanted: Literal["auto", "bf16", "fp32"], device: torch.device) -> Precision:
+    """The precision of the arithmetic; `auto` is bf16 where the device has instructions for it."""
     if wanted != "auto":
         return wanted
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    return "bf16" if _matmul_seconds(torch.bfloat16) < _matmul_seconds(torch.float32) else "fp32"
+    return "bf16" if cpu_has_bf16() else "fp32"
+
+
+def cpu_has_bf16() -> bool:
+    """Whether the processor has AMX or avx512_bf16, and oneDNN may use them.
+
+    Elsewhere oneDNN emulates bf16, which is slower than fp32.
+    """
+    limits = (os.environ.get(f"{name}_MAX_CPU_ISA", "") for name in ("ONEDNN", "DNNL"))
+    if any(limit.upper() in _ISAS_WITHOUT_BF16 for limit in limits):
+        return False
+    return not cpu_flags().isdisjoint({"amx_bf16", "avx512_bf16"})
 
 
 def autocast(precision: Precision, device: torch.device) -> torch.autocast:
@@ -39,14 +54,3 @@ def mixed_norms() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
         yield
-
-
-def _matmul_seconds(dtype: torch.dtype, size: int = 384, tries: int = 7) -> float:
-    """The least time of a matrix product: the least disturbed by whatever else is running."""
-    left, right = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
-    times = []
-    for _ in range(tries):
-        start = time.perf_counter()
-        left @ right
-        times.append(time.perf_counter() - start)
-    return min(times)

@@ -23,7 +23,7 @@ from longtake.guard.rollback import RollBack
 from longtake.guard.verdict import Verdict
 from longtake.models.assemble import source_of
 from longtake.models.precision import Precision, choose_precision
-from longtake.parallel.collectives import first_does, from_first
+from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join
 from longtake.run_dir import EventKind, RunDirectory, beside
 from longtake.tracking.process import Follower
@@ -299,11 +299,12 @@ def _go_on(run: RunDirectory, recipe: Recipe, loader: Loader, world: World) -> _
 
 
 def _precision(recipe: Recipe, trainer: dict[str, Any] | None, world: World) -> Precision:
-    """Of the arithmetic, the same on all ranks; a resumed run computes as it did before."""
+    """The same on all ranks: bf16 if every one has it. A resumed run keeps its precision."""
     wanted = recipe.training.precision
     if wanted == "auto" and trainer is not None:
-        wanted = trainer["precision"]
-    return from_first(choose_precision(wanted, world.device), world)
+        wanted = from_first(trainer["precision"], world)
+    everyone = gather_objects(choose_precision(wanted, world.device), world)
+    return "fp32" if "fp32" in everyone else "bf16"
 
 
 def _look_for_files(loader: Loader, world: World) -> list[str]:
