@@ -2,13 +2,29 @@
 
 import errno
 import os
+import socket
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import TypedDict
 
-from longtake.records import read_json, read_json_lines_on, write_json, write_once
+from longtake.errors import RecordError
+from longtake.records import (
+    Count,
+    Finite,
+    append_json,
+    read_json,
+    read_last_record,
+    read_record,
+    read_records,
+    read_records_on,
+    skipped_lines,
+    with_other_fields,
+    write_json,
+    write_once,
+)
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,15 +103,119 @@ def race() -> Any:
 
 
 def test_lines_are_read_on_from_where_they_were_left(tmp_path: Path) -> None:
-    """Each once; half a line waits, spoilt ones are left out, and a shorter file is another."""
+    """Each once; half a line waits, other lines are left out, and a shorter file is another."""
     path = tmp_path / "lines.jsonl"
-    path.write_bytes(b'{"a": 1}\n{"a"\n{"a": 2}\n{"a": 3}\n{"a": ')
-    found, offset = read_json_lines_on(path, 0, 2)
+    deep, long = b"[" * 90_000, b'{"a": "' + b"x" * 90_000 + b'"}'
+    path.write_bytes(b'{"a": 1}\n{"a"\n' + deep + b'\n{"a": 2}\n' + long + b'\n{"a": 3}\n{"a": ')
+
+    def read_on(offset: int) -> tuple[list[dict[str, int]], int]:
+        return read_records_on(path, dict[str, int], offset, 2)
+
+    found, offset = read_on(0)
     assert found == [{"a": 1}, {"a": 2}]
-    found, offset = read_json_lines_on(path, offset, 2)
+    found, offset = read_on(offset)
     assert found == [{"a": 3}]
     with path.open("ab") as file:
         file.write(b"4}\n")
-    assert read_json_lines_on(path, offset, 2) == ([{"a": 4}], path.stat().st_size)
-    path.write_bytes(b"{}\n")
-    assert read_json_lines_on(path, offset, 2) == ([{}], 3)
+    assert read_on(offset) == ([{"a": 4}], path.stat().st_size)
+    path.write_bytes(b'{"a": 0}\n')
+    assert read_on(offset) == ([{"a": 0}], 9)
+
+
+NO_RECORDS = {
+    "another type": b"[]",
+    "a number": b"5",
+    "no fields": b"{}",
+    "another type of field": b'{"step": "1", "loss": 1}',
+    "a negative count": b'{"step": -1, "loss": 1}',
+    "a count that no float holds": b'{"step": 9007199254740994, "loss": 1}',
+    "an integer of 5,000 digits": b'{"step": ' + b"9" * 5000 + b', "loss": 1}',
+    "not finite": b'{"step": 1, "loss": NaN}',
+    "beyond float range": b'{"step": 1, "loss": 1e999}',
+    "a lone surrogate": b'{"step": 1, "loss": 1, "name": "\\ud800"}',
+    "not UTF-8": b'{"step": 1, "loss": 1, "name": "\xff"}',
+    "nested deeply": b"[" * 60_000 + b"]" * 1000,
+    "nested deeper than 8": b'{"step": 1, "loss": 1, "x": [[[[[[[[]]]]]]]]}',
+    "too long": b'{"step": 1, "loss": 1, "name": "' + b"x" * 70_000 + b'"}',
+    "of several blocks": b'{"step": 1, "loss": 1, "name": "' + b"x" * 900_000 + b'"}',
+    "no JSON": b"step 1",
+}
+
+
+@with_other_fields
+class Row(TypedDict):
+    """A record of these tests."""
+
+    step: Count
+    loss: Finite
+
+
+@pytest.mark.parametrize("line", NO_RECORDS.values(), ids=NO_RECORDS)
+def test_a_line_that_is_no_record_is_left_out_and_counted(tmp_path: Path, line: bytes) -> None:
+    """Those before and after it are read, whichever way they are."""
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(
+        b'{"step": 1, "loss": 1}\n' + line + b'\n{"step": 2, "loss": 0.5, "b": [0]}\n\n{"step": 3'
+    )
+    rows = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5, "b": [0]}]
+    assert read_records(path, Row) == rows
+    assert skipped_lines() == [f"{path}: 1 line is no record and was left out."]
+    assert skipped_lines() == []
+    assert read_last_record(path, Row) == rows[-1]
+    path.write_bytes(line + b"\n")
+    assert read_last_record(path, Row) is None
+
+
+@pytest.mark.parametrize("content", NO_RECORDS.values(), ids=NO_RECORDS)
+def test_a_file_that_is_no_record_is_refused(tmp_path: Path, content: bytes) -> None:
+    """The error names the file and says why; other readers get an empty object."""
+    path = tmp_path / "row.json"
+    path.write_bytes(content)
+    if content.endswith((b'x"}', b"]}")):
+        assert read_record(path, Row) is not None  # a whole file may be longer and deeper
+        return
+    with pytest.raises(RecordError) as error:
+        read_record(path, Row)
+    assert error.value.path == path
+    assert str(error.value).startswith(f"{path} cannot be read: {error.value.reason}")
+    assert len(str(error.value)) < 500
+
+
+def test_brackets_in_strings_are_no_nesting(tmp_path: Path) -> None:
+    """Nor are arrays beside each other."""
+    path = tmp_path / "rows.jsonl"
+    record = {"step": 1, "loss": 1, "name": '[[[[[\\"[[[[[[[[', "b": [[0], [1]] * 20}
+    append_json(path, record)
+    assert read_records(path, Row) == [record]
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "device", "socket", "loop", "forbidden"])
+def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
+    """Nothing waits for a writer of a pipe, or for the end of a device."""
+    path = tmp_path / "row.json"
+    with socket.socket(socket.AF_UNIX) as server:
+        if kind == "fifo":
+            os.mkfifo(path)
+        elif kind == "folder":
+            path.mkdir()
+        elif kind == "device":
+            path.symlink_to("/dev/zero")
+        elif kind == "socket":
+            server.bind(str(path))
+        elif kind == "loop":
+            path.symlink_to(path)
+        else:
+            path = Path("/proc/1/mem") if os.getuid() else tmp_path / "row\0.json"
+        for read in (read_record, read_records, read_last_record):
+            with pytest.raises(RecordError):
+                read(path, Row)
+    assert read_json(path) == {}
+
+
+def test_no_file_is_no_record(tmp_path: Path) -> None:
+    """Nor is one below a file."""
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "row.json", tmp_path / "file" / "row.json"):
+        assert read_record(path, Row) is None
+        assert read_records(path, Row) == []
+        assert read_last_record(path, Row) is None

@@ -9,6 +9,7 @@
     ├── ModelError            a family, codec or text encoder cannot be built or loaded
     ├── RunError              a run directory cannot be used
     │   └── RecipeChangedError  the run directory belongs to another recipe
+    ├── RecordError           a file that a process wrote cannot be read (path and reason)
     ├── CheckpointError       saved state is missing, incomplete or of another shape
     ├── DivergedError         the loss or a gradient stopped being a finite number
     └── LostPeerError         another rank has ended, and this one cannot go on without it
@@ -70,6 +71,23 @@ class PlanError(LongtakeError):
 
 class RunError(LongtakeError):
     """A run directory cannot be created, read or written."""
+
+
+class RecordError(LongtakeError):
+    """A file of a run, catalog or cache cannot be read, or does not hold what it should.
+
+    Attributes:
+        path: the file.
+        reason: why, as a part of a sentence, without the path.
+    """
+
+    def __init__(self, path: Path | str, reason: str) -> None:
+        super().__init__(f"{path} cannot be read: {reason}.")
+        self.path = Path(path)
+        self.reason = reason
+
+    def __reduce__(self) -> "tuple[type[RecordError], tuple[str, str]]":
+        return type(self), (str(self.path), self.reason)  # it is sent from process to process
 
 
 class RecipeChangedError(RunError):

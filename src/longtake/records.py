@@ -1,17 +1,85 @@
-"""Records on disk that several processes read: appended, or renamed into place, as a whole."""
+"""Files that several processes read: written as a whole and renamed, or appended line by line.
 
+Reading trusts nothing. A record is a type that pydantic validates (a TypedDict, a frozen dataclass,
+or a `TypeAdapter`), and the package that owns a format declares its type:
+
+    read_record(path, Manifest)     a JSON file: the record, or None if there is no file
+    read_records(path, Metrics)     a JSON lines file: its records; other lines are counted
+    read_last_record(path, Metrics) the last of them
+    read_records_on(...)            those that were appended since
+    parse_record(data, Manifest)    bytes that are at hand already
+    read_json(path)                 any JSON object; empty if there is none
+
+All of them raise `RecordError`, with the path and one sentence, and never anything else. They read
+regular files only (`open_regular`): a named pipe or a device would make a reader wait forever.
+A line longer than `MAX_LINE_BYTES` or nested deeper than `MAX_LINE_DEPTH` is no record.
+
+Types are validated strictly: 5.0 and "5" are no integers. The types below serve for fields; fields
+that a TypedDict does not name are dropped, unless it is decorated with `@with_other_fields`.
+"""
+
+import errno
 import json
 import os
+import re
 import secrets
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, BinaryIO, Final, TypeVar
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic_core import ErrorDetails
 
 from longtake.aside import written_aside
+from longtake.errors import RecordError
 
-_TAIL_BYTES = 2**14
+MAX_LINE_BYTES: Final = 64 * 2**10
+MAX_LINE_DEPTH: Final = 8
+MAX_FILE_BYTES: Final = 256 * 2**20
+MAX_FILE_DEPTH: Final = 32
+
+Count = Annotated[int, Field(ge=0, le=2**53)]
+"""A number of steps, samples or bytes; a float holds it exactly."""
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def _is_name(text: str) -> str:
+    if text in ("", ".", "..") or "/" in text or "\0" in text:
+        raise ValueError("expected a file name without a folder")
+    return text
+
+
+def _is_time(text: str) -> str:
+    with suppress(ValueError, OverflowError):
+        datetime.fromisoformat(text).timestamp()
+        return text
+    raise ValueError("expected a time such as 2026-05-01T12:00:00+00:00")
+
+
+FileName = Annotated[str, Field(max_length=255), AfterValidator(_is_name)]
+Time = Annotated[str, Field(max_length=64), AfterValidator(_is_time)]
+"""As `now` writes it."""
+
+_T = TypeVar("_T")
+Kind = type[_T] | TypeAdapter[_T]
+
+with_other_fields: Final[Callable[[type[_T]], type[_T]]] = with_config(ConfigDict(extra="allow"))
+
+_BLOCK_BYTES = 2**18
+_TAIL_BYTES, _MOST_TAIL_BYTES = 2**14, 2**26
+_MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', re.DOTALL)
+_TYPES = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+_skipped: dict[Path, int] = {}
 
 
 def now() -> str:
@@ -22,6 +90,251 @@ def now() -> str:
 def file_time() -> str:
     """Wall-clock time as a part of file names, in UTC."""
     return datetime.now(UTC).strftime("%Y%m%dT%H%M%S_%f")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file to read; links are followed.
+
+    Raises:
+        OSError: it cannot be opened, or is a folder, a named pipe, a device or a socket.
+    """
+    if "\0" in str(path):
+        raise OSError(errno.EINVAL, "the name contains a NUL character", str(path))
+    _refuse_irregular(path.stat().st_mode, path)  # a device may react to being opened
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        _refuse_irregular(os.fstat(descriptor).st_mode, path)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        OSError: as `open_regular`; or the file has more than `max_bytes`.
+    """
+    with open_regular(path) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
+    return data
+
+
+def is_missing(error: OSError) -> bool:
+    """Whether an error says that there is no such file or folder."""
+    return isinstance(error, FileNotFoundError | NotADirectoryError)
+
+
+def read_record(path: Path, kind: Kind[_T], max_bytes: int = MAX_FILE_BYTES) -> _T | None:
+    """The record in a JSON file; None if there is no file.
+
+    Raises:
+        RecordError: the file cannot be read, or holds no such record.
+    """
+    try:
+        data = read_regular(path, max_bytes)
+    except OSError as error:
+        if is_missing(error):
+            return None
+        raise RecordError(path, error.strerror or str(error)) from error
+    return parse_record(data, kind, path)
+
+
+def parse_record(data: bytes, kind: Kind[_T], path: Path, max_depth: int = MAX_FILE_DEPTH) -> _T:
+    """The record that JSON text holds; `path`: where it is from, for the error.
+
+    Raises:
+        RecordError: it holds no such record.
+    """
+    if is_nested_deeper(data, max_depth):
+        raise RecordError(path, f"it is nested deeper than {max_depth} levels")
+    try:
+        return _adapter(kind).validate_json(data, strict=True)
+    except ValidationError as error:
+        raise RecordError(path, _reason(error.errors(include_url=False)[0])) from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty if there is none, or it cannot be read."""
+    with suppress(RecordError):
+        return read_record(path, dict[str, Any]) or {}
+    return {}
+
+
+def read_records(path: Path, kind: Kind[_T]) -> list[_T]:
+    """The records of a JSON lines file, in its order; none if there is no file.
+
+    A last line without a newline is still being written, and left out. Other lines that are no
+    records are left out and counted: `skipped_lines`.
+
+    Raises:
+        RecordError: the file cannot be read.
+    """
+    found, num_skipped, validate = [], 0, _adapter(kind).validate_json
+    for line in read_lines(path):
+        if line:
+            with suppress(ValidationError):
+                found.append(validate(line, strict=True))
+                continue
+        num_skipped += line is None or bool(line.strip())
+    _skipped[path] = num_skipped
+    return found
+
+
+def read_json_lines(path: Path) -> list[Any]:
+    """As `read_records`, of any JSON objects."""
+    return read_records(path, dict[str, Any])
+
+
+def read_lines(path: Path) -> Iterator[bytes | None]:
+    """The whole lines of a JSON lines file, without newlines; none if there is no file.
+
+    None stands for a line that is too long or nested too deeply to be given to a JSON reader.
+
+    Raises:
+        RecordError: the file cannot be read.
+    """
+    try:
+        with open_regular(path) as file:
+            yield from _lines(file)
+    except OSError as error:
+        if not is_missing(error):
+            raise RecordError(path, error.strerror or str(error)) from error
+
+
+def skipped_lines() -> list[str]:
+    """A sentence for each file in which `read_records` has skipped lines, since the last call."""
+    counts = [(path, count) for path, count in _skipped.items() if count]
+    _skipped.clear()
+    return [
+        f"{path}: {count} lines are no records and were left out."
+        if count > 1
+        else f"{path}: 1 line is no record and was left out."
+        for path, count in counts
+    ]
+
+
+def read_last_record(path: Path, kind: Kind[_T]) -> _T | None:
+    """The last record of a JSON lines file, however long that is; None if there is none.
+
+    Raises:
+        RecordError: the file cannot be read.
+    """
+    validate = _adapter(kind).validate_json
+    try:
+        with open_regular(path) as file:
+            reach, size = _TAIL_BYTES, file.seek(0, os.SEEK_END)
+            while True:
+                file.seek(max(0, size - reach))
+                lines = file.read(reach).splitlines(keepends=True)
+                for line in reversed(lines[reach < size :]):  # the first may be a part of one
+                    if line.endswith(b"\n") and _is_readable(line):
+                        with suppress(ValidationError):
+                            return validate(line, strict=True)
+                if reach >= min(size, _MOST_TAIL_BYTES):
+                    return None
+                reach *= 8
+    except OSError as error:
+        if is_missing(error):
+            return None
+        raise RecordError(path, error.strerror or str(error)) from error
+
+
+def read_records_on(path: Path, kind: Kind[_T], offset: int, at_most: int) -> tuple[list[_T], int]:
+    """The next records of a JSON lines file, and the byte after them.
+
+    Args:
+        path: of the file.
+        kind: type of the records; lines that are none are passed over.
+        offset: the byte to read on from; of a shorter file, which is another one, all is read.
+        at_most: so many records; the rest is for the next time.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    found: list[_T] = []
+    validate = _adapter(kind).validate_json
+    with open_regular(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size == offset:
+            return found, offset
+        offset = file.seek(offset if offset < size else 0)
+        while len(found) < at_most:
+            line, length = _next_line(file)
+            if not length:
+                break
+            offset += length
+            if line and _is_readable(line):
+                with suppress(ValidationError):
+                    found.append(validate(line, strict=True))
+    return found, offset
+
+
+def is_nested_deeper(data: bytes, max_depth: int) -> bool:
+    """Whether JSON text has arrays and objects in each other at more than so many levels."""
+    if data.count(b"[") + data.count(b"{") <= max_depth:
+        return False
+    depth = 0
+    for mark in _MARK.finditer(data):
+        first = data[mark.start()]
+        if first in b"[{":
+            depth += 1
+            if depth > max_depth:
+                return True
+        elif first in b"]}":
+            depth -= 1
+    return False
+
+
+def _refuse_irregular(mode: int, path: Path) -> None:
+    if not stat.S_ISREG(mode):
+        kind = _TYPES.get(stat.S_IFMT(mode), "no file")
+        raise OSError(errno.EINVAL, f"it is {kind}, expected a regular file", str(path))
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes | None]:
+    rest, is_too_long = b"", False
+    while block := file.read(_BLOCK_BYTES):
+        *whole, rest = (rest + block).split(b"\n")
+        for line in whole:
+            yield line if _is_readable(line) and not is_too_long else None
+            is_too_long = False
+        if len(rest) > MAX_LINE_BYTES:
+            rest, is_too_long = b"", True
+
+
+def _next_line(file: BinaryIO) -> tuple[bytes, int]:
+    """The next whole line and its length; empty if it is too long; (b"", 0): there is none."""
+    line = file.readline(MAX_LINE_BYTES + 1)
+    length, piece = len(line), line
+    while piece and not piece.endswith(b"\n"):
+        piece = file.readline(_BLOCK_BYTES)
+        length += len(piece)
+        line = b""
+    return (line, length) if piece else (b"", 0)
+
+
+def _is_readable(line: bytes) -> bool:
+    return len(line) <= MAX_LINE_BYTES and not is_nested_deeper(line, MAX_LINE_DEPTH)
+
+
+def _adapter(kind: Kind[_T]) -> TypeAdapter[_T]:
+    return kind if isinstance(kind, TypeAdapter) else _adapter_of(kind)  # type: ignore[arg-type]
+
+
+@cache
+def _adapter_of(kind: type[_T]) -> TypeAdapter[_T]:
+    return TypeAdapter(kind)
+
+
+def _reason(error: ErrorDetails) -> str:
+    """What is wrong with a record, such as: launches.0.host: Field required."""
+    place = ".".join(map(str, error["loc"]))
+    text = error["msg"].removeprefix("Value error, ")
+    return f"{place[:200]}: {text}" if place else text
 
 
 def append_json(path: Path, record: Mapping[str, Any], *, durably: bool = False) -> None:
@@ -38,64 +351,6 @@ def append_json(path: Path, record: Mapping[str, Any], *, durably: bool = False)
         if durably:
             file.flush()
             os.fsync(file.fileno())
-
-
-def read_json_lines(path: Path) -> Iterator[Any]:
-    """Records of a JSON-lines file; none if there is no file.
-
-    Half a line is left out: the last while it is being written, another where a write was cut off.
-    """
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                with suppress(ValueError):
-                    yield json.loads(line)
-
-
-def read_last_json(path: Path) -> Any | None:
-    """The last record of a JSON-lines file, however long that is; None if there is none."""
-    if not path.exists():
-        return None
-    with path.open("rb") as file:
-        reach, size = _TAIL_BYTES, file.seek(0, os.SEEK_END)
-        while True:
-            file.seek(max(0, size - reach))
-            lines = file.read(reach).splitlines(keepends=True)
-            for line in reversed(lines[reach < size :]):  # the first may be a part of one
-                with suppress(ValueError):
-                    if line.endswith(b"\n"):
-                        return json.loads(line)
-            if reach >= size:
-                return None
-            reach *= 8
-
-
-def read_json_lines_on(path: Path, offset: int, at_most: int) -> tuple[list[Any], int]:
-    """The next whole lines of a JSON-lines file, and the byte after them.
-
-    Args:
-        path: of the file.
-        offset: the byte to read on from; of a shorter file, which is another one, all is read.
-        at_most: so many records; the rest is for the next time.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    found: list[Any] = []
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size == offset:
-            return found, offset
-        offset = file.seek(offset if offset < size else 0)
-        for line in file:
-            if not line.endswith(b"\n") or len(found) == at_most:
-                break
-            offset += len(line)
-            with suppress(ValueError):  # the rest of a line that was cut off
-                found.append(json.loads(line))
-    return found, offset
 
 
 def write_json(path: Path, record: Mapping[str, Any], *, by_many: bool = False) -> None:
@@ -139,11 +394,3 @@ def _write_durably(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none, or it cannot be read."""
-    with suppress(OSError, ValueError):
-        found = json.loads(path.read_bytes())
-        return found if isinstance(found, dict) else {}
-    return {}

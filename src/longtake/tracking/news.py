@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longtake.evaluation_dir import EvaluationDirectory, Scores, scores_in
-from longtake.records import read_json_lines_on
+from longtake.records import read_records_on
 from longtake.run_dir import RunDirectory
 from longtake.tracking.cursor import Position, Result
 
@@ -220,7 +220,7 @@ def _signature(path: Path) -> tuple[int, ...]:
 
 def _lines_after(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
     """Records from a byte on, and the byte after them; what is no record is left out."""
-    if not path.exists():
+    try:
+        return read_records_on(path, dict[str, Any], offset, _MOST_LINES)
+    except FileNotFoundError:
         return [], offset
-    found, offset = read_json_lines_on(path, offset, _MOST_LINES)
-    return [record for record in found if isinstance(record, dict)], offset

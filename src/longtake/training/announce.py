@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -9,7 +10,7 @@ from rich.markup import escape
 from longtake.config import Recipe
 from longtake.data.loader import Loader
 from longtake.parallel.mesh import World
-from longtake.records import read_last_json
+from longtake.records import read_last_record
 from longtake.run_dir import EventKind, RunDirectory
 from longtake.training.card import card_of
 from longtake.training.fit import Fit
@@ -98,7 +99,7 @@ def announce_plan(
 
 def _lost_steps(run: RunDirectory, step: int) -> int:
     """Steps beyond this one that were trained and of which no checkpoint is left."""
-    last, rollbacks = read_last_json(run.metrics_path), run.rollbacks()
+    last, rollbacks = read_last_record(run.metrics_path, dict[str, Any]), run.rollbacks()
     if last is None or (rollbacks and rollbacks[-1]["from_step"] == last["step"]):
         return 0  # what comes after the checkpoint was given up
     return max(0, int(last["step"]) - step)

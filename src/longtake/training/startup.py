@@ -13,7 +13,7 @@ from longtake import heartbeat
 from longtake.heartbeat import Phase
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
-from longtake.records import read_json_lines, read_last_json
+from longtake.records import read_json_lines, read_last_record
 from longtake.run_dir import RunDirectory
 
 PARTS: dict[Phase, str] = {
@@ -72,7 +72,7 @@ def _down_seconds(run: RunDirectory) -> float | None:
 
     Wall-clock times, as two processes have no other in common: of two hosts they would not do.
     """
-    last = read_last_json(run.metrics_path)
+    last = read_last_record(run.metrics_path, dict[str, Any])
     hosts = [each["host"] for each in json.loads(run.record_path.read_bytes())["launches"][-2:]]
     if last is None or len(set(hosts)) != 1 or not _has_crashed(run):
         return None

@@ -9,7 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-from longtake.records import read_json_lines
+from pydantic import TypeAdapter
+
+from longtake.records import Count, read_records
+
+_LINE: TypeAdapter[dict[str, str] | tuple[Count, float]] = TypeAdapter(
+    dict[str, str] | tuple[Count, float]
+)
 
 
 class Journal:
@@ -28,11 +34,11 @@ class Journal:
 
     def read(self) -> dict[int, float]:
         """What an earlier call had finished, by row."""
-        lines = read_json_lines(self._path)
-        if next(lines, None) != self._facts:
+        lines = read_records(self._path, _LINE)
+        if next(iter(lines), None) != self._facts:
             self._path.unlink(missing_ok=True)
             return {}
-        return dict(lines)
+        return dict(line for line in lines if isinstance(line, tuple))
 
     def add(self, row: int, value: float) -> None:
         """Write down a clip's value; it is safe from this process's end at once."""

@@ -5,8 +5,9 @@ import threading
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from longtake.records import read_json_lines_on
+from longtake.records import read_records_on
 from longtake.run_dir import RunDirectory
 
 _BEGINNINGS = ("launched", "resumed")
@@ -61,8 +62,10 @@ class _Course:
             return
         if stat.st_ino != self._file or stat.st_size < self._offset:
             self._newest, self._file, self._offset = None, stat.st_ino, 0
-        events, self._offset = read_json_lines_on(self._path, self._offset, sys.maxsize)
-        kinds = [event.get("event") for event in events if isinstance(event, dict)]
+        events, self._offset = read_records_on(
+            self._path, dict[str, Any], self._offset, sys.maxsize
+        )
+        kinds = [event.get("event") for event in events]
         told = [kind for kind in kinds if kind in (*_BEGINNINGS, *_ENDINGS)]
         self._newest = told[-1] if told else self._newest
 
