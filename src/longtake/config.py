@@ -156,6 +156,9 @@ class DataSection(_Section):
     """Every clip goes to the bucket that fits it best; a batch holds clips of one bucket."""
     frame_stride: int = Field(1, gt=0)
     """Take every n-th frame of a clip."""
+    stills_from_videos: bool = False
+    """Whether buckets of one frame also train single frames of videos. Without it they take only
+    clips of one frame, that is images, and a video too short for the other buckets is left out."""
     windows: int | None = Field(None, gt=0)
     """How many spans of a longer clip are trained on, spread evenly over it; each epoch takes one
     of them. Without it a span begins anywhere."""
@@ -767,6 +770,7 @@ MAY_CHANGE_ON_RESUME = (
 DECIDES_ORDER = (
     "data.buckets",
     "data.frame_stride",
+    "data.stills_from_videos",
     "data.stages",
     "data.weights",
     "data.difficulty",

@@ -202,6 +202,23 @@ def test_memory_and_device_are_taken_as_they_are_given(
         assert facts["device"] == dict([options[0].split("=")]).get("--device", "h200")
 
 
+def test_a_bucket_that_gets_no_clip_is_said_once_the_catalog_is_there(
+    plan: _Call, pairs: Path
+) -> None:
+    """All pictures are square."""
+    shapes = (
+        "data.buckets=[{num_frames=1, height=64, width=64}, {num_frames=1, height=96, width=32}]"
+    )
+    changes = ("--set", "training.batch_size=2", "--set", shapes)
+    _, out, _ = plan(
+        _TINY_FLUX, "--json", *changes, "--set", f"data.catalog={pairs / 'few.parquet'}"
+    )
+    (said,) = json.loads(out)["data_warnings"]
+    assert said == "stage all: no clip is for 1 frame of 32x96"
+    _, out, _ = plan(_TINY_FLUX, "--json", *changes, "--set", "data.catalog=none.parquet")
+    assert json.loads(out)["data_warnings"] == []
+
+
 def test_processes_share_what_is_planned(small: Callable[..., Path], plan: _Call) -> None:
     """The batch, and where the recipe says so, what trains."""
     recipe = small("parallel.strategy=shard")

@@ -52,8 +52,10 @@ def _rows(catalog: Catalog) -> buckets.Rows:
     return np.arange(len(catalog), dtype=np.uint32)
 
 
-def _chosen(catalog: Catalog, shapes: Sequence[Bucket], stride: int = 1) -> list[int]:
-    found: list[int] = choose(catalog, _rows(catalog), shapes, stride).tolist()
+def _chosen(
+    catalog: Catalog, shapes: Sequence[Bucket], stride: int = 1, *, stills: bool = False
+) -> list[int]:
+    found: list[int] = choose(catalog, _rows(catalog), shapes, stride, stills=stills).tolist()
     return found
 
 
@@ -65,10 +67,21 @@ def test_the_bucket_that_keeps_most_is_chosen(sized: _Sized) -> None:
         (300, 200, 16): 1,  # as long as it fits
         (120, 80, 17): 2,  # then the most frames, and then the nearest area
         (1920, 1280, 17): 3,
-        (400, 600, 100): 4,
-        (640, 640, 8): 4,  # too short for the square bucket: the only one left
+        (400, 600, 1): 4,
+        (640, 640, 1): 4,
+        (640, 640, 8): -1,  # too short for the square bucket, and no image
     }
     assert _chosen(sized(list(expected)), _SHAPES) == list(expected.values())
+
+
+def test_videos_are_trained_as_stills_only_where_the_recipe_asks(sized: _Sized) -> None:
+    """Also videos of the very shape of a bucket of one frame, and those too short for others."""
+    clips = sized([(400, 600, 100), (640, 640, 8), (640, 640, 2), (400, 600, 1)])
+    assert _chosen(clips, _SHAPES) == [0, -1, -1, 4]
+    assert _chosen(clips, _SHAPES, stills=True) == [4, 4, 4, 4]
+    members, dropped = sort_into_buckets(clips, _rows(clips), _SHAPES, stride=1)
+    assert members.sizes == (1, 0, 0, 0, 1)
+    assert dropped == {"a video that only buckets of 1 frame could take": 2}
 
 
 def test_a_few_pixels_are_the_same_aspect_ratio(sized: _Sized) -> None:
@@ -91,7 +104,7 @@ def test_a_clip_that_is_too_short_has_no_bucket(sized: _Sized) -> None:
     assert _chosen(sized([(64, 64, 1)]), [_bucket(64, 64, 1)], stride=3) == [0]
 
 
-def _reference(size: _Size, shapes: Sequence[Bucket], stride: int) -> int:
+def _reference(size: _Size, shapes: Sequence[Bucket], stride: int, *, stills: bool) -> int:
     """The rule in plain words, one clip at a time."""
     width, height, num_frames = size
 
@@ -100,7 +113,12 @@ def _reference(size: _Size, shapes: Sequence[Bucket], stride: int) -> int:
         area = abs(math.log(width * height) - math.log(shape.width * shape.height))
         return round(aspect, 2), -shape.num_frames, area
 
-    fitting = [i for i, shape in enumerate(shapes) if num_frames >= span(shape, stride)]
+    fitting = [
+        i
+        for i, shape in enumerate(shapes)
+        if num_frames >= span(shape, stride)
+        and (stills or min(shape.num_frames, num_frames) > 1 or shape.num_frames == num_frames)
+    ]
     return min(fitting, key=lambda i: distance(shapes[i]), default=-1)
 
 
@@ -113,13 +131,13 @@ _shapes = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(sizes=_sizes, shapes=_shapes, stride=st.integers(1, 3))
+@given(sizes=_sizes, shapes=_shapes, stride=st.integers(1, 3), stills=st.booleans())
 def test_all_clips_at_once_are_as_one_by_one(
-    sized: _Sized, sizes: list[_Size], shapes: list[Bucket], stride: int
+    sized: _Sized, sizes: list[_Size], shapes: list[Bucket], stride: int, stills: bool
 ) -> None:
     """Against a plain reference."""
-    expected = [_reference(size, shapes, stride) for size in sizes]
-    assert _chosen(sized(sizes), shapes, stride) == expected
+    expected = [_reference(size, shapes, stride, stills=stills) for size in sizes]
+    assert _chosen(sized(sizes), shapes, stride, stills=stills) == expected
 
 
 def test_clips_are_sorted_and_what_is_left_out_is_counted(sized: _Sized) -> None:

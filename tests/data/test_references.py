@@ -238,7 +238,7 @@ def test_a_videos_pose_video_moves_with_its_crop(tmp_path: Path) -> None:
     out = tmp_path / "catalog.parquet"
     index([tmp_path / "clips"], captions=None, out=out, workers=0)
     pose = {"pose": "../pose/{stem}.mp4"}
-    data = _section(out, references=pose, random_crop=True, flip=0.5)
+    data = _section(out, references=pose, random_crop=True, flip=0.5, stills_from_videos=True)
     for batch in Loader(data, batch_size=1).batches(8):
         video, reference = batch.videos[0, 0, 0], batch.references["pose"][0, 0, 0]
         assert ((video > 100) == (reference > 100)).float().mean() > 0.96

@@ -54,6 +54,7 @@ def plan(
     nothing fits or something would not train.
     """
     from longtake import config
+    from longtake.data.review import review_catalogs
     from longtake.training.card import card_of
     from longtake.training.forecast import forecast
     from longtake.training.links import links_named, links_of
@@ -73,7 +74,11 @@ def plan(
         reliefs = find_reliefs(loaded, known, processes) if known.misses else []
         mesh = mesh_forecast(known, links)
     seconds = round(time.perf_counter() - begun, 2)
-    facts = _as_dict(known, reliefs) | {"mesh": mesh_facts(mesh), "seconds": seconds}
+    facts = _as_dict(known, reliefs) | {
+        "mesh": mesh_facts(mesh),
+        "data_warnings": review_catalogs(loaded),
+        "seconds": seconds,
+    }
     if as_json:
         say.result(facts)
     else:

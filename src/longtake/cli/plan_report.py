@@ -59,6 +59,8 @@ def _parts(recipe: str, facts: Mapping[str, Any]) -> Iterator[RenderableType]:
             yield ""
             yield from of_mesh(facts["mesh"], facts["processes"], facts["per_node"])
     yield from _gradients(facts)
+    for warning in facts["data_warnings"]:
+        yield f"[yellow]data[/yellow] {escape(warning)}"
     yield f"[dim]Predicted in {facts['seconds']:.1f} s; nothing was run on a card.[/dim]"
 
 

@@ -17,6 +17,7 @@ Rows = NDArray[np.uint32]
 """Rows of a catalog."""
 
 TOO_SHORT = "too short for every bucket"
+ONLY_STILLS = "a video that only buckets of 1 frame could take"
 
 _CHUNK = 2**20
 _MOST_ON_THE_HEAP = 2**18  # rows: a megabyte
@@ -44,9 +45,9 @@ class Members:
 
 
 def sort_into_buckets(
-    catalog: Catalog, rows: Rows, shapes: Sequence[Bucket], stride: int
+    catalog: Catalog, rows: Rows, shapes: Sequence[Bucket], stride: int, *, stills: bool = False
 ) -> tuple[Members, Counter[str]]:
-    """Give every clip to its best bucket.
+    """Give every clip to its best bucket, as `choose` does.
 
     Returns:
         The buckets, and how many clips none of them takes, by reason.
@@ -55,22 +56,24 @@ def sort_into_buckets(
     taken: list[list[Rows]] = [[] for _ in shapes]
     for start in range(0, len(rows), _CHUNK):
         chunk = rows[start : start + _CHUNK]
-        choice = _choose(sizes.at(chunk), shapes, stride)
+        choice = _choose(sizes.at(chunk), shapes, stride, stills)
         for bucket, mine in enumerate(_grouped(chunk, choice, len(shapes))):
             taken[bucket].append(mine)
     members = Members(tuple(shapes), _stored(taken))
     dropped = len(rows) - len(members)
-    return members, Counter({TOO_SHORT: dropped} if dropped else {})
+    has_stills = any(shape.num_frames == 1 for shape in shapes)  # long enough for these are all
+    return members, Counter({ONLY_STILLS if has_stills else TOO_SHORT: dropped} if dropped else {})
 
 
 def choose(
-    catalog: Catalog, rows: Rows, shapes: Sequence[Bucket], stride: int
+    catalog: Catalog, rows: Rows, shapes: Sequence[Bucket], stride: int, *, stills: bool = False
 ) -> NDArray[np.int64]:
-    """For each clip the index of the bucket that keeps most of it, or -1 if it is too short.
+    """For each clip the index of the bucket that keeps most of it, or -1 if none takes it.
 
     The nearest aspect ratio first (least cropped), then the most frames, then the nearest area.
+    With `stills` a bucket of one frame takes videos too, otherwise only clips of one frame.
     """
-    return _choose(_Sizes.of(catalog).at(rows), shapes, stride)
+    return _choose(_Sizes.of(catalog).at(rows), shapes, stride, stills)
 
 
 class _Sizes(NamedTuple):
@@ -88,17 +91,20 @@ class _Sizes(NamedTuple):
         return _Sizes(*(column[rows].astype(np.int64) for column in self))
 
 
-def _choose(sizes: _Sizes, shapes: Sequence[Bucket], stride: int) -> NDArray[np.int64]:
+def _choose(
+    sizes: _Sizes, shapes: Sequence[Bucket], stride: int, stills: bool
+) -> NDArray[np.int64]:
     """As `choose`. Millions of clips have few sizes, and each of these is judged once."""
-    spans = np.unique([span(shape, stride) for shape in shapes])
+    spans = np.unique([1, 2, *(span(shape, stride) for shape in shapes)])  # 2: it is a video
     fits = np.searchsorted(spans, sizes.frames, side="right")  # how many spans are short enough
     key = (fits << 40) | (sizes.widths << 20) | sizes.heights
     kinds, which = np.unique(key, return_inverse=True)
     frames, side = np.concatenate([[0], spans])[kinds >> 40], 2**20 - 1
-    return _judge(_Sizes(frames, (kinds >> 20) & side, kinds & side), shapes, stride)[which]
+    different = _Sizes(frames, (kinds >> 20) & side, kinds & side)
+    return _judge(different, shapes, stride, stills)[which]
 
 
-def _judge(sizes: _Sizes, shapes: Sequence[Bucket], stride: int) -> NDArray[np.int64]:
+def _judge(sizes: _Sizes, shapes: Sequence[Bucket], stride: int, stills: bool) -> NDArray[np.int64]:
     frames, widths, heights = sizes
     best = np.full(len(frames), -1)
     distance = np.full((3, len(frames)), np.inf)
@@ -107,7 +113,10 @@ def _judge(sizes: _Sizes, shapes: Sequence[Bucket], stride: int) -> NDArray[np.i
         aspect = np.round(np.abs(aspects - np.log(shape.width / shape.height)), 2)
         area = np.abs(areas - np.log(shape.width * shape.height))
         here = np.stack([aspect, np.full(len(frames), -shape.num_frames), area])
-        is_better = (frames >= span(shape, stride)) & _is_less(here, distance)
+        fits = frames >= span(shape, stride)
+        if shape.num_frames == 1 and not stills:
+            fits = frames == 1
+        is_better = fits & _is_less(here, distance)
         best[is_better] = index
         distance[:, is_better] = here[:, is_better]
     return best

@@ -6,9 +6,10 @@ from itertools import combinations
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from longtake.config import DataSection
+from longtake.config import DataSection, Recipe
+from longtake.data.catalog import Catalog
 from longtake.data.drift import drifts
-from longtake.data.plan import Plan, StagePlan, Stream
+from longtake.data.plan import Plan, StagePlan, Stream, begin
 from longtake.errors import DataError
 
 
@@ -33,6 +34,19 @@ def review(plan: Plan, data: DataSection, num_steps: int | None) -> list[str]:
             "stage between, drop the hardest clips (drop_hardest), or raise the limit."
         )
     return [*_small_buckets(plan), *_overlaps(plan), *too_far, *_unreached(plan, num_steps)]
+
+
+def review_catalogs(recipe: Recipe) -> list[str]:
+    """Warnings about what a new run would train on; none as long as a catalog is not indexed."""
+    data, training = recipe.data, recipe.training
+    if not all(path.is_file() for path in data.sources().values()):
+        return []
+    try:
+        catalogs = {name: Catalog.load(path) for name, path in data.sources().items()}
+        plan = begin(catalogs, data, training.batch_size, recipe.seed)
+        return review(plan, data, training.steps)
+    except DataError as error:
+        return [f"training would refuse its data: {error}"]
 
 
 def _small_buckets(plan: Plan) -> Iterator[str]:

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from longtake.config import DataSection, Stage
-from longtake.data.buckets import Members, Rows, sort_into_buckets
+from longtake.data.buckets import ONLY_STILLS, Members, Rows, sort_into_buckets
 from longtake.data.catalog import Catalog
 from longtake.errors import DataError
 
@@ -61,7 +61,9 @@ def select(catalog: Catalog, stage: Stage, data: DataSection) -> Selection:
         dropped["the hardest"] += int(np.count_nonzero(hardest))
         kept = kept[~hardest]
     shapes = stage.buckets or data.buckets
-    members, unfit = sort_into_buckets(catalog, kept, shapes, data.frame_stride)
+    members, unfit = sort_into_buckets(
+        catalog, kept, shapes, data.frame_stride, stills=data.stills_from_videos
+    )
     dropped = Counter({reason: n for reason, n in (dropped + unfit).items() if n})
     if not len(members):
         raise DataError(_nothing_left(catalog, stage, data, dropped))
@@ -165,11 +167,13 @@ def _nothing_left(catalog: Catalog, stage: Stage, data: DataSection, dropped: Co
     shapes = ", ".join(map(str, stage.buckets or data.buckets))
     longest = int(catalog.column("num_frames").max()) if len(catalog) else 0
     which = f"Stage {stage.name}: none" if data.stages else "None"
+    stills = " Or set data.stills_from_videos = true to train on single frames of videos."
     return (
         f"{which} of the catalog's {len(catalog)} clips can be trained on: "
         f"{reasons or 'it is empty'}. The buckets are {shapes}; the longest clip has {longest} "
         "frames. Index clips with captions (longtake data index … --captions FILE.jsonl), lower "
         "data.buckets' num_frames or data.frame_stride, or relax the stage's `where`."
+        + (stills if ONLY_STILLS in dropped else "")
     )
 
 

@@ -1,7 +1,7 @@
 """For each clip of a catalog: the bucket that a stage trains it in, or why it does not."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,8 +25,8 @@ class Sieve:
         shapes: the stage's buckets.
         reasons: why clips are dropped, in the order in which reasons are tried.
         home: [N] index of each clip's bucket: the one it is trained in, or would be were it not
-            dropped. A clip that is too short for all belongs to the one of the nearest aspect
-            ratio, then of the nearest size, then of the fewest frames.
+            dropped. A clip that no bucket takes belongs to the one of the nearest aspect ratio,
+            then of the nearest size, then of the fewest frames.
         code: [N] index of the reason for which a clip is dropped; -1: it is trained on.
         is_displaced: [N] whether a clip is trained in a bucket that crops more of it than another
             would for which it is too short.
@@ -72,7 +72,9 @@ def sift(catalog: Catalog, stage: Stage, data: DataSection) -> Sieve:
             code[is_left & ~still] = len(reasons)
             reasons.append(reason)
         is_left, known = still, dropped
-    best, nearest = (_sorted(catalog, shapes, stride) for stride in (data.frame_stride, None))
+    stills = data.stills_from_videos
+    best = _best(catalog, dict(enumerate(shapes)), data.frame_stride, stills=stills)
+    nearest = _nearest(catalog, shapes, stills)
     home = np.where(best < 0, nearest, best)
     is_closer = _off(catalog, shapes, nearest) < _off(catalog, shapes, home)
     return Sieve(shapes, tuple(reasons), home, code, is_closer & is_left)
@@ -88,21 +90,36 @@ def _step_by_step(
     """
     anything: dict[str, Any] = {"buckets": (_ANY_CLIP,), "drop_hardest": 0.0}
     steps = [anything | {"where": stage.where[:n]} for n in range(len(stage.where) + 1)]
-    for step in [*steps, {"buckets": (_ANY_CLIP,)}, {}]:
-        selection = select(catalog, stage.model_copy(update=step), data)
+    lenient = data.model_copy(update={"stills_from_videos": True})
+    asked = [*((step, lenient) for step in [*steps, {"buckets": (_ANY_CLIP,)}]), ({}, data)]
+    for step, section in asked:
+        selection = select(catalog, stage.model_copy(update=step), section)
         yield selection.members.all_rows(), selection.dropped
 
 
-def _sorted(catalog: Catalog, shapes: Sequence[Bucket], stride: int | None) -> NDArray[np.int16]:
-    """[N] the best bucket of every clip, or -1; without a stride, were every clip long enough."""
+def _nearest(catalog: Catalog, shapes: Sequence[Bucket], stills: bool) -> NDArray[np.int16]:
+    """[N] the best bucket of every clip, were it long enough.
+
+    Of a video the best of those of several frames, where there is one, unless all take videos.
+    """
+    brief = [shape.model_copy(update={"num_frames": 1}) for shape in shapes]
     order = sorted(range(len(shapes)), key=lambda index: shapes[index].num_frames)
-    asked = [shapes[index] for index in order]
-    if stride is None:
-        asked = [shape.model_copy(update={"num_frames": 1}) for shape in asked]
+    nearest = _best(catalog, {index: brief[index] for index in order}, 1, stills=True)
+    of_videos = {index: brief[index] for index in order if shapes[index].num_frames > 1}
+    if stills or len(of_videos) in (0, len(shapes)):
+        return nearest
+    is_video = catalog.column("num_frames") > 1
+    return np.where(is_video, _best(catalog, of_videos, 1, stills=True), nearest)
+
+
+def _best(
+    catalog: Catalog, shapes: Mapping[int, Bucket], stride: int, *, stills: bool
+) -> NDArray[np.int16]:
+    """[N] the number of every clip's best bucket, or -1."""
     everyone = np.arange(len(catalog), dtype=np.uint32)
-    members, _ = sort_into_buckets(catalog, everyone, asked, stride or 1)
+    members, _ = sort_into_buckets(catalog, everyone, list(shapes.values()), stride, stills=stills)
     best = np.full(len(catalog), -1, np.int16)
-    for index, rows in zip(order, members.rows, strict=True):
+    for index, rows in zip(shapes, members.rows, strict=True):
         best[rows] = index
     return best
 

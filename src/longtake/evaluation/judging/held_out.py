@@ -136,7 +136,8 @@ def _chosen(catalog: Catalog, data: DataSection, count: int) -> list[tuple[Clip,
     shapes = data.shapes()
     captioned = pc.not_equal(catalog.table["caption"], "").to_numpy()
     rows = captioned.nonzero()[0].astype("uint32")
-    buckets = choose(catalog, rows, shapes, data.frame_stride)
+    stills = data.stills_from_videos
+    buckets = choose(catalog, rows, shapes, data.frame_stride, stills=stills)
     usable = [
         (int(row), shapes[bucket]) for row, bucket in zip(rows, buckets, strict=True) if bucket >= 0
     ]
