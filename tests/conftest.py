@@ -111,7 +111,7 @@ def add_scores() -> Callable[..., Path]:
         folder = run.evaluation_path(preset, step)
         folder.mkdir(parents=True)
         texts = {"preset": preset, "key": "0a1b2c3d", "weights": "model", "time": now()}
-        tables: dict[str, Any] = {"settings": {}, "measures": {"brightness": 100.0}, "seconds": {}}
+        tables = {"settings": {"fps": 8.0}, "measures": {"brightness": 100.0}, "seconds": {}}
         scores = {**texts, **tables, "step": step, "server": "vm-1", "videos": [], "alarms": []}
         write_json(folder / "scores.json", scores | changes)
         return folder

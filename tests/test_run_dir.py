@@ -157,8 +157,8 @@ def test_launches_are_recorded_one_after_another(tmp_path: Path) -> None:
     """Each with its facts, the host and the versions, and the run keeps its id."""
     run = _begin(tmp_path / "run")
     first = json.loads(run.record_path.read_text())["id"]
-    run.record_launch(start_step=0, world_size=2)
-    run.record_launch(start_step=7, world_size=1)
+    run.record_launch(start_step=0, world_size=2, device="cpu")
+    run.record_launch(start_step=7, world_size=1, device="cpu")
     record = json.loads(run.record_path.read_text())
     assert record["id"] == first
     assert [(each["start_step"], each["world_size"]) for each in record["launches"]] == [

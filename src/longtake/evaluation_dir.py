@@ -18,11 +18,27 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict, cast
+from typing import Annotated, Any, Final, Literal, NotRequired
+
+from pydantic import AfterValidator, Field, TypeAdapter
+from typing_extensions import TypedDict
 
 from longtake.aside import written_aside
-from longtake.records import append_json, now, read_json
-from longtake.run_dir import RunDirectory
+from longtake.errors import RecordError
+from longtake.records import (
+    Count,
+    FileName,
+    Finite,
+    Time,
+    append_json,
+    by_field,
+    now,
+    read_json,
+    read_record,
+    read_records,
+    with_other_fields,
+)
+from longtake.run_dir import Event, RunDirectory
 
 ServerEventKind = Literal[
     "evaluating",
@@ -36,13 +52,17 @@ ServerEventKind = Literal[
 ]
 
 
+SERVER_EVENT: Final = by_field("event", {}, Event)
+"""One line of an evaluation server's events.jsonl."""
+
+
 class VideoScores(TypedDict):
     """One video of a result."""
 
-    file: str
+    file: FileName
     """Its name, beside scores.json."""
     prompt: str
-    seed: int
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)]
     measures: dict[str, float]
     """By name; without those that are not defined for it, such as motion of one frame."""
 
@@ -56,16 +76,17 @@ class Alarm(TypedDict):
     """Such as: brightness of low4s rose 4 checkpoints in a row, +9 %."""
 
 
+@with_other_fields
 class Scores(TypedDict):
     """scores.json: what was sampled from a checkpoint, and what was measured of it."""
 
     preset: str
-    step: int
-    key: str
+    step: Count
+    key: FileName
     """What tells the weights from others of the same step: see `checkpoint_key`."""
     weights: str
     """Which were sampled: `model`, or `ema/` and the name of a profile."""
-    time: str
+    time: Time
     server: str
     """Its name below evaluations/servers/."""
     settings: dict[str, Any]
@@ -76,18 +97,31 @@ class Scores(TypedDict):
     held_out: NotRequired[dict[str, float]]
     """The flow-matching loss on clips that are not trained on: by sigma, and their `mean`."""
     alarms: list[Alarm]
-    seconds: dict[str, float]
+    seconds: dict[str, Finite]
     """What took how long: wait load first_video sample measure write ..."""
 
 
-_SCORES: Mapping[str, type] = {
-    **dict.fromkeys(("preset", "key", "weights", "time", "server"), str),
-    **dict.fromkeys(("settings", "measures", "seconds"), dict),
-    **dict.fromkeys(("videos", "alarms"), list),
-    "step": int,
-}
-_VIDEO: Mapping[str, type] = {"file": str, "prompt": str, "seed": int, "measures": dict}
-_ALARM: Mapping[str, type] = dict.fromkeys(("measure", "kind", "message"), str)
+@with_other_fields
+class _Settings(TypedDict):
+    fps: Annotated[float, Field(gt=0, le=1000)]
+    references: NotRequired[dict[str, list[str]]]
+
+
+_SETTINGS: Final = TypeAdapter(_Settings)
+
+
+def _check(scores: Scores) -> Scores:
+    """Check what is used of the settings, and that each video has the pictures it goes by."""
+    pictures = _SETTINGS.validate_python(scores["settings"]).get("references", {})
+    for video in scores["videos"] if pictures else ():
+        number = int(video["file"].partition("_")[0])
+        if not 0 <= number < min(map(len, pictures.values())):
+            raise ValueError(f"no picture is known that {video['file']} was sampled with")
+    return scores
+
+
+SCORES: Final[TypeAdapter[Scores]] = TypeAdapter(Annotated[Scores, AfterValidator(_check)])
+"""scores.json."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +170,10 @@ class EvaluationDirectory:
 
         None if there is no whole result: no scores.json, or one that is no record of this result.
         """
-        found = scores_in(read_json(self.result_path(preset, step) / "scores.json"))
+        try:
+            found = read_record(self.result_path(preset, step) / "scores.json", SCORES)
+        except RecordError:
+            return None
         is_it = found is not None and (found["preset"], found["step"]) == (preset, step)
         return found if is_it else None
 
@@ -144,34 +181,6 @@ class EvaluationDirectory:
         """Of each checkpoint that was evaluated, by step."""
         found = (self.scores(preset, step) for step in self.steps(preset))
         return [each for each in found if each is not None]
-
-
-def scores_in(record: object) -> Scores | None:
-    """What scores.json holds; None unless all that is demanded of it is there, of its type.
-
-    Others write it, on other machines, and people edit files: whoever reads it can rely on it.
-    """
-    if not (isinstance(record, dict) and _has(record, _SCORES) and _are_numbers(record)):
-        return None
-    videos, alarms = record["videos"], record["alarms"]
-    are_whole = all(_has(each, _VIDEO) and _are_numbers(each) for each in videos)
-    are_whole = are_whole and all(_has(each, _ALARM) for each in alarms)
-    return cast("Scores", record) if are_whole else None
-
-
-def _has(record: object, fields: Mapping[str, type]) -> bool:
-    if not isinstance(record, dict):
-        return False
-    return all(isinstance(record.get(name), kind) for name, kind in fields.items())
-
-
-def _are_numbers(record: Mapping[str, Any]) -> bool:
-    """Whether what was measured is numbers by name."""
-    found = (record["measures"], record.get("held_out", {}))
-    return all(
-        isinstance(each, dict) and all(isinstance(value, int | float) for value in each.values())
-        for each in found
-    )
 
 
 @dataclass(frozen=True)
@@ -237,6 +246,6 @@ def cursor_path(run: RunDirectory, tracker: str) -> Path:
     return run.path / "tracking" / f"{tracker}.json"
 
 
-def event_files(run: RunDirectory) -> Iterator[Path]:
-    """events.jsonl of each server."""
-    return (server.events_path for server in all_servers(run))
+def server_events(run: RunDirectory) -> Iterator[list[dict[str, Any]]]:
+    """The events of each server, the oldest first."""
+    return (read_records(server.events_path, SERVER_EVENT) for server in all_servers(run))

@@ -22,12 +22,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from heapq import merge
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Final, Literal, NotRequired
+
+from typing_extensions import TypedDict
 
 from longtake.aside import written_aside
-from longtake.evaluation_dir import event_files
-from longtake.records import append_json, now, read_json, read_json_lines, write_text
-from longtake.run_dir import RunDirectory
+from longtake.evaluation_dir import server_events
+from longtake.records import (
+    Count,
+    Finite,
+    append_json,
+    by_field,
+    now,
+    read_json,
+    read_records,
+    write_text,
+)
+from longtake.run_dir import Event, EventBase, RunDirectory
 
 NodeEventKind = Literal[
     "watching",
@@ -48,6 +59,28 @@ FLIGHT_PIPE_PREFIX = "fr_pipe_rank_"
 """Where a rank's flight recorder is asked, among the hearts: with its rank and `.pipe` after it."""
 FLIGHT_FILE_PREFIX = "fr_dump_rank_"
 """What it writes then, likewise: with its rank after it."""
+
+
+class _RankFailed(EventBase):
+    rank: Count
+    world_size: Count
+    launch: str
+    pid: Count
+    step: Count
+    phase: str
+    kind: Literal["error", "exception", "killed", "ended"]
+    error: str
+    log: NotRequired[str]
+
+
+class _ClockStepped(Event):
+    seconds: NotRequired[Finite]
+
+
+NODE_EVENT: Final = by_field(
+    "event", {"rank_failed": _RankFailed, "clock_stepped": _ClockStepped}, Event
+)
+"""One line of a node's events.jsonl."""
 
 
 class ProcessDump(TypedDict):
@@ -164,6 +197,10 @@ class NodeDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         append_json(self.events_path, {"time": now(), "event": kind, "host": self.host, **fields})
 
+    def events(self) -> list[dict[str, Any]]:
+        """What the node's watcher saw, the oldest first."""
+        return read_records(self.events_path, NODE_EVENT)
+
     def write_heartbeat(self, record: Mapping[str, Any]) -> None:
         """Replace heartbeat.json; it need not outlive a power cut."""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -232,9 +269,8 @@ def verdict_path(run: RunDirectory, token: str) -> Path:
 
 def read_events(run: RunDirectory) -> Iterator[dict[str, Any]]:
     """The run's own events, its nodes' and its evaluation servers', by the times they bear."""
-    nodes = (node.events_path for node in all_nodes(run))
-    paths = [run.events_path, *nodes, *event_files(run)]
-    return merge(*map(read_json_lines, paths), key=lambda event: str(event["time"]))
+    found = [run.events(), *(node.events() for node in all_nodes(run)), *server_events(run)]
+    return merge(*found, key=lambda event: str(event["time"]))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -4,6 +4,7 @@ Reading trusts nothing. A record is a type that pydantic validates (a TypedDict,
 or a `TypeAdapter`), and the package that owns a format declares its type:
 
     read_record(path, Manifest)     a JSON file: the record, or None if there is no file
+    require_record(path, Manifest)  likewise; a missing file is an error
     read_records(path, Metrics)     a JSON lines file: its records; other lines are counted
     read_last_record(path, Metrics) the last of them
     read_records_on(...)            those that were appended since
@@ -29,9 +30,18 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Final, TypeVar
+from typing import Annotated, Any, BinaryIO, Final, Literal, TypeVar, Union
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+    with_config,
+)
 from pydantic_core import ErrorDetails
 
 from longtake.aside import written_aside
@@ -45,6 +55,10 @@ MAX_FILE_DEPTH: Final = 32
 Count = Annotated[int, Field(ge=0, le=2**53)]
 """A number of steps, samples or bytes; a float holds it exactly."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Timestamp = Annotated[float, Field(ge=0, le=1e11)]
+"""Seconds since 1970."""
+NumberOrText = Finite | Literal["nan", "inf", "-inf"]
+"""A float as `json_number` writes it, since JSON has finite numbers only."""
 
 
 def _is_name(text: str) -> str:
@@ -80,6 +94,24 @@ _TYPES = {
     stat.S_IFBLK: "a device",
 }
 _skipped: dict[Path, int] = {}
+
+
+def by_field(name: str, kinds: Mapping[str, Any], other: Any) -> TypeAdapter[dict[str, Any]]:
+    """The type of records, such as events, that depends on one of their fields.
+
+    Args:
+        name: of the field.
+        kinds: types by the field's value.
+        other: the type with any other value.
+    """
+
+    def tag(record: Any) -> str:
+        value = record.get(name) if isinstance(record, dict) else None
+        return value if isinstance(value, str) and value in kinds else ""
+
+    tagged = [Annotated[kind, Tag(value)] for value, kind in {**kinds, "": other}.items()]
+    union: Any = Union[tuple(tagged)] if len(tagged) > 1 else other  # noqa: UP007
+    return TypeAdapter(Annotated[union, Discriminator(tag)] if len(tagged) > 1 else other)
 
 
 def now() -> str:
@@ -141,6 +173,18 @@ def read_record(path: Path, kind: Kind[_T], max_bytes: int = MAX_FILE_BYTES) -> 
             return None
         raise RecordError(path, error.strerror or str(error)) from error
     return parse_record(data, kind, path)
+
+
+def require_record(path: Path, kind: Kind[_T], max_bytes: int = MAX_FILE_BYTES) -> _T:
+    """The record in a JSON file.
+
+    Raises:
+        RecordError: there is no file, it cannot be read, or holds no such record.
+    """
+    found = read_record(path, kind, max_bytes)
+    if found is None:
+        raise RecordError(path, "there is no such file")
+    return found
 
 
 def parse_record(data: bytes, kind: Kind[_T], path: Path, max_depth: int = MAX_FILE_DEPTH) -> _T:

@@ -21,7 +21,6 @@ names and the record schemas:
     tracking/                    which process writes them, how far it is, and what it said
 """
 
-import json
 import secrets
 import shutil
 import socket
@@ -33,13 +32,30 @@ from dataclasses import dataclass
 from importlib import metadata
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Final, Literal, NotRequired
+
+from pydantic import AfterValidator, Field
+from typing_extensions import TypedDict
 
 from longtake import __version__, config
 from longtake.aside import make_writable
 from longtake.config import Recipe
-from longtake.errors import RecipeChangedError, RunError
-from longtake.records import append_json, now, read_json_lines, write_json, write_text
+from longtake.errors import RecipeChangedError, RecordError, RunError
+from longtake.records import (
+    Count,
+    Finite,
+    NumberOrText,
+    Time,
+    Timestamp,
+    append_json,
+    by_field,
+    now,
+    read_records,
+    require_record,
+    with_other_fields,
+    write_json,
+    write_text,
+)
 
 EventKind = Literal[
     "launched",
@@ -65,6 +81,7 @@ EventKind = Literal[
 ]
 
 
+@with_other_fields
 class Metrics(TypedDict):
     """One line of metrics.jsonl.
 
@@ -72,45 +89,182 @@ class Metrics(TypedDict):
     of this step and of later ones was abandoned.
     """
 
-    step: int
-    epoch: int
-    loss: float | None
+    step: Count
+    epoch: Count
+    loss: Finite | None
     """None, here and elsewhere: it is no finite number."""
-    grad_norm: float | None
-    learning_rate: float
-    step_seconds: float
-    data_seconds: float
-    time: float
-    tflops_per_second: NotRequired[float]
-    batch: NotRequired[int]
+    grad_norm: Finite | None
+    learning_rate: Finite
+    step_seconds: Finite
+    data_seconds: Finite
+    time: Timestamp
+    tflops_per_second: NotRequired[Finite]
+    batch: NotRequired[Count]
     """Number of the batch in the run's data; not the step's where batches were skipped."""
-    loss_by_sigma: NotRequired[list[float | None]]
+    loss_by_sigma: NotRequired[Annotated[list[Finite | None], Field(min_length=4, max_length=4)]]
     """Loss at sigmas in [0, 1/4), [1/4, 1/2), [1/2, 3/4) and [3/4, 1]; None: no sample there."""
-    weight_norm: NotRequired[float | None]
+    weight_norm: NotRequired[Finite | None]
     """Of the trained weights that the step began with."""
-    update_ratio: NotRequired[float | None]
+    update_ratio: NotRequired[Finite | None]
     """Norm of the update before this step over that of the weights."""
-    nonfinite_share: NotRequired[float]
+    nonfinite_share: NotRequired[Finite]
     """Of the gradients' numbers, those that are none."""
-    group_grad_norms: NotRequired[dict[str, float | None]]
-    group_weight_norms: NotRequired[dict[str, float | None]]
-    group_update_ratios: NotRequired[dict[str, float | None]]
+    group_grad_norms: NotRequired[dict[str, Finite | None]]
+    group_weight_norms: NotRequired[dict[str, Finite | None]]
+    group_update_ratios: NotRequired[dict[str, Finite | None]]
     verdict: NotRequired[Literal["skip", "roll_back", "stop"]]
     """What the guard said, where it was not "ok": no such step's update was made."""
+
+
+def _is_span(span: list[int]) -> list[int]:
+    if span[0] > span[1]:
+        raise ValueError(f"expected [first, end), got {span}")
+    return span
+
+
+Span = Annotated[list[Count], Field(min_length=2, max_length=2), AfterValidator(_is_span)]
+"""[first, end)"""
 
 
 class RolledBack(TypedDict):
     """One line of rollbacks.jsonl. What is skipped stays so, wherever the run is resumed from."""
 
-    time: str
-    from_step: int
+    time: Time
+    from_step: Count
     """Steps that were done."""
-    to_step: int
+    to_step: Count
     """Steps that are done after it: those of the checkpoint."""
-    skipped: list[int]
+    skipped: Span
     """[first, end): batches of the run's data that are not trained."""
     reason: str
     message: str
+
+
+@with_other_fields
+class Launch(TypedDict):
+    """One launch in run.json."""
+
+    time: Time
+    host: str
+    start_step: Count
+    world_size: Annotated[int, Field(ge=1, le=2**24)]
+    device: str
+
+
+@with_other_fields
+class RunRecord(TypedDict):
+    """run.json."""
+
+    id: str
+    created: Time
+    launches: list[Launch]
+
+
+@with_other_fields
+class EventBase(TypedDict):
+    """What every line of an events.jsonl has: of the run, of a node or of an evaluation server."""
+
+    time: Time
+    event: str
+    host: NotRequired[str]
+
+
+class Event(EventBase):
+    """An event of which readers expect nothing in particular."""
+
+    step: NotRequired[Count | None]
+    from_step: NotRequired[Count | None]
+    sentence: NotRequired[str | None]
+    message: NotRequired[str | None]
+    reason: NotRequired[str | None]
+
+
+class _Started(EventBase):
+    step: Count
+    seconds: dict[str, Finite]
+    total: Finite
+    slowest: dict[str, Count]
+    down_seconds: Finite | None
+
+
+class _Judged(EventBase):
+    step: Count
+    verdict: str
+    reason: str
+    message: str
+
+
+class _WentBack(EventBase):
+    step: Count
+    from_step: Count
+    skipped: Span
+
+
+class _Stage(EventBase):
+    step: Count
+    stage: str
+
+
+class _Epoch(_Stage):
+    epoch: Count
+
+
+RUN_EVENT: Final = by_field(
+    "event",
+    {
+        "started": _Started,
+        "skipped": _Judged,
+        "suspected": _Judged,
+        "rolled_back": _WentBack,
+        "stage": _Stage,
+        "epoch": _Epoch,
+    },
+    Event,
+)
+"""One line of the run's events.jsonl."""
+
+
+class ReportedSample(TypedDict):
+    """A sample of one of the steps before a verdict."""
+
+    step: Count
+    batch: Count
+    rank: Count
+    host: str
+    identity: Annotated[str, Field(pattern="^([0-9a-f]{2}){8,64}$")]
+    caption: str
+    epoch: Count
+    sigma: NumberOrText
+    loss: NumberOrText
+
+
+@with_other_fields
+class ReportedVerdict(TypedDict):
+    """What the guard said."""
+
+    kind: str
+    reason: str
+    message: str
+    began: Count
+
+
+@with_other_fields
+class ReportedState(TypedDict):
+    """What a run could go back to."""
+
+    checkpoint: Count | None
+
+
+@with_other_fields
+class GuardReport(TypedDict):
+    """guard/step_00001234_0.json: all that the guard saw around a verdict."""
+
+    step: Count
+    """Steps that were done before the one that was judged."""
+    batch: NotRequired[Count | None]
+    verdict: ReportedVerdict
+    samples: list[ReportedSample]
+    state: NotRequired[ReportedState | None]
 
 
 @dataclass(frozen=True)
@@ -320,16 +474,27 @@ class RunDirectory:
             RunError: run.json is missing or damaged, or cannot be written.
         """
         launch = {"time": now(), "host": socket.gethostname(), "versions": _versions(), **facts}
-        try:
-            record = json.loads(self.record_path.read_text(encoding="utf-8"))
-            record["launches"].append(launch)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise RunError(
-                f"{self.record_path} cannot be read, though {self.path} holds a run: {error}. "
-                "Restore it, or start in another folder with --set out=FOLDER."
-            ) from error
+        record = self.record()
         with self._writing():
-            write_json(self.record_path, record)
+            write_json(self.record_path, {**record, "launches": [*record["launches"], launch]})
+
+    def record(self) -> RunRecord:
+        """run.json.
+
+        Raises:
+            RunError: it is missing or damaged.
+        """
+        try:
+            return require_record(self.record_path, RunRecord)
+        except RecordError as error:
+            raise RunError(
+                f"{error} {self.path} holds a run: restore the file, or start in another folder "
+                "with --set out=FOLDER."
+            ) from error
+
+    def events(self) -> list[dict[str, Any]]:
+        """The run's own events, the oldest first."""
+        return read_records(self.events_path, RUN_EVENT)
 
     def append_event(self, kind: EventKind, **fields: Any) -> None:
         """Append one line to events.jsonl.
@@ -361,7 +526,7 @@ class RunDirectory:
 
     def rollbacks(self) -> list[RolledBack]:
         """All rollbacks, the oldest first."""
-        return list(read_json_lines(self.rollbacks_path))
+        return read_records(self.rollbacks_path, RolledBack)
 
     def write_guard_report(self, path: Path, report: Mapping[str, Any]) -> None:
         """Write what the guard saw to where `guard_report_path` says.
@@ -395,7 +560,7 @@ class RunDirectory:
     def metrics(self) -> list[Metrics]:
         """The metrics that count, by step: those of abandoned steps are left out."""
         kept: list[Metrics] = []
-        for row in read_json_lines(self.metrics_path):
+        for row in read_records(self.metrics_path, Metrics):
             while kept and kept[-1]["step"] >= row["step"]:
                 kept.pop()
             kept.append(row)

@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, Literal, Self
 
+from longtake.errors import RecordError
 from longtake.heartbeat import Pulse, folder_of, read_all
 from longtake.node_dir import NodeDirectory, all_nodes, has_beaten, read_heartbeats, this_node
-from longtake.records import read_json_lines
 from longtake.run_dir import RunDirectory
 
 LOG_VARIABLE: Final = "LONGTAKE_LOG"
@@ -192,5 +192,5 @@ def _events(run: RunDirectory) -> Iterator[dict[str, Any]]:
 
 
 def _events_of(node: NodeDirectory) -> Iterator[dict[str, Any]]:
-    events = read_json_lines(node.events_path)
-    return (event for event in events if event.get("event") == "rank_failed")
+    with suppress(RecordError):  # then nothing is known of it
+        yield from (event for event in node.events() if event["event"] == "rank_failed")

@@ -66,7 +66,12 @@ class _Results:
         files = [f"{number:02}_s0.mp4" for number in range(PROMPTS)]
         for file in files:
             (folder / file).write_bytes(b"video")
-        nothing: dict[str, Any] = {"settings": {}, "measures": {}, "seconds": {}, "alarms": []}
+        nothing: dict[str, Any] = {
+            "settings": {"fps": 8.0},
+            "measures": {},
+            "seconds": {},
+            "alarms": [],
+        }
         whose = {"preset": PRESET, "step": step, "key": self._key(step), "server": server}
         about = {"prompt": "a red square", "seed": 0, "measures": {}}
         scores = {

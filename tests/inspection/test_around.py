@@ -142,6 +142,6 @@ def test_a_damaged_report_is_named(told: RunDirectory) -> None:
     """What it lacks, and that the rest can be looked at without it."""
     path = told.guard_report_path(8, 0)
     path.write_text('{"step": 8}')
-    with pytest.raises(RunError, match=r"step_00000008_0\.json cannot be read: 'samples'.*move it"):
+    with pytest.raises(RunError, match=r"step_00000008_0\.json cannot be read: verdict: .*move it"):
         around(told, 9, 1)
     assert around(told, 20, 1)["report"]["step"] == 20

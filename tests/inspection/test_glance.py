@@ -66,7 +66,7 @@ def test_a_folder_without_a_run_or_with_half_of_one_is_named(
     with pytest.raises(RunError, match=r"nowhere is not a run directory"):
         glance(RunDirectory(tmp_path / "nowhere"))
     told.record_path.write_text("{}")
-    with pytest.raises(RunError, match=r"run\.json cannot be read, though .* holds a run: 'id'"):
+    with pytest.raises(RunError, match=r"run\.json cannot be read: id: .* holds a run"):
         glance(told)
 
 

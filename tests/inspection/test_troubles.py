@@ -50,7 +50,16 @@ def test_glance_and_picture_show_them(told: RunDirectory, tmp_path: Path) -> Non
 
 def test_a_rank_that_failed_is_told_with_where_and_of_what(told: RunDirectory) -> None:
     """In the step after those that were done."""
-    facts = {"rank": 3, "step": 4, "phase": "backward", "kind": "killed", "log": "rank_0003.log"}
+    facts = {
+        "rank": 3,
+        "world_size": 4,
+        "launch": "a",
+        "pid": 7,
+        "step": 4,
+        "phase": "backward",
+        "kind": "killed",
+        "log": "rank_0003.log",
+    }
     NodeDirectory(told, "gpu07").append_event("rank_failed", **facts, error="killed by SIGKILL")
     (failed,) = troubles(told, read_rows(told))
     assert failed["at"] == 5

@@ -77,7 +77,7 @@ def _write_scores(folder: Path, preset: str, step: int, key: str, names: list[st
         weights="model",
         time=f"2026-01-02T03:04:{step % 60:02d}.000+00:00",
         server="here-1",
-        settings={},
+        settings={"fps": 8.0},
         videos=[
             {"file": name, "prompt": "a red disc", "seed": 0, "measures": {"brightness": 0.5}}
             for name in names

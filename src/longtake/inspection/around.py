@@ -88,12 +88,13 @@ def _events_near(
 
 def _about(report: Report, run: RunDirectory) -> dict[str, Any]:
     facts = report.facts
+    state = facts.get("state")
     return {
         "path": str(report.path.relative_to(run.path)),
         "step": report.step,
         "batch": facts.get("batch"),
         "verdict": facts["verdict"],
-        "checkpoint": (facts.get("state") or {}).get("checkpoint"),
+        "checkpoint": state["checkpoint"] if state else None,
     }
 
 

@@ -1,12 +1,10 @@
 """A run at a glance: how far it is, what it has to show for it, and what one can type next."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from longtake.checkpoint.manifest import damage
-from longtake.errors import RunError
 from longtake.inspection.evaluated import evaluated
 from longtake.inspection.rows import Row, read_rows
 from longtake.inspection.starts import starts
@@ -32,7 +30,7 @@ def glance(run: RunDirectory) -> dict[str, Any]:
     Raises:
         RunError: there is no run, or run.json is damaged.
     """
-    recipe, record = run.recipe(), _record(run)
+    recipe, record = run.recipe(), run.record()
     rows = read_rows(run)
     kept = [row for row in rows if not row.is_abandoned]
     state, steps = _state(run), kept[-1].step if kept else 0
@@ -57,17 +55,6 @@ def glance(run: RunDirectory) -> dict[str, Any]:
         "evaluations": evaluations,
         "next": _next(run, state, checkpoints, rows, evaluations),
     }
-
-
-def _record(run: RunDirectory) -> dict[str, Any]:
-    try:
-        record: dict[str, Any] = json.loads(run.record_path.read_bytes())
-        record["id"], record["created"], record["launches"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise RunError(
-            f"{run.record_path} cannot be read, though {run.path} holds a run: {error}. Restore it."
-        ) from error
-    return record
 
 
 def _state(run: RunDirectory) -> str:

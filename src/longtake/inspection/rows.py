@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from longtake.records import read_json_lines
+from longtake.records import read_records
 from longtake.run_dir import Metrics, RunDirectory
 
 
@@ -29,7 +29,7 @@ class Row:
 
 def read_rows(run: RunDirectory) -> list[Row]:
     """All rows, in the order in which they were written."""
-    found: list[Metrics] = list(read_json_lines(run.metrics_path))
+    found: list[Metrics] = read_records(run.metrics_path, Metrics)
     lowest = _given_up_since(run, found[-1]) if found else math.inf
     rows: list[Row] = []
     for metrics in reversed(found):

@@ -44,7 +44,7 @@ def in_words(trouble: Mapping[str, Any]) -> str:
 def sentence_of(trouble: Mapping[str, Any]) -> str:
     """What it says for people."""
     said = (trouble.get(name) for name in ("sentence", "message", "reason", "error"))
-    text = next((each for each in said if each), "")
+    text = str(next((each for each in said if each), ""))
     if trouble["event"] == "rank_failed":
         text = f"rank {trouble['rank']} ({trouble['phase']}): {text}"
     host = trouble.get("host", "")

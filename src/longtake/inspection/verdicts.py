@@ -1,15 +1,15 @@
 """What the guard said in a run, and where the run went back."""
 
-import json
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longtake.errors import RunError
+from longtake.errors import RecordError, RunError
 from longtake.node_dir import read_events
-from longtake.run_dir import RunDirectory
+from longtake.records import require_record
+from longtake.run_dir import GuardReport, ReportedSample, RunDirectory
 
 _REPORT = re.compile(r"step_(\d+)_(\d+)\.json")
 
@@ -21,14 +21,14 @@ class Report:
     path: Path
     number: int
     """Of the verdicts on the same step, which may have been run several times."""
-    facts: dict[str, Any]
+    facts: GuardReport
 
     @property
     def step(self) -> int:
         """The step that was judged, as metrics count: steps done with it."""
-        return int(self.facts["step"]) + 1
+        return self.facts["step"] + 1
 
-    def samples_of(self, step: int) -> list[dict[str, Any]]:
+    def samples_of(self, step: int) -> list[ReportedSample]:
         """Samples of a step, the highest loss first; none of steps long before."""
         samples = [each for each in self.facts["samples"] if each["step"] + 1 == step]
         return sorted(samples, key=_badness, reverse=True)
@@ -63,19 +63,17 @@ def report_near(run: RunDirectory, step: int, span: int) -> Report | None:
     return next((each for each in ranked if each.samples_of(step)), next(iter(ranked), None))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> GuardReport:
     try:
-        facts: dict[str, Any] = json.loads(path.read_bytes())
-        facts["step"], facts["samples"], facts["verdict"]["message"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        return require_record(path, GuardReport)
+    except RecordError as error:
         raise RunError(
-            f"{path} cannot be read: {error}. It is one of the guard's reports, which nothing else "
-            "needs: restore it, or move it away and look at the rest."
+            f"{error} It is one of the guard's reports, which nothing else needs: restore it, or "
+            "move it away and look at the rest."
         ) from error
-    return facts
 
 
-def _badness(sample: dict[str, Any]) -> tuple[bool, float]:
+def _badness(sample: ReportedSample) -> tuple[bool, float]:
     """Losses that are no numbers come before the highest."""
     loss = float(sample["loss"])
     return (math.isnan(loss), loss)

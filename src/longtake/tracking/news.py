@@ -1,6 +1,5 @@
 """What a run directory has gained: rows of metrics, events, evaluations. Reads nothing twice."""
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -9,8 +8,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from longtake.evaluation_dir import EvaluationDirectory, Scores, scores_in
-from longtake.records import read_records_on
+from longtake.errors import RecordError
+from longtake.evaluation_dir import SCORES, EvaluationDirectory, Scores
+from longtake.records import parse_record, read_records_on, read_regular
 from longtake.run_dir import RunDirectory
 from longtake.tracking.cursor import Position, Result
 
@@ -164,21 +164,17 @@ class Reader:
             now = _signature(path)
             if self._bad.get(path) == now:
                 return None
-            scores = scores_in(json.loads(path.read_bytes()))
-            if scores is None:
-                raise ValueError("it is no record of a result")
-            found = Evaluation(scores, path.parent)
-            _ = found.time, found.scalars()
+            scores = parse_record(read_regular(path), SCORES, path)
         except FileNotFoundError:  # it has just given way to a newer one
             return None
         except OSError as error:  # of the disk or the network: the next look may do better
             self._complain(f"{path} cannot be read now: {error!r}")
             return None
-        except (ValueError, ArithmeticError, RecursionError) as error:
+        except RecordError as error:
             self._bad[path] = now
-            self._complain(f"{path} cannot be read and is left out: {error!r}")
+            self._complain(f"{error} It is left out.")
             return None
-        return found
+        return Evaluation(scores, path.parent)
 
     def _complain(self, text: str) -> None:
         if text not in self._said:

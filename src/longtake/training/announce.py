@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -11,7 +10,7 @@ from longtake.config import Recipe
 from longtake.data.loader import Loader
 from longtake.parallel.mesh import World
 from longtake.records import read_last_record
-from longtake.run_dir import EventKind, RunDirectory
+from longtake.run_dir import EventKind, Metrics, RunDirectory
 from longtake.training.card import card_of
 from longtake.training.fit import Fit
 from longtake.training.startup import parts_so_far
@@ -99,7 +98,7 @@ def announce_plan(
 
 def _lost_steps(run: RunDirectory, step: int) -> int:
     """Steps beyond this one that were trained and of which no checkpoint is left."""
-    last, rollbacks = read_last_record(run.metrics_path, dict[str, Any]), run.rollbacks()
+    last, rollbacks = read_last_record(run.metrics_path, Metrics), run.rollbacks()
     if last is None or (rollbacks and rollbacks[-1]["from_step"] == last["step"]):
         return 0  # what comes after the checkpoint was given up
     return max(0, int(last["step"]) - step)

@@ -4,7 +4,6 @@ The parts are the phases of each process's heart (`longtake.heartbeat`), so that
 what a watcher would have seen.
 """
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,8 +12,8 @@ from longtake import heartbeat
 from longtake.heartbeat import Phase
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
-from longtake.records import read_json_lines, read_last_record
-from longtake.run_dir import RunDirectory
+from longtake.records import read_last_record
+from longtake.run_dir import Metrics, RunDirectory
 
 PARTS: dict[Phase, str] = {
     "start": "imports",
@@ -72,8 +71,8 @@ def _down_seconds(run: RunDirectory) -> float | None:
 
     Wall-clock times, as two processes have no other in common: of two hosts they would not do.
     """
-    last = read_last_record(run.metrics_path, dict[str, Any])
-    hosts = [each["host"] for each in json.loads(run.record_path.read_bytes())["launches"][-2:]]
+    last = read_last_record(run.metrics_path, Metrics)
+    hosts = [each["host"] for each in run.record()["launches"][-2:]]
     if last is None or len(set(hosts)) != 1 or not _has_crashed(run):
         return None
     passed = round(time.time() - float(last["time"]), 3)
@@ -82,7 +81,7 @@ def _down_seconds(run: RunDirectory) -> float | None:
 
 def _has_crashed(run: RunDirectory) -> bool:
     """Whether the launch before this one has begun, and nobody wrote down its end."""
-    told = [each["event"] for each in read_json_lines(run.events_path)]
+    told = [each["event"] for each in run.events()]
     beginnings = [at for at, kind in enumerate(told) if kind in _BEGINNINGS]
     if len(beginnings) < 2:
         return False

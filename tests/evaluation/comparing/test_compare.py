@@ -63,7 +63,7 @@ def _result(
         "step": step,
         "key": "0",
         "weights": "model",
-        "time": "",
+        "time": "2026-01-02T03:04:05.000+00:00",
         "server": "",
         "settings": {"fps": fps}
         | (

@@ -62,7 +62,7 @@ def scores_of(step: int, key: str, server: str, preset: str = "probe") -> Scores
         "weights": "ema/main",
         "time": now(),
         "server": server,
-        "settings": {},
+        "settings": {"fps": 8.0},
         "videos": [],
         "measures": {"motion": 0.5},
         "alarms": [],

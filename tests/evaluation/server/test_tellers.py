@@ -77,7 +77,7 @@ def _add_result(run: RunDirectory, step: int) -> None:
         weights="model",
         time=now(),
         server="here-1",
-        settings={},
+        settings={"fps": 8.0},
         videos=[],
         measures={"brightness": 1.0},
         alarms=[],
