@@ -185,11 +185,14 @@ class DataSection(_Section):
     exactly what it has not seen yet. `restart`: begin the next epoch at once."""
     caption_dropout: float = Field(0.1, ge=0, le=1)
     """Share of samples trained with an empty caption, for classifier-free guidance."""
-    workers: int = Field(2, ge=0)
+    workers: int = Field(2, ge=0, le=256)
     """Processes of each rank that decode, watched and replaced when one hangs; 0: threads of the
     training process, which nobody watches."""
     sample_timeout_seconds: float = Field(60.0, gt=0)
     """How long decoding one sample may take before its worker is dumped, killed and replaced."""
+    sample_memory_gib: float = Field(1.0, gt=0, le=1024)
+    """Memory that decoding one sample may take, in GiB; a clip that needs more is quarantined. A
+    picture may have 64 million pixels for each GiB."""
     prefetch_batches: int = Field(3, gt=0)
     """Batches decoded ahead of the training step."""
     memory_gib: float = Field(1.0, ge=0)
@@ -747,6 +750,7 @@ MAY_CHANGE_ON_RESUME = (
     "data.drift_limit",
     "data.workers",
     "data.sample_timeout_seconds",
+    "data.sample_memory_gib",
     "data.prefetch_batches",
     "data.memory_gib",
     "data.cache",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 data_app = typer.Typer(help="Prepare and inspect what is trained on.", no_args_is_help=True)
 
 CatalogPath = Annotated[Path, typer.Argument(help="A catalog (Parquet), as `index` writes it.")]
-Workers = Annotated[int | None, typer.Option(min=1, help="Processes; one for each core if unset.")]
+Workers = Annotated[int | None, typer.Option(min=1, max=1024, help="Processes; one for each core if unset.")]
 On = Annotated[
     str | None,
     typer.Option(
@@ -25,6 +25,10 @@ On = Annotated[
         metavar="ray[://HOST:PORT]",
         help="Work on a Ray cluster: RAY_ADDRESS's or this machine's, or that client server's.",
     ),
+]
+MemoryGib = Annotated[
+    float,
+    typer.Option(min=2**-10, max=1024, help="Memory that decoding one file may take, in GiB."),
 ]
 
 
@@ -51,6 +55,15 @@ def index(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Read all files again, the unchanged ones too.")
     ] = False,
+    memory_gib: MemoryGib = 1.0,
+    timeout_seconds: Annotated[
+        float,
+        typer.Option(
+            min=1,
+            max=1e6,
+            help="How long decoding one file may take, besides 1 s for each 64 KiB of it.",
+        ),
+    ] = 60.0,
     as_json: AsJson = False,
 ) -> None:
     """Decode every clip once and write a catalog of those that can be trained on.
@@ -59,11 +72,18 @@ def index(
     """
     from longtake.data.crews.choice import crew_on
     from longtake.data.index import index as index_clips
+    from longtake.data.limits import Limits
     from longtake.progress import counted
 
     with crew_on(on, workers) as crew, counted(say.console(), "index") as advance:
         report = index_clips(
-            sources, captions=captions, out=out, crew=crew, progress=advance, fresh=fresh
+            sources,
+            captions=captions,
+            out=out,
+            crew=crew,
+            progress=advance,
+            fresh=fresh,
+            limits=Limits(memory_gib, timeout_seconds),
         )
     if as_json:
         say.result(asdict(report) | {"catalog": str(out)})
@@ -97,6 +117,7 @@ def prepare(
     fps: Annotated[float | None, typer.Option(help="At most so many frames a second.")] = None,
     workers: Workers = None,
     on: On = None,
+    memory_gib: MemoryGib = 1.0,
     as_json: AsJson = False,
 ) -> None:
     """Transcode clips to the size that they are trained in, so that reading them is cheap."""
@@ -107,7 +128,9 @@ def prepare(
 
     settings = Settings(tuple(map(_parse_size, size)), gop, crf, fps)
     with crew_on(on, workers) as crew, counted(say.console(), "prepare") as advance:
-        report = prepare_clips(catalog, out, settings=settings, crew=crew, progress=advance)
+        report = prepare_clips(
+            catalog, out, settings=settings, crew=crew, progress=advance, memory_gib=memory_gib
+        )
     if as_json:
         say.result(asdict(report) | {"catalog": str(report.catalog)})
         return
@@ -142,6 +165,7 @@ def score(
     ] = None,
     workers: Workers = None,
     on: On = None,
+    memory_gib: MemoryGib = 1.0,
     as_json: AsJson = False,
 ) -> None:
     """Give every clip a number that stages can select by, such as `nouns <= q40`.
@@ -157,7 +181,15 @@ def score(
     loaded, target = Catalog.load(catalog), out or catalog
     check_out(target)  # scoring may take hours
     with crew_on(on, workers) as crew, counted(say.console(), "score") as advance:
-        scored = score_clips(loaded, by, name=name, crew=crew, out=target, progress=advance)
+        scored = score_clips(
+            loaded,
+            by,
+            name=name,
+            crew=crew,
+            out=target,
+            progress=advance,
+            memory_gib=memory_gib,
+        )
     scored.catalog.save(target)
     scored.settle()
     facts = {

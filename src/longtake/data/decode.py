@@ -6,6 +6,7 @@ local files is ever opened (FFmpeg lets a local playlist refer to nothing else),
 wrong is a ClipError. PyAV keeps FFmpeg's own log off by default, and nothing here turns it on.
 """
 
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,10 +21,13 @@ from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
 from longtake.data.clip import Media
+from longtake.data.limits import check_pixels, max_pixels, out_of_memory
 from longtake.errors import ClipError
 
 # Files and parts of files: a playlist may ask for http and much else.
 _PROTOCOLS = {"protocol_whitelist": "file,subfile"}
+
+_GIF_HEADER = struct.Struct("<6sHH")
 
 # Codecs whose decoders know, from a frame alone, that no other refers to it.
 _SKIPPING = ("h264", "mpeg1video", "mpeg2video", "mpeg4", "vp8", "vp9")
@@ -46,20 +50,33 @@ def opened(
     media: Media, stream_index: int | None = None
 ) -> Iterator[tuple[InputContainer, VideoStream]]:
     """Open a video for strict decoding; whatever fails inside becomes a ClipError."""
+    limit = {"max_pixels": str(max_pixels())}
     try:
+        _check_gif(media)
         with av.open(
             _url(media),
-            options=_PROTOCOLS,
+            options=_PROTOCOLS | limit,
             metadata_errors="replace",  # a title in Latin-1 is no damage
         ) as container:
             stream = _video_stream(media, container, stream_index)
             if getattr(stream, "codec_context", None) is None:  # PyAV's types rule this out
                 raise ClipError(str(media), "no decoder for its video codec")
             stream.codec_context.thread_count = 1
-            stream.codec_context.options = {"err_detect": "explode"}
+            check_pixels(media, stream.codec_context.width, stream.codec_context.height)
+            stream.codec_context.options = {"err_detect": "explode", **limit}
             yield container, stream
     except _FAILURES as error:
         raise ClipError(str(media), f"not a readable video: {reason_of(error)}") from error
+
+
+def _check_gif(media: Media) -> None:
+    """Check the size that a GIF's header names: FFmpeg takes it from the first decoded frame."""
+    with Path(media.path).open("rb") as file:
+        file.seek(media.offset)
+        header = file.read(_GIF_HEADER.size)
+    if header.startswith(b"GIF8") and len(header) == _GIF_HEADER.size:
+        _, width, height = _GIF_HEADER.unpack(header)
+        check_pixels(media, width, height)
 
 
 def _url(media: Media) -> str:
@@ -140,4 +157,6 @@ def rgb(frame: VideoFrame) -> NDArray[np.uint8]:
 
 def reason_of(error: BaseException) -> str:
     """What an error says, without its class where it says anything."""
+    if isinstance(error, MemoryError):
+        return out_of_memory()
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -51,7 +51,7 @@ class Decoding:
         self.data = data
         self.memory = memory
         limit = data.sample_timeout_seconds
-        self.pool = Pool(workers, limit, hearts=hearts)
+        self.pool = Pool(workers, limit, memory_gib=data.sample_memory_gib, hearts=hearts)
 
     def places(self, shape: Bucket, num_places: int) -> "PixelPlaces":
         """The empty places of one batch."""

@@ -188,7 +188,8 @@ def fill_latents(
     """
     under_way: deque[_Job] = deque()
     limit = data.sample_timeout_seconds
-    with Pool(data.workers, limit, hearts=hearts) as pool:
+    memory = data.sample_memory_gib
+    with Pool(data.workers, limit, memory_gib=memory, hearts=hearts) as pool:
         for done, number in enumerate(_some_order(len(places))):
             place = places[number]
             for window in all_windows(place.clip, place.shape, data):

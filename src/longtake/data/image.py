@@ -16,6 +16,7 @@ from PIL import Image, ImageOps
 
 from longtake.data.clip import Media
 from longtake.data.indexing.probe import Probe, content_hash
+from longtake.data.limits import check_pixels, out_of_memory
 from longtake.errors import ClipError
 
 
@@ -66,6 +67,8 @@ def _decode(media: Media) -> tuple[NDArray[np.uint8], str, str]:
         raise
     except Image.DecompressionBombError as error:
         raise ClipError(str(media), "too many pixels for one picture") from error
+    except MemoryError as error:
+        raise ClipError(str(media), f"not a readable image: {out_of_memory()}") from error
     except Exception as error:  # a hostile file makes Pillow's parsers raise almost anything
         reason = str(error).split(" <_io")[0] or type(error).__name__
         raise ClipError(str(media), f"not a readable image: {reason}") from error
@@ -78,9 +81,7 @@ def _bytes(media: Media) -> bytes:
 
 
 def _check(media: Media, image: Image.Image) -> None:
-    limit = Image.MAX_IMAGE_PIXELS
-    if limit is not None and image.width * image.height > limit:
-        raise ClipError(str(media), f"{image.width}x{image.height} is more than {limit} pixels")
+    check_pixels(media, image.width, image.height)
     num_pictures = getattr(image, "n_frames", 1)
     if num_pictures > 1 and image.format != "MPO":
         raise ClipError(str(media), f"holds {num_pictures} pictures; make a video or images of it")

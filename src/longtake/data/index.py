@@ -22,6 +22,7 @@ from longtake.data.indexing.journal import Journal, Memory, stamp_of
 from longtake.data.indexing.probe import Probe
 from longtake.data.indexing.probing import probe_all
 from longtake.data.indexing.sources import Found, find
+from longtake.data.limits import DEFAULT, Limits
 from longtake.data.table import SCHEMA_VERSION, version_of
 from longtake.errors import ClipError, DataError
 from longtake.machine import num_cores
@@ -59,6 +60,7 @@ def index(
     crew: Crew | None = None,
     progress: Callable[[int, int], None] | None = None,
     fresh: bool = False,
+    limits: Limits = DEFAULT,
 ) -> IndexReport:
     """Decode every video and image once and write the catalog of those that can be trained on.
 
@@ -74,6 +76,7 @@ def index(
         crew: who decodes instead, such as a cluster; the catalog is the same to the byte.
         progress: called with (files done, files in all).
         fresh: read every file again, whatever is known of it.
+        limits: what decoding one file may cost; a file that needs more is rejected.
 
     Raises:
         DataError: a source or the captions cannot be read, nothing is found or can be decoded,
@@ -84,7 +87,9 @@ def index(
     found = find(sources)
     items, unmatched = _captioned(found, captions)
     before = _catalog_before(out)
-    seen = look_at(items, out, crew or _processes(workers), progress=progress, fresh=fresh)
+    seen = look_at(
+        items, out, crew or _processes(workers), progress=progress, fresh=fresh, limits=limits
+    )
     clips = _clips(items, seen)
     rejected = _rejected(items, seen, found.refused)
     if not clips:
@@ -129,6 +134,7 @@ def look_at(
     *,
     progress: Callable[[int, int], None] | None = None,
     fresh: bool = False,
+    limits: Limits = DEFAULT,
 ) -> Seen:
     """Decode every item that neither the catalog at `out` nor its journal knows; see `index`."""
     journal = Journal(out)
@@ -139,7 +145,7 @@ def look_at(
     results = memory.recall(stamps)
     seen = Seen(results, stamps, len(results), journal)
     with closing(journal):
-        _look(items, seen, crew, progress)
+        _look(items, seen, crew, progress, limits)
     return seen
 
 
@@ -179,12 +185,13 @@ def _look(
     seen: Seen,
     crew: Crew,
     progress: Callable[[int, int], None] | None,
+    limits: Limits,
 ) -> None:
     """Decode what is not known yet, and write down each result as it comes."""
     if progress is not None and seen.results:
         progress(len(seen.results), len(items))
     new = [item for item in items if str(item.media) not in seen.results]
-    with closing(probe_all(new, crew)) as outcomes:
+    with closing(probe_all(new, crew, limits=limits)) as outcomes:
         for outcome in outcomes:
             name = str(outcome.item.media)
             seen.results[name] = outcome.found

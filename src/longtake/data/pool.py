@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from longtake import stacks
 from longtake.data import worker as protocol
+from longtake.data.limits import MEMORY_GIB, pixels_limited
 from longtake.data.process import WorkerProcess, how_it_ended
 from longtake.data.references import Reference, read
 from longtake.data.window import Window
@@ -112,6 +113,7 @@ class Pool:
         workers: how many processes. 0: a few threads of this process, which start at once and
             which nothing watches: a decoder that hangs or crashes takes the program with it.
         sample_timeout_seconds: how long one window may take.
+        memory_gib: how much memory decoding one may take; threads only limit the size of pictures.
         threads: how many threads, if there are no workers.
         hearts: where the workers say what they do; None: nowhere.
     """
@@ -121,10 +123,12 @@ class Pool:
         workers: int,
         sample_timeout_seconds: float = 60.0,
         *,
+        memory_gib: float = MEMORY_GIB,
         threads: int = 2,
         hearts: Hearts | None = None,
     ) -> None:
         self._num_workers = workers
+        self._memory_gib = memory_gib
         self._hearts = hearts
         self._timeout = sample_timeout_seconds
         self._queue: deque[_Task] = deque()
@@ -164,7 +168,7 @@ class Pool:
         if out is None:
             out = np.empty(window.shape, np.uint8)
         if self._threads:
-            return self._threads.submit(_read_twice, window, out)
+            return self._threads.submit(_read_twice, window, out, self._memory_gib)
         task = _Task(window, out, Future())
         with self._lock:
             if self._end:
@@ -235,7 +239,7 @@ class Pool:
     def _hire(self) -> None:
         while len(self._workers) < self._num_workers and not self._end:
             try:
-                process = WorkerProcess(self._hearts)
+                process = WorkerProcess(self._memory_gib, self._hearts)
             except OSError as error:
                 raise DataError(f"A decoding process could not be started: {error}.") from error
             self._workers.append(_Worker(process, time.monotonic() + _START_SECONDS))
@@ -340,11 +344,14 @@ class Pool:
             task.fail(self._end)
 
 
-def _read_twice(window: Window | Reference, out: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    try:
-        return read(window, out)
-    except ClipError:
-        return read(window, out)
+def _read_twice(
+    window: Window | Reference, out: NDArray[np.uint8], memory_gib: float
+) -> NDArray[np.uint8]:
+    with pixels_limited(memory_gib):
+        try:
+            return read(window, out)
+        except ClipError:
+            return read(window, out)
 
 
 def _why(first: _Failure, second: _Failure) -> str:

@@ -22,6 +22,7 @@ from longtake.data.crews.processes import Processes
 from longtake.data.index import Seen, check_out, look_at, without_duplicates
 from longtake.data.indexing.item import Item
 from longtake.data.indexing.probe import Probe
+from longtake.data.limits import MEMORY_GIB
 from longtake.data.transcode import Settings, Transcoding
 from longtake.errors import ClipError, DataError
 from longtake.machine import num_cores
@@ -61,6 +62,7 @@ def prepare(
     workers: int | None = None,
     crew: Crew | None = None,
     progress: Callable[[int, int], None] | None = None,
+    memory_gib: float = MEMORY_GIB,
 ) -> PrepareReport:
     """Transcode every clip of a catalog, and write a catalog of the results.
 
@@ -78,6 +80,7 @@ def prepare(
         crew: who does so instead, such as a cluster; what is written is the same to the byte.
         progress: called with (done, in all); each clip counts twice, when it is written and when
             what was written has been read again.
+        memory_gib: what decoding one clip may take; a clip that needs more is rejected.
 
     Raises:
         DataError: the catalog cannot be read, the settings do not fit, the folder cannot be
@@ -90,7 +93,7 @@ def prepare(
     check_out(out)
     crew = crew or Processes(num_cores() if workers is None else workers)
     clips, tell = list(source.clips()), progress or (lambda done, total: None)
-    errand = Transcoding(out_folder.resolve(), settings)
+    errand = Transcoding(out_folder.resolve(), settings, memory_gib)
     targets = {clip.identity: errand.target(clip) for clip in clips}
     reused = sum(target.exists() for target in targets.values())
     failed = _transcode_all(clips, errand, crew, tell)

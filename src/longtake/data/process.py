@@ -28,6 +28,7 @@ class WorkerProcess:
     is no limit), used in turn: one is copied out while the next window is decoded into the other.
 
     Args:
+        memory_gib: what decoding one window may take.
         hearts: where it says what it does; None: nowhere.
 
     Attributes:
@@ -35,7 +36,7 @@ class WorkerProcess:
         connection: where it answers.
     """
 
-    def __init__(self, hearts: heartbeat.Hearts | None = None) -> None:
+    def __init__(self, memory_gib: float, hearts: heartbeat.Hearts | None = None) -> None:
         self.connection: Connection[tuple[Window | Reference, int], tuple[str, str]]
         self.connection, theirs = Pipe()
         self._memory = [os.memfd_create("longtake-window") for _ in range(2)]
@@ -51,7 +52,7 @@ class WorkerProcess:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, theirs_not)
         try:
             self._process = subprocess.Popen(  # noqa: S603 - ourselves
-                program(*PROGRAM, *arguments),
+                program(*PROGRAM, str(memory_gib), *arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,

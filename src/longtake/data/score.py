@@ -12,6 +12,7 @@ from longtake.data.catalog import Catalog, Rejection
 from longtake.data.clip import Clip
 from longtake.data.crews.errand import Crew, Errand, in_order
 from longtake.data.crews.processes import Processes
+from longtake.data.limits import MEMORY_GIB, Limits
 from longtake.data.scores.journal import Journal
 from longtake.data.scores.motion import MotionScore
 from longtake.data.scores.own import OwnScore, did_you_mean
@@ -69,6 +70,7 @@ def score(
     crew: Crew | None = None,
     out: Path | None = None,
     progress: _Progress | None = None,
+    memory_gib: float = MEMORY_GIB,
 ) -> Scored:
     """Add one attribute to all clips; one of that name that is already there is replaced.
 
@@ -84,6 +86,7 @@ def score(
         out: the catalog that will be written: beside it is kept what is known so far, and taken up
             again (`Scored.settle` removes that). None: nothing is kept.
         progress: called with (clips done, clips in all).
+        memory_gib: what decoding one clip may take; the score of a clip that needs more is unknown.
 
     Raises:
         DataError: there is no such score or function, the name cannot be an attribute's, the
@@ -102,7 +105,7 @@ def score(
     journal = None if out is None else Journal(out, name, facts)
     known = journal.read() if journal else {}
     rows = [row for row in range(len(catalog)) if row not in known]
-    results = _results(catalog, rows, by, own or MotionScore(), crew)
+    results = _results(catalog, rows, by, own or MotionScore(Limits(memory_gib)), crew)
     with closing(results), closing(journal) if journal else nullcontext():
         values, failed = _collected(
             catalog, known, zip(rows, results, strict=True), journal, progress

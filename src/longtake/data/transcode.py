@@ -21,8 +21,10 @@ from longtake.data.decode import decoded, opened
 from longtake.data.encode import encode_frames
 from longtake.data.image import read_image
 from longtake.data.indexing.probe import content_hash
+from longtake.data.limits import MEMORY_GIB
 from longtake.errors import ClipError, DataError
 
+_ENCODER_GIB = 3.0  # x264 keeps some 60 frames: 0.7 GiB of 3840x2160
 _FORMAT = 1  # part of every name: raise it when other pixels would be written
 
 
@@ -70,11 +72,17 @@ class Transcoding(Errand[Clip, ClipError | None]):
     Attributes:
         folder: where files are written, below two first digits of the clip's identity.
         settings: how they are to look.
+        decoding_gib: memory that decoding one clip may take.
     """
 
     folder: Path
     settings: Settings
+    decoding_gib: float = MEMORY_GIB
     doing = "transcoding"
+
+    @property
+    def memory_gib(self) -> float:  # type: ignore[override]  # it follows from that of decoding
+        return self.decoding_gib + _ENCODER_GIB
 
     def do(self, item: Clip, alive: Sign) -> ClipError | None:
         """See `Errand.do`.

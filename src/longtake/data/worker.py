@@ -1,10 +1,11 @@
 """A decoding process: takes windows from a connection, writes pixels to shared memory.
 
-    python -m longtake.data.worker HEARTS RANK PARENT CONNECTION MEMORY...
+    python -m longtake.data.worker MEMORY_GIB HEARTS RANK PARENT CONNECTION MEMORY...
 
-The pool starts it so; HEARTS is the folder in which it says what it does, or empty; the numbers
-are its rank, its parent's process id and inherited file descriptors. It imports neither torch nor
-the user's program, and ends when its parent does, however that happens.
+The pool starts it so; MEMORY_GIB limits what decoding one window may take; HEARTS is the folder in
+which it says what it does, or empty; the other numbers are its rank, its parent's process id and
+inherited file descriptors. It imports neither torch nor the user's program, and ends when its
+parent does, however that happens.
 """
 
 import ctypes
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from longtake.data.limits import memory_limited
 from longtake.data.references import Reference, read
 from longtake.data.window import Window
 from longtake.errors import ClipError
@@ -32,10 +34,10 @@ _TRIM_EVERY = 100  # windows
 
 def main() -> None:
     """Decode one window after the other until the parent closes the connection."""
-    if len(sys.argv) < 6:
+    if len(sys.argv) < 7:
         raise SystemExit("This is a part of longtake's decoding pool, which starts it itself.")
-    hearts = sys.argv[1]
-    rank, parent, connection_fd, *memory = (int(argument) for argument in sys.argv[2:])
+    memory_gib, hearts = float(sys.argv[1]), sys.argv[2]
+    rank, parent, connection_fd, *memory = (int(argument) for argument in sys.argv[3:])
     end_with(parent)
     allow_inspection()
     connection: Connection[tuple[str, str], tuple[Window | Reference, int]] = Connection(
@@ -51,16 +53,17 @@ def main() -> None:
                 window, slot = connection.recv()
                 if heart:
                     heart.enter("decode", window.identity, str(window.media))
-                connection.send(_answer(window, memory[slot]))
+                connection.send(_answer(window, memory[slot], memory_gib))
                 if number % _TRIM_EVERY == 0:
                     _trim()
         except (EOFError, ConnectionError):
             return
 
 
-def _answer(window: Window | Reference, memory: int) -> tuple[str, str]:
+def _answer(window: Window | Reference, memory: int, memory_gib: float) -> tuple[str, str]:
     try:
-        read(window, _shared(memory, window))
+        with memory_limited(memory_gib):
+            read(window, _shared(memory, window))
     except ClipError as error:
         return FAILED, error.reason
     except Exception as error:  # whatever it is, it belongs to this sample

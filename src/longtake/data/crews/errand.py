@@ -38,11 +38,13 @@ class Errand(ABC, Generic[Item, Result]):
     Attributes:
         doing: what the work is called where it is said how it failed.
         silence_seconds: a process that gives no sign for so long is stuck.
+        memory_gib: what a process may allocate for one item beyond what it has; None: no limit.
         needs: what one worker takes of a cluster.
     """
 
     doing: str = "decoding"
     silence_seconds: float = SILENCE_SECONDS
+    memory_gib: float | None = None
     needs: Needs = Needs()
 
     def __getstate__(self) -> dict[str, Any]:

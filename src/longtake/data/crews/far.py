@@ -102,6 +102,7 @@ class Looking(Errand[Any, tuple[Any, bool]]):
     def __init__(self, errand: Errand[Any, Any]) -> None:
         self._errand = errand
         self.doing, self.silence_seconds = errand.doing, errand.silence_seconds
+        self.memory_gib = errand.memory_gib
 
     def do(self, item: Any, alive: Sign) -> tuple[Any, bool]:
         """What came of it, and whether its file is not there."""

@@ -12,10 +12,12 @@ import queue
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NoReturn
 
 from longtake.data.crews.errand import Errand
+from longtake.data.limits import memory_limited
 from longtake.errors import LongtakeError
 from longtake.ourselves import end_with
 
@@ -68,8 +70,10 @@ def _take(connection: "Connection[bytes, bytes]", items: "queue.SimpleQueue[Any]
 
 
 def _answer(errand: Errand[Any, Any], item: Any, mouth: _Mouth) -> Answer:
+    limit = errand.memory_gib
     try:
-        return "done", errand.do(item, mouth.give_sign)
+        with nullcontext() if limit is None else memory_limited(limit):
+            return "done", errand.do(item, mouth.give_sign)
     except LongtakeError as error:
         return "refused", error
 

@@ -10,6 +10,7 @@ from longtake.data.crews.errand import SILENCE_SECONDS, Crew, Errand, Sign
 from longtake.data.image import probe_image
 from longtake.data.indexing.item import Item
 from longtake.data.indexing.probe import Probe, probe
+from longtake.data.limits import DEFAULT, Limits, OutOfTimeError
 from longtake.errors import ClipError
 
 
@@ -29,7 +30,10 @@ class Outcome:
 
 
 def probe_all(
-    items: Sequence[Item], crew: Crew, silence_seconds: float = SILENCE_SECONDS
+    items: Sequence[Item],
+    crew: Crew,
+    silence_seconds: float = SILENCE_SECONDS,
+    limits: Limits = DEFAULT,
 ) -> Generator[Outcome]:
     """Probe every item and yield what came of each, in the order in which they finish.
 
@@ -37,11 +41,12 @@ def probe_all(
         items: what to look at.
         crew: who looks.
         silence_seconds: a file over which a process gives no sign for so long is given up.
+        limits: what one file may cost.
 
     Raises:
         DataError: the crew cannot work.
     """
-    with closing(crew.work(_Probing(silence_seconds), items)) as results:
+    with closing(crew.work(_Probing(limits, silence_seconds), items)) as results:
         for number, (found, is_lasting) in results:
             yield Outcome(items[number], found, is_lasting)
 
@@ -50,15 +55,23 @@ def probe_all(
 class _Probing(Errand[Item, tuple[Probe | ClipError, bool]]):
     """Look into one file, from its first byte to its last frame."""
 
+    limits: Limits = DEFAULT
     silence_seconds: float = SILENCE_SECONDS
+
+    @property
+    def memory_gib(self) -> float:  # type: ignore[override]  # it follows from the limits
+        return self.limits.memory_gib
 
     def do(self, item: Item, alive: Sign) -> tuple[Probe | ClipError, bool]:
         try:
             str(item.media).encode()  # what is no text cannot be written into a catalog
+            alive = self.limits.timed(item.media, alive)
             is_image = item.kind == "image"
             return probe_image(item.media) if is_image else probe(item.media, alive), True
         except UnicodeEncodeError:
             return ClipError(str(item.media), "its name is not valid UTF-8; rename it"), True
+        except OutOfTimeError as error:
+            return ClipError(error.path, error.reason), False
         except ClipError as error:
             return error, True
 

@@ -7,12 +7,15 @@ that a clip scores alike at 24 and at 60 frames a second; and they are small, wh
 and grain as VMAF's blur does.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from longtake.data.clip import Clip
 from longtake.data.crews.errand import Errand, Sign
 from longtake.data.crop import Crop
+from longtake.data.limits import DEFAULT, Limits
 from longtake.data.sample import window_of
 from longtake.data.window import Window, read_window
 from longtake.errors import ClipError
@@ -28,15 +31,21 @@ _FRAMES = 9
 _LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # of R'G'B', ITU-R BT.601
 
 
+@dataclass(frozen=True)
 class MotionScore(Errand[Clip, float | ClipError]):
     """Score one clip by its motion."""
 
+    limits: Limits = DEFAULT
     silence_seconds = 600.0  # it gives a sign only after each passage
+
+    @property
+    def memory_gib(self) -> float:  # type: ignore[override]  # it follows from the limits
+        return self.limits.memory_gib
 
     def do(self, item: Clip, alive: Sign) -> float | ClipError:
         """See `motion`."""
         try:
-            return motion(item, alive)
+            return motion(item, self.limits.timed(item.media, alive))
         except ClipError as error:
             return error
 
