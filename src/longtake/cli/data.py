@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 data_app = typer.Typer(help="Prepare and inspect what is trained on.", no_args_is_help=True)
 
 CatalogPath = Annotated[Path, typer.Argument(help="A catalog (Parquet), as `index` writes it.")]
-Workers = Annotated[int | None, typer.Option(min=1, max=1024, help="Processes; one for each core if unset.")]
+Workers = Annotated[
+    int | None, typer.Option(min=1, max=1024, help="Processes; one for each core if unset.")
+]
 On = Annotated[
     str | None,
     typer.Option(

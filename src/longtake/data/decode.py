@@ -71,7 +71,10 @@ def opened(
 
 def _check_gif(media: Media) -> None:
     """Check the size that a GIF's header names: FFmpeg takes it from the first decoded frame."""
-    with Path(media.path).open("rb") as file:
+    path = Path(media.path)
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
         file.seek(media.offset)
         header = file.read(_GIF_HEADER.size)
     if header.startswith(b"GIF8") and len(header) == _GIF_HEADER.size:

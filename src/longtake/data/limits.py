@@ -47,18 +47,19 @@ def check_pixels(media: Media, width: int, height: int) -> None:
     """
     if width * height > max_pixels():
         raise ClipError(
-            str(media), f"{width}x{height} is more than {max_pixels()} pixels, which {_allowed()}"
+            str(media),
+            f"has {width}x{height} pixels, and {max_pixels():,} are allowed in {_allowed()}",
         )
 
 
 def out_of_memory() -> str:
     """What is said of a file that needs more memory than it may take."""
-    return f"it needs more memory than {_allowed()}"
+    return f"decoding it takes more than {_allowed()}"
 
 
 def _allowed() -> str:
     return (
-        f"{_memory_gib.get():g} GiB is enough for (data.sample_memory_gib in a recipe, "
+        f"{_memory_gib.get():g} GiB of memory (raise data.sample_memory_gib in a recipe, or "
         "--memory-gib of data index, prepare and score)"
     )
 
@@ -114,7 +115,7 @@ class Limits:
         if num_bytes is None:
             num_bytes = 0
             with suppress(OSError):  # who reads it will say so
-                num_bytes = os.stat(media.path).st_size
+                num_bytes = Path(media.path).stat().st_size
         seconds = self.seconds + num_bytes / _BYTES_PER_SECOND
         end = time.monotonic() + seconds
 
@@ -122,8 +123,9 @@ class Limits:
             if time.monotonic() > end:
                 raise OutOfTimeError(
                     str(media),
-                    f"was not decoded in {seconds:.0f} s: {self.seconds:g} s (--timeout-seconds) "
-                    f"and 1 s for each {_BYTES_PER_SECOND // 1024} KiB of the file",
+                    f"was not decoded in {seconds:.0f} s: {self.seconds:g} s (raise "
+                    "--timeout-seconds of data index) and 1 s for each "
+                    f"{_BYTES_PER_SECOND // 1024} KiB of the file",
                 )
             alive()
 

@@ -82,6 +82,7 @@ class Transcoding(Errand[Clip, ClipError | None]):
 
     @property
     def memory_gib(self) -> float:  # type: ignore[override]  # it follows from that of decoding
+        """What decoding may take, and the encoder."""
         return self.decoding_gib + _ENCODER_GIB
 
     def do(self, item: Clip, alive: Sign) -> ClipError | None:

@@ -60,6 +60,7 @@ class _Probing(Errand[Item, tuple[Probe | ClipError, bool]]):
 
     @property
     def memory_gib(self) -> float:  # type: ignore[override]  # it follows from the limits
+        """As the limits say."""
         return self.limits.memory_gib
 
     def do(self, item: Item, alive: Sign) -> tuple[Probe | ClipError, bool]:

@@ -40,6 +40,7 @@ class MotionScore(Errand[Clip, float | ClipError]):
 
     @property
     def memory_gib(self) -> float:  # type: ignore[override]  # it follows from the limits
+        """As the limits say."""
         return self.limits.memory_gib
 
     def do(self, item: Clip, alive: Sign) -> float | ClipError:

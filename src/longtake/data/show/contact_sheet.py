@@ -13,10 +13,12 @@ from longtake.drawing import INK, PALE_INK, PAPER, RULE, SERIES, font, line_heig
 
 MAX_FRAMES = 6
 FRAME_HEIGHT = 120
+MAX_FRAME_WIDTH = 480
 
 _MARGIN, _ROW_GAP, _FRAME_GAP, _TEXT_WIDTH, _TEXT_GAP = 28, 26, 6, 260, 22
 _TEXT_SIZE, _NOTE_SIZE, _CAPTION_LINES = 15, 13, 4
 _FAILURE_WIDTH = 420
+_CAPTION_LETTERS = 1000  # more than fill the lines; a file may hold megabytes
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,12 @@ class CropRow:
     frames: NDArray[np.uint8]
     kept: tuple[float, float, float, float] | None
     failure: str = ""
+
+
+def frame_size(height: int, width: int) -> tuple[int, int]:
+    """The height and width at which a picture is drawn: it fits into a cell."""
+    scale = min(FRAME_HEIGHT / height, MAX_FRAME_WIDTH / width)
+    return max(1, round(height * scale)), max(1, round(width * scale))
 
 
 def contact_sheet(path: Path, rows: Sequence[CropRow]) -> None:
@@ -63,7 +71,7 @@ def contact_sheet(path: Path, rows: Sequence[CropRow]) -> None:
 
 def _draw_row(row: CropRow) -> Image.Image:
     strip = _draw_strip(row) if len(row.frames) else _draw_failure(row.failure)
-    caption = wrap(row.caption, _TEXT_SIZE, _TEXT_WIDTH)
+    caption = wrap(row.caption[:_CAPTION_LETTERS], _TEXT_SIZE, _TEXT_WIDTH)
     if len(caption) > _CAPTION_LINES:
         caption = [*caption[: _CAPTION_LINES - 1], f"{caption[_CAPTION_LINES - 1][:-2]}…"]
     lines = [(line, _TEXT_SIZE, SERIES[0]) for line in wrap(row.bucket, _TEXT_SIZE, _TEXT_WIDTH)]
@@ -82,15 +90,16 @@ def _draw_row(row: CropRow) -> Image.Image:
 
 
 def _draw_strip(row: CropRow) -> Image.Image:
-    num_frames, height, width, _ = row.frames.shape
-    size = (max(1, round(width * FRAME_HEIGHT / height)), FRAME_HEIGHT)
+    num_frames = len(row.frames)
+    height, width = frame_size(*row.frames.shape[1:3])
     chosen = np.linspace(0, num_frames - 1, min(num_frames, MAX_FRAMES)).round().astype(int)
-    step = size[0] + _FRAME_GAP
+    step = width + _FRAME_GAP
     strip = Image.new("RGB", (step * len(chosen) - _FRAME_GAP, FRAME_HEIGHT), PAPER)
     for place, index in enumerate(chosen):
         frame = Image.fromarray(np.ascontiguousarray(row.frames[index]))
-        small = frame.resize(size, Image.Resampling.LANCZOS)
-        strip.paste(small if row.kept is None else _cropped(small, row.kept), (place * step, 0))
+        small = frame.resize((width, height), Image.Resampling.LANCZOS)
+        corner = (place * step, (FRAME_HEIGHT - height) // 2)
+        strip.paste(small if row.kept is None else _cropped(small, row.kept), corner)
     return strip
 
 

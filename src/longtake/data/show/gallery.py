@@ -16,10 +16,11 @@ from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.pictures import buckets_picture, histogram_picture
 from longtake.data.plan import Plan, Stream
+from longtake.data.pool import Pool
 from longtake.data.sample import sample_seed, sample_window
-from longtake.data.show.contact_sheet import FRAME_HEIGHT, MAX_FRAMES, CropRow, contact_sheet
+from longtake.data.show.contact_sheet import MAX_FRAMES, CropRow, contact_sheet, frame_size
 from longtake.data.stages import attribute_of, values
-from longtake.data.window import Window, read_window
+from longtake.data.window import Window
 from longtake.errors import ClipError, DataError
 
 MOST_ROWS = 36
@@ -64,18 +65,19 @@ def write_pictures(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"The folder {folder} cannot be made: {error.strerror}.") from error
-    if plan is None or recipe is None:
-        drawings = [*_histograms(catalog), *_sheet(_whole(catalog))]
-    else:
-        drawings = [
-            *_buckets(plan, recipe.data),
-            *_stage_histograms(plan, recipe.data),
-            *_sheet(_crops(plan, recipe)),
-        ]
-    for done, (name, draw) in enumerate(drawings, start=1):
-        draw(folder / name)
-        if progress is not None:
-            progress(done, len(drawings))
+    with Pool(1) as pool:  # so that no file can hang or crash this process
+        if plan is None or recipe is None:
+            drawings = [*_histograms(catalog), *_sheet(_whole(catalog, pool))]
+        else:
+            drawings = [
+                *_buckets(plan, recipe.data),
+                *_stage_histograms(plan, recipe.data),
+                *_sheet(_crops(plan, recipe, pool)),
+            ]
+        for done, (name, draw) in enumerate(drawings, start=1):
+            draw(folder / name)
+            if progress is not None:
+                progress(done, len(drawings))
     return [folder / name for name, _ in drawings]
 
 
@@ -166,7 +168,7 @@ def _scores(catalog: Catalog) -> tuple[str, ...]:
     return catalog.attribute_names or ("duration_seconds",)
 
 
-def _crops(plan: Plan, recipe: Recipe) -> Iterator[CropRow]:
+def _crops(plan: Plan, recipe: Recipe, pool: Pool) -> Iterator[CropRow]:
     """Clips of every bucket that is trained in, each bucket of a catalog once."""
     sources = {stream.source for stream in plan.streams()}
     shown: set[tuple[str, Bucket]] = set()
@@ -177,7 +179,7 @@ def _crops(plan: Plan, recipe: Recipe) -> Iterator[CropRow]:
                 shown.add((stream.source, shape))
                 label = f"{shape}, catalog {stream.source}" if len(sources) > 1 else str(shape)
                 for row in _least_to_most_cropped(part.catalog, rows, shape):
-                    yield _crop(label, part.catalog.clip(row), shape, stream, recipe)
+                    yield _crop(label, part.catalog.clip(row), shape, stream, recipe, pool)
 
 
 def _least_to_most_cropped(catalog: Catalog, rows: Rows, shape: Bucket) -> list[int]:
@@ -189,7 +191,9 @@ def _least_to_most_cropped(catalog: Catalog, rows: Rows, shape: Bucket) -> list[
     return chosen
 
 
-def _crop(label: str, clip: Clip, shape: Bucket, stream: Stream, recipe: Recipe) -> CropRow:
+def _crop(
+    label: str, clip: Clip, shape: Bucket, stream: Stream, recipe: Recipe, pool: Pool
+) -> CropRow:
     """A clip as the first epoch takes it."""
     seed = sample_seed(recipe.seed, stream.stage, stream.source, 0, clip)
     window = sample_window(clip, shape, recipe.data, seed)
@@ -199,10 +203,10 @@ def _crop(label: str, clip: Clip, shape: Bucket, stream: Stream, recipe: Recipe)
         window.height / window.scaled_height,
         window.width / window.scaled_width,
     )
-    return _row(label, clip, window, kept)
+    return _row(label, clip, window, kept, pool)
 
 
-def _whole(catalog: Catalog) -> Iterator[CropRow]:
+def _whole(catalog: Catalog, pool: Pool) -> Iterator[CropRow]:
     """Clips that are evenly spread over a catalog, whole."""
     count = min(MOST_ROWS // 3, len(catalog))
     for row in np.linspace(0, len(catalog) - 1, count).round().astype(int).tolist():
@@ -211,15 +215,19 @@ def _whole(catalog: Catalog) -> Iterator[CropRow]:
         shape = Bucket(num_frames=frames, height=clip.height, width=clip.width)
         window = sample_window(clip, shape, DataSection(catalog=Path(), buckets=(shape,)), 0)
         length = "image" if clip.kind == "image" else f"{clip.num_frames:,} frames"
-        yield _row(f"{length} of {clip.width}x{clip.height}", clip, window, None)
+        yield _row(f"{length} of {clip.width}x{clip.height}", clip, window, None, pool)
 
 
 def _row(
-    bucket: str, clip: Clip, window: Window, kept: tuple[float, float, float, float] | None
+    bucket: str,
+    clip: Clip,
+    window: Window,
+    kept: tuple[float, float, float, float] | None,
+    pool: Pool,
 ) -> CropRow:
     caption = clip.caption or f"(no caption) {Path(clip.path).name}"
     try:
-        frames = read_window(_overview(window))
+        frames = pool.submit(_overview(window)).result()
     except ClipError as error:
         return CropRow(bucket, caption, np.empty((0, 1, 1, 3), np.uint8), kept, error.reason)
     return CropRow(bucket, caption, frames.transpose(1, 2, 3, 0), kept)
@@ -228,17 +236,17 @@ def _row(
 def _overview(window: Window) -> Window:
     """The same time and the whole picture, but small, and few frames."""
     apart = max(1, -(-(window.num_frames - 1) // (MAX_FRAMES - 1)))
-    width = max(1, round(window.source_width * FRAME_HEIGHT / window.source_height))
+    height, width = frame_size(window.source_height, window.source_width)
     return replace(
         window,
         num_frames=(window.num_frames - 1) // apart + 1,
         stride=window.stride * apart,
         timestamps=window.timestamps[::apart],
-        scaled_height=FRAME_HEIGHT,
+        scaled_height=height,
         scaled_width=width,
         top=0,
         left=0,
-        height=FRAME_HEIGHT,
+        height=height,
         width=width,
         is_flipped=False,
     )
