@@ -26,6 +26,7 @@ from longtake.run_dir import RunDirectory
 
 _RESTARTS = "--max-restarts"
 _ROOT = Path(__file__).resolve().parents[1]
+_NOBODY = 65534
 _MATERIAL = Path(__file__).resolve().parents[2] / "shared" / "material"
 
 
@@ -138,6 +139,24 @@ def small_recipe(
 ) -> Callable[..., Recipe]:
     """Makes recipes of a run of a second: `small_recipe("training.steps=8")`, in tmp_path/run."""
     return small_recipe_in(tmp_path)
+
+
+@pytest.fixture
+def another_user() -> Iterator[Path]:
+    """A folder whose permissions hold for this process: as root, it is nobody for the test."""
+    is_root = os.geteuid() == 0
+    with tempfile.TemporaryDirectory() as name:
+        if is_root:
+            os.chown(name, _NOBODY, _NOBODY)
+            os.seteuid(_NOBODY)
+        try:
+            yield Path(name)
+        finally:
+            if is_root:
+                os.seteuid(0)
+            for folder, folders, _ in os.walk(name):
+                for each in folders:
+                    Path(folder, each).chmod(0o700)
 
 
 @pytest.fixture(scope="session")

@@ -45,3 +45,12 @@ def make_writable(folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is a file or folder of this name; no if the name is impossible or forbidden."""
+    try:
+        path.stat()
+    except (OSError, ValueError):  # such as a name of more than 255 letters, or with a NUL
+        return False
+    return True

@@ -1,5 +1,6 @@
 """The verbs of `longtake data`: prepare and inspect what is trained on."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -94,10 +95,14 @@ def index(
 
 
 def _say_indexed(report: "IndexReport", out: Path) -> None:
+    from longtake.data.indexing.sources import told
+
     for rejection in report.rejected:
         say.line(f"  rejected: {rejection.path}: {rejection.reason}")
     for name in report.unmatched_captions:
         say.line(f"  no such clip, though a caption names it: {name}")
+    for sentence in told(report.passed_over, report.unreadable):
+        say.line(f"  {sentence}")
     if report.scores_dropped:
         say.line(f"  {report.scores_dropped} clips lost their scores: their captions changed")
     say.line(
@@ -150,8 +155,8 @@ def _parse_size(text: str) -> tuple[int, int]:
     from longtake.errors import DataError
 
     height, _, width = text.lower().partition("x")
-    if not (height.isdecimal() and width.isdecimal()):
-        raise DataError(f"--size {text}: expected HEIGHTxWIDTH, such as 480x832.")
+    if not all(re.fullmatch("[0-9]{1,5}", side) for side in (height, width)):
+        raise DataError(f"--size {text[:80]}: expected HEIGHTxWIDTH, such as 480x832.")
     return int(height), int(width)
 
 

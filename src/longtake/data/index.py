@@ -40,6 +40,8 @@ class IndexReport:
         unmatched_captions: media that the captions name but that are not among the files.
         unchanged: files that were not read again, because they are as they were.
         scores_dropped: clips whose older scores were forgotten, because their caption changed.
+        passed_over: how many files in the searched folders have another ending, by ending.
+        unreadable: folders that cannot be searched, with the reason.
     """
 
     accepted: int
@@ -49,6 +51,8 @@ class IndexReport:
     unmatched_captions: list[str]
     unchanged: int
     scores_dropped: int
+    passed_over: dict[str, int]
+    unreadable: list[Rejection]
 
 
 def index(
@@ -107,6 +111,8 @@ def index(
         unmatched_captions=unmatched,
         unchanged=seen.unchanged,
         scores_dropped=scores_dropped,
+        passed_over=dict(found.passed_over),
+        unreadable=[_rejection(error) for error in found.unreadable],
     )
 
 
@@ -216,8 +222,11 @@ def _clips(items: Iterable[Item], seen: Seen) -> list[Clip]:
 def _rejected(items: Iterable[Item], seen: Seen, refused: Iterable[ClipError]) -> list[Rejection]:
     found = (seen.results[str(item.media)] for item in items)
     errors = [*refused, *(each for each in found if isinstance(each, ClipError))]
-    rejected = [Rejection(_printable(str(error.path)), error.reason) for error in errors]
-    return sorted(rejected, key=lambda each: each.path)
+    return sorted(map(_rejection, errors), key=lambda each: each.path)
+
+
+def _rejection(error: ClipError) -> Rejection:
+    return Rejection(_printable(str(error.path)), error.reason)
 
 
 def _printable(text: str) -> str:

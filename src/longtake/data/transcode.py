@@ -25,6 +25,7 @@ from longtake.data.limits import MEMORY_GIB
 from longtake.errors import ClipError, DataError
 
 _ENCODER_GIB = 3.0  # x264 keeps some 60 frames: 0.7 GiB of 3840x2160
+_MAX_GOP, _MAX_FPS = 10_000, 1000
 _FORMAT = 1  # part of every name: raise it when other pixels would be written
 
 
@@ -52,10 +53,11 @@ class Settings:
         """
         if not self.sizes or min(min(size) for size in self.sizes) < 2:
             raise DataError(f"Sizes to prepare for: {list(self.sizes)}; expected at least 2x2.")
-        if self.gop < 1 or not 0 <= self.crf <= 51 or (self.fps is not None and self.fps <= 0):
+        has_rate = self.fps is None or 0 < self.fps <= _MAX_FPS  # which NaN is not
+        if not 1 <= self.gop <= _MAX_GOP or not 0 <= self.crf <= 51 or not has_rate:
             raise DataError(
-                f"gop is {self.gop}, crf {self.crf}, fps {self.fps}; expected a gop of at least 1, "
-                "a crf from 0 to 51, and more than 0 frames per second."
+                f"gop is {self.gop}, crf {self.crf}, fps {self.fps}; expected a gop from 1 to "
+                f"{_MAX_GOP}, a crf from 0 to 51, and more than 0 to {_MAX_FPS} frames per second."
             )
 
     @property

@@ -3,6 +3,8 @@
 import gzip
 import io
 import json
+import math
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from longtake.data.indexing.item import Item
-from longtake.data.indexing.sources import find
+from longtake.data.indexing.sources import find, told
 from longtake.errors import DataError
 
 
@@ -38,6 +40,27 @@ def _tar(path: Path, members: dict[str, bytes | str]) -> Path:
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     return path
+
+
+def _header(
+    size: int,
+    pax: dict[str, str] | None = None,
+    kind: bytes = tarfile.REGTYPE,
+    name: str = "b.mp4",
+) -> bytes:
+    """A header that names any size."""
+    member = tarfile.TarInfo(name)
+    member.size, member.type, member.pax_headers = size, kind, pax or {}
+    return member.tobuf(tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT)
+
+
+def _many_numbers() -> bytes:
+    """A tar whose one sample has 2,000 numbers."""
+    text = json.dumps({f"number{index}": index for index in range(2000)}).encode()
+    padding = bytes(-len(text) % 512)
+    return (
+        _header(0, name="a.mp4") + _header(len(text), name="a.json") + text + padding + bytes(1024)
+    )
 
 
 def test_folders_files_and_tars_in_folders_are_found(folder: Path) -> None:
@@ -106,12 +129,17 @@ def test_missing_files_are_counted_and_shown(folder: Path, suffix: str) -> None:
     ("name", "content", "message"),
     [
         ("t.csv", "url,caption\na.mp4,x\n", "no column of paths; its columns are url, caption"),
-        ("t.csv", "path,caption\na.mp4\n", "cannot be read: CSV parse error"),
+        ("t.csv", "path,caption\na.mp4\n", "line 2.*1 columns instead of the header's 2"),
+        ("t.csv", 'path,caption\na.mp4,"x\nb.png,y\n', "after row 0: unexpected end of data"),
+        ("t.csv", f"path,caption\na.mp4,{'x' * 2**18}\n", "line 2.*field larger than"),
+        ("t.csv", "path,path\na.mp4,a.mp4\n", "several columns 'path'"),
         ("t.csv", "path,caption\n,x\n", "row 1 has no path"),
-        ("t.jsonl", '{"path": "a.mp4"}\n{"path"', "cannot be read: JSON parse error"),
-        ("t.jsonl", '{"path": 7}', "cannot be read: JSON parse error"),
-        ("t.jsonl", "", "cannot be read"),
-        ("t.csv", "", "cannot be read: Empty CSV file"),
+        ("t.jsonl", '{"path": "a.mp4"}\n{"path"', "cannot be read: line 2: Invalid JSON"),
+        ("t.jsonl", '{"path": 7}', "column 'path' holds int; expected text"),
+        ("t.jsonl", f'{{"path": {"[" * 200_000}', "cannot be read: line 1 has more than 65,536"),
+        ("t.jsonl", f'{{"path": {"[" * 9}{"]" * 9}}}', "line 1: it is nested deeper than 8 levels"),
+        ("t.jsonl", "", "has no column of paths"),
+        ("t.csv", "", "cannot be read: it is empty"),
         ("t.parquet", "no table", "cannot be read"),
         ("t.txt", b"caf\xe9.mp4", "is not UTF-8"),
         ("t.txt", "\n", "No video or image was found"),
@@ -188,6 +216,11 @@ def test_malformed_tars_are_refused_with_a_reason(tmp_path: Path) -> None:
         "joined.tar": whole + whole,
         "garbled.tar": whole[:2560] + b"\x01" * 512 + whole[3072:],
         "text.tar": b"no tar at all",
+        "negative.tar": whole[:2560] + _header(-1024) + whole[3072:],
+        "negative_pax.tar": whole[:2560] + _header(2000, {"size": "-3072"}) + whole[3072:],
+        "long_pax.tar": whole[:2560] + _header(2**33, kind=tarfile.XHDTYPE) + whole[3072:],
+        "long_text.tar": _header(2**21, name="a.txt") + bytes(2**21 + 1024),
+        "names.tar": _many_numbers(),
         "empty.tar": b"",
     }
     for name, content in tars.items():
@@ -213,6 +246,11 @@ def test_malformed_tars_are_refused_with_a_reason(tmp_path: Path) -> None:
         "joined.tar": "several tars in one file",
         "garbled.tar": "damaged at byte 2560",
         "text.tar": "not a readable tar",
+        "negative.tar": "not a readable tar: a member of -1024 bytes",
+        "negative_pax.tar": "does not end behind it",
+        "long_pax.tar": "a header of 8,589,934,592 bytes",
+        "long_text.tar": "a.txt has 2,097,152 bytes; a text has at most 1,048,576",
+        "names.tar": "its .json files name 2,000 numbers; at most 1,000 can be",
         "empty.tar": "not a readable tar: empty file",
         "no_media.tar": "no video or image among its 1 members",
         "bad_json.tar": "not a readable tar",
@@ -222,3 +260,61 @@ def test_malformed_tars_are_refused_with_a_reason(tmp_path: Path) -> None:
     assert set(reasons) == set(expected)
     for name, reason in expected.items():
         assert reason in reasons[name]
+
+
+def test_numbers_that_no_float_can_hold_are_unknown(folder: Path, tmp_path: Path) -> None:
+    """Ids beyond 2**53 are no scores, and neither are infinity and integers of 400 digits."""
+    digits = "1" + "0" * 400
+    entry = f'{{"id": {2**53 + 1}, "huge": {digits}, "inf": 1e999, "nouns": 2}}'
+    tar = _tar(tmp_path / "shard.tar", {"a.mp4": "x", "a.json": entry})
+    (folder / "t.jsonl").write_text(entry.replace("{", '{"path": "a.mp4", ') + "\n")
+    (folder / "t.csv").write_text(f"path,id,huge,inf,nouns\na.mp4,{2**53 + 1},{digits},inf,2\n")
+    table = {"path": ["a.mp4"], "id": [2**53 + 1], "inf": [math.inf], "nouns": [2]}
+    pq.write_table(pa.table(table), folder / "t.parquet")
+    for source in (tar, folder / "t.jsonl", folder / "t.csv", folder / "t.parquet"):
+        (item,) = find([source]).items
+        assert item.attributes == {"nouns": 2}, source
+
+
+def test_a_table_of_more_rows_than_bytes_is_not_read(folder: Path) -> None:
+    """A few bytes can say the same value millions of times."""
+    path = folder / "t.parquet"
+    pq.write_table(pa.table({"path": pa.array(["a.mp4"]).take(pa.array([0] * 1_100_000))}), path)
+    with pytest.raises(DataError, match=r"1,100,000 rows in [\d,]+ bytes repeat the same values"):
+        find([path])
+
+
+def test_a_folder_says_what_it_passes_over(another_user: Path) -> None:
+    """Endings that are not known are counted; so are folders that cannot be read."""
+    folder = another_user
+    for name in ("a.mp4", "a.flv", "b.FLV", "c.heic", "0017", ".hidden.flv", "notes.json"):
+        (folder / name).touch()
+    (folder / "locked").mkdir()
+    (folder / "locked" / "x.mp4").touch()
+    (folder / "locked").chmod(0)
+    found = find([folder])
+    assert found.passed_over == {".flv": 2, ".heic": 1, "no ending": 1}
+    assert [(error.path, error.reason) for error in found.unreadable] == [
+        (folder / "locked", "Permission denied")
+    ]
+    assert told(found.passed_over, found.unreadable) == [
+        "4 files have another ending and were left out: 2 .flv, 1 .heic, 1 no ending.",
+        f"1 folder cannot be read: {folder / 'locked'} (Permission denied).",
+    ]
+    with pytest.raises(DataError, match=r"No video.* was found.*1 folder cannot be read"):
+        find([folder / "locked"])
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("x" * 300, "File name too long"), ("a\0b", "embedded null"), ("fifo", "neither a file")],
+)
+def test_impossible_names_are_refused(tmp_path: Path, name: str, why: str) -> None:
+    """As sources, and in lists; nothing waits for a pipe."""
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(DataError, match=why):
+        find([tmp_path / name])
+    listing = tmp_path / "list.txt"
+    listing.write_text(f"{'x' * 300}\n", "utf-8")
+    with pytest.raises(DataError, match="1 of them do not exist"):
+        find([listing])

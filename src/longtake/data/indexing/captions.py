@@ -1,5 +1,6 @@
 """Finds the caption of every clip: in a JSONL that names the clips, or in a file beside each."""
 
+import codecs
 import json
 import os
 from collections import defaultdict
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 from longtake.data.indexing.listing import PATH_COLUMNS
 from longtake.errors import DataError
+from longtake.records import read_regular
 
 SIDECAR = "sidecar"
 
@@ -124,12 +126,15 @@ def _read_jsonl(path: Path) -> list[_CaptionLine]:
 
 def _sidecar(video: Path) -> str:
     path = video.with_suffix(".txt")
-    return _read_text(path).strip() if path.is_file() else ""
+    try:
+        return _read_text(path).strip() if path.is_file() else ""
+    except OSError:  # a name that is too long with this ending
+        return ""
 
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_regular(path).removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}. Save it as UTF-8.") from error
     except OSError as error:

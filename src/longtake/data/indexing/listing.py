@@ -5,29 +5,59 @@
                            in `caption` or `text`; every other numeric column is an attribute
 
 Paths are relative to the folder that the list lies in. What a clip's file says itself (its size,
-its frames) is measured, never believed: columns with those names are passed over.
+its frames) is measured, never believed: columns with those names are passed over. So are columns of
+integers of 2**53 and more: they are ids, which a float cannot hold. NaN and infinity are unknown.
 """
 
+import codecs
+import csv
 import dataclasses
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.csv
-import pyarrow.json
-import pyarrow.parquet
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
+from longtake.aside import is_there
 from longtake.data.clip import Clip, Media
 from longtake.data.indexing.item import Item
-from longtake.errors import DataError
+from longtake.errors import DataError, RecordError
+from longtake.records import MAX_LINE_BYTES, MAX_LINE_DEPTH, open_regular, parse_record
 
 PATH_COLUMNS = ("video", "image", "path", "file")
 CAPTION_COLUMNS = ("caption", "text")
+MAX_ATTRIBUTES = 1000
+"""Numbers of different names that a catalog's clips can have."""
 
-_TEXT = pa.schema([(name, pa.string()) for name in (*PATH_COLUMNS, *CAPTION_COLUMNS)])
 MEASURED = {field.name for field in dataclasses.fields(Clip)} | {"offset", "num_bytes", "member"}
+
+_MAX_EXACT = 2**53
+_SURE_ROWS = 1_000_000  # so many may lie in a few bytes; of more, each takes at least one
+_UNKNOWN = ("", "na", "n/a", "nan", "-nan", "null", "none", "#n/a")
+_WORDS = dict.fromkeys(_UNKNOWN, None) | {"true": 1.0, "false": 0.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Table:
+    """The columns of a table that count, all of the same length.
+
+    Attributes:
+        names: of all columns.
+        texts: of columns of text, by name; None where there is none.
+        numbers: of numeric columns, by name; None where it is unknown.
+        types: of columns that are neither, by name.
+    """
+
+    names: Sequence[str]
+    texts: dict[str, list[str | None]]
+    numbers: dict[str, list[float | None]]
+    types: dict[str, str]
 
 
 def read_listing(path: Path) -> list[Item]:
@@ -37,9 +67,9 @@ def read_listing(path: Path) -> list[Item]:
         DataError: it cannot be read, has no column of paths, or names files that are not there.
     """
     items = _read_list(path) if path.suffix.lower() == ".txt" else _read_table(path)
-    missing = [item.media.path for item in items if not Path(item.media.path).exists()]
+    missing = [item.media.path for item in items if not is_there(Path(item.media.path))]
     if missing:
-        shown = "".join(f"\n  {each}" for each in missing[:5])
+        shown = "".join(f"\n  {each[:500]}" for each in missing[:5])
         more = f"\n  and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise DataError(
             f"{path} names {len(items)} files, and {len(missing)} of them do not exist:"
@@ -51,7 +81,8 @@ def read_listing(path: Path) -> list[Item]:
 
 def _read_list(path: Path) -> list[Item]:
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        with open_regular(path) as file:
+            lines = file.read().removeprefix(codecs.BOM_UTF8).decode().splitlines()
     except UnicodeDecodeError as error:
         raise DataError(f"The list {path} is not UTF-8 text: {error}. Save it as UTF-8.") from error
     except OSError as error:
@@ -64,80 +95,219 @@ def _media(listing: Path, name: str) -> Media:
 
 
 def _read_table(path: Path) -> list[Item]:
-    reader = {".csv": _read_csv, ".jsonl": _read_jsonl}.get(path.suffix.lower(), _read_parquet)
-    table = _read(path, reader)
+    readers = {".csv": _read_csv, ".jsonl": _read_jsonl}
+    table = _read(path, readers.get(path.suffix.lower(), _read_parquet))
     paths = _texts(path, table, _column(path, table, PATH_COLUMNS))
     if None in paths:
         raise DataError(f"{path}: row {paths.index(None) + 1} has no path. Add it or remove it.")
-    caption = next((name for name in CAPTION_COLUMNS if name in table.column_names), None)
+    caption = next((name for name in CAPTION_COLUMNS if name in table.names), None)
     captions = _texts(path, table, caption) if caption else [None] * len(paths)
-    scores = {name: table[name].cast(pa.float64()).to_pylist() for name in _numeric(table)}
+    if len(table.numbers) > MAX_ATTRIBUTES:
+        raise _unreadable(
+            path,
+            f"it has {len(table.numbers):,} numeric columns, at most {MAX_ATTRIBUTES:,} can be",
+        )
     return [
         Item(
             _media(path, name or ""),
             None if text is None else text.strip(),
-            {score: values[row] for score, values in scores.items() if values[row] is not None},
+            {
+                score: value
+                for score, values in table.numbers.items()
+                if (value := values[row]) is not None
+            },
         )
         for row, (name, text) in enumerate(zip(paths, captions, strict=True))
     ]
 
 
-def _read(path: Path, reader: Callable[[Path], pa.Table]) -> pa.Table:
+def _read(path: Path, reader: Callable[[Path], _Table]) -> _Table:
     try:
         return reader(path)
-    except (OSError, pa.ArrowException) as error:
+    except UnicodeDecodeError as error:
+        raise _unreadable(path, f"it is not UTF-8 text: {error}") from error
+    except (OSError, pa.ArrowException, csv.Error) as error:
         raise _unreadable(path, getattr(error, "strerror", None) or error) from error
 
 
-def _read_csv(path: Path) -> pa.Table:
-    types = {field.name: field.type for field in _TEXT}  # a name such as 0017 is no number
-    options = pa.csv.ConvertOptions(column_types=types)
-    parse = pa.csv.ParseOptions(newlines_in_values=True)
-    return pa.csv.read_csv(path, convert_options=options, parse_options=parse)
+def _read_csv(path: Path) -> _Table:
+    """Read it strictly: a quote that is not closed is an error, and takes no rows with it."""
+    with open_regular(path) as binary, codecs.getreader("utf-8-sig")(binary) as file:
+        reader = csv.reader(file, strict=True)
+        rows: list[list[str]] = []
+        try:
+            for row in reader:
+                if row and len(row) != len(rows[0] if rows else row):
+                    raise csv.Error(f"{len(row)} columns instead of the header's {len(rows[0])}")
+                if row:
+                    rows.append(row)
+        except csv.Error as error:
+            start = f", in the row that begins after row {len(rows) - 1}" if rows else ""
+            raise _unreadable(path, f"line {reader.line_num}{start}: {error}") from error
+    if not rows:
+        raise _unreadable(path, "it is empty")
+    names = _different(path, rows[0])
+    columns = dict(zip(names, zip(*rows[1:], strict=True), strict=True)) if rows[1:] else {}
+    numbers = {name: _parsed(columns[name]) for name in columns if _may_be_score(name)}
+    return _Table(
+        names,
+        {name: [text or None for text in columns.get(name, ())] for name in names},
+        {name: values for name, values in numbers.items() if values is not None},
+        {},
+    )
 
 
-def _read_jsonl(path: Path) -> pa.Table:
-    parse = pa.json.ParseOptions(explicit_schema=_TEXT, unexpected_field_behavior="infer")
-    table = pa.json.read_json(path, parse_options=parse)
-    empty = [name for name in _TEXT.names if table[name].null_count == len(table)]
-    return table.drop_columns(empty)
+def _parsed(texts: Iterable[str]) -> list[float | None] | None:
+    """The numbers of a column; None: it is no column of numbers."""
+    values: list[float | None] = []
+    for text in texts:
+        word = text.strip().lower()
+        try:
+            value = _WORDS[word] if word in _WORDS else float(word)
+        except ValueError:
+            return None
+        if "_" in word or (value is not None and _is_id(word, value)):
+            return None
+        values.append(_finite(value))
+    return values if any(value is not None for value in values) else None
 
 
-def _read_parquet(path: Path) -> pa.Table:
-    return pa.parquet.ParquetFile(path).read()
+def _is_id(word: str, value: float) -> bool:
+    return abs(value) >= _MAX_EXACT and word.lstrip("+-").isdecimal()
 
 
-def _column(path: Path, table: pa.Table, wanted: Sequence[str]) -> str:
+def _read_jsonl(path: Path) -> _Table:
+    rows = [_row(path, *line) for line in _lines(path)]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    texts: dict[str, list[str | None]] = {}
+    numbers: dict[str, list[float | None]] = {}
+    types: dict[str, str] = {}
+    for name in names:
+        values = [row.get(name) for row in rows]
+        if _is_text(name):
+            other = next((each for each in values if not isinstance(each, str | None)), None)
+            if other is not None:
+                types[name] = type(other).__name__
+            elif any(values):
+                texts[name] = [each or None for each in values]
+        elif _may_be_score(name) and (found := _numbers(values)) is not None:
+            numbers[name] = found
+    return _Table([*texts, *types], texts, numbers, types)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file, with their numbers; the last may lack its newline."""
+    with open_regular(path) as file:
+        for number in count(1):
+            line = file.readline(MAX_LINE_BYTES + 1)
+            if not line:
+                return
+            if len(line) > MAX_LINE_BYTES:
+                raise _unreadable(path, f"line {number} has more than {MAX_LINE_BYTES:,} bytes")
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line.strip():
+                yield number, line
+
+
+def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        return parse_record(line, dict[str, Any], path, MAX_LINE_DEPTH)
+    except RecordError as error:
+        raise _unreadable(path, f"line {number}: {error.reason}") from error
+
+
+def _numbers(values: Iterable[object]) -> list[float | None] | None:
+    """The numbers among a column's values; None: there are none."""
+    found = [score_of(value) for value in values]
+    return found if any(value is not None for value in found) else None
+
+
+def score_of(value: object) -> float | None:
+    """What a table or a .json says, as a score; None: it is no number, an id, or not finite."""
+    if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) >= _MAX_EXACT):
+        return None
+    return _finite(float(value))
+
+
+def _read_parquet(path: Path) -> _Table:
+    with open_regular(path) as binary, pq.ParquetFile(binary) as file:
+        num_rows, num_bytes = file.metadata.num_rows, path.stat().st_size
+        if num_rows > max(_SURE_ROWS, num_bytes):
+            raise _unreadable(
+                path,
+                f"{num_rows:,} rows in {num_bytes:,} bytes repeat the same values; make "
+                "each row name a file of its own",
+            )
+        names = _different(path, file.schema_arrow.names)
+        fields = {name: file.schema_arrow.field(name).type for name in names}
+        wanted = [name for name in names if _is_text(name) or _is_numeric(name, fields[name])]
+        table = file.read(wanted)
+    texts = {name: table[name].to_pylist() for name in wanted if _is_string(fields[name])}
+    numbers = {name: _floats(table[name]) for name in wanted if _is_numeric(name, fields[name])}
+    return _Table(
+        names,
+        {name: [text or None for text in column] for name, column in texts.items()},
+        {name: values for name, values in numbers.items() if values is not None},
+        {name: str(fields[name]) for name in names if name not in texts},
+    )
+
+
+def _floats(column: pa.ChunkedArray) -> list[float | None] | None:
+    if pa.types.is_integer(column.type):
+        bounds = pc.min_max(column).as_py()
+        if any(abs(bound or 0) >= _MAX_EXACT for bound in bounds.values()):
+            return None
+    return [_finite(value) for value in column.cast(pa.float64()).to_pylist()]
+
+
+def _is_string(kind: Any) -> bool:
+    return any(test(kind) for test in (pa.types.is_string, pa.types.is_large_string))
+
+
+def _is_numeric(name: str, kind: Any) -> bool:
+    tests = pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean
+    return _may_be_score(name) and any(test(kind) for test in tests)
+
+
+def _may_be_score(name: str) -> bool:
+    return name not in MEASURED and not _is_text(name)
+
+
+def _is_text(name: str) -> bool:
+    return name in PATH_COLUMNS or name in CAPTION_COLUMNS
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _different(path: Path, names: Sequence[str]) -> list[str]:
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    if twice:
+        raise _unreadable(path, f"it has several columns {twice[0]!r:.80}")
+    return list(names)
+
+
+def _column(path: Path, table: _Table, wanted: Sequence[str]) -> str:
     for name in wanted:
-        if name in table.column_names:
+        if name in table.names:
             return name
+    known = ", ".join(table.names)
     raise DataError(
-        f"{path} has no column of paths; its columns are {', '.join(table.column_names)}. "
+        f"{path} has no column of paths; its columns are {known[:500]}. "
         f"Name the one with the paths {' or '.join(wanted)}."
     )
 
 
-def _texts(path: Path, table: pa.Table, name: str) -> list[str | None]:
-    column = table[name]
-    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+def _texts(path: Path, table: _Table, name: str) -> list[str | None]:
+    if name not in table.texts:
         raise DataError(
-            f"{path}: column {name!r} holds {column.type}; expected text. Media inside a table "
-            "cannot be read in place: write them to files or tars, and their paths here."
+            f"{path}: column {name!r} holds {table.types[name][:200]}; expected text. Media inside "
+            "a table cannot be read in place: write them to files or tars, and their paths here."
         )
-    texts: list[str | None] = [text or None for text in column.to_pylist()]
-    return texts
-
-
-def _numeric(table: pa.Table) -> list[str]:
-    def is_numeric(column: Any) -> bool:
-        kind = column.type
-        return any(
-            test(kind) for test in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
-        )
-
-    names = (name for name in table.column_names if name not in MEASURED)
-    return [name for name in names if is_numeric(table[name])]
+    return table.texts[name]
 
 
 def _unreadable(path: Path, why: object) -> DataError:
-    return DataError(f"{path} cannot be read: {why}.")
+    return DataError(f"{path} cannot be read: {str(why).rstrip('.')}.")

@@ -5,20 +5,27 @@ folder                        searched with its subfolders, and with the tars in
 .txt .csv .jsonl .parquet     see `longtake.data.indexing.listing`
 .tar                          see `longtake.data.indexing.tars`
 any other file                a video, or an image where its suffix says so
+
+What a search passes over, because its ending is not known or its folder cannot be read, is counted.
 """
 
-from collections.abc import Iterable, Sequence
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
+from longtake.data.catalog import Rejection
 from longtake.data.clip import Media
 from longtake.data.indexing.item import MEDIA_SUFFIXES, Item, is_media
-from longtake.data.indexing.listing import read_listing
+from longtake.data.indexing.listing import MAX_ATTRIBUTES, read_listing
 from longtake.data.indexing.tars import read_tar
 from longtake.errors import ClipError, DataError
 
 _LISTINGS = (".txt", ".csv", ".jsonl", ".parquet")
 _TAR = ".tar"
+_BESIDE = (*_LISTINGS, ".json")  # what is kept beside clips: captions, tables, catalogs
 
 
 @dataclass(frozen=True)
@@ -29,11 +36,15 @@ class Found:
         items: by `str(item.media)`, each there once, sorted by it.
         folders: absolute paths of the folders that were searched or that files were named in.
         refused: tars that cannot be read.
+        passed_over: how many files in the searched folders have another ending, by ending.
+        unreadable: folders that cannot be searched, with the reason.
     """
 
     items: list[Item]
     folders: list[Path]
     refused: list[ClipError]
+    passed_over: Counter[str]
+    unreadable: list[ClipError]
 
 
 def find(sources: Sequence[Path]) -> Found:
@@ -44,9 +55,12 @@ def find(sources: Sequence[Path]) -> Found:
             caption one file differently, or there is nothing at all.
     """
     folders, items, tars = [], [], set()
+    passed_over, unreadable = Counter[str](), list[ClipError]()
     for source in sources:
         folders.append(_folder_of(source))
-        files = _search(folders[-1]) if source.is_dir() else [folders[-1] / source.name]
+        files = [folders[-1] / source.name]
+        if source.is_dir():
+            files = _search(folders[-1], passed_over, unreadable)
         for file in files:
             if file.suffix.lower() == _TAR:
                 tars.add(file)
@@ -61,28 +75,52 @@ def find(sources: Sequence[Path]) -> Found:
         except ClipError as error:
             refused.append(error)
     if not items and not refused:
-        raise DataError(_nothing(sources))
-    return Found(_merged(items), list(dict.fromkeys(folders)), refused)
+        raise DataError(_nothing(sources, passed_over, unreadable))
+    merged = _merged(items)
+    names = {name for item in merged for name in item.attributes}
+    if len(names) > MAX_ATTRIBUTES:
+        raise DataError(
+            f"The sources name {len(names):,} different numbers of clips, and a catalog has at "
+            f"most {MAX_ATTRIBUTES:,}. Remove the columns that no recipe selects by."
+        )
+    return Found(merged, list(dict.fromkeys(folders)), refused, passed_over, unreadable)
 
 
 def _folder_of(source: Path) -> Path:
-    if source.is_dir():
-        return source.resolve()
-    if source.is_file():
-        return source.parent.resolve()  # the file itself may be a link: keep its name
+    why = "does not exist"
+    try:
+        mode = source.stat().st_mode
+        if stat.S_ISDIR(mode):
+            return source.resolve()
+        if stat.S_ISREG(mode):
+            return source.parent.resolve()  # the file itself may be a link: keep its name
+        why = "is neither a file nor a folder"
+    except (OSError, ValueError) as error:
+        if not isinstance(error, FileNotFoundError):
+            why = f"cannot be read: {getattr(error, 'strerror', None) or error}"
     raise DataError(
-        f"{source} does not exist. Name a folder of videos, video or image files, a list or a "
+        f"{source} {why}. Name a folder of videos, video or image files, a list or a "
         "table of paths, or a tar."
     )
 
 
-def _search(folder: Path) -> list[Path]:
+def _search(folder: Path, passed_over: Counter[str], unreadable: list[ClipError]) -> list[Path]:
+    """Return the media and tars of a folder and its subfolders; count what is passed over."""
+
+    def refuse(error: OSError) -> None:
+        unreadable.append(ClipError(error.filename, error.strerror or str(error)))
+
     found = []
-    for path in folder.rglob("*"):
-        is_wanted = is_media(path.name) or path.suffix.lower() == _TAR
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if is_wanted and not hidden and not path.is_dir():
-            found.append(path)
+    for parent, folders, files in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            suffix = PurePath(name).suffix.lower()
+            if name.startswith("."):
+                continue
+            if is_media(name) or suffix == _TAR:
+                found.append(Path(parent, name))
+            elif suffix not in _BESIDE:
+                passed_over[suffix or "no ending"] += 1
     return found
 
 
@@ -94,7 +132,7 @@ def _merged(items: Iterable[Item]) -> list[Item]:
         known = merged.get(name, item)
         if None is not known.caption != item.caption is not None:
             raise DataError(
-                f"{name} has two captions: {known.caption!r} and {item.caption!r}. "
+                f"{name} has two captions: {known.caption!r:.200} and {item.caption!r:.200}. "
                 "A clip has one caption; correct one of the sources."
             )
         caption = item.caption if known.caption is None else known.caption
@@ -103,9 +141,29 @@ def _merged(items: Iterable[Item]) -> list[Item]:
     return [merged[name] for name in sorted(merged)]
 
 
-def _nothing(sources: Sequence[Path]) -> str:
+def told(passed_over: Mapping[str, int], unreadable: Sequence[ClipError | Rejection]) -> list[str]:
+    """A sentence for each kind of what a search has passed over."""
+    said = []
+    if passed_over:
+        kinds = [f"{count} {ending}" for ending, count in Counter(passed_over).most_common(8)]
+        more = f" and {len(passed_over) - 8} other endings" if len(passed_over) > 8 else ""
+        total = sum(passed_over.values())
+        files = "1 file has" if total == 1 else f"{total:,} files have"
+        said.append(f"{files} another ending and were left out: {', '.join(kinds)}{more}.")
+    if unreadable:
+        shown = ", ".join(f"{error.path} ({error.reason})" for error in unreadable[:3])
+        more = f" and {len(unreadable) - 3} more" if len(unreadable) > 3 else ""
+        folders = "1 folder" if len(unreadable) == 1 else f"{len(unreadable)} folders"
+        said.append(f"{folders} cannot be read: {shown}{more}.")
+    return said
+
+
+def _nothing(
+    sources: Sequence[Path], passed_over: Counter[str], unreadable: Sequence[ClipError]
+) -> str:
     where = ", ".join(str(source) for source in sources) or "no folder at all"
     return (
         f"No video or image was found. Looked in: {where}; for files that end in "
         f"{' '.join((*MEDIA_SUFFIXES, _TAR))}. Name a folder that holds some."
+        + "".join(f" {each}" for each in told(passed_over, unreadable))
     )
