@@ -47,7 +47,7 @@ def test_a_pickle_that_imports_anything_is_refused(tmp_path: Path) -> None:
     """The file and what it wanted are named, and nothing of it is run."""
     path = tmp_path / "rank_0"
     path.write_bytes(pickle.dumps({"entries": [_Opens()]}))
-    with pytest.raises(FlightError, match=r"rank_0 wants posix\.system"):
+    with pytest.raises(FlightError, match=r"rank_0 .* it wants posix\.system"):
         flight.read(path)
 
 

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from longtake.checkpoint import holds, manifest
 from longtake.checkpoint.deletion import delete, delete_unless_held
+from longtake.checkpoint.reading import Planner, Reader
 from longtake.checkpoint.retention import doomed
 from longtake.config import CheckpointSection
 from longtake.errors import CheckpointError
@@ -70,6 +71,15 @@ def verify(path: Path) -> None:
     _refuse(path, manifest.damage(path, checksums=False))
 
 
+def verify_part(path: Path, name: str) -> None:
+    """Compare the checksums of one part of a checkpoint, such as `ema/main`.
+
+    Raises:
+        CheckpointError: a file is missing or has other bytes than were saved.
+    """
+    _refuse(path, manifest.damage(path, checksums=True, within=f"{name}/"))
+
+
 def load_trainer(path: Path) -> dict[str, Any]:
     """What the checkpoint was saved with as `trainer`.
 
@@ -109,10 +119,12 @@ def load_parts(
     alone = world is None or world.mesh is None
     for name, state in parts.items():
         if not is_verified:
-            _refuse(path, manifest.damage(path, checksums=True, within=f"{name}/"))
+            verify_part(path, name)
         try:
-            state_dict_loader.load(state, checkpoint_id=path / name, no_dist=alone)
-        except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
+            state_dict_loader.load(
+                state, storage_reader=Reader(path / name), planner=Planner(), no_dist=alone
+            )
+        except (Exception, CheckpointException) as error:  # torch raises whatever comes along
             raise CheckpointError(
                 f"{path / name} cannot be loaded into the model that the recipe describes: "
                 f"{last_line(error)}. Its files are damaged, or hold another model: take the "

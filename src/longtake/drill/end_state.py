@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from longtake.checkpoint.reading import Reader
 from longtake.checkpoint.store import load_parts
 from longtake.run_dir import RunDirectory
 
@@ -54,7 +54,7 @@ def _tensors(checkpoint: Path) -> dict[str, Tensor]:
     parts = {"model", *(f"ema/{path.name}" for path in (checkpoint / "ema").iterdir())}
     states: dict[str, dict[str, Any]] = {}
     for part in parts:
-        saved = FileSystemReader(checkpoint / part).read_metadata().state_dict_metadata
+        saved = Reader(checkpoint / part).read_metadata().state_dict_metadata
         sizes = {n: s.size for n, s in saved.items() if isinstance(s, TensorStorageMetadata)}
         states[part] = {name: torch.empty(size) for name, size in sizes.items()}
     load_parts(checkpoint, states)

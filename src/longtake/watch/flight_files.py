@@ -6,15 +6,16 @@ comes through a named pipe. Where pipes and dumps lie is settled before the proc
 """
 
 import os
-import pickle
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from longtake.errors import LongtakeError
 from longtake.node_dir import FLIGHT_FILE_PREFIX, FLIGHT_PIPE_PREFIX
+from longtake.records import open_regular
+from longtake.unpickle import RestrictedUnpickler
 
 Stamp = tuple[int, int]
 """When a file was written last, in nanoseconds, and which file it is."""
@@ -102,10 +103,10 @@ def read(path: Path) -> dict[str, Any]:
         FlightError: it is none; a pickle that wants anything imported is refused unread.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             if os.fstat(file.fileno()).st_size > _MOST_BYTES:
                 raise FlightError(f"{path} is larger than a flight recorder's dump ever is.")
-            found = _Plain(file, path).load()
+            found = RestrictedUnpickler(file).load()
     except FlightError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
@@ -161,22 +162,3 @@ def _tapped(pipe: Path) -> bool:
         return False
     finally:
         os.close(descriptor)
-
-
-class _Plain(pickle.Unpickler):
-    """Builds what pickle has opcodes for, and imports nothing."""
-
-    def __init__(self, file: Any, path: Path) -> None:
-        super().__init__(file)
-        self._path = path
-
-    def find_class(self, module: str, name: str) -> NoReturn:
-        """Refuse whatever would have to be imported."""
-        raise FlightError(
-            f"{self._path} wants {module}.{name}, which no flight recorder's dump needs; it was "
-            "not read further. Who wrote it?"
-        )
-
-    def persistent_load(self, pid: Any) -> NoReturn:
-        """Refuse references to what lies outside the file."""
-        raise FlightError(f"{self._path} refers to {pid!r} outside of it; it was not read further.")

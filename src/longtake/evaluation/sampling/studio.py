@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from longtake.checkpoint import store
+from longtake.checkpoint import reading, store
 from longtake.errors import CheckpointError, RecipeError
 from longtake.evaluation.presets.preset import Preset
 from longtake.evaluation.presets.request import Request
@@ -79,8 +78,9 @@ class Studio:
         """
         trainer = store.load_trainer(checkpoint)
         state = self._state()
+        store.verify_part(checkpoint, weights)
         _refuse_another_model(checkpoint / weights, state)
-        store.load_parts(checkpoint, {weights: state})
+        store.load_parts(checkpoint, {weights: state}, is_verified=True)
         load_trained(self.components.model, state)
         return Sampler(
             self.components,
@@ -134,10 +134,9 @@ def _refuse_another_model(folder: Path, state: dict[str, Tensor]) -> None:
     What cannot be read is left to the loading, which says what is wrong with it.
     """
     try:
-        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError):
+        shapes = reading.shapes(folder)
+    except (OSError, ValueError):
         return
-    shapes = {name: tuple(getattr(each, "size", ())) for name, each in saved.items()}
     expected = {name: tuple(value.shape) for name, value in state.items()}
     if shapes != expected:
         name = min(
