@@ -3,12 +3,15 @@
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from longtake.checkpoint import manifest, store
+from longtake.checkpoint.writing import Company, write
 from longtake.errors import CheckpointError
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
@@ -70,6 +73,19 @@ def test_what_was_saved_is_loaded(run: RunDirectory, make_parts: MakeParts) -> N
     torch.testing.assert_close(loaded, make_parts(20.0), rtol=0, atol=0)
     assert loaded["model"]["weight"] is weight
     assert store.load_trainer(path) == {"global_step": 20}
+
+
+def test_saving_waits_for_no_cuda_stream(
+    run: RunDirectory, alone: World, make_parts: MakeParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is saved has been copied to the CPU before; training's stream has seconds of work."""
+    waits: list[str] = []
+    stream = SimpleNamespace(device_type="cuda", synchronize=lambda: waits.append("stream"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    write(run, 30, make_parts(30.0), {"global_step": 30}, Company(alone, None))
+    assert waits == []
 
 
 def test_one_part_can_be_loaded_without_the_others(run: RunDirectory) -> None:

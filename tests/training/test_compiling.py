@@ -1,17 +1,20 @@
 """Compiled blocks compute what the others do; without a compiler it is said before the run."""
 
 import copy
+import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partialmethod
+from logging.handlers import BufferingHandler
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longtake.config import Recipe
 from longtake.errors import RecipeError
-from longtake.models.assemble import Components, assemble
+from longtake.models.assemble import Components, assemble, latent_shape, outline_conditioning
 from longtake.recompute.apply import OPTIONS, Option
 from longtake.training.compiling import compile_blocks, refuse_missing_compiler
 
@@ -49,6 +52,63 @@ def test_compiled_blocks_are_the_same_blocks(small_recipe: Callable[..., Recipe]
     assert list(found) == list(wanted)
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture
+def torchs_warnings() -> Iterator[list[logging.LogRecord]]:
+    """What torch.compile warns of."""
+    logger, kept = logging.getLogger("torch._dynamo.convert_frame"), BufferingHandler(100)
+    kept.setLevel(logging.WARNING)
+    logger.addHandler(kept)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8):
+        yield kept.buffer
+    torch._dynamo.reset()
+    logger.removeHandler(kept)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at .grad of what is no leaf
+def test_all_shapes_and_options_are_compiled(
+    tiny_flux: Callable[..., Recipe],
+    torchs_warnings: list[logging.LogRecord],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two kinds of blocks, two options, two shapes and two sizes of micro-batches.
+
+    All blocks of a kind share one code object, of which torch by default compiles 8 programs.
+    """
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
+    sides = "{num_frames=1, height=64, width=64}, {num_frames=1, height=64, width=32}"
+    bare = 'trainable={kind="lora", rank=4}', f"data.buckets=[{sides}]"
+    recipe = tiny_flux("training.compile=true", *bare)
+    parts = assemble(recipe, ["a red disk"], None)
+    names = {module: name for name, module in parts.model.named_modules()}
+    blocks = [names[block] for block in parts.family.blocks(parts.model)]
+    options: dict[str, Option] = dict(zip(blocks, ("keep", "recompute") * 2, strict=True))
+    compile_blocks(options, parts, recipe)
+    for bucket in recipe.data.shapes():
+        for size in (2, 1):
+            shape = latent_shape(parts.codec, bucket)
+            told = outline_conditioning(parts, recipe, shape, size)
+            latents, sigmas = torch.randn(size, *shape), torch.full((size,), 0.5)
+            inputs = {name: torch.zeros_like(each, device="cpu") for name, each in told.items()}
+            parts.predict_velocity(latents, sigmas, inputs).sum().backward()  # type: ignore[no-untyped-call]
+    assert [record.getMessage() for record in torchs_warnings] == []
+
+
+def test_a_limit_that_is_hit_is_told_in_words_of_the_recipe(
+    small_recipe: Callable[..., Recipe], torchs_warnings: list[logging.LogRecord]
+) -> None:
+    """Else blocks run uncompiled, and nobody knows why steps are slow."""
+    recipe = small_recipe("training.compile=true")
+    compile_blocks({}, assemble(recipe, ["a red disk"], None), recipe)
+    doubled = torch.compile(lambda numbers: numbers * 2, backend="eager", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for size in (2, 3):
+            doubled(torch.ones(size))
+    [warning] = torchs_warnings
+    assert "has made 1 programs of one function, its limit" in warning.getMessage()
+    assert "data.buckets" in warning.getMessage()
 
 
 def _gradients(parts: Components) -> dict[str, Tensor]:

@@ -40,8 +40,14 @@ def cpu_has_bf16() -> bool:
 
 
 def autocast(precision: Precision, device: torch.device) -> torch.autocast:
-    """A context in which matrix products run in bf16, or nothing changes."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+    """A context in which matrix products run in bf16, or nothing changes.
+
+    Without the cache of bf16 weights: a forward pass uses each weight once, and the cache would
+    keep the bf16 copies of all weights until its end.
+    """
+    return torch.autocast(
+        device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False
+    )
 
 
 @contextmanager

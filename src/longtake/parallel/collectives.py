@@ -1,7 +1,6 @@
 """What ranks tell each other; alone, each is the identity."""
 
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -27,7 +26,7 @@ def gather_objects(thing: T, world: World, *, patiently: bool = False) -> list[T
     if world.mesh is None:
         return [thing]
     gathered: list[T] = [thing] * world.size
-    dist.all_gather_object(gathered, thing, _patient_group(world) if patiently else None)
+    dist.all_gather_object(gathered, thing, world.patient_group if patiently else None)
     return gathered
 
 
@@ -59,20 +58,12 @@ def first_does(work: Callable[[], None], world: World) -> None:
             work()
         except LongtakeError as raised:
             error = raised
-    message = from_first(None if error is None else str(error), world, _patient_group(world))
+    message = from_first(None if error is None else str(error), world, world.patient_group)
     if message is not None:
         raise error or LongtakeError(message)
 
 
 def wait_for_all(world: World) -> None:
-    """Return when every rank has come here; on the CPU, so that no card takes part."""
+    """Return when every rank has come here; on the CPU, so that no GPU takes part."""
     if world.mesh is not None:
         dist.all_reduce(torch.zeros(1))
-
-
-def _patient_group(world: World) -> dist.ProcessGroup | None:
-    """A group in which rank 0 may be waited for for hours: downloads are not collectives."""
-    if world.mesh is None:
-        return None
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
-    return group

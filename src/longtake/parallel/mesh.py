@@ -25,6 +25,8 @@ from longtake.parallel.flight import environment
 Device = Literal["auto", "cpu", "cuda"]
 
 _SECONDS_TO_LET_GO = 0.1
+_TIMEOUT = timedelta(minutes=10)
+_NO_TIMEOUT = timedelta(days=365)
 _SIGNS_OF_A_LOST_PEER = (
     *("closed by peer", "reset by peer", "Broken pipe"),  # what gloo says
     *("Timed out waiting", "connectFullMesh failed", "Connection refused"),
@@ -46,6 +48,8 @@ class World:
     """Ranks, one after the other, that share the tokens of each clip."""
     sequence_group: dist.ProcessGroup | None = None
     """These ranks; None where each has its clips to itself."""
+    patient_group: dist.ProcessGroup | None = None
+    """All ranks, over gloo and without a timeout: for work of rank 0 such as downloads."""
 
     @property
     def is_first(self) -> bool:
@@ -96,8 +100,10 @@ def join(device: Device, section: ParallelSection, records: Path | None = None) 
             os.environ.setdefault(name, value)
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, timeout=timedelta(minutes=10))
-        yield arranged(World(rank, local_rank, size, place, None), section)
+        dist.init_process_group(backend, timeout=_TIMEOUT)
+        patient = dist.new_group(backend="gloo", timeout=_NO_TIMEOUT)
+        joined = World(rank, local_rank, size, place, None, patient_group=patient)
+        yield arranged(joined, section)
         # Not after an error: NCCL would wait here for ranks that wait for this one elsewhere.
         dist.destroy_process_group()
     except RuntimeError as error:
@@ -208,14 +214,22 @@ def _mesh(device_type: str, size: int, shards: int) -> DeviceMesh:
     if shards == size:
         return init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
     shape, names = (size // shards, shards), ("replicate", "shard")
-    return init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return _with_timeout(init_device_mesh(device_type, shape, mesh_dim_names=names))
 
 
 def _sequence_group(device_type: str, size: int, sequence: int) -> dist.ProcessGroup | None:
     if sequence == 1:
         return None
     shape, names = (size // sequence, sequence), ("data", "sequence")
-    return init_device_mesh(device_type, shape, mesh_dim_names=names)["sequence"].get_group()
+    mesh = _with_timeout(init_device_mesh(device_type, shape, mesh_dim_names=names))
+    return mesh["sequence"].get_group()
+
+
+def _with_timeout(mesh: DeviceMesh) -> DeviceMesh:
+    """The same mesh, whose groups have the timeout of all ranks instead of torch's default."""
+    for group in mesh.get_all_groups():
+        dist.distributed_c10d._set_pg_timeout(_TIMEOUT, group)
+    return mesh
 
 
 def _share_cores() -> None:

@@ -73,14 +73,15 @@ def _rate_of_cores() -> float:
 
 def _rate_of_card(device: torch.device) -> float:
     """The median of many products, the first half of the time left out: clocks settle in it."""
-    sides = (_GPU_SIDE, _GPU_SIDE)
-    left, right = (torch.rand(sides, device=device, dtype=torch.bfloat16) for _ in range(2))
-    begun, taken = time.perf_counter(), list[float]()
-    while time.perf_counter() - begun < _GPU_SECONDS:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        left @ right
-        end.record()
-        end.synchronize()
-        taken.append(start.elapsed_time(end) / 1000)
+    sides, taken = (_GPU_SIDE, _GPU_SIDE), list[float]()
+    with torch.cuda.device(device):  # events are of the thread's current device
+        left, right = (torch.rand(sides, device=device, dtype=torch.bfloat16) for _ in range(2))
+        begun = time.perf_counter()
+        while time.perf_counter() - begun < _GPU_SECONDS:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            left @ right
+            end.record()
+            end.synchronize()
+            taken.append(start.elapsed_time(end) / 1000)
     return 2 * _GPU_SIDE**3 / median(taken[len(taken) // 2 :]) / 1e12

@@ -29,6 +29,13 @@ _ADVICE = (
 
 def measure(setting: Setting) -> Facts:
     """MB/s to the neighbours, all-reduce bandwidth of all, and within this node."""
+    if not _has_nccl():
+        return _measure(setting)
+    with torch.cuda.device(setting.place.local_rank):  # the current device is each thread's own
+        return _measure(setting)
+
+
+def _measure(setting: Setting) -> Facts:
     facts: Facts = {"to": {}, "all": _all_reduce(None), "within": _within_node(setting)}
     if setting.place.rank not in setting.peers:
         return facts
@@ -197,9 +204,14 @@ def _settle(load: torch.Tensor) -> None:
 
 
 def _device() -> torch.device:
-    """Where NCCL is, the card that this process was given."""
-    has_nccl = "nccl" in str(dist.get_backend_config())
-    return torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
+    """The GPU of this process where NCCL is used."""
+    if _has_nccl():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _has_nccl() -> bool:
+    return "nccl" in str(dist.get_backend_config())
 
 
 def _size() -> int:

@@ -10,9 +10,19 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
+)
+
+# FSDP2 labels its hooks for the profiler. Inside a block they run a different number of times in
+# forward and recompute, which selective checkpointing takes for another computation.
+SAC_IGNORED_OPS.update(
+    {
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    }
 )
 
 Option = Literal["keep", "save-attention", "recompute"]

@@ -1,5 +1,6 @@
 """Compiled blocks (`training.compile`): torch.compile makes one program of each block's many."""
 
+import logging
 import os
 import shutil
 from functools import partial
@@ -15,8 +16,10 @@ from longtake.recompute.apply import run_block
 from longtake.recompute.policies import Options
 
 _COMPILERS = ("g++", "c++", "clang++", "gcc", "cc", "clang")
-_PER_SHAPE = 4
-"""Programs that one shape of clips may need: a last micro-batch may be smaller, for instance."""
+_PROGRAMS_PER_SHAPE = 32
+"""Programs that one shape of clips may need: for each kind of block and memory option, for the
+first block (whose input has no gradient) and the others, for a full and a smaller micro-batch."""
+_LIMIT_WARNING = "torch._dynamo hit config."
 
 
 def refuse_missing_compiler(recipe: Recipe, device: torch.device) -> None:
@@ -52,10 +55,26 @@ def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:
     module that looks at values, is compiled in pieces.
     """
     config: Any = torch._dynamo.config
-    wanted = _PER_SHAPE * len(recipe.data.shapes())
+    wanted = _PROGRAMS_PER_SHAPE * len(recipe.data.shapes())
     config.recompile_limit = max(config.recompile_limit, wanted)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, wanted)
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_say_what_the_limit_means)
     names = dict(parts.model.named_modules())
     for name, option in options.items():
         block: Any = names[name]
         block.forward = partial(run_block, option, block.forward)
         block.compile(dynamic=False)
+
+
+def _say_what_the_limit_means(record: logging.LogRecord) -> bool:
+    """Puts torch's warning that it compiles no further into the words of a recipe."""
+    if str(record.msg).startswith(_LIMIT_WARNING):
+        limit = torch._dynamo.config.recompile_limit
+        record.args = None
+        record.msg = (
+            f"torch.compile has made {limit} programs of one function, its limit. Blocks with "
+            "other inputs run uncompiled from now on, which is slower. Train with fewer shapes of "
+            "clips (data.buckets), or with a training.batch_size that training.micro_batch_size "
+            "divides."
+        )
+    return True
