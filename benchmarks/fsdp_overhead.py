@@ -47,6 +47,7 @@ from longtake.training.interrupt import Interrupt
 from longtake.training.loop import Watch, train_steps
 from longtake.training.peak import PeakCheck
 from longtake.training.record import keep_record
+from longtake.training.run_lease import RunLease
 from longtake.training.step import TrainingState, prepare
 
 _RESULTS = Path(__file__).parent / "results" / "fsdp_overhead.md"
@@ -257,11 +258,11 @@ def _longtake(
     )
     with (
         keep_saver(run, world, recipe.checkpoint, start=0) as saver,
-        keep_record(0, steps, {}, run, world, Console(quiet=True)) as record,
+        keep_record(0, steps, {}, "", run, world, Console(quiet=True)) as record,
         keep_ledger(folder, world.rank, streams) as ledger,
         beating(heart),
     ):
-        watch = Watch(guard, gauge, saver, record, peak, Interrupt())
+        watch = Watch(guard, gauge, saver, record, peak, Interrupt(), RunLease(None))
         train_steps(replace(state, global_step=0), loader, ledger, watch, short, world)
     rows = list(run.metrics())[-steps:] if world.is_first else []
     assert not world.is_first or len(rows) >= min(before, steps)

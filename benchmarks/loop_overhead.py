@@ -44,6 +44,7 @@ from longtake.training.loop import Watch, train_steps
 from longtake.training.optim import build_optimizers
 from longtake.training.peak import PeakCheck
 from longtake.training.record import keep_record
+from longtake.training.run_lease import RunLease
 from longtake.training.step import TrainingState, apply_update, compute_gradients
 
 _RESULTS = Path(__file__).parent / "results" / "loop_overhead.md"
@@ -215,10 +216,10 @@ def _longtake(state: TrainingState, recipe: Recipe, steps: int) -> list[float]:
     quiet = Console(quiet=True)
     with (
         keep_saver(run, _ALONE, recipe.checkpoint, start=0) as saver,
-        keep_record(0, steps, {}, run, _ALONE, quiet) as record,
+        keep_record(0, steps, {}, "", run, _ALONE, quiet) as record,
         keep_ledger(folder, 0, streams) as ledger,
     ):
-        watch = Watch(guard, gauge, saver, record, peak, Interrupt())
+        watch = Watch(guard, gauge, saver, record, peak, Interrupt(), RunLease(None))
         train_steps(to_here, loader, ledger, watch, short, _ALONE)
     rows = list(run.metrics())
     assert len(rows) >= min(before, steps)

@@ -60,7 +60,7 @@ def test_requests_and_answers_meet_by_their_token(tmp_path: Path) -> None:
     """Whoever asks finds what each node has answered, and not what was answered to others."""
     run = RunDirectory(tmp_path)
     request = Request(
-        token="asked_1",  # noqa: S106 - no secret
+        token="asked_1",
         time="2026",
         by="here",
         reason="asked",

@@ -10,26 +10,68 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, cast
 
-from longtake.records import now, read_json, write_json, write_once
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from longtake.errors import RecordError
+from longtake.records import (
+    Count,
+    Time,
+    now,
+    read_record,
+    with_other_fields,
+    write_json,
+    write_once,
+)
 from longtake.repeated import repeated
 
 _BEATS_PER_LEASE = 4
 
 
-def history(folder: Path) -> list[dict[str, Any]]:
-    """The records of all who have had a lease, the first one first.
+@with_other_fields
+class LeaseRecord(TypedDict):
+    """One holder of a lease; a holder may add fields of its own."""
 
-    Each has `host`, `pid`, `time` (when it was taken), `seconds` (within which it promises a new
-    `beat`), `ended` (None, or how), and whatever its holder has added.
-    """
-    found = (read_json(folder / f"{number}.json") for number in range(_count(folder)))
-    return [each for each in found if each]
+    host: str
+    pid: Count
+    place: str | None
+    """Boot and pid namespace of the holder: `pid` and `started` mean something there only."""
+    started: Count | None
+    """When the process was started, in clock ticks since boot."""
+    time: Time
+    """When the lease was taken."""
+    seconds: Annotated[float, Field(gt=0, le=86400)]
+    """The holder promises a new `beat` within this time."""
+    beat: Count
+    ended: str | None
+    """How the holder gave the lease back; None: it has not."""
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """The `LeaseRecord`s of all who have had a lease, the first one first."""
+    found = (_read(folder / f"{number}.json") for number in range(_count(folder)))
+    return [dict(each) for each in found if each]
+
+
+def newest(folder: Path) -> dict[str, Any] | None:
+    """The record of whoever took the lease last; None if there is none that can be read."""
+    number = _count(folder)
+    record = _read(folder / f"{number - 1}.json") if number else None
+    return None if record is None else dict(record)
+
+
+def is_alive(record: Mapping[str, Any]) -> bool | None:
+    """Whether the holder's process exists; None: it is of another machine or container."""
+    if record["started"] is None or record["place"] != _place():
+        return None
+    return bool(_started(record["pid"]) == record["started"])
 
 
 @dataclass
@@ -91,10 +133,15 @@ class Leases:
     Args:
         seconds: within which this process promises signs of life.
         owner: what else the others may want to know of it.
+        inherits: names in `owner`: a lease of which one has the same value, and is not empty, is
+            free unless its holder is known to run.
     """
 
-    def __init__(self, seconds: float, owner: Mapping[str, Any]) -> None:
+    def __init__(
+        self, seconds: float, owner: Mapping[str, Any], inherits: Sequence[str] = ()
+    ) -> None:
         self._seconds, self._owner = seconds, dict(owner)
+        self._inherits = {name: owner[name] for name in inherits if owner[name]}
         self._seen: dict[Path, tuple[int, float]] = {}
 
     def take(self, folder: Path) -> Lease | None:
@@ -103,26 +150,31 @@ class Leases:
         Raises:
             OSError: it cannot be written.
         """
-        count = _count(folder)
-        if count and not self._is_free(folder / f"{count - 1}.json"):
+        number = _count(folder)
+        if number and not self._is_free(folder / f"{number - 1}.json"):
             return None
         record = {**_this_process(), **self._owner, "time": now(), "seconds": self._seconds}
         record |= {"beat": 0, "ended": None}
-        is_first = write_once(folder / f"{count}.json", record)
-        return Lease(folder, count, record) if is_first else None
+        is_first = write_once(folder / f"{number}.json", record)
+        return Lease(folder, number, record) if is_first else None
 
     def _is_free(self, path: Path) -> bool:
-        record = read_json(path)
-        if record.get("ended") is not None:
+        record = _read(path)
+        if record is not None and record["ended"] is not None:
             self._seen.pop(path, None)
             return True
-        if _is_gone(record):
+        if record is not None and (is_alive(record) is False or self._is_inherited(record)):
             return True
-        beat, at = int(record.get("beat", 0)), time.monotonic()
+        beat, at = record["beat"] if record else 0, time.monotonic()
         before = self._seen.setdefault(path, (beat, at))
         if before[0] != beat:
             self._seen[path] = before = (beat, at)
-        return at - before[1] > float(record.get("seconds", self._seconds))
+        return at - before[1] > (record["seconds"] if record else self._seconds)
+
+    def _is_inherited(self, record: LeaseRecord) -> bool:
+        given = cast("Mapping[str, Any]", record)
+        is_same = any(given.get(name) == value for name, value in self._inherits.items())
+        return is_same and not is_alive(given)
 
 
 @contextmanager
@@ -142,10 +194,16 @@ def kept(lease: Lease, stuck_seconds: float = float("inf")) -> Iterator[Lease]:
         yield lease
 
 
+def _read(path: Path) -> LeaseRecord | None:
+    with suppress(RecordError):
+        return read_record(path, LeaseRecord)
+    return None
+
+
 def _count(folder: Path) -> int:
-    """How many files a lease has; they are numbered without gaps."""
-    names = (path.stem for path in folder.glob("[!.]*.json")) if folder.is_dir() else ()
-    return max((int(name) + 1 for name in names if name.isdecimal()), default=0)
+    """How many files a lease has; they are numbered without gaps, and others do not count."""
+    names = {path.name for path in folder.glob("[!.]*.json")} if folder.is_dir() else set()
+    return next(number for number in count() if f"{number}.json" not in names)
 
 
 def _this_process() -> dict[str, Any]:
@@ -156,14 +214,6 @@ def _this_process() -> dict[str, Any]:
         "place": _place(),
         "started": _started(pid),
     }
-
-
-def _is_gone(record: Mapping[str, Any]) -> bool:
-    """Whether the holder was a process of this very machine (or container), and has ended."""
-    pid, started = record.get("pid"), record.get("started")
-    if not isinstance(pid, int) or started is None or record.get("place") != _place():
-        return False
-    return bool(_started(pid) != started)
 
 
 def _place() -> str | None:

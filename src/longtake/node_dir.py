@@ -18,7 +18,9 @@ which the rank appends itself, as one write.
 import json
 import re
 import socket
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from heapq import merge
 from pathlib import Path
@@ -28,6 +30,7 @@ from typing_extensions import TypedDict
 
 from longtake.aside import written_aside
 from longtake.evaluation_dir import server_events
+from longtake.lease import is_alive, newest
 from longtake.records import (
     Count,
     Finite,
@@ -35,10 +38,11 @@ from longtake.records import (
     by_field,
     now,
     read_json,
+    read_last_record,
     read_records,
     write_text,
 )
-from longtake.run_dir import Event, EventBase, RunDirectory
+from longtake.run_dir import Event, EventBase, Metrics, RunDirectory
 
 NodeEventKind = Literal[
     "watching",
@@ -271,6 +275,81 @@ def read_events(run: RunDirectory) -> Iterator[dict[str, Any]]:
     """The run's own events, its nodes' and its evaluation servers', by the times they bear."""
     found = [run.events(), *(node.events() for node in all_nodes(run)), *server_events(run)]
     return merge(*found, key=lambda event: str(event["time"]))
+
+
+StateKind = Literal["running", "stalled", "dead", "interrupted", "diverged", "finished"]
+_FRESH_SECONDS = 60.0
+_BEGINNINGS = ("launched", "resumed")
+_ENDINGS: tuple[StateKind, ...] = ("finished", "interrupted", "diverged")
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Whether a run is trained now, or how its last launch ended."""
+
+    kind: StateKind
+    """`stalled`: it runs, but a watcher found that it does not move; `dead`: its last launch ended
+    without a word, or by an error; `interrupted`: by a signal, and all is saved."""
+    holder: Mapping[str, Any] | None
+    """The newest `LeaseRecord` of the run; None: nobody has trained it."""
+    silent_seconds: float | None
+    """Since the newest sign of life, as the files' times say; None: there is none."""
+
+
+def state(run: RunDirectory) -> RunState:
+    """Whether a run is running, stalled, dead or finished; reads files only, and does not wait.
+
+    The process that holds the run's lease is looked for where it runs on this machine. On another
+    machine it is taken for alive while the run's files are younger than the lease promises, so a
+    clock that differs by a minute makes a difference.
+    """
+    holder, silent = newest(run.lease_path), _silent_seconds(run)
+    is_fresh = silent is not None and silent <= (holder["seconds"] if holder else _FRESH_SECONDS)
+    if holder is None:  # a mirror, or a run that nobody has begun to train
+        ended = _how_it_ended(run)
+        return RunState("running" if ended == "dead" and is_fresh else ended, None, silent)
+    if holder["ended"] is not None:
+        return RunState(_how_it_ended(run), holder, silent)
+    alive = is_alive(holder)
+    if not (is_fresh if alive is None else alive):
+        return RunState("dead", holder, silent)
+    return RunState("stalled" if _is_stalled(run, holder) else "running", holder, silent)
+
+
+def _how_it_ended(run: RunDirectory) -> StateKind:
+    found: StateKind = "dead"
+    for event in run.events():
+        kind = event["event"]
+        if kind in _BEGINNINGS:
+            found = "dead"
+        elif kind in _ENDINGS:
+            found = kind
+    return found
+
+
+def _silent_seconds(run: RunDirectory) -> float | None:
+    beats = (node.heartbeat_path for node in all_nodes(run))
+    paths = [run.metrics_path, run.events_path, *run.lease_path.glob("*.json"), *beats]
+    times = []
+    for path in paths:
+        with suppress(OSError):
+            times.append(path.stat().st_mtime)
+    return max(0.0, time.time() - max(times)) if times else None
+
+
+def _is_stalled(run: RunDirectory, holder: Mapping[str, Any]) -> bool:
+    """Whether the newest stall of this launch is neither over nor left behind by later steps."""
+    stall: dict[str, Any] | None = None
+    found = (node.events() for node in all_nodes(run))
+    for event in merge(*found, key=lambda event: str(event["time"])):
+        if event["event"] == "stalled" and str(event["time"]) > holder["time"]:
+            stall = event
+        elif event["event"] == "went_on" and stall and event.get("token") == stall.get("token"):
+            stall = None
+    if stall is None:
+        return False
+    last = read_last_record(run.metrics_path, Metrics)
+    return last is None or bool(last["step"] <= stall.get("step", 0))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

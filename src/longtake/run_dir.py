@@ -15,6 +15,7 @@ names and the record schemas:
     nodes/<host>/stacks/         dumps of processes that hung
     components/                  frozen parts made for this run: vae, text_encoder, tokenizer
     checkpoints/step_00001000/   model/ ema/ optimizer/ trainer.json COMMITTED
+    lease/0.json ...             who trains the run: one file for each launch, the newest has it
     holds/step_00001000/<owner>  somebody still needs that checkpoint (writer: the owner)
     evaluations/<preset>/step_00001000/   videos sampled from that checkpoint (evaluation_dir.py)
     tensorboard/  wandb/         mirrors of metrics, events and evaluations
@@ -56,6 +57,9 @@ from longtake.records import (
     write_json,
     write_text,
 )
+
+LAUNCH_VARIABLE = "LONGTAKE_LAUNCH"
+"""In a rank's environment: which `longtake launch`, on all of its nodes, started it."""
 
 EventKind = Literal[
     "launched",
@@ -99,6 +103,8 @@ class Metrics(TypedDict):
     data_seconds: Finite
     time: Timestamp
     tflops_per_second: NotRequired[Finite]
+    launch: NotRequired[str]
+    """Of the process that wrote the line: the `token` in its lease."""
     batch: NotRequired[Count]
     """Number of the batch in the run's data; not the step's where batches were skipped."""
     loss_by_sigma: NotRequired[Annotated[list[Finite | None], Field(min_length=4, max_length=4)]]
@@ -317,6 +323,11 @@ class RunDirectory:
     def ledger_path(self) -> Path:
         """What each step consumed."""
         return self.path / "ledger"
+
+    @property
+    def lease_path(self) -> Path:
+        """Who trains the run now, and who did before."""
+        return self.path / "lease"
 
     @property
     def catalogs_path(self) -> Path:
@@ -557,10 +568,14 @@ class RunDirectory:
         """The loss of each step that counts and has one, by step."""
         return [row["loss"] for row in self.metrics() if row["loss"] is not None]
 
+    def metric_lines(self) -> list[Metrics]:
+        """All lines of metrics.jsonl in the order in which they were written."""
+        return read_records(self.metrics_path, Metrics)
+
     def metrics(self) -> list[Metrics]:
         """The metrics that count, by step: those of abandoned steps are left out."""
         kept: list[Metrics] = []
-        for row in read_records(self.metrics_path, Metrics):
+        for row in self.metric_lines():
             while kept and kept[-1]["step"] >= row["step"]:
                 kept.pop()
             kept.append(row)

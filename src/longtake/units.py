@@ -1,5 +1,7 @@
 """Numbers as people write them; torch-free."""
 
+_STEPS_OF_TIME = (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1))
+
 
 def size(num_bytes: int) -> str:
     """An amount of memory in the largest unit of which there is one at least: 1.50 GiB, 3 bytes."""
@@ -7,3 +9,14 @@ def size(num_bytes: int) -> str:
         if num_bytes >= of_one:
             return f"{num_bytes / of_one:.2f} {unit}"
     return f"{num_bytes} bytes"
+
+
+def duration(seconds: float) -> str:
+    """A time in its two largest units: 0.4 s, 34 s, 3 min 10 s, 2 h 14 min, 3 d 4 h."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for high, low, of_high, of_low in _STEPS_OF_TIME:
+        if whole >= of_high:
+            return f"{whole // of_high} {high} {whole % of_high // of_low} {low}"
+    return f"{whole} s"

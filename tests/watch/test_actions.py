@@ -56,7 +56,7 @@ class _Scene:
         """Act; gives the events."""
         self.expectations.learn(read_all(self.stage.folder()))
         verdict = Verdict(
-            token="stall_x_1_0",  # noqa: S106 - no password
+            token="stall_x_1_0",
             time="",
             host="node",
             kind=kind,

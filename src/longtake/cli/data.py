@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from longtake.data.audit import Audit, EpochAudit
     from longtake.data.index import IndexReport
 
+_MOST_SHOWN = 5
+
 data_app = typer.Typer(help="Prepare and inspect what is trained on.", no_args_is_help=True)
 
 CatalogPath = Annotated[Path, typer.Argument(help="A catalog (Parquet), as `index` writes it.")]
@@ -338,8 +340,16 @@ def _say_audit(found: "Audit") -> None:
             f"The guard skipped {found.num_skipped} batches of {samples} samples for good: they "
             "were not trained in their epochs, and are not missing there."
         )
+    for where in found.two_writers[:_MOST_SHOWN]:
+        say.line(f"Two launches trained this run at the same time: {where}.")
     exact = "Every clip was trained exactly as often as it should have been."
-    say.line(exact if found.ok else "NOT EXACT: clips were repeated, missed or out of place.")
+    if found.two_writers:
+        say.line(
+            "NOT EXACT: what two launches wrote cannot be told apart. Resume from a checkpoint "
+            "before that, in a copy of the run."
+        )
+    else:
+        say.line(exact if found.ok else "NOT EXACT: clips were repeated, missed or out of place.")
 
 
 def _alike(epochs: "Sequence[EpochAudit]") -> "list[list[EpochAudit]]":

@@ -7,6 +7,7 @@ from its recipe. For an epoch that is over that is simply every clip of its stag
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -70,11 +71,13 @@ class Audit:
     """Samples of steps that were trained, then given up: the run went on from before them."""
     num_skipped: int
     """Steps among these that were left out on purpose."""
+    two_writers: tuple[str, ...]
+    """Where lines of two launches alternate in metrics.jsonl: both trained the run at a time."""
 
     @property
     def ok(self) -> bool:
-        """Whether no epoch repeats a clip, misses one, or holds one that it should not."""
-        return all(epoch.is_exact for epoch in self.epochs)
+        """Whether every epoch is exact, and one launch at a time trained."""
+        return all(epoch.is_exact for epoch in self.epochs) and not self.two_writers
 
 
 @dataclass
@@ -107,7 +110,26 @@ def audit(run: RunDirectory) -> Audit:
         _judge(key, expected.get(key), *found.get(key, (_NONE, _NONE)))
         for key in sorted(expected.keys() | found.keys(), key=_in_order(consumed.streams))
     ]
-    return Audit(tuple(epochs), consumed.end_step, consumed.num_abandoned, len(skipped))
+    return Audit(
+        tuple(epochs),
+        consumed.end_step,
+        consumed.num_abandoned,
+        len(skipped),
+        tuple(_two_writers(run)),
+    )
+
+
+def _two_writers(run: RunDirectory) -> Iterator[str]:
+    """Where a launch wrote metrics after a later launch had begun to."""
+    rows = [row for row in run.metric_lines() if row.get("launch")]
+    seen: set[str] = set()
+    for before, row in pairwise(rows):
+        seen.add(before["launch"])
+        if row["launch"] != before["launch"] and row["launch"] in seen:
+            yield (
+                f"step {row['step']} of launch {row['launch']} was written after step "
+                f"{before['step']} of launch {before['launch']}"
+            )
 
 
 _NONE: Identities = np.empty(0, np.uint64)

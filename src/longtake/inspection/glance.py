@@ -1,5 +1,6 @@
 """A run at a glance: how far it is, what it has to show for it, and what one can type next."""
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,20 +10,23 @@ from longtake.inspection.evaluated import evaluated
 from longtake.inspection.rows import Row, read_rows
 from longtake.inspection.starts import starts
 from longtake.inspection.troubles import troubles
-from longtake.inspection.verdicts import events, verdicts
+from longtake.inspection.verdicts import verdicts
+from longtake.node_dir import RunState, state
 from longtake.run_dir import RunDirectory
 
-_BEGINNINGS = ("launched", "resumed")
-_ENDINGS = ("finished", "interrupted", "diverged")
+_RECENT_STEPS = 50
 
 
 def glance(run: RunDirectory) -> dict[str, Any]:
     """What a run's directory says of it as a whole.
 
     Returns:
-        JSON: `run`, `id`, `created`, `recipe`, `family`, `steps`, `total_steps`, `state` (finished,
-        interrupted, diverged, or open: it trains, or was killed), `launches`, `starts` (where the
-        seconds of each went before its first step), `newest` (the last row of metrics that counts),
+        JSON: `run`, `id`, `created`, `recipe`, `family`, `steps`, `total_steps`, `state` (running,
+        stalled, dead, finished, interrupted or diverged), `holder` (`host`, `pid` and `time` of the
+        launch that trains it, or trained it last), `silent_seconds` (since its last sign of life),
+        `step_seconds` (the median of recent steps), `seconds_left` (None unless it runs),
+        `launches`, `starts` (where the seconds of each went before its first step), `newest` (the
+        last row of metrics that counts),
         `abandoned_rows`, `checkpoints` (step, bytes, damage, abandoned), `verdicts`, `rollbacks`,
         `troubles` (of processes and nodes), `evaluations` (see `evaluated`) and `next` (commands,
         each with what it does).
@@ -33,7 +37,7 @@ def glance(run: RunDirectory) -> dict[str, Any]:
     recipe, record = run.recipe(), run.record()
     rows = read_rows(run)
     kept = [row for row in rows if not row.is_abandoned]
-    state, steps = _state(run), kept[-1].step if kept else 0
+    now, steps = state(run), kept[-1].step if kept else 0
     checkpoints, evaluations = _checkpoints(run, steps), evaluated(run)
     return {
         "run": str(run.path),
@@ -43,7 +47,7 @@ def glance(run: RunDirectory) -> dict[str, Any]:
         "family": recipe.model.family,
         "steps": steps,
         "total_steps": recipe.training.steps,
-        "state": state,
+        **_course(now, kept, recipe.training.steps - steps),
         "launches": record["launches"],
         "starts": starts(run),
         "newest": kept[-1].metrics if kept else None,
@@ -53,19 +57,22 @@ def glance(run: RunDirectory) -> dict[str, Any]:
         "rollbacks": run.rollbacks(),
         "troubles": troubles(run, rows),
         "evaluations": evaluations,
-        "next": _next(run, state, checkpoints, rows, evaluations),
+        "next": _next(run, now.kind, checkpoints, rows, evaluations),
     }
 
 
-def _state(run: RunDirectory) -> str:
-    """How the newest launch ended; open: it is training, or nobody wrote down its end."""
-    state = "open"
-    for event in events(run):
-        if event["event"] in _BEGINNINGS:
-            state = "open"
-        elif event["event"] in _ENDINGS:
-            state = event["event"]
-    return state
+def _course(now: RunState, kept: Sequence[Row], steps_left: int) -> dict[str, Any]:
+    """Who trains the run, how fast, and for how long still."""
+    recent = [row.metrics["step_seconds"] for row in kept[-_RECENT_STEPS:]]
+    seconds = statistics.median(recent) if recent else None
+    runs, holder = now.kind == "running", now.holder
+    return {
+        "state": now.kind,
+        "holder": holder and {name: holder[name] for name in ("host", "pid", "time")},
+        "silent_seconds": now.silent_seconds,
+        "step_seconds": seconds,
+        "seconds_left": steps_left * seconds if runs and seconds is not None else None,
+    }
 
 
 def _checkpoints(run: RunDirectory, steps: int) -> list[dict[str, Any]]:
@@ -95,9 +102,10 @@ def _next(
 ) -> list[dict[str, str]]:
     """Commands, and what each is for; the likeliest first."""
     ways = []
-    if state in ("interrupted", "open"):
-        unless = "" if state == "interrupted" else " (unless it is still training)"
-        ways.append((run.command_to_go_on(), f"go on{unless}"))
+    if state in ("interrupted", "dead"):
+        ways.append((run.command_to_go_on(), "resume"))
+    if state == "stalled":
+        ways.append((f"longtake stacks {run.path}", "where its processes are"))
     judged = [row.step for row in rows if "verdict" in row.metrics]
     if judged:
         ways.append((f"longtake show {run.path} --around {judged[-1]}", "the newest verdict"))

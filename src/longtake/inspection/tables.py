@@ -12,16 +12,10 @@ from rich.table import Table
 
 from longtake.inspection.starts import as_table, in_line, in_lines
 from longtake.inspection.troubles import sentence_of
-from longtake.units import size
+from longtake.units import duration, size
 
 _PIPE_WIDTH = 120
 _QUARTERS = ("0-¼", "¼-½", "½-¾", "¾-1")
-_STATES = {
-    "finished": "finished",
-    "interrupted": "interrupted",
-    "diverged": "stopped by the guard",
-    "open": "training, or killed: no end is written down",
-}
 _MOST_LISTED = 12
 
 
@@ -29,7 +23,7 @@ def print_glance(console: Console, facts: Mapping[str, Any]) -> None:
     """Print what `glance` returned."""
     _widen(console)
     steps = f"step {facts['steps']} of {facts['total_steps']}"
-    title = f"{facts['run']}: {facts['family']}, {steps}, {_STATES[facts['state']]}"
+    title = f"{facts['run']}: {facts['family']}, {steps}, {_state(facts)}"
     _print(console, f"[bold]{escape(title)}[/bold]")
     grid = Table.grid(padding=(0, 2))
     for name, lines in _about(facts).items():
@@ -92,6 +86,27 @@ def said(event: Mapping[str, Any]) -> str:
     facts = ", ".join(f"{name} {value}" for name, value in rest.items())
     where = "" if step is None else f" at step {step}"
     return f"{kind.replace('_', ' ')}{where}{': ' * bool(facts)}{facts}"
+
+
+def _state(facts: Mapping[str, Any]) -> str:
+    """The run's state with what one wants to know of it: speed and time left, or since when."""
+    kind, silent = facts["state"], facts["silent_seconds"]
+    ago = "" if silent is None else f", last sign of life {duration(silent)} ago"
+    if kind == "running":
+        if facts["newest"] is None:
+            return f"starting{ago}"
+        speed = f"{_speed(facts['step_seconds'])}, {duration(facts['seconds_left'])} left"
+        return f"running: {speed}{ago}"
+    if kind == "stalled":
+        return f"stalled: it runs, but does not move{ago}"
+    if kind == "dead":
+        return f"not running: its last launch did not end as it should{ago}"
+    endings = {"diverged": "stopped by the guard", "interrupted": "interrupted and saved"}
+    return endings.get(kind, str(kind))
+
+
+def _speed(seconds: float) -> str:
+    return f"{1 / seconds:.3g} steps/s" if 0 < seconds < 1 else f"{seconds:.3g} s/step"
 
 
 def _about(facts: Mapping[str, Any]) -> dict[str, list[str]]:

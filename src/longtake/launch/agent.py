@@ -5,6 +5,7 @@ are counted since the last checkpoint, so that weeks may have many and a crash l
 that wait for one that is lost are given some seconds to say so, not half a minute.
 """
 
+import os
 import signal
 from collections.abc import Collection
 from pathlib import Path
@@ -21,6 +22,7 @@ from longtake.launch.order import Order
 from longtake.launch.ranks import await_end, ended_badly, kernel_kills, tell
 from longtake.launch.stop import SECONDS_TO_SAVE, Stop
 from longtake.records import now
+from longtake.run_dir import LAUNCH_VARIABLE
 from longtake.trail import RankFailure, failure_of, failures, failures_of_processes
 
 _SECONDS_AFTER_A_FAILURE = 5.0
@@ -56,6 +58,8 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._stop.hold()
         self._kills, self._began = kernel_kills(), now()
+        if self._order.endpoint:
+            os.environ[LAUNCH_VARIABLE] = _launch_of_all_nodes(worker_group.store)
         pids: dict[int, Any] = super()._start_workers(worker_group)
         self._stop.begin(pids.values())
         return pids
@@ -165,3 +169,11 @@ class Agent(LocalElasticAgent):
 
     def _newest_checkpoint(self) -> int | None:
         return max(self._order.run.checkpoint_steps(), default=None)
+
+
+def _launch_of_all_nodes(store: Any) -> str:
+    """The launch's name: the first node that asks chooses it, in the store where nodes meet."""
+    while hasattr(store, "underlying_store"):  # a PrefixStore: its prefix differs by start
+        store = store.underlying_store
+    own = os.environ[LAUNCH_VARIABLE]
+    return str(store.compare_set("longtake/launch", "", own).decode())

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from longtake.launch.order import Order
 from longtake.launch.stop import Stop
 from longtake.node_dir import this_node
 from longtake.ourselves import environment, program
+from longtake.run_dir import LAUNCH_VARIABLE
 
 _SECONDS_TO_MEET = 600
 _SECONDS_BETWEEN_CALLS = 2.0
@@ -53,7 +55,7 @@ def launch(order: Order, console: Console) -> int:
     Raises:
         LostPeerError: the other nodes cannot be met.
     """
-    os.environ.update(environment(**_ENVIRONMENT))
+    os.environ.update(environment(**_ENVIRONMENT), **{LAUNCH_VARIABLE: secrets.token_hex(8)})
     _quieten_torch()
     stop, ended = Stop(), None
     try:

@@ -20,6 +20,7 @@ from longtake.training.peak import PeakCheck
 from longtake.training.randomness import seed_step
 from longtake.training.record import Record
 from longtake.training.resume import save_checkpoint
+from longtake.training.run_lease import RunLease
 from longtake.training.saved import facts_to_save
 from longtake.training.statistics import local_facts, reduce_facts
 from longtake.training.step import TrainingState, apply_update, compute_gradients, skip_update
@@ -53,6 +54,7 @@ class Watch:
     record: Record
     peak: PeakCheck
     interrupt: Interrupt
+    lease: RunLease
 
 
 def train_steps(
@@ -68,10 +70,12 @@ def train_steps(
     Raises:
         DataError: too many clips failed to decode.
         CheckpointError: checkpoints cannot be written.
+        RunError: another launch has taken the run over.
     """
     guard, gauge, saver, record = watch.guard, watch.gauge, watch.saver, watch.record
     end = loader.end_after(recipe.training.steps - state.global_step)
     for own_batch in record.timed(loader.batches(end)):
+        watch.lease.refuse_loss()
         heartbeat.begin_step(state.global_step, str(own_batch.bucket))
         batch = agreed(own_batch, world)
         seed_step(recipe.seed, state.global_step, world.rank)

@@ -34,11 +34,13 @@ class Record:
     def __init__(
         self,
         step_flops: Mapping[Bucket, int],
+        launch: str,
         run: RunDirectory,
         world: World,
         progress: StepProgress,
     ) -> None:
         self._step_flops = step_flops
+        self._launch = launch
         self._run = run
         self._world = world
         self._progress = progress
@@ -81,6 +83,7 @@ class Record:
         now = time.perf_counter()
         seconds, self._step_began = now - self._step_began, now
         metrics = _row(batch, statistics, learning_rate)
+        metrics["launch"] = self._launch
         metrics["step_seconds"] = round(seconds, 6)
         metrics["data_seconds"] = round(self._data_seconds, 6)
         if left_out is not None and left_out.kind != "ok":
@@ -207,6 +210,7 @@ def keep_record(
     start: int,
     total: int,
     step_flops: Mapping[Bucket, int],
+    launch: str,
     run: RunDirectory,
     world: World,
     console: Console,
@@ -217,7 +221,7 @@ def keep_record(
     """
     quiet = console if world.is_first else Console(quiet=True)
     with step_progress(quiet, start, total) as progress:
-        yield Record(step_flops, run, world, progress)
+        yield Record(step_flops, launch, run, world, progress)
 
 
 def _row(batch: Batch, statistics: Statistics, learning_rate: float) -> Metrics:

@@ -46,6 +46,7 @@ from longtake.training.peak import PeakCheck
 from longtake.training.record import keep_record
 from longtake.training.resume import data_state, refuse_other_plans
 from longtake.training.rollback import choose, go_back, newest_kept, skip_batches
+from longtake.training.run_lease import RunLease, hold_run
 from longtake.training.saved import go_on_from
 from longtake.training.share import refuse_idle_ranks
 from longtake.training.step import TrainingState
@@ -107,7 +108,9 @@ def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> Outcome:
             mirrored(run, recipe.tracking, world) as follower,
             closing(_open_data(run, recipe, world)) as loader,
         ):
-            return _train(recipe, run, loader, watcher, follower, world, console)
+            first_does(lambda: run.claim(recipe), world)
+            with hold_run(run, world, console) as lease:
+                return _train(recipe, run, loader, watcher, follower, lease, world, console)
 
 
 def _train(
@@ -116,6 +119,7 @@ def _train(
     loader: Loader,
     watcher: Watcher,
     follower: Follower,
+    lease: RunLease,
     world: World,
     console: Console,
 ) -> Outcome:
@@ -163,9 +167,9 @@ def _train(
     with (
         catch_interrupts() as interrupt,
         keep_saver(run, world, recipe.checkpoint, reach=reach, start=start) as saver,
-        keep_record(start, total, step_flops, run, world, console) as record,
+        keep_record(start, total, step_flops, lease.launch, run, world, console) as record,
     ):
-        watch = Watch(guard, gauge, saver, record, peak, interrupt)
+        watch = Watch(guard, gauge, saver, record, peak, interrupt, lease)
         ending = _train_through(state, loader, folder, watch, recipe, run, world)
     return _finish(ending, start, time.perf_counter() - begun, state, run, world)
 
@@ -275,11 +279,7 @@ def _none_is_whole(run: RunDirectory, passed_over: Sequence[tuple[Path, str]]) -
 
 
 def _go_on(run: RunDirectory, recipe: Recipe, loader: Loader, world: World) -> _Found:
-    """The run's newest whole checkpoint, with the loader brought there.
-
-    Refuses a run directory that belongs to another recipe.
-    """
-    first_does(lambda: run.claim(recipe), world)
+    """The run's newest whole checkpoint, with the loader brought there."""
     path, passed_over = newest_kept(run, world)
     if path is None and passed_over:
         raise CheckpointError(_none_is_whole(run, passed_over))

@@ -1,0 +1,161 @@
+"""One launch trains a run at a time: rank 0 holds the lease in the run's folder `lease`."""
+
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from rich.console import Console
+
+from longtake.errors import RunError
+from longtake.lease import Lease, Leases, is_alive, newest
+from longtake.parallel.collectives import first_does
+from longtake.parallel.mesh import World
+from longtake.repeated import repeated
+from longtake.run_dir import LAUNCH_VARIABLE, RunDirectory
+
+_SECONDS = 60.0
+_BEATS_PER_LEASE = 4
+_LOOK_SECONDS = 0.25
+_SECONDS_TO_EXIT = 10.0
+"""In which a rank 0 of the same launch, which is being replaced on this host, has ended."""
+
+
+class RunLease:
+    """The right to write a run directory; ranks other than 0 rely on rank 0's.
+
+    Args:
+        lease: rank 0's; None on other ranks.
+    """
+
+    def __init__(self, lease: Lease | None) -> None:
+        self._lease = lease
+        self._beaten_at = _clock()
+
+    @property
+    def launch(self) -> str:
+        """Tells this launch from all others of the run; empty on ranks other than 0."""
+        return "" if self._lease is None else str(self._lease.record["token"])
+
+    def beat(self) -> None:
+        """Show that this process lives; a full disk costs a beat."""
+        if self._lease is not None and self._lease.is_held:
+            with suppress(OSError):
+                self._lease.renew()
+                self._beaten_at = _clock()
+
+    def refuse_loss(self) -> None:
+        """Refuse to go on if another launch has taken the run over.
+
+        That happens to a process that was stopped, or cut off from the disk, for a minute.
+
+        Raises:
+            RunError: another launch has it.
+        """
+        if self._lease is None or _clock() - self._beaten_at < _SECONDS / 2:
+            return
+        if self._lease.is_held:
+            self.beat()
+            return
+        taker = newest(self._lease.folder)
+        raise RunError(
+            f"This launch was silent for more than {_SECONDS:g} s, and {_holder(taker)} has taken "
+            f"over the run {self._lease.folder.parent}. Only one launch may write a run, so this "
+            "one ends; nothing that it saved is lost."
+        )
+
+    def end(self, how: str) -> None:
+        """Give the run back."""
+        if self._lease is not None:
+            with suppress(OSError):
+                self._lease.end(how)
+
+
+@contextmanager
+def hold_run(run: RunDirectory, world: World, console: Console) -> Iterator[RunLease]:
+    """Hold a run until the block ends; all ranks call it.
+
+    A rank 0 that a launcher or Slurm has started again inherits the lease of the one before it.
+    Another launch waits as long as the holder may still be alive.
+
+    Raises:
+        RunError: another launch trains it; or the folder cannot be written.
+    """
+    taken: list[Lease] = []
+    first_does(lambda: taken.append(_take(run, console)), world)
+    own = RunLease(taken[0] if taken else None)
+    how = "failed"
+    try:
+        with repeated("run lease", own.beat, _SECONDS / _BEATS_PER_LEASE):
+            yield own
+        how = "ended"
+    finally:
+        own.end(how)
+
+
+def _clock() -> float:
+    """Seconds since boot, those in which the machine was suspended included."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _take(run: RunDirectory, console: Console) -> Lease:
+    owner = {**_this_launch(), "token": secrets.token_hex(4)}
+    leases = Leases(_SECONDS, owner, inherits=("launch", "job"))
+    first, begun, is_said = newest(run.lease_path), time.monotonic(), False
+    try:
+        while (lease := leases.take(run.lease_path)) is None:
+            holder = newest(run.lease_path)
+            if holder is not None:
+                _refuse_if_alive(run, holder, first, time.monotonic() - begun)
+            if not is_said and time.monotonic() - begun > 1:
+                is_said = True
+                console.print(
+                    f"{run.path} is held by {_holder(holder)}. It has not given a sign of life "
+                    f"yet; if it gives none within {_SECONDS:g} s, this launch takes over.",
+                    markup=False,
+                )
+            time.sleep(_LOOK_SECONDS)
+    except OSError as error:
+        raise RunError(
+            f"The run directory {run.path} cannot be written: {error.strerror or error}. Make room "
+            "or make it writable, or choose another one with --set out=FOLDER."
+        ) from error
+    return lease
+
+
+def _refuse_if_alive(
+    run: RunDirectory, holder: Mapping[str, Any], first: Mapping[str, Any] | None, seconds: float
+) -> None:
+    own = _this_launch()
+    is_same = any(own[name] and own[name] == holder.get(name) for name in ("launch", "job"))
+    runs_here = is_alive(holder) and not (is_same and seconds < _SECONDS_TO_EXIT)
+    has_moved = first is not None and any(
+        first.get(name) != holder.get(name) for name in ("host", "pid", "time", "beat")
+    )
+    if runs_here or has_moved:
+        raise RunError(
+            f"{run.path} is being trained by {_holder(holder)}. A run is trained by one launch at "
+            f"a time. Stop that one first (kill {holder['pid']} on {holder['host']}: it saves and "
+            "ends), or train beside it: --fresh, or --set out=FOLDER."
+        )
+
+
+def _this_launch() -> dict[str, str]:
+    """What a rank 0 that is started again has in common with the one before it."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
+    return {
+        "launch": os.environ.get(LAUNCH_VARIABLE, ""),
+        "job": f"{cluster}/{job}" if job else "",
+    }
+
+
+def _holder(record: Mapping[str, Any] | None) -> str:
+    """A holder in words: process, host, job and since when."""
+    if record is None:
+        return "another process"
+    job = f" (Slurm job {str(record['job']).rpartition('/')[2]})" if record.get("job") else ""
+    since = str(record["time"])[:19].replace("T", " ")
+    return f"process {record['pid']} on {record['host']}{job} since {since} UTC"
