@@ -1,5 +1,6 @@
 """A run at a glance: all that its directory says, and what one can type next."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -33,14 +34,17 @@ def _commands(facts: dict[str, Any]) -> list[str]:
 
 
 def test_what_to_type_next_follows_from_how_it_ended(told: RunDirectory) -> None:
-    """One that trains is not told from one that was killed; a finished one does not go on."""
     go_on = told.command_to_go_on()
     assert _commands(glance(told))[:2] == [go_on, f"longtake show {told.path} --around 20"]
-    assert glance(told)["next"][0]["for"] == "go on"
+    assert glance(told)["next"][0]["for"] == "resume"
     told.append_event("resumed", step=24)
     facts = glance(told)
-    assert facts["state"] == "open"
-    assert facts["next"][0] == {"command": go_on, "for": "go on (unless it is still training)"}
+    assert facts["state"] == "running"  # its files are young
+    assert go_on not in _commands(facts)
+    _make_old(told)
+    facts = glance(told)
+    assert facts["state"] == "dead"
+    assert facts["next"][0] == {"command": go_on, "for": "resume"}
     told.append_event("finished", step=40)
     facts = glance(told)
     assert facts["state"] == "finished"
@@ -51,12 +55,17 @@ def test_what_to_type_next_follows_from_how_it_ended(told: RunDirectory) -> None
     assert _commands(glance(told))[0] == f"longtake show {told.path} --around 20"
 
 
+def _make_old(run: RunDirectory) -> None:
+    for path in (run.metrics_path, run.events_path):
+        os.utime(path, (0, 0))
+
+
 def test_a_run_that_has_just_begun(teller_of: Callable[[Path], Any], tmp_path: Path) -> None:
     """Nothing is known yet, and nothing is missing either."""
     facts = glance(teller_of(tmp_path / "new").run)
-    assert (facts["steps"], facts["newest"], facts["state"]) == (0, None, "open")
+    assert (facts["steps"], facts["newest"], facts["state"]) == (0, None, "running")
     assert (facts["checkpoints"], facts["verdicts"], facts["rollbacks"]) == ([], [], [])
-    assert len(facts["next"]) == 1
+    assert facts["next"] == []
 
 
 def test_a_folder_without_a_run_or_with_half_of_one_is_named(

@@ -21,7 +21,7 @@ def _printed(tell: Callable[[Console, dict[str, Any]], None], facts: dict[str, A
 def test_a_glance_says_how_the_run_stands(told: RunDirectory) -> None:
     """Its state first, and a line or more for each thing; then what to type."""
     lines = _printed(print_glance, glance(told))
-    assert lines[0] == f"{told.path}: tubelet, step 24 of 40, interrupted"
+    assert lines[0] == f"{told.path}: tubelet, step 24 of 40, interrupted and saved"
     text = "\n".join(line.rstrip() for line in lines)
     assert "from step 0, 1 process on cpu of " in text
     assert "24 (epoch 2): loss 0.04167, gradient norm 0.5, 0.25 s" in text
@@ -30,7 +30,7 @@ def test_a_glance_says_how_the_run_stands(told: RunDirectory) -> None:
     assert "step 20: roll back: step 20 is bad" in text
     assert "from step 20 to 12 (divergence), without batches 13 to 21" in text
     assert "8 steps that were done, and given up" in text
-    place = lines.index("  go on:")
+    place = lines.index("  resume:")
     assert lines[place + 1] == f"    {told.command_to_go_on()}"
 
 

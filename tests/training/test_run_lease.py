@@ -80,8 +80,13 @@ def test_a_second_launch_is_refused_and_the_first_is_not_disturbed(
     options = ["--set", f"out={recipe.out}", "--set", f"data.catalog={recipe.data.catalog}"]
     options += ["--set", "training.steps=100000", "--set", "watch.enabled=true"]
     command = program("longtake", "train", str(path), *options)
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, env=environment(), start_new_session=True, **quiet) as first:
+    with subprocess.Popen(
+        command,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as first:
         try:
             until = time.monotonic() + 120
             while not run.metrics_path.exists() and time.monotonic() < until:

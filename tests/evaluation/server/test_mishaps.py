@@ -1,5 +1,6 @@
 """What nobody has foreseen is told once, and ends neither the server nor one of its threads."""
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -70,7 +71,8 @@ def test_garbage_in_others_files_ends_nothing(
     (result / "scores.json").write_text('{"step": 10}\n')
     run.events_path.write_text('[1]\n"finished"\n')
     (claim,) = (EvaluationDirectory(run).path / "claims" / "probe").iterdir()
-    for number, text in enumerate(("{}", "[]", "", '{"ended": "released"}')):
+    released = {**json.loads((claim / "0.json").read_text()), "ended": "released"}
+    for number, text in enumerate(("{}", "[]", "", json.dumps(released))):
         (claim / f"{number}.json").write_text(text)
     serve(tmp_path / "runs", until_finished=False)
     for each in (run, other):
