@@ -349,7 +349,7 @@ def _is_stalled(run: RunDirectory, holder: Mapping[str, Any]) -> bool:
     if stall is None:
         return False
     last = read_last_record(run.metrics_path, Metrics)
-    return last is None or bool(last["step"] <= stall.get("step", 0))
+    return last is None or bool(last["step"] <= (stall.get("step") or 0))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
