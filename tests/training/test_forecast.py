@@ -128,7 +128,7 @@ def test_without_a_limit_everything_is_kept(small_recipe: _Make) -> None:
 
 def test_what_an_update_takes_is_a_limit_too(small_recipe: _Make) -> None:
     """Nothing fits where forward and backward pass would, but the optimizer's step would not."""
-    recipe = small_recipe("training.batch_size=1", "model.dtype=bf16")  # its gradients become fp32
+    recipe = small_recipe("training.batch_size=1", "optimizer.kind=muon")
     known = forecast(recipe, _card())
     assert {row.step_peak_bytes for row in known.policies} == {known.fixed.update_bytes}
     passes = max(row.peak_bytes for row in known.policies) + known.fixed.resident

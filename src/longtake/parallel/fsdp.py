@@ -39,6 +39,7 @@ def spread(
     """
     if world.mesh is None:
         model.to(world.device)
+        accumulate_in_fp32(model)
         return
     # Some families return a view. torch warns at each step that nobody may change it in place,
     # and nobody does: the loss reads it.
@@ -55,6 +56,16 @@ def spread(
             if hasattr(inner, "prepare"):  # an added module's, which is called beside forward
                 register_fsdp_forward_method(inner, "prepare")
         fully_shard(part, mesh=world.mesh, mp_policy=kept)
+
+
+def accumulate_in_fp32(model: nn.Module) -> None:
+    """Keep the gradients of bf16 weights in fp32, so that micro-batches add up without rounding.
+
+    On several processes FSDP2's `reduce_dtype` does that.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype == torch.bfloat16:
+            parameter.grad_dtype = torch.float32
 
 
 def _of_other_dtypes(module: nn.Module, dtype: torch.dtype) -> list[nn.Module]:

@@ -231,12 +231,10 @@ def _exchange(model: nn.Module) -> None:
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            made[id(tensor)] = (
-                nn.Parameter(empty, tensor.requires_grad)
-                if isinstance(tensor, nn.Parameter)
-                else empty
-            )
+            made[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                made[id(tensor)] = nn.Parameter(made[id(tensor)], tensor.requires_grad)
+                made[id(tensor)].grad_dtype = tensor.grad_dtype
         return made[id(tensor)]
 
     for module in model.modules():
@@ -249,7 +247,7 @@ def _exchange(model: nn.Module) -> None:
 def _give_gradients(model: nn.Module, tape: Tape) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.grad = torch.empty_like(parameter)
+            parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
             tape.count(parameter.grad)
 
 

@@ -203,7 +203,7 @@ def _arrived(batches: Sequence[Sequence[Tensor]], offload: bool) -> Iterator[_Ba
 
 
 def _sent(gradient: Tensor) -> Tensor:
-    there = torch.empty_like(gradient, device="cpu", pin_memory=True)
+    there = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True)
     return there.copy_(gradient, non_blocking=True)
 
 
@@ -222,6 +222,7 @@ def _first_of(on_their_way: deque[tuple[_Batch, torch.cuda.Event]]) -> _Batch:
 def _hand_over(weight: Tensor, master: Tensor, gradient: Tensor) -> None:
     """Round a master into its weight; over there through the gradient's page-locked memory."""
     if master.device != weight.device:
-        weight.copy_(gradient.copy_(master), non_blocking=True)
+        room = gradient.view(-1).view(weight.dtype)[: weight.numel()].view(weight.shape)
+        weight.copy_(room.copy_(master), non_blocking=True)
     elif master is not weight:
         weight.copy_(master)

@@ -99,15 +99,14 @@ class _Sizes:
 
 
 def _casts(parameters: Sequence[Tensor], offloaded: bool) -> int:
-    """Gradients that are not fp32 are made so, a batch at a time."""
-    # Offloaded ones in the computer's memory; but their masters were made on the card, each alone.
-    alone = [[parameter] for parameter in parameters]
-    batches = alone if offloaded else in_batches(parameters)
-    return max((4 * _num_rounded(batch) for batch in batches), default=0)
-
-
-def _num_rounded(parameters: Sequence[Tensor]) -> int:
-    return sum(p.numel() for p in parameters if p.dtype != torch.float32)
+    """Gradients that are not fp32 are converted to it, a batch at a time."""
+    if offloaded:  # in the computer's memory; but masters were made on the device, one by one
+        return max((4 * p.numel() for p in parameters if p.dtype != torch.float32), default=0)
+    rounded = (
+        sum(p.numel() for p in batch if p.grad_dtype != torch.float32)
+        for batch in in_batches(parameters)
+    )
+    return max((4 * numbers for numbers in rounded), default=0)
 
 
 def _orthogonalising(parameters: list[nn.Parameter], width: int) -> int:

@@ -12,6 +12,7 @@ from longtake.models.assemble import Components, latent_shape, outline, outline_
 from longtake.models.losses import Examples, flow_losses
 from longtake.models.precision import Precision, choose_precision
 from longtake.models.sharing import refuse_sharing
+from longtake.parallel.fsdp import accumulate_in_fp32
 from longtake.parallel.mesh import shard_size
 from longtake.recompute.devices import Device
 from longtake.recompute.exchange import ImaginedSharing
@@ -75,6 +76,8 @@ def outlined_step(
     if recipe.parallel.sequence > 1:
         parts.family.share_tokens(parts.model, ImaginedSharing(recipe.parallel.sequence))
     parts.model.train()
+    if world_size == 1:
+        accumulate_in_fp32(parts.model)
     local = num_places(recipe.training.batch_size, data_size)
     micro = min(recipe.training.micro_batch_size or local, local)
     bucket = max(recipe.data.shapes(), key=lambda shape: sequence_length(parts, recipe, shape))

@@ -71,7 +71,7 @@ def fixed_of(step: OutlinedStep, input_bytes: int = 0) -> Fixed:
     return Fixed(
         weights=weights - elsewhere,
         elsewhere=elsewhere,
-        gradients=sum(p.nbytes for p in trained) // shards,
+        gradients=sum((p.grad_dtype or p.dtype).itemsize * p.numel() for p in trained) // shards,
         optimizer=OptimizerBytes(
             optimizer.device // shards, optimizer.host // shards, optimizer.step // shards
         ),
