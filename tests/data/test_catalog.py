@@ -1,5 +1,6 @@
 """A catalog keeps its clips whatever happens to it, and names what decides the training."""
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,13 @@ def _clip(number: int, **fields: Any) -> Clip:
     return replace(clip, **fields)
 
 
+def _sound(clip: Clip) -> Clip:
+    """A clip with as many frames as its timestamps name, and keyframes among them."""
+    num_frames = len(clip.timing.listed if clip.timing else ()) or clip.num_frames
+    keyframes = tuple(frame for frame in clip.keyframes if frame < num_frames)
+    return replace(clip, num_frames=num_frames, keyframes=keyframes)
+
+
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 _TICKS = st.integers(-(2**40), 2**40)
 _TIMINGS = st.one_of(
@@ -51,7 +59,9 @@ _TIMINGS = st.one_of(
 )
 _MEDIA = st.builds(
     Media,
-    _TEXT.map(lambda name: f"/{name}"),
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20).map(
+        lambda name: f"/{name}"
+    ),
     _TEXT,
     st.integers(0, 2**50),
     st.none() | st.integers(1, 2**50),
@@ -63,7 +73,7 @@ _CLIPS = st.lists(
         media=_MEDIA,
         kind=st.sampled_from(["video", "image"]),
         caption=_TEXT,
-        num_frames=st.integers(1, 2**31 - 1),
+        num_frames=st.integers(1, 2**30),
         width=st.integers(1, 2**16),
         height=st.integers(1, 2**16),
         fps=st.floats(0, 1e4),
@@ -75,14 +85,15 @@ _CLIPS = st.lists(
         color_range=st.sampled_from(["", "limited", "full"]),
         color_transfer=_TEXT,
         timing=_TIMINGS,
-        keyframes=st.lists(st.integers(0, 2**31 - 1), max_size=5, unique=True).map(
+        keyframes=st.lists(st.integers(0, 2**30), max_size=5, unique=True).map(
             lambda frames: tuple(sorted(frames))
         ),
         prepared_from=_TEXT,
         attributes=st.dictionaries(
-            st.sampled_from(["nouns", "motion", "num_frames"]), st.floats(allow_nan=False)
+            st.sampled_from(["nouns", "motion", "num_frames"]),
+            st.floats(allow_nan=False, allow_infinity=False),
         ),
-    ),
+    ).map(lambda clip: _sound(clip)),
     unique_by=lambda clip: clip.identity,
     max_size=8,
 )
@@ -246,6 +257,41 @@ def test_rows_in_disorder_are_damage(tmp_path: Path) -> None:
         pq.write_table(rows.take(order), path)
         with pytest.raises(DataError, match="is damaged: its clips are not sorted by identity"):
             Catalog.load(path)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("caption", None, "1 clips have no caption"),
+        ("duration_seconds", None, "1 clips have no duration_seconds"),
+        ("duration_seconds", math.nan, "a clip's duration_seconds is nan"),
+        ("fps", math.inf, "a clip's fps is inf"),
+        ("num_frames", 0, "a clip's num_frames is 0"),
+        ("width", 2**31 - 1, "a clip's width is 2147483647"),
+        ("height", -3, "a clip's height is -3"),
+        ("rotation", 45, "a clip's rotation is 45"),
+        ("kind", "song", "a clip's kind is 'song'"),
+        ("path", "a\0b", "a clip's path is"),
+        ("num_bytes", -1, "a clip's num_bytes is -1"),
+        ("pts_step", 2**62, "a clip's pts_step is"),
+        ("pts", [1, 2], r"a clip's pts is \[1, 2\]"),
+        ("keyframes", [0, 12, 12], r"a clip's keyframes is \[0, 12, 12\]"),
+        ("keyframes", [0, 2**30], "a clip's keyframes is"),
+        ("attributes.nouns", math.inf, "a clip's nouns is inf"),
+    ],
+)
+def test_values_that_no_index_writes_are_damage(
+    tmp_path: Path, column: str, value: object, message: str
+) -> None:
+    """Nothing that reads a catalog has to expect them."""
+    path = tmp_path / "catalog.parquet"
+    Catalog.of(_clip(number, attributes={"nouns": 2.0}) for number in range(3)).save(path)
+    rows = pq.ParquetFile(path).read()
+    place, field = rows.column_names.index(column), rows.schema.field(column)
+    values = [value, *rows[column].to_pylist()[1:]]
+    pq.write_table(rows.set_column(place, field, pa.array(values, field.type)), path)
+    with pytest.raises(DataError, match=f"is damaged: {message}"):
+        Catalog.load(path)
 
 
 def test_an_empty_catalog_can_be_kept(tmp_path: Path) -> None:

@@ -146,3 +146,12 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"picture\.png cannot be written: No such file"):
         contact_sheet(missing, [_row([0], 8, 8, 0.0, 0.0, 1.0, 1.0)])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("values", [[1e308, -1e308], [5e-324, 0.0], [2.0**53, 2.0**53 + 2]])
+def test_any_score_of_any_name_is_drawn(tmp_path: Path, values: list[float]) -> None:
+    """Names are no formulas, and differences may overflow or vanish."""
+    path = tmp_path / "histogram.png"
+    numbers = np.array([*values, np.nan])
+    histogram_picture(path, r"$\frac{x$", numbers, [(r"$a^{", numbers[:1])])
+    assert _area(path, BARE)

@@ -29,6 +29,7 @@ from longtake.data.table import (
     ROWS_PER_GROUP,
     SCHEMA_VERSION,
     VERSION_KEY,
+    check_values,
     clip_of,
     fingerprint_of,
     is_ascending,
@@ -222,6 +223,9 @@ class Catalog:
             )
             if catalog.set_aside["reason"].null_count or not is_ascending(catalog.identities):
                 raise ValueError("its clips are not sorted by identity, each there once")
+            check_values(catalog.table)
+            if catalog.set_aside["path"].null_count:
+                raise ValueError("a file that was set aside has no path")
         except (OSError, LookupError, ValueError, TypeError, pa.ArrowException) as error:
             raise DataError(f"The catalog {path} is damaged: {error}. {remedy}") from error
         return catalog

@@ -6,8 +6,10 @@ Plain data in, PNG files out; each is written aside and renamed when whole.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
@@ -22,12 +24,15 @@ from longtake.config import Bucket
 from longtake.drawing import INK, PALE_INK, PAPER, RULE, SERIES
 from longtake.errors import DataError
 
+_PLAIN: Any = {"text.parse_math": False}  # names of stages and scores are no formulas
+_MAX_DRAWN = 1e300  # beyond it, differences are not finite
 MAX_DOTS = 4000
 """Different clip sizes that are drawn; of more, the most frequent ones."""
 BARE = "#cfd3d8"
 """The colour of what is not trained on."""
 
 
+@rc_context(_PLAIN)
 def buckets_picture(
     path: Path,
     shapes: Sequence[Bucket],
@@ -214,6 +219,7 @@ def _draw_lengths(
         axes.annotate(f" {span}", place, xycoords=("data", "axes fraction"), va="top", color=INK)
 
 
+@rc_context(_PLAIN)
 def histogram_picture(
     path: Path,
     name: str,
@@ -233,6 +239,7 @@ def histogram_picture(
     Raises:
         DataError: the file cannot be written.
     """
+    values = np.clip(values, -_MAX_DRAWN, _MAX_DRAWN)
     known = values[~np.isnan(values)]
     drawn = [("all clips", known), *((stage, some[~np.isnan(some)]) for stage, some in stages)]
     figure = Figure(figsize=(10, 2.4 + 1.7 * len(drawn)), dpi=110, layout="constrained")
@@ -263,6 +270,8 @@ def _bins(values: NDArray[np.float64]) -> list[float]:
     low, high = float(values.min(initial=np.inf)), float(values.max(initial=-np.inf))
     if low > high:
         return [0.0, 1.0]
+    if 0 < high - low < 1 / _MAX_DRAWN:
+        return [low - 0.5, high + 0.5]
     if high - low <= 80 and np.array_equal(values, np.round(values)):
         return list(np.arange(low, high + 2) - 0.5)
     return list(np.histogram_bin_edges(values, 60))

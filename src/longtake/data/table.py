@@ -11,10 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from longtake.data.clip import Clip, Media, Timing
 
 SCHEMA_VERSION = 2
+_MAX_FLOAT = np.finfo(np.float64).max
 
 VERSION_KEY = b"longtake.catalog"
 FINGERPRINT_KEY = b"longtake.fingerprint"
@@ -57,6 +59,22 @@ ASIDE_SCHEMA = pa.schema(
         ("reason", pa.string()),
     ]
 )
+_MAY_BE_NULL = ("num_bytes", "first_pts", "pts_step", "pts", "file_bytes", "file_mtime_ns")
+_MAX_PIXELS_A_SIDE, _MAX_FRAMES, _MAX_BYTES = 2**20 - 1, 2**30, 2**62
+_BOUNDS = {
+    "offset": (0, _MAX_BYTES),
+    "num_bytes": (1, _MAX_BYTES),
+    "num_frames": (1, _MAX_FRAMES),
+    "width": (1, _MAX_PIXELS_A_SIDE),
+    "height": (1, _MAX_PIXELS_A_SIDE),
+    "fps": (0, 1e9),
+    "duration_seconds": (0, 1e9),
+    "stream_index": (0, 2**16),
+    "first_pts": (-(2**61), 2**61),
+    "pts_step": (0, 2**61),
+    "file_bytes": (0, _MAX_BYTES),
+}
+_CHOICES = {"kind": ("image", "video"), "rotation": (0, 90, 180, 270)}
 _DECIDES_TRAINING = ("num_frames", "width", "height", "stream_index", "rotation")
 ROWS_PER_GROUP = 2**20
 _MAP_ABOVE_ROWS = 100_000  # some tens of MB
@@ -108,6 +126,56 @@ def _mapped(file: pq.ParquetFile, schema: pa.Schema, folder: str) -> pa.Table:
                 writer.write_table(_read_group(file, index, schema, folder))
         pa.default_memory_pool().release_unused()
         return pa.ipc.open_file(pa.memory_map(spill.name)).read_all()
+
+
+def check_values(table: pa.Table) -> None:
+    """Refuse values that no index writes, on which what reads a catalog would stumble.
+
+    Raises:
+        ValueError: says which column has which value.
+    """
+    for name in CLIP_SCHEMA.names:
+        if name not in _MAY_BE_NULL and table[name].null_count:
+            raise ValueError(f"{table[name].null_count} clips have no {name}")
+    for name in table.column_names:
+        if name in _BOUNDS or name.startswith(ATTRIBUTE):
+            low, high = _BOUNDS.get(name, (-_MAX_FLOAT, _MAX_FLOAT))
+            is_in = pc.and_(pc.greater_equal(table[name], low), pc.less_equal(table[name], high))
+            _refuse(table, name, pc.invert(is_in))
+    for name, choices in _CHOICES.items():
+        known = pc.is_in(table[name], value_set=pa.array(choices, table[name].type))
+        _refuse(table, name, pc.invert(known))
+    _refuse(table, "path", pc.match_substring(table["path"], "\0"))
+    frames = table["num_frames"].to_numpy().astype(np.int64)
+    steps = table["pts_step"].fill_null(0).to_numpy().astype(np.float64)
+    _refuse(table, "pts_step", pa.array(steps * frames > 2**62))
+    _refuse(table, "keyframes", pa.array(_is_disordered(table, "keyframes", frames)))
+    lengths = pc.fill_null(pc.list_value_length(table["pts"]), 0).to_numpy()
+    is_wrong = (lengths > 0) & (lengths != frames)
+    _refuse(table, "pts", pa.array(is_wrong | _is_disordered(table, "pts", None)))
+
+
+def _refuse(table: pa.Table, name: str, is_wrong: Any) -> None:
+    """Raise for the first row of a mask that is set; null is not."""
+    row = pc.index(is_wrong, True).as_py()
+    if row >= 0:
+        value = table[name][row].as_py()
+        raise ValueError(f"a clip's {name.removeprefix(ATTRIBUTE)} is {value!r:.80}")
+
+
+def _is_disordered(table: pa.Table, name: str, limits: NDArray[np.int64] | None) -> NDArray[Any]:
+    """[N] whether a list of integers does not ascend or, with limits, is not below its row's."""
+    column = one_array(table[name])
+    rows = pc.list_parent_indices(column).to_numpy(zero_copy_only=False)
+    flat = pc.list_flatten(column)
+    if flat.null_count:
+        raise ValueError(f"a clip's {name} has gaps")
+    values = flat.to_numpy(zero_copy_only=False).astype(np.int64)
+    is_wrong = np.zeros(len(table), np.bool_)
+    is_wrong[rows[1:][(rows[1:] == rows[:-1]) & (values[1:] <= values[:-1])]] = True
+    if limits is not None:
+        is_wrong[rows[(values < 0) | (values >= limits[rows])]] = True
+    return is_wrong
 
 
 def relative(paths: pa.ChunkedArray, folder: str) -> pa.ChunkedArray:
