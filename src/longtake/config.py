@@ -183,8 +183,9 @@ class DataSection(_Section):
     """What a resumed run does if its clips, batch size or stages are others than before. `finish`:
     end the epoch as it was, then go on with what is new. `merge`: train in the rest of the epoch
     exactly what it has not seen yet. `restart`: begin the next epoch at once."""
-    caption_dropout: float = Field(0.1, ge=0, le=1)
-    """Share of samples trained with an empty caption, for classifier-free guidance."""
+    caption_dropout: float | None = Field(None, ge=0, le=1)
+    """Share of samples trained with an empty caption, for classifier-free guidance. Unset: 0.1, and
+    0 for a guidance-distilled model, which is sampled without an empty caption."""
     workers: int = Field(2, ge=0, le=256)
     """Processes of each rank that decode, watched and replaced when one hangs; 0: threads of the
     training process, which nobody watches."""
@@ -280,8 +281,11 @@ class ModelSection(_Section):
     """What weights are kept in. With fp32 the arithmetic's precision is autocast's business; with
     bf16 all is computed in bf16, but for what diffusers keeps in fp32 in such a model (a few parts
     of Wan), and the optimizer keeps fp32 copies of what trains."""
-    guidance: float = Field(3.5, gt=0)
-    """What a guidance-distilled model (FLUX.1-dev) is told its guidance scale is, in training."""
+    guidance: float = Field(1.0, gt=0)
+    """Guidance scale given to a guidance-distilled model (FLUX.1-dev, Kontext) in training. At 1.0
+    the model's output is the unguided velocity, which the loss compares with. At the scale of
+    sampling (2.5 to 3.5) the loss would train the guided velocity to be the unguided one, and
+    undo the distillation."""
 
 
 class TrainableSection(_Section):
@@ -373,6 +377,10 @@ class PooledSection(_Section):
     config: dict[str, Any] = Field(default_factory=dict)
     max_tokens: int = Field(77, gt=0)
 
+    def num_tokens(self) -> int:
+        """Tokens that captions are cut or padded to."""
+        return self.max_tokens
+
 
 class TextSection(_Section):
     """From captions to what the transformer is conditioned on."""
@@ -384,11 +392,19 @@ class TextSection(_Section):
     tokenizer_subfolder: str = "tokenizer"
     class_name: str = "UMT5EncoderModel"
     config: dict[str, Any] = Field(default_factory=dict)
-    max_tokens: int = Field(64, gt=0)
+    max_tokens: int | None = Field(None, gt=0)
+    """Tokens that captions are cut or padded to. Unset: what the pretrained model was trained with
+    (512 for Wan and FLUX.1-dev, 256 for FLUX.1-schnell); 64 without `pretrained`."""
     max_words: int = Field(8192, gt=0)
     """Size limit of the vocabulary that is built from the catalog's captions."""
     pooled: PooledSection | None = None
     """FLUX's second encoder. With it padding is encoded like words, as FLUX's pipelines do it."""
+
+    def num_tokens(self) -> int:
+        """Tokens that captions are cut or padded to."""
+        if self.max_tokens is not None:
+            return self.max_tokens
+        return 64 if self.pretrained is None else 512
 
 
 class FlowSection(_Section):
@@ -612,10 +628,12 @@ class SamplingSection(_Section):
     """How videos are sampled unless the command says otherwise."""
 
     solver: Literal["euler", "heun"] = "euler"
-    num_inference_steps: int = Field(30, gt=0)
-    guidance_scale: float = Field(5.0, ge=0)
-    """Classifier-free guidance; 1 is none."""
-    shift: Shift = 5.0
+    num_inference_steps: int | None = Field(None, gt=0)
+    """Unset, as the next two: what the pretrained model's scheduler and family say."""
+    guidance_scale: float | None = Field(None, ge=0)
+    """Of classifier-free guidance, which is used above 1; a guidance-distilled model is given the
+    scale itself."""
+    shift: Shift | None = None
     """Like `flow.shift`, of the sigmas that the solver visits."""
     fps: float = Field(16.0, gt=0)
 

@@ -108,10 +108,8 @@ def test_nothing_is_overwritten_and_nothing_half_is_left(
     assert (tmp_path / "empty" / "model_index.json").is_file()
 
 
-def test_a_shift_that_follows_the_resolution_is_exported_as_its_number(
-    wan_sampler: Sampler, tmp_path: Path
-) -> None:
-    """Diffusers' scheduler knows only numbers: that of the recipe's first bucket."""
+def test_wans_scheduler_gets_the_first_buckets_shift(wan_sampler: Sampler, tmp_path: Path) -> None:
+    """`WanPipeline` gives its scheduler no resolution, so a rule is written as a number."""
     sampling = wan_sampler.recipe.sampling.model_copy(update={"shift": "flux"})
     recipe = wan_sampler.recipe.model_copy(update={"sampling": sampling})
     export(dataclasses.replace(wan_sampler, recipe=recipe), tmp_path / "pipeline", "diffusers")

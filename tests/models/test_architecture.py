@@ -256,3 +256,55 @@ def test_weights_of_another_class_are_refused_too(tmp_path: Path) -> None:
     _wan(tmp_path)
     with pytest.raises(ModelError, match="is of WanTransformer3DModel, but FluxTransformer2DMod"):
         build_transformer(FluxTransformer2DModel, _section(tmp_path), {}, weights=True)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize(
+    ("config", "pipeline", "message"),
+    [
+        (
+            {},
+            {"boundary_ratio": 0.875, "transformer_2": ["diffusers", "WanTransformer3DModel"]},
+            r"has two transformers, each for a part of the noise levels \(boundary_ratio 0\.875\)",
+        ),
+        (
+            {"in_channels": 36, "out_channels": 16},
+            {"_class_name": "WanImageToVideoPipeline", "transformer_2": [None, None]},
+            r"is an image-to-video variant of Wan \(in_channels 36, out_channels 16, WanImageToVi",
+        ),
+    ],
+)
+def test_a_wan_that_is_not_trained_says_what_it_is(
+    weights: bool, config: dict[str, Any], pipeline: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Wan 2.2 A14B and image-to-video, before any weight is read."""
+    _wan(tmp_path)
+    file = tmp_path / "transformer" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    (tmp_path / "model_index.json").write_text(json.dumps(pipeline))
+    with pytest.raises(ModelError, match=message):
+        build_transformer(WanTransformer3DModel, _section(tmp_path), _FITTED, weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("in_channels", "message"),
+    [(384, "FLUX.1 Fill, an inpainting"), (128, "Depth or Canny"), (320, "with further inputs")],
+)
+def test_a_flux_that_is_not_trained_says_what_it_is(
+    in_channels: int, message: str, tmp_path: Path
+) -> None:
+    """Fill and Control take further channels."""
+    (tmp_path / "transformer").mkdir()
+    name = "FluxTransformer2DModel"
+    config = {"_class_name": name, "in_channels": in_channels, "out_channels": 64}
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message):
+        build_transformer(FluxTransformer2DModel, _section(tmp_path), {}, weights=False)
+
+
+def test_a_pipeline_with_one_transformer_passes(tmp_path: Path) -> None:
+    """As WanPipeline writes its index for Wan 2.1."""
+    _wan(tmp_path)
+    index = {"_class_name": "WanPipeline", "boundary_ratio": None, "transformer_2": [None, None]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    build_transformer(WanTransformer3DModel, _section(tmp_path), _FITTED, weights=False)

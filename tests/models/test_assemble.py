@@ -189,7 +189,11 @@ def test_flops_count_the_references_tokens() -> None:
     """A picture to go by of the same size doubles the tokens of the pictures."""
     flops = {}
     for name in ("flux", "flux_kontext"):
-        recipe = _recipe(model=_KONTEXT["model"] | {"family": name})
+        pictures = _KONTEXT["data"]["references"] if name == "flux_kontext" else {}
+        recipe = _recipe(
+            model=_KONTEXT["model"] | {"family": name},
+            data=_KONTEXT["data"] | {"references": pictures},
+        )
         parts = outline(recipe)
         shape = latent_shape(parts.codec, recipe.data.buckets[0])
         flops[name] = forward_flops(parts, recipe, shape)
@@ -203,6 +207,14 @@ def test_flops_count_the_references_tokens() -> None:
         (
             {"data": {"references": {"pose": "{stem}.png"}}},
             r"flux_kontext looks at a picture named reference .* data\.references\.reference = ",
+        ),
+        (
+            {"data": {"references": {"reference": "{stem}.png", "pose": "{stem}.png"}}},
+            r"has pose, which would be read and then not used: the family flux_kontext takes refer",
+        ),
+        (
+            {"model": {"family": "flux"}},
+            r"has reference, which would be read .* family flux takes no picture, and there is no",
         ),
         (
             {"data": {"buckets": [{"num_frames": 1, "height": 16, "width": 23}]}},

@@ -257,7 +257,7 @@ def test_an_exported_pipeline_loads_and_samples(family: Flux, tmp_path: Path) ->
 
     text, codec = _text(), _codec()
     model = _model(text)
-    family.export(model, codec, text, 3.0, tmp_path)
+    family.export(model, codec, text, 3.0, 3.0, tmp_path)
     pipeline = getattr(diffusers, family._pipeline).from_pretrained(tmp_path)
     loaded = pipeline.transformer.state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
@@ -284,5 +284,5 @@ def test_what_diffusers_has_no_pipeline_for_is_not_exported(tmp_path: Path) -> N
     """Pixels have no autoencoder to export; nothing is written."""
     text = _text()
     with pytest.raises(RecipeError, match=r"A FluxKontextPipeline needs .* has PixelCodec"):
-        FluxKontext().export(_model(text), PixelCodec(), text, 5.0, tmp_path / "out")
+        FluxKontext().export(_model(text), PixelCodec(), text, 5.0, 5.0, tmp_path / "out")
     assert not (tmp_path / "out").exists()

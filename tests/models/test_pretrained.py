@@ -1,6 +1,9 @@
 """What loading promises: one clear sentence in seconds, and never a half-filled model."""
 
+import json
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +79,76 @@ def test_an_unreachable_hub_fails_in_seconds(
     assert not list(hub.iterdir())
 
 
+class _GatedHub(BaseHTTPRequestHandler):
+    """Answers as the hub does for a gated repository: its facts are public, its files are not."""
+
+    status = 401
+
+    def do_GET(self) -> None:
+        if "/tree/" in self.path:
+            file = {"type": "file", "path": "vae/config.json", "size": 9, "oid": "1" * 40}
+            return self._answer(200, json.dumps([file]).encode())
+        if self.path.startswith("/api/models/"):
+            files = [{"rfilename": "vae/config.json"}]
+            facts = {"id": "some/gated", "sha": "0" * 40, "gated": "auto", "siblings": files}
+            return self._answer(200, json.dumps(facts | {"modelId": "some/gated"}).encode())
+        return self._answer(self.status, b"Access to model some/gated is restricted.")
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        if status != 200:
+            self.send_header("X-Error-Code", "GatedRepo")
+            self.send_header("X-Error-Message", "Access to model some/gated is restricted.")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_gated_repository_says_what_to_do(
+    status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whether one is logged in without access (403) or not at all (401)."""
+    handler = type("Hub", (_GatedHub,), {"status": status})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        files = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+        advice = r"Accept the licence at https://huggingface\.co/some/gated, then run `hf auth "
+        with pytest.raises(ModelError, match=advice) as raised:
+            load_pretrained(AutoencoderKLWan, "some/gated", "vae")
+        assert len(str(raised.value).splitlines()) == 1
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize("where", ["flux1-dev.safetensors", "models/wan.gguf"])
+def test_one_file_is_no_folder_in_diffusers_layout(where: str) -> None:
+    """Whether it is there or not."""
+    with pytest.raises(ModelError, match=f"{where} is one file of weights. longtake loads folders"):
+        load_pretrained(AutoencoderKLWan, where, "vae")
+
+
+def test_weights_of_a_variant_alone_are_named(tmp_path: Path) -> None:
+    """The libraries would say that there is no file."""
+    _autoencoder().save_pretrained(tmp_path / "vae", variant="fp16")
+    with pytest.raises(ModelError, match="has weights of the variant fp16 only, and longtake"):
+        load_pretrained(AutoencoderKLWan, str(tmp_path), "vae")
+
+
 def test_what_was_downloaded_before_needs_no_network(hub: Path) -> None:
     """A repository in the hub's cache loads where the hub cannot be reached."""
     repository = hub / "models--some--where"
@@ -111,7 +184,7 @@ def test_another_class_than_the_saved_one_is_refused(tmp_path: Path) -> None:
     """Its weights have other names, so nothing of the model would have been filled."""
     _autoencoder().save_pretrained(tmp_path / "vae")
     wrong = diffusers_class("codec.class_name", "AutoencoderKL")
-    with pytest.raises(ModelError, match="AutoencoderKL"):
+    with pytest.raises(ModelError, match="is of AutoencoderKLWan, but AutoencoderKL is wanted"):
         load_pretrained(wrong, str(tmp_path), "vae")
 
 

@@ -188,7 +188,7 @@ def test_an_exported_pipeline_loads_and_samples(
     text, codec = _text(), _codec()
     model = _model(text)
     capfd.readouterr()
-    Wan().export(model, codec, text, 5.0, tmp_path)
+    Wan().export(model, codec, text, 5.0, 5.0, tmp_path)
     assert capfd.readouterr() == ("", "")
     pipeline = WanPipeline.from_pretrained(tmp_path)
     loaded = pipeline.transformer.state_dict()
@@ -217,7 +217,7 @@ def test_what_diffusers_has_no_pipeline_for_is_not_exported(tmp_path: Path) -> N
     text = _text()
     assert isinstance(text, TransformersText)
     with pytest.raises(RecipeError, match=r"needs an autoencoder .* has PixelCodec"):
-        Wan().export(_model(text), PixelCodec(), text, 5.0, tmp_path / "out")
+        Wan().export(_model(text), PixelCodec(), text, 5.0, 5.0, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

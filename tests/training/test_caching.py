@@ -58,6 +58,9 @@ _PICTURES = (
     "data.windows=1",
     "data.flip=0.5",
     "data.caption_dropout=0.3",
+    "trainable.kind=full",
+    "trainable.module=examples.modules.pose_adapter:PoseAdapter",
+    "trainable.options={hidden_size=16}",
     "model.family=flux_kontext",
     "model.config={num_attention_heads=2, attention_head_dim=16, axes_dims_rope=[4, 6, 6], "
     "num_layers=1, num_single_layers=1, guidance_embeds=true}",

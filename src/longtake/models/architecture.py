@@ -5,6 +5,8 @@ are read from their folder, or are the only file that is downloaded.
 """
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,30 @@ from torch import nn
 
 from longtake.config import ModelSection
 from longtake.errors import ModelError, RecipeError
-from longtake.models.objective import refuse_other_objectives
-from longtake.models.pretrained import construct, load_pretrained, locate, quiet, refuse_unused
+from longtake.models.objective import (
+    refuse_experts,
+    refuse_further_inputs,
+    refuse_other_objectives,
+)
+from longtake.models.pretrained import (
+    construct,
+    load_pretrained,
+    locate,
+    quiet,
+    refuse_other_class,
+    refuse_unused,
+)
 from longtake.models.unfilled import Weights
+
+
+@dataclass(frozen=True)
+class Release:
+    """What the files beside a transformer's weights say of it."""
+
+    config: Mapping[str, Any]  # the transformer's; of a model from scratch the recipe's
+    scheduler: Mapping[str, Any] | None  # None: the pipeline has none, or the model is from scratch
+    pipeline: Mapping[str, Any]  # model_index.json; empty if there is none
+
 
 SHIPPED = {
     "black-forest-labs/FLUX.1-dev": "flux_1_dev.json",
@@ -64,6 +87,38 @@ def build_transformer(
     return built
 
 
+def read_release(section: ModelSection) -> Release:
+    """The configurations of the model that a section starts from.
+
+    Raises:
+        ModelError: the configuration of a pretrained transformer cannot be found.
+    """
+    where = section.pretrained
+    if where is None:
+        return Release(section.config, None, {})
+    if Path(where).expanduser().is_dir():
+        return _read_release(where, section.subfolder)
+    return _read_repository(where, section.subfolder)
+
+
+def _read_release(where: str, subfolder: str) -> Release:
+    config = part_config(where, subfolder)
+    if where in SHIPPED and not Path(where).is_dir():
+        return Release(config, _shipped(SHIPPED[where]).get("scheduler"), {})
+    root = (locate(where, subfolder, files="config.json") / subfolder).resolve().parent
+    scheduler = root / "scheduler" / "scheduler_config.json"
+    index = root / "model_index.json"
+    return Release(
+        config,
+        _read(scheduler) if scheduler.is_file() else None,
+        _read(index) if index.is_file() else {},
+    )
+
+
+_read_repository = cache(_read_release)
+"""The hub is asked once."""
+
+
 def on_meta(model_class: Any, where: str, subfolder: str) -> nn.Module:
     """A model of diffusers or transformers on the meta device, in the dtype its config names.
 
@@ -71,7 +126,7 @@ def on_meta(model_class: Any, where: str, subfolder: str) -> nn.Module:
         ModelError: there is no configuration, or it does not fit the class.
     """
     config = part_config(where, subfolder)
-    _refuse_other_class(config, model_class, where, subfolder)
+    refuse_other_class(config, model_class, where, subfolder)
     with torch.device("meta"):
         return _from_config(model_class, config, where, subfolder)
 
@@ -132,21 +187,6 @@ def part_config(where: str, subfolder: str) -> dict[str, Any]:
     return _read(folder / subfolder / "config.json")
 
 
-def _refuse_other_class(
-    config: dict[str, Any], model_class: Any, where: str, subfolder: str
-) -> None:
-    """Refuse what was saved from another class: defaults would fill in what is not there."""
-    if hasattr(model_class, "load_config"):  # diffusers
-        saved, wanted = config.get("_class_name"), model_class.__name__
-    else:
-        saved, wanted = config.get("model_type"), model_class.config_class.model_type
-    if saved is not None and saved != wanted:
-        raise ModelError(
-            f"{where}: what lies in {subfolder} is of {saved}, but {wanted} is wanted. Name "
-            "another class or subfolder in the recipe, or another model."
-        )
-
-
 def _load(model_class: Any, section: ModelSection) -> nn.Module:
     """With weights; they pass through no other dtype than the one they will be kept in."""
     folder, _ = _checked(model_class, section)
@@ -171,29 +211,24 @@ def _checked(model_class: Any, section: ModelSection) -> tuple[Path, dict[str, A
     """The local folder that has a section's transformer, which fits; and its configuration."""
     assert section.pretrained is not None
     folder = locate(section.pretrained, section.subfolder)
-    config = _read(folder / section.subfolder / "config.json")
-    _refuse_other_class(config, model_class, section.pretrained, section.subfolder)
-    refuse_other_objectives(_scheduler(folder, section.subfolder), section.pretrained)
-    return folder, config
+    _refuse_other_release(model_class, section)
+    return folder, _read(folder / section.subfolder / "config.json")
 
 
 def _outline(model_class: Any, section: ModelSection) -> nn.Module:
     assert section.pretrained is not None
-    where = section.pretrained
-    model = on_meta(model_class, where, section.subfolder)
-    if where in SHIPPED and not Path(where).is_dir():
-        scheduler = _shipped(SHIPPED[where]).get("scheduler")
-    else:
-        folder = locate(where, section.subfolder, files="config.json")
-        scheduler = _scheduler(folder, section.subfolder)
-    refuse_other_objectives(scheduler, where)
-    return model
+    _refuse_other_release(model_class, section)
+    return on_meta(model_class, section.pretrained, section.subfolder)
 
 
-def _scheduler(folder: Path, subfolder: str) -> dict[str, Any] | None:
-    """The configuration of the scheduler that lies beside a transformer, where one does."""
-    path = (folder / subfolder).resolve().parent / "scheduler" / "scheduler_config.json"
-    return _read(path) if path.is_file() else None
+def _refuse_other_release(model_class: Any, section: ModelSection) -> None:
+    """Refuse what longtake does not train, before any weight is read."""
+    assert section.pretrained is not None
+    release = read_release(section)
+    refuse_other_class(release.config, model_class, section.pretrained, section.subfolder)
+    refuse_other_objectives(release.scheduler, section.pretrained)
+    refuse_experts(release.pipeline, section.pretrained)
+    refuse_further_inputs(release.config, release.pipeline, section.pretrained)
 
 
 @cache

@@ -15,6 +15,7 @@ from longtake.flow.timesteps import resolution_shift
 from longtake.models.added import condition, main_dtype
 from longtake.models.architecture import DTYPES, keep_weights_in
 from longtake.models.codec import Codec, build_codec, outline_codec
+from longtake.models.defaults import Defaults
 from longtake.models.family import Conditioning, Family, LatentShape
 from longtake.models.flops import count_flops
 from longtake.models.image_codec import ALONE
@@ -34,6 +35,8 @@ class Components:
     model: nn.Module
     codec: Codec
     text: TextEncoder
+    defaults: Defaults
+    """What recipe keys that are unset stand for."""
     unfilled: Unfilled = WHOLE
     """What the model lacks, until it was spread over the ranks."""
 
@@ -102,11 +105,12 @@ def assemble(
         codec = build_codec(recipe.codec, made) if is_whole else outline_codec(recipe.codec)
         chosen, shapes = _check(recipe, codec)
         is_whole = frozen_parts or recipe.text.kind == "words"
-        text = build_text(recipe.text, captions, made) if is_whole else outline_text(recipe.text)
+        section = text_section(recipe)
+        text = build_text(section, captions, made) if is_whole else outline_text(section)
         torch.manual_seed(recipe.seed)  # the model's weights do not depend on the other parts'
         model, unfilled = _build(chosen, recipe, shapes, text, weights)
         _finish(model, chosen, recipe, codec, unfilled)
-    return Components(chosen, model, codec, text, unfilled)
+    return Components(chosen, model, codec, text, chosen.defaults(recipe.model), unfilled)
 
 
 def fetch(recipe: Recipe, *, frozen_parts: bool = True) -> None:
@@ -128,6 +132,15 @@ def fetch(recipe: Recipe, *, frozen_parts: bool = True) -> None:
     for where, subfolder in wanted:
         if where is not None:
             locate(where, subfolder)
+
+
+def text_section(recipe: Recipe) -> TextSection:
+    """The recipe's text section, with the family's `max_tokens` if it is unset."""
+    section = recipe.text
+    if section.max_tokens is not None or section.pretrained is None:
+        return section
+    tokens = family(recipe.model.family).defaults(recipe.model).max_tokens
+    return section.model_copy(update={"max_tokens": tokens})
 
 
 def source_of(recipe: Recipe, *, resumed: bool) -> Source:
@@ -175,10 +188,10 @@ def outline(recipe: Recipe) -> Components:
         torch.manual_seed(recipe.seed)
         codec = outline_codec(recipe.codec)
         chosen, shapes = _check(recipe, codec)
-        text = outline_text(recipe.text)
+        text = outline_text(text_section(recipe))
         model = chosen.build(recipe.model, shapes, text, weights=False)
         _finish(model, chosen, recipe, codec)
-    return Components(chosen, model, codec, text)
+    return Components(chosen, model, codec, text, chosen.defaults(recipe.model))
 
 
 def _check(recipe: Recipe, codec: Codec) -> tuple[Family, list[LatentShape]]:
@@ -191,10 +204,24 @@ def _check(recipe: Recipe, codec: Codec) -> tuple[Family, list[LatentShape]]:
                 f"but data.references does not have it. Say where it lies, such as "
                 f'data.references.{name} = "../{name}/{{stem}}.png".'
             )
+    _refuse_unused_references(chosen, recipe)
     patch = chosen.patch(recipe.model)
     shapes = [latent_shape(codec, bucket, patch) for bucket in recipe.data.shapes()]
     chosen.check(recipe.model, shapes)
     return chosen, shapes
+
+
+def _refuse_unused_references(chosen: Family, recipe: Recipe) -> None:
+    """Refuse pictures that would be decoded and encoded, and then not looked at."""
+    unused = [name for name in recipe.data.references if name not in chosen.references]
+    if not unused or recipe.trainable.module is not None:  # which may use any of them
+        return
+    takes = ", ".join(chosen.references)
+    raise RecipeError(
+        f"data.references has {', '.join(unused)}, which would be read and then not used: the "
+        f"family {recipe.model.family} takes {takes or 'no picture'}, and there is no "
+        "trainable.module. Remove it, or name the family or module that uses it."
+    )
 
 
 def _finish(

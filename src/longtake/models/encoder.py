@@ -137,15 +137,15 @@ def build_encoder(
         _refuse_config(section, place)
         module = load_pretrained(encoder_class, where, section.subfolder)
         tokenizer = load_pretrained(AutoTokenizer, where, section.tokenizer_subfolder)
-        return Encoder(module, tokenizer, section.max_tokens, place, is_pretrained=True)
+        return Encoder(module, tokenizer, section.num_tokens(), place, is_pretrained=True)
     if made is not None and (made / place.encoder).is_dir():
         module = load_pretrained(encoder_class, str(made), place.encoder)
         tokenizer = load_pretrained(AutoTokenizer, str(made), place.tokenizer)
     else:
         words = word_tokenizer(captions, max_words, place.special)
-        tokenizer = _transformers_tokenizer(words, place, section.max_tokens)
+        tokenizer = _transformers_tokenizer(words, place, section.num_tokens())
         module = _random(encoder_class, section, place, len(tokenizer))
-    return Encoder(module, tokenizer, section.max_tokens, place)
+    return Encoder(module, tokenizer, section.num_tokens(), place)
 
 
 def outline_encoder(section: TextSection | PooledSection, place: Place, max_words: int) -> Encoder:
@@ -159,10 +159,10 @@ def outline_encoder(section: TextSection | PooledSection, place: Place, max_word
     if where is not None:
         _refuse_config(section, place)
         module = on_meta(encoder_class, where, section.subfolder)
-        return Encoder(module, None, section.max_tokens, place, is_pretrained=True)
+        return Encoder(module, None, section.num_tokens(), place, is_pretrained=True)
     with torch.device("meta"):
         module = _random(encoder_class, section, place, max_words + len(place.special))
-    return Encoder(module, None, section.max_tokens, place)
+    return Encoder(module, None, section.num_tokens(), place)
 
 
 def _refuse_config(section: TextSection | PooledSection, place: Place) -> None:
@@ -214,7 +214,7 @@ def _random(
     }
     if START in special:
         fitted |= {"bos_token_id": special.index(START)}
-        fitted |= {"max_position_embeddings": section.max_tokens}
+        fitted |= {"max_position_embeddings": section.num_tokens()}
     config = construct(key, encoder_class.config_class, fitted | section.config)
     try:
         module: nn.Module = encoder_class(config)

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from longtake.config import ModelSection
+from longtake.config import ModelSection, Shift
 from longtake.models.codec import Codec
+from longtake.models.defaults import Defaults
 from longtake.models.text import TextEncoder
 from longtake.models.unfilled import Weights
 from longtake.parallel.sequence import TokenSharing
@@ -125,6 +126,14 @@ class Family(Protocol):
         """How many tokens of one sample attend to each other: what memory and time grow with."""
         ...
 
+    def defaults(self, section: ModelSection) -> Defaults:
+        """What unset recipe keys stand for, by the section's own or pretrained configuration.
+
+        Raises:
+            ModelError: the configuration of the pretrained model cannot be found.
+        """
+        ...
+
     def distils_guidance(self, model: nn.Module) -> bool:
         """Whether the model is told a guidance scale (`guidance`), and so needs no second pass."""
         ...
@@ -136,9 +145,23 @@ class Family(Protocol):
         ...
 
     def export(
-        self, model: nn.Module, codec: Codec, text: TextEncoder, shift: float, folder: Path
+        self,
+        model: nn.Module,
+        codec: Codec,
+        text: TextEncoder,
+        shift: Shift,
+        bucket_shift: float,
+        folder: Path,
     ) -> None:
         """Write a diffusers pipeline folder that `from_pretrained` loads.
+
+        Args:
+            model: without LoRA layers.
+            codec: of the run.
+            text: of the run.
+            shift: of sampling, a number or a rule; the scheduler gets the rule if it has it.
+            bucket_shift: the shift at the run's first bucket, for a scheduler without the rule.
+            folder: to write.
 
         Raises:
             RecipeError: diffusers has no pipeline for this family, codec and text encoder.

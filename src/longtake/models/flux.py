@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longtake.config import ModelSection
+from longtake.config import ModelSection, Shift
 from longtake.errors import ModelError, RecipeError
-from longtake.models.architecture import build_transformer
+from longtake.models.architecture import build_transformer, read_release
 from longtake.models.codec import Codec
+from longtake.models.defaults import Defaults, scheduler_shift
 from longtake.models.family import Conditioning, LatentShape
 from longtake.models.flux_tokens import PACK, pack, picture_ids, unpack
 from longtake.models.image_codec import ImageCodec
@@ -25,6 +26,16 @@ from longtake.models.shared_attention import share_attention
 from longtake.models.text import PooledText, TextEncoder
 from longtake.models.unfilled import Weights
 from longtake.parallel.sequence import TokenSharing
+
+_DYNAMIC_SHIFT: dict[str, Any] = {
+    "shift": 3.0,
+    "use_dynamic_shifting": True,
+    "base_image_seq_len": 256,
+    "base_shift": 0.5,
+    "max_image_seq_len": 4096,
+    "max_shift": 1.15,
+}
+"""Of FLUX.1-dev's scheduler_config.json; the same rule as `flow.timesteps.flux_mu`."""
 
 
 class Flux:
@@ -37,6 +48,7 @@ class Flux:
     references: tuple[str, ...] = ()
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
     _pipeline = "FluxPipeline"
+    _guidance_scale = 3.5
 
     def patch(self, section: ModelSection) -> tuple[int, ...]:
         """2 rows and columns."""
@@ -134,6 +146,23 @@ class Flux:
         num_text = conditioning["prompt_embeds"].shape[1]
         return num_text + sum((rows // PACK) * (columns // PACK) for rows, columns in pictures)
 
+    def defaults(self, section: ModelSection) -> Defaults:
+        """Those of FLUX.1-dev and Kontext, of FLUX.1-schnell, or of a model that is not distilled.
+
+        Schnell has no guidance embedding and a scheduler with the static shift 1.
+        """
+        release = read_release(section)
+        shift = scheduler_shift(release.scheduler, otherwise="flux")
+        if release.config.get("guidance_embeds"):
+            return Defaults(
+                shift, self._guidance_scale, num_inference_steps=28, caption_dropout=0.0
+            )
+        if section.pretrained is None or shift == "flux":
+            return Defaults(shift, guidance_scale=5.0, num_inference_steps=28)
+        return Defaults(
+            shift, guidance_scale=1.0, num_inference_steps=4, caption_dropout=0.0, max_tokens=256
+        )
+
     def distils_guidance(self, model: nn.Module) -> bool:
         """FLUX.1-dev and Kontext do; FLUX.1-schnell does not."""
         config: Any = model.config
@@ -162,11 +191,18 @@ class Flux:
         return unpack(noisy, height, width)
 
     def export(
-        self, model: nn.Module, codec: Codec, text: TextEncoder, shift: float, folder: Path
+        self,
+        model: nn.Module,
+        codec: Codec,
+        text: TextEncoder,
+        shift: Shift,
+        bucket_shift: float,
+        folder: Path,
     ) -> None:
         """A `FluxPipeline` folder, whose scheduler visits the sigmas of `build_sigmas`.
 
-        Sample it with the recipe's `text.max_tokens`.
+        The rule `flux` is written as the dynamic shifting of the released scheduler. Call the
+        pipeline with max_sequence_length = the recipe's `text.max_tokens`.
         """
         import diffusers
 
@@ -176,9 +212,10 @@ class Flux:
                 f"this run has {type(codec).__name__} and {type(text).__name__}. "
                 "`longtake sample` samples it."
             )
+        # The pipeline spaces its sigmas evenly; shifted once, they are those of build_sigmas.
+        options = _DYNAMIC_SHIFT if shift == "flux" else {"shift": bucket_shift}
         pipeline = getattr(diffusers, self._pipeline)(
-            # The pipeline spaces its sigmas evenly; shifted once, they are those of build_sigmas.
-            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=shift),
+            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(**options),
             vae=codec.autoencoder,
             text_encoder=text.pooled_encoder,
             tokenizer=text.pooled_tokenizer,
@@ -219,6 +256,7 @@ class FluxKontext(Flux):
 
     references: tuple[str, ...] = ("reference",)
     _pipeline = "FluxKontextPipeline"
+    _guidance_scale = 2.5
 
     def _picture_tokens(
         self, noisy_latents: Tensor, conditioning: Conditioning

@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import inspect
+import json
 import logging
 import re
 import warnings
@@ -18,6 +19,12 @@ from longtake.models.nearest import hint
 
 _REPOSITORY_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _REACH_SECONDS = 10
+_WEIGHTS = re.compile(r"(?:diffusion_pytorch_model|pytorch_model|model)(.*)\.(?:safetensors|bin)")
+_VARIANT = re.compile(r"\.(\w+)")
+"""In what stands between the two: `.fp16` of `model.fp16-00001-of-00002.safetensors`."""
+_ABOUT = ("scheduler/scheduler_config.json", "model_index.json")
+"""Files of a pipeline that say what its transformer was trained for."""
+_ONE_FILE = (".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 _is_fetched: ContextVar[bool] = ContextVar("is_fetched", default=False)
 
 
@@ -65,6 +72,7 @@ def load_pretrained(loaded_class: Any, where: str, subfolder: str, **options: An
         ModelError: nothing loadable is there, or the weights do not fill the model.
     """
     folder = locate(where, subfolder) / subfolder
+    _refuse_unloadable(loaded_class, folder, where, subfolder)
     try:
         with quiet(loaded_class):
             loaded, missing = _load(loaded_class, folder, options)
@@ -80,6 +88,45 @@ def load_pretrained(loaded_class: Any, where: str, subfolder: str, **options: An
             "library version."
         )
     return loaded
+
+
+def _refuse_unloadable(loaded_class: Any, folder: Path, where: str, subfolder: str) -> None:
+    """Refuse files of another class, or of a variant, which the library reports in its terms."""
+    if not hasattr(loaded_class, "load_state_dict"):  # a tokenizer
+        return
+    config = folder / "config.json"
+    with suppress(OSError, ValueError):
+        values = json.loads(config.read_text(encoding="utf-8"))
+        if isinstance(values, dict):
+            refuse_other_class(values, loaded_class, where, subfolder)
+    names = sorted(path.name for path in folder.iterdir())
+    middles = [match[1] for name in names if (match := _WEIGHTS.fullmatch(name))]
+    variants = [found[1] for middle in middles if (found := _VARIANT.search(middle))]
+    if variants and len(variants) == len(middles):
+        raise ModelError(
+            f"{folder} has weights of the variant {variants[0]} only, and longtake loads weights "
+            f"without a variant. Load them with {loaded_class.__name__}.from_pretrained(..., "
+            f"variant={variants[0]!r}), save them with save_pretrained(...), and name that folder."
+        )
+
+
+def refuse_other_class(
+    config: Mapping[str, Any], model_class: Any, where: str, subfolder: str
+) -> None:
+    """Refuse what was saved from another class: defaults would fill in what is not there.
+
+    Raises:
+        ModelError: the configuration names another class than the one that is wanted.
+    """
+    if hasattr(model_class, "load_config"):  # diffusers
+        saved, wanted = config.get("_class_name"), model_class.__name__
+    else:
+        saved, wanted = config.get("model_type"), model_class.config_class.model_type
+    if saved is not None and saved != wanted:
+        raise ModelError(
+            f"{where}: what lies in {subfolder} is of {saved}, but {wanted} is wanted. Name "
+            "another class or subfolder in the recipe, or another model."
+        )
 
 
 def construct(key: str, built_class: Any, values: Mapping[str, Any]) -> Any:
@@ -173,20 +220,27 @@ def locate(where: str, subfolder: str, files: str = "*") -> Path:
     Args:
         where: a local folder or a repository id.
         subfolder: of it.
-        files: which of the subfolder's files are downloaded, as a pattern. The scheduler's
-            configuration always is: it tells what a model was trained to predict.
+        files: which of the subfolder's files are downloaded, as a pattern. The configurations
+            of pipeline and scheduler always are: they say what a model was trained for.
 
     Raises:
         ModelError: there is none.
     """
     folder = Path(where).expanduser()
     if not folder.is_dir():
+        if folder.suffix.lower() in _ONE_FILE or folder.is_file():
+            raise ModelError(
+                f"{where} is one file of weights. longtake loads folders in diffusers' layout, "
+                f"with {subfolder}/config.json and weights beside it: name such a folder or a "
+                "repository id, or convert the file with a pipeline's from_single_file(...) and "
+                "save_pretrained(...) of diffusers."
+            )
         if not _REPOSITORY_ID.fullmatch(where):
             raise ModelError(
                 f"There is no folder {where}. Expected a diffusers folder on disk, or a repository "
                 "id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers."
             )
-        folder = _download(where, [f"{subfolder}/{files}", "scheduler/scheduler_config.json"])
+        folder = _download(where, [f"{subfolder}/{files}", *_ABOUT])
     if not (folder / subfolder).is_dir():
         present = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
         raise ModelError(
@@ -199,7 +253,11 @@ def locate(where: str, subfolder: str, files: str = "*") -> Path:
 def _download(repository: str, patterns: list[str]) -> Path:
     """A repository's snapshot in the local cache, with the files of some patterns."""
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     if _is_fetched.get():
         with suppress(LocalEntryNotFoundError):
@@ -209,6 +267,8 @@ def _download(repository: str, patterns: list[str]) -> Path:
     unreachable = ""
     try:  # asked first, and once: a download retries for minutes before it gives up
         HfApi().model_info(repository, timeout=_REACH_SECONDS)
+    except GatedRepoError as error:
+        raise _gated(repository) from error
     except RepositoryNotFoundError as error:
         raise ModelError(
             f"There is no folder {repository}, and the hub has no such repository for you: "
@@ -227,9 +287,18 @@ def _download(repository: str, patterns: list[str]) -> Path:
             f"There is no folder {repository}, nothing of that name was downloaded before, and the "
             f"hub cannot be reached: {unreachable} Name a diffusers folder on disk, or connect."
         ) from error
+    except GatedRepoError as error:
+        raise _gated(repository) from error
     except OSError as error:
         raise ModelError(f"{repository} cannot be downloaded: {_first_line(error)}") from error
     return Path(snapshot)
+
+
+def _gated(repository: str) -> ModelError:
+    return ModelError(
+        f"{repository} is a gated repository, and the hub does not let you download from it. "
+        f"Accept the licence at https://huggingface.co/{repository}, then run `hf auth login`."
+    )
 
 
 def _load(loaded_class: Any, folder: Path, options: dict[str, Any]) -> tuple[Any, list[str]]:

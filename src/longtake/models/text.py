@@ -178,7 +178,7 @@ def build_text(section: TextSection, captions: Iterable[str], made: Path | None)
     """
     if section.kind == "words":
         _refuse_encoders(section)
-        return WordIds(_vocabulary(section, captions, made), section.max_tokens)
+        return WordIds(_vocabulary(section, captions, made), section.num_tokens())
     if section.pooled is None:
         return TransformersText(build_encoder(section, ONLY, captions, section.max_words, made))
     captions = list(captions)
@@ -202,7 +202,7 @@ def outline_text(section: TextSection) -> TextEncoder:
     if section.kind == "words":
         _refuse_encoders(section)
         size = section.max_words + len(SPECIAL)
-        return WordIds(None, section.max_tokens, vocabulary_size=size)
+        return WordIds(None, section.num_tokens(), vocabulary_size=size)
     if section.pooled is None:
         return TransformersText(outline_encoder(section, ONLY, section.max_words))
     encoders = (

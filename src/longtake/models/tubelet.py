@@ -12,9 +12,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from longtake.config import ModelSection
+from longtake.config import ModelSection, Shift
 from longtake.errors import ModelError, RecipeError
 from longtake.models.codec import Codec
+from longtake.models.defaults import Defaults
 from longtake.models.family import Conditioning, LatentShape
 from longtake.models.pretrained import check_arguments
 from longtake.models.text import TextEncoder
@@ -104,6 +105,10 @@ class Tubelet:
         """The tokens."""
         return tokens
 
+    def defaults(self, section: ModelSection) -> Defaults:
+        """There is no released model."""
+        return Defaults()
+
     def distils_guidance(self, model: nn.Module) -> bool:
         """It is guided by a second pass."""
         return False
@@ -127,7 +132,13 @@ class Tubelet:
         return velocity
 
     def export(
-        self, model: nn.Module, codec: Codec, text: TextEncoder, shift: float, folder: Path
+        self,
+        model: nn.Module,
+        codec: Codec,
+        text: TextEncoder,
+        shift: Shift,
+        bucket_shift: float,
+        folder: Path,
     ) -> None:
         """Diffusers has no such pipeline."""
         raise RecipeError(

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from longtake.config import ModelSection
+from longtake.config import ModelSection, Shift
 from longtake.errors import RecipeError
-from longtake.models.architecture import build_transformer
+from longtake.models.architecture import build_transformer, read_release
 from longtake.models.codec import AutoencoderCodec, Codec
+from longtake.models.defaults import Defaults, scheduler_shift
 from longtake.models.family import Conditioning, LatentShape
 from longtake.models.precision import mixed_norms
 from longtake.models.pretrained import quiet
@@ -115,6 +116,11 @@ class Wan:
         """The tokens."""
         return tokens
 
+    def defaults(self, section: ModelSection) -> Defaults:
+        """Shift by the release's scheduler; guidance scale and steps are `WanPipeline`'s."""
+        shift = scheduler_shift(read_release(section).scheduler, otherwise=5.0)
+        return Defaults(shift, guidance_scale=5.0, num_inference_steps=50)
+
     def distils_guidance(self, model: nn.Module) -> bool:
         """It is guided by a second pass."""
         return False
@@ -146,9 +152,15 @@ class Wan:
         return velocity
 
     def export(
-        self, model: nn.Module, codec: Codec, text: TextEncoder, shift: float, folder: Path
+        self,
+        model: nn.Module,
+        codec: Codec,
+        text: TextEncoder,
+        shift: Shift,
+        bucket_shift: float,
+        folder: Path,
     ) -> None:
-        """A `WanPipeline` folder; sample it with the recipe's `max_tokens`.
+        """A `WanPipeline` folder; call it with max_sequence_length = the recipe's `max_tokens`.
 
         The scheduler is the one that Wan's releases bring: its steps visit the sigmas of
         `build_sigmas`, where FlowMatchEulerDiscreteScheduler's own would shift twice.
@@ -165,7 +177,7 @@ class Wan:
             text_encoder=text.encoder,
             vae=codec.autoencoder,
             scheduler=UniPCMultistepScheduler(
-                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
+                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=bucket_shift
             ),
             transformer=model,
         )

@@ -35,7 +35,7 @@ from longtake.data.loader import Loader
 from longtake.data.pool import Incident
 from longtake.errors import DataError, RecipeError
 from longtake.heartbeat import Hearts
-from longtake.models.assemble import assemble, outline
+from longtake.models.assemble import assemble, outline, text_section
 from longtake.models.codec import build_codec
 from longtake.models.text import NO_CAPTION, build_text
 from longtake.parallel.collectives import first_does, from_first, gather_objects
@@ -269,7 +269,7 @@ def _fill_prompts(
 ) -> None:
     if not missing.captions:
         return
-    text = build_text(recipe.text, (), made)
+    text = build_text(text_section(recipe), (), made)
     text.to(device)
     with counted(console, "cache: captions") as advance:
         fill_prompts(cache, missing.captions, captions_by(text), report, advance)

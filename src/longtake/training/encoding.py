@@ -32,6 +32,7 @@ from longtake.data.fill import (
     refuse_too_many,
 )
 from longtake.errors import DataError
+from longtake.models.assemble import text_section
 from longtake.models.codec import Codec, build_codec
 from longtake.models.text import NO_CAPTION, TextEncoder, build_text
 from longtake.parallel.mesh import pick_device
@@ -145,7 +146,7 @@ class _EncodingCaptions(_Encoding[str]):
 
     @cached_property
     def _encode(self) -> EncodeCaption:
-        text = build_text(self.recipe.text, (), self.made)
+        text = build_text(text_section(self.recipe), (), self.made)
         text.to(self.device)
         return captions_by(text)
 

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from longtake.config import PooledSection, Recipe, TextSection
 from longtake.data.hashes import ContentHashes
+from longtake.models.assemble import text_section
 from longtake.models.pretrained import locate
 
-_ENCODING = 1
-"""Version of longtake's own code between pixels and codec, captions and encoder."""
+_PIXELS, _CAPTIONS = 1, 1
+"""Versions of longtake's own code between pixels and codec, captions and encoder."""
 
 _LARGE_BYTES = 2**24
 """Smaller files are read each time: that takes no longer than to look them up."""
@@ -36,27 +37,27 @@ def codec_fingerprint(recipe: Recipe, made: Path) -> str:
     """
     section = recipe.codec
     if section.kind == "pixels":
-        return _fingerprint(recipe, [section.kind], [])
+        return _fingerprint(recipe, [_PIXELS, section.kind], [])
     if section.pretrained is None:
         folders = [made / "vae"]
     else:
         folders = [locate(section.pretrained, section.subfolder) / section.subfolder]
-    return _fingerprint(recipe, [section.kind, section.class_name], folders)
+    return _fingerprint(recipe, [_PIXELS, section.kind, section.class_name], folders)
 
 
 def text_fingerprint(recipe: Recipe, made: Path) -> str:
     """32 hex digits over what turns captions into embeddings; see `codec_fingerprint`."""
-    section = recipe.text
-    facts = [section.kind, section.class_name, section.max_tokens]
+    section = text_section(recipe)
+    facts = [section.kind, section.class_name, section.num_tokens()]
     folders = _encoder_folders(section, section.pretrained, made)
     if section.kind == "words":
-        facts, folders = [section.kind, section.max_tokens], [made / "tokenizer"]
+        facts, folders = [section.kind, section.num_tokens()], [made / "tokenizer"]
     elif (pooled := section.pooled) is not None:
         facts += [pooled.class_name, pooled.max_tokens]
         # As the text encoder is built: unset and without a config, from where the first one is.
         where = pooled.pretrained or (None if pooled.config else section.pretrained)
         folders += _encoder_folders(pooled, where, made)
-    return _fingerprint(recipe, facts, folders)
+    return _fingerprint(recipe, [_CAPTIONS, *facts], folders)
 
 
 def _encoder_folders(
@@ -69,7 +70,7 @@ def _encoder_folders(
 
 
 def _fingerprint(recipe: Recipe, facts: list[object], folders: list[Path]) -> str:
-    digest = hashlib.blake2b(json.dumps([_ENCODING, *facts]).encode(), digest_size=16)
+    digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
     cache = recipe.data.cache
     of_large = _sha256 if cache is None else ContentHashes(cache / "encoders", _sha256).of
     for folder in folders:

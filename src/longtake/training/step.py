@@ -130,7 +130,8 @@ def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.devic
         scale=flow.scale,
         shift=parts.shift(flow.shift, batch.bucket),
     )
-    is_dropped = uniform[:, 1] < recipe.data.caption_dropout
+    dropout = recipe.data.caption_dropout
+    is_dropped = uniform[:, 1] < (parts.defaults.caption_dropout if dropout is None else dropout)
     told = _conditioning(batch, is_dropped, parts, device)
     conditioning = training_conditioning(parts, recipe, told)
     return Examples(latents, noise, sigmas.to(device, torch.float32), conditioning)

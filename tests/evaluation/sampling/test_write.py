@@ -108,7 +108,7 @@ def test_a_presets_videos_are_given_as_soon_as_they_are_written(
 ) -> None:
     """The first before the second batch has begun; the sheet when all are there."""
     preset, told = _preset(sampler, seeds=(0, 5)), list[tuple[int, int]]()
-    steps = preset.settings.num_inference_steps
+    steps = sampler.num_steps(preset.settings)
     videos = sample_preset(sampler, preset, tmp_path, lambda *done: told.append(done))
     first = next(videos)
     assert [path.name for path in tmp_path.iterdir()] == ["00_s0.mp4"]

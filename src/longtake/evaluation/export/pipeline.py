@@ -20,8 +20,9 @@ def write_pipeline(sampler: Sampler, folder: Path) -> None:
         OSError: it cannot be written.
     """
     parts, recipe = sampler.components, sampler.recipe
-    shift = sampler.shift(recipe.sampling, recipe.data.buckets[0])
-    parts.family.export(plain_copy(parts.model), parts.codec, parts.text, shift, folder)
+    at_bucket = sampler.shift(recipe.sampling, recipe.data.buckets[0])
+    shift = recipe.sampling.shift or parts.defaults.shift
+    parts.family.export(plain_copy(parts.model), parts.codec, parts.text, shift, at_bucket, folder)
     if lora := lora_state(parts.model):
         named = {f"transformer.{name}": value for name, value in lora.items()}
         save_weights(named, folder / "pytorch_lora_weights.safetensors")

@@ -69,9 +69,9 @@ class Sampler:
         """
         shape = fitting_shape(self.components, self.recipe, bucket)
         noise = torch.stack([_noise(request.seed, shape) for request in requests]).to(self.device)
-        steps, count = settings.num_inference_steps, len(requests)
+        steps, count = self.num_steps(settings), len(requests)
         sigmas = build_sigmas(steps, self.shift(settings, bucket))
-        guide = self._guidance(requests, bucket, settings.guidance_scale)
+        guide = self._guidance(requests, bucket, self._guidance_scale(settings))
 
         def denoise(part: slice, two_passes: bool) -> Tensor:
             def told(step: int) -> None:
@@ -90,7 +90,11 @@ class Sampler:
 
     def shift(self, settings: SamplingSection, bucket: Bucket) -> float:
         """The shift of the sigmas that a bucket's videos are sampled with."""
-        return self.components.shift(settings.shift, bucket)
+        return self.components.shift(settings.shift or self.components.defaults.shift, bucket)
+
+    def num_steps(self, settings: SamplingSection) -> int:
+        """Steps of the solver."""
+        return settings.num_inference_steps or self.components.defaults.num_inference_steps
 
     def unknown_words(self, prompt: str) -> list[str]:
         """Words of a prompt that the text encoder has never seen."""
@@ -106,7 +110,7 @@ class Sampler:
         return self.memory.decode(decode, bucket, decoding=decoding)
 
     def _guidance(self, requests: Sequence[Request], bucket: Bucket, scale: float) -> Guidance:
-        """One pass where the model is told the scale, or where it is 1: that needs no guidance.
+        """One pass if the model is given the scale or the scale is at most 1, as in diffusers.
 
         Else classifier-free guidance.
         """
@@ -115,10 +119,14 @@ class Sampler:
         is_distilled = parts.family.distils_guidance(parts.model)
         if is_distilled:
             told |= guidance_of(told, scale)
-        if is_distilled or scale == 1:
+        if is_distilled or scale <= 1:
             return Guidance(self._predict, told, None, scale)
         untold = self._encode_text([NO_CAPTION] * len(requests)) | pictures
         return Guidance(self._predict, told, untold, scale)
+
+    def _guidance_scale(self, settings: SamplingSection) -> float:
+        scale = settings.guidance_scale
+        return self.components.defaults.guidance_scale if scale is None else scale
 
     def _encode_text(self, prompts: Sequence[str]) -> Conditioning:
         """Each different prompt alone: what one says does not depend, to a bit, on the others."""

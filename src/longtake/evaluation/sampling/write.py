@@ -77,7 +77,7 @@ def _batches(
     sampler: Sampler, preset: Preset, on_step: Callable[[int, int], None] | None
 ) -> Iterator[tuple[int, Request, NDArray[np.uint8]]]:
     requests, size = preset.requests(), preset.batch_size
-    steps, starts = preset.settings.num_inference_steps, range(0, len(requests), size)
+    steps, starts = sampler.num_steps(preset.settings), range(0, len(requests), size)
     for number, start in enumerate(starts):
 
         def told(step: int, done: int = number * steps) -> None:
@@ -120,7 +120,7 @@ def sample_in_batches(
     """One video [F, H, W, 3] per request, with a progress bar over the solver's steps."""
     videos: list[NDArray[np.uint8]] = []
     parts = [requests[i : i + batch_size] for i in range(0, len(requests), batch_size)]
-    steps = settings.num_inference_steps
+    steps = sampler.num_steps(settings)
     with counted(console, "sample") as advance:
         for number, part in enumerate(parts):
             done = number * steps
