@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,18 @@ from longtake.run_dir import RunDirectory
 _RESTARTS = "--max-restarts"
 _ROOT = Path(__file__).resolve().parents[1]
 _NOBODY = 65534
-_MATERIAL = Path(__file__).resolve().parents[2] / "shared" / "material"
+_MATERIAL_VARIABLE = "LONGTAKE_TEST_MATERIAL"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse skips that are not listed; give processes that tests start the usual Ctrl-C.
+
+    nohup, and shells that start pytest in the background, have it ignore SIGINT, and an ignored
+    signal stays so in every process that is started.
+    """
+    config.pluginmanager.register(_beside("allowed_skips"))
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,10 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def material() -> Path:
-    """The folder of real clips, damaged clips and exact numbers; skips where it is not at hand."""
-    if not (_MATERIAL / "MATERIAL.md").is_file():
-        pytest.skip(f"real material is not at hand (looked for {_MATERIAL})")
-    return _MATERIAL.resolve()
+    """The folder of real clips, damaged clips and exact numbers; skips where none is named."""
+    if not (named := os.environ.get(_MATERIAL_VARIABLE)):
+        pytest.skip(f"{_MATERIAL_VARIABLE} does not name a folder of real clips")
+    folder = Path(named).resolve()
+    assert (folder / "MATERIAL.md").is_file(), f"{_MATERIAL_VARIABLE}={named} holds no MATERIAL.md"
+    return folder
 
 
 @pytest.fixture(scope="session")

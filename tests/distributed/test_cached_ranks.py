@@ -46,7 +46,7 @@ def run_verb(on_two_processes: list[str], tmp_path: Path) -> Callable[..., dict[
         path.write_text(config.dump(recipe))
         command = [*on_two_processes, "-m", "longtake", *verb, str(path), "--json"]
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=120, check=False, env=os.environ
+            command, capture_output=True, text=True, timeout=600, check=False, env=os.environ
         )
         assert done.returncode == 0, done.stderr
         assert "Warning" not in done.stderr, done.stderr

@@ -176,7 +176,7 @@ def test_step_in_a_real_process(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     found = json.loads(said.stdout)

@@ -266,9 +266,9 @@ def test_check_that_hangs() -> None:
     first = check.sample()["check_hangs_seconds:hanging"]
     time.sleep(0.1)
     second = check.sample()["check_hangs_seconds:hanging"]
-    assert 0.1 <= second - first < 5
+    assert 0.1 <= second - first < 60
     check.close()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
     hanging.lets_go.set()
 
 

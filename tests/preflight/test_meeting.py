@@ -63,7 +63,7 @@ def test_a_process_that_does_not_come_back_is_named_with_what_it_did() -> None:
         meeting = Meeting(place, _SECONDS)
         if place.rank == 2:
             meeting.doing("dataset")
-            silent.wait(20)
+            silent.wait(600)
             return ""
         with pytest.raises(LostError) as raised:
             meeting.gather("facts", place.rank)
@@ -76,7 +76,7 @@ def test_a_process_that_does_not_come_back_is_named_with_what_it_did() -> None:
         silent.set()
     assert said[0] == said[1]
     assert "gpu2 (rank 2), which was at: dataset" in said[0]
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 60
 
 
 def test_a_process_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ class _Hanging:
         self.released = threading.Event()
 
     def measure(self, setting: Setting) -> Facts:
-        self.released.wait(20)
+        self.released.wait(600)
         return {}
 
     def judge(self, facts: dict[str, Facts], recipe: Recipe | None) -> Judged:
@@ -116,7 +116,7 @@ def test_a_check_that_hangs_is_left_behind() -> None:
     found = within(0.2, check, Setting(Place()))
     check.released.set()
     assert found == {"failed": "it took longer than 0.2 s", "hangs": True}
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 60
 
 
 class _Raising(_Hanging):

@@ -50,7 +50,7 @@ def _tell(run: RunDirectory, section: TrackingSection, role: Any = "evaluator") 
 
 def _wait_for_end(follower: Follower) -> None:
     if follower.pid and psutil.pid_exists(follower.pid):
-        psutil.wait_procs([psutil.Process(follower.pid)], timeout=60)
+        psutil.wait_procs([psutil.Process(follower.pid)], timeout=300)
 
 
 def test_a_training_and_an_evaluator_write_one_run(

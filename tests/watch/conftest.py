@@ -20,7 +20,7 @@ from longtake.run_dir import RunDirectory
 _BEATING = Path(__file__).with_name("beating.py")
 
 
-def wait_until(found: Callable[[], Any], seconds: float = 15.0) -> Any:
+def wait_until(found: Callable[[], Any], seconds: float = 60.0) -> Any:
     """What `found` gives as soon as it gives anything; fails after so many seconds."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -91,21 +91,21 @@ class Stage:
         """Whether a process that was started here ends within moments."""
         process = next(each for each in self.started if each.pid == pid)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(5)
+            process.wait(60)
         return process.returncode is not None
 
     def end(self, pid: int) -> None:
         """End a process that was started here, and wait until it is gone."""
         process = next(each for each in self.started if each.pid == pid)
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
     def close(self) -> None:
         """End all that was started."""
         for process in self.started:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-            process.wait(10)
+            process.wait(60)
             if process.stdout is not None and not process.stdout.closed:
                 print(process.stdout.read())  # noqa: T201 - shown where a test fails
                 process.stdout.close()

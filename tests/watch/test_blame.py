@@ -388,6 +388,6 @@ def test_a_large_run_is_judged_in_seconds() -> None:
         dumps.append(_still(*processes, host=f"gpu{host}"))
     begun = time.process_time()
     verdict = _judge(*dumps)
-    assert time.process_time() - begun < 4
+    assert time.process_time() - begun < 20
     assert verdict.suspects[0].pid == 10**5 + 16 * 1234 + 15
     assert verdict.waiting[0].host_count == 250

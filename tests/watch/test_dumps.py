@@ -185,7 +185,7 @@ def test_whoever_is_gone_is_missed(folder: Path, start: Start) -> None:
     """Not one that ended as it should, had nothing to do, or is of a launch before this one."""
     start("rank", 0, "sleeps")
     dead, idle = start("decode", 0, "sleeps"), start("decode", 0, "idles")
-    subprocess.run([_PYTHON, "-c", _EARLIER, str(folder)], check=True, timeout=60)
+    subprocess.run([_PYTHON, "-c", _EARLIER, str(folder)], check=True, timeout=300)
     for pid in (dead, idle):
         os.kill(pid, signal.SIGKILL)
     _await(lambda: {stacks.state_of(pid) for pid in (dead, idle)} == {"Z"})

@@ -56,9 +56,11 @@ def _takes_over(post: Post, lock: Lock, signals: Signals) -> bool:
         if post.by_hand:
             _print(f"{post.run.path} is watched already, by process {lock.holder()}.")
             return False
-        if look(post.folder).ranks:
-            seen, has_seen_ranks = time.monotonic(), True
-        elif has_seen_ranks:
+        sight = look(post.folder)
+        has_seen_ranks |= any(pulse.role == "rank" for pulse in (*sight.living, *sight.dead))
+        if sight.ranks:
+            seen = time.monotonic()
+        elif has_seen_ranks:  # also if all were dead at the first look: the run was short
             return False
         if time.monotonic() - seen > _SECONDS_WITHOUT_HEART or signals.wait(_LOOK_SECONDS):
             return False

@@ -260,7 +260,7 @@ def test_damaged_files_leave_the_terminal_clean_and_need_no_torch(material: Path
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 

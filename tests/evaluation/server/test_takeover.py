@@ -19,7 +19,7 @@ from longtake.records import write_json
 from longtake.run_dir import RunDirectory
 
 
-def _until(is_so: Callable[[], Any], what: str, seconds: float = 30.0) -> None:
+def _until(is_so: Callable[[], Any], what: str, seconds: float = 120.0) -> None:
     limit = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < limit, f"waited {seconds} s until {what}"

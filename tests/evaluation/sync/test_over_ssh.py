@@ -145,7 +145,7 @@ def test_an_interrupted_pull_goes_on_where_it_was(
     assert [path.name for path in pair.really.glob("one/holds/step_00000004/*")] == ["vm-1"]
     assert pair.mirrored.checkpoint_steps() == []
     pair.cluster.run("node0", ["sh", "-c", "kill $(pgrep -x rsync)"])
-    said = json.loads(pulling.communicate(timeout=60)[0])
+    said = json.loads(pulling.communicate(timeout=300)[0])
     pair.unlimit()
     assert "cannot be reached" in said["error"]
     kept = bytes_below(partial)

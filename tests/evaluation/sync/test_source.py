@@ -1,6 +1,7 @@
 """Runs are mirrored whole, and get their results back, whichever way they are reached."""
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -199,6 +200,7 @@ def test_holds_are_ours_alone(place: "Place", source: Source, run: RemoteRun) ->
     ]
 
 
+@pytest.mark.skipif(not shutil.which("rsync"), reason="rsync is not installed")
 def test_a_hold_is_touched_as_long_as_it_lasts(tmp_path: Path) -> None:
     """Its time rises by the clock of the source, so that its owner is known to live."""
     (tmp_path / "run").mkdir()
