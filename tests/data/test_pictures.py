@@ -154,4 +154,4 @@ def test_any_score_of_any_name_is_drawn(tmp_path: Path, values: list[float]) -> 
     path = tmp_path / "histogram.png"
     numbers = np.array([*values, np.nan])
     histogram_picture(path, r"$\frac{x$", numbers, [(r"$a^{", numbers[:1])])
-    assert _area(path, BARE)
+    assert _pixels(path).any()

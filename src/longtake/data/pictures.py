@@ -25,7 +25,7 @@ from longtake.drawing import INK, PALE_INK, PAPER, RULE, SERIES
 from longtake.errors import DataError
 
 _PLAIN: Any = {"text.parse_math": False}  # names of stages and scores are no formulas
-_MAX_DRAWN = 1e300  # beyond it, differences are not finite
+_MAX_DRAWN = 1e290  # beyond it, differences are not finite
 MAX_DOTS = 4000
 """Different clip sizes that are drawn; of more, the most frequent ones."""
 BARE = "#cfd3d8"
@@ -239,9 +239,8 @@ def histogram_picture(
     Raises:
         DataError: the file cannot be written.
     """
-    values = np.clip(values, -_MAX_DRAWN, _MAX_DRAWN)
-    known = values[~np.isnan(values)]
-    drawn = [("all clips", known), *((stage, some[~np.isnan(some)]) for stage, some in stages)]
+    known = _drawable(values)
+    drawn = [("all clips", known), *((stage, _drawable(some)) for stage, some in stages)]
     figure = Figure(figsize=(10, 2.4 + 1.7 * len(drawn)), dpi=110, layout="constrained")
     figure.set_facecolor(PAPER)
     rows = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
@@ -258,6 +257,10 @@ def histogram_picture(
     unknown = len(values) - len(known)
     rows[-1].set_xlabel(name + (f" (unknown of {unknown:,} clips)" if unknown else ""), color=INK)
     save_picture(figure, path)
+
+
+def _drawable(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.clip(values[~np.isnan(values)], -_MAX_DRAWN, _MAX_DRAWN)
 
 
 def _title(stage: str, values: NDArray[np.float64]) -> str:
