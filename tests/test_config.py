@@ -1,5 +1,6 @@
 """A recipe is read strictly: what does not fit is named, what fits survives being written."""
 
+import os
 import re
 import subprocess
 import sys
@@ -179,7 +180,7 @@ def test_files_that_cannot_be_read_are_recipe_errors(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     with pytest.raises(RecipeError, match=r"There is no recipe .*recipe\.toml"):
         config.load(path)
-    with pytest.raises(RecipeError, match="cannot be read: Is a directory"):
+    with pytest.raises(RecipeError, match="cannot be read: it is a folder"):
         config.load(tmp_path)
     path.write_text("out = \n")
     with pytest.raises(RecipeError, match=r"recipe\.toml is not valid TOML: .*line 1"):
@@ -466,3 +467,58 @@ def test_a_preset_s_name_and_keys_are_checked(presets: Any, message: str) -> Non
     values = _recipe().model_dump(exclude_none=True) | {"evaluation": {"presets": presets}}
     with pytest.raises(RecipeError, match=re.escape(message)):
         config.parse(values, "recipe")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("training.batch_size=2147483648", "it should be less than or equal to 65536"),
+        ("training.steps=1" + "0" * 30, "it should be less than or equal to 1000000000"),
+        ("training.steps=1" + "0" * 5000, "it should be a valid integer"),
+        ("data.prefetch_batches=1000000000", "it should be less than or equal to 1000"),
+        ("data.workers=100000", "it should be less than or equal to 256"),
+        ("trainable.rank=1000000000", "it should be less than or equal to 16384"),
+        ("guard.window=1000000000000", "it should be less than or equal to 100000"),
+        ("sampling.guidance_scale=1e308", "it should be less than or equal to 1000"),
+        ("flow.shift=-1", 'should be a number above 0 and up to 1000, "flux" or "opensora"'),
+        ("flow.shift=flax", 'should be a number above 0 and up to 1000, "flux" or "opensora"'),
+        ('out="a\\u0000b"', "a path has no NUL character"),
+        ("recompute.memory=" + "9" * 10_000 + "GiB", "is no amount of memory"),
+        ("ema.sample_from=" + "x" * 10_000, "is no profile of: main|ema.sample_from is"),
+        ("x" * 10_000 + "=1", "is not a key of a recipe"),
+        ("seed=" + "[" * 10_000, "it should be a valid integer"),
+    ],
+)
+def test_absurd_values_are_refused_in_one_short_sentence(
+    path: Path, change: str, message: str
+) -> None:
+    """Not by a hang or a crash later; and without the words of the library that validates."""
+    with pytest.raises(RecipeError, match=message) as caught:
+        config.load(path, [change])
+    said = str(caught.value)
+    assert len(said) < 700
+    assert "constrained" not in said
+    assert "literal" not in said.lower()
+
+
+@pytest.mark.parametrize("text", ["seed = 1" + "0" * 5000, "seed = " + "[" * 10_000, "a = \0"])
+def test_a_file_that_no_reader_survives_is_no_toml(tmp_path: Path, text: str) -> None:
+    """Numbers of thousands of digits, and lists nested thousands of levels deep."""
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match="is not valid TOML") as caught:
+        config.load(path)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_recipe_is_read_from_a_regular_file(tmp_path: Path) -> None:
+    """Nobody writes to a pipe."""
+    os.mkfifo(tmp_path / "recipe.toml")
+    with pytest.raises(RecipeError, match="it is a named pipe, expected a regular file"):
+        config.load(tmp_path / "recipe.toml")
+
+
+def test_home_is_where_the_shell_has_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run does not end up in a folder that is called ~."""
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert config.load(path, ["out=~/run"]).out == Path("/home/somebody/run")

@@ -6,6 +6,7 @@ misspelt one, the nearest that exists. Paths in a recipe are relative to the fol
 command is run.
 """
 
+import codecs
 import difflib
 import re
 import tomllib
@@ -27,10 +28,24 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from longtake.errors import RecipeError
+from longtake.records import read_regular
+
+
+def _at_home(path: Path) -> Path:
+    """A path whose ~ is the home folder, as in a shell."""
+    if "\0" in str(path):
+        raise ValueError("a path has no NUL character")
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{path}: {error}") from error
+
 
 # TOML knows neither paths nor tuples: these two are made from strings and lists.
-_Path = Annotated[Path, Strict(False), PlainSerializer(str)]
+_Path = Annotated[Path, Strict(False), AfterValidator(_at_home), PlainSerializer(str)]
 _FromList = Strict(False)
+_MAX_SIDE, _MAX_BATCH, _MAX_STEPS = 2**16, 2**16, 10**9
+_MAX_SECONDS, _MAX_GUIDANCE = 1e7, 1000.0
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 _OpenShare = Annotated[float, Field(gt=0, lt=1)]
 _Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -52,6 +67,7 @@ class _Section(BaseModel):
 
 
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)")
+_MAX_MEMORY_BYTES = 2**50
 _UNIT_BYTES = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
 
 
@@ -62,9 +78,12 @@ def memory_bytes(text: str) -> int:
         RecipeError: it is none.
     """
     found = _MEMORY.fullmatch(text.strip().lower())
-    if found is None or not float(found[1]):
-        raise RecipeError(f"{text!r} is no amount of memory; write it like 48GiB or 48GB.")
-    return int(float(found[1]) * _UNIT_BYTES[found[2]])
+    num_bytes = 0.0 if found is None else float(found[1]) * _UNIT_BYTES[found[2]]
+    if not 1 <= num_bytes <= _MAX_MEMORY_BYTES:
+        raise RecipeError(
+            f"{_short(repr(text))} is no amount of memory; write it like 48GiB or 48GB."
+        )
+    return int(num_bytes)
 
 
 def _checked_memory(text: str | None) -> str | None:
@@ -99,16 +118,16 @@ def _check_reference(name: str, pattern: str) -> None:
         )
 
 
-Shift = Annotated[float, Field(gt=0)] | Literal["flux", "opensora"]
+Shift = Annotated[float, Field(gt=0, le=1000)] | Literal["flux", "opensora"]
 """`flux`: exp(mu), mu linear in the transformer's tokens; `opensora`: by pixels and frames."""
 
 
 class Bucket(_Section):
     """One shape of training clip: what a batch holds, in pixels and frames."""
 
-    num_frames: int = Field(gt=0)
-    height: int = Field(gt=0)
-    width: int = Field(gt=0)
+    num_frames: int = Field(gt=0, le=_MAX_SIDE)
+    height: int = Field(gt=0, le=_MAX_SIDE)
+    width: int = Field(gt=0, le=_MAX_SIDE)
 
     def __str__(self) -> str:
         frames = "1 frame" if self.num_frames == 1 else f"{self.num_frames} frames"
@@ -126,12 +145,12 @@ class Stage(_Section):
     """Leave out this share of the selected clips, those of the highest difficulty."""
     buckets: Annotated[tuple[Bucket, ...], _FromList] | None = Field(None, min_length=1)
     """Instead of `data.buckets`."""
-    weights: dict[str, Annotated[float, Field(ge=0)]] | None = None
+    weights: dict[str, Annotated[float, Field(ge=0, le=1e9)]] | None = None
     """Instead of `data.weights`."""
-    epochs: int | None = Field(None, gt=0)
-    steps: int | None = Field(None, gt=0)
+    epochs: int | None = Field(None, gt=0, le=_MAX_STEPS)
+    steps: int | None = Field(None, gt=0, le=_MAX_STEPS)
     """How long, in epochs or in steps; the last stage may say neither, and never ends."""
-    ramp_steps: int = Field(0, ge=0)
+    ramp_steps: int = Field(0, ge=0, le=_MAX_STEPS)
     """Steps in which batches of this stage and of the one before it are mixed, its share rising
     from none to all: the last half of the ramp's batches of the one, the first half of this."""
 
@@ -150,16 +169,16 @@ class DataSection(_Section):
     catalogs: dict[str, _Path] = Field(default_factory=dict)
     """Instead of one: several, by name, each with epochs of its own; batches are mixed by
     `weights`."""
-    weights: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    weights: dict[str, Annotated[float, Field(ge=0, le=1e9)]] = Field(default_factory=dict)
     """Each catalog's share of the batches, by its name; those not named have 1."""
     buckets: Annotated[tuple[Bucket, ...], _FromList] = Field(min_length=1)
     """Every clip goes to the bucket that fits it best; a batch holds clips of one bucket."""
-    frame_stride: int = Field(1, gt=0)
+    frame_stride: int = Field(1, gt=0, le=_MAX_SIDE)
     """Take every n-th frame of a clip."""
     stills_from_videos: bool = False
     """Whether buckets of one frame also train single frames of videos. Without it they take only
     clips of one frame, that is images, and a video too short for the other buckets is left out."""
-    windows: int | None = Field(None, gt=0)
+    windows: int | None = Field(None, gt=0, le=_MAX_SIDE)
     """How many spans of a longer clip are trained on, spread evenly over it; each epoch takes one
     of them. Without it a span begins anywhere."""
     random_crop: bool = False
@@ -189,16 +208,16 @@ class DataSection(_Section):
     workers: int = Field(2, ge=0, le=256)
     """Processes of each rank that decode, watched and replaced when one hangs; 0: threads of the
     training process, which nobody watches."""
-    sample_timeout_seconds: float = Field(60.0, gt=0)
+    sample_timeout_seconds: float = Field(60.0, gt=0, le=_MAX_SECONDS)
     """How long decoding one sample may take before its worker is dumped, killed and replaced."""
     sample_memory_gib: float = Field(1.0, gt=0, le=1024)
     """Memory that decoding one sample may take, in GiB; a clip that needs more is quarantined. A
     picture may have 64 million pixels for each GiB."""
-    prefetch_batches: int = Field(3, gt=0)
+    prefetch_batches: int = Field(3, gt=0, le=1000)
     """Batches decoded ahead of the training step."""
-    memory_gib: float = Field(1.0, ge=0)
+    memory_gib: float = Field(1.0, ge=0, le=2**16)
     """Room, in each process, for decoded clips that are one window long; others are read anew."""
-    max_quarantined_clips: int = Field(16, ge=0)
+    max_quarantined_clips: int = Field(16, ge=0, le=_MAX_STEPS)
     """Clips that may fail to decode, over all ranks, before the run stops."""
     retry_quarantined: bool = False
     """Whether a launch tries clips again that failed in those before it."""
@@ -281,7 +300,7 @@ class ModelSection(_Section):
     """What weights are kept in. With fp32 the arithmetic's precision is autocast's business; with
     bf16 all is computed in bf16, but for what diffusers keeps in fp32 in such a model (a few parts
     of Wan), and the optimizer keeps fp32 copies of what trains."""
-    guidance: float = Field(1.0, gt=0)
+    guidance: float = Field(1.0, gt=0, le=_MAX_GUIDANCE)
     """Guidance scale given to a guidance-distilled model (FLUX.1-dev, Kontext) in training. At 1.0
     the model's output is the unguided velocity, which the loss compares with. At the scale of
     sampling (2.5 to 3.5) the loss would train the guided velocity to be the unguided one, and
@@ -297,8 +316,8 @@ class TrainableSection(_Section):
     targets: Annotated[tuple[str, ...], _FromList] | None = Field(None, min_length=1)
     """Names of linear layers that get LoRA: their last parts, or patterns such as
     `transformer_blocks.*.attn.to_q`. Unset: the family's attention projections."""
-    rank: int = Field(16, gt=0)
-    alpha: float | None = Field(None, gt=0)
+    rank: int = Field(16, gt=0, le=2**14)
+    alpha: float | None = Field(None, gt=0, le=1e6)
     """LoRA's scale is alpha / rank; unset: alpha = rank."""
     dtype: Literal["model", "fp32", "bf16"] = "model"
     """What trained LoRA and module weights are kept in; `model`: what the model is in."""
@@ -375,7 +394,7 @@ class PooledSection(_Section):
     tokenizer_subfolder: str = "tokenizer"
     class_name: str = "CLIPTextModel"
     config: dict[str, Any] = Field(default_factory=dict)
-    max_tokens: int = Field(77, gt=0)
+    max_tokens: int = Field(77, gt=0, le=2**16)
 
     def num_tokens(self) -> int:
         """Tokens that captions are cut or padded to."""
@@ -392,10 +411,10 @@ class TextSection(_Section):
     tokenizer_subfolder: str = "tokenizer"
     class_name: str = "UMT5EncoderModel"
     config: dict[str, Any] = Field(default_factory=dict)
-    max_tokens: int | None = Field(None, gt=0)
+    max_tokens: int | None = Field(None, gt=0, le=2**16)
     """Tokens that captions are cut or padded to. Unset: what the pretrained model was trained with
     (512 for Wan and FLUX.1-dev, 256 for FLUX.1-schnell); 64 without `pretrained`."""
-    max_words: int = Field(8192, gt=0)
+    max_words: int = Field(8192, gt=0, le=2**20)
     """Size limit of the vocabulary that is built from the catalog's captions."""
     pooled: PooledSection | None = None
     """FLUX's second encoder. With it padding is encoded like words, as FLUX's pipelines do it."""
@@ -411,9 +430,9 @@ class FlowSection(_Section):
     """Which noise levels are trained; sigma = 1 is pure noise."""
 
     sigmas: Literal["uniform", "logit_normal", "mode", "cosmap"] = "logit_normal"
-    mean: float = 0.0
+    mean: float = Field(0.0, ge=-1000, le=1000)
     """Mean of the logit-normal; above 0 leans toward noise."""
-    std: float = Field(1.0, gt=0)
+    std: float = Field(1.0, gt=0, le=1000)
     scale: float = Field(1.29, ge=-1, le=1.7519)
     """Scale of the mode distribution."""
     shift: Shift = 1.0
@@ -436,7 +455,7 @@ class OptimizerSection(_Section):
     weight_decay: float = Field(0.0, ge=0)
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     """What follows the warm-up: a plateau, or a descent to `final_factor` at the last step."""
-    warmup_steps: int = Field(100, ge=0)
+    warmup_steps: int = Field(100, ge=0, le=_MAX_STEPS)
     final_factor: float = Field(0.0, ge=0, le=1)
     max_grad_norm: float = Field(1.0, gt=0)
 
@@ -453,11 +472,11 @@ class OptimizerSection(_Section):
 class TrainingSection(_Section):
     """How long, how much at once, and on what."""
 
-    steps: int = Field(gt=0)
+    steps: int = Field(gt=0, le=_MAX_STEPS)
     """Optimizer updates."""
-    batch_size: int = Field(gt=0)
+    batch_size: int = Field(gt=0, le=_MAX_BATCH)
     """Clips per update over all processes."""
-    micro_batch_size: int | None = Field(None, gt=0)
+    micro_batch_size: int | None = Field(None, gt=0, le=_MAX_BATCH)
     """Clips per forward pass and process; gradients are accumulated up to the batch size."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "bf16", "fp32"] = "auto"
@@ -528,20 +547,20 @@ class GuardSection(_Section):
     mode: Literal["act", "report", "off"] = "act"
     """`report`: say what is seen and go on; `off`: look only for numbers that are none. In both, a
     loss or gradient that is no number stops the run."""
-    window: int = Field(128, ge=32)
+    window: int = Field(128, ge=32, le=100_000)
     """Steps before, with which a new one is compared; what changes slowly, with four times as
     many."""
-    warmup_steps: int = Field(64, ge=16)
+    warmup_steps: int = Field(64, ge=16, le=_MAX_STEPS)
     """Steps at the beginning of a run, and of a stage, in which nothing is usual yet: only numbers
     that are none are judged there, and in a later stage's the norm of the weights."""
-    max_skips: int = Field(3, ge=0)
+    max_skips: int = Field(3, ge=0, le=_MAX_STEPS)
     """Updates that may be left out in close succession, each within 16 steps of the one before;
     with the next the run goes back instead."""
-    margin_batches: int = Field(8, ge=0)
+    margin_batches: int = Field(8, ge=0, le=_MAX_STEPS)
     """Batches that are skipped on each side of those that the trouble came with."""
-    max_rollbacks: int = Field(3, ge=0)
+    max_rollbacks: int = Field(3, ge=0, le=_MAX_STEPS)
     """Rollbacks without progress before the run stops."""
-    progress_steps: int = Field(500, gt=0)
+    progress_steps: int = Field(500, gt=0, le=_MAX_STEPS)
     """Steps without trouble, beyond the furthest one that a rollback gave up, that are progress."""
 
 
@@ -554,23 +573,23 @@ class WatchSection(_Section):
     on. `kill`: that too, and end a rank that hangs, so that torchrun starts all ranks again."""
     factor: float = Field(5.0, gt=1)
     """A stall: a phase lasts so many times as long as it ever has in this launch."""
-    min_seconds: float = Field(6.0, gt=0)
+    min_seconds: float = Field(6.0, gt=0, le=_MAX_SECONDS)
     """Nothing shorter is a stall."""
-    max_seconds: float = Field(600.0, gt=0)
+    max_seconds: float = Field(600.0, gt=0, le=_MAX_SECONDS)
     """Everything longer is, but for what comes before the first step."""
-    checkpoint_seconds: float = Field(120.0, gt=0)
+    checkpoint_seconds: float = Field(120.0, gt=0, le=_MAX_SECONDS)
     """Like `min_seconds`, of saving, going back and evaluating."""
-    first_steps_seconds: float = Field(300.0, gt=0)
+    first_steps_seconds: float = Field(300.0, gt=0, le=_MAX_SECONDS)
     """Like `min_seconds`, of the first steps of a launch or of a shape of clips (compilation)."""
-    start_seconds: float = Field(1800.0, gt=0)
+    start_seconds: float = Field(1800.0, gt=0, le=_MAX_SECONDS)
     """How long each part of what comes before the first step may take."""
     rounds: int = Field(3, ge=2, le=10)
     """How often all processes are dumped, to see what moves."""
-    round_seconds: float = Field(1.5, gt=0)
+    round_seconds: float = Field(1.5, gt=0, le=_MAX_SECONDS)
     """Between two rounds."""
     hook: str | None = None
     """A shell command that is run at an alert, which it finds on stdin as one line of JSON."""
-    health_seconds: float = Field(10.0, ge=1)
+    health_seconds: float = Field(10.0, ge=1, le=_MAX_SECONDS)
     """Between two samples of the node's health."""
     exporter_port: int | None = Field(None, gt=0, lt=65536)
     """Where Prometheus finds each node's watcher; None: nowhere."""
@@ -591,13 +610,13 @@ class ParallelSection(_Section):
     strategy: Literal["replicate", "shard", "hybrid"] = "replicate"
     """`replicate`: every process holds the model; `shard`: each holds a part of it; `hybrid`: each
     holds a part, and groups of `shard_size` processes hold all of it between them."""
-    shard_size: int | None = Field(None, gt=1)
+    shard_size: int | None = Field(None, gt=1, le=_MAX_BATCH)
     """Of `hybrid`: processes that hold one copy of the model; unset: those of a node."""
     gather: Literal["fp32", "bf16"] = "fp32"
     """What weights kept in fp32 are gathered in for the arithmetic where it is bf16: `bf16` halves
     what sharded ranks send each other, and rounds norms' weights too. Gradients are reduced in
     fp32 either way."""
-    sequence: int = Field(1, gt=0)
+    sequence: int = Field(1, gt=0, le=_MAX_BATCH)
     """Processes that share the tokens of each clip, for clips too long for one card; it must
     divide the number of processes and the model's attention heads."""
 
@@ -614,11 +633,11 @@ class ParallelSection(_Section):
 class CheckpointSection(_Section):
     """When state is saved, and how much of it is kept."""
 
-    every: int = Field(500, gt=0)
+    every: int = Field(500, gt=0, le=_MAX_STEPS)
     """Steps between checkpoints; the last step is always saved."""
-    keep: int = Field(3, gt=0)
+    keep: int = Field(3, gt=0, le=_MAX_STEPS)
     """Newest checkpoints that are kept."""
-    keep_every: int | None = Field(None, gt=0)
+    keep_every: int | None = Field(None, gt=0, le=_MAX_STEPS)
     """Steps of which every multiple's checkpoint is kept for good."""
     background: bool = True
     """Write while the training goes on; it waits only until the state is copied."""
@@ -628,14 +647,14 @@ class SamplingSection(_Section):
     """How videos are sampled unless the command says otherwise."""
 
     solver: Literal["euler", "heun"] = "euler"
-    num_inference_steps: int | None = Field(None, gt=0)
+    num_inference_steps: int | None = Field(None, gt=0, le=10_000)
     """Unset, as the next two: what the pretrained model's scheduler and family say."""
-    guidance_scale: float | None = Field(None, ge=0)
+    guidance_scale: float | None = Field(None, ge=0, le=_MAX_GUIDANCE)
     """Of classifier-free guidance, which is used above 1; a guidance-distilled model is given the
     scale itself."""
     shift: Shift | None = None
     """Like `flow.shift`, of the sigmas that the solver visits."""
-    fps: float = Field(16.0, gt=0)
+    fps: float = Field(16.0, gt=0, le=1000)
 
 
 class PresetSection(_Section):
@@ -644,13 +663,13 @@ class PresetSection(_Section):
     What is left out is as in `data.buckets` (the first of them) and `sampling`.
     """
 
-    num_frames: int | None = Field(None, gt=0)
-    height: int | None = Field(None, gt=0)
-    width: int | None = Field(None, gt=0)
-    fps: float | None = Field(None, gt=0)
+    num_frames: int | None = Field(None, gt=0, le=_MAX_SIDE)
+    height: int | None = Field(None, gt=0, le=_MAX_SIDE)
+    width: int | None = Field(None, gt=0, le=_MAX_SIDE)
+    fps: float | None = Field(None, gt=0, le=1000)
     solver: Literal["euler", "heun"] | None = None
-    num_inference_steps: int | None = Field(None, gt=0)
-    guidance_scale: float | None = Field(None, ge=0)
+    num_inference_steps: int | None = Field(None, gt=0, le=10_000)
+    guidance_scale: float | None = Field(None, ge=0, le=_MAX_GUIDANCE)
     shift: Shift | None = None
     seeds: Annotated[tuple[_Seed, ...], _FromList] | None = Field(None, min_length=1)
     """Each prompt is sampled with each of them; 0 if unset."""
@@ -663,7 +682,7 @@ class PresetSection(_Section):
     prompt, or one for all; looked for as `prompts_file` is."""
     ema: str | None = None
     """A profile of `ema.profiles`, or "none": the raw weights; `ema.sample_from` if unset."""
-    batch_size: int | None = Field(None, gt=0)
+    batch_size: int | None = Field(None, gt=0, le=_MAX_BATCH)
     """Videos sampled at once, 4 if unset; what they show does not depend on it."""
     guidance: Literal["auto", "batched", "two_passes"] | None = None
     """Both halves of guidance in one pass, or in two, which takes half the memory; `auto`, as if
@@ -693,23 +712,23 @@ class EvaluationSection(_Section):
     empty."""
     held_out: _Path | None = None
     """A catalog of clips that are not trained on, whose loss is measured at each checkpoint."""
-    held_out_clips: int = Field(32, gt=0)
+    held_out_clips: int = Field(32, gt=0, le=_MAX_STEPS)
     sigmas: Annotated[tuple[_OpenShare, ...], _FromList] = Field(
         (0.1, 0.3, 0.5, 0.7, 0.9), min_length=1
     )
     """At which it is measured."""
-    reference_clips: int = Field(64, ge=0)
+    reference_clips: int = Field(64, ge=0, le=_MAX_STEPS)
     """Clips of the training whose measures a preset's are compared with; 0: they are not."""
-    drift_checkpoints: int = Field(4, ge=2)
+    drift_checkpoints: int = Field(4, ge=2, le=_MAX_STEPS)
     """An alarm is given when a measure rises (or falls) so many times in a row ..."""
     drift_change: float = Field(0.05, gt=0)
     """... and by this share in all."""
-    max_attempts: int = Field(3, gt=0)
+    max_attempts: int = Field(3, gt=0, le=_MAX_STEPS)
     """How often a checkpoint is tried whose sampling fails."""
-    hold_waiting: int = Field(4, ge=0)
+    hold_waiting: int = Field(4, ge=0, le=_MAX_STEPS)
     """So many checkpoints that wait to be evaluated, the oldest first, are not deleted until they
     are: that many more than `checkpoint.keep` may be on disk. 0: only those that are sampled."""
-    lease_seconds: float = Field(60.0, ge=1)
+    lease_seconds: float = Field(60.0, ge=1, le=_MAX_SECONDS)
     """How long a server on another machine may be silent before others take over its work."""
 
 
@@ -896,29 +915,36 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        text = read_regular(path, _MAX_RECIPE_BYTES).removeprefix(codecs.BOM_UTF8)
+        return tomllib.loads(text.decode())
     except FileNotFoundError:
         raise RecipeError(
             f"There is no recipe {path}. The folder examples/ holds some to start from."
         ) from None
     except OSError as error:
         raise RecipeError(f"The recipe {path} cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RecipeError(f"The recipe {path} is not valid TOML: {error}.") from error
+    except RecursionError as error:
+        raise RecipeError(
+            f"The recipe {path} is not valid TOML: it is nested too deeply."
+        ) from error
+    except ValueError as error:  # no TOML, no UTF-8, or a number of thousands of digits
+        raise RecipeError(f"The recipe {path} is not valid TOML: {_first(error)}.") from error
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
     key, _, text = (part.strip() for part in override.partition("="))
     parts = [part.strip() for part in key.split(".")]
     if not text or not all(parts):
-        raise RecipeError(f"--set {override}: expected key=value, such as training.steps=2000.")
+        raise RecipeError(
+            f"--set {_short(override)}: expected key=value, such as training.steps=2000."
+        )
     section = values
     for depth, part in enumerate(parts[:-1], start=1):
         section = section.setdefault(part, {})
         if not isinstance(section, dict):
             raise RecipeError(
-                f"--set {override}: {'.'.join(parts[:depth])} is a value, not a section; "
-                "set it as a whole."
+                f"--set {_short(override)}: {_short('.'.join(parts[:depth]))} is a value, not a "
+                "section; set it as a whole."
             )
     section[parts[-1]] = _parse_value(text)
 
@@ -927,7 +953,7 @@ def _parse_value(text: str) -> object:
     """A TOML value, or the text itself, so that nobody has to quote quotes in a shell."""
     try:
         values = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # the text is no TOML, or too long to be a number
         return text
     value: object = values.pop("value")
     is_plain = isinstance(value, bool | int | float | str | list | dict)  # and no date
@@ -937,14 +963,18 @@ def _parse_value(text: str) -> object:
 def _explain_all(details: Sequence[ErrorDetails]) -> list[str]:
     """One sentence for each problem; a list is not blamed for what is wrong with its items."""
     blamed = {detail["loc"][:end] for detail in details for end in range(len(detail["loc"]))}
-    return [_explain(each) for each in details if not each["loc"] or each["loc"] not in blamed]
+    said = (_explain(each) for each in details if not each["loc"] or each["loc"] not in blamed)
+    return list(dict.fromkeys(said))[:_MAX_PROBLEMS]
 
 
 def _explain(detail: ErrorDetails) -> str:
-    location = ".".join(str(part) for part in detail["loc"])
-    kind, message = detail["type"], detail["msg"]
+    parts = tuple(part for part in detail["loc"] if not _ALTERNATIVE.match(str(part)))
+    location = _short(".".join(map(str, parts)))
+    kind, message = detail["type"], _short(detail["msg"], 400)
+    if len(parts) < len(detail["loc"]) and parts[-1:] == ("shift",):
+        return f"{location} is {_short(repr(detail['input']))}; it should be {_SHIFT}."
     if kind == "extra_forbidden":
-        return _explain_unknown(location, [part for part in detail["loc"] if isinstance(part, str)])
+        return _explain_unknown(location, [part for part in parts if isinstance(part, str)])
     if kind == "missing":
         return f"{location} is missing, and it has no default."
     if kind == "value_error":
@@ -954,10 +984,30 @@ def _explain(detail: ErrorDetails) -> str:
         expected = _PATTERNS[location.rpartition(".")[2]]
     if kind in ("too_short", "too_long"):
         expected = message.removeprefix("Tuple should ").partition(" after")[0]
-    value = repr(detail["input"])
-    shown = value if len(value) <= 60 else f"{value[:57]}..."
-    return f"{location} is {shown}; it should {expected}."
+    return f"{location} is {_short(_repr(detail['input']))}; it should {expected}."
 
+
+def _repr(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return "an integer of thousands of digits"
+
+
+def _first(error: Exception) -> str:
+    """What an error says first: Python adds advice for programmers to some."""
+    return _short(str(error).partition(";")[0].rstrip("."), 200)
+
+
+def _short(text: str, most: int = 60) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+_MAX_RECIPE_BYTES = 2**20
+_MAX_PROBLEMS = 20
+_SHIFT = 'a number above 0 and up to 1000, "flux" or "opensora"'
+# What pydantic appends to a key whose value may be of several types.
+_ALTERNATIVE = re.compile(r"(constrained-\w+|literal\[.*\])$")
 
 _EXPECTED = {
     "dict_type": "be a table of keys and values",
