@@ -296,6 +296,8 @@ _CHANGES: dict[str, object] = {
     "data.workers": 7,
     "data.prefetch_batches": 7,
     "data.memory_gib": 7.0,
+    "data.sample_memory_gib": 7.0,
+    "data.stills_from_videos": True,
     "data.max_quarantined_clips": 7,
     "model.config.layers": 5,
     "model.config.new": "x",
