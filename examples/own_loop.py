@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from longtake.data import Bucket, DataSection, Loader
-from longtake.errors import LongtakeError
+from longtake.errors import DataChangedError, LongtakeError
 
 
 def main() -> None:
@@ -48,7 +48,8 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        clips = " ".join(identity[:6] for identity in batch.identities)
+        trained = zip(batch.identities, batch.weights.tolist(), strict=True)
+        clips = " ".join(identity[:6] for identity, weight in trained if weight)
         print(f"step {batch.step} epoch {batch.epoch} loss {loss.item():.4f} clips {clips}")  # noqa: T201
     # The state counts batches that were trained, not those that are decoded ahead.
     asked.state.write_text(json.dumps(loader.state_dict()))
@@ -57,5 +58,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
+    except DataChangedError as error:
+        raise SystemExit(f"{error}\nHere it is set by --on-change merge (or another).") from None
     except LongtakeError as error:
         raise SystemExit(str(error)) from None

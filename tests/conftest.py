@@ -25,6 +25,9 @@ from longtake.drill import hosts
 from longtake.records import now, write_json
 from longtake.run_dir import RunDirectory
 
+# Suggested commands are then `longtake ...`, however pytest was started.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
 _RESTARTS = "--max-restarts"
 _ROOT = Path(__file__).resolve().parents[1]
 _NOBODY = 65534

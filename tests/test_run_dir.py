@@ -92,6 +92,18 @@ def test_another_recipe_is_refused_and_nothing_changes(tmp_path: Path) -> None:
     assert _contents(run.path) == before
 
 
+def test_a_longer_run_is_refused_with_the_command_that_trains_it(tmp_path: Path) -> None:
+    """Only its number of steps differs; a shorter one has no such way."""
+    run = _begin(tmp_path / "run")
+    way = f"\n  {run.command_to_go_on()} --set training.steps=20 --set data.on_change=finish\n"
+    with pytest.raises(RecipeChangedError) as caught:
+        run.claim(_recipe(run.path, steps=20))
+    assert way in str(caught.value)
+    with pytest.raises(RecipeChangedError) as caught:
+        run.claim(_recipe(run.path, steps=5))
+    assert "on_change" not in str(caught.value)
+
+
 def test_the_way_on_holds_for_a_run_that_was_moved(tmp_path: Path) -> None:
     """A moved recipe.toml still names the old folder, so the message names the new one."""
     moved = RunDirectory(tmp_path / "moved")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from longtake.units import duration, size
+from longtake.units import duration, plural, size
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,12 @@ def test_memory_is_said_in_the_largest_unit_of_which_there_is_one(
 )
 def test_a_time_is_said_in_its_two_largest_units(seconds: float, written: str) -> None:
     assert duration(seconds) == written
+
+
+def test_one_thing_is_not_many() -> None:
+    """And thousands are separated."""
+    assert [plural(number, "clip") for number in (0, 1, 6000)] == [
+        "0 clips",
+        "1 clip",
+        "6,000 clips",
+    ]

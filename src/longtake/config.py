@@ -18,6 +18,7 @@ import tomli_w
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainSerializer,
@@ -86,8 +87,10 @@ def memory_bytes(text: str) -> int:
     return int(num_bytes)
 
 
-def _checked_memory(text: str | None) -> str | None:
-    if text is not None:
+def _checked_memory(text: object) -> object:
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        raise ValueError(f'recompute.memory is {text}; write it with its unit, such as "{text}GiB"')
+    if isinstance(text, str):
         try:
             memory_bytes(text)
         except RecipeError as error:
@@ -352,7 +355,7 @@ class RecomputeSection(_Section):
         "auto", "none", "all", "all-but-first", "alternate", "save-attention", "best"
     ] = "auto"
     """`best`: the fastest that fits `memory`; `auto`: `best` where `memory` is given, else none."""
-    memory: Annotated[str | None, AfterValidator(_checked_memory)] = None
+    memory: Annotated[str | None, BeforeValidator(_checked_memory)] = None
     """Memory of the card, such as "48GiB" or "48GB"."""
     reserve: float = Field(0.07, ge=0, lt=1)
     """Share of the card's memory that is left to what no plan knows: the CUDA context, libraries'
@@ -720,9 +723,10 @@ class EvaluationSection(_Section):
     reference_clips: int = Field(64, ge=0, le=_MAX_STEPS)
     """Clips of the training whose measures a preset's are compared with; 0: they are not."""
     drift_checkpoints: int = Field(4, ge=2, le=_MAX_STEPS)
-    """An alarm is given when a measure rises (or falls) so many times in a row ..."""
+    """An alarm is given when a measure rises (or falls) so many times in a row; the first results,
+    as many, are taken to show a model that learns."""
     drift_change: float = Field(0.05, gt=0)
-    """... and by this share in all."""
+    """The share by which it has to change in all."""
     max_attempts: int = Field(3, gt=0, le=_MAX_STEPS)
     """How often a checkpoint is tried whose sampling fails."""
     hold_waiting: int = Field(4, ge=0, le=_MAX_STEPS)
@@ -1014,6 +1018,7 @@ _EXPECTED = {
     "model_type": "be a table of keys and values",
     "path_type": "be a path in quotes",
     "tuple_type": "be a list",
+    "string_type": "be a text in quotes",
 }
 """What pydantic says in Python's words, by the kind of error."""
 

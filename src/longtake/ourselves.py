@@ -3,6 +3,8 @@
 import ctypes
 import hashlib
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,6 +42,21 @@ class Starts:
         is_often = len(self._begun) == _MAX_STARTS
         is_often = is_often and time.monotonic() - self._begun[0] < _LONG_SECONDS
         return _LONG_SECONDS if is_often else _SECONDS_BEFORE_ANOTHER
+
+
+def command(name: str = "longtake") -> str:
+    """How to type a program of this installation: its name where a shell finds it, else its path.
+
+    Args:
+        name: of a script that is installed beside longtake, such as `tensorboard`.
+    """
+    called = Path(sys.argv[0])
+    scripts = Path(sys.executable).parent if called.name != "longtake" else called.parent
+    own, found = scripts / name, shutil.which(name)
+    if not own.is_file() or (found is not None and own.samefile(found)):
+        return name
+    path = own if not own.is_absolute() else Path(os.path.relpath(own))
+    return shlex.quote(str(own.absolute() if path.parts[0] == ".." else path))
 
 
 def program(module: str, *arguments: str) -> list[str]:

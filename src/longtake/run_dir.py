@@ -42,6 +42,7 @@ from longtake import __version__, config
 from longtake.aside import make_writable
 from longtake.config import Recipe
 from longtake.errors import RecipeChangedError, RecordError, RunError
+from longtake.ourselves import command
 from longtake.records import (
     Count,
     Finite,
@@ -460,7 +461,14 @@ class RunDirectory:
         listed = "\n".join(f"  {key}: {old!r} there, {new!r} now" for key, old, new in changed)
         ways = ""
         keys = {key for key, _, _ in changed}
-        if all(map(config.decides_order, keys)) and keys != {"training.steps"}:
+        steps = recipe.training.steps
+        if keys == {"training.steps"} and steps > self.recipe().training.steps:
+            ways = (
+                f"To train longer, to step {steps}, with the learning-rate schedule computed for "
+                f"that number of steps:\n  {self.command_to_go_on()} --set training.steps={steps} "
+                "--set data.on_change=finish\n"
+            )
+        elif all(map(config.decides_order, keys)) and keys != {"training.steps"}:
             ways = (
                 "To go on with what is new, say how: --set data.on_change=merge (in the rest of "
                 "the epoch exactly what it has not seen), finish (end the epoch as it was) or "
@@ -476,7 +484,7 @@ class RunDirectory:
     def command_to_go_on(self) -> str:
         """What to type to train on; the recipe of a run that was moved names its old place."""
         moved = "" if self.recipe().out == self.path else f" --set out={self.path}"
-        return f"longtake train {self.recipe_path}{moved}"
+        return f"{command()} train {self.recipe_path}{moved}"
 
     def record_launch(self, **facts: Any) -> None:
         """Add a launch (host, time, versions and `facts`) to run.json.

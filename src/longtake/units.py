@@ -3,6 +3,11 @@
 _STEPS_OF_TIME = (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1))
 
 
+def plural(number: int, noun: str, many: str = "") -> str:
+    """A number of things: 1 clip, 2 clips, 6,000 clips."""
+    return f"{number:,} {noun if number == 1 else many or f'{noun}s'}"
+
+
 def size(num_bytes: int) -> str:
     """An amount of memory in the largest unit of which there is one at least: 1.50 GiB, 3 bytes."""
     for unit, of_one in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 
 from longtake import __version__
 from longtake.data.encode import write_video
+from longtake.ourselves import command
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -41,6 +43,14 @@ _MISTAKES = {
     "a catalog below a file": (
         "data index {clips} --out {place}/file/c.parquet",
         r"The catalog \S+ cannot be written: (Not a directory|File exists)",
+    ),
+    "a catalog by the name of another format": (
+        "data index {clips} --out {tmp}/c.csv",
+        r"A catalog is written as Parquet, and \S+/c\.csv ends in \.csv\. Name it \S+/c\.parquet",
+    ),
+    "an amount of memory without its unit": (
+        "plan {recipe} --set recompute.memory=48",
+        r"recompute\.memory is 48; write it with its unit, such as \"48GiB\"",
     ),
     "no recipe": (
         "train {tmp}/none.toml",
@@ -270,7 +280,7 @@ def test_a_damaged_clip_among_good_ones_is_named_and_left_out(tmp_path: Path, ca
     assert (code, out) == (0, "")
     assert "rejected: " in err
     assert "bad.mp4: not a readable video" in err
-    assert "1 clips in" in err
+    assert "1 clip in" in err
     code, out, err = call(*arguments, "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
@@ -338,3 +348,53 @@ def test_a_fresh_run_begins_beside_the_one_that_is_there(place: Path, call: Call
         assert {path: path.read_bytes() for path in before} == before
     finally:
         shutil.rmtree(run)
+
+
+def test_the_command_that_is_printed_for_more_steps_trains_them(
+    place: Path, tmp_path: Path, call: Call
+) -> None:
+    """A finished run with a schedule that ends: what is refused says how to train longer."""
+    shutil.copytree(place / "run", tmp_path / "run")
+    recipe = tmp_path / "run" / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace(str(place / "run"), str(tmp_path / "run")))
+    code, _, err = call("train", recipe, "--set", "training.steps=4")
+    assert code == 2
+    (line,) = [line for line in err.splitlines() if line.startswith("  longtake train ")]
+    code, _, err = call(*shlex.split(line)[1:])
+    assert code == 0, err
+    assert "step 2 to 4" in err
+
+
+@pytest.mark.parametrize("verb", ["train", "plan", "launch", "preflight", "evaluate", "drill"])
+def test_help_fills_its_lines(call: Call, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    """A paragraph breaks where the next word has no room, not where the source's line ends."""
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = call(verb, "--help")
+    text = out.partition("╭")[0].partition("Usage:")[2]
+    paragraphs = [each.split("\n")[:] for each in re.split(r"\n\s*\n", text)[1:]]
+    for lines in paragraphs:
+        for line, following in pairwise([each.strip() for each in lines if each.strip()]):
+            assert len(f"{line} {following.split()[0]}") > 78, (line, following)
+
+
+def test_a_suggested_command_is_typed_as_the_program_was_called(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By its name where a shell finds it; else by the path, as after `make demo`."""
+    scripts = tmp_path / "project" / ".venv" / "bin"
+    scripts.mkdir(parents=True)
+    for name in ("longtake", "tensorboard"):
+        (scripts / name).write_text("#!/bin/sh\n")
+        (scripts / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path / "project")
+    monkeypatch.setattr(sys, "argv", [".venv/bin/longtake", "demo"])
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert command() == ".venv/bin/longtake"
+    assert command("tensorboard") == ".venv/bin/tensorboard"
+    monkeypatch.setenv("PATH", f"{scripts}:/usr/bin:/bin")
+    assert (command(), command("tensorboard")) == ("longtake", "tensorboard")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    (tmp_path / "elsewhere with a space").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere with a space")
+    monkeypatch.setattr(sys, "argv", [str(scripts / "longtake"), "demo"])
+    assert command() == str(scripts / "longtake")

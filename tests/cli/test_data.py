@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from longtake.cli.data import _parse_size
 from longtake.data.catalog import Catalog
 from longtake.run_dir import RunDirectory
 
@@ -113,6 +114,11 @@ def test_pictures_are_drawn(catalog: Path, place: Path, tmp_path: Path, call: Ca
     assert "contact_sheet.png" in err
 
 
+def test_a_size_is_width_and_height() -> None:
+    """As in all that is printed."""
+    assert _parse_size("832x480") == (480, 832)
+
+
 def test_clips_are_prepared(catalog: Path, tmp_path: Path, call: Call) -> None:
     """Smaller, with a catalog of their own; again, nothing is left to do."""
     arguments = ("data", "prepare", catalog, "--size", "16x16", "--out", tmp_path / "small")
@@ -168,9 +174,11 @@ def test_drills_are_listed(call: Call) -> None:
         "killed-loader-worker",
     }
     assert all(each["does"] and each["must"] for each in listed.values())
-    code, _, err = call("drill", "--list")
-    assert code == 0
-    assert "decoder-hang" in err
+    for arguments in (["drill", "--list"], ["drill"]):
+        code, _, err = call(*arguments)
+        assert code == 0
+        assert "decoder-hang" in err
+    assert "longtake drill data-grown; or all: --all." in err
 
 
 _MISTAKES = {
@@ -211,7 +219,7 @@ _MISTAKES = {
     ),
     "a size that is none": (
         "data prepare {catalog} --size 16 --out {tmp}/small",
-        r"--size 16: expected HEIGHTxWIDTH",
+        r"--size 16: expected WIDTHxHEIGHT",
     ),
     "a fault that is not there": ("drill decoder-hnag", r"did you mean decoder-hang\?"),
     "stages that end before the training": (

@@ -122,7 +122,7 @@ def test_a_change_is_refused_with_names_and_counts(
     assert message.count("removed: ") == 2
     assert "training.batch_size was 4 and is 2" in message
     for policy in ("merge", "finish", "restart"):
-        assert f"--set data.on_change={policy} " in message
+        assert f"\n  {policy} " in message
 
 
 def test_without_the_kept_catalog_a_change_is_refused_still(

@@ -1,6 +1,6 @@
 """Drills of processes that hang, from end to end, in real processes.
 
-With shorter limits than the default ones, and one drill of a kind: `longtake drill all` has all.
+With shorter limits than the default ones, and one drill of a kind: `longtake drill --all` has all.
 """
 
 import pytest

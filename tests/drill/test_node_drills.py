@@ -1,6 +1,6 @@
 """Drills of what befalls a node, from end to end, in real processes.
 
-The shortest ones: `longtake drill all` has all.
+The shortest ones: `longtake drill --all` has all.
 """
 
 import pytest

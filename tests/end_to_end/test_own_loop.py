@@ -37,6 +37,7 @@ def test_a_loop_of_ones_own_goes_on_where_it_was(
     assert refused.returncode == 1
     assert "16 clips added" in refused.stderr
     assert "Traceback" not in refused.stderr
+    assert refused.stderr.endswith("--on-change merge (or another).\n")
     second = call("--steps", 9, "--on-change", "merge")
     assert second.returncode == 0, second.stderr
     lines = [*first.stdout.splitlines(), *second.stdout.splitlines()]

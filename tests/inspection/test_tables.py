@@ -1,5 +1,6 @@
 """What people read of a run."""
 
+import re
 from collections.abc import Callable
 from io import StringIO
 from typing import Any
@@ -24,6 +25,7 @@ def test_a_glance_says_how_the_run_stands(told: RunDirectory) -> None:
     assert lines[0] == f"{told.path}: tubelet, step 24 of 40, interrupted and saved"
     text = "\n".join(line.rstrip() for line in lines)
     assert "from step 0, 1 process on cpu of " in text
+    assert re.search(r"begun +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", text)
     assert "24 (epoch 2): loss 0.04167, gradient norm 0.5, 0.25 s" in text
     assert "step 12; the newest has " in text
     assert "step 24 is damaged: model/weights has 9 bytes, and had 2,000" in text
@@ -32,6 +34,17 @@ def test_a_glance_says_how_the_run_stands(told: RunDirectory) -> None:
     assert "8 steps that were done, and given up" in text
     place = lines.index("  resume:")
     assert lines[place + 1] == f"    {told.command_to_go_on()}"
+
+
+def test_what_is_inside_of_an_event_is_told_in_words() -> None:
+    """Tables, lists and long numbers, as people write them."""
+    event = {
+        "event": "cache_filled",
+        "time": "2026-01-02T03:04:05+00:00",
+        "seconds": {"wait": 258.6741, "encode": 3.0},
+        "clips": [1, 2],
+    }
+    assert said(event) == "cache filled: seconds (wait 258.7, encode 3), clips 1, 2"
 
 
 def test_long_lists_are_shortened(told: RunDirectory) -> None:

@@ -235,3 +235,15 @@ def test_silence_ends_where_it_should() -> None:
     with pytest.raises(KeyError):
         fail_quietly()
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+
+
+def test_an_assertion_without_a_message_is_told_by_its_line() -> None:
+    """As diffusers and transformers have many."""
+
+    class Wrong:
+        def __init__(self, head_dim: int) -> None:
+            if head_dim % 2:
+                raise AssertionError
+
+    with pytest.raises(RecipeError, match=r"AssertionError in .*, line \d+: raise AssertionError"):
+        construct("model.config", Wrong, {"head_dim": 7})

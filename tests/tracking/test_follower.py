@@ -14,7 +14,7 @@ import psutil
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from longtake.evaluation_dir import cursor_path, writer_path
-from longtake.lease import history
+from longtake.lease import Leases, history
 from longtake.run_dir import RunDirectory
 from longtake.tracking import cursor
 from longtake.tracking.process import Follower
@@ -60,6 +60,22 @@ def test_an_evaluators_follower_gives_way_to_the_trainers(
     assert sorted(_steps(run, "eval/demo/motion", "eval")) == [6, 12]
     roles = [each["role"] for each in history(writer_path(run))]
     assert roles == ["evaluator", "trainer", "evaluator"]
+
+
+def test_a_trainers_end_does_not_wait_for_a_follower_that_cannot_write(
+    run: RunDirectory, add_steps: Callable[..., None], until: Callable[..., None]
+) -> None:
+    """Another process has the lease and keeps it: the trainer's follower is left to itself."""
+    add_steps(run, range(1, 5))
+    other = Leases(20.0, {"role": "trainer", "caught_up": True}).take(writer_path(run))
+    assert other is not None
+    follower = Follower(run, "trainer")
+    follower.start()
+    assert follower.pid is not None
+    follower.close(600.0)  # the test's own time limit ends a wait
+    assert psutil.pid_exists(follower.pid)
+    other.end("released")
+    until(lambda: _told(run))
 
 
 def test_one_that_is_killed_is_replaced_and_nothing_is_told_twice(

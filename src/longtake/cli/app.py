@@ -25,6 +25,7 @@ from longtake.cli.stacks import stacks
 from longtake.cli.train import train
 from longtake.cli.watch import watch
 from longtake.errors import LongtakeError, LostPeerError
+from longtake.ourselves import command
 
 app = typer.Typer(
     name="longtake",
@@ -32,7 +33,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
 )
 
 Ema = Annotated[
@@ -40,14 +41,14 @@ Ema = Annotated[
     typer.Option(
         "--ema/--no-ema",
         show_default=False,
-        help="Take averaged weights, or the raw ones; averaged where the run keeps any.",
+        help="Use the EMA weights or the trained weights [default: EMA if the run has it].",
     ),
 ]
 Profile = Annotated[
-    str | None, typer.Option(help="Which average, by its name; ema.sample_from by default.")
+    str | None, typer.Option(help="Name of the EMA profile [default: ema.sample_from].")
 ]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option()]
-AtStep = Annotated[int | None, typer.Option(help="Which checkpoint; the newest by default.")]
+AtStep = Annotated[int | None, typer.Option(help="Step of the checkpoint [default: the newest].")]
 _RUN_HELP = "A run directory, or one of its checkpoints."
 
 
@@ -77,7 +78,8 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def longtake(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
     """Trains video and image diffusion transformers with flow matching."""
@@ -89,20 +91,20 @@ def demo(
     ] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(min=0.1, help="Instead of steps: as many as fit, by a short measurement."),
+        typer.Option(min=0.1, help="Train for about so many minutes, instead of --steps."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Another seed is another run.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the clips and of the training.")] = 0,
     out: Annotated[Path, typer.Option(help="The run directory.")] = Path("runs/demo"),
     with_server: Annotated[
         bool,
         typer.Option(
             "--evaluate/--no-evaluate",
-            help="Sample each checkpoint too, by a server beside the training.",
+            help="Sample each checkpoint during the training, in a second process.",
         ),
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Train a small text-to-video model from nothing, sample it, and judge what it made."""
+    """Train a small text-to-video model from scratch, sample it, and check the samples."""
     from longtake.demo.run import run_demo
 
     summary = run_demo(
@@ -122,30 +124,42 @@ def demo(
 
 def sample(
     run: Annotated[Path, typer.Argument(help=_RUN_HELP)],
-    prompt: Annotated[list[str], typer.Option(help="What the video shows; may be repeated.")],
+    prompt: Annotated[list[str], typer.Option(help="The text prompt; may be repeated.")],
     out: Annotated[Path, typer.Option(help="The mp4 to write; numbered for several prompts.")],
-    seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same video.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
     step: AtStep = None,
     ema: Ema = None,
     profile: Profile = None,
-    solver: Annotated[str | None, typer.Option(help="euler or heun.")] = None,
+    solver: Annotated[
+        str | None, typer.Option(help="euler or heun [default: the recipe's].")
+    ] = None,
     num_inference_steps: Annotated[
-        int | None, typer.Option("--steps", help="Steps of the solver.")
+        int | None, typer.Option("--steps", help="Number of solver steps [default: the recipe's].")
     ] = None,
     guidance_scale: Annotated[
-        float | None, typer.Option("--guidance", help="How closely to follow the prompt; 1: none.")
+        float | None,
+        typer.Option("--guidance", help="Guidance scale; 1: no guidance [default: the recipe's]."),
     ] = None,
-    shift: Annotated[float | None, typer.Option(help="Shift of the sigmas toward noise.")] = None,
+    shift: Annotated[
+        float | None, typer.Option(help="Shift of the sigmas toward noise [default: the recipe's].")
+    ] = None,
     num_frames: Annotated[
-        int | None, typer.Option("--frames", help="Those of the recipe's first bucket, if unset.")
+        int | None,
+        typer.Option("--frames", help="Frames per video [default: the recipe's first bucket]."),
     ] = None,
-    height: Annotated[int | None, typer.Option(help="Likewise.")] = None,
-    width: Annotated[int | None, typer.Option(help="Likewise.")] = None,
-    fps: Annotated[float | None, typer.Option(help="Frames a second of the mp4.")] = None,
+    height: Annotated[
+        int | None, typer.Option(help="Height in pixels [default: the recipe's first bucket].")
+    ] = None,
+    width: Annotated[
+        int | None, typer.Option(help="Width in pixels [default: the recipe's first bucket].")
+    ] = None,
+    fps: Annotated[
+        float | None, typer.Option(help="Frames per second of the mp4 [default: the recipe's].")
+    ] = None,
     reference: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=FILE", help="A picture to go by, by its name in data.references."
+            metavar="NAME=FILE", help="A reference image, by its name in data.references."
         ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Videos sampled at once.")] = 4,
@@ -211,32 +225,40 @@ def export(
 
 def drill(
     faults: Annotated[
-        list[str] | None, typer.Argument(metavar="[FAULT]…", help="Which, or all; all if unset.")
+        list[str] | None,
+        typer.Argument(metavar="[FAULT]…", help="Faults to inject; none: list all faults."),
     ] = None,
+    run_all: Annotated[
+        bool, typer.Option("--all", help="Inject all faults; this takes an hour or more.")
+    ] = False,
     show_list: Annotated[
-        bool, typer.Option("--list", help="List the faults, and what must happen.")
+        bool,
+        typer.Option("--list", help="List faults, and what must happen, without injecting them."),
     ] = False,
     keep: Annotated[
         Path | None, typer.Option(help="A folder to leave the drills' runs in, to look at.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Inject faults into small runs on this machine, and judge what comes of them.
+    """Inject faults into small runs on this machine, and check that each run survives.
 
-    Exit code 1 if one has failed; what this machine cannot do is skipped.
+    Without a fault's name it lists all faults. Exit code 1 if a drill failed; a drill that this
+    machine cannot carry out is skipped.
     """
     from longtake.drill.registry import find_faults
     from longtake.drill.report import show_faults, show_results
     from longtake.drill.run import run_drills
 
-    if show_list:
+    if show_list or not (faults or run_all):
         found = find_faults(faults or ())
         if as_json:
             say.result([{"fault": f.name, "does": f.does, "must": f.must} for f in found])
         else:
             show_faults(found, say.console())
+            if not show_list:
+                say.line(f"Run some: {command()} drill {found[0].name}; or all: --all.")
         return
-    results = run_drills(faults or (), say.console(), keep)
+    results = run_drills(() if run_all else faults or (), say.console(), keep)
     if as_json:
         say.result([asdict(result) for result in results])
     else:

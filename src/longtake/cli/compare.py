@@ -15,17 +15,17 @@ def compare(
         list[Path],
         typer.Argument(metavar="RUN…", help="One run: its checkpoints. Several: side by side."),
     ],
-    preset: Annotated[str, typer.Option(help="Whose videos.")],
+    preset: Annotated[str, typer.Option(help="Name of the preset.")],
     out: Annotated[Path, typer.Option(help="The sheet.png or sheet.mp4 to write.")],
     prompts: Annotated[
         str | None,
-        typer.Option(help="Which, counted from 0: 0:4 (the first four), or 2; all if unset."),
+        typer.Option(help="Prompts, counted from 0: 0:4 (the first four), or 2 [default: all]."),
     ] = None,
     steps: Annotated[
         str | None, typer.Option(metavar="STEP,…", help="Which checkpoints, such as 100,200.")
     ] = None,
     columns: Annotated[
-        int, typer.Option(min=1, help="Checkpoints of one run, at most: evenly spaced.")
+        int, typer.Option(min=1, help="At most so many checkpoints of a run, evenly spaced.")
     ] = 8,
     as_json: AsJson = False,
 ) -> None:

@@ -10,6 +10,7 @@ import typer
 
 from longtake.cli import say
 from longtake.cli.say import AsJson, Changes
+from longtake.units import plural
 
 if TYPE_CHECKING:
     from longtake.data.audit import Audit, EpochAudit
@@ -108,17 +109,27 @@ def _say_indexed(report: "IndexReport", out: Path) -> None:
     if report.scores_dropped:
         say.line(f"  {report.scores_dropped} clips lost their scores: their captions changed")
     say.line(
-        f"{report.accepted} clips in {out}: {report.accepted - report.without_caption} with a "
-        f"caption, {report.without_caption} without; {len(report.rejected)} files rejected, "
-        f"{report.duplicates} duplicates left out, {report.unchanged} not read again."
+        f"{plural(report.accepted, 'clip')} in {out}: {report.accepted - report.without_caption} "
+        f"with a caption, {report.without_caption} without; "
+        f"{plural(len(report.rejected), 'file')} rejected, "
+        f"{plural(report.duplicates, 'duplicate')} left out, {report.unchanged} not read again."
     )
+    if report.without_caption:
+        say.line(
+            f"{plural(report.without_caption, 'clip')} without a caption: training leaves such "
+            "clips out. Give captions with --captions, or clip.txt beside clip.mp4, and index "
+            "again."
+        )
 
 
 @data_app.command()
 def prepare(
     catalog: CatalogPath,
     size: Annotated[
-        list[str], typer.Option(help="HEIGHTxWIDTH to cover; several: each clip its nearest.")
+        list[str],
+        typer.Option(
+            help="WIDTHxHEIGHT to cover, such as 832x480; several: each clip gets its nearest."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="The folder to write clips and catalog to.")],
     gop: Annotated[int, typer.Option(help="Frames from keyframe to keyframe.")] = 12,
@@ -147,18 +158,18 @@ def prepare(
         say.line(f"  rejected: {rejection.path}: {rejection.reason}")
     before, after = (round(num / 2**20, 1) for num in (report.bytes_before, report.bytes_after))
     say.line(
-        f"{report.prepared} clips in {report.catalog} ({report.reused} were there already), "
-        f"{before} MiB became {after} MiB; {len(report.rejected)} rejected, "
-        f"{report.duplicates} duplicates left out."
+        f"{plural(report.prepared, 'clip')} in {report.catalog} ({report.reused} were there "
+        f"already), {before} MiB became {after} MiB; {len(report.rejected)} rejected, "
+        f"{plural(report.duplicates, 'duplicate')} left out."
     )
 
 
 def _parse_size(text: str) -> tuple[int, int]:
     from longtake.errors import DataError
 
-    height, _, width = text.lower().partition("x")
+    width, _, height = text.lower().partition("x")
     if not all(re.fullmatch("[0-9]{1,5}", side) for side in (height, width)):
-        raise DataError(f"--size {text[:80]}: expected HEIGHTxWIDTH, such as 480x832.")
+        raise DataError(f"--size {text[:80]}: expected WIDTHxHEIGHT in pixels, such as 832x480.")
     return int(height), int(width)
 
 
@@ -264,8 +275,8 @@ def cache(
     """Compute a recipe's latents and prompt embeddings ahead, so that training need not wait.
 
     Only what is missing is computed, so it can be stopped, started again, and run in several
-    processes at once, alone or by [bold]torchrun --nproc-per-node 2 -m longtake data cache
-    RECIPE[/bold].
+    processes at once, alone or by `torchrun --nproc-per-node 2 -m longtake data cache
+    RECIPE`.
     """
     from longtake import config
     from longtake.data.crews.choice import crew_on

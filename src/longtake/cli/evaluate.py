@@ -1,5 +1,6 @@
 """The verb `longtake evaluate`."""
 
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -21,20 +22,20 @@ def evaluate(
     ],
     preset: Annotated[
         list[str] | None,
-        typer.Option(help="What to sample; may be repeated. What the recipe says, if unset."),
+        typer.Option(help="Preset to sample; may be repeated [default: the recipe's]."),
     ] = None,
     presets: Annotated[Path | None, typer.Option(help="A TOML file with presets.")] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Wait for checkpoints, and runs, that are to come.")
+        bool, typer.Option("--follow", help="Wait for further checkpoints and runs.")
     ] = False,
     until_finished: Annotated[
-        bool, typer.Option("--until-finished", help="Follow until all of the runs have ended.")
+        bool, typer.Option("--until-finished", help="Follow until all runs have ended.")
     ] = False,
     backlog: Annotated[
         str,
         typer.Option(
             metavar="all|newest|every=K",
-            help="Each checkpoint, oldest first; only the newest at each look; or each Kth step.",
+            help="Every checkpoint, oldest first; only the newest; or every K steps.",
         ),
     ] = "all",
     source: Annotated[
@@ -47,14 +48,15 @@ def evaluate(
     every: Annotated[
         float, typer.Option(min=0.1, help="Seconds between two looks at the source.")
     ] = 100.0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or one card: cuda:1.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or one GPU: cuda:1.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Sample and measure each checkpoint of runs, while they train or afterwards.
 
     Results lie in RUN/evaluations. Several of these share the work, on one machine or on many; a
     preset is sampled with the same prompts and seeds at each checkpoint. Exit code 1 if something
-    could not be evaluated; Ctrl-C or SIGTERM ends it, and what it had begun is left to others.
+    could not be evaluated. Ctrl-C or SIGTERM ends it (exit code 130 or 143); what it had begun is
+    left to others.
     """
     from longtake.evaluation.server.backlog import parse_backlog
     from longtake.evaluation.server.options import Options
@@ -79,5 +81,7 @@ def evaluate(
         say.line(f"Stopped by {ended['stopped_by']}.")
     elif not (ended["evaluated"] or ended["failed"] or ended["wrong"]):
         say.line(_NOTHING)
-    if (ended["failed"] or ended["wrong"]) and not ended["stopped_by"]:
+    if ended["stopped_by"]:
+        raise typer.Exit(128 + signal.Signals[ended["stopped_by"]])
+    if ended["failed"] or ended["wrong"]:
         raise typer.Exit(1)

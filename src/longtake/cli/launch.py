@@ -9,6 +9,7 @@ import typer
 from longtake.cli import say
 from longtake.cli.say import Changes
 from longtake.cli.train import Fresh
+from longtake.ourselves import command
 
 if TYPE_CHECKING:
     from longtake.launch.job import Job
@@ -19,14 +20,16 @@ _SLURM = "Slurm (with --slurm)"
 def launch(
     recipe: Annotated[Path, typer.Argument(help="A recipe (TOML).")],
     nproc_per_node: Annotated[
-        str, typer.Option(metavar="N|auto", help="Ranks a node; auto: one for each card.")
+        str, typer.Option(metavar="N|auto", help="Ranks a node; auto: one for each GPU.")
     ] = "auto",
     nnodes: Annotated[
-        str, typer.Option(metavar="M|MIN:MAX", help="Nodes; MIN:MAX goes on when some are lost.")
+        str, typer.Option(metavar="M|MIN:MAX", help="Nodes; MIN:MAX continues when some are lost.")
     ] = "1",
     rdzv_endpoint: Annotated[
         str | None,
-        typer.Option(metavar="HOST[:PORT]", help="Where nodes meet: one of them, for all."),
+        typer.Option(
+            metavar="HOST[:PORT]", help="Address where nodes meet: the same node for all."
+        ),
     ] = None,
     rdzv_id: Annotated[
         str, typer.Option(metavar="ID", help="Tells launches apart that meet at one place.")
@@ -47,7 +50,8 @@ def launch(
     ] = False,
     nodes: Annotated[int, typer.Option(min=1, rich_help_panel=_SLURM)] = 1,
     gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="None: ask for none.", rich_help_panel=_SLURM)
+        int | None,
+        typer.Option(min=1, help="GPUs per node [default: none].", rich_help_panel=_SLURM),
     ] = None,
     cpus_per_task: Annotated[
         int | None,
@@ -63,12 +67,15 @@ def launch(
         list[str] | None,
         typer.Option(
             metavar="FLAG=VALUE",
-            help="Another of sbatch's; may be repeated.",
+            help="Another option of sbatch; may be repeated.",
             rich_help_panel=_SLURM,
         ),
     ] = None,
     signal_seconds: Annotated[
-        int, typer.Option(min=1, help="Before the limit, to save in.", rich_help_panel=_SLURM)
+        int,
+        typer.Option(
+            min=1, help="Seconds before the limit at which the job saves.", rich_help_panel=_SLURM
+        ),
     ] = 300,
     with_preflight: Annotated[
         bool,
@@ -80,16 +87,16 @@ def launch(
         bool,
         typer.Option(
             "--requeue/--no-requeue",
-            help="Come again after the limit, and after failures.",
+            help="Requeue the job after the time limit and after failures.",
             rich_help_panel=_SLURM,
         ),
     ] = True,
 ) -> None:
     """Train a recipe with several ranks, which are started again after a crash.
 
-    One node: [bold]longtake launch RECIPE --nproc-per-node 8[/bold]. Several: the same command on
-    each, [bold]longtake launch RECIPE --nnodes 4 --rdzv-endpoint node1:29400[/bold]. By Slurm:
-    [bold]longtake launch RECIPE --slurm --nodes 4 --gpus-per-node 8 --time 12:00:00[/bold].
+    One node: `longtake launch RECIPE --nproc-per-node 8`. Several: the same command on
+    each, `longtake launch RECIPE --nnodes 4 --rdzv-endpoint node1:29400`. By Slurm:
+    `longtake launch RECIPE --slurm --nodes 4 --gpus-per-node 8 --time 12:00:00`.
 
     What each rank says is in RUN/nodes/HOST/logs. A signal (Ctrl-C, SIGTERM, SIGUSR1) lets all
     save. Exit code 0; 2 if trying again is of no use; 130, 143 or 75 after such a signal.
@@ -157,4 +164,4 @@ def _submit(job: "Job", *, dry_run: bool) -> None:
     say.line(f"Job {number}: {job.path}")
     say.line(f"  squeue --jobs {number}")
     say.line(f"  tail -F {str(job.log).replace('%j', number)}")
-    say.line(f"  longtake show {job.run}")
+    say.line(f"  {command()} show {job.run}")

@@ -22,7 +22,7 @@ _GIB = 2**30
 def plan(
     recipe: Annotated[Path, typer.Argument(help="A recipe (TOML); no clips or weights needed.")],
     memory: Annotated[
-        str | None, typer.Option(help="Of the card: 48GiB or 48GB; the recipe's, if unset.")
+        str | None, typer.Option(help="Memory of the GPU: 48GiB or 48GB [default: the recipe's].")
     ] = None,
     device: Annotated[
         str | None,
@@ -31,18 +31,16 @@ def plan(
             "the recipe's. With a name and without --memory: all the memory that it has."
         ),
     ] = None,
-    processes: Annotated[
-        int, typer.Option(min=1, help="That share a batch, and a sharded model.")
-    ] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 1,
     per_node: Annotated[
-        int | None, typer.Option(min=1, help="Of them, those of one node; unset: all.")
+        int | None, typer.Option(min=1, help="Ranks per node [default: all].")
     ] = None,
     link: Annotated[
         str | None,
         typer.Option(
             metavar="NODE[,NETWORK]",
-            help="GB/s that one card sends to others of its node, and to other nodes: 450,50. "
-            "Unset: what is usual for the device.",
+            help="GB/s that one GPU sends to others of its node, and to other nodes: 450,50 "
+            "[default: what is usual for the GPU].",
         ),
     ] = None,
     changes: Changes = None,

@@ -20,11 +20,15 @@ def preflight(
     ] = None,
     nodes: Annotated[
         str | None,
-        typer.Option(metavar="A,B,…", help="Look at these over ssh; the first is where they meet."),
+        typer.Option(
+            metavar="A,B,…", help="Check these nodes over ssh; ranks meet at the first one."
+        ),
     ] = None,
     ssh_option: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="As of ssh -o, such as User=me; may be repeated."),
+        typer.Option(
+            metavar="KEY=VALUE", help="An option for ssh -o, such as User=me; may be repeated."
+        ),
     ] = None,
     timeout: Annotated[
         float, typer.Option(min=1, help="Seconds that a node, or a check, is waited for.")
@@ -36,8 +40,8 @@ def preflight(
     """Look at all nodes before a run: the same software, data and disks? Clocks, speed, links?
 
     Alone it looks at this machine. On several: with --nodes; or started like the training itself,
-    one process a node or more: [bold]torchrun --nnodes 4 --nproc-per-node 1 … -m longtake preflight
-    RECIPE[/bold], or [bold]srun --ntasks-per-node 1 longtake preflight RECIPE[/bold].
+    one process a node or more: `torchrun --nnodes 4 --nproc-per-node 1 … -m longtake preflight
+    RECIPE`, or `srun --ntasks-per-node 1 longtake preflight RECIPE`.
 
     Exit code 0 if all is well (there may be notes), 1 with warnings, 2 with errors; torchrun itself
     ends with 1 for either.

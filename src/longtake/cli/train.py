@@ -9,7 +9,7 @@ import typer
 
 from longtake.cli import say
 from longtake.cli.say import AsJson, Changes
-from longtake.ourselves import LAUNCHER_VARIABLE, end_with
+from longtake.ourselves import LAUNCHER_VARIABLE, command, end_with
 from longtake.training.interrupt import EXIT_CODES, LeftError, leave_on_signals
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Fresh = Annotated[
     bool,
-    typer.Option("--fresh", help="Begin anew beside a run that is there, in OUT-2, OUT-3, ..."),
+    typer.Option("--fresh", help="Start a new run in OUT-2, OUT-3, ... if OUT holds one."),
 ]
 
 
@@ -28,10 +28,10 @@ def train(
     fresh: Fresh = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a recipe; the same command again goes on where it stopped.
+    """Train a recipe; the same command again resumes where it stopped.
 
-    Alone or on several processes: [bold]longtake launch RECIPE[/bold], or [bold]torchrun
-    --nproc-per-node 2 --shutdown-timeout 600 -m longtake train RECIPE[/bold] (the time-out is what
+    On one process or several: `longtake launch RECIPE`, or `torchrun
+    --nproc-per-node 2 --shutdown-timeout 600 -m longtake train RECIPE` (the timeout is what
     saving may take after Ctrl-C).
 
     A signal lets it finish the step and save. Exit code 130 after SIGINT, 143 after SIGTERM, 75
@@ -70,6 +70,9 @@ def _say_how_to_go_on(outcome: "Outcome", out: Path, *, fresh: bool) -> None:
 
 
 def _say_what_was_done(outcome: "Outcome", recipe: "Recipe", *, as_json: bool) -> None:
+    from longtake.inspection.glance import command_to_sample
+    from longtake.run_dir import RunDirectory
+
     out = outcome.run or recipe.out
     steps = outcome.end_step - outcome.start_step
     if as_json:
@@ -89,10 +92,10 @@ def _say_what_was_done(outcome: "Outcome", recipe: "Recipe", *, as_json: bool) -
         say.line(f"{out} has done its {outcome.end_step} steps already.")
     if outcome.rollbacks:
         times = "once" if outcome.rollbacks == 1 else f"{outcome.rollbacks} times"
-        say.line(f"It went back {times}; see why: longtake show {out}")
+        say.line(f"It went back {times}; see why: {command()} show {out}")
     if outcome.end_step < recipe.training.steps:
         say.line(
             f"The data ended {recipe.training.steps - outcome.end_step} steps before "
             f"training.steps = {recipe.training.steps}, because batches were skipped."
         )
-    say.line(f"See what it makes: longtake sample {out} --prompt '…' --out sample.mp4")
+    say.line(f"Sample it: {command_to_sample(RunDirectory(out))}")

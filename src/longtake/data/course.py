@@ -241,11 +241,11 @@ def _refusal(changes: Sequence[str], step: int) -> str:
     listed = "\n  ".join(changes)
     return (
         f"What is trained on has changed since step {step}:\n  {listed}\n"
-        "Going on as if nothing had happened would repeat some clips and miss others. Restore what "
-        "was there, or say how to go on:\n"
-        "  --set data.on_change=merge     in the rest of the epoch exactly what it has not seen\n"
-        "  --set data.on_change=finish    end the epoch as it was, then go on with what is new\n"
-        "  --set data.on_change=restart   begin the next epoch at once"
+        "To continue without a decision would repeat some clips and miss others. Restore what was "
+        "there, or set data.on_change, such as by --set data.on_change=merge:\n"
+        "  merge     train in the rest of the epoch exactly what it has not seen\n"
+        "  finish    end the epoch as it was, then continue with what is new\n"
+        "  restart   begin the next epoch at once"
     )
 
 

@@ -275,6 +275,11 @@ def _all_rejected(rejected: Sequence[Rejection]) -> str:
 
 def check_out(out: Path) -> None:
     """Refuse an output that cannot be written, or that would overwrite something else."""
+    if out.suffix not in ("", ".parquet"):
+        raise DataError(
+            f"A catalog is written as Parquet, and {out} ends in {out.suffix}. Name it "
+            f"{out.with_suffix('.parquet')}."
+        )
     if out.exists() and version_of(out) is None:
         raise DataError(
             f"{out} exists and is not a catalog; it was not overwritten. Name another file, such "

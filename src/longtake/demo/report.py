@@ -20,6 +20,7 @@ from longtake.evaluation.comparing.draw import draw_sheet
 from longtake.evaluation.sampling.sheet import SheetRow, contact_sheet
 from longtake.evaluation.sampling.studio import Sampler
 from longtake.evaluation_dir import EvaluationDirectory
+from longtake.ourselves import command
 from longtake.progress import duration
 from longtake.records import write_json, write_text
 from longtake.run_dir import Metrics, RunDirectory
@@ -146,7 +147,8 @@ def _show_last_screen(run: RunDirectory, summary: dict[str, Any], console: Conso
         f"{evaluated}"
         f"Loss           {path}/loss.png\n"
         f"Numbers        {path}/summary.json\n"
-        f"TensorBoard    tensorboard --logdir {path}/tensorboard\n\n"
-        "Ask it for one yourself:\n"
-        f"  longtake sample {path} --prompt 'a blue square moving up left' --out blue.mp4"
+        f"TensorBoard    {escape(command('tensorboard'))} --logdir {path}/tensorboard\n\n"
+        "Sample it yourself:\n"
+        f"  {escape(command())} sample {path} --prompt 'a blue square moving up left' "
+        "--out blue.mp4"
     )

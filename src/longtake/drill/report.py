@@ -10,6 +10,7 @@ from rich.text import Text
 
 from longtake.drill.fault import Fault
 from longtake.drill.result import Result
+from longtake.units import plural
 
 _NAME_WIDTH = 18
 _NUMBERS = (
@@ -57,8 +58,9 @@ def show_results(results: Sequence[Result], console: Console) -> None:
             {True: "yes", False: "no", None: "-"}[result.equal_to_undisturbed],
         )
     console.print(table)
+    console.print("?: not measured. -: does not apply.", highlight=False)
     num_passed = sum(result.passed for result in results)
-    console.print(f"{num_passed} of {len(results)} drills passed.", highlight=False)
+    console.print(f"{num_passed} of {plural(len(results), 'drill')} passed.", highlight=False)
     reasons = [result.skipped for result in results if result.skipped is not None]
     if reasons:
         why = "; ".join(dict.fromkeys(reasons))

@@ -16,6 +16,7 @@ from longtake.drill.ground import Ground
 from longtake.drill.registry import find_faults
 from longtake.drill.result import Result
 from longtake.errors import LongtakeError, RunError
+from longtake.units import plural
 
 
 def run_drills(names: Sequence[str], console: Console, keep: Path | None = None) -> list[Result]:
@@ -37,7 +38,7 @@ def run_drills(names: Sequence[str], console: Console, keep: Path | None = None)
     faults = find_faults(names)
     results = []
     with _folder(keep) as folder:
-        console.print(f"{len(faults)} drills in {folder}", markup=False, highlight=False)
+        console.print(f"{plural(len(faults), 'drill')} in {folder}", markup=False, highlight=False)
         ground = Ground(folder, console)
         ground.prepare()
         for number, fault in enumerate(faults, 1):

@@ -8,6 +8,7 @@ from longtake.errors import RunError
 from longtake.inspection.clips import consumed_clips, reported_clips
 from longtake.inspection.rows import Row, read_rows
 from longtake.inspection.verdicts import Report, events, report_near, verdicts
+from longtake.ourselves import command
 from longtake.run_dir import RunDirectory
 
 _OF_A_BATCH = ("stage", "epoch", "sample_rejected", "decoder_stalled", "decoder_died")
@@ -66,7 +67,9 @@ def _refuse_beyond(run: RunDirectory, step: int, rows: Sequence[Row]) -> None:
     furthest = max((row.step for row in rows), default=0)
     if step > furthest:
         reached = f"has done {furthest} steps" if rows else "has not done a step"
-        look = f" Look at the last: longtake show {run.path} --around {furthest}." if rows else ""
+        look = (
+            f" Look at the last: {command()} show {run.path} --around {furthest}." if rows else ""
+        )
         raise RunError(f"{run.path} {reached} so far, and none is known of step {step}.{look}")
 
 

@@ -1,19 +1,27 @@
 """A run at a glance: how far it is, what it has to show for it, and what one can type next."""
 
+import shlex
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from longtake.checkpoint.manifest import damage
+from longtake.data.catalog import Catalog
+from longtake.data.clip import Clip
+from longtake.data.references import reference_path
+from longtake.errors import DataError
 from longtake.inspection.evaluated import evaluated
 from longtake.inspection.rows import Row, read_rows
 from longtake.inspection.starts import starts
 from longtake.inspection.troubles import troubles
 from longtake.inspection.verdicts import verdicts
 from longtake.node_dir import RunState, state
+from longtake.ourselves import command
 from longtake.run_dir import RunDirectory
 
+_MOST_LOOKED_AT = 64
 _RECENT_STEPS = 50
 
 
@@ -75,6 +83,35 @@ def _course(now: RunState, kept: Sequence[Row], steps_left: int) -> dict[str, An
     }
 
 
+def command_to_sample(run: RunDirectory) -> str:
+    """What to type for a sample of a run.
+
+    A model that uses reference images gets those, and the caption, of a clip it was trained on.
+    """
+    recipe, prompt, references = run.recipe(), "…", ""
+    if recipe.data.references and (clip := _any_clip(run)) is not None:
+        prompt = clip.caption or prompt
+        references = "".join(
+            f" --reference {shlex.quote(f'{name}={reference_path(clip.path, pattern)}')}"
+            for name, pattern in recipe.data.references.items()
+        )
+    suffix = "png" if recipe.data.buckets[0].num_frames == 1 else "mp4"
+    words = f"--prompt {shlex.quote(prompt)}{references} --out sample.{suffix}"
+    return f"{command()} sample {run.path} {words}"
+
+
+def _any_clip(run: RunDirectory) -> Clip | None:
+    """A clip of the newest catalog that a run was trained on, with a caption if there is one."""
+    paths = sorted(run.catalogs_path.glob("*.parquet"), key=lambda path: path.stat().st_mtime)
+    with suppress(DataError):
+        for path in reversed(paths):
+            catalog = Catalog.load(path)
+            clips = (catalog.clip(row) for row in range(min(len(catalog), _MOST_LOOKED_AT)))
+            found = list(clips)
+            return next((clip for clip in found if clip.caption), next(iter(found), None))
+    return None
+
+
 def _checkpoints(run: RunDirectory, steps: int) -> list[dict[str, Any]]:
     """Step, bytes and damage (by the sizes of files; None: there is none) of each.
 
@@ -101,22 +138,22 @@ def _next(
     evaluations: Sequence[dict[str, Any]],
 ) -> list[dict[str, str]]:
     """Commands, and what each is for; the likeliest first."""
-    ways = []
+    own, ways = command(), []
     if state in ("interrupted", "dead"):
         ways.append((run.command_to_go_on(), "resume"))
     if state == "stalled":
-        ways.append((f"longtake stacks {run.path}", "where its processes are"))
+        ways.append((f"{own} stacks {run.path}", "where its processes are"))
     judged = [row.step for row in rows if "verdict" in row.metrics]
     if judged:
-        ways.append((f"longtake show {run.path} --around {judged[-1]}", "the newest verdict"))
+        ways.append((f"{own} show {run.path} --around {judged[-1]}", "the newest verdict"))
     if any(each["damage"] is None and not each["abandoned"] for each in checkpoints):
-        ways.append((f"longtake sample {run.path} --prompt '…' --out sample.mp4", "what it makes"))
+        ways.append((command_to_sample(run), "what it makes"))
     shown = [each["preset"] for each in evaluations if each["steps"]]
     if shown:
         named = f"--preset {shown[0]} --out sheet.png"
-        ways.append((f"longtake compare {run.path} {named}", "its checkpoints side by side"))
+        ways.append((f"{own} compare {run.path} {named}", "its checkpoints side by side"))
     if rows:
-        ways.append((f"longtake show {run.path} --out curves.png", "its curves"))
+        ways.append((f"{own} show {run.path} --out curves.png", "its curves"))
     if run.ledger_path.exists():
-        ways.append((f"longtake data audit {run.path}", "what it was trained on, proved"))
+        ways.append((f"{own} data audit {run.path}", "what it was trained on, proved"))
     return [{"command": command, "for": what} for command, what in ways]

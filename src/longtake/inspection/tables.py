@@ -1,7 +1,7 @@
 """What `longtake show` tells, as tables for people; made of nothing but its JSON."""
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
@@ -83,7 +83,7 @@ def said(event: Mapping[str, Any]) -> str:
         return sentence_of(event)
     hidden = ("event", "time", "at", "step", "options", "per_block", "report")
     rest = {name: value for name, value in event.items() if name not in hidden and value}
-    facts = ", ".join(f"{name} {value}" for name, value in rest.items())
+    facts = _in_words(rest)
     where = "" if step is None else f" at step {step}"
     return f"{kind.replace('_', ' ')}{where}{': ' * bool(facts)}{facts}"
 
@@ -107,6 +107,23 @@ def _state(facts: Mapping[str, Any]) -> str:
 
 def _speed(seconds: float) -> str:
     return f"{1 / seconds:.3g} steps/s" if 0 < seconds < 1 else f"{seconds:.3g} s/step"
+
+
+def _in_words(facts: Mapping[str, Any]) -> str:
+    """`name value, name value`; what is inside of a value in brackets."""
+    return ", ".join(f"{_words(name)} {_value(value)}" for name, value in facts.items())
+
+
+def _value(value: object) -> str:
+    match value:
+        case Mapping():
+            return f"({_in_words(value)})"
+        case list() | tuple():
+            return ", ".join(map(_value, value)) or "none"
+        case float():
+            return f"{value:.4g}"
+        case _:
+            return str(value)
 
 
 def _about(facts: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -292,7 +309,8 @@ def _number(value: float | str | None, digits: int = 4) -> str:
 
 
 def _time(text: str, *, with_date: bool = False) -> str:
-    return datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M:%S" if with_date else "%H:%M:%S")
+    form = "%Y-%m-%d %H:%M:%S UTC" if with_date else "%H:%M:%S UTC"
+    return datetime.fromisoformat(text).astimezone(UTC).strftime(form)
 
 
 def _print(console: Console, what: RenderableType) -> None:

@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -139,8 +140,15 @@ def construct(key: str, built_class: Any, values: Mapping[str, Any]) -> Any:
     try:
         return built_class(**values)
     except Exception as error:  # there is no end to how wrong sizes fail inside a constructor
-        reason = f"{type(error).__name__}: {error}"
-        raise RecipeError(f"{key} does not fit {built_class.__name__}. {reason}") from error
+        said = f"{type(error).__name__}: {error}" if str(error) else _failed_line(error)
+        raise RecipeError(f"{key} does not fit {built_class.__name__}. {said}") from error
+
+
+def _failed_line(error: Exception) -> str:
+    """The line of code that failed, for an error without a message, such as an assertion's."""
+    code = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{Path(code.filename).name}, line {code.lineno}"
+    return f"{type(error).__name__} in {place}: {code.line}"
 
 
 def check_arguments(key: str, function: Callable[..., Any], values: Mapping[str, Any]) -> None:

@@ -4,11 +4,13 @@ import os
 import subprocess
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 from longtake.config import TrackingSection
 from longtake.evaluation_dir import writer_path
-from longtake.lease import history
+from longtake.lease import is_alive, newest
 from longtake.ourselves import Starts, environment, program
 from longtake.run_dir import RunDirectory
 from longtake.tracking.turn import Role
@@ -67,19 +69,24 @@ class Follower:
     def close(self, wait_seconds: float = 10.0) -> None:
         """Say that nothing more will come, and wait until all is told, or cannot be.
 
+        While another process's follower writes, there is nothing to wait for: that one tells all.
+
         Args:
-            wait_seconds: at most; it then goes on by itself, for a minute at most.
+            wait_seconds: at most; the follower continues by itself, for a minute at most.
         """
         self.end()
         process, end = self._process, time.monotonic() + wait_seconds
         while process is not None and process.poll() is None and time.monotonic() < end:
-            if self._has_caught_up(process.pid):
+            writer = newest(writer_path(self._run))
+            if writer is not None and self._has_told_all_it_can(writer, process.pid):
                 return
             time.sleep(_LOOK_SECONDS)
 
-    def _has_caught_up(self, pid: int) -> bool:
-        newest = (history(writer_path(self._run)) or [{}])[-1]
-        return newest.get("pid") == pid and bool(newest.get("caught_up"))
+    def _has_told_all_it_can(self, writer: Mapping[str, Any], pid: int) -> bool:
+        """Whether the writer is this follower and has told all, or is another process's."""
+        if writer["pid"] == pid:
+            return bool(writer.get("caught_up"))
+        return writer["ended"] is None and is_alive(writer) is not False
 
     def _let_go(self) -> None:
         if self._process is not None and not self._is_over.is_set():

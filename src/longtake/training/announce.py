@@ -15,7 +15,7 @@ from longtake.training.card import card_of
 from longtake.training.fit import Fit
 from longtake.training.startup import parts_so_far
 from longtake.training.step import TrainingState
-from longtake.units import size
+from longtake.units import plural, size
 
 
 def announce(
@@ -110,5 +110,6 @@ def _clips_of(loader: Loader) -> str:
     for stage in loader.course.plan.stages:
         members = [stream.parts[-1].members for stream in stage.streams]
         num_buckets = len({shape for each in members for shape in each.shapes})
-        parts.append(f"{sum(map(len, members))} clips in {num_buckets} bucket(s)")
+        clips = plural(sum(map(len, members)), "clip")
+        parts.append(f"{clips} in {plural(num_buckets, 'bucket')}")
     return " then ".join(parts) or "no clips left"

@@ -23,6 +23,7 @@ from longtake.guard.rollback import RollBack
 from longtake.guard.verdict import Verdict
 from longtake.models.assemble import source_of
 from longtake.models.precision import Precision, choose_precision
+from longtake.ourselves import command
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join
 from longtake.run_dir import EventKind, RunDirectory, beside
@@ -233,7 +234,7 @@ def _diverged(
     if world.is_first:
         facts = {"reason": verdict.reason, "message": verdict.message, "why": why}
         run.append_event("diverged", step=state.global_step, **facts)
-    look = f"longtake show {run.path} --around {state.global_step}"
+    look = f"{command()} show {run.path} --around {state.global_step}"
     return DivergedError(" ".join(filter(None, [verdict.message, why, f"Look at it: {look}"])))
 
 

@@ -21,6 +21,7 @@ from longtake.node_dir import (
     request_path,
     this_node,
 )
+from longtake.ourselves import command
 from longtake.records import file_time, now, read_json, write_once
 from longtake.run_dir import RunDirectory
 from longtake.stacks.processes import facts
@@ -86,7 +87,7 @@ def ask_nodes(run: RunDirectory, *, native: bool) -> Answers:
         raise RunError(
             f"Nobody is running {run.path}: there is no process of it on this node ({here}), and "
             "no watcher of another one answers. "
-            f"What became of it: longtake show {run.path}"
+            f"What became of it: {command()} show {run.path}"
         )
     return Answers(tuple(node.dump_path(token) for node in answered), own, tuple(silent))
 

@@ -13,9 +13,11 @@ from longtake.evaluation.measures import MEASURES
 
 
 def _alarms(values: list[float], name: str = "brightness", **changes: float) -> list[str]:
+    """Of a model that had learnt when the values begin: checkpoints before them stood still."""
     rules = {"checkpoints": 4, "change": 0.05} | changes
-    history = [{name: value} for value in values]
-    steps = [100 * (number + 1) for number in range(len(values))]
+    before = int(rules["checkpoints"]) - 1
+    history = [{name: value} for value in [*values[:1] * before, *values]]
+    steps = [*range(before), *(100 * (number + 1) for number in range(len(values)))]
     found = find_drift("low4s", history, steps, int(rules["checkpoints"]), rules["change"])
     return [alarm["message"] for alarm in found]
 
@@ -52,8 +54,8 @@ def test_what_is_too_short_too_small_or_over_is_no_drift(values: list[float]) ->
 def test_a_checkpoint_without_the_measure_is_passed_over() -> None:
     """Results may lack one, such as an older version's; others go on."""
     a, b = "brightness", "contrast"
-    history = [{a: 100.0}, {a: 120.0, b: 1.0}, {b: 2.0}, {a: 130.0}]
-    (alarm,) = find_drift("p", history, [1, 2, 3, 4], checkpoints=2, change=0.05)
+    history = [{a: 100.0}, {a: 100.0}, {a: 120.0, b: 1.0}, {b: 2.0}, {a: 130.0}]
+    (alarm,) = find_drift("p", history, [0, 1, 2, 3, 4], checkpoints=2, change=0.05)
     assert alarm["message"].startswith("brightness of p rose 2 checkpoints in a row")
     assert (alarm["measure"], alarm["kind"]) == (a, "drift")
 
@@ -61,8 +63,8 @@ def test_a_checkpoint_without_the_measure_is_passed_over() -> None:
 def test_near_zero_a_change_is_told_as_a_share_of_what_is_no_longer_small() -> None:
     """Motion from 0.01 to 0.05 is no fivefold; nor does 0 divide anything."""
     assert _alarms([0.0, 0.01, 0.02, 0.03, 0.05], "motion") == []
-    (message,) = _alarms([0.0, 1, 2, 3, 4], "motion")
-    assert "+80 %" in message  # of 5 % of the height a second
+    (message,) = _alarms([4.0, 3, 2, 1, 0], "motion")
+    assert "-80 %" in message  # of 5 % of the height a second
 
 
 @given(values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=12))
@@ -149,13 +151,52 @@ def test_what_comes_nearer_to_the_training_s_clips_is_learnt() -> None:
     reference = Reference(64, {"brightness": Spread(low=20, median=40, high=60, mean=40)})
 
     def told(values: list[float]) -> int:
-        history = [{"brightness": value} for value in values]
-        return len(find_drift("demo", history, range(len(values)), 4, 0.05, reference))
+        history = [{"brightness": value} for value in [*values[:1] * 3, *values]]
+        return len(find_drift("demo", history, range(len(history)), 4, 0.05, reference))
 
     assert told([10, 20, 30, 35, 40]) == 0
     assert told([10, 30, 40, 50, 69]) == 0
     assert told([10, 30, 40, 50, 71]) == 1
     assert told([40, 41, 42, 43, 44]) == 1
+
+
+def test_what_moves_while_a_model_learns_is_no_drift() -> None:
+    """Measures of the demo, seed 0: they settle on values that are within the clips' range."""
+    frame_change = [7.68, 7.85, 8.49, 8.81, 8.97, 9.17]
+    contrast = [40.0, 41.0, 42.0, 43.0, 43.5, 44.0]
+    history = [
+        {"frame_change": a, "contrast": b} for a, b in zip(frame_change, contrast, strict=True)
+    ]
+    assert find_drift("demo", history, range(6), 4, 0.05) == []
+
+
+def test_a_drift_counts_from_the_checkpoint_at_which_the_measure_had_been_learnt() -> None:
+    """That is, from the first one in the range of the training's clips, but not the very first."""
+    reference = Reference(64, {"brightness": Spread(low=60, median=70, high=80, mean=70)})
+
+    def told(values: list[float]) -> int:
+        history = [{"brightness": value} for value in values]
+        return len(find_drift("demo", history, range(len(values)), 4, 0.05, reference))
+
+    assert told([20, 22, 21, 20, 18, 15, 10, 5]) == 0  # never within the range: a range alarm
+    assert told([20, 25, 20, 30, 70, 80, 90, 100]) == 0  # three times since it was within
+    assert told([20, 25, 20, 30, 70, 80, 90, 100, 110]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("frame_change", (0, 0)),
+        ("largest_jump", (0, 0)),
+        ("flicker", (1, 0)),
+        ("sharpness", (0, 1)),
+        ("contrast", (1, 1)),
+    ],
+)
+def test_only_a_direction_that_is_a_known_failure_is_told(name: str, told: tuple[int, int]) -> None:
+    """More motion between frames is neither good nor bad; more flicker is bad."""
+    rising = [100.0, 110, 120, 130, 140]
+    assert (len(_alarms(rising, name)), len(_alarms(rising[::-1], name))) == told
 
 
 def test_a_measure_that_is_not_ours_is_not_judged() -> None:

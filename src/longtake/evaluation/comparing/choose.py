@@ -14,6 +14,7 @@ from longtake.evaluation.comparing.scenes import Scene, files_by_scene, of_promp
 from longtake.evaluation.presets.pictures import kept_picture
 from longtake.evaluation_dir import EvaluationDirectory, Scores
 from longtake.models.nearest import hint
+from longtake.ourselves import command
 from longtake.run_dir import RunDirectory
 
 MAX_COLUMNS = 8
@@ -138,7 +139,7 @@ def _results(run: RunDirectory, preset: str) -> dict[int, Scores]:
     near = hint(preset, known) if known else "it has none of any preset."
     raise RunError(
         f"{run.path} has no results of preset {preset}; {near} Make some with: "
-        f"longtake evaluate {run.path} --preset {preset}"
+        f"{command()} evaluate {run.path} --preset {preset}"
     )
 
 

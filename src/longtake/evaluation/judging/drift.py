@@ -6,7 +6,7 @@ each checkpoint; a row of means that only ever rises does.
 
 from collections.abc import Mapping, Sequence
 
-from longtake.evaluation.judging.reference import Reference
+from longtake.evaluation.judging.reference import Reference, Spread
 from longtake.evaluation.measures.catalogue import MEASURES
 from longtake.evaluation_dir import Alarm
 
@@ -24,10 +24,11 @@ def find_drift(
 ) -> list[Alarm]:
     """Measures of ours that have risen, or fallen, at each of the last checkpoints.
 
-    A user's own is not judged: it may be meant to rise. One that has come nearer to what the
-    training's clips have is learnt, and no alarm is given. What counts is the row that ends at the
-    highest step, as far back as it goes. Its change is told as a share of `base`. A checkpoint that
-    lacks a measure is passed over.
+    While a model learns, all measures move: a row counts from the checkpoint on that `learnt`
+    gives. No alarm is given for a measure that has come nearer to what the training's clips have,
+    for one that moved in a direction that is no failure (`bad` of `MEASURES`), nor for a user's
+    own, which may be meant to rise. What counts is the row that ends at the highest step. Its
+    change is told as a share of `base`. A checkpoint that lacks a measure is passed over.
 
     Args:
         preset: its name, for the message.
@@ -42,15 +43,35 @@ def find_drift(
     alarms = []
     for name in dict.fromkeys(name for row in history for name in row if name in MEASURES):
         series = [(step, rows[step][name]) for step in sorted(rows) if name in rows[step]]
+        start = learnt(name, [value for _, value in series], checkpoints, reference)
         row = last_row([value for _, value in series])
+        row = row[-max(1, len(series) - start) :]
         share = (row[-1] - row[0]) / base(name, row)
-        is_long = len(row) > checkpoints and abs(share) >= change
-        if is_long and not _comes_nearer(name, row, reference):
+        is_drift = len(row) > checkpoints and abs(share) >= change
+        is_drift = is_drift and MEASURES[name].bad in ("both", "up" if share > 0 else "down")
+        if is_drift and not _comes_nearer(name, row, reference):
             first_step, last_step = series[-len(row)][0], series[-1][0]
             told = _told(preset, name, row, share)
             message = f"{told} (from step {first_step} to {last_step})."
             alarms.append(Alarm(measure=name, kind="drift", message=message))
     return alarms
+
+
+def learnt(
+    name: str, values: Sequence[float], checkpoints: int, reference: Reference | None
+) -> int:
+    """The place of the first value that shows a trained model: what moved before was learning.
+
+    The last of the first `checkpoints` values, or the first one within the range of the training's
+    clips, whichever is later; the number of values where none is within that range.
+    """
+    inside = 0
+    if reference is not None and name in reference.measures:
+        low, high = _range(name, reference.measures[name])
+        inside = next(
+            (place for place, value in enumerate(values) if low <= value <= high), len(values)
+        )
+    return max(checkpoints - 1, inside)
 
 
 def last_row(values: Sequence[float]) -> list[float]:
@@ -92,14 +113,20 @@ def find_out_of_range(
         if name not in reference.measures or name not in MEASURES:
             continue
         span = reference.measures[name]
-        margin = max(_MARGIN * (span.high - span.low), MEASURES[name].floor)
-        if not span.low - margin <= value <= span.high + margin:
+        low, high = _range(name, span)
+        if not low <= value <= high:
             message = (
                 f"{name} of {preset} is {_short(value)}; of {reference.num_clips} training clips "
                 f"98 % lie between {_short(span.low)} and {_short(span.high)}."
             )
             alarms.append(Alarm(measure=name, kind="range", message=message))
     return alarms
+
+
+def _range(name: str, span: Spread) -> tuple[float, float]:
+    """What 98 % of the training's clips have, and a margin on both sides."""
+    margin = max(_MARGIN * (span.high - span.low), MEASURES[name].floor)
+    return span.low - margin, span.high + margin
 
 
 def _told(preset: str, name: str, row: Sequence[float], share: float) -> str:
