@@ -354,12 +354,14 @@ class RecomputeSection(_Section):
     policy: Literal[
         "auto", "none", "all", "all-but-first", "alternate", "save-attention", "best"
     ] = "auto"
-    """`best`: the fastest that fits `memory`; `auto`: `best` where `memory` is given, else none."""
+    """`best`: the fastest that fits `memory`; `auto`: `best` where `memory` is given, and on a GPU;
+    else none."""
     memory: Annotated[str | None, BeforeValidator(_checked_memory)] = None
-    """Memory of the card, such as "48GiB" or "48GB"."""
+    """Memory of the GPU, such as "48GiB" or "48GB". Unset: what is free on it when training starts,
+    the least of all ranks'."""
     reserve: float = Field(0.07, ge=0, lt=1)
-    """Share of the card's memory that is left to what no plan knows: the CUDA context, libraries'
-    workspaces and fragmentation."""
+    """Share of the GPU's memory that is left to what no plan knows: the CUDA context, libraries'
+    workspaces and fragmentation. With several GPUs 1.5 GiB of each are left to NCCL beside it."""
     device: str | None = None
     """The card that is planned for: a6000, h100, h200, rtx4090, or FLOPS,BANDWIDTH. Unset: the
     one at hand."""

@@ -6,6 +6,7 @@
     │   ├── ClipError         one video file cannot be decoded (path and reason)
     │   └── DataChangedError  a run was started on another catalog than it is resumed on
     ├── PlanError             a step does not fit the memory, or would leave weights untrained
+    │   └── CannotBePlannedError  a plan cannot follow the model's code
     ├── ModelError            a family, codec or text encoder cannot be built or loaded
     ├── RunError              a run directory cannot be used
     │   └── RecipeChangedError  the run directory belongs to another recipe
@@ -67,6 +68,10 @@ class ModelError(LongtakeError):
 
 class PlanError(LongtakeError):
     """A step does not fit the memory, or would not train what should be trained."""
+
+
+class CannotBePlannedError(PlanError):
+    """A plan cannot follow the model's code; the model may train all the same."""
 
 
 class RunError(LongtakeError):

@@ -1,6 +1,7 @@
 """`longtake launch` with real ranks: stopped, killed, and asked for what cannot be."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -146,6 +147,50 @@ def test_a_mistake_is_not_tried_again(place: Place, restarted: Ended, tmp_path: 
     ended = _launch(place, "--set", "data.catalog=gone.parquet", "--set", f"out={tmp_path / 'run'}")
     assert ended.code == 2
     assert "gone.parquet does not exist" in ended.said
+    assert "nothing is started again" in ended.said
+    assert "Traceback" not in ended.said
+    assert len(list(tmp_path.glob("run/nodes/*/logs/*"))) == 1
+
+
+_TOO_LARGE = """
+import os
+from torch import OutOfMemoryError, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+class Adapter(nn.Module):
+    def __init__(self, width, blocks, latent_channels):
+        super().__init__()
+        self.change = nn.Linear(width, width)
+        self.passes = 0
+
+    def prepare(self, conditioning):
+        return {}
+
+    def forward(self, block, tokens, prepared):
+        is_planned = isinstance(tokens, FakeTensor)
+        self.passes += not is_planned
+        if self.passes > 4 and os.environ["RANK"] == "1":
+            raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has ...")
+        return tokens + self.change(tokens)
+"""
+
+
+@pytest.mark.slow
+def test_out_of_memory_is_explained_and_not_tried_again(place: Place, tmp_path: Path) -> None:
+    """It names what was planned and what was measured; the same again would end the same way."""
+    (place.folder / "too_large.py").write_text(_TOO_LARGE)
+    within = (
+        "trainable.module=too_large:Adapter",
+        "recompute.memory=1GiB",
+        f"out={tmp_path / 'run'}",
+    )
+    ended = _launch(place, *(part for change in within for part in ("--set", change)))
+    assert ended.code == 2
+    assert re.search(r"Out of memory in step \d+ on rank 1 \(cpu\), .* 2\.00 GiB more", ended.said)
+    assert re.search(r"The plan .* predicts at most .* MiB of a budget of 952\.32 MiB", ended.said)
+    assert "The process took at most" in ended.said
+    assert "recompute.reserve above 0.07" in ended.said
     assert "nothing is started again" in ended.said
     assert "Traceback" not in ended.said
     assert len(list(tmp_path.glob("run/nodes/*/logs/*"))) == 1

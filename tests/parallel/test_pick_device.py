@@ -1,5 +1,7 @@
 """Which device a name means, on machines with and without cards."""
 
+import os
+
 import pytest
 import torch
 
@@ -34,6 +36,34 @@ def test_names_of_devices(
     device = pick_device(wanted)
     assert str(device) == expected
     assert chosen == ([device.index] if device.type == "cuda" else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("PYTORCH_ALLOC_CONF", None, "expandable_segments:True"),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64", "max_split_size_mb:64"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64", None),
+    ],
+)
+def test_segments_can_grow_unless_the_user_says_otherwise(
+    name: str, value: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said before the first call of CUDA, which reads it."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # so that it is put back
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    if value is not None:
+        monkeypatch.setenv(name, value)
+    _machine(monkeypatch, 2)
+    seen: list[str | None] = []
+
+    def count() -> int:
+        seen.append(os.environ.get("PYTORCH_ALLOC_CONF"))
+        return 2
+
+    monkeypatch.setattr(torch.cuda, "device_count", count)
+    pick_device("cuda")
+    assert seen == [expected]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from longtake.parallel.mesh import World
 from longtake.recompute.policies import POLICIES
 from longtake.records import read_json_lines
 from longtake.run_dir import RunDirectory
-from longtake.training.card import card_of
+from longtake.training.card import card_of, free_memory
 from longtake.training.fit import fit
 from longtake.training.forecast import forecast
 from longtake.training.relief import find_reliefs
@@ -224,3 +224,42 @@ def test_a_model_that_cannot_be_followed_may_train(
     assert (plan.memory, plan.activation_bytes) == (None, None)
     with pytest.raises(PlanError, match=r"^The model cannot be planned \("):
         fit(config.changed(recipe, ["recompute={memory='9MiB'}"]), "fp32", _ALONE)
+
+
+_ON_GPU = World(0, 0, 1, torch.device("cuda", 0), None)
+
+
+def test_without_a_memory_in_the_recipe_the_gpu_is_asked(
+    small_recipe: _Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is free on it is the limit, and the fastest plan that fits is chosen."""
+    free = [2**30 + 5]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 80 * 2**30))
+    recipe = small_recipe(*_SMALL)
+    assert free_memory(recipe, _ALONE) is None
+    assert free_memory(small_recipe(*_SMALL, "recompute.memory=48GiB"), _ON_GPU) is None
+    assert free_memory(recipe, _ON_GPU) == 2**30
+    plan = fit(recipe, "fp32", _ON_GPU, free_memory(recipe, _ON_GPU))
+    assert (plan.policy, set(plan.options.values())) == ("best", {"keep"})
+    assert plan.budget_bytes == int(2**30 * 0.93)
+    with pytest.raises(PlanError, match=r"1\.86 MiB"):
+        fit(recipe, "fp32", _ON_GPU, 2 * 2**20)
+
+
+def test_what_cannot_be_planned_trains_without_a_memory_in_the_recipe(
+    small_recipe: _Make, own_module: Callable[[str], str]
+) -> None:
+    """A module that looks at values does so on a GPU too; a limit was not asked for."""
+    module = own_module("tokens * 2 if tokens.sum() > 0 else self.change(given)")
+    recipe = small_recipe(*_SMALL, f"trainable.module={module}")
+    plan = fit(recipe, "fp32", _ON_GPU, 2**30)
+    assert plan.policy == "none"
+    assert "Gradients are unchecked" in plan.notes[0]
+
+
+def test_several_gpus_leave_room_for_nccl(small_recipe: _Make) -> None:
+    """7 % and 1.5 GiB; one GPU, and a CPU, have no NCCL."""
+    recipe = small_recipe("recompute.memory=80GiB", "recompute.device=h100")
+    budgets = [card_of(recipe, world_size=size).budget_bytes for size in (1, 8)]
+    assert budgets == [int(80 * 2**30 * 0.93), int(80 * 2**30 * 0.93) - 3 * 2**29]
+    assert card_of(recipe, "cpu", world_size=8).budget_bytes == budgets[0]

@@ -9,13 +9,13 @@ from torch import nn
 
 from longtake import config
 from longtake.config import Recipe
-from longtake.errors import PlanError
+from longtake.errors import CannotBePlannedError, PlanError
 from longtake.models.assemble import assemble
 from longtake.recompute.devices import CPU, DEVICES, Device
 from longtake.recompute.policies import POLICIES, options_of
 from longtake.training.card import Card
 from longtake.training.forecast import forecast
-from longtake.training.gradients import CannotBeFollowedError, check_gradients
+from longtake.training.gradients import check_gradients
 from longtake.training.outlined import outlined_step
 from longtake.training.resident import fixed_of, memory_of
 
@@ -226,7 +226,7 @@ def test_a_model_that_asks_for_values_cannot_be_planned(
     """The message says where it does, and what to do instead."""
     line = "self.change(given) if tokens.mean() > 0 else tokens"
     recipe = small_recipe(f"trainable.module={own_module(line)}")
-    with pytest.raises(CannotBeFollowedError) as refused:
+    with pytest.raises(CannotBePlannedError) as refused:
         forecast(recipe, _card())
     assert str(refused.value) == (
         f"The model cannot be planned ({tmp_path}/my_adapter.py, line 21: return {line}): a "

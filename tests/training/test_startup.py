@@ -1,5 +1,6 @@
 """Where the seconds before the first step go: each part is measured, written down and shown."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import longtake
 from longtake import config
 from longtake.config import Recipe
 from longtake.heartbeat import Heart, Phase, beating, launch_seconds
@@ -129,7 +131,7 @@ def test_starts_are_shown(restarted: RunDirectory) -> None:
 
 
 def test_what_was_planned_is_kept(
-    small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    small_recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restart does not plan again; in other circumstances, or with a damaged file, it does."""
     asked = []
@@ -139,13 +141,17 @@ def test_what_was_planned_is_kept(
         return fit(*given)
 
     monkeypatch.setattr(kept_plan, "fit", count)
-    monkeypatch.setattr(kept_plan, "_code", list)
+    source = tmp_path / "package" / "__init__.py"
+    source.parent.mkdir()
+    source.write_text("")
+    monkeypatch.setattr(longtake, "__file__", str(source))
     recipe = small_recipe("training.steps=2", "checkpoint.every=1", "recompute.policy=all")
     run = RunDirectory(recipe.out)
 
     def again() -> int:
         subprocess.run(["rm", "-r", str(run.checkpoint_path(2))], check=True)
         asked.clear()
+        kept_plan._code.cache_clear()
         train(recipe, _QUIET)
         return len(asked)
 
@@ -158,9 +164,11 @@ def test_what_was_planned_is_kept(
     }
     write_json(run.plan_path, {"circumstances": "others"})
     assert again() == 1
+    os.utime(source, (0, 0))  # touched, but the same
     assert again() == 0
-    monkeypatch.setattr(kept_plan, "_code", lambda: [("changed.py", 1, 1)])
+    source.write_text("changed = True")
     assert again() == 1
+    kept_plan._code.cache_clear()
 
 
 def test_two_ranks_name_the_slower_one(

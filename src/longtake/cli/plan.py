@@ -63,7 +63,7 @@ def plan(
     given = [f'recompute.memory="{memory}"'] if memory else []
     given += [f'recompute.device="{device}"'] if device else []
     loaded = config.load(recipe, [*(changes or ()), *given])
-    card = card_of(loaded)
+    card = card_of(loaded, world_size=processes)
     if memory is None and (device or card.memory_bytes is None):
         card = card.with_its_own_memory()
     links = links_named(link, card.device) if link else links_of(card.device)

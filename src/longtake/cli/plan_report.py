@@ -83,10 +83,11 @@ def _of_device(facts: Mapping[str, Any]) -> str:
     if facts["budget_gib"] is None:
         return f"Planned for {facts['device']}, without a limit (--memory 48GiB sets one)."
     kept_back = facts["memory_gib"] - facts["budget_gib"]
+    nccl = ", NCCL" if facts["processes"] > 1 else ""
     return (
         f"Planned for {facts['device']} with {_size(facts['memory_gib'])}: "
         f"{_size(facts['budget_gib'])} for tensors, {_size(kept_back)} is left to the CUDA "
-        "context and fragmentation (recompute.reserve)."
+        f"context{nccl} and fragmentation (recompute.reserve)."
     )
 
 

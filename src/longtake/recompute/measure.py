@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 _MARK = "longtake mark: "
+_SIGN_ON_CPU = "DefaultCPUAllocator"  # what torch's RuntimeError names where the CPU's memory ends
 
 
 @dataclass
@@ -123,3 +124,10 @@ def _relevant(roots: list[Any]) -> Iterator[Any]:
         is_block = event.name == "[memory]" and event.extra_fields.device.type == "cpu"
         if is_block or event.name.startswith(_MARK):
             yield event
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory, of a GPU or of the machine, was not enough."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _SIGN_ON_CPU in str(error)

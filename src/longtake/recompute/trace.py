@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longtake.errors import PlanError
+from longtake.errors import CannotBePlannedError
 from longtake.recompute import kernels, kernels_cpu
 from longtake.recompute.apply import BlockCall, Option, caller, run_block
 from longtake.recompute.cost import seconds, tensors
@@ -296,7 +296,7 @@ def _refuse_other_order(marks: Sequence[str], subject: Subject) -> None:
     ran = [mark.removeprefix("before ") for mark in marks if mark.startswith("before ")]
     if ran != list(subject.blocks):
         odd = next((name for name in subject.blocks if ran.count(name) != 1), ran[0])
-        raise PlanError(
+        raise CannotBePlannedError(
             f"The model cannot be planned: its blocks do not run once each in their order; {odd} "
             f"runs {ran.count(odd)} times. Set recompute.policy and leave recompute.memory out."
         )

@@ -11,7 +11,6 @@ from longtake.data.loader import Loader
 from longtake.parallel.mesh import World
 from longtake.records import read_last_record
 from longtake.run_dir import EventKind, Metrics, RunDirectory
-from longtake.training.card import card_of
 from longtake.training.fit import Fit
 from longtake.training.startup import parts_so_far
 from longtake.training.step import TrainingState
@@ -70,13 +69,11 @@ def announce(
         console.print(f"  [yellow]warning:[/yellow] {escape(warning)}", highlight=False)
 
 
-def announce_plan(
-    plan: Fit, state: TrainingState, recipe: Recipe, run: RunDirectory, console: Console
-) -> None:
+def announce_plan(plan: Fit, state: TrainingState, run: RunDirectory, console: Console) -> None:
     """Record which recompute policy is run, and what it is expected to take."""
     if plan.memory is None:
         return
-    budget, counts = card_of(recipe).budget_bytes, Counter(plan.options.values())
+    budget, counts = plan.budget_bytes, Counter(plan.options.values())
     peak = plan.memory.step_peak_bytes
     run.append_event(
         "memory_planned",

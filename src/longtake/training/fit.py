@@ -5,16 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longtake.config import Bucket, Recipe
-from longtake.errors import LongtakeError, PlanError
+from longtake.errors import CannotBePlannedError, LongtakeError, PlanError
 from longtake.models.assemble import Components
 from longtake.models.precision import Precision
 from longtake.parallel.collectives import from_first
 from longtake.parallel.mesh import World
 from longtake.recompute.apply import caller
+from longtake.recompute.devices import Target
 from longtake.recompute.policies import Options, options_of
 from longtake.training.card import Card, card_of
 from longtake.training.forecast import Forecast, forecast, wasteful
-from longtake.training.gradients import CannotBeFollowedError, check_gradients, refuse_traps
+from longtake.training.gradients import check_gradients, refuse_traps
 from longtake.training.outlined import OutlinedStep, outlined_step
 from longtake.training.relief import as_lines, find_reliefs
 from longtake.training.resident import PolicyForecast, memory_of
@@ -35,19 +36,30 @@ class Fit:
     """The shape of clips that was planned for."""
     notes: Sequence[str]
     """Traps that cost memory or time, but do not keep anything from training."""
+    budget_bytes: int | None = None
+    """What tensors may take of the device."""
 
 
-def fit(recipe: Recipe, precision: Precision, world: World) -> Fit:
+def fit(recipe: Recipe, precision: Precision, world: World, free_bytes: int | None = None) -> Fit:
     """Check that everything trains and fits; rank 0 looks, and all get its answer.
+
+    Args:
+        recipe: of the run.
+        precision: of the arithmetic.
+        world: all ranks.
+        free_bytes: memory of the GPU, where the recipe names none (`free_memory`). A model that
+            cannot be planned then trains without a plan.
 
     Raises:
         PlanError: a trainable parameter would get no gradient, or no policy fits the memory.
     """
-    card = card_of(recipe, "cuda" if world.device.type == "cuda" else "cpu")
     resolved = recipe.training.model_copy(update={"precision": precision})
     wanted = recipe.model_copy(update={"training": resolved})
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    answer = _try_to_fit(wanted, card, world.size, per_node) if world.is_first else None
+    answer = None
+    if world.is_first and free_bytes is not None:
+        answer = _try_to_fit(_with_memory(wanted, free_bytes), world)
+    if world.is_first and (answer is None or isinstance(answer, CannotBePlannedError)):
+        answer = _try_to_fit(wanted, world)
     answer = from_first(answer, world)
     if isinstance(answer, LongtakeError):
         raise answer
@@ -85,8 +97,17 @@ def does_not_fit(recipe: Recipe, known: Forecast, world_size: int) -> PlanError:
     return PlanError("\n".join([f"{text} Or:" if reliefs else text, *as_lines(reliefs)]))
 
 
-def _try_to_fit(recipe: Recipe, card: Card, world_size: int, per_node: int) -> Fit | LongtakeError:
+def _with_memory(recipe: Recipe, memory_bytes: int) -> Recipe:
+    section = recipe.recompute.model_copy(update={"memory": f"{memory_bytes // 2**20}MiB"})
+    return recipe.model_copy(update={"recompute": section})
+
+
+def _try_to_fit(recipe: Recipe, world: World) -> Fit | LongtakeError:
     """Errors are handed on, so that they can reach every rank."""
+    world_size = world.size
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    target: Target = "cuda" if world.device.type == "cuda" else "cpu"
+    card = card_of(recipe, target, world_size)
     try:
         if recipe.recompute.chosen() == "best":
             return _best(recipe, card, world_size, per_node)
@@ -108,6 +129,7 @@ def _best(recipe: Recipe, card: Card, world_size: int, per_node: int) -> Fit:
         activation_bytes=trace.peak_bytes - trace.weight_bytes,
         bucket=known.step.bucket,
         notes=[str(trap) for trap in known.gradients.traps],
+        budget_bytes=card.budget_bytes,
     )
 
 
@@ -117,7 +139,7 @@ def _named(step: OutlinedStep, card: Card) -> Fit:
     options = options_of(policy, tuple(step.tracer.subject.blocks))
     try:
         gradients = check_gradients(step)
-    except CannotBeFollowedError as error:  # it may train all the same
+    except CannotBePlannedError as error:  # it may train all the same
         return Fit(policy, options, None, None, step.bucket, [f"Gradients are unchecked. {error}"])
     refuse_traps(gradients)
     notes = [str(trap) for trap in gradients.traps]
@@ -136,4 +158,5 @@ def _named(step: OutlinedStep, card: Card) -> Fit:
         activation_bytes=trace.peak_bytes - trace.weight_bytes,
         bucket=step.bucket,
         notes=[*notes, *(str(trap) for trap in wasteful(step, traces))],
+        budget_bytes=card.budget_bytes,
     )

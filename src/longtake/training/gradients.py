@@ -10,13 +10,9 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import longtake
-from longtake.errors import LongtakeError, PlanError
+from longtake.errors import CannotBePlannedError, LongtakeError, PlanError
 from longtake.recompute.traps import Trap, flow_traps
 from longtake.training.outlined import OutlinedStep
-
-
-class CannotBeFollowedError(PlanError):
-    """The model asks for a value where a plan has none; it may well train all the same."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,7 @@ def check_gradients(step: OutlinedStep) -> Gradients:
     """Which trainable parameters a step reaches, and what keeps it from the others.
 
     Raises:
-        CannotBeFollowedError: the model looks at values.
+        CannotBePlannedError: the model looks at values.
         PlanError: the model's code fails.
     """
     try:
@@ -46,7 +42,7 @@ def check_gradients(step: OutlinedStep) -> Gradients:
     except LongtakeError:
         raise
     except DataDependentOutputException as error:
-        raise CannotBeFollowedError(
+        raise CannotBePlannedError(
             f"The model cannot be planned{_where(error)}: a tensor's value is asked for. A plan "
             "runs the model on tensors that have a shape but no values, so it can follow no "
             ".item() and no `if` on a tensor. Compute with tensors there, such as by torch.where."

@@ -30,22 +30,35 @@ from longtake.training.fit import Fit, fit
 _LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 
 
-def plan_of(recipe: Recipe, precision: Precision, run: RunDirectory, world: World) -> Fit:
+def plan_of(
+    recipe: Recipe,
+    precision: Precision,
+    run: RunDirectory,
+    world: World,
+    free_bytes: int | None = None,
+) -> Fit:
     """What `fit` says, or what it said to a launch in the same circumstances.
 
     Raises:
         PlanError: a trainable parameter would get no gradient, or no policy fits the memory.
     """
-    kept = _read(run, _circumstances(recipe, precision, world)) if world.is_first else None
-    return from_first(kept, world) or fit(recipe, precision, world)
+    kept = (
+        _read(run, _circumstances(recipe, precision, world, free_bytes)) if world.is_first else None
+    )
+    return from_first(kept, world) or fit(recipe, precision, world, free_bytes)
 
 
 def keep_plan(
-    plan: Fit, recipe: Recipe, precision: Precision, run: RunDirectory, world: World
+    plan: Fit,
+    recipe: Recipe,
+    precision: Precision,
+    run: RunDirectory,
+    world: World,
+    free_bytes: int | None = None,
 ) -> None:
     """Write down what was found; rank 0 calls it when there is a run."""
     if recipe.trainable.module is None:
-        key = _circumstances(recipe, precision, world)
+        key = _circumstances(recipe, precision, world, free_bytes)
         if read_json(run.plan_path).get("circumstances") == key:
             return
         fit_as_json = TypeAdapter(Fit).dump_python(plan, mode="json")
@@ -63,14 +76,17 @@ def _read(run: RunDirectory, circumstances: str) -> Fit | None:
         return None
 
 
-def _circumstances(recipe: Recipe, precision: Precision, world: World) -> str:
+def _circumstances(
+    recipe: Recipe, precision: Precision, world: World, free_bytes: int | None
+) -> str:
     """A checksum of all that the answer depends on."""
     target: Target = "cuda" if world.device.type == "cuda" else "cpu"
     facts = {
         "recipe": config.dump(config.kept(recipe)),
         "precision": precision,
         "world": [world.size, os.environ.get("LOCAL_WORLD_SIZE")],
-        "card": asdict(card_of(recipe, target)),
+        "card": asdict(card_of(recipe, target, world.size)),
+        "free_bytes": free_bytes,
         "versions": {name: metadata.version(name) for name in _LIBRARIES},
         "code": _code(),
     }
@@ -78,8 +94,10 @@ def _circumstances(recipe: Recipe, precision: Precision, world: World) -> str:
 
 
 @cache
-def _code() -> list[tuple[str, int, int]]:
-    """The package's own files: their sizes, and when each was changed last."""
+def _code() -> str:
+    """A checksum of what is in the package's own files."""
     folder = Path(longtake.__file__).parent
-    found = ((path, path.stat()) for path in folder.rglob("*.py"))
-    return sorted((str(path), each.st_size, each.st_mtime_ns) for path, each in found)
+    sources = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        sources.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
+    return sources.hexdigest()

@@ -1,14 +1,21 @@
 """Holds the prediction of a step's memory against what the step really takes."""
 
+import re
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from longtake.config import Bucket
+from longtake.config import Bucket, Recipe
 from longtake.data.batch import Batch
-from longtake.recompute.measure import measured
+from longtake.errors import PlanError
+from longtake.parallel.mesh import World
+from longtake.recompute.measure import is_out_of_memory, measured
+from longtake.training.fit import Fit
+from longtake.training.step import TrainingState
+from longtake.units import size
 
 
 @dataclass(frozen=True)
@@ -53,3 +60,61 @@ class PeakCheck:
             yield
         self.comparison = PeakComparison(self._predicted_bytes, max(1, memory.peak_bytes))
         self._predicted_bytes = None
+
+
+@contextmanager
+def refuse_out_of_memory(
+    plan: Fit, recipe: Recipe, state: TrainingState, world: World
+) -> Iterator[None]:
+    """Runs training; if memory is not enough for it, says what was planned and what was measured.
+
+    Raises:
+        PlanError: memory was not enough, which another start would not change.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        where = f"step {state.global_step + 1} on rank {world.rank} ({world.device})"
+        raise PlanError(
+            f"Out of memory in {where}{_request(error)}. {_planned(plan)} "
+            f"{_measured(world.device)} {_advice(plan, recipe)}"
+        ) from error
+
+
+def _request(error: BaseException) -> str:
+    found = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
+    return f", which asked for {found[1]} more" if found else ""
+
+
+def _planned(plan: Fit) -> str:
+    if plan.memory is None:
+        return f"Nothing was predicted (recompute.policy = {plan.policy})."
+    budget = "" if plan.budget_bytes is None else f" of a budget of {size(plan.budget_bytes)}"
+    peak = size(plan.memory.step_peak_bytes)
+    return f"The plan (recompute.policy = {plan.policy}) predicts at most {peak}{budget}."
+
+
+def _measured(device: torch.device) -> str:
+    if device.type != "cuda":
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return f"The process took at most {size(most)}."
+    peak, held = torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return (
+        f"Measured: tensors took at most {size(peak)}, torch holds {size(held)}, and {size(free)} "
+        f"of the GPU's {size(total)} are free."
+    )
+
+
+def _advice(plan: Fit, recipe: Recipe) -> str:
+    if plan.budget_bytes is None:
+        return (
+            "Set recompute.memory to the device's memory, or lower training.micro_batch_size, and "
+            "start the same command again."
+        )
+    return (
+        f"Set recompute.reserve above {recipe.recompute.reserve:g}, so that the plan uses less, or "
+        "lower training.micro_batch_size, and start the same command again."
+    )

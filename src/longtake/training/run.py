@@ -32,6 +32,7 @@ from longtake.tracking.wandb_access import missing_key, refuse_missing_wandb
 from longtake.training.allocator import keep_freed_memory
 from longtake.training.announce import announce, announce_plan
 from longtake.training.build import build_state
+from longtake.training.card import free_memory
 from longtake.training.compile_cache import keep_compiled
 from longtake.training.compiling import compile_blocks, refuse_missing_compiler
 from longtake.training.eight_bit import refuse_missing_torchao
@@ -43,7 +44,7 @@ from longtake.training.kept_plan import keep_plan, plan_of
 from longtake.training.loop import Ending, Watch, train_steps
 from longtake.training.mirroring import mirrored
 from longtake.training.parts import assemble_around_cache, assemble_in_turn, count_flops
-from longtake.training.peak import PeakCheck
+from longtake.training.peak import PeakCheck, refuse_out_of_memory
 from longtake.training.record import keep_record
 from longtake.training.resume import data_state, refuse_other_plans
 from longtake.training.rollback import choose, go_back, newest_kept, skip_batches
@@ -135,7 +136,8 @@ def _train(
         loader.begin(loader.end_after(total - start))  # while the model is built and loaded
     precision = _precision(recipe, found.trainer, world)
     heartbeat.enter("plan")
-    plan = plan_of(recipe, precision, run, world)
+    free_bytes = free_memory(recipe, world)
+    plan = plan_of(recipe, precision, run, world, free_bytes)
     heartbeat.enter("build")
     weights = source_of(recipe, resumed=found.path is not None)
     if recipe.data.cache is None:
@@ -159,14 +161,15 @@ def _train(
     folder = _begin_ledger(loader, recipe, run, world)
     follower.start()
     if world.is_first:
-        keep_plan(plan, recipe, precision, run, world)
+        keep_plan(plan, recipe, precision, run, world, free_bytes)
         announce(state, loader, [*warnings, *plan.notes], recipe, run, world, console)
-        announce_plan(plan, state, recipe, run, console)
+        announce_plan(plan, state, run, console)
     peak = _peak_check(plan, recipe, world)
     reach = WINDOWS * recipe.guard.window if recipe.guard.mode == "act" else 0
     begun = time.perf_counter()
     with (
         catch_interrupts() as interrupt,
+        refuse_out_of_memory(plan, recipe, state, world),
         keep_saver(run, world, recipe.checkpoint, reach=reach, start=start) as saver,
         keep_record(start, total, step_flops, lease.launch, run, world, console) as record,
     ):

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from longtake.config import Bucket
 from longtake.errors import PlanError
+from longtake.recompute.measure import is_out_of_memory
 
 T = TypeVar("T")
-
-_SIGN_ON_CPU = "DefaultCPUAllocator"  # what torch's RuntimeError names where the CPU's memory ends
 
 
 @dataclass(frozen=True)
@@ -129,13 +128,6 @@ def attempt(work: Callable[..., T], *given: object) -> T | None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory, of a card or of the machine, was not enough."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and _SIGN_ON_CPU in str(error)
 
 
 def _thriftier(way: Way, count: int, may_part: bool, bucket: Bucket) -> Way:
