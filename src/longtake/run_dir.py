@@ -79,6 +79,7 @@ EventKind = Literal[
     "sample_rejected",
     "decoder_stalled",
     "decoder_died",
+    "captions_truncated",
     "memory_planned",
     "memory_measured",
     "interrupted",

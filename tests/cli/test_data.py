@@ -105,6 +105,16 @@ def test_a_catalog_is_scored_and_shown(catalog: Path, place: Path, call: Call) -
     assert "length" in err
 
 
+def test_truncated_captions_are_counted(catalog: Path, place: Path, call: Call) -> None:
+    """In the JSON, and as a warning among those of the plan."""
+    arguments = ("data", "show", catalog, place / "recipe.toml", "--set", "text.max_tokens=2")
+    code, out, _ = call(*arguments, "--json")
+    shown = json.loads(out)
+    assert code == 0
+    assert shown["captions"]["num_truncated"] == shown["captions"]["num_counted"] > 0
+    assert any("captions are truncated" in each for each in shown["warnings"])
+
+
 def test_pictures_are_drawn(catalog: Path, place: Path, tmp_path: Path, call: Call) -> None:
     """Into a folder, and named."""
     out = tmp_path / "pictures"

@@ -13,8 +13,10 @@ from longtake.cli.say import AsJson, Changes
 from longtake.units import plural
 
 if TYPE_CHECKING:
+    from longtake.config import Recipe
     from longtake.data.audit import Audit, EpochAudit
     from longtake.data.index import IndexReport
+    from longtake.data.show import ReviewCaptions
 
 _MOST_SHOWN = 5
 
@@ -252,14 +254,28 @@ def show(
     if recipe is None and changes:
         raise typer.BadParameter("there is no RECIPE that --set could change")
     loaded = None if recipe is None else config.load(recipe, changes or ())
+    review_captions = None if loaded is None else _captions_reviewer(loaded)
     with counted(say.console(), "draw") as advance:
-        shown = look_at(catalog, loaded, out, advance)
+        shown = look_at(catalog, loaded, out, advance, review_captions)
     if as_json:
         say.result(shown)
     else:
         print_show(say.console(), shown)
     if shown.get("refusal"):
         raise typer.Exit(2)
+
+
+def _captions_reviewer(recipe: "Recipe") -> "ReviewCaptions":
+    from functools import partial
+
+    from longtake.models.captions import review_captions
+
+    section = recipe.text
+    if section.pretrained is not None and section.max_tokens is None:
+        from longtake.models.assemble import text_section  # which imports torch
+
+        section = text_section(recipe)
+    return partial(review_captions, section)
 
 
 @data_app.command()

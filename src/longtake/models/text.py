@@ -1,6 +1,5 @@
 """From captions to what the transformer is conditioned on."""
 
-import html
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from longtake.config import PooledSection, TextSection
 from longtake.errors import RecipeError
+from longtake.models.captions import clean
 from longtake.models.encoder import (
     FIRST,
     ONLY,
@@ -89,7 +89,7 @@ class TransformersText:
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """`prompt_embeds` [B, T, D], cut or padded to T = max_tokens."""
-        tokens = self._words.tokens([_clean(caption) for caption in captions])
+        tokens = self._words.tokens([clean(caption) for caption in captions])
         embeds = self.encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
         ended = tokens.attention_mask.unsqueeze(-1) == 0
         return {"prompt_embeds": embeds.float().masked_fill(ended, 0)}
@@ -236,8 +236,3 @@ def _vocabulary(section: TextSection, captions: Iterable[str], made: Path | None
     if saved is not None and saved.is_file():
         return Tokenizer.from_file(str(saved))
     return word_tokenizer(captions, section.max_words)
-
-
-def _clean(caption: str) -> str:
-    """A caption as Wan's pipeline cleans a prompt: HTML entities resolved, single spaces."""
-    return " ".join(html.unescape(html.unescape(caption)).split())

@@ -21,8 +21,10 @@ from longtake.errors import CheckpointError, DivergedError
 from longtake.guard.history import WINDOWS
 from longtake.guard.rollback import RollBack
 from longtake.guard.verdict import Verdict
-from longtake.models.assemble import source_of
+from longtake.models.assemble import source_of, text_section
+from longtake.models.captions import review_captions
 from longtake.models.precision import Precision, choose_precision
+from longtake.models.pretrained import local_copies
 from longtake.ourselves import command
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join
@@ -32,6 +34,7 @@ from longtake.tracking.wandb_access import missing_key, refuse_missing_wandb
 from longtake.training.allocator import keep_freed_memory
 from longtake.training.announce import announce, announce_plan
 from longtake.training.build import build_state
+from longtake.training.caching import captions_of
 from longtake.training.card import free_memory
 from longtake.training.compile_cache import keep_compiled
 from longtake.training.compiling import compile_blocks, refuse_missing_compiler
@@ -162,7 +165,11 @@ def _train(
     follower.start()
     if world.is_first:
         keep_plan(plan, recipe, precision, run, world, free_bytes)
-        announce(state, loader, [*warnings, *plan.notes], recipe, run, world, console)
+        truncated, said = _review_captions(recipe, loader)
+        warnings += [*said, *plan.notes]
+        announce(state, loader, warnings, recipe, run, world, console)
+        if truncated is not None:
+            run.append_event("captions_truncated", step=start, **truncated)
         announce_plan(plan, state, run, console)
     peak = _peak_check(plan, recipe, world)
     reach = WINDOWS * recipe.guard.window if recipe.guard.mode == "act" else 0
@@ -323,6 +330,13 @@ def _look_for_files(loader: Loader, world: World) -> list[str]:
 
     first_does(look, world)
     return said
+
+
+def _review_captions(recipe: Recipe, loader: Loader) -> tuple[dict[str, int] | None, list[str]]:
+    """Facts about truncated captions, None if there are none, and a warning about them."""
+    with local_copies():
+        facts, warning = review_captions(text_section(recipe), captions_of(loader))
+    return (None, []) if warning is None else (facts, [warning])
 
 
 def _begin_ledger(loader: Loader, recipe: Recipe, run: RunDirectory, world: World) -> Path:

@@ -7,7 +7,7 @@ tables.py     both, as tables for people
 gallery.py    both, as pictures
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,16 @@ from longtake.data.show.holdings import show_catalog
 from longtake.data.show.outline import show_plan
 from longtake.errors import DataError
 
+ReviewCaptions = Callable[[Sequence[str]], tuple[dict[str, int] | None, str | None]]
+"""Maps captions to facts, None if they cannot be known, and a warning, if there is one."""
+
 
 def show(
     path: Path,
     recipe: Recipe | None = None,
     out: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
+    review_captions: ReviewCaptions | None = None,
 ) -> dict[str, Any]:
     """Look at a catalog, and at what a recipe would train on.
 
@@ -35,10 +39,12 @@ def show(
         recipe: what is planned; None: only the catalog is shown.
         out: a folder to draw pictures in; None: none are drawn.
         progress: called with (pictures done, pictures in all).
+        review_captions: counts the tokens of all captions that the recipe trains on.
 
     Returns:
         JSON-able: `catalog` (the path), what `show_catalog` says of it, what `show_plan` says of
-        the recipe, `catalogs` (by name, where there are several) and `pictures` (paths).
+        the recipe, `captions` (facts of `review_captions`), `catalogs` (by name, where there are
+        several) and `pictures` (paths).
 
     Raises:
         DataError: a catalog cannot be read, a stage selects nothing, `path` is none of the
@@ -58,6 +64,10 @@ def show(
     if recipe is not None:
         plan = begin(catalogs, recipe.data, recipe.training.batch_size, recipe.seed)
         result |= show_plan(plan, recipe)
+        if review_captions is not None:
+            captions = [text for catalog in catalogs.values() for text in catalog.captions()]
+            result["captions"], warning = review_captions(captions)
+            result["warnings"] += [warning] if warning else []
     if out is not None:
         from longtake.data.show.gallery import write_pictures  # matplotlib takes a second
 

@@ -1,0 +1,114 @@
+"""What becomes of captions before a text encoder reads them: cleaned, and cut; torch-free."""
+
+import html
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from longtake.config import TextSection
+from longtake.errors import ModelError
+from longtake.models.pretrained import load_pretrained, locate
+
+MOST_COUNTED = 10_000
+"""Captions whose tokens are counted, evenly spaced; it takes a second or two."""
+
+
+@dataclass(frozen=True)
+class CaptionLengths:
+    """Tokens of captions, against the number that a text encoder reads."""
+
+    max_tokens: int
+    num_counted: int  # different captions, at most MOST_COUNTED of them
+    num_truncated: int  # of those counted
+    longest: int  # tokens
+
+    def warning(self) -> str | None:
+        """A sentence, if captions are truncated."""
+        if not self.num_truncated:
+            return None
+        return (
+            f"{self.num_truncated} of {self.num_counted} captions are truncated: they have more "
+            f"than text.max_tokens = {self.max_tokens} tokens (the longest {self.longest}). "
+            "Shorten them or raise text.max_tokens; a pretrained model should not get more tokens "
+            "than it was trained with."
+        )
+
+
+def caption_lengths(section: TextSection, captions: Sequence[str]) -> CaptionLengths:
+    """Count the tokens of a catalog's captions by the first text encoder's own tokenizer.
+
+    The second one of FLUX (CLIP) reads the first 77 tokens of any caption.
+
+    Args:
+        section: of the recipe, with its `max_tokens` if that depends on the family.
+        captions: of the catalog.
+
+    Raises:
+        ModelError: there is no tokenizer.
+    """
+    different = list(dict.fromkeys(captions))
+    step = -(-len(different) // MOST_COUNTED) or 1
+    counted = different[::step]
+    limit = section.num_tokens()
+    # A token is at least a byte, but for the end.
+    could_be_long = [each for each in counted if len(each.encode()) >= limit]
+    counts = _counter(section)(could_be_long) if could_be_long else []
+    return CaptionLengths(
+        max_tokens=limit,
+        num_counted=len(counted),
+        num_truncated=sum(count > limit for count in counts),
+        longest=max(counts, default=0),
+    )
+
+
+def review_captions(
+    section: TextSection, captions: Sequence[str]
+) -> tuple[dict[str, int] | None, str | None]:
+    """Facts of `caption_lengths` as JSON, and a warning if there is something to say.
+
+    Without the tokenizer there are no facts, and the warning says why.
+    """
+    try:
+        lengths = caption_lengths(section, captions)
+    except ModelError as error:
+        return None, f"the captions' tokens were not counted: {error}"
+    return asdict(lengths), lengths.warning()
+
+
+def clean(caption: str) -> str:
+    """A caption as Wan's pipeline cleans a prompt: HTML entities resolved, single spaces."""
+    return " ".join(html.unescape(html.unescape(caption)).split())
+
+
+def _counter(section: TextSection) -> Callable[[Sequence[str]], list[int]]:
+    """Maps captions to their numbers of tokens, special tokens included."""
+    from tokenizers import Tokenizer
+
+    if section.pretrained is None:
+        return _word_counter(ends=section.kind == "transformers")
+    cleaned = clean if section.pooled is None else str
+    folder = locate(section.pretrained, section.tokenizer_subfolder) / section.tokenizer_subfolder
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        from transformers import AutoTokenizer
+
+        slow: Any = load_pretrained(
+            AutoTokenizer, section.pretrained, section.tokenizer_subfolder, verbose=False
+        )
+        return lambda captions: [
+            len(ids) for ids in slow([cleaned(each) for each in captions]).input_ids
+        ]
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return lambda captions: [
+        len(each) for each in tokenizer.encode_batch([cleaned(each) for each in captions])
+    ]
+
+
+def _word_counter(*, ends: bool) -> Callable[[Sequence[str]], list[int]]:
+    """For the vocabulary of a catalog's own words, which are split at spaces and punctuation."""
+    from tokenizers.pre_tokenizers import Whitespace
+
+    split = Whitespace().pre_tokenize_str
+    return lambda captions: [len(split(caption)) + ends for caption in captions]
