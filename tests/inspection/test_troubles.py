@@ -2,6 +2,11 @@
 
 from pathlib import Path
 
+import numpy as np
+from matplotlib.colors import to_rgb
+from PIL import Image
+
+from longtake.drawing import SERIES
 from longtake.inspection.curves import draw
 from longtake.inspection.glance import glance
 from longtake.inspection.rows import read_rows
@@ -46,6 +51,23 @@ def test_glance_and_picture_show_them(told: RunDirectory, tmp_path: Path) -> Non
     assert glance(told)["troubles"][0]["at"] == 5
     draw(told, tmp_path / "curves.png", None, 100)
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_a_hang_after_the_last_step_is_in_the_picture(told: RunDirectory, tmp_path: Path) -> None:
+    """A run that hangs has no row of the step that it hangs in."""
+    NodeDirectory(told, "gpu07").append_event("stalled", step=24, sentence=_SENTENCE)
+    for name, around in (("whole", None), ("last", 24), ("earlier", 5)):
+        draw(told, tmp_path / f"{name}.png", around, 3)
+    has_mark = {path.stem: _has_mark(path) for path in tmp_path.glob("*.png")}
+    assert has_mark == {"whole": True, "last": True, "earlier": False}
+
+
+def _has_mark(path: Path) -> bool:
+    """Whether the colour of what befalls nodes is in a picture."""
+    with Image.open(path) as picture:
+        pixels = np.asarray(picture.convert("RGB"))
+    color = (255 * np.array(to_rgb(SERIES[4]))).round()
+    return bool((pixels == color).all(axis=-1).sum() > 10)
 
 
 def test_a_rank_that_failed_is_told_with_where_and_of_what(told: RunDirectory) -> None:

@@ -6,10 +6,8 @@ Plain data in, PNG files out; each is written aside and renamed when whole.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
@@ -21,10 +19,9 @@ from PIL import Image
 
 from longtake.aside import written_aside
 from longtake.config import Bucket
-from longtake.drawing import INK, PALE_INK, PAPER, RULE, SERIES
+from longtake.drawing import INK, PALE_INK, PAPER, RULE, SERIES, figure_text
 from longtake.errors import DataError
 
-_PLAIN: Any = {"text.parse_math": False}  # names of stages and scores are no formulas
 _MAX_DRAWN = 1e290  # beyond it, differences are not finite
 MAX_DOTS = 4000
 """Different clip sizes that are drawn; of more, the most frequent ones."""
@@ -32,7 +29,7 @@ BARE = "#cfd3d8"
 """The colour of what is not trained on."""
 
 
-@rc_context(_PLAIN)
+@figure_text()
 def buckets_picture(
     path: Path,
     shapes: Sequence[Bucket],
@@ -219,7 +216,7 @@ def _draw_lengths(
         axes.annotate(f" {span}", place, xycoords=("data", "axes fraction"), va="top", color=INK)
 
 
-@rc_context(_PLAIN)
+@figure_text()
 def histogram_picture(
     path: Path,
     name: str,

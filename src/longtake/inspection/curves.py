@@ -7,24 +7,29 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
 from numpy.typing import NDArray
 
 from longtake.aside import written_aside
-from longtake.drawing import INK, PALE_INK, PAPER, RULE, SERIES
+from longtake.drawing import INK, PALE_INK, PAPER, RULE, SERIES, figure_text
 from longtake.errors import RunError
 from longtake.inspection.rows import Row, passes, read_rows
 from longtake.inspection.strip import draw_strip, mark_steps, strip_of
+from longtake.inspection.troubles import troubles
 from longtake.run_dir import RunDirectory
 
 LOG_SCALE_RATIO = 20.0
 """From this quotient of the largest and the smallest value on, an axis is logarithmic."""
+
+_FEW_DECADES = 1e3
+_MARGIN = 0.005  # of the width, beside the first and the last step
 
 _PANELS = {"loss": "loss", "grad_norm": "gradient norm", "weight_norm": "weight norm"}
 _LEGEND = ["kept", "abandoned", "no number"]
 _KEPT, _ABANDONED, _TROUBLE = SERIES[0], "#8fb1dc", SERIES[1]
 
 
+@figure_text()
 def draw(run: RunDirectory, path: Path, around: int | None, span: int) -> None:
     """Write a PNG of loss, gradient norm and weight norm over the steps.
 
@@ -46,7 +51,11 @@ def draw(run: RunDirectory, path: Path, around: int | None, span: int) -> None:
     if not rows:
         where = "" if around is None else f" within {span} steps of step {around}"
         raise RunError(f"{run.path} has no metrics{where}, so there is nothing to draw.")
-    shown = (min(row.step for row in rows), max(row.step for row in rows))
+    last = max(row.step for row in rows)
+    if last == max(row.step for row in everything):
+        # A hang is at the step after the last one that was done.
+        last = max([last, *(each["at"] for each in troubles(run, everything))])
+    shown = (min(row.step for row in rows), last)
     strip = strip_of(run, everything, shown)
     figure = Figure(figsize=(9.6, 7.6), dpi=120, layout="constrained", facecolor=PAPER)
     heights = [0.12 + 0.16 * strip.num_lanes, *([1.0] * len(_PANELS))]
@@ -59,7 +68,8 @@ def draw(run: RunDirectory, path: Path, around: int | None, span: int) -> None:
     _explain(top, panels)
     panels[-1].set_xlabel("step", color=INK)
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    panels[-1].set_xlim(shown[0] - 0.5, shown[1] + 0.5)
+    beside = max(0.5, _MARGIN * (shown[1] - shown[0]))
+    panels[-1].set_xlim(shown[0] - beside, shown[1] + beside)
     _save(figure, path)
 
 
@@ -95,13 +105,24 @@ def _draw_panel(axes: Axes, rows: Sequence[Row], name: str) -> None:
     axes.plot(steps, values, color=_KEPT, linewidth=width, label=counts)
     _cross_out(axes, rows, name)
     axes.set_yscale(_scale([row.metrics.get(name) for row in rows]))
+    if axes.get_yscale() == "log":
+        _label_decades(axes)
     axes.set_ylabel(_PANELS[name], color=INK)
     axes.set_facecolor(PAPER)
     axes.grid(color=RULE, linewidth=0.7)
-    axes.tick_params(colors=PALE_INK)
+    axes.tick_params(which="both", colors=PALE_INK)
     axes.spines[["top", "right"]].set_visible(False)
     if not any(name in row.metrics for row in rows):
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=PALE_INK)
+
+
+def _label_decades(axes: Axes) -> None:
+    """Write 1, 2 and 5 of each decade as plain numbers; of many decades only 1."""
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    if high < _FEW_DECADES * low:
+        axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+        axes.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
 
 
 def _abandoned(rows: Sequence[Row]) -> list[list[Row]]:

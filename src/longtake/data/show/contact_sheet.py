@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from longtake.data.pictures import BARE, save_picture
-from longtake.drawing import INK, PALE_INK, PAPER, RULE, SERIES, font, line_height, wrap
+from longtake.drawing import INK, PALE_INK, PAPER, RULE, SERIES, draw_text, line_height, wrap
 
 MAX_FRAMES = 6
 FRAME_HEIGHT = 120
@@ -84,7 +84,7 @@ def _draw_row(row: CropRow) -> Image.Image:
     picture.paste(strip, (_TEXT_WIDTH + _TEXT_GAP, 0))
     pen, top = ImageDraw.Draw(picture), 0
     for line, size, ink in lines:
-        pen.text((0, top), line, fill=ink, font=font(size))
+        draw_text(pen, (0, top), line, size, ink)
         top += line_height(size)
     return picture
 
@@ -110,7 +110,7 @@ def _draw_failure(reason: str) -> Image.Image:
     lines = wrap(f"Cannot be decoded: {reason}", _NOTE_SIZE, _FAILURE_WIDTH - 2 * _TEXT_GAP)
     for number, line in enumerate(lines):
         place = (_TEXT_GAP, _TEXT_GAP + number * line_height(_NOTE_SIZE))
-        pen.text(place, line, fill=INK, font=font(_NOTE_SIZE))
+        draw_text(pen, place, line, _NOTE_SIZE, INK)
     return strip
 
 

@@ -5,7 +5,17 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw
 
-from longtake.drawing import INK, PALE_INK, PAPER, RULE, SERIES, font, line_height, wrap
+from longtake.drawing import (
+    INK,
+    PALE_INK,
+    PAPER,
+    RULE,
+    SERIES,
+    draw_text,
+    line_height,
+    text_width,
+    wrap,
+)
 from longtake.evaluation.comparing.cells import copied_picture
 from longtake.evaluation.comparing.choose import Comparison
 
@@ -48,7 +58,7 @@ class Page:
         lines = len(self.comparison.measures())
         height = self._tops()[-1] + lines * line_height(_NOTE) + (_ROW_GAP if lines else 0)
         height += _MARGIN - _ROW_GAP
-        title = round(font(_TITLE).getlength(self.comparison.title)) + 2 * _MARGIN
+        title = round(text_width(self.comparison.title, _TITLE)) + 2 * _MARGIN
         return _even(max(width, title)), _even(height)
 
     def corner(self, row: int, column: int, frame: int = 0) -> tuple[int, int]:
@@ -65,7 +75,7 @@ class Page:
         """All words, and the pictures that the model goes by; the videos' places are left grey."""
         page = Image.new("RGB", self.size, PAPER)
         pen = ImageDraw.Draw(page)
-        pen.text((_MARGIN, _MARGIN), self.comparison.title, fill=INK, font=font(_TITLE))
+        draw_text(pen, (_MARGIN, _MARGIN), self.comparison.title, _TITLE, INK)
         self._draw_headings(pen)
         tops = self._tops()
         for row, words in enumerate(self._captions()):
@@ -83,12 +93,12 @@ class Page:
             top = self._heading_top()
             for number, line in enumerate(lines):
                 ink = INK if number == 0 else PALE_INK
-                pen.text((self._left(place), top), line, fill=ink, font=font(_HEADING))
+                draw_text(pen, (self._left(place), top), line, _HEADING, ink)
                 top += line_height(_HEADING)
 
         for place, name in enumerate(self.comparison.pictures):
             corner = self.reference_corner(0, place)[0], self._heading_top()
-            pen.text(corner, name.replace("_", " "), fill=PALE_INK, font=font(_HEADING))
+            draw_text(pen, corner, name.replace("_", " "), _HEADING, PALE_INK)
 
     def _draw_references(self, page: Image.Image, row: int) -> None:
         """As far as there are copies of them."""
@@ -102,20 +112,20 @@ class Page:
         self, pen: ImageDraw.ImageDraw, top: int, caption: Sequence[str], note: str
     ) -> None:
         for line in caption:
-            pen.text((_MARGIN, top), line, fill=INK, font=font(_CAPTION))
+            draw_text(pen, (_MARGIN, top), line, _CAPTION, INK)
             top += line_height(_CAPTION)
-        pen.text((_MARGIN, top), note, fill=PALE_INK, font=font(_NOTE))
+        draw_text(pen, (_MARGIN, top), note, _NOTE, PALE_INK)
 
     def _draw_measures(self, pen: ImageDraw.ImageDraw, top: int) -> None:
         """A line for each measure, below the columns; red where there is an alarm."""
         for name, values in self.comparison.measures().items():
-            pen.text((_MARGIN, top), name.replace("_", " "), fill=PALE_INK, font=font(_NOTE))
+            draw_text(pen, (_MARGIN, top), name.replace("_", " "), _NOTE, PALE_INK)
             for column, (value, is_alarm) in enumerate(values):
                 text = "" if value is None else f"{value:.3g}"
                 left = self._left(column)
-                pen.text((left, top), text, fill=_RED if is_alarm else INK, font=font(_NOTE))
+                draw_text(pen, (left, top), text, _NOTE, _RED if is_alarm else INK)
                 if is_alarm:
-                    _draw_mark(pen, left + round(font(_NOTE).getlength(text)) + 7, top)
+                    _draw_mark(pen, left + round(text_width(text, _NOTE)) + 7, top)
             top += line_height(_NOTE)
 
     def _captions(self) -> Iterator[tuple[list[str], str]]:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from longtake.aside import written_aside
-from longtake.drawing import INK, PALE_INK, PAPER, RULE, font, line_height, wrap
+from longtake.drawing import INK, PALE_INK, PAPER, RULE, draw_text, line_height, text_width, wrap
 from longtake.errors import RunError
 
 MAX_FRAMES = 8
@@ -26,7 +26,7 @@ class SheetRow:
     """One clip of a contact sheet.
 
     Attributes:
-        caption: the prompt. The font has Latin letters; others appear as boxes.
+        caption: the prompt.
         frames: [F, H, W, 3] uint8 RGB, at least one frame.
         correct: draws a green tick (True), a red cross (False) or nothing (None).
         note: a few pale words below the caption, such as a measured value.
@@ -54,11 +54,11 @@ def contact_sheet(rows: Sequence[SheetRow], path: Path, *, title: str = "") -> N
     title_height = line_height(_TITLE_SIZE) + _ROW_GAP if title else 0
     width = max(picture.width for picture in pictures)
     if title:
-        width = max(width, round(font(_TITLE_SIZE).getlength(title)))
+        width = max(width, round(text_width(title, _TITLE_SIZE)))
     height = sum(picture.height for picture in pictures) + _ROW_GAP * (len(rows) - 1)
     sheet = Image.new("RGB", (width + 2 * _MARGIN, height + title_height + 2 * _MARGIN), PAPER)
     pen = ImageDraw.Draw(sheet)
-    pen.text((_MARGIN, _MARGIN), title, fill=INK, font=font(_TITLE_SIZE))
+    draw_text(pen, (_MARGIN, _MARGIN), title, _TITLE_SIZE, INK)
     top = _MARGIN + title_height
     for index, picture in enumerate(pictures):
         if index:
@@ -139,7 +139,7 @@ def _draw_lines(
 ) -> int:
     """Draw lines below `top` and return where the next one would begin."""
     for line in lines:
-        pen.text((_MARK_WIDTH, top), line, fill=ink, font=font(size))
+        draw_text(pen, (_MARK_WIDTH, top), line, size, ink)
         top += line_height(size)
     return top
 
