@@ -17,8 +17,8 @@ def test_the_recipe_shown_is_the_one_that_ships() -> None:
     _, _, shown = _SHOWN
     shipped = Path(run.__file__).with_name("recipe.toml").read_text(encoding="utf-8")
     assert shown == shipped
-    assert len(shipped.splitlines()) <= 20
-    assert tomllib.loads(shipped)["training"]["steps"] == 3000
+    assert len(shipped.splitlines()) <= 24
+    assert tomllib.loads(shipped)["training"]["steps"] == 1500
 
 
 def test_the_curriculum_shown_is_one() -> None:

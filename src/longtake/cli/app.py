@@ -87,7 +87,7 @@ def longtake(
 
 def demo(
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer updates; 3000 by default.")
+        int | None, typer.Option(min=1, help="Optimizer updates; 1500 by default.")
     ] = None,
     minutes: Annotated[
         float | None,

@@ -24,7 +24,7 @@ from longtake.progress import counted
 from longtake.run_dir import RunDirectory
 from longtake.training.run import train
 
-DEFAULT_STEPS = 3000
+DEFAULT_STEPS = 1500
 NUM_CLIPS = 6000
 NUM_HELD_OUT_CLIPS = 48
 """Of captions that are not trained on: the loss on them is measured at each checkpoint."""
@@ -64,7 +64,7 @@ def run_demo(
 
     Args:
         out: the run directory.
-        steps: optimizer updates, 3000 by default; or
+        steps: optimizer updates, 1500 by default; or
         minutes: how long to train, which a new demo turns into steps by a short measurement.
         seed: of the run and of its clips.
         console: where a person looks.

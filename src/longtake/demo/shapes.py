@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from longtake.aside import written_aside
 from longtake.data.encode import write_video
 from longtake.errors import DataError
+from longtake.machine import num_cores
 
 NUM_FRAMES = 8
 HEIGHT = 32
@@ -207,10 +209,15 @@ def write_clips(
         for index in range(num_clips)
     ]
     _make(folder)
-    for index, (video, caption) in enumerate(planned):
+
+    def write(index: int) -> None:
+        video, caption = planned[index]
         _write_clip(folder / video, caption, [seed, index])
-        if progress is not None:
-            progress(index + 1)
+
+    with ThreadPoolExecutor(num_cores()) as threads:  # x264 releases the GIL
+        for done, _ in enumerate(threads.map(write, range(num_clips)), 1):
+            if progress is not None:
+                progress(done)
     return _write_captions(folder, planned)
 
 
