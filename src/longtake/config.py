@@ -388,6 +388,8 @@ class CodecSection(_Section):
     subfolder: str = "vae"
     class_name: str = "AutoencoderKLWan"
     config: dict[str, Any] = Field(default_factory=dict)
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """What the autoencoder is kept and computed in; bf16 is faster and rounds latents."""
 
 
 class PooledSection(_Section):
@@ -421,6 +423,9 @@ class TextSection(_Section):
     (512 for Wan and FLUX.1-dev, 256 for FLUX.1-schnell); 64 without `pretrained`."""
     max_words: int = Field(8192, gt=0, le=2**20)
     """Size limit of the vocabulary that is built from the catalog's captions."""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """What the encoders are kept and computed in; unset: bf16 where `pretrained` is set, as people
+    run released pipelines, else fp32."""
     pooled: PooledSection | None = None
     """FLUX's second encoder. With it padding is encoded like words, as FLUX's pipelines do it."""
 
@@ -429,6 +434,10 @@ class TextSection(_Section):
         if self.max_tokens is not None:
             return self.max_tokens
         return 64 if self.pretrained is None else 512
+
+    def kept_in(self) -> Literal["fp32", "bf16"]:
+        """The dtype, where an unset one is resolved."""
+        return self.dtype or ("fp32" if self.pretrained is None else "bf16")
 
 
 class FlowSection(_Section):

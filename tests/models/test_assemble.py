@@ -1,7 +1,8 @@
 """What putting a recipe's parts together promises: one seed, one model, and a plan of it before."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -183,6 +184,28 @@ def test_without_frozen_parts_words_keep_their_vocabulary(tmp_path: Path) -> Non
     assert again.text.vocabulary_size == whole.text.vocabulary_size
     ids = again.text.encode(_CAPTIONS)["token_ids"]
     assert torch.equal(ids, whole.text.encode(_CAPTIONS)["token_ids"])
+
+
+class _Located:
+    """Stands in for a part; says how many are on the device whenever one is moved."""
+
+    there: ClassVar[set["_Located"]] = set()
+
+    def to(self, device: torch.device) -> None:
+        """Move it."""
+        (self.there.discard if device.type == "cpu" else self.there.add)(self)
+        assert len(self.there) <= 1
+
+
+def test_parts_take_turns_on_a_device() -> None:
+    """Their memory is never added up; on a CPU nothing is moved."""
+    stand_ins: Any = {"text": _Located(), "model": _Located(), "codec": _Located()}
+    parts = replace(outline(_recipe()), **stand_ins)
+    parts.bring("text", torch.device("cpu"))
+    assert not _Located.there
+    for part in ("text", "model", "codec", "model"):
+        parts.bring(part, torch.device("meta"))
+        assert _Located.there == {stand_ins[part]}
 
 
 def test_flops_count_the_references_tokens() -> None:

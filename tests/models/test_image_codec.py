@@ -135,3 +135,31 @@ def test_an_outline_knows_shapes_and_has_no_values() -> None:
             ("meta", torch.float32)
         }
     assert outline.channels == 16
+
+
+@pytest.mark.parametrize("class_name", ["AutoencoderKL", "AutoencoderKLWan"])
+def test_a_codec_computes_in_what_the_recipe_says(class_name: str, tmp_path: Path) -> None:
+    """Latents are fp32 in any case, and near; also where it is loaded from a folder."""
+    wan = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1}
+    kl = {"block_out_channels": [4, 4], "norm_num_groups": 2}
+    config = kl if class_name == "AutoencoderKL" else wan | {"temperal_downsample": [False]}
+    section = CodecSection(kind="autoencoder", class_name=class_name, config=config)
+    torch.manual_seed(0)
+    exact = build_codec(section)
+    exact.save(tmp_path)
+    videos = torch.randint(0, 256, (1, 3, 1, 16, 24), dtype=torch.uint8)
+    loaded = CodecSection(
+        kind="autoencoder", class_name=class_name, pretrained=str(tmp_path), dtype="bf16"
+    )
+    for each in (
+        build_codec(loaded),
+        build_codec(section.model_copy(update={"dtype": "bf16"}), tmp_path),
+    ):
+        (module,) = each.modules()
+        assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+        latents = each.encode(videos)
+        assert latents.dtype == torch.float32
+        torch.testing.assert_close(latents, exact.encode(videos), rtol=0.1, atol=0.1)
+        assert not torch.equal(latents, exact.encode(videos))
+        off = each.decode(latents).float() - exact.decode(latents).float()
+        assert off.abs().mean() < 4

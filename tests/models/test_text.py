@@ -191,12 +191,39 @@ def test_a_pretrained_encoder_is_loaded_and_not_copied(tmp_path: Path) -> None:
         pretrained=str(tmp_path),
         tokenizer_subfolder="pieces",
         max_tokens=8,
+        dtype="fp32",
     )
     loaded = build_text(section, [], None)
     expected = text.encode(_CAPTIONS)["prompt_embeds"]
     assert torch.equal(loaded.encode(_CAPTIONS)["prompt_embeds"], expected)
     loaded.save(tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
+
+
+def test_a_pretrained_encoder_is_kept_in_bf16_unless_the_recipe_asks(tmp_path: Path) -> None:
+    """One of random weights in fp32; what comes out is fp32 in any case."""
+    text = _pooled()
+    text.save(tmp_path)
+    section = TextSection(
+        kind="transformers",
+        class_name="T5EncoderModel",
+        pretrained=str(tmp_path),
+        subfolder="text_encoder_2",
+        tokenizer_subfolder="tokenizer_2",
+        max_tokens=8,
+        pooled=PooledSection(max_tokens=7),
+    )
+    exact = section.model_copy(update={"dtype": "fp32"})
+    for asked, dtype in ((section, torch.bfloat16), (exact, torch.float32)):
+        loaded, outlined = build_text(asked, [], None), outline_text(asked)
+        for module in (*loaded.modules(), *outlined.modules()):
+            assert {p.dtype for p in module.parameters()} == {dtype}
+        for name, expected in text.encode(_CAPTIONS).items():
+            found = loaded.encode(_CAPTIONS)[name]
+            assert found.dtype == torch.float32
+            torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+            assert torch.equal(found, expected) == (asked is exact)
+    assert {p.dtype for p in text.encoder.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -278,6 +305,7 @@ def test_the_second_encoder_is_from_where_the_first_is(tmp_path: Path) -> None:
         subfolder="text_encoder_2",
         tokenizer_subfolder="tokenizer_2",
         max_tokens=8,
+        dtype="fp32",
         pooled=PooledSection(max_tokens=7),
     )
     loaded = build_text(section, [], None)

@@ -187,3 +187,15 @@ def test_parts_that_a_run_makes_are_known_by_their_content(
     longer = small_recipe("text.max_tokens=9")
     prints: list[Any] = [text_fingerprint(each, tmp_path / "ids") for each in (words, longer)]
     assert len({*prints, *first}) == 4
+
+
+def test_other_dtypes_make_other_entries(
+    pipeline: Path, prints: Callable[..., tuple[str, str]]
+) -> None:
+    """A cache that was filled in bf16 is not taken for one in fp32."""
+    codec, text = prints(pipeline)
+    other, same = prints(pipeline, "codec.dtype=bf16")
+    assert (other != codec, same == text) == (True, True)
+    assert prints(pipeline, "text.dtype=bf16") == (codec, text)  # as a pretrained one is anyway
+    assert prints(pipeline, "text.dtype=fp32")[0] == codec
+    assert prints(pipeline, "text.dtype=fp32")[1] != text

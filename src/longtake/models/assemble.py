@@ -26,6 +26,10 @@ from longtake.models.text import TextEncoder, build_text, outline_text
 from longtake.models.trainable import make_trainable
 from longtake.models.unfilled import WHOLE, Unfilled, can_be_filled, parameters_on_meta, slots_of
 
+Part = Literal["text", "model", "codec"]
+PARTS: tuple[Part, ...] = ("text", "model", "codec")
+"""In the order in which a video needs them."""
+
 
 @dataclass(frozen=True)
 class Components:
@@ -63,11 +67,32 @@ class Components:
             num_latent_frames=shape.num_frames,
         )
 
-    def to(self, device: torch.device) -> None:
-        """Move every part to a device."""
-        self.model.to(device)
-        self.codec.to(device)
-        self.text.to(device)
+    def bring(self, part: Part, device: torch.device) -> None:
+        """Move one part to a device and the others off it: their memory is never added up."""
+        if device.type == "cpu":
+            return
+        held: dict[Part, nn.Module | Codec | TextEncoder]
+        held = {"text": self.text, "model": self.model, "codec": self.codec}
+        with torch.inference_mode(mode=False):  # moved weights may be loaded into again
+            for other in PARTS:
+                if other != part:
+                    held[other].to(torch.device("cpu"))
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            held[part].to(device)
+
+    def part_bytes(self) -> dict[Part, int]:
+        """Bytes of each part's weights."""
+        modules = {
+            "text": self.text.modules(),
+            "model": [self.model],
+            "codec": self.codec.modules(),
+        }
+        return {part: sum(map(_num_bytes, modules[part])) for part in PARTS}
+
+
+def _num_bytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
 Source = Literal["here", "files", "checkpoint"]

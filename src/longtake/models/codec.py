@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from longtake.config import Bucket, CodecSection
 from longtake.errors import RecipeError
-from longtake.models.architecture import on_meta
+from longtake.models.architecture import DTYPES, keep_weights_in, on_meta
 from longtake.models.image_codec import (
     ALONE,
     ImageCodec,
     complete_image_config,
+    dtype_of,
     refuse_odd,
     tiled,
     to_uint8,
@@ -146,8 +147,9 @@ class AutoencoderCodec:
     @torch.no_grad()
     def encode(self, videos: Tensor) -> Tensor:
         """Normalised latents."""
-        encoded: Any = self.autoencoder.encode(videos.float() / 127.5 - 1)  # type: ignore[operator]
-        latents: Tensor = encoded.latent_dist.mode()
+        pixels = (videos.float() / 127.5 - 1).to(dtype_of(self.autoencoder))
+        encoded: Any = self.autoencoder.encode(pixels)  # type: ignore[operator]
+        latents: Tensor = encoded.latent_dist.mode().float()
         return (latents - self._mean.to(latents)) / self._std.to(latents)
 
     @torch.no_grad()
@@ -158,6 +160,7 @@ class AutoencoderCodec:
         """
         raw = latents.float() * self._std.to(latents) + self._mean.to(latents)
         with tiled(self.autoencoder, tiles):
+            raw = raw.to(dtype_of(self.autoencoder))
             decoded: Tensor = self.autoencoder.decode(raw).sample  # type: ignore[operator]
         return to_uint8(decoded)
 
@@ -192,11 +195,14 @@ def build_codec(section: CodecSection, made: Path | None = None) -> Codec:
         return PixelCodec()
     found = diffusers_class("codec.class_name", section.class_name)
     if section.pretrained is not None:
-        loaded = load_pretrained(found, section.pretrained, section.subfolder)
+        loaded = load_pretrained(
+            found, section.pretrained, section.subfolder, torch_dtype=DTYPES[section.dtype]
+        )
         return codec_class(loaded, is_pretrained=True)
     if made is not None and (made / "vae").is_dir():
-        return codec_class(load_pretrained(found, str(made), "vae"))
-    return codec_class(_random(found, section.config))
+        dtype = DTYPES[section.dtype]
+        return codec_class(load_pretrained(found, str(made), "vae", torch_dtype=dtype))
+    return codec_class(_random(found, section))
 
 
 def outline_codec(section: CodecSection) -> Codec:
@@ -212,9 +218,10 @@ def outline_codec(section: CodecSection) -> Codec:
     found = diffusers_class("codec.class_name", section.class_name)
     if section.pretrained is not None:
         outline = on_meta(found, section.pretrained, section.subfolder)
+        keep_weights_in(outline, DTYPES[section.dtype])
         return codec_class(outline, is_pretrained=True)
     with torch.device("meta"):
-        return codec_class(_random(found, section.config))
+        return codec_class(_random(found, section))
 
 
 def _check(section: CodecSection) -> type[AutoencoderCodec | ImageCodec] | None:
@@ -238,13 +245,16 @@ def _check(section: CodecSection) -> type[AutoencoderCodec | ImageCodec] | None:
     )
 
 
-def _random(autoencoder_class: Any, config: dict[str, Any]) -> Any:
+def _random(autoencoder_class: Any, section: CodecSection) -> Any:
     """An autoencoder with random weights."""
+    config = section.config
     is_of_images = autoencoder_class.__name__ == "AutoencoderKL"
     values = (
         complete_image_config(config) if is_of_images else _completed(autoencoder_class, config)
     )
-    return construct("codec.config", autoencoder_class, values)
+    made = construct("codec.config", autoencoder_class, values)
+    keep_weights_in(made, DTYPES[section.dtype])
+    return made
 
 
 def _completed(autoencoder_class: Any, config: dict[str, Any]) -> dict[str, Any]:

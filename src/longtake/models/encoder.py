@@ -11,7 +11,7 @@ from torch import nn
 
 from longtake.config import PooledSection, TextSection
 from longtake.errors import RecipeError
-from longtake.models.architecture import on_meta
+from longtake.models.architecture import keep_weights_in, on_meta
 from longtake.models.pretrained import (
     construct,
     load_pretrained,
@@ -121,9 +121,12 @@ def build_encoder(
     place: Place,
     captions: Iterable[str],
     max_words: int,
+    dtype: torch.dtype,
     made: Path | None,
 ) -> Encoder:
     """An encoder on the CPU: pretrained, made earlier by the run, or random over its own words.
+
+    Its weights are kept in `dtype`.
 
     Raises:
         DataError: a vocabulary is wanted, but the captions hold no words.
@@ -135,20 +138,23 @@ def build_encoder(
     encoder_class, where = _encoder_class(section, place), section.pretrained
     if where is not None:
         _refuse_config(section, place)
-        module = load_pretrained(encoder_class, where, section.subfolder)
+        module = load_pretrained(encoder_class, where, section.subfolder, dtype=dtype)
         tokenizer = load_pretrained(AutoTokenizer, where, section.tokenizer_subfolder)
         return Encoder(module, tokenizer, section.num_tokens(), place, is_pretrained=True)
     if made is not None and (made / place.encoder).is_dir():
-        module = load_pretrained(encoder_class, str(made), place.encoder)
+        module = load_pretrained(encoder_class, str(made), place.encoder, dtype=dtype)
         tokenizer = load_pretrained(AutoTokenizer, str(made), place.tokenizer)
     else:
         words = word_tokenizer(captions, max_words, place.special)
         tokenizer = _transformers_tokenizer(words, place, section.num_tokens())
         module = _random(encoder_class, section, place, len(tokenizer))
+        keep_weights_in(module, dtype)
     return Encoder(module, tokenizer, section.num_tokens(), place)
 
 
-def outline_encoder(section: TextSection | PooledSection, place: Place, max_words: int) -> Encoder:
+def outline_encoder(
+    section: TextSection | PooledSection, place: Place, max_words: int, dtype: torch.dtype
+) -> Encoder:
     """The same on the meta device, without a tokenizer; of a vocabulary at its largest.
 
     Raises:
@@ -159,9 +165,11 @@ def outline_encoder(section: TextSection | PooledSection, place: Place, max_word
     if where is not None:
         _refuse_config(section, place)
         module = on_meta(encoder_class, where, section.subfolder)
+        keep_weights_in(module, dtype)
         return Encoder(module, None, section.num_tokens(), place, is_pretrained=True)
     with torch.device("meta"):
         module = _random(encoder_class, section, place, max_words + len(place.special))
+        keep_weights_in(module, dtype)
     return Encoder(module, None, section.num_tokens(), place)
 
 

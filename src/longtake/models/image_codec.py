@@ -50,8 +50,9 @@ class ImageCodec:
     def encode(self, videos: Tensor) -> Tensor:
         """Normalised latents."""
         images = videos.transpose(1, 2).flatten(0, 1).float() / 127.5 - 1  # [B F, 3, H, W]
+        images = images.to(dtype_of(self.autoencoder))
         encoded: Any = self.autoencoder.encode(images)  # type: ignore[operator]
-        latents: Tensor = (encoded.latent_dist.mode() - self._shift) * self._scale
+        latents: Tensor = (encoded.latent_dist.mode().float() - self._shift) * self._scale
         return _by_clip(latents, len(videos))
 
     @torch.no_grad()
@@ -62,6 +63,7 @@ class ImageCodec:
         """
         raw = latents.transpose(1, 2).flatten(0, 1).float() / self._scale + self._shift
         with tiled(self.autoencoder, tiles):
+            raw = raw.to(dtype_of(self.autoencoder))
             images: Tensor = self.autoencoder.decode(raw).sample  # type: ignore[operator]
         return _by_clip(to_uint8(images), len(latents))
 
@@ -161,6 +163,11 @@ def tiled(autoencoder: Any, wanted: bool) -> Iterator[None]:
 def nearest(size: int, step: int) -> int:
     """The multiple of a step, above zero, that lies nearest to a size."""
     return max(1, round(size / step)) * step
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """What a module's weights are kept in."""
+    return next(module.parameters()).dtype
 
 
 def to_uint8(pixels: Tensor) -> Tensor:

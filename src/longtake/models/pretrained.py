@@ -67,7 +67,8 @@ def transformers_class(key: str, name: str) -> Any:
 def load_pretrained(loaded_class: Any, where: str, subfolder: str, **options: Any) -> Any:
     """A model or tokenizer from a local folder or, downloaded and cached, a repository id.
 
-    A model of diffusers comes in fp32, one of transformers as it was stored.
+    A model of diffusers comes in fp32, one of transformers as it was stored, unless `options` say
+    otherwise: `torch_dtype` for diffusers, `dtype` for transformers.
 
     Raises:
         ModelError: nothing loadable is there, or the weights do not fill the model.

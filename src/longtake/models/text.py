@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from longtake.config import PooledSection, TextSection
 from longtake.errors import RecipeError
+from longtake.models.architecture import DTYPES
 from longtake.models.captions import clean
 from longtake.models.encoder import (
     FIRST,
@@ -179,11 +180,14 @@ def build_text(section: TextSection, captions: Iterable[str], made: Path | None)
     if section.kind == "words":
         _refuse_encoders(section)
         return WordIds(_vocabulary(section, captions, made), section.num_tokens())
+    dtype = DTYPES[section.kept_in()]
     if section.pooled is None:
-        return TransformersText(build_encoder(section, ONLY, captions, section.max_words, made))
+        return TransformersText(
+            build_encoder(section, ONLY, captions, section.max_words, dtype, made)
+        )
     captions = list(captions)
     encoders = (
-        build_encoder(each, place, captions, section.max_words, made)
+        build_encoder(each, place, captions, section.max_words, dtype, made)
         for each, place in _two(section, section.pooled)
     )
     return PooledText(*encoders)
@@ -203,10 +207,11 @@ def outline_text(section: TextSection) -> TextEncoder:
         _refuse_encoders(section)
         size = section.max_words + len(SPECIAL)
         return WordIds(None, section.num_tokens(), vocabulary_size=size)
+    dtype = DTYPES[section.kept_in()]
     if section.pooled is None:
-        return TransformersText(outline_encoder(section, ONLY, section.max_words))
+        return TransformersText(outline_encoder(section, ONLY, section.max_words, dtype))
     encoders = (
-        outline_encoder(each, place, section.max_words)
+        outline_encoder(each, place, section.max_words, dtype)
         for each, place in _two(section, section.pooled)
     )
     return PooledText(*encoders)

@@ -42,13 +42,14 @@ def codec_fingerprint(recipe: Recipe, made: Path) -> str:
         folders = [made / "vae"]
     else:
         folders = [locate(section.pretrained, section.subfolder) / section.subfolder]
-    return _fingerprint(recipe, [_PIXELS, section.kind, section.class_name], folders)
+    facts = [_PIXELS, section.kind, section.class_name, section.dtype]
+    return _fingerprint(recipe, facts, folders)
 
 
 def text_fingerprint(recipe: Recipe, made: Path) -> str:
     """32 hex digits over what turns captions into embeddings; see `codec_fingerprint`."""
     section = text_section(recipe)
-    facts = [section.kind, section.class_name, section.num_tokens()]
+    facts = [section.kind, section.class_name, section.num_tokens(), section.kept_in()]
     folders = _encoder_folders(section, section.pretrained, made)
     if section.kind == "words":
         facts, folders = [section.kind, section.num_tokens()], [made / "tokenizer"]

@@ -103,10 +103,8 @@ class HeldOut:
         self, sampler: Sampler, size: int, on_batch: Callable[[], None] | None
     ) -> list[list[Encoded]]:
         """The clips in batches of one shape each."""
-        for clip, bucket in self.clips[len(self.encoded) :]:
-            self.encoded.append(_encode(clip, bucket, self.recipe.data, sampler))
-            if on_batch is not None:
-                on_batch()
+        if not self.encoded:
+            self.encoded += _encode(self.clips, self.recipe.data, sampler, on_batch)
         by_bucket: dict[Bucket, list[Encoded]] = {}
         for (_, bucket), encoded in zip(self.clips, self.encoded, strict=True):
             by_bucket.setdefault(bucket, []).append(encoded)
@@ -145,13 +143,37 @@ def _chosen(catalog: Catalog, data: DataSection, count: int) -> list[tuple[Clip,
 
 
 @torch.inference_mode()
-def _encode(clip: Clip, bucket: Bucket, data: DataSection, sampler: Sampler) -> Encoded:
+def _encode(
+    clips: Sequence[tuple[Clip, Bucket]],
+    data: DataSection,
+    sampler: Sampler,
+    on_clip: Callable[[], None] | None,
+) -> list[Encoded]:
+    """All captions, then all pictures, so that no two encoders are on the device at once."""
+    parts, device = sampler.components, sampler.device
+    parts.bring("text", device)
+    told = [
+        {name: each.cpu() for name, each in parts.text.encode([clip.caption]).items()}
+        for clip, _ in clips
+    ]
+    parts.bring("codec", device)
+    encoded = []
+    for (clip, bucket), caption in zip(clips, told, strict=True):
+        encoded.append(_encode_pictures(clip, bucket, data, sampler, caption))
+        if on_clip is not None:
+            on_clip()
+    return encoded
+
+
+def _encode_pictures(
+    clip: Clip, bucket: Bucket, data: DataSection, sampler: Sampler, caption: Conditioning
+) -> Encoded:
     """A clip alone: convolutions round otherwise in batches of other sizes."""
     parts, device = sampler.components, sampler.device
     window = sample_window(clip, bucket, data.model_copy(update=_STEADY), seed=0)
     video = torch.from_numpy(read(window))[None]
     latents = parts.codec.encode(video.to(device))
-    told = dict(parts.text.encode([clip.caption]))
+    told = dict(caption)
     for name, reference in references_of(window, data.references).items():
         picture = torch.from_numpy(read(reference))[None]
         told[f"{name}_latents"] = parts.codec.encode(picture.to(device))
@@ -191,6 +213,7 @@ def _losses(
 def _computed(sampler: Sampler, batch: Sequence[Encoded], sigma: float) -> Tensor:
     """[B] losses at one sigma."""
     parts, device = sampler.components, sampler.device
+    parts.bring("model", device)
     latents, noise = (
         torch.cat([getattr(each, name) for each in batch]).to(device)
         for name in ("latents", "noise")

@@ -1,7 +1,8 @@
 """Finds out how videos can be sampled in the memory there is, and remembers it.
 
-Everything is tried at once first. Where memory runs out, what takes less is tried: guidance in two
-passes, then half of the videos at a time, and half of those; for decoding, tiles. Nothing that
+Text encoder, model and codec take turns on a GPU, so each of them has all of its memory. Within
+that everything is tried at once first. Where memory runs out, what takes less is tried: guidance in
+two passes, then half of the videos at a time, and half of those; for decoding, tiles. Nothing that
 was done is done again, and the next call begins with what has worked.
 """
 
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from longtake.config import Bucket
 from longtake.errors import PlanError
+from longtake.models.assemble import Components
 from longtake.recompute.measure import is_out_of_memory
+from longtake.units import size
 
 T = TypeVar("T")
 
@@ -113,6 +116,25 @@ class Memory:
         return replace(self.ways.get(bucket, Way()), **asked)
 
 
+def refuse_too_large_parts(parts: Components, device: torch.device) -> None:
+    """Refuse a GPU whose memory does not hold the weights of the largest part.
+
+    Raises:
+        PlanError: names the part, and what would make it smaller.
+    """
+    if device.type != "cuda":
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    part, num_bytes = max(parts.part_bytes().items(), key=lambda each: each[1])
+    if num_bytes >= total:
+        raise PlanError(
+            f"The weights of the {_NAMES[part]} take {size(num_bytes)}, but {device} has "
+            f'{size(total)}. Set {part}.dtype = "bf16", if it is not, or sample on a GPU with '
+            "more memory."
+        )
+
+
+_NAMES = {"text": "text encoder", "model": "model", "codec": "codec"}
 _LESS = "Take fewer frames or a smaller size, or a card with more memory."
 
 

@@ -36,6 +36,8 @@ class Sampler:
     """Which of them: `model`, or `ema/` and the name of a profile."""
     memory: Memory = field(default_factory=Memory)
     """What has been found to fit the memory."""
+    prompts: dict[str, Conditioning] = field(default_factory=dict)
+    """What the text encoder has made of each prompt, on the CPU."""
 
     def sample(
         self,
@@ -81,10 +83,12 @@ class Sampler:
             velocity = guide.velocity(part, two_passes=two_passes)
             return integrate(velocity, noise[part], sigmas, settings.solver, told)
 
+        self.components.bring("model", self.device)
         with torch.inference_mode():
             latents = self.memory.denoise(
                 denoise, count, bucket, guidance=guidance, has_two_halves=guide.has_two_halves
             )
+            self.components.bring("codec", self.device)
             videos = [self._decode(each[None], bucket, decoding) for each in latents]
         return np.concatenate(videos)
 
@@ -115,7 +119,8 @@ class Sampler:
         Else classifier-free guidance.
         """
         parts, pictures = self.components, self._encode_pictures(requests, bucket)
-        told = self._encode_text([request.prompt for request in requests]) | pictures
+        prompts = [request.prompt for request in requests]
+        told = self._encode_text(prompts) | pictures
         is_distilled = parts.family.distils_guidance(parts.model)
         if is_distilled:
             told |= guidance_of(told, scale)
@@ -130,15 +135,21 @@ class Sampler:
 
     def _encode_text(self, prompts: Sequence[str]) -> Conditioning:
         """Each different prompt alone: what one says does not depend, to a bit, on the others."""
-        encoded = {
-            prompt: self.components.text.encode([prompt]) for prompt in dict.fromkeys(prompts)
+        for prompt in dict.fromkeys(prompts):
+            if prompt not in self.prompts:
+                self.components.bring("text", self.device)
+                told = self.components.text.encode([prompt])
+                self.prompts[prompt] = {name: each.cpu() for name, each in told.items()}
+        encoded = [self.prompts[each] for each in prompts]
+        return {
+            name: torch.cat([each[name] for each in encoded]).to(self.device) for name in encoded[0]
         }
-        names = encoded[prompts[0]]
-        return {name: torch.cat([encoded[each][name] for each in prompts]) for name in names}
 
     def _encode_pictures(self, requests: Sequence[Request], bucket: Bucket) -> Conditioning:
         """`<name>_latents` [N, C, 1, h, w] of each picture that the recipe names."""
         found = read_pictures(requests, list(self.recipe.data.references), bucket)
+        if found:
+            self.components.bring("codec", self.device)
         encode = self.components.codec.encode
         return {
             f"{name}_latents": torch.cat(

@@ -10,9 +10,10 @@ from longtake.evaluation.presets.preset import Preset
 from longtake.evaluation.presets.request import Request
 from longtake.evaluation.presets.settings import settings_for, weights_to_sample
 from longtake.evaluation.sampling.find import find_checkpoint, find_run
-from longtake.evaluation.sampling.memory import Memory
+from longtake.evaluation.sampling.memory import Memory, refuse_too_large_parts
 from longtake.evaluation.sampling.sampler import Sampler, fitting_shape
 from longtake.models.assemble import assemble
+from longtake.models.family import Conditioning
 from longtake.models.trainable import load_trained, trained_state
 from longtake.parallel.mesh import pick_device
 from longtake.run_dir import RunDirectory
@@ -32,6 +33,8 @@ __all__ = [
 class Studio:
     """A run's model, codec and text encoder, kept in memory; only the weights are loaded anew.
 
+    On a GPU is only the part that works: the text encoder, then the model, then the codec.
+
     Args:
         run: whose checkpoints are sampled.
         device: `auto`, `cpu`, `cuda`, or one card, such as `cuda:1`.
@@ -40,6 +43,7 @@ class Studio:
         RunError: there is no run.
         RecipeError: the recipe's parts do not fit together, or there is no such device.
         ModelError: a frozen part cannot be loaded.
+        PlanError: the weights of one part alone are more than the GPU's memory.
     """
 
     def __init__(self, run: RunDirectory, device: str = "auto") -> None:
@@ -48,8 +52,9 @@ class Studio:
         self.components = assemble(self.recipe, (), run.components_path)
         self._trained = frozenset(trained_state(self.components.model))
         self._memory = Memory()
+        self._prompts: dict[str, Conditioning] = {}
         self.components.model.eval().requires_grad_(False)
-        self.components.to(self.device)
+        refuse_too_large_parts(self.components, self.device)
 
     def check(self, preset: Preset) -> None:
         """Refuse a preset whose size codec or model cannot divide.
@@ -90,6 +95,7 @@ class Studio:
             trainer["precision"],
             weights,
             self._memory,
+            self._prompts,
         )
 
     def _state(self) -> dict[str, Tensor]:
