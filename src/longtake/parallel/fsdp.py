@@ -1,7 +1,8 @@
 """Spreads a model over the mesh with FSDP2 (`fully_shard`)."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,22 @@ def accumulate_in_fp32(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype == torch.bfloat16:
             parameter.grad_dtype = torch.float32
+
+
+@contextmanager
+def gradients_of_any_dtype(model: nn.Module) -> Iterator[None]:
+    """A context in which gradients of another dtype than `grad_dtype` may be assigned.
+
+    `torch.distributed.checkpoint.state_dict` does that to create the states of optimizers.
+    """
+    before = {parameter: parameter.grad_dtype for parameter in model.parameters()}
+    for parameter in before:
+        parameter.grad_dtype = None
+    try:
+        yield
+    finally:
+        for parameter, dtype in before.items():
+            parameter.grad_dtype = dtype
 
 
 def _of_other_dtypes(module: nn.Module, dtype: torch.dtype) -> list[nn.Module]:

@@ -20,6 +20,7 @@ from longtake.data.loader import Loader
 from longtake.errors import CheckpointError, DataError
 from longtake.models.trainable import load_trained, trained_state
 from longtake.parallel.collectives import gather_objects
+from longtake.parallel.fsdp import gradients_of_any_dtype
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
 from longtake.training.step import TrainingState
@@ -72,7 +73,8 @@ def restore(state: TrainingState, path: Path, world: World) -> dict[str, Any]:
     store.load_parts(path, parts, world, is_verified=True)
     load_trained(model, parts["model"])
     state.ema.load({name: parts[f"{_EMA}/{name}"] for name in state.ema.states()})
-    set_optimizer_state_dict(model, state.optimizers, parts["optimizer"], options=_FLAT)
+    with gradients_of_any_dtype(model):
+        set_optimizer_state_dict(model, state.optimizers, parts["optimizer"], options=_FLAT)
     state.global_step = trainer["global_step"]
     return trainer
 
@@ -86,7 +88,8 @@ def _parts(state: TrainingState) -> dict[str, store.State]:
     """What is saved, by the folders that it is saved in; it shares the state's memory."""
     model = state.components.model
     averages = {f"{_EMA}/{name}": each for name, each in state.ema.states().items()}
-    optimizer = get_optimizer_state_dict(model, state.optimizers, options=_FLAT)
+    with gradients_of_any_dtype(model):
+        optimizer = get_optimizer_state_dict(model, state.optimizers, options=_FLAT)
     return {"model": trained_state(model), **averages, "optimizer": optimizer}
 
 
