@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
+from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Final, Literal, TypeVar, Union
 
@@ -42,7 +43,6 @@ from pydantic import (
     ValidationError,
     with_config,
 )
-from pydantic_core import ErrorDetails
 
 from longtake.aside import written_aside
 from longtake.errors import RecordError
@@ -74,7 +74,37 @@ def _is_time(text: str) -> str:
     raise ValueError("expected a time such as 2026-05-01T12:00:00+00:00")
 
 
+def _is_inside(text: str) -> str:
+    if "\0" in text or text.startswith("/") or not {"", ".", ".."}.isdisjoint(text.split("/")):
+        raise ValueError("expected a path to a file below the folder")
+    return text
+
+
+def format_number(number: int) -> Any:
+    """The type of a field `format`: this number, or a sentence that says which it is."""
+
+    def check(found: int) -> int:
+        if found != number:
+            raise ValueError(
+                f"it has format {found}, and this longtake reads format {number}: use the "
+                "longtake that wrote it"
+            )
+        return found
+
+    return Annotated[int, AfterValidator(check)]
+
+
+def _is_span(span: list[int]) -> list[int]:
+    if span[0] > span[1]:
+        raise ValueError(f"expected [first, end), got {span}")
+    return span
+
+
+Span = Annotated[list[Count], Field(min_length=2, max_length=2), AfterValidator(_is_span)]
+"""[first, end)"""
 FileName = Annotated[str, Field(max_length=255), AfterValidator(_is_name)]
+InnerPath = Annotated[str, Field(max_length=4096), AfterValidator(_is_inside)]
+"""Of a file below a folder, such as a checkpoint's."""
 Time = Annotated[str, Field(max_length=64), AfterValidator(_is_time)]
 """As `now` writes it."""
 
@@ -124,7 +154,7 @@ def file_time() -> str:
     return datetime.now(UTC).strftime("%Y%m%dT%H%M%S_%f")
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file to read; links are followed.
 
     Raises:
@@ -149,10 +179,9 @@ def read_regular(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
         OSError: as `open_regular`; or the file has more than `max_bytes`.
     """
     with open_regular(path) as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
-    return data
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
+        return file.read()
 
 
 def is_missing(error: OSError) -> bool:
@@ -198,7 +227,19 @@ def parse_record(data: bytes, kind: Kind[_T], path: Path, max_depth: int = MAX_F
     try:
         return _adapter(kind).validate_json(data, strict=True)
     except ValidationError as error:
-        raise RecordError(path, _reason(error.errors(include_url=False)[0])) from None
+        raise RecordError(path, _reason(error)) from None
+
+
+def check_record(value: Any, kind: Kind[_T], path: Path) -> _T:
+    """A value that was read from a file, if it is such a record.
+
+    Raises:
+        RecordError: it is none.
+    """
+    try:
+        return _adapter(kind).validate_python(value, strict=True)
+    except ValidationError as error:
+        raise RecordError(path, _reason(error)) from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -374,11 +415,16 @@ def _adapter_of(kind: type[_T]) -> TypeAdapter[_T]:
     return TypeAdapter(kind)
 
 
-def _reason(error: ErrorDetails) -> str:
+def _reason(error: ValidationError) -> str:
     """What is wrong with a record, such as: launches.0.host: Field required."""
-    place = ".".join(map(str, error["loc"]))
-    text = error["msg"].removeprefix("Value error, ")
-    return f"{place[:200]}: {text}" if place else text
+    errors = error.errors(include_url=False, include_input=False)
+    # Another format explains whatever else is wrong.
+    first = next((each for each in errors if each["loc"] == ("format",)), errors[0])
+    if first["loc"] == ("format",) and first["type"] == "missing":
+        return "it has no format number, since an older longtake wrote it: begin a new run"
+    place = ".".join(map(str, first["loc"]))
+    text = first["msg"].removeprefix("Value error, ")
+    return f"{place[:200]}: {text}" if place and place != "format" else text
 
 
 def append_json(path: Path, record: Mapping[str, Any], *, durably: bool = False) -> None:

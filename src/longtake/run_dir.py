@@ -35,7 +35,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NotRequired
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from longtake import __version__, config
@@ -47,6 +47,7 @@ from longtake.records import (
     Count,
     Finite,
     NumberOrText,
+    Span,
     Time,
     Timestamp,
     append_json,
@@ -122,16 +123,6 @@ class Metrics(TypedDict):
     group_update_ratios: NotRequired[dict[str, Finite | None]]
     verdict: NotRequired[Literal["skip", "roll_back", "stop"]]
     """What the guard said, where it was not "ok": no such step's update was made."""
-
-
-def _is_span(span: list[int]) -> list[int]:
-    if span[0] > span[1]:
-        raise ValueError(f"expected [first, end), got {span}")
-    return span
-
-
-Span = Annotated[list[Count], Field(min_length=2, max_length=2), AfterValidator(_is_span)]
-"""[first, end)"""
 
 
 class RolledBack(TypedDict):

@@ -72,7 +72,7 @@ def test_what_was_saved_is_loaded(run: RunDirectory, make_parts: MakeParts) -> N
     store.load_parts(path, loaded)
     torch.testing.assert_close(loaded, make_parts(20.0), rtol=0, atol=0)
     assert loaded["model"]["weight"] is weight
-    assert store.load_trainer(path) == {"global_step": 20}
+    assert store.load_trainer(path, store.Trainer) == {"global_step": 20}
 
 
 def test_saving_waits_for_no_cuda_stream(
@@ -129,7 +129,7 @@ def test_who_samples_has_no_need_of_the_optimizer(run: RunDirectory) -> None:
     assert store.newest(run) == run.checkpoint_path(10)
     assert store.newest(run, "ema/main") == path
     assert store.newest(run, "ema/other") is None
-    assert store.load_trainer(path) == {"global_step": 20}
+    assert store.load_trainer(path, store.Trainer) == {"global_step": 20}
     loaded = {"ema/main": {"weight": torch.zeros(64, 64)}}
     store.load_parts(path, loaded)
     assert torch.equal(loaded["ema/main"]["weight"], torch.full((64, 64), 21.0))
@@ -179,7 +179,7 @@ def test_garbled_bytes_are_an_error_that_names_the_file(
 
     def load() -> None:
         if name == "trainer.json":
-            store.load_trainer(path)
+            store.load_trainer(path, store.Trainer)
         store.load_parts(path, make_parts(), is_verified=is_verified)
 
     with pytest.raises(CheckpointError, match=name.split("/")[0]) as raised:

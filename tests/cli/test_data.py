@@ -73,7 +73,7 @@ def test_a_run_that_repeated_a_clip_is_found_out(place: Path, tmp_path: Path, ca
     shutil.copytree(place / "run", run)
     ledger = run / "ledger" / "launch_0000" / "rank_0000.bin"
     records = ledger.read_bytes()
-    ledger.write_bytes(records[:15] + records[:7] + records[22:])  # the first clip twice
+    ledger.write_bytes(records[:16] + records[:16] + records[32:])  # the first clip twice
     code, out, err = call("data", "audit", run)
     assert (code, out) == (1, "")
     assert "NOT EXACT" in err

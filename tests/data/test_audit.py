@@ -14,7 +14,7 @@ from longtake.data.audit import Audit, EpochAudit, audit
 from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
 from longtake.data.course import Course, keep_catalogs, resume, start
-from longtake.data.ledger import Ledger, begin_launch, keep_ledger, stream_names
+from longtake.data.ledger import Ledger, begin_launch, keep_ledger, stream_names, with_crc
 from longtake.data.plan import PlannedBatch
 from longtake.errors import DataError
 from longtake.run_dir import RunDirectory
@@ -178,6 +178,15 @@ def _ledger_file(run: _Run, rank: int = 0) -> Path:
     return run.directory.ledger_path / "launch_0000" / f"rank_{rank:04d}.bin"
 
 
+def _rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """Change the records of a ledger, of 15 bytes without their checksums, which are made anew."""
+    data = path.read_bytes()
+    records = b"".join(data[start : start + 15] for start in range(0, len(data), 16))
+    changed = change(records)
+    parts = (changed[start : start + 15] for start in range(0, len(changed), 15))
+    path.write_bytes(b"".join(map(with_crc, parts)))
+
+
 _FORGED = {
     "duplicated": lambda data: data[:45] + data[30:],
     "added": lambda data: data[:30] + b"\xaa" * 7 + data[37:45] + data[30:],
@@ -211,7 +220,7 @@ def test_a_single_wrong_record_is_found(
     run = _Run(tmp_path)
     run.launch(catalog_of(range(22)), range(14), world_size)
     path = _ledger_file(run, world_size - 1)
-    path.write_bytes(_FORGED[how](path.read_bytes()))
+    _rewrite(path, _FORGED[how])
     found = run.audit()
     assert not found.ok
     sums = [
@@ -229,7 +238,7 @@ def test_a_step_that_was_skipped_is_found(
     run = _Run(tmp_path)
     run.launch(catalog_of(range(22)), range(14), 2)
     path = _ledger_file(run, 1)
-    path.write_bytes(path.read_bytes()[:60] + path.read_bytes()[90:])
+    _rewrite(path, lambda data: data[:60] + data[90:])
     found = run.audit()
     assert not found.ok
     assert sum(each.missing for each in found.epochs) == 2
@@ -313,7 +322,7 @@ def test_clips_whose_first_bytes_coincide_are_no_repeats(
     run.launch(twins, range(14))
     assert run.audit().ok
     path = _ledger_file(run)
-    path.write_bytes(path.read_bytes()[:45] + path.read_bytes()[30:])
+    _rewrite(path, lambda data: data[:45] + data[30:])
     assert not run.audit().ok
 
 

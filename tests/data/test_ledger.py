@@ -1,8 +1,10 @@
-"""The ledger: 15 bytes a sample, written by each rank; what was abandoned or torn is known."""
+"""The ledger: 16 bytes a sample, written by each rank; what was abandoned or torn is known."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,12 +12,14 @@ import torch
 
 from longtake.config import Bucket, DataSection
 from longtake.data.batch import Batch
+from longtake.data.course import Entry, Policy
 from longtake.data.ledger import (
     begin_launch,
     keep_ledger,
     read_ledger,
     short_identity,
     stream_names,
+    with_checksum,
 )
 from longtake.errors import DataError
 
@@ -55,9 +59,14 @@ def _batch(
     )
 
 
+def _entry(step: int) -> Entry:
+    policy: Policy = "start"
+    return Entry(step=step, policy=policy, batch_size=2, order={}, catalogs={}, plan="")
+
+
 def _launch(folder: Path, start: int, ranks: Sequence[Sequence[Batch]]) -> Path:
     """A launch in which each rank trained some batches."""
-    path = begin_launch(folder / "ledger", start, len(ranks), _STREAMS, [{"step": start}])
+    path = begin_launch(folder / "ledger", start, len(ranks), _STREAMS, [_entry(start)])
     for rank, batches in enumerate(ranks):
         with keep_ledger(path, rank, _STREAMS) as ledger:
             for batch in batches:
@@ -92,16 +101,16 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert by_step == {(0, 0, 0), (1, 1, high)}
     assert not found.is_rejected.any()
     assert (found.end_step, found.num_abandoned) == (2, 0)
-    assert found.history == [{"step": 0}]
+    assert found.history == [_entry(0)]
     expected = np.frombuffer(bytes.fromhex(_name(1) + _name(2) + _name(3)), np.uint8)
     names = set(short_identity(expected.reshape(3, 16)).tolist())
     assert names == set(found.identity[found.step == 0].tolist())
 
 
-def test_a_sample_takes_fifteen_bytes(tmp_path: Path) -> None:
-    """Less than sixteen, as it was promised; stand-ins take none."""
+def test_a_sample_takes_sixteen_bytes(tmp_path: Path) -> None:
+    """Stand-ins take none."""
     path = _launch(tmp_path, 0, [[_batch(0, [1, 2, 3], stand_ins=2), _batch(1, [4])]])
-    assert (path / "rank_0000.bin").stat().st_size == 4 * 15
+    assert (path / "rank_0000.bin").stat().st_size == 4 * 16
 
 
 def test_rejected_clips_are_told_apart(tmp_path: Path) -> None:
@@ -128,11 +137,11 @@ def test_a_step_that_not_all_ranks_have_done_does_not_count(tmp_path: Path) -> N
     assert _numbers(tmp_path) == [(0, 1), (0, 3)]
 
 
-@pytest.mark.parametrize("cut", [1, 7, 14])
+@pytest.mark.parametrize("cut", [1, 7, 15])
 def test_a_torn_tail_is_passed_over(tmp_path: Path, cut: int) -> None:
     """A process that was killed while it wrote leaves part of a record."""
     path = _launch(tmp_path, 0, [[_batch(0, [1]), _batch(1, [2])]]) / "rank_0000.bin"
-    path.write_bytes(path.read_bytes()[: 30 - cut])
+    path.write_bytes(path.read_bytes()[: 32 - cut])
     assert _numbers(tmp_path) == [(0, 1)]
     assert read_ledger(tmp_path / "ledger").end_step == 1
 
@@ -145,13 +154,13 @@ def test_abandoned_steps_are_counted_apart(tmp_path: Path) -> None:
     found = read_ledger(tmp_path / "ledger")
     assert _numbers(tmp_path) == [(0, 0), (1, 1), (2, 12), (3, 13)]
     assert (found.end_step, found.num_abandoned) == (4, 4 + 3)
-    assert found.history == [{"step": 2}]
+    assert found.history == [_entry(2)]
 
 
 def test_a_launch_that_did_nothing_abandons_what_came_after_its_start(tmp_path: Path) -> None:
     """It was killed in its first step."""
     _launch(tmp_path, 0, [[_batch(step, [step]) for step in range(6)]])
-    begin_launch(tmp_path / "ledger", 4, 2, _STREAMS, [])
+    begin_launch(tmp_path / "ledger", 4, 2, _STREAMS, [_entry(0)])
     found = read_ledger(tmp_path / "ledger")
     assert (found.end_step, found.num_abandoned) == (4, 2)
 
@@ -160,7 +169,7 @@ def test_streams_of_launches_are_matched_by_name(tmp_path: Path) -> None:
     """A recipe with a stage more puts them in another order."""
     _launch(tmp_path, 0, [[_batch(0, [1], stage="b")]])
     names = ("new/catalog", *_STREAMS)
-    path = begin_launch(tmp_path / "ledger", 1, 1, names, [])
+    path = begin_launch(tmp_path / "ledger", 1, 1, names, [_entry(0)])
     with keep_ledger(path, 0, names) as ledger:
         ledger.record(_batch(1, [2], stage="b"))
     found = read_ledger(tmp_path / "ledger")
@@ -180,18 +189,63 @@ def test_no_ledger_and_a_damaged_one_are_errors(tmp_path: Path) -> None:
 def test_a_record_of_no_stream_of_the_launch_is_damage(tmp_path: Path) -> None:
     """Not a crash of the reader."""
     path = _launch(tmp_path, 0, [[_batch(0, [1])]]) / "rank_0000.bin"
-    data = bytearray(path.read_bytes())
-    data[11] = 9
-    path.write_bytes(data)
+    launch = path.with_name("launch.json")
+    facts = with_checksum(json.loads(launch.read_text()) | {"streams": []})
+    launch.write_text(json.dumps(facts))
     with pytest.raises(DataError, match=r"launch_0000.*is damaged: a record names a stream"):
+        read_ledger(tmp_path / "ledger")
+
+
+def test_every_changed_byte_is_found(tmp_path: Path) -> None:
+    """Instead of trainers accused of a repeat, or an audit that counts to a step of billions."""
+    path = _launch(tmp_path, 0, [[_batch(0, [1]), _batch(1, [2])]]) / "rank_0000.bin"
+    whole = path.read_bytes()
+    for place, bit in itertools.product(range(len(whole)), range(8)):
+        data = bytearray(whole)
+        data[place] ^= 1 << bit
+        path.write_bytes(data)
+        with pytest.raises(DataError, match=f"rank_0000.bin is damaged: .* record {place // 16} "):
+            read_ledger(tmp_path / "ledger")
+    path.write_bytes(whole + bytes(48))  # what a power cut may leave at the end
+    assert _numbers(tmp_path) == [(0, 1), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"world_size": 10**8}, "world_size: "),
+        ({"world_size": 10**7}, "its checksum differs"),
+        ({"start_step": 1}, "its checksum differs"),
+        ({"streams": ["a/catalog"]}, "its checksum differs"),
+        ({"history": []}, "history: "),
+        ({"format": 2}, "it has format 2, and this longtake reads format 1"),
+    ],
+)
+def test_launch_facts_that_were_changed_are_found(
+    tmp_path: Path, changed: dict[str, Any], reason: str
+) -> None:
+    """At once, however many ranks they name."""
+    path = _launch(tmp_path, 0, [[_batch(0, [1])]]) / "launch.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(DataError, match=f"launch.json cannot be read: {reason}"):
+        read_ledger(tmp_path / "ledger")
+
+
+def test_a_launch_without_a_format_number_is_of_an_older_longtake(tmp_path: Path) -> None:
+    """Its records had no checksums."""
+    path = _launch(tmp_path, 0, [[_batch(0, [1])]]) / "launch.json"
+    path.write_text(json.dumps({"start_step": 0, "world_size": 1, "streams": [], "history": []}))
+    with pytest.raises(DataError, match="no format number, since an older longtake wrote it"):
         read_ledger(tmp_path / "ledger")
 
 
 def test_more_streams_than_a_record_tells_apart_are_refused(tmp_path: Path) -> None:
     """Before the first step."""
     with pytest.raises(DataError, match="has 128 pairs of stage and catalog"):
-        begin_launch(tmp_path / "ledger", 0, 1, [f"s{n}/c" for n in range(128)], [])
-    path = begin_launch(tmp_path / "ledger", 0, 1, [f"s{n}/catalog" for n in range(127)], [])
+        begin_launch(tmp_path / "ledger", 0, 1, [f"s{n}/c" for n in range(128)], [_entry(0)])
+    path = begin_launch(
+        tmp_path / "ledger", 0, 1, [f"s{n}/catalog" for n in range(127)], [_entry(0)]
+    )
     with keep_ledger(path, 0, [f"s{n}/catalog" for n in range(127)]) as ledger:
         ledger.record(_batch(0, [1], stage="s126", rejected=[2]))
     found = read_ledger(tmp_path / "ledger")
@@ -216,11 +270,14 @@ def test_the_launchs_facts_are_written(tmp_path: Path) -> None:
     _launch(tmp_path, 0, [[], []])
     path = _launch(tmp_path, 0, [[]])
     assert path.name == "launch_0001"
-    assert json.loads((path / "launch.json").read_text()) == {
+    facts = json.loads((path / "launch.json").read_text())
+    assert len(facts.pop("checksum")) == 32
+    assert facts == {
+        "format": 1,
         "start_step": 0,
         "world_size": 1,
         "streams": list(_STREAMS),
-        "history": [{"step": 0}],
+        "history": [_entry(0)],
         "skipped": [],
     }
 
@@ -229,7 +286,7 @@ def test_a_launch_takes_back_what_is_skipped_at_its_start(tmp_path: Path) -> Non
     """It begins after a span that an earlier launch may have trained: that does not count."""
     _launch(tmp_path, 0, [[_batch(step, [step]) for step in range(8)]])
     spans = [(1, 2), (4, 6), (6, 9), (12, 14)]
-    path = begin_launch(tmp_path / "ledger", 9, 1, _STREAMS, [], spans)
+    path = begin_launch(tmp_path / "ledger", 9, 1, _STREAMS, [_entry(0)], spans)
     assert json.loads((path / "launch.json").read_text())["start_step"] == 4
     found = read_ledger(tmp_path / "ledger")
     assert (found.end_step, found.num_abandoned) == (4, 4)

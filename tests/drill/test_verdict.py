@@ -32,7 +32,7 @@ from longtake.drill.verdict import (
 )
 from longtake.drill.workers import Stopped
 
-_RECORD_BYTES = 15
+_RECORD_BYTES = 16
 
 
 def _ledger(place: Place) -> Path:

@@ -274,7 +274,7 @@ def test_the_recorded_precision_is_kept(small_recipe: Callable[..., Recipe]) -> 
     run = RunDirectory(recipe.out)
     shutil.rmtree(run.checkpoint_path(4))
     folder = run.checkpoint_path(2)
-    trainer = store.load_trainer(folder)
+    trainer = store.load_trainer(folder, store.SampledTrainer)
     other = {"bf16": "fp32", "fp32": "bf16"}[trainer["precision"]]
     write_json(folder / "trainer.json", trainer | {"precision": other})
     manifest.commit(folder, manifest.describe(folder, manifest.file_names(folder)))

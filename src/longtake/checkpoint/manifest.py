@@ -4,23 +4,44 @@ It is written last, so that a folder without it never was a checkpoint.
 """
 
 import hashlib
-import json
+import stat
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypedDict
+from typing import Annotated, Final, NotRequired
 
-from longtake.records import write_json
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from longtake.errors import RecordError
+from longtake.records import (
+    Count,
+    InnerPath,
+    format_number,
+    open_regular,
+    parse_record,
+    read_regular,
+    write_json,
+)
 
 _NAME = "COMMITTED"
+FORMAT: Final = 1
+_MOST_BYTES = 64 * 2**20
 _THREADS = 4  # more would not read faster from one disk
 
 
 class Entry(TypedDict):
     """What is known of a file."""
 
-    bytes: int
-    sha256: str
+    bytes: Count
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class Manifest(TypedDict):
+    """COMMITTED."""
+
+    format: NotRequired[format_number(FORMAT)]  # type: ignore[valid-type]
+    files: dict[InnerPath, Entry]
 
 
 def file_names(folder: Path) -> list[str]:
@@ -47,7 +68,7 @@ def commit(folder: Path, entries: Mapping[str, Entry]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    write_json(folder / _NAME, {"files": dict(sorted(entries.items()))})
+    write_json(folder / _NAME, {"format": FORMAT, "files": dict(sorted(entries.items()))})
 
 
 def damage(folder: Path, *, checksums: bool, within: str = "") -> str | None:
@@ -66,8 +87,10 @@ def damage(folder: Path, *, checksums: bool, within: str = "") -> str | None:
         listed = committed(folder)
     except FileNotFoundError:
         return f"it has no {_NAME}: its save was interrupted"
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return f"{_NAME} cannot be read: {type(error).__name__}: {error}"
+    except OSError as error:
+        return f"{_NAME} cannot be read: {error.strerror or error}"
+    except RecordError as error:
+        return f"{_NAME} cannot be read: {error.reason}"
     files = {name: entry for name, entry in listed.items() if name.startswith(within)}
     if not files:
         return f"it holds no {within or 'files'}"
@@ -85,23 +108,23 @@ def committed(folder: Path) -> dict[str, Entry]:
 
     Raises:
         FileNotFoundError: there is none.
-        OSError: it cannot be read; ValueError, LookupError, TypeError or AttributeError: it holds
-            something else.
+        OSError: it cannot be read.
+        RecordError: it holds something else.
     """
-    files = json.loads((folder / _NAME).read_bytes())["files"]
-    return {
-        name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
-        for name, entry in files.items()
-    }
+    path = folder / _NAME
+    return parse_record(read_regular(path, _MOST_BYTES), Manifest, path)["files"]
 
 
 def _wrong_size(path: Path, name: str, entry: Entry) -> str | None:
     try:
-        size = path.stat().st_size
+        status = path.stat()
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
+    size = status.st_size
+    if not stat.S_ISREG(status.st_mode):
+        return f"{name} is no regular file"
     if size != entry["bytes"]:
         return f"{name} has {size:,} bytes, and had {entry['bytes']:,} when it was saved"
     return None
@@ -118,7 +141,7 @@ def _wrong_bytes(path: Path, name: str, entry: Entry) -> str | None:
 
 
 def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

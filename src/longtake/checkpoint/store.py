@@ -5,28 +5,45 @@ distributed checkpoint format, so that another number of ranks can load it), `tr
 COMMITTED, which lists every file and is written last.
 """
 
-import json
 import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
+from typing_extensions import TypedDict
 
 from longtake.checkpoint import holds, manifest
 from longtake.checkpoint.deletion import delete, delete_unless_held
 from longtake.checkpoint.reading import Planner, Reader
 from longtake.checkpoint.retention import doomed
 from longtake.config import CheckpointSection
-from longtake.errors import CheckpointError
+from longtake.errors import CheckpointError, RecordError
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
+from longtake.records import Count, require_record, with_other_fields
 from longtake.run_dir import RunDirectory
 
 State = dict[str, Any]
 """A (nested) dict of tensors; DTensors are saved and loaded in shards."""
+
+
+_T = TypeVar("_T")
+
+
+@with_other_fields
+class Trainer(TypedDict):
+    """What every trainer.json says."""
+
+    global_step: Count
+
+
+class SampledTrainer(Trainer):
+    """What is needed to sample."""
+
+    precision: Literal["bf16", "fp32"]
 
 
 class Found(NamedTuple):
@@ -80,19 +97,17 @@ def verify_part(path: Path, name: str) -> None:
     _refuse(path, manifest.damage(path, checksums=True, within=f"{name}/"))
 
 
-def load_trainer(path: Path) -> dict[str, Any]:
-    """What the checkpoint was saved with as `trainer`.
+def load_trainer(path: Path, kind: type[_T]) -> _T:
+    """What the checkpoint was saved with as `trainer`, as a type that names what is needed.
 
     Raises:
-        CheckpointError: the checkpoint is not whole.
+        CheckpointError: the checkpoint is not whole, or lacks what is needed.
     """
     _refuse(path, manifest.damage(path, checksums=True, within="trainer.json"))
     try:
-        return _read_trainer(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path / 'trainer.json'} is damaged: {error}. Use an earlier checkpoint."
-        ) from error
+        return require_record(path / "trainer.json", kind)
+    except RecordError as error:
+        raise CheckpointError(f"{error} Use an earlier checkpoint.") from error
 
 
 def load_parts(
@@ -217,12 +232,7 @@ def _refuse(path: Path, reason: str | None) -> None:
 
 def _unreadable_trainer(path: Path) -> str | None:
     try:
-        _read_trainer(path)
-    except (OSError, ValueError) as error:
-        return f"trainer.json cannot be read: {error}"
+        require_record(path / "trainer.json", Trainer)
+    except RecordError as error:
+        return f"trainer.json cannot be read: {error.reason}"
     return None
-
-
-def _read_trainer(path: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((path / "trainer.json").read_bytes())
-    return loaded

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from longtake.config import Recipe
 from longtake.data.catalog import Catalog
-from longtake.data.course import Course, rebuild
+from longtake.data.course import Course, Entry, rebuild
 from longtake.data.ledger import Consumed, read_ledger, short_identity
 from longtake.data.plan import Part, Plan, Stream
 from longtake.data.skipped import Span
@@ -135,7 +135,7 @@ def _two_writers(run: RunDirectory) -> Iterator[str]:
 _NONE: Identities = np.empty(0, np.uint64)
 
 
-def _course(history: Sequence[dict[str, Any]], recipe: Recipe, run: RunDirectory) -> Course:
+def _course(history: Sequence[Entry], recipe: Recipe, run: RunDirectory) -> Course:
     """The course by the catalogs that the run kept, whatever became of the others."""
     return rebuild(history, {}, recipe.data, recipe.seed, run.catalogs_path)
 

@@ -10,22 +10,69 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import AfterValidator, Field, ValidationError
+from typing_extensions import TypedDict
 
 from longtake.config import DataSection
 from longtake.data.catalog import Catalog
 from longtake.data.change import compare, go_on
 from longtake.data.plan import Plan, PlannedBatch, begin
 from longtake.errors import DataChangedError, DataError
+from longtake.records import Count, FileName, Span, with_other_fields
 
 ORDER_VERSION = 2
 """Of the functions that order clips. Another version would order the same clips otherwise."""
 
 _ORDER_KEYS = {"buckets", "frame_stride", "stages", "weights", "difficulty"}
 
-Entry = dict[str, Any]
-"""How one plan began: step, policy, batch_size, order, catalogs, plan (its fingerprint)."""
+Policy = Literal["start", "merge", "finish", "restart"]
+
+
+class Names(TypedDict):
+    """What names a catalog."""
+
+    fingerprint: str
+    edition: FileName
+
+
+class Entry(TypedDict):
+    """How one plan began."""
+
+    step: Count
+    policy: Policy
+    batch_size: Annotated[int, Field(ge=1, le=2**24)]
+    order: dict[str, Any]
+    catalogs: dict[str, Names]
+    plan: str
+    """Its fingerprint."""
+
+
+def _ascends(history: list[Entry]) -> list[Entry]:
+    if any((entry["policy"] == "start") != (place == 0) for place, entry in enumerate(history)):
+        raise ValueError("expected that the first plan starts the run, and no other")
+    if any(after["step"] < before["step"] for before, after in pairwise(history)):
+        raise ValueError("expected plans in the order of their steps")
+    return history
+
+
+History = Annotated[list[Entry], Field(min_length=1), AfterValidator(_ascends)]
+
+
+@with_other_fields
+class LoaderState(TypedDict):
+    """What `Loader.state_dict` returns."""
+
+    order_version: int
+    global_step: Count
+    seed: int
+    plan_version: Count
+    history: History
+    quarantined: dict[str, str]
+    skipped: NotRequired[list[Span]]
 
 
 @dataclass(frozen=True)
@@ -190,7 +237,7 @@ def _rebuild(
     for use_kept in (False, True):
         then = _catalogs_of(entry, catalogs, kept, use_kept=use_kept)
         try:
-            if plans:
+            if plans and policy != "start":
                 plan = go_on(plans, entry["step"], policy, then, section, batch_size, seed)
             else:
                 plan = begin(then, section, batch_size, seed)
@@ -249,7 +296,7 @@ def _refusal(changes: Sequence[str], step: int) -> str:
     )
 
 
-def _entry(plan: Plan, policy: str, catalogs: Mapping[str, Catalog], data: DataSection) -> Entry:
+def _entry(plan: Plan, policy: Policy, catalogs: Mapping[str, Catalog], data: DataSection) -> Entry:
     return {
         "step": plan.first_step,
         "policy": policy,
@@ -270,7 +317,13 @@ def _order(data: DataSection) -> dict[str, Any]:
 
 def _parsed_order(entry: Entry) -> dict[str, Any]:
     then = dict.fromkeys(entry["catalogs"], "kept")  # of then: weights name them
-    section = DataSection.model_validate({"catalogs": then, **entry["order"]})
+    try:
+        section = DataSection.model_validate({"catalogs": then, **entry["order"]})
+    except ValidationError as error:
+        raise DataError(
+            f"What the run's state says of the order of clips at step {entry['step']} is no such "
+            f"record: {error.errors()[0]['msg']}. Restore an earlier checkpoint or the ledger."
+        ) from None
     return {key: getattr(section, key) for key in _ORDER_KEYS}
 
 

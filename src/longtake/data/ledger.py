@@ -2,30 +2,43 @@
 
     ledger/launch_0000/launch.json       start step, world size, streams, the course's history, and
                                          the batches that are skipped
-    ledger/launch_0000/rank_0000.bin     15 bytes a sample, appended after each update
+    ledger/launch_0000/rank_0000.bin     16 bytes a sample, appended after each update
 
 Every rank writes what it really trained on, from the batch in its hands and not from the plan, so
-that the two can be compared. A record is never changed: the records of a launch from the step on
+that the two can be compared. Checksums in the records and in launch.json find
+every changed byte. A record is never changed: the records of a launch from the step on
 at which a later launch began were abandoned, and count no more. Steps are numbers of batches here:
 those of updates are others where a run went back and skipped some (a launch of its own, too).
 """
 
 import errno
+import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from longtake.config import DataSection
-from longtake.data.skipped import Skipped, Span
-from longtake.errors import DataError
-from longtake.records import write_json
+from longtake.data.course import Entry, History
+from longtake.data.skipped import Skipped
+from longtake.errors import DataError, RecordError
+from longtake.records import (
+    Count,
+    Span,
+    check_record,
+    format_number,
+    read_regular,
+    require_record,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from longtake.data.batch import Batch  # which imports torch; an audit needs none
@@ -37,11 +50,41 @@ _RECORD = np.dtype(
         ("step", "<u4"),
         ("stream", "u1"),  # an index into the launch's streams; the highest bit: rejected
         ("epoch", "V3"),  # little-endian
+        ("checksum", "u1"),  # CRC-8 of the bytes before it
     ]
 )
 _REJECTED = 0x80
+_MOST_BYTES = 2**36
 _NOTHING = 0xFF  # instead of a stream: this rank had no sample in the step
 _MOST_STREAMS = 0x7F
+FORMAT: Final = 1
+
+
+def _crc_table() -> bytes:
+    """CRC-8 with the polynomial x^8 + x^2 + x + 1, which finds every burst of up to 8 bits."""
+    table = []
+    for byte in range(256):
+        for _ in range(8):
+            byte = (byte << 1) ^ (0x107 if byte & 0x80 else 0)
+        table.append(byte)
+    return bytes(table)
+
+
+_CRC = _crc_table()
+_CRC_START = 0xFF  # so that a record of zeros, as a power cut may leave, is none
+
+
+class _Launch(TypedDict):
+    """launch.json."""
+
+    format: format_number(FORMAT)  # type: ignore[valid-type]
+    start_step: Count
+    world_size: Annotated[int, Field(ge=1, le=2**24)]
+    streams: Annotated[list[str], Field(max_length=_MOST_STREAMS)]
+    history: History
+    skipped: list[Span]
+    checksum: str
+    """Of all the others, as `with_checksum` makes it."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +105,9 @@ class Consumed:
     """The step after the last one that all ranks have trained."""
     num_abandoned: int
     """Samples of steps that were trained and then given up."""
-    history: Sequence[dict[str, Any]]
+    history: Sequence[Entry]
     """Of the course of the newest launch."""
-    skipped: tuple[Span, ...] = ()
+    skipped: tuple[tuple[int, int], ...] = ()
     """[first, end) of the steps that were left out on purpose, as the newest launch knew them."""
 
 
@@ -134,12 +177,21 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _packed(identity: str, epoch: int, step: int, stream: int) -> bytes:
-    return (
+    record = (
         bytes.fromhex(identity)[:IDENTITY_BYTES]
         + step.to_bytes(4, "little")
         + stream.to_bytes(1, "little")
         + epoch.to_bytes(3, "little")
     )
+    return with_crc(record)
+
+
+def with_crc(record: bytes) -> bytes:
+    """A record, and its checksum after it."""
+    checksum = _CRC_START
+    for byte in record:
+        checksum = _CRC[checksum ^ byte]
+    return record + bytes([checksum])
 
 
 @contextmanager
@@ -164,8 +216,8 @@ def begin_launch(
     start_step: int,
     world_size: int,
     streams: Sequence[str],
-    history: Sequence[dict[str, Any]],
-    skipped: Sequence[Span] = (),
+    history: Sequence[Entry],
+    skipped: Sequence[tuple[int, int]] = (),
 ) -> Path:
     """Make the folder of a new launch (rank 0), or of one that went back; returns it.
 
@@ -188,7 +240,8 @@ def begin_launch(
     number = len(_launch_folders(ledger))
     folder = ledger / f"launch_{number:04d}"
     aside = ledger / f".launch_{number:04d}.partial"  # a launch has its facts from the first
-    facts = {
+    facts: dict[str, Any] = {
+        "format": FORMAT,
         # Before what is skipped: an earlier launch may have trained that, and gave it up.
         "start_step": Skipped.of(skipped).before(start_step),
         "world_size": world_size,
@@ -198,7 +251,7 @@ def begin_launch(
     }
     with _writing(folder):
         aside.mkdir(parents=True, exist_ok=True)
-        write_json(aside / "launch.json", facts)
+        write_json(aside / "launch.json", with_checksum(facts))
         aside.rename(folder)
     return folder
 
@@ -236,7 +289,7 @@ def read_ledger(ledger: Path) -> Consumed:
         end_step=end_step,
         num_abandoned=num_abandoned,
         history=launches[-1]["history"],
-        skipped=Skipped.of(launches[-1].get("skipped", ())).spans,  # none in older ledgers
+        skipped=Skipped.of(launches[-1]["skipped"]).spans,
     )
 
 
@@ -254,34 +307,39 @@ def _launch_folders(ledger: Path) -> list[Path]:
     return sorted(ledger.glob("launch_*"))
 
 
-def _launch(folder: Path) -> dict[str, Any]:
+def with_checksum(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What launch.json holds: facts, and the checksum of their JSON in the order of their names."""
+    others = {name: value for name, value in facts.items() if name != "checksum"}
+    text = json.dumps(others, sort_keys=True, separators=(",", ":"))
+    return {**others, "checksum": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
+
+
+def _launch(folder: Path) -> _Launch:
     path = folder / "launch.json"
     try:
-        launch: dict[str, Any] = json.loads(path.read_bytes())
-        for key in ("start_step", "world_size", "streams", "history"):
-            launch[key]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        facts = require_record(path, dict[str, Any])
+        launch = check_record(facts, _Launch, path)
+        if facts != with_checksum(facts):
+            raise RecordError(path, "its checksum differs, so it was changed after it was written")
+    except RecordError as error:
         raise DataError(
-            f"{path} cannot be read: {error}. Without it the ledger proves nothing; restore it."
+            f"{error} Without it the ledger proves nothing: restore the file."
         ) from error
     return launch
 
 
-def _records(folder: Path, launch: dict[str, Any]) -> tuple[NDArray[np.void], int]:
+def _records(folder: Path, launch: _Launch) -> tuple[NDArray[np.void], int]:
     """All ranks' records of a launch, and the step up to which every rank has some.
 
     A process that was killed may leave half a record, or a step that not all ranks have done.
     """
-    by_rank = []
-    for rank in range(launch["world_size"]):
-        path = folder / f"rank_{rank:04d}.bin"
-        data = path.read_bytes() if path.exists() else b""
-        by_rank.append(
-            np.frombuffer(data[: len(data) // _RECORD.itemsize * _RECORD.itemsize], _RECORD)
-        )
-    ends = [int(records["step"].max()) + 1 if len(records) else None for records in by_rank]
-    whole_until = min(launch["start_step"] if end is None else end for end in ends)
-    records = np.concatenate(by_rank)
+    numbers = [path.stem.removeprefix("rank_") for path in folder.glob("rank_*.bin")]
+    ranks = {int(number) for number in numbers if number.isdecimal() and len(number) < 10}
+    ours = sorted(rank for rank in ranks if rank < launch["world_size"])
+    by_rank = [_records_of(folder / f"rank_{rank:04d}.bin") for rank in ours]
+    ends = [int(records["step"].max()) + 1 for records in by_rank if len(records)]
+    whole_until = min(ends) if len(ends) == launch["world_size"] else launch["start_step"]
+    records = np.concatenate([*by_rank, np.empty(0, _RECORD)])
     records = records[records["stream"] != _NOTHING]
     if ((records["stream"] & ~np.uint8(_REJECTED)) >= len(launch["streams"])).any():
         raise DataError(
@@ -289,6 +347,30 @@ def _records(folder: Path, launch: dict[str, Any]) -> tuple[NDArray[np.void], in
             "list. Restore the file; without it the ledger proves nothing."
         )
     return records, whole_until
+
+
+def _records_of(path: Path) -> NDArray[np.void]:
+    """One rank's records; half a record at the end, or zeros after a power cut, are left out."""
+    try:
+        data = read_regular(path, _MOST_BYTES)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+    records = np.frombuffer(data[: len(data) // _RECORD.itemsize * _RECORD.itemsize], _RECORD)
+    octets = records.view(np.uint8).reshape(-1, _RECORD.itemsize)
+    written = np.flatnonzero(octets.any(axis=1))
+    octets = octets[: written[-1] + 1 if len(written) else 0]
+    table, checksum = np.frombuffer(_CRC, np.uint8), np.full(len(octets), _CRC_START, np.uint8)
+    for place in range(_RECORD.itemsize - 1):
+        checksum = table[checksum ^ octets[:, place]]
+    damaged = np.flatnonzero(checksum != octets[:, -1])
+    if len(damaged):
+        more = f", and so do those of {len(damaged) - 1} others" * (len(damaged) > 1)
+        raise DataError(
+            f"{path} is damaged: the checksum of record {damaged[0]} (from byte "
+            f"{damaged[0] * _RECORD.itemsize:,} on) differs{more}. What was trained then is not "
+            "known: restore the file."
+        )
+    return records[: len(octets)]
 
 
 def _unpacked(

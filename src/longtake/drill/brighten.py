@@ -23,7 +23,7 @@ def brighten(run: RunDirectory, times: int, brighter: float, apart: int) -> list
     """
     sampler = load_sampler(run.path, device="cpu")
     newest = run.checkpoint_path(sampler.step)
-    trainer = store.load_trainer(newest)
+    trainer = store.load_trainer(newest, store.Trainer)
     raw = load_sampler(run.path, ema=False, device="cpu").components.model
     averages = sampler.components.model
     steps = [sampler.step + apart * (number + 1) for number in range(times)]

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Required
 
 import numpy as np
+from pydantic import AfterValidator, Field
+from typing_extensions import TypedDict
 
 from longtake.guard.rows import NUM_COLUMNS, Numbers, Rows, row_of
 from longtake.guard.statistics import Statistics
+from longtake.records import Count, NumberOrText
 
 WINDOWS = 4
 """Windows that are remembered: what changes slowly is compared with all of them."""
@@ -19,6 +22,43 @@ class Judged:
 
     statistics: Statistics
     verdict_kind: str
+
+
+_Floats = list[NumberOrText]
+_Groups = list[dict[str, NumberOrText]]
+
+
+class Columns(TypedDict, total=False):
+    """What `History.as_json` returns."""
+
+    step: list[Count]
+    batch: list[Count]
+    stage: list[str]
+    edge: list[str | None]
+    bucket: list[str]
+    loss: _Floats
+    num_samples: list[Count]
+    loss_by_sigma: list[Annotated[_Floats, Field(min_length=4, max_length=4)]]
+    grad_norm: _Floats
+    nonfinite_share: _Floats
+    weight_norm: _Floats
+    update_ratio: _Floats
+    learning_rate_factor: _Floats
+    group_grad_norms: _Groups
+    group_weight_norms: _Groups
+    group_update_ratios: _Groups
+    verdict_kind: Required[list[str]]
+
+
+def _is_table(columns: Columns) -> Columns:
+    """Check that all columns are there, unless there are no steps, and have the same length."""
+    lengths = {len(each) for each in columns.values()}  # type: ignore[arg-type]
+    if len(lengths) > 1 or (lengths != {0} and len(columns) != len(Columns.__annotations__)):
+        raise ValueError("expected columns of the same length for each number of a step")
+    return columns
+
+
+HistoryColumns = Annotated[Columns, AfterValidator(_is_table)]
 
 
 class _Tape:

@@ -17,12 +17,11 @@ from longtake.checkpoint import store
 from longtake.checkpoint.saver import Saver
 from longtake.config import Recipe
 from longtake.data.loader import Loader
-from longtake.errors import CheckpointError, DataError
+from longtake.errors import DataError
 from longtake.models.trainable import load_trained, trained_state
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.fsdp import gradients_of_any_dtype
 from longtake.parallel.mesh import World
-from longtake.run_dir import RunDirectory
 from longtake.training.step import TrainingState
 
 # Flat, so that states of several optimizers can be saved together and resharded.
@@ -52,31 +51,27 @@ def save_checkpoint(saver: Saver, state: TrainingState, facts: Mapping[str, Any]
     saver.save(state.global_step, _parts(state), trainer)
 
 
-def restore(state: TrainingState, path: Path, world: World) -> dict[str, Any]:
+def restore(state: TrainingState, path: Path, step: int, world: World) -> None:
     """Put a training state to where a checkpoint was saved, whether it comes from before or after.
 
     Args:
         state: to be filled; its gradients are dropped.
         path: the checkpoint, whose checksums were compared already.
+        step: of the checkpoint.
         world: all ranks, each of which calls this.
-
-    Returns:
-        The facts that it was saved with.
 
     Raises:
         CheckpointError: the checkpoint is damaged or belongs to another model.
     """
     model = state.components.model
     model.zero_grad(set_to_none=True)
-    trainer = store.load_trainer(path)
     parts = _parts(state)
     store.load_parts(path, parts, world, is_verified=True)
     load_trained(model, parts["model"])
     state.ema.load({name: parts[f"{_EMA}/{name}"] for name in state.ema.states()})
     with gradients_of_any_dtype(model):
         set_optimizer_state_dict(model, state.optimizers, parts["optimizer"], options=_FLAT)
-    state.global_step = trainer["global_step"]
-    return trainer
+    state.global_step = step
 
 
 def recipe_fingerprint(recipe: Recipe) -> str:
@@ -91,22 +86,6 @@ def _parts(state: TrainingState) -> dict[str, store.State]:
     with gradients_of_any_dtype(model):
         optimizer = get_optimizer_state_dict(model, state.optimizers, options=_FLAT)
     return {"model": trained_state(model), **averages, "optimizer": optimizer}
-
-
-def data_state(trainer: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
-    """The loader's state in a checkpoint.
-
-    Raises:
-        CheckpointError: there is none, because an older longtake saved it.
-    """
-    if "data" not in trainer:
-        raise CheckpointError(
-            f"The checkpoint of step {trainer['global_step']} in {run.path} was saved by an older "
-            "longtake that ordered clips otherwise: going on would repeat some and miss others. "
-            f"Start a new run with --set out={run.path}-2."
-        )
-    state: dict[str, Any] = trainer["data"]
-    return state
 
 
 def refuse_other_plans(loader: Loader, world: World) -> None:

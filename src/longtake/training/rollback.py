@@ -17,8 +17,7 @@ from longtake.run_dir import RolledBack, RunDirectory
 from longtake.training.gauge import Gauge
 from longtake.training.guarding import Guard
 from longtake.training.record import Record
-from longtake.training.resume import data_state
-from longtake.training.saved import go_on_from
+from longtake.training.saved import SavedTrainer, go_on_from
 from longtake.training.step import TrainingState
 
 
@@ -66,10 +65,10 @@ _SINCE_THE_CHANGE = (
 def _plan_version(run: RunDirectory, step: int) -> int | None:
     """Which of the run's plans a checkpoint was trained by; None where it cannot be read."""
     try:
-        version: int = store.load_trainer(run.checkpoint_path(step))["data"]["plan_version"]
-    except (CheckpointError, LookupError):
+        trainer = store.load_trainer(run.checkpoint_path(step), SavedTrainer)
+    except CheckpointError:
         return None
-    return version
+    return trainer["data"]["plan_version"]
 
 
 def go_back(
@@ -99,7 +98,7 @@ def go_back(
     _abandon(run, chosen.step, world)
     path = run.checkpoint_path(chosen.step)
     skip_batches(loader, run, world)
-    loader.load_state_dict(data_state(store.load_trainer(path), run))
+    loader.load_state_dict(store.load_trainer(path, SavedTrainer)["data"])
     go_on_from(path, state, guard, gauge, world)
 
 
@@ -125,7 +124,7 @@ def _given_up(path: Path | None, run: RunDirectory, world: World) -> int | None:
     """The step that the run went back to from beyond a checkpoint, after that was saved."""
     if path is None:
         return None
-    known = store.load_trainer(path)["num_rollbacks"]
+    known = store.load_trainer(path, SavedTrainer)["num_rollbacks"]
     since = from_first(run.rollbacks(), world)[known:]
     steps = (rolled_back["to_step"] for rolled_back in since)
     return next((step for step in steps if step < run.step_of(path)), None)

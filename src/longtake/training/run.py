@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -49,10 +48,10 @@ from longtake.training.mirroring import mirrored
 from longtake.training.parts import assemble_around_cache, assemble_in_turn, count_flops
 from longtake.training.peak import PeakCheck, refuse_out_of_memory
 from longtake.training.record import keep_record
-from longtake.training.resume import data_state, refuse_other_plans
+from longtake.training.resume import refuse_other_plans
 from longtake.training.rollback import choose, go_back, newest_kept, skip_batches
 from longtake.training.run_lease import RunLease, hold_run
-from longtake.training.saved import go_on_from
+from longtake.training.saved import SavedTrainer, go_on_from
 from longtake.training.share import refuse_idle_ranks
 from longtake.training.step import TrainingState
 from longtake.training.watching import Watcher, watched
@@ -270,7 +269,7 @@ class _Found:
 
     path: Path | None
     """A whole checkpoint, or None: from the first step."""
-    trainer: dict[str, Any] | None
+    trainer: SavedTrainer | None
     """What it says of the training."""
     warnings: tuple[str, ...]
     """Of later checkpoints, which are damaged."""
@@ -294,10 +293,10 @@ def _go_on(run: RunDirectory, recipe: Recipe, loader: Loader, world: World) -> _
     path, passed_over = newest_kept(run, world)
     if path is None and passed_over:
         raise CheckpointError(_none_is_whole(run, passed_over))
-    trainer = None if path is None else store.load_trainer(path)
+    trainer = None if path is None else store.load_trainer(path, SavedTrainer)
     skip_batches(loader, run, world)
     if trainer is not None:
-        loader.load_state_dict(data_state(trainer, run))
+        loader.load_state_dict(trainer["data"])
     step = 0 if trainer is None else trainer["global_step"]
     if world.is_first:
         for damaged, reason in passed_over:
@@ -309,7 +308,7 @@ def _go_on(run: RunDirectory, recipe: Recipe, loader: Loader, world: World) -> _
     return _Found(path, trainer, tuple(warnings))
 
 
-def _precision(recipe: Recipe, trainer: dict[str, Any] | None, world: World) -> Precision:
+def _precision(recipe: Recipe, trainer: SavedTrainer | None, world: World) -> Precision:
     """The same on all ranks: bf16 if every one has it. A resumed run keeps its precision."""
     wanted = recipe.training.precision
     if wanted == "auto" and trainer is not None:

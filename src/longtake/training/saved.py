@@ -3,15 +3,28 @@
 from pathlib import Path
 from typing import Any
 
+from longtake.checkpoint import store
 from longtake.config import Recipe
+from longtake.data.course import LoaderState
 from longtake.data.loader import Loader
+from longtake.guard.history import HistoryColumns
 from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.mesh import World
+from longtake.records import Count
 from longtake.run_dir import RunDirectory
 from longtake.training.gauge import Gauge
 from longtake.training.guarding import Guard
 from longtake.training.resume import recipe_fingerprint, restore
 from longtake.training.step import TrainingState
+
+
+class SavedTrainer(store.SampledTrainer):
+    """trainer.json: what is needed to resume."""
+
+    data: LoaderState
+    guard: HistoryColumns
+    last_update: dict[str, float]
+    num_rollbacks: Count
 
 
 def facts_to_save(
@@ -37,6 +50,7 @@ def go_on_from(path: Path, state: TrainingState, guard: Guard, gauge: Gauge, wor
     Raises:
         CheckpointError: it is damaged, or belongs to another model.
     """
-    trainer = restore(state, path, world)
+    trainer = store.load_trainer(path, SavedTrainer)
+    restore(state, path, trainer["global_step"], world)
     guard.load(trainer["guard"])
     gauge.set_last_update(trainer["last_update"], world.size)

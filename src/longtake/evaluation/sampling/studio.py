@@ -81,7 +81,7 @@ class Studio:
         Raises:
             CheckpointError: it is not whole, is damaged, or is of another model.
         """
-        trainer = store.load_trainer(checkpoint)
+        trainer = store.load_trainer(checkpoint, store.SampledTrainer)
         state = self._state()
         store.verify_part(checkpoint, weights)
         _refuse_another_model(checkpoint / weights, state)

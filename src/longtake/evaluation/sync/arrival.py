@@ -4,15 +4,16 @@ It is pulled into a folder that no reader looks at, whatever the order of its fi
 into place when all that COMMITTED names is there with its size.
 """
 
-import json
 import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
 from longtake.checkpoint.deletion import take_away_unless_held
-from longtake.checkpoint.manifest import damage
+from longtake.checkpoint.manifest import committed, damage
+from longtake.errors import RecordError
 from longtake.evaluation.sync.remote import RemoteRun
+from longtake.records import read_regular
 from longtake.run_dir import RunDirectory
 
 _COMMITTED, _OPTIMIZER = "COMMITTED", "optimizer"
@@ -31,14 +32,13 @@ def has_arrived(run: RemoteRun, step: int) -> bool:
 
 def what_is_missing(folder: Path) -> str | None:
     """What a pulled checkpoint lacks, but for the optimizer's state; None: it is whole."""
-    text = _committed(folder)
-    if text is None:
-        return f"it has no {_COMMITTED}"
     try:
-        names = json.loads(text)["files"]
-        parts = {name.partition("/")[0] + "/" * ("/" in name) for name in names}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        return f"{_COMMITTED} cannot be read: {type(error).__name__}"
+        names = committed(folder)
+    except FileNotFoundError:
+        return f"it has no {_COMMITTED}"
+    except (OSError, RecordError):
+        return damage(folder, checksums=False)  # which says why COMMITTED cannot be read
+    parts = {name.partition("/")[0] + "/" * ("/" in name) for name in names}
     wanted = sorted(parts - {f"{_OPTIMIZER}/"})
     found = (damage(folder, checksums=False, within=part) for part in wanted)
     return next((each for each in found if each), None)
@@ -79,5 +79,5 @@ def bytes_in(folder: Path) -> int:
 
 def _committed(folder: Path) -> bytes | None:
     with suppress(OSError):
-        return (folder / _COMMITTED).read_bytes()
+        return read_regular(folder / _COMMITTED)
     return None
