@@ -249,7 +249,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return {}
 
 
-def read_records(path: Path, kind: Kind[_T]) -> list[_T]:
+def read_records(path: Path, kind: Kind[_T], max_line_bytes: int = MAX_LINE_BYTES) -> list[_T]:
     """The records of a JSON lines file, in its order; none if there is no file.
 
     A last line without a newline is still being written, and left out. Other lines that are no
@@ -259,7 +259,7 @@ def read_records(path: Path, kind: Kind[_T]) -> list[_T]:
         RecordError: the file cannot be read.
     """
     found, num_skipped, validate = [], 0, _adapter(kind).validate_json
-    for line in read_lines(path):
+    for line in read_lines(path, max_line_bytes):
         if line:
             with suppress(ValidationError):
                 found.append(validate(line, strict=True))
@@ -274,7 +274,7 @@ def read_json_lines(path: Path) -> list[Any]:
     return read_records(path, dict[str, Any])
 
 
-def read_lines(path: Path) -> Iterator[bytes | None]:
+def read_lines(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes | None]:
     """The whole lines of a JSON lines file, without newlines; none if there is no file.
 
     None stands for a line that is too long or nested too deeply to be given to a JSON reader.
@@ -284,7 +284,7 @@ def read_lines(path: Path) -> Iterator[bytes | None]:
     """
     try:
         with open_regular(path) as file:
-            yield from _lines(file)
+            yield from _lines(file, max_line_bytes)
     except OSError as error:
         if not is_missing(error):
             raise RecordError(path, error.strerror or str(error)) from error
@@ -380,14 +380,14 @@ def _refuse_irregular(mode: int, path: Path) -> None:
         raise OSError(errno.EINVAL, f"it is {kind}, expected a regular file", str(path))
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes | None]:
+def _lines(file: BinaryIO, max_bytes: int) -> Iterator[bytes | None]:
     rest, is_too_long = b"", False
     while block := file.read(_BLOCK_BYTES):
         *whole, rest = (rest + block).split(b"\n")
         for line in whole:
-            yield line if _is_readable(line) and not is_too_long else None
+            yield line if _is_readable(line, max_bytes) and not is_too_long else None
             is_too_long = False
-        if len(rest) > MAX_LINE_BYTES:
+        if len(rest) > max_bytes:
             rest, is_too_long = b"", True
 
 
@@ -402,8 +402,8 @@ def _next_line(file: BinaryIO) -> tuple[bytes, int]:
     return (line, length) if piece else (b"", 0)
 
 
-def _is_readable(line: bytes) -> bool:
-    return len(line) <= MAX_LINE_BYTES and not is_nested_deeper(line, MAX_LINE_DEPTH)
+def _is_readable(line: bytes, max_bytes: int = MAX_LINE_BYTES) -> bool:
+    return len(line) <= max_bytes and not is_nested_deeper(line, MAX_LINE_DEPTH)
 
 
 def _adapter(kind: Kind[_T]) -> TypeAdapter[_T]:

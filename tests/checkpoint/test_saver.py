@@ -76,8 +76,8 @@ def test_training_may_change_the_state_at_once(
 def test_it_says_what_became_whole(run: RunDirectory, saver: Saver, make_parts: MakeParts) -> None:
     """Each checkpoint once, when it is; nothing has failed."""
     assert saver.finished() == []
-    saver.save(30, make_parts(), {})
-    saver.save(40, make_parts(), {})
+    saver.save(30, make_parts(), {"global_step": 30})
+    saver.save(40, make_parts(), {"global_step": 40})
     saver.wait()
     assert saver.finished() == [run.checkpoint_path(30), run.checkpoint_path(40)]
     assert saver.finished() == []
@@ -101,7 +101,7 @@ def test_what_is_under_way_is_finished_whatever_happens(
 
     def train() -> None:
         with keep_saver(run, alone, section, start=20) as saver:
-            saver.save(30, make_parts(), {})
+            saver.save(30, make_parts(), {"global_step": 30})
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -114,7 +114,7 @@ def test_a_full_disk_is_one_sentence_and_harms_nothing(
 ) -> None:
     """It says what was lost and what to do; nothing is left in the way of the next save."""
     with _full_disk():
-        saver.save(30, make_parts(), {})
+        saver.save(30, make_parts(), {"global_step": 30})
         saver.wait()
     assert saver.finished() == []
     assert saver.failed
@@ -126,7 +126,7 @@ def test_a_full_disk_is_one_sentence_and_harms_nothing(
     assert "\n" not in message
     assert saver.take_failure() is None
     assert _names(run) == ["step_00000010", "step_00000020"]
-    saver.save(40, make_parts(), {})
+    saver.save(40, make_parts(), {"global_step": 40})
     saver.wait()
     assert store.newest_on_all(run, alone) == (run.checkpoint_path(40), ())
 
@@ -140,7 +140,7 @@ def test_the_first_save_may_fail(tmp_path: Path, alone: World, make_parts: MakeP
         _full_disk(),
         keep_saver(run, alone, CheckpointSection(), start=0) as saver,
     ):
-        saver.save(10, make_parts(), {})
+        saver.save(10, make_parts(), {"global_step": 10})
     assert _names(run) == []
 
 
@@ -253,7 +253,11 @@ def _save_as_one_of_two(folder: Path) -> None:
             for step in (10, 20):
                 _fill(network, step)
                 states = get_optimizer_state_dict(network, optimizer)
-                saver.save(step, {"model": network.state_dict(), "optimizer": states}, {})
+                saver.save(
+                    step,
+                    {"model": network.state_dict(), "optimizer": states},
+                    {"global_step": step},
+                )
                 _fill(network, -1)
                 for _ in range(100):  # training talks while it is saved
                     assert sum_over_ranks({"one": 1}, world) == {"one": 2}
@@ -269,7 +273,7 @@ def _check_that_all_learn_of_a_failure(
     """The disk of the second rank's node is full."""
     saver.wait()
     with nullcontext() if world.is_first else _full_disk():
-        saver.save(30, {"model": network.state_dict()}, {})
+        saver.save(30, {"model": network.state_dict()}, {"global_step": 30})
         saver.wait()
     assert saver.failed
     messages = gather_objects(str(saver.take_failure()), world)
@@ -298,7 +302,7 @@ def _save_until_killed(folder: Path) -> None:
     alone = World(0, 0, 1, torch.device("cpu"), None)
     parts = {f"part{number}": {"weight": torch.zeros(2**24)} for number in range(8)}
     with keep_saver(RunDirectory(folder), alone, CheckpointSection(), start=20) as saver:
-        saver.save(30, parts, {})
+        saver.save(30, parts, {"global_step": 30})
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import math
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -230,7 +231,7 @@ def test_a_large_catalog_is_mapped_and_leaves_no_file(
         (b"no table", "is not a catalog"),
         (b"", "is not a catalog"),
         ({}, "is not a catalog"),
-        ({"longtake.catalog": "1"}, "has schema version 1; this longtake reads 2"),
+        ({"longtake.catalog": "1"}, "has format 1, and this longtake reads format 2"),
         ({"longtake.catalog": "2"}, "is damaged: it has no column identity"),
     ],
 )
@@ -246,6 +247,38 @@ def test_what_is_not_a_catalog_says_what_to_do(
     with pytest.raises(DataError, match=message) as caught:
         Catalog.load(path)
     assert "`longtake data index`" in str(caught.value)
+
+
+def test_a_changed_catalog_is_refused(tmp_path: Path) -> None:
+    """By whoever kept the fingerprint of before, or a disk that lost a bit."""
+    path = tmp_path / "catalog.parquet"
+    Catalog.of(map(_clip, range(300))).save(path)
+    data = path.read_bytes()
+    rows = pq.ParquetFile(path).read()
+    captions = pa.array([f"another {number}" for number in range(300)])
+    place = rows.column_names.index("caption")
+    pq.write_table(rows.set_column(place, "caption", captions), path)
+    with pytest.raises(DataError, match="was changed after it was written: its fingerprint"):
+        Catalog.load(path)
+    pages = data[4 : int.from_bytes(data[-8:-4], "little") * -1 - 8]
+    for at in range(4, 4 + len(pages), len(pages) // 60):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :])
+        with suppress(DataError):
+            assert Catalog.load(path).table == _table_of(data, tmp_path)
+
+
+def test_a_catalog_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    """A pipe would make every reader wait."""
+    os.mkfifo(tmp_path / "catalog.parquet")
+    with pytest.raises(DataError, match="cannot be read: it is a named pipe"):
+        Catalog.load(tmp_path / "catalog.parquet")
+
+
+def _table_of(data: bytes, folder: Path) -> pa.Table:
+    """The clips of the catalog that a file's bytes hold."""
+    path = folder / "whole.parquet"
+    path.write_bytes(data)
+    return Catalog.load(path).table
 
 
 def test_rows_in_disorder_are_damage(tmp_path: Path) -> None:

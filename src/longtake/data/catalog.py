@@ -8,10 +8,10 @@ table is mapped from disk, so that all processes of a machine read it from the s
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -41,6 +41,13 @@ from longtake.data.table import (
     with_attributes,
 )
 from longtake.errors import DataError
+from longtake.records import is_missing, open_regular
+
+_HOW: Final[dict[str, Any]] = {
+    "row_group_size": ROWS_PER_GROUP,
+    "compression": "zstd",
+    "write_page_checksum": True,
+}
 
 
 @dataclass(frozen=True)
@@ -226,9 +233,15 @@ class Catalog:
             check_values(catalog.table)
             if catalog.set_aside["path"].null_count:
                 raise ValueError("a file that was set aside has no path")
+            fingerprint = fingerprint_of(catalog.table)
+            if catalog.stored_fingerprint not in (None, fingerprint):
+                raise ValueError(
+                    "its content was changed after it was written: its fingerprint is "
+                    f"{catalog.stored_fingerprint}, and that of its clips {fingerprint}"
+                )
         except (OSError, LookupError, ValueError, TypeError, pa.ArrowException) as error:
             raise DataError(f"The catalog {path} is damaged: {error}. {remedy}") from error
-        return catalog
+        return replace(catalog, stored_fingerprint=fingerprint)
 
     def save(self, path: Path) -> None:
         """Write the catalog as Parquet, aside first and renamed when whole.
@@ -243,7 +256,7 @@ class Catalog:
         try:
             with written_aside(path) as aside:
                 table = table.replace_schema_metadata(marks)
-                pq.write_table(table, aside, row_group_size=ROWS_PER_GROUP, compression="zstd")
+                pq.write_table(table, aside, **_HOW)
         except OSError as error:
             raise cannot_write(path, error) from error
 
@@ -256,14 +269,19 @@ def cannot_write(path: Path, error: OSError) -> DataError:
 
 
 def _check_version(path: Path, remedy: str) -> None:
-    if not path.exists():
-        raise DataError(f"The catalog {path} does not exist. {remedy}")
+    try:
+        open_regular(path).close()
+    except OSError as error:
+        if is_missing(error):
+            raise DataError(f"The catalog {path} does not exist. {remedy}") from None
+        reason = error.strerror or str(error)
+        raise DataError(f"The catalog {path} cannot be read: {reason}. {remedy}") from error
     version = version_of(path)
     if version is None:
         raise DataError(f"{path} is not a catalog of longtake. {remedy}")
     if version != str(SCHEMA_VERSION):
         raise DataError(
-            f"The catalog {path} has schema version {version}; this longtake reads "
+            f"The catalog {path} has format {version}, and this longtake reads format "
             f"{SCHEMA_VERSION}. {remedy}"
         )
 

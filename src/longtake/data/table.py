@@ -84,15 +84,15 @@ def version_of(path: Path) -> str | None:
     """Return the schema version of the catalog in a file, or None if there is no catalog."""
     try:
         metadata: Mapping[bytes, bytes] = pq.read_schema(path).metadata or {}
-    except (OSError, pa.ArrowException):
+    except (OSError, ValueError, pa.ArrowException):
         return None
     version = metadata.get(VERSION_KEY)
-    return None if version is None else version.decode()
+    return None if version is None else version.decode(errors="replace")
 
 
 def read(path: Path) -> pa.Table:
     """Read all rows; a large table comes back mapped from a file that has no name any more."""
-    with pq.ParquetFile(path) as file:
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
         groups = range(file.metadata.num_row_groups)
         schema = _disk_schema(file.schema_arrow)
         folder = f"{path.resolve().parent}/"

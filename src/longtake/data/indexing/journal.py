@@ -7,21 +7,48 @@ catalog is written, which then remembers the same.
 """
 
 import json
+import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Annotated, NotRequired, TypeVar
+
+from pydantic import AfterValidator, TypeAdapter
+from typing_extensions import TypedDict
 
 from longtake.data.catalog import Catalog, Stamp
 from longtake.data.clip import Media
 from longtake.data.indexing.probe import Probe
-from longtake.data.indexing.probing import from_json, to_json
+from longtake.data.indexing.probing import to_json
 from longtake.errors import ClipError
+from longtake.records import read_records
 
 _T = TypeVar("_T")
 _ROWS_AT_ONCE = 2**16
 _PROBE_FIELDS = [field.name for field in fields(Probe)]
+
+_MOST_LINE_BYTES = 2**24  # of an hour of video with unevenly spaced frames
+
+
+class _Entry(TypedDict):
+    media: str
+    stamp: tuple[int, int]
+    reason: NotRequired[str]
+    probe: NotRequired[Probe]
+
+
+def _is_whole(entry: _Entry) -> _Entry:
+    probe = entry.get("probe")
+    if probe is None and "reason" not in entry:
+        raise ValueError("expected `probe` or `reason`")
+    sizes = () if probe is None else (probe.num_frames, probe.width, probe.height)
+    is_named = probe is None or re.fullmatch("[0-9a-f]{32}", probe.identity)
+    if not is_named or not all(0 < size < 2**31 for size in sizes):
+        raise ValueError("expected an identity of 32 hex digits and sizes below 2^31")
+    return entry
+
+
+_ENTRY: TypeAdapter[_Entry] = TypeAdapter(Annotated[_Entry, AfterValidator(_is_whole)])
 
 
 class Journal:
@@ -46,13 +73,11 @@ class Journal:
 
     def read(self) -> dict[str, tuple[Stamp, Probe | ClipError]]:
         """What an earlier index had finished, by `str(media)`."""
-        known = {}
-        with suppress(FileNotFoundError):
-            for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
-                with suppress(ValueError, LookupError, TypeError):
-                    entry = json.loads(line)
-                    found = from_json(Media(entry["media"]), entry)
-                    known[entry["media"]] = Stamp(*entry["stamp"]), found
+        known: dict[str, tuple[Stamp, Probe | ClipError]] = {}
+        for entry in read_records(self._path, _ENTRY, _MOST_LINE_BYTES):
+            name = entry["media"]
+            found = entry.get("probe") or ClipError(name, entry.get("reason", ""))
+            known[name] = Stamp(*entry["stamp"]), found
         return known
 
     def close(self) -> None:

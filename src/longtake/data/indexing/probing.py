@@ -5,7 +5,6 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from longtake.data.clip import Media, Timing
 from longtake.data.crews.errand import SILENCE_SECONDS, Crew, Errand, Sign
 from longtake.data.image import probe_image
 from longtake.data.indexing.item import Item
@@ -86,17 +85,3 @@ class _Probing(Errand[Item, tuple[Probe | ClipError, bool]]):
 def to_json(found: Probe | ClipError) -> dict[str, Any]:
     """What came of an item, as JSON can hold it."""
     return {"reason": found.reason} if isinstance(found, ClipError) else {"probe": asdict(found)}
-
-
-def from_json(media: Media, entry: dict[str, Any]) -> Probe | ClipError:
-    """What `to_json` was given.
-
-    Raises:
-        KeyError, TypeError: it was not made by `to_json` of this version.
-    """
-    if "reason" in entry:
-        return ClipError(str(media), entry["reason"])
-    fields = dict(entry["probe"])
-    if timing := fields["timing"]:
-        fields["timing"] = Timing(timing["first"], timing["step"], tuple(timing["listed"]))
-    return Probe(**fields | {"keyframes": tuple(fields["keyframes"])})
