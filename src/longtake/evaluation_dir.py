@@ -3,7 +3,7 @@
 evaluations/<preset>/preset.json                what is sampled: settings, prompts, seeds
 evaluations/<preset>/reference.json             the same measures, of clips that were trained on
 evaluations/<preset>/step_00001000/             a result, renamed into place when it is whole:
-    00_s0.mp4 01_s0.mp4 ...                     a video for each prompt and seed
+    00_s0.mp4 01_s0.mp4 ...                     each prompt and seed; of one frame: .png
     sheet.png                                   the same as one picture
     scores.json                                 what was measured
 evaluations/<preset>/superseded/step_…-<key>/   a result of a checkpoint that was saved anew

@@ -129,7 +129,7 @@ _MISTAKES = {
     ),
     "sampling to what is no mp4": (
         "sample {run} --prompt red --out {tmp}/x.gif",
-        r"--out \S+x\.gif: expected the name of an mp4 file, such as sample\.mp4",
+        r"--out \S+x\.gif: samples are videos; expected the name of an mp4 file",
     ),
     "sampling to below a file": (
         "sample {run} --prompt red --out {place}/file/x.mp4",
@@ -161,7 +161,7 @@ _MISTAKES = {
     ),
     "a picture that the run does not go by": (
         "sample {run} --prompt red --out {tmp}/x.mp4 --reference pose={place}/file",
-        r"goes by the pictures named: none; the request names: pose\.",
+        r"takes no reference images, but pose was given\. Leave --reference out",
     ),
     "a frame rate that no video has": (
         "sample {run} --prompt red --out {tmp}/x.mp4 --fps 1e-9",

@@ -125,7 +125,10 @@ def demo(
 def sample(
     run: Annotated[Path, typer.Argument(help=_RUN_HELP)],
     prompt: Annotated[list[str], typer.Option(help="The text prompt; may be repeated.")],
-    out: Annotated[Path, typer.Option(help="The mp4 to write; numbered for several prompts.")],
+    out: Annotated[
+        Path,
+        typer.Option(help="The file to write: .mp4, or .png of one frame."),
+    ],
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
     step: AtStep = None,
     ema: Ema = None,
@@ -167,14 +170,16 @@ def sample(
     as_json: AsJson = False,
 ) -> None:
     """Sample videos from a run, with a contact sheet beside them."""
+    from longtake.evaluation.sampling.find import find_run
+    from longtake.evaluation.sampling.read_pictures import refuse_other_pictures
     from longtake.evaluation.sampling.studio import load_sampler, settings_for
     from longtake.evaluation.sampling.write import check_out, references_by_name, write_samples
 
-    check_out(out)
+    recipe = find_run(run).recipe()
     references = references_by_name(reference or ())
-    sampler = load_sampler(run, step=step, ema=ema, profile=profile, device=device)
+    refuse_other_pictures(references, list(recipe.data.references))
     settings, bucket = settings_for(
-        sampler.recipe,
+        recipe,
         num_frames=num_frames,
         height=height,
         width=width,
@@ -184,6 +189,8 @@ def sample(
         shift=shift,
         fps=fps,
     )
+    check_out(out, bucket)
+    sampler = load_sampler(run, step=step, ema=ema, profile=profile, device=device)
     written = write_samples(
         sampler, prompt, seed, settings, bucket, out, batch, say.console(), references
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 import av
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from longtake.aside import written_aside
 from longtake.errors import DataError
@@ -44,6 +45,19 @@ def write_video(path: Path, frames: NDArray[np.uint8], fps: float, crf: int = 12
                 container.mux(stream.encode(frame))
             container.mux(stream.encode(None))
     except (OSError, av.FFmpegError) as error:
+        raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def write_image(path: Path, frame: NDArray[np.uint8]) -> None:
+    """Write a picture [H, W, 3] uint8 RGB as PNG, written aside and renamed when whole.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    try:
+        with written_aside(path) as aside:
+            Image.fromarray(np.ascontiguousarray(frame)).save(aside, format="PNG")
+    except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 

@@ -156,7 +156,8 @@ def _shown(preset: str, evaluation: Evaluation) -> list[Summary.Value]:
     alarms = [alarm["message"] for alarm in evaluation.scores["alarms"]]
     if alarms:
         shown.append(summaries.text(f"{prefix}/alarms", "\n\n".join(alarms)))
+    images = [(path.stem, path) for path, _ in evaluation.videos() if path.suffix == ".png"]
     if evaluation.sheet is not None:
-        sheet = summaries.picture(f"{prefix}/sheet", evaluation.sheet)
-        shown += [sheet] if sheet is not None else []
-    return shown
+        images.append(("sheet", evaluation.sheet))
+    pictures = (summaries.picture(f"{prefix}/{name}", path) for name, path in images)
+    return [*shown, *(each for each in pictures if each is not None)]

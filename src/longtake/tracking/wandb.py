@@ -220,7 +220,9 @@ def _media(preset: str, evaluation: Evaluation) -> dict[str, Any]:
     import wandb
 
     found: dict[str, Any] = {
-        f"eval/{preset}/{path.stem}": wandb.Video(str(path), caption=caption, format="mp4")
+        f"eval/{preset}/{path.stem}": wandb.Image(str(path), caption=caption)
+        if path.suffix == ".png"
+        else wandb.Video(str(path), caption=caption, format="mp4")
         for path, caption in evaluation.videos()
     }
     if evaluation.sheet is not None:

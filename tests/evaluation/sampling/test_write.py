@@ -9,7 +9,10 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from longtake.config import Bucket
 from longtake.errors import RecipeError, RunError
+from longtake.evaluation.comparing.cells import chosen_frames, num_frames, size_of
+from longtake.evaluation.judging.reread import Reread
 from longtake.evaluation.presets.preset import Preset, find_preset
 from longtake.evaluation.sampling.studio import Request, Sampler, load_sampler, settings_for
 from longtake.evaluation.sampling.write import (
@@ -87,15 +90,43 @@ def test_what_cannot_be_written_is_refused_before_sampling(
 
 def test_an_output_is_checked_before_weights_are_loaded(tmp_path: Path) -> None:
     """The folder is made; what is no mp4, or lies below a file, is refused."""
-    check_out(tmp_path / "new" / "folder" / "x.mp4")
+    video, image = (Bucket(num_frames=n, height=32, width=32) for n in (8, 1))
+    check_out(tmp_path / "new" / "folder" / "x.mp4", video)
+    check_out(tmp_path / "x.png", image)
     assert (tmp_path / "new" / "folder").is_dir()
     (tmp_path / "file").touch()
     (tmp_path / "folder.mp4").mkdir()
-    for out in ("x.gif", "x", "folder.mp4"):
+    for out in ("x.gif", "x", "folder.mp4", "x.png"):
         with pytest.raises(RunError, match="expected the name of an mp4 file"):
-            check_out(tmp_path / out)
+            check_out(tmp_path / out, video)
+    with pytest.raises(RunError, match=r"is an image; expected the name of a PNG file, .*\.png\."):
+        check_out(tmp_path / "x.mp4", image)
     with pytest.raises(RunError, match=r"cannot be written: .*\. Choose another folder\."):
-        check_out(tmp_path / "file" / "x.mp4")
+        check_out(tmp_path / "file" / "x.mp4", video)
+
+
+def test_a_sample_of_one_frame_is_an_image(sampler: Sampler, tmp_path: Path) -> None:
+    """Its pixels are exact, whatever H.264 makes of odd sizes, and the sheet is beside it."""
+    settings, bucket = settings_for(sampler.recipe, num_inference_steps=1)
+    image = np.random.default_rng(0).integers(0, 255, (1, 1, 33, 35, 3), dtype=np.uint8)
+    still = bucket.model_copy(update={"num_frames": 1, "height": 33, "width": 35})
+
+    class Still:
+        recipe, step, weights = sampler.recipe, sampler.step, sampler.weights
+        unknown_words, num_steps = sampler.unknown_words, sampler.num_steps
+
+        def sample(self, *args: object, **options: object) -> np.ndarray:
+            return image
+
+    out = tmp_path / "red.png"
+    written = write_samples(Still(), _PROMPTS[:1], 0, settings, still, out, 4, _QUIET)  # type: ignore[arg-type]
+    assert written == {"videos": [str(out)], "sheet": str(tmp_path / "red_sheet.png")}
+    with Image.open(out) as found:
+        assert np.array_equal(np.asarray(found), image[0, 0])
+    assert _preset(sampler, bucket=still).file_name(0) == "00_s0.png"
+    assert np.array_equal(Reread([out])[0], image[0])
+    assert size_of(out) == (35, 33)
+    assert len(chosen_frames(out, (35, 33), 1)) == num_frames(out) == 1
 
 
 def _preset(sampler: Sampler, **changes: Any) -> Preset:

@@ -11,7 +11,7 @@ from longtake.evaluation.presets.kept import keep_record, not_kept
 from longtake.evaluation.presets.pictures import Pictures, find_pictures, keep_pictures
 from longtake.evaluation.presets.prompts import find_prompts
 from longtake.evaluation.presets.request import Request
-from longtake.evaluation.presets.settings import refuse_unwritable, settings_for
+from longtake.evaluation.presets.settings import refuse_unwritable, settings_for, suffix_of
 from longtake.evaluation.presets.tables import Tables, gather
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.models.nearest import hint
@@ -58,9 +58,9 @@ class Preset:
         ]
 
     def file_name(self, index: int) -> str:
-        """What the video of `requests()[index]` is called, such as 00_s0.mp4."""
+        """What the sample of `requests()[index]` is called: 00_s0.mp4; of one frame 00_s0.png."""
         number, seed = divmod(index, len(self.seeds))
-        return f"{number:02d}_s{self.seeds[seed]}.mp4"
+        return f"{number:02d}_s{self.seeds[seed]}{suffix_of(self.bucket)}"
 
     def as_record(self) -> dict[str, Any]:
         """preset.json: all that decides what the videos show, and nothing else."""

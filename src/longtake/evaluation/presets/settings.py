@@ -57,12 +57,19 @@ def weights_to_sample(
     return "model" if ema is False or wanted is None else f"ema/{wanted}"
 
 
+def suffix_of(bucket: Bucket) -> str:
+    """Of the files that samples are written to: a sample of one frame is an image."""
+    return ".png" if bucket.num_frames == 1 else ".mp4"
+
+
 def refuse_unwritable(bucket: Bucket, fps: float) -> None:
     """Refuse before the sampling what the encoder would refuse, or change in silence, after it.
 
     Raises:
-        RecipeError: H.264 does not take the size or the frame rate.
+        RecipeError: H.264 does not take the size or the frame rate. A PNG takes any.
     """
+    if suffix_of(bucket) == ".png":
+        return
     height, width = (size + size % 2 for size in (bucket.height, bucket.width))
     if (width, height) != (bucket.width, bucket.height):
         raise RecipeError(

@@ -23,7 +23,7 @@ def read_pictures(
         DataError: a request lacks one, names another, or it cannot be read.
     """
     for request in requests:
-        _refuse_others(request.references, names)
+        refuse_other_pictures(request.references, names)
     return {
         name: [
             read_picture(request.references[name], bucket).transpose(2, 0, 1)[:, None]
@@ -59,10 +59,21 @@ def read_picture(picture: Path, bucket: Bucket) -> NDArray[np.uint8]:
         raise DataError(f"The picture {error.path} cannot be read: {error.reason}.") from error
 
 
-def _refuse_others(given: Mapping[str, Path], names: Sequence[str]) -> None:
-    if set(given) != set(names):
+def refuse_other_pictures(given: Mapping[str, Path], names: Sequence[str]) -> None:
+    """Refuse reference images other than those that a model was trained with.
+
+    Raises:
+        DataError: one is missing, or is not among the names.
+    """
+    if set(given) == set(names):
+        return
+    if not names:
         raise DataError(
-            f"This run goes by the pictures named: {', '.join(names) or 'none'}; the "
-            f"request names: {', '.join(given) or 'none'}. Give each that it "
-            "goes by with --reference NAME=FILE, and no other."
+            f"This model takes no reference images, but {', '.join(given)} was given. Leave "
+            "--reference out."
         )
+    advice = " ".join(f"--reference {name}=FILE" for name in names)
+    raise DataError(
+        f"This model takes the reference images {', '.join(names)}; given: "
+        f"{', '.join(given) or 'none'}. Give exactly those: {advice}."
+    )

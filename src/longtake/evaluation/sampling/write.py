@@ -10,11 +10,11 @@ from rich.console import Console
 
 from longtake.aside import make_writable
 from longtake.config import Bucket, SamplingSection
-from longtake.data.encode import write_video
+from longtake.data.encode import write_image, write_video
 from longtake.errors import DataError, RunError
 from longtake.evaluation.presets.preset import Preset
 from longtake.evaluation.presets.request import Request
-from longtake.evaluation.presets.settings import refuse_unwritable
+from longtake.evaluation.presets.settings import refuse_unwritable, suffix_of
 from longtake.evaluation.sampling.read_pictures import read_picture
 from longtake.evaluation.sampling.sampler import Sampler
 from longtake.evaluation.sampling.sheet import SheetRow, contact_sheet, shown_frames
@@ -102,11 +102,19 @@ def _references(request: Request, bucket: Bucket) -> list[NDArray[np.uint8]]:
 
 
 def _write(path: Path, video: NDArray[np.uint8], fps: float) -> None:
-    """Write a video; a disk that is full says nothing against the data."""
+    """Write a sample; a disk that is full says nothing against the data."""
     try:
-        write_video(path, video, fps)
+        _encode(path, video, fps)
     except DataError as error:
         raise RunError(f"{error} Make room, or choose another place.") from error
+
+
+def _encode(path: Path, video: NDArray[np.uint8], fps: float) -> None:
+    """Write a sample as its file's name says: an image, or a video."""
+    if path.suffix == ".png":
+        write_image(path, video[0])
+    else:
+        write_video(path, video, fps)
 
 
 def sample_in_batches(
@@ -148,7 +156,8 @@ def write_samples(
     All videos go by the same reference pictures, where the model goes by any.
 
     Returns:
-        `videos`, the files written, and `sheet`, the picture beside them.
+        `videos`, the files written (images of one frame are PNG), and `sheet`, the picture beside
+        them.
 
     Raises:
         RecipeError: H.264 does not take the size or frame rate, or the model not the size.
@@ -164,8 +173,8 @@ def write_samples(
     videos = sample_in_batches(sampler, requests, settings, bucket, batch_size, console)
     paths = _numbered(out, len(prompts))
     for path, video in zip(paths, videos, strict=True):
-        write_video(path, video, settings.fps)
-    sheet = out.with_suffix(".png")
+        _encode(path, video, settings.fps)
+    sheet = out.with_name(f"{out.stem}_sheet.png" if out.suffix == ".png" else f"{out.stem}.png")
     rows = [
         SheetRow(request.prompt, video, references=_references(request, bucket))
         for request, video in zip(requests, videos, strict=True)
@@ -174,14 +183,20 @@ def write_samples(
     return {"videos": [str(path) for path in paths], "sheet": str(sheet)}
 
 
-def check_out(out: Path) -> None:
-    """Make the folder of an mp4, so that what cannot be written is known before the sampling.
+def check_out(out: Path, bucket: Bucket) -> None:
+    """Make the folder of a sample, so that what cannot be written is known before the sampling.
 
     Raises:
-        RunError: it is not the name of an mp4 file, or its folder cannot be made or written to.
+        RunError: it is not the name of an mp4 file (of one frame: of a PNG file), or its folder
+            cannot be made or written to.
     """
-    if out.suffix != ".mp4" or out.is_dir():
-        raise RunError(f"--out {out}: expected the name of an mp4 file, such as sample.mp4.")
+    suffix = suffix_of(bucket)
+    if out.suffix != suffix or out.is_dir():
+        of_what = "a sample of one frame is an image" if suffix == ".png" else "samples are videos"
+        kind = "a PNG" if suffix == ".png" else "an mp4"
+        raise RunError(
+            f"--out {out}: {of_what}; expected the name of {kind} file, such as sample{suffix}."
+        )
     try:
         make_writable(out.parent)
     except OSError as error:
@@ -211,4 +226,4 @@ def references_by_name(given: Sequence[str]) -> dict[str, Path]:
 def _numbered(out: Path, count: int) -> list[Path]:
     if count == 1:
         return [out]
-    return [out.with_name(f"{out.stem}_{index:02d}.mp4") for index in range(count)]
+    return [out.with_name(f"{out.stem}_{index:02d}{out.suffix}") for index in range(count)]
