@@ -6,7 +6,7 @@ shape and no memory; a storage lives exactly as long as it would in a real run.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,6 +24,7 @@ from longtake.recompute.devices import Device, Target
 from longtake.recompute.exchange import sent_bytes
 from longtake.recompute.watch import Watch
 
+_CAST = torch.ops.aten._to_copy.default
 CUDA_ROUNDS_TO = 512
 """Bytes of which CUDA's caching allocator hands out multiples, and counts them."""
 
@@ -44,6 +45,11 @@ class Subject:
     """The loss of inputs, as training computes it."""
     is_accumulating: bool = False
     """Whether gradients of an earlier micro-batch are there already."""
+    num_shards: int = 1
+    """Ranks that hold one copy of the model: each block's gradients are reduce-scattered over them
+    after its backward pass, unless they accumulate."""
+    gathers_in_bf16: bool = False
+    """Whether weights kept in fp32 come as bf16 from other ranks, so that autocast copies none."""
 
 
 @dataclass(frozen=True)
@@ -132,11 +138,14 @@ class Tracer:
         for tensor in (*subject.model.parameters(), *subject.model.buffers()):
             tape.count(tensor)
         weight_bytes = tape.current_bytes
+        if subject.gathers_in_bf16:
+            tape.ignore_casts_of(subject.model.parameters())
+        reducer = _Reducer(subject)
         if subject.is_accumulating:
             _give_gradients(subject.model, tape)
         begun_at = tape.current_bytes
-        subject.call_blocks_by(self._call(options, tape))
-        with _kernels_of(self.device.target), tape:
+        subject.call_blocks_by(self._call(options, tape, reducer))
+        with _kernels_of(self.device.target), reducer.hooked(), tape:
             inputs = subject.make_inputs()
             input_bytes = tape.current_bytes - begun_at
             tape.mark("inputs")
@@ -144,13 +153,18 @@ class Tracer:
             tape.mark("loss")
             if loss.requires_grad:
                 torch.autograd.backward((loss,))
+                reducer.reduce()
             del loss
             tape.mark("end")
-        return _read(tape, weight_bytes, input_bytes, subject)
+        return _read(tape, weight_bytes, input_bytes, subject, reducer)
 
-    def _call(self, options: Mapping[str, Option], tape: "Tape") -> BlockCall:
+    def _call(self, options: Mapping[str, Option], tape: "Tape", reducer: "_Reducer") -> BlockCall:
         names = {block: name for name, block in self.subject.blocks.items()}
         on_cpu = self.device.target == "cpu"
+
+        def backward_begins(name: str) -> None:
+            reducer.reduce()  # of the block after it, whose backward pass has ended here
+            tape.mark(f"backward {name}")
 
         def call(block: nn.Module, *args: Any) -> Any:
             name = names[block]
@@ -163,7 +177,7 @@ class Tracer:
             tape.mark(f"after {name}")
             for tensor in tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda _: tape.mark(f"backward {name}"))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(lambda _: backward_begins(name))  # type: ignore[no-untyped-call]
             return output
 
         return call
@@ -184,6 +198,11 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._begin_bytes = self._peak_bytes = 0
         self._seconds = 0.0
         self.sent_bytes = 0
+        self._uncast: set[int] = set()
+
+    def ignore_casts_of(self, weights: Iterable[Tensor]) -> None:
+        """Count no memory for copies of these in another type."""
+        self._uncast = {weight.untyped_storage()._cdata for weight in weights}
 
     def count(self, tensor: Tensor) -> None:
         """Count a tensor's storage, once, until nobody holds it any more."""
@@ -207,6 +226,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the operation, and count what it makes."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func is _CAST and args[0].untyped_storage()._cdata in self._uncast:
+            self._seconds += seconds(func, args, kwargs, result, self._device)
+            return result
         made = tensors(result)
         before = self.current_bytes
         for tensor in made:
@@ -223,6 +245,57 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, key: int) -> None:
         size, _ = self._sizes.pop(key)
         self.current_bytes -= size
+
+
+class _Reducer:
+    """What FSDP2 does with gradients of a sharded model that do not accumulate.
+
+    Those of a block are there until its backward pass ends, in the type in which its weights were
+    gathered. Then they are copied into the input of the reduce-scatter, in fp32, which is let go
+    of at the next one; the share of this rank remains.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._is_active = subject.num_shards > 1 and not subject.is_accumulating
+        self._whole: list[Tensor] = []
+        self._shares: list[Tensor] = []
+        self._input: Tensor | None = None
+        self.reached: set[Tensor] = set()
+        """Parameters whose gradient was reduced."""
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Takes gradients from parameters as they come."""
+        trained = [p for p in self._subject.model.parameters() if p.requires_grad]
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+            for parameter in (trained if self._is_active else [])
+        ]
+        yield
+        for hook in hooks:
+            hook.remove()
+
+    def _take(self, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        self.reached.add(parameter)
+        if self._subject.gathers_in_bf16 and gradient.dtype == torch.float32:
+            shape = gradient.shape
+            del gradient
+            gradient = torch.empty(shape, dtype=torch.bfloat16)
+        self._whole.append(gradient)
+
+    def reduce(self) -> None:
+        """Reduce-scatter what has come."""
+        if not self._whole:
+            return
+        sizes = [gradient.numel() for gradient in self._whole]
+        self._input = None
+        self._input = torch.empty(sum(sizes), dtype=torch.float32)
+        self._whole.clear()
+        share = -(-sum(sizes) // self._subject.num_shards)
+        self._shares.append(torch.empty(share, dtype=torch.float32))
 
 
 def _exchange(model: nn.Module) -> None:
@@ -264,7 +337,9 @@ def _flat(inputs: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _read(tape: Tape, weight_bytes: int, input_bytes: int, subject: Subject) -> StepTrace:
+def _read(
+    tape: Tape, weight_bytes: int, input_bytes: int, subject: Subject, reducer: _Reducer
+) -> StepTrace:
     """Make sense of the marks, each of which closes the span before it."""
     spans = tape.marks
     ends = {what: place for place, (what, _) in reversed(list(enumerate(spans)))}
@@ -275,6 +350,7 @@ def _read(tape: Tape, weight_bytes: int, input_bytes: int, subject: Subject) -> 
         for name, parameter in subject.model.named_parameters()
         if parameter.requires_grad
     ]
+    reached = {p for _, p in trained if p.grad is not None} | reducer.reached
     return StepTrace(
         weight_bytes=weight_bytes,
         input_bytes=input_bytes,
@@ -285,8 +361,8 @@ def _read(tape: Tape, weight_bytes: int, input_bytes: int, subject: Subject) -> 
         front_peak_bytes=_joined([span for _, span in spans[:first_block]]).peak_bytes,
         turn=_joined([span for _, span in spans[loss_at : loss_at + 2]]),
         seconds=sum(span.seconds for _, span in spans),
-        reached=tuple(name for name, parameter in trained if parameter.grad is not None),
-        unreached=tuple(name for name, parameter in trained if parameter.grad is None),
+        reached=tuple(name for name, parameter in trained if parameter in reached),
+        unreached=tuple(name for name, parameter in trained if parameter not in reached),
         sent_bytes=tape.sent_bytes,
     )
 

@@ -91,6 +91,8 @@ def outlined_step(
         make_inputs=_inputs_maker(parts, recipe, bucket, micro),
         loss=lambda examples: flow_losses(parts, examples, precision, torch.device("cpu")).mean(),
         is_accumulating=local > micro,
+        num_shards=shard_size(recipe.parallel, world_size, per_node),
+        gathers_in_bf16=world_size > 1 and gathers_in_bf16(recipe, precision),
     )
     return OutlinedStep(
         recipe=recipe,
@@ -104,6 +106,11 @@ def outlined_step(
         world_size=world_size,
         per_node=per_node,
     )
+
+
+def gathers_in_bf16(recipe: Recipe, precision: Precision) -> bool:
+    """Whether ranks send each other bf16 instead of fp32 weights."""
+    return recipe.parallel.gather == "bf16" and precision == "bf16"
 
 
 def _precision(recipe: Recipe, device: Device) -> Precision:

@@ -16,7 +16,7 @@ class Fixed:
 
     weights: int
     """Of the transformer, frozen ones included. On several processes: this one's part of them, and
-    what is gathered at a time: two blocks, and what is outside of blocks."""
+    what is gathered at a time: two or three blocks, and what is outside of blocks."""
     elsewhere: int
     """Weights of the whole that are not here, less what is gathered beside this process's part."""
     gradients: int
@@ -90,8 +90,7 @@ def memory_of(
 ) -> PolicyForecast:
     """What a traced step takes of the device, with all that is there beside it.
 
-    On several processes it is an estimate: gradients are counted whole until the step's end, and
-    buffers of collectives are not.
+    On several processes it is an estimate: of buffers of collectives, those of FSDP2 are counted.
     """
     fixed = fixed_of(step, trace.input_bytes)
     peak = trace.peak_bytes - fixed.elsewhere
@@ -113,16 +112,17 @@ def size_of(module: nn.Module, granule: int = 1) -> int:
 
 
 def _elsewhere(step: OutlinedStep) -> int:
-    """What is not here while a block is gathered and the next one is too.
+    """What is not here while blocks are gathered.
 
-    FSDP2 gathers copies even where each process holds the whole model.
+    FSDP2 gathers copies even where each process holds the whole model: of the block that runs and
+    of the next one. With shards it also keeps the buffer of the all-gather before.
     """
     if step.world_size == 1:
         return 0
     model, blocks = step.parts.model, step.parts.family.blocks(step.parts.model)
     whole, gathered = size_of(model), _gathered_size(model, step)
     in_blocks = [_gathered_size(block, step) for block in blocks]
-    at_once = 2 * max(in_blocks) + gathered - sum(in_blocks)
+    at_once = (3 if step.num_shards > 1 else 2) * max(in_blocks) + gathered - sum(in_blocks)
     return whole - whole // step.num_shards - at_once
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from longtake.recompute.trace import StepTrace
-from longtake.training.outlined import OutlinedStep
+from longtake.training.outlined import OutlinedStep, gathers_in_bf16
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ def _unit(
 
 def gathered_size(parameter: Tensor, step: OutlinedStep) -> int:
     """Bytes of each number of a weight while it is gathered."""
-    narrow = step.recipe.parallel.gather == "bf16" and step.precision == "bf16"
-    return min(2, parameter.itemsize) if narrow else parameter.itemsize
+    is_narrow = gathers_in_bf16(step.recipe, step.precision)
+    return min(2, parameter.itemsize) if is_narrow else parameter.itemsize
 
 
 def _padded(parameter: Tensor, step: OutlinedStep) -> int:
