@@ -1,10 +1,15 @@
 """Files that are whole or not there: written aside, renamed into place."""
 
+import errno
+import os
 import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_IS_LINK = "it is a symbolic link; links are not followed when writing"
 
 
 @contextmanager
@@ -24,8 +29,11 @@ def written_aside(path: Path, *, by_many: bool = False) -> Iterator[Path]:
         OSError: it cannot be renamed; and whatever the block raises.
     """
     aside = aside_of(path, f".{secrets.token_hex(4)}" if by_many else "")
+    aside.unlink(missing_ok=True)  # left by a writer that was killed; or a link to another file
     try:
         yield aside
+        if aside.is_symlink():
+            raise OSError(errno.ELOOP, _IS_LINK, str(aside))
         aside.replace(path)
     finally:
         with suppress(OSError):
@@ -35,6 +43,34 @@ def written_aside(path: Path, *, by_many: bool = False) -> Iterator[Path]:
 def aside_of(path: Path, own: str = "") -> Path:
     """Where a file is written before it has its name; `own`: what tells writers apart."""
     return path.with_name(f".{path.stem}{own}.partial{path.suffix}")
+
+
+def no_follow(path: str, flags: int) -> int:
+    """An `opener` for `open`, which does not follow a link of this name.
+
+    Raises:
+        OSError: the path is a link, or cannot be opened.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, _IS_LINK, path) from None
+        raise
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a folder with all that is in it, if it can be; of a link, only the link."""
+    if path.is_symlink():
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def is_linked(path: Path, top: Path) -> bool:
+    """Whether a path, or a folder between it and `top`, is a link."""
+    return any(each.is_symlink() for each in (path, *path.parents) if each.is_relative_to(top))
 
 
 def make_writable(folder: Path) -> None:

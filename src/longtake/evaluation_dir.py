@@ -221,8 +221,11 @@ class ServerDirectory:
             OSError: it cannot be written.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        with written_aside(self.path / "heartbeat.json") as aside:
-            aside.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        with (
+            written_aside(self.path / "heartbeat.json") as aside,
+            aside.open("x", encoding="utf-8") as file,
+        ):
+            file.write(json.dumps(record, indent=2) + "\n")
 
     def read_heartbeat(self) -> dict[str, Any]:
         """heartbeat.json; empty if there is none."""

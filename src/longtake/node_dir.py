@@ -24,8 +24,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from heapq import merge
 from pathlib import Path
-from typing import Any, Final, Literal, NotRequired
+from typing import Annotated, Any, Final, Literal, NotRequired
 
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from longtake.aside import written_aside
@@ -33,13 +34,16 @@ from longtake.evaluation_dir import server_events
 from longtake.lease import is_alive, newest
 from longtake.records import (
     Count,
+    FileName,
     Finite,
+    Time,
     append_json,
     by_field,
     now,
     read_json,
     read_last_record,
     read_records,
+    with_other_fields,
     write_text,
 )
 from longtake.run_dir import Event, EventBase, Metrics, RunDirectory
@@ -57,6 +61,7 @@ NodeEventKind = Literal[
     "degraded",
     "recovered",
     "disk_full",
+    "request_refused",
 ]
 
 FLIGHT_PIPE_PREFIX = "fr_pipe_rank_"
@@ -132,19 +137,33 @@ class NodeDump(TypedDict):
     """Hearts (`Pulse.as_dict`) whose process is gone without having ended as it should."""
 
 
+@with_other_fields
+class StalledHeart(TypedDict):
+    """The heart (`Pulse.as_dict`) that gave an alarm, its host, and the limit that it is past."""
+
+    role: Literal["rank", "decode"]
+    pid: Count
+    rank: Count
+    launch: Annotated[str, Field(max_length=64)]
+    step: Count
+    phase: Annotated[str, Field(max_length=64)]
+    seconds: Finite
+    host: FileName
+    limit: Finite
+
+
 class Request(TypedDict):
     """requests/<token>.json: somebody wants dumps of all nodes."""
 
-    token: str
-    time: str
-    by: str
+    token: Annotated[str, Field(pattern="^[0-9A-Za-z_-]{1,200}$")]
+    time: Time
+    by: FileName
     """The host."""
     reason: Literal["stall", "asked"]
-    rounds: int
+    rounds: Annotated[int, Field(ge=1, le=100)]
     native: bool
-    stall: NotRequired[dict[str, Any]]
-    """Of a stall: the heart (`Pulse.as_dict`) that gave the alarm, its `host`, and the `limit` in
-    seconds that it is past."""
+    stall: NotRequired[StalledHeart]
+    """Of a stall."""
 
 
 @dataclass(frozen=True)
@@ -208,8 +227,8 @@ class NodeDirectory:
     def write_heartbeat(self, record: Mapping[str, Any]) -> None:
         """Replace heartbeat.json; it need not outlive a power cut."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with written_aside(self.heartbeat_path) as aside:
-            aside.write_text(json.dumps(record), encoding="utf-8")
+        with written_aside(self.heartbeat_path) as aside, aside.open("x", encoding="utf-8") as file:
+            json.dump(record, file)
 
     def read_heartbeat(self) -> dict[str, Any]:
         """The node's heartbeat.json; empty if there is none."""

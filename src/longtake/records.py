@@ -44,7 +44,7 @@ from pydantic import (
     with_config,
 )
 
-from longtake.aside import written_aside
+from longtake.aside import no_follow, written_aside
 from longtake.errors import RecordError
 
 MAX_LINE_BYTES: Final = 64 * 2**10
@@ -433,7 +433,7 @@ def append_json(path: Path, record: Mapping[str, Any], *, durably: bool = False)
     `durably`: it is on disk, and not only on its way, when this returns.
     """
     line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-    with path.open("ab+") as file:
+    with open(path, "ab+", opener=no_follow) as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
             line = line if file.read(1) == b"\n" else b"\n" + line
@@ -480,7 +480,7 @@ def _as_text(record: Mapping[str, Any]) -> str:
 
 
 def _write_durably(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
+    with path.open("x", encoding="utf-8") as file:  # never through a link
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from longtake.drill.launch import ONE_THREAD
@@ -55,6 +56,17 @@ def _ranks(place: Place) -> list[Pulse]:
     return [pulse for pulse in hearts if pulse.role == "rank" and pulse.is_alive]
 
 
+def _listening(pid: int) -> list[str]:
+    """Addresses at which a process and all its descendants listen."""
+    top = psutil.Process(pid)
+    return [
+        f"{connection.laddr.ip} {process.name()}"
+        for process in (top, *top.children(recursive=True))
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+
+
 def _wait_for_rows(process: "subprocess.Popen[str]", place: Place, count: int) -> None:
     until = time.monotonic() + _SECONDS
     path = place.run.metrics_path
@@ -78,6 +90,7 @@ def stopped(place: Place) -> Ended:
 
     def stop(process: "subprocess.Popen[str]") -> None:
         _wait_for_rows(process, place, 3)
+        (place.folder / "listening").write_text("\n".join(_listening(process.pid)))
         process.send_signal(signal.SIGUSR1)
         process.send_signal(signal.SIGUSR1)
 
@@ -113,6 +126,14 @@ def test_a_signal_lets_all_ranks_save(place: Place, stopped: Ended) -> None:
 
 
 @pytest.mark.slow
+def test_a_launch_on_one_node_listens_on_this_machine_only(place: Place, stopped: Ended) -> None:
+    """Neither the launcher nor a rank can be reached from the network; torch would unpickle."""
+    assert stopped.code == 75
+    listening = (place.folder / "listening").read_text().splitlines()
+    assert listening  # rank 0's store
+    assert [each for each in listening if not each.startswith("127.")] == []
+
+
 def test_a_killed_rank_is_named_and_the_run_goes_on(place: Place, restarted: Ended) -> None:
     """On the terminal, in the log of the rank that waited for it, and in an event."""
     assert restarted.code == 0, restarted.said

@@ -5,7 +5,7 @@ import pickle
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 
@@ -127,7 +127,7 @@ def _judge(
         "native": False,
     }
     if alarm and alarm["heart"]:
-        request["stall"] = {**alarm["heart"], "host": "gpu07", "limit": 6.0}
+        request["stall"] = cast("Any", {**alarm["heart"], "host": "gpu07", "limit": 6.0})
     verdict = judge("t", request, dumps, silent, flights or {})
     assert Verdict.from_dict(json.loads(json.dumps(verdict.as_dict()))) == verdict
     return verdict

@@ -22,7 +22,7 @@ from longtake.node_dir import (
     requests_path,
     verdict_path,
 )
-from longtake.records import read_json, write_once
+from longtake.records import now, read_json, write_once
 from longtake.watch.post import Lock
 
 
@@ -197,7 +197,7 @@ def test_anybody_s_request_is_answered(stage: Any) -> None:
     rank, worker = stage.rank("waits"), stage.worker("idles")
     stage.watcher(min_seconds=60.0)
     time.sleep(1.0)  # its first look at requests is over
-    request = {"token": "asked_1", "time": "", "by": "laptop", "reason": "asked"}
+    request = {"token": "asked_1", "time": now(), "by": "laptop", "reason": "asked"}
     write_once(request_path(stage.run, "asked_1"), {**request, "rounds": 2, "native": False})
     dump = _until(lambda: read_json(stage.node().dump_path("asked_1")))
     assert len(dump["rounds"]) == 2

@@ -1,10 +1,10 @@
 """Deletes checkpoints, each out of sight as a whole before a file of it goes."""
 
-import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from longtake.aside import remove_tree
 from longtake.checkpoint.holds import is_held
 from longtake.run_dir import RunDirectory
 
@@ -13,7 +13,7 @@ def delete(paths: Iterable[Path]) -> None:
     """Take each out of sight as a whole, so that no reader sees half of it, and delete it."""
     for path in paths:
         with suppress(OSError):
-            shutil.rmtree(take_away(path), ignore_errors=True)
+            remove_tree(take_away(path))
 
 
 def delete_unless_held(run: RunDirectory, step: int) -> bool:
@@ -44,7 +44,7 @@ def take_away_unless_held(run: RunDirectory, step: int) -> bool:
     if is_held(run, step):
         hidden.rename(path)
         return False
-    shutil.rmtree(hidden, ignore_errors=True)
+    remove_tree(hidden)
     return True
 
 
@@ -55,5 +55,5 @@ def take_away(path: Path) -> Path:
         OSError: it cannot be renamed.
     """
     hidden = path.with_name(f".{path.name}.deleted")
-    shutil.rmtree(hidden, ignore_errors=True)  # left by a deletion that was interrupted
+    remove_tree(hidden)  # left by a deletion that was interrupted
     return path.rename(hidden)

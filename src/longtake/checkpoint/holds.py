@@ -8,6 +8,7 @@ of their file system, which also says when the newest checkpoint became whole.
 from contextlib import suppress
 from pathlib import Path
 
+from longtake.aside import is_linked
 from longtake.run_dir import RunDirectory
 
 STALE_SECONDS = 900.0
@@ -31,13 +32,16 @@ def hold_path(run: RunDirectory, step: int, owner: str) -> Path:
 
 
 def _is_held(run: RunDirectory, step: int, newest: float) -> bool:
-    fresh = [_is_fresh(hold, newest) for hold in hold_path(run, step, "*").parent.glob("[!.]*")]
+    folder = hold_path(run, step, "*").parent
+    if is_linked(folder, run.path):  # its files belong to something else: none may be deleted
+        return False
+    fresh = [_is_fresh(hold, newest) for hold in folder.glob("[!.]*")]
     return any(fresh)
 
 
 def _is_fresh(hold: Path, newest: float) -> bool:
     try:
-        if hold.stat().st_mtime > newest - STALE_SECONDS:
+        if hold.lstat().st_mtime > newest - STALE_SECONDS:
             return True
     except OSError:  # given back this moment
         return False

@@ -5,7 +5,6 @@ distributed checkpoint format, so that another number of ranks can load it), `tr
 COMMITTED, which lists every file and is written last.
 """
 
-import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import TypedDict
 
+from longtake.aside import remove_tree
 from longtake.checkpoint import holds, manifest
 from longtake.checkpoint.deletion import delete, delete_unless_held
 from longtake.checkpoint.reading import Planner, Reader
@@ -176,7 +176,7 @@ def thin_out(
     for step in unneeded:
         delete_unless_held(run, step)
     for leftover in run.checkpoints_path.glob(".step_*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        remove_tree(leftover)
 
 
 def abandon(run: RunDirectory, after_step: int) -> None:

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
+from longtake.aside import remove_tree
 from longtake.checkpoint import manifest, store
 from longtake.checkpoint.deletion import take_away
 from longtake.checkpoint.manifest import Entry
@@ -93,7 +93,7 @@ def write(
         company.together(lambda: _commit(aside, whole, trainer, described) if is_first else None)
     except (OSError, CheckpointException) as error:
         if is_first:
-            shutil.rmtree(aside, ignore_errors=True)
+            remove_tree(aside)
         raise CheckpointError(_what_was_lost(run, step, error)) from error
     return whole
 
@@ -114,7 +114,7 @@ class _Disk(FileSystem):
 
 
 def _begin(aside: Path) -> None:
-    shutil.rmtree(aside, ignore_errors=True)
+    remove_tree(aside)
     aside.mkdir(parents=True)
 
 
@@ -146,7 +146,7 @@ def _commit(
     aside.rename(whole)
     _put_on_disk(whole.parent)
     if replaced is not None:
-        shutil.rmtree(replaced, ignore_errors=True)
+        remove_tree(replaced)
 
 
 def _put_on_disk(folder: Path) -> None:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from longtake.aside import no_follow
 from longtake.config import DataSection
 from longtake.data.course import Entry, History
 from longtake.data.skipped import Skipped
@@ -124,7 +125,7 @@ class Ledger:
     def __init__(self, path: Path, streams: Sequence[str], *, counts: bool = True) -> None:
         self._path, self._counts = path, counts
         with _writing(path):
-            self._file = path.open("ab", buffering=0)
+            self._file = open(path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115 - closed by `close`
         self._streams = {name: index for index, name in enumerate(streams)}
 
     def record(self, batch: "Batch") -> None:

@@ -6,6 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from longtake.errors import RunError
 from longtake.heartbeat.pulse import age_of, start_of
 from longtake.heartbeat.record import (
     FACTS,
@@ -21,6 +22,8 @@ from longtake.heartbeat.record import (
     TEXT_BYTES,
     Phase,
     Role,
+    make_private,
+    open_private,
     path_of,
 )
 
@@ -65,7 +68,7 @@ class Heart:
 
     def _share(self) -> None:
         for _ in range(2):  # the watcher of a run that has ended may take the empty folder away
-            with suppress(OSError):
+            with suppress(OSError, RunError):
                 self._memory = _shared(self.path, self._memory[:])
                 break
 
@@ -195,12 +198,11 @@ def _shared(path: Path, page: bytes) -> mmap.mmap:
 
     Raises:
         OSError: there is no room, or it is not allowed.
+        RunError: the folder is another user's.
     """
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if path.parent.stat().st_uid != os.getuid():
-        raise PermissionError(f"{path.parent} is another user's")
+    make_private(path.parent)
     aside = path.with_suffix(".new")
-    with aside.open("wb+") as file:
+    with os.fdopen(open_private(aside), "wb+") as file:
         os.posix_fallocate(file.fileno(), 0, SIZE)  # writing to a page that is not there kills
         memory = mmap.mmap(file.fileno(), SIZE)
     memory[:] = page

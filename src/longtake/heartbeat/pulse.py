@@ -1,12 +1,13 @@
 """Reads what processes say of themselves, without asking them."""
 
 import os
+import struct
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from longtake.heartbeat.record import (
     FACTS,
@@ -103,7 +104,9 @@ class Pulse:
 
 def read(path: Path) -> Pulse | None:
     """Read a record; None: there is none, or it is no record of this version."""
-    with suppress(OSError, ValueError), path.open("rb") as file:
+    with suppress(OSError, ValueError, LookupError, struct.error), _opened(path) as file:
+        if os.fstat(file.fileno()).st_uid != os.getuid():  # another user made it up
+            return None
         for _ in range(_READ_ATTEMPTS):
             page, now = os.pread(file.fileno(), SIZE, 0), time.monotonic_ns()
             after = os.pread(file.fileno(), SEQUENCE.size, 0)
@@ -122,6 +125,12 @@ def read_all(folder: Path) -> list[Pulse]:
     pulses = (read(path) for path in paths if path.name.startswith(ROLES) and not path.suffix)
     found = [pulse for pulse in pulses if pulse is not None]
     return sorted(found, key=lambda each: (ROLES.index(each.role), each.rank, each.pid))
+
+
+def _opened(path: Path) -> BinaryIO:
+    return os.fdopen(
+        os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb"
+    )
 
 
 def _pulse(path: Path, page: bytes, now: int) -> Pulse:

@@ -6,6 +6,8 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from rich.console import Console
@@ -27,6 +29,7 @@ from longtake.launch.order import Order
 from longtake.launch.stop import Stop
 from longtake.node_dir import this_node
 from longtake.ourselves import environment, program
+from longtake.parallel.mesh import LOOPBACK
 from longtake.run_dir import LAUNCH_VARIABLE
 
 _SECONDS_TO_MEET = 600
@@ -37,6 +40,12 @@ _ENVIRONMENT: Final = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT",  # the others are heeded here
 }
+_INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_LOOPBACK_INTERFACE: Final = "lo"
+_WHO_MAY_REACH_IT: Final = (
+    "Nodes meet at {}. torch does not authenticate them: whoever can reach that port can run code "
+    "as you. Use a network that only the cluster can reach."
+)
 _MEETING: Final = {
     "join_timeout": _SECONDS_TO_MEET,
     "last_call_timeout": 10,  # for which more nodes are waited for when there are enough
@@ -56,6 +65,11 @@ def launch(order: Order, console: Console) -> int:
         LostPeerError: the other nodes cannot be met.
     """
     os.environ.update(environment(**_ENVIRONMENT), **{LAUNCH_VARIABLE: secrets.token_hex(8)})
+    if order.endpoint:
+        console.print(_WHO_MAY_REACH_IT.format(order.endpoint), markup=False)
+    else:
+        for name in _INTERFACES:
+            os.environ.setdefault(name, _LOOPBACK_INTERFACE)
     _quieten_torch()
     stop, ended = Stop(), None
     try:
@@ -108,22 +122,24 @@ def _agent(order: Order, handler: RendezvousHandler, stop: Stop, console: Consol
 @contextmanager
 def _met(order: Order, stop: Stop) -> Iterator[RendezvousHandler]:
     """Where nodes meet, and learn that they need not come again when this one has ended."""
-    handler = _handler(order)
-    try:
-        yield handler
-    finally:
-        # Closed, no node could go on without this one.
-        if stop.wanted is None or not order.is_elastic:
-            handler.shutdown()
+    with TemporaryDirectory(prefix="longtake-", ignore_cleanup_errors=True) as folder:
+        handler = _handler(order, Path(folder))
+        try:
+            yield handler
+        finally:
+            # Closed, no node could go on without this one.
+            if stop.wanted is None or not order.is_elastic:
+                handler.shutdown()
 
 
-def _handler(order: Order) -> RendezvousHandler:
+def _handler(order: Order, folder: Path) -> RendezvousHandler:
     settings: dict[str, Any] = dict(_MEETING)
     if not order.endpoint:
-        settings["is_host"] = True
+        # By TCP torch would listen on all addresses, and unpickle what anybody sends.
+        settings["store_type"] = "file"
     parameters = RendezvousParameters(
         backend="c10d",
-        endpoint=order.endpoint or "127.0.0.1:0",
+        endpoint=order.endpoint or str(folder / "rendezvous"),
         run_id=order.run_id,
         min_nodes=order.nodes[0],
         max_nodes=order.nodes[1],
@@ -142,7 +158,7 @@ def _handler(order: Order) -> RendezvousHandler:
 
 def _local_address(order: Order) -> str | None:
     """A node that is alone needs no name that anybody can resolve."""
-    return None if order.endpoint else "127.0.0.1"
+    return None if order.endpoint else LOOPBACK
 
 
 def _unmet(order: Order, error: RendezvousError) -> str:

@@ -5,13 +5,14 @@ is no process group at all, so that a laptop pays nothing for what only a cluste
 """
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,13 @@ from longtake.parallel.flight import environment
 
 Device = Literal["auto", "cpu", "cuda"]
 
+LOOPBACK = "127.0.0.1"
+"""Where the ranks of one node meet: no other machine can reach it."""
+
 _SECONDS_TO_LET_GO = 0.1
 _TIMEOUT = timedelta(minutes=10)
 _NO_TIMEOUT = timedelta(days=365)
+_MAX_WAITING = 2048
 _SIGNS_OF_A_LOST_PEER = (
     *("closed by peer", "reset by peer", "Broken pipe"),  # what gloo says
     *("Timed out waiting", "connectFullMesh failed", "Connection refused"),
@@ -100,7 +105,7 @@ def join(device: Device, section: ParallelSection, records: Path | None = None) 
             os.environ.setdefault(name, value)
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, timeout=_TIMEOUT)
+        dist.init_process_group(backend, timeout=_TIMEOUT, **_meeting(rank, size))
         patient = dist.new_group(backend="gloo", timeout=_NO_TIMEOUT)
         joined = World(rank, local_rank, size, place, None, patient_group=patient)
         yield arranged(joined, section)
@@ -118,6 +123,27 @@ def join(device: Device, section: ParallelSection, records: Path | None = None) 
         # Gloo's threads need Python's lock to let go of the last collective's tensors. One that
         # comes to it when the interpreter is ending aborts the process, after a good run too.
         time.sleep(_SECONDS_TO_LET_GO)
+
+
+def _meeting(rank: int, size: int) -> dict[str, Any]:
+    """Where ranks of one node meet: torch's own store would listen on all addresses."""
+    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if os.environ.get("MASTER_ADDR") != LOOPBACK or is_shared:
+        return {}
+    port = int(os.environ["MASTER_PORT"])
+    listening = None
+    if rank == 0:
+        listening = socket.create_server((LOOPBACK, port), backlog=_MAX_WAITING).detach()
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        LOOPBACK,
+        port,
+        size,
+        is_master=rank == 0,
+        timeout=_TIMEOUT,
+        multi_tenant=True,
+        master_listen_fd=listening,
+    )
+    return {"store": store, "rank": rank, "world_size": size}
 
 
 def arranged(world: World, section: ParallelSection) -> World:

@@ -28,7 +28,7 @@ def allow_inspection(file: Path | None = None) -> None:
     ctypes.CDLL(None).prctl(_SET_PTRACER, _ANYONE)
     if not faulthandler.is_enabled():
         faulthandler.enable()
-    opened = None if file is None else file.open("w")
+    opened = None if file is None else _opened(file)
     if opened is None:
         faulthandler.register(SIGNAL)
     else:
@@ -36,6 +36,11 @@ def allow_inspection(file: Path | None = None) -> None:
     before, _file = _file, opened
     if before is not None:
         before.close()
+
+
+def _opened(file: Path) -> TextIO:
+    file.unlink(missing_ok=True)
+    return file.open("x")  # never through a link
 
 
 def signal_path(folder: Path, pid: int) -> Path:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from longtake.aside import no_follow
 from longtake.config import TrackingSection
 from longtake.evaluation_dir import writer_path
 from longtake.lease import is_alive, newest
@@ -117,7 +118,7 @@ class Follower:
         section = ("--section", self._section.model_dump_json())
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
-        with log.open("ab") as file:
+        with open(log, "ab", opener=no_follow) as file:
             self._process = subprocess.Popen(  # noqa: S603 - ourselves
                 program(_PROGRAM, str(self._run.path.resolve()), *options, *section),
                 stdin=subprocess.PIPE,

@@ -88,8 +88,8 @@ class _Wish:
 
     def utter(self) -> None:
         self._beat += 1
-        with written_aside(self._path) as aside:
-            aside.write_text(f'{{"owner": "{self._owner}", "beat": {self._beat}}}\n')
+        with written_aside(self._path) as aside, aside.open("x", encoding="utf-8") as file:
+            file.write(f'{{"owner": "{self._owner}", "beat": {self._beat}}}\n')
 
     def withdraw(self) -> None:
         if self._beat:

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from longtake.aside import no_follow
 from longtake.config import Recipe
 from longtake.errors import LostPeerError
-from longtake.heartbeat import Heart, beating, folder_of
+from longtake.heartbeat import Heart, beating, folder_of, make_private
 from longtake.node_dir import this_node
 from longtake.ourselves import Starts, environment, program
 from longtake.parallel.collectives import from_first
@@ -96,7 +97,7 @@ class Watcher:
         log.parent.mkdir(parents=True, exist_ok=True)
         section = self._section.model_dump_json()
         options = [part for path in self._data for part in ("--data", str(path))]
-        with log.open("ab") as file:
+        with open(log, "ab", opener=no_follow) as file:
             return subprocess.Popen(  # noqa: S603 - ourselves
                 program(_PROGRAM, str(run.path.resolve()), "--section", section, *options),
                 stdin=subprocess.DEVNULL,
@@ -112,9 +113,13 @@ def watched(recipe: Recipe) -> Iterator[Watcher]:
     """Let this process's heart beat, from before it meets the others until it has left them.
 
     Raises:
+        RunError: watch.enabled, and another user has made the folder of this user's processes.
         LostPeerError: another rank was lost in the block, with what is known of it.
     """
     rank, local_rank, size = place_in_world()
+    if recipe.watch.enabled:
+        with suppress(OSError):  # no memory to share is no reason not to train
+            make_private(folder_of(recipe.out))
     heart = Heart(folder_of(recipe.out), "rank", rank=rank, local_rank=local_rank, world_size=size)
     watcher = Watcher(recipe, heart, is_wanted=recipe.watch.enabled and local_rank == 0)
     is_waited_for = False  # by who starts all ranks again, as soon as this one is gone

@@ -128,9 +128,12 @@ class Answering:
 
     def _requests(self) -> list[Request]:
         try:
-            return self._disk.ask(lambda: self._inbox.look(self._expectations.launch), 2.0)
+            found = self._disk.ask(lambda: self._inbox.look(self._expectations.launch), 2.0)
         except OSError:
             return []
+        for reason in self._inbox.take_refused():
+            self._reporter.tell("request_refused", is_alert=False, reason=reason)
+        return found
 
     def _answer(self, request: Request, alarm: Alarm | None) -> None:
         token, reason = request["token"], request["reason"]

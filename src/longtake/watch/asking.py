@@ -2,6 +2,7 @@
 
 import os
 import pwd
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -67,7 +68,7 @@ def ask_nodes(run: RunDirectory, *, native: bool) -> Answers:
             f"{run.path} is not a run directory: it has no recipe.toml. "
             "Name a run directory, or a process with --pid."
         )
-    token = f"asked_{file_time()}_{socket.gethostname()}"
+    token = f"asked_{file_time()}_{re.sub('[^0-9A-Za-z-]', '-', socket.gethostname())}"
     silent = _wait_for_answers(run, token, native=native)
     answered = [node for node in all_nodes(run) if node.dump_path(token).exists()]
     own, here, folder = None, this_node(run).host, folder_of(run.path)

@@ -5,6 +5,7 @@ Any process that can read the run directory can do so, and the first to write it
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -56,7 +57,9 @@ class Council:
             found = self._disk.ask(lambda: read_json(path), _DISK_SECONDS)
         except OSError:
             return None
-        return Verdict.from_dict(found) if found else None
+        with suppress(TypeError, KeyError, AttributeError):  # it is damaged, or made up
+            return Verdict.from_dict(found) if found else None
+        return None
 
     def gather(
         self, request: Request, own: NodeDump, before: Mapping[str, Any], since: float

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from longtake.aside import written_aside
 from longtake.errors import LongtakeError
 from longtake.node_dir import FLIGHT_FILE_PREFIX, FLIGHT_PIPE_PREFIX
 from longtake.records import open_regular
@@ -69,7 +70,8 @@ def collect(
         with suppress(OSError):
             if _stamp(path) != before.get(rank):
                 target.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, target / f"rank_{rank}")
+                with written_aside(target / f"rank_{rank}") as aside:
+                    shutil.copyfile(path, aside, follow_symlinks=False)
                 found.append(rank)
     return found
 

@@ -60,7 +60,7 @@ def thin_out(path: Path) -> None:
     """
     with path.open("rb") as file:
         number_of_lines = sum(1 for _ in file)
-    with written_aside(path) as aside, path.open("rb") as file, aside.open("wb") as thin:
+    with written_aside(path) as aside, path.open("rb") as file, aside.open("xb") as thin:
         thin.writelines(
             line for number, line in enumerate(file) if (number_of_lines - number) % 2 == 1
         )

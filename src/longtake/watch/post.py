@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from longtake.aside import no_follow
 from longtake.config import WatchSection
 from longtake.errors import LongtakeError
-from longtake.heartbeat import folder_of
+from longtake.heartbeat import folder_of, make_private
 from longtake.node_dir import NodeDirectory
 from longtake.run_dir import RunDirectory
 from longtake.watch import flight_files
@@ -81,9 +82,14 @@ class Lock:
         self._file: IO[str] | None = None
 
     def take(self) -> bool:
-        """Take it if nobody holds it; whether this process holds it now."""
-        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file = self._path.open("a+")
+        """Take it if nobody holds it; whether this process holds it now.
+
+        Raises:
+            OSError: its folder cannot be made.
+            RunError: its folder is another user's.
+        """
+        make_private(self._path.parent)
+        file = open(self._path, "a+", opener=no_follow)  # noqa: SIM115 - kept open
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Whoever held it last may have taken the file away in the meantime.

@@ -4,10 +4,10 @@ Verdicts and events stay, for they say what happened; answers and requests are w
 out from.
 """
 
-import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from longtake.aside import is_linked, remove_tree
 from longtake.node_dir import NodeDirectory, requests_path
 from longtake.records import read_json
 from longtake.run_dir import RunDirectory
@@ -28,13 +28,15 @@ def prune_answers(node: NodeDirectory, most: int = _MOST_ANSWERS) -> None:
         most: how many stay.
     """
     folder = node.dump_path("any").parent
+    if is_linked(folder, node.run.path):
+        return
     paths = [path for path in folder.glob("*") if path.name.startswith(_TOKENS)]
     times = {path.stem: 0.0 for path in paths}
     for path in paths:
         times[path.stem] = max(times[path.stem], _written(path))
     for token in sorted(times, key=lambda each: times[each], reverse=True)[most:]:
         node.dump_path(token).unlink(missing_ok=True)
-        shutil.rmtree(node.flight_path(token), ignore_errors=True)
+        remove_tree(node.flight_path(token))
 
 
 def prune_requests(run: RunDirectory, launch: str, seconds: float = _SECONDS_OF_REQUESTS) -> None:
@@ -49,6 +51,8 @@ def prune_requests(run: RunDirectory, launch: str, seconds: float = _SECONDS_OF_
             clock, whatever that is.
     """
     folder = requests_path(run)
+    if is_linked(folder, run.path):
+        return
     times = {path: _written(path) for path in folder.glob("[!.]*.json")}
     newest = max(times.values(), default=0.0)
     for path in (path for path, at in times.items() if newest - at > seconds):
@@ -59,5 +63,5 @@ def prune_requests(run: RunDirectory, launch: str, seconds: float = _SECONDS_OF_
 
 def _written(path: Path) -> float:
     with suppress(OSError):
-        return path.stat().st_mtime
+        return path.lstat().st_mtime
     return 0.0

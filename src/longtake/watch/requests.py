@@ -4,17 +4,20 @@ Two nodes that see the same stall must ask for the same thing, so a stall's name
 both know: the launch, the step, and how many of that step there have been.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from longtake.errors import RecordError
 from longtake.heartbeat import Pulse
 from longtake.node_dir import NodeDirectory, Request, request_path, requests_path, verdict_path
-from longtake.records import now, read_json, write_once
+from longtake.records import now, read_record, write_once
 from longtake.run_dir import RunDirectory
 from longtake.watch.post import Post
 from longtake.watch.stall import Overdue
 
 _NOT_YET = "start"  # in place of the launch
+_MAX_REQUEST_BYTES = 2**16
 _SECONDS_OF_PATIENCE = 10.0  # of whoever asks, until no more is awaited
 
 
@@ -51,6 +54,7 @@ class Inbox:
         self._node, self._run = node, node.run
         self._seen: set[str] = set()
         self._has_looked = False
+        self._refused: list[str] = []
 
     def new_token(self, launch: str, step: int) -> str:
         """The name of a stall that nobody has asked about."""
@@ -71,8 +75,8 @@ class Inbox:
         """
         folder = requests_path(self._run)
         names = {path.stem for path in folder.glob("[!.]*.json")} if folder.is_dir() else set()
-        found: list[Any] = [read_json(request_path(self._run, name)) for name in names - self._seen]
-        requests = sorted((each for each in found if each), key=lambda each: str(each["time"]))
+        found = (self._read(name) for name in names - self._seen)
+        requests = sorted((each for each in found if each), key=lambda each: each["time"])
         if not self._has_looked:
             self._has_looked = True
             old = [each for each in requests if not self._is_open(each, launch)]
@@ -80,10 +84,29 @@ class Inbox:
             requests = [each for each in requests if each["token"] not in self._seen]
         return requests
 
+    def take_refused(self) -> list[str]:
+        """What is wrong with each file that `look` refused, once."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def _read(self, name: str) -> Request | None:
+        path = request_path(self._run, name)
+        try:
+            request = read_record(path, Request, _MAX_REQUEST_BYTES)
+            if request is not None and request["token"] != name:
+                raise RecordError(path, f"its token is {request['token']!r}, expected its name")
+            if request is not None and request["reason"] == "stall" and "stall" not in request:
+                raise RecordError(path, "its reason is a stall, and it says nothing of that")
+        except RecordError as error:
+            self._seen.add(name)
+            self._refused.append(str(error))
+            return None
+        return request
+
     def _is_open(self, request: Request, launch: str) -> bool:
         if request["reason"] != "stall":
             return self._is_awaited(request["token"])
-        of = request.get("stall", {}).get("launch")
+        of = request["stall"]["launch"] if "stall" in request else None
         is_ours = of == launch if launch else self._is_awaited(request["token"])
         return is_ours and not verdict_path(self._run, request["token"]).exists()
 
@@ -107,7 +130,8 @@ def request_for(post: Post, token: str, overdue: Overdue, launch: str, step: int
         launch: which runs; a decoding process does not know it.
         step: that of the run; a decoding process counts windows.
     """
-    heart = {**overdue.pulse.as_dict(), "launch": launch, "step": step}
+    heart: Any = {**overdue.pulse.as_dict(), "launch": launch, "step": step}
+    heart |= {"host": post.host, "limit": round(overdue.limit, 3)}
     return Request(
         token=token,
         time=now(),
@@ -115,7 +139,7 @@ def request_for(post: Post, token: str, overdue: Overdue, launch: str, step: int
         reason="stall",
         rounds=post.section.rounds,
         native=True,
-        stall={**heart, "host": post.host, "limit": round(overdue.limit, 3)},
+        stall=heart,
     )
 
 
@@ -123,8 +147,8 @@ def ask(run: RunDirectory, request: Request) -> Request:
     """Write a request, unless another node has asked the same already; returns which stands."""
     path = request_path(run, request["token"])
     if not write_once(path, request):
-        other: Any = read_json(path)
-        return other or request
+        with suppress(RecordError):
+            return read_record(path, Request, _MAX_REQUEST_BYTES) or request
     return request
 
 

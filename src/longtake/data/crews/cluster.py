@@ -124,7 +124,9 @@ def _connect(ray: ModuleType, address: str | None) -> None:
     if address and address.startswith("ray://"):
         ray.init(address, **quiet)
     else:
-        ray.init(address, include_dashboard=False, **quiet)
+        # One that is started here listens on this machine only.
+        alone = {} if address else {"_node_ip_address": "127.0.0.1"}
+        ray.init(address, include_dashboard=False, **alone, **quiet)
 
 
 def _reach(address: str) -> None:

@@ -121,7 +121,8 @@ def _holds_runs(path: Path) -> bool:
 def _take_over(sign: Path, place: Path) -> None:
     if not place.exists() or place.read_bytes() != sign.read_bytes():
         with written_aside(place) as aside:
-            aside.write_bytes(sign.read_bytes())
+            with aside.open("xb") as file:
+                file.write(sign.read_bytes())
             os.utime(aside, ns=(sign.stat().st_atime_ns, sign.stat().st_mtime_ns))
 
 
