@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -219,16 +220,18 @@ def test_a_disk_that_hangs_stops_neither_watching_nor_alerting(stage: Any) -> No
 
 def test_a_full_disk_is_told_when_there_is_room(stage: Any) -> None:
     """Events are kept until then; the alert goes out at once."""
-    stage.rank("dies"), stage.rank("waits", rank=1)
+    stage.rank("waits", rank=1)
     node = stage.node()
-    node.path.mkdir(parents=True)
-    node.events_path.symlink_to("/dev/full")
-    stage.watcher(hook=f"cat >> {stage.path}/alerts", min_seconds=60.0, wait=False)
+    hook = f"ulimit -S -f unlimited; cat >> {stage.path}/alerts"
+    watcher = stage.watcher(hook=hook, min_seconds=60.0)
+    limits = resource.prlimit(watcher.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(watcher.pid, resource.RLIMIT_FSIZE, (0, limits[1]))
+    stage.rank("dies")
     _until(lambda: stage.alerts("disk_full") and stage.alerts("rank_died"))
-    node.events_path.unlink()
+    assert [e["event"] for e in _events(node)] == ["watching"]
+    resource.prlimit(watcher.pid, resource.RLIMIT_FSIZE, limits)
     kinds = _until(lambda: len(found := [e["event"] for e in _events(node)]) == 3 and found)
     assert sorted(kinds) == ["disk_full", "rank_died", "watching"]
-    assert kinds[0] == "watching"
 
 
 def _events(node: Any) -> list[dict[str, Any]]:
