@@ -605,6 +605,9 @@ class WatchSection(_Section):
     """A shell command that is run at an alert, which it finds on stdin as one line of JSON."""
     health_seconds: float = Field(10.0, ge=1, le=_MAX_SECONDS)
     """Between two samples of the node's health."""
+    exporter_host: str = "127.0.0.1"
+    """Address at which the exporter listens; `0.0.0.0` for a Prometheus on another host. It tells
+    host names, run paths and steps to whoever asks, so keep it inside a closed network."""
     exporter_port: int | None = Field(None, gt=0, lt=65536)
     """Where Prometheus finds each node's watcher; None: nowhere."""
 

@@ -17,6 +17,8 @@ from typing import IO
 LAUNCHER_VARIABLE = "LONGTAKE_LAUNCHER"
 """In the environment of a rank that `longtake launch` has started: the launcher's process."""
 
+SECTION_VARIABLE = "LONGTAKE_WATCH_SECTION"
+"""Tells a watcher the recipe's `watch`, as JSON."""
 _PACKAGES = Path(__file__).parents[1]  # where longtake is imported from
 
 _MAX_STARTS = 5

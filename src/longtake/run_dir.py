@@ -42,6 +42,7 @@ from longtake import __version__, config
 from longtake.aside import make_writable
 from longtake.config import Recipe
 from longtake.errors import RecipeChangedError, RecordError, RunError
+from longtake.machine import identity
 from longtake.ourselves import command
 from longtake.records import (
     Count,
@@ -150,12 +151,21 @@ class Launch(TypedDict):
     device: str
 
 
+class Identity(TypedDict):
+    """Who began a run where; see `longtake.machine.identity`."""
+
+    uid: Count
+    host: str
+    machine: str
+
+
 @with_other_fields
 class RunRecord(TypedDict):
     """run.json."""
 
     id: str
     created: Time
+    begun_by: NotRequired[Identity]
     launches: list[Launch]
 
 
@@ -421,7 +431,8 @@ class RunDirectory:
         """
         run_id = f"{self.path.resolve().name}-{secrets.token_hex(4)}"
         with self._writing():
-            write_json(self.record_path, {"id": run_id, "created": now(), "launches": []})
+            begun = {"id": run_id, "created": now(), "begun_by": identity(), "launches": []}
+            write_json(self.record_path, begun)
             write_text(self.recipe_path, config.dump(config.kept(recipe)))
 
     def adopt(self, recipe: Recipe) -> None:

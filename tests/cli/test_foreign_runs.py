@@ -1,9 +1,11 @@
 """Runs and checkpoints that somebody else made: verbs read them, and run nothing of them."""
 
 import io
+import json
 import os
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from longtake.checkpoint import manifest
+from longtake.watch.post import post_at
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -103,3 +106,84 @@ def test_a_damaged_checkpoint_is_not_unpickled(theirs: Path, call: Call) -> None
     code, _, err = call("sample", theirs, "--prompt", "x", "--out", "o.mp4")
     assert code == 2
     assert "has other bytes than were saved" in err
+
+
+_EVIL = "from pathlib import Path\nPath({ran!r}).touch()\nclass Cls: ...\n"
+
+
+def _names_module(run: Path, module: str) -> None:
+    recipe = run / "recipe.toml"
+    text = recipe.read_text()
+    assert "[trainable]" in text
+    recipe.write_text(text.replace("[trainable]\n", f'[trainable]\nmodule = "{module}"\n'))
+
+
+@pytest.mark.parametrize("verb", _VERBS)
+@pytest.mark.parametrize(
+    "place_of_module", ["theirs.evil", "theirs.package.evil", "theirs.ns.evil"]
+)
+def test_no_verb_imports_from_a_run(
+    verb: str, place_of_module: str, theirs: Path, call: Call
+) -> None:
+    """Not even from one's own, where somebody may have put a file."""
+    ran = theirs.parent / "ran"
+    (theirs / "package").mkdir()
+    (theirs / "package" / "__init__.py").write_text(_EVIL.format(ran=str(ran)))
+    for folder in (theirs, theirs / "package", theirs / "ns"):
+        folder.mkdir(exist_ok=True)
+        (folder / "evil.py").write_text(_EVIL.format(ran=str(ran)))
+    _names_module(theirs, f"{place_of_module}:Cls")
+    code, out, err = call(*(each.format(run=theirs) for each in _VERBS[verb]))
+    assert not ran.exists()
+    assert code in (1, 2)
+    assert "from which no code is run" in err + out
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("verb", _VERBS)
+def test_code_that_a_foreign_run_names_is_listed_and_not_run(
+    verb: str, theirs: Path, call: Call
+) -> None:
+    """The verb ends with the list; --trust runs it."""
+    ran = theirs.parent / "ran"
+    (theirs.parent / "plausible.py").write_text(_EVIL.format(ran=str(ran)))
+    _names_module(theirs, "plausible:Cls")
+    record = json.loads((theirs / "run.json").read_text())
+    record["begun_by"]["host"] = "elsewhere"
+    (theirs / "run.json").write_text(json.dumps(record))
+    sys.modules.pop("plausible", None)
+    words = [each.format(run=theirs) for each in _VERBS[verb]]
+    code, _, err = call(*words)
+    assert not ran.exists()
+    assert code == 2
+    assert "was not begun by this user on this host" in err
+    assert "trainable.module = 'plausible:Cls'" in err
+    assert "--trust" in err
+    call(*words, "--trust")
+    assert ran.exists()
+
+
+def test_measures_that_a_mirror_names_are_not_imported(theirs: Path, call: Call) -> None:
+    """Though its run.json says that this user began it here."""
+    ran = theirs.parent / "ran"
+    (theirs.parent / "plausible_measure.py").write_text(_EVIL.format(ran=str(ran)))
+    recipe = theirs / "recipe.toml"
+    named = '[evaluation.presets.mine]\nmeasures = ["plausible_measure:Cls"]\n'
+    recipe.write_text(recipe.read_text().replace("[evaluation.presets.mine]\n", named))
+    (theirs / ".source").mkdir()
+    (theirs / ".source" / ".of.json").write_text("{}")
+    code, _, err = call("evaluate", theirs, "--preset", "mine", "--device", "cpu")
+    assert (code, ran.exists()) == (2, False)
+    assert "evaluation.presets.mine.measures: 'plausible_measure:Cls'" in err
+
+
+def test_the_hook_of_a_foreign_run_is_not_run(theirs: Path) -> None:
+    """Whoever watches it by hand runs no command of it, unless it is trusted."""
+    recipe = theirs / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace("[watch]\n", '[watch]\nhook = "touch ran"\n'))
+    assert post_at(theirs, by_hand=True).section.hook == "touch ran"
+    record = json.loads((theirs / "run.json").read_text())
+    record["begun_by"]["uid"] += 1
+    (theirs / "run.json").write_text(json.dumps(record))
+    assert post_at(theirs, by_hand=True).section.hook is None
+    assert post_at(theirs, by_hand=True, trust=True).section.hook == "touch ran"

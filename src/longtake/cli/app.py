@@ -19,7 +19,7 @@ from longtake.cli.evaluate import evaluate
 from longtake.cli.launch import launch
 from longtake.cli.plan import plan
 from longtake.cli.preflight import preflight
-from longtake.cli.say import AsJson
+from longtake.cli.say import AsJson, Trust
 from longtake.cli.show import show
 from longtake.cli.stacks import stacks
 from longtake.cli.train import train
@@ -167,6 +167,7 @@ def sample(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Videos sampled at once.")] = 4,
     device: Device = "auto",
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Sample videos from a run, with a contact sheet beside them."""
@@ -190,7 +191,9 @@ def sample(
         fps=fps,
     )
     check_out(out, bucket)
-    sampler = load_sampler(run, step=step, ema=ema, profile=profile, device=device)
+    sampler = load_sampler(
+        run, step=step, ema=ema, profile=profile, device=device, trust=trust
+    )
     written = write_samples(
         sampler, prompt, seed, settings, bucket, out, batch, say.console(), references
     )
@@ -211,6 +214,7 @@ def export(
     step: AtStep = None,
     ema: Ema = None,
     profile: Profile = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a run's model for other tools: diffusers' `from_pretrained`, peft or ComfyUI."""
@@ -219,7 +223,7 @@ def export(
     from longtake.evaluation.sampling.studio import find_run, load_sampler
 
     check_export(find_run(run).recipe(), out, wanted)
-    sampler = load_sampler(run, step=step, ema=ema, profile=profile, device="cpu")
+    sampler = load_sampler(run, step=step, ema=ema, profile=profile, device="cpu", trust=trust)
     remarks = write(sampler, out, wanted)
     if as_json:
         facts = {"step": sampler.step, "weights": sampler.weights, "format": wanted}

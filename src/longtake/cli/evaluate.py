@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from longtake.cli import say
-from longtake.cli.say import AsJson
+from longtake.cli.say import AsJson, Trust
 
 _NOTHING = (
     "Nothing is due: each checkpoint that is wanted has been evaluated, is with another server, or "
@@ -49,6 +49,7 @@ def evaluate(
         float, typer.Option(min=0.1, help="Seconds between two looks at the source.")
     ] = 100.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, or one GPU: cuda:1.")] = "auto",
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Sample and measure each checkpoint of runs, while they train or afterwards.
@@ -70,6 +71,7 @@ def evaluate(
         until_finished=until_finished,
         source=source,
         every_seconds=every,
+        trust=trust,
     )
     options.check()  # before torch is imported, which takes seconds
     from longtake.evaluation.server.start import evaluate as serve

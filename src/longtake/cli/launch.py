@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from longtake.cli import say
-from longtake.cli.say import Changes
+from longtake.cli.say import Changes, Trust
 from longtake.cli.train import Fresh
 from longtake.ourselves import command
 
@@ -41,6 +41,7 @@ def launch(
     tee: Annotated[bool, typer.Option("--tee/--no-tee", help="Show here what rank 0 says.")] = True,
     changes: Changes = None,
     fresh: Fresh = False,
+    trust: Trust = False,
     slurm: Annotated[
         bool, typer.Option("--slurm", help="Submit it as a job.", rich_help_panel=_SLURM)
     ] = False,
@@ -111,7 +112,9 @@ def launch(
 
     numbers = parse_nodes(nnodes)
     is_alone = slurm or numbers == (1, 1)
-    read, given = read_recipe(recipe, tuple(changes or ()), fresh=fresh, is_alone=is_alone)
+    read, given = read_recipe(
+        recipe, tuple(changes or ()), fresh=fresh, is_alone=is_alone, trust=trust
+    )
     if slurm:
         from longtake.launch.job import Job
 
@@ -133,6 +136,7 @@ def launch(
             max_restarts=max_restarts,
             looks_first=with_preflight,
             requeues=requeue,
+            trust=trust,
         )
         _submit(job, dry_run=dry_run)
         return
@@ -146,6 +150,7 @@ def launch(
         run_id=rdzv_id,
         max_restarts=max_restarts,
         tee=tee,
+        trust=trust,
     )
     from longtake.launch.start import launch as start
 

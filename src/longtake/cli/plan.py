@@ -9,7 +9,7 @@ import typer
 from longtake.cli import say
 from longtake.cli.plan_mesh import mesh_facts
 from longtake.cli.plan_report import print_plan
-from longtake.cli.say import AsJson, Changes
+from longtake.cli.say import AsJson, Changes, Trust
 
 if TYPE_CHECKING:
     from longtake.training.forecast import Forecast
@@ -44,6 +44,7 @@ def plan(
         ),
     ] = None,
     changes: Changes = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Tell before the run whether it fits and whether everything trains.
@@ -51,18 +52,18 @@ def plan(
     Runs the model's own code on tensors without values: seconds, on any laptop. Exit code 1 if
     nothing fits or something would not train.
     """
-    from longtake import config
     from longtake.data.review import review_catalogs
     from longtake.training.card import card_of
     from longtake.training.forecast import forecast
     from longtake.training.links import links_named, links_of
     from longtake.training.mesh_forecast import mesh_forecast
     from longtake.training.relief import find_reliefs
+    from longtake.trust import load_recipe
 
     begun = time.perf_counter()
     given = [f'recompute.memory="{memory}"'] if memory else []
     given += [f'recompute.device="{device}"'] if device else []
-    loaded = config.load(recipe, [*(changes or ()), *given])
+    loaded = load_recipe(recipe, [*(changes or ()), *given], trust=trust)
     card = card_of(loaded, world_size=processes)
     if memory is None and (device or card.memory_bytes is None):
         card = card.with_its_own_memory()

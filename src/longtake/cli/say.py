@@ -17,6 +17,12 @@ Changes = Annotated[
 ]
 
 
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="Run the code that a run names, also if others began the run."),
+]
+
+
 def console() -> "Console":
     """Where people read: stderr, so that stdout is for results."""
     from rich.console import Console

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from longtake.cli import say
-from longtake.cli.say import AsJson, Changes
+from longtake.cli.say import AsJson, Changes, Trust
 from longtake.ourselves import LAUNCHER_VARIABLE, command, end_with
 from longtake.training.interrupt import EXIT_CODES, LeftError, leave_on_signals
 
@@ -26,6 +26,7 @@ def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe (TOML).")],
     changes: Changes = None,
     fresh: Fresh = False,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a recipe; the same command again resumes where it stopped.
@@ -37,9 +38,9 @@ def train(
     A signal lets it finish the step and save. Exit code 130 after SIGINT, 143 after SIGTERM, 75
     after SIGUSR1; 69 if another process was lost, and 2 if there is no use in trying again.
     """
-    from longtake import config
+    from longtake.trust import load_recipe
 
-    loaded = config.load(recipe, changes or ())
+    loaded = load_recipe(recipe, changes or (), trust=trust)
     try:
         with leave_on_signals():
             if launcher := os.environ.pop(LAUNCHER_VARIABLE, None):

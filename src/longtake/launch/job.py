@@ -43,6 +43,7 @@ class Job:
         max_requeues: starts of the job in a row that may leave no new checkpoint.
         looks_first: whether longtake preflight runs before it.
         requeues: whether it comes again by itself.
+        trust: whether code that a kept recipe names may be run, whoever began its run.
     """
 
     recipe: Path
@@ -61,6 +62,7 @@ class Job:
     max_requeues: int = 3
     looks_first: bool = True
     requeues: bool = True
+    trust: bool = False
 
     @property
     def path(self) -> Path:
@@ -97,6 +99,7 @@ class Job:
             num_ports=_NUM_PORTS,
             looks_first=self.looks_first,
             requeues=self.requeues,
+            trust=self.trust,
         )
         return text
 

@@ -8,6 +8,7 @@ from longtake import config
 from longtake.config import Recipe
 from longtake.errors import LongtakeError
 from longtake.run_dir import RunDirectory, beside
+from longtake.trust import load_recipe
 
 DEFAULT_PORT = 29400
 """Where nodes meet, if nobody says: as torchrun's."""
@@ -27,6 +28,7 @@ class Order:
         run_id: by which launches are told apart that meet at the same place.
         max_restarts: how often all ranks are started again without a new checkpoint in between.
         tee: whether rank 0 is heard on the terminal.
+        trust: whether code that a kept recipe names may be run, whoever began its run.
     """
 
     path: Path
@@ -38,6 +40,7 @@ class Order:
     run_id: str = "longtake"
     max_restarts: int = 3
     tee: bool = True
+    trust: bool = False
 
     @property
     def run(self) -> RunDirectory:
@@ -53,11 +56,11 @@ class Order:
     def arguments(self) -> list[str]:
         """Those of `longtake train`."""
         options = [part for change in self.changes for part in ("--set", change)]
-        return ["train", str(self.path), *options]
+        return ["train", str(self.path), *options, *(["--trust"] if self.trust else [])]
 
 
 def read_recipe(
-    path: Path, changes: tuple[str, ...], *, fresh: bool, is_alone: bool
+    path: Path, changes: tuple[str, ...], *, fresh: bool, is_alone: bool, trust: bool = False
 ) -> tuple[Recipe, tuple[str, ...]]:
     """The recipe, and the changes by which each rank comes to the same, after a restart as well.
 
@@ -66,11 +69,12 @@ def read_recipe(
         changes: the user's.
         fresh: begin anew, in a folder beside the run that is there.
         is_alone: whether only this process reads it.
+        trust: whether code that a kept recipe names may be run, whoever began its run.
 
     Raises:
         LongtakeError: nodes would each choose a folder; or the recipe cannot be read.
     """
-    recipe = config.load(path, changes)
+    recipe = load_recipe(path, changes, trust=trust)
     if not fresh:
         return recipe, changes
     if not is_alone:

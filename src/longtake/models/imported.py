@@ -6,6 +6,7 @@ import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from longtake.config import TrainableSection
 from longtake.errors import RecipeError
 from longtake.models.nearest import hint
 from longtake.models.pretrained import construct, defaults
+from longtake.trust import run_around
 
 _GIVEN = ("width", "blocks", "latent_channels")
 
@@ -47,6 +49,7 @@ def import_class(path: str, setting: str = "trainable.module") -> Any:
     """
     name, _, class_name = path.partition(":")
     with _current_directory_first():
+        _refuse_file_of_a_run(path, setting)
         try:
             module = importlib.import_module(name)
         except Exception as error:  # running somebody's file can end in any way
@@ -59,6 +62,29 @@ def import_class(path: str, setting: str = "trainable.module") -> Any:
             f"{hint(class_name, classes)}"
         )
     return found
+
+
+def _refuse_file_of_a_run(path: str, setting: str) -> None:
+    """Refuse a module, or a package on the way to it, whose file lies in a run directory.
+
+    Raises:
+        RecipeError: it does. Nothing of it was run.
+    """
+    parts = path.partition(":")[0].split(".")
+    places: Sequence[str] | None = None
+    for number, part in enumerate(parts, 1):
+        name = ".".join(parts[:number])
+        spec = None if name in sys.builtin_module_names else PathFinder.find_spec(name, places)
+        if spec is None:
+            return
+        files = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or ())
+        for file in filter(None, files):
+            if (run := run_around(Path(file) / part)) is not None:
+                raise RecipeError(
+                    f"{setting} {path!r}: {file} lies in the run directory {run.path}, from which "
+                    "no code is run. Read it, and copy it to a folder of your own."
+                )
+        places = list(spec.submodule_search_locations or ())
 
 
 def _check(found: Any, section: TrainableSection) -> None:
@@ -88,6 +114,9 @@ def _check(found: Any, section: TrainableSection) -> None:
 def _current_directory_first() -> Iterator[None]:
     """As `python -m` does; the installed command does not look where it is started."""
     here = str(Path.cwd())
+    if run_around(Path(here) / "recipe.toml") is not None:
+        yield  # any package could lie there under the name of an installed one
+        return
     sys.path.insert(0, here)
     importlib.invalidate_caches()  # a file may be seconds old
     try:

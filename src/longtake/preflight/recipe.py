@@ -13,6 +13,7 @@ from longtake.preflight.setting import Facts, Setting
 
 NAME = "recipe"
 
+_MAY_BE_SECRET = {"watch.hook"}
 _ADVICE = "Copy the recipe to all nodes, or keep it on a disk that all of them share."
 
 
@@ -24,7 +25,10 @@ def measure(setting: Setting) -> Facts:
         return {"problem": setting.recipe_problem}
     text = config.dump(setting.recipe)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return {"keys": _flat(tomllib.loads(text)), "digest": digest}
+    keys = _flat(tomllib.loads(text))
+    for name in _MAY_BE_SECRET & keys.keys():
+        keys[name] = f"set (sha256 {hashlib.sha256(keys[name].encode()).hexdigest()[:12]})"
+    return {"keys": keys, "digest": digest}
 
 
 def judge(facts: dict[str, Facts], recipe: Recipe | None) -> Judged:

@@ -17,7 +17,7 @@ from longtake.config import Recipe
 from longtake.errors import LostPeerError
 from longtake.heartbeat import Heart, beating, folder_of, make_private
 from longtake.node_dir import this_node
-from longtake.ourselves import Starts, environment, program
+from longtake.ourselves import SECTION_VARIABLE, Starts, environment, program
 from longtake.parallel.collectives import from_first
 from longtake.parallel.mesh import World, place_in_world
 from longtake.run_dir import RunDirectory
@@ -99,11 +99,11 @@ class Watcher:
         options = [part for path in self._data for part in ("--data", str(path))]
         with open(log, "ab", opener=no_follow) as file:
             return subprocess.Popen(  # noqa: S603 - ourselves
-                program(_PROGRAM, str(run.path.resolve()), "--section", section, *options),
+                program(_PROGRAM, str(run.path.resolve()), *options),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env=environment(),
+                env=environment(**{SECTION_VARIABLE: section}),  # other users read arguments
                 start_new_session=True,  # Ctrl-C and a scheduler's signals are not for it
             )
 

@@ -11,6 +11,7 @@ from typing import NoReturn
 from pydantic import ValidationError
 
 from longtake.config import WatchSection
+from longtake.ourselves import SECTION_VARIABLE
 from longtake.watch.post import Post, post_at
 from longtake.watch.watcher import watch
 
@@ -34,9 +35,11 @@ def _post(arguments: Sequence[str]) -> Post:
     parser.add_argument("--host", help="the name of this node, if it is played")
     parser.add_argument("--folder", type=Path, help="where its hearts are, if it is played")
     found = parser.parse_args(arguments)
+    told = os.environ.pop(SECTION_VARIABLE, None)
+    section = found.section or (None if told is None else _section(told))
     return post_at(
         found.run,
-        found.section,
+        section,
         found.data or (),
         host=found.host,
         folder=found.folder,

@@ -69,27 +69,27 @@ def run_hook(command: str, line: str, event: str, seconds: float = _SECONDS) -> 
         seconds: after which it is ended, with all that it has started.
     """
     try:
-        hook = subprocess.Popen(  # noqa: S603 - what the recipe says
-            ["/bin/sh", "-c", command],
+        hook = subprocess.Popen(
+            ["/bin/sh", "-c", 'eval "$LONGTAKE_HOOK"'],  # other users can read arguments
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            env={**os.environ, "LONGTAKE_EVENT": event},
+            env={**os.environ, "LONGTAKE_EVENT": event, "LONGTAKE_HOOK": command},
             start_new_session=True,
         )
-    except OSError as error:
-        return f"{command!r} cannot be run: {error}"
+    except (OSError, ValueError) as error:  # ValueError: a NUL character
+        return f"it cannot be run: {error}"
     try:
         _, words = hook.communicate(f"{line}\n".encode(), timeout=seconds)
     except subprocess.TimeoutExpired:
         with suppress(ProcessLookupError):
             os.killpg(hook.pid, signal.SIGKILL)
         _reap(hook)
-        return f"{command!r} was ended: it took longer than {seconds:g} s"
+        return f"it was ended: it took longer than {seconds:g} s"
     if hook.returncode == 0:
         return ""
     said = words.decode(errors="replace").strip()[-500:]
-    return f"{command!r} ended with status {hook.returncode}: {said or 'it said nothing'}"
+    return f"it ended with status {hook.returncode}: {said or 'it said nothing'}"
 
 
 def _reap(process: "subprocess.Popen[bytes]") -> None:

@@ -67,21 +67,21 @@ class Exporter:
 
     Args:
         port: where; 0: wherever there is room.
-        host: address of this node to listen at; empty: all.
+        host: address of this node to listen at; 0.0.0.0: all.
 
     Attributes:
         port: where it is served; None: nowhere.
         problem: why it is served nowhere, in a sentence.
     """
 
-    def __init__(self, port: int, host: str = "") -> None:
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self._collector = HeartbeatCollector()
         self.port: int | None = None
         self.problem: str | None = None
         registry = CollectorRegistry()
         registry.register(self._collector)
         try:
-            self._server, self._thread = start_http_server(port, host or "0.0.0.0", registry)  # noqa: S104 - Prometheus is elsewhere
+            self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
             self.problem = (
                 f"Prometheus finds nothing here: port {port} cannot be listened at "

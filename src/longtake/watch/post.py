@@ -15,6 +15,7 @@ from longtake.errors import LongtakeError
 from longtake.heartbeat import folder_of, make_private
 from longtake.node_dir import NodeDirectory
 from longtake.run_dir import RunDirectory
+from longtake.trust import is_own
 from longtake.watch import flight_files
 
 
@@ -52,6 +53,7 @@ def post_at(
     host: str | None = None,
     folder: Path | None = None,
     by_hand: bool = False,
+    trust: bool = False,
 ) -> Post:
     """A watcher's post on this node, or on one that is played (`host` and `folder`).
 
@@ -63,9 +65,10 @@ def post_at(
         host: this node's name by default.
         folder: where the hearts are; that of the run by default.
         by_hand: whether a person has started it.
+        trust: whether the hook of the recipe in the run directory may be run, whoever began it.
     """
     directory = RunDirectory(run)
-    found = section or _section_of(directory)
+    found = section or _section_of(directory, trust=trust)
     host, folder = host or socket.gethostname(), folder or folder_of(run)
     return Post(directory, found, host, folder, data, by_hand)
 
@@ -123,8 +126,11 @@ class Lock:
                 self._path.parent.rmdir()
 
 
-def _section_of(run: RunDirectory) -> WatchSection:
+def _section_of(run: RunDirectory, *, trust: bool) -> WatchSection:
+    """Without the hook of a run that somebody else began."""
     try:
-        return run.recipe().watch
+        section = run.recipe().watch
     except LongtakeError:
         return WatchSection()
+    is_safe = trust or section.hook is None or is_own(run)
+    return section if is_safe else section.model_copy(update={"hook": None})

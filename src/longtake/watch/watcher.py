@@ -215,11 +215,12 @@ class _Watcher:
         return sight.now - self._lived_at > _SECONDS_WITHOUT_HEART
 
     def _opened_exporter(self) -> Any:
-        if self._post.section.exporter_port is None:
+        section = self._post.section
+        if section.exporter_port is None:
             return None
         from longtake.watch.exporter import Exporter  # 2 MiB that most watchers need not have
 
-        exporter = Exporter(self._post.section.exporter_port)
+        exporter = Exporter(section.exporter_port, section.exporter_host)
         if exporter.problem:
             self._reporter.say(exporter.problem)
         return exporter

@@ -16,12 +16,13 @@ from longtake.evaluation.sync import selection
 from longtake.evaluation.sync.address import parse
 from longtake.evaluation.sync.by_rsync import Rsync
 from longtake.evaluation.sync.holds import held
-from longtake.evaluation.sync.mirror import Mirror, is_mirror
+from longtake.evaluation.sync.mirror import Mirror
 from longtake.evaluation.sync.remote import RemoteRun
 from longtake.evaluation.sync.rules import Rules
 from longtake.evaluation.sync.source import Source, open_source
 from longtake.records import write_json
 from longtake.run_dir import RunDirectory
+from longtake.trust import is_mirror
 
 if TYPE_CHECKING:
     from tests.evaluation.sync.conftest import Place, Trainer

@@ -17,6 +17,7 @@ from longtake.models.family import Conditioning
 from longtake.models.trainable import load_trained, trained_state
 from longtake.parallel.mesh import pick_device
 from longtake.run_dir import RunDirectory
+from longtake.trust import refuse_foreign_code
 
 __all__ = [
     "Request",
@@ -111,6 +112,7 @@ def load_sampler(
     ema: bool | None = None,
     profile: str | None = None,
     device: str,
+    trust: bool = False,
 ) -> Sampler:
     """Load a sampler from a run directory (its newest checkpoint) or from one checkpoint folder.
 
@@ -122,12 +124,14 @@ def load_sampler(
         ema: whether averaged weights are wanted; unset, where the run keeps any.
         profile: of the averages; `ema.sample_from` by default.
         device: to sample on, as `Studio` takes it.
+        trust: whether code that the run names may be run, whoever began it.
 
     Raises:
-        RunError: there is no run.
+        RunError: there is no run; or it names code, and somebody else began it.
         RecipeError: the run keeps no such average.
         CheckpointError: there is no whole checkpoint, or it is damaged.
     """
+    refuse_foreign_code(find_run(path), trust=trust)
     recipe = find_run(path).recipe()
     weights = weights_to_sample(recipe, ema=ema, profile=profile)
     run, checkpoint = find_checkpoint(path, step, weights)

@@ -11,6 +11,7 @@ from longtake.evaluation.presets.tables import Tables, gather
 from longtake.evaluation.server.backlog import Backlog
 from longtake.evaluation.server.runs import find_runs
 from longtake.run_dir import RunDirectory
+from longtake.trust import TrustError, refuse_foreign_code
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Options:
         follows: whether it waits for more when nothing is due.
         until_finished: it ends when all runs have ended and nothing is due.
         source: where the runs come from, see evaluation/sync; None: they are here.
+        trust: whether code that runs name may be run, whoever began them.
         every_seconds: how often the source is looked at.
         look_seconds: how often the run directories are, when nothing is due.
         pause_seconds: how long a checkpoint rests after a failure, while others are done.
@@ -38,6 +40,7 @@ class Options:
     follows: bool = False
     until_finished: bool = False
     source: str | None = None
+    trust: bool = False
     every_seconds: float = 100.0
     look_seconds: float = 0.5
     pause_seconds: float = 30.0
@@ -50,6 +53,7 @@ class Options:
             RunError: it names a place that is not there or holds no run, or too many places for
                 one source. What may come later is waited for where the server waits.
             RecipeError: it names a preset that no run has.
+            TrustError: a run names code, and somebody else began it.
         """
         if self.source is not None and len(self.places) != 1:
             raise RunError(
@@ -62,11 +66,29 @@ class Options:
             for place in self.places:
                 _refuse_empty(place)
             self._refuse_unknown()
+        if self.source is None:
+            for run in find_runs(self.places):
+                self.refuse_foreign_code(run)
 
     @property
     def waits(self) -> bool:
         """Whether what is not there may come later."""
         return self.follows or self.until_finished
+
+    def refuse_foreign_code(self, run: RunDirectory) -> None:
+        """Refuse a run that names code, and that somebody else began.
+
+        What else is wrong with it is told where its presets are read.
+
+        Raises:
+            TrustError: it does.
+        """
+        try:
+            refuse_foreign_code(run, trust=self.trust)
+        except TrustError:
+            raise
+        except LongtakeError:
+            return
 
     def _refuse_unknown(self) -> None:
         """Refuse a preset that none of the runs has, and an own file that cannot be read.

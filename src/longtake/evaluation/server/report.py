@@ -11,6 +11,7 @@ from longtake.evaluation.server.attempt import Tick
 from longtake.evaluation.server.task import Task
 from longtake.evaluation_dir import Scores
 from longtake.progress import counted, duration
+from longtake.trust import TrustError
 
 _SHOWN = ("brightness", "motion")
 _MOST_NUMBERS = 4
@@ -26,6 +27,7 @@ class Report:
 
     Attributes:
         num_wrong: how many things were wrong.
+        untrusted: the last run that names code and that somebody else began.
     """
 
     def __init__(self, console: Console) -> None:
@@ -33,6 +35,7 @@ class Report:
         self._told: dict[str, None] = {}
         self._lock = threading.Lock()
         self.num_wrong = 0
+        self.untrusted: TrustError | None = None
 
     def say(self, text: str) -> None:
         """Print a line."""

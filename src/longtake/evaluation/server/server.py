@@ -24,9 +24,9 @@ from longtake.evaluation.server.tellers import Tellers
 from longtake.evaluation.server.turns import Turns
 from longtake.evaluation.server.view import View
 from longtake.evaluation.server.waiting import Waiting
-from longtake.evaluation.sync.mirror import is_mirror
 from longtake.evaluation_dir import Scores
 from longtake.run_dir import RunDirectory
+from longtake.trust import is_mirror
 
 
 def own_name() -> str:

@@ -43,6 +43,8 @@ def evaluate(options: Options, device: str, console: Console) -> dict[str, Any]:
     with stopped_by_signals() as stop:
         server = Server(options, Screening(device, own_name(), report), report, stop)
         server.serve()
+    if report.untrusted is not None and not (server.evaluated or stop.reason):
+        raise report.untrusted
     if not (options.waits or stop.reason or report.num_wrong or find_runs(options.places)):
         raise RunError(
             f"{options.source or options.places[0]} holds no run: expected a folder with "

@@ -12,9 +12,9 @@ from longtake.evaluation.server.mishaps import Mishaps
 from longtake.evaluation.server.options import Options
 from longtake.evaluation.server.task import Task
 from longtake.evaluation.server.view import View
-from longtake.evaluation.sync.mirror import is_mirror
 from longtake.repeated import repeated
 from longtake.run_dir import RunDirectory
+from longtake.trust import is_mirror
 
 _PAUSE_PER_LOOK = 10.0
 """Pauses are so much longer than looks, which take long where there are many checkpoints."""

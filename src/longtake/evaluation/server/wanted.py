@@ -11,6 +11,7 @@ from longtake.evaluation.server.options import Options
 from longtake.evaluation.server.report import Report
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.run_dir import RunDirectory
+from longtake.trust import TrustError
 
 _SECONDS_UNTIL_READ_AGAIN = 15.0
 
@@ -58,7 +59,11 @@ class Wanted:
             self._refused.clear()
         self._files_read, self._read_again_at, self._found = now, math.inf, []
         try:
+            self._options.refuse_foreign_code(self._run)
             self._find(self._run.recipe())
+        except TrustError as error:
+            self._report.untrusted = error
+            self._tell_wrong(error)
         except LongtakeError as error:
             self._tell_wrong(error)
         except Exception:

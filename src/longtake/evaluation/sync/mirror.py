@@ -14,14 +14,10 @@ from longtake.evaluation.sync.selection import our_results
 from longtake.lease import Lease, Leases, kept
 from longtake.records import read_json, write_once
 from longtake.run_dir import RunDirectory
+from longtake.trust import MIRROR_NOTE
 
-_INDEX, _OF = ".source", ".of.json"
+_INDEX, _OF = MIRROR_NOTE.parts
 _LEASE_SECONDS = 30.0
-
-
-def is_mirror(run: Path) -> bool:
-    """Whether a run directory here is the mirror of one elsewhere."""
-    return any((folder / _INDEX / _OF).is_file() for folder in (run, run.parent))
 
 
 @dataclass
