@@ -191,9 +191,7 @@ def sample(
         fps=fps,
     )
     check_out(out, bucket)
-    sampler = load_sampler(
-        run, step=step, ema=ema, profile=profile, device=device, trust=trust
-    )
+    sampler = load_sampler(run, step=step, ema=ema, profile=profile, device=device, trust=trust)
     written = write_samples(
         sampler, prompt, seed, settings, bucket, out, batch, say.console(), references
     )
