@@ -9,6 +9,8 @@ import pytest
 
 from longtake import config, records
 from longtake.config import Recipe
+from longtake.data.catalog import Catalog
+from longtake.data.clip import Clip, Media
 from longtake.demo.shapes import held_out_captions
 from longtake.errors import RecipeError, RunError
 from longtake.evaluation.presets.preset import (
@@ -22,7 +24,7 @@ from longtake.evaluation_dir import EvaluationDirectory
 from longtake.records import read_json
 from longtake.run_dir import RunDirectory
 
-_SHIPPED = ["demo", "high4s", "image1024", "low16s", "low4s"]
+_SHIPPED = ["default", "demo", "high4s", "image1024", "low16s", "low4s"]
 
 
 @pytest.fixture
@@ -53,9 +55,9 @@ def _size(preset: Preset) -> tuple[int, int, int, float]:
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        ("low4s", (102, 360, 640, 24.0)),
-        ("high4s", (102, 720, 1280, 24.0)),
-        ("low16s", (408, 360, 640, 24.0)),
+        ("low4s", (65, 480, 832, 16.0)),
+        ("high4s", (65, 720, 1280, 16.0)),
+        ("low16s", (257, 480, 832, 16.0)),
         ("image1024", (1, 1024, 1024, 1.0)),
         ("demo", (8, 32, 48, 8.0)),
     ],
@@ -88,7 +90,7 @@ def test_a_recipe_changes_only_what_it_says(tmp_path: Path) -> None:
     recipe = _recipe(tmp_path, "[evaluation.presets.low4s]\nnum_frames = 101")
     for each in (recipe, config.parse(tomllib.loads(config.dump(recipe)), source="kept")):
         preset = find_preset(each, "low4s")
-        assert _size(preset) == (101, 360, 640, 24.0)
+        assert _size(preset) == (101, 480, 832, 16.0)
         demo = find_preset(each, "demo")
         assert demo.measures == ("longtake.demo.adherence:Adherence",)
 
@@ -139,10 +141,49 @@ def test_which_presets_are_wanted(
     assert preset_names(_recipe(tmp_path, evaluation), names) == expected
 
 
-def test_without_any_wish_all_names_are_listed(recipe: Recipe) -> None:
-    """Nothing is guessed."""
-    with pytest.raises(RecipeError, match=f"there are: {', '.join(_SHIPPED)}"):
-        preset_names(recipe)
+def test_without_any_wish_captions_are_sampled(tmp_path: Path) -> None:
+    """The run's own size; held-out captions first, and the same ones whatever is indexed later."""
+    held_out = _catalog(tmp_path / "held_out.parquet", range(90, 99))
+    recipe = _recipe(tmp_path / "run", f'evaluation.held_out = "{held_out}"')
+    run = RunDirectory(tmp_path / "run")
+    _catalog(run.catalogs_path / "0a.parquet", range(6))
+    (preset,) = find_presets(recipe, (), run.path)
+    assert (preset.name, _size(preset)) == ("default", (8, 32, 48, 8.0))
+    numbers = [*range(90, 94), *range(4)]
+    assert preset.prompts == tuple(f"clip {number}" for number in numbers)
+    keep_preset(EvaluationDirectory(run), preset)
+    _catalog(run.catalogs_path / "00.parquet", range(20, 30))
+    assert find_presets(recipe, (), run.path) == [preset]
+
+
+def test_without_captions_prompts_come_with_longtake(recipe: Recipe, tmp_path: Path) -> None:
+    """As of a mirror, which has no catalogs."""
+    (preset,) = find_presets(recipe, (), tmp_path)
+    assert (preset.name, len(preset.prompts)) == ("default", 12)
+
+
+def _clip(number: int) -> Clip:
+    return Clip(
+        identity=f"{number:032x}",
+        media=Media(f"/clips/{number}.mp4"),
+        caption=f"clip {number}",
+        kind="video",
+        num_frames=8,
+        height=32,
+        width=48,
+        fps=8.0,
+        duration_seconds=1.0,
+        stream_index=0,
+        rotation=0,
+        codec="h264",
+        pix_fmt="yuv420p",
+    )
+
+
+def _catalog(path: Path, numbers: range) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Catalog.of([_clip(number) for number in numbers]).save(path)
+    return path
 
 
 def test_a_file_that_the_command_names_says_which_are_wanted(
@@ -216,7 +257,7 @@ def test_what_equals_a_usual_value_is_still_said(tmp_path: Path) -> None:
 
 def test_an_unknown_preset_gets_the_nearest_and_all_there_are(recipe: Recipe) -> None:
     """Both, because the nearest may be wrong."""
-    with pytest.raises(RecipeError, match=r"no preset low4\. Did you mean low4s.* There are: demo"):
+    with pytest.raises(RecipeError, match=r"no preset low4\. Did you mean low4s.* There are: default, demo"):
         find_preset(recipe, "low4")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from longtake.config import Bucket, PresetSection, Recipe, SamplingSection
 from longtake.errors import LongtakeError, RecipeError
+from longtake.evaluation.presets.captions import DEFAULT, from_captions
 from longtake.evaluation.presets.kept import keep_record, not_kept
 from longtake.evaluation.presets.pictures import Pictures, find_pictures, keep_pictures
 from longtake.evaluation.presets.prompts import find_prompts
@@ -100,20 +101,15 @@ def preset_names(
     Args:
         recipe: of the run.
         names: that the command gives. Without any: those in its own file, else the recipe's
-            `evaluation.run`, else all that the recipe has.
+            `evaluation.run`, else all that the recipe has, else `default`.
         beside: the run directory.
         own: a file of presets that the command names.
 
     Raises:
-        RecipeError: none is wanted, or a file of presets is wrong.
+        RecipeError: a file of presets is wrong.
     """
     tables = gather(recipe, beside, own)
-    wanted = names or tables.of_own or recipe.evaluation.run or tables.of_run
-    if not wanted:
-        raise RecipeError(
-            "Nothing says which presets are sampled. Name some with --preset, or in the recipe's "
-            f"evaluation.run; there are: {', '.join(sorted(tables.known))}."
-        )
+    wanted = names or tables.of_own or recipe.evaluation.run or tables.of_run or [DEFAULT]
     return list(dict.fromkeys(wanted))
 
 
@@ -161,6 +157,8 @@ def find_preset(
     refuse_unknown(tables, [name])
     try:
         section = PresetSection.model_validate(tables.known[name])
+        if name == DEFAULT and section.prompts is None and section.prompts_file is None:
+            section = section.model_copy(update=from_captions(recipe, beside))
         preset = _resolved(recipe, name, section, tables.folders[name])
         refuse_unwritable(preset.bucket, preset.settings.fps)
     except LongtakeError as error:
