@@ -75,7 +75,6 @@ def test_several_prompts_are_numbered(sampler: Sampler, tmp_path: Path) -> None:
     [
         ({"width": 33}, "8 frames of 33x32 cannot be written .* such as 34x32"),
         ({"fps": 0.01}, "0.01 frames a second cannot be written"),
-        ({"fps": 1e5}, "100000 frames a second cannot be written"),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_sampling(
