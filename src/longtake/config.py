@@ -652,6 +652,9 @@ class CheckpointSection(_Section):
 
     every: int = Field(500, gt=0, le=_MAX_STEPS)
     """Steps between checkpoints; the last step is always saved."""
+    minutes: float | None = Field(None, gt=0, le=_MAX_SECONDS)
+    """Also save when the last checkpoint was begun so many minutes ago: no more training than that
+    is lost, however long a step takes."""
     keep: int = Field(3, gt=0, le=_MAX_STEPS)
     """Newest checkpoints that are kept."""
     keep_every: int | None = Field(None, gt=0, le=_MAX_STEPS)

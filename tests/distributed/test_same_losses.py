@@ -249,3 +249,17 @@ def test_a_batch_that_cannot_be_shared_is_refused(
     assert process.returncode != 0
     assert "training.batch_size 1 cannot be shared by 2 processes" in said
     assert "parallel.sequence" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("minutes", [1e-5, 60])
+def test_ranks_save_together_when_minutes_have_passed(
+    small_recipe: Callable[..., Recipe], launch: Launch, minutes: float
+) -> None:
+    """Rank 0's clock decides for both; `every` holds beside it."""
+    recipe = small_recipe("checkpoint.every=8", f"checkpoint.minutes={minutes}")
+    said, _ = (process := launch(recipe)).communicate(timeout=120)
+    assert process.returncode == 0, said
+    events = RunDirectory(recipe.out).events()
+    saved = [each["step"] for each in events if each["event"] == "checkpoint"]
+    assert saved == (list(range(1, 13)) if minutes < 1 else [8, 12])

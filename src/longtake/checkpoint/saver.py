@@ -61,6 +61,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint", _prepare_thread, (world.device,))
         self._under_way: Future[Path] | None = None
         self._since = start
+        self._begun = time.monotonic()
         self._seconds = 0.0
         self._finished: list[Path] = []
         self._failure: BaseException | None = None
@@ -81,11 +82,22 @@ class Saver:
         """
         self.wait()
         heartbeat.enter("checkpoint")
+        self._begun = time.monotonic()
         given = self._staging.copy(parts) if self._section.background else parts
         self._under_way = self._thread.submit(self._save, step, given, trainer, self._since)
         self._since = step
         if not self._section.background:
             self.wait()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `checkpoint.minutes` have passed since the last save; on rank 0, for all ranks.
+
+        Other ranks never say so: their clocks differ.
+        """
+        minutes = self._section.minutes
+        is_asked = minutes is not None and self.world.is_first
+        return is_asked and time.monotonic() - self._begun >= 60 * (minutes or 0)
 
     @property
     def failed(self) -> bool:

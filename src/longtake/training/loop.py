@@ -82,7 +82,12 @@ def train_steps(
         with watch.peak.of_step(batch):
             samples = compute_gradients(state, batch, recipe, world)
         record.memory(batch, watch.peak.comparison)
-        local = local_facts(loader, stop=watch.interrupt.signal_name, save_failed=saver.failed)
+        local = local_facts(
+            loader,
+            stop=watch.interrupt.signal_name,
+            save_failed=saver.failed,
+            save_due=saver.is_due,
+        )
         facts = reduce_facts(samples, batch, state, gauge, local, recipe, world)
         if facts.num_troubles:
             record.data_troubles(batch, loader)
@@ -110,7 +115,7 @@ def train_steps(
         if facts.save_failed:
             _bear_a_failed_save(saver, record)
         is_last = facts.stop is not None or loader.step == end
-        if is_last or state.global_step % recipe.checkpoint.every == 0:
+        if is_last or facts.save_due or state.global_step % recipe.checkpoint.every == 0:
             ledger.flush()
             if gauge.is_sound(world):  # else the next step's verdict says so
                 save_checkpoint(saver, state, facts_to_save(loader, guard, gauge, recipe, world))

@@ -34,6 +34,8 @@ class Facts:
     """The signal that asked a rank to stop, if one did; of several, the most pressing."""
     save_failed: bool
     """Whether a checkpoint could not be written, on any rank."""
+    save_due: bool
+    """Whether `checkpoint.minutes` have passed, by the clock of rank 0."""
 
 
 def reduce_facts(
@@ -60,14 +62,17 @@ def reduce_facts(
         num_troubles=int(sums["troubles"]),
         stop=next((name for name in EXIT_CODES if sums[f"stop.{name}"]), None),
         save_failed=bool(sums["save_failed"]),
+        save_due=bool(sums["save_due"]),
     )
 
 
-def local_facts(loader: Loader, *, stop: str | None, save_failed: bool) -> dict[str, float]:
+def local_facts(
+    loader: Loader, *, stop: str | None, save_failed: bool, save_due: bool = False
+) -> dict[str, float]:
     """What this rank has to say besides numbers of the model; `stop`: the signal that it got."""
     troubles = len(loader.failures) + len(loader.incidents)
     signals = {f"stop.{name}": float(name == stop) for name in EXIT_CODES}
-    return {"troubles": troubles, **signals, "save_failed": save_failed}
+    return {"troubles": troubles, **signals, "save_failed": save_failed, "save_due": save_due}
 
 
 def _losses(samples: SampleLosses, batch: Batch) -> dict[str, float]:

@@ -43,7 +43,7 @@ def find_checkpoint(
     if found is None:
         raise CheckpointError(
             f"{path} has no whole checkpoint yet. Train on with {run.command_to_go_on()}, or wait "
-            "for checkpoint.every steps."
+            "for checkpoint.every steps or checkpoint.minutes."
         )
     return run, found
 
