@@ -30,6 +30,7 @@ _TYPES: dict[str, Any] = {
     },
     "gradients": {"trainable": int, "reached": int, "unreached": list},
     "traps": list,
+    "phases": list,
     "seconds": float,
 }
 _OF_POLICY = {

@@ -13,6 +13,7 @@ from longtake.cli.say import AsJson, Changes, Trust
 
 if TYPE_CHECKING:
     from longtake.training.forecast import Forecast
+    from longtake.training.phases import Phase
     from longtake.training.relief import Relief
     from longtake.training.resident import Fixed, PolicyForecast
 
@@ -57,6 +58,7 @@ def plan(
     from longtake.training.forecast import forecast
     from longtake.training.links import links_named, links_of
     from longtake.training.mesh_forecast import mesh_forecast
+    from longtake.training.phases import phases_of
     from longtake.training.relief import find_reliefs
     from longtake.trust import load_recipe
 
@@ -72,8 +74,10 @@ def plan(
         known = forecast(loaded, card, world_size=processes, per_node=per_node)
         reliefs = find_reliefs(loaded, known, processes) if known.misses else []
         mesh = mesh_forecast(known, links)
+        phases = phases_of(known.step, card)
     seconds = round(time.perf_counter() - begun, 2)
     facts = _as_dict(known, reliefs) | {
+        "phases": [_phase(each) for each in phases],
         "mesh": mesh_facts(mesh),
         "data_warnings": review_catalogs(loaded),
         "seconds": seconds,
@@ -167,6 +171,16 @@ def _change(relief: "Relief") -> dict[str, Any]:
         "policy": relief.policy,
         "step_peak_gib": _gib(relief.step_peak_bytes),
         "fits": relief.fits,
+    }
+
+
+def _phase(phase: "Phase") -> dict[str, Any]:
+    return {
+        "name": phase.name,
+        "weights_gib": _gib(phase.weight_bytes),
+        "peak_gib": _gib(phase.peak_bytes),
+        "seconds": float(f"{phase.seconds:.3g}"),
+        "fits": phase.fits,
     }
 
 

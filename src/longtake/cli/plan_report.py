@@ -28,6 +28,13 @@ _OPTIONS = {
     "save-attention": "keep attention's output",
     "recompute": "are computed again",
 }
+_PHASES = {
+    "text": ("text encoder", "a caption: to fill a cache, and to sample"),
+    "encode": ("codec, encoding", "a clip: to fill a cache"),
+    "step": ("training, encoding", "encoders in the step, beside model and optimizer"),
+    "model": ("model, sampling", "a video, one forward pass"),
+    "decode": ("codec, decoding", "a video as a whole; tiles take less"),
+}
 _LEGEND = (
     "forward: when the backward pass begins. peak: the most in forward and backward pass of the "
     "first step. with optimizer: the most in any later step, with all that stays in memory. time: "
@@ -55,6 +62,7 @@ def _parts(recipe: str, facts: Mapping[str, Any]) -> Iterator[RenderableType]:
         yield ""
         yield from _verdict(facts)
         yield from _remarks(facts)
+        yield from _phases(facts)
         if facts["mesh"]:
             yield ""
             yield from of_mesh(facts["mesh"], facts["processes"], facts["per_node"])
@@ -143,12 +151,28 @@ def _verdict(facts: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
+def _phases(facts: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """What the other work takes, part by part."""
+    if not facts["phases"]:
+        return
+    table = _table("one part at a time, GiB", "weights", "peak", "takes", "fits", "")
+    for row in facts["phases"]:
+        fits = {True: "[green]yes[/green]", False: "[red]no[/red]", None: ""}[row["fits"]]
+        sizes = [f"{row[key]:.2f}" for key in ("weights_gib", "peak_gib")]
+        label, meaning = _PHASES[row["name"]]
+        table.add_row(label, *sizes, f"{row['seconds']:.2g} s", fits, meaning)
+    yield ""
+    yield table
+
+
 def _remarks(facts: Mapping[str, Any]) -> Iterator[str]:
     """What the table does not say."""
-    if facts["fixed_gib"]["encoders"]:
+    encoding = next((phase for phase in facts["phases"] if phase["name"] == "step"), None)
+    if encoding is not None:
         yield (
-            "[yellow]note[/yellow] What codec and text encoders take while they encode is not "
-            "predicted. With data.cache they are gone by then."
+            "[yellow]note[/yellow] Step times leave out the encoders in the step: about "
+            f"{encoding['seconds']:.1f} s more for this process's clips of one update. With "
+            "data.cache they are not in the step."
         )
     if facts["processes"] > 1:
         yield (

@@ -105,7 +105,7 @@ class Tracer:
         self.device = device
         self._fake = FakeTensorMode()
         with self._fake:
-            _exchange(subject.model)
+            exchange(subject.model)
 
     def trace(
         self,
@@ -298,7 +298,34 @@ class _Reducer:
         self._shares.append(torch.empty(share, dtype=torch.float32))
 
 
-def _exchange(model: nn.Module) -> None:
+@dataclass(frozen=True)
+class Work:
+    """What modules take that compute without gradients."""
+
+    weight_bytes: int
+    peak_bytes: int
+    """The most, weights included."""
+    seconds: float
+
+
+def trace_work(modules: Sequence[nn.Module], work: Callable[[], object], device: Device) -> Work:
+    """Run work of modules, whose tensors are fake ones already, without gradients.
+
+    Call it in the fake mode that they belong to.
+    """
+    tape = Tape(device)
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            tape.count(tensor)
+    weight_bytes = tape.current_bytes
+    with torch.no_grad(), _kernels_of(device.target), tape:
+        work()
+    tape.mark("end")
+    ((_, span),) = tape.marks
+    return Work(weight_bytes, span.peak_bytes, span.seconds)
+
+
+def exchange(model: nn.Module) -> None:
     """Put fake tensors on the CPU in the place of a model's parameters and buffers."""
     made: dict[int, Tensor] = {}
 
