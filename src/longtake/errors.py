@@ -13,6 +13,7 @@
     ├── RecordError           a file that a process wrote cannot be read (path and reason)
     ├── CheckpointError       saved state is missing, incomplete or of another shape
     ├── DivergedError         the loss or a gradient stopped being a finite number
+    ├── SamplingError         sampling gave NaN or infinite latents
     └── LostPeerError         another rank has ended, and this one cannot go on without it
 
 The command line turns each into one message on stderr and its exit code; none of them ends in a
@@ -105,6 +106,12 @@ class CheckpointError(LongtakeError):
 
 class DivergedError(LongtakeError):
     """The loss or a gradient stopped being a finite number."""
+
+
+class SamplingError(LongtakeError):
+    """What was sampled is no picture: its latents are NaN or infinite."""
+
+    exit_code = 1
 
 
 class LostPeerError(LongtakeError):

@@ -25,7 +25,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
@@ -45,7 +45,7 @@ from pydantic import (
 )
 
 from longtake.aside import no_follow, written_aside
-from longtake.errors import RecordError
+from longtake.errors import RecordError, RunError
 
 MAX_LINE_BYTES: Final = 64 * 2**10
 MAX_LINE_DEPTH: Final = 8
@@ -113,6 +113,7 @@ Kind = type[_T] | TypeAdapter[_T]
 
 with_other_fields: Final[Callable[[type[_T]], type[_T]]] = with_config(ConfigDict(extra="allow"))
 
+_BEGINNINGS = {".png": (0, b"\x89PNG"), ".mp4": (4, b"ftyp")}
 _BLOCK_BYTES = 2**18
 _TAIL_BYTES, _MOST_TAIL_BYTES = 2**14, 2**26
 _MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', re.DOTALL)
@@ -484,3 +485,35 @@ def _write_durably(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def check_picture_name(out: Path, suffixes: Sequence[str] = (".png",)) -> None:
+    """Refuse a picture or video to write (`--out`) whose name means something else.
+
+    Raises:
+        RunError: the name ends otherwise, or is that of a folder, a device or another kind of file.
+    """
+    wanted = " or ".join(f"name{suffix}" for suffix in suffixes)
+    suffix = out.suffix.lower()
+    if suffix not in suffixes:
+        raise RunError(f"--out {str(out)[:200]}: expected a file name such as {wanted}.")
+    try:
+        mode = out.stat().st_mode
+        is_alike = stat.S_ISREG(mode) and _begins_alike(out, suffix)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise RunError(f"--out {str(out)[:200]} cannot be written: {why}.") from error
+    if not is_alike:
+        raise RunError(
+            f"--out {out} is there already, and is no {suffix} file. It was not overwritten; "
+            "choose another name."
+        )
+
+
+def _begins_alike(path: Path, suffix: str) -> bool:
+    start, beginning = _BEGINNINGS[suffix]
+    with open_regular(path) as file:
+        data = file.read(start + len(beginning))
+    return not data or data[start:] == beginning

@@ -3,6 +3,7 @@
 What a verb needs is imported inside it, so that --help is instant.
 """
 
+import errno
 import os
 import sys
 from dataclasses import asdict
@@ -36,6 +37,12 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
+_NOT_OURS = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR),
+)
+"""What a system says of a file that the user can do something about."""
+
 Ema = Annotated[
     bool | None,
     typer.Option(
@@ -67,6 +74,12 @@ def main() -> None:
     except LongtakeError as error:
         say.complain(str(error))
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in _NOT_OURS:
+            raise
+        name = f"{error.filename} cannot be used: " if error.filename else ""
+        say.complain(f"{name}{error.strerror}. Check its permissions and the room on its disk.")
+        sys.exit(2)
 
 
 def _show_version(wanted: bool) -> None:

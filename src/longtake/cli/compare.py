@@ -1,5 +1,6 @@
 """The verb `longtake compare`: videos of several checkpoints, or of several runs, side by side."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -47,6 +48,6 @@ def _numbers(steps: str | None) -> list[int] | None:
     if steps is None:
         return None
     numbers = [step.strip() for step in steps.split(",")]
-    if not all(number.isdecimal() for number in numbers):
-        raise RunError(f"--steps {steps}: expected steps such as 100,200.")
+    if not all(re.fullmatch("[0-9]{1,12}", number) for number in numbers):
+        raise RunError(f"--steps {steps[:80]}: expected steps such as 100,200.")
     return [int(number) for number in numbers]

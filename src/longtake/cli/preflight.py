@@ -31,7 +31,7 @@ def preflight(
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds that a node, or a check, is waited for.")
+        float, typer.Option(min=1, max=1e6, help="Seconds that a node, or a check, is waited for.")
     ] = 120.0,
     changes: Changes = None,
     as_json: AsJson = False,

@@ -12,11 +12,14 @@ from longtake.cli.say import AsJson
 def show(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     around: Annotated[
-        int | None, typer.Option(min=1, metavar="STEP", help="Look at the steps around this one.")
+        int | None,
+        typer.Option(min=1, max=10**9, metavar="STEP", help="Look at the steps around this one."),
     ] = None,
     span: Annotated[
         int | None,
-        typer.Option(min=0, help="Steps on each side: 8 in tables, 100 in pictures, if unset."),
+        typer.Option(
+            min=0, max=10**9, help="Steps on each side: 8 in tables, 100 in pictures, if unset."
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="A PNG to write: loss, gradient norm and weight norm.")
@@ -28,9 +31,12 @@ def show(
     from longtake.inspection.curves import draw
     from longtake.inspection.glance import glance
     from longtake.inspection.tables import print_around, print_glance
+    from longtake.records import check_picture_name
     from longtake.run_dir import RunDirectory
 
     directory = RunDirectory(run)
+    if out is not None:
+        check_picture_name(out)
     if around is None:
         facts, tell = glance(directory), print_glance
     else:

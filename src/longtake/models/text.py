@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from longtake.config import PooledSection, TextSection
-from longtake.errors import RecipeError
+from longtake.errors import ModelError, RecipeError
 from longtake.models.architecture import DTYPES
 from longtake.models.captions import clean
 from longtake.models.encoder import (
@@ -23,6 +23,7 @@ from longtake.models.encoder import (
 )
 from longtake.models.pretrained import refuse_unused
 from longtake.models.words import SPECIAL, WordIds, word_tokenizer
+from longtake.records import read_regular
 
 NO_CAPTION = ""
 """The unconditional one of classifier-free guidance: what a dropped caption is trained as."""
@@ -238,6 +239,16 @@ def _two(
 
 def _vocabulary(section: TextSection, captions: Iterable[str], made: Path | None) -> Tokenizer:
     saved = None if made is None else made / "tokenizer" / "tokenizer.json"
-    if saved is not None and saved.is_file():
-        return Tokenizer.from_file(str(saved))
+    if saved is not None and saved.exists():
+        return _saved_tokenizer(saved)
     return word_tokenizer(captions, section.max_words)
+
+
+def _saved_tokenizer(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(read_regular(path).decode())
+    except Exception as error:  # it raises nothing more special
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0][:200]
+        raise ModelError(
+            f"{path} cannot be read: {reason}. Restore it from another checkpoint of the run."
+        ) from error

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor, nn
 
 from longtake.errors import DataError
+from longtake.records import write_text
 
 PAD, UNKNOWN, START, END = "[PAD]", "[UNK]", "<s>", "</s>"
 SPECIAL = (PAD, UNKNOWN, END)
@@ -65,7 +66,8 @@ class WordIds:
         """Write the vocabulary."""
         assert self._tokenizer is not None, "an outline has no words to save"
         (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
-        self._tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+        # By ourselves: the library raises a bare Exception when the disk is full.
+        write_text(folder / "tokenizer" / "tokenizer.json", self._tokenizer.to_str(pretty=True))
 
 
 def word_tokenizer(

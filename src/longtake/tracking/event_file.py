@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event
 
+from longtake.records import open_regular
 from longtake.tracking.tracker import wait_for_a_second_of_its_own
 
 _POLYNOMIAL = 0x82F63B78  # CRC-32C, reflected
@@ -70,14 +71,20 @@ def event_files(folder: Path) -> list[Path]:
 
 
 def events_in(path: Path) -> Iterator[Event]:
-    """The whole events of a file; what was cut off after them is passed over."""
-    with path.open("rb") as file:
+    """The whole events of a file; what was cut off or is damaged after them is passed over."""
+    with open_regular(path) as file:
         while len(header := file.read(12)) == 12:
+            if _checksum(header[:8]) != header[8:]:
+                return
             (length,) = struct.unpack_from("<Q", header)
             data = file.read(length + 4)
             if len(data) < length + 4:
                 return
-            yield Event.FromString(data[:-4])
+            try:
+                event = Event.FromString(data[:-4])
+            except Exception:
+                return
+            yield event
 
 
 def _checksum(data: bytes) -> bytes:

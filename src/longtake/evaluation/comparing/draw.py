@@ -15,6 +15,7 @@ from longtake.errors import DataError, RunError
 from longtake.evaluation.comparing.cells import chosen_frames, frames, num_frames, size_of
 from longtake.evaluation.comparing.choose import Column, Comparison
 from longtake.evaluation.comparing.page import Page, fitting
+from longtake.records import check_picture_name
 
 _ACROSS = 8
 """Pictures in a row: where there are fewer columns, each shows more than one of its frames."""
@@ -38,12 +39,10 @@ def check_out(out: Path) -> str:
     Raises:
         RunError: it is neither .png nor .mp4, or its folder is not there.
     """
-    suffix = out.suffix.lower()
-    if suffix not in (".png", ".mp4"):
-        raise RunError(f"--out {out}: expected a picture, sheet.png, or a video, sheet.mp4.")
+    check_picture_name(out, (".png", ".mp4"))
     if not out.absolute().parent.is_dir():
         raise RunError(f"--out {out}: there is no folder {out.parent}. Make it first.")
-    return suffix
+    return out.suffix.lower()
 
 
 def draw_sheet(comparison: Comparison, out: Path) -> None:

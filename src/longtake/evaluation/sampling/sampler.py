@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longtake.config import Bucket, Recipe, SamplingSection
+from longtake.errors import SamplingError
 from longtake.evaluation.presets.request import Request
 from longtake.evaluation.sampling.guidance import Guidance
 from longtake.evaluation.sampling.memory import Memory
@@ -88,6 +89,7 @@ class Sampler:
             latents = self.memory.denoise(
                 denoise, count, bucket, guidance=guidance, has_two_halves=guide.has_two_halves
             )
+            self._refuse_non_finite(latents)
             self.components.bring("codec", self.device)
             videos = [self._decode(each[None], bucket, decoding) for each in latents]
         return np.concatenate(videos)
@@ -103,6 +105,21 @@ class Sampler:
     def unknown_words(self, prompt: str) -> list[str]:
         """Words of a prompt that the text encoder has never seen."""
         return self.components.text.unknown_words(prompt)
+
+    def _refuse_non_finite(self, latents: Tensor) -> None:
+        """Raise instead of decoding what would become a black video."""
+        bad = int((~torch.isfinite(latents.flatten(1)).all(dim=1)).sum())
+        if not bad:
+            return
+        weights = self.components.model.parameters()
+        if all(torch.isfinite(each).all() for each in weights):
+            why = "The weights are finite: lower the guidance scale, or sample in fp32."
+        else:
+            why = "The weights hold NaN or inf: sample an earlier checkpoint (--step)."
+        raise SamplingError(
+            f"{bad} of {len(latents)} videos of step {self.step} ({self.weights}) have NaN or "
+            f"infinite latents; none was written. {why}"
+        )
 
     def _decode(self, latents: Tensor, bucket: Bucket, decoding: str) -> NDArray[np.uint8]:
         """One video, [1, F, H, W, 3], so that no more than one is in pixels on the device."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from longtake.errors import RunError
 
-_EVERY = re.compile(r"every=([1-9][0-9]*)")
+_EVERY = re.compile(r"every=([1-9][0-9]{0,11})")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def parse_backlog(text: str) -> Backlog:
     found = _EVERY.fullmatch(text)
     if found is None:
         raise RunError(
-            f"--backlog {text}: expected all, newest or every=K, such as every=1000 for the "
+            f"--backlog {text[:80]}: expected all, newest or every=K, such as every=1000 for the "
             "checkpoints of the steps 1000, 2000, ..."
         )
     return Backlog(int(found[1]))

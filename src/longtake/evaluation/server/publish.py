@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,7 +36,8 @@ def result_aside(task: Task, lease: Lease) -> Iterator[Path]:
 def aside_path(task: Task, number: int, record: Mapping[str, Any]) -> Path:
     """Where the holder of a lease writes; nobody else ever does."""
     whole = task.directory.result_path(task.preset.name, task.step)
-    return whole.with_name(f".{whole.name}.{record.get('server')}-{task.key}-{number}.partial")
+    server = re.sub(r"[^\w.-]", "-", str(record.get("server")))[:100]  # others may have written it
+    return whole.with_name(f".{whole.name}.{server}-{task.key}-{number}.partial")
 
 
 def remove(folder: Path) -> None:

@@ -12,7 +12,7 @@ from longtake.evaluation.sync.address import Address
 from longtake.evaluation.sync.remote import RemoteRun
 from longtake.evaluation.sync.selection import our_results
 from longtake.lease import Lease, Leases, kept
-from longtake.records import read_json, write_once
+from longtake.records import read_json, write_json, write_once
 from longtake.run_dir import RunDirectory
 from longtake.trust import MIRROR_NOTE
 
@@ -47,7 +47,10 @@ class Mirror:
             raise _not_ours(path)
         with mirror.writing():
             if not write_once(note, {"source": address.text}):
-                _compare(path, read_json(note).get("source"), address)
+                if mirror.runs():
+                    _compare(path, read_json(note).get("source"), address)
+                else:  # nothing has come from there yet: it may have been a typing error
+                    write_json(note, {"source": address.text})
         return mirror
 
     @property
