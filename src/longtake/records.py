@@ -504,7 +504,9 @@ def check_picture_name(out: Path, suffixes: Sequence[str] = (".png",)) -> None:
         return
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise RunError(f"--out {str(out)[:200]} cannot be written: {why}.") from error
+        raise RunError(
+            f"--out {str(out)[:200]} cannot be written: {why}. Choose another folder."
+        ) from error
     if not is_alike:
         raise RunError(
             f"--out {out} is there already, and is no {suffix} file. It was not overwritten; "

@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from longtake.evaluation_dir import cursor_path
 from longtake.run_dir import RunDirectory
 from longtake.tracking import cursor
+from longtake.tracking.event_file import event_files, events_in
 from longtake.tracking.feed import Feed
 from longtake.tracking.tensorboard import TensorBoard
 
@@ -110,6 +111,24 @@ def test_what_a_killed_writer_has_written_is_not_written_again(
     assert sorted(e.step for e in _read(run, "eval").Scalars("eval/demo/motion")) == [3, 6]
     (event,) = _read(run, "events").Tensors("events/rolled_back")
     assert (event.step, event.tensor_proto.string_val) == (3, [b"The loss rose. (step 3)"])
+
+
+def test_a_damaged_event_file_keeps_no_row_from_being_told(
+    run: RunDirectory, add_steps: Callable[..., None], tell_tensorboard: Callable[..., None]
+) -> None:
+    """A length of 2**63 bytes, say: what comes after it in that file is passed over."""
+    add_steps(run, range(1, 4))
+    tell_tensorboard(run)
+    (path,) = event_files(run.tensorboard_path)
+    whole = path.read_bytes()
+    cursor_path(run, "tensorboard").unlink()  # so that the files say how far it was told
+    for damage in (b"\xff" * 8 + bytes(4), whole[:12] + b"\xff" * (len(whole) - 12)):
+        path.write_bytes(whole + damage)
+        add_steps(run, range(4, 5))
+        tell_tensorboard(run)
+    assert 4 in [
+        event.step for each in event_files(run.tensorboard_path) for event in events_in(each)
+    ]
 
 
 def test_half_a_line_waits_until_it_is_whole(

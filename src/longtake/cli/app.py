@@ -82,6 +82,10 @@ def main() -> None:
         sys.exit(2)
 
 
+def _is_no_text(text: str) -> bool:
+    return any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         print(f"longtake {__version__}")  # noqa: T201
@@ -142,7 +146,7 @@ def sample(
         Path,
         typer.Option(help="The file to write: .mp4, or .png of one frame."),
     ],
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the noise.")] = 0,
     step: AtStep = None,
     ema: Ema = None,
     profile: Profile = None,
@@ -189,6 +193,8 @@ def sample(
     from longtake.evaluation.sampling.studio import load_sampler, settings_for
     from longtake.evaluation.sampling.write import check_out, references_by_name, write_samples
 
+    if any(_is_no_text(each) for each in prompt):
+        raise typer.BadParameter("a prompt is not valid UTF-8")
     recipe = find_run(run).recipe()
     references = references_by_name(reference or ())
     refuse_other_pictures(references, list(recipe.data.references))

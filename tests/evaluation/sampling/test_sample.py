@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longtake.config import EmaSection, Recipe
-from longtake.errors import CheckpointError, RecipeError, RunError
+from longtake.errors import CheckpointError, RecipeError, RunError, SamplingError
 from longtake.evaluation.sampling.studio import (
     Request,
     Sampler,
@@ -54,6 +54,16 @@ def test_a_video_has_the_buckets_shape(sampler: Sampler) -> None:
     assert videos.shape == (3, 8, 32, 32, 3)
     assert videos.dtype == np.uint8
     assert videos.std() > 5
+
+
+def test_a_video_of_nan_is_an_error(tiny_run: Path) -> None:
+    """It would be black, which can be what somebody asked for; scripts see it by the exit code."""
+    sampler = load_sampler(tiny_run, device="cpu")
+    with torch.no_grad():
+        next(sampler.components.model.parameters()).fill_(torch.nan)
+    with pytest.raises(SamplingError, match="The weights hold NaN or inf") as caught:
+        _sample(sampler)
+    assert caught.value.exit_code == 1
 
 
 def test_the_same_seed_makes_the_same_video_whatever_stands_beside_it(sampler: Sampler) -> None:

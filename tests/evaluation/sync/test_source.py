@@ -286,12 +286,20 @@ def test_what_is_evaluated_is_forgotten_but_for_the_newest(source: Source, run: 
 
 
 def test_a_run_of_ones_own_is_no_mirror(place: "Place", tmp_path: Path) -> None:
-    """A folder that holds runs, is the source, or mirrors another one is refused."""
+    """A folder that holds runs, or is the source, is refused."""
     for folder, text in ((tmp_path / "runs", place.text), (tmp_path / "own", place.text)):
         write_json_in(folder / "x" / "recipe.toml")
         with pytest.raises(RunError, match=r"itself|no mirror"):
             open_source(text, folder, "vm-1")
-    open_source(place.text, tmp_path / "mirror", "vm-1").close()
+
+
+def test_a_mirror_belongs_to_the_first_source_from_which_something_came(
+    place: "Place", tmp_path: Path
+) -> None:
+    """A typing error is not remembered."""
+    open_source(f"{place.text}typo", tmp_path / "mirror", "vm-1").close()
+    with open_source(place.text, tmp_path / "mirror", "vm-1") as source:
+        assert source.look()
     with pytest.raises(RunError, match="choose another folder"):
         open_source(f"{place.text}2", tmp_path / "mirror", "vm-1")
 

@@ -9,6 +9,7 @@ catalog is written, which then remembers the same.
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import IO, Annotated, NotRequired, TypeVar
@@ -20,7 +21,7 @@ from longtake.data.catalog import Catalog, Stamp
 from longtake.data.clip import Media
 from longtake.data.indexing.probe import Probe
 from longtake.data.indexing.probing import to_json
-from longtake.errors import ClipError
+from longtake.errors import ClipError, DataError
 from longtake.records import read_records
 
 _T = TypeVar("_T")
@@ -63,13 +64,20 @@ class Journal:
         self._file: IO[str] | None = None
 
     def add(self, media: Media, stamp: Stamp, found: Probe | ClipError) -> None:
-        """Write down what came of a file; it is safe from this process's end at once."""
-        if self._file is None:
-            self._file = self._path.open("a", encoding="utf-8")
-            self._file.write("\n")  # in case the last line was cut off
+        """Write down what came of a file; it is safe from this process's end at once.
+
+        Raises:
+            DataError: it cannot be written.
+        """
         entry = {"media": str(media), "stamp": [stamp.num_bytes, stamp.mtime_ns]} | to_json(found)
-        self._file.write(json.dumps(entry) + "\n")
-        self._file.flush()
+        try:
+            if self._file is None:
+                self._file = self._path.open("a", encoding="utf-8")
+                self._file.write("\n")  # in case the last line was cut off
+            self._file.write(json.dumps(entry) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise _cannot_write(self._path, error) from error
 
     def read(self) -> dict[str, tuple[Stamp, Probe | ClipError]]:
         """What an earlier index had finished, by `str(media)`."""
@@ -83,13 +91,21 @@ class Journal:
     def close(self) -> None:
         """Leave it as it is."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # what is not written by now was told as an error
+                self._file.close()
             self._file = None
 
     def remove(self) -> None:
         """Forget it all."""
         self.close()
         self._path.unlink(missing_ok=True)
+
+
+def _cannot_write(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"{path} cannot be written: {error.strerror or error}. Make room or make it writable, and "
+        "run the same command again: it goes on from what is written."
+    )
 
 
 class Memory:

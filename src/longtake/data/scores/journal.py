@@ -6,11 +6,13 @@ the value of each clip as soon as it is known. It is removed once the catalog is
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from pydantic import TypeAdapter
 
+from longtake.errors import DataError
 from longtake.records import Count, read_records
 
 _LINE: TypeAdapter[dict[str, str] | tuple[Count, float]] = TypeAdapter(
@@ -42,18 +44,25 @@ class Journal:
 
     def add(self, row: int, value: float) -> None:
         """Write down a clip's value; it is safe from this process's end at once."""
-        if self._file is None:
-            is_new = not self._path.exists()
-            self._file = self._path.open("a", encoding="utf-8")
-            # In case the last line was cut off.
-            self._file.write(f"{json.dumps(self._facts)}\n" if is_new else "\n")
-        self._file.write(f"{json.dumps([row, value])}\n")
-        self._file.flush()
+        try:
+            if self._file is None:
+                is_new = not self._path.exists()
+                self._file = self._path.open("a", encoding="utf-8")
+                # In case the last line was cut off.
+                self._file.write(f"{json.dumps(self._facts)}\n" if is_new else "\n")
+            self._file.write(f"{json.dumps([row, value])}\n")
+            self._file.flush()
+        except OSError as error:
+            raise DataError(
+                f"{self._path} cannot be written: {error.strerror or error}. Make room, and run "
+                "the same command again: it goes on from what is written."
+            ) from error
 
     def close(self) -> None:
         """Leave it as it is."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # what is not written by now was told as an error
+                self._file.close()
             self._file = None
 
     def remove(self) -> None:

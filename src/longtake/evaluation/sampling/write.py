@@ -19,6 +19,7 @@ from longtake.evaluation.sampling.read_pictures import read_picture
 from longtake.evaluation.sampling.sampler import Sampler
 from longtake.evaluation.sampling.sheet import SheetRow, contact_sheet, shown_frames
 from longtake.progress import counted
+from longtake.records import check_picture_name
 
 
 @dataclass(frozen=True)
@@ -191,12 +192,14 @@ def check_out(out: Path, bucket: Bucket) -> None:
             cannot be made or written to.
     """
     suffix = suffix_of(bucket)
-    if out.suffix != suffix or out.is_dir():
+    if out.suffix != suffix:
         of_what = "a sample of one frame is an image" if suffix == ".png" else "samples are videos"
         kind = "a PNG" if suffix == ".png" else "an mp4"
         raise RunError(
-            f"--out {out}: {of_what}; expected the name of {kind} file, such as sample{suffix}."
+            f"--out {str(out)[:200]}: {of_what}; expected the name of {kind} file, such as "
+            f"sample{suffix}."
         )
+    check_picture_name(out, (suffix,))
     try:
         make_writable(out.parent)
     except OSError as error:
