@@ -363,8 +363,8 @@ class RecomputeSection(_Section):
     """Share of the GPU's memory that is left to what no plan knows: the CUDA context, libraries'
     workspaces and fragmentation. With several GPUs 1.5 GiB of each are left to NCCL beside it."""
     device: str | None = None
-    """The card that is planned for: a6000, h100, h200, rtx4090, or FLOPS,BANDWIDTH. Unset: the
-    one at hand."""
+    """The GPU that is planned for: a name such as a100-80gb or rtx4090, or its memory and dense
+    bf16 speed, such as "24GiB,165TFLOPS". Unset: the one at hand."""
 
     @model_validator(mode="after")
     def _has_a_budget(self) -> Self:

@@ -1,5 +1,6 @@
 """The verb `evaluate`: what it refuses before it serves, and what it says when nothing is due."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -83,3 +84,20 @@ def test_what_failed_is_not_called_done(place: Path, tmp_path: Path, call: Call)
     assert code == 1
     assert "odd of step 2 failed: " in err
     assert "Nothing is due" not in err
+
+
+def test_another_recipe_says_what_is_evaluated(place: Path, tmp_path: Path, call: Call) -> None:
+    """Its [evaluation] and [sampling], without a launch that would copy them into the run."""
+    run = tmp_path / "run"
+    shutil.copytree(place / "run", run)
+    recipe = tmp_path / "mine.toml"
+    text = (place / "recipe.toml").read_text().replace("num_inference_steps = 2", "")
+    more = '[evaluation.presets.mine]\nprompts = ["a red square moving up"]\n'
+    recipe.write_text(f"{text}num_inference_steps = 3\n{more}")
+    code, out, err = call("evaluate", run, "--recipe", recipe, "--device", "cpu", "--json")
+    assert code == 0, err
+    (scores,) = json.loads(out)["evaluated"]
+    assert (scores["preset"], scores["settings"]["num_inference_steps"]) == ("mine", 3)
+    code, _, err = call("evaluate", run, "--recipe", tmp_path / "none.toml")
+    assert code == 2
+    assert "There is no recipe" in err

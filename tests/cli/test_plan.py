@@ -233,9 +233,11 @@ def test_processes_share_what_is_planned(small: Callable[..., Path], plan: _Call
 _MISTAKES = {
     "an unknown device": (
         "--device a600",
-        "The device 'a600' is not known. Did you mean a6000? Known are a6000, h100, h200, rtx4090 "
-        "and cpu; any other is given as FLOPS,BANDWIDTH in operations and bytes a second: "
-        "312e12,2.0e12.",
+        "The device 'a600' is not known. Did you mean a6000? Known are a6000, h100, h100-pcie, "
+        "h200, b200, a100-40gb, a100-80gb, a10, l4, l40s, rtx-6000-ada, rtx3090, rtx4090, rtx5090 "
+        "and cpu; "
+        "any other is given by its memory and its dense bf16 speed, such as 24GiB,165TFLOPS, and "
+        "its bandwidth, where it is known: 24GiB,165TFLOPS,1008GB/s.",
     ),
     "memory without a unit": (
         "--memory 48",

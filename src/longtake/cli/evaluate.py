@@ -25,6 +25,12 @@ def evaluate(
         typer.Option(help="Preset to sample; may be repeated [default: the recipe's]."),
     ] = None,
     presets: Annotated[Path | None, typer.Option(help="A TOML file with presets.")] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            help="Take [evaluation] and [sampling] from this recipe (TOML) [default: the run's]."
+        ),
+    ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", help="Wait for further checkpoints and runs.")
     ] = False,
@@ -66,6 +72,7 @@ def evaluate(
         places=tuple(runs),
         presets=tuple(preset or ()),
         own_presets=presets,
+        recipe=recipe,
         backlog=parse_backlog(backlog),
         follows=follow or until_finished,
         until_finished=until_finished,

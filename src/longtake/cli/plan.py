@@ -28,8 +28,9 @@ def plan(
     device: Annotated[
         str | None,
         typer.Option(
-            help="a6000, h100, h200, rtx4090, or FLOPS,BANDWIDTH such as 312e12,2.0e12. Unset: "
-            "the recipe's. With a name and without --memory: all the memory that it has."
+            help="The GPU: a100-80gb, a10, l4, l40s, rtx4090, h100, b200, ...; or its memory and "
+            "dense bf16 speed: 24GiB,165TFLOPS [default: the recipe's]. Without --memory: all its "
+            "memory."
         ),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 1,

@@ -43,15 +43,23 @@ class Links:
 # which copies between cards through the processor reach 25; and a 100 Gb/s card for four of them.
 _NVLINK = Links(450 * _GB, 50 * _GB)
 _PCIE = Links(25 * _GB, 3.125 * _GB)
+_NVLINK_3 = Links(300 * _GB, 25 * _GB)  # A100: 600 GB/s together; a 200 Gb/s InfiniBand card (HDR)
+_NVLINK_5 = Links(900 * _GB, 50 * _GB)  # B200: 1.8 TB/s together; a 400 Gb/s InfiniBand card
 _LOOPBACK = Links(2 * _GB, 1 * _GB)
-_OF_DEVICES = {"h100": _NVLINK, "h200": _NVLINK, "a6000": _PCIE, "rtx4090": _PCIE}
+_OF_DEVICES = {
+    "h100pcie": _PCIE,
+    "h100": _NVLINK,
+    "h200": _NVLINK,
+    "b200": _NVLINK_5,
+    "a100": _NVLINK_3,
+}
 
 
 def links_of(device: Device) -> Links:
     """What cards of a kind are usually joined by; of an unknown one, PCIe."""
     if device.target == "cpu":
         return _LOOPBACK
-    label = device.name.lower().replace(" ", "")
+    label = device.name.lower().replace(" ", "").replace("-", "")
     return next((links for name, links in _OF_DEVICES.items() if name in label), _PCIE)
 
 

@@ -4,6 +4,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from longtake import config
 from longtake.config import Recipe
 from longtake.errors import LongtakeError, RunError
 from longtake.evaluation.presets.preset import refuse_unknown
@@ -22,6 +23,7 @@ class Options:
         places: run directories, and folders of them.
         presets: names of those that are wanted; none: those that the recipe wants.
         own_presets: a TOML file of presets.
+        recipe: whose [evaluation] and [sampling] count, rather than those of the runs' recipes.
         backlog: which checkpoints are wanted.
         follows: whether it waits for more when nothing is due.
         until_finished: it ends when all runs have ended and nothing is due.
@@ -36,6 +38,7 @@ class Options:
     places: tuple[Path, ...]
     presets: tuple[str, ...] = ()
     own_presets: Path | None = None
+    recipe: Path | None = None
     backlog: Backlog = field(default_factory=Backlog)
     follows: bool = False
     until_finished: bool = False
@@ -62,6 +65,8 @@ class Options:
             )
         if self.own_presets is not None and not self.own_presets.is_file():
             raise RunError(f"--presets {self.own_presets}: there is no such file.")
+        if self.recipe is not None:
+            config.load(self.recipe)
         if self.source is None and not self.waits:
             for place in self.places:
                 _refuse_empty(place)
@@ -69,6 +74,19 @@ class Options:
         if self.source is None:
             for run in find_runs(self.places):
                 self.refuse_foreign_code(run)
+
+    def recipe_of(self, run: RunDirectory) -> Recipe:
+        """A run's recipe, with [evaluation] and [sampling] of the one that the command names.
+
+        Raises:
+            RunError: there is no run.
+            RecipeError: a recipe cannot be read.
+        """
+        own = run.recipe()
+        if self.recipe is None:
+            return own
+        named = config.load(self.recipe)
+        return own.model_copy(update={"evaluation": named.evaluation, "sampling": named.sampling})
 
     @property
     def waits(self) -> bool:
@@ -97,22 +115,21 @@ class Options:
         """
         tables: list[Tables] = []
         for run in find_runs(self.places):
-            recipe, beside = _readable(run)
+            recipe, beside = self._readable(run)
             if recipe is not None:
                 tables.append(gather(recipe, beside, self.own_presets))
         known = {name for each in tables for name in each.known}
         if tables:
             refuse_unknown(tables[0], (name for name in self.presets if name not in known))
 
-
-def _readable(run: RunDirectory) -> tuple[Recipe | None, Path | None]:
-    """The recipe and the folder of a run, without what of these cannot be read."""
-    recipe = None
-    with suppress(LongtakeError):
-        recipe = run.recipe()
-        gather(recipe, run.path)
-        return recipe, run.path
-    return recipe, None
+    def _readable(self, run: RunDirectory) -> tuple[Recipe | None, Path | None]:
+        """The recipe and the folder of a run, without what of these cannot be read."""
+        recipe = None
+        with suppress(LongtakeError):
+            recipe = self.recipe_of(run)
+            gather(recipe, run.path)
+            return recipe, run.path
+        return recipe, None
 
 
 def _refuse_empty(place: Path) -> None:

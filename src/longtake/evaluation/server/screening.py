@@ -1,7 +1,7 @@
 """What a server does with a checkpoint: samples it, writes videos, measures and compares them."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,9 +35,17 @@ class Screening:
         device: to sample on, as `Studio` takes it.
         server: the name of the server.
         report: who is told what cannot be measured.
+        recipe_of: the recipe of a run, by which it is evaluated.
     """
 
-    def __init__(self, device: str, server: str, report: Report) -> None:
+    def __init__(
+        self,
+        device: str,
+        server: str,
+        report: Report,
+        recipe_of: Callable[[RunDirectory], Recipe] = RunDirectory.recipe,
+    ) -> None:
+        self._recipe_of = recipe_of
         self._device, self._server, self._report = device, server, report
         self._studio: Studio | None = None
         self._recipe_read: Signature | None = None
@@ -57,7 +65,7 @@ class Screening:
             of_set = self._measure_extra(task, extras, videos, folder)
             held_out = self._measure_held_out(task, sampler, tick)
             measures = mean_of([each["measures"] for each in videos]) | of_set
-            alarms = self._alarms(task, sampler.recipe, measures, tick)
+            alarms = self._alarms(task, self._recipe_of(task.run), measures, tick)
         settings = {k: v for k, v in task.preset.as_record().items() if k != "prompts"}
         scores: Scores = {
             "preset": task.preset.name,
@@ -152,7 +160,7 @@ class Screening:
     ) -> dict[str, float] | None:
         loss = None
         with self._without(task, "held-out loss"):
-            held_out = self._held_out_of(task.run, sampler.recipe)
+            held_out = self._held_out_of(task.run, self._recipe_of(task.run))
             if held_out is not None:
                 size = task.preset.batch_size
                 loss = held_out.loss(sampler, size, lambda: tick("held out", 0, 1))

@@ -41,7 +41,9 @@ def evaluate(options: Options, device: str, console: Console) -> dict[str, Any]:
     _be_modest(pick_device(device))
     report = Report(console)
     with stopped_by_signals() as stop:
-        server = Server(options, Screening(device, own_name(), report), report, stop)
+        server = Server(
+            options, Screening(device, own_name(), report, options.recipe_of), report, stop
+        )
         server.serve()
     if report.untrusted is not None and not (server.evaluated or stop.reason):
         raise report.untrusted

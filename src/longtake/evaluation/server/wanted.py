@@ -51,7 +51,7 @@ class Wanted:
         Where one was wrong, now and then in any case: a file that it names may have come.
         """
         own = self._options.own_presets
-        files = (self._run.recipe_path, *((own,) if own else ()))
+        files = (self._run.recipe_path, *filter(None, (own, self._options.recipe)))
         now = tuple(map(signature, files))
         if now == self._files_read and time.monotonic() < self._read_again_at:
             return
@@ -60,7 +60,7 @@ class Wanted:
         self._files_read, self._read_again_at, self._found = now, math.inf, []
         try:
             self._options.refuse_foreign_code(self._run)
-            self._find(self._run.recipe())
+            self._find(self._options.recipe_of(self._run))
         except TrustError as error:
             self._report.untrusted = error
             self._tell_wrong(error)
