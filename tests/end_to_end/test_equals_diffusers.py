@@ -195,6 +195,7 @@ def _recipe(place: Path, family: str, **sections: Any) -> Recipe:
         "text": {
             "kind": "transformers",
             "pretrained": release,
+            "dtype": "fp32",
             **({} if is_wan else encoders),
         },
         "flow": {"shift": 3.0 if is_wan else "flux"},
