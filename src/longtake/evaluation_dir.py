@@ -31,14 +31,13 @@ from longtake.records import (
     Finite,
     Time,
     append_json,
-    by_field,
     now,
     read_json,
     read_record,
     read_records,
     with_other_fields,
 )
-from longtake.run_dir import Event, RunDirectory
+from longtake.run_dir import EVENT, RunDirectory
 
 ServerEventKind = Literal[
     "evaluating",
@@ -50,10 +49,6 @@ ServerEventKind = Literal[
     "pulled",
     "pull_failed",
 ]
-
-
-SERVER_EVENT: Final = by_field("event", {}, Event)
-"""One line of an evaluation server's events.jsonl."""
 
 
 class VideoScores(TypedDict):
@@ -251,4 +246,4 @@ def cursor_path(run: RunDirectory, tracker: str) -> Path:
 
 def server_events(run: RunDirectory) -> Iterator[list[dict[str, Any]]]:
     """The events of each server, the oldest first."""
-    return (read_records(server.events_path, SERVER_EVENT) for server in all_servers(run))
+    return (read_records(server.events_path, EVENT) for server in all_servers(run))

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from heapq import merge
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -38,7 +38,6 @@ from longtake.records import (
     Finite,
     Time,
     append_json,
-    by_field,
     now,
     read_json,
     read_last_record,
@@ -46,7 +45,7 @@ from longtake.records import (
     with_other_fields,
     write_text,
 )
-from longtake.run_dir import Event, EventBase, Metrics, RunDirectory
+from longtake.run_dir import EVENT, Metrics, RunDirectory
 
 NodeEventKind = Literal[
     "watching",
@@ -68,28 +67,6 @@ FLIGHT_PIPE_PREFIX = "fr_pipe_rank_"
 """Where a rank's flight recorder is asked, among the hearts: with its rank and `.pipe` after it."""
 FLIGHT_FILE_PREFIX = "fr_dump_rank_"
 """What it writes then, likewise: with its rank after it."""
-
-
-class _RankFailed(EventBase):
-    rank: Count
-    world_size: Count
-    launch: str
-    pid: Count
-    step: Count
-    phase: str
-    kind: Literal["error", "exception", "killed", "ended"]
-    error: str
-    log: NotRequired[str]
-
-
-class _ClockStepped(Event):
-    seconds: NotRequired[Finite]
-
-
-NODE_EVENT: Final = by_field(
-    "event", {"rank_failed": _RankFailed, "clock_stepped": _ClockStepped}, Event
-)
-"""One line of a node's events.jsonl."""
 
 
 class ProcessDump(TypedDict):
@@ -222,7 +199,7 @@ class NodeDirectory:
 
     def events(self) -> list[dict[str, Any]]:
         """What the node's watcher saw, the oldest first."""
-        return read_records(self.events_path, NODE_EVENT)
+        return read_records(self.events_path, EVENT)
 
     def write_heartbeat(self, record: Mapping[str, Any]) -> None:
         """Replace heartbeat.json; it need not outlive a power cut."""

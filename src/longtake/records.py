@@ -141,8 +141,8 @@ def by_field(name: str, kinds: Mapping[str, Any], other: Any) -> TypeAdapter[dic
         return value if isinstance(value, str) and value in kinds else ""
 
     tagged = [Annotated[kind, Tag(value)] for value, kind in {**kinds, "": other}.items()]
-    union: Any = Union[tuple(tagged)] if len(tagged) > 1 else other  # noqa: UP007
-    return TypeAdapter(Annotated[union, Discriminator(tag)] if len(tagged) > 1 else other)
+    union: Any = Annotated[Union[tuple(tagged)], Discriminator(tag)]  # noqa: UP007
+    return TypeAdapter(union)
 
 
 def now() -> str:

@@ -53,6 +53,7 @@ from longtake.records import (
     Timestamp,
     append_json,
     by_field,
+    format_number,
     now,
     read_records,
     require_record,
@@ -82,6 +83,7 @@ EventKind = Literal[
     "decoder_stalled",
     "decoder_died",
     "captions_truncated",
+    "ledger_damaged",
     "memory_planned",
     "memory_measured",
     "interrupted",
@@ -159,10 +161,14 @@ class Identity(TypedDict):
     machine: str
 
 
+FORMAT: Final = 1
+
+
 @with_other_fields
 class RunRecord(TypedDict):
     """run.json."""
 
+    format: NotRequired[format_number(FORMAT)]  # type: ignore[valid-type]
     id: str
     created: Time
     begun_by: NotRequired[Identity]
@@ -218,7 +224,23 @@ class _Epoch(_Stage):
     epoch: Count
 
 
-RUN_EVENT: Final = by_field(
+class _RankFailed(EventBase):
+    rank: Count
+    world_size: Count
+    launch: str
+    pid: Count
+    step: Count
+    phase: str
+    kind: Literal["error", "exception", "killed", "ended"]
+    error: str
+    log: NotRequired[str]
+
+
+class _ClockStepped(Event):
+    seconds: NotRequired[Finite]
+
+
+EVENT: Final = by_field(
     "event",
     {
         "started": _Started,
@@ -227,10 +249,12 @@ RUN_EVENT: Final = by_field(
         "rolled_back": _WentBack,
         "stage": _Stage,
         "epoch": _Epoch,
+        "rank_failed": _RankFailed,
+        "clock_stepped": _ClockStepped,
     },
     Event,
 )
-"""One line of the run's events.jsonl."""
+"""One line of an events.jsonl."""
 
 
 class ReportedSample(TypedDict):
@@ -431,8 +455,8 @@ class RunDirectory:
         """
         run_id = f"{self.path.resolve().name}-{secrets.token_hex(4)}"
         with self._writing():
-            begun = {"id": run_id, "created": now(), "begun_by": identity(), "launches": []}
-            write_json(self.record_path, begun)
+            begun = {"format": FORMAT, "id": run_id, "created": now(), "begun_by": identity()}
+            write_json(self.record_path, {**begun, "launches": []})
             write_text(self.recipe_path, config.dump(config.kept(recipe)))
 
     def adopt(self, recipe: Recipe) -> None:
@@ -516,7 +540,7 @@ class RunDirectory:
 
     def events(self) -> list[dict[str, Any]]:
         """The run's own events, the oldest first."""
-        return read_records(self.events_path, RUN_EVENT)
+        return read_records(self.events_path, EVENT)
 
     def append_event(self, kind: EventKind, **fields: Any) -> None:
         """Append one line to events.jsonl.

@@ -117,22 +117,3 @@ def test_a_run_that_may_not_be_read_is_named(place: Path, another_user: Path, ca
     for verb in (["show"], ["data", "audit"], ["evaluate"]):
         code, _, err = call(*verb, run)
         assert str(run) in _sentence(code, err)
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ("model.config.hidden_size=824633720832", "model.config does not fit the tubelet family"),
-        ("model.config.num_blocks=x", "model.config does not fit the tubelet family"),
-        ("model.config.patch_size=[0,8,8]", "model.config.patch_size is"),
-        ("model.config.patch_size=8", "model.config.patch_size is"),
-        ("data.buckets=[{num_frames=65536,height=65536,width=65536}]", ""),
-    ],
-)
-def test_sizes_that_no_memory_holds_are_refused(
-    place: Path, tmp_path: Path, call: Call, change: str, why: str
-) -> None:
-    """By the model, before anything of the run is written."""
-    changes = ("--set", change, "--set", f"out={tmp_path / 'run'}")
-    code, _, err = call("train", place / "recipe.toml", *changes)
-    assert why in _sentence(code, err)

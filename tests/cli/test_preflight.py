@@ -34,11 +34,11 @@ def test_a_table_of_it(call: Callable[..., tuple[int, str, str]]) -> None:
 def test_a_catalog_that_is_gone(
     call: Callable[..., tuple[int, str, str]], place: Path, tmp_path: Path
 ) -> None:
-    """It is an error that names the file: exit status 2."""
+    """It is an error that names the file: exit status 1."""
     gone = tmp_path / "gone.parquet"
     changes = ("--set", f"data.catalog={gone}", "--set", f"out={tmp_path / 'run'}")
     status, stdout, _ = call("preflight", place / "recipe.toml", *changes)
-    assert status == 2
+    assert status == 1
     assert "gone.parquet" in stdout.replace("\n", "").replace(" ", "")
     assert stdout.splitlines()[-1].startswith("Not ready: 1 error")
 
@@ -50,7 +50,7 @@ def test_a_run_directory_that_cannot_be_made(
     changes = ("--set", f"out={place / 'file' / 'run'}")
     status, stdout, _ = call("preflight", place / "recipe.toml", *changes, "--json")
     told = json.loads(stdout)
-    assert status == 2
+    assert status == 1
     [error] = [each for each in told["findings"] if each["severity"] == "error"]
     assert error["check"] == "run directory"
     assert "Not a directory" in error["what"]

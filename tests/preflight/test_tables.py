@@ -58,8 +58,8 @@ def test_of_a_few_nodes_each_has_a_column() -> None:
     [
         ([], 0, "Ready: 1 node, nothing to remark."),
         (["note"], 0, "Ready: 1 node, 1 note."),
-        (["note", "warning"], 1, "look at this first: 1 warning, 1 note on 1 node"),
-        (["warning", "error", "error"], 2, "Not ready: 2 errors, 1 warning on 1 node (see a)."),
+        (["note", "warning"], 0, "look at this first: 1 warning, 1 note on 1 node"),
+        (["warning", "error", "error"], 1, "Not ready: 2 errors, 1 warning on 1 node (see a)."),
     ],
 )
 def test_the_worst_decides(severities: list[Severity], status: int, verdict: str) -> None:

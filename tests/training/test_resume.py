@@ -21,7 +21,14 @@ from longtake.checkpoint import manifest, store
 from longtake.config import Recipe
 from longtake.data.audit import audit
 from longtake.data.catalog import Catalog
-from longtake.errors import CheckpointError, DataChangedError, DivergedError, RecipeChangedError
+from longtake.errors import (
+    CheckpointError,
+    DataChangedError,
+    DataError,
+    DivergedError,
+    RecipeChangedError,
+    RunError,
+)
 from longtake.ourselves import program
 from longtake.records import read_json_lines, write_json
 from longtake.run_dir import RunDirectory
@@ -294,6 +301,60 @@ def test_weights_that_are_no_numbers_stop_a_run_that_has_nothing_to_go_back_to(
     assert len(_curve(recipe)) == 2
     assert re.search(r"first: \S+ \(.*\), \d+ .* of \d+ numbers", str(raised.value))
     assert RunDirectory(recipe.out).checkpoint_steps() == []
+
+
+def test_damaged_lines_of_logs_stop_no_resume(
+    small_recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are left out, and told of; what was trained is exact all the same."""
+    recipe = small_recipe("training.steps=4", "checkpoint.every=2")
+    train(recipe, _QUIET)
+    run = RunDirectory(recipe.out)
+    shutil.rmtree(run.checkpoint_path(4))
+    for path in (run.metrics_path, run.events_path, run.rollbacks_path):
+        with path.open("a", encoding="utf-8") as file:
+            file.write('[]\n5\n{}\n{"step": "x", "time": 1}\n' + "[" * 60_000 + "\n")
+    train(recipe, Console(soft_wrap=True, width=500))
+    assert _curve(recipe)[-1][0] == 4
+    (resumed,) = (each for each in run.events() if each["event"] == "resumed")
+    assert resumed["lost_steps"] == 2
+    assert f"{run.rollbacks_path}: 5 lines are no records" in capsys.readouterr().out
+    assert audit(run).ok
+
+
+def test_a_resume_without_its_ledger_says_what_can_no_longer_be_proved(
+    small_recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As an event too; an audit accuses nobody of what is not known."""
+    recipe = small_recipe("training.steps=4", "checkpoint.every=2")
+    train(recipe, _QUIET)
+    run = RunDirectory(recipe.out)
+    shutil.rmtree(run.checkpoint_path(4))
+    shutil.rmtree(run.ledger_path)
+    train(recipe, Console(soft_wrap=True, width=500))
+    assert "`longtake data audit` proves nothing" in capsys.readouterr().out
+    (event,) = _events(recipe, "ledger_damaged")
+    assert event["step"] == 2
+    with pytest.raises(DataError, match="begins at batch 2"):
+        audit(run)
+
+
+def test_a_missing_tokenizer_is_made_again_of_the_same_captions_only(
+    small_recipe: Callable[..., Recipe], fewer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of others it would give captions other token ids."""
+    recipe = small_recipe("training.steps=4", "checkpoint.every=2", "data.on_change=merge")
+    train(recipe, _QUIET)
+    run = RunDirectory(recipe.out)
+    shutil.rmtree(run.checkpoint_path(4))
+    shutil.rmtree(run.components_path / "tokenizer")
+    changed = config.parse(recipe.model_dump(mode="json"), "test").model_copy(
+        update={"data": recipe.data.model_copy(update={"catalog": fewer})}
+    )
+    with pytest.raises(RunError, match=r"tokenizer\.json is missing.*other token ids"):
+        train(changed, _QUIET)
+    train(recipe, Console(soft_wrap=True, width=500))
+    assert "the tokenizer is made again from the same captions" in capsys.readouterr().out
 
 
 def test_a_checkpoint_with_other_weights_is_refused(small_recipe: Callable[..., Recipe]) -> None:

@@ -330,6 +330,7 @@ def audit(
     from longtake.run_dir import RunDirectory
 
     found = audit_run(RunDirectory(run))
+    say.skipped_lines()
     if as_json:
         say.result({"ok": found.ok, **asdict(found)})
     else:

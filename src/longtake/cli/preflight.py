@@ -43,8 +43,7 @@ def preflight(
     one process a node or more: `torchrun --nnodes 4 --nproc-per-node 1 … -m longtake preflight
     RECIPE`, or `srun --ntasks-per-node 1 longtake preflight RECIPE`.
 
-    Exit code 0 if all is well (there may be notes), 1 with warnings, 2 with errors; torchrun itself
-    ends with 1 for either.
+    Exit code 0 without errors (there may be warnings), 1 with errors, 2 for a mistake of the user.
     """
     if nodes is not None:
         from longtake.preflight.over_ssh import preflight_over_ssh

@@ -54,6 +54,14 @@ def complain(message: str) -> None:
     print(f"{prefix}longtake: {message}", file=sys.stderr)  # noqa: T201
 
 
+def skipped_lines() -> None:
+    """Tell people which lines of the files that were read are no records."""
+    from longtake.records import skipped_lines as sentences
+
+    for sentence in sentences():
+        line(sentence)
+
+
 def result(value: Any) -> None:
     """Print a result for other programs."""
     if rank() == 0:

@@ -45,6 +45,7 @@ def show(
     if out is not None:
         draw(directory, out, around, 100 if span is None else span)
         facts["picture"] = str(out)
+    say.skipped_lines()
     if as_json:
         say.result(facts)
         return

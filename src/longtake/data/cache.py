@@ -39,8 +39,10 @@ from longtake.data.hashes import ContentHashes
 from longtake.data.references import Reference, references_of
 from longtake.data.window import Window
 from longtake.errors import ClipError, DataError
+from longtake.records import open_regular, read_regular
 
-_VERSION = 1
+_FORMAT = 1
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _FACTS = "longtake"  # the key of what a file says about itself
 _MOST_HEADER_BYTES = 2**20
 _OLD_SECONDS = 24 * 3600
@@ -71,7 +73,7 @@ class Entry:
     def is_whole(self) -> bool:
         """Whether the file is there in its whole length; its content is checked by `read`."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 return _header(file) is not None
         except OSError:
             return False
@@ -83,7 +85,7 @@ class Entry:
             ClipError: it is not there, or is damaged; then it is removed, to be computed again.
         """
         try:
-            data = self.path.read_bytes()
+            data = read_regular(self.path)
         except FileNotFoundError as error:
             reason = f"the cache does not hold {self.what}; longtake data cache RECIPE fills it"
             raise ClipError(self.path, reason) from error
@@ -91,7 +93,7 @@ class Entry:
             raise ClipError(self.path, f"cannot be read: {error.strerror or error}") from error
         try:
             return _unpacked(data)
-        except (ValueError, LookupError, TypeError, safetensors.SafetensorError) as error:
+        except (*_DAMAGED, safetensors.SafetensorError) as error:
             with suppress(OSError):
                 self.path.unlink()
             raise ClipError(self.path, f"{self.what} is damaged in the cache: {error}") from error
@@ -194,7 +196,7 @@ class Cache:
         return self._unconditional
 
     def _entry(self, kind: str, encoder: str, facts: tuple[object, ...], what: str) -> Entry:
-        text = json.dumps([_VERSION, kind, encoder, *facts], separators=(",", ":"))
+        text = json.dumps([_FORMAT, kind, encoder, *facts], separators=(",", ":"))
         key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         return Entry(self.folder / kind / key[:2] / f"{key}.safetensors", what)
 
@@ -232,7 +234,7 @@ def _packed(tensors: Mapping[str, Tensor], what: str) -> bytes:
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
         shapes[name] = [str(tensor.dtype).removeprefix("torch."), len(tensor)]
         packed[name] = _narrow(_without_last_zeros(tensor))
-    facts = {"version": _VERSION, "what": what, "of": shapes, "digest": _digest(packed, shapes)}
+    facts = {"format": _FORMAT, "what": what, "of": shapes, "digest": _digest(packed, shapes)}
     return save(packed, {_FACTS: json.dumps(facts)})
 
 
@@ -241,6 +243,8 @@ def _unpacked(data: bytes) -> dict[str, Tensor]:
     if with_header is None:
         raise ValueError(f"its {len(data)} bytes are not all of it")
     facts, packed = json.loads(with_header["__metadata__"][_FACTS]), load(data)
+    if facts["format"] != _FORMAT:
+        raise ValueError(f"it has format {facts['format']}, and this longtake reads {_FORMAT}")
     if facts["digest"] != _digest(packed, facts["of"]):
         raise ValueError("its content is not what was written")
     found = {}
@@ -290,6 +294,6 @@ def _parse(start: bytes, rest: bytes, num_bytes: int) -> dict[str, Any] | None:
         header: dict[str, Any] = json.loads(rest[:length])
         ends = [each["data_offsets"][1] for name, each in header.items() if name[:2] != "__"]
         is_whole = num_bytes == 8 + length + max(ends) and _FACTS in header["__metadata__"]
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except _DAMAGED:
         return None
     return header if is_whole else None

@@ -238,7 +238,7 @@ def begin_launch(
             f"The recipe has {len(streams)} pairs of stage and catalog; the ledger can tell apart "
             f"{_MOST_STREAMS}. Use fewer stages or catalogs."
         )
-    number = len(_launch_folders(ledger))
+    number = max((_number(folder) + 1 for folder in _launch_folders(ledger)), default=0)
     folder = ledger / f"launch_{number:04d}"
     aside = ledger / f".launch_{number:04d}.partial"  # a launch has its facts from the first
     facts: dict[str, Any] = {
@@ -268,7 +268,7 @@ def read_ledger(ledger: Path) -> Consumed:
         raise DataError(
             f"{ledger.parent} has no ledger: it is not the directory of a run that was trained."
         )
-    launches = [_launch(folder) for folder in folders]
+    launches = _launches(folders)
     streams = tuple(dict.fromkeys(name for launch in launches for name in launch["streams"]))
     parts, num_abandoned, end_step = [], 0, 0
     for number, (folder, launch) in enumerate(zip(folders, launches, strict=True)):
@@ -304,8 +304,43 @@ def short_identity(identities: NDArray[np.void] | NDArray[np.uint8]) -> NDArray[
     return padded.view("<u8")[:, 0].astype(np.uint64)
 
 
+def damage(ledger: Path) -> str | None:
+    """Why a ledger proves nothing, in a sentence, by its launches alone; None: nothing is wrong."""
+    try:
+        _launches(_launch_folders(ledger))
+    except DataError as error:
+        return str(error)
+    return None
+
+
+def _launches(folders: Sequence[Path]) -> list[_Launch]:
+    """What each launch says; those before the first and between them must be there."""
+    there = {_number(folder) for folder in folders}
+    missing = [number for number in range(len(there) + 1) if number not in there]
+    missing = missing if not there or missing[0] < max(there) else []
+    if missing:
+        raise DataError(
+            f"The ledger lacks launch_{missing[0]:04d}. Without it the ledger does not say what "
+            "was trained then: restore the folder."
+        )
+    launches = [_launch(folder) for folder in folders]
+    if launches and launches[0]["start_step"] > 0:
+        raise DataError(
+            f"The ledger begins at batch {launches[0]['start_step']}. What was trained before it "
+            "is not known: restore the folders of the earlier launches."
+        )
+    return launches
+
+
 def _launch_folders(ledger: Path) -> list[Path]:
-    return sorted(ledger.glob("launch_*"))
+    return sorted((each for each in ledger.glob("launch_*") if _number(each) >= 0), key=_number)
+
+
+def _number(folder: Path) -> int:
+    """Of a launch's folder; -1: it is something else."""
+    number = folder.name.removeprefix("launch_")
+    is_one = number.isdecimal() and folder.name == f"launch_{int(number[:9]):04d}"
+    return int(number) if is_one else -1
 
 
 def with_checksum(facts: Mapping[str, Any]) -> dict[str, Any]:

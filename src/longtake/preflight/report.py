@@ -10,7 +10,7 @@ Report = dict[str, Any]
 """nodes, processes, recipe, findings, differences, measures, skipped, severity, exit_status,
 verdict and seconds: what JSON can hold, so that it can be told from one machine to another."""
 
-_EXIT_STATUS: dict[Severity, int] = {"ok": 0, "note": 0, "warning": 1, "error": 2}
+_EXIT_STATUS: dict[Severity, int] = {"ok": 0, "note": 0, "warning": 0, "error": 1}
 
 
 def report(

@@ -9,7 +9,7 @@ from rich.markup import escape
 from longtake.config import Recipe
 from longtake.data.loader import Loader
 from longtake.parallel.mesh import World
-from longtake.records import read_last_record
+from longtake.records import read_last_record, skipped_lines
 from longtake.run_dir import EventKind, Metrics, RunDirectory
 from longtake.training.fit import Fit
 from longtake.training.startup import parts_so_far
@@ -65,7 +65,7 @@ def announce(
             "data.retry_quarantined=true tries them again",
             highlight=False,
         )
-    for warning in warnings:
+    for warning in (*warnings, *skipped_lines()):
         console.print(f"  [yellow]warning:[/yellow] {escape(warning)}", highlight=False)
 
 

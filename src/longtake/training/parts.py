@@ -6,6 +6,7 @@ from rich.markup import escape
 from longtake import heartbeat
 from longtake.config import Bucket, Recipe
 from longtake.data.loader import Loader
+from longtake.errors import RunError
 from longtake.models.assemble import (
     Components,
     Source,
@@ -22,6 +23,29 @@ from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
 from longtake.training.caching import captions_of, fill_cache, make_parts
 from longtake.training.watching import Watcher
+
+
+def missing_vocabulary(run: RunDirectory, recipe: Recipe, loader: Loader) -> list[str]:
+    """A warning if a resumed run's own tokenizer is gone, and can be made again as it was.
+
+    Raises:
+        RunError: it would be made of other captions, and give captions other token ids.
+    """
+    path = run.components_path / "tokenizer" / "tokenizer.json"
+    if recipe.text.pretrained is not None or path.exists():
+        return []
+    then = {
+        name: each["fingerprint"] for name, each in loader.course.history[0]["catalogs"].items()
+    }
+    now = {name: catalog.fingerprint for name, catalog in loader.catalogs.items()}
+    if then != now:
+        raise RunError(
+            f"{path} is missing. The run made its tokenizer from the captions that it began with, "
+            "and the catalog has changed since: another tokenizer gives captions other token ids, "
+            "which the model was not trained with. Restore the file, or start a new run with "
+            f"--set out={run.path}-2."
+        )
+    return [f"{path} is missing; the tokenizer is made again from the same captions"]
 
 
 def assemble_in_turn(

@@ -14,6 +14,7 @@ from longtake.checkpoint.saver import keep_saver
 from longtake.config import Recipe
 from longtake.data.files import refuse_missing
 from longtake.data.ledger import begin_launch, keep_ledger, stream_names
+from longtake.data.ledger import damage as ledger_damage
 from longtake.data.loader import Loader
 from longtake.data.review import review
 from longtake.errors import CheckpointError, DivergedError
@@ -45,7 +46,12 @@ from longtake.training.interrupt import catch_interrupts
 from longtake.training.kept_plan import keep_plan, plan_of
 from longtake.training.loop import Ending, Watch, train_steps
 from longtake.training.mirroring import mirrored
-from longtake.training.parts import assemble_around_cache, assemble_in_turn, count_flops
+from longtake.training.parts import (
+    assemble_around_cache,
+    assemble_in_turn,
+    count_flops,
+    missing_vocabulary,
+)
 from longtake.training.peak import PeakCheck, refuse_out_of_memory
 from longtake.training.record import keep_record
 from longtake.training.resume import refuse_other_plans
@@ -301,11 +307,33 @@ def _go_on(run: RunDirectory, recipe: Recipe, loader: Loader, world: World) -> _
     if world.is_first:
         for damaged, reason in passed_over:
             run.append_event("checkpoint_damaged", step=step, path=damaged.name, reason=reason)
-    warnings = (
+    warnings = [
         f"{damaged} is not whole ({reason}) and was passed over; training goes on from step {step}"
         for damaged, reason in passed_over
-    )
+    ]
+    if trainer is not None:
+        warnings += _what_was_lost(run, recipe, loader, step, world)
     return _Found(path, trainer, tuple(warnings))
+
+
+def _what_was_lost(
+    run: RunDirectory, recipe: Recipe, loader: Loader, step: int, world: World
+) -> list[str]:
+    """Record which files of a resumed run are gone that training can do without (rank 0).
+
+    Raises:
+        RunError: on all ranks, if the result would be wrong without them.
+    """
+    said: list[str] = []
+
+    def look() -> None:
+        if (reason := ledger_damage(run.ledger_path)) is not None:
+            run.append_event("ledger_damaged", step=step, reason=reason)
+            said.append(f"{reason} Training resumes; `longtake data audit` proves nothing")
+        said.extend(missing_vocabulary(run, recipe, loader))
+
+    first_does(look, world)
+    return said
 
 
 def _precision(recipe: Recipe, trainer: SavedTrainer | None, world: World) -> Precision:
