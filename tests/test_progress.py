@@ -1,12 +1,15 @@
 """What a person sees: a bar in a terminal, a line now and then in a log."""
 
 import io
+import time
+from collections.abc import Callable
+from io import StringIO
 
 import pytest
 from rich.console import Console
 
 from longtake import progress
-from longtake.progress import counted, duration, step_progress
+from longtake.progress import counted, duration, phase_lines, step_progress
 from longtake.run_dir import Metrics
 
 
@@ -71,6 +74,46 @@ def test_a_quiet_console_stays_quiet() -> None:
     with step_progress(console, 0, 10) as shown:
         shown.update(_row(1))
     assert out.getvalue() == ""
+
+
+def test_a_phase_that_lasts_is_told_and_a_short_one_is_not() -> None:
+    """By its name, once, in a log as in a terminal; a quiet console stays quiet."""
+    out, quiet = StringIO(), StringIO()
+    with phase_lines(Console(file=out), "importing") as enter:
+        _wait_for(lambda: out.getvalue())
+        enter("passing")
+        enter("planning")
+        _wait_for(lambda: "planning" in out.getvalue())
+    with phase_lines(Console(file=quiet, quiet=True), "importing"):
+        pass
+    assert out.getvalue() == "importing …\nplanning …\n"
+    assert quiet.getvalue() == ""
+
+
+def test_phases_can_be_asked_for_until_the_first_step() -> None:
+    """As a training's, which its heartbeat knows."""
+    out, phases = StringIO(), ["building"]
+    with phase_lines(Console(file=out), "importing", lambda: phases[0] if phases else None):
+        _wait_for(lambda: out.getvalue())
+        phases.clear()
+    assert out.getvalue() == "building …\n"
+
+
+def test_a_log_is_told_how_far_counting_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at once, and then only now and then."""
+    out, clock = StringIO(), [100.0]
+    monkeypatch.setattr("longtake.progress.time.monotonic", lambda: clock[0])
+    with counted(Console(file=out), "index") as advance:
+        for done, seconds in ((1, 0.5), (2, 1.0), (3, 1.0), (4, 30.0)):
+            clock[0] += seconds
+            advance(done, 4000)
+    assert out.getvalue() == "index: 2/4,000\nindex: 4/4,000\n"
+
+
+def _wait_for(is_there: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not is_there() and time.monotonic() < end:
+        time.sleep(0.02)
 
 
 def test_things_can_be_counted_before_their_number_is_known() -> None:

@@ -3,6 +3,7 @@
 In a terminal a live bar; in a log, where nobody can draw over a line, one line now and then.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from longtake.run_dir import Metrics
 
 _SECONDS_BETWEEN_LINES = 20.0
+_SECONDS_OF_A_LONG_PHASE = 1.0
+_PHASE_LOOK_SECONDS = 0.1
 
 
 class StepProgress:
@@ -64,12 +67,64 @@ def step_progress(console: Console, start: int, total: int) -> Iterator[StepProg
 
 
 @contextmanager
+def phase_lines(
+    console: Console, first: str, now: Callable[[], str | None] | None = None
+) -> Iterator[Callable[[str], None]]:
+    """Print the name of each phase that lasts longer than a second, until the block ends.
+
+    Args:
+        console: where a person looks.
+        first: the phase that begins now.
+        now: the present phase, asked again and again; None: the last one is over.
+
+    Yields:
+        What is to be told that another phase begins, where there is no `now`.
+    """
+    entered = [first]
+    ended = threading.Event()
+
+    def watch() -> None:
+        shown, since, is_told = first, time.monotonic(), False
+        while not ended.wait(_PHASE_LOOK_SECONDS):
+            phase = now() if now is not None else entered[-1]
+            if phase is None:
+                return
+            if phase != shown:
+                shown, since, is_told = phase, time.monotonic(), False
+            elif not is_told and time.monotonic() - since > _SECONDS_OF_A_LONG_PHASE:
+                is_told = True
+                console.print(f"{phase} …", highlight=False, markup=False)
+
+    thread = threading.Thread(target=watch, name="phases", daemon=True)
+    if not console.quiet:
+        thread.start()
+    try:
+        yield entered.append
+    finally:
+        ended.set()
+        if thread.is_alive():
+            thread.join()
+
+
+@contextmanager
 def counted(console: Console, label: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar for things that can be counted; yields what is to be told (done, in all)."""
+    """A bar for things that can be counted; yields what is to be told (done, in all).
+
+    In a log a line now and then.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, disable=_is_hidden(console)) as bar:
         task = bar.add_task(label, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        told_at = time.monotonic() - _SECONDS_BETWEEN_LINES + _SECONDS_OF_A_LONG_PHASE
+
+        def advance(done: int, total: int) -> None:
+            nonlocal told_at
+            bar.update(task, completed=done, total=total)
+            if not console.is_terminal and time.monotonic() - told_at > _SECONDS_BETWEEN_LINES:
+                told_at = time.monotonic()
+                console.print(f"{label}: {done:,}/{total:,}", highlight=False, markup=False)
+
+        yield advance
 
 
 def duration(seconds: float) -> str:

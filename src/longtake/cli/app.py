@@ -27,6 +27,7 @@ from longtake.cli.train import train
 from longtake.cli.watch import watch
 from longtake.errors import LongtakeError, LostPeerError
 from longtake.ourselves import command
+from longtake.progress import phase_lines
 
 app = typer.Typer(
     name="longtake",
@@ -188,29 +189,31 @@ def sample(
     as_json: AsJson = False,
 ) -> None:
     """Sample videos from a run, with a contact sheet beside them."""
-    from longtake.evaluation.sampling.find import find_run
-    from longtake.evaluation.sampling.read_pictures import refuse_other_pictures
-    from longtake.evaluation.sampling.studio import load_sampler, settings_for
-    from longtake.evaluation.sampling.write import check_out, references_by_name, write_samples
+    with phase_lines(say.console(), "importing PyTorch") as enter:
+        from longtake.evaluation.sampling.find import find_run
+        from longtake.evaluation.sampling.read_pictures import refuse_other_pictures
+        from longtake.evaluation.sampling.studio import load_sampler, settings_for
+        from longtake.evaluation.sampling.write import check_out, references_by_name, write_samples
 
-    if any(_is_no_text(each) for each in prompt):
-        raise typer.BadParameter("a prompt is not valid UTF-8")
-    recipe = find_run(run).recipe()
-    references = references_by_name(reference or ())
-    refuse_other_pictures(references, list(recipe.data.references))
-    settings, bucket = settings_for(
-        recipe,
-        num_frames=num_frames,
-        height=height,
-        width=width,
-        solver=solver,
-        num_inference_steps=num_inference_steps,
-        guidance_scale=guidance_scale,
-        shift=shift,
-        fps=fps,
-    )
-    check_out(out, bucket)
-    sampler = load_sampler(run, step=step, ema=ema, profile=profile, device=device, trust=trust)
+        if any(_is_no_text(each) for each in prompt):
+            raise typer.BadParameter("a prompt is not valid UTF-8")
+        recipe = find_run(run).recipe()
+        references = references_by_name(reference or ())
+        refuse_other_pictures(references, list(recipe.data.references))
+        settings, bucket = settings_for(
+            recipe,
+            num_frames=num_frames,
+            height=height,
+            width=width,
+            solver=solver,
+            num_inference_steps=num_inference_steps,
+            guidance_scale=guidance_scale,
+            shift=shift,
+            fps=fps,
+        )
+        check_out(out, bucket)
+        enter("loading the model")
+        sampler = load_sampler(run, step=step, ema=ema, profile=profile, device=device, trust=trust)
     written = write_samples(
         sampler, prompt, seed, settings, bucket, out, batch, say.console(), references
     )

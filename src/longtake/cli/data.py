@@ -81,9 +81,18 @@ def index(
     from longtake.data.crews.choice import crew_on
     from longtake.data.index import index as index_clips
     from longtake.data.limits import Limits
-    from longtake.progress import counted
+    from longtake.progress import counted, phase_lines
 
-    with crew_on(on, workers) as crew, counted(say.console(), "index") as advance:
+    with (
+        phase_lines(say.console(), "looking for clips") as enter,
+        crew_on(on, workers) as crew,
+        counted(say.console(), "index") as shown,
+    ):
+
+        def advance(done: int, total: int) -> None:
+            enter("indexing")
+            shown(done, total)
+
         report = index_clips(
             sources,
             captions=captions,

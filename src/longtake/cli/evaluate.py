@@ -8,6 +8,7 @@ import typer
 
 from longtake.cli import say
 from longtake.cli.say import AsJson, Trust
+from longtake.progress import phase_lines
 
 _NOTHING = (
     "Nothing is due: each checkpoint that is wanted has been evaluated, is with another server, or "
@@ -81,8 +82,8 @@ def evaluate(
         trust=trust,
     )
     options.check()  # before torch is imported, which takes seconds
-    from longtake.evaluation.server.start import evaluate as serve
-
+    with phase_lines(say.console(), "importing PyTorch"):
+        from longtake.evaluation.server.start import evaluate as serve
     ended = serve(options, device, say.console())
     if as_json:
         say.result(ended)

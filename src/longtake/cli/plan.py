@@ -10,6 +10,7 @@ from longtake.cli import say
 from longtake.cli.plan_mesh import mesh_facts
 from longtake.cli.plan_report import print_plan
 from longtake.cli.say import AsJson, Changes, Trust
+from longtake.progress import phase_lines
 
 if TYPE_CHECKING:
     from longtake.training.forecast import Forecast
@@ -54,35 +55,36 @@ def plan(
     Runs the model's own code on tensors without values: seconds, on any laptop. Exit code 1 if
     nothing fits or something would not train.
     """
-    from longtake.data.review import review_catalogs
-    from longtake.training.card import card_of
-    from longtake.training.forecast import forecast
-    from longtake.training.links import links_named, links_of
-    from longtake.training.mesh_forecast import mesh_forecast
-    from longtake.training.phases import phases_of
-    from longtake.training.relief import find_reliefs
-    from longtake.trust import load_recipe
+    with phase_lines(say.console(), "importing PyTorch") as enter:
+        from longtake.data.review import review_catalogs
+        from longtake.training.card import card_of
+        from longtake.training.forecast import forecast
+        from longtake.training.links import links_named, links_of
+        from longtake.training.mesh_forecast import mesh_forecast
+        from longtake.training.phases import phases_of
+        from longtake.training.relief import find_reliefs
+        from longtake.trust import load_recipe
 
-    begun = time.perf_counter()
-    given = [f'recompute.memory="{memory}"'] if memory else []
-    given += [f'recompute.device="{device}"'] if device else []
-    loaded = load_recipe(recipe, [*(changes or ()), *given], trust=trust)
-    card = card_of(loaded, world_size=processes)
-    if memory is None and (device or card.memory_bytes is None):
-        card = card.with_its_own_memory()
-    links = links_named(link, card.device) if link else links_of(card.device)
-    with say.console().status("Running a step without values …"):
+        begun = time.perf_counter()
+        given = [f'recompute.memory="{memory}"'] if memory else []
+        given += [f'recompute.device="{device}"'] if device else []
+        loaded = load_recipe(recipe, [*(changes or ()), *given], trust=trust)
+        card = card_of(loaded, world_size=processes)
+        if memory is None and (device or card.memory_bytes is None):
+            card = card.with_its_own_memory()
+        links = links_named(link, card.device) if link else links_of(card.device)
+        enter("running a training step on tensors without values")
         known = forecast(loaded, card, world_size=processes, per_node=per_node)
         reliefs = find_reliefs(loaded, known, processes) if known.misses else []
         mesh = mesh_forecast(known, links)
         phases = phases_of(known.step, card)
-    seconds = round(time.perf_counter() - begun, 2)
-    facts = _as_dict(known, reliefs) | {
-        "phases": [_phase(each) for each in phases],
-        "mesh": mesh_facts(mesh),
-        "data_warnings": review_catalogs(loaded),
-        "seconds": seconds,
-    }
+        seconds = round(time.perf_counter() - begun, 2)
+        facts = _as_dict(known, reliefs) | {
+            "phases": [_phase(each) for each in phases],
+            "mesh": mesh_facts(mesh),
+            "data_warnings": review_catalogs(loaded),
+            "seconds": seconds,
+        }
     if as_json:
         say.result(facts)
     else:

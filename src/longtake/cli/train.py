@@ -10,11 +10,24 @@ import typer
 from longtake.cli import say
 from longtake.cli.say import AsJson, Changes, Trust
 from longtake.ourselves import LAUNCHER_VARIABLE, command, end_with
+from longtake.progress import phase_lines
 from longtake.training.interrupt import EXIT_CODES, LeftError, leave_on_signals
 
 if TYPE_CHECKING:
     from longtake.config import Recipe
     from longtake.training.run import Outcome
+
+_STARTING: dict[str, str] = {
+    "start": "importing PyTorch",
+    "rendezvous": "waiting for the other ranks",
+    "open": "opening catalog and run directory",
+    "plan": "planning memory",
+    "build": "building the model",
+    "load": "loading the checkpoint",
+    "cache": "filling the cache",
+    "data": "waiting for the first batch",
+}
+"""What the phases of a process before its first step are called."""
 
 Fresh = Annotated[
     bool,
@@ -42,7 +55,10 @@ def train(
 
     loaded = load_recipe(recipe, changes or (), trust=trust)
     try:
-        with leave_on_signals():
+        with (
+            leave_on_signals(),
+            phase_lines(say.console(), _STARTING["start"], _starting),
+        ):
             if launcher := os.environ.pop(LAUNCHER_VARIABLE, None):
                 # Nobody would start it again, nor end it: two launches would train one run.
                 end_with(int(launcher), by=signal.SIGTERM)
@@ -58,6 +74,14 @@ def train(
         _say_how_to_go_on(outcome, outcome.run or loaded.out, fresh=fresh)
         raise typer.Exit(EXIT_CODES[outcome.interrupted_by])
     _say_what_was_done(outcome, loaded, as_json=as_json)
+
+
+def _starting() -> str | None:
+    """What this process does before its first step; None from then on."""
+    from longtake import heartbeat
+
+    now = heartbeat.phase() or "start"
+    return _STARTING.get(now)
 
 
 def _say_how_to_go_on(outcome: "Outcome", out: Path, *, fresh: bool) -> None:

@@ -8,7 +8,7 @@ CLOCK_MONOTONIC, which all processes of one node share and which no clock step t
 """
 
 from longtake.heartbeat.heart import Heart
-from longtake.heartbeat.own import beating, begin_step, end_step, enter, launch_seconds, took
+from longtake.heartbeat.own import beating, begin_step, end_step, enter, launch_seconds, phase, took
 from longtake.heartbeat.pulse import Pulse, Timing, read, read_all
 from longtake.heartbeat.record import Hearts, Phase, Role, folder_of, make_private, path_of
 
@@ -27,6 +27,7 @@ __all__ = [
     "launch_seconds",
     "make_private",
     "path_of",
+    "phase",
     "read",
     "read_all",
     "took",

@@ -122,6 +122,11 @@ class Heart:
         age = int(age_of(self._who[0]) * 1e9)
         self._launch_ns["start"] = age - (time.monotonic_ns() - self._since)
 
+    @property
+    def phase(self) -> Phase:
+        """The present phase."""
+        return self._phase
+
     def launch_seconds(self) -> dict[Phase, float]:
         """How long each phase took before the first step was done, the present one until now."""
         taken = dict(self._launch_ns)

@@ -41,6 +41,11 @@ def enter(phase: Phase) -> None:
         _heart.enter(phase)
 
 
+def phase() -> Phase | None:
+    """The phase that this process is in; None where nobody says."""
+    return None if _heart is None else _heart.phase
+
+
 def launch_seconds() -> dict[Phase, float]:
     """How long each phase of this process took before its first step was done."""
     return {} if _heart is None else _heart.launch_seconds()

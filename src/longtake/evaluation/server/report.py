@@ -10,7 +10,7 @@ from longtake.evaluation.measures import MEASURES
 from longtake.evaluation.server.attempt import Tick
 from longtake.evaluation.server.task import Task
 from longtake.evaluation_dir import Scores
-from longtake.progress import counted, duration
+from longtake.progress import counted, duration, phase_lines
 from longtake.trust import TrustError
 
 _SHOWN = ("brightness", "motion")
@@ -74,9 +74,14 @@ class Report:
     @contextmanager
     def bar(self, task: Task) -> Iterator[Tick]:
         """A bar over the solver's steps."""
-        with counted(self._console, f"{task.preset.name} of step {task.step}") as advance:
+        label = f"{task.preset.name} of step {task.step}"
+        with (
+            phase_lines(self._console, f"{label}: load") as enter,
+            counted(self._console, label) as advance,
+        ):
 
             def shown(what: str, done: int, of: int) -> None:
+                enter(f"{label}: {what}")
                 if what == "sample":
                     advance(done, of)
 
