@@ -23,6 +23,7 @@ names and the record schemas:
 """
 
 import secrets
+import shlex
 import shutil
 import socket
 import subprocess
@@ -504,14 +505,17 @@ class RunDirectory:
         raise RecipeChangedError(
             f"{self.path} holds a run of another recipe, which is never overwritten. "
             f"They differ in\n{listed}\n{ways}"
-            f"Start beside it with --set out={self.path}-2, or go on with the old recipe: "
+            f"Start beside it with --set {shlex.quote(f'out={self.path}-2')}, or go on with the "
+            "old recipe: "
             f"{self.command_to_go_on()}"
         )
 
     def command_to_go_on(self) -> str:
         """What to type to train on; the recipe of a run that was moved names its old place."""
-        moved = "" if self.recipe().out == self.path else f" --set out={self.path}"
-        return f"{command()} train {self.recipe_path}{moved}"
+        moved = (
+            "" if self.recipe().out == self.path else f" --set {shlex.quote(f'out={self.path}')}"
+        )
+        return f"{command()} train {shlex.quote(str(self.recipe_path))}{moved}"
 
     def record_launch(self, **facts: Any) -> None:
         """Add a launch (host, time, versions and `facts`) to run.json.

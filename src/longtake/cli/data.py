@@ -10,6 +10,7 @@ import typer
 
 from longtake.cli import say
 from longtake.cli.say import AsJson, Changes
+from longtake.printable import printable
 from longtake.units import plural
 
 if TYPE_CHECKING:
@@ -112,11 +113,11 @@ def _say_indexed(report: "IndexReport", out: Path) -> None:
     from longtake.data.indexing.sources import told
 
     for rejection in report.rejected:
-        say.line(f"  rejected: {rejection.path}: {rejection.reason}")
+        say.line(f"  rejected: {printable(rejection.path)}: {printable(rejection.reason)}")
     for name in report.unmatched_captions:
-        say.line(f"  no such clip, though a caption names it: {name}")
+        say.line(f"  no such clip, though a caption names it: {printable(name)}")
     for sentence in told(report.passed_over, report.unreadable):
-        say.line(f"  {sentence}")
+        say.line(f"  {printable(sentence)}")
     if report.scores_dropped:
         say.line(f"  {report.scores_dropped} clips lost their scores: their captions changed")
     say.line(

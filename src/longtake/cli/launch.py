@@ -1,5 +1,6 @@
 """The verb `longtake launch`: all ranks of a node, or a job of Slurm."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -108,6 +109,7 @@ def launch(
         parse_endpoint,
         parse_nodes,
         read_recipe,
+        refuse_other_count,
     )
 
     numbers = parse_nodes(nnodes)
@@ -127,7 +129,7 @@ def launch(
             folder=Path.cwd(),
             python=Path(sys.executable),
             nodes=nodes,
-            processes=nproc_per_node,
+            processes=refuse_other_count(nproc_per_node),
             gpus=gpus_per_node,
             cpus=cpus_per_task,
             time=time,
@@ -169,4 +171,4 @@ def _submit(job: "Job", *, dry_run: bool) -> None:
     say.line(f"Job {number}: {job.path}")
     say.line(f"  squeue --jobs {number}")
     say.line(f"  tail -F {str(job.log).replace('%j', number)}")
-    say.line(f"  {command()} show {job.run}")
+    say.line(f"  {command()} show {shlex.quote(str(job.run))}")

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import RenderableType
-from rich.markup import escape
 from rich.table import Table
+
+from longtake.printable import escape
 
 if TYPE_CHECKING:
     from longtake.training.mesh_forecast import MeshForecast

@@ -5,10 +5,10 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, RenderableType
-from rich.markup import escape
 from rich.table import Table
 
 from longtake.cli.plan_mesh import of_mesh
+from longtake.printable import escape
 from longtake.units import size
 
 _PIPE_WIDTH = 100

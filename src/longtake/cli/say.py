@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from longtake.printable import printable_lines
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -25,16 +27,16 @@ Trust = Annotated[
 
 def console() -> "Console":
     """Where people read: stderr, so that stdout is for results."""
-    from rich.console import Console
+    from longtake.cli.safe_console import SafeConsole
 
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return SafeConsole(stderr=True, highlight=False, soft_wrap=True)
 
 
 def stdout_console() -> "Console":
     """Where a result goes that people read: into a file or a pager as well."""
-    from rich.console import Console
+    from longtake.cli.safe_console import SafeConsole
 
-    return Console(highlight=False, soft_wrap=True, quiet=rank() != 0)
+    return SafeConsole(highlight=False, soft_wrap=True, quiet=rank() != 0)
 
 
 def rank() -> int:
@@ -45,13 +47,13 @@ def rank() -> int:
 def line(text: str) -> None:
     """Tell people something."""
     if rank() == 0:
-        print(text, file=sys.stderr)  # noqa: T201 - this is what a command line does
+        print(printable_lines(text), file=sys.stderr)  # noqa: T201 - this is what a command line does
 
 
 def complain(message: str) -> None:
     """Tell people what went wrong, on whichever rank it did."""
     prefix = f"[rank {rank()}] " if rank() else ""
-    print(f"{prefix}longtake: {message}", file=sys.stderr)  # noqa: T201
+    print(f"{prefix}longtake: {printable_lines(message)}", file=sys.stderr)  # noqa: T201
 
 
 def skipped_lines() -> None:

@@ -5,6 +5,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from longtake.printable import printable
+
 _DOING = {
     "start": "starting",
     "rendezvous": "meeting the other ranks",
@@ -137,6 +139,7 @@ def spelled(call: Mapping[str, Any]) -> str:
 
 def place(file: str) -> str:
     """A file by the shortest path by which it is known; of what was compiled, its name."""
+    file = printable(file)
     if ".so" in Path(file).suffixes:
         return Path(file).name
     for mark in ("/site-packages/", "/src/longtake/", "/lib/python3."):
@@ -170,4 +173,5 @@ def _span(values: Sequence[float], form: str) -> str:
 
 
 def _shortened(text: str, length: int) -> str:
+    text = printable(text)
     return text if len(text) <= length else f"{text[: length - 1]}…"

@@ -1,6 +1,7 @@
 """The verb `longtake train`."""
 
 import os
+import shlex
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -117,7 +118,7 @@ def _say_what_was_done(outcome: "Outcome", recipe: "Recipe", *, as_json: bool) -
         say.line(f"{out} has done its {outcome.end_step} steps already.")
     if outcome.rollbacks:
         times = "once" if outcome.rollbacks == 1 else f"{outcome.rollbacks} times"
-        say.line(f"It went back {times}; see why: {command()} show {out}")
+        say.line(f"It went back {times}; see why: {command()} show {shlex.quote(str(out))}")
     if outcome.end_step < recipe.training.steps:
         say.line(
             f"The data ended {recipe.training.steps - outcome.end_step} steps before "

@@ -9,7 +9,6 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.markup import escape
 from rich.panel import Panel
 
 from longtake.data.encode import write_video
@@ -21,6 +20,7 @@ from longtake.evaluation.sampling.sheet import SheetRow, contact_sheet
 from longtake.evaluation.sampling.studio import Sampler
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.ourselves import command
+from longtake.printable import escape
 from longtake.progress import duration
 from longtake.records import write_json, write_text
 from longtake.run_dir import Metrics, RunDirectory

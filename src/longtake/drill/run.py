@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 
 from longtake.aside import make_writable
 from longtake.drill.fault import Fault, NotPossibleHereError
@@ -16,6 +15,7 @@ from longtake.drill.ground import Ground
 from longtake.drill.registry import find_faults
 from longtake.drill.result import Result
 from longtake.errors import LongtakeError, RunError
+from longtake.printable import escape
 from longtake.units import plural
 
 

@@ -1,5 +1,6 @@
 """What is known of the steps around one: numbers, events, and the clips of its batch."""
 
+import shlex
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
@@ -68,7 +69,9 @@ def _refuse_beyond(run: RunDirectory, step: int, rows: Sequence[Row]) -> None:
     if step > furthest:
         reached = f"has done {furthest} steps" if rows else "has not done a step"
         look = (
-            f" Look at the last: {command()} show {run.path} --around {furthest}." if rows else ""
+            f" Look at the last: {command()} show {shlex.quote(str(run.path))} --around {furthest}."
+            if rows
+            else ""
         )
         raise RunError(f"{run.path} {reached} so far, and none is known of step {step}.{look}")
 

@@ -97,7 +97,7 @@ def command_to_sample(run: RunDirectory) -> str:
         )
     suffix = "png" if recipe.data.buckets[0].num_frames == 1 else "mp4"
     words = f"--prompt {shlex.quote(prompt)}{references} --out sample.{suffix}"
-    return f"{command()} sample {run.path} {words}"
+    return f"{command()} sample {shlex.quote(str(run.path))} {words}"
 
 
 def _any_clip(run: RunDirectory) -> Clip | None:
@@ -138,22 +138,22 @@ def _next(
     evaluations: Sequence[dict[str, Any]],
 ) -> list[dict[str, str]]:
     """Commands, and what each is for; the likeliest first."""
-    own, ways = command(), []
+    own, path, ways = command(), shlex.quote(str(run.path)), []
     if state in ("interrupted", "dead"):
         ways.append((run.command_to_go_on(), "resume"))
     if state == "stalled":
-        ways.append((f"{own} stacks {run.path}", "where its processes are"))
+        ways.append((f"{own} stacks {path}", "where its processes are"))
     judged = [row.step for row in rows if "verdict" in row.metrics]
     if judged:
-        ways.append((f"{own} show {run.path} --around {judged[-1]}", "the newest verdict"))
+        ways.append((f"{own} show {path} --around {judged[-1]}", "the newest verdict"))
     if any(each["damage"] is None and not each["abandoned"] for each in checkpoints):
         ways.append((command_to_sample(run), "what it makes"))
     shown = [each["preset"] for each in evaluations if each["steps"]]
     if shown:
-        named = f"--preset {shown[0]} --out sheet.png"
-        ways.append((f"{own} compare {run.path} {named}", "its checkpoints side by side"))
+        named = f"--preset {shlex.quote(shown[0])} --out sheet.png"
+        ways.append((f"{own} compare {path} {named}", "its checkpoints side by side"))
     if rows:
-        ways.append((f"{own} show {run.path} --out curves.png", "its curves"))
+        ways.append((f"{own} show {path} --out curves.png", "its curves"))
     if run.ledger_path.exists():
-        ways.append((f"{own} data audit {run.path}", "what it was trained on, proved"))
+        ways.append((f"{own} data audit {path}", "what it was trained on, proved"))
     return [{"command": command, "for": what} for command, what in ways]

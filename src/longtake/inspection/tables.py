@@ -7,11 +7,11 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, RenderableType
-from rich.markup import escape
 from rich.table import Table
 
 from longtake.inspection.starts import as_table, in_line, in_lines
 from longtake.inspection.troubles import sentence_of
+from longtake.printable import escape
 from longtake.units import duration, size
 
 _PIPE_WIDTH = 120

@@ -80,6 +80,11 @@ class Job:
         Raises:
             LongtakeError: a flag is none, or a value has a line break.
         """
+        if any(ord(letter) < 32 for letter in f"{self.recipe}{self.run}{self.python}"):
+            raise LongtakeError(
+                f"A job cannot be written for {str(self.recipe)!r} and the run {str(self.run)!r}: "
+                "their names have control characters. Rename them."
+            )
         template = Environment(  # noqa: S701 - no page: values are quoted for a shell
             trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
         ).from_string(_TEMPLATE.read_text(encoding="utf-8"))
@@ -91,7 +96,7 @@ class Job:
             path=shlex.quote(str(self.path)),
             directives=[line for name, value in self._asked() for line in _directive(name, value)],
             nodes=self.nodes,
-            processes=self.processes,
+            processes=shlex.quote(self.processes),
             cores="" if self.cpus is None else f" --cpus-per-task={self.cpus}",
             max_restarts=self.max_restarts,
             max_requeues=self.max_requeues,

@@ -1,6 +1,7 @@
 """What is to be launched: a recipe, on how many processes of how many nodes, which meet where."""
 
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def read_recipe(
     if not is_alone:
         raise LongtakeError(
             "--fresh with several nodes: each would look for a free folder by itself. Name one for "
-            f"all of them with --set out={recipe.out}-2."
+            f"all of them with --set {shlex.quote(f'out={recipe.out}-2')}."
         )
     changes = (*changes, f"out={beside(recipe.out)}")
     return config.load(path, changes), changes
@@ -133,6 +134,15 @@ def count_processes(text: str) -> int:
         import torch  # here, so that a wrong recipe need not wait for it
 
         return max(1, torch.cuda.device_count())
-    if not text.isdecimal() or int(text) < 1:
+    return int(refuse_other_count(text))
+
+
+def refuse_other_count(text: str) -> str:
+    """`8` or `auto`, as it is.
+
+    Raises:
+        LongtakeError: it is neither.
+    """
+    if text != "auto" and not re.fullmatch("[1-9][0-9]{0,5}", text):
         raise LongtakeError(f"--nproc-per-node {text}: expected a number of processes, or auto.")
-    return int(text)
+    return text

@@ -11,13 +11,13 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, RenderableType
-from rich.markup import escape
 from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
 from longtake.preflight.names import listed
 from longtake.preflight.report import Report
+from longtake.printable import escape
 
 _WIDTH = 80
 _MOST_COLUMNS, _MOST_ROWS, _MOST_NAMED = 4, 12, 3

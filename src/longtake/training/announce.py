@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.markup import escape
 
 from longtake.config import Recipe
 from longtake.data.loader import Loader
 from longtake.parallel.mesh import World
+from longtake.printable import escape
 from longtake.records import read_last_record, skipped_lines
 from longtake.run_dir import EventKind, Metrics, RunDirectory
 from longtake.training.fit import Fit

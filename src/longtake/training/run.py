@@ -1,5 +1,6 @@
 """One run, from a recipe to its last checkpoint: builds the parts and owns their lifetimes."""
 
+import shlex
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -249,7 +250,7 @@ def _diverged(
     if world.is_first:
         facts = {"reason": verdict.reason, "message": verdict.message, "why": why}
         run.append_event("diverged", step=state.global_step, **facts)
-    look = f"{command()} show {run.path} --around {state.global_step}"
+    look = f"{command()} show {shlex.quote(str(run.path))} --around {state.global_step}"
     return DivergedError(" ".join(filter(None, [verdict.message, why, f"Look at it: {look}"])))
 
 

@@ -3,6 +3,7 @@
 import os
 import pwd
 import re
+import shlex
 import socket
 import time
 from collections.abc import Iterator
@@ -88,7 +89,7 @@ def ask_nodes(run: RunDirectory, *, native: bool) -> Answers:
         raise RunError(
             f"Nobody is running {run.path}: there is no process of it on this node ({here}), and "
             "no watcher of another one answers. "
-            f"What became of it: {command()} show {run.path}"
+            f"What became of it: {command()} show {shlex.quote(str(run.path))}"
         )
     return Answers(tuple(node.dump_path(token) for node in answered), own, tuple(silent))
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from longtake.node_dir import NodeDirectory, NodeEventKind
+from longtake.printable import printable_lines
 from longtake.records import now
 
 _T = TypeVar("_T")
@@ -110,7 +111,7 @@ class Disk:
         while self._lines:
             line = self._lines.popleft()
             with suppress(OSError, ValueError):  # nobody listens, or there is no room
-                print(line, flush=True)  # noqa: T201 - to the log, or to a person
+                print(printable_lines(line), flush=True)  # noqa: T201 - to the log, or to a person
         try:
             while self._events:
                 kind, fields = self._events[0]

@@ -12,6 +12,7 @@ from typing import Any
 
 from longtake.health.cgroup import oom_kills
 from longtake.heartbeat import Pulse
+from longtake.printable import printable_lines
 from longtake.watch.alarms import Alarms
 from longtake.watch.answering import Answering
 from longtake.watch.disk import Disk, is_full
@@ -227,4 +228,4 @@ class _Watcher:
 
 
 def _print(text: str) -> None:
-    print(text, flush=True)  # noqa: T201 - to a person
+    print(printable_lines(text), flush=True)  # noqa: T201 - to a person

@@ -6,9 +6,9 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, RenderableType
-from rich.markup import escape
 from rich.table import Table
 
+from longtake.printable import escape
 from longtake.progress import duration
 
 MOST_ROWS = 10

@@ -3,6 +3,7 @@
 A row is a scene: a prompt and a seed. A column is a checkpoint of one run, or one of several runs.
 """
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,7 +140,7 @@ def _results(run: RunDirectory, preset: str) -> dict[int, Scores]:
     near = hint(preset, known) if known else "it has none of any preset."
     raise RunError(
         f"{run.path} has no results of preset {preset}; {near} Make some with: "
-        f"{command()} evaluate {run.path} --preset {preset}"
+        f"{command()} evaluate {shlex.quote(str(run.path))} --preset {shlex.quote(preset)}"
     )
 
 

@@ -93,7 +93,13 @@ class Filesystem:
     def _files(self, top: str, rules: Rules, below: str = "") -> Iterator[_There]:
         """Files that the rules mean; folders that they do not mean are not listed."""
         for about in self._store.ls(f"{top}/{below}".rstrip("/"), detail=True):
-            name = f"{below}{about['name'].rstrip('/').rpartition('/')[2]}"
+            last = about["name"].rstrip("/").rpartition("/")[2]
+            if last in ("", ".", "..") or "\0" in last:
+                raise RunError(
+                    f"{self._address.text}: {about['name']!r} is no name of a file that can be "
+                    "mirrored. Rename or remove it there."
+                )
+            name = f"{below}{last}"
             is_folder = about["type"] == _DIRECTORY
             if not chosen(rules, name, is_folder=is_folder):
                 continue
@@ -161,6 +167,8 @@ def names_in(top: Path, rules: Rules) -> Iterator[str]:
             name for name in folders if chosen(rules, (below / name).as_posix(), is_folder=True)
         ]
         for name in names:
+            if (Path(folder) / name).is_symlink():
+                continue  # it could bring any file of this host there
             if chosen(rules, (below / name).as_posix(), is_folder=False):
                 yield (below / name).as_posix()
 

@@ -19,13 +19,16 @@ _SECONDS_WITHOUT_BYTES = 300
 _SECONDS_OF_CONNECTION = 300
 _LONGEST_SOCKET = 80  # of a path: Linux takes 107, and ssh adds to it while it connects
 _ALWAYS = (
-    "-rLs",  # links' targets; no shell there takes names apart
+    "-rs",  # no shell there takes names apart
     "--partial-dir=.partial",  # of whichever folder a file lies in
     "--omit-dir-times",
     "--modify-window=-1",  # times differ that do by a nanosecond
     f"--timeout={_SECONDS_WITHOUT_BYTES}",
     "--exclude-from=-",
 )
+
+
+_NEWER = ("--update", "--times", "--prune-empty-dirs")
 
 
 class Rsync:
@@ -52,7 +55,7 @@ class Rsync:
     def fetch(self, folder: str, into: Path, rules: Rules, *, exactly: bool = False) -> None:
         """See `Transport.fetch`."""
         into.mkdir(parents=True, exist_ok=True)
-        how = ["--delete"] if exactly else ["--update"]
+        how = ["-L", *(["--delete"] if exactly else ["--update"])]  # the source's links' targets
         self._carry(
             [*how, "--times", "--prune-empty-dirs"],
             self._there(folder),
@@ -63,9 +66,8 @@ class Rsync:
 
     def send(self, folder: Path, to: str, rules: Rules, *, exactly: bool = False) -> None:
         """See `Transport.send`."""
-        how = ["--update", "--times", "--prune-empty-dirs"]
-        if exactly:
-            how = ["--delete", "--ignore-times"]
+        how = ["--no-links"]  # one could bring any file of this host there
+        how += ["--delete", "--ignore-times"] if exactly else _NEWER
         self._carry(how, f"{folder}/", self._there(to), rules)
 
     def interrupt(self) -> None:

@@ -28,6 +28,12 @@ _LEFT_OUT = (
     "evaluations/servers/",
     "evaluations/*/step_*/scores.json",
 )
+_RECORDS = (
+    *(".json", ".jsonl", ".txt", ".html", ".parquet"),
+    *(".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4"),
+    *(".safetensors", ".model"),  # components, and a tokenizer's
+)
+"""What a run's records, pictures and frozen parts are called. Nothing else is mirrored: no code."""
 CHECKPOINT: Rules = ("- /optimizer/",)
 """Of a checkpoint's folder; names that begin with a dot are torch's."""
 
@@ -38,7 +44,7 @@ def signs() -> Rules:
 
 
 def records(runs: Sequence[tuple[str, RunDirectory]]) -> Rules:
-    """All that is mirrored but checkpoints and what `signs` means.
+    """What is mirrored but checkpoints and what `signs` means.
 
     Args:
         runs: names below the source ("" for the source itself), and their mirrors.
@@ -48,7 +54,9 @@ def records(runs: Sequence[tuple[str, RunDirectory]]) -> Rules:
         top = f"/{literal(name)}/" if name else "/"
         rules += [f"- {top}{each}" for each in (*_LEFT_OUT, *our_results(mirror))]
         rules += [f"+ {top}"] if name else []
-    return (*rules, "- /*") if all(name for name, _ in runs) else tuple(rules)
+    if all(name for name, _ in runs):
+        rules.append("- /*")
+    return (*rules, "+ */", *(f"+ *{suffix}" for suffix in _RECORDS), "- *")
 
 
 def our_results(mirror: RunDirectory) -> list[str]:
