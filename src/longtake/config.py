@@ -602,7 +602,8 @@ class WatchSection(_Section):
     round_seconds: float = Field(1.5, gt=0, le=_MAX_SECONDS)
     """Between two rounds."""
     hook: str | None = None
-    """A shell command that is run at an alert, which it finds on stdin as one line of JSON."""
+    """A shell command that is run at an alert, which it finds on stdin as one line of JSON. Put no
+    secret into it: the run keeps the recipe. It finds the environment of the training."""
     health_seconds: float = Field(10.0, ge=1, le=_MAX_SECONDS)
     """Between two samples of the node's health."""
     exporter_host: str = "127.0.0.1"

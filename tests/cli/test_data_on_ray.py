@@ -349,3 +349,28 @@ def _listens(port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+_LISTENING = """
+import psutil
+from longtake.data.crews.cluster import connected
+with connected("ray") as ray:
+    ray.get(ray.remote(lambda: 1).remote())
+    top = psutil.Process()
+    for process in (top, *top.children(recursive=True)):
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                print("listens", connection.laddr.ip)
+"""
+
+
+def test_a_ray_that_is_started_here_listens_on_this_machine_only() -> None:
+    """Whoever reaches a Ray runs code."""
+    environment = {key: each for key, each in os.environ.items() if not key.startswith("RAY_")}
+    command = [sys.executable, "-P", "-c", _LISTENING]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=200
+    )
+    found = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("listens")}
+    assert found
+    assert {each.removeprefix("::ffff:") for each in found} == {"127.0.0.1"}

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from longtake.checkpoint import manifest
+from longtake.errors import RecipeError
+from longtake.evaluation.presets.places import find_file
 from longtake.watch.post import post_at
 
 Call = Callable[..., tuple[int, str, str]]
@@ -187,3 +189,20 @@ def test_the_hook_of_a_foreign_run_is_not_run(theirs: Path) -> None:
     (theirs / "run.json").write_text(json.dumps(record))
     assert post_at(theirs, by_hand=True).section.hook is None
     assert post_at(theirs, by_hand=True, trust=True).section.hook == "touch ran"
+
+
+@pytest.mark.parametrize("key", ["prompts_file", "references"])
+def test_a_foreign_run_names_no_file_of_this_host(key: str, theirs: Path) -> None:
+    """Its lines, or its picture, would become a part of the results that others see."""
+    secret = theirs.parent / "secret.txt"
+    secret.write_text("a password\n")
+    (theirs / "inside.txt").write_text("a red square\n")
+    (theirs / "link.txt").symlink_to(secret)
+    assert find_file(key, secret, theirs) == secret  # of one's own run
+    (theirs / "run.json").unlink()
+    assert find_file(key, Path("inside.txt"), theirs) == theirs / "inside.txt"
+    for file in (secret, Path("../secret.txt"), Path("link.txt")):
+        with pytest.raises(RecipeError, match="lies outside of"):
+            find_file(key, file, theirs)
+    with pytest.raises(RecipeError, match=r"there is no file secret\.txt in"):
+        find_file(key, Path("secret.txt"), theirs)  # which lies in the current folder

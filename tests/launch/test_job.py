@@ -9,6 +9,7 @@ import pytest
 
 from longtake.errors import LongtakeError
 from longtake.launch.job import Job
+from longtake.launch.order import refuse_other_count
 from longtake.launch.submit import submit, write
 
 
@@ -95,3 +96,26 @@ def test_it_is_written_where_it_says_and_sent_from_there(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LongtakeError, match="no sbatch"):
         submit(job)
+
+
+@pytest.mark.parametrize("part", ["recipe", "run", "python"])
+def test_a_name_with_a_line_break_is_refused(job: Job, part: str) -> None:
+    """It would become a line of the script, which the job runs."""
+    with pytest.raises(LongtakeError, match=r"control characters\. Rename them"):
+        replace(job, **{part: Path("/tmp/a\ntouch owned\n.toml")}).script()  # type: ignore[arg-type]  # noqa: S108
+
+
+def test_a_count_of_processes_is_one_word_of_the_script(job: Job) -> None:
+    """The verb refuses anything but a number or auto; the script quotes it all the same."""
+    assert "--nproc-per-node 'auto; touch x' " in replace(job, processes="auto; touch x").script()
+    for text in ("auto; touch x", "banana", "0", "-1", "٣", "9" * 5000):
+        with pytest.raises(LongtakeError, match="expected a number of processes, or auto"):
+            refuse_other_count(text)
+
+
+def test_a_job_of_one_node_meets_on_no_port(job: Job) -> None:
+    """Where there are several they need one; a job that is trusted passes that on."""
+    assert "--rdzv-endpoint" in job.script()
+    assert "--rdzv-endpoint" not in replace(job, nodes=1).script()
+    assert "--trust" in replace(job, trust=True).script()
+    assert "--trust" not in job.script()

@@ -68,11 +68,8 @@ def _refuse_beyond(run: RunDirectory, step: int, rows: Sequence[Row]) -> None:
     furthest = max((row.step for row in rows), default=0)
     if step > furthest:
         reached = f"has done {furthest} steps" if rows else "has not done a step"
-        look = (
-            f" Look at the last: {command()} show {shlex.quote(str(run.path))} --around {furthest}."
-            if rows
-            else ""
-        )
+        path = shlex.quote(str(run.path))
+        look = f" Look at the last: {command()} show {path} --around {furthest}." if rows else ""
         raise RunError(f"{run.path} {reached} so far, and none is known of step {step}.{look}")
 
 

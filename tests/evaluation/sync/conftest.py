@@ -25,7 +25,7 @@ class Trainer:
         self.run = RunDirectory(path)
         if self.run.exists():
             return
-        write(path / "components" / "vae" / "weights", b"v" * 1000)
+        write(path / "components" / "vae" / "weights.model", b"v" * 1000)
         write(path / "ledger" / "rank_0.bin", b"l")
         write(path / "nodes" / "gpu00" / "stacks" / "1.json", b"{}")
         write(path / "tensorboard" / "events", b"t")

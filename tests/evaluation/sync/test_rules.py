@@ -30,7 +30,7 @@ _FILES = [
     "[b]/evaluations/claims/low4s/step_00000002-ab/0.json",
     "[b]/evaluations/servers/vm-1/events.jsonl",
     "[b]/ledger/x",
-    "[b]/deep/ledger/x",
+    "[b]/deep/ledger/x.json",
     "b/recipe.toml",
     ".source/recipe.toml",
     "holds/step_00000001/vm-1",
@@ -89,5 +89,5 @@ def test_of_a_run_neither_leases_nor_what_this_mirror_makes_is_pulled(tree: Path
     assert found == {
         "[b]/evaluations/low4s/step_00000001/00_s0.mp4",
         "[b]/evaluations/low4s/superseded/step_00000002-ab/scores.json",
-        "[b]/deep/ledger/x",
+        "[b]/deep/ledger/x.json",
     }

@@ -54,7 +54,11 @@ def test_what_is_small_is_mirrored_and_what_nobody_samples_from_is_not(
     """A look brings components, metrics and recipe; no checkpoint, ledger, dump, tracker, lease."""
     (run,) = source.look()
     assert run.name == "one [a]"
-    assert files(mirror / "one [a]") == ["components/vae/weights", "metrics.jsonl", "recipe.toml"]
+    assert files(mirror / "one [a]") == [
+        "components/vae/weights.model",
+        "metrics.jsonl",
+        "recipe.toml",
+    ]
     assert run.index.checkpoint_steps() == [1, 2]
     assert is_mirror(run.mirror.path)
 

@@ -21,6 +21,8 @@ _REACH_SECONDS = 5.0
 _CLIENT_PORT = "10001"
 # Neither is anything that Ray is to do without being asked: report usage, or warn of a change.
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+# By this, as on other systems by default, one that is started here listens on 127.0.0.1 only.
+_ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _GO_ON = "The same command again goes on where this one was."
 
 
@@ -88,11 +90,11 @@ def connected(where: str) -> Iterator[ModuleType]:
     Raises:
         DataError: it is not installed, or cannot be reached.
     """
-    ray = _import()
+    address = os.environ.get("RAY_ADDRESS") if where == "ray" else where
+    ray = _import({} if address else _ALONE)
     if ray.is_initialized():
         yield ray
         return
-    address = os.environ.get("RAY_ADDRESS") if where == "ray" else where
     if address:
         _reach(address)
     try:
@@ -107,8 +109,8 @@ def connected(where: str) -> Iterator[ModuleType]:
         ray.shutdown()
 
 
-def _import() -> ModuleType:
-    for name, value in _QUIET.items():
+def _import(further: dict[str, str]) -> ModuleType:
+    for name, value in (_QUIET | further).items():
         os.environ.setdefault(name, value)
     try:
         return importlib.import_module("ray")
@@ -124,9 +126,7 @@ def _connect(ray: ModuleType, address: str | None) -> None:
     if address and address.startswith("ray://"):
         ray.init(address, **quiet)
     else:
-        # One that is started here listens on this machine only.
-        alone = {} if address else {"_node_ip_address": "127.0.0.1"}
-        ray.init(address, include_dashboard=False, **alone, **quiet)
+        ray.init(address, include_dashboard=False, **quiet)
 
 
 def _reach(address: str) -> None:
