@@ -258,7 +258,7 @@ def _longtake(
     )
     with (
         keep_saver(run, world, recipe.checkpoint, start=0) as saver,
-        keep_record(0, steps, {}, "", run, world, Console(quiet=True)) as record,
+        keep_record(0, steps, {}, None, "", run, world, Console(quiet=True)) as record,
         keep_ledger(folder, world.rank, streams) as ledger,
         beating(heart),
     ):

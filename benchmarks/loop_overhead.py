@@ -216,7 +216,7 @@ def _longtake(state: TrainingState, recipe: Recipe, steps: int) -> list[float]:
     quiet = Console(quiet=True)
     with (
         keep_saver(run, _ALONE, recipe.checkpoint, start=0) as saver,
-        keep_record(0, steps, {}, "", run, _ALONE, quiet) as record,
+        keep_record(0, steps, {}, None, "", run, _ALONE, quiet) as record,
         keep_ledger(folder, 0, streams) as ledger,
     ):
         watch = Watch(guard, gauge, saver, record, peak, Interrupt(), RunLease(None))

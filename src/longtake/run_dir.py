@@ -110,6 +110,11 @@ class Metrics(TypedDict):
     data_seconds: Finite
     time: Timestamp
     tflops_per_second: NotRequired[Finite]
+    """Of all ranks together, without recomputed activations: 3 times the operations of the forward
+    passes, 2 times where nearly all weights are frozen."""
+    mfu: NotRequired[Finite]
+    """Model FLOPs utilisation: the same as a share of what all GPUs could do by their data sheets,
+    where those are known."""
     launch: NotRequired[str]
     """Of the process that wrote the line: the `token` in its lease."""
     batch: NotRequired[Count]

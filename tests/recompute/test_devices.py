@@ -1,10 +1,19 @@
 """What cards can do, by name or by numbers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from longtake.errors import RecipeError
-from longtake.recompute.devices import CPU, DEVICES, _of_label, device_for, device_named
+from longtake.recompute.devices import (
+    CPU,
+    DEVICES,
+    _of_label,
+    device_for,
+    device_named,
+    peak_flops,
+)
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -132,3 +141,17 @@ def test_a_card_that_is_not_here_is_the_smallest_with_the_memory(
 ) -> None:
     """Where a recipe wants a card and there is none, its memory says which it may be."""
     assert device_for("cuda", None if gib is None else gib * 2**30) is DEVICES[name]
+
+
+def test_the_peak_of_a_known_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the driver's name of it; of others, and of CPUs, no utilisation is told."""
+    name = ["NVIDIA H100 80GB HBM3"]
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name=name[0])
+    )
+    gpu = torch.device("cuda", 1)
+    assert peak_flops(gpu, torch.bfloat16) == 989.4e12
+    assert peak_flops(gpu, torch.float32) == 66.9e12
+    assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
+    name[0] = "NVIDIA GeForce GTX 1080"
+    assert peak_flops(gpu, torch.bfloat16) is None

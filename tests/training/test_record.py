@@ -37,7 +37,7 @@ def test_a_step_has_one_row_of_numbers(small_recipe: Callable[..., Recipe]) -> N
     run = RunDirectory(recipe.out)
     rows = run.metrics()
     assert [row["step"] for row in rows] == list(range(1, 21))
-    assert all(row.keys() == Metrics.__annotations__.keys() - {"verdict"} for row in rows)
+    assert all(row.keys() == Metrics.__annotations__.keys() - {"verdict", "mfu"} for row in rows)
     seconds = [row["step_seconds"] for row in rows]
     assert sum(seconds[1:]) == pytest.approx(rows[-1]["time"] - rows[0]["time"], abs=0.1)
     assert sum(seconds) <= outcome.training_seconds  # the last save comes after the last row
@@ -187,3 +187,20 @@ def test_the_launch_is_recorded(small_recipe: Callable[..., Recipe]) -> None:
     assert launch["precision"] in ("bf16", "fp32")
     trainer = json.loads((run.checkpoint_path(1) / "trainer.json").read_text())
     assert trainer["precision"] == launch["precision"]
+
+
+def test_the_share_of_the_gpus_peak_is_recorded(
+    small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LoRA costs two forward passes a step and not three; MFU follows from the data sheet."""
+    monkeypatch.setattr("longtake.training.run.peak_flops", lambda device, dtype: 1e12)
+    counted = []
+    for kind in ("full", "lora"):
+        targets = ['trainable.targets=["to_qkv"]'] if kind == "lora" else []
+        out = f"out={small_recipe().out}-{kind}"
+        recipe = small_recipe("training.steps=1", f"trainable.kind={kind}", out, *targets)
+        train(recipe, _QUIET)
+        (row,) = RunDirectory(recipe.out).metrics()
+        assert row["mfu"] == pytest.approx(row["tflops_per_second"], rel=1e-3, abs=1e-6)
+        counted.append(row["tflops_per_second"] * row["step_seconds"])
+    assert counted[1] / counted[0] == pytest.approx(2 / 3, rel=0.1)

@@ -1,7 +1,10 @@
 """What a thread waits for, told from its calls."""
 
+from pathlib import Path
+
 import pytest
 
+import longtake
 from longtake.watch.waiting import Wait, awaited, is_machinery, own_call, short_file
 
 _SITE = "/opt/env/lib/python3.11/site-packages"
@@ -84,3 +87,16 @@ def test_files_of_libraries_are_known_by_where_they_lie(
     """Python's own files and torch's are machinery; longtake's and the user's are not."""
     assert is_machinery(file) is machinery
     assert short_file(file) == short
+
+
+def test_a_line_of_training_that_reads_values_waits_for_the_device() -> None:
+    """Behind a collective of NCCL that never ends, `.tolist()` shows no call of torch's."""
+    step = Path(longtake.__file__).parent / "training" / "step.py"
+    lines = step.read_text().splitlines()
+    (reads,) = (number for number, line in enumerate(lines, 1) if ".tolist()  # one wait" in line)
+    other = next(number for number, line in enumerate(lines, 1) if line.startswith("import "))
+    file = "/elsewhere/site-packages/longtake/training/step.py"
+    assert awaited((("compute_gradients", file, reads),), "backward") == "device"
+    assert awaited((("compute_gradients", file, other),), "backward") == "nothing"
+    native = (("read", "libc.so.6", 0),)
+    assert awaited((("compute_gradients", file, reads),), "backward", native) == "nothing"

@@ -33,12 +33,12 @@ def count_flops(module: nn.Module, inputs: Mapping[str, object]) -> int:
     return int(counter.get_total_flops())
 
 
-def training_flops(forward: int) -> int:
+def training_flops(forward: int, *, trains_all: bool = True) -> int:
     """Return the operations of a training step: three times the forward pass's.
 
     The backward pass forms two products for each one of the forward pass: the gradients of the
-    inputs and of the weights. Where most weights are frozen the second is left out and this counts
-    too much. Recomputed activations are left out on purpose: they are not progress, and utilisation
-    (MFU) must not rise with them.
+    inputs and of the weights. Where nearly all weights are frozen (LoRA, an added module), the
+    second is left out: twice. Recomputed activations are left out on purpose: they are not
+    progress, and utilisation (MFU) must not rise with them.
     """
-    return 3 * forward
+    return (3 if trains_all else 2) * forward

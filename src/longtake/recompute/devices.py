@@ -154,6 +154,14 @@ def device_for(training_device: str, memory_bytes: int | None = None) -> Device:
     return next((card for card in by_size if (card.memory_bytes or 0) >= wanted), by_size[-1])
 
 
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Operations a second of a GPU by its maker's figures; None: the GPU is not known, or a CPU."""
+    if device.type != "cuda":
+        return None
+    known = _of_label(torch.cuda.get_device_properties(device).name)
+    return None if known is None else known.flops(dtype)
+
+
 def _card_at_hand() -> Device:
     """With the speed of a known card where its name says so, and the memory that it has."""
     properties = torch.cuda.get_device_properties(0)

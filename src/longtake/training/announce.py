@@ -2,8 +2,11 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from rich.console import Console
+from torch.nn.attention import SDPBackend
 
 from longtake.config import Recipe
 from longtake.data.loader import Loader
@@ -16,6 +19,13 @@ from longtake.training.startup import parts_so_far
 from longtake.training.step import TrainingState
 from longtake.units import plural, size
 
+_ATTENTION_NAMES = {
+    SDPBackend.FLASH_ATTENTION: "FlashAttention-2",
+    SDPBackend.CUDNN_ATTENTION: "cuDNN",
+    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
+    SDPBackend.MATH: "math",
+}
+
 
 def announce(
     state: TrainingState,
@@ -25,10 +35,18 @@ def announce(
     run: RunDirectory,
     world: World,
     console: Console,
+    *,
+    attention: str | None = None,
 ) -> None:
     """Record the launch and say in a few lines what is about to happen."""
     step, device = state.global_step, str(world.device)
-    facts = {"world_size": world.size, "device": device, "precision": state.precision}
+    facts: dict[str, Any] = {
+        "world_size": world.size,
+        "device": device,
+        "precision": state.precision,
+    }
+    if attention is not None:
+        facts["attention"] = attention
     lost = _lost_steps(run, step)
     run.record_launch(start_step=step, **facts)
     kind: EventKind = "resumed" if step else "launched"
@@ -42,7 +60,8 @@ def announce(
     steps = f"step {step} to {recipe.training.steps}"
     console.print(
         f"[bold]{escape(str(run.path))}[/bold]: {recipe.model.family}, {size}, "
-        f"{_clips_of(loader)}, {steps}, {processes} on {device} in {state.precision}",
+        f"{_clips_of(loader)}, {steps}, {processes} on {device} in {state.precision}"
+        + ("" if attention is None else f", attention by {attention}"),
         highlight=False,
     )
     if lost:
@@ -110,3 +129,22 @@ def _clips_of(loader: Loader) -> str:
         clips = plural(sum(map(len, members)), "clip")
         parts.append(f"{clips} in {plural(num_buckets, 'bucket')}")
     return " then ".join(parts) or "no clips left"
+
+
+def attention_backend(device: torch.device) -> str | None:
+    """The attention kernel that torch chooses for bf16 and heads of 128; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    heads = torch.empty(1, 2, 256, 128, dtype=torch.bfloat16, device=device)
+    chosen = SDPBackend(torch._fused_sdp_choice(heads, heads, heads))
+    return _ATTENTION_NAMES.get(chosen, chosen.name)
+
+
+def slow_attention(backend: str | None, device: torch.device) -> str:
+    """What to do where a Hopper GPU runs another kernel than cuDNN's; empty: nothing."""
+    if backend in (None, "cuDNN") or torch.cuda.get_device_capability(device) != (9, 0):
+        return ""
+    return (
+        f"attention runs by {backend}; on this GPU cuDNN's kernel is about 1.6 times as fast. "
+        "PyTorch uses it with cuDNN above 9.15, which its wheels for CUDA 13 bring."
+    )

@@ -125,11 +125,13 @@ def _fetch_on_nodes(recipe: Recipe, world: World, *, frozen_parts: bool = True) 
 
 
 def count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:
-    """Operations of a training step on clips of each shape, where they can be counted."""
+    """Operations of a training step of all ranks on clips of each shape, if they can be counted."""
+    trains_all = recipe.trainable.base() == "full"
     shapes = {bucket: latent_shape(parts.codec, bucket) for bucket in recipe.data.shapes()}
     try:
         return {
-            bucket: recipe.training.batch_size * training_flops(forward_flops(parts, recipe, shape))
+            bucket: recipe.training.batch_size
+            * training_flops(forward_flops(parts, recipe, shape), trains_all=trains_all)
             for bucket, shape in shapes.items()
         }
     except RuntimeError:  # a module that looks at values cannot be run without any

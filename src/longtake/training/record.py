@@ -34,12 +34,13 @@ class Record:
     def __init__(
         self,
         step_flops: Mapping[Bucket, int],
+        peak_flops: float | None,
         launch: str,
         run: RunDirectory,
         world: World,
         progress: StepProgress,
     ) -> None:
-        self._step_flops = step_flops
+        self._step_flops, self._peak_flops = step_flops, peak_flops
         self._launch = launch
         self._run = run
         self._world = world
@@ -90,6 +91,9 @@ class Record:
             metrics["verdict"] = left_out.kind
         if (flops := self._step_flops.get(batch.bucket)) is not None:
             metrics["tflops_per_second"] = round(flops / seconds / 1e12, 6)
+            if self._peak_flops is not None:
+                peak = self._peak_flops * self._world.size
+                metrics["mfu"] = round(flops / seconds / peak, 6)
         self._progress.update(metrics)
         if self._world.is_first:
             self._run.append_metrics(metrics)
@@ -210,6 +214,7 @@ def keep_record(
     start: int,
     total: int,
     step_flops: Mapping[Bucket, int],
+    peak_flops: float | None,
     launch: str,
     run: RunDirectory,
     world: World,
@@ -217,11 +222,12 @@ def keep_record(
 ) -> Iterator[Record]:
     """A record of the steps start .. total, with a progress display on rank 0.
 
-    `step_flops` are the operations of a whole step, over all ranks, on clips of each shape.
+    `step_flops` are the operations of a whole step, over all ranks, on clips of each shape;
+    `peak_flops` those that one GPU could do in a second, where that is known.
     """
     quiet = console if world.is_first else Console(quiet=True)
     with step_progress(quiet, start, total) as progress:
-        yield Record(step_flops, launch, run, world, progress)
+        yield Record(step_flops, peak_flops, launch, run, world, progress)
 
 
 def _row(batch: Batch, statistics: Statistics, learning_rate: float) -> Metrics:

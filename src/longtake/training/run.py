@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from longtake import heartbeat
@@ -29,11 +30,17 @@ from longtake.models.pretrained import local_copies
 from longtake.ourselves import command
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join
+from longtake.recompute.devices import peak_flops
 from longtake.run_dir import EventKind, RunDirectory, beside
 from longtake.tracking.process import Follower
 from longtake.tracking.wandb_access import missing_key, refuse_missing_wandb
 from longtake.training.allocator import keep_freed_memory
-from longtake.training.announce import announce, announce_plan
+from longtake.training.announce import (
+    announce,
+    announce_plan,
+    attention_backend,
+    slow_attention,
+)
 from longtake.training.build import build_state
 from longtake.training.caching import captions_of
 from longtake.training.card import free_memory
@@ -156,6 +163,8 @@ def _train(
         parts = assemble_around_cache(run, recipe, loader, watcher, world, console, weights)
     watcher.start()
     step_flops = count_flops(parts, recipe)  # before the weights are spread over ranks
+    is_bf16 = "bf16" in (precision, recipe.model.dtype)
+    peak_rate = peak_flops(world.device, torch.bfloat16 if is_bf16 else torch.float32)
     if recipe.training.compile:
         compile_blocks(plan.options, parts, recipe)
     else:
@@ -173,7 +182,9 @@ def _train(
         keep_plan(plan, recipe, precision, run, world, free_bytes)
         truncated, said = _review_captions(recipe, loader)
         warnings += [*said, *plan.notes]
-        announce(state, loader, warnings, recipe, run, world, console)
+        backend = attention_backend(world.device)
+        warnings += filter(None, [slow_attention(backend, world.device)])
+        announce(state, loader, warnings, recipe, run, world, console, attention=backend)
         if truncated is not None:
             run.append_event("captions_truncated", step=start, **truncated)
         announce_plan(plan, state, run, console)
@@ -184,7 +195,9 @@ def _train(
         catch_interrupts() as interrupt,
         refuse_out_of_memory(plan, recipe, state, world),
         keep_saver(run, world, recipe.checkpoint, reach=reach, start=start) as saver,
-        keep_record(start, total, step_flops, lease.launch, run, world, console) as record,
+        keep_record(
+            start, total, step_flops, peak_rate, lease.launch, run, world, console
+        ) as record,
     ):
         watch = Watch(guard, gauge, saver, record, peak, interrupt, lease)
         ending = _train_through(state, loader, folder, watch, recipe, run, world)

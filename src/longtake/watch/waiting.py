@@ -5,11 +5,14 @@ in a hook, and one in `forward` may gather weights. Only where no calls could be
 to do.
 """
 
+import linecache
 import re
 from collections.abc import Iterator
 from itertools import takewhile
+from pathlib import Path
 from typing import Literal
 
+import longtake
 from longtake.stacks.frames import Call, Stack
 
 Wait = Literal["collective", "data", "device", "checkpoint", "lock", "nothing"]
@@ -45,6 +48,8 @@ _WAITS = {
     *("_try_wait", "_wait", "communicate", "_communicate"),
 }
 _DEVICE = re.compile(r"/torch/(?:cuda|accelerator)/\w+\.py$")
+_READS_DEVICE = re.compile(r"\.(?:tolist|item|cpu|to)\(")
+_PACKAGE = Path(longtake.__file__).parent
 _DRIVER = re.compile(r"^(?:cuda|cu|hip)\w*Synchronize|^cu(?:da)?Memcpy|^cuEventQuery")
 
 _BY_PHASE: dict[str, Wait] = {
@@ -72,6 +77,8 @@ def awaited(calls: Stack, phase: str, native: Stack = ()) -> Wait:
     if own is not None and _OF_US.search(own[1]):
         return "collective"
     if any(_DRIVER.search(name) for name, _, _ in native) or _synchronises(below):
+        return "device"
+    if not native and _reads_device(calls[0]):
         return "device"
     if not any(_is_wait(name) and _THREADS.search(file) for name, file, _ in below):
         return "nothing"
@@ -116,3 +123,17 @@ def _is_wait(name: str) -> bool:
 def _synchronises(below: Stack) -> bool:
     names: Iterator[str] = (name for name, file, _ in below if _DEVICE.search(file))
     return any("synchronize" in name for name in names)
+
+
+def _reads_device(call: Call) -> bool:
+    """Whether a line of training takes values from the device, which shows no call of torch's.
+
+    The line is read in this process's own package: the file of another process may be anything.
+    """
+    _, file, line = call
+    _, ours, name = file.rpartition("/longtake/training/")
+    if not ours or "/" in name:
+        return False
+    return (
+        _READS_DEVICE.search(linecache.getline(str(_PACKAGE / "training" / name), line)) is not None
+    )

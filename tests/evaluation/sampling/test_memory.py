@@ -4,6 +4,8 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longtake.errors import PlanError
-from longtake.evaluation.sampling.memory import Memory, Way, attempt
+from longtake.evaluation.sampling.memory import Memory, Way, attempt, device_with_room
 from longtake.evaluation.sampling.studio import Request, Sampler, load_sampler, settings_for
 from longtake.models.assemble import Components
 from longtake.models.codec import PixelCodec
@@ -199,3 +201,30 @@ def test_what_an_attempt_held_is_free_when_it_has_failed() -> None:
 
     assert attempt(work) is None
     assert found[0]() is None
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "device", "why"),
+    [
+        ([5, 70], "cuda:1", "samples on cuda:1, 70.00 GiB free"),
+        ([5, 20], "cpu", "samples on the CPU: it needs 30.00 GiB on a GPU, and cuda:1"),
+    ],
+)
+def test_auto_takes_the_gpu_with_most_free_memory(
+    free_gib: list[int], device: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training on GPU 0 is left alone; where no GPU has enough, the CPU samples."""
+    total = 80 * 2**30
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free_gib))
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    properties = SimpleNamespace(total_memory=total)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    used = [total - free * 2**30 for free in free_gib]
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda index: used[index])
+    parts: Any = SimpleNamespace(part_bytes=lambda: {"model": 28 * 2**30, "text": 11 * 2**30})
+    found, said = device_with_room("auto", parts)
+    assert str(found) == device
+    assert said.startswith(why)
+    assert device_with_room("cpu", parts) == (torch.device("cpu"), "")
+    assert chosen == ([1] if device == "cuda:1" else [])

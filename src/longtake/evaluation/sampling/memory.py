@@ -17,6 +17,7 @@ from torch import Tensor
 from longtake.config import Bucket
 from longtake.errors import PlanError
 from longtake.models.assemble import Components
+from longtake.parallel.mesh import pick_device
 from longtake.recompute.measure import is_out_of_memory
 from longtake.units import size
 
@@ -134,6 +135,35 @@ def refuse_too_large_parts(parts: Components, device: torch.device) -> None:
         )
 
 
+def device_with_room(wanted: str, parts: Components) -> tuple[torch.device, str]:
+    """The device to sample on, and in a sentence why `auto` has chosen it.
+
+    `auto` is the GPU with most free memory if that is enough for the largest part and some
+    activations, else the CPU: another process may train on the GPU.
+
+    Raises:
+        RecipeError: there is no such device.
+    """
+    if wanted != "auto" or not torch.cuda.device_count():
+        return pick_device(wanted), ""
+    needed = max(parts.part_bytes().values()) + _ACTIVATION_BYTES
+    free = [_free_bytes(index) for index in range(torch.cuda.device_count())]
+    most = max(range(len(free)), key=lambda index: free[index])
+    if free[most] >= needed:
+        return pick_device(f"cuda:{most}"), f"samples on cuda:{most}, {size(free[most])} free"
+    return pick_device("cpu"), (
+        f"samples on the CPU: it needs {size(needed)} on a GPU, and cuda:{most}, which has most, "
+        f"has {size(free[most])} free; --device cuda:{most} takes it all the same"
+    )
+
+
+def _free_bytes(index: int) -> int:
+    """By NVML, as CUDA would first take memory for itself on each GPU that it is asked about."""
+    total = torch.cuda.get_device_properties(index).total_memory
+    return total - torch.cuda.device_memory_used(index)
+
+
+_ACTIVATION_BYTES = 2 * 2**30
 _NAMES = {"text": "text encoder", "model": "model", "codec": "codec"}
 _LESS = "Take fewer frames or a smaller size, or a card with more memory."
 

@@ -10,7 +10,7 @@ from longtake.evaluation.presets.preset import Preset
 from longtake.evaluation.presets.request import Request
 from longtake.evaluation.presets.settings import settings_for, weights_to_sample
 from longtake.evaluation.sampling.find import find_checkpoint, find_run
-from longtake.evaluation.sampling.memory import Memory, refuse_too_large_parts
+from longtake.evaluation.sampling.memory import Memory, device_with_room, refuse_too_large_parts
 from longtake.evaluation.sampling.sampler import Sampler, fitting_shape
 from longtake.models.assemble import assemble
 from longtake.models.family import Conditioning
@@ -38,7 +38,8 @@ class Studio:
 
     Args:
         run: whose checkpoints are sampled.
-        device: `auto`, `cpu`, `cuda`, or one card, such as `cuda:1`.
+        device: `cpu`, `cuda`, one GPU, such as `cuda:1`; `auto`: the GPU with most free memory, or
+            the CPU where no GPU has enough.
 
     Raises:
         RunError: there is no run.
@@ -49,8 +50,10 @@ class Studio:
 
     def __init__(self, run: RunDirectory, device: str = "auto") -> None:
         self.run, self.recipe = run, run.recipe()
-        self.device = pick_device(device)
+        if device != "auto":
+            pick_device(device)  # which is refused before anything is loaded
         self.components = assemble(self.recipe, (), run.components_path)
+        self.device, self.why_device = device_with_room(device, self.components)
         self._trained = frozenset(trained_state(self.components.model))
         self._memory = Memory()
         self._prompts: dict[str, Conditioning] = {}

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from longtake.config import Recipe
 from longtake.errors import LongtakeError, ModelError, RecipeError
 from longtake.evaluation.judging.drift import find_drift, find_out_of_range
@@ -36,6 +38,7 @@ class Screening:
         server: the name of the server.
         report: who is told what cannot be measured.
         recipe_of: the recipe of a run, by which it is evaluated.
+        begin_on: is told once which device is used.
     """
 
     def __init__(
@@ -44,8 +47,9 @@ class Screening:
         server: str,
         report: Report,
         recipe_of: Callable[[RunDirectory], Recipe] = RunDirectory.recipe,
+        begin_on: Callable[[torch.device], None] | None = None,
     ) -> None:
-        self._recipe_of = recipe_of
+        self._recipe_of, self._begin_on = recipe_of, begin_on
         self._device, self._server, self._report = device, server, report
         self._studio: Studio | None = None
         self._recipe_read: Signature | None = None
@@ -115,6 +119,11 @@ class Screening:
         if self._studio is None or self._studio.run != run or self._recipe_read != recipe:
             self._studio, self._loaded, self._recipe_read = None, None, recipe
             self._studio = Studio(run, self._device)
+            if self._studio.why_device:
+                self._report.say(self._studio.why_device)
+            if self._begin_on is not None:
+                self._begin_on(self._studio.device)
+                self._begin_on = None
             self._held_out = None  # its latents are another run's, or of another codec
         return self._studio
 

@@ -38,12 +38,12 @@ def evaluate(options: Options, device: str, console: Console) -> dict[str, Any]:
         RecipeError: there is no such device.
     """
     options.check()
-    _be_modest(pick_device(device))
+    if device != "auto":
+        pick_device(device)
     report = Report(console)
     with stopped_by_signals() as stop:
-        server = Server(
-            options, Screening(device, own_name(), report, options.recipe_of), report, stop
-        )
+        screening = Screening(device, own_name(), report, options.recipe_of, _be_modest)
+        server = Server(options, screening, report, stop)
         server.serve()
     if report.untrusted is not None and not (server.evaluated or stop.reason):
         raise report.untrusted
