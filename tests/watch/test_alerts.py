@@ -74,3 +74,18 @@ def test_alerts_never_wait(tmp_path: Path, disk: Disk) -> None:
         alerts.send({"event": "stalled", "number": number})
     alerts.close(0.2)
     assert time.monotonic() - begun < 60
+
+
+def test_a_hook_is_on_no_command_line(tmp_path: Path) -> None:
+    """Other users of the node read command lines; and what fails is logged without the hook."""
+    said = run_hook(
+        f"tr '\\0' ' ' < /proc/$$/cmdline > {tmp_path}/line; : s3cret; exit 3", "{}", "x"
+    )
+    assert "s3cret" not in (tmp_path / "line").read_text()
+    assert "s3cret" not in said
+    assert "status 3" in said
+
+
+def test_a_hook_that_no_shell_takes_is_said() -> None:
+    """A NUL character ends no thread."""
+    assert "cannot be run" in run_hook("true\0", "{}", "x")

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from prometheus_client import Metric
 from prometheus_client.openmetrics import parser
 
+from longtake.config import WatchSection
 from longtake.watch.exporter import Exporter
 from longtake.watch.numbers import NUMBERS
 
@@ -251,3 +253,16 @@ def _series(address: str) -> set[str]:
             return set(json.load(answer)["data"])
     except OSError:
         return set()
+
+
+def test_it_listens_on_this_machine_only() -> None:
+    """Unless watch.exporter_host says otherwise: it tells host names and paths."""
+    section = WatchSection(exporter_port=9465)
+    exporter = Exporter(0, section.exporter_host)
+    listening = [
+        each.laddr.ip
+        for each in psutil.Process().net_connections("inet")
+        if each.status == psutil.CONN_LISTEN and each.laddr.port == exporter.port
+    ]
+    exporter.close()
+    assert listening == ["127.0.0.1"]

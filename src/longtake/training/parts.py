@@ -1,7 +1,6 @@
 """Builds model, codec and text encoder on every rank, and the run directory with the first ones."""
 
 from rich.console import Console
-from rich.markup import escape
 
 from longtake import heartbeat
 from longtake.config import Bucket, Recipe
@@ -20,6 +19,7 @@ from longtake.models.flops import training_flops
 from longtake.models.pretrained import local_copies
 from longtake.parallel.collectives import first_does, gather_objects
 from longtake.parallel.mesh import World
+from longtake.printable import escape
 from longtake.run_dir import RunDirectory
 from longtake.training.caching import captions_of, fill_cache, make_parts
 from longtake.training.watching import Watcher
