@@ -398,3 +398,21 @@ def test_a_suggested_command_is_typed_as_the_program_was_called(
     monkeypatch.chdir(tmp_path / "elsewhere with a space")
     monkeypatch.setattr(sys, "argv", [str(scripts / "longtake"), "demo"])
     assert command() == str(scripts / "longtake")
+
+
+def test_a_second_ctrl_c_says_what_is_kept(
+    place: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is saved then; the newest checkpoint is there."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("longtake.training.run.train", interrupted)
+    code, _, err = call("train", place / "run" / "recipe.toml")
+    assert code == 130
+    assert "without saving: the newest checkpoint is of step 2. The same command resumes" in err
+    monkeypatch.setattr("longtake.evaluation.server.start.evaluate", interrupted)
+    code, _, err = call("evaluate", place / "run")
+    assert code == 130
+    assert "whole results are kept" in err

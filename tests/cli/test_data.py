@@ -298,3 +298,55 @@ def test_a_cache_that_cannot_be(
     assert (code, out) == (2, "")
     assert said in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "is_source", "message"),
+    [
+        (
+            "metadata.csv",
+            "file_name,text\n00000.mp4,a red square\n",
+            True,
+            r"has its paths in the column file_name, .* Rename it: sed '1s/file_name/video/' \S+",
+        ),
+        (
+            "metadata.jsonl",
+            '{"file_name": "00000.mp4", "text": "a red square"}\n',
+            False,
+            r"has Hugging Face's keys: .* Expected are .*\. Rename them: sed ",
+        ),
+        (
+            "captions.csv",
+            "video,caption\n00000.mp4,a red square\n",
+            False,
+            r"captions are read from JSON lines\. .* longtake data index \S+captions\.csv --out",
+        ),
+    ],
+)
+def test_captions_in_another_format_are_refused_with_what_to_do(
+    shapes_catalog: Path,
+    tmp_path: Path,
+    call: Call,
+    name: str,
+    content: str,
+    is_source: bool,
+    message: str,
+) -> None:
+    """As data sets of the Hugging Face hub come."""
+    (tmp_path / name).write_text(content)
+    clips = shapes_catalog.parent / "clips"
+    sources = [tmp_path / name] if is_source else [clips, "--captions", tmp_path / name]
+    code, _, err = call("data", "index", *sources, "--out", tmp_path / "c.parquet")
+    assert code == 2
+    assert re.search(message, err), err
+
+
+def test_clips_without_captions_are_told_with_what_that_means(
+    shapes_catalog: Path, tmp_path: Path, call: Call
+) -> None:
+    """By the index, not only by the training."""
+    clips = shapes_catalog.parent / "clips"
+    arguments = ("data", "index", clips, "--captions", "sidecar", "--out", tmp_path / "c.parquet")
+    code, _, err = call(*arguments)
+    assert code == 0
+    assert "64 clips without a caption: training leaves such clips out. Give captions" in err

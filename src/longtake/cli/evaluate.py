@@ -84,7 +84,11 @@ def evaluate(
     options.check()  # before torch is imported, which takes seconds
     with phase_lines(say.console(), "importing PyTorch"):
         from longtake.evaluation.server.start import evaluate as serve
-    ended = serve(options, device, say.console())
+    try:
+        ended = serve(options, device, say.console())
+    except KeyboardInterrupt:  # the second one
+        say.line("Stopped at once: whole results are kept, and what was begun is begun again.")
+        raise typer.Exit(128 + signal.SIGINT) from None
     if as_json:
         say.result(ended)
     elif ended["stopped_by"]:

@@ -70,11 +70,23 @@ def train(
         say.line(f"Stopped by {left.signal_name}; there was nothing to save.")
         raise
     except KeyboardInterrupt:
+        if not fresh:
+            _say_what_is_kept(loaded.out)
         raise typer.Exit(EXIT_CODES["SIGINT"]) from None
     if outcome.interrupted_by:
         _say_how_to_go_on(outcome, outcome.run or loaded.out, fresh=fresh)
         raise typer.Exit(EXIT_CODES[outcome.interrupted_by])
     _say_what_was_done(outcome, loaded, as_json=as_json)
+
+
+def _say_what_is_kept(out: Path) -> None:
+    from longtake.run_dir import RunDirectory
+
+    steps = RunDirectory(out).checkpoint_steps()
+    kept = (
+        f"the newest checkpoint is of step {steps[-1]}" if steps else "there is no checkpoint yet"
+    )
+    say.line(f"Stopped at once, without saving: {kept}. The same command resumes from there.")
 
 
 def _starting() -> str | None:

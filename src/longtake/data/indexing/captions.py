@@ -106,6 +106,11 @@ def _assign(taken: dict[Path, _CaptionLine], video: Path, line: _CaptionLine, ta
 
 
 def _read_jsonl(path: Path) -> list[_CaptionLine]:
+    if path.suffix.lower() in (".csv", ".parquet"):
+        raise DataError(
+            f"--captions {path}: captions are read from JSON lines. A table of paths and captions "
+            f"is given as a source: longtake data index {path} --out clips.parquet."
+        )
     lines = []
     for number, line in enumerate(_read_text(path).split("\n"), start=1):
         if not line.strip():
@@ -117,6 +122,13 @@ def _read_jsonl(path: Path) -> list[_CaptionLine]:
             f"{video}{caption}".encode()  # half of a surrogate pair is no text
             lines.append(_CaptionLine(number, os.fspath(video), caption))
         except _NO_CAPTION as error:
+            if '"file_name"' in line:
+                raise DataError(
+                    f"{path}, line {number} has Hugging Face's keys: {line.strip()[:80]!r}. "
+                    'Expected are "video" and "caption". Rename them: '
+                    f"""sed 's/"file_name":/"video":/; s/"text":/"caption":/' {path} > """
+                    f"{path.with_name('captions.jsonl')}"
+                ) from error
             raise DataError(
                 f"{path}, line {number} is no caption: {line.strip()[:80]!r}. Expected one object "
                 'on each line: {"video": "clip.mp4", "caption": "what it shows"}.'

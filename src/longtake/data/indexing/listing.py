@@ -294,6 +294,12 @@ def _column(path: Path, table: _Table, wanted: Sequence[str]) -> str:
         if name in table.names:
             return name
     known = ", ".join(table.names)
+    if "file_name" in table.names and path.suffix.lower() == ".csv":
+        raise DataError(
+            f"{path} has its paths in the column file_name, as Hugging Face's data sets have. "
+            f"Expected is a column {' or '.join(wanted)}. Rename it: "
+            f"sed '1s/file_name/video/' {path} > {path.with_name('clips.csv')}"
+        )
     raise DataError(
         f"{path} has no column of paths; its columns are {known[:500]}. "
         f"Name the one with the paths {' or '.join(wanted)}."
