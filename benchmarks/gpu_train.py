@@ -47,6 +47,7 @@ from longtake.recompute.devices import CPU, Device, device_for
 from longtake.recompute.plan import find_best, survey
 from longtake.recompute.policies import Options, options_of
 from longtake.training.build import build_state
+from longtake.training.compiling import compile_blocks
 from longtake.training.gauge import Gauge
 from longtake.training.outlined import OutlinedStep, outlined_step
 from longtake.training.resident import fixed_of
@@ -242,11 +243,11 @@ def _measured(case: Case, until: float, asked: argparse.Namespace) -> Iterator[R
             fits = options is not None
             yield _ours(f"longtake, {name}", options, bench) if fits else _not_fitting(name)
     if not asked.eager and _is_time(until, "compiled"):
-        fitting = [name for name in ("none", "best") if plans.get(name)]
-        for block in step.parts.family.blocks(step.parts.model):
-            block.compile()
-        if fitting:
-            yield _ours(f"longtake, {fitting[0]}, compiled", plans[fitting[0]], bench)
+        fitting = [(name, plans[name]) for name in ("none", "best") if plans.get(name)]
+        for name, options in fitting[:1]:
+            assert options is not None
+            compile_blocks(options, step.parts, step.recipe)  # which run by the options, compiled
+            yield _ours(f"longtake, {name}, compiled", {}, bench)
     del state, step, bench
     gc.collect()
     if not asked.tiny:

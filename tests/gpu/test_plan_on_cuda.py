@@ -82,6 +82,11 @@ def _run(step: OutlinedStep, policy: str, device: torch.device) -> tuple[Memory,
     return memory, float(loss), float(norm)
 
 
+def _num_large(step: OutlinedStep) -> int:
+    """Tensors of a step that come from the allocator's large blocks, at least: one of a block."""
+    return len(step.tracer.subject.blocks)
+
+
 @pytest.mark.parametrize(
     ("trained", "dtype"), [("lora", "bf16"), ("full", "bf16"), ("lora", "fp32"), ("full", "fp32")]
 )
@@ -102,7 +107,10 @@ def test_peaks_are_those_of_the_card(trained: str, dtype: str) -> None:
         outcomes.append(outcome)
         predicted = trace.forward_end_bytes, trace.peak_bytes
         beside = [size - trace.weight_bytes for size in predicted]
-        assert beside == pytest.approx([memory.at["forward"], memory.peak_bytes], rel=0.03), policy
+        # The allocator counts up to 1 MiB more of a block that it does not split.
+        unsplit = 2**20 * _num_large(real)
+        measured_bytes = [memory.at["forward"], memory.peak_bytes]
+        assert beside == pytest.approx(measured_bytes, rel=0.03, abs=unsplit), policy
     assert outcomes[1] == pytest.approx(outcomes[0], rel=1e-2)
     assert outcomes[2] == pytest.approx(outcomes[0], rel=1e-2)
 
