@@ -122,3 +122,14 @@ def test_things_can_be_counted_before_their_number_is_known() -> None:
     with counted(Console(file=out, force_terminal=True, width=80), "index") as advance:
         advance(3, 7)
     assert "3/7" in out.getvalue()
+
+
+def test_the_time_left_follows_the_speed_and_not_the_first_step() -> None:
+    """Neither a slow first step nor one slow step of many makes it jump."""
+    out = StringIO()
+    console = Console(file=out, force_terminal=True, width=120)
+    with step_progress(console, 0, 400) as shown:
+        shown.update(_row(1, seconds=60.0))
+        for step in range(2, 101):
+            shown.update(_row(step, seconds=10.0 if step == 90 else 1.0))
+    assert "0.85 steps/s · 5:54 left" in out.getvalue()

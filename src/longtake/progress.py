@@ -3,8 +3,10 @@
 In a terminal a live bar; in a log, where nobody can draw over a line, one line now and then.
 """
 
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,12 +16,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from longtake.run_dir import Metrics
 
 _SECONDS_BETWEEN_LINES = 20.0
+_FEWEST_STEPS, _MOST_STEPS = 20, 1000  # by which the time left is told
 _SECONDS_OF_A_LONG_PHASE = 1.0
 _PHASE_LOOK_SECONDS = 0.1
 
 
 class StepProgress:
-    """Shows loss, steps per second and the time left; numbers are smoothed over recent steps."""
+    """Shows loss, steps per second and the time left, by the later half of the steps so far.
+
+    The first step of a launch does not count: kernels are chosen and memory is reserved in it.
+    """
 
     def __init__(self, console: Console, bar: Progress, start: int, total: int) -> None:
         self._console = console
@@ -27,17 +33,23 @@ class StepProgress:
         self._total = total
         self._task = bar.add_task("train", total=total, completed=start, facts="")
         self._loss: float | None = None
-        self._seconds: float | None = None
+        self._seconds: deque[float] = deque(maxlen=_MOST_STEPS)
+        self._num_steps = 0
         self._last_line = time.monotonic()
 
     def update(self, metrics: Metrics) -> None:
         """Take in one step."""
         if metrics["loss"] is not None:
             self._loss = _smoothed(self._loss, metrics["loss"])
-        self._seconds = _smoothed(self._seconds, metrics["step_seconds"])
-        left = duration((self._total - metrics["step"]) * self._seconds)
+        self._num_steps += 1
+        if self._num_steps == 2:
+            self._seconds.clear()
+        self._seconds.append(metrics["step_seconds"])
+        later = list(self._seconds)[-max(_FEWEST_STEPS, self._num_steps // 2) :]
+        seconds = statistics.fmean(later)
+        left = duration((self._total - metrics["step"]) * seconds)
         loss = "" if self._loss is None else f"loss {self._loss:.4f} · "
-        facts = f"{loss}{1 / self._seconds:.2f} steps/s · {left} left"
+        facts = f"{loss}{1 / seconds:.2f} steps/s · {left} left"
         self._bar.update(self._task, completed=metrics["step"], facts=facts)
         if not self._console.is_terminal and self._is_time():
             self._console.print(f"step {metrics['step']}/{self._total} · {facts}")

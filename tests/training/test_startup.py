@@ -68,6 +68,15 @@ def test_imports_count_from_the_start_of_the_process(tmp_path: Path) -> None:
     assert second < first - 0.25
 
 
+def test_what_a_process_did_before_its_training_does_not_count(tmp_path: Path) -> None:
+    """As the demo, which writes its clips first."""
+    program = _TRAIN.replace("with beating", "begin_here()\nwith beating", 1)
+    program = program.replace("import Heart", "import Heart, begin_here")
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert float(said.split()[0]) < 0.3
+
+
 def test_of_each_part_the_slowest_rank_is_named() -> None:
     """The total is that of the slowest rank, not the sum of each part's slowest."""
     told = slowest([{"imports": 2.0, "build": 1.0}, {"imports": 1.0, "build": 3.5, "load": 0.5}])

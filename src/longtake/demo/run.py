@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from longtake import config
+from longtake import config, heartbeat
 from longtake.config import Recipe
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
@@ -99,6 +99,7 @@ def run_demo(
 
 def _train(recipe: Recipe, evaluate: bool, console: Console) -> bool:
     """Train to the end, with an evaluation server beside it; False if it was interrupted."""
+    heartbeat.begin_here()  # writing clips is no part of the training's start
     if not evaluate:
         return train(recipe, console).interrupted_by is None
     with evaluated(recipe.out) as evaluator:

@@ -8,7 +8,16 @@ CLOCK_MONOTONIC, which all processes of one node share and which no clock step t
 """
 
 from longtake.heartbeat.heart import Heart
-from longtake.heartbeat.own import beating, begin_step, end_step, enter, launch_seconds, phase, took
+from longtake.heartbeat.own import (
+    beating,
+    begin_here,
+    begin_step,
+    end_step,
+    enter,
+    launch_seconds,
+    phase,
+    took,
+)
 from longtake.heartbeat.pulse import Pulse, Timing, read, read_all
 from longtake.heartbeat.record import Hearts, Phase, Role, folder_of, make_private, path_of
 
@@ -20,6 +29,7 @@ __all__ = [
     "Role",
     "Timing",
     "beating",
+    "begin_here",
     "begin_step",
     "end_step",
     "enter",

@@ -35,6 +35,12 @@ def beating(heart: Heart) -> Iterator[Heart]:
         _heart = None
 
 
+def begin_here() -> None:
+    """Count the launch that follows from now on, not from the start of this process."""
+    global _is_new
+    _is_new = False
+
+
 def enter(phase: Phase) -> None:
     """Say that a phase of this process begins."""
     if _heart is not None:
