@@ -30,6 +30,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from longtake.aside import written_aside
+from longtake.errors import RecordError
 from longtake.evaluation_dir import server_events
 from longtake.lease import is_alive, newest
 from longtake.records import (
@@ -39,8 +40,8 @@ from longtake.records import (
     Time,
     append_json,
     now,
-    read_json,
     read_last_record,
+    read_record,
     read_records,
     with_other_fields,
     write_text,
@@ -67,6 +68,30 @@ FLIGHT_PIPE_PREFIX = "fr_pipe_rank_"
 """Where a rank's flight recorder is asked, among the hearts: with its rank and `.pipe` after it."""
 FLIGHT_FILE_PREFIX = "fr_dump_rank_"
 """What it writes then, likewise: with its rank after it."""
+
+
+@with_other_fields
+class _Heart(TypedDict):
+    rank: Count
+    world_size: Count
+    launch: str
+    pid: Count
+    step: Count
+    phase: str
+
+
+@with_other_fields
+class _Heartbeat(TypedDict):
+    """What is used of nodes/<host>/heartbeat.json."""
+
+    pid: NotRequired[Count]
+    beat: NotRequired[Count]
+    launch: NotRequired[str]
+    ranks: NotRequired[list[_Heart]]
+    addresses: NotRequired[list[str]]
+    health: NotRequired[dict[str, Any]]
+    monotonic: NotRequired[Finite]
+    wall: NotRequired[Finite]
 
 
 class ProcessDump(TypedDict):
@@ -208,8 +233,10 @@ class NodeDirectory:
             json.dump(record, file)
 
     def read_heartbeat(self) -> dict[str, Any]:
-        """The node's heartbeat.json; empty if there is none."""
-        return read_json(self.heartbeat_path)
+        """The node's heartbeat.json; empty if there is none, or it is no such record."""
+        with suppress(RecordError):
+            return dict(read_record(self.heartbeat_path, _Heartbeat) or {})
+        return {}
 
     def write_dump(self, dump: NodeDump) -> Path:
         """Write an answer to a request; returns where it lies."""

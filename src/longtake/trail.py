@@ -177,7 +177,9 @@ def _of_silent_node(
     """
     beats = {h: each for h, each in read_heartbeats(run).items() if each.get("launch") == launch}
     silent = [h for h, each in beats.items() if h in before and not has_beaten(before[h], each)]
-    lost = [(h, rank) for h in silent if not beats[h].get("ended") for rank in beats[h]["ranks"]]
+    lost = [
+        (h, rank) for h in silent if not beats[h].get("ended") for rank in beats[h].get("ranks", ())
+    ]
     if not lost or len(silent) == len(beats):
         return None
     host, rank = lost[0]

@@ -24,7 +24,7 @@ _LINES = {
     "a start without parts": f'{{"step": 1, "time": "{_TIME}", "event": "started"}}',
     "an epoch without a name": f'{{"step": 1, "time": "{_TIME}", "event": "epoch"}}',
     "a rank without a number": f'{{"step": 1, "time": "{_TIME}", "event": "rank_failed"}}',
-    "a lone surrogate": f'{{"time": "{_TIME}", "event": "\\\\udcff"}}',
+    "a lone surrogate": f'{{"time": "{_TIME}", "event": "\\udcff"}}',
 }
 _LOGS = (
     "metrics.jsonl",

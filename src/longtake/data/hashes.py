@@ -10,7 +10,8 @@ from pathlib import Path
 from longtake.aside import make_writable
 from longtake.data.clip import Media
 from longtake.data.indexing.probe import content_hash
-from longtake.errors import ClipError
+from longtake.errors import ClipError, RecordError
+from longtake.records import read_records
 
 _Stamp = tuple[int, int]
 
@@ -58,11 +59,9 @@ class ContentHashes:
             return self._known
 
     def _read(self, file: Path, known: dict[str, tuple[_Stamp, str]]) -> None:
-        with suppress(OSError):
-            for line in file.read_bytes().splitlines():
-                with suppress(ValueError):  # half a line, of a process that was killed
-                    path, num_bytes, mtime_ns, content = json.loads(line)
-                    known[path] = (num_bytes, mtime_ns), content
+        with suppress(RecordError):
+            for path, num_bytes, mtime_ns, content in read_records(file, tuple[str, int, int, str]):
+                known[path] = (num_bytes, mtime_ns), content
 
     def _write(self, path: str, stamp: _Stamp, content: str) -> None:
         if not self._mine.exists():

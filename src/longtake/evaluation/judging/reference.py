@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import TypedDict
 
 from longtake.config import Bucket, Recipe
 from longtake.data.buckets import span
@@ -21,10 +22,10 @@ from longtake.data.clip import Clip
 from longtake.data.order import derive
 from longtake.data.sample import sample_window
 from longtake.data.window import read_window
-from longtake.errors import ClipError, DataError
+from longtake.errors import ClipError, DataError, RecordError
 from longtake.evaluation.measures import measure
 from longtake.evaluation_dir import EvaluationDirectory
-from longtake.records import read_json, write_json
+from longtake.records import Count, read_record, write_json
 from longtake.run_dir import RunDirectory
 
 _LOW, _MIDDLE, _HIGH = 0.01, 0.5, 0.99
@@ -158,6 +159,12 @@ def _long_enough(catalog: Catalog, bucket: Bucket, stride: int) -> Iterator[Clip
     return (catalog.clip(int(row)) for row in rows)
 
 
+class _Kept(TypedDict):
+    of: dict[str, Any]
+    num_clips: Count
+    measures: dict[str, Spread]
+
+
 def _catalog_paths(run: RunDirectory) -> list[Path]:
     return sorted(run.catalogs_path.glob("*.parquet"))
 
@@ -169,8 +176,12 @@ def _spread(values: list[float]) -> Spread:
 
 def _kept(path: Path, asked: Mapping[str, Any]) -> Reference | None:
     """What an earlier evaluation has written, if it is of the same."""
-    record = read_json(path)
-    if record.get("of") != asked:
+    try:
+        record = read_record(path, _Kept)
+    except RecordError:
         return None
-    spread = {name: Spread(**each) for name, each in record["measures"].items()}
-    return Reference(record["num_clips"], spread)
+    return (
+        None
+        if record is None or record["of"] != asked
+        else Reference(record["num_clips"], record["measures"])
+    )
