@@ -1,15 +1,21 @@
 """A run at a glance: all that its directory says, and what one can type next."""
 
 import os
+import shlex
 import shutil
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from longtake import config
+from longtake.config import STEM
+from longtake.data.catalog import Catalog
+from longtake.data.clip import Clip, Media
 from longtake.errors import RunError
-from longtake.inspection.glance import glance
+from longtake.inspection.glance import command_to_sample, glance
 from longtake.run_dir import RunDirectory
 
 
@@ -92,3 +98,44 @@ def test_only_the_runs_own_checkpoints_are_listed(told: RunDirectory) -> None:
     path = told.checkpoint_path(12)
     shutil.copytree(path, path.with_name(f"{path.name}.bak"))
     assert [each["step"] for each in glance(told)["checkpoints"]] == [12, 24]
+
+
+def test_the_suggested_sample_of_an_image_model_has_its_references(tmp_path: Path) -> None:
+    """Of a clip it was trained on, and a PNG: else the command would be refused."""
+    clip = Clip(
+        identity="0" * 32,
+        media=Media("/clips/a cat.png"),
+        kind="image",
+        caption="a cat's hat",
+        num_frames=1,
+        height=32,
+        width=32,
+        fps=0.0,
+        duration_seconds=0.0,
+        stream_index=0,
+        rotation=0,
+        codec="png",
+        pix_fmt="rgb24",
+    )
+    text = f"""
+    out = "{tmp_path / "run"}"
+    model.family = "flux"
+    training = {{ steps = 4, batch_size = 1 }}
+    [data]
+    catalog = "clips.parquet"
+    buckets = [{{ num_frames = 1, height = 32, width = 32 }}]
+    references = {{ before = "../before/<stem>.png" }}
+    """
+    recipe = config.parse(tomllib.loads(text.replace("<stem>", STEM)), source="test")
+    run = RunDirectory(recipe.out)
+    run.path.mkdir()
+    run.create(recipe)
+    run.catalogs_path.mkdir()
+    Catalog.of([clip]).save(run.catalogs_path / "0.parquet")
+    words = shlex.split(command_to_sample(run))
+    assert words[:3] == ["longtake", "sample", str(run.path)]
+    assert words[3:] == [
+        *("--prompt", "a cat's hat"),
+        *("--reference", "before=/before/a cat.png"),
+        *("--out", "sample.png"),
+    ]
