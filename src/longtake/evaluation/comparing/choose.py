@@ -83,7 +83,11 @@ class Comparison:
         Always what of these there is: adherence, held-out loss, brightness. Then those with an
         alarm, the newest first.
         """
-        alarmed = [{alarm["measure"] for alarm in each.scores["alarms"]} for each in self.columns]
+        # A range alarm is no verdict: early in training nearly all measures have one.
+        alarmed = [
+            {alarm["measure"] for alarm in each.scores["alarms"] if alarm["kind"] == "drift"}
+            for each in self.columns
+        ]
         values = [_values(each.scores) for each in self.columns]
         newest_first = [name for names in reversed(alarmed) for name in sorted(names)]
         wanted = ["adherence", "held-out loss", "brightness", *newest_first]
