@@ -34,7 +34,7 @@ from longtake.models.codec import Codec
 from longtake.models.lora import lora_state
 from longtake.records import read_json_lines
 
-_PROMPT = "a red circle, moving up"
+_PROMPT = "a \u201cred\u201d  circle, moving &amp; it\u2019s up"  # which Wan's pipeline cleans
 _WIDTH = 16  # of text encoders
 _FAMILIES = ("wan", "flux", "flux_kontext")
 
@@ -54,7 +54,12 @@ def _tokenizer(*, begins: bool) -> Any:
     trainer = trainers.UnigramTrainer(
         vocab_size=90, special_tokens=special, unk_token="<unk>", show_progress=False
     )
-    texts = [_PROMPT, "a blue square moving left", "a green triangle moves down & 'right' \"fast\""]
+    texts = [
+        _PROMPT,
+        "a 'red' circle moving up",
+        "a blue square moving left",
+        "a green triangle moves down & 'right' \"fast\"",
+    ]
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>" if begins else "$A </s>",

@@ -155,7 +155,14 @@ def test_a_caption_means_the_same_in_any_batch(class_name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "caption", ["a red ball", "", "a  red\nball &amp; more ", "a red ball rolls left " * 4]
+    "caption",
+    [
+        "a red ball",
+        "",
+        "a  red\nball &amp; more ",
+        "it\u2019s \u201cred\u201d",
+        "a red ball rolls left " * 4,
+    ],
 )
 def test_embeddings_are_those_of_wans_pipeline(caption: str) -> None:
     """Short, empty, unclean or too long: training sees what WanPipeline will give."""

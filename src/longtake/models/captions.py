@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import ftfy
+
 from longtake.config import TextSection
 from longtake.errors import ModelError
 from longtake.models.pretrained import load_pretrained, locate
@@ -76,8 +78,11 @@ def review_captions(
 
 
 def clean(caption: str) -> str:
-    """A caption as Wan's pipeline cleans a prompt: HTML entities resolved, single spaces."""
-    return " ".join(html.unescape(html.unescape(caption)).split())
+    """A caption as Wan's pipeline cleans a prompt: ftfy, HTML entities resolved, single spaces.
+
+    ftfy makes curly quotes straight, among others; captions by language models are full of them.
+    """
+    return " ".join(html.unescape(html.unescape(ftfy.fix_text(caption))).split())
 
 
 def _counter(section: TextSection) -> Callable[[Sequence[str]], list[int]]:

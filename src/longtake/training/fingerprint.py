@@ -16,7 +16,7 @@ from longtake.data.hashes import ContentHashes
 from longtake.models.assemble import text_section
 from longtake.models.pretrained import locate
 
-_PIXELS, _CAPTIONS = 1, 1
+_PIXELS, _CAPTIONS = 1, 2
 """Versions of longtake's own code between pixels and codec, captions and encoder."""
 
 _LARGE_BYTES = 2**24
