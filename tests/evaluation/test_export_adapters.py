@@ -64,6 +64,7 @@ def _trained(recipe: Recipe, out: Path, trainable: dict[str, Any]) -> Sampler:
     values = recipe.model_dump(exclude_none=True) | _PARTS
     values |= {"out": str(out), "trainable": trainable}
     values["data"]["buckets"] = [{"num_frames": 1, "height": 16, "width": 16}]
+    values["data"]["stills_from_videos"] = True
     values["training"] |= {"steps": 3, "batch_size": 4}
     train(config.parse(values, source="_trained"), Console(quiet=True))
     return load_sampler(out, device="cpu")
