@@ -59,14 +59,22 @@ def named_code(recipe: Recipe, *, with_hook: bool) -> list[str]:
     return found
 
 
-def refuse_foreign_code(run: RunDirectory, *, trust: bool, with_hook: bool = False) -> None:
+def refuse_foreign_code(
+    run: RunDirectory, *, trust: bool, with_hook: bool = False, recipe: Recipe | None = None
+) -> None:
     """Refuse a run that names code, unless this user began it on this host or trusts it.
+
+    Args:
+        run: the run directory.
+        trust: whether the user has said `--trust`.
+        with_hook: whether its hook would be run too.
+        recipe: what would be used of it; by default the recipe as it is now.
 
     Raises:
         RunError: there is no run.
         TrustError: it names code, and somebody else began it.
     """
-    named = named_code(run.recipe(), with_hook=with_hook)
+    named = named_code(recipe or run.recipe(), with_hook=with_hook)
     if not named or trust or is_own(run):
         return
     listed = "".join(f"\n  {each}" for each in named)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from longtake.cli import say
-from longtake.cli.say import AsJson, Changes
+from longtake.cli.say import AsJson, Changes, Trust
 from longtake.printable import printable
 from longtake.units import plural
 
@@ -296,6 +296,7 @@ def cache(
     workers: Annotated[
         int | None, typer.Option(min=1, help="With --on: at most so many at a time.")
     ] = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Compute a recipe's latents and prompt embeddings ahead, so that training need not wait.
@@ -304,13 +305,13 @@ def cache(
     processes at once, alone or by `torchrun --nproc-per-node 2 -m longtake data cache
     RECIPE`.
     """
-    from longtake import config
     from longtake.data.crews.choice import crew_on
     from longtake.training.caching import KINDS, cache_ahead
+    from longtake.trust import load_recipe
 
     if workers and on is None:
         raise typer.BadParameter("--workers is for --on; here, data.workers of the recipe decode")
-    loaded = config.load(recipe, changes or ())
+    loaded = load_recipe(recipe, changes or (), trust=trust)
     if on is None:
         facts = cache_ahead(loaded, say.console())
     else:

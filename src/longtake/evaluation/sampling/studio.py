@@ -5,6 +5,7 @@ from pathlib import Path
 from torch import Tensor
 
 from longtake.checkpoint import reading, store
+from longtake.config import EvaluationSection, Recipe
 from longtake.errors import CheckpointError, RecipeError
 from longtake.evaluation.presets.preset import Preset
 from longtake.evaluation.presets.request import Request
@@ -40,16 +41,18 @@ class Studio:
         run: whose checkpoints are sampled.
         device: `cpu`, `cuda`, one GPU, such as `cuda:1`; `auto`: the GPU with most free memory, or
             the CPU where no GPU has enough.
+        trust: whether code that the run names may be run, whoever began it.
 
     Raises:
-        RunError: there is no run.
+        RunError: there is no run; or it names code, and somebody else began it.
         RecipeError: the recipe's parts do not fit together, or there is no such device.
         ModelError: a frozen part cannot be loaded.
         PlanError: the weights of one part alone are more than the GPU's memory.
     """
 
-    def __init__(self, run: RunDirectory, device: str = "auto") -> None:
+    def __init__(self, run: RunDirectory, device: str = "auto", *, trust: bool = False) -> None:
         self.run, self.recipe = run, run.recipe()
+        refuse_foreign_code(run, trust=trust, recipe=_without_presets(self.recipe))
         if device != "auto":
             pick_device(device)  # which is refused before anything is loaded
         self.components = assemble(self.recipe, (), run.components_path)
@@ -134,11 +137,15 @@ def load_sampler(
         RecipeError: the run keeps no such average.
         CheckpointError: there is no whole checkpoint, or it is damaged.
     """
-    refuse_foreign_code(find_run(path), trust=trust)
     recipe = find_run(path).recipe()
     weights = weights_to_sample(recipe, ema=ema, profile=profile)
     run, checkpoint = find_checkpoint(path, step, weights)
-    return Studio(run, device).load(checkpoint, weights)
+    return Studio(run, device, trust=trust).load(checkpoint, weights)
+
+
+def _without_presets(recipe: Recipe) -> Recipe:
+    """What decides the model; the presets' measures are loaded elsewhere."""
+    return recipe.model_copy(update={"evaluation": EvaluationSection()})
 
 
 def _refuse_another_model(folder: Path, state: dict[str, Tensor]) -> None:

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from longtake import config
-from longtake.config import Recipe
+from longtake.config import EvaluationSection, Recipe
 from longtake.errors import LongtakeError, RunError
 from longtake.evaluation.presets.preset import refuse_unknown
 from longtake.evaluation.presets.tables import Tables, gather
 from longtake.evaluation.server.backlog import Backlog
 from longtake.evaluation.server.runs import find_runs
 from longtake.run_dir import RunDirectory
-from longtake.trust import TrustError, refuse_foreign_code
+from longtake.trust import TrustError, load_recipe, refuse_foreign_code
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Options:
         if self.own_presets is not None and not self.own_presets.is_file():
             raise RunError(f"--presets {self.own_presets}: there is no such file.")
         if self.recipe is not None:
-            config.load(self.recipe)
+            load_recipe(self.recipe, (), trust=self.trust)
         if self.source is None and not self.waits:
             for place in self.places:
                 _refuse_empty(place)
@@ -102,7 +102,10 @@ class Options:
             TrustError: it does.
         """
         try:
-            refuse_foreign_code(run, trust=self.trust)
+            recipe = run.recipe()
+            if self.recipe is not None:  # its measures are not used
+                recipe = recipe.model_copy(update={"evaluation": EvaluationSection()})
+            refuse_foreign_code(run, trust=self.trust, recipe=recipe)
         except TrustError:
             raise
         except LongtakeError:

@@ -38,6 +38,7 @@ class Screening:
         server: the name of the server.
         report: who is told what cannot be measured.
         recipe_of: the recipe of a run, by which it is evaluated.
+        trust: whether code that a run names may be run, whoever began it.
         begin_on: is told once which device is used.
     """
 
@@ -48,7 +49,10 @@ class Screening:
         report: Report,
         recipe_of: Callable[[RunDirectory], Recipe] = RunDirectory.recipe,
         begin_on: Callable[[torch.device], None] | None = None,
+        *,
+        trust: bool = False,
     ) -> None:
+        self._trust = trust
         self._recipe_of, self._begin_on = recipe_of, begin_on
         self._device, self._server, self._report = device, server, report
         self._studio: Studio | None = None
@@ -118,7 +122,7 @@ class Screening:
         recipe = signature(run.recipe_path)
         if self._studio is None or self._studio.run != run or self._recipe_read != recipe:
             self._studio, self._loaded, self._recipe_read = None, None, recipe
-            self._studio = Studio(run, self._device)
+            self._studio = Studio(run, self._device, trust=self._trust)
             if self._studio.why_device:
                 self._report.say(self._studio.why_device)
             if self._begin_on is not None:

@@ -42,7 +42,9 @@ def evaluate(options: Options, device: str, console: Console) -> dict[str, Any]:
         pick_device(device)
     report = Report(console)
     with stopped_by_signals() as stop:
-        screening = Screening(device, own_name(), report, options.recipe_of, _be_modest)
+        screening = Screening(
+            device, own_name(), report, options.recipe_of, _be_modest, trust=options.trust
+        )
         server = Server(options, screening, report, stop)
         server.serve()
     if report.untrusted is not None and not (server.evaluated or stop.reason):
