@@ -117,3 +117,39 @@ def test_a_run_that_may_not_be_read_is_named(place: Path, another_user: Path, ca
     for verb in (["show"], ["data", "audit"], ["evaluate"]):
         code, _, err = call(*verb, run)
         assert str(run) in _sentence(code, err)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("model.config.hidden_size=824633720832", "model.config does not fit the tubelet family"),
+        ("model.config.num_blocks=x", "model.config does not fit the tubelet family"),
+        ("model.config.patch_size=[0,8,8]", "model.config.patch_size is"),
+        ("model.config.patch_size=8", "model.config.patch_size is"),
+        ("data.buckets=[{num_frames=65536,height=65536,width=65536}]", ""),
+    ],
+)
+def test_sizes_that_no_memory_holds_are_refused(
+    place: Path, tmp_path: Path, call: Call, change: str, why: str
+) -> None:
+    """By the model, before anything of the run is written."""
+    changes = ("--set", change, "--set", f"out={tmp_path / 'run'}")
+    code, _, err = call("train", place / "recipe.toml", *changes)
+    assert why in _sentence(code, err)
+
+
+def test_no_pipe_keeps_an_index_waiting(shapes_catalog: Path, tmp_path: Path, call: Call) -> None:
+    """As what is to be written, as captions, and among the files."""
+    clips = tmp_path / "clips"
+    clips.mkdir()
+    shutil.copy(next(shapes_catalog.parent.rglob("*.mp4")), clips)
+    for name in ("x.tar", "x.mp4", "pipe.parquet", "captions.txt"):
+        os.mkfifo(clips / name)
+    code, _, err = call("data", "index", clips, "--out", clips / "pipe.parquet")
+    assert "exists and is not a catalog" in _sentence(code, err)
+    out = tmp_path / "catalog.parquet"
+    code, _, err = call("data", "index", clips, "--captions", clips / "captions.txt", "--out", out)
+    assert "it is a named pipe, expected a regular file" in _sentence(code, err)
+    code, _, err = call("data", "index", clips, "--out", out)
+    assert code == 0, err
+    assert "2 files rejected" in err

@@ -83,6 +83,8 @@ _MAP_ABOVE_ROWS = 100_000  # some tens of MB
 def version_of(path: Path) -> str | None:
     """Return the schema version of the catalog in a file, or None if there is no catalog."""
     try:
+        if not path.is_file():  # opening a pipe would never end
+            return None
         metadata: Mapping[bytes, bytes] = pq.read_schema(path).metadata or {}
     except (OSError, ValueError, pa.ArrowException):
         return None

@@ -24,7 +24,7 @@ from longtake.data.indexing.probe import content_hash
 from longtake.data.limits import MEMORY_GIB
 from longtake.errors import ClipError, DataError
 
-_ENCODER_GIB = 3.0  # x264 keeps some 60 frames: 0.7 GiB of 3840x2160
+_ENCODER_GIB = 3.0  # x264 keeps some 60 frames: 0.5 GiB of 3840x2160
 _MAX_GOP, _MAX_FPS = 10_000, 1000
 _FORMAT = 1  # part of every name: raise it when other pixels would be written
 

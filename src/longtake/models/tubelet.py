@@ -24,6 +24,22 @@ from longtake.models.unfilled import Weights
 from longtake.parallel.sequence import TokenSharing
 
 
+def _tube(section: ModelSection) -> tuple[int, ...]:
+    """Frames, height and width of a tube.
+
+    Raises:
+        RecipeError: `patch_size` is no such three numbers.
+    """
+    tube = section.config.get("patch_size", TUBE)
+    is_list = isinstance(tube, list | tuple) and len(tube) == 3
+    if not is_list or not all(type(side) is int and 0 < side < 2**16 for side in tube):
+        raise RecipeError(
+            f"model.config.patch_size is {tube!r:.60}; expected frames, height and width of a tube "
+            f"such as {list(TUBE)}."
+        )
+    return tuple(tube)
+
+
 class Tubelet:
     """The family: it embeds a caption's word ids itself, and is built for one shape of clip."""
 
@@ -32,7 +48,7 @@ class Tubelet:
 
     def patch(self, section: ModelSection) -> tuple[int, ...]:
         """A tube's."""
-        return tuple(section.config.get("patch_size", TUBE))
+        return _tube(section)
 
     def check(self, section: ModelSection, shapes: Sequence[LatentShape]) -> None:
         """One shape only, which must divide into tubes."""
@@ -42,7 +58,7 @@ class Tubelet:
                 "position for every tube and is built for one shape. Keep one bucket."
             )
         _, *sizes = shapes[0]
-        tube = section.config.get("patch_size", TUBE)
+        tube = _tube(section)
         fits = [max(1, round(size / step)) * step for size, step in zip(sizes, tube, strict=True)]
         if fits != sizes:
             raise RecipeError(
@@ -74,6 +90,16 @@ class Tubelet:
                 return TubeletTransformer(**(fitted | section.config))
         except ModelError as error:
             raise RecipeError(f"model.config: {error}") from error
+        except (
+            ArithmeticError,
+            LookupError,
+            MemoryError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            said = str(error).partition("\n")[0][:300] or type(error).__name__
+            raise RecipeError(f"model.config does not fit the tubelet family. {said}") from error
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The block that reads the caption and those that read all."""
