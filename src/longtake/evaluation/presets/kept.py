@@ -1,14 +1,13 @@
 """preset.json: a preset as it was when the first of its videos was made; torch-free."""
 
 import errno
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from longtake.errors import RecipeError, RunError
-from longtake.records import write_json, write_once
+from longtake.errors import RecipeError, RecordError, RunError
+from longtake.records import parse_record, read_regular, write_json, write_once
 
 
 def keep_record(path: Path, name: str, record: Mapping[str, Any]) -> None:
@@ -49,9 +48,8 @@ def _read(path: Path) -> dict[str, Any]:
     Raises:
         OSError: it is there, and cannot be read.
     """
-    with suppress(FileNotFoundError, ValueError):
-        found = json.loads(path.read_bytes())
-        return found if isinstance(found, dict) else {}
+    with suppress(FileNotFoundError, RecordError):
+        return parse_record(read_regular(path), dict[str, Any], path)
     return {}
 
 
