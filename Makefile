@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test clean
+.PHONY: help demo check test fuzz clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -25,6 +25,15 @@ check: $(READY)  ## format, lint, types and the import contract (half a minute)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Another seed each time; repeat one with: make fuzz LONGTAKE_FUZZ_SEED=…
+LONGTAKE_FUZZ_SEED  ?= $(shell date +%s)
+LONGTAKE_FUZZ_CASES ?= 2000
+
+fuzz: $(READY)  ## damaged and hostile inputs for every command, 2,000 new ones each time (half an hour)
+	@echo LONGTAKE_FUZZ_SEED=$(LONGTAKE_FUZZ_SEED) LONGTAKE_FUZZ_CASES=$(LONGTAKE_FUZZ_CASES)
+	LONGTAKE_FUZZ_SEED=$(LONGTAKE_FUZZ_SEED) LONGTAKE_FUZZ_CASES=$(LONGTAKE_FUZZ_CASES) \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/fuzz
 
 clean:  ## remove the virtual environment and every cache (runs stay)
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -5,6 +5,7 @@ distributed checkpoint format, so that another number of ranks can load it), `tr
 COMMITTED, which lists every file and is written last.
 """
 
+import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -131,6 +132,7 @@ def load_parts(
             tensors may have been filled.
     """
     forget_hint_of_being_alone()
+    logging.getLogger().addFilter(_is_no_warning_of_the_loader)
     alone = world is None or world.mesh is None
     for name, state in parts.items():
         if not is_verified:
@@ -188,6 +190,11 @@ def abandon(run: RunDirectory, after_step: int) -> None:
     """
     later = {step: path for step, path in _folders(run).items() if step > after_step}
     delete(later[step] for step in sorted(later, reverse=True))
+
+
+def _is_no_warning_of_the_loader(record: logging.LogRecord) -> bool:
+    """Filter torch's warnings, with tracebacks, of metadata about which it raises an error too."""
+    return record.levelno >= logging.ERROR or record.pathname != state_dict_loader.__file__
 
 
 def forget_hint_of_being_alone() -> None:

@@ -93,7 +93,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
     Raises:
         LongtakeError: it is neither.
     """
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    found = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text)
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= low <= high:
         raise LongtakeError(
@@ -117,7 +117,7 @@ def parse_endpoint(text: str | None, nodes: tuple[int, int]) -> str:
             f"them, where HOST is one of them (say {DEFAULT_PORT} for the port)."
         )
     host, _, port = text.rpartition(":") if ":" in text else (text, "", str(DEFAULT_PORT))
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    if not host or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
         raise LongtakeError(
             f"--rdzv-endpoint {text}: expected HOST:PORT, such as node1:{DEFAULT_PORT}."
         )

@@ -12,6 +12,7 @@ from PIL import Image
 from longtake.data.clip import Media
 from longtake.data.decode import decoded, opened, rgb
 from longtake.errors import ClipError, RunError
+from longtake.records import open_regular
 
 Size = tuple[int, int]
 """Width and height in pixels."""
@@ -75,7 +76,7 @@ def copied_picture(path: Path, size: Size) -> Image.Image:
         RunError: it cannot be read.
     """
     try:
-        with Image.open(path) as picture:
+        with open_regular(path) as file, Image.open(file) as picture:
             return _scaled(picture.convert("RGB"), size)
     except OSError as error:
         reason = error.strerror or "it is no picture"
@@ -85,12 +86,13 @@ def copied_picture(path: Path, size: Size) -> Image.Image:
 @contextmanager
 def _reading(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
     try:
+        open_regular(path).close()  # a named pipe would be waited for
         with opened(Media(str(path))) as both:
             yield both
-    except ClipError as error:
+    except (ClipError, OSError) as error:
+        reason = error.reason if isinstance(error, ClipError) else error.strerror or error
         raise RunError(
-            f"{error.path}, which was sampled, cannot be read: {error.reason}. Is it still being "
-            "copied?"
+            f"{path}, which was sampled, cannot be read: {reason}. Is it still being copied?"
         ) from error
 
 

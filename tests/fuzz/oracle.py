@@ -1,0 +1,65 @@
+"""What must hold after any command on any input."""
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+CANARY = "canary"
+"""A file that hostile input would make, if it were run."""
+_MOST_LETTERS = 6000  # of a complaint
+_CODES = {0, 1, 2}
+_TRACES = ("Traceback (most recent call last)", "Fatal Python error", "terminate called")
+
+
+def complaints(
+    ended: Any,
+    before: dict[str, bytes],
+    after: dict[str, bytes],
+    may_change: tuple[str, ...],
+    appended: tuple[str, ...],
+) -> list[str]:
+    """What is wrong with how a command ended; nothing, if all is well.
+
+    Args:
+        ended: `forked.Ended`.
+        before: files of the place, and their content.
+        after: the same after the command.
+        may_change: patterns of files that the command may change or remove.
+        appended: patterns of files to whose end it may add.
+    """
+    found = []
+    said = ended.stderr + ended.stdout
+    if ended.code is None:
+        found.append(f"hung: it had not ended after {ended.seconds:.0f} s")
+    elif ended.code < 0:
+        found.append(f"ended by signal {-ended.code}")
+    elif ended.code not in _CODES:
+        found.append(f"ended with code {ended.code}")
+    found += [f"said: {trace}" for trace in _TRACES if trace in said]
+    if any(ord(letter) < 32 and letter not in "\n\t" for letter in said):
+        found.append("wrote control characters to the terminal")
+    if ended.code == 2 and not ended.stderr.strip():
+        found.append("gave no reason")
+    if ended.code == 2 and len(ended.stderr) > _MOST_LETTERS:
+        found.append(f"complained in {len(ended.stderr):,} letters")
+    found += [
+        f"lost {name}"
+        for name, data in before.items()
+        if not _is_kept(name, data, after.get(name), may_change, appended)
+    ]
+    if any(Path(name).name == CANARY for name in after):
+        found.append("ran foreign code")
+    return found
+
+
+def _is_kept(
+    name: str,
+    before: bytes,
+    after: bytes | None,
+    may_change: tuple[str, ...],
+    appended: tuple[str, ...],
+) -> bool:
+    if after == before or any(fnmatchcase(name, pattern) for pattern in may_change):
+        return True
+    is_log = any(fnmatchcase(name, pattern) for pattern in appended)
+    return is_log and after is not None and after.startswith(before)

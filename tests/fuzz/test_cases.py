@@ -1,0 +1,567 @@
+"""Named cases: inputs that once gave tracebacks, hangs or losses, by the file that read them.
+
+Each damages one thing in the place, and runs one command there.
+"""
+
+import json
+import os
+import struct
+import tarfile
+from collections.abc import Callable, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from tests.fuzz.generators import LOGS, TRAINED, take_permission
+from tests.fuzz.mutations import DEEP, hostile_pickle, replace_with
+
+from longtake.checkpoint.manifest import commit, describe, file_names
+
+_Damage = Callable[[Path], object]
+_Check = Callable[..., Any]
+
+_STEP = "run/checkpoints/step_00000004"
+_SCORES = "run/evaluations/tiny/step_00000004/scores.json"
+_LAUNCH = "run/ledger/launch_0000/launch.json"
+_REPORT = "run/guard/step_00000002_0.json"
+_HEARTBEAT = "run/nodes/node7/heartbeat.json"
+_CLAIM = "run/evaluations/claims/tiny/*/0.json"
+_JOURNAL = ".new.parquet.journal.jsonl"
+
+_SHOW = ("show", "run")
+_AROUND = ("show", "run", "--around", "3")
+_CURVES = ("show", "run", "--out", "o.png")
+_STRIP = ("show", "run", "--around", "3", "--out", "o.png")
+_LAUNCH_ONE = ("launch", "recipe.toml", "--nproc-per-node", "1")
+_AUDIT = ("data", "audit", "run")
+_TRAIN = ("train", "recipe.toml")
+_CPU = ("--device", "cpu")
+_SAMPLE = ("sample", "run", "--prompt", "a red circle", "--out", "o.mp4", *_CPU)
+_EVALUATE = ("evaluate", "run", *_CPU)
+_COMPARE = ("compare", "run", "--preset", "tiny", "--out", "c.png")
+_INDEX = ("data", "index", "more", "--out", "new.parquet")
+_SHOW_DATA = ("data", "show", "catalog.parquet", "recipe.toml")
+_PICTURES = ("data", "show", "catalog.parquet", "--out", "pictures")
+
+_NO_RECORDS = [b"[]", b"5", b"{}", b'{"step": "x", "event": 5}', b'{"step": 1}', b'"text"', b"null"]
+_DEEP_LIST = b"[" * DEEP
+_DEEP_OBJECT = b'{"a":' * DEEP + b"1" + b"}" * DEEP
+_LONG = "x" * 300
+_DIGITS = "9" * 5000
+
+_MAY_CHANGE = (*TRAINED, "run/evaluations/*", "run/slurm/*", "run/holds/*", _JOURNAL)
+
+
+def _lines(name: str, lines: Sequence[bytes] = _NO_RECORDS) -> _Damage:
+    """Add lines at both ends of a JSON lines file."""
+
+    def damage(place: Path) -> None:
+        path = place / name
+        more = b"".join(line + b"\n" for line in lines)
+        path.write_bytes(more + path.read_bytes() + more)
+
+    return damage
+
+
+def _text(name: str, text: bytes) -> _Damage:
+    """Make a file hold something else."""
+
+    def damage(place: Path) -> None:
+        for path in place.glob(name) if "*" in name else [place / name]:
+            path.write_bytes(text)
+
+    return damage
+
+
+def _values(name: str, **values: Any) -> _Damage:
+    """Change fields of a JSON file."""
+
+    def damage(place: Path) -> None:
+        for path in place.glob(name):
+            path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return damage
+
+
+def _recommitted(name: str, text: bytes) -> _Damage:
+    """Change a file of a checkpoint before its checksum is taken."""
+
+    def damage(place: Path) -> None:
+        folder = place / _STEP
+        (folder / name).write_bytes(text)
+        (folder / "COMMITTED").unlink()
+        commit(folder, describe(folder, file_names(folder)))
+
+    return damage
+
+
+def _kind(name: str, kind: str) -> _Damage:
+    """Put a named pipe, a folder or a device where a file was."""
+
+    def damage(place: Path) -> None:
+        for path in _found(place, name):
+            replace_with(path, kind)
+
+    return damage
+
+
+def _found(place: Path, name: str) -> list[Path]:
+    return list(place.glob(name)) if "*" in name else [place / name]
+
+
+def _unreadable(name: str) -> _Damage:
+    """A file that its reader has no permission for."""
+
+    def damage(place: Path) -> None:
+        for path in _found(place, name):
+            path.chmod(0)
+
+    return damage
+
+
+def _more(name: str, data: bytes | str) -> _Damage:
+    """A file in a folder to index."""
+
+    def damage(place: Path) -> None:
+        (place / "more").mkdir(exist_ok=True)
+        encoded = data.encode() if isinstance(data, str) else data
+        (place / "more" / name).write_bytes(encoded)
+        (place / "more" / "a.mp4").write_bytes(next((place / "clips").glob("*.mp4")).read_bytes())
+
+    return damage
+
+
+def _table(**columns: Any) -> _Damage:
+    """A Parquet table in a folder to index."""
+
+    def damage(place: Path) -> None:
+        _more("list.parquet", b"")(place)
+        pq.write_table(pa.table(columns), place / "more" / "list.parquet")
+
+    return damage
+
+
+def _tar(text: bytes, name: str = "a.json") -> _Damage:
+    """A WebDataset tar in a folder to index: one clip, and a text about it."""
+
+    def damage(place: Path) -> None:
+        _more("none.txt", b"")(place)
+        with tarfile.open(place / "more" / "a.tar", "w") as tar:
+            tar.add(place / "more" / "a.mp4", "a.mp4")
+            member = tarfile.TarInfo(name)
+            member.size = len(text)
+            tar.addfile(member, BytesIO(text))
+
+    return damage
+
+
+def _cell(column: str, value: Any, kind: pa.DataType | None = None) -> _Damage:
+    """Another value in the catalog's first row, under the same metadata."""
+
+    def damage(place: Path) -> None:
+        path = place / "catalog.parquet"
+        table = pq.read_table(path)
+        index = table.column_names.index(column)
+        rows = [value, *table.column(column).to_pylist()[1:]]
+        wanted = kind or table.schema.field(column).type
+        table = table.set_column(index, pa.field(column, wanted), pa.array(rows, wanted))
+        pq.write_table(table, path)
+
+    return damage
+
+
+def _attribute(name: str) -> _Damage:
+    """A table whose attribute has a name that is read as mathematics."""
+    return _more("list.csv", f"video,{name}\na.mp4,1.5\n")
+
+
+def _recipe(line: str) -> _Damage:
+    """A line more at the end of the recipe, or in place of the line of that key."""
+
+    def damage(place: Path) -> None:
+        path = place / "recipe.toml"
+        path.write_text(f"{path.read_text()}\n{line}\n")
+
+    return damage
+
+
+def _kept(old: str, new: str) -> _Damage:
+    """The recipe in the run, changed."""
+
+    def damage(place: Path) -> None:
+        path = place / "run" / "recipe.toml"
+        text = path.read_text()
+        assert old in text, text
+        path.write_text(text.replace(old, new))
+
+    return damage
+
+
+def _nothing(place: Path) -> None:
+    """The place is as it was."""
+
+
+def _case(site: str, damage: _Damage, command: Sequence[str], **more: Any) -> Any:
+    return pytest.param(damage, command, more, id=f"{site} {' '.join(command[:2])}"[:90])
+
+
+_SUCCEEDS: dict[str, Any] = {"must_succeed": True}
+_UNPRIVILEGED: dict[str, Any] = {"unprivileged": True}
+_METRICS, _EVENTS, _ROLLBACKS = LOGS
+_RUN_JSON = "run/run.json"
+
+_T1 = [
+    _case("T1 announce.py:104", _lines(_METRICS), _TRAIN, **_SUCCEEDS),
+    _case("T1 rows.py:36 tables.py:127,276", _lines(_METRICS), _SHOW, **_SUCCEEDS),
+    _case("T1 curves.py:62,95,135", _lines(_METRICS), _CURVES, **_SUCCEEDS),
+    _case("T1 strip.py:96", _lines(_METRICS), _STRIP, **_SUCCEEDS),
+    _case("T1 startup.py:85", _lines(_EVENTS), _TRAIN, **_SUCCEEDS),
+    _case("T1 node_dir.py:237 troubles.py:32", _lines(_EVENTS), _SHOW, **_SUCCEEDS),
+    _case("T1 glance.py:77", _lines(_EVENTS), (*_SHOW, "--json"), **_SUCCEEDS),
+    _case("T1 around.py:57,62,84", _lines(_EVENTS), _AROUND, **_SUCCEEDS),
+    _case("T1 strip.py:169,173", _lines(_EVENTS), _STRIP, **_SUCCEEDS),
+    _case("T1 node events", _lines("run/nodes/node7/events.jsonl"), _AROUND, **_SUCCEEDS),
+    _case("T1 node health", _lines("run/nodes/node7/health.jsonl"), _SHOW, **_SUCCEEDS),
+    _case("T1 rollback.py:130", _lines(_ROLLBACKS), _TRAIN, **_SUCCEEDS),
+    _case("T1 tables.py:153", _lines(_ROLLBACKS), _SHOW, **_SUCCEEDS),
+    _case("T1 strip.py:53,163", _lines(_ROLLBACKS), _STRIP, **_SUCCEEDS),
+    *[
+        _case(f"T1 {site} {text.decode()}", _text(name, text), command)
+        for name, site, command in [
+            (_RUN_JSON, "tables.py:40,102", _SHOW),
+            (_REPORT, "verdicts.py:29,33,44", _AROUND),
+            (_REPORT, "clips.py:22,84 tables.py:221", (*_AROUND, "--json")),
+            (_LAUNCH, "course.py:143 ledger.py:218 audit.py:125", _AUDIT),
+            (_LAUNCH, "skipped.py:30 order.py:62 clips.py:57", _AROUND),
+            (_SCORES, "choose.py:40 draw.py:118", _COMPARE),
+            (_SCORES, "evaluated scores", _SHOW),
+            (_CLAIM, "evaluated.py:44", _SHOW),
+            (_HEARTBEAT, "heartbeat", _SHOW),
+            ("run/plan.json", "plan", _TRAIN),
+        ]
+        for text in (b"[]", b"{}", b"5")
+    ],
+    _case("T1 tables.py:121,280", _values(_RUN_JSON, launches=[5, {}]), _SHOW),
+    _case("T1 verdicts.py:80", _values(_REPORT, verdict=[], samples=[{}]), _AROUND),
+    _case("T1 around.py:96,107", _values(_REPORT, samples=[5], history=[5]), _STRIP),
+    _case("T1 ledger.py:276,278,283", _values(_LAUNCH, world_size="x", streams=5), _AUDIT),
+    _case("T1 course.py:287", _values(_LAUNCH, history=[5], start_step=-1), _AUDIT),
+    _case("T1 audit.py:227", _values(_LAUNCH, catalogs={"a": "../x"}), _AUDIT),
+    _case("T1 claims without ended", _values(_CLAIM, ended=None, server=5), _SHOW),
+    _case("T1 studio.py:88,90 []", _recommitted("trainer.json", b"[]"), _SAMPLE),
+    _case("T1 studio.py:88,90 {}", _recommitted("trainer.json", b"{}"), _SAMPLE),
+    _case("T1 resume.py", _recommitted("trainer.json", b'{"global_step": "x"}'), _TRAIN),
+    _case(
+        "T1 catalog.py:103",
+        lambda place: [
+            _more("x.txt", b"")(place),
+            _text(_JOURNAL, b'[]\n5\n{"media": 5}\n')(place),
+        ],
+        ("data", "index", "more/a.mp4", "--out", "new.parquet"),
+        **_SUCCEEDS,
+    ),
+]
+
+_T2 = [
+    _case("T2 records.py:54 metrics", _lines(_METRICS, [_DEEP_LIST, _DEEP_OBJECT]), _SHOW),
+    _case("T2 records.py:147 events", _lines(_EVENTS, [_DEEP_LIST, _DEEP_OBJECT]), _SHOW),
+    _case("T2 records.py:69 run.json", _text(_RUN_JSON, _DEEP_OBJECT), _SHOW),
+    _case("T2 run_dir.py:324", _text(_RUN_JSON, _DEEP_OBJECT), _TRAIN),
+    _case("T2 manifest.py:91", _text(f"{_STEP}/COMMITTED", _DEEP_OBJECT), _SAMPLE),
+    _case("T2 store.py:215", _recommitted("trainer.json", _DEEP_OBJECT), _TRAIN),
+    _case("T2 ledger.py:260", _text(_LAUNCH, _DEEP_OBJECT), _AUDIT),
+    _case("T2 glance.py:64", _text("run/plan.json", _DEEP_OBJECT), _SHOW),
+    _case("T2 verdicts.py:68", _text(_REPORT, _DEEP_OBJECT), _AROUND),
+    _case("T2 tars.py:71", _tar(_DEEP_OBJECT), _INDEX),
+    _case("T2 config.py:877", _recipe("[a]\nb = " + "[" * 20_000), _SHOW_DATA),
+    _case("T2 config.py:907", _nothing, (*_SHOW_DATA, "--set", "model.config=" + "[" * 20_000)),
+]
+
+
+def _pipe_beside_clips(place: Path) -> None:
+    _more("x.txt", b"")(place)
+    os.mkfifo(place / "more" / "x.tar")
+
+
+_T3 = [
+    _case(f"T3 {kind} {name}", _kind(name, kind), command)
+    for name, command in [
+        (_METRICS, _SHOW),
+        (_METRICS, _TRAIN),
+        (_EVENTS, _SHOW),
+        (_RUN_JSON, _SHOW),
+        (f"{_STEP}/COMMITTED", _SAMPLE),
+        (_SCORES, _COMPARE),
+        (_LAUNCH, _AUDIT),
+        ("run/ledger/launch_0000/rank_0000.bin", _AUDIT),
+        ("run/catalogs/*.parquet", _AUDIT),
+        (_HEARTBEAT, _SHOW),
+        ("run/evaluations/tiny/step_00000004/00_s0.mp4", _COMPARE),
+        ("recipe.toml", _SHOW_DATA),
+        ("catalog.parquet", _SHOW_DATA),
+        (_JOURNAL, ("data", "index", "catalog.parquet", "--out", "new.parquet")),
+        ("o.png", _CURVES),
+    ]
+    for kind in ("pipe", "folder")
+] + [
+    _case("T3 tars.py:40", _pipe_beside_clips, _INDEX),
+    _case("T3 device metrics", _kind(_METRICS, "device"), _SHOW),
+]
+
+_SURROGATE = json.dumps({"caption": "\ud800"}).encode()
+_T4 = [
+    _case("T4 listing.py:74", _more("a.csv", f"video,id\na.mp4,{2**60}1\n"), _INDEX),
+    _case("T4 listing.py:74 parquet", _table(video=["a.mp4"], id=[2**60 + 1]), _INDEX, **_SUCCEEDS),
+    _case("T4 listing.py:121", _more("a.csv", "video,caption,caption\na.mp4,a,b\n"), _INDEX),
+    _case("T4 listing.py:139", _more("a.csv", "video,n,n\na.mp4,1,2\n"), _INDEX),
+    _case("T4 listing.py:127", _table(video=pa.array([b"\xff.mp4"]).view(pa.string())), _INDEX),
+    _case("T4 listing.py:40", _more("a.txt", _LONG), _INDEX),
+    _case("T4 listing.py:95", _more("a.csv", 'video,caption\na.mp4,"open\nb.mp4,x\n'), _INDEX),
+    _case("T4 sources.py:69", _nothing, ("data", "index", _LONG, "--out", "new.parquet")),
+    _case("T4 index.py:262", _nothing, ("data", "index", "clips", "--out", f"{_LONG}/x.parquet")),
+    _case("T4 catalog.py:255", _nothing, ("data", "show", f"{_LONG}.parquet")),
+    _case("T4 run_dir.py:226", _nothing, ("show", _LONG)),
+    _case("T4 options.py:97", _nothing, (*_EVALUATE, "--presets", f"{_LONG}.toml")),
+    _case("T4 write.py:183", _nothing, (*_SAMPLE, "--out", f"{_LONG}.mp4")),
+    _case("T4 pretrained.py:183", _nothing, (*_TRAIN, "--set", "out=new", "--set",
+          f"codec={{kind='autoencoder', pretrained='./{_LONG}'}}")),
+    _case("T4 tars.py:86", _tar(b'{"n": 1' + b"0" * 400 + b"}"), _INDEX),
+    _case("T4 catalog.py:110", _tar(_SURROGATE), _INDEX),
+    _case("T4 table.py:122", _more("a.jsonl", b'{"video": "a.mp4", "text": "\\ud800"}\n'), _INDEX),
+    *[
+        _case(f"T4 catalog {column}={str(value)[:20]}", _cell(column, value), command)
+        for column, value, command in [
+            ("num_frames", 2**40, _SHOW_DATA),
+            ("num_frames", 0, _PICTURES),
+            ("num_frames", None, _SHOW_DATA),
+            ("height", -1, _PICTURES),
+            ("width", 0, _SHOW_DATA),
+        ]
+    ],
+]  # fmt: skip
+
+_T5 = [
+    _case("T5 config.py:877 digits", _recipe(f"seed = {_DIGITS}"), _SHOW_DATA),
+    _case("T5 config.py:907 digits", _nothing, (*_SHOW_DATA, "--set", f"seed={_DIGITS}")),
+    *[
+        _case(f"T5 {site} {value[:40]}", _nothing, (*_TRAIN, "--set", "out=new", "--set", value))
+        for site, value in [
+            ("record.py:71", 'data.catalog="a\\u0000b"'),
+            ("watching.py:138", 'text.pretrained="a\\u0000b"'),
+            ("tubelet_network.py:75", "model.config={hidden_size=4611686018427387904}"),
+            ("tubelet_network.py:76", "model.config={num_blocks=9223372036854775807}"),
+            ("loader.py:326", "training.batch_size=2147483648"),
+            ("loader.py:326 windows", "data.windows=9223372036854775807"),
+            ("lora.py:47", "trainable={kind='lora', rank=9223372036854775807}"),
+            ("history.py:28", "guard.window=9223372036854775807"),
+            ("progress.py:35", "training.steps=9223372036854775808"),
+            ("shift", "sampling.shift=[]"),
+            ("ema", "ema.sample_from=" + "x" * 20_000),
+            ("recompute", "recompute.memory=" + "x" * 20_000),
+            ("workers", "data.workers=1000000000"),
+        ]
+    ],
+    _case("T5 record.py:71 out", _nothing, (*_TRAIN, "--set", 'out="a\\u0000b"')),
+]
+
+_TOKENIZER = "run/components/tokenizer/tokenizer.json"
+_T6 = [
+    *[
+        _case(f"T6 text.py:237 {text.decode('latin-1')[:9]!r}", _text(_TOKENIZER, text), command)
+        for text in (b"", b"[]", b"{}", b"\xff\xfe", b'{"version": "1.0"}')
+        for command in (_SAMPLE, _TRAIN)
+    ],
+    _case("T6 words.py:68", _nothing, (*_TRAIN, "--set", "out=new"), file_bytes=900),
+    *[
+        _case(f"T6 manifest.py:100 {name!r}", _values(f"{_STEP}/COMMITTED", files=names), command)
+        for name, names in [
+            ("nul", {"a\0b": {"size": 1, "sha256": "0"}}),
+            ("surrogate", {"\ud800": {"size": 1, "sha256": "0"}}),
+            ("outside", {"../../run.json": {"size": 1, "sha256": "0"}}),
+            ("list", ["a\0b"]),
+        ]
+        for command in (_SAMPLE, _TRAIN)
+    ],
+    _case("T6 studio.py:137", _text(f"{_STEP}/ema/main/.metadata", b"\x80\x05no pickle"), _SAMPLE),
+    _case("T6 studio.py:137 empty", _text(f"{_STEP}/ema/main/.metadata", b""), _SAMPLE),
+    _case("T6 sampler.py:164", _kept("height = 16", "height = 1000000000000"), _SAMPLE),
+    _case("T6 tubes.py:35", _kept("hidden_size = 24", "hidden_size = 100000000000"), _SAMPLE),
+]
+
+_T7 = [
+    *[
+        _case(f"T7 {site}", _unreadable(name), command, **_UNPRIVILEGED)
+        for site, name, command in [
+            ("records.py:50", _METRICS, _SHOW),
+            ("records.py:50 events", _EVENTS, _SHOW),
+            ("run_dir.py:210", "run", _SHOW),
+            ("run_dir.py:210 recipe", "run/recipe.toml", _SHOW),
+            ("evaluation_dir.py:130", "run/evaluations", _SHOW),
+            ("evaluation_dir.py:226", "run/evaluations/tiny", _COMPARE),
+            ("node_dir.py:198", "run/nodes", _SHOW),
+            ("node_dir.py:198 node", "run/nodes/node7", _SHOW),
+            ("clips.py:80", "run/ledger", _AROUND),
+            ("course.py:287", "run/catalogs/*.parquet", _AUDIT),
+            ("course.py:287 folder", "run/catalogs", _AUDIT),
+            ("text.py:236", _TOKENIZER, _SAMPLE),
+            ("text.py:236 folder", "run/components", _SAMPLE),
+            ("checkpoints", "run/checkpoints", _SAMPLE),
+            ("checkpoint", _STEP, _SAMPLE),
+        ]
+    ],
+    _case("T7 logs.py:49", take_permission, _LAUNCH_ONE, **_UNPRIVILEGED),
+]  # fmt: skip
+
+_T8 = [
+    _case("T8 aside.py:37", _nothing, ("show", "run", "--out", "")),
+    _case("T8 compare.py:52", _nothing, (*_COMPARE, "--steps", _DIGITS)),
+    _case("T8 backlog.py:53", _nothing, (*_EVALUATE, "--backlog", f"every={_DIGITS}")),
+    _case("T8 cli/data.py:130", _nothing, ("data", "prepare", "catalog.parquet", "--size",
+          f"{_DIGITS}x{_DIGITS}", "--out", "prepared")),
+    _case("T8 order.py:92", _nothing, ("launch", "recipe.toml", "--nnodes", _DIGITS)),
+    _case("T8 order.py:132", _nothing, ("launch", "recipe.toml", "--nproc-per-node", _DIGITS)),
+    _case("T8 config.py:67", _nothing, ("plan", "recipe.toml", "--memory", "9" * 400)),
+    _case("T8 setting.py:82", _nothing, ("preflight", "recipe.toml", "--timeout", "inf")),
+    _case("T8 timesteps.py:199", _nothing, (*_SAMPLE, "--steps", str(2**63))),
+    _case("T8 words.py:102", _nothing, (*_SAMPLE[:3], "\udcff\udcfe", *_SAMPLE[4:])),
+    _case("T8 guidance", _nothing, (*_SAMPLE, "--guidance", "1e308")),
+    _case("T8 fps", _nothing, ("data", "prepare", "catalog.parquet", "--size", "16x16", "--out",
+          "prepared", "--fps", "nan")),
+    _case("T8 index of nothing", _nothing, ("data", "index", "", "--out", "new.parquet")),
+]  # fmt: skip
+
+_T9 = [
+    _case("T9 publish.py:38", _values(_CLAIM, server="a/b"), _EVALUATE),
+    _case("T9 publish.py:38 show", _values(_CLAIM, server="../../x"), _SHOW),
+]
+
+
+def _damaged_event_file(place: Path) -> None:
+    """TensorBoard's file: a record that says it is as long as memory is."""
+    folder = place / "run" / "tensorboard"
+    folder.mkdir()
+    name = "events.out.tfevents.1700000000.node7"
+    (folder / name).write_bytes(struct.pack("<QI", 2**62, 0) + b"no record")
+
+
+_T9.append(
+    _case(
+        "T9 event_file.py:77",
+        _damaged_event_file,
+        (*_TRAIN, "--set", "tracking.tensorboard=true"),
+        **_SUCCEEDS,
+    )
+)
+
+
+def _picture(name: str, width: int, height: int, num_frames: int = 1) -> _Damage:
+    """A picture that is large only when it is decoded."""
+
+    def damage(place: Path) -> None:
+        (place / "more").mkdir()
+        frames = [
+            Image.new("P", (width, height), number % 2) for number in range(min(2, num_frames))
+        ]
+        if num_frames == 1:
+            frames[0].save(place / "more" / name)
+        else:
+            rest = [frames[number % 2] for number in range(1, num_frames)]
+            frames[0].save(place / "more" / name, save_all=True, append_images=rest)
+
+    return damage
+
+
+def _many_rows(place: Path) -> None:
+    """A table of 20 million rows in few bytes."""
+    (place / "more").mkdir()
+    names = pa.DictionaryArray.from_arrays(np.zeros(20_000_000, np.int8), ["a.mp4"])
+    pq.write_table(pa.table({"video": names}), place / "more" / "a.parquet", compression="zstd")
+
+
+_MANY = json.dumps({f"a{number}": number for number in range(100_000)}).encode()
+_S11 = [
+    _case("S11 PNG 60000 x 1", _picture("a.png", 60_000, 1), _INDEX, memory_bytes=3 * 2**30),
+    _case("S11 GIF 16000 x 16000", _picture("a.gif", 16_000, 16_000), _INDEX),
+    _case("S11 GIF of 20,000 frames", _picture("a.gif", 64, 64, 20_000), _INDEX),
+    _case("S11 PNG 9400 x 9400", _picture("a.png", 9_400, 9_400), _INDEX),
+    _case("S11 20 million rows", _many_rows, _INDEX, memory_bytes=4 * 2**30),
+    _case("S11 100,000 attributes", _tar(_MANY), _INDEX),
+    _case("S11 deep JSON lines", _more("a.jsonl", _DEEP_LIST + b"\n"), _INDEX),
+    _case("S11 world_size", _values(_LAUNCH, world_size=10**8), _AUDIT),
+    _case("S11 workers", _nothing, (*_TRAIN, "--set", "data.workers=100000", "--set", "out=new")),
+]
+
+
+def _high_lease(place: Path) -> None:
+    """A lease whose number is the last of a thousand million."""
+    for path in (place / "run").glob("evaluations/claims/tiny/*/0.json"):
+        path.rename(path.with_name("999999999.json"))
+    for name in ("run/lease", "run/leases"):
+        folder = place / name
+        folder.mkdir(exist_ok=True)
+        (folder / "999999999.json").write_text('{"server": "x", "beat": 0}')
+
+
+_S11 += [
+    _case("S11 leases", _high_lease, _SHOW),
+    _case("S11 leases evaluate", _high_lease, _EVALUATE),
+    _case("S11 leases train", _high_lease, _TRAIN),
+]
+
+
+def _hostile_hook(place: Path) -> None:
+    path = place / "run" / "recipe.toml"
+    text = path.read_text().replace("[watch]", '[watch]\nhook = "touch canary"')
+    path.write_text(text)
+
+
+def _hostile_module(place: Path) -> None:
+    (place / "run" / "hostile.py").write_text("open('canary', 'w')\nclass Hostile: pass\n")
+    path = place / "run" / "recipe.toml"
+    path.write_text(path.read_text() + '\n[trainable]\nmodule = "run.hostile:Hostile"\n')
+
+
+_FOREIGN = [
+    *[
+        _case(f"pickle {part}", _recommitted(f"{part}/.metadata", hostile_pickle()), command)
+        for part, command in [
+            ("ema/main", _SAMPLE),
+            ("ema/main", _EVALUATE),
+            ("model", _TRAIN),
+            ("optimizer", _TRAIN),
+            ("ema/main", ("export", "run", "--out", "exported")),
+        ]
+    ],
+    _case("hook", _hostile_hook, _SAMPLE),
+    *[_case("module", _hostile_module, command) for command in (_SAMPLE, _EVALUATE, _SHOW)],
+]
+
+
+@pytest.mark.parametrize(
+    ("damage", "command", "more"),
+    [*_FOREIGN, *_T1, *_T2, *_T3, *_T4, *_T5, *_T6, *_T7, *_T8, *_T9, *_S11],
+)
+def test_a_named_input_ends_in_order(
+    damage: _Damage, command: Sequence[str], more: dict[str, Any], place: Path, check: _Check
+) -> None:
+    """No traceback, no hang, nothing lost, no foreign code."""
+    damage(place)
+    check(list(command), may_change=_MAY_CHANGE, appended=LOGS, **more)
+
+
+@pytest.mark.parametrize("name", ["wide.png", "captions"])
+def test_pictures_of_a_catalog_stay_small(name: str, place: Path, check: _Check) -> None:
+    """A picture of 60,000 pixels in a row, and a caption of 3 MB, become a cell of the sheet."""
+    if name == "captions":
+        _more("a.txt", b"word " * 600_000)(place)
+    else:
+        _picture("a.png", 60_000, 1)(place)
+    assert check(list(_INDEX)).code in (0, 2)
+    if (place / "new.parquet").exists():
+        command = ["data", "show", "new.parquet", "--out", "pictures"]
+        check(command, memory_bytes=3 * 2**30, seconds=60.0)

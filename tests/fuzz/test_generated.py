@@ -1,0 +1,44 @@
+"""Generated cases: any command on any input ends, says one sentence, and loses nothing.
+
+LONGTAKE_FUZZ_CASES says how many, LONGTAKE_FUZZ_SEED from which seed. A case is repeated by its
+name: LONGTAKE_FUZZ_SEED=7 pytest tests/fuzz -k events-12
+"""
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.fuzz.generators import SHARES, Generator
+
+_SEED = int(os.environ.get("LONGTAKE_FUZZ_SEED", "1"))
+_NUM_CASES = int(os.environ.get("LONGTAKE_FUZZ_CASES", "100"))
+
+
+def _cases() -> list[Any]:
+    whole = sum(share for _, share in SHARES)
+    return [
+        pytest.param(generator, number, id=f"{generator.__name__}-{number}")
+        for generator, share in SHARES
+        for number in range(max(1, round(_NUM_CASES * share / whole)))
+    ]
+
+
+@pytest.mark.parametrize(("generator", "number"), _cases())
+def test_any_input_ends_in_order(
+    generator: Generator, number: int, place: Path, check: Callable[..., Any]
+) -> None:
+    """No traceback, no hang, nothing lost, no foreign code."""
+    chance = random.Random(f"{_SEED}/{generator.__name__}/{number}")  # noqa: S311 - it is repeatable
+    case = generator(chance, place)
+    check(
+        case.command,
+        may_change=case.may_change,
+        appended=case.appended,
+        must_succeed=case.must_succeed,
+        file_bytes=case.file_bytes,
+        unprivileged=case.unprivileged,
+        about=f"LONGTAKE_FUZZ_SEED={_SEED} {generator.__name__}-{number}",
+    )
