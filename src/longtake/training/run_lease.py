@@ -93,6 +93,16 @@ def hold_run(run: RunDirectory, world: World, console: Console) -> Iterator[RunL
         how = "ended"
     finally:
         own.end(how)
+        if world.is_first and not run.exists():
+            _forget(run)
+
+
+def _forget(run: RunDirectory) -> None:
+    """Leave nothing of a run that was refused before it began."""
+    for path in run.lease_path.glob("*.json"):
+        path.unlink(missing_ok=True)
+    with suppress(OSError):  # somebody has begun to train here
+        run.lease_path.rmdir()
 
 
 def _clock() -> float:
