@@ -336,7 +336,7 @@ _T4 = [
     *[
         _case(f"T4 catalog {column}={str(value)[:20]}", _cell(column, value), command)
         for column, value, command in [
-            ("num_frames", 2**40, _SHOW_DATA),
+            ("num_frames", 2**30, _SHOW_DATA),
             ("num_frames", 0, _PICTURES),
             ("num_frames", None, _SHOW_DATA),
             ("height", -1, _PICTURES),
