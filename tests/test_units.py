@@ -2,7 +2,7 @@
 
 import pytest
 
-from longtake.units import duration, plural, size
+from longtake.units import plural, size
 
 
 @pytest.mark.parametrize(
@@ -21,21 +21,6 @@ def test_memory_is_said_in_the_largest_unit_of_which_there_is_one(
 ) -> None:
     """Two digits of it; bytes as they are."""
     assert size(num_bytes) == written
-
-
-@pytest.mark.parametrize(
-    ("seconds", "written"),
-    [
-        (0.04, "0.0 s"),
-        (9.44, "9.4 s"),
-        (59.7, "1 min 0 s"),
-        (190, "3 min 10 s"),
-        (8040, "2 h 14 min"),
-        (273600, "3 d 4 h"),
-    ],
-)
-def test_a_time_is_said_in_its_two_largest_units(seconds: float, written: str) -> None:
-    assert duration(seconds) == written
 
 
 def test_one_thing_is_not_many() -> None:

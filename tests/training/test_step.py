@@ -13,6 +13,7 @@ from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
 from longtake.data.loader import Loader
 from longtake.models.assemble import assemble
+from longtake.models.defaults import Defaults
 from longtake.models.text import NO_CAPTION
 from longtake.parallel.fsdp import clip_gradients
 from longtake.parallel.mesh import World
@@ -81,6 +82,22 @@ def _part(batch: Batch, order: list[int]) -> Batch:
         epochs=tuple(batch.epochs[index] for index in order),
         weights=batch.weights[order],
     )
+
+
+@pytest.mark.parametrize("default", [0.0, 1.0])
+def test_unset_caption_dropout_is_the_familys(
+    small_recipe: Callable[..., Recipe], tmp_path: Path, default: float
+) -> None:
+    """Guidance-distilled models have 0; a recipe's own value counts for any model."""
+    recipe = small_recipe()
+    (batch,) = _batches(recipe, 1)
+    parts = replace(_state(recipe, tmp_path).components, defaults=Defaults(caption_dropout=default))
+    captions = [NO_CAPTION] * 4 if default else list(batch.captions)
+    told = prepare(batch, parts, recipe, torch.device("cpu")).conditioning
+    assert torch.equal(told["token_ids"], parts.text.encode(captions)["token_ids"])
+    own = small_recipe("data.caption_dropout=0.0")
+    told = prepare(batch, parts, own, torch.device("cpu")).conditioning
+    assert torch.equal(told["token_ids"], parts.text.encode(batch.captions)["token_ids"])
 
 
 @pytest.mark.parametrize("micro", [(), ("training.micro_batch_size=2",)])

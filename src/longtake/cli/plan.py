@@ -81,6 +81,7 @@ def plan(
         seconds = round(time.perf_counter() - begun, 2)
         facts = _as_dict(known, reliefs) | {
             "phases": [_phase(each) for each in phases],
+            "checkpoint": {"every": loaded.checkpoint.every, "minutes": loaded.checkpoint.minutes},
             "mesh": mesh_facts(mesh),
             "data_warnings": review_catalogs(loaded),
             "seconds": seconds,

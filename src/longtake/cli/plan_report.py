@@ -9,6 +9,7 @@ from rich.table import Table
 
 from longtake.cli.plan_mesh import of_mesh
 from longtake.printable import escape
+from longtake.progress import duration
 from longtake.units import size
 
 _PIPE_WIDTH = 100
@@ -66,6 +67,7 @@ def _parts(recipe: str, facts: Mapping[str, Any]) -> Iterator[RenderableType]:
         if facts["mesh"]:
             yield ""
             yield from of_mesh(facts["mesh"], facts["processes"], facts["per_node"])
+            yield _of_checkpoints(facts["checkpoint"], facts["mesh"]["step_seconds"])
     yield from _gradients(facts)
     for warning in facts["data_warnings"]:
         yield f"[yellow]data[/yellow] {escape(warning)}"
@@ -149,6 +151,20 @@ def _verdict(facts: Mapping[str, Any]) -> Iterator[str]:
             f"  {escape(change['what'])}: {_size(change['step_peak_gib'])}, {verdict}  "
             f"[dim]{escape(settings)}[/dim]"
         )
+
+
+def _of_checkpoints(checkpoint: Mapping[str, Any], step_seconds: float) -> str:
+    """How much training a crash can cost."""
+    every, minutes = checkpoint["every"], checkpoint["minutes"]
+    lost = every * step_seconds
+    also = ""
+    if minutes is not None:
+        lost = min(lost, 60 * minutes)
+        also = f" and every {minutes:g} minutes"
+    return (
+        f"A checkpoint is saved every {every} steps{also}: a crash loses at most "
+        f"{duration(lost)} of training, and what one save takes."
+    )
 
 
 def _phases(facts: Mapping[str, Any]) -> Iterator[RenderableType]:

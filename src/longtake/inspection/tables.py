@@ -12,7 +12,8 @@ from rich.table import Table
 from longtake.inspection.starts import as_table, in_line, in_lines
 from longtake.inspection.troubles import sentence_of
 from longtake.printable import escape
-from longtake.units import duration, size
+from longtake.progress import duration
+from longtake.units import size
 
 _PIPE_WIDTH = 120
 _QUARTERS = ("0-¼", "¼-½", "½-¾", "¾-1")
