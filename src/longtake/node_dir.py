@@ -26,7 +26,7 @@ from heapq import merge
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, TypeAdapter
 from typing_extensions import TypedDict
 
 from longtake.aside import written_aside
@@ -94,6 +94,27 @@ class _Heartbeat(TypedDict):
     wall: NotRequired[Finite]
 
 
+class _Frame(TypedDict):
+    function: str
+    file: str
+    line: int
+
+
+@with_other_fields
+class _Thread(TypedDict):
+    name: str
+    frames: list[_Frame]
+
+
+_THREADS = TypeAdapter(list[_Thread])
+
+
+def _are_threads(threads: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    _THREADS.validate_python(threads, strict=True)
+    return threads
+
+
+@with_other_fields
 class ProcessDump(TypedDict):
     """One process at one moment."""
 
@@ -110,7 +131,7 @@ class ProcessDump(TypedDict):
     """User and system time since it was started."""
     method: str
     """How it was read: see `stacks.StackDump`."""
-    threads: list[dict[str, Any]]
+    threads: Annotated[list[dict[str, Any]], AfterValidator(_are_threads)]
     """`stacks.Thread`s, the main thread first."""
     raw: str
     """What was read, where it could not be understood."""
@@ -244,6 +265,13 @@ class NodeDirectory:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(dump, separators=(",", ":")) + "\n")
         return path
+
+
+def read_dump(path: Path) -> NodeDump | None:
+    """A node's answer to a request; None if there is none that can be read."""
+    with suppress(RecordError):
+        return read_record(path, NodeDump)
+    return None
 
 
 def nodes_path(run: RunDirectory) -> Path:

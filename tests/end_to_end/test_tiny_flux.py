@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -153,11 +153,10 @@ def test_it_is_sampled_with_its_pictures(
             for name, file in pictures.items()
             for part in ("--reference", f"{name}=pairs/{file}")
         ]
-        out = f"{number}.mp4"
+        out = f"{number}.png"
         prompt = ("--prompt", "move the red circle", "--steps", "2", "--out", out)
         _call(folder, monkeypatch, "sample", str(run.path), *prompt, *given)
-        with av.open(folder / out) as container:
-            (frame,) = container.decode(video=0)
-            made.append(frame.to_ndarray(format="rgb24").astype(np.uint8))
+        with Image.open(folder / out) as picture:
+            made.append(np.asarray(picture))
     assert [picture.shape for picture in made] == [(64, 64, 3)] * 2
     assert not np.array_equal(made[0], made[1])

@@ -2,10 +2,9 @@
 
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from longtake.node_dir import NodeDirectory, NodeDump, all_nodes
-from longtake.records import read_json
+from longtake.node_dir import NodeDirectory, NodeDump, all_nodes, read_dump
 from longtake.run_dir import RunDirectory
 from longtake.watch.disk import Disk, DiskSilentError
 
@@ -65,7 +64,7 @@ def _read_before(end: float, disk: Disk, path: Path) -> NodeDump | None:
     left = end - time.monotonic()
     if left <= 0:
         raise DiskSilentError(f"{path} was not read: time is up")
-    return cast("NodeDump | None", disk.ask(lambda: read_json(path), left) or None)
+    return disk.ask(lambda: read_dump(path), left)
 
 
 def _answered(run: RunDirectory, token: str) -> list[NodeDirectory]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from longtake.errors import RunError
 from longtake.heartbeat import folder_of, read_all
@@ -19,12 +19,13 @@ from longtake.node_dir import (
     Request,
     all_nodes,
     has_beaten,
+    read_dump,
     read_heartbeats,
     request_path,
     this_node,
 )
 from longtake.ourselves import command
-from longtake.records import file_time, now, read_json, write_once
+from longtake.records import file_time, now, write_once
 from longtake.run_dir import RunDirectory
 from longtake.stacks.processes import facts
 from longtake.watch.dumps import dump_family, dump_node
@@ -52,8 +53,8 @@ class Answers:
     def dumps(self) -> Iterator[NodeDump]:
         """One by one: those of a thousand nodes would fill the memory."""
         for path in self.files:
-            if found := read_json(path):
-                yield cast("NodeDump", found)
+            if found := read_dump(path):
+                yield found
         if self.own is not None:
             yield self.own
 
