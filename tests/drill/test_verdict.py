@@ -242,7 +242,7 @@ def test_a_change_that_went_unnoticed_fails_the_drill(place: Place, trained: Pla
 
 def test_a_run_that_goes_on_without_a_word_has_not_refused() -> None:
     """Nor has one that refuses without saying why, or how one can go on."""
-    message = "6 clips added\n--set data.on_change=merge\n--set data.on_change=restart"
+    message = "6 clips added\n  merge     some way\n  restart   another"
     verdict = data_grown.judge_refusal(0, message, 6, has_trained=True)
     assert verdict.complaints == [
         "without data.on_change it ended with exit code 0 and not 2",

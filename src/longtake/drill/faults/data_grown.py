@@ -1,5 +1,7 @@
 """The catalog grows while the run is down."""
 
+import re
+
 from longtake.data.catalog import Catalog
 from longtake.drill.data_change import go_on, sentence
 from longtake.drill.fault import Fault
@@ -43,7 +45,7 @@ def judge_refusal(code: int, said: str, added: int, *, has_trained: bool) -> Ver
     verdict.must(
         f"{added} clips added" in said, f"the refusal does not say that {added} clips were added"
     )
-    unnamed = [way for way in _WAYS if f"data.on_change={way}" not in said]
+    unnamed = [way for way in _WAYS if not re.search(rf"^  {way}\b", said, re.MULTILINE)]
     verdict.must(not unnamed, f"the refusal does not offer {', '.join(unnamed)}")
     verdict.must(not has_trained, "it trained, though the data had changed")
     return verdict
