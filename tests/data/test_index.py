@@ -284,7 +284,7 @@ def test_an_output_that_cannot_be_written_is_found_before_decoding(
     for out, message in (
         (blocked, "cannot be written: (Not a directory|File exists)"),
         (videos, "exists and is not a catalog; it was not overwritten"),
-        (precious, "exists and is not a catalog; it was not overwritten"),
+        (precious, r"ends in \.jsonl\. Name it"),
     ):
         with pytest.raises(DataError, match=message):
             index(

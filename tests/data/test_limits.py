@@ -1,6 +1,8 @@
 """A file of some bytes cannot take all memory or hours: it is refused, and the reason says why."""
 
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ from longtake.data.crop import Crop
 from longtake.data.index import index
 from longtake.data.indexing.item import Item
 from longtake.data.indexing.probing import probe_all
-from longtake.data.limits import Limits, memory_limited
+from longtake.data.limits import Limits
 from longtake.data.pool import Pool
 from longtake.data.references import Reference
 from longtake.data.show import show
@@ -92,9 +94,17 @@ def test_a_process_has_no_more_memory_than_it_may(tmp_path: Path) -> None:
             .result()
             .any()
         )
-    with memory_limited(0.125), pytest.raises(MemoryError):
-        np.ones(2**28, np.uint8)
-    assert np.ones(2**28, np.uint8).any()
+
+
+def test_a_limit_of_memory_ends_with_its_block() -> None:
+    """In a process of its own: this one has freed memory that it could take again."""
+    code = (
+        "import numpy as np; from longtake.data.limits import memory_limited\n"
+        "try:\n    with memory_limited(0.125): np.ones(2**28, np.uint8)\n"
+        "except MemoryError: print(np.ones(2**28, np.uint8).any())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
 
 
 def _reference(path: Path) -> Reference:

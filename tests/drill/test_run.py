@@ -98,7 +98,7 @@ def test_a_drill_that_needs_another_machine_is_skipped(tmp_path: Path) -> None:
     lines = _table([result])
     assert any("far" in line and "skipped" in line for line in lines)
     assert lines[-2:] == [
-        "0 of 1 drills passed.",
+        "0 of 1 drill passed.",
         "1 not possible here: hosts as network namespaces need root.",
     ]
 

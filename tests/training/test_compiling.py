@@ -79,7 +79,11 @@ def test_all_shapes_and_options_are_compiled(
     """
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
     sides = "{num_frames=1, height=64, width=64}, {num_frames=1, height=64, width=32}"
-    bare = 'trainable={kind="lora", rank=4}', f"data.buckets=[{sides}]"
+    bare = (
+        'trainable={kind="lora", rank=4}',
+        'data.references={reference="../before/{stem}.png"}',
+        f"data.buckets=[{sides}]",
+    )
     recipe = tiny_flux("training.compile=true", *bare)
     parts = assemble(recipe, ["a red disk"], None)
     names = {module: name for name, module in parts.model.named_modules()}

@@ -31,8 +31,11 @@ _QUIET = Console(quiet=True)
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    """A folder for a run."""
-    return RunDirectory(tmp_path / "run")
+    """A folder of a run that has begun."""
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    run.recipe_path.touch()
+    return run
 
 
 @pytest.fixture
@@ -160,6 +163,15 @@ def test_a_rank_0_of_the_same_launch_or_job_inherits_at_once_on_any_host(
         newest = history(run.lease_path)[-1]
     assert newest[field] == kept
     assert newest["pid"] == os.getpid()
+
+
+def test_a_launch_that_is_refused_before_the_run_begins_leaves_nothing(
+    tmp_path: Path, world: World
+) -> None:
+    run = RunDirectory(tmp_path / "new")
+    with pytest.raises(RunError), hold_run(run, world, _QUIET):
+        raise RunError("no such catalog")
+    assert not run.lease_path.exists()
 
 
 def test_a_holder_that_was_suspended_and_replaced_ends(

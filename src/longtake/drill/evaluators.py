@@ -95,8 +95,8 @@ class Evaluator:
             time.sleep(_LOOK_SECONDS)
         raise RunError(f"The evaluation server did not do what the drill waits for.{self._words()}")
 
-    def finish(self) -> None:
-        """Return when it has ended well.
+    def finish(self, expected: int = 0) -> None:
+        """Return when it has ended with the expected exit code.
 
         Raises:
             RunError: it does not end, or ends with an error.
@@ -105,7 +105,7 @@ class Evaluator:
             code = self._process.wait(_LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
             code = None
-        if code != 0:
+        if code != expected:
             raise RunError(f"The evaluation server ended with exit code {code}.{self._words()}")
 
     def _words(self) -> str:

@@ -50,7 +50,7 @@ def drill(ground: Ground) -> Result:
         wait_for(place.run, server, "evaluated", late)
         seconds = time.monotonic() - at
         os.kill(server.pid, signal.SIGTERM)
-        server.finish()
+        server.finish(expected=128 + signal.SIGTERM)
     verdict = judge(place.run, early, late, untouched, seconds)
     return verdict.result(
         f"Step {late} was left alone while files were short, and refused while their bytes were "
