@@ -6,6 +6,7 @@ from longtake.drill import divergence
 from longtake.drill.faults import nan_gradient, nan_on_one_rank, weight_norm_step_at_epoch_end
 from longtake.drill.place import Place
 from longtake.drill.result import Result
+from longtake.records import now
 from longtake.run_dir import RolledBack
 
 _AT = 20
@@ -95,7 +96,7 @@ def _report(place: Place, step: int, reason: str, path: str = "recipe.toml") -> 
 
 
 def _roll_back(place: Place, to_step: int, skipped: list[int]) -> None:
-    facts = {"time": "", "from_step": 30, "reason": "spike", "message": ""}
+    facts = {"time": now(), "from_step": 30, "reason": "spike", "message": ""}
     place.run.append_rollback(RolledBack(to_step=to_step, skipped=skipped, **facts))  # type: ignore[typeddict-item]
 
 

@@ -148,9 +148,9 @@ def test_a_picture_of_another_size_is_scaled_to_cover_and_cut(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("names", "family", "message"),
     [
-        ([], "flux_kontext", r"pictures named: reference; the request names: none\. Give each"),
-        (["pose"], "flux_kontext", r"pictures named: reference; the request names: pose\."),
-        (["reference"], "flux", r"pictures named: none; the request names: reference\."),
+        ([], "flux_kontext", r"takes the reference images reference; given: none\. Give exactly"),
+        (["pose"], "flux_kontext", r"takes the reference images reference; given: pose\."),
+        (["reference"], "flux", "takes no reference images, but reference was given"),
     ],
 )
 def test_pictures_must_be_those_that_the_run_goes_by(

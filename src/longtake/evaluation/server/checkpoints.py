@@ -5,12 +5,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from longtake.checkpoint import manifest
+from longtake.errors import RecordError
 from longtake.run_dir import RunDirectory
 
 Signature = tuple[int, int, int]
 """Of a file: it has been replaced or changed if this has."""
 
-_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
+_UNREADABLE = (OSError, RecordError)
 
 
 def checkpoint_key(checkpoint: Path, weights: str) -> str | None:
@@ -40,7 +41,7 @@ def unreadable(checkpoint: Path) -> str | None:
     except FileNotFoundError:
         return None
     except _UNREADABLE as error:
-        return f"{type(error).__name__}: {error}"
+        return error.reason if isinstance(error, RecordError) else f"{error.strerror or error}"
     return None
 
 
