@@ -111,7 +111,7 @@ def test_an_unknown_key_in_the_file_is_named(path: Path) -> None:
 def test_where_nothing_is_near_the_known_keys_are_listed(path: Path) -> None:
     """The keys of that section, and of no other."""
     message = _message(path, "checkpoint.xyzzy=1")
-    known = "background, every, keep, keep_every"
+    known = "background, every, keep, keep_every, minutes"
     assert message == f"checkpoint.xyzzy is not a key of a recipe; known there: {known}."
     assert "known there: checkpoint, codec, data, ema," in _message(path, "xyzzy=1")
 

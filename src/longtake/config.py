@@ -290,6 +290,19 @@ class DataSection(_Section):
         return tuple(dict.fromkeys(shapes))
 
 
+def _with_counts_that_end(config: dict[str, Any]) -> dict[str, Any]:
+    """A model of 2^63 layers would be built until memory ends."""
+    for name, value in config.items():
+        if name.startswith("num_") and isinstance(value, int) and value > _MOST_OF_A_MODEL:
+            raise ValueError(
+                f"model.config.{name} is {value:.3e}; expected at most {_MOST_OF_A_MODEL}"
+            )
+    return config
+
+
+_MOST_OF_A_MODEL = 4096
+
+
 class ModelSection(_Section):
     """The transformer."""
 
@@ -297,7 +310,9 @@ class ModelSection(_Section):
     pretrained: str | None = None
     """A diffusers folder or repository id to start from; without it, random weights."""
     subfolder: str = "transformer"
-    config: dict[str, Any] = Field(default_factory=dict)
+    config: Annotated[dict[str, Any], AfterValidator(_with_counts_that_end)] = Field(
+        default_factory=dict
+    )
     """Arguments of the family's model class; what is left out is the class's default."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """What weights are kept in. With fp32 the arithmetic's precision is autocast's business; with

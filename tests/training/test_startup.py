@@ -164,6 +164,7 @@ def test_what_was_planned_is_kept(
         train(recipe, _QUIET)
         return len(asked)
 
+    kept_plan._code.cache_clear()
     train(recipe, _QUIET)
     planned = _events(run, "memory_planned")
     assert again() == 0

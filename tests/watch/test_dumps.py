@@ -160,8 +160,7 @@ def test_without_py_spy_processes_write_themselves(
 def test_whoever_watches_is_not_dumped(folder: Path, start: Start) -> None:
     """A watcher is a rank's child, and starts others in its turn; so does py-spy."""
     program = "import subprocess; subprocess.run(['sleep', '600'])"
-    start("rank", 0, "sleeps", _PYTHON, "-c", program, "-m", "longtake.watch")
-    [rank] = _by_pid(_dump(folder))
+    rank = start("rank", 0, "sleeps", _PYTHON, "-c", program, "-m", "longtake.watch")
     _await(lambda: len(descendants(rank)) == 2)
     assert list(_by_pid(_dump(folder))) == [rank]
 
