@@ -13,8 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from longtake.errors import CannotBePlannedError
 from longtake.recompute import kernels, kernels_cpu
@@ -22,6 +20,7 @@ from longtake.recompute.apply import BlockCall, Option, caller, run_block
 from longtake.recompute.cost import seconds, tensors
 from longtake.recompute.devices import Device, Target
 from longtake.recompute.exchange import sent_bytes
+from longtake.recompute.shapes import Shapes
 from longtake.recompute.watch import Watch
 
 _CAST = torch.ops.aten._to_copy.default
@@ -103,7 +102,7 @@ class Tracer:
     def __init__(self, subject: Subject, device: Device) -> None:
         self.subject = subject
         self.device = device
-        self._fake = FakeTensorMode()
+        self._fake = Shapes()
         with self._fake:
             exchange(subject.model)
 
@@ -145,7 +144,7 @@ class Tracer:
             _give_gradients(subject.model, tape)
         begun_at = tape.current_bytes
         subject.call_blocks_by(self._call(options, tape, reducer))
-        with _kernels_of(self.device.target), reducer.hooked(), tape:
+        with _kernels_of(self.device.target), reducer.hooked(), self._fake.observed_by(tape.note):
             inputs = subject.make_inputs()
             input_bytes = tape.current_bytes - begun_at
             tape.mark("inputs")
@@ -183,11 +182,10 @@ class Tracer:
         return call
 
 
-class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Tape:
     """Follows every storage from its making to its end, and the time that operations take."""
 
     def __init__(self, device: Device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.current_bytes = 0
         self.marks: list[tuple[str, Span]] = []
         """What was marked, and the span that ends there."""
@@ -222,25 +220,22 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._begin_bytes = self._peak_bytes = self.current_bytes
         self._seconds = 0.0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and count what it makes."""
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+    def note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """Count what an operation has made."""
         if func is _CAST and args[0].untyped_storage()._cdata in self._uncast:
             self._seconds += seconds(func, args, kwargs, result, self._device)
-            return result
+            return
         made = tensors(result)
         before = self.current_bytes
         for tensor in made:
             self.count(tensor)
         if func.is_view:
-            return result
+            return
         self.sent_bytes += sent_bytes(func, args)
         extra = self._workspace(func, args, made)
         self._peak_bytes = max(self._peak_bytes, self.current_bytes + extra)
         if self.current_bytes > before or func._schema.is_mutable:
             self._seconds += seconds(func, args, kwargs, result, self._device)
-        return result
 
     def _forget(self, key: int) -> None:
         size, _ = self._sizes.pop(key)
@@ -308,17 +303,16 @@ class Work:
     seconds: float
 
 
-def trace_work(modules: Sequence[nn.Module], work: Callable[[], object], device: Device) -> Work:
-    """Run work of modules, whose tensors are fake ones already, without gradients.
-
-    Call it in the fake mode that they belong to.
-    """
+def trace_work(
+    shapes: Shapes, modules: Sequence[nn.Module], work: Callable[[], object], device: Device
+) -> Work:
+    """Run work of modules, whose tensors are fake ones already, without gradients."""
     tape = Tape(device)
     for module in modules:
         for tensor in (*module.parameters(), *module.buffers()):
             tape.count(tensor)
     weight_bytes = tape.current_bytes
-    with torch.no_grad(), _kernels_of(device.target), tape:
+    with torch.no_grad(), _kernels_of(device.target), shapes.observed_by(tape.note):
         work()
     tape.mark("end")
     ((_, span),) = tape.marks

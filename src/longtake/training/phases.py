@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longtake.config import Bucket, Recipe
 from longtake.models.assemble import Components, latent_shape, outline, outline_conditioning
 from longtake.models.precision import autocast
 from longtake.recompute.devices import Device
+from longtake.recompute.shapes import Shapes
 from longtake.recompute.trace import Work, exchange, trace_work
 from longtake.training.card import Card
 from longtake.training.outlined import OutlinedStep
@@ -43,12 +43,12 @@ def phases_of(step: OutlinedStep, card: Card) -> list[Phase]:
     """
     recipe, budget = step.recipe, card.budget_bytes
     parts = outline(recipe)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    shapes = Shapes(allow_non_fake_inputs=True)
     found: dict[str, Work] = {}
-    with mode:
+    with shapes:
         for module in (*parts.text.modules(), parts.model, *parts.codec.modules()):
             exchange(module.eval())
-        for name, trace in _traces(step, parts, card.device):
+        for name, trace in _traces(shapes, step, parts, card.device):
             try:
                 found[name] = trace()
             except RuntimeError:
@@ -69,15 +69,18 @@ def phases_of(step: OutlinedStep, card: Card) -> list[Phase]:
 
 
 def _traces(
-    step: OutlinedStep, parts: Components, device: Device
+    shapes: Shapes, step: OutlinedStep, parts: Components, device: Device
 ) -> Iterator[tuple[str, Callable[[], Work]]]:
     texts, codecs = parts.text.modules(), parts.codec.modules()
     if texts:
-        yield "text", lambda: trace_work(texts, lambda: _encode_caption(parts, step.recipe), device)
+        yield (
+            "text",
+            lambda: trace_work(shapes, texts, lambda: _encode_caption(parts, step.recipe), device),
+        )
     if codecs:
         for name, work in (("encode", _encode_clip), ("decode", _decode_video)):
-            yield name, _of_long_clips(parts, step.bucket, work, device)
-    yield "model", lambda: trace_work([parts.model], lambda: _denoise(parts, step), device)
+            yield name, _of_long_clips(shapes, parts, step.bucket, work, device)
+    yield "model", lambda: trace_work(shapes, [parts.model], lambda: _denoise(parts, step), device)
 
 
 def _encode_caption(parts: Components, recipe: Recipe) -> None:
@@ -98,13 +101,17 @@ def _decode_video(parts: Components, bucket: Bucket) -> Tensor:
 
 
 def _of_long_clips(
-    parts: Components, bucket: Bucket, work: Callable[[Components, Bucket], Tensor], device: Device
+    shapes: Shapes,
+    parts: Components,
+    bucket: Bucket,
+    work: Callable[[Components, Bucket], Tensor],
+    device: Device,
 ) -> Callable[[], Work]:
     """Traces a few frames of a long clip, and goes on in a straight line."""
 
     def of(num_frames: int) -> Work:
         part = bucket.model_copy(update={"num_frames": num_frames})
-        return trace_work(parts.codec.modules(), lambda: work(parts, part), device)
+        return trace_work(shapes, parts.codec.modules(), lambda: work(parts, part), device)
 
     def trace() -> Work:
         if bucket.num_frames <= _MORE_FRAMES:

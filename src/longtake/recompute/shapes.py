@@ -1,0 +1,192 @@
+"""FakeTensorMode with a faster cache: what each operation makes of given shapes is remembered.
+
+A transformer calls the same operations with the same shapes in every block and in every trace.
+torch works out each call anew, or finds it in a cache whose keys take longer to make than a small
+operation takes. This mode has a cheaper key, makes the result itself, and reports each call to an
+observer, which spares the second dispatch of another mode.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+Observer = Callable[[Any, Sequence[Any], dict[str, Any], Any], None]
+"""Called with an operation, its arguments, its keyword arguments and its result."""
+
+_DEVICE_OF = torch.ops.prim.device.default
+_PURE = ("aten", "prims", "longtake")
+"""Namespaces of operations whose result has a shape that depends on the arguments' shapes alone."""
+_PLAIN = (
+    int,
+    float,
+    bool,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+"""Types of arguments and results that are no tensors, and are remembered as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A tensor's elements in its storage."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """One output of an operation: a new tensor, a given one, a view of one, or a plain value."""
+
+    source: int | None = None
+    """Place of the given tensor that it is or shares its storage with."""
+    layout: _Layout | None = None
+    """Of a tensor that was not given."""
+    value: object = None
+
+
+class Shapes(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A FakeTensorMode that remembers results, and can be observed."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self._known: dict[Any, tuple[type | None, list[_Output]]] = {}
+        self._observer: Observer | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch's guard against it is costly
+
+    @contextmanager
+    def observed_by(self, observer: Observer) -> Iterator[None]:
+        """Report every operation inside to an observer."""
+        before, self._observer = self._observer, observer
+        try:
+            with self:
+                yield
+        finally:
+            self._observer = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return an operation's result, which has a shape and no values."""
+        if func is _DEVICE_OF:  # autograd asks twice for each operation
+            return args[0].device
+        kwargs = kwargs or {}
+        observer, self._observer = self._observer, None  # not of the parts of this operation
+        try:
+            result = self._result(func, types, args, kwargs)
+        finally:
+            self._observer = observer
+        if observer is not None:
+            observer(func, args, kwargs, result)
+        return result
+
+    def _result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        given: list[FakeTensor] = []
+        parts: list[Any] = [func, torch.get_default_dtype(), *kwargs]
+        if not (_describe(args, parts, given) and _describe(kwargs.values(), parts, given)):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        key = tuple(parts)
+        if key not in self._known:
+            result: Any = super().__torch_dispatch__(func, types, args, kwargs)
+            kind = type(result) if isinstance(result, tuple | list) else None
+            outputs = _outputs(result if kind else [result], given)
+            if outputs is not None and _is_pure(func):
+                self._known[key] = kind, outputs
+            return result
+        kind, outputs = self._known[key]
+        if kind is None:
+            return self._make(outputs[0], given)
+        return kind([self._make(output, given) for output in outputs])
+
+    def _make(self, output: _Output, given: Sequence[FakeTensor]) -> Any:
+        layout, source = output.layout, output.source
+        if layout is None:
+            return output.value if source is None else given[source]
+        shape, stride, dtype = layout.shape, layout.stride, layout.dtype
+        if source is None:
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        else:
+            tensor = torch.empty(0, dtype=dtype, device="meta")
+            tensor.set_(given[source].untyped_storage(), layout.offset, shape, stride)
+        return FakeTensor(self, tensor, layout.device)
+
+
+def _is_pure(func: Any) -> bool:
+    return func.namespace in _PURE and torch.Tag.inplace_view not in func.tags
+
+
+def _describe(values: Iterable[Any], parts: list[Any], given: list[FakeTensor]) -> bool:
+    """Add to a key's parts all that a result's shape depends on; False where that is not known."""
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if not _is_simple(value):
+                return False
+            given.append(value)
+            parts += (
+                value.dtype,
+                value.shape,
+                value.stride(),
+                value.storage_offset(),
+                value.fake_device,
+            )
+        elif kind in _PLAIN:
+            parts += (kind, value)  # 1, 1.0 and True are equal to each other
+        elif kind is list or kind is tuple:
+            parts += (kind, len(value))
+            if not _describe(value, parts, given):
+                return False
+        else:
+            return False
+    return True
+
+
+def _is_simple(tensor: FakeTensor) -> bool:
+    has_values = tensor.constant is not None
+    return not (has_values or tensor.is_conj() or tensor.is_neg() or tensor.is_sparse)
+
+
+def _outputs(results: Iterable[Any], given: Sequence[FakeTensor]) -> list[_Output] | None:
+    """How to make such results again; None where that is not known."""
+    outputs, new = [], set[int]()
+    for result in results:
+        if type(result) in _PLAIN:
+            outputs.append(_Output(value=result))
+            continue
+        if type(result) is not FakeTensor or not _is_simple(result):
+            return None
+        storage = result.untyped_storage()
+        sources = [
+            place
+            for place, tensor in enumerate(given)
+            if tensor.untyped_storage()._cdata == storage._cdata
+        ]
+        if len(sources) > 1 or storage._cdata in new:
+            return None  # two tensors share it: another time they may not
+        source = sources[0] if sources else None
+        if source is not None and given[source] is result:
+            outputs.append(_Output(source))
+            continue
+        offset = int(result.storage_offset())
+        layout = _Layout(result.shape, result.stride(), offset, result.dtype, result.fake_device)
+        if source is None:
+            new.add(storage._cdata)
+            alone = torch.empty_strided(
+                layout.shape, layout.stride, dtype=layout.dtype, device="meta"
+            )
+            if offset or alone.untyped_storage().nbytes() != storage.nbytes():
+                return None
+        outputs.append(_Output(source, layout))
+    return outputs
