@@ -100,7 +100,7 @@ class Shapes(FakeTensorMode):  # type: ignore[no-untyped-call]
         key = tuple(parts)
         if key not in self._known:
             result: Any = super().__torch_dispatch__(func, types, args, kwargs)
-            kind = type(result) if isinstance(result, tuple | list) else None
+            kind = next((each for each in (tuple, list) if isinstance(result, each)), None)
             outputs = _outputs(result if kind else [result], given)
             if outputs is not None and _is_pure(func):
                 self._known[key] = kind, outputs
