@@ -100,15 +100,17 @@ class Shapes(FakeTensorMode):  # type: ignore[no-untyped-call]
         key = tuple(parts)
         if key not in self._known:
             result: Any = super().__torch_dispatch__(func, types, args, kwargs)
-            kind = next((each for each in (tuple, list) if isinstance(result, each)), None)
+            kind: type | None = None
+            if isinstance(result, tuple | list):
+                kind = tuple if isinstance(result, tuple) else list  # also of a named tuple
             outputs = _outputs(result if kind else [result], given)
             if outputs is not None and _is_pure(func):
                 self._known[key] = kind, outputs
             return result
-        kind, outputs = self._known[key]
-        if kind is None:
+        container, outputs = self._known[key]
+        if container is None:
             return self._make(outputs[0], given)
-        return kind([self._make(output, given) for output in outputs])
+        return container([self._make(output, given) for output in outputs])
 
     def _make(self, output: _Output, given: Sequence[FakeTensor]) -> Any:
         layout, source = output.layout, output.source
