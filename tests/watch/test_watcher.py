@@ -166,7 +166,7 @@ def test_the_heartbeat_says_what_each_process_does(stage: Any) -> None:
 def test_two_nodes_pass_one_verdict(stage: Any) -> None:
     """Both are dumped, one tells, and the one that has the culprit acts."""
     for host in "ab":
-        stage.watcher(host=host, action="kill", min_seconds=3.0)
+        stage.watcher(host=host, action="kill", min_seconds=10.0)
     stage.rank("waits", rank=0, host="a")
     guilty = stage.rank("sleeps", rank=1, host="b")
     _until(lambda: stage.events("killed_rank", "b"))
