@@ -13,7 +13,7 @@ from longtake.drill.place import Place
 from longtake.drill.result import Result
 from longtake.drill.verdict import Verdict, identities_of
 from longtake.evaluation_dir import cursor_path, writer_path
-from longtake.lease import history
+from longtake.lease import history, is_alive, newest
 from longtake.run_dir import RunDirectory
 from longtake.tracking import cursor
 from longtake.tracking.event_file import event_files, events_in
@@ -73,7 +73,13 @@ def _wait_for_trouble(launch: Launch, run: RunDirectory) -> float | None:
 
 
 def _tell_later(run: RunDirectory) -> None:
-    """A later launch's follower, with W&B in the run's own folder."""
+    """A later launch's follower, with W&B in the run's own folder, when the first one has ended."""
+    until = time.monotonic() + _LONGEST_FOLLOWER_SECONDS
+    while time.monotonic() < until:
+        writer = newest(writer_path(run))
+        if writer is None or writer["ended"] is not None or not is_alive(writer):
+            break
+        time.sleep(0.1)
     follower = Follower(run, "trainer", _OFFLINE)
     follower.start()
     follower.close(_LONGEST_FOLLOWER_SECONDS)
