@@ -1,6 +1,7 @@
 """W&B cannot be reached while a run is trained."""
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,13 +74,12 @@ def _wait_for_trouble(launch: Launch, run: RunDirectory) -> float | None:
 
 
 def _tell_later(run: RunDirectory) -> None:
-    """A later launch's follower, with W&B in the run's own folder, when the first one has ended."""
-    until = time.monotonic() + _LONGEST_FOLLOWER_SECONDS
-    while time.monotonic() < until:
-        writer = newest(writer_path(run))
-        if writer is None or writer["ended"] is not None or not is_alive(writer):
-            break
-        time.sleep(0.1)
+    """A later launch's follower, with W&B in the run's own folder, after the first one's end."""
+    writer, until = newest(writer_path(run)), time.monotonic() + _LONGEST_FOLLOWER_SECONDS
+    if writer is not None and writer["ended"] is None and is_alive(writer):
+        os.kill(writer["pid"], signal.SIGTERM)  # it would try for a minute
+        while is_alive(writer) and time.monotonic() < until:
+            time.sleep(0.1)
     follower = Follower(run, "trainer", _OFFLINE)
     follower.start()
     follower.close(_LONGEST_FOLLOWER_SECONDS)
