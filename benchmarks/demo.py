@@ -55,6 +55,7 @@ def _run(folder: Path, isa: str, seed: int) -> dict[str, Any]:
         alarm
         for scores in out.glob("evaluations/*/step_*/scores.json")
         for alarm in json.loads(scores.read_bytes())["alarms"]
+        if alarm["kind"] == "drift"
     ]
     return {
         "instructions": isa,
@@ -65,7 +66,7 @@ def _run(folder: Path, isa: str, seed: int) -> dict[str, Any]:
         "training s": round(summary["training_seconds"], 1),
         "whole command s": round(seconds, 1),
         "steps/s": summary["steps_per_second"],
-        "alarms": len(alarms),
+        "drift alarms": len(alarms),
     }
 
 
