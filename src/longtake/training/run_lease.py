@@ -72,6 +72,13 @@ class RunLease:
             with suppress(OSError):
                 self._lease.end(how)
 
+    def forget(self) -> None:
+        """Leave nothing of a run that was refused before it began."""
+        if self._lease is not None:
+            with suppress(OSError):  # somebody else has begun to train here
+                (self._lease.folder / f"{self._lease.number}.json").unlink()
+                self._lease.folder.rmdir()
+
 
 @contextmanager
 def hold_run(run: RunDirectory, world: World, console: Console) -> Iterator[RunLease]:
@@ -92,17 +99,10 @@ def hold_run(run: RunDirectory, world: World, console: Console) -> Iterator[RunL
             yield own
         how = "ended"
     finally:
-        own.end(how)
-        if world.is_first and not run.exists():
-            _forget(run)
-
-
-def _forget(run: RunDirectory) -> None:
-    """Leave nothing of a run that was refused before it began."""
-    for path in run.lease_path.glob("*.json"):
-        path.unlink(missing_ok=True)
-    with suppress(OSError):  # somebody has begun to train here
-        run.lease_path.rmdir()
+        if run.exists():
+            own.end(how)
+        else:
+            own.forget()
 
 
 def _clock() -> float:
