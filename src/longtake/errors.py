@@ -13,7 +13,7 @@
     ├── RecordError           a file that a process wrote cannot be read (path and reason)
     ├── CheckpointError       saved state is missing, incomplete or of another shape
     ├── DivergedError         the loss or a gradient stopped being a finite number
-    ├── SamplingError         sampling gave NaN or infinite latents
+    ├── SamplingError         sampling or decoding gave NaN or infinite values
     └── LostPeerError         another rank has ended, and this one cannot go on without it
 
 The command line turns each into one message on stderr and its exit code; none of them ends in a
@@ -109,7 +109,7 @@ class DivergedError(LongtakeError):
 
 
 class SamplingError(LongtakeError):
-    """What was sampled is no picture: its latents are NaN or infinite."""
+    """What was sampled is no picture: its latents or pixels are NaN or infinite."""
 
     exit_code = 1
 

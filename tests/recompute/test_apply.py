@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longtake.models.precision import autocast
 from longtake.recompute.apply import OPTIONS, Option, caller, run_block
+from longtake.recompute.measure import measured
 from longtake.recompute.trace import Subject
 
 
@@ -51,6 +53,19 @@ def test_an_added_dropout_is_drawn_again(toy: Any) -> None:
         block.register_forward_hook(lambda _, __, tokens: F.dropout(tokens, 0.5))
     recomputed: dict[nn.Module, Option] = dict.fromkeys(subject.blocks.values(), "recompute")
     assert all(map(torch.equal, _outcome(subject, {}), _outcome(subject, recomputed)))
+
+
+def test_under_autocast_no_bf16_copies_of_weights_are_kept(toy: Any) -> None:
+    """A forward pass of recomputed blocks keeps their inputs, and what it makes of weights not."""
+    subject = toy("cpu", num_blocks=8, width=128)
+    tokens = torch.randn(1, 10, 6)
+    subject.call_blocks_by(caller(dict.fromkeys(subject.blocks.values(), "recompute")))
+    with measured(torch.device("cpu")) as memory, autocast("bf16", torch.device("cpu")):
+        loss = subject.loss(tokens)
+        memory.mark("forward")
+    assert loss.requires_grad
+    copies = sum(2 * weight.numel() for weight in subject.model.parameters())
+    assert memory.at["forward"] < copies / 8
 
 
 class _Ran(TorchDispatchMode):

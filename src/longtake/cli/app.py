@@ -123,7 +123,8 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Train a small text-to-video model from scratch, sample it, and check the samples."""
-    from longtake.demo.run import run_demo
+    with phase_lines(say.console(), "importing PyTorch"):
+        from longtake.demo.run import run_demo
 
     summary = run_demo(
         out=out,
@@ -238,13 +239,16 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a run's model for other tools: diffusers' `from_pretrained`, peft or ComfyUI."""
-    from longtake.evaluation.export.formats import check_export
-    from longtake.evaluation.export.formats import export as write
-    from longtake.evaluation.sampling.studio import find_run, load_sampler
+    with phase_lines(say.console(), "importing PyTorch") as enter:
+        from longtake.evaluation.export.formats import check_export
+        from longtake.evaluation.export.formats import export as write
+        from longtake.evaluation.sampling.studio import find_run, load_sampler
 
-    check_export(find_run(run).recipe(), out, wanted)
-    sampler = load_sampler(run, step=step, ema=ema, profile=profile, device="cpu", trust=trust)
-    remarks = write(sampler, out, wanted)
+        check_export(find_run(run).recipe(), out, wanted)
+        enter("loading the model")
+        sampler = load_sampler(run, step=step, ema=ema, profile=profile, device="cpu", trust=trust)
+        enter("writing the export")
+        remarks = write(sampler, out, wanted)
     if as_json:
         facts = {"step": sampler.step, "weights": sampler.weights, "format": wanted}
         say.result({**facts, "out": str(out), "remarks": remarks})

@@ -16,8 +16,11 @@ def compare(
         list[Path],
         typer.Argument(metavar="RUN…", help="One run: its checkpoints. Several: side by side."),
     ],
-    preset: Annotated[str, typer.Option(help="Name of the preset.")],
     out: Annotated[Path, typer.Option(help="The sheet.png or sheet.mp4 to write.")],
+    preset: Annotated[
+        str | None,
+        typer.Option(help="Name of the preset [default: the only one that the runs have]."),
+    ] = None,
     prompts: Annotated[
         str | None,
         typer.Option(help="Prompts, counted from 0: 0:4 (the first four), or 2 [default: all]."),
@@ -39,9 +42,10 @@ def compare(
     draw(comparison, out)
     shown = [{"run": str(c.run.path), "step": c.scores["step"]} for c in comparison.columns]
     if as_json:
-        say.result({"out": str(out), "videos": len(comparison.scenes), "columns": shown})
+        facts = {"preset": comparison.preset, "videos": len(comparison.scenes)}
+        say.result({"out": str(out), **facts, "columns": shown})
     else:
-        say.line(f"{len(comparison.scenes)} x {len(shown)} videos of {preset}: {out}")
+        say.line(f"{len(comparison.scenes)} x {len(shown)} videos of {comparison.preset}: {out}")
 
 
 def _numbers(steps: str | None) -> list[int] | None:

@@ -18,18 +18,6 @@ if TYPE_CHECKING:
     from longtake.config import Recipe
     from longtake.training.run import Outcome
 
-_STARTING: dict[str, str] = {
-    "start": "importing PyTorch",
-    "rendezvous": "waiting for the other ranks",
-    "open": "opening catalog and run directory",
-    "plan": "planning memory",
-    "build": "building the model",
-    "load": "loading the checkpoint",
-    "cache": "filling the cache",
-    "data": "waiting for the first batch",
-}
-"""What the phases of a process before its first step are called."""
-
 Fresh = Annotated[
     bool,
     typer.Option("--fresh", help="Start a new run in OUT-2, OUT-3, ... if OUT holds one."),
@@ -52,13 +40,14 @@ def train(
     A signal lets it finish the step and save. Exit code 130 after SIGINT, 143 after SIGTERM, 75
     after SIGUSR1; 69 if another process was lost, and 2 if there is no use in trying again.
     """
+    from longtake.training.starting import starting_phase
     from longtake.trust import load_recipe
 
     loaded = load_recipe(recipe, changes or (), trust=trust)
     try:
         with (
             leave_on_signals(),
-            phase_lines(say.console(), _STARTING["start"], _starting),
+            phase_lines(say.console(), "importing PyTorch", starting_phase),
         ):
             if launcher := os.environ.pop(LAUNCHER_VARIABLE, None):
                 # Nobody would start it again, nor end it: two launches would train one run.
@@ -87,14 +76,6 @@ def _say_what_is_kept(out: Path) -> None:
         f"the newest checkpoint is of step {steps[-1]}" if steps else "there is no checkpoint yet"
     )
     say.line(f"Stopped at once, without saving: {kept}. The same command resumes from there.")
-
-
-def _starting() -> str | None:
-    """What this process does before its first step; None from then on."""
-    from longtake import heartbeat
-
-    now = heartbeat.phase() or "start"
-    return _STARTING.get(now)
 
 
 def _say_how_to_go_on(outcome: "Outcome", out: Path, *, fresh: bool) -> None:

@@ -20,9 +20,10 @@ from longtake.demo.shapes import held_out_captions, training_captions, write_cli
 from longtake.errors import RecipeChangedError, RecipeError
 from longtake.evaluation.sampling.studio import Request, Sampler, load_sampler, settings_for
 from longtake.evaluation.sampling.write import sample_in_batches
-from longtake.progress import counted
+from longtake.progress import counted, phase_lines
 from longtake.run_dir import RunDirectory
 from longtake.training.run import train
+from longtake.training.starting import starting_phase
 
 DEFAULT_STEPS = 1500
 NUM_CLIPS = 6000
@@ -101,12 +102,18 @@ def _train(recipe: Recipe, evaluate: bool, console: Console) -> bool:
     """Train to the end, with an evaluation server beside it; False if it was interrupted."""
     heartbeat.begin_here()  # writing clips is no part of the training's start
     if not evaluate:
-        return train(recipe, console).interrupted_by is None
+        return _is_trained(recipe, console)
     with evaluated(recipe.out) as evaluator:
-        if train(recipe, console).interrupted_by:
+        if not _is_trained(recipe, console):
             return False
         evaluator.finish(console)
     return True
+
+
+def _is_trained(recipe: Recipe, console: Console) -> bool:
+    """Train to the end; False if it was interrupted."""
+    with phase_lines(console, "starting", starting_phase):
+        return train(recipe, console).interrupted_by is None
 
 
 def _catalog_path(out: Path) -> Path:

@@ -60,6 +60,9 @@ class Codec(Protocol):
 
         In `tiles`, where the codec has any: pieces that overlap are decoded one after another and
         blended, which takes less memory; seams may show.
+
+        Raises:
+            SamplingError: decoded pixels are NaN or infinite.
         """
         ...
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from longtake.config import Bucket
-from longtake.errors import RecipeError
+from longtake.errors import RecipeError, SamplingError
 from longtake.models.pretrained import defaults, quiet
 
 ALONE = (1, 1, 1)
@@ -171,7 +172,15 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 
 
 def to_uint8(pixels: Tensor) -> Tensor:
-    """[-1, 1] to uint8 [0, 255], rounded and clamped."""
+    """[-1, 1] to uint8 [0, 255], rounded and clamped.
+
+    Raises:
+        SamplingError: pixels are NaN or infinite, which would become black or white ones.
+    """
+    has_values = not isinstance(pixels, FakeTensor)  # as those of a plan have none
+    if has_values and not pixels.isfinite().all():
+        share = 1 - pixels.isfinite().double().mean().item()
+        raise SamplingError(f"{share:.2%} of the decoded pixels are NaN or infinite.")
     return ((pixels.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from shutil import copytree
 
 import av
 import numpy as np
@@ -195,6 +196,29 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
             check_out(tmp_path / name)
 
 
+def test_without_a_preset_the_only_common_one_is_compared(tmp_path: Path) -> None:
+    """Where there are several, none, or no results at all, the sentence says so."""
+    first, second = _run(tmp_path / "a"), _run(tmp_path / "b")
+    copytree(first / "evaluations/p", first / "evaluations/q")  # results of p still, by their text
+    assert choose([second]).preset == choose([first, second]).preset == "p"
+    with pytest.raises(
+        RunError, match=r"a has results of 2 presets: p, q\. .* such as --preset p\."
+    ):
+        choose([first])
+    with pytest.raises(RunError, match=r"The runs have results of 2 presets: p, q\."):
+        choose([first, first, copytree(first, tmp_path / "d")])
+    third = _run(tmp_path / "c", ())
+    with pytest.raises(
+        RunError, match=r"c has no results of any preset\. Make some with: .*evaluate"
+    ):
+        choose([first, third])
+    (second / "evaluations/p").rename(second / "evaluations/other")
+    with pytest.raises(RunError, match=r"no common preset: .*a has p, q; .*b has other\."):
+        choose([first, second])
+    with pytest.raises(RunError, match="none is not a run directory"):
+        choose([tmp_path / "none"])
+
+
 def test_the_sheet_shows_each_video_where_it_belongs(tmp_path: Path) -> None:
     """Prompts down, checkpoints across; two frames of each, where there is room for them."""
     found = choose([_run(tmp_path / "a")], "p")
@@ -293,9 +317,9 @@ def test_a_video_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_the_verb_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As JSON on request; steps are given as a list."""
     run, out = _run(tmp_path / "a"), tmp_path / "sheet.png"
-    verb([run], "p", out, prompts="0:2", steps="100,300", as_json=True)
+    verb([run], out, prompts="0:2", steps="100,300", as_json=True)
     said = json.loads(capsys.readouterr().out)
-    assert (said["out"], said["videos"]) == (str(out), 2)
+    assert (said["out"], said["preset"], said["videos"]) == (str(out), "p", 2)
     assert [column["step"] for column in said["columns"]] == [100, 300]
     with pytest.raises(RunError, match="--steps 100;300: expected steps such as 100,200"):
-        verb([run], "p", out, steps="100;300")
+        verb([run], out, "p", steps="100;300")

@@ -1,8 +1,10 @@
 """What a sampler promises: which weights, which noise, and that neighbours do not matter."""
 
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longtake.config import EmaSection, Recipe
+from longtake.config import CodecSection, EmaSection, Recipe
 from longtake.errors import CheckpointError, RecipeError, RunError, SamplingError
 from longtake.evaluation.sampling.studio import (
     Request,
@@ -23,6 +25,7 @@ from longtake.evaluation.sampling.studio import (
 from longtake.flow.solver import integrate
 from longtake.flow.timesteps import build_sigmas
 from longtake.models.assemble import assemble
+from longtake.models.codec import build_codec
 
 _PROMPT = "a red circle moving up"
 _OTHERS = [Request("a blue square moving left", 1), Request("a green cross moving down", 2)]
@@ -63,6 +66,41 @@ def test_a_video_of_nan_is_an_error(tiny_run: Path) -> None:
         next(sampler.components.model.parameters()).fill_(torch.nan)
     with pytest.raises(SamplingError, match="The weights hold NaN or inf") as caught:
         _sample(sampler)
+    assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "advice"),
+    [
+        ("weights", r"The codec's weights hold NaN or inf: load them from another copy\."),
+        ("bf16", r'The codec decodes in bf16: set codec\.dtype = "fp32"\.'),
+        ("fp32", r"Sample another checkpoint \(--step\), or lower the guidance scale\."),
+    ],
+)
+def test_nan_that_appears_in_decoding_is_an_error(
+    damage: str, advice: str, tiny_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its latents are finite, and the video would be black."""
+    sampler = load_sampler(tiny_run, device="cpu")
+    dtype: Literal["fp32", "bf16"] = "bf16" if damage == "bf16" else "fp32"
+    config = {"block_out_channels": [4], "norm_num_groups": 2, "latent_channels": 3}
+    codec = build_codec(
+        CodecSection(kind="autoencoder", class_name="AutoencoderKL", config=config, dtype=dtype)
+    )
+    [autoencoder] = codec.modules()
+    for weight in autoencoder.decoder.conv_out.parameters():  # type: ignore[union-attr]
+        weight.data.fill_(torch.nan if damage == "weights" else torch.finfo(weight.dtype).max)
+    recipe = sampler.recipe.model_copy(
+        update={"codec": sampler.recipe.codec.model_copy(update={"dtype": dtype})}
+    )
+    components = replace(sampler.components, codec=codec)
+    with pytest.raises(SamplingError, match=advice) as caught:
+        _sample(replace(sampler, components=components, recipe=recipe))
+    assert re.match(
+        r"Decoding a video of step 6 \(ema/\w+\) failed: \d+\.\d\d% of the decoded pixels are NaN "
+        r"or infinite\. Its latents are finite, at most \S+ \(1 is usual\)\. None was written\. ",
+        str(caught.value),
+    )
     assert caught.value.exit_code == 1
 
 

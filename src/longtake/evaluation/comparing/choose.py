@@ -68,6 +68,11 @@ class Comparison:
     columns: tuple[Column, ...]
 
     @property
+    def preset(self) -> str:
+        """Whose results they are."""
+        return self.columns[0].scores["preset"]
+
+    @property
     def has_seeds(self) -> bool:
         """Whether seeds tell videos of the same prompt apart."""
         return len({scene.seed for scene in self.scenes}) > 1
@@ -100,7 +105,7 @@ class Comparison:
 
 def choose(
     runs: Sequence[Path],
-    preset: str,
+    preset: str | None = None,
     prompts: str | None = None,
     steps: Sequence[int] | None = None,
     columns: int = MAX_COLUMNS,
@@ -113,14 +118,17 @@ def choose(
 
     Args:
         runs: run directories.
-        preset: whose results.
+        preset: whose results; None: of the only preset that all runs have results of.
         prompts: which prompts, counted from 0, such as 0:4 (not the fifth) or 2; all by default.
         steps: which checkpoints, instead.
         columns: of one run, at most.
 
     Raises:
-        RunError: there are no such results or prompts, or the runs' prompts differ.
+        RunError: there are no such results or prompts, the runs' prompts differ, or the runs share
+            no preset or several and none is named.
     """
+    if preset is None:
+        preset = _only_preset([RunDirectory(run) for run in dict.fromkeys(runs)])
     found = {run: _results(RunDirectory(run), preset) for run in dict.fromkeys(runs)}
     names = _names(list(found))
     is_alone = len(found) == 1
@@ -133,9 +141,39 @@ def choose(
     return Comparison(f"{of_one}preset {preset}", scenes, tuple(chosen))
 
 
-def _results(run: RunDirectory, preset: str) -> dict[int, Scores]:
+def _only_preset(runs: Sequence[RunDirectory]) -> str:
+    known: dict[Path, list[str]] = {}
+    for run in runs:
+        _refuse_no_run(run)
+        known[run.path] = EvaluationDirectory(run).presets()
+        if not known[run.path]:
+            raise RunError(
+                f"{run.path} has no results of any preset. Make some with: "
+                f"{command()} evaluate {shlex.quote(str(run.path))}"
+            )
+    common = sorted(set.intersection(*map(set, known.values())))
+    if not common:
+        having = "; ".join(f"{path} has {', '.join(names)}" for path, names in known.items())
+        raise RunError(
+            f"The runs have results of no common preset: {having}. Sample one preset in all of "
+            f"them with: {command()} evaluate RUN --preset NAME"
+        )
+    if len(common) > 1:
+        who = "The runs have" if len(runs) > 1 else f"{runs[0].path} has"
+        raise RunError(
+            f"{who} results of {len(common)} presets: {', '.join(common)}. Choose one, such as "
+            f"--preset {shlex.quote(common[0])}."
+        )
+    return common[0]
+
+
+def _refuse_no_run(run: RunDirectory) -> None:
     if not run.exists():
         raise RunError(f"{run.path} is not a run directory: it has no recipe.toml.")
+
+
+def _results(run: RunDirectory, preset: str) -> dict[int, Scores]:
+    _refuse_no_run(run)
     directory = EvaluationDirectory(run)
     found = {scores["step"]: scores for scores in directory.all_scores(preset)}
     if found:

@@ -69,6 +69,7 @@ class Sampler:
             ModelError: the model is built for another shape.
             DataError: a request lacks a picture that the model goes by, or it cannot be read.
             PlanError: not even one video fits the memory.
+            SamplingError: latents or decoded pixels are NaN or infinite.
         """
         shape = fitting_shape(self.components, self.recipe, bucket)
         noise = torch.stack([_noise(request.seed, shape) for request in requests]).to(self.device)
@@ -121,11 +122,30 @@ class Sampler:
             f"infinite latents; none was written. {why}"
         )
 
+    def _of_decoding(self, latents: Tensor, error: SamplingError) -> str:
+        """What is wrong with a video whose latents are finite, and what helps."""
+        modules = self.components.codec.modules()
+        weights = [each for module in modules for each in module.parameters()]
+        largest = latents.abs().max().item()
+        if not all(torch.isfinite(each).all() for each in weights):
+            why = "The codec's weights hold NaN or inf: load them from another copy."
+        elif any(each.dtype != torch.float32 for each in weights):
+            why = f'The codec decodes in {self.recipe.codec.dtype}: set codec.dtype = "fp32".'
+        else:
+            why = "Sample another checkpoint (--step), or lower the guidance scale."
+        return (
+            f"Decoding a video of step {self.step} ({self.weights}) failed: {error} Its latents "
+            f"are finite, at most {largest:.3g} (1 is usual). None was written. {why}"
+        )
+
     def _decode(self, latents: Tensor, bucket: Bucket, decoding: str) -> NDArray[np.uint8]:
         """One video, [1, F, H, W, 3], so that no more than one is in pixels on the device."""
 
         def decode(tiles: bool) -> NDArray[np.uint8]:
-            video = self.components.codec.decode(latents, tiles=tiles)
+            try:
+                video = self.components.codec.decode(latents, tiles=tiles)
+            except SamplingError as error:
+                raise SamplingError(self._of_decoding(latents, error)) from None
             return video.permute(0, 2, 3, 4, 1).cpu().numpy()
 
         return self.memory.decode(decode, bucket, decoding=decoding)
