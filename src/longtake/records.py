@@ -61,8 +61,13 @@ NumberOrText = Finite | Literal["nan", "inf", "-inf"]
 """A float as `json_number` writes it, since JSON has finite numbers only."""
 
 
+def is_file_name(text: str) -> bool:
+    """Whether a text can name a file in a folder: it leads nowhere else, and has no NUL."""
+    return text not in ("", ".", "..") and "/" not in text and "\0" not in text
+
+
 def _is_name(text: str) -> str:
-    if text in ("", ".", "..") or "/" in text or "\0" in text:
+    if not is_file_name(text):
         raise ValueError("expected a file name without a folder")
     return text
 
@@ -452,7 +457,7 @@ def write_json(path: Path, record: Mapping[str, Any], *, by_many: bool = False) 
 def write_text(path: Path, text: str, *, by_many: bool = False) -> None:
     """Replace a file as a whole: written aside, flushed to disk, renamed into place."""
     with written_aside(path, by_many=by_many) as aside:
-        _write_durably(aside, text)
+        _write_durably(aside, text, path)
 
 
 def write_once(path: Path, record: Mapping[str, Any]) -> bool:
@@ -466,7 +471,7 @@ def write_once(path: Path, record: Mapping[str, Any]) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        _write_durably(aside, _as_text(record))
+        _write_durably(aside, _as_text(record), path)
         os.link(aside, path)  # fails where rename would overwrite
     except FileExistsError:
         return False
@@ -480,11 +485,16 @@ def _as_text(record: Mapping[str, Any]) -> str:
     return json.dumps(record, indent=2) + "\n"
 
 
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("x", encoding="utf-8") as file:  # never through a link
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def _write_durably(path: Path, text: str, whole: Path) -> None:
+    try:
+        with path.open("x", encoding="utf-8") as file:  # never through a link
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.filename is None:  # a full disk is told of no file
+            error.filename = str(whole)
+        raise
 
 
 def check_picture_name(out: Path, suffixes: Sequence[str] = (".png",)) -> None:

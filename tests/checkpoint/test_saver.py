@@ -131,6 +131,22 @@ def test_a_full_disk_is_one_sentence_and_harms_nothing(
     assert store.newest_on_all(run, alone) == (run.checkpoint_path(40), ())
 
 
+def test_a_link_to_nothing_in_place_of_a_checkpoint_is_named(
+    run: RunDirectory, saver: Saver, make_parts: MakeParts
+) -> None:
+    """A disk that is not mounted is no full disk; the link stays as it is."""
+    link = run.checkpoint_path(30)
+    link.symlink_to("/no/such/disk")
+    saver.save(30, make_parts(), {"global_step": 30})
+    saver.wait()
+    message = str(saver.take_failure())
+    assert f"({link} is a symbolic link to /no/such/disk, which does not exist)" in message
+    assert "restore what the link points to, or delete the link" in message
+    assert "make room" not in message
+    assert link.is_symlink()
+    assert _names(run) == ["step_00000010", "step_00000020", "step_00000030"]
+
+
 def test_the_first_save_may_fail(tmp_path: Path, alone: World, make_parts: MakeParts) -> None:
     """Then there is nothing to go back to, and it says so."""
     run = RunDirectory(tmp_path)

@@ -118,6 +118,14 @@ def replace_with(path: Path, kind: str) -> None:
             path.symlink_to("/no/such/file")
 
 
+def unevaluate(place: Path, *, keep_claims: bool = False) -> None:
+    """Forget that the newest checkpoint was evaluated, or only the result."""
+    evaluations = place / "run" / "evaluations"
+    shutil.rmtree(evaluations / "tiny" / "step_00000004")
+    for claim in () if keep_claims else evaluations.glob("claims/tiny/step_00000004*"):
+        shutil.rmtree(claim)
+
+
 class _Hostile:
     """What runs a command when it is unpickled."""
 

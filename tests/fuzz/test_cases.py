@@ -4,6 +4,7 @@ Each damages one thing in the place, and runs one command there.
 """
 
 import json
+import math
 import os
 import struct
 import tarfile
@@ -18,9 +19,10 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from tests.fuzz.generators import LOGS, TRAINED, take_permission
-from tests.fuzz.mutations import DEEP, hostile_pickle, replace_with
+from tests.fuzz.mutations import DEEP, hostile_pickle, replace_with, unevaluate
 
 from longtake.checkpoint.manifest import commit, describe, file_names
+from longtake.data.table import FINGERPRINT_KEY as _FINGERPRINT
 
 _Damage = Callable[[Path], object]
 _Check = Callable[..., Any]
@@ -40,6 +42,7 @@ _STRIP = ("show", "run", "--around", "3", "--out", "o.png")
 _LAUNCH_ONE = ("launch", "recipe.toml", "--nproc-per-node", "1")
 _AUDIT = ("data", "audit", "run")
 _TRAIN = ("train", "recipe.toml")
+_TRAIN_NEW = (*_TRAIN, "--set", "out=new")
 _CPU = ("--device", "cpu")
 _SAMPLE = ("sample", "run", "--prompt", "a red circle", "--out", "o.mp4", *_CPU)
 _EVALUATE = ("evaluate", "run", *_CPU)
@@ -124,6 +127,16 @@ def _unreadable(name: str) -> _Damage:
     return damage
 
 
+def _read_only(name: str) -> _Damage:
+    """Nothing below a folder can be written, and one checkpoint is not evaluated yet."""
+
+    def damage(place: Path) -> None:
+        unevaluate(place)
+        take_permission(place / name)
+
+    return damage
+
+
 def _more(name: str, data: bytes | str) -> _Damage:
     """A file in a folder to index."""
 
@@ -160,16 +173,21 @@ def _tar(text: bytes, name: str = "a.json") -> _Damage:
     return damage
 
 
-def _cell(column: str, value: Any, kind: pa.DataType | None = None) -> _Damage:
-    """Another value in the catalog's first row, under the same metadata."""
+def _cell(column: str, value: Any, *, fingerprint: bool) -> _Damage:
+    """Another value in the catalog's first row, with the old fingerprint or without one."""
 
     def damage(place: Path) -> None:
         path = place / "catalog.parquet"
         table = pq.read_table(path)
         index = table.column_names.index(column)
         rows = [value, *table.column(column).to_pylist()[1:]]
-        wanted = kind or table.schema.field(column).type
-        table = table.set_column(index, pa.field(column, wanted), pa.array(rows, wanted))
+        field = table.schema.field(column).with_nullable(True)
+        table = table.set_column(index, field, pa.array(rows, field.type))
+        if not fingerprint:
+            marks = {
+                key: mark for key, mark in table.schema.metadata.items() if key != _FINGERPRINT
+            }
+            table = table.replace_schema_metadata(marks)
         pq.write_table(table, path)
 
     return damage
@@ -212,6 +230,7 @@ def _case(site: str, damage: _Damage, command: Sequence[str], **more: Any) -> An
 
 _SUCCEEDS: dict[str, Any] = {"must_succeed": True}
 _UNPRIVILEGED: dict[str, Any] = {"unprivileged": True}
+_EVALUATES: dict[str, Any] = {"must_succeed": True, "makes": _SCORES}
 _METRICS, _EVENTS, _ROLLBACKS = LOGS
 _RUN_JSON = "run/run.json"
 
@@ -334,14 +353,34 @@ _T4 = [
     _case("T4 catalog.py:110", _tar(_SURROGATE), _INDEX),
     _case("T4 table.py:122", _more("a.jsonl", b'{"video": "a.mp4", "text": "\\ud800"}\n'), _INDEX),
     *[
-        _case(f"T4 catalog {column}={str(value)[:20]}", _cell(column, value), command)
+        _case(
+            f"T4 catalog {column}={str(value)[:20]} {'kept' if fingerprint else 'no'} fingerprint",
+            _cell(column, value, fingerprint=fingerprint),
+            command,
+        )
         for column, value, command in [
             ("num_frames", 2**30, _SHOW_DATA),
             ("num_frames", 0, _PICTURES),
             ("num_frames", None, _SHOW_DATA),
             ("height", -1, _PICTURES),
             ("width", 0, _SHOW_DATA),
+            ("width", None, _SHOW_DATA),
+            ("caption", None, _PICTURES),
+            ("caption", None, _TRAIN_NEW),
+            ("path", None, _PICTURES),
+            ("path", None, _TRAIN_NEW),
+            ("path", "a\0b.mp4", _PICTURES),
+            ("path", "a\0b.mp4", _TRAIN_NEW),
+            ("identity", None, _SHOW_DATA),
+            ("identity", None, _TRAIN_NEW),
+            ("pts_step", None, _PICTURES),
+            ("first_pts", None, _PICTURES),
+            ("fps", math.nan, _SHOW_DATA),
+            ("fps", math.nan, _PICTURES),
+            ("fps", 1e308, _PICTURES),
+            ("fps", 1e308, _TRAIN_NEW),
         ]
+        for fingerprint in (True, False)
     ],
 ]  # fmt: skip
 
@@ -415,6 +454,22 @@ _T7 = [
         ]
     ],
     _case("T7 logs.py:49", take_permission, _LAUNCH_ONE, **_UNPRIVILEGED),
+    *[
+        _case(f"T7 read-only {command[0]} {name}", _read_only(name), command, **_UNPRIVILEGED)
+        for name, command in [
+            ("", _TRAIN),
+            ("run", _TRAIN),
+            ("run/checkpoints", _TRAIN),
+            ("run/ledger", _TRAIN),
+            ("run/lease", _TRAIN),
+            ("", _TRAIN_NEW),
+            ("", _EVALUATE),
+            ("run", _EVALUATE),
+            ("run/evaluations", _EVALUATE),
+            ("run/evaluations/tiny", _EVALUATE),
+            ("run/holds", _EVALUATE),
+        ]
+    ],
 ]  # fmt: skip
 
 _T8 = [
@@ -435,9 +490,63 @@ _T8 = [
     _case("T8 index of nothing", _nothing, ("data", "index", "", "--out", "new.parquet")),
 ]  # fmt: skip
 
+
+def _left_by(server: object) -> _Damage:
+    """The evaluation of a checkpoint was begun by a server that died over it."""
+
+    def damage(place: Path) -> None:
+        name = server.replace("/PLACE", str(place)) if isinstance(server, str) else server
+        _values(_CLAIM, server=name, ended=None)(place)
+        unevaluate(place, keep_claims=True)
+
+    return damage
+
+
+def _beaten_by(server: str) -> _Damage:
+    """A server of that name has worked on the run."""
+
+    def damage(place: Path) -> None:
+        unevaluate(place)
+        folder = place / "run" / "evaluations" / "servers" / "vm-1"
+        folder.mkdir(parents=True)
+        record = {"server": server, "pid": 4242, "beat": 3, "time": "2026-05-01T12:00:00+00:00"}
+        (folder / "heartbeat.json").write_text(json.dumps(record))
+        event = {"event": "evaluating", "server": server, "step": 4, "preset": "tiny"}
+        (folder / "events.jsonl").write_text(json.dumps({**event, "time": record["time"]}) + "\n")
+
+    return damage
+
+
 _T9 = [
-    _case("T9 publish.py:38", _values(_CLAIM, server="a/b"), _EVALUATE),
     _case("T9 publish.py:38 show", _values(_CLAIM, server="../../x"), _SHOW),
+    *[
+        _case(f"T9 publish.py:38 {server!r}", _left_by(server), _EVALUATE, **_EVALUATES)
+        for server in ("a/b", "../../../recipe.toml", "/PLACE/recipe.toml", "", "..", "a\0b", 5)
+    ],
+    *[
+        _case(f"T9 heartbeat {server!r}", _beaten_by(server), command, **_SUCCEEDS)
+        for server in ("a/b", "../../x")
+        for command in (_SHOW, _EVALUATE)
+    ],
+]
+
+
+def _dangling(step: int) -> _Damage:
+    """A checkpoint that was moved to a disk which is not there now."""
+
+    def damage(place: Path) -> None:
+        (place / _ROLLBACKS).unlink()  # so that training goes on from the newest
+        replace_with(place / "run" / "checkpoints" / f"step_{step:08d}", "dangling")
+
+    return damage
+
+
+_D8 = [
+    _case("D8 newest", _dangling(4), _TRAIN, says="step_00000004 is a symbolic link to /no/such"),
+    _case("D8 next", _dangling(6), _TRAIN, says="delete the link"),
+    _case("D8 sample", _dangling(4), _SAMPLE),
+    _case("D8 evaluate", _dangling(4), _EVALUATE),
+    _case("D8 older", _dangling(2), _TRAIN, **_SUCCEEDS),
 ]
 
 
@@ -544,14 +653,18 @@ _FOREIGN = [
 
 @pytest.mark.parametrize(
     ("damage", "command", "more"),
-    [*_FOREIGN, *_T1, *_T2, *_T3, *_T4, *_T5, *_T6, *_T7, *_T8, *_T9, *_S11],
+    [*_FOREIGN, *_T1, *_T2, *_T3, *_T4, *_T5, *_T6, *_T7, *_T8, *_T9, *_D8, *_S11],
 )
 def test_a_named_input_ends_in_order(
     damage: _Damage, command: Sequence[str], more: dict[str, Any], place: Path, check: _Check
 ) -> None:
     """No traceback, no hang, nothing lost, no foreign code."""
+    made, said = more.get("makes"), more.get("says", "")
+    limits = {name: each for name, each in more.items() if name not in ("makes", "says")}
     damage(place)
-    check(list(command), may_change=_MAY_CHANGE, appended=LOGS, **more)
+    ended = check(list(command), may_change=_MAY_CHANGE, appended=LOGS, **limits)
+    assert made is None or (place / made).exists()
+    assert said in " ".join(ended.stderr.split())
 
 
 @pytest.mark.parametrize("name", ["wide.png", "captions"])

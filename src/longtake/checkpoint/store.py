@@ -30,6 +30,10 @@ from longtake.run_dir import RunDirectory
 State = dict[str, Any]
 """A (nested) dict of tensors; DTensors are saved and loaded in shards."""
 
+LINK_REMEDY = (
+    "mount or restore what the link points to, or delete the link, and start the same command again"
+)
+"""What to do about a checkpoint that is a `dangling_link`."""
 
 _T = TypeVar("_T")
 
@@ -78,6 +82,28 @@ def newest(run: RunDirectory, part: str = "") -> Path | None:
     paths = (run.checkpoint_path(step) for step in reversed(run.checkpoint_steps()))
     whole = (path for path in paths if all(_is_whole(path, each) for each in within))
     return next(whole, None)
+
+
+def dangling_link(path: Path) -> str | None:
+    """What is wrong with a checkpoint that links to nothing, such as to an unmounted disk."""
+    if not path.is_symlink() or path.exists():
+        return None
+    return f"{path} is a symbolic link to {path.readlink()}, which does not exist"
+
+
+def refuse_dangling_links(run: RunDirectory, after_step: int) -> None:
+    """Refuse to train on towards a checkpoint that lies where nothing can be read or saved.
+
+    Raises:
+        CheckpointError: a checkpoint later than `after_step` is a symbolic link to nothing.
+    """
+    for step in run.checkpoint_folders():
+        found = dangling_link(run.checkpoint_path(step)) if step > after_step else None
+        if found is not None:
+            raise CheckpointError(
+                f"{found}. Training would go on from step {after_step} and could not save step "
+                f"{step} there: {LINK_REMEDY}."
+            )
 
 
 def verify(path: Path) -> None:

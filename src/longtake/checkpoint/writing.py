@@ -86,7 +86,7 @@ def write(
     aside = whole.with_name(f".{whole.name}.partial")
     is_first, rank = company.world.is_first, company.world.rank
     try:
-        company.together(lambda: _begin(aside) if is_first else None)
+        company.together(lambda: _begin(aside, whole) if is_first else None)
         for name, state in parts.items():
             _write_part(aside / name, state, company.group)
         described = company.together(lambda: manifest.describe(aside, _written_by(rank, aside)))
@@ -113,7 +113,9 @@ class _Disk(FileSystem):
                 raise
 
 
-def _begin(aside: Path) -> None:
+def _begin(aside: Path, whole: Path) -> None:
+    if link := store.dangling_link(whole):
+        raise OSError(link)
     remove_tree(aside)
     aside.mkdir(parents=True)
 
@@ -168,7 +170,9 @@ def _what_was_lost(run: RunDirectory, step: int, error: BaseException) -> str:
         if last is not None
         else "there is no earlier one, so all steps so far are lost if the run ends now"
     )
+    is_link = store.dangling_link(run.checkpoint_path(step)) is not None
+    remedy = store.LINK_REMEDY if is_link else "make room and start the same command again"
     return (
         f"The checkpoint of step {step} in {run.path} cannot be written "
-        f"({store.last_line(error)}); {lost}: make room and start the same command again."
+        f"({store.last_line(error)}); {lost}: {remedy}."
     )

@@ -149,6 +149,8 @@ def check_values(table: pa.Table) -> None:
         _refuse(table, name, pc.invert(known))
     _refuse(table, "path", pc.match_substring(table["path"], "\0"))
     frames = table["num_frames"].to_numpy().astype(np.int64)
+    has_first, has_step = pc.is_valid(table["first_pts"]), pc.is_valid(table["pts_step"])
+    _refuse(table, "pts_step", pc.xor(has_first, has_step))
     steps = table["pts_step"].fill_null(0).to_numpy().astype(np.float64)
     _refuse(table, "pts_step", pa.array(steps * frames > 2**62))
     _refuse(table, "keyframes", pa.array(_is_disordered(table, "keyframes", frames)))

@@ -112,11 +112,20 @@ def newest_kept(run: RunDirectory, world: World) -> store.Found:
     """The newest whole checkpoint of a state that no rollback gave up; all ranks call it.
 
     Others are deleted: they are there where a run was killed while it went back.
+
+    Raises:
+        CheckpointError: one of them cannot be deleted.
     """
     found = store.newest_on_all(run, world)
     while (back_to := _given_up(found.path, run, world)) is not None:
+        given_up = found.path
         _abandon(run, back_to, world)
         found = store.newest_on_all(run, world)
+        if found.path == given_up:
+            raise CheckpointError(
+                f"{given_up} was given up when the run went back to step {back_to}, and cannot be "
+                f"deleted. Make {run.checkpoints_path} writable and start the same command again."
+            )
     return found
 
 

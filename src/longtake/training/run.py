@@ -318,6 +318,7 @@ def _go_on(run: RunDirectory, recipe: Recipe, loader: Loader, world: World) -> _
     if trainer is not None:
         loader.load_state_dict(trainer["data"])
     step = 0 if trainer is None else trainer["global_step"]
+    first_does(lambda: store.refuse_dangling_links(run, step), world)
     if world.is_first:
         for damaged, reason in passed_over:
             run.append_event("checkpoint_damaged", step=step, path=damaged.name, reason=reason)

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from longtake.aside import aside_of
+from longtake.checkpoint.holds import hold_path
 from longtake.evaluation.server.checkpoints import checkpoint_key
+from longtake.evaluation.server.hold import release_all
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.lease import history
 from longtake.node_dir import read_events
@@ -156,3 +158,23 @@ def test_what_waited_for_a_dead_server_is_held_by_it_no_more(
     serve(run)
     assert EvaluationDirectory(run).steps("probe") == [10, 20, 30]
     assert not list(run.holds_path.glob("*/*"))
+
+
+@pytest.mark.parametrize(
+    "name", ["{thesis}", "../../../thesis.txt", "a\0b", "..", "", "thesis.txt"]
+)
+def test_a_dead_server_s_name_deletes_nothing_but_its_holds(
+    name: str, run: RunDirectory, tmp_path: Path
+) -> None:
+    """A lease can say any name, and a folder of holds can be a link to another folder."""
+    thesis = tmp_path / "thesis.txt"
+    thesis.write_text("all of it")
+    hold = hold_path(run, 10, "vm-1")
+    hold.parent.mkdir(parents=True)
+    hold.touch()
+    (run.holds_path / "step_00000020").symlink_to(tmp_path)
+    release_all(run, name.format(thesis=thesis))
+    assert thesis.exists()
+    assert hold.exists()
+    release_all(run, "vm-1")
+    assert not hold.exists()

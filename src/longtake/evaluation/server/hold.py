@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from longtake.aside import aside_of
+from longtake.aside import aside_of, is_linked
 from longtake.checkpoint.holds import hold_path
-from longtake.records import now, write_json
+from longtake.records import is_file_name, now, write_json
 from longtake.repeated import repeated
 from longtake.run_dir import RunDirectory
 
@@ -111,9 +111,14 @@ def release(run: RunDirectory, step: int, owner: str) -> None:
 
 
 def release_all(run: RunDirectory, owner: str) -> None:
-    """Take all holds of a server away that is dead."""
-    for folder in run.holds_path.glob("step_*"):
-        _remove(folder / owner)
+    """Take all holds of a server away that is dead.
+
+    Its name is what a lease says: one that is no file's name has no holds, and links to other
+    folders are not followed, so that no file of anybody else is deleted.
+    """
+    for folder in run.holds_path.glob("step_*") if is_file_name(owner) else ():
+        if not is_linked(folder, run.path):
+            _remove(folder / owner)
 
 
 def _remove(path: Path) -> None:
