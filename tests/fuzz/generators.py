@@ -347,8 +347,11 @@ def _damaged_clip(chance: random.Random, folder: Path, clip: Path) -> None:
 def _odd_name(chance: random.Random, folder: Path, clip: Path) -> None:
     names = ["\x1b]0;title\x07.mp4", "a\nb.mp4", "\udcff.mp4", "-rf.mp4", "$(touch canary).mp4",
              "x" * 250 + ".mp4", "[red]a[/red].mp4", " .mp4", "a\\b.mp4", "\u202e.mp4"]  # fmt: skip
-    shutil.copy(clip, folder / chance.choice(names))
-    (folder / chance.choice(names)).with_suffix(".txt").write_bytes(chance.choice(TEXTS))
+    named, text = folder / chance.choice(names), folder / chance.choice(names)
+    for path in (named, text):
+        path.parent.mkdir(exist_ok=True)
+    shutil.copy(clip, named)
+    text.with_suffix(".txt").write_bytes(chance.choice(TEXTS))
 
 
 def _csv(chance: random.Random, folder: Path, clip: Path) -> None:
