@@ -24,8 +24,8 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[NDArray[np.uin
 
 
 def test_real_clips_are_read_as_captioned(clips: list[tuple[NDArray[np.uint8], str]]) -> None:
-    """At least 99 of 100 clips that went through H.264 are read in full."""
-    assert np.mean([shows(video, caption) for video, caption in clips]) >= 0.99
+    """All of them, blue squares too: H.264 keeps the corners that tell a square from a circle."""
+    assert [caption for video, caption in clips if not shows(video, caption)] == []
 
 
 def test_a_wrong_caption_is_never_adhered_to(clips: list[tuple[NDArray[np.uint8], str]]) -> None:

@@ -96,7 +96,7 @@ def test_written_clips_are_what_was_rendered(tmp_path: Path) -> None:
         drawn = render(wanted.shape, wanted.colour, wanted.direction, rng)
         assert frames.shape == drawn.shape
         assert fps == FPS
-        assert np.abs(frames.astype(int) - drawn).mean() < 6
+        assert np.abs(frames.astype(int) - drawn).mean() < 2
 
 
 def test_the_same_seed_writes_the_same_clips(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
+from typing import Literal
 
 import av
 import numpy as np
@@ -18,14 +19,21 @@ from longtake.errors import DataError
 _FAST_TO_READ = {"preset": "veryfast", "tune": "fastdecode"}
 
 
-def write_video(path: Path, frames: NDArray[np.uint8], fps: float, crf: int = 12) -> None:
-    """Write frames as H.264 (4:2:0) in an mp4 file, written aside and renamed when whole.
+def write_video(
+    path: Path,
+    frames: NDArray[np.uint8],
+    fps: float,
+    crf: int = 12,
+    pixel_format: Literal["yuv420p", "yuv444p"] = "yuv420p",
+) -> None:
+    """Write frames as H.264 in an mp4 file, written aside and renamed when whole.
 
     Args:
         path: the file to write, ending in `.mp4`.
         frames: [F, H, W, 3] uint8 RGB; H and W even, as 4:2:0 chroma wants.
         fps: frames per second.
         crf: constant rate factor of x264, 0 (lossless) to 51; smaller is larger and better.
+        pixel_format: yuv444p keeps the colour of every pixel, but browsers do not play it.
 
     Raises:
         DataError: the frames' shape or type does not fit, or the file cannot be written.
@@ -34,7 +42,7 @@ def write_video(path: Path, frames: NDArray[np.uint8], fps: float, crf: int = 12
     try:
         with written_aside(path) as aside, av.open(aside, "w", format="mp4") as container:
             stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
-            stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+            stream.width, stream.height, stream.pix_fmt = width, height, pixel_format
             # Without mbtree=0 x264 encodes tiny pictures differently from run to run, and a clip's
             # identity is the hash of its content.
             params = {"x264-params": "mbtree=0"}
