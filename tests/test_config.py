@@ -186,7 +186,7 @@ def test_files_that_cannot_be_read_are_recipe_errors(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"recipe\.toml is not valid TOML: .*line 1"):
         config.load(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(RecipeError, match="is not valid TOML"):
+    with pytest.raises(RecipeError, match=r"is not valid TOML: it is no text in UTF-8\."):
         config.load(path)
 
 

@@ -964,7 +964,11 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise RecipeError(
             f"The recipe {path} is not valid TOML: it is nested too deeply."
         ) from error
-    except ValueError as error:  # no TOML, no UTF-8, or a number of thousands of digits
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            f"The recipe {path} is not valid TOML: it is no text in UTF-8."
+        ) from error
+    except ValueError as error:  # no TOML, or a number of thousands of digits
         raise RecipeError(f"The recipe {path} is not valid TOML: {_first(error)}.") from error
 
 

@@ -117,7 +117,7 @@ _MISTAKES = {
     ),
     "a step that was not saved": (
         "sample {run} --step 1 --prompt red --out {tmp}/x.mp4",
-        r"run has no whole checkpoint of step 1\. Its checkpoints: \[2\]",
+        r"run has no whole checkpoint of step 1\. Its checkpoints: steps 2",
     ),
     "a checkpoint that is not there": (
         "sample {run}/checkpoints/step_00000001 --prompt red --out {tmp}/x.mp4",

@@ -9,6 +9,7 @@ import typer
 from longtake.cli import say
 from longtake.cli.say import AsJson
 from longtake.errors import RunError
+from longtake.progress import phase_lines
 
 
 def compare(
@@ -34,12 +35,14 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Draw what checkpoints make of the same prompts: prompts down, checkpoints across."""
-    from longtake.evaluation.comparing.choose import choose
-    from longtake.evaluation.comparing.draw import check_out, draw
+    with phase_lines(say.console(), "reading the results") as enter:
+        from longtake.evaluation.comparing.choose import choose
+        from longtake.evaluation.comparing.draw import check_out, draw
 
-    check_out(out)
-    comparison = choose(runs, preset, prompts, _numbers(steps), columns)
-    draw(comparison, out)
+        check_out(out)
+        comparison = choose(runs, preset, prompts, _numbers(steps), columns)
+        enter("drawing")
+        draw(comparison, out)
     shown = [{"run": str(c.run.path), "step": c.scores["step"]} for c in comparison.columns]
     if as_json:
         facts = {"preset": comparison.preset, "videos": len(comparison.scenes)}

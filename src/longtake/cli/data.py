@@ -79,30 +79,28 @@ def index(
 
     Again, it reads only what is new or changed; after Ctrl-C it goes on where it was.
     """
-    from longtake.data.crews.choice import crew_on
-    from longtake.data.index import index as index_clips
-    from longtake.data.limits import Limits
     from longtake.progress import counted, phase_lines
 
-    with (
-        phase_lines(say.console(), "looking for clips") as enter,
-        crew_on(on, workers) as crew,
-        counted(say.console(), "index") as shown,
-    ):
+    with phase_lines(say.console(), "importing PyArrow and PyAV") as enter:
+        from longtake.data.crews.choice import crew_on
+        from longtake.data.index import index as index_clips
+        from longtake.data.limits import Limits
 
         def advance(done: int, total: int) -> None:
             enter("indexing")
             shown(done, total)
 
-        report = index_clips(
-            sources,
-            captions=captions,
-            out=out,
-            crew=crew,
-            progress=advance,
-            fresh=fresh,
-            limits=Limits(memory_gib, timeout_seconds),
-        )
+        enter("looking for clips")
+        with crew_on(on, workers) as crew, counted(say.console(), "index") as shown:
+            report = index_clips(
+                sources,
+                captions=captions,
+                out=out,
+                crew=crew,
+                progress=advance,
+                fresh=fresh,
+                limits=Limits(memory_gib, timeout_seconds),
+            )
     if as_json:
         say.result(asdict(report) | {"catalog": str(out)})
     else:

@@ -7,6 +7,7 @@ import typer
 
 from longtake.cli import say
 from longtake.cli.say import AsJson
+from longtake.progress import phase_lines
 
 
 def show(
@@ -37,14 +38,16 @@ def show(
     directory = RunDirectory(run)
     if out is not None:
         check_picture_name(out)
-    if around is None:
-        facts, tell = glance(directory), print_glance
-    else:
-        facts = look_around(directory, around, 8 if span is None else span)
-        tell = print_around
-    if out is not None:
-        draw(directory, out, around, 100 if span is None else span)
-        facts["picture"] = str(out)
+    with phase_lines(say.console(), "reading the run's records") as enter:
+        if around is None:
+            facts, tell = glance(directory), print_glance
+        else:
+            facts = look_around(directory, around, 8 if span is None else span)
+            tell = print_around
+        if out is not None:
+            enter("drawing")
+            draw(directory, out, around, 100 if span is None else span)
+            facts["picture"] = str(out)
     say.skipped_lines()
     if as_json:
         say.result(facts)

@@ -25,6 +25,8 @@ def watch(
         raise RunError(f"{run} is not a folder. Expected the `out` folder of a recipe.")
     post = post_at(run, by_hand=True, trust=trust)
     say.line(f"Watching {run} on {post.host}; action: {post.section.action}. Ctrl-C ends it.")
+    if not any(post.folder.glob("rank_*")):
+        say.line("No rank of it runs on this node now: this waits for one.")
     if post.section.hook is None and _names_a_hook(run):
         say.line("watch.hook is not run: this user did not begin the run here (see --trust).")
     watch_at(post)

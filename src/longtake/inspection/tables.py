@@ -13,7 +13,7 @@ from longtake.inspection.starts import as_table, in_line, in_lines
 from longtake.inspection.troubles import sentence_of
 from longtake.printable import escape
 from longtake.progress import duration
-from longtake.units import size
+from longtake.units import plural, size
 
 _PIPE_WIDTH = 120
 _QUARTERS = ("0-¼", "¼-½", "½-¾", "¾-1")
@@ -199,7 +199,9 @@ def _evaluated(facts: Mapping[str, Any]) -> list[str]:
             f"{name.replace('_', ' ')} {_number(value)}"
             for name, value in {**facts["measures"], **known}.items()
         )
-        lines.append(f"{len(steps)} checkpoints, the newest of step {steps[-1]}: {numbers}")
+        lines.append(
+            f"{plural(len(steps), 'checkpoint')}, the newest of step {steps[-1]}: {numbers}"
+        )
     lines += [f"alarm: {message}" for message in facts["alarms"]]
     if facts["unlike"]:
         names = ", ".join(name.replace("_", " ") for name in facts["unlike"])

@@ -36,8 +36,9 @@ def find_checkpoint(
     run.recipe()  # refuses what is no run directory
     steps = run.checkpoint_steps()
     if step is not None and step not in steps:
+        known = f"steps {', '.join(map(str, steps))}" if steps else "none"
         raise CheckpointError(
-            f"{path} has no whole checkpoint of step {step}. Its checkpoints: {steps or 'none'}."
+            f"{path} has no whole checkpoint of step {step}. Its checkpoints: {known}."
         )
     found = run.checkpoint_path(step) if step is not None else store.newest(run, part)
     if found is None:
