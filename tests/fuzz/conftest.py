@@ -26,7 +26,7 @@ def _beside(name: str) -> ModuleType:
     return sys.modules[full]
 
 
-for _name in ("mutations", "generators"):  # the tests import them by these names
+for _name in ("mutations", "generators", "damages"):  # the tests import them by these names
     _beside(_name)
 
 

@@ -7,9 +7,7 @@ import json
 import math
 import os
 import struct
-import tarfile
 from collections.abc import Callable, Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +16,28 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from tests.fuzz.damages import (
+    STEP,
+    Damage,
+    add_lines,
+    add_source,
+    add_table,
+    add_tar,
+    add_to_recipe,
+    change_kept_recipe,
+    make_read_only,
+    make_unreadable,
+    put_kind,
+    recommit,
+    set_cell,
+    set_text,
+    set_values,
+)
 from tests.fuzz.generators import LOGS, TRAINED, take_permission
 from tests.fuzz.mutations import DEEP, hostile_pickle, replace_with, unevaluate
 
-from longtake.checkpoint.manifest import commit, describe, file_names
-from longtake.data.table import FINGERPRINT_KEY as _FINGERPRINT
-
-_Damage = Callable[[Path], object]
 _Check = Callable[..., Any]
 
-_STEP = "run/checkpoints/step_00000004"
 _SCORES = "run/evaluations/tiny/step_00000004/scores.json"
 _LAUNCH = "run/ledger/launch_0000/launch.json"
 _REPORT = "run/guard/step_00000002_0.json"
@@ -49,9 +59,11 @@ _EVALUATE = ("evaluate", "run", *_CPU)
 _COMPARE = ("compare", "run", "--preset", "tiny", "--out", "c.png")
 _INDEX = ("data", "index", "more", "--out", "new.parquet")
 _SHOW_DATA = ("data", "show", "catalog.parquet", "recipe.toml")
+_SELECT = (*_SHOW_DATA, "--set", 'data.stages=[{name="a",where=["score >= q40"]}]')
+_PREPARE = ("data", "prepare", "catalog.parquet", "--size", "16x16", "--out", "prepared")
+_SCORE = ("data", "score", "catalog.parquet", "--out", "scored.parquet", "--by", "length")
 _PICTURES = ("data", "show", "catalog.parquet", "--out", "pictures")
 
-_NO_RECORDS = [b"[]", b"5", b"{}", b'{"step": "x", "event": 5}', b'{"step": 1}', b'"text"', b"null"]
 _DEEP_LIST = b"[" * DEEP
 _DEEP_OBJECT = b'{"a":' * DEEP + b"1" + b"}" * DEEP
 _LONG = "x" * 300
@@ -60,171 +72,11 @@ _DIGITS = "9" * 5000
 _MAY_CHANGE = (*TRAINED, "run/evaluations/*", "run/slurm/*", "run/holds/*", _JOURNAL)
 
 
-def _lines(name: str, lines: Sequence[bytes] = _NO_RECORDS) -> _Damage:
-    """Add lines at both ends of a JSON lines file."""
-
-    def damage(place: Path) -> None:
-        path = place / name
-        more = b"".join(line + b"\n" for line in lines)
-        path.write_bytes(more + path.read_bytes() + more)
-
-    return damage
-
-
-def _text(name: str, text: bytes) -> _Damage:
-    """Make a file hold something else."""
-
-    def damage(place: Path) -> None:
-        for path in place.glob(name) if "*" in name else [place / name]:
-            path.write_bytes(text)
-
-    return damage
-
-
-def _values(name: str, **values: Any) -> _Damage:
-    """Change fields of a JSON file."""
-
-    def damage(place: Path) -> None:
-        for path in place.glob(name):
-            path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-    return damage
-
-
-def _recommitted(name: str, text: bytes) -> _Damage:
-    """Change a file of a checkpoint before its checksum is taken."""
-
-    def damage(place: Path) -> None:
-        folder = place / _STEP
-        (folder / name).write_bytes(text)
-        (folder / "COMMITTED").unlink()
-        commit(folder, describe(folder, file_names(folder)))
-
-    return damage
-
-
-def _kind(name: str, kind: str) -> _Damage:
-    """Put a named pipe, a folder or a device where a file was."""
-
-    def damage(place: Path) -> None:
-        for path in _found(place, name):
-            replace_with(path, kind)
-
-    return damage
-
-
-def _found(place: Path, name: str) -> list[Path]:
-    return list(place.glob(name)) if "*" in name else [place / name]
-
-
-def _unreadable(name: str) -> _Damage:
-    """A file that its reader has no permission for."""
-
-    def damage(place: Path) -> None:
-        for path in _found(place, name):
-            path.chmod(0)
-
-    return damage
-
-
-def _read_only(name: str) -> _Damage:
-    """Nothing below a folder can be written, and one checkpoint is not evaluated yet."""
-
-    def damage(place: Path) -> None:
-        unevaluate(place)
-        take_permission(place / name)
-
-    return damage
-
-
-def _more(name: str, data: bytes | str) -> _Damage:
-    """A file in a folder to index."""
-
-    def damage(place: Path) -> None:
-        (place / "more").mkdir(exist_ok=True)
-        encoded = data.encode() if isinstance(data, str) else data
-        (place / "more" / name).write_bytes(encoded)
-        (place / "more" / "a.mp4").write_bytes(next((place / "clips").glob("*.mp4")).read_bytes())
-
-    return damage
-
-
-def _table(**columns: Any) -> _Damage:
-    """A Parquet table in a folder to index."""
-
-    def damage(place: Path) -> None:
-        _more("list.parquet", b"")(place)
-        pq.write_table(pa.table(columns), place / "more" / "list.parquet")
-
-    return damage
-
-
-def _tar(text: bytes, name: str = "a.json") -> _Damage:
-    """A WebDataset tar in a folder to index: one clip, and a text about it."""
-
-    def damage(place: Path) -> None:
-        _more("none.txt", b"")(place)
-        with tarfile.open(place / "more" / "a.tar", "w") as tar:
-            tar.add(place / "more" / "a.mp4", "a.mp4")
-            member = tarfile.TarInfo(name)
-            member.size = len(text)
-            tar.addfile(member, BytesIO(text))
-
-    return damage
-
-
-def _cell(column: str, value: Any, *, fingerprint: bool) -> _Damage:
-    """Another value in the catalog's first row, with the old fingerprint or without one."""
-
-    def damage(place: Path) -> None:
-        path = place / "catalog.parquet"
-        table = pq.read_table(path)
-        index = table.column_names.index(column)
-        rows = [value, *table.column(column).to_pylist()[1:]]
-        field = table.schema.field(column).with_nullable(True)
-        table = table.set_column(index, field, pa.array(rows, field.type))
-        if not fingerprint:
-            marks = {
-                key: mark for key, mark in table.schema.metadata.items() if key != _FINGERPRINT
-            }
-            table = table.replace_schema_metadata(marks)
-        pq.write_table(table, path)
-
-    return damage
-
-
-def _attribute(name: str) -> _Damage:
-    """A table whose attribute has a name that is read as mathematics."""
-    return _more("list.csv", f"video,{name}\na.mp4,1.5\n")
-
-
-def _recipe(line: str) -> _Damage:
-    """A line more at the end of the recipe, or in place of the line of that key."""
-
-    def damage(place: Path) -> None:
-        path = place / "recipe.toml"
-        path.write_text(f"{path.read_text()}\n{line}\n")
-
-    return damage
-
-
-def _kept(old: str, new: str) -> _Damage:
-    """The recipe in the run, changed."""
-
-    def damage(place: Path) -> None:
-        path = place / "run" / "recipe.toml"
-        text = path.read_text()
-        assert old in text, text
-        path.write_text(text.replace(old, new))
-
-    return damage
-
-
 def _nothing(place: Path) -> None:
     """The place is as it was."""
 
 
-def _case(site: str, damage: _Damage, command: Sequence[str], **more: Any) -> Any:
+def _case(site: str, damage: Damage, command: Sequence[str], **more: Any) -> Any:
     return pytest.param(damage, command, more, id=f"{site} {' '.join(command[:2])}"[:90])
 
 
@@ -235,22 +87,22 @@ _METRICS, _EVENTS, _ROLLBACKS = LOGS
 _RUN_JSON = "run/run.json"
 
 _T1 = [
-    _case("T1 announce.py:104", _lines(_METRICS), _TRAIN, **_SUCCEEDS),
-    _case("T1 rows.py:36 tables.py:127,276", _lines(_METRICS), _SHOW, **_SUCCEEDS),
-    _case("T1 curves.py:62,95,135", _lines(_METRICS), _CURVES, **_SUCCEEDS),
-    _case("T1 strip.py:96", _lines(_METRICS), _STRIP, **_SUCCEEDS),
-    _case("T1 startup.py:85", _lines(_EVENTS), _TRAIN, **_SUCCEEDS),
-    _case("T1 node_dir.py:237 troubles.py:32", _lines(_EVENTS), _SHOW, **_SUCCEEDS),
-    _case("T1 glance.py:77", _lines(_EVENTS), (*_SHOW, "--json"), **_SUCCEEDS),
-    _case("T1 around.py:57,62,84", _lines(_EVENTS), _AROUND, **_SUCCEEDS),
-    _case("T1 strip.py:169,173", _lines(_EVENTS), _STRIP, **_SUCCEEDS),
-    _case("T1 node events", _lines("run/nodes/node7/events.jsonl"), _AROUND, **_SUCCEEDS),
-    _case("T1 node health", _lines("run/nodes/node7/health.jsonl"), _SHOW, **_SUCCEEDS),
-    _case("T1 rollback.py:130", _lines(_ROLLBACKS), _TRAIN, **_SUCCEEDS),
-    _case("T1 tables.py:153", _lines(_ROLLBACKS), _SHOW, **_SUCCEEDS),
-    _case("T1 strip.py:53,163", _lines(_ROLLBACKS), _STRIP, **_SUCCEEDS),
+    _case("T1 announce.py:104", add_lines(_METRICS), _TRAIN, **_SUCCEEDS),
+    _case("T1 rows.py:36 tables.py:127,128,276", add_lines(_METRICS), _SHOW, **_SUCCEEDS),
+    _case("T1 curves.py:62,95,135", add_lines(_METRICS), _CURVES, **_SUCCEEDS),
+    _case("T1 strip.py:96", add_lines(_METRICS), _STRIP, **_SUCCEEDS),
+    _case("T1 startup.py:85", add_lines(_EVENTS), _TRAIN, **_SUCCEEDS),
+    _case("T1 node_dir.py:237 troubles.py:32", add_lines(_EVENTS), _SHOW, **_SUCCEEDS),
+    _case("T1 glance.py:77", add_lines(_EVENTS), (*_SHOW, "--json"), **_SUCCEEDS),
+    _case("T1 around.py:57,62,84", add_lines(_EVENTS), _AROUND, **_SUCCEEDS),
+    _case("T1 strip.py:169,173", add_lines(_EVENTS), _STRIP, **_SUCCEEDS),
+    _case("T1 node events", add_lines("run/nodes/node7/events.jsonl"), _AROUND, **_SUCCEEDS),
+    _case("T1 node health", add_lines("run/nodes/node7/health.jsonl"), _SHOW, **_SUCCEEDS),
+    _case("T1 rollback.py:130", add_lines(_ROLLBACKS), _TRAIN, **_SUCCEEDS),
+    _case("T1 tables.py:153,155", add_lines(_ROLLBACKS), _SHOW, **_SUCCEEDS),
+    _case("T1 strip.py:53,163,165", add_lines(_ROLLBACKS), _STRIP, **_SUCCEEDS),
     *[
-        _case(f"T1 {site} {text.decode()}", _text(name, text), command)
+        _case(f"T1 {site} {text.decode()}", set_text(name, text), command)
         for name, site, command in [
             (_RUN_JSON, "tables.py:40,102", _SHOW),
             (_REPORT, "verdicts.py:29,33,44", _AROUND),
@@ -265,21 +117,22 @@ _T1 = [
         ]
         for text in (b"[]", b"{}", b"5")
     ],
-    _case("T1 tables.py:121,280", _values(_RUN_JSON, launches=[5, {}]), _SHOW),
-    _case("T1 verdicts.py:80", _values(_REPORT, verdict=[], samples=[{}]), _AROUND),
-    _case("T1 around.py:96,107", _values(_REPORT, samples=[5], history=[5]), _STRIP),
-    _case("T1 ledger.py:276,278,283", _values(_LAUNCH, world_size="x", streams=5), _AUDIT),
-    _case("T1 course.py:287", _values(_LAUNCH, history=[5], start_step=-1), _AUDIT),
-    _case("T1 audit.py:227", _values(_LAUNCH, catalogs={"a": "../x"}), _AUDIT),
-    _case("T1 claims without ended", _values(_CLAIM, ended=None, server=5), _SHOW),
-    _case("T1 studio.py:88,90 []", _recommitted("trainer.json", b"[]"), _SAMPLE),
-    _case("T1 studio.py:88,90 {}", _recommitted("trainer.json", b"{}"), _SAMPLE),
-    _case("T1 resume.py", _recommitted("trainer.json", b'{"global_step": "x"}'), _TRAIN),
+    _case("T1 tables.py:121,123,280", set_values(_RUN_JSON, launches=[5, {}]), _SHOW),
+    _case("T1 verdicts.py:80", set_values(_REPORT, verdict=[], samples=[{}]), _AROUND),
+    _case("T1 around.py:96,107", set_values(_REPORT, samples=[5], history=[5]), _STRIP),
+    _case("T1 ledger.py:276,278,283", set_values(_LAUNCH, world_size="x", streams=5), _AUDIT),
+    _case("T1 course.py:287", set_values(_LAUNCH, history=[5], start_step=-1), _AUDIT),
+    _case("T1 audit.py:227", set_values(_LAUNCH, catalogs={"a": "../x"}), _AUDIT),
+    _case("T1 page.py:114", set_values(_SCORES, measures={"a": "x"}, alarms=[5]), _COMPARE),
+    _case("T1 claims without ended", set_values(_CLAIM, ended=None, server=5), _SHOW),
+    _case("T1 studio.py:88,90 []", recommit("trainer.json", b"[]"), _SAMPLE),
+    _case("T1 studio.py:88,90 {}", recommit("trainer.json", b"{}"), _SAMPLE),
+    _case("T1 resume.py", recommit("trainer.json", b'{"global_step": "x"}'), _TRAIN),
     _case(
         "T1 catalog.py:103",
         lambda place: [
-            _more("x.txt", b"")(place),
-            _text(_JOURNAL, b'[]\n5\n{"media": 5}\n')(place),
+            add_source("x.txt", b"")(place),
+            set_text(_JOURNAL, b'[]\n5\n{"media": 5}\n')(place),
         ],
         ("data", "index", "more/a.mp4", "--out", "new.parquet"),
         **_SUCCEEDS,
@@ -287,34 +140,34 @@ _T1 = [
 ]
 
 _T2 = [
-    _case("T2 records.py:54 metrics", _lines(_METRICS, [_DEEP_LIST, _DEEP_OBJECT]), _SHOW),
-    _case("T2 records.py:147 events", _lines(_EVENTS, [_DEEP_LIST, _DEEP_OBJECT]), _SHOW),
-    _case("T2 records.py:69 run.json", _text(_RUN_JSON, _DEEP_OBJECT), _SHOW),
-    _case("T2 run_dir.py:324", _text(_RUN_JSON, _DEEP_OBJECT), _TRAIN),
-    _case("T2 manifest.py:91", _text(f"{_STEP}/COMMITTED", _DEEP_OBJECT), _SAMPLE),
-    _case("T2 store.py:215", _recommitted("trainer.json", _DEEP_OBJECT), _TRAIN),
-    _case("T2 ledger.py:260", _text(_LAUNCH, _DEEP_OBJECT), _AUDIT),
-    _case("T2 glance.py:64", _text("run/plan.json", _DEEP_OBJECT), _SHOW),
-    _case("T2 verdicts.py:68", _text(_REPORT, _DEEP_OBJECT), _AROUND),
-    _case("T2 tars.py:71", _tar(_DEEP_OBJECT), _INDEX),
-    _case("T2 config.py:877", _recipe("[a]\nb = " + "[" * 20_000), _SHOW_DATA),
+    _case("T2 records.py:54 metrics", add_lines(_METRICS, [_DEEP_LIST, _DEEP_OBJECT]), _SHOW),
+    _case("T2 records.py:147 events", add_lines(_EVENTS, [_DEEP_LIST, _DEEP_OBJECT]), _SHOW),
+    _case("T2 records.py:69 run.json", set_text(_RUN_JSON, _DEEP_OBJECT), _SHOW),
+    _case("T2 run_dir.py:324", set_text(_RUN_JSON, _DEEP_OBJECT), _TRAIN),
+    _case("T2 manifest.py:91", set_text(f"{STEP}/COMMITTED", _DEEP_OBJECT), _SAMPLE),
+    _case("T2 store.py:215", recommit("trainer.json", _DEEP_OBJECT), _TRAIN),
+    _case("T2 ledger.py:260", set_text(_LAUNCH, _DEEP_OBJECT), _AUDIT),
+    _case("T2 glance.py:64", set_text("run/plan.json", _DEEP_OBJECT), _SHOW),
+    _case("T2 verdicts.py:68", set_text(_REPORT, _DEEP_OBJECT), _AROUND),
+    _case("T2 tars.py:71", add_tar(_DEEP_OBJECT), _INDEX),
+    _case("T2 config.py:877", add_to_recipe("[a]\nb = " + "[" * 20_000), _SHOW_DATA),
     _case("T2 config.py:907", _nothing, (*_SHOW_DATA, "--set", "model.config=" + "[" * 20_000)),
 ]
 
 
 def _pipe_beside_clips(place: Path) -> None:
-    _more("x.txt", b"")(place)
+    add_source("x.txt", b"")(place)
     os.mkfifo(place / "more" / "x.tar")
 
 
 _T3 = [
-    _case(f"T3 {kind} {name}", _kind(name, kind), command)
+    _case(f"T3 {kind} {name}", put_kind(name, kind), command)
     for name, command in [
         (_METRICS, _SHOW),
         (_METRICS, _TRAIN),
         (_EVENTS, _SHOW),
         (_RUN_JSON, _SHOW),
-        (f"{_STEP}/COMMITTED", _SAMPLE),
+        (f"{STEP}/COMMITTED", _SAMPLE),
         (_SCORES, _COMPARE),
         (_LAUNCH, _AUDIT),
         ("run/ledger/launch_0000/rank_0000.bin", _AUDIT),
@@ -329,18 +182,19 @@ _T3 = [
     for kind in ("pipe", "folder")
 ] + [
     _case("T3 tars.py:40", _pipe_beside_clips, _INDEX),
-    _case("T3 device metrics", _kind(_METRICS, "device"), _SHOW),
+    _case("T3 device metrics", put_kind(_METRICS, "device"), _SHOW),
 ]
 
 _SURROGATE = json.dumps({"caption": "\ud800"}).encode()
 _T4 = [
-    _case("T4 listing.py:74", _more("a.csv", f"video,id\na.mp4,{2**60}1\n"), _INDEX),
-    _case("T4 listing.py:74 parquet", _table(video=["a.mp4"], id=[2**60 + 1]), _INDEX, **_SUCCEEDS),
-    _case("T4 listing.py:121", _more("a.csv", "video,caption,caption\na.mp4,a,b\n"), _INDEX),
-    _case("T4 listing.py:139", _more("a.csv", "video,n,n\na.mp4,1,2\n"), _INDEX),
-    _case("T4 listing.py:127", _table(video=pa.array([b"\xff.mp4"]).view(pa.string())), _INDEX),
-    _case("T4 listing.py:40", _more("a.txt", _LONG), _INDEX),
-    _case("T4 listing.py:95", _more("a.csv", 'video,caption\na.mp4,"open\nb.mp4,x\n'), _INDEX),
+    _case("T4 listing.py:74", add_source("a.csv", f"video,id\na.mp4,{2**60}1\n"), _INDEX),
+    _case("T4 listing.py:74 parquet", add_table(video=["a.mp4"], id=[2**60 + 1]), _INDEX,
+          **_SUCCEEDS),
+    _case("T4 listing.py:121", add_source("a.csv", "video,caption,caption\na.mp4,a,b\n"), _INDEX),
+    _case("T4 listing.py:139", add_source("a.csv", "video,n,n\na.mp4,1,2\n"), _INDEX),
+    _case("T4 listing.py:127", add_table(video=pa.array([b"\xff.mp4"]).view(pa.string())), _INDEX),
+    _case("T4 listing.py:40", add_source("a.txt", _LONG), _INDEX),
+    _case("T4 listing.py:95", add_source("a.csv", 'video,caption\na.mp4,"open\nb.mp4,x\n'), _INDEX),
     _case("T4 sources.py:69", _nothing, ("data", "index", _LONG, "--out", "new.parquet")),
     _case("T4 index.py:262", _nothing, ("data", "index", "clips", "--out", f"{_LONG}/x.parquet")),
     _case("T4 catalog.py:255", _nothing, ("data", "show", f"{_LONG}.parquet")),
@@ -349,13 +203,14 @@ _T4 = [
     _case("T4 write.py:183", _nothing, (*_SAMPLE, "--out", f"{_LONG}.mp4")),
     _case("T4 pretrained.py:183", _nothing, (*_TRAIN, "--set", "out=new", "--set",
           f"codec={{kind='autoencoder', pretrained='./{_LONG}'}}")),
-    _case("T4 tars.py:86", _tar(b'{"n": 1' + b"0" * 400 + b"}"), _INDEX),
-    _case("T4 catalog.py:110", _tar(_SURROGATE), _INDEX),
-    _case("T4 table.py:122", _more("a.jsonl", b'{"video": "a.mp4", "text": "\\ud800"}\n'), _INDEX),
+    _case("T4 tars.py:86", add_tar(b'{"n": 1' + b"0" * 400 + b"}"), _INDEX),
+    _case("T4 catalog.py:110", add_tar(_SURROGATE), _INDEX),
+    _case("T4 table.py:122", add_source("a.jsonl", b'{"video": "a.mp4", "text": "\\ud800"}\n'),
+          _INDEX),
     *[
         _case(
             f"T4 catalog {column}={str(value)[:20]} {'kept' if fingerprint else 'no'} fingerprint",
-            _cell(column, value, fingerprint=fingerprint),
+            set_cell(column, value, fingerprint=fingerprint),
             command,
         )
         for column, value, command in [
@@ -375,6 +230,20 @@ _T4 = [
             ("identity", None, _TRAIN_NEW),
             ("pts_step", None, _PICTURES),
             ("first_pts", None, _PICTURES),
+            ("pts", [3, 2, 1], _PICTURES),
+            ("keyframes", [99], _PREPARE),
+            ("width", 2**21, _SHOW_DATA),
+            ("height", None, _PREPARE),
+            ("rotation", 45, _PICTURES),
+            ("stream_index", 10**6, _PREPARE),
+            ("offset", -1, _PREPARE),
+            ("caption", None, _SCORE),
+            ("duration_seconds", None, _SCORE),
+            ("num_frames", 0, (*_SCORE[:-1], "motion")),
+            ("attributes.score", math.inf, _PICTURES),
+            ("attributes.$\\frac{x$", 1.5, _PICTURES),
+            ("attributes.score", None, _SELECT),
+            ("attributes.score", math.nan, _SELECT),
             ("fps", math.nan, _SHOW_DATA),
             ("fps", math.nan, _PICTURES),
             ("fps", 1e308, _PICTURES),
@@ -385,7 +254,7 @@ _T4 = [
 ]  # fmt: skip
 
 _T5 = [
-    _case("T5 config.py:877 digits", _recipe(f"seed = {_DIGITS}"), _SHOW_DATA),
+    _case("T5 config.py:877 digits", add_to_recipe(f"seed = {_DIGITS}"), _SHOW_DATA),
     _case("T5 config.py:907 digits", _nothing, (*_SHOW_DATA, "--set", f"seed={_DIGITS}")),
     *[
         _case(f"T5 {site} {value[:40]}", _nothing, (*_TRAIN, "--set", "out=new", "--set", value))
@@ -411,13 +280,13 @@ _T5 = [
 _TOKENIZER = "run/components/tokenizer/tokenizer.json"
 _T6 = [
     *[
-        _case(f"T6 text.py:237 {text.decode('latin-1')[:9]!r}", _text(_TOKENIZER, text), command)
+        _case(f"T6 text.py:237 {text.decode('latin-1')[:9]!r}", set_text(_TOKENIZER, text), command)
         for text in (b"", b"[]", b"{}", b"\xff\xfe", b'{"version": "1.0"}')
         for command in (_SAMPLE, _TRAIN)
     ],
     _case("T6 words.py:68", _nothing, (*_TRAIN, "--set", "out=new"), file_bytes=900),
     *[
-        _case(f"T6 manifest.py:100 {name!r}", _values(f"{_STEP}/COMMITTED", files=names), command)
+        _case(f"T6 manifest.py:100 {name!r}", set_values(f"{STEP}/COMMITTED", files=names), command)
         for name, names in [
             ("nul", {"a\0b": {"size": 1, "sha256": "0"}}),
             ("surrogate", {"\ud800": {"size": 1, "sha256": "0"}}),
@@ -426,15 +295,23 @@ _T6 = [
         ]
         for command in (_SAMPLE, _TRAIN)
     ],
-    _case("T6 studio.py:137", _text(f"{_STEP}/ema/main/.metadata", b"\x80\x05no pickle"), _SAMPLE),
-    _case("T6 studio.py:137 empty", _text(f"{_STEP}/ema/main/.metadata", b""), _SAMPLE),
-    _case("T6 sampler.py:164", _kept("height = 16", "height = 1000000000000"), _SAMPLE),
-    _case("T6 tubes.py:35", _kept("hidden_size = 24", "hidden_size = 100000000000"), _SAMPLE),
+    _case(
+        "T6 studio.py:137", set_text(f"{STEP}/ema/main/.metadata", b"\x80\x05no pickle"), _SAMPLE
+    ),
+    _case("T6 studio.py:137 empty", set_text(f"{STEP}/ema/main/.metadata", b""), _SAMPLE),
+    _case(
+        "T6 sampler.py:164", change_kept_recipe("height = 16", "height = 1000000000000"), _SAMPLE
+    ),
+    _case(
+        "T6 tubes.py:35",
+        change_kept_recipe("hidden_size = 24", "hidden_size = 100000000000"),
+        _SAMPLE,
+    ),
 ]
 
 _T7 = [
     *[
-        _case(f"T7 {site}", _unreadable(name), command, **_UNPRIVILEGED)
+        _case(f"T7 {site}", make_unreadable(name), command, **_UNPRIVILEGED)
         for site, name, command in [
             ("records.py:50", _METRICS, _SHOW),
             ("records.py:50 events", _EVENTS, _SHOW),
@@ -450,12 +327,12 @@ _T7 = [
             ("text.py:236", _TOKENIZER, _SAMPLE),
             ("text.py:236 folder", "run/components", _SAMPLE),
             ("checkpoints", "run/checkpoints", _SAMPLE),
-            ("checkpoint", _STEP, _SAMPLE),
+            ("checkpoint", STEP, _SAMPLE),
         ]
     ],
     _case("T7 logs.py:49", take_permission, _LAUNCH_ONE, **_UNPRIVILEGED),
     *[
-        _case(f"T7 read-only {command[0]} {name}", _read_only(name), command, **_UNPRIVILEGED)
+        _case(f"T7 read-only {command[0]} {name}", make_read_only(name), command, **_UNPRIVILEGED)
         for name, command in [
             ("", _TRAIN),
             ("run", _TRAIN),
@@ -491,18 +368,18 @@ _T8 = [
 ]  # fmt: skip
 
 
-def _left_by(server: object) -> _Damage:
+def _left_by(server: object) -> Damage:
     """The evaluation of a checkpoint was begun by a server that died over it."""
 
     def damage(place: Path) -> None:
         name = server.replace("/PLACE", str(place)) if isinstance(server, str) else server
-        _values(_CLAIM, server=name, ended=None)(place)
+        set_values(_CLAIM, server=name, ended=None)(place)
         unevaluate(place, keep_claims=True)
 
     return damage
 
 
-def _beaten_by(server: str) -> _Damage:
+def _beaten_by(server: str) -> Damage:
     """A server of that name has worked on the run."""
 
     def damage(place: Path) -> None:
@@ -518,7 +395,7 @@ def _beaten_by(server: str) -> _Damage:
 
 
 _T9 = [
-    _case("T9 publish.py:38 show", _values(_CLAIM, server="../../x"), _SHOW),
+    _case("T9 publish.py:38 show", set_values(_CLAIM, server="../../x"), _SHOW),
     *[
         _case(f"T9 publish.py:38 {server!r}", _left_by(server), _EVALUATE, **_EVALUATES)
         for server in ("a/b", "../../../recipe.toml", "/PLACE/recipe.toml", "", "..", "a\0b", 5)
@@ -531,7 +408,7 @@ _T9 = [
 ]
 
 
-def _dangling(step: int) -> _Damage:
+def _dangling(step: int) -> Damage:
     """A checkpoint that was moved to a disk which is not there now."""
 
     def damage(place: Path) -> None:
@@ -568,7 +445,7 @@ _T9.append(
 )
 
 
-def _picture(name: str, width: int, height: int, num_frames: int = 1) -> _Damage:
+def _picture(name: str, width: int, height: int, num_frames: int = 1) -> Damage:
     """A picture that is large only when it is decoded."""
 
     def damage(place: Path) -> None:
@@ -599,9 +476,9 @@ _S11 = [
     _case("S11 GIF of 20,000 frames", _picture("a.gif", 64, 64, 20_000), _INDEX),
     _case("S11 PNG 9400 x 9400", _picture("a.png", 9_400, 9_400), _INDEX),
     _case("S11 20 million rows", _many_rows, _INDEX, memory_bytes=4 * 2**30),
-    _case("S11 100,000 attributes", _tar(_MANY), _INDEX),
-    _case("S11 deep JSON lines", _more("a.jsonl", _DEEP_LIST + b"\n"), _INDEX),
-    _case("S11 world_size", _values(_LAUNCH, world_size=10**8), _AUDIT),
+    _case("S11 100,000 attributes", add_tar(_MANY), _INDEX),
+    _case("S11 deep JSON lines", add_source("a.jsonl", _DEEP_LIST + b"\n"), _INDEX),
+    _case("S11 world_size", set_values(_LAUNCH, world_size=10**8), _AUDIT),
     _case("S11 workers", _nothing, (*_TRAIN, "--set", "data.workers=100000", "--set", "out=new")),
 ]
 
@@ -637,7 +514,7 @@ def _hostile_module(place: Path) -> None:
 
 _FOREIGN = [
     *[
-        _case(f"pickle {part}", _recommitted(f"{part}/.metadata", hostile_pickle()), command)
+        _case(f"pickle {part}", recommit(f"{part}/.metadata", hostile_pickle()), command)
         for part, command in [
             ("ema/main", _SAMPLE),
             ("ema/main", _EVALUATE),
@@ -656,7 +533,7 @@ _FOREIGN = [
     [*_FOREIGN, *_T1, *_T2, *_T3, *_T4, *_T5, *_T6, *_T7, *_T8, *_T9, *_D8, *_S11],
 )
 def test_a_named_input_ends_in_order(
-    damage: _Damage, command: Sequence[str], more: dict[str, Any], place: Path, check: _Check
+    damage: Damage, command: Sequence[str], more: dict[str, Any], place: Path, check: _Check
 ) -> None:
     """No traceback, no hang, nothing lost, no foreign code."""
     made, said = more.get("makes"), more.get("says", "")
@@ -671,7 +548,7 @@ def test_a_named_input_ends_in_order(
 def test_pictures_of_a_catalog_stay_small(name: str, place: Path, check: _Check) -> None:
     """A picture of 60,000 pixels in a row, and a caption of 3 MB, become a cell of the sheet."""
     if name == "captions":
-        _more("a.txt", b"word " * 600_000)(place)
+        add_source("a.txt", b"word " * 600_000)(place)
     else:
         _picture("a.png", 60_000, 1)(place)
     assert check(list(_INDEX)).code in (0, 2)

@@ -78,6 +78,16 @@ def test_the_vocabulary_does_not_fit_on_the_disk(place: Path, check: _Check) -> 
     assert (place / "new" / "components" / "tokenizer" / "tokenizer.json").exists()
 
 
+def test_a_catalog_does_not_fit_on_the_disk(place: Path, check: _Check) -> None:
+    """The journal of what was probed does not, either; the same command goes on with room."""
+    command = ["data", "index", "clips", "--out", "disk/new.parquet"]
+    with _full(place / "disk"):
+        ended = check(command)
+        assert ended.code == 2
+        assert _FULL in ended.stderr
+    check(command, must_succeed=True)
+
+
 @pytest.mark.parametrize("command", [_TRAIN, _EVALUATE], ids=["train", "evaluate"])
 def test_a_full_disk_under_a_part_of_a_run(command: list[str], place: Path, check: _Check) -> None:
     """Checkpoints or results find no room; the same command goes on when there is."""
