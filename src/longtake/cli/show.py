@@ -28,17 +28,18 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show how a run goes, or everything about the steps around one: numbers, events and clips."""
-    from longtake.inspection.around import around as look_around
-    from longtake.inspection.curves import draw
-    from longtake.inspection.glance import glance
-    from longtake.inspection.tables import print_around, print_glance
-    from longtake.records import check_picture_name
     from longtake.run_dir import RunDirectory
 
     directory = RunDirectory(run)
-    if out is not None:
-        check_picture_name(out)
     with phase_lines(say.console(), "reading the run's records") as enter:
+        from longtake.inspection.around import around as look_around
+        from longtake.inspection.curves import draw
+        from longtake.inspection.glance import glance
+        from longtake.inspection.tables import print_around, print_glance
+        from longtake.records import check_picture_name
+
+        if out is not None:
+            check_picture_name(out)
         if around is None:
             facts, tell = glance(directory), print_glance
         else:
