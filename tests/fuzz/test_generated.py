@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.fuzz.generators import SHARES, Generator
 
-_SEED = int(os.environ.get("LONGTAKE_FUZZ_SEED", "1"))
+_SEED = int(os.environ.get("LONGTAKE_FUZZ_SEED", "2"))
 _NUM_CASES = int(os.environ.get("LONGTAKE_FUZZ_CASES", "200"))
 
 
