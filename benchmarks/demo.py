@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from longtake.ourselves import program
+from longtake.process import program
 from longtake.run_dir import RunDirectory
 
 _RESULTS = Path(__file__).parent / "results" / "demo.md"

@@ -27,8 +27,8 @@ import psutil
 from longtake.data.index import index
 from longtake.demo.shapes import write_clips
 from longtake.evaluation_dir import EvaluationDirectory, all_servers
-from longtake.ourselves import environment, program
-from longtake.records import read_json_lines
+from longtake.fsio import read_json_lines
+from longtake.process import environment, program
 from longtake.run_dir import RunDirectory
 
 _RESULTS = Path(__file__).parent / "results" / "evaluator_beside_training.md"

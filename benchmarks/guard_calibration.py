@@ -24,11 +24,11 @@ from longtake.config import GuardSection
 from longtake.data.index import index
 from longtake.demo.run import NUM_CLIPS, demo_recipe
 from longtake.demo.shapes import write_clips
+from longtake.fsio import read_json_lines
 from longtake.guard.history import History, Judged
 from longtake.guard.judge import judge
 from longtake.guard.statistics import Statistics
 from longtake.guard.verdict import OK, Verdict
-from longtake.records import read_json_lines
 from longtake.run_dir import Metrics, RunDirectory
 from longtake.training.run import train
 

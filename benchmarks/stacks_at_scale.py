@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from longtake.fsio import read_json
 from longtake.node_dir import NodeDump, ProcessDump, Request
-from longtake.records import read_json
 from longtake.stacks.frames import Stack
 from longtake.stacks.trace import traces
 from longtake.watch.answers import Shelf

@@ -16,13 +16,13 @@ from typing import IO, Any
 
 import pytest
 
-from longtake import config, ourselves
+from longtake import config, process
 from longtake.config import Recipe
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
 from longtake.demo.shapes import write_clips
 from longtake.drill import hosts
-from longtake.records import now, write_json
+from longtake.fsio import now, write_json
 from longtake.run_dir import RunDirectory
 
 # Suggested commands are then `longtake ...`, however pytest was started.
@@ -288,9 +288,9 @@ def start_warm(warm: list[str]) -> Callable[..., Any]:
     ) -> Any:
         restarts = command[command.index(_RESTARTS) + 1 :] if _RESTARTS in command else ["0"]
         if command[0] != sys.executable or restarts[0] != "0":
-            return ourselves.start(command, log, folder, **changes)
+            return process.start(command, log, folder, **changes)
         where, log_file = str(folder or Path.cwd()), log.fileno()
-        return forked(socket, command, where, ourselves.environment(**changes), log_file)
+        return forked(socket, command, where, process.environment(**changes), log_file)
 
     return start
 

@@ -8,7 +8,7 @@ import pytest
 
 from longtake.errors import RecordError
 from longtake.evaluation_dir import SCORES, EvaluationDirectory, Scores
-from longtake.records import parse_record
+from longtake.fsio import parse_record
 from longtake.run_dir import RunDirectory
 
 

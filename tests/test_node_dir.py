@@ -3,6 +3,7 @@
 import threading
 from pathlib import Path
 
+from longtake.fsio import append_json, read_json, write_once
 from longtake.node_dir import (
     NodeDirectory,
     Request,
@@ -11,7 +12,6 @@ from longtake.node_dir import (
     request_path,
     verdict_path,
 )
-from longtake.records import append_json, read_json, write_once
 from longtake.run_dir import RunDirectory
 
 

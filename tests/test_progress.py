@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from longtake import progress
-from longtake.progress import counted, duration, phase_lines, step_progress
+from longtake.progress import counted, phase_lines, step_progress
 from longtake.run_dir import Metrics
 
 
@@ -24,24 +24,6 @@ def _row(step: int, loss: float = 0.5, seconds: float = 2.0) -> Metrics:
         data_seconds=0.0,
         time=0.0,
     )
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (41.6, "42 s"),
-        (59.6, "1:00"),
-        (185, "3:05"),
-        (3599.7, "1:00:00"),
-        (7800, "2:10:00"),
-        (48 * 3600 - 1, "47:59:59"),
-        (76 * 3600, "3 d 4 h"),
-    ],
-)
-def test_a_duration_reads_as_people_write_it(seconds: float, text: str) -> None:
-    """Seconds, minutes, hours, days: the unit follows the length."""
-    assert duration(seconds) == text
 
 
 def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

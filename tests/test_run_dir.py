@@ -10,7 +10,7 @@ import pytest
 from longtake import config
 from longtake.config import Recipe
 from longtake.errors import RecipeChangedError, RunError
-from longtake.records import append_json, read_json_lines, write_text
+from longtake.fsio import append_json, read_json_lines, write_text
 from longtake.run_dir import Metrics, RunDirectory, beside
 
 

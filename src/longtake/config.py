@@ -29,7 +29,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from longtake.errors import RecipeError
-from longtake.records import read_regular
+from longtake.fsio import read_regular
 
 
 def _at_home(path: Path) -> Path:

@@ -23,14 +23,14 @@ from typing import Annotated, Any, Final, Literal, NotRequired
 from pydantic import AfterValidator, Field, TypeAdapter
 from typing_extensions import TypedDict
 
-from longtake.aside import written_aside
 from longtake.errors import RecordError
-from longtake.records import (
+from longtake.fsio import (
     Count,
     FileName,
     Finite,
     Time,
     append_json,
+    atomic_write,
     now,
     read_json,
     read_record,
@@ -217,7 +217,7 @@ class ServerDirectory:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with (
-            written_aside(self.path / "heartbeat.json") as aside,
+            atomic_write(self.path / "heartbeat.json") as aside,
             aside.open("x", encoding="utf-8") as file,
         ):
             file.write(json.dumps(record, indent=2) + "\n")

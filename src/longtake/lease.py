@@ -21,16 +21,8 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from longtake.errors import RecordError
-from longtake.records import (
-    Count,
-    Time,
-    now,
-    read_record,
-    with_other_fields,
-    write_json,
-    write_once,
-)
-from longtake.repeated import repeated
+from longtake.fsio import Count, Time, now, read_record, with_other_fields, write_json, write_once
+from longtake.process import periodic
 
 _BEATS_PER_LEASE = 4
 
@@ -190,7 +182,7 @@ def kept(lease: Lease, stuck_seconds: float = float("inf")) -> Iterator[Lease]:
                 lease.renew()
 
     lease.moved()
-    with repeated("lease", renew, lease.record["seconds"] / _BEATS_PER_LEASE):
+    with periodic("lease", renew, lease.record["seconds"] / _BEATS_PER_LEASE):
         yield lease
 
 

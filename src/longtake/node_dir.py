@@ -29,16 +29,15 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import AfterValidator, Field, TypeAdapter
 from typing_extensions import TypedDict
 
-from longtake.aside import written_aside
 from longtake.errors import RecordError
 from longtake.evaluation_dir import server_events
-from longtake.lease import is_alive, newest
-from longtake.records import (
+from longtake.fsio import (
     Count,
     FileName,
     Finite,
     Time,
     append_json,
+    atomic_write,
     now,
     read_last_record,
     read_record,
@@ -46,6 +45,7 @@ from longtake.records import (
     with_other_fields,
     write_text,
 )
+from longtake.lease import is_alive, newest
 from longtake.run_dir import EVENT, Metrics, RunDirectory
 
 NodeEventKind = Literal[
@@ -227,7 +227,7 @@ class NodeDirectory:
         return self.path / "logs"
 
     def rank_log_path(self, time: str, rank: int) -> Path:
-        """Where a rank's log of a start lies; `time`: of that start, as `records.file_time`."""
+        """Where a rank's log of a start lies; `time`: of that start, as `fsio.file_time`."""
         return self.logs_path / time / f"rank_{rank:04d}.log"
 
     def dump_path(self, token: str) -> Path:
@@ -250,7 +250,7 @@ class NodeDirectory:
     def write_heartbeat(self, record: Mapping[str, Any]) -> None:
         """Replace heartbeat.json; it need not outlive a power cut."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with written_aside(self.heartbeat_path) as aside, aside.open("x", encoding="utf-8") as file:
+        with atomic_write(self.heartbeat_path) as aside, aside.open("x", encoding="utf-8") as file:
             json.dump(record, file)
 
     def read_heartbeat(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from longtake.formatting import format_duration
 from longtake.run_dir import Metrics
 
 _SECONDS_BETWEEN_LINES = 20.0
@@ -47,7 +48,7 @@ class StepProgress:
         self._seconds.append(metrics["step_seconds"])
         later = list(self._seconds)[-max(_FEWEST_STEPS, self._num_steps // 2) :]
         seconds = statistics.fmean(later)
-        left = duration((self._total - metrics["step"]) * seconds)
+        left = format_duration((self._total - metrics["step"]) * seconds)
         loss = "" if self._loss is None else f"loss {self._loss:.4f} · "
         facts = f"{loss}{1 / seconds:.2f} steps/s · {left} left"
         self._bar.update(self._task, completed=metrics["step"], facts=facts)
@@ -137,18 +138,6 @@ def counted(console: Console, label: str) -> Iterator[Callable[[int, int], None]
                 console.print(f"{label}: {done:,}/{total:,}", highlight=False, markup=False)
 
         yield advance
-
-
-def duration(seconds: float) -> str:
-    """A length of time as people write it: 42 s, 3:05, 2:10:00, 3 d 4 h."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    if minutes < 60:
-        return f"{minutes}:{rest:02d}"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
 def _is_hidden(console: Console) -> bool:

@@ -40,12 +40,9 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from longtake import __version__, config
-from longtake.aside import make_writable
 from longtake.config import Recipe
 from longtake.errors import RecipeChangedError, RecordError, RunError
-from longtake.machine import identity
-from longtake.ourselves import command
-from longtake.records import (
+from longtake.fsio import (
     Count,
     Finite,
     NumberOrText,
@@ -55,6 +52,7 @@ from longtake.records import (
     append_json,
     by_field,
     format_number,
+    make_writable,
     now,
     read_records,
     require_record,
@@ -62,6 +60,7 @@ from longtake.records import (
     write_json,
     write_text,
 )
+from longtake.process import command, host_identity
 
 LAUNCH_VARIABLE = "LONGTAKE_LAUNCH"
 """In a rank's environment: which `longtake launch`, on all of its nodes, started it."""
@@ -160,7 +159,7 @@ class Launch(TypedDict):
 
 
 class Identity(TypedDict):
-    """Who began a run where; see `longtake.machine.identity`."""
+    """Who began a run where; see `longtake.process.identity`."""
 
     uid: Count
     host: str
@@ -461,7 +460,7 @@ class RunDirectory:
         """
         run_id = f"{self.path.resolve().name}-{secrets.token_hex(4)}"
         with self._writing():
-            begun = {"format": FORMAT, "id": run_id, "created": now(), "begun_by": identity()}
+            begun = {"format": FORMAT, "id": run_id, "created": now(), "begun_by": host_identity()}
             write_json(self.record_path, {**begun, "launches": []})
             write_text(self.recipe_path, config.dump(config.kept(recipe)))
 

@@ -123,7 +123,7 @@ def failures(run: RunDirectory, launch: str) -> list[RankFailure]:
 def failures_of_processes(
     run: RunDirectory, pids: Collection[int], since: str
 ) -> list[RankFailure]:
-    """Those of this node's processes; `since`: a time as of `records.now`."""
+    """Those of this node's processes; `since`: a time as of `fsio.now`."""
     events = [*_events_of(this_node(run))]
     return [
         RankFailure.read(event)

@@ -11,7 +11,7 @@ from pathlib import Path
 from longtake import config
 from longtake.config import Recipe
 from longtake.errors import LongtakeError, RunError
-from longtake.machine import identity
+from longtake.process import host_identity
 from longtake.run_dir import RunDirectory
 
 MIRROR_NOTE = Path(".source") / ".of.json"
@@ -43,7 +43,7 @@ def is_own(run: RunDirectory) -> bool:
         begun_by = run.record().get("begun_by")
     except (OSError, LongtakeError):
         return False
-    is_ours = set(files) == {os.getuid()} and begun_by == identity()
+    is_ours = set(files) == {os.getuid()} and begun_by == host_identity()
     return is_ours and not is_mirror(run.path.resolve())
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from longtake import __version__
 from longtake.data.encode import write_video
-from longtake.ourselves import command
+from longtake.process import command
 
 Call = Callable[..., tuple[int, str, str]]
 

@@ -12,19 +12,10 @@ from rich.table import Table
 from longtake.cli.safe_console import SafeConsole
 from longtake.cli.stacks_words import doing, spelled
 from longtake.data.catalog import Catalog
-from longtake.printable import escape, printable, printable_lines
+from longtake.formatting import printable
 
 Call = Callable[..., tuple[int, str, str]]
 _HOSTILE = "a\x1b]0;owned\x07\nforged line\x9b31m\u202egnp"
-_SPELLED = r"a\x1b]0;owned\x07\nforged line\x9b31m\u202egnp"
-
-
-def test_control_characters_are_spelled() -> None:
-    """A name becomes one line; a message keeps its lines; text in any language stays."""
-    assert printable(_HOSTILE) == _SPELLED
-    assert printable_lines("one\n\ttwo\r") == "one\n\ttwo\\r"
-    assert printable("naïve 日本語 ✓ \udcff") == "naïve 日本語 ✓ \\udcff"
-    assert escape("[red]\n") == "\\[red]\\n"
 
 
 def test_a_console_prints_no_escapes_of_others() -> None:

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from longtake import config
 from longtake.config import Recipe
 from longtake.data.index import index
-from longtake.machine import num_cores
-from longtake.records import read_json_lines
+from longtake.fsio import read_json_lines
+from longtake.process import num_cores
 from longtake.run_dir import RunDirectory
 from longtake.training.caching import cache_ahead
 

@@ -20,11 +20,11 @@ from longtake import config
 from longtake.config import ParallelSection, Recipe
 from longtake.data.catalog import Catalog
 from longtake.data.loader import Loader
+from longtake.fsio import append_json, read_json_lines
 from longtake.models.assemble import Components, assemble
 from longtake.parallel.fsdp import full
 from longtake.parallel.mesh import World, arranged, join
 from longtake.recompute.policies import options_of
-from longtake.records import append_json, read_json_lines
 from longtake.training.agree import agreed
 from longtake.training.build import build_state
 from longtake.training.caching import captions_of

@@ -13,9 +13,9 @@ from rich.console import Console
 from longtake import config
 from longtake.config import ParallelSection, Recipe
 from longtake.errors import LongtakeError, PlanError, RecipeError
+from longtake.fsio import read_json_lines
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World, join
-from longtake.records import read_json_lines
 from longtake.run_dir import RunDirectory
 from longtake.training import fit as fit_module
 from longtake.training.fit import fit

@@ -18,7 +18,7 @@ from longtake import config
 from longtake.config import Recipe
 from longtake.data.audit import audit
 from longtake.data.index import index
-from longtake.records import read_json_lines
+from longtake.fsio import read_json_lines
 from longtake.run_dir import RunDirectory
 from longtake.training.run import train
 

@@ -6,7 +6,7 @@ from longtake.drill import divergence
 from longtake.drill.faults import nan_gradient, nan_on_one_rank, weight_norm_step_at_epoch_end
 from longtake.drill.place import Place
 from longtake.drill.result import Result
-from longtake.records import now
+from longtake.fsio import now
 from longtake.run_dir import RolledBack
 
 _AT = 20

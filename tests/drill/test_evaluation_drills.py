@@ -24,8 +24,8 @@ from longtake.drill.verdict import Verdict
 from longtake.evaluation.server.checkpoints import checkpoint_key
 from longtake.evaluation.server.hold import held
 from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory
+from longtake.fsio import now, write_json
 from longtake.lease import Lease, Leases
-from longtake.records import now, write_json
 
 _FAULTS = [evaluator_killed_while_sampling.FAULT, checkpoint_deleted_under_evaluator.FAULT]
 _LAST = 50

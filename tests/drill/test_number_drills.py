@@ -9,7 +9,7 @@ from longtake.drill.harms import Sabotage
 from longtake.drill.place import BATCH_SIZE, LONG
 from longtake.drill.registry import NUMBER_FAULTS
 from longtake.drill.run import drill
-from longtake.records import read_json_lines
+from longtake.fsio import read_json_lines
 
 _SKIPS = {"nan-gradient", "nan-on-one-rank"}
 

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from longtake.demo.shapes import write_clips
-from longtake.records import append_json, now, write_json
+from longtake.fsio import append_json, now, write_json
 
 RECIPE = """\
 out = "run"

@@ -13,7 +13,7 @@ from longtake.checkpoint.manifest import commit, describe, file_names
 from longtake.data.batch import Batch
 from longtake.data.ledger import begin_launch, keep_ledger, stream_names
 from longtake.data.loader import Loader
-from longtake.records import now
+from longtake.fsio import now
 from longtake.run_dir import Metrics, RunDirectory
 
 TOTAL, SPIKED, TOOK, DIVERGED, CHECKPOINT, ENDED = 40, 9, (13, 22), 20, 12, 24

@@ -14,9 +14,9 @@ import pytest
 
 from longtake.drill.launch import ONE_THREAD
 from longtake.drill.place import SHORT, Place
+from longtake.fsio import read_json_lines
 from longtake.heartbeat import Pulse, folder_of, read_all
-from longtake.ourselves import environment, program
-from longtake.records import read_json_lines
+from longtake.process import environment, program
 
 _SECONDS = 300.0
 _RANKS = ("--nproc-per-node", "2")

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from longtake.formatting import format_size
 from longtake.recompute.measure import measured
 from longtake.recompute.traps import Trap, costly_policies, flow_traps, idle_recompute
 from longtake.recompute.watch import Watch
-from longtake.units import size
 
 Run = Callable[["Model", Tensor], Tensor]
 
@@ -405,7 +405,7 @@ def test_a_policy_that_costs_memory() -> None:
     assert peak > usual
     [trap] = costly_policies({"none": usual, "save-matmuls": peak, "all": usual // 2})
     assert not trap.stops
-    assert f'policy = "none", {size(usual)}, are: "save-matmuls" by ' in trap.trap
+    assert f'policy = "none", {format_size(usual)}, are: "save-matmuls" by ' in trap.trap
     assert "take another" in trap.fix
 
 

@@ -25,7 +25,7 @@ from longtake.data.audit import audit
 from longtake.data.index import index
 from longtake.demo.shapes import write_clips
 from longtake.errors import DataError, RecipeError
-from longtake.records import read_json_lines
+from longtake.fsio import read_json_lines
 from longtake.run_dir import RunDirectory
 from longtake.training.caching import cache_ahead
 from longtake.training.loop import train_steps

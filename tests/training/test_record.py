@@ -16,7 +16,7 @@ from longtake.data.audit import audit
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
 from longtake.errors import DataError
-from longtake.records import read_json_lines
+from longtake.fsio import read_json_lines
 from longtake.run_dir import Metrics, RunDirectory
 from longtake.training.resume import save_checkpoint
 from longtake.training.run import train

@@ -29,8 +29,8 @@ from longtake.errors import (
     RecipeChangedError,
     RunError,
 )
-from longtake.ourselves import program
-from longtake.records import read_json_lines, write_json
+from longtake.fsio import read_json_lines, write_json
+from longtake.process import program
 from longtake.run_dir import RunDirectory
 from longtake.training.run import train
 

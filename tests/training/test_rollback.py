@@ -16,8 +16,8 @@ from longtake.data.audit import audit
 from longtake.data.batch import Batch
 from longtake.data.ledger import read_ledger
 from longtake.errors import DivergedError
+from longtake.fsio import read_json_lines
 from longtake.parallel.mesh import World
-from longtake.records import read_json_lines
 from longtake.run_dir import RunDirectory
 from longtake.training import loop
 from longtake.training.run import train

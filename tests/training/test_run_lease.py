@@ -16,11 +16,11 @@ from rich.console import Console
 from longtake.config import Recipe
 from longtake.data.audit import audit
 from longtake.errors import RunError
+from longtake.fsio import append_json
 from longtake.lease import Lease, Leases, history
 from longtake.node_dir import NodeDirectory, state
-from longtake.ourselves import environment, program
 from longtake.parallel.mesh import World, join
-from longtake.records import append_json
+from longtake.process import environment, program
 from longtake.run_dir import LAUNCH_VARIABLE, RunDirectory
 from longtake.training import run_lease
 from longtake.training.run import train

@@ -14,11 +14,11 @@ from rich.console import Console
 import longtake
 from longtake import config
 from longtake.config import Recipe
+from longtake.fsio import read_json_lines, write_json
 from longtake.heartbeat import Heart, Phase, beating, launch_seconds
 from longtake.inspection.glance import glance
 from longtake.inspection.starts import in_line, starts
 from longtake.inspection.tables import print_glance
-from longtake.records import read_json_lines, write_json
 from longtake.run_dir import RunDirectory
 from longtake.training import kept_plan
 from longtake.training.fit import Fit, fit

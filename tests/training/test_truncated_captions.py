@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from longtake.config import Recipe
-from longtake.records import read_json_lines
+from longtake.fsio import read_json_lines
 from longtake.run_dir import RunDirectory
 from longtake.training.run import train
 

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from longtake.config import Recipe
 from longtake.errors import DataError
+from longtake.fsio import read_json
 from longtake.heartbeat import Pulse, folder_of, read, read_all
 from longtake.node_dir import read_events, this_node
-from longtake.records import read_json
 from longtake.run_dir import RunDirectory
 from longtake.training import loop, run
 from longtake.training.own_work import OwnWork

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from longtake.config import WatchSection
+from longtake.fsio import read_json_lines
 from longtake.node_dir import NodeDirectory
-from longtake.records import read_json_lines
 from longtake.run_dir import RunDirectory
 
 _BEATING = Path(__file__).with_name("beating.py")

@@ -7,9 +7,9 @@ from typing import Any, Literal, cast
 
 import pytest
 
+from longtake.fsio import read_json_lines
 from longtake.heartbeat import Pulse, read_all
 from longtake.node_dir import Request
-from longtake.records import read_json_lines
 from longtake.watch.actions import Actions, kill
 from longtake.watch.disk import Disk
 from longtake.watch.post import Post

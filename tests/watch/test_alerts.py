@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from longtake.config import WatchSection
+from longtake.fsio import read_json_lines
 from longtake.node_dir import NodeDirectory
-from longtake.records import read_json_lines
 from longtake.run_dir import RunDirectory
 from longtake.watch.alerts import Alerts, run_hook
 from longtake.watch.disk import Disk

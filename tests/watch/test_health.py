@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from longtake.config import WatchSection
+from longtake.fsio import read_json_lines
 from longtake.health import apart, clock
 from longtake.health.check import Numbers
 from longtake.health.clock import Clocks, Slewed, Steady, Stepped
@@ -20,7 +21,6 @@ from longtake.health.disk import Disk
 from longtake.health.signals import SIGNALS, Finding
 from longtake.heartbeat import Heart, folder_of
 from longtake.node_dir import NodeDirectory
-from longtake.records import read_json_lines
 from longtake.run_dir import RunDirectory
 from longtake.watch import conditions
 from longtake.watch.clock_words import event_of

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from longtake.aside import written_aside
 from longtake.checkpoint.deletion import delete
 from longtake.checkpoint.holds import held_steps
 from longtake.errors import RunError
+from longtake.fsio import append_json, atomic_write, now, write_json
 from longtake.heartbeat import Heart, make_private, path_of, read_all
 from longtake.node_dir import NodeDirectory, request_path, this_node
-from longtake.records import append_json, now, write_json
 from longtake.run_dir import RunDirectory
 from longtake.stacks import allow_inspection, signal_path
 from longtake.watch.post import Lock
@@ -145,7 +144,7 @@ def test_what_is_written_aside_never_goes_through_a_link(tmp_path: Path) -> None
         append_json(node.events_path, {"event": "x"})
 
     def be_swapped() -> None:
-        with written_aside(tmp_path / "out") as aside:
+        with atomic_write(tmp_path / "out") as aside:
             aside.symlink_to(victim)
 
     with pytest.raises(OSError, match="symbolic link"):

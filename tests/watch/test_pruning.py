@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
+from longtake.fsio import write_once
 from longtake.node_dir import NodeDirectory, request_path
-from longtake.records import write_once
 from longtake.run_dir import RunDirectory
 from longtake.watch.pruning import prune_answers, prune_requests
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from longtake.config import WatchSection
+from longtake.fsio import write_once
 from longtake.heartbeat import Pulse, Role
 from longtake.node_dir import (
     NodeDirectory,
@@ -14,7 +15,6 @@ from longtake.node_dir import (
     request_path,
     verdict_path,
 )
-from longtake.records import write_once
 from longtake.run_dir import RunDirectory
 from longtake.watch.post import Lock, Post
 from longtake.watch.requests import (

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from longtake.fsio import now, read_json, write_once
 from longtake.heartbeat import read_all
 from longtake.node_dir import (
     FLIGHT_FILE_PREFIX,
@@ -23,7 +24,6 @@ from longtake.node_dir import (
     requests_path,
     verdict_path,
 )
-from longtake.records import now, read_json, write_once
 from longtake.watch.post import Lock
 
 

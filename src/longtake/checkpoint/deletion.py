@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from longtake.aside import remove_tree
 from longtake.checkpoint.holds import is_held
+from longtake.fsio import remove_tree
 from longtake.run_dir import RunDirectory
 
 

@@ -8,7 +8,7 @@ of their file system, which also says when the newest checkpoint became whole.
 from contextlib import suppress
 from pathlib import Path
 
-from longtake.aside import is_linked
+from longtake.fsio import is_linked
 from longtake.run_dir import RunDirectory
 
 STALE_SECONDS = 900.0

@@ -14,7 +14,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from longtake.errors import RecordError
-from longtake.records import (
+from longtake.fsio import (
     Count,
     InnerPath,
     format_number,

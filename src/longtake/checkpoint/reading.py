@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.serialization import _get_layout
 
-from longtake.records import open_regular
+from longtake.fsio import open_regular
 from longtake.unpickle import RestrictedUnpickler
 
 _OF_METADATA = (

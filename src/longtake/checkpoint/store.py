@@ -15,16 +15,15 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import TypedDict
 
-from longtake.aside import remove_tree
 from longtake.checkpoint import holds, manifest
 from longtake.checkpoint.deletion import delete, delete_unless_held
 from longtake.checkpoint.reading import Planner, Reader
 from longtake.checkpoint.retention import doomed
 from longtake.config import CheckpointSection
 from longtake.errors import CheckpointError, RecordError
+from longtake.fsio import Count, remove_tree, require_record, with_other_fields
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
-from longtake.records import Count, require_record, with_other_fields
 from longtake.run_dir import RunDirectory
 
 State = dict[str, Any]

@@ -13,14 +13,13 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
-from longtake.aside import remove_tree
 from longtake.checkpoint import manifest, store
 from longtake.checkpoint.deletion import take_away
 from longtake.checkpoint.manifest import Entry
 from longtake.checkpoint.store import State
 from longtake.errors import CheckpointError
+from longtake.fsio import remove_tree, write_json
 from longtake.parallel.mesh import World
-from longtake.records import write_json
 from longtake.run_dir import RunDirectory
 
 T = TypeVar("T")

@@ -26,7 +26,7 @@ from longtake.cli.stacks import stacks
 from longtake.cli.train import train
 from longtake.cli.watch import watch
 from longtake.errors import LongtakeError, LostPeerError
-from longtake.ourselves import command
+from longtake.process import command
 from longtake.progress import phase_lines
 
 app = typer.Typer(

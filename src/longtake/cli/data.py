@@ -10,8 +10,7 @@ import typer
 
 from longtake.cli import say
 from longtake.cli.say import AsJson, Changes, Trust
-from longtake.printable import printable
-from longtake.units import plural
+from longtake.formatting import plural, printable
 
 if TYPE_CHECKING:
     from longtake.config import Recipe

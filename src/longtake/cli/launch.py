@@ -10,7 +10,7 @@ import typer
 from longtake.cli import say
 from longtake.cli.say import Changes, Trust
 from longtake.cli.train import Fresh
-from longtake.ourselves import command
+from longtake.process import command
 
 if TYPE_CHECKING:
     from longtake.launch.job import Job

@@ -7,7 +7,7 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from longtake.printable import escape
+from longtake.formatting import escape
 
 if TYPE_CHECKING:
     from longtake.training.mesh_forecast import MeshForecast

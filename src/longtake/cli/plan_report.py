@@ -8,9 +8,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from longtake.cli.plan_mesh import of_mesh
-from longtake.printable import escape
-from longtake.progress import duration
-from longtake.units import size
+from longtake.formatting import escape, format_duration, format_size
 
 _PIPE_WIDTH = 100
 _MOST_NAMES = 12
@@ -163,7 +161,7 @@ def _of_checkpoints(checkpoint: Mapping[str, Any], step_seconds: float) -> str:
         also = f" and every {minutes:g} minutes"
     return (
         f"A checkpoint is saved every {every} steps{also}: a crash loses at most "
-        f"{duration(lost)} of training, and what one save takes."
+        f"{format_duration(lost)} of training, and what one save takes."
     )
 
 
@@ -235,7 +233,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _size(gib: float) -> str:
-    return size(round(gib * 2**30))
+    return format_size(round(gib * 2**30))
 
 
 def _number(count: int) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.segment import Segment
 
-from longtake.printable import printable_lines
+from longtake.formatting import printable_lines
 
 
 class SafeConsole(Console):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from longtake.printable import printable_lines
+from longtake.formatting import printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,7 +58,7 @@ def complain(message: str) -> None:
 
 def skipped_lines() -> None:
     """Tell people which lines of the files that were read are no records."""
-    from longtake.records import skipped_lines as sentences
+    from longtake.fsio import skipped_lines as sentences
 
     for sentence in sentences():
         line(sentence)

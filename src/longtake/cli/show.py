@@ -32,11 +32,11 @@ def show(
 
     directory = RunDirectory(run)
     with phase_lines(say.console(), "reading the run's records") as enter:
+        from longtake.fsio import check_picture_name
         from longtake.inspection.around import around as look_around
         from longtake.inspection.curves import draw
         from longtake.inspection.glance import glance
         from longtake.inspection.tables import print_around, print_glance
-        from longtake.records import check_picture_name
 
         if out is not None:
             check_picture_name(out)

@@ -5,7 +5,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from longtake.printable import printable
+from longtake.formatting import printable
 
 _DOING = {
     "start": "starting",

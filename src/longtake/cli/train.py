@@ -10,7 +10,7 @@ import typer
 
 from longtake.cli import say
 from longtake.cli.say import AsJson, Changes, Trust
-from longtake.ourselves import LAUNCHER_VARIABLE, command, end_with
+from longtake.process import LAUNCHER_VARIABLE, command, end_with
 from longtake.progress import phase_lines
 from longtake.training.interrupt import EXIT_CODES, LeftError, leave_on_signals
 

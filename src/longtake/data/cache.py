@@ -33,13 +33,12 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from longtake.aside import make_writable
 from longtake.config import DataSection
 from longtake.data.hashes import ContentHashes
 from longtake.data.references import Reference, references_of
 from longtake.data.window import Window
 from longtake.errors import ClipError, DataError
-from longtake.records import open_regular, read_regular
+from longtake.fsio import make_writable, open_regular, read_regular
 
 _FORMAT = 1
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)

@@ -19,7 +19,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from longtake.aside import written_aside
 from longtake.data.clip import Clip
 from longtake.data.table import (
     ASIDE_SCHEMA,
@@ -41,7 +40,7 @@ from longtake.data.table import (
     with_attributes,
 )
 from longtake.errors import DataError
-from longtake.records import is_missing, open_regular
+from longtake.fsio import atomic_write, is_missing, open_regular
 
 _HOW: Final[dict[str, Any]] = {
     "row_group_size": ROWS_PER_GROUP,
@@ -254,7 +253,7 @@ class Catalog:
         table = table.set_column(table.column_names.index("path"), "path", paths)
         marks = {VERSION_KEY: str(SCHEMA_VERSION), FINGERPRINT_KEY: self.fingerprint}
         try:
-            with written_aside(path) as aside:
+            with atomic_write(path) as aside:
                 table = table.replace_schema_metadata(marks)
                 pq.write_table(table, aside, **_HOW)
         except OSError as error:

@@ -22,7 +22,7 @@ from longtake.data.catalog import Catalog
 from longtake.data.change import compare, go_on
 from longtake.data.plan import Plan, PlannedBatch, begin
 from longtake.errors import DataChangedError, DataError
-from longtake.records import Count, FileName, Span, with_other_fields
+from longtake.fsio import Count, FileName, Span, with_other_fields
 
 ORDER_VERSION = 2
 """Of the functions that order clips. Another version would order the same clips otherwise."""

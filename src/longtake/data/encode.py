@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from longtake.aside import written_aside
 from longtake.errors import DataError
+from longtake.fsio import atomic_write
 
 # Without CABAC and deblocking, windows of 448x256 are read in little more than half the time, for
 # 8 % more bytes.
@@ -40,7 +40,7 @@ def write_video(
     """
     num_frames, height, width = _check(frames, path)
     try:
-        with written_aside(path) as aside, av.open(aside, "w", format="mp4") as container:
+        with atomic_write(path) as aside, av.open(aside, "w", format="mp4") as container:
             stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
             stream.width, stream.height, stream.pix_fmt = width, height, pixel_format
             # Without mbtree=0 x264 encodes tiny pictures differently from run to run, and a clip's
@@ -63,7 +63,7 @@ def write_image(path: Path, frame: NDArray[np.uint8]) -> None:
         DataError: the file cannot be written.
     """
     try:
-        with written_aside(path) as aside:
+        with atomic_write(path) as aside:
             Image.fromarray(np.ascontiguousarray(frame)).save(aside, format="PNG")
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
@@ -105,7 +105,7 @@ def encode_frames(
         fps: average frames per second.
         crf: as `write_video`.
         gop: distance of keyframes in frames.
-        by_many: several processes may write it at a time; see `written_aside`.
+        by_many: several processes may write it at a time; see `atomic_write`.
 
     Raises:
         DataError: the file cannot be written; and whatever `frames` raises.
@@ -115,7 +115,7 @@ def encode_frames(
     params = f"mbtree=0:keyint={gop}:min-keyint={gop}:scenecut=0:open-gop=0"
     try:
         with (
-            written_aside(path, by_many=by_many) as aside,
+            atomic_write(path, by_many=by_many) as aside,
             av.open(aside, "w", format="mp4") as container,
         ):
             stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))

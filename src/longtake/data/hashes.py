@@ -7,11 +7,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from longtake.aside import make_writable
 from longtake.data.clip import Media
 from longtake.data.indexing.probe import content_hash
 from longtake.errors import ClipError, RecordError
-from longtake.records import read_records
+from longtake.fsio import make_writable, read_records
 
 _Stamp = tuple[int, int]
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from longtake.aside import make_writable
 from longtake.data.catalog import Catalog, Duplicate, Rejection, Stamp, cannot_write
 from longtake.data.clip import Clip
 from longtake.data.crews.errand import Crew
@@ -25,7 +24,8 @@ from longtake.data.indexing.sources import Found, find
 from longtake.data.limits import DEFAULT, Limits
 from longtake.data.table import SCHEMA_VERSION, version_of
 from longtake.errors import ClipError, DataError
-from longtake.machine import num_cores
+from longtake.fsio import make_writable
+from longtake.process import num_cores
 
 
 @dataclass(frozen=True)

@@ -26,16 +26,16 @@ from numpy.typing import NDArray
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from longtake.aside import no_follow
 from longtake.config import DataSection
 from longtake.data.course import Entry, History
 from longtake.data.skipped import Skipped
 from longtake.errors import DataError, RecordError
-from longtake.records import (
+from longtake.fsio import (
     Count,
     Span,
     check_record,
     format_number,
+    no_follow,
     read_regular,
     require_record,
     write_json,

@@ -17,10 +17,10 @@ from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 from PIL import Image
 
-from longtake.aside import written_aside
 from longtake.config import Bucket
 from longtake.drawing import INK, PALE_INK, PAPER, RULE, SERIES, figure_text
 from longtake.errors import DataError
+from longtake.fsio import atomic_write
 
 _MAX_DRAWN = 1e290  # beyond it, differences are not finite
 MAX_DOTS = 4000
@@ -306,7 +306,7 @@ def save_picture(picture: Figure | Image.Image, path: Path) -> None:
         DataError: it cannot be written.
     """
     try:
-        with written_aside(path) as aside:
+        with atomic_write(path) as aside:
             if isinstance(picture, Figure):
                 picture.savefig(aside, format="png")
             else:

@@ -25,7 +25,7 @@ from longtake.data.indexing.probe import Probe
 from longtake.data.limits import MEMORY_GIB
 from longtake.data.transcode import Settings, Transcoding
 from longtake.errors import ClipError, DataError
-from longtake.machine import num_cores
+from longtake.process import num_cores
 
 CATALOG_NAME = "catalog.parquet"
 _SEEN_SECONDS = 90.0

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from longtake import heartbeat
 from longtake.data.references import Reference
 from longtake.data.window import Window
-from longtake.ourselves import environment, program
+from longtake.process import environment, program
 
 PROGRAM = ("longtake.data.worker",)
 

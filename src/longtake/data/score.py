@@ -19,7 +19,7 @@ from longtake.data.scores.own import OwnScore, did_you_mean
 from longtake.data.scores.words import nouns_of_all, num_words
 from longtake.data.table import CLIP_SCHEMA
 from longtake.errors import ClipError, DataError
-from longtake.machine import num_cores
+from longtake.process import num_cores
 
 SCORES = {
     "nouns": "nouns in the caption, each as often as it occurs (English)",

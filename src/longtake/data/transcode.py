@@ -14,7 +14,6 @@ from av.video.frame import PictureType
 from av.video.reformatter import ColorRange, Interpolation, VideoReformatter
 from PIL import Image
 
-from longtake.aside import written_aside
 from longtake.data.clip import Clip
 from longtake.data.crews.errand import Errand, Sign
 from longtake.data.decode import decoded, opened
@@ -23,6 +22,7 @@ from longtake.data.image import read_image
 from longtake.data.indexing.probe import content_hash
 from longtake.data.limits import MEMORY_GIB
 from longtake.errors import ClipError, DataError
+from longtake.fsio import atomic_write
 
 _ENCODER_GIB = 3.0  # x264 keeps some 60 frames: 0.5 GiB of 3840x2160
 _MAX_GOP, _MAX_FPS = 10_000, 1000
@@ -147,7 +147,7 @@ def _write_image(clip: Clip, target: Path, settings: Settings, alive: Sign) -> N
     height, width = scaled_size(clip.height, clip.width, settings.sizes)
     picture = Image.fromarray(read_image(clip.media))
     picture = picture.resize((width, height), Image.Resampling.BICUBIC)
-    with written_aside(target, by_many=True) as aside:
+    with atomic_write(target, by_many=True) as aside:
         picture.save(aside, quality=95, subsampling=0)
 
 

@@ -23,7 +23,7 @@ from longtake.data.references import Reference, read
 from longtake.data.window import Window
 from longtake.errors import ClipError
 from longtake.heartbeat import Heart
-from longtake.ourselves import end_with
+from longtake.process import end_with
 from longtake.stacks.allow import allow_inspection
 
 # What a worker sends: that it is ready, once; then for each window `DONE` or (FAILED, reason).

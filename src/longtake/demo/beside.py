@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from longtake.ourselves import program, start
+from longtake.process import program, start
 
 _HOW = ("--follow", "--until-finished")
 _LIMIT_SECONDS = 300.0

@@ -7,8 +7,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from longtake.aside import written_aside
 from longtake.errors import RunError
+from longtake.fsio import atomic_write
 
 LOG_SCALE_RATIO = 20.0
 """From this quotient of the largest and the smallest loss on, the loss axis is logarithmic."""
@@ -84,7 +84,7 @@ def axis_scale(values: NDArray[np.float64]) -> str:
 
 def _save(figure: Figure, path: Path) -> None:
     try:
-        with written_aside(path) as aside:
+        with atomic_write(path) as aside:
             figure.savefig(aside, format="png")
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror or error}.") from error

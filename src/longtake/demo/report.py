@@ -19,10 +19,9 @@ from longtake.evaluation.comparing.draw import draw_sheet
 from longtake.evaluation.sampling.sheet import SheetRow, contact_sheet
 from longtake.evaluation.sampling.studio import Sampler
 from longtake.evaluation_dir import EvaluationDirectory
-from longtake.ourselves import command
-from longtake.printable import escape
-from longtake.progress import duration
-from longtake.records import write_json, write_text
+from longtake.formatting import escape, format_duration
+from longtake.fsio import write_json, write_text
+from longtake.process import command
 from longtake.run_dir import Metrics, RunDirectory
 
 _PRESET = "demo"
@@ -134,7 +133,7 @@ def _show_last_screen(run: RunDirectory, summary: dict[str, Any], console: Conso
     lines = [
         f"[bold]{summary['held_out_adherence']:.0%}[/bold] of prompts it never saw and "
         f"[bold]{summary['adherence']:.0%}[/bold] of prompts it did are shown right",
-        f"{summary['steps']} steps in {duration(summary['training_seconds'])} "
+        f"{summary['steps']} steps in {format_duration(summary['training_seconds'])} "
         f"({summary['steps_per_second']:.1f} steps/s), {summary['num_parameters'] / 1e6:.2f} M "
         f"parameters, {summary['clips']} clips",
     ]

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from longtake.aside import written_aside
 from longtake.data.encode import write_video
 from longtake.errors import DataError
-from longtake.machine import num_cores
+from longtake.fsio import atomic_write
+from longtake.process import num_cores
 
 NUM_FRAMES = 8
 HEIGHT = 32
@@ -244,7 +244,7 @@ def _write_captions(folder: Path, planned: list[tuple[str, str]]) -> Path:
     path = folder / "captions.jsonl"
     lines = [json.dumps({"video": video, "caption": caption}) for video, caption in planned]
     try:
-        with written_aside(path) as aside:
+        with atomic_write(path) as aside:
             aside.write_text("".join(f"{line}\n" for line in lines))
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error

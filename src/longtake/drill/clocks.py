@@ -13,10 +13,10 @@ from longtake.drill.launch import Launch
 from longtake.drill.looking import Sighting
 from longtake.drill.place import Place
 from longtake.drill.verdict import Verdict, identities_of
+from longtake.fsio import read_json, read_json_lines
 from longtake.health.clock import STEP_SECONDS
 from longtake.node_dir import NodeEventKind, this_node
-from longtake.ourselves import environment, program
-from longtake.records import read_json, read_json_lines
+from longtake.process import environment, program
 
 UNWATCHED = "watch.enabled=false"
 """So that no other watcher than the one below looks after the run."""

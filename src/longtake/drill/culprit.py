@@ -9,8 +9,8 @@ from longtake.drill.launch import Launch
 from longtake.drill.looking import Sighting
 from longtake.drill.place import Place
 from longtake.drill.verdict import Verdict
+from longtake.fsio import read_json
 from longtake.node_dir import verdict_path
-from longtake.records import read_json
 
 LIMIT_SECONDS = 15.0
 """From the moment a process hangs until its name is known, in a run of short steps."""

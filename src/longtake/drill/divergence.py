@@ -6,7 +6,7 @@ from typing import Any
 
 from longtake.drill.place import Place
 from longtake.drill.verdict import Verdict, clips_between, identities_of, steps_skipped
-from longtake.records import read_json_lines
+from longtake.fsio import read_json_lines
 from longtake.run_dir import RunDirectory
 
 _LAST_BATCHES = 30

@@ -22,9 +22,9 @@ from longtake.drill.verdict import Verdict, identities_of
 from longtake.errors import RunError
 from longtake.evaluation.server.checkpoints import checkpoint_key
 from longtake.evaluation_dir import EvaluationDirectory, all_servers
+from longtake.fsio import read_json_lines
 from longtake.lease import history
-from longtake.ourselves import program, start
-from longtake.records import read_json_lines
+from longtake.process import program, start
 from longtake.run_dir import RunDirectory
 
 PRESET = "drill"

@@ -14,9 +14,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from longtake.fsio import write_once
 from longtake.health import clock
 from longtake.health.clock import Clocks
-from longtake.records import write_once
 
 WORD = "clock.json"
 """The file that it leaves beside the run directory: when it went wrong, by the monotonic clock."""

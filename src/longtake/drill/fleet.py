@@ -10,7 +10,7 @@ from longtake.drill.fault import NotPossibleHereError
 from longtake.drill.hosts import Cluster, hosts, why_not
 from longtake.drill.launch import FIXED
 from longtake.drill.looking import Looking
-from longtake.ourselves import environment, program
+from longtake.process import environment, program
 
 _PORT = 29400
 

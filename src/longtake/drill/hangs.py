@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from longtake.records import read_json, write_once
+from longtake.fsio import read_json, write_once
 
 WORD = Path("hang.json")
 """The file that it leaves, in the folder in which the process works."""

@@ -9,7 +9,7 @@ from socket import gethostname
 
 from longtake.drill.harms import Sabotage
 from longtake.drill.looking import Looking
-from longtake.ourselves import program, start
+from longtake.process import program, start
 from longtake.stacks.processes import descendants, facts
 
 _WATCHER = "longtake.watch"

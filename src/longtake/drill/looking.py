@@ -10,8 +10,8 @@ from typing import Any, Self
 
 from longtake.drill.hangs import Hang, read_word
 from longtake.errors import RunError
+from longtake.fsio import read_json_lines
 from longtake.node_dir import NodeDirectory, NodeEventKind
-from longtake.records import read_json_lines
 from longtake.run_dir import EventKind, RunDirectory
 
 _LIMIT_SECONDS = 600.0

@@ -16,7 +16,7 @@ from pathlib import Path
 from longtake.drill.fault import NotPossibleHereError
 from longtake.drill.hosts import Cluster
 from longtake.errors import RunError
-from longtake.machine import num_cores
+from longtake.process import num_cores
 
 _PROGRAMS = (
     "taskset",

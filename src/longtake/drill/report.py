@@ -10,7 +10,7 @@ from rich.text import Text
 
 from longtake.drill.fault import Fault
 from longtake.drill.result import Result
-from longtake.units import plural
+from longtake.formatting import plural
 
 _NAME_WIDTH = 18
 _NUMBERS = (

@@ -9,14 +9,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from longtake.aside import make_writable
 from longtake.drill.fault import Fault, NotPossibleHereError
 from longtake.drill.ground import Ground
 from longtake.drill.registry import find_faults
 from longtake.drill.result import Result
 from longtake.errors import LongtakeError, RunError
-from longtake.printable import escape
-from longtake.units import plural
+from longtake.formatting import escape, plural
+from longtake.fsio import make_writable
 
 
 def run_drills(names: Sequence[str], console: Console, keep: Path | None = None) -> list[Result]:

@@ -12,7 +12,7 @@ from longtake.drill.launch import FIXED
 from longtake.drill.looking import Looking
 from longtake.drill.private_slurm import PrivateSlurm
 from longtake.errors import RunError
-from longtake.ourselves import environment, program
+from longtake.process import environment, program
 from longtake.stacks.processes import descendants, facts
 
 _LASTING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED")

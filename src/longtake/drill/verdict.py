@@ -22,7 +22,7 @@ from longtake.data.ledger import read_ledger, short_identity
 from longtake.drill.end_state import differences
 from longtake.drill.place import Place
 from longtake.drill.result import Result
-from longtake.records import read_json_lines
+from longtake.fsio import read_json_lines
 from longtake.run_dir import RunDirectory
 
 Identities = NDArray[np.uint64]

@@ -8,9 +8,9 @@ import numpy as np
 from pydantic import AfterValidator, Field
 from typing_extensions import TypedDict
 
+from longtake.fsio import Count, NumberOrText
 from longtake.guard.rows import NUM_COLUMNS, Numbers, Rows, row_of
 from longtake.guard.statistics import Statistics
-from longtake.records import Count, NumberOrText
 
 WINDOWS = 4
 """Windows that are remembered: what changes slowly is compared with all of them."""

@@ -9,7 +9,7 @@ from longtake.errors import RunError
 from longtake.inspection.clips import consumed_clips, reported_clips
 from longtake.inspection.rows import Row, read_rows
 from longtake.inspection.verdicts import Report, events, report_near, verdicts
-from longtake.ourselves import command
+from longtake.process import command
 from longtake.run_dir import RunDirectory
 
 _OF_A_BATCH = ("stage", "epoch", "sample_rejected", "decoder_stalled", "decoder_died")

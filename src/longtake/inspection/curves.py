@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
 from numpy.typing import NDArray
 
-from longtake.aside import written_aside
 from longtake.drawing import INK, PALE_INK, PAPER, RULE, SERIES, figure_text
 from longtake.errors import RunError
+from longtake.fsio import atomic_write
 from longtake.inspection.rows import Row, passes, read_rows
 from longtake.inspection.strip import draw_strip, mark_steps, strip_of
 from longtake.inspection.troubles import troubles
@@ -176,7 +176,7 @@ def _title(run: RunDirectory, rows: Sequence[Row], around: int | None) -> str:
 
 def _save(figure: Figure, path: Path) -> None:
     try:
-        with written_aside(path) as aside:
+        with atomic_write(path) as aside:
             figure.savefig(aside, format="png")
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror or error}.") from error

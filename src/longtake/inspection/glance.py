@@ -18,7 +18,7 @@ from longtake.inspection.starts import starts
 from longtake.inspection.troubles import troubles
 from longtake.inspection.verdicts import verdicts
 from longtake.node_dir import RunState, state
-from longtake.ourselves import command
+from longtake.process import command
 from longtake.run_dir import RunDirectory
 
 _MOST_LOOKED_AT = 64

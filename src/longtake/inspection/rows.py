@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from longtake.records import read_records
+from longtake.fsio import read_records
 from longtake.run_dir import Metrics, RunDirectory
 
 

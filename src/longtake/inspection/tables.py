@@ -9,11 +9,9 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from longtake.formatting import escape, format_duration, format_size, plural
 from longtake.inspection.starts import as_table, in_line, in_lines
 from longtake.inspection.troubles import sentence_of
-from longtake.printable import escape
-from longtake.progress import duration
-from longtake.units import plural, size
 
 _PIPE_WIDTH = 120
 _QUARTERS = ("0-¼", "¼-½", "½-¾", "¾-1")
@@ -92,11 +90,11 @@ def said(event: Mapping[str, Any]) -> str:
 def _state(facts: Mapping[str, Any]) -> str:
     """The run's state with what one wants to know of it: speed and time left, or since when."""
     kind, silent = facts["state"], facts["silent_seconds"]
-    ago = "" if silent is None else f", last sign of life {duration(silent)} ago"
+    ago = "" if silent is None else f", last sign of life {format_duration(silent)} ago"
     if kind == "running":
         if facts["newest"] is None:
             return f"starting{ago}"
-        speed = f"{_speed(facts['step_seconds'])}, {duration(facts['seconds_left'])} left"
+        speed = f"{_speed(facts['step_seconds'])}, {format_duration(facts['seconds_left'])} left"
         return f"running: {speed}{ago}"
     if kind == "stalled":
         return f"stalled: it runs, but does not move{ago}"
@@ -170,7 +168,7 @@ def _checkpoints(checkpoints: Sequence[Mapping[str, Any]]) -> list[str]:
         lines.append(f"{_steps(given_up)}: abandoned; the next launch deletes them")
     if not whole:
         return ["none is whole", *lines] if checkpoints else ["none yet"]
-    return [f"{_steps(whole)}; the newest has {size(whole[-1]['bytes'])}", *lines]
+    return [f"{_steps(whole)}; the newest has {format_size(whole[-1]['bytes'])}", *lines]
 
 
 def _steps(checkpoints: Sequence[Mapping[str, Any]]) -> str:

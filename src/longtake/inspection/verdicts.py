@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from longtake.errors import RecordError, RunError
+from longtake.fsio import require_record
 from longtake.node_dir import read_events
-from longtake.records import require_record
 from longtake.run_dir import GuardReport, ReportedSample, RunDirectory
 
 _REPORT = re.compile(r"step_(\d+)_(\d+)\.json")

@@ -15,13 +15,13 @@ from rich.console import Console
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from longtake.fsio import now
 from longtake.heartbeat import Pulse, folder_of, read_all
 from longtake.launch.ending import STOPS, Ended, code_in_words, exit_code_of, judge, last_words
 from longtake.launch.logs import RankLogs
 from longtake.launch.order import Order
 from longtake.launch.ranks import await_end, ended_badly, kernel_kills, tell
 from longtake.launch.stop import SECONDS_TO_SAVE, Stop
-from longtake.records import now
 from longtake.run_dir import LAUNCH_VARIABLE
 from longtake.trail import RankFailure, failure_of, failures, failures_of_processes
 

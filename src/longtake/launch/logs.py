@@ -6,9 +6,9 @@ from typing import Final
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from longtake.fsio import file_time
 from longtake.node_dir import NodeDirectory
-from longtake.ourselves import LAUNCHER_VARIABLE
-from longtake.records import file_time
+from longtake.process import LAUNCHER_VARIABLE
 from longtake.trail import LOG_VARIABLE
 
 # Both streams of a rank go to one file: by one description of it, or each would write over the

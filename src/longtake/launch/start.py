@@ -28,8 +28,8 @@ from longtake.launch.logs import IN_ONE_FILE, RankLogs
 from longtake.launch.order import Order
 from longtake.launch.stop import Stop
 from longtake.node_dir import this_node
-from longtake.ourselves import environment, program
 from longtake.parallel.mesh import LOOPBACK
+from longtake.process import environment, program
 from longtake.run_dir import LAUNCH_VARIABLE
 
 _SECONDS_TO_MEET = 600

@@ -3,10 +3,9 @@
 import shutil
 import subprocess
 
-from longtake.aside import make_writable
 from longtake.errors import LongtakeError, RunError
+from longtake.fsio import make_writable, write_text
 from longtake.launch.job import Job
-from longtake.records import write_text
 
 
 def write(job: Job) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from longtake.errors import ModelError, RecipeError
+from longtake.formatting import did_you_mean
 from longtake.models.family import Conditioning, Family
-from longtake.models.nearest import hint
 
 ADDED = "added_module"
 """Its name as a submodule of the model."""
@@ -118,7 +118,7 @@ def block_names(model: nn.Module, family: Family, patterns: Sequence[str]) -> li
         if not any(fnmatchcase(name, pattern) for name in names):
             raise RecipeError(
                 f"trainable.blocks: {pattern!r} matches no block of the model; "
-                f"{hint(pattern, names)}"
+                f"{did_you_mean(pattern, names)}"
             )
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 

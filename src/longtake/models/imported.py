@@ -14,7 +14,7 @@ from torch import nn
 
 from longtake.config import TrainableSection
 from longtake.errors import RecipeError
-from longtake.models.nearest import hint
+from longtake.formatting import did_you_mean
 from longtake.models.pretrained import construct, defaults
 from longtake.trust import run_around
 
@@ -59,7 +59,7 @@ def import_class(path: str, setting: str = "trainable.module") -> Any:
         classes = [each for each, value in vars(module).items() if inspect.isclass(value)]
         raise RecipeError(
             f"{setting} {path!r}: {module.__file__} has no class {class_name}; "
-            f"{hint(class_name, classes)}"
+            f"{did_you_mean(class_name, classes)}"
         )
     return found
 
@@ -106,7 +106,7 @@ def _check(found: Any, section: TrainableSection) -> None:
         if option not in options:
             raise RecipeError(
                 f"trainable.options.{option} is no option of {found.__name__}; "
-                f"{hint(option, options)}"
+                f"{did_you_mean(option, options)}"
             )
 
 
@@ -131,7 +131,7 @@ def _why_not(name: str, error: Exception) -> str:
         return f"importing it failed with {type(error).__name__}: {error}"
     package, _, last = missing.rpartition(".")
     where = package or Path.cwd()
-    return f"{where} has no module {last}; {hint(last, _modules_in(package))}"
+    return f"{where} has no module {last}; {did_you_mean(last, _modules_in(package))}"
 
 
 def _modules_in(package: str) -> set[str]:

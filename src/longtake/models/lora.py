@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from longtake.config import TrainableSection
 from longtake.errors import RecipeError
-from longtake.models.nearest import hint
+from longtake.formatting import did_you_mean
 
 _ADAPTER = "default"
 
@@ -131,7 +131,9 @@ def _explain_unmatched(target: str, layers: Sequence[str], model: nn.Module) -> 
     if any(layer.startswith(f"{name}.") for name in meant for layer in layers):
         return f"{says}it has such layers inside: write {f'*{target}.*'!r} for all of them."
     if "*" in target:
-        return says + hint(target, {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in layers})
+        return says + did_you_mean(
+            target, {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in layers}
+        )
     num_parts = target.count(".") + 1
     endings = {".".join(name.split(".")[-num_parts:]) for name in layers}
-    return says + hint(target, {each for each in endings if not each[0].isdigit()})
+    return says + did_you_mean(target, {each for each in endings if not each[0].isdigit()})

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from longtake.machine import cpu_flags
+from longtake.process import cpu_flags
 
 Precision = Literal["bf16", "fp32"]
 

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from longtake.errors import ModelError, RecipeError
-from longtake.models.nearest import hint
+from longtake.formatting import did_you_mean
 
 _REPOSITORY_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _REACH_SECONDS = 10
@@ -162,7 +162,7 @@ def check_arguments(key: str, function: Callable[..., Any], values: Mapping[str,
     for name in values:
         if name not in known:
             owner = function.__qualname__.removesuffix(".__init__")
-            near = hint(name, known, shown=len(known))
+            near = did_you_mean(name, known, shown=len(known))
             raise RecipeError(f"{key}.{name} is not an argument of {owner}; {near}")
 
 

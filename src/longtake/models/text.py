@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from longtake.config import PooledSection, TextSection
 from longtake.errors import ModelError, RecipeError
+from longtake.fsio import read_regular
 from longtake.models.architecture import DTYPES
 from longtake.models.captions import clean
 from longtake.models.encoder import (
@@ -23,7 +24,6 @@ from longtake.models.encoder import (
 )
 from longtake.models.pretrained import refuse_unused
 from longtake.models.words import SPECIAL, WordIds, word_tokenizer
-from longtake.records import read_regular
 
 NO_CAPTION = ""
 """The unconditional one of classifier-free guidance: what a dropped caption is trained as."""

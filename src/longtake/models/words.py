@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor, nn
 
 from longtake.errors import DataError
-from longtake.records import write_text
+from longtake.fsio import write_text
 
 PAD, UNKNOWN, START, END = "[PAD]", "[UNK]", "<s>", "</s>"
 SPECIAL = (PAD, UNKNOWN, END)

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longtake.config import ParallelSection
 from longtake.errors import LostPeerError, RecipeError
-from longtake.machine import num_cores
 from longtake.parallel.flight import environment
+from longtake.process import num_cores
 
 Device = Literal["auto", "cpu", "cuda"]
 

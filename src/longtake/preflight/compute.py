@@ -6,10 +6,10 @@ from statistics import median
 import torch
 
 from longtake.config import Recipe
-from longtake.machine import num_cores
 from longtake.preflight.compare import far_below, middle
 from longtake.preflight.finding import Finding, Judged, Measure, Severity, Skipped
 from longtake.preflight.setting import Facts, Setting
+from longtake.process import num_cores
 
 NAME = "compute"
 

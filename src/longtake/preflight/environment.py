@@ -11,10 +11,10 @@ import torch
 
 from longtake import __version__
 from longtake.config import Recipe
-from longtake.machine import num_cores
 from longtake.preflight.compare import differences, tell_differences
 from longtake.preflight.finding import Judged, Severity, Skipped
 from longtake.preflight.setting import Facts, Setting
+from longtake.process import num_cores
 
 NAME = "environment"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 
 from longtake.config import Recipe
+from longtake.formatting import format_size
 from longtake.preflight.finding import Finding, Judged, Measure, Skipped
 from longtake.preflight.setting import Facts, Setting
-from longtake.units import size
 
 NAME = "limits"
 
@@ -41,7 +41,8 @@ def judge(facts: dict[str, Facts], recipe: Recipe | None) -> Judged:
         judged.findings.append(Finding("warning", NAME, few, what, f"{_FEW_FILES}", advice))
     little = _below(facts, "shared memory", _LITTLE_SHARED)
     if little:
-        what = f"shared memory has {size(facts[little[0]]['shared memory'])}, which NCCL may fill"
+        found = format_size(facts[little[0]]["shared memory"])
+        what = f"shared memory has {found}, which NCCL may fill"
         advice = "Docker: --shm-size 16g or --ipc host; Kubernetes: an emptyDir of medium Memory."
         judged.findings.append(Finding("warning", NAME, little, what, "1 GiB", advice))
     judged.add(_judge_locked(facts))
@@ -59,7 +60,7 @@ def _judge_locked(facts: dict[str, Facts]) -> Judged:
     )
     if not limited:
         return Judged()
-    what = f"only {size(facts[limited[0]]['locked memory'])} may be locked"
+    what = f"only {format_size(facts[limited[0]]['locked memory'])} may be locked"
     advice = "ulimit -l unlimited; Docker: --ulimit memlock=-1; Slurm: PropagateResourceLimits."
     return Judged([Finding("warning", NAME, limited, what, "unlimited, for InfiniBand", advice)])
 

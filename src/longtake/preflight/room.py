@@ -6,11 +6,11 @@ from pathlib import Path
 
 from longtake.config import EmaProfile, Recipe
 from longtake.errors import LongtakeError
+from longtake.formatting import format_size
 from longtake.preflight.finding import Finding, Judged, Measure, Severity, Skipped
 from longtake.preflight.mounts import existing
 from longtake.preflight.setting import Facts, Setting
 from longtake.run_dir import RunDirectory
-from longtake.units import size
 
 NAME = "disk space"
 
@@ -58,9 +58,13 @@ def _judge_one(name: str, free: dict[str, dict[str, int]], needed: int | None) -
     judged = Judged(measures=[Measure(f"free for {name}", "GiB", gib, short)])
     if short:
         least = min(free[node]["bytes"] for node in short)
-        what = f"{size(least)} are free for {name}"
+        what = f"{format_size(least)} are free for {name}"
         is_error = least < (needed or _OUT)
-        expected = f"{size(needed)} for checkpoint.keep and one more" if needed else size(_SHORT)
+        expected = (
+            f"{format_size(needed)} for checkpoint.keep and one more"
+            if needed
+            else format_size(_SHORT)
+        )
         severity: Severity = "error" if is_error else "warning"
         judged.findings.append(Finding(severity, NAME, short, what, expected, _ADVICE))
     few = tuple(node for node, each in free.items() if 0 < each["files"] < _FEW_FILES)

@@ -15,9 +15,9 @@ from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
+from longtake.formatting import escape
 from longtake.preflight.names import listed
 from longtake.preflight.report import Report
-from longtake.printable import escape
 
 _WIDTH = 80
 _MOST_COLUMNS, _MOST_ROWS, _MOST_NAMED = 4, 12, 3

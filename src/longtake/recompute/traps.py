@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 
+from longtake.formatting import format_size
 from longtake.recompute.upstream import Copies, Cut, Parameters, Region
 from longtake.recompute.watch import SECOND_TIME, Watch
-from longtake.units import size
 
 _NON_REENTRANT = (
     "Call torch.utils.checkpoint.checkpoint with use_reentrant=False, or drop the call and set "
@@ -76,8 +76,8 @@ def idle_recompute(options: Mapping[str, str], saved_bytes: Mapping[str, int]) -
     if useful:
         fix = (
             f"Recompute what comes after the first trainable parameter: {_listed(useful)} "
-            f"save{'s' if len(useful) == 1 else ''} {size(sum(useful.values()))}. Frozen blocks "
-            "count there too, because gradient passes through them."
+            f"save{'s' if len(useful) == 1 else ''} {format_size(sum(useful.values()))}. Frozen "
+            "blocks count there too, because gradient passes through them."
         )
     return [Trap(idle[0], trap, fix, stops=False)]
 
@@ -94,13 +94,13 @@ def costly_policies(peaks: Mapping[str, int]) -> list[Trap]:
     more = {name: peak - usual for name, peak in peaks.items() if peak - usual > _CLEARLY * usual}
     if not more:
         return []
-    listed = ", ".join(f'"{name}" by {size(extra)}' for name, extra in more.items())
+    listed = ", ".join(f'"{name}" by {format_size(extra)}' for name, extra in more.items())
     return [
         Trap(
             "model",
             f'Recompute can cost memory. Above the peak of recompute.policy = "none", '
-            f"{size(usual)}, are: {listed}. They hold on to tensors that autograd by itself would "
-            "not keep: where weights are frozen, a gradient needs few of them.",
+            f"{format_size(usual)}, are: {listed}. They hold on to tensors that autograd by itself "
+            "would not keep: where weights are frozen, a gradient needs few of them.",
             "If your policy is among them, take another: the plan's table shows which.",
             stops=False,
         )
@@ -306,7 +306,7 @@ def _copies(watch: Watch) -> Iterator[Trap]:
             groups[0],
             f"Trainable weights in {_listed(groups)} are fp32 on a 16-bit base: {count} of their "
             "layers copy their input to fp32 and keep the copy for the backward pass, "
-            f"{size(num_bytes)} in all where nothing is recomputed.",
+            f"{format_size(num_bytes)} in all where nothing is recomputed.",
             'Set trainable.dtype = "model": longtake\'s optimizers do not lose updates that are '
             "too small for 16 bits.",
             stops=False,

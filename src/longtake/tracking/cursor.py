@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longtake.records import read_json, write_json
+from longtake.fsio import read_json, write_json
 
 Result = tuple[str, int, str]
 """Preset, step and key: what tells an evaluation from all others."""

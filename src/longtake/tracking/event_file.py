@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event
 
-from longtake.records import open_regular
+from longtake.fsio import open_regular
 from longtake.tracking.tracker import wait_for_a_second_of_its_own
 
 _POLYNOMIAL = 0x82F63B78  # CRC-32C, reflected

@@ -2,7 +2,7 @@
 
 import sys
 
-from longtake.records import now
+from longtake.fsio import now
 
 
 def say(text: str) -> None:

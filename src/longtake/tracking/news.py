@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from longtake.errors import RecordError
 from longtake.evaluation_dir import SCORES, EvaluationDirectory, Scores
-from longtake.records import parse_record, read_records_on, read_regular
+from longtake.fsio import parse_record, read_new_records, read_regular
 from longtake.run_dir import RunDirectory
 from longtake.tracking.cursor import Position, Result
 
@@ -217,6 +217,6 @@ def _signature(path: Path) -> tuple[int, ...]:
 def _lines_after(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
     """Records from a byte on, and the byte after them; what is no record is left out."""
     try:
-        return read_records_on(path, dict[str, Any], offset, _MOST_LINES)
+        return read_new_records(path, dict[str, Any], offset, _MOST_LINES)
     except FileNotFoundError:
         return [], offset

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from longtake.aside import no_follow
 from longtake.config import TrackingSection
 from longtake.evaluation_dir import writer_path
+from longtake.fsio import no_follow
 from longtake.lease import is_alive, newest
-from longtake.ourselves import Starts, environment, program
+from longtake.process import RestartDelay, environment, program
 from longtake.run_dir import RunDirectory
 from longtake.tracking.turn import Role
 
@@ -98,11 +98,11 @@ class Follower:
 
     def _keep(self) -> None:
         """Until the end, or the run's; one that dies again and again is left alone for a while."""
-        starts = Starts()
+        starts = RestartDelay()
         while self._process is not None:
-            starts.note()
+            starts.started()
             self._process.wait()
-            if self._is_over.wait(starts.pause_seconds):
+            if self._is_over.wait(starts.seconds):
                 return
             with self._lock, suppress(OSError):
                 if not self._run.exists():

@@ -13,10 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from longtake.aside import written_aside
 from longtake.evaluation_dir import writer_path
+from longtake.fsio import atomic_write, read_json
 from longtake.lease import Lease, Leases
-from longtake.records import read_json
 from longtake.run_dir import RunDirectory
 from longtake.tracking.log import say
 
@@ -88,7 +87,7 @@ class _Wish:
 
     def utter(self) -> None:
         self._beat += 1
-        with written_aside(self._path) as aside, aside.open("x", encoding="utf-8") as file:
+        with atomic_write(self._path) as aside, aside.open("x", encoding="utf-8") as file:
             file.write(f'{{"owner": "{self._owner}", "beat": {self._beat}}}\n')
 
     def withdraw(self) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from longtake.config import TrackingSection
-from longtake.records import read_json
+from longtake.fsio import read_json
 from longtake.run_dir import RunDirectory
 from longtake.tracking.cursor import Position
 from longtake.tracking.log import say

@@ -10,14 +10,13 @@ from torch.nn.attention import SDPBackend
 
 from longtake.config import Recipe
 from longtake.data.loader import Loader
+from longtake.formatting import escape, format_size, plural
+from longtake.fsio import read_last_record, skipped_lines
 from longtake.parallel.mesh import World
-from longtake.printable import escape
-from longtake.records import read_last_record, skipped_lines
 from longtake.run_dir import EventKind, Metrics, RunDirectory
 from longtake.training.fit import Fit
 from longtake.training.startup import parts_so_far
 from longtake.training.step import TrainingState
-from longtake.units import plural, size
 
 _ATTENTION_NAMES = {
     SDPBackend.FLASH_ATTENTION: "FlashAttention-2",
@@ -105,9 +104,10 @@ def announce_plan(plan: Fit, state: TrainingState, run: RunDirectory, console: C
         overhead=plan.memory.overhead,
     )
     blocks = ", ".join(f"{count} {option}" for option, count in counts.items())
-    limit = "" if budget is None else f" of {size(budget)}"
+    limit = "" if budget is None else f" of {format_size(budget)}"
     console.print(
-        f"  memory: recompute policy {plan.policy} ({blocks}), {size(peak)}{limit} predicted",
+        f"  memory: recompute policy {plan.policy} ({blocks}), "
+        f"{format_size(peak)}{limit} predicted",
         highlight=False,
     )
 

@@ -34,13 +34,14 @@ from longtake.data.fill import (
 from longtake.data.loader import Loader
 from longtake.data.pool import Incident
 from longtake.errors import DataError, RecipeError
+from longtake.formatting import format_duration
 from longtake.heartbeat import Hearts
 from longtake.models.assemble import assemble, outline, text_section
 from longtake.models.codec import build_codec
 from longtake.models.text import NO_CAPTION, build_text
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join, place_in_world
-from longtake.progress import counted, duration
+from longtake.progress import counted
 from longtake.run_dir import RunDirectory
 from longtake.training.encoding import captions_by, fill_on, pixels_by
 from longtake.training.fingerprint import codec_fingerprint, text_fingerprint
@@ -70,7 +71,11 @@ class Outcome:
 
     def __str__(self) -> str:
         present, computed = sum(self.present.values()), sum(self.computed.values())
-        made = f"{computed} computed in {duration(self.seconds)}" if computed else "none is missing"
+        made = (
+            f"{computed} computed in {format_duration(self.seconds)}"
+            if computed
+            else "none is missing"
+        )
         return f"  cache {self.filled.cache.folder}: {present} entries were there, {made}"
 
     def facts(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from longtake.config import Bucket, Recipe
 from longtake.errors import CannotBePlannedError, LongtakeError, PlanError
+from longtake.formatting import format_size
 from longtake.models.assemble import Components
 from longtake.models.precision import Precision
 from longtake.parallel.collectives import from_first
@@ -19,7 +20,6 @@ from longtake.training.gradients import check_gradients, refuse_traps
 from longtake.training.outlined import OutlinedStep, outlined_step
 from longtake.training.relief import as_lines, find_reliefs
 from longtake.training.resident import PolicyForecast, memory_of
-from longtake.units import size
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,18 @@ def run_blocks_by(options: Options, parts: Components) -> None:
 def does_not_fit(recipe: Recipe, known: Forecast, world_size: int) -> PlanError:
     """What is missing, and what to change."""
     assert known.card.budget_bytes is not None
-    policy, budget = recipe.recompute.chosen(), size(known.card.budget_bytes)
+    policy, budget = recipe.recompute.chosen(), format_size(known.card.budget_bytes)
     if (best := known.best_policy) is not None:
         return PlanError(
-            f'recompute.policy = "{policy}" takes {size(known.policy(policy).step_peak_bytes)}, '
-            f"but the budget for all tensors is {budget}. Set recompute.policy = "
-            f'"best": {size(best.step_peak_bytes)}, and a step takes {best.overhead:.0%} longer '
-            "than without recompute."
+            f'recompute.policy = "{policy}" takes '
+            f"{format_size(known.policy(policy).step_peak_bytes)}, but the budget for all tensors "
+            f'is {budget}. Set recompute.policy = "best": {format_size(best.step_peak_bytes)}, and '
+            f"a step takes {best.overhead:.0%} longer than without recompute."
         )
     least = known.least.step_peak_bytes
     text = (
-        f"No recompute policy fits {budget}: the least, {known.least.name}, takes {size(least)}. "
-        f"Take a card of {size(known.card.memory_for(least))}."
+        f"No recompute policy fits {budget}: the least, {known.least.name}, takes "
+        f"{format_size(least)}. Take a card of {format_size(known.card.memory_for(least))}."
     )
     reliefs = find_reliefs(recipe, known, world_size)
     return PlanError("\n".join([f"{text} Or:" if reliefs else text, *as_lines(reliefs)]))

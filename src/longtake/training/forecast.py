@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from longtake.config import Recipe
 from longtake.errors import PlanError
+from longtake.formatting import format_size
 from longtake.recompute.plan import Best, Survey, find_best, survey, unlimited
 from longtake.recompute.policies import options_of
 from longtake.recompute.trace import StepTrace
@@ -14,7 +15,6 @@ from longtake.training.gradients import Gradients, check_gradients
 from longtake.training.optimizer_memory import foreach_bytes
 from longtake.training.outlined import OutlinedStep, outlined_step
 from longtake.training.resident import Fixed, PolicyForecast, fixed_of, memory_of
-from longtake.units import size
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,9 @@ def _refuse_below_weights(step: OutlinedStep, card: Card) -> None:
     traced = step.tracer.trace(options_of("all", tuple(step.tracer.subject.blocks)))
     least = memory_of("all", traced, step).step_peak_bytes
     raise PlanError(
-        f"The model's weights alone take {size(weights)}, but the budget for all tensors is "
-        f"{size(card.budget_bytes)}. With every block recomputed this recipe takes {size(least)}: "
-        f"it wants a card of {size(card.memory_for(least))} (--memory), or a smaller model"
+        f"The model's weights alone take {format_size(weights)}, but the budget for all tensors is "
+        f"{format_size(card.budget_bytes)}. With every block recomputed this recipe takes "
+        f"{format_size(least)}: it wants a card of {format_size(card.memory_for(least))} "
+        "(--memory), or a smaller model"
         + (', or model.dtype = "bf16".' if step.recipe.model.dtype == "fp32" else ".")
     )

@@ -8,13 +8,13 @@ from typing import Any
 
 from longtake.config import GuardSection
 from longtake.data.batch import Batch
+from longtake.fsio import now
 from longtake.guard.history import History, Judged
 from longtake.guard.judge import judge
 from longtake.guard.statistics import Statistics
 from longtake.guard.verdict import OK, Verdict
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
-from longtake.records import now
 from longtake.run_dir import RunDirectory
 from longtake.training.step import SampleLosses
 

@@ -18,11 +18,11 @@ from pydantic import TypeAdapter, ValidationError
 import longtake
 from longtake import config
 from longtake.config import Recipe
+from longtake.fsio import read_json, write_json
 from longtake.models.precision import Precision
 from longtake.parallel.collectives import from_first
 from longtake.parallel.mesh import World
 from longtake.recompute.devices import Target
-from longtake.records import read_json, write_json
 from longtake.run_dir import RunDirectory
 from longtake.training.card import card_of
 from longtake.training.fit import Fit, fit

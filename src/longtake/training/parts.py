@@ -6,6 +6,7 @@ from longtake import heartbeat
 from longtake.config import Bucket, Recipe
 from longtake.data.loader import Loader
 from longtake.errors import RunError
+from longtake.formatting import escape
 from longtake.models.assemble import (
     Components,
     Source,
@@ -19,7 +20,6 @@ from longtake.models.flops import training_flops
 from longtake.models.pretrained import local_copies
 from longtake.parallel.collectives import first_does, gather_objects
 from longtake.parallel.mesh import World
-from longtake.printable import escape
 from longtake.run_dir import RunDirectory
 from longtake.training.caching import captions_of, fill_cache, make_parts
 from longtake.training.watching import Watcher

@@ -11,11 +11,11 @@ import torch
 from longtake.config import Bucket, Recipe
 from longtake.data.batch import Batch
 from longtake.errors import PlanError
+from longtake.formatting import format_size
 from longtake.parallel.mesh import World
 from longtake.recompute.measure import is_out_of_memory, measured
 from longtake.training.fit import Fit
 from longtake.training.step import TrainingState
-from longtake.units import size
 
 
 @dataclass(frozen=True)
@@ -91,20 +91,22 @@ def _request(error: BaseException) -> str:
 def _planned(plan: Fit) -> str:
     if plan.memory is None:
         return f"Nothing was predicted (recompute.policy = {plan.policy})."
-    budget = "" if plan.budget_bytes is None else f" of a budget of {size(plan.budget_bytes)}"
-    peak = size(plan.memory.step_peak_bytes)
+    budget = (
+        "" if plan.budget_bytes is None else f" of a budget of {format_size(plan.budget_bytes)}"
+    )
+    peak = format_size(plan.memory.step_peak_bytes)
     return f"The plan (recompute.policy = {plan.policy}) predicts at most {peak}{budget}."
 
 
 def _measured(device: torch.device) -> str:
     if device.type != "cuda":
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return f"The process took at most {size(most)}."
+        return f"The process took at most {format_size(most)}."
     peak, held = torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)
     free, total = torch.cuda.mem_get_info(device)
     return (
-        f"Measured: tensors took at most {size(peak)}, torch holds {size(held)}, and {size(free)} "
-        f"of the GPU's {size(total)} are free."
+        f"Measured: tensors took at most {format_size(peak)}, torch holds {format_size(held)}, and "
+        f"{format_size(free)} of the GPU's {format_size(total)} are free."
     )
 
 

@@ -15,17 +15,17 @@ from longtake.data.batch import Batch
 from longtake.data.loader import Loader
 from longtake.data.pool import Incident
 from longtake.errors import CheckpointError
+from longtake.formatting import format_size
+from longtake.fsio import file_time
 from longtake.guard.rollback import RollBack
 from longtake.guard.statistics import Statistics
 from longtake.guard.verdict import Verdict
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
 from longtake.progress import StepProgress, step_progress
-from longtake.records import file_time
 from longtake.run_dir import EventKind, Metrics, RunDirectory
 from longtake.training.peak import PeakComparison
 from longtake.training.startup import report_start
-from longtake.units import size
 
 
 class Record:
@@ -204,8 +204,8 @@ class Record:
             error=round(comparison.error, 4),
         )
         self._progress.say(
-            f"memory of forward and backward pass: {size(predicted)} predicted, {size(measured)} "
-            f"measured ({comparison.error:+.1%})"
+            f"memory of forward and backward pass: {format_size(predicted)} predicted, "
+            f"{format_size(measured)} measured ({comparison.error:+.1%})"
         )
 
 

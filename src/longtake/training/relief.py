@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from longtake import config
 from longtake.config import Bucket, Recipe
 from longtake.errors import LongtakeError
+from longtake.formatting import format_size
 from longtake.recompute.policies import options_of
 from longtake.training.forecast import Forecast
 from longtake.training.outlined import outlined_step
 from longtake.training.resident import memory_of
-from longtake.units import size
 
 _PIXELS = 32
 """What heights and widths are rounded to: codecs and patches of the shipped models divide it."""
@@ -55,7 +55,9 @@ def as_lines(reliefs: Sequence[Relief]) -> list[str]:
     for relief in reliefs:
         settings = " ".join(f"--set '{change}'" for change in relief.changes)
         verdict = "fits" if relief.fits else "not enough"
-        lines.append(f"  {relief.what}: {size(relief.step_peak_bytes)}, {verdict} ({settings})")
+        lines.append(
+            f"  {relief.what}: {format_size(relief.step_peak_bytes)}, {verdict} ({settings})"
+        )
     return lines
 
 

@@ -7,12 +7,12 @@ from longtake.checkpoint import store
 from longtake.config import Recipe
 from longtake.data.loader import Loader
 from longtake.errors import CheckpointError
+from longtake.fsio import now
 from longtake.guard.rollback import RollBack, plan_rollback
 from longtake.guard.statistics import Statistics
 from longtake.guard.verdict import Verdict
 from longtake.parallel.collectives import first_does, from_first
 from longtake.parallel.mesh import World
-from longtake.records import now
 from longtake.run_dir import RolledBack, RunDirectory
 from longtake.training.gauge import Gauge
 from longtake.training.guarding import Guard

@@ -27,9 +27,9 @@ from longtake.models.assemble import source_of, text_section
 from longtake.models.captions import review_captions
 from longtake.models.precision import Precision, choose_precision
 from longtake.models.pretrained import local_copies
-from longtake.ourselves import command
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join
+from longtake.process import command
 from longtake.recompute.devices import peak_flops
 from longtake.run_dir import EventKind, RunDirectory, beside
 from longtake.tracking.process import Follower

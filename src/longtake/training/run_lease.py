@@ -13,7 +13,7 @@ from longtake.errors import RunError
 from longtake.lease import Lease, Leases, is_alive, newest
 from longtake.parallel.collectives import first_does
 from longtake.parallel.mesh import World
-from longtake.repeated import repeated
+from longtake.process import periodic
 from longtake.run_dir import LAUNCH_VARIABLE, RunDirectory
 
 _SECONDS = 60.0
@@ -95,7 +95,7 @@ def hold_run(run: RunDirectory, world: World, console: Console) -> Iterator[RunL
     own = RunLease(taken[0] if taken else None)
     how = "failed"
     try:
-        with repeated("run lease", own.beat, _SECONDS / _BEATS_PER_LEASE):
+        with periodic("run lease", own.beat, _SECONDS / _BEATS_PER_LEASE):
             yield own
         how = "ended"
     finally:

@@ -7,10 +7,10 @@ from longtake.checkpoint import store
 from longtake.config import Recipe
 from longtake.data.course import LoaderState
 from longtake.data.loader import Loader
+from longtake.fsio import Count
 from longtake.guard.history import HistoryColumns
 from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.mesh import World
-from longtake.records import Count
 from longtake.run_dir import RunDirectory
 from longtake.training.gauge import Gauge
 from longtake.training.guarding import Guard

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longtake import heartbeat
+from longtake.fsio import read_last_record
 from longtake.heartbeat import Phase
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
-from longtake.records import read_last_record
 from longtake.run_dir import Metrics, RunDirectory
 
 PARTS: dict[Phase, str] = {

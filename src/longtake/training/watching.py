@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from longtake.aside import no_follow
 from longtake.config import Recipe
 from longtake.errors import LostPeerError
+from longtake.fsio import no_follow
 from longtake.heartbeat import Heart, beating, folder_of, make_private
 from longtake.node_dir import this_node
-from longtake.ourselves import SECTION_VARIABLE, Starts, environment, program
 from longtake.parallel.collectives import from_first
 from longtake.parallel.mesh import World, place_in_world
+from longtake.process import SECTION_VARIABLE, RestartDelay, environment, program
 from longtake.run_dir import RunDirectory
 from longtake.stacks import allow_inspection, signal_path
 from longtake.training.failing import explained, leave_trail
@@ -85,12 +85,12 @@ class Watcher:
 
     def _keep(self, run: RunDirectory) -> None:
         """Until the run is over; one that dies again and again is left alone for a while."""
-        starts = Starts()
+        starts = RestartDelay()
         while not self._is_over.is_set():
-            starts.note()
+            starts.started()
             with suppress(OSError):  # it is no reason not to train
                 self._begin(run).wait()
-            self._is_over.wait(starts.pause_seconds)
+            self._is_over.wait(starts.seconds)
 
     def _begin(self, run: RunDirectory) -> "subprocess.Popen[bytes]":
         log = this_node(run).log_path

@@ -11,7 +11,7 @@ from typing import NoReturn
 from pydantic import ValidationError
 
 from longtake.config import WatchSection
-from longtake.ourselves import SECTION_VARIABLE
+from longtake.process import SECTION_VARIABLE
 from longtake.watch.post import Post, post_at
 from longtake.watch.watcher import watch
 

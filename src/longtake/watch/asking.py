@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from longtake.errors import RunError
+from longtake.fsio import file_time, now, write_once
 from longtake.heartbeat import folder_of, read_all
 from longtake.node_dir import (
     NodeDump,
@@ -24,8 +25,7 @@ from longtake.node_dir import (
     request_path,
     this_node,
 )
-from longtake.ourselves import command
-from longtake.records import file_time, now, write_once
+from longtake.process import command
 from longtake.run_dir import RunDirectory
 from longtake.stacks.processes import facts
 from longtake.watch.dumps import dump_family, dump_node

@@ -23,8 +23,8 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any
 
+from longtake.fsio import now
 from longtake.node_dir import NodeDump, Request
-from longtake.records import now
 from longtake.stacks.trace import Trace
 from longtake.watch.flight import Finding, analyse, read_folders
 from longtake.watch.scene import Scene, scene_of

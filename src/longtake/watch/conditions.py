@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from longtake.formatting import format_size
 from longtake.health.apart import HANGING_SECONDS, HANGS
 from longtake.health.check import Numbers
 from longtake.health.disk import Disk
@@ -10,7 +11,6 @@ from longtake.health.gpu import HARMFUL_THROTTLES, throttle_words
 from longtake.health.reach import BUSY, RATE, SLOW, UNANSWERED
 from longtake.health.signals import Finding
 from longtake.health.steps import CHECKPOINT
-from longtake.units import size
 
 _PERSISTS = 3
 """Windows that a number has to be bad for, where nothing else weighs it."""
@@ -153,7 +153,7 @@ def _bad_now(numbers: Numbers) -> Iterator[tuple[str, str]]:
 def _shortages(numbers: Numbers) -> Iterator[tuple[str, str]]:
     available = numbers.get("memory_available_bytes")
     if available is not None and available < _MEMORY_SHARE * numbers["memory_size_bytes"]:
-        yield "memory", f"{size(int(available))} of memory left"
+        yield "memory", f"{format_size(int(available))} of memory left"
     files, limit = numbers.get("open_files", 0), numbers.get("open_files_limit", 0)
     if limit and files >= _FILES_SHARE * limit:
         yield "open_files", f"a process has {files:.0f} of {limit:.0f} files open"

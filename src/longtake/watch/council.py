@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from longtake.fsio import read_json, write_once
 from longtake.node_dir import (
     NodeDirectory,
     NodeDump,
@@ -17,7 +18,6 @@ from longtake.node_dir import (
     read_heartbeats,
     verdict_path,
 )
-from longtake.records import read_json, write_once
 from longtake.watch.answers import read_answers
 from longtake.watch.blame import judge
 from longtake.watch.disk import Disk

@@ -14,9 +14,9 @@ from concurrent.futures import TimeoutError as NoAnswerInTime
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from longtake.formatting import printable_lines
+from longtake.fsio import now
 from longtake.node_dir import NodeDirectory, NodeEventKind
-from longtake.printable import printable_lines
-from longtake.records import now
 
 _T = TypeVar("_T")
 _MOST_LINES = 1000

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longtake import stacks
+from longtake.fsio import now
 from longtake.heartbeat import Pulse, read_all
 from longtake.node_dir import NodeDump, ProcessDump, Round
-from longtake.records import now
 from longtake.stacks.frames import stack_of
 from longtake.stacks.processes import facts
 from longtake.stacks.trace import Trace, traces

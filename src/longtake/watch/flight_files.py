@@ -12,10 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from longtake.aside import written_aside
 from longtake.errors import LongtakeError
+from longtake.fsio import atomic_write, open_regular
 from longtake.node_dir import FLIGHT_FILE_PREFIX, FLIGHT_PIPE_PREFIX
-from longtake.records import open_regular
 from longtake.unpickle import RestrictedUnpickler
 
 Stamp = tuple[int, int]
@@ -70,7 +69,7 @@ def collect(
         with suppress(OSError):
             if _stamp(path) != before.get(rank):
                 target.mkdir(parents=True, exist_ok=True)
-                with written_aside(target / f"rank_{rank}") as aside:
+                with atomic_write(target / f"rank_{rank}") as aside:
                     shutil.copyfile(path, aside, follow_symlinks=False)
                 found.append(rank)
     return found

@@ -12,6 +12,7 @@ from typing import Any
 
 from longtake import heartbeat
 from longtake.config import WatchSection
+from longtake.fsio import now
 from longtake.health import time_daemons
 from longtake.health.apart import Apart
 from longtake.health.cgroup import CgroupMemory
@@ -30,7 +31,6 @@ from longtake.health.signals import Finding
 from longtake.health.steps import Steps
 from longtake.health.time_daemons import TimeDaemons
 from longtake.node_dir import NodeDirectory, NodeEventKind
-from longtake.records import now
 from longtake.run_dir import RunDirectory
 from longtake.watch.clock_words import event_of
 from longtake.watch.conditions import Conditions, full_disks

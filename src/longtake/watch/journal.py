@@ -11,8 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from longtake.aside import written_aside
-from longtake.records import append_json
+from longtake.fsio import append_json, atomic_write
 
 _MOST_BYTES = 64 * 2**20
 _MOST_WAITING = 60
@@ -60,7 +59,7 @@ def thin_out(path: Path) -> None:
     """
     with path.open("rb") as file:
         number_of_lines = sum(1 for _ in file)
-    with written_aside(path) as aside, path.open("rb") as file, aside.open("xb") as thin:
+    with atomic_write(path) as aside, path.open("rb") as file, aside.open("xb") as thin:
         thin.writelines(
             line for number, line in enumerate(file) if (number_of_lines - number) % 2 == 1
         )

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from longtake.aside import no_follow
 from longtake.config import WatchSection
 from longtake.errors import LongtakeError
+from longtake.fsio import no_follow
 from longtake.heartbeat import folder_of, make_private
 from longtake.node_dir import NodeDirectory
 from longtake.run_dir import RunDirectory

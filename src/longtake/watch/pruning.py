@@ -7,9 +7,8 @@ out from.
 from contextlib import suppress
 from pathlib import Path
 
-from longtake.aside import is_linked, remove_tree
+from longtake.fsio import is_linked, read_json, remove_tree
 from longtake.node_dir import NodeDirectory, requests_path
-from longtake.records import read_json
 from longtake.run_dir import RunDirectory
 
 _MOST_ANSWERS = 50

@@ -3,8 +3,8 @@
 import time
 from typing import Any
 
+from longtake.fsio import now
 from longtake.node_dir import NodeEventKind
-from longtake.records import now
 from longtake.watch.alerts import Alerts
 from longtake.watch.disk import Disk
 from longtake.watch.post import Post

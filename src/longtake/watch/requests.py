@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from longtake.errors import RecordError
+from longtake.fsio import now, read_record, write_once
 from longtake.heartbeat import Pulse
 from longtake.node_dir import NodeDirectory, Request, request_path, requests_path, verdict_path
-from longtake.records import now, read_record, write_once
 from longtake.run_dir import RunDirectory
 from longtake.watch.post import Post
 from longtake.watch.stall import Overdue

@@ -10,9 +10,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from longtake.formatting import printable_lines
 from longtake.health.cgroup import oom_kills
 from longtake.heartbeat import Pulse
-from longtake.printable import printable_lines
 from longtake.watch.alarms import Alarms
 from longtake.watch.answering import Answering
 from longtake.watch.disk import Disk, is_full

@@ -19,7 +19,7 @@ from longtake.evaluation.presets.preset import Preset, find_preset, keep_preset
 from longtake.evaluation.sampling.studio import Studio
 from longtake.evaluation.sampling.write import sample_preset
 from longtake.evaluation_dir import EvaluationDirectory
-from longtake.records import read_json
+from longtake.fsio import read_json
 from longtake.run_dir import RunDirectory
 from longtake.training.run import train
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from longtake import config, records
+from longtake import config, fsio
 from longtake.config import Recipe
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
@@ -21,7 +21,7 @@ from longtake.evaluation.presets.preset import (
     preset_names,
 )
 from longtake.evaluation_dir import EvaluationDirectory
-from longtake.records import read_json
+from longtake.fsio import read_json
 from longtake.run_dir import RunDirectory
 
 _SHIPPED = ["default", "demo", "high4s", "image1024", "low16s", "low4s"]
@@ -344,7 +344,7 @@ def test_a_preset_that_is_kept_needs_no_room(
     def full(*arguments: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / ".aside"))
 
-    monkeypatch.setattr(records, "_write_durably", full)
+    monkeypatch.setattr(fsio, "_write_durably", full)
     keep_preset(directory, preset)
     with pytest.raises(RecipeError, match="holds videos of another one"):
         keep_preset(directory, _with(preset, seeds=(1,)))

@@ -17,8 +17,8 @@ from longtake.evaluation.server.options import Options
 from longtake.evaluation.server.report import Report
 from longtake.evaluation.server.server import Server
 from longtake.evaluation.server.stop import Stop
-from longtake.ourselves import environment
-from longtake.records import write_json
+from longtake.fsio import write_json
+from longtake.process import environment
 from longtake.run_dir import RunDirectory
 
 _PROBE = Path(__file__).with_name("probe.py")

@@ -22,7 +22,7 @@ from longtake.evaluation.server.server import Server, own_name
 from longtake.evaluation.server.stop import stopped_by_signals
 from longtake.evaluation.server.task import Task
 from longtake.evaluation_dir import Scores, VideoScores
-from longtake.records import now
+from longtake.fsio import now
 
 
 class Probe:

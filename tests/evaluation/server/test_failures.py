@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from longtake import records
+from longtake import fsio
 from longtake.errors import DataError, PlanError, RecipeError
 from longtake.evaluation.server import attempt
 from longtake.evaluation.server.report import Report
 from longtake.evaluation.server.stop import Stop
 from longtake.evaluation_dir import EvaluationDirectory
+from longtake.fsio import append_json
 from longtake.lease import history
 from longtake.node_dir import read_events
-from longtake.records import append_json
 from longtake.run_dir import RunDirectory
 
 
@@ -257,7 +257,7 @@ def test_a_preset_that_is_kept_is_served_from_a_full_disk(
         raise OSError(28, "No space left on device", "somewhere")
 
     with monkeypatch.context() as patch:
-        patch.setattr(records, "_write_durably", full)
+        patch.setattr(fsio, "_write_durably", full)
         assert serve(run).failed == {f"{run.path}: probe of step 20"}
     said = capsys.readouterr().out
     reason = "somewhere: No space left on device. Make room: it is tried again."

@@ -12,7 +12,7 @@ from longtake.evaluation.server import waiting
 from longtake.evaluation.server.wanted import Wanted
 from longtake.evaluation.sync.source import Source
 from longtake.evaluation_dir import EvaluationDirectory
-from longtake.records import append_json
+from longtake.fsio import append_json
 from longtake.run_dir import RunDirectory
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from longtake.evaluation_dir import EvaluationDirectory
+from longtake.fsio import append_json
 from longtake.node_dir import read_events
-from longtake.records import append_json
 from longtake.run_dir import RunDirectory
 
 

@@ -27,7 +27,7 @@ from longtake.evaluation.server.stop import Stop
 from longtake.evaluation.server.task import Task
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.lease import history
-from longtake.ourselves import environment, program
+from longtake.process import environment, program
 from longtake.run_dir import RunDirectory
 
 _PRESETS = """

@@ -12,9 +12,9 @@ import pytest
 from longtake.evaluation.server.backlog import Backlog, parse_backlog
 from longtake.evaluation.server.stop import Stop
 from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory
+from longtake.fsio import append_json
 from longtake.lease import history
 from longtake.node_dir import read_events
-from longtake.records import append_json
 from longtake.run_dir import RunDirectory
 
 

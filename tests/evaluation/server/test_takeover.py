@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from longtake.aside import aside_of
 from longtake.checkpoint.holds import hold_path
 from longtake.evaluation.server.checkpoints import checkpoint_key
 from longtake.evaluation.server.hold import release_all
 from longtake.evaluation_dir import EvaluationDirectory
+from longtake.fsio import partial_path, write_json
 from longtake.lease import history
 from longtake.node_dir import read_events
-from longtake.records import write_json
 from longtake.run_dir import RunDirectory
 
 
@@ -154,7 +153,7 @@ def test_what_waited_for_a_dead_server_is_held_by_it_no_more(
         server.kill()
         server.wait(20)
     hold = next(run.holds_path.glob(f"*/*-{server.pid}"))
-    aside_of(hold).write_text("{")  # it wrote this one when it died
+    partial_path(hold).write_text("{")  # it wrote this one when it died
     serve(run)
     assert EvaluationDirectory(run).steps("probe") == [10, 20, 30]
     assert not list(run.holds_path.glob("*/*"))

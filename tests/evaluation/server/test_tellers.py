@@ -11,8 +11,8 @@ from PIL import Image
 from longtake.evaluation.server import tellers
 from longtake.evaluation.server.tellers import Tellers
 from longtake.evaluation_dir import EvaluationDirectory, Scores, cursor_path, writer_path
+from longtake.fsio import append_json, now, write_json
 from longtake.lease import history
-from longtake.records import append_json, now, write_json
 from longtake.run_dir import RunDirectory
 from longtake.tracking import cursor
 

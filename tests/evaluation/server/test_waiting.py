@@ -15,9 +15,9 @@ from longtake.evaluation.server.backlog import parse_backlog
 from longtake.evaluation.server.checkpoints import checkpoint_key
 from longtake.evaluation.server.hold import Holds
 from longtake.evaluation_dir import EvaluationDirectory
+from longtake.fsio import write_json
 from longtake.lease import history
 from longtake.node_dir import read_events
-from longtake.records import write_json
 from longtake.run_dir import RunDirectory
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from longtake.checkpoint.manifest import commit, describe
 from longtake.drill.hosts import Cluster
-from longtake.records import append_json
+from longtake.fsio import append_json
 from longtake.run_dir import RunDirectory
 
 

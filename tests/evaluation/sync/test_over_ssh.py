@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from longtake.drill.hosts import Cluster
-from longtake.ourselves import environment
-from longtake.records import write_json
+from longtake.fsio import write_json
+from longtake.process import environment
 from longtake.run_dir import RunDirectory
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from longtake.evaluation.sync.mirror import Mirror
 from longtake.evaluation.sync.remote import RemoteRun
 from longtake.evaluation.sync.rules import Rules
 from longtake.evaluation.sync.source import Source, open_source
-from longtake.records import write_json
+from longtake.fsio import write_json
 from longtake.run_dir import RunDirectory
 from longtake.trust import is_mirror
 

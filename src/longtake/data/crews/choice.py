@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from longtake.data.crews.errand import Crew
 from longtake.data.crews.processes import Processes
 from longtake.errors import DataError
-from longtake.machine import num_cores
+from longtake.process import num_cores
 
 
 @contextmanager

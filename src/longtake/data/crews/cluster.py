@@ -11,11 +11,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 
-from longtake.aside import make_writable
 from longtake.data.crews.errand import Errand, Item, Result
 from longtake.data.crews.far import Sent
 from longtake.data.crews.gang import Gang
 from longtake.errors import DataError
+from longtake.fsio import make_writable
 
 _REACH_SECONDS = 5.0
 _CLIENT_PORT = "10001"

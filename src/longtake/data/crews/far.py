@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from longtake.data.crews.errand import Errand, Sign
 from longtake.data.crews.hands import Hands, Loss, Order
 from longtake.errors import DataError
-from longtake.ourselves import code_digest
+from longtake.process import code_digest
 
 # What comes of a clip depends on them.
 _PACKAGES = ("longtake", "av", "numpy", "pillow", "HanTa", "torch", "diffusers", "transformers")

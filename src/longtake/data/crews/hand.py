@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn
 from longtake.data.crews.errand import Errand
 from longtake.data.limits import memory_limited
 from longtake.errors import LongtakeError
-from longtake.ourselves import end_with
+from longtake.process import end_with
 
 SIGN = b""
 """A sign of life; any other message is a pickled `Answer`."""

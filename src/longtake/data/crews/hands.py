@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Self
 from longtake.data.crews.errand import Errand
 from longtake.data.crews.hand import SIGN
 from longtake.errors import DataError
-from longtake.ourselves import environment, program
+from longtake.process import environment, program
 
 _START_SECONDS = 300.0  # a cold network file system takes long to import from
 _END_SECONDS = 2.0

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from longtake.data.indexing.listing import PATH_COLUMNS
 from longtake.errors import DataError
-from longtake.records import read_regular
+from longtake.fsio import read_regular
 
 SIDECAR = "sidecar"
 

@@ -22,7 +22,7 @@ from longtake.data.clip import Media
 from longtake.data.indexing.probe import Probe
 from longtake.data.indexing.probing import to_json
 from longtake.errors import ClipError, DataError
-from longtake.records import read_records
+from longtake.fsio import read_records
 
 _T = TypeVar("_T")
 _ROWS_AT_ONCE = 2**16

@@ -24,11 +24,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from longtake.aside import is_there
 from longtake.data.clip import Clip, Media
 from longtake.data.indexing.item import Item
 from longtake.errors import DataError, RecordError
-from longtake.records import MAX_LINE_BYTES, MAX_LINE_DEPTH, open_regular, parse_record
+from longtake.fsio import MAX_LINE_BYTES, MAX_LINE_DEPTH, is_there, open_regular, parse_record
 
 PATH_COLUMNS = ("video", "image", "path", "file")
 CAPTION_COLUMNS = ("caption", "text")

@@ -17,7 +17,7 @@ from longtake.data.clip import Media
 from longtake.data.indexing.item import Item, is_media
 from longtake.data.indexing.listing import CAPTION_COLUMNS, MAX_ATTRIBUTES, MEASURED, score_of
 from longtake.errors import ClipError, RecordError
-from longtake.records import open_regular, parse_record
+from longtake.fsio import open_regular, parse_record
 
 _MAX_TEXT_BYTES = 2**20  # of a caption, a .json, or a header that names a member
 _ANY = TypeAdapter[Any](Any)

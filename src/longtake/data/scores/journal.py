@@ -13,7 +13,7 @@ from typing import IO
 from pydantic import TypeAdapter
 
 from longtake.errors import DataError
-from longtake.records import Count, read_records
+from longtake.fsio import Count, read_records
 
 _LINE: TypeAdapter[dict[str, str] | tuple[Count, float]] = TypeAdapter(
     dict[str, str] | tuple[Count, float]

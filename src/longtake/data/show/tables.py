@@ -8,8 +8,7 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from longtake.printable import escape
-from longtake.progress import duration
+from longtake.formatting import escape, format_duration
 
 MOST_ROWS = 10
 """Reasons that files were rejected for, and values of one kind, that are listed."""
@@ -87,7 +86,7 @@ def _print_stage(console: Console, entry: Mapping[str, Any]) -> None:
 def _said_of_clips(facts: Mapping[str, Any]) -> str:
     count, seconds = facts["clips"], facts["hours"] * 3600
     said = [
-        f"{count:,} clips: {facts['videos']:,} videos ({duration(seconds)}, "
+        f"{count:,} clips: {facts['videos']:,} videos ({format_duration(seconds)}, "
         f"{facts['frames'] - facts['images']:,} frames) and {facts['images']:,} images",
         f"{facts['captioned']:,} with a caption, {count - facts['captioned']:,} without",
         f"{facts['duplicates']:,} duplicates left out, {len(facts['rejected']):,} files rejected",

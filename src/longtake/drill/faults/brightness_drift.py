@@ -17,7 +17,7 @@ from longtake.drill.result import Result
 from longtake.drill.verdict import Verdict
 from longtake.errors import RunError
 from longtake.evaluation_dir import Alarm, EvaluationDirectory
-from longtake.ourselves import program, start
+from longtake.process import program, start
 from longtake.run_dir import RunDirectory
 
 _NAME = "brightness-drift"

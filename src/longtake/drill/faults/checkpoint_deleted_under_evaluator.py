@@ -21,7 +21,7 @@ from longtake.drill.place import STEPS, Place
 from longtake.drill.result import Result
 from longtake.drill.verdict import Verdict
 from longtake.evaluation_dir import EvaluationDirectory
-from longtake.records import read_json_lines
+from longtake.fsio import read_json_lines
 from longtake.run_dir import RunDirectory
 
 _NAME = "checkpoint-deleted-under-evaluator"

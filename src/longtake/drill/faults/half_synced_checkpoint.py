@@ -7,7 +7,6 @@ from typing import Literal
 
 import tomli_w
 
-from longtake.aside import written_aside
 from longtake.drill.evaluators import (
     PRESET,
     PROMPTS,
@@ -21,6 +20,7 @@ from longtake.drill.ground import Ground
 from longtake.drill.place import Place
 from longtake.drill.result import Result
 from longtake.drill.verdict import Verdict
+from longtake.fsio import atomic_write
 from longtake.run_dir import RunDirectory
 
 _NAME = "half-synced-checkpoint"
@@ -76,7 +76,7 @@ def copy(there: RunDirectory, here: RunDirectory, step: int, weights: State = "w
     for path in sorted(files, key=lambda each: each.name != "COMMITTED"):
         place = target / path.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)
-        with written_aside(place) as aside:
+        with atomic_write(place) as aside:
             aside.write_bytes(
                 _in_state(path.read_bytes(), weights if path.match(_WEIGHTS) else "whole")
             )

@@ -11,7 +11,7 @@ from longtake.drill.ground import ON_TWO, Ground
 from longtake.drill.looking import Sighting
 from longtake.drill.result import Result
 from longtake.drill.verdict import Verdict
-from longtake.records import read_json_lines
+from longtake.fsio import read_json_lines
 
 _NAME = "slow-link"
 _FROM_STEP = 12

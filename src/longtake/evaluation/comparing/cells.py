@@ -12,7 +12,7 @@ from PIL import Image
 from longtake.data.clip import Media
 from longtake.data.decode import decoded, opened, rgb
 from longtake.errors import ClipError, RunError
-from longtake.records import open_regular
+from longtake.fsio import open_regular
 
 Size = tuple[int, int]
 """Width and height in pixels."""

@@ -14,8 +14,8 @@ from longtake.errors import RunError
 from longtake.evaluation.comparing.scenes import Scene, files_by_scene, of_prompts, prompt_number
 from longtake.evaluation.presets.pictures import kept_picture
 from longtake.evaluation_dir import EvaluationDirectory, Scores
-from longtake.models.nearest import hint
-from longtake.ourselves import command
+from longtake.formatting import did_you_mean
+from longtake.process import command
 from longtake.run_dir import RunDirectory
 
 MAX_COLUMNS = 8
@@ -179,7 +179,7 @@ def _results(run: RunDirectory, preset: str) -> dict[int, Scores]:
     if found:
         return found
     known = directory.presets()
-    near = hint(preset, known) if known else "it has none of any preset."
+    near = did_you_mean(preset, known) if known else "it has none of any preset."
     raise RunError(
         f"{run.path} has no results of preset {preset}; {near} Make some with: "
         f"{command()} evaluate {shlex.quote(str(run.path))} --preset {shlex.quote(preset)}"

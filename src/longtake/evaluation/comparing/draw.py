@@ -9,13 +9,12 @@ import av
 import numpy as np
 from PIL import Image
 
-from longtake.aside import written_aside
 from longtake.data.encode import encode_frames
 from longtake.errors import DataError, RunError
 from longtake.evaluation.comparing.cells import chosen_frames, frames, num_frames, size_of
 from longtake.evaluation.comparing.choose import Column, Comparison
 from longtake.evaluation.comparing.page import Page, fitting
-from longtake.records import check_picture_name
+from longtake.fsio import atomic_write, check_picture_name
 
 _ACROSS = 8
 """Pictures in a row: where there are fewer columns, each shows more than one of its frames."""
@@ -64,7 +63,7 @@ def draw_sheet(comparison: Comparison, out: Path) -> None:
             for number, frame in enumerate(shown):
                 picture.paste(frame, page.corner(row, place, number))
     try:
-        with written_aside(out) as aside:
+        with atomic_write(out) as aside:
             picture.save(aside, format="PNG")
     except OSError as error:
         raise RunError(f"{out} cannot be written: {error.strerror or error}.") from error

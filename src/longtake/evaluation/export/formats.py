@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from longtake.aside import written_aside
 from longtake.config import Recipe
 from longtake.errors import RecipeError, RunError
 from longtake.evaluation.export.adapter import write_adapter
@@ -14,6 +13,7 @@ from longtake.evaluation.export.comfyui import write_comfyui_file
 from longtake.evaluation.export.pipeline import write_pipeline
 from longtake.evaluation.export.weights import save_added_module
 from longtake.evaluation.sampling.studio import Sampler
+from longtake.fsio import atomic_write
 from longtake.models.added import added_module
 
 Format = Literal["diffusers", "peft", "comfyui"]
@@ -79,7 +79,7 @@ def _written_whole(out: Path, *, is_file: bool) -> Iterator[Path]:
     """Where to write; it becomes `out` when the block ends well, and is gone if it does not."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with written_aside(out) if is_file else _folder_written_aside(out) as aside:
+        with atomic_write(out) if is_file else _folder_written_aside(out) as aside:
             yield aside
     except OSError as error:
         raise RunError(

@@ -25,7 +25,7 @@ from longtake.data.window import read_window
 from longtake.errors import ClipError, DataError, RecordError
 from longtake.evaluation.measures import measure
 from longtake.evaluation_dir import EvaluationDirectory
-from longtake.records import Count, read_record, write_json
+from longtake.fsio import Count, read_record, write_json
 from longtake.run_dir import RunDirectory
 
 _LOW, _MIDDLE, _HIGH = 0.01, 0.5, 0.99

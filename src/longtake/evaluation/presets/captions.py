@@ -11,7 +11,7 @@ from longtake.data.clip import Clip
 from longtake.data.references import reference_path
 from longtake.errors import DataError
 from longtake.evaluation_dir import EvaluationDirectory
-from longtake.records import read_json
+from longtake.fsio import read_json
 from longtake.run_dir import RunDirectory
 
 DEFAULT = "default"

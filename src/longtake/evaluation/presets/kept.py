@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longtake.errors import RecipeError, RecordError, RunError
-from longtake.records import parse_record, read_regular, write_json, write_once
+from longtake.fsio import parse_record, read_regular, write_json, write_once
 
 
 def keep_record(path: Path, name: str, record: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from longtake.evaluation.presets.request import Request
 from longtake.evaluation.presets.settings import refuse_unwritable, settings_for, suffix_of
 from longtake.evaluation.presets.tables import Tables, gather
 from longtake.evaluation_dir import EvaluationDirectory
-from longtake.models.nearest import hint
+from longtake.formatting import did_you_mean
 
 _BATCH_SIZE = 4
 
@@ -226,13 +226,14 @@ def _weights(recipe: Recipe, profile: str | None) -> str:
         )
     if wanted not in kept:
         raise RecipeError(
-            f"ema = {wanted!r}, but this run keeps no such EMA profile; {hint(wanted, kept)}"
+            f"ema = {wanted!r}, but this run keeps no such EMA profile; "
+            f"{did_you_mean(wanted, kept)}"
         )
     return f"ema/{wanted}"
 
 
 def _unknown(name: str, tables: Tables) -> str:
     known = sorted(tables.known)
-    near, there = hint(name, known), f"There are: {', '.join(known)}."
+    near, there = did_you_mean(name, known), f"There are: {', '.join(known)}."
     question = f"{near[0].upper()}{near[1:]} " if near.endswith("?") else ""
     return f"There is no preset {name}. {question}{there}"

@@ -15,7 +15,7 @@ from typing import Any
 from longtake import config
 from longtake.config import PresetSection, Recipe
 from longtake.errors import RecipeError
-from longtake.models.nearest import hint
+from longtake.formatting import did_you_mean
 
 Table = Mapping[str, Any]
 """What is said about one preset: keys of `PresetSection`."""
@@ -114,5 +114,5 @@ def _refuse_unknown(path: Path, name: str, table: object) -> None:
         )
     for key in table:
         if key not in PresetSection.model_fields:
-            near = hint(key, PresetSection.model_fields)
+            near = did_you_mean(key, PresetSection.model_fields)
             raise RecipeError(f"{path}: {name}.{key} is not a key of a preset; {near}")

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from longtake.config import Bucket
 from longtake.errors import PlanError
+from longtake.formatting import format_size
 from longtake.models.assemble import Components
 from longtake.parallel.mesh import pick_device
 from longtake.recompute.measure import is_out_of_memory
-from longtake.units import size
 
 T = TypeVar("T")
 
@@ -129,9 +129,9 @@ def refuse_too_large_parts(parts: Components, device: torch.device) -> None:
     part, num_bytes = max(parts.part_bytes().items(), key=lambda each: each[1])
     if num_bytes >= total:
         raise PlanError(
-            f"The weights of the {_NAMES[part]} take {size(num_bytes)}, but {device} has "
-            f'{size(total)}. Set {part}.dtype = "bf16", if it is not, or sample on a GPU with '
-            "more memory."
+            f"The weights of the {_NAMES[part]} take {format_size(num_bytes)}, but {device} has "
+            f'{format_size(total)}. Set {part}.dtype = "bf16", if it is not, or sample on a GPU '
+            "with more memory."
         )
 
 
@@ -150,10 +150,12 @@ def device_with_room(wanted: str, parts: Components) -> tuple[torch.device, str]
     free = [_free_bytes(index) for index in range(torch.cuda.device_count())]
     most = max(range(len(free)), key=lambda index: free[index])
     if free[most] >= needed:
-        return pick_device(f"cuda:{most}"), f"samples on cuda:{most}, {size(free[most])} free"
+        return pick_device(
+            f"cuda:{most}"
+        ), f"samples on cuda:{most}, {format_size(free[most])} free"
     return pick_device("cpu"), (
-        f"samples on the CPU: it needs {size(needed)} on a GPU, and cuda:{most}, which has most, "
-        f"has {size(free[most])} free; --device cuda:{most} takes it all the same"
+        f"samples on the CPU: it needs {format_size(needed)} on a GPU, and cuda:{most}, which has "
+        f"most, has {format_size(free[most])} free; --device cuda:{most} takes it all the same"
     )
 
 

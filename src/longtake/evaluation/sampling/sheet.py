@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from longtake.aside import written_aside
 from longtake.drawing import INK, PALE_INK, PAPER, RULE, draw_text, line_height, text_width, wrap
 from longtake.errors import RunError
+from longtake.fsio import atomic_write
 
 MAX_FRAMES = 8
 FRAME_HEIGHT = 96
@@ -146,7 +146,7 @@ def _draw_lines(
 
 def _save(sheet: Image.Image, path: Path) -> None:
     try:
-        with written_aside(path) as aside:
+        with atomic_write(path) as aside:
             sheet.save(aside, format="PNG")
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror or error}.") from error

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from longtake.aside import make_writable
 from longtake.config import Bucket, SamplingSection
 from longtake.data.encode import write_image, write_video
 from longtake.errors import DataError, RunError
@@ -18,8 +17,8 @@ from longtake.evaluation.presets.settings import refuse_unwritable, suffix_of
 from longtake.evaluation.sampling.read_pictures import read_picture
 from longtake.evaluation.sampling.sampler import Sampler
 from longtake.evaluation.sampling.sheet import SheetRow, contact_sheet, shown_frames
+from longtake.fsio import check_picture_name, make_writable
 from longtake.progress import counted
-from longtake.records import check_picture_name
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 from longtake.evaluation.server.mishaps import Mishaps
 from longtake.evaluation.server.task import Task
 from longtake.evaluation_dir import ServerDirectory
-from longtake.records import now
-from longtake.repeated import repeated
+from longtake.fsio import now
+from longtake.process import periodic
 
 _SECONDS = 1.0
 
@@ -51,7 +51,7 @@ class Beat:
     def kept(self) -> Iterator[None]:
         """Beat until the block ends, and say that it did."""
         try:
-            with repeated("beat", self._write, _SECONDS):
+            with periodic("beat", self._write, _SECONDS):
                 yield
         finally:
             self._ended = now()

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from longtake.aside import aside_of, is_linked
 from longtake.checkpoint.holds import hold_path
-from longtake.records import is_file_name, now, write_json
-from longtake.repeated import repeated
+from longtake.fsio import is_file_name, is_linked, now, partial_path, write_json
+from longtake.process import periodic
 from longtake.run_dir import RunDirectory
 
 RENEWED_SECONDS = 60.0
@@ -66,7 +65,7 @@ class Holds:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Write all of them again every minute, until the block ends."""
-        with repeated("holds", self._renew, RENEWED_SECONDS):
+        with periodic("holds", self._renew, RENEWED_SECONDS):
             yield
 
     def _renew(self) -> None:
@@ -122,7 +121,7 @@ def release_all(run: RunDirectory, owner: str) -> None:
 
 
 def _remove(path: Path) -> None:
-    for each in (path, aside_of(path)):  # whoever is killed may leave half of it
+    for each in (path, partial_path(path)):  # whoever is killed may leave half of it
         with suppress(OSError):
             each.unlink()
     with suppress(OSError):  # others hold it too

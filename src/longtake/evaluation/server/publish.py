@@ -13,8 +13,8 @@ from typing import Any
 from longtake.evaluation.server.checkpoints import checkpoint_key
 from longtake.evaluation.server.task import Task
 from longtake.evaluation_dir import Scores
+from longtake.fsio import write_json
 from longtake.lease import Lease
-from longtake.records import write_json
 
 
 @contextmanager

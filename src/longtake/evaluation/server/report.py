@@ -10,7 +10,8 @@ from longtake.evaluation.measures import MEASURES
 from longtake.evaluation.server.attempt import Tick
 from longtake.evaluation.server.task import Task
 from longtake.evaluation_dir import Scores
-from longtake.progress import counted, duration, phase_lines
+from longtake.formatting import format_duration
+from longtake.progress import counted, phase_lines
 from longtake.trust import TrustError
 
 _SHOWN = ("brightness", "motion")
@@ -109,4 +110,4 @@ def _numbers(scores: Scores) -> list[str]:
 
 
 def _took(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)
+    return f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from longtake.records import read_records_on
+from longtake.fsio import read_new_records
 from longtake.run_dir import RunDirectory
 
 _BEGINNINGS = ("launched", "resumed")
@@ -62,7 +62,7 @@ class _Course:
             return
         if stat.st_ino != self._file or stat.st_size < self._offset:
             self._newest, self._file, self._offset = None, stat.st_ino, 0
-        events, self._offset = read_records_on(
+        events, self._offset = read_new_records(
             self._path, dict[str, Any], self._offset, sys.maxsize
         )
         kinds = [event.get("event") for event in events]

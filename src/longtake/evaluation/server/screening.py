@@ -23,7 +23,7 @@ from longtake.evaluation.server.report import Report
 from longtake.evaluation.server.stop import Stopped
 from longtake.evaluation.server.task import Task
 from longtake.evaluation_dir import Alarm, Scores, VideoScores
-from longtake.records import now
+from longtake.fsio import now
 from longtake.run_dir import RunDirectory
 
 

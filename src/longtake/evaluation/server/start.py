@@ -13,8 +13,8 @@ from longtake.evaluation.server.runs import find_runs
 from longtake.evaluation.server.screening import Screening
 from longtake.evaluation.server.server import Server, own_name
 from longtake.evaluation.server.stop import stopped_by_signals
-from longtake.machine import num_cores
 from longtake.parallel.mesh import pick_device
+from longtake.process import num_cores
 
 _NICE = 10
 """On a CPU that trains as well, a process of this niceness gets about a tenth of what another

@@ -12,7 +12,7 @@ from longtake.evaluation.server.mishaps import Mishaps
 from longtake.evaluation.server.options import Options
 from longtake.evaluation.server.task import Task
 from longtake.evaluation.server.view import View
-from longtake.repeated import repeated
+from longtake.process import periodic
 from longtake.run_dir import RunDirectory
 from longtake.trust import is_mirror
 
@@ -52,7 +52,7 @@ class Waiting:
             return
         seconds = self._options.look_seconds
         try:
-            with repeated("waiting", self._look, seconds, rest=_PAUSE_PER_LOOK):
+            with periodic("waiting", self._look, seconds, rest=_PAUSE_PER_LOOK):
                 yield
         finally:
             self._hold(set())

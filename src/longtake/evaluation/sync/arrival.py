@@ -13,7 +13,7 @@ from longtake.checkpoint.deletion import take_away_unless_held
 from longtake.checkpoint.manifest import committed, damage
 from longtake.errors import RecordError
 from longtake.evaluation.sync.remote import RemoteRun
-from longtake.records import read_regular
+from longtake.fsio import read_regular
 from longtake.run_dir import RunDirectory
 
 _COMMITTED, _OPTIMIZER = "COMMITTED", "optimizer"

@@ -13,8 +13,8 @@ from longtake.errors import RunError
 from longtake.evaluation.sync import selection
 from longtake.evaluation.sync.remote import RemoteRun
 from longtake.evaluation.sync.transport import Transport
-from longtake.records import now, write_json
-from longtake.repeated import repeated
+from longtake.fsio import now, write_json
+from longtake.process import periodic
 from longtake.run_dir import RunDirectory
 
 _SECONDS = 60.0
@@ -54,7 +54,7 @@ def held(
 
     _tell(*arguments)
     try:
-        with repeated("hold at the source", renew, seconds):
+        with periodic("hold at the source", renew, seconds):
             yield
     finally:
         shutil.rmtree(ours.holds_path, ignore_errors=True)

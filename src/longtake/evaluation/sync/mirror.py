@@ -6,13 +6,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from longtake.aside import written_aside
 from longtake.errors import RunError
 from longtake.evaluation.sync.address import Address
 from longtake.evaluation.sync.remote import RemoteRun
 from longtake.evaluation.sync.selection import our_results
+from longtake.fsio import atomic_write, read_json, write_json, write_once
 from longtake.lease import Lease, Leases, kept
-from longtake.records import read_json, write_json, write_once
 from longtake.run_dir import RunDirectory
 from longtake.trust import MIRROR_NOTE
 
@@ -119,7 +118,7 @@ def _holds_runs(path: Path) -> bool:
 
 def _take_over(sign: Path, place: Path) -> None:
     if not place.exists() or place.read_bytes() != sign.read_bytes():
-        with written_aside(place) as aside:
+        with atomic_write(place) as aside:
             with aside.open("xb") as file:
                 file.write(sign.read_bytes())
             os.utime(aside, ns=(sign.stat().st_atime_ns, sign.stat().st_mtime_ns))

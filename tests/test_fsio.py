@@ -1,30 +1,107 @@
-"""Records that several processes write and read."""
+"""Files are complete or absent; records are validated; logs and journals are read on."""
 
 import errno
 import os
 import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typing_extensions import TypedDict
 
-from longtake.errors import RecordError
-from longtake.records import (
+from longtake.errors import DataError, RecordError
+from longtake.fsio import (
     Count,
     Finite,
+    Journal,
+    Tail,
     append_json,
+    atomic_folder,
+    atomic_write,
+    make_writable,
     read_json,
     read_last_record,
+    read_new_records,
     read_record,
     read_records,
-    read_records_on,
     skipped_lines,
     with_other_fields,
     write_json,
     write_once,
 )
+
+
+def test_the_file_appears_when_the_block_ends(tmp_path: Path) -> None:
+    """Until then nothing of that name exists, and afterwards nothing else does."""
+    path = tmp_path / "clip.mp4"
+    with atomic_write(path) as partial:
+        partial.write_text("whole")
+        assert not path.exists()
+        assert partial.suffix == ".mp4"
+        assert partial.name.startswith(".")
+    assert [found.name for found in tmp_path.iterdir()] == ["clip.mp4"]
+    assert path.read_text() == "whole"
+
+
+@pytest.mark.parametrize("error", [OSError("no space"), KeyboardInterrupt()])
+def test_a_block_that_fails_changes_nothing(tmp_path: Path, error: BaseException) -> None:
+    """The old file stays as it was and the half-written one is gone, whatever went wrong."""
+    path = tmp_path / "summary.json"
+    path.write_text("old")
+
+    def write() -> None:
+        with atomic_write(path) as partial:
+            partial.write_text("ha")
+            raise error
+
+    with pytest.raises(type(error)):
+        write()
+    assert [found.name for found in tmp_path.iterdir()] == ["summary.json"]
+    assert path.read_text() == "old"
+
+
+def test_a_block_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
+    """There is nothing to rename, and the block forgot to write."""
+    with pytest.raises(FileNotFoundError), atomic_write(tmp_path / "a.txt"):
+        pass
+
+
+def test_of_many_each_has_a_place_of_its_own(tmp_path: Path) -> None:
+    """Two write one file at a time: both end well, and the one that ends last is there."""
+    path = tmp_path / "reference.json"
+    with atomic_write(path, by_many=True) as first, atomic_write(path, by_many=True) as second:
+        first.write_text("first")
+        second.write_text("second")
+        assert first.suffix == second.suffix == ".json"
+        assert first.name.startswith(".")
+    assert path.read_text() == "first"
+    assert [found.name for found in tmp_path.iterdir()] == ["reference.json"]
+
+
+def test_a_folder_is_made_and_tried(tmp_path: Path) -> None:
+    """Nothing is left in it; what cannot be a folder is an error before anything is written."""
+    make_writable(tmp_path / "new" / "folder")
+    assert not any((tmp_path / "new" / "folder").iterdir())
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(OSError, match="file"):
+        make_writable(tmp_path / "file" / "below")
+
+
+def test_a_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "export"
+    for content in ("failed", "complete"):
+        with suppress(RuntimeError), atomic_folder(path) as partial:
+            (partial / "file").write_text(content)
+            assert not path.exists()
+            if content == "failed":
+                raise RuntimeError
+    assert (path / "file").read_text() == "complete"
+    assert [found.name for found in path.parent.iterdir()] == ["export"]
+    with pytest.raises(OSError, match="not empty"), atomic_folder(path) as partial:
+        (partial / "file").write_text("another")
+    assert (path / "file").read_text() == "complete"
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +186,7 @@ def test_lines_are_read_on_from_where_they_were_left(tmp_path: Path) -> None:
     path.write_bytes(b'{"a": 1}\n{"a"\n' + deep + b'\n{"a": 2}\n' + long + b'\n{"a": 3}\n{"a": ')
 
     def read_on(offset: int) -> tuple[list[dict[str, int]], int]:
-        return read_records_on(path, dict[str, int], offset, 2)
+        return read_new_records(path, dict[str, int], offset, 2)
 
     found, offset = read_on(0)
     assert found == [{"a": 1}, {"a": 2}]
@@ -219,3 +296,56 @@ def test_no_file_is_no_record(tmp_path: Path) -> None:
         assert read_record(path, Row) is None
         assert read_records(path, Row) == []
         assert read_last_record(path, Row) is None
+
+
+def test_a_tail_reads_each_record_once_and_restarts_with_another_file(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    tail = Tail(path, dict[str, int])
+    assert tail.read() == []
+    path.write_text('{"a": 1}\n{"a": 2}\n{"a"')
+    assert (tail.read(1), tail.read(), tail.read()) == ([{"a": 1}], [{"a": 2}], [])
+    restarted = [tail.has_restarted]
+    with path.open("a") as file:
+        file.write(": 3}\n")
+    assert tail.read() == [{"a": 3}]
+    other = tmp_path / "other"
+    other.write_text('{"a": 4}\n' * 9)
+    other.replace(path)
+    assert tail.read() == [{"a": 4}] * 9
+    assert [*restarted, tail.has_restarted] == [False, True]
+    path.write_text('{"a": 5}\n')
+    assert (tail.read(), tail.has_restarted) == ([{"a": 5}], True)
+    assert (tail.read(), tail.has_restarted) == ([], False)
+    path.unlink()
+    assert (tail.read(), tail.has_restarted, tail.offset) == ([], True, 0)
+
+
+@pytest.mark.parametrize("header", [None, {"score": "motion"}])
+def test_a_journal_gives_back_what_an_interrupted_command_has_finished(
+    tmp_path: Path, header: dict[str, str] | None
+) -> None:
+    path = tmp_path / ".catalog.journal.jsonl"
+    for number in range(2):
+        with Journal(path, tuple[int, float], header=header) as journal:
+            assert journal.read() == [(each, 0.5) for each in range(number)]
+            journal.add((number, 0.5))
+        with path.open("a") as file:
+            file.write("[3, 0.")  # cut off
+    assert Journal(path, tuple[int, float], header=header).read() == [(0, 0.5), (1, 0.5)]
+    journal.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_journal_with_another_header_is_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal(path, tuple[int, float], header={"by": "motion"}) as journal:
+        journal.add((0, 0.5))
+    assert Journal(path, tuple[int, float], header={"by": "words"}).read() == []
+    assert not path.exists()
+
+
+def test_a_journal_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.symlink_to(tmp_path / "another")
+    with pytest.raises(DataError, match=f"{path} cannot be written.*run the same command again"):
+        Journal(path, tuple[int, float]).add((0, 0.5))

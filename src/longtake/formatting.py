@@ -1,0 +1,120 @@
+"""Numbers, names, errors and untrusted text, as messages show them."""
+
+import re
+from collections.abc import Iterable
+from difflib import SequenceMatcher, get_close_matches
+from typing import Final
+
+_NEAR = 0.6  # difflib's own limit, below which two names do not resemble each other
+_AS_NEAR = 0.1  # names that resemble it nearly as much as the nearest are named too
+_MAX_NEAR = 3
+
+# C0, DEL, C1; marks and overrides of the writing direction; separators of lines and paragraphs.
+_SPECIAL: Final = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
+_UNSAFE: Final = re.compile(f"[{_SPECIAL}\ud800-\udfff]")
+_UNSAFE_IN_A_LINE: Final = re.compile(f"[{_SPECIAL}\ud800-\udfff\t\n]")
+
+
+def plural(number: int, noun: str, many: str = "") -> str:
+    """A number of things: 1 clip, 2 clips, 6,000 clips."""
+    return f"{number:,} {noun if number == 1 else many or f'{noun}s'}"
+
+
+def format_size(num_bytes: int) -> str:
+    """An amount of memory in the largest unit of which there is one at least: 1.50 GiB, 3 bytes."""
+    for unit, of_one in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= of_one:
+            return f"{num_bytes / of_one:.2f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def format_duration(seconds: float) -> str:
+    """A duration in whole seconds: 42 s, 3:05, 2:10:00, 3 d 4 h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02d}"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def format_short_duration(seconds: float) -> str:
+    """`format_duration` with three digits below a minute: 3.2 ms, 1.25 s, 42.1 s."""
+    if round(seconds, 1) >= 60:
+        return format_duration(seconds)
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+
+
+def join_words(words: Iterable[object], last: str = "and") -> str:
+    """A list in a sentence: a, b and c."""
+    *some, end = [str(word) for word in words] or [""]
+    return f"{', '.join(some)} {last} {end}" if some else end
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = _NEAR) -> str | None:
+    """The known name that a misspelt one resembles most; None: it resembles none."""
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(
+    name: str, known: Iterable[str], shown: int = 20, otherwise: str | None = None
+) -> str:
+    """A question with up to three known names that resemble a misspelt one.
+
+    Args:
+        name: the misspelt one.
+        known: all names.
+        shown: how many known names are listed if none resembles it.
+        otherwise: what is said then instead of the list.
+    """
+    names = sorted(set(known))
+    likeness = {each: SequenceMatcher(None, name, each).ratio() for each in names}
+    limit = max(_NEAR, max(likeness.values(), default=0) - _AS_NEAR)
+    near = [each for each in names if likeness[each] >= limit]
+    if near:
+        best = sorted(near, key=lambda each: -likeness[each])[:_MAX_NEAR]
+        return f"did you mean {' or '.join(best)}?"
+    more = ", ..." if len(names) > shown else ""
+    return otherwise or f"there are: {', '.join(names[:shown]) or 'none'}{more}."
+
+
+def first_line(error: BaseException, max_length: int = 300) -> str:
+    """The first line of an error's message; its class's name if that is empty."""
+    line = str(error).strip().partition("\n")[0][:max_length].rstrip()
+    return line or type(error).__name__
+
+
+def reason_of(error: Exception) -> str:
+    """Why something failed, without the path that an OSError or a RecordError names."""
+    reason = getattr(error, "reason", None) or getattr(error, "strerror", None)
+    return reason if isinstance(reason, str) else first_line(error)
+
+
+def printable(text: object) -> str:
+    r"""One line, such as a file's name: control characters are spelled, as `\x1b` or `\n`.
+
+    Text from files is printed so, and a terminal does not act on it.
+    """
+    return _UNSAFE_IN_A_LINE.sub(_spelled, str(text))
+
+
+def printable_lines(text: str) -> str:
+    """`printable` for several lines: tabs and newlines stay."""
+    return _UNSAFE.sub(_spelled, text)
+
+
+def escape(text: object) -> str:
+    """`printable` where rich reads markup."""
+    from rich.markup import escape as escape_markup
+
+    return escape_markup(printable(text))
+
+
+def _spelled(found: "re.Match[str]") -> str:
+    number = ord(found[0])
+    known = {9: r"\t", 10: r"\n", 13: r"\r"}
+    return known.get(number) or (f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}")

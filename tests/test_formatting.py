@@ -1,0 +1,109 @@
+"""Numbers, names, errors and untrusted text in messages."""
+
+from pathlib import Path
+
+import pytest
+
+from longtake.errors import RecordError
+from longtake.formatting import (
+    did_you_mean,
+    escape,
+    first_line,
+    format_duration,
+    format_short_duration,
+    format_size,
+    join_words,
+    nearest,
+    plural,
+    printable,
+    printable_lines,
+    reason_of,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "written"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.00 KiB"),
+        (5 * 2**19, "2.50 MiB"),
+        (2**30, "1.00 GiB"),
+        (3 * 2**40, "3072.00 GiB"),
+    ],
+)
+def test_memory_is_said_in_the_largest_unit_of_which_there_is_one(
+    num_bytes: int, written: str
+) -> None:
+    """Two digits of it; bytes as they are."""
+    assert format_size(num_bytes) == written
+
+
+def test_one_thing_is_not_many() -> None:
+    """And thousands are separated."""
+    assert [plural(number, "clip") for number in (0, 1, 6000)] == [
+        "0 clips",
+        "1 clip",
+        "6,000 clips",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (41.6, "42 s"),
+        (59.6, "1:00"),
+        (185, "3:05"),
+        (3599.7, "1:00:00"),
+        (7800, "2:10:00"),
+        (48 * 3600 - 1, "47:59:59"),
+        (76 * 3600, "3 d 4 h"),
+    ],
+)
+def test_a_duration_reads_as_people_write_it(seconds: float, text: str) -> None:
+    """Seconds, minutes, hours, days: the unit follows the length."""
+    assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0032, "3.2 ms"), (0.5, "500 ms"), (1.25, "1.25 s"), (42.06, "42.1 s"), (59.97, "1:00")],
+)
+def test_a_short_duration_has_three_digits(seconds: float, text: str) -> None:
+    assert format_short_duration(seconds) == text
+
+
+def test_lists_read_as_in_a_sentence() -> None:
+    found = [join_words(range(number), "or") for number in range(4)]
+    assert found == ["", "0", "0 or 1", "0, 1 or 2"]
+
+
+def test_a_misspelt_name_is_answered_with_near_names_or_a_list() -> None:
+    known = ["height", "weight", "width", "steps"]
+    assert did_you_mean("hight", known) == "did you mean height?"
+    assert did_you_mean("eight", known) == "did you mean height or weight?"
+    assert did_you_mean("zzz", known) == "there are: height, steps, weight, width."
+    assert did_you_mean("zzz", known, shown=2) == "there are: height, steps, ...."
+    assert did_you_mean("zzz", []) == "there are: none."
+    assert did_you_mean("zzz", known, otherwise="no name is near.") == "no name is near."
+    assert (nearest("step", known), nearest("zzz", known)) == ("steps", None)
+
+
+def test_an_error_is_told_by_its_first_line_or_its_reason() -> None:
+    assert first_line(ValueError("\nno such file \nmore")) == "no such file"
+    assert first_line(ValueError()) == "ValueError"
+    assert reason_of(FileNotFoundError(2, "No such file", "/x")) == "No such file"
+    assert reason_of(RecordError(Path("/x"), "it is empty")) == "it is empty"
+    assert reason_of(ValueError("bad")) == "bad"
+
+
+_HOSTILE = "a\x1b]0;owned\x07\nforged line\x9b31m\u202egnp"
+
+
+def test_control_characters_are_spelled() -> None:
+    """A name becomes one line; a message keeps its lines; text in any language stays."""
+    assert printable(_HOSTILE) == r"a\x1b]0;owned\x07\nforged line\x9b31m\u202egnp"
+    assert printable_lines("one\n\ttwo\r") == "one\n\ttwo\\r"
+    assert printable("naïve 日本語 ✓ \udcff") == "naïve 日本語 ✓ \\udcff"
+    assert escape("[red]\n") == "\\[red]\\n"
