@@ -259,16 +259,6 @@ def test_help_names_every_verb(call: Call) -> None:
     assert "index" in out
 
 
-def test_help_imports_nothing_heavy() -> None:
-    """What a verb needs is imported by the verb, so that help is there at once."""
-    heavy = ("torch", "diffusers", "transformers", "av", "pyarrow", "matplotlib", "numpy")
-    code = f"import sys, longtake.cli; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
-    )
-    assert done.stdout.strip() == "[]"
-
-
 def test_a_damaged_clip_among_good_ones_is_named_and_left_out(tmp_path: Path, call: Call) -> None:
     """Indexing goes on; --json says the same for programs."""
     clip = np.random.default_rng(0).integers(0, 255, (8, 32, 32, 3), dtype=np.uint8)

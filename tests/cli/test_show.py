@@ -1,8 +1,6 @@
 """The verb `show`: a run at a glance, and the steps around one."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,17 +65,3 @@ def test_bad_input_is_one_message(
     assert (code, out) == (2, "")
     assert err.startswith("longtake: ")
     assert message in err
-
-
-def test_looking_at_a_run_imports_no_torch(place: Path) -> None:
-    """A run can be looked at where nothing can train."""
-    code = (
-        "import sys; from longtake import cli; sys.argv = ['longtake', *sys.argv[1:]]\n"
-        "try: cli.main()\n"
-        "except SystemExit: pass\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    command = [sys.executable, "-c", code, "show", str(place / "run"), "--around", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "The clips of step 2" in done.stdout

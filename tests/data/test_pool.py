@@ -378,14 +378,6 @@ def test_the_time_in_which_the_program_was_stopped_does_not_count(
     assert process.returncode == 0
 
 
-def test_a_worker_needs_no_torch() -> None:
-    """It starts in a fraction of a second because of that."""
-    program = (
-        "import sys, longtake.data.worker, longtake.data.pool; assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=_SECONDS)
-
-
 def test_a_worker_started_by_hand_says_what_it_is() -> None:
     """It waits for nothing."""
     command = [sys.executable, "-m", "longtake.data.worker"]
