@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test fuzz clean
+.PHONY: help demo check test goldens fuzz clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -20,11 +20,15 @@ demo: $(READY)  ## train a small text-to-video model and look at what it makes (
 test: check  ## all checks, then all tests (minutes)
 	$(PYTEST)
 
-check: $(READY)  ## format, lint, types and the import contract (half a minute)
+check: $(READY)  ## format, lint, types, the import contract and limits of structure (half a minute)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m benchmarks.structure --check
+
+goldens: $(READY)  ## compare results with those of an earlier commit (GOLDENS="--only one-rank"; CONTRIBUTING.md)
+	$(BIN)/python -m tests.goldens compare $(GOLDENS)
 
 # Another seed each time; repeat one with: make fuzz LONGTAKE_FUZZ_SEED=…
 LONGTAKE_FUZZ_SEED  ?= $(shell date +%s)
@@ -36,7 +40,7 @@ fuzz: $(READY)  ## damaged and hostile inputs for every command, 2,000 new ones 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/fuzz
 
 clean:  ## remove the virtual environment and every cache (runs stay)
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .goldens
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "longtake needs Python 3.11 or newer: make PYTHON=python3.11")'
