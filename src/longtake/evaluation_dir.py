@@ -9,13 +9,14 @@ evaluations/<preset>/step_00001000/             a result, renamed into place whe
 evaluations/<preset>/superseded/step_…-<key>/   a result of a checkpoint that was saved anew
 evaluations/claims/<preset>/step_…-<key>/       the lease of who works on it; its attempts
 evaluations/servers/<name>/events.jsonl         what a server did (writer: that server)
-evaluations/servers/<name>/heartbeat.json       what it does, about once a second
+evaluations/servers/<name>/heartbeat.json       what it does and needs, about once a second
 tracking/writer/                                the lease of the one who writes to the trackers
 tracking/<tracker>.json                         how far that tracker has been told
 """
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NotRequired
@@ -31,13 +32,18 @@ from longtake.fsio import (
     Time,
     append_json,
     atomic_write,
+    is_linked,
     now,
-    read_json,
+    partial_path,
     read_record,
     read_records,
     with_other_fields,
 )
 from longtake.run_dir import EVENT, RunDirectory
+
+_MOST_NEEDS = 10_000
+_READS = 2
+"""A file that another host replaces each second may be gone while it is read over NFS."""
 
 ServerEventKind = Literal[
     "evaluating",
@@ -117,6 +123,20 @@ def _check(scores: Scores) -> Scores:
 
 SCORES: Final[TypeAdapter[Scores]] = TypeAdapter(Annotated[Scores, AfterValidator(_check)])
 """scores.json."""
+
+
+@with_other_fields
+class ServerHeartbeat(TypedDict):
+    """heartbeat.json of an evaluation server."""
+
+    server: str
+    time: Time
+    needs: Annotated[list[Count], Field(max_length=_MOST_NEEDS)]
+    """Steps whose checkpoints must not be deleted."""
+    beat: NotRequired[Count]
+    doing: NotRequired[dict[str, Any] | None]
+    ended: NotRequired[str | None]
+    """When the server ended; None: it has not."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +220,11 @@ class ServerDirectory:
         """One JSON object per event."""
         return self.path / "events.jsonl"
 
+    @property
+    def heartbeat_path(self) -> Path:
+        """What the server does, and which checkpoints it needs."""
+        return self.path / "heartbeat.json"
+
     def append_event(self, kind: ServerEventKind, /, **fields: Any) -> None:
         """Append one line to events.jsonl.
 
@@ -216,21 +241,30 @@ class ServerDirectory:
             OSError: it cannot be written.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        with (
-            atomic_write(self.path / "heartbeat.json") as aside,
-            aside.open("x", encoding="utf-8") as file,
-        ):
+        with atomic_write(self.heartbeat_path) as aside, aside.open("x", encoding="utf-8") as file:
             file.write(json.dumps(record, indent=2) + "\n")
 
-    def read_heartbeat(self) -> dict[str, Any]:
-        """heartbeat.json; empty if there is none."""
-        return read_json(self.path / "heartbeat.json")
+    def read_heartbeat(self) -> ServerHeartbeat | None:
+        """heartbeat.json; None if there is none, or it cannot be read."""
+        for _ in range(_READS):
+            with suppress(RecordError):
+                return read_record(self.heartbeat_path, ServerHeartbeat)
+        return None
+
+    def remove_heartbeat(self) -> None:
+        """Remove the heartbeat of a server that is dead; a link is not followed."""
+        for path in (self.heartbeat_path, partial_path(self.heartbeat_path)):
+            if not is_linked(path, self.run.path):
+                with suppress(OSError):
+                    path.unlink()
 
 
 def all_servers(run: RunDirectory) -> list[ServerDirectory]:
     """The servers that have ever worked on a run, by name."""
     folder = EvaluationDirectory(run).path / "servers"
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    names: list[str] = []
+    with suppress(FileNotFoundError, NotADirectoryError):
+        names = sorted(path.name for path in folder.iterdir())
     return [ServerDirectory(run, name) for name in names]
 
 

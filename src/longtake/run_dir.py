@@ -16,7 +16,6 @@ names and the record schemas:
     components/                  frozen parts made for this run: vae, text_encoder, tokenizer
     checkpoints/step_00001000/   model/ ema/ optimizer/ trainer.json COMMITTED
     lease/0.json ...             who trains the run: one file for each launch, the newest has it
-    holds/step_00001000/<owner>  somebody still needs that checkpoint (writer: the owner)
     evaluations/<preset>/step_00001000/   videos sampled from that checkpoint (evaluation_dir.py)
     tensorboard/  wandb/         mirrors of metrics, events and evaluations
     tracking/                    which process writes them, how far it is, and what it said
@@ -372,11 +371,6 @@ class RunDirectory:
         return self.path / "rollbacks.jsonl"
 
     @property
-    def holds_path(self) -> Path:
-        """Files of those who still need a checkpoint."""
-        return self.path / "holds"
-
-    @property
     def guard_path(self) -> Path:
         """What the guard saw around its verdicts."""
         return self.path / "guard"
@@ -591,12 +585,6 @@ class RunDirectory:
         with self._writing():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, report)
-
-    def held_steps(self) -> set[int]:
-        """Steps whose checkpoints somebody still needs."""
-        names = (path.parent.name for path in self.holds_path.glob("step_*/[!.]*"))
-        steps = (name.removeprefix("step_") for name in names)
-        return {int(step) for step in steps if step.isdecimal()}
 
     def append_metrics(self, metrics: Metrics) -> None:
         """Append one line to metrics.jsonl.

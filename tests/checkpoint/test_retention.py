@@ -14,7 +14,7 @@ from longtake.checkpoint.retention import doomed
     [
         ({"keep": 2}, [100, 200, 300, 400]),
         ({"keep": 2, "keep_every": 200}, [100, 300]),
-        ({"keep": 2, "held": {300, 999}}, [100, 200, 400]),
+        ({"keep": 2, "needed": {300, 999}}, [100, 200, 400]),
         # At least 250 before 600 is 300; when 600 has become 700, 400 would take its place.
         ({"keep": 1, "reach": 250}, [100, 200, 500]),
         ({"keep": 1, "reach": 600}, [200, 300, 400, 500]),
@@ -23,7 +23,7 @@ from longtake.checkpoint.retention import doomed
 )
 def test_each_rule_keeps_its_own(rules: dict[str, object], gone: list[int]) -> None:
     """The newest, every so many, what is held, and what a rollback would go to."""
-    given: dict[str, object] = {"keep_every": None, "held": (), "reach": 0} | rules
+    given: dict[str, object] = {"keep_every": None, "needed": (), "reach": 0} | rules
     assert doomed(range(100, 601, 100), **given) == gone  # type: ignore[arg-type]
 
 
@@ -35,7 +35,7 @@ def test_nothing_that_is_needed_goes(
     steps: set[int], keep: int, keep_every: int | None, held: set[int], reach: int
 ) -> None:
     """Whatever there is and in whatever order: no rule is broken, and nothing new comes up."""
-    gone = doomed(steps, keep=keep, keep_every=keep_every, held=held, reach=reach)
+    gone = doomed(steps, keep=keep, keep_every=keep_every, needed=held, reach=reach)
     kept = steps - set(gone)
     assert gone == sorted(set(gone) & steps)
     assert kept >= set(sorted(steps)[-keep:])
@@ -56,7 +56,7 @@ def test_a_run_can_always_go_back_far_enough_and_not_much_further(
     saved = list(accumulate(gaps))
     for step in saved:
         kept.append(step)
-        gone = doomed(kept, keep=keep, keep_every=None, held=(), reach=reach)
+        gone = doomed(kept, keep=keep, keep_every=None, needed=(), reach=reach)
         kept = [each for each in kept if each not in gone]
         assert len(kept) <= keep + 2
         if step - saved[0] >= reach:

@@ -23,6 +23,7 @@ from longtake.checkpoint import store
 from longtake.checkpoint.saver import Saver, keep_saver
 from longtake.config import CheckpointSection, ParallelSection
 from longtake.errors import CheckpointError
+from longtake.evaluation_dir import ServerDirectory
 from longtake.parallel.collectives import gather_objects, sum_over_ranks, wait_for_all
 from longtake.parallel.fsdp import full, spread
 from longtake.parallel.mesh import World, join
@@ -189,9 +190,9 @@ def test_a_save_after_an_interrupted_one_works(run: RunDirectory, alone: World, 
 
 
 def test_only_what_is_needed_is_kept(run: RunDirectory, save: Save) -> None:
-    """The newest, those that are held, a place to go back to; no leftovers."""
-    (run.holds_path / "step_00000010").mkdir(parents=True)
-    (run.holds_path / "step_00000010" / "evaluator").touch()
+    """The newest, those that a server needs, a place to go back to; no leftovers."""
+    heartbeat = {"server": "evaluator", "time": "2026-01-01", "needs": [10]}
+    ServerDirectory(run, "evaluator").write_heartbeat(heartbeat)
     for leftover in (".step_00000010.deleted", ".step_00000005.partial"):
         (run.checkpoints_path / leftover / "model").mkdir(parents=True)
     save(run, 30, keep=2)

@@ -13,6 +13,7 @@ import torch
 from longtake.checkpoint import manifest, store
 from longtake.checkpoint.writing import Company, write
 from longtake.errors import CheckpointError
+from longtake.evaluation_dir import ServerDirectory
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
 
@@ -209,10 +210,10 @@ def test_another_models_state_is_refused(run: RunDirectory, weights: store.State
 
 
 def test_abandoned_steps_are_deleted(run: RunDirectory, save: Save, alone: World) -> None:
-    """A run that went back would else find them in its way, also those that somebody holds."""
+    """A run that went back would else find them in its way, also those that a server needs."""
     save(run, 30)
-    (run.holds_path / "step_00000030").mkdir(parents=True)
-    (run.holds_path / "step_00000030" / "evaluator").touch()
+    heartbeat = {"server": "evaluator", "time": "2026-01-01", "needs": [30]}
+    ServerDirectory(run, "evaluator").write_heartbeat(heartbeat)
     store.abandon(run, 10)
     assert [path.name for path in run.checkpoints_path.iterdir()] == ["step_00000010"]
     assert store.newest_on_all(run, alone).path == run.checkpoint_path(10)

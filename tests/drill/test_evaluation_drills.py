@@ -22,7 +22,6 @@ from longtake.drill.place import Place
 from longtake.drill.run import drill
 from longtake.drill.verdict import Verdict
 from longtake.evaluation.server.checkpoints import checkpoint_key
-from longtake.evaluation.server.hold import held
 from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory
 from longtake.fsio import now, write_json
 from longtake.lease import Lease, Leases
@@ -139,14 +138,14 @@ def test_a_result_that_is_half_or_of_other_weights_fails_the_drill(
 
 
 def test_what_a_dead_server_leaves_fails_the_drill(place: Place, results: _Results) -> None:
-    """Half a result, a hold, a result that was replaced."""
+    """Half a result, a need, a result that was replaced."""
     folder = results.make(_LAST)
     shutil.copytree(folder, folder.with_name(f".{folder.name}.one-abc-0.partial"))
     shutil.copytree(folder, EvaluationDirectory(place.run).superseded_path(PRESET, _LAST, "abc"))
-    with held(place.run, _LAST, "one"):
-        found = _complaints(place)
-    assert found == [
-        "this is left over: 00_s0.mp4, 01_s0.mp4, 02_s0.mp4, 03_s0.mp4, one",
+    heartbeat = {"server": "one", "time": now(), "needs": [_LAST]}
+    ServerDirectory(place.run, "one").write_heartbeat(heartbeat)
+    assert _complaints(place) == [
+        "this is left over: 00_s0.mp4, 01_s0.mp4, 02_s0.mp4, 03_s0.mp4, the need of step 50",
         "1 results were made twice",
     ]
     assert [evaluators.step_of(path) for path in evaluators.partial_videos(place.run, "one")] == [

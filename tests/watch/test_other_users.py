@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from longtake.checkpoint.deletion import delete
-from longtake.checkpoint.holds import held_steps
 from longtake.errors import RunError
+from longtake.evaluation_dir import ServerDirectory
 from longtake.fsio import append_json, atomic_write, now, write_json
 from longtake.heartbeat import Heart, make_private, path_of, read_all
 from longtake.node_dir import NodeDirectory, request_path, this_node
@@ -153,7 +153,7 @@ def test_what_is_written_aside_never_goes_through_a_link(tmp_path: Path) -> None
 
 
 def test_nothing_is_deleted_behind_a_link(tmp_path: Path) -> None:
-    """Not by stale holds, nor by old requests and answers; a link blocks no deletion."""
+    """Not a dead server's heartbeat, nor old requests and answers; a link blocks no deletion."""
     run, old = RunDirectory(tmp_path / "run"), time.time() - 10**6
     victims = tmp_path / "victims"
     victims.mkdir()
@@ -165,14 +165,16 @@ def test_nothing_is_deleted_behind_a_link(tmp_path: Path) -> None:
     checkpoint = run.checkpoint_path(10)
     checkpoint.mkdir(parents=True)
     (checkpoint / "COMMITTED").touch()
-    run.holds_path.mkdir()
-    (run.holds_path / "step_00000010").symlink_to(victims)
+    (victims / "heartbeat.json").write_text("{}")
+    server = ServerDirectory(run, "dead")
+    server.path.parent.mkdir(parents=True)
+    server.path.symlink_to(victims)
     request_path(run, "x").parent.symlink_to(victims)
     node = NodeDirectory(run, "gpu1")
     node.path.mkdir(parents=True)
     node.dump_path("x").parent.symlink_to(victims)
     before = sorted(victims.iterdir())
-    assert held_steps(run) == set()
+    server.remove_heartbeat()
     prune_requests(run, "")
     prune_answers(node)
     checkpoint.with_name(f".{checkpoint.name}.deleted").symlink_to(victims)

@@ -8,7 +8,7 @@ def doomed(
     *,
     keep: int,
     keep_every: int | None,
-    held: Iterable[int],
+    needed: Iterable[int],
     reach: int,
 ) -> list[int]:
     """Steps whose checkpoints nobody needs any more, ascending.
@@ -17,12 +17,12 @@ def doomed(
         steps: those of all whole checkpoints.
         keep: how many of the newest stay.
         keep_every: every multiple of it stays.
-        held: steps that somebody still reads.
+        needed: steps that evaluation servers need.
         reach: how many steps before the newest one a rollback must be able to go; 0 for none. The
             newest checkpoint that is that old stays, and so does the one that will take its place.
     """
     ascending = sorted(steps)
-    kept = {*ascending[-keep:], *held, *_rollback_targets(ascending, reach)}
+    kept = {*ascending[-keep:], *needed, *_rollback_targets(ascending, reach)}
     if keep_every is not None:
         kept |= {step for step in ascending if step % keep_every == 0}
     return [step for step in ascending if step not in kept]

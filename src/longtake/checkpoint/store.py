@@ -15,8 +15,8 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import TypedDict
 
-from longtake.checkpoint import holds, manifest
-from longtake.checkpoint.deletion import delete, delete_unless_held
+from longtake.checkpoint import manifest
+from longtake.checkpoint.deletion import delete, delete_unless_needed, needed_steps
 from longtake.checkpoint.reading import Planner, Reader
 from longtake.checkpoint.retention import doomed
 from longtake.config import CheckpointSection
@@ -181,7 +181,7 @@ def thin_out(
 
     Those that are not whole do not count, and go. So do those that are later than the step before
     the one that was `saved`, which is `since`: the run went on from before them, because they are
-    damaged or because it went back; nobody's hold keeps these. What cannot be deleted now can be
+    damaged or because it went back; no server's needs keep these. What cannot be deleted now can be
     after the next save.
 
     Rank 0 only, and never while a checkpoint is being saved.
@@ -196,12 +196,12 @@ def thin_out(
         folders.keys() - gone,
         keep=section.keep,
         keep_every=section.keep_every,
-        held=holds.held_steps(run),
+        needed=needed_steps(run),
         reach=reach,
     )
     delete(folders[step] for step in sorted(gone))
     for step in unneeded:
-        delete_unless_held(run, step)
+        delete_unless_needed(run, step)
     for leftover in run.checkpoints_path.glob(".step_*"):
         remove_tree(leftover)
 
@@ -209,7 +209,7 @@ def thin_out(
 def abandon(run: RunDirectory, after_step: int) -> None:
     """Delete all checkpoints later than a step: a run that went back there comes by otherwise.
 
-    Whoever reads one of them finds it gone: a hold keeps what is old, not what must not be.
+    They go even if an evaluation server needs them: the run saves these steps anew.
 
     Rank 0 only, and never while a checkpoint is being saved.
     """

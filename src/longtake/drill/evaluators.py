@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from longtake.checkpoint.deletion import needed_steps
 from longtake.drill.launch import ONE_THREAD
 from longtake.drill.place import SHORT, Place
 from longtake.drill.verdict import Verdict, identities_of
@@ -147,8 +148,9 @@ def must_be_evaluated_once(verdict: Verdict, run: RunDirectory, steps: Iterable[
             f"step {step} was done {ends.count('done')} times, and told of {told[step]} times",
         )
         verdict.must(_is_whole(run, step), f"the result of step {step} is not whole")
-    left = [*partial_videos(run), *run.holds_path.glob("*/*")]
-    verdict.must(not left, f"this is left over: {', '.join(path.name for path in left)}")
+    left = [path.name for path in partial_videos(run)]
+    left += [f"the need of step {step}" for step in sorted(needed_steps(run))]
+    verdict.must(not left, f"this is left over: {', '.join(left)}")
     superseded = list((EvaluationDirectory(run).path / PRESET).glob("superseded/*"))
     verdict.must(not superseded, f"{len(superseded)} results were made twice")
 

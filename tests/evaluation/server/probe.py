@@ -15,12 +15,11 @@ from rich.console import Console
 from longtake import lease
 from longtake.checkpoint import manifest
 from longtake.errors import CheckpointError
-from longtake.evaluation.server.attempt import Tick
 from longtake.evaluation.server.options import Options
 from longtake.evaluation.server.report import Report
 from longtake.evaluation.server.server import Server, own_name
 from longtake.evaluation.server.stop import stopped_by_signals
-from longtake.evaluation.server.task import Task
+from longtake.evaluation.server.task import Task, Tick
 from longtake.evaluation_dir import Scores, VideoScores
 from longtake.fsio import now
 

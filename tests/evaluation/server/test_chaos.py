@@ -13,7 +13,7 @@ import pytest
 
 from longtake.checkpoint import deletion, store
 from longtake.config import CheckpointSection, EvaluationSection
-from longtake.evaluation_dir import EvaluationDirectory
+from longtake.evaluation_dir import EvaluationDirectory, all_servers
 from longtake.lease import history
 from longtake.node_dir import read_events
 from longtake.run_dir import RunDirectory
@@ -69,7 +69,7 @@ class _Sync(threading.Thread):
 
 
 class _Retention(threading.Thread):
-    """Deletes what is evaluated; tries to delete what is held; takes others away for a moment."""
+    """Deletes what is evaluated; tries to delete what is needed; takes others away for a moment."""
 
     def __init__(self, run: RunDirectory, sync: _Sync, chance: random.Random) -> None:
         super().__init__(daemon=True)
@@ -86,20 +86,22 @@ class _Retention(threading.Thread):
                 self._thin_out(step, evaluated=step in done)
 
     def _thin_out(self, step: int, *, evaluated: bool) -> None:
-        if (evaluated and self._chance.random() < 0.1) or self._is_held_since_whole(step):
-            gone = deletion.delete_unless_held(self._of, step)
+        if (evaluated and self._chance.random() < 0.1) or self._is_needed_since_whole(step):
+            gone = deletion.delete_unless_needed(self._of, step)
             (self.deleted if gone else self.refused).add(step)
         elif not evaluated and step % 20 == 0 and self._chance.random() < 0.02:
             path = self._of.checkpoint_path(step)
             deletion.take_away(path).rename(path)
 
-    def _is_held_since_whole(self, step: int) -> bool:
-        """Such a hold is given back only with a result; those of every other step are tried."""
+    def _is_needed_since_whole(self, step: int) -> bool:
+        """Such a step is needed until there is a result; every other one is tried."""
         times = []
-        for hold in (self._of.holds_path / f"step_{step:08d}").glob("[!.]*"):
+        for server in all_servers(self._of) if step % 20 == 10 else ():
             with suppress(OSError):
-                times.append(hold.stat().st_mtime)
-        return step % 20 == 10 and any(each > self._sync.whole[step] + 0.05 for each in times)
+                written = server.heartbeat_path.stat().st_mtime
+                heartbeat = server.read_heartbeat()
+                times += [written] if heartbeat and step in heartbeat["needs"] else []
+        return any(each > self._sync.whole[step] + 0.05 for each in times)
 
 
 class _Trainer(threading.Thread):
@@ -130,8 +132,7 @@ class _Trainer(threading.Thread):
         return {*self._of.checkpoint_steps()} - {*EvaluationDirectory(self._of).steps("probe")}
 
     def _is_seen(self, step: int) -> bool:
-        holds = list((self._of.holds_path / f"step_{step:08d}").glob("[!.]*"))
-        return bool(holds) or step not in self._waiting()
+        return step in deletion.needed_steps(self._of) or step not in self._waiting()
 
 
 def _until(is_so: Callable[[], bool]) -> None:
@@ -216,7 +217,7 @@ def test_fifty_checkpoints_three_servers_and_kills_at_random(
     assert not list(directory.path.glob("*/.*")), "left half"
     assert kills == _KILLS
     assert _as_seen_by(events, "evaluation_lost"), "no server was killed while it worked"
-    assert retention.refused, "no hold was ever respected"
+    assert retention.refused, "no need was ever respected"
     assert retention.deleted
 
 

@@ -107,16 +107,6 @@ def test_what_is_replaced_in_place_is_due_a_little_later(
     assert _steps(view) == [50]
 
 
-def test_what_another_thread_has_just_seen_is_not_looked_for(
-    run: RunDirectory, view: View, save: Any
-) -> None:
-    """While it is new enough."""
-    save(run, 300)
-    assert view.due_lately(1000.0) == []
-    assert [task.step for task in view.due_lately(0.0)] == [300]
-    assert [task.step for task in view.due_lately(1000.0)] == [300]
-
-
 def test_a_refused_preset_comes_back_in_time_or_with_another_recipe(
     run: RunDirectory, view: View, save: Any
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from longtake import fsio
+from longtake.checkpoint.deletion import needed_steps
 from longtake.errors import DataError, PlanError, RecipeError
 from longtake.evaluation.server import attempt
 from longtake.evaluation.server.report import Report
@@ -31,7 +32,7 @@ def _steps(run: RunDirectory, preset: str = "probe") -> list[int]:
 
 
 def _leftovers(run: RunDirectory) -> list[Path]:
-    return [*run.path.glob("evaluations/*/.*"), *run.path.glob("holds/*/*")]
+    return [*run.path.glob("evaluations/*/.*"), *map(run.checkpoint_path, needed_steps(run))]
 
 
 def test_a_checkpoint_that_arrives_is_left_alone_until_it_is_whole(

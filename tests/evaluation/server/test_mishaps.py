@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from longtake.evaluation.server import waiting
+from longtake.checkpoint.deletion import needed_steps
+from longtake.evaluation.server import keeper
 from longtake.evaluation.server.wanted import Wanted
 from longtake.evaluation.sync.source import Source
 from longtake.evaluation_dir import EvaluationDirectory
@@ -79,7 +80,7 @@ def test_garbage_in_others_files_ends_nothing(
         assert EvaluationDirectory(each).scores("probe", 10) is not None
 
 
-def test_the_thread_that_holds_what_waits_outlives_an_error(
+def test_the_keeper_outlives_an_error(
     run: RunDirectory,
     save: Any,
     serve: Any,
@@ -87,15 +88,16 @@ def test_the_thread_that_holds_what_waits_outlives_an_error(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It tells of it, and holds the next checkpoint at a later look."""
+    """It reports it, and needs the next checkpoint at a later look."""
     save(run, 10)
     save(run, 20)
-    monkeypatch.setattr(waiting, "wanted", _failing_at_first(waiting.wanted, 3))
+    failing = _failing_at_first(keeper.waiting_steps, 3)
+    monkeypatch.setattr(keeper, "waiting_steps", failing)
 
     def work(task: Any, folder: Path, tick: Any) -> Any:
         limit = time.monotonic() + 20
-        while task.step == 10 and not list(run.holds_path.glob("step_00000020/[!.]*")):
-            assert time.monotonic() < limit, "20 is never held"
+        while task.step == 10 and 20 not in needed_steps(run):
+            assert time.monotonic() < limit, "20 is never needed"
             time.sleep(0.01)
         return probe.Probe()(task, folder, tick)
 

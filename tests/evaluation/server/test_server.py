@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from longtake.checkpoint.deletion import needed_steps
 from longtake.evaluation.server.backlog import Backlog, parse_backlog
 from longtake.evaluation.server.stop import Stop
 from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory
@@ -28,7 +29,7 @@ def _steps(run: RunDirectory, preset: str = "probe") -> list[int]:
 
 
 def _leftovers(run: RunDirectory) -> list[Path]:
-    return [*run.path.glob("evaluations/*/.*"), *run.path.glob("holds/*/*")]
+    return [*run.path.glob("evaluations/*/.*"), *map(run.checkpoint_path, needed_steps(run))]
 
 
 def test_each_checkpoint_is_evaluated_once(run: RunDirectory, save: Any, serve: Any) -> None:
@@ -161,7 +162,7 @@ def test_a_server_says_once_a_second_what_it_does(
 ) -> None:
     """Its heartbeat names the checkpoint while it works, and says at the end that it ended."""
     save(run, 10)
-    seen: list[dict[str, Any]] = []
+    seen: list[Any] = []
 
     def work(task: Any, folder: Path, tick: Any) -> Any:
         tick("sample", 3, 4)
@@ -169,7 +170,7 @@ def test_a_server_says_once_a_second_what_it_does(
         limit = time.monotonic() + 20
         while not seen and time.monotonic() < limit:
             heartbeat = directory.read_heartbeat()
-            if (heartbeat.get("doing") or {}).get("done") == 3:
+            if heartbeat and (heartbeat.get("doing") or {}).get("done") == 3:
                 seen.append(heartbeat)
             time.sleep(0.02)
         return probe.Probe()(task, folder, tick)
@@ -186,7 +187,10 @@ def test_a_server_says_once_a_second_what_it_does(
         "sample",
         4,
     )
+    assert seen[0]["needs"] == [10]
     last = ServerDirectory(run, server.name).read_heartbeat()
+    assert last is not None
+    assert last["needs"] == []
     assert last["beat"] > seen[0]["beat"]
     assert last["doing"] is None
     assert last["ended"]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from longtake.checkpoint.holds import hold_path
+from longtake.checkpoint.deletion import needed_steps
+from longtake.evaluation.server.attempt import forget_server
 from longtake.evaluation.server.checkpoints import checkpoint_key
-from longtake.evaluation.server.hold import release_all
-from longtake.evaluation_dir import EvaluationDirectory
+from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory
 from longtake.fsio import partial_path, write_json
 from longtake.lease import history
 from longtake.node_dir import read_events
@@ -77,7 +77,7 @@ def test_a_checkpoint_that_kills_its_servers_is_given_up(
     assert server.evaluated == []
     assert "after 3 attempts" in capsys.readouterr().out
     assert not list(directory.path.glob("*/.*"))
-    assert not list(run.holds_path.glob("*/*"))
+    assert needed_steps(run) == set()
     assert serve(run).failed == set()  # it is known
 
 
@@ -142,38 +142,39 @@ def test_who_comes_second_drops_its_own(
     assert not list(directory.path.glob("*/.*"))
 
 
-def test_what_waited_for_a_dead_server_is_held_by_it_no_more(
+def test_what_waited_for_a_dead_server_is_needed_no_more(
     run: RunDirectory, save: Any, probing: Any, serve: Any, tmp_path: Path
 ) -> None:
     """Whoever takes over what it died over frees the checkpoints that were to come next, too."""
     for step in (10, 20, 30):
         save(run, step)
     with probing(run, "--gate", str(tmp_path / "never")) as server:
-        _until(lambda: len(list(run.holds_path.glob(f"*/*-{server.pid}"))) > 1, "others wait")
+        _until(lambda: len(needed_steps(run)) > 1, "others wait")
         server.kill()
         server.wait(20)
-    hold = next(run.holds_path.glob(f"*/*-{server.pid}"))
-    partial_path(hold).write_text("{")  # it wrote this one when it died
+    (heartbeat,) = run.path.glob("evaluations/servers/*/heartbeat.json")
+    partial_path(heartbeat).write_text("{")  # it was writing when it died
     serve(run)
     assert EvaluationDirectory(run).steps("probe") == [10, 20, 30]
-    assert not list(run.holds_path.glob("*/*"))
+    assert needed_steps(run) == set()
+    assert [path.name for path in heartbeat.parent.iterdir()] == ["events.jsonl"]
 
 
 @pytest.mark.parametrize(
-    "name", ["{thesis}", "../../../thesis.txt", "a\0b", "..", "", "thesis.txt"]
+    "name", ["{thesis}", "../../../thesis.txt", "a\0b", "..", "", "linked", "heartbeat.json"]
 )
-def test_a_dead_server_s_name_deletes_nothing_but_its_holds(
+def test_a_dead_servers_name_deletes_nothing_but_its_heartbeat(
     name: str, run: RunDirectory, tmp_path: Path
 ) -> None:
-    """A lease can say any name, and a folder of holds can be a link to another folder."""
-    thesis = tmp_path / "thesis.txt"
+    """A lease can say any name, and a server's folder can be a link to another folder."""
+    thesis = tmp_path / "heartbeat.json"
     thesis.write_text("all of it")
-    hold = hold_path(run, 10, "vm-1")
-    hold.parent.mkdir(parents=True)
-    hold.touch()
-    (run.holds_path / "step_00000020").symlink_to(tmp_path)
-    release_all(run, name.format(thesis=thesis))
+    server = ServerDirectory(run, "vm-1")
+    server.write_heartbeat({"server": "vm-1", "time": "2026-01-01", "needs": [10]})
+    server.path.with_name("linked").symlink_to(tmp_path)
+    forget_server(run, name.format(thesis=thesis), "vm-2")
+    forget_server(run, "vm-1", "vm-1")  # itself
     assert thesis.exists()
-    assert hold.exists()
-    release_all(run, "vm-1")
-    assert not hold.exists()
+    assert needed_steps(run) == {10}
+    forget_server(run, "vm-1", "vm-2")
+    assert needed_steps(run) == set()

@@ -76,6 +76,12 @@ class Place:
             for path in self._paths():
                 store.pipe_file(f"/runs/{path.relative_to(self.folder)}", path.read_bytes())
 
+    def read(self, name: str) -> bytes:
+        """The content of a file at the source."""
+        if self._way == "memory":
+            return bytes(fsspec.filesystem("memory").cat_file(f"/runs/{name}"))
+        return (self.folder / name).read_bytes()
+
     def delete(self, name: str) -> None:
         """Delete a file at the source."""
         if self._way == "memory":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from longtake.checkpoint.deletion import needed_steps
 from longtake.drill.hosts import Cluster
 from longtake.fsio import write_json
 from longtake.process import environment
@@ -100,7 +101,7 @@ def test_checkpoints_come_from_the_cluster_and_results_go_there(
     write_json(result / "scores.json", {"step": 2})
     assert pair.act("push") == {"one": [1, 2, 3], "two": [7]}
     assert (pair.really / "one" / "evaluations/demo/step_00000002/scores.json").is_file()
-    assert list((pair.really / "one" / "holds").iterdir()) == []
+    assert needed_steps(RunDirectory(pair.really / "one")) == set()
 
 
 def test_what_ssh_says_is_told_in_one_sentence(pair: Pair) -> None:
@@ -136,13 +137,13 @@ def test_a_full_disk_is_told_of_and_what_is_there_stays(
 def test_an_interrupted_pull_goes_on_where_it_was(
     pair: Pair, train: "Callable[[Path], Trainer]"
 ) -> None:
-    """The cluster's rsync is killed in the middle: a hold is there, the checkpoint is not shown."""
+    """The cluster's rsync is killed midway: the checkpoint is needed there, and not shown here."""
     train(pair.really / "one").save(4, bytes(range(256)) * 40_000)
     pair.limit("24mbit")
     pulling = pair.begin("pull", "4")
     partial = pair.mirrored.checkpoints_path / ".pulling" / "step_00000004"
     wait_for(lambda: bytes_below(partial) > 2_000_000)
-    assert [path.name for path in pair.really.glob("one/holds/step_00000004/*")] == ["vm-1"]
+    assert needed_steps(RunDirectory(pair.really / "one")) == {4}
     assert pair.mirrored.checkpoint_steps() == []
     pair.cluster.run("node0", ["sh", "-c", "kill $(pgrep -x rsync)"])
     said = json.loads(pulling.communicate(timeout=300)[0])
@@ -150,7 +151,7 @@ def test_an_interrupted_pull_goes_on_where_it_was(
     assert "cannot be reached" in said["error"]
     kept = bytes_below(partial)
     assert kept > 2_000_000
-    assert list(pair.really.glob("one/holds/step_00000004/*")) == []
+    assert needed_steps(RunDirectory(pair.really / "one")) == set()
     sent = sent_bytes(pair)
     assert [step for step, _ in pair.act("pull", "4")] == [4]
     assert sent_bytes(pair) - sent < 10_240_000 - kept / 2

@@ -1,5 +1,6 @@
 """Runs are mirrored whole, and get their results back, whichever way they are reached."""
 
+import json
 import os
 import shutil
 import threading
@@ -10,16 +11,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from longtake.checkpoint.holds import STALE_SECONDS, hold_path, is_held
+from longtake.checkpoint.deletion import STALE_SECONDS, needed_steps
 from longtake.errors import RunError
 from longtake.evaluation.sync import selection
 from longtake.evaluation.sync.address import parse
 from longtake.evaluation.sync.by_rsync import Rsync
-from longtake.evaluation.sync.holds import held
 from longtake.evaluation.sync.mirror import Mirror
 from longtake.evaluation.sync.remote import RemoteRun
+from longtake.evaluation.sync.results import needed
 from longtake.evaluation.sync.rules import Rules
 from longtake.evaluation.sync.source import Source, open_source
+from longtake.evaluation_dir import ServerDirectory
 from longtake.fsio import write_json
 from longtake.run_dir import RunDirectory
 from longtake.trust import is_mirror
@@ -122,22 +124,20 @@ def test_a_checkpoint_that_was_saved_anew_is_brought_anew(
     train(place.folder / "one [a]").save(2, b"n" * 1000)
     place.publish()
     (run,) = source.look()
-    hold = run.mirror.holds_path / "step_00000002" / "vm-1"
-    hold.parent.mkdir(parents=True)
-    hold.touch()
+    need(run.mirror, 2)
     weights = run.mirror.checkpoint_path(2) / "model" / "__0_0.distcp"
     assert source.pull(run, [1, 2]) == []
     assert weights.read_bytes() == b"w" * 1000
-    hold.unlink()
+    need(run.mirror)
     assert [each.step for each in source.pull(run, [1, 2])] == [2]
     assert weights.read_bytes() == b"n" * 1000
     assert files(run.mirror.checkpoints_path / ".pulling") == []
 
 
-def test_a_source_whose_clock_is_ahead_makes_no_hold_stale(
+def test_a_source_whose_clock_is_ahead_makes_no_heartbeat_stale(
     place: "Place", source: Source, train: "Callable[[Path], Trainer]"
 ) -> None:
-    """A hold of the mirror is as old as its file; so is a checkpoint that was shown before it."""
+    """A heartbeat in the mirror is as old as its file; so is a checkpoint that came before it."""
     ahead = time.time() + 10 * STALE_SECONDS
     for step in (1, 2):
         checkpoint = train(place.folder / "one [a]").run.checkpoint_path(step)
@@ -145,11 +145,9 @@ def test_a_source_whose_clock_is_ahead_makes_no_hold_stale(
     place.publish()
     (run,) = source.look()
     source.pull(run, [1, 2])
-    hold = hold_path(run.mirror, 1, "vm-1")
-    write_json_in(hold)
-    assert is_held(run.mirror, 1)
+    need(run.mirror, 1)
+    assert needed_steps(run.mirror) == {1}
     assert source.prune(run.mirror, []) == []
-    assert hold.exists()
 
 
 def test_a_checkpoint_that_is_deleted_meanwhile_leaves_nothing(
@@ -169,57 +167,65 @@ def test_a_checkpoint_that_is_deleted_meanwhile_leaves_nothing(
 
 
 class Watching(Rsync):
-    """Notes what is held at the source when something begins to be fetched."""
+    """Notes what is needed at the source when something begins to be fetched."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(parse(str(folder)))
-        self._folder = folder
-        self.held: dict[str, list[str]] = {}
+        self._run = RunDirectory(folder / "one [a]")
+        self.needed: dict[str, set[int]] = {}
 
     def fetch(self, folder: str, into: Path, rules: Rules, *, exactly: bool = False) -> None:
         """See `Rsync.fetch`."""
-        holds = [each for each in files(self._folder) if "holds" in each]
-        self.held[folder.rpartition("/")[2]] = [each.partition("holds/")[2] for each in holds]
+        self.needed[folder.rpartition("/")[2]] = needed_steps(self._run)
         super().fetch(folder, into, rules, exactly=exactly)
 
 
 @pytest.mark.parametrize("place", ["rsync"], indirect=True)
-def test_the_source_sees_holds_while_checkpoints_are_pulled(place: "Place", mirror: Path) -> None:
-    """They are there before the first byte of them is asked for, and gone afterwards."""
+def test_checkpoints_are_needed_at_the_source_while_they_are_pulled(
+    place: "Place", mirror: Path
+) -> None:
+    """From before the first byte is asked for until all have come."""
     transport = Watching(place.folder)
     with Source(transport, Mirror.at(mirror, parse(place.text)), "vm-1") as source:
         source.pull(source.look()[0], [2, 1])
-    both = ["step_00000001/vm-1", "step_00000002/vm-1"]
-    assert transport.held == {"": [], "step_00000002": both, "step_00000001": both}
-    assert [name for name in place.names() if "holds" in name] == []
+    both = {1, 2}
+    assert transport.needed == {"": set(), "step_00000002": both, "step_00000001": both}
+    assert needed_steps(RunDirectory(place.folder / "one [a]")) == set()
 
 
-def test_holds_are_ours_alone(place: "Place", source: Source, run: RemoteRun) -> None:
-    """One of this name that a dead server left is taken away, another server's is not."""
-    for owner in ("vm-1", "vm-2"):
-        write_json_in(place.folder / "one [a]" / "holds" / "step_00000001" / owner)
+def test_a_pull_writes_the_heartbeat_of_its_own_server_only(
+    place: "Place", source: Source, run: RemoteRun
+) -> None:
+    there = RunDirectory(place.folder / "one [a]")
+    for server in ("vm-1", "vm-2"):
+        need(there, 1, server=server)
     place.publish()
+    here = ServerDirectory(run.mirror, "vm-1")
+    here.write_heartbeat({"server": "vm-1", "time": "2026-01-01", "needs": [7], "beat": 3})
     source.pull(run, [2])
-    assert [name for name in place.names() if "holds" in name] == [
-        "one [a]/holds/step_00000001/vm-2"
-    ]
+    own, other = (
+        json.loads(place.read(f"one [a]/{_heartbeat(name)}")) for name in ("vm-1", "vm-2")
+    )
+    assert (own["beat"], own["needs"]) == (3, [])
+    assert other["needs"] == [1]
 
 
 @pytest.mark.skipif(not shutil.which("rsync"), reason="rsync is not installed")
-def test_a_hold_is_touched_as_long_as_it_lasts(tmp_path: Path) -> None:
-    """Its time rises by the clock of the source, so that its owner is known to live."""
+def test_a_heartbeat_is_sent_again_as_long_as_a_pull_lasts(tmp_path: Path) -> None:
+    """Its time is of the source's clock."""
     (tmp_path / "run").mkdir()
     run = RemoteRun("run", RunDirectory(tmp_path / "mirror"), RunDirectory(tmp_path / "index"))
-    transport = Rsync(parse(str(tmp_path)))
-    hold = tmp_path / "run" / "holds" / "step_00000007" / "vm-1"
-    with held(transport, run, [7], "vm-1", seconds=0.05):
-        first = hold.stat().st_mtime_ns
+    transport, there = Rsync(parse(str(tmp_path))), RunDirectory(tmp_path / "run")
+    with needed(transport, run, [7], "vm-1", seconds=0.05):
+        path = ServerDirectory(there, "vm-1").heartbeat_path
+        first = path.stat().st_mtime_ns
         for _ in range(1000):
-            if hold.stat().st_mtime_ns > first:
+            if path.stat().st_mtime_ns > first:
                 break
             threading.Event().wait(0.01)
-        assert hold.stat().st_mtime_ns > first
-    assert not hold.exists()
+        assert path.stat().st_mtime_ns > first
+        assert needed_steps(there) == {7}
+    assert needed_steps(there) == set()
     transport.close()
 
 
@@ -232,12 +238,15 @@ def test_results_arrive_whole_at_the_source(place: "Place", source: Source, run:
         path = half.parent / name if name[0] == "." else half.parents[1] / name
         write_json_in(path)
     write_json_in(half.parents[1] / "servers" / "vm-1" / "events.jsonl")
+    need(run.mirror, 1)
     source.push(run)
     assert [name for name in place.names() if "evaluations" in name] == [
         "one [a]/evaluations/demo/step_00000001/00_s0.mp4",
         "one [a]/evaluations/demo/step_00000001/scores.json",
         "one [a]/evaluations/servers/vm-1/events.jsonl",
+        f"one [a]/{_heartbeat('vm-1')}",
     ]
+    assert json.loads(place.read(f"one [a]/{_heartbeat('vm-1')}"))["needs"] == []  # there
 
 
 def test_what_was_pushed_is_not_pushed_again(
@@ -279,12 +288,12 @@ def test_one_server_mirrors_at_a_time(place: "Place", source: Source, mirror: Pa
 
 
 def test_what_is_evaluated_is_forgotten_but_for_the_newest(source: Source, run: RemoteRun) -> None:
-    """Nor is what is still needed, or held; it is not pulled again unless it is asked for."""
+    """Nor is what still waits, or a server needs; it is not pulled again unless it is asked for."""
     source.pull(run, [1, 2])
     assert source.prune(run.mirror, [1]) == []
-    write_json_in(run.mirror.holds_path / "step_00000001" / "vm-9")
+    need(run.mirror, 1, server="vm-9")
     assert source.prune(run.mirror, []) == []
-    (run.mirror.holds_path / "step_00000001" / "vm-9").unlink()
+    need(run.mirror, server="vm-9")
     assert source.prune(run.mirror, []) == [1]
     assert run.mirror.checkpoint_steps() == [2]
 
@@ -331,7 +340,7 @@ def test_a_mirror_that_cannot_be_written_is_told_in_a_sentence(
     source: Source, run: RemoteRun, mirror: Path
 ) -> None:
     """A file is where a folder must be."""
-    (mirror / ".source" / run.name / ".holds").write_text("")
+    (mirror / ".source" / run.name / ".sent").write_text("")
     with pytest.raises(RunError, match=r"mirror.* cannot be written|could not be copied"):
         source.pull(run, [1])
 
@@ -353,6 +362,16 @@ def write_result(run: RunDirectory, step: int, **scores: str) -> Path:
     write_json_in(folder / "00_s0.mp4")
     write_json(folder / "scores.json", {"step": step, **scores})
     return folder
+
+
+def need(run: RunDirectory, *steps: int, server: str = "vm-1") -> None:
+    """Write the heartbeat of a server that needs some steps."""
+    heartbeat = {"server": server, "time": "2026-01-01", "needs": list(steps)}
+    ServerDirectory(run, server).write_heartbeat(heartbeat)
+
+
+def _heartbeat(server: str) -> str:
+    return f"evaluations/servers/{server}/heartbeat.json"
 
 
 def write_json_in(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from longtake.checkpoint.deletion import delete
+from longtake.checkpoint.deletion import delete, needed_steps
 from longtake.drill.evaluators import (
     PRESET,
     Evaluator,
@@ -80,7 +80,7 @@ def watch_one(run: RunDirectory, server: Evaluator, seen: Seen) -> None:
     for _ in server.looks():
         if seen.held < 0 and (videos := partial_videos(run)):
             seen.held = step_of(videos[0])
-        if seen.held in run.checkpoint_steps() and seen.held in run.held_steps():
+        if seen.held in run.checkpoint_steps() and seen.held in needed_steps(run):
             seen.saves = max(seen.saves, _num_saved(run, seen.held))
         elif seen.held >= 0:
             return
@@ -93,7 +93,7 @@ def delete_some(run: RunDirectory, server: Evaluator, seen: Seen) -> None:
         RunError: too few ever are.
     """
     for _ in server.looks():
-        for step in run.held_steps() - {seen.held, *seen.deleted}:
+        for step in needed_steps(run) - {seen.held, *seen.deleted}:
             if step <= _LAST and run.checkpoint_path(step).exists():
                 delete([run.checkpoint_path(step)])
                 seen.deleted.append(step)

@@ -1,9 +1,9 @@
-"""One attempt at one checkpoint: hold it, look again, sample and measure, publish; torch-free."""
+"""One attempt at one checkpoint: need it, look again, sample and measure, publish; torch-free."""
 
 import errno
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -19,24 +19,22 @@ from longtake.errors import (
 from longtake.evaluation.presets.preset import keep_preset
 from longtake.evaluation.server.checkpoints import checkpoint_key, damage
 from longtake.evaluation.server.claims import Claim
-from longtake.evaluation.server.hold import Holds, release_all
+from longtake.evaluation.server.keeper import Keeper
 from longtake.evaluation.server.publish import publish, result_aside
 from longtake.evaluation.server.stop import Stop, Stopped
-from longtake.evaluation.server.task import Task
-from longtake.evaluation_dir import Scores
+from longtake.evaluation.server.task import Task, Tick
+from longtake.evaluation_dir import Scores, all_servers
 from longtake.lease import Lease, kept
+from longtake.run_dir import RunDirectory
 
 How = Literal["done", "failed", "damaged", "gone", "released", "late"]
-Tick = Callable[[str, int, int], None]
-"""To be called as the work goes on: what is being done, how much of it, of how much."""
-
 _SECONDS_BETWEEN_LOOKS = 1.0
 _PAUSE_SECONDS = 600.0
 """For so long a preset rests that does not fit the memory, which others may use just now."""
 
 
 class Work(Protocol):
-    """What is done with a checkpoint that is whole and held."""
+    """What is done with a checkpoint that is whole and needed."""
 
     def __call__(self, task: Task, folder: Path, tick: Tick) -> Scores:
         """Write a result's files (all but scores.json) to a folder, and judge them.
@@ -98,13 +96,13 @@ class Pace:
 
 
 def attempt(
-    claim: Claim, holds: Holds, work: Work, stop: Stop, shown: Tick, stuck_seconds: float
+    claim: Claim, keeper: Keeper, work: Work, stop: Stop, shown: Tick, stuck_seconds: float
 ) -> Outcome:
     """Evaluate a checkpoint that this process has claimed; never raises.
 
     Args:
         claim: the claim, which the caller gives back.
-        holds: of this server.
+        keeper: of this server.
         work: what is done with the checkpoint.
         stop: whether the server shall end.
         shown: what is told of progress.
@@ -112,8 +110,8 @@ def attempt(
     """
     task, lease = claim.task, claim.lease
     try:
-        with kept(lease, stuck_seconds), holds.held(task.run, task.step):
-            release_for(claim, holds.owner)
+        with kept(lease, stuck_seconds), keeper.needing(task):
+            forget_server(task.run, claim.lost_by, keeper.server)
             missing = _missing(task)
             return missing or _evaluate(task, lease, work, Pace(lease, stop, shown))
     except Stopped:
@@ -122,17 +120,23 @@ def attempt(
         return _failed(task, lease, error)
 
 
-def release_for(claim: Claim, server: str) -> None:
-    """Take away all that the server holds of the run that has died over it, if any has.
+def forget_server(run: RunDirectory, name: str | None, own_name: str) -> None:
+    """Remove the heartbeat of a server that died over a task, and with it what that needs.
 
-    It held what waited for it, too. Should it live, it writes its holds again within a minute.
+    If it lives, it writes its heartbeat again within a second.
+
+    Args:
+        run: of the task.
+        name: what the lease says, which may be anything; None: no server died.
+        own_name: of this server.
     """
-    if claim.lost_by not in (None, server):
-        release_all(claim.task.run, str(claim.lost_by))
+    for server in all_servers(run):
+        if server.name == name != own_name:
+            server.remove_heartbeat()
 
 
 def _missing(task: Task) -> Outcome | None:
-    """What has happened to the checkpoint before it was held."""
+    """What happened to the checkpoint before it was needed."""
     if checkpoint_key(task.checkpoint, task.preset.weights) != task.key:
         return Outcome("gone")
     found = damage(task.checkpoint, task.preset.weights, checksums=False)

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from longtake.evaluation.measures import MEASURES
-from longtake.evaluation.server.attempt import Tick
-from longtake.evaluation.server.task import Task
+from longtake.evaluation.server.task import Task, Tick
 from longtake.evaluation_dir import Scores
 from longtake.formatting import format_duration
 from longtake.progress import counted, phase_lines

@@ -17,11 +17,11 @@ from longtake.evaluation.measures import mean_of, measure
 from longtake.evaluation.measures.extra import Measure, load_extras, measure_extra
 from longtake.evaluation.sampling.studio import Sampler, Studio
 from longtake.evaluation.sampling.write import sample_preset
-from longtake.evaluation.server.attempt import NotHereError, Tick
+from longtake.evaluation.server.attempt import NotHereError
 from longtake.evaluation.server.checkpoints import Signature, signature
 from longtake.evaluation.server.report import Report
 from longtake.evaluation.server.stop import Stopped
-from longtake.evaluation.server.task import Task
+from longtake.evaluation.server.task import Task, Tick
 from longtake.evaluation_dir import Alarm, Scores, VideoScores
 from longtake.fsio import now
 from longtake.run_dir import RunDirectory

@@ -9,10 +9,9 @@ import socket
 from contextlib import ExitStack
 from typing import Any
 
-from longtake.evaluation.server.attempt import Outcome, Work, attempt, release_for, said
-from longtake.evaluation.server.beat import Beat
+from longtake.evaluation.server.attempt import Outcome, Work, attempt, forget_server, said
 from longtake.evaluation.server.claims import Claim
-from longtake.evaluation.server.hold import Holds
+from longtake.evaluation.server.keeper import Keeper
 from longtake.evaluation.server.mishaps import Mishaps
 from longtake.evaluation.server.options import Options
 from longtake.evaluation.server.pulls import Pulls
@@ -23,7 +22,6 @@ from longtake.evaluation.server.task import Task
 from longtake.evaluation.server.tellers import Tellers
 from longtake.evaluation.server.turns import Turns
 from longtake.evaluation.server.view import View
-from longtake.evaluation.server.waiting import Waiting
 from longtake.evaluation_dir import Scores
 from longtake.run_dir import RunDirectory
 from longtake.trust import is_mirror
@@ -57,20 +55,16 @@ class Server:
         self._views: dict[RunDirectory, View] = {}
         self._turns = Turns()
         self._mishaps = Mishaps(report)
-        self._beat = Beat(self.name, self._mishaps)
+        self._keeper = Keeper(self.name, options, self._mishaps)
         self._pulls = Pulls(options, self.name, report)
         self._tellers = Tellers()
-        self._holds = Holds(self.name)
-        self._waiting = Waiting(options, self._holds, self._mishaps)
 
     def serve(self) -> None:
         """Evaluate what is due, until nothing is, or for as long as it is asked to."""
         with ExitStack() as stack:
             stack.enter_context(self._tellers)
             stack.enter_context(self._pulls)
-            stack.enter_context(self._beat.kept())
-            stack.enter_context(self._holds.kept())
-            stack.enter_context(self._waiting.kept())
+            stack.enter_context(self._keeper)
             while not self._stop.wanted:
                 is_over = self._is_over()
                 self._find_runs()
@@ -88,8 +82,7 @@ class Server:
             runs = find_runs(self._options.places)
             self._tellers.serve([run for run in runs if not is_mirror(run.path)])  # as they train
         self._views = {run: self._views.get(run) or self._view(run) for run in runs}
-        self._beat.serve([view.directory for view in self._views.values()])
-        self._waiting.serve(list(self._views.values()))
+        self._keeper.serve(list(self._views.values()))
         if not runs and self._options.follows:
             places = ", ".join(map(str, self._options.places))
             self._report.remark(f"There is no run in {places} yet.")
@@ -113,7 +106,9 @@ class Server:
         by_run = []
         for run, view in self._views.items():
             with self._mishaps.kept_to(run.path):
-                by_run.append(view.due())
+                pending = view.due()
+                by_run.append(pending)
+                self._keeper.promise(view, pending)
                 view.tell_missed()
         return self._turns.in_order(by_run)
 
@@ -155,21 +150,21 @@ class Server:
         attempts = view.claims.attempts(claim.task)
         if attempts.is_final:
             reason = f"the server {claim.lost_by} died over it, after {attempts.number} attempts"
-            release_for(claim, self.name)
+            forget_server(claim.task.run, claim.lost_by, self.name)
             self._end(view, claim, Outcome("failed", reason=reason, is_final=True))
         return attempts.is_final
 
     def _evaluate(self, view: View, claim: Claim) -> None:
         task = claim.task
         view.note("evaluating", **task.facts)
-        with self._beat.working_on(task), self._report.bar(task) as bar:
+        with self._keeper.working_on(task), self._report.bar(task) as bar:
 
             def shown(what: str, done: int, of: int) -> None:
                 bar(what, done, of)
-                self._beat.progress(what, done, of)
+                self._keeper.progress(what, done, of)
 
             outcome = attempt(
-                claim, self._holds, self._work, self._stop, shown, self._options.stuck_seconds
+                claim, self._keeper, self._work, self._stop, shown, self._options.stuck_seconds
             )
         self._end(view, claim, outcome)
 

@@ -2,12 +2,16 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from longtake.evaluation.presets.preset import Preset
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.run_dir import RunDirectory
+
+Tick = Callable[[str, int, int], None]
+"""To be called as the work goes on: what is being done, how much of it, of how much."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,6 @@
 """What a server knows of one run: what is wanted of it, and what of that is due; torch-free."""
 
 import math
-import threading
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +19,7 @@ from longtake.run_dir import RunDirectory
 
 
 class View:
-    """One run, as a server sees it; several threads may ask.
+    """One run, as a server sees it; one thread at a time may ask.
 
     Args:
         run: the run directory.
@@ -38,14 +36,12 @@ class View:
     def __init__(self, run: RunDirectory, server: str, options: Options, report: Report) -> None:
         self.run, self._server, self._options, self._report = run, server, options, report
         self.directory = ServerDirectory(run, server)
-        self._lock = threading.RLock()
         self._wanted = Wanted(run, options, report)
         self._due = Due(run, options, report)
         self._missed = Missed(options.backlog)
         self.claims = self._claims_for(self.section)
         self._index: RunDirectory | None = None
         self._damaged: dict[tuple[int, str], object] = {}
-        self._last: tuple[float, list[Task]] = (-math.inf, [])
 
     @property
     def section(self) -> EvaluationSection:
@@ -59,24 +55,15 @@ class View:
             index: another folder whose checkpoints count, of which it need only hold COMMITTED:
                 those of the place that the run is mirrored from.
         """
-        with self._lock:
-            self._read_recipe()
-            presets = self._wanted.presets()
-            if index is None:
-                tasks = self._due.tasks(presets, self.claims)
-            else:
-                tasks = self._due.tasks_of(index, presets, self.claims)
-            self._index = index or self._index
-            self._missed.remember(tasks, self._there())
-            tasks.sort(key=lambda task: task.step)  # stable: presets in their order
-            self._last = time.monotonic(), tasks
-        return tasks
-
-    def due_lately(self, seconds: float) -> list[Task]:
-        """What was due so many seconds ago, if anybody looked since; else what is."""
-        with self._lock:
-            at, tasks = self._last
-            return tasks if time.monotonic() - at < seconds else self.due()
+        self._read_recipe()
+        presets = self._wanted.presets()
+        if index is None:
+            tasks = self._due.tasks(presets, self.claims)
+        else:
+            tasks = self._due.tasks_of(index, presets, self.claims)
+        self._index = index or self._index
+        self._missed.remember(tasks, self._there())
+        return sorted(tasks, key=lambda task: task.step)  # stable: presets in their order
 
     def note(self, event: ServerEventKind, /, **facts: Any) -> None:
         """Write down what the server does; on a full disk nothing: the results are what counts."""
@@ -92,9 +79,7 @@ class View:
 
     def missed(self) -> list[Task]:
         """What was due, and was deleted before anybody evaluated it; each once, by one server."""
-        with self._lock:
-            gone = self._missed.gone(self._there())
-            return [task for task in gone if self._is_missed(task)]
+        return [task for task in self._missed.gone(self._there()) if self._is_missed(task)]
 
     def rests(self, task: Task) -> bool:
         """Whether a task is left alone for now."""
@@ -103,19 +88,16 @@ class View:
 
     def is_damaged(self, task: Task) -> bool:
         """Whether its checkpoint is not as it was saved, as this server has found."""
-        with self._lock:
-            known = self._damaged.get((task.step, task.preset.weights))
+        known = self._damaged.get((task.step, task.preset.weights))
         return known is not None and known == _state(task)
 
     def note_damage(self, task: Task) -> None:
         """Try a checkpoint again only when its files have changed."""
-        with self._lock:
-            self._damaged[task.step, task.preset.weights] = _state(task)
+        self._damaged[task.step, task.preset.weights] = _state(task)
 
     def refuse(self, preset: Preset, seconds: float = math.inf) -> None:
         """Do not try a preset for so long, or until the recipe changes."""
-        with self._lock:
-            self._wanted.refuse(preset, seconds)
+        self._wanted.refuse(preset, seconds)
 
     def _read_recipe(self) -> None:
         self._wanted.read()

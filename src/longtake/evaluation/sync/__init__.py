@@ -2,10 +2,10 @@
 
     address.py    what --source says
     rules.py      which files of a tree are meant, in rsync's own words
-    selection.py  which files of a run are mirrored, pushed and held
+    selection.py  which files of a run are mirrored and pushed
     transport.py  what carries them: by_rsync.py, by_fsspec.py (and said.py, what went wrong)
     arrival.py    a checkpoint becomes visible in the mirror when it is whole
-    holds.py      the trainer keeps a checkpoint as long as it is pulled
+    results.py    brings results and the server's heartbeat to the source
     source.py     looks, pulls, pushes
     prune.py      forgets checkpoints that are evaluated
 

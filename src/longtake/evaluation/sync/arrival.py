@@ -9,7 +9,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from longtake.checkpoint.deletion import take_away_unless_held
+from longtake.checkpoint.deletion import take_away_unless_needed
 from longtake.checkpoint.manifest import committed, damage
 from longtake.errors import RecordError
 from longtake.evaluation.sync.remote import RemoteRun
@@ -45,7 +45,7 @@ def what_is_missing(folder: Path) -> str | None:
 
 
 def show(mirror: RunDirectory, step: int) -> bool:
-    """Rename a whole checkpoint into place, instead of an older one that nobody holds.
+    """Rename a whole checkpoint into place, instead of an older one that no server needs.
 
     Returns:
         Whether it is there.
@@ -54,11 +54,11 @@ def show(mirror: RunDirectory, step: int) -> bool:
         OSError: it cannot be renamed.
     """
     place = mirror.checkpoint_path(step)
-    if place.exists() and not take_away_unless_held(mirror, step):
+    if place.exists() and not take_away_unless_needed(mirror, step):
         return False
     folder = arriving(mirror, step)
-    # It came with the source's time. Holds here are as old as this file system's clock says, and
-    # so is the newest checkpoint, by which they are judged.
+    # It came with the source's time. Heartbeats here have the time of this file system's clock, and
+    # their age is compared with that of the newest COMMITTED.
     os.utime(folder / _COMMITTED)
     folder.rename(place)
     return True

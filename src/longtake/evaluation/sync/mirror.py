@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,7 +69,7 @@ class Mirror:
             self._lease = self._leases.take(self.index / ".lease")
         if self._lease is None:
             return False
-        until.callback(self._lease.end, "closed")
+        until.callback(_end, self._lease)
         until.enter_context(kept(self._lease))
         return True
 
@@ -110,6 +110,11 @@ class Mirror:
 
     def _run(self, name: str) -> RemoteRun:
         return RemoteRun(name, RunDirectory(self.path / name), RunDirectory(self.index / name))
+
+
+def _end(lease: Lease) -> None:
+    with suppress(OSError):  # a full disk: the lease ends by itself
+        lease.end("closed")
 
 
 def _holds_runs(path: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from longtake.checkpoint.deletion import take_away_unless_held
+from longtake.checkpoint.deletion import take_away_unless_needed
 from longtake.run_dir import RunDirectory
 
 
@@ -12,7 +12,7 @@ def no_longer_needed(steps: Collection[int], needed: Collection[int]) -> list[in
 
 
 def prune(mirror: RunDirectory, needed: Collection[int]) -> list[int]:
-    """Delete the checkpoints of a mirror that may go, but for those that are held.
+    """Delete the checkpoints of a mirror that may go, but for those that a server needs.
 
     Args:
         mirror: of a run.
@@ -25,4 +25,4 @@ def prune(mirror: RunDirectory, needed: Collection[int]) -> list[int]:
         OSError: one cannot be renamed.
     """
     going = no_longer_needed(mirror.checkpoint_steps(), needed)
-    return [step for step in going if take_away_unless_held(mirror, step)]
+    return [step for step in going if take_away_unless_needed(mirror, step)]

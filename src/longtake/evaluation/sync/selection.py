@@ -19,7 +19,6 @@ _LEFT_OUT = (
     "recipe.toml",  # it comes last: with it the run exists
     "checkpoints/",
     "ledger/",
-    "holds/",
     "nodes/",
     "tensorboard/",
     "wandb/",
@@ -67,17 +66,18 @@ def our_results(mirror: RunDirectory) -> list[str]:
     return [f"evaluations/{literal(preset)}/{step}/" for preset, step in sorted(names)]
 
 
-def hold(owner: str) -> Rules:
-    """The holds of one owner, in a folder of holds."""
-    return only([f"/step_*/{literal(owner)}"])
+def heartbeat(server: str) -> Rules:
+    """The heartbeat of a server, in a folder of evaluations."""
+    return only([f"/servers/{literal(server)}/heartbeat.json"])
 
 
 def results(evaluations: Path) -> Rules:
-    """What is pushed back of a folder of evaluations, but for scores.json of each result."""
+    """What is pushed back of a folder of evaluations, but for scores.json and heartbeats."""
     halves = [path for path in evaluations.glob("*/step_*") if not (path / "scores.json").exists()]
     names = [path.relative_to(evaluations).as_posix() for path in halves]
     left_out = [f"- /{literal(name)}/" for name in names]
-    return (_HIDDEN, "- *.partial", "- /claims/", *left_out, "- /*/step_*/scores.json")
+    last = ("- /*/step_*/scores.json", "- /servers/*/heartbeat.json")
+    return (_HIDDEN, "- *.partial", "- /claims/", *left_out, *last)
 
 
 def scores() -> Rules:

@@ -31,11 +31,10 @@ from longtake.evaluation.sync.arrival import (
 )
 from longtake.evaluation.sync.by_fsspec import Filesystem
 from longtake.evaluation.sync.by_rsync import Rsync, is_installed
-from longtake.evaluation.sync.holds import held
 from longtake.evaluation.sync.mirror import Mirror
 from longtake.evaluation.sync.prune import prune
 from longtake.evaluation.sync.remote import Pulled, RemoteRun
-from longtake.evaluation.sync.results import Pushed
+from longtake.evaluation.sync.results import Pushed, needed
 from longtake.evaluation.sync.transport import GoneError, Transport
 from longtake.run_dir import RunDirectory
 
@@ -47,7 +46,7 @@ def open_source(text: str, into: Path, name: str) -> "Source":
         text: what was given after --source.
         into: the folder that becomes the mirror: a run directory where the source is a run, else
             a folder of them.
-        name: of the server, by which it holds checkpoints.
+        name: of the server, by which it needs checkpoints.
 
     Raises:
         RunError: the text names no source, what reaches it is not installed here, or the folder
@@ -99,7 +98,7 @@ class Source:
         """Bring checkpoints here, in this order; without the optimizer's state.
 
         Those that are here already, or are gone at the source, are passed over. Another that was
-        saved anew there waits while somebody holds what is here.
+        saved anew there waits while a server needs what is here.
 
         Returns:
             Those that have arrived now.
@@ -111,7 +110,7 @@ class Source:
         wanted = [step for step in steps if step in there and not has_arrived(run, step)]
         if not wanted:
             return []
-        with self._mirror.writing(), held(self._transport, run, wanted, self._name):
+        with self._mirror.writing(), needed(self._transport, run, wanted, self._name):
             found = [self._pull(run, step) for step in wanted]
         return [each for each in found if each is not None]
 
@@ -122,7 +121,8 @@ class Source:
             RunError: they could not be brought; to be tried again.
         """
         with self._mirror.writing():
-            self._pushed.setdefault(run.name, Pushed(run)).bring(self._transport)
+            pushed = self._pushed.setdefault(run.name, Pushed(run, self._name))
+            pushed.bring(self._transport)
 
     def prune(self, mirror: RunDirectory, needed: Collection[int]) -> list[int]:
         """Delete checkpoints of a mirror: see `prune.prune`.

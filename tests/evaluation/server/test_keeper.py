@@ -1,6 +1,5 @@
-"""What waits for its turn is not deleted before it, up to a limit; what is beyond that is told."""
+"""Checkpoints that wait are not deleted, up to a limit; what is deleted beyond that is reported."""
 
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from longtake.checkpoint.holds import hold_path
+from longtake.checkpoint.deletion import needed_steps
 from longtake.checkpoint.store import abandon, thin_out
 from longtake.config import CheckpointSection
 from longtake.evaluation.server.backlog import parse_backlog
 from longtake.evaluation.server.checkpoints import checkpoint_key
-from longtake.evaluation.server.hold import Holds
-from longtake.evaluation_dir import EvaluationDirectory
+from longtake.evaluation_dir import EvaluationDirectory, all_servers
 from longtake.fsio import write_json
 from longtake.lease import history
 from longtake.node_dir import read_events
@@ -26,10 +24,6 @@ def _until(is_so: Callable[[], Any], what: str) -> None:
     while not is_so():
         assert time.monotonic() < limit, f"waited in vain until {what}"
         time.sleep(0.01)
-
-
-def _held(run: RunDirectory) -> set[int]:
-    return {int(path.parent.name.removeprefix("step_")) for path in run.holds_path.glob("*/[!.]*")}
 
 
 def _thin_out(run: RunDirectory, saved: int) -> None:
@@ -60,7 +54,7 @@ def test_what_waits_outlives_the_rules_of_retention(
     def work() -> None:
         for step in (20, 30, 40, 50):
             save(run, step)
-            _until(lambda step=step: step in _held(run), f"{step} is held")  # type: ignore[misc]
+            _until(lambda step=step: step in needed_steps(run), f"{step} is needed")  # type: ignore[misc]
             _thin_out(run, step)
         save(run, 60)
         _thin_out(run, 60)
@@ -68,7 +62,7 @@ def test_what_waits_outlives_the_rules_of_retention(
     server = serve(run, _working_on_10(work, probe))
     assert [each["step"] for each in server.evaluated] == [10, 20, 30, 40, 50, 60]
     assert _missed(run) == []
-    assert not list(run.holds_path.glob("*/*"))
+    assert needed_steps(run) == set()
     _thin_out(run, 60)
     assert run.checkpoint_steps() == [60]
 
@@ -84,8 +78,8 @@ def test_what_is_beyond_the_limit_is_told_once(
         save(run, step)
 
     def work() -> None:
-        _until(lambda: 20 in _held(run), "20 is held")
-        assert _held(run) == {10, 20}
+        _until(lambda: 20 in needed_steps(run), "20 is needed")
+        assert needed_steps(run) == {10, 20}
         save(run, 50)
         _thin_out(run, 50)
 
@@ -110,9 +104,9 @@ def test_a_run_that_went_back_has_missed_nothing(
         save(run, step)
 
     def work() -> None:
-        _until(lambda: _held(run) == {10, 20, 30}, "both are held")
+        _until(lambda: needed_steps(run) == {10, 20, 30}, "both are needed")
         abandon(run, 10)
-        _until(lambda: _held(run) == {10}, "they are given back")
+        _until(lambda: needed_steps(run) == {10}, "they are needed no more")
         save(run, 20, b"saved anew")
 
     server = serve(run, _working_on_10(work, probe))
@@ -120,7 +114,7 @@ def test_a_run_that_went_back_has_missed_nothing(
     assert _missed(run) == []
 
 
-def test_what_another_server_has_done_is_held_no_more(
+def test_what_another_server_has_done_is_needed_no_more(
     run: RunDirectory, save: Any, serve: Any, probe: Any
 ) -> None:
     """While this one still works."""
@@ -128,39 +122,48 @@ def test_what_another_server_has_done_is_held_no_more(
     checkpoint = save(run, 20)
 
     def work() -> None:
-        _until(lambda: 20 in _held(run), "20 is held")
+        _until(lambda: 20 in needed_steps(run), "20 is needed")
         result = EvaluationDirectory(run).result_path("probe", 20)
         result.mkdir(parents=True)
         key = checkpoint_key(checkpoint, "ema/main")
         write_json(result / "scores.json", probe.scores_of(20, key, "another"))
-        _until(lambda: _held(run) == {10}, "20 is given back")
+        _until(lambda: needed_steps(run) == {10}, "20 is needed no more")
 
     assert [e["step"] for e in serve(run, _working_on_10(work, probe)).evaluated] == [10]
 
 
-@pytest.mark.parametrize(("text", "is_held"), [("all", True), ("newest", False)])
-def test_where_only_the_newest_is_wanted_nothing_waits(
-    run: RunDirectory, save: Any, serve: Any, probe: Any, text: str, is_held: bool
+@pytest.mark.parametrize(("text", "needs"), [("all", {10, 20}), ("newest", {10})])
+def test_where_only_the_newest_is_wanted_no_checkpoint_is_promised(
+    run: RunDirectory, save: Any, serve: Any, probe: Any, text: str, needs: set[int]
 ) -> None:
-    """No thread looks for it."""
     save(run, 10)
-    seen: list[bool] = []
+    seen: list[set[int]] = []
 
     def work() -> None:
-        seen.append("waiting" in [thread.name for thread in threading.enumerate()])
+        save(run, 20)
+        _until(lambda: needed_steps(run) == needs, f"{needs} are needed")
+        _until(lambda: _num_beats(run) > first + 1, "it writes two more heartbeats")
+        seen.append(needed_steps(run))
 
+    def _num_beats(run: RunDirectory) -> int:
+        heartbeats = [server.read_heartbeat() for server in all_servers(run)]
+        return max((each.get("beat", 0) for each in heartbeats if each), default=0)
+
+    first = _num_beats(run)
     serve(run, _working_on_10(work, probe), backlog=parse_backlog(text))
-    assert seen == [is_held]
+    assert seen == [needs]
 
 
-def test_a_hold_stays_until_nothing_needs_it(run: RunDirectory) -> None:
-    """Taken for the work and for the waiting, it is one file, which goes with the last of them."""
-    holds, path = Holds("server-1"), hold_path(run, 10, "server-1")
-    with holds.held(run, 10):
-        holds.take(run, 10)
-        path.unlink()  # somebody took the server for dead
-        with holds.held(run, 10):
-            assert path.exists()
-    assert path.exists()
-    holds.give_back(run, 10)
-    assert not path.exists()
+def test_a_heartbeat_that_was_removed_comes_back(
+    run: RunDirectory, save: Any, serve: Any, probe: Any
+) -> None:
+    """Another server took this one for dead."""
+    save(run, 10)
+
+    def work() -> None:
+        (server,) = all_servers(run)
+        server.remove_heartbeat()
+        assert needed_steps(run) == set()
+        _until(lambda: needed_steps(run) == {10}, "10 is needed again")
+
+    assert len(serve(run, _working_on_10(work, probe)).evaluated) == 1
