@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test goldens fuzz clean
+.PHONY: help demo check test drills goldens fuzz clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -18,7 +18,11 @@ demo: $(READY)  ## train a small text-to-video model and look at what it makes (
 	$(BIN)/longtake demo $(DEMO)
 
 test: check  ## all checks, then all tests (minutes)
-	$(PYTEST)
+	$(PYTEST) -m 'not drill'
+
+drills: $(READY)  ## every fault of `longtake drill`, then several hosts and Slurm (an hour; the latter as root)
+	OMP_NUM_THREADS=1 $(BIN)/longtake drill --all
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m drill
 
 check: $(READY)  ## format, lint, types, the import contract and limits of structure (half a minute)
 	$(BIN)/ruff format --check .

@@ -1,6 +1,6 @@
 """How long a run stands still when one of its ranks is killed, and where the seconds go.
 
-    python benchmarks/restart.py [--kills 5] [--nodes 3]
+    python -m benchmarks.restart [--kills 5] [--nodes 3]
 
 Trains a small model by `longtake launch` on two ranks, kills one with SIGKILL again and again, and
 waits each time until the ranks that were started anew have done a step. With --nodes 3 it has three
@@ -22,13 +22,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from tests.cluster.fleet import Fleet
+from tests.cluster.hosts import Cluster, hosts, why_not
 
 from longtake.data.index import index
 from longtake.demo.shapes import write_clips
-from longtake.drill.fleet import Fleet, cluster_of
-from longtake.drill.hosts import Cluster
-from longtake.drill.launch import Launch
-from longtake.drill.looking import Looking
+from longtake.faults.sandbox import RunObserver, TrainingProcess
 from longtake.heartbeat import folder_of, read_all
 from longtake.inspection.starts import WORDS
 
@@ -74,13 +73,17 @@ def main() -> None:
         )
         _prepare(folder)
         if asked.nodes > 1:
-            cluster = held.enter_context(cluster_of(asked.nodes, folder / "hosts"))
-            looking: Looking = held.enter_context(Fleet(folder, cluster, str(asked.nodes)))
+            if reason := why_not():
+                sys.exit(f"Not possible here: {reason}.")
+            cluster = held.enter_context(hosts(asked.nodes, folder / "hosts"))
+            observer: RunObserver = held.enter_context(Fleet(folder, cluster, str(asked.nodes)))
             kill = _killer_on(cluster, folder)
         else:
-            looking = held.enter_context(Launch(folder, (), 2, restarts=asked.kills + 1))
+            observer = held.enter_context(
+                TrainingProcess(folder, (), ranks=2, restarts=asked.kills + 1)
+            )
             kill = _killer_here(folder)
-        measured = [_recover(looking, kill) for _ in range(asked.kills)]
+        measured = [_recover(observer, kill) for _ in range(asked.kills)]
     _write(asked.nodes, _report(measured, asked.nodes))
 
 
@@ -109,24 +112,24 @@ def _killer_on(cluster: Cluster, folder: Path) -> Callable[[], None]:
     return kill
 
 
-def _recover(looking: Looking, kill: Callable[[], None]) -> dict[str, float]:
+def _recover(observer: RunObserver, kill: Callable[[], None]) -> dict[str, float]:
     """Seconds from a rank's death to the end of the first step after it, in all and by part."""
-    looking.wait_for_rows(looking.num_rows() + _STEPS_BETWEEN)
-    before = _num_starts(looking)
+    observer.wait_for_rows(observer.num_rows() + _STEPS_BETWEEN)
+    before = _num_starts(observer)
     kill()
     killed = time.monotonic()
-    for _ in looking.looks():
-        if _num_starts(looking) > before:
+    for _ in observer.polls():
+        if _num_starts(observer) > before:
             break
     else:
-        raise looking.unexpected("ended without having gone on")
+        raise observer.failed("ended without having resumed")
     taken = time.monotonic() - killed
-    started = [event for event in looking.events() if event["event"] == "started"][-1]
+    started = [event for event in observer.events() if event["event"] == "started"][-1]
     return {"before": taken - started["total"], **started["seconds"], "all": taken}
 
 
-def _num_starts(looking: Looking) -> int:
-    return sum(event["event"] == "started" for event in looking.events())
+def _num_starts(observer: RunObserver) -> int:
+    return sum(event["event"] == "started" for event in observer.events())
 
 
 def _report(measured: Sequence[Mapping[str, float]], nodes: int) -> list[str]:
@@ -139,7 +142,7 @@ def _report(measured: Sequence[Mapping[str, float]], nodes: int) -> list[str]:
     return [
         f"{_MARK}{where[0].upper()}{where[1:]}",
         "",
-        f"`python benchmarks/restart.py --kills {len(measured)}"
+        f"`python -m benchmarks.restart --kills {len(measured)}"
         f"{f' --nodes {nodes}' if nodes > 1 else ''}`: {len(measured)} times a rank was killed "
         f"(SIGKILL), on {os.cpu_count()} cores of {platform.machine()}, torch {torch.__version__}. "
         "Medians, with the least and the most; of each part the slowest rank's.",

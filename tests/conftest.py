@@ -15,13 +15,13 @@ from types import ModuleType
 from typing import IO, Any
 
 import pytest
+from tests.cluster import hosts
 
 from longtake import config, process
 from longtake.config import Recipe
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
 from longtake.demo.shapes import write_clips
-from longtake.drill import hosts
 from longtake.fsio import now, write_json
 from longtake.run_dir import RunDirectory
 

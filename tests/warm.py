@@ -33,7 +33,7 @@ _IMPORTED = (
     "pytest",
     "longtake.cli.app",
     "longtake.training.run",
-    "longtake.drill.sabotage",
+    "longtake.faults.inject",
     "longtake.evaluation.server.server",
     "torch._dynamo",  # by the first step of an optimizer
     "scipy.optimize",

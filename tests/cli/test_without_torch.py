@@ -45,7 +45,6 @@ _MAY_IMPORT_TORCH = (
     "data.loader",
     "demo.report",
     "demo.run",
-    "drill",
     "evaluation.evaluator",
     "evaluation.export",
     "evaluation.extra_measures",

@@ -98,7 +98,7 @@ def test_they_go_back_together(
         "training.steps=50",
     )
     recipe = small_recipe(*changes)
-    harm = ("-m", "longtake.drill.sabotage", "poison", "36")
+    harm = ("-m", "longtake.faults.inject", "poison", "36")
     ended = _launch(on_two_processes, recipe, *harm)
     assert ended.returncode == 0, ended.stderr
     run = RunDirectory(recipe.out)

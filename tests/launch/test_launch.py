@@ -12,8 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from longtake.drill.launch import ONE_THREAD
-from longtake.drill.place import SHORT, Place
+from longtake.faults.sandbox import ONE_THREAD, SHORT_RECIPE, TrainingSite
 from longtake.fsio import read_json_lines
 from longtake.heartbeat import Pulse, folder_of, read_all
 from longtake.process import environment, program
@@ -32,14 +31,14 @@ class Ended:
 
 
 def _launch(
-    place: Place, *options: str, then: Callable[["subprocess.Popen[str]"], None] | None = None
+    site: TrainingSite, *options: str, then: Callable[["subprocess.Popen[str]"], None] | None = None
 ) -> Ended:
     command = program("longtake", "launch", "recipe.toml", *_RANKS, *options)
     for change in _QUICK:
         command += ["--set", change]
     with subprocess.Popen(
         command,
-        cwd=place.folder,
+        cwd=site.folder,
         env=environment(**ONE_THREAD),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -51,8 +50,8 @@ def _launch(
     return Ended(process.returncode, said)
 
 
-def _ranks(place: Place) -> list[Pulse]:
-    hearts = read_all(folder_of(place.run.path))
+def _ranks(site: TrainingSite) -> list[Pulse]:
+    hearts = read_all(folder_of(site.run.path))
     return [pulse for pulse in hearts if pulse.role == "rank" and pulse.is_alive]
 
 
@@ -67,9 +66,9 @@ def _listening(pid: int) -> list[str]:
     ]
 
 
-def _wait_for_rows(process: "subprocess.Popen[str]", place: Place, count: int) -> None:
+def _wait_for_rows(process: "subprocess.Popen[str]", site: TrainingSite, count: int) -> None:
     until = time.monotonic() + _SECONDS
-    path = place.run.metrics_path
+    path = site.run.metrics_path
     while not path.exists() or path.read_bytes().count(b"\n") < count:
         assert process.poll() is None
         assert time.monotonic() < until
@@ -77,85 +76,87 @@ def _wait_for_rows(process: "subprocess.Popen[str]", place: Place, count: int) -
 
 
 @pytest.fixture(scope="module")
-def place(shapes_catalog: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
+def site(shapes_catalog: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingSite:
     """A folder with a recipe, in which a run was begun, stopped, and then lost a rank."""
-    found = Place(tmp_path_factory.mktemp("place"))
-    found.write_recipe(SHORT.replace("data/catalog.parquet", str(shapes_catalog)))
+    found = TrainingSite(tmp_path_factory.mktemp("site"))
+    found.write_recipe(SHORT_RECIPE.replace("data/catalog.parquet", str(shapes_catalog)))
     return found
 
 
 @pytest.fixture(scope="module")
-def stopped(place: Place) -> Ended:
+def stopped(site: TrainingSite) -> Ended:
     """A launch that got SIGUSR1, twice, as from a scheduler."""
 
     def stop(process: "subprocess.Popen[str]") -> None:
-        _wait_for_rows(process, place, 3)
-        (place.folder / "listening").write_text("\n".join(_listening(process.pid)))
+        _wait_for_rows(process, site, 3)
+        (site.folder / "listening").write_text("\n".join(_listening(process.pid)))
         process.send_signal(signal.SIGUSR1)
         process.send_signal(signal.SIGUSR1)
 
-    return _launch(place, then=stop)
+    return _launch(site, then=stop)
 
 
 @pytest.fixture(scope="module")
-def restarted(place: Place, stopped: Ended) -> Ended:
+def restarted(site: TrainingSite, stopped: Ended) -> Ended:
     """The next launch, one of whose ranks is killed."""
-    before = len(list(read_json_lines(place.run.metrics_path)))
+    before = len(list(read_json_lines(site.run.metrics_path)))
 
     def kill(process: "subprocess.Popen[str]") -> None:
-        _wait_for_rows(process, place, before + 8)
-        (victim,) = (pulse.pid for pulse in _ranks(place) if pulse.rank == 1)
+        _wait_for_rows(process, site, before + 8)
+        (victim,) = (pulse.pid for pulse in _ranks(site) if pulse.rank == 1)
         os.kill(victim, signal.SIGKILL)
 
-    return _launch(place, then=kill)
+    return _launch(site, then=kill)
 
 
-def _events(place: Place, kind: str) -> list[dict[str, object]]:
-    paths = [place.run.events_path, *place.run.path.glob("nodes/*/events.jsonl")]
+def _events(site: TrainingSite, kind: str) -> list[dict[str, object]]:
+    paths = [site.run.events_path, *site.run.path.glob("nodes/*/events.jsonl")]
     found = [event for path in paths for event in read_json_lines(path)]
     return [event for event in found if event["event"] == kind]
 
 
 @pytest.mark.slow
-def test_a_signal_lets_all_ranks_save(place: Place, stopped: Ended) -> None:
+def test_a_signal_lets_all_ranks_save(site: TrainingSite, stopped: Ended) -> None:
     """It is passed on to all of them; the exit code says: saved, run me again."""
     assert stopped.code == os.EX_TEMPFAIL, stopped.said
-    (event,) = _events(place, "interrupted")
+    (event,) = _events(site, "interrupted")
     assert event["by"] == "SIGUSR1"
-    assert event["step"] in place.run.checkpoint_steps()
+    assert event["step"] in site.run.checkpoint_steps()
 
 
 @pytest.mark.slow
-def test_a_launch_on_one_node_listens_on_this_machine_only(place: Place, stopped: Ended) -> None:
+def test_a_launch_on_one_node_listens_on_this_machine_only(
+    site: TrainingSite, stopped: Ended
+) -> None:
     """Neither the launcher nor a rank can be reached from the network; torch would unpickle."""
     assert stopped.code == 75
-    listening = (place.folder / "listening").read_text().splitlines()
+    listening = (site.folder / "listening").read_text().splitlines()
     assert listening  # rank 0's store
     assert [each for each in listening if not each.startswith("127.")] == []
 
 
-def test_a_killed_rank_is_named_and_the_run_goes_on(place: Place, restarted: Ended) -> None:
+def test_a_killed_rank_is_named_and_the_run_goes_on(site: TrainingSite, restarted: Ended) -> None:
     """On the terminal, in the log of the rank that waited for it, and in an event."""
     assert restarted.code == 0, restarted.said
     named = "Rank 1 of 2 on "
     assert "killed by SIGKILL" in restarted.said
     assert "All ranks are started again (1 of 3 times" in restarted.said
-    (event,) = _events(place, "rank_failed")
+    (event,) = _events(site, "rank_failed")
     assert (event["rank"], event["kind"]) == (1, "killed")
     (log,) = (
         path
-        for path in place.run.path.glob("nodes/*/logs/*/rank_0000.log")
+        for path in site.run.path.glob("nodes/*/logs/*/rank_0000.log")
         if "waited for it at step" in path.read_text()
     )
     assert named in log.read_text()
-    assert len(_events(place, "resumed")) == 2
-    assert place.run.metrics()[-1]["step"] == 50
+    assert len(_events(site, "resumed")) == 2
+    assert site.run.metrics()[-1]["step"] == 50
 
 
 @pytest.mark.slow
-def test_each_rank_of_each_start_has_a_log(place: Place, restarted: Ended) -> None:
+def test_each_rank_of_each_start_has_a_log(site: TrainingSite, restarted: Ended) -> None:
     """Two launches, one of which started its ranks twice; rank 0 was heard on the terminal too."""
-    logs = sorted(place.run.path.glob("nodes/*/logs/*/*.log"))
+    logs = sorted(site.run.path.glob("nodes/*/logs/*/*.log"))
     assert [path.name for path in logs] == ["rank_0000.log", "rank_0001.log"] * 3
     assert "Done: step 50" in logs[-2].read_text()
     assert "Done: step 50" in restarted.said
@@ -163,9 +164,9 @@ def test_each_rank_of_each_start_has_a_log(place: Place, restarted: Ended) -> No
 
 
 @pytest.mark.slow
-def test_a_mistake_is_not_tried_again(place: Place, restarted: Ended, tmp_path: Path) -> None:
+def test_a_mistake_is_not_tried_again(site: TrainingSite, restarted: Ended, tmp_path: Path) -> None:
     """All ranks refuse it; a restart would not change their minds."""
-    ended = _launch(place, "--set", "data.catalog=gone.parquet", "--set", f"out={tmp_path / 'run'}")
+    ended = _launch(site, "--set", "data.catalog=gone.parquet", "--set", f"out={tmp_path / 'run'}")
     assert ended.code == 2
     assert "gone.parquet does not exist" in ended.said
     assert "nothing is started again" in ended.said
@@ -198,15 +199,15 @@ class Adapter(nn.Module):
 
 
 @pytest.mark.slow
-def test_out_of_memory_is_explained_and_not_tried_again(place: Place, tmp_path: Path) -> None:
+def test_out_of_memory_is_explained_and_not_tried_again(site: TrainingSite, tmp_path: Path) -> None:
     """It names what was planned and what was measured; the same again would end the same way."""
-    (place.folder / "too_large.py").write_text(_TOO_LARGE)
+    (site.folder / "too_large.py").write_text(_TOO_LARGE)
     within = (
         "trainable.module=too_large:Adapter",
         "recompute.memory=1GiB",
         f"out={tmp_path / 'run'}",
     )
-    ended = _launch(place, *(part for change in within for part in ("--set", change)))
+    ended = _launch(site, *(part for change in within for part in ("--set", change)))
     assert ended.code == 2
     assert re.search(r"Out of memory in step \d+ on rank 1 \(cpu\), .* 2\.00 GiB more", ended.said)
     assert re.search(r"The plan .* predicts at most .* MiB of a budget of 952\.32 MiB", ended.said)

@@ -5,8 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-from longtake.drill.hosts import Cluster
+from tests.cluster.hosts import Cluster
 
 
 @pytest.fixture(scope="module")

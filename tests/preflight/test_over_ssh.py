@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from longtake.drill.hosts import Cluster
+from tests.cluster.hosts import Cluster
 
 _PREFLIGHT = [sys.executable, "-P", "-m", "longtake", "preflight"]
 

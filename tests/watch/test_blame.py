@@ -19,7 +19,7 @@ _BASE = [("train_steps", "/src/longtake/training/loop.py", 77), ("main", "/src/l
 _SUM = ("sum_over_ranks", "/src/longtake/parallel/collectives.py", 23)
 _C10D = ("all_reduce", f"{_SITE}/torch/distributed/distributed_c10d.py", 3245)
 _COLLECTIVE = [_C10D, _SUM, *_BASE]
-_SLEEP = [("asleep", "/src/longtake/drill/hangs.py", 52), *_BASE]
+_SLEEP = [("asleep", "/src/longtake/faults/faulty_processes.py", 52), *_BASE]
 _FUTURE = [
     ("wait", f"{_LIB}/threading.py", 327),
     ("result", f"{_LIB}/concurrent/futures/_base.py", 451),
@@ -218,7 +218,7 @@ def test_a_rank_that_sleeps_never_joined() -> None:
     assert verdict.kind == "stuck"
     (suspect,) = verdict.suspects
     assert (suspect.host, suspect.rank, suspect.function) == ("gpu08", 6, "asleep")
-    assert (suspect.file, suspect.line) == ("/src/longtake/drill/hangs.py", 52)
+    assert (suspect.file, suspect.line) == ("/src/longtake/faults/faulty_processes.py", 52)
     assert [(each.ranks, each.host_count) for each in verdict.waiting] == [
         ((0, 1, 2, 3, 4, 5, 7), 2)
     ]
@@ -240,7 +240,7 @@ def test_a_rank_that_computes_is_slow() -> None:
 
 def test_in_a_collective_of_its_own_it_is_the_rank_that_is_behind() -> None:
     """Of two that both wait in collectives; the line is that of the caller, not the library's."""
-    extra = [_C10D, ("in_collective", "/src/longtake/drill/hangs.py", 80), *_BASE]
+    extra = [_C10D, ("in_collective", "/src/longtake/faults/faulty_processes.py", 80), *_BASE]
     for phase, done in (("forward", 3), ("collective", 2)):
         behind = _process(11, 1, extra, phase, done=done)
         verdict = _judge(_still(_process(10, 0, _COLLECTIVE, "collective"), behind))

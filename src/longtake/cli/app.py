@@ -280,9 +280,7 @@ def drill(
     Without a fault's name it lists all faults. Exit code 1 if a drill failed; a drill that this
     machine cannot carry out is skipped.
     """
-    from longtake.drill.registry import find_faults
-    from longtake.drill.report import show_faults, show_results
-    from longtake.drill.run import run_drills
+    from longtake.faults.registry import find_faults, run_drills, show_faults, show_results
 
     if show_list or not (faults or run_all):
         found = find_faults(faults or ())

@@ -7,9 +7,9 @@ from types import ModuleType
 
 import fsspec
 import pytest
+from tests.cluster.hosts import Cluster
 
 from longtake.checkpoint.manifest import commit, describe
-from longtake.drill.hosts import Cluster
 from longtake.fsio import append_json
 from longtake.run_dir import RunDirectory
 

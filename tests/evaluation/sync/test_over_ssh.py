@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.cluster.hosts import Cluster
 
 from longtake.checkpoint.deletion import needed_steps
-from longtake.drill.hosts import Cluster
 from longtake.fsio import write_json
 from longtake.process import environment
 from longtake.run_dir import RunDirectory

@@ -1,1 +1,0 @@
-"""Faults that one can inject into one's own installation, and what must happen."""

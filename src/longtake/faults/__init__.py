@@ -1,0 +1,1 @@
+"""Faults that `longtake drill` injects into small runs, and what must happen then."""

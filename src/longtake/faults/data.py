@@ -1,0 +1,283 @@
+"""Faults of the data: changed catalogs, damaged clips, decode workers that hang or die."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from longtake.data.catalog import Catalog
+from longtake.data.change import compare
+from longtake.data.index import index
+from longtake.data.ledger import read_ledger
+from longtake.demo.shapes import write_clips
+from longtake.faults.expect import Evidence, clips_at, identities_of
+from longtake.faults.faulty_processes import Hang
+from longtake.faults.registry import fault
+from longtake.faults.sandbox import (
+    NUM_CLIPS,
+    ON_TWO_RANKS,
+    SAMPLE_TIMEOUT_SECONDS,
+    STEPS,
+    ObservedEvent,
+    Sandbox,
+    TrainingSite,
+    stop_while_decoding,
+)
+
+Policy = Literal["merge", "finish"]
+
+_ADDED = NUM_CLIPS // 10
+_REMOVED = NUM_CLIPS * 3 // 10
+_POLICIES = ("merge", "finish", "restart")
+_LATE_STEP = 15  # of an epoch of 16
+_CORRUPT_STEP = 8
+
+
+@fault(
+    "data-grown",
+    does="Kills a run in mid-epoch and adds a tenth more clips to its catalog.",
+    must="It refuses to resume; told to merge, it repeats no clip and misses none.",
+)
+def data_grown(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.killed_mid_epoch("data-grown"), Evidence()
+    old = site.catalog()
+    site.write_clips(NUM_CLIPS + _ADDED)
+    site.index()
+    num_rows = len(site.run.metrics())
+    with site.launch() as process:
+        code = process.wait()
+        seconds = process.polled_at - process.began
+    expect_refusal(evidence, code, process.output, added=len(site.catalog()) - len(old))
+    evidence.expect(len(site.run.metrics()) == num_rows, "it trained, though the data had changed")
+    _resume(evidence, sandbox, site, old, "merge")
+    evidence.detected_seconds = seconds
+    evidence.message = f"It refused to resume and said why. {evidence.message}"
+    return evidence
+
+
+def expect_refusal(evidence: Evidence, code: int, output: str, added: int) -> None:
+    """Expect that a run without data.on_change refused, and said why and how to resume."""
+    evidence.expect_exit(code, 2, "without data.on_change")
+    evidence.expect_output(output, f"{added} clips added")
+    unnamed = [way for way in _POLICIES if not re.search(rf"^  {way}\b", output, re.MULTILINE)]
+    evidence.expect(not unnamed, f"the refusal does not offer {', '.join(unnamed)}")
+
+
+@fault(
+    "data-shrunk",
+    does="Kills a run in mid-epoch and deletes three in ten of its clips.",
+    must="Told to merge, it repeats no clip and misses none.",
+)
+def data_shrunk(sandbox: Sandbox) -> Evidence:
+    site = sandbox.killed_mid_epoch("data-shrunk")
+    old = site.catalog()
+    for clip in sorted(site.clips.glob("*.mp4"))[:_REMOVED]:
+        clip.unlink()
+    site.index()
+    return _resume(Evidence(), sandbox, site, old, "merge")
+
+
+@fault(
+    "data-swapped",
+    does="Kills a run in mid-epoch and replaces its catalog by one of other clips.",
+    must="Told to finish, it ends the epoch with the old clips, then trains the new ones.",
+)
+def data_swapped(sandbox: Sandbox) -> Evidence:
+    site = sandbox.killed_mid_epoch("data-swapped")
+    old, folder = site.catalog(), site.folder / "data" / "other_clips"
+    captions = write_clips(folder, NUM_CLIPS, seed=1)  # the old clips stay where they are
+    index([folder], captions=captions, out=site.catalog_path, workers=0)
+    return _resume(Evidence(), sandbox, site, old, "finish")
+
+
+@fault(
+    "one-clip-removed",
+    does="Kills a run in mid-epoch and deletes a single clip that was still to come.",
+    must="Told to merge, it repeats no clip and misses none.",
+)
+def one_clip_removed(sandbox: Sandbox) -> Evidence:
+    site = sandbox.killed_mid_epoch("one-clip-removed")
+    old, late = site.catalog(), clips_at(sandbox.undisturbed, _LATE_STEP)[0]
+    (site.clips / late.name).unlink()
+    site.index()
+    return _resume(Evidence(), sandbox, site, old, "merge")
+
+
+def _resume(
+    evidence: Evidence, sandbox: Sandbox, site: TrainingSite, old: Catalog, policy: Policy
+) -> Evidence:
+    """Resume with `data.on_change`, to the end of the run, and check it."""
+    with site.launch(f"data.on_change={policy}") as process:
+        found = process.wait_for_event("data_changed", policy=policy)
+        process.finish()
+    expect_policy(evidence, site, old, policy, found, process.began, sandbox.undisturbed)
+    return evidence
+
+
+def expect_policy(
+    evidence: Evidence,
+    site: TrainingSite,
+    old: Catalog,
+    policy: Policy,
+    found: ObservedEvent | None,
+    began: float,
+    undisturbed: TrainingSite,
+) -> None:
+    """Expect of a run whose data changed what the policy promises.
+
+    `merge`: epoch 0 is what was consumed before and the rest of the new catalog. `finish`: epoch 0
+    is the old catalog. Either way later epochs are the new catalog, and the steps before the change
+    are bitwise the undisturbed run's.
+    """
+    step, first = found.event["step"] if found else 0, identities_of(old)
+    if policy == "merge":
+        consumed = read_ledger(site.run.ledger_path)
+        before = consumed.identity[(consumed.step < step) & (consumed.epoch == 0)]
+        first = np.union1d(before, identities_of(site.catalog()))
+    evidence.expect_event(found, began, f"no event says that the data changed ({policy})")
+    evidence.expect(0 < step < STEPS, f"the change was to meet the run in mid-epoch, not at {step}")
+    evidence.expect_exact(site, first)
+    evidence.expect_equal(site.run, undisturbed.run, until=step)
+    changed, counts = compare(old, site.catalog()), evidence.counts
+    assert counts is not None
+    evidence.message = (
+        f"With {changed.added} clips added and {changed.removed} removed it resumed by {policy}: "
+        f"{counts.repeated} samples repeated, {counts.missing} missing; the steps before are "
+        "bitwise the undisturbed run's."
+    )
+
+
+@fault(
+    "corrupt-clip",
+    does="Overwrites the middle of a clip's file after it was indexed.",
+    must="The run rejects the clip with a reason and trains all others.",
+)
+def corrupt_clip(sandbox: Sandbox) -> Evidence:
+    site = sandbox.fresh("corrupt-clip")
+    clip = site.clips / clips_at(sandbox.undisturbed, _CORRUPT_STEP)[0].name
+    damage(clip)
+    with site.launch() as process:
+        found = process.wait_for_event("sample_rejected")
+        process.finish()
+    evidence = Evidence()
+    expect_rejected(evidence, site, clip, found, process.began, sandbox.undisturbed)
+    return evidence
+
+
+def damage(clip: Path) -> None:
+    """Invert all bits in the middle third of a file; its ends and its length stay."""
+    data = bytearray(clip.read_bytes())
+    third = len(data) // 3
+    data[third : 2 * third] = bytes(0xFF ^ octet for octet in data[third : 2 * third])
+    clip.write_bytes(data)
+
+
+def expect_rejected(
+    evidence: Evidence,
+    site: TrainingSite,
+    clip: Path,
+    found: ObservedEvent | None,
+    began: float,
+    undisturbed: TrainingSite,
+) -> None:
+    """Expect that the clip is left out from its first step on, and no other is."""
+    evidence.expect_event(found, began, "no event says that a clip could not be decoded")
+    step, reason = 0, ""
+    if found:
+        step, reason = found.event["step"], found.event["reason"]
+        wrong = f"it was rejected at step {step}; it was due at {_CORRUPT_STEP}"
+        evidence.expect(step == _CORRUPT_STEP, wrong)
+        evidence.expect(clip.name in reason, f"another clip was rejected: {reason}")
+    evidence.expect_exact(site, rejected=1)
+    evidence.expect_equal(site.run, undisturbed.run, until=step)
+    evidence.message = (
+        f"The clip was rejected at step {step}, when it was due, and the batch had one sample "
+        f"less; the run continued. The reason: {reason.rpartition(': ')[2]}."
+    )
+
+
+@fault(
+    "decoder-hang",
+    does="Stops a decode worker (SIGSTOP) while it decodes a clip.",
+    must="It is dumped, killed and replaced at its deadline; every step is bitwise the same.",
+)
+def decoder_hang(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("decoder-hang"), Evidence()
+    with site.launch() as process:
+        process.wait_for_rows(1)
+        hang = stop_while_decoding(process, site.clips)
+        found = process.wait_for_event("decoder_stalled", pid=hang.pid)
+        process.finish()
+    expect_replaced(evidence, "decoder_stalled", site, hang, found, sandbox.undisturbed)
+    where = found.event["where"] if found else ""
+    evidence.message = (
+        f"Process {hang.pid} was stopped while it decoded {Path(hang.path).name}, was past its "
+        f"deadline of {SAMPLE_TIMEOUT_SECONDS:g} s, was dumped{where and f' in {where}'}, killed "
+        "and replaced; every step is bitwise the undisturbed run's."
+    )
+    return evidence
+
+
+@fault(
+    "killed-loader-worker",
+    does="Kills a decode worker (SIGKILL) while it decodes a clip.",
+    must="It is replaced; every step is bitwise the same.",
+)
+def killed_loader_worker(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("killed-loader-worker"), Evidence()
+    with site.launch() as process:
+        process.wait_for_rows(1)
+        hang = stop_while_decoding(process, site.clips)  # so that it is killed at work
+        os.kill(hang.pid, signal.SIGKILL)
+        found = process.wait_for_event("decoder_died", pid=hang.pid)
+        process.finish()
+    expect_replaced(evidence, "decoder_died", site, hang, found, sandbox.undisturbed)
+    evidence.message = (
+        f"Process {hang.pid} was killed while it decoded {Path(hang.path).name} and was replaced; "
+        "every step is bitwise the undisturbed run's."
+    )
+    return evidence
+
+
+def expect_replaced(
+    evidence: Evidence,
+    kind: Literal["decoder_stalled", "decoder_died"],
+    site: TrainingSite,
+    hang: Hang,
+    found: ObservedEvent | None,
+    undisturbed: TrainingSite,
+) -> None:
+    """Expect an event with the worker's clip and stacks, and the undisturbed run."""
+    evidence.expect_event(found, hang.at, f"no event {kind} tells of process {hang.pid}")
+    if found:
+        named, decoded = Path(found.event["path"]).name, Path(hang.path).name
+        wrong = f"the event names the clip {named}, and it was decoding {decoded}"
+        evidence.expect(named == decoded, wrong)
+        stacks = site.run.path / found.event["stacks"]
+        evidence.expect(stacks.is_file(), f"its stacks were not kept: there is no {stacks}")
+    evidence.expect(not Path(f"/proc/{hang.pid}").exists(), f"process {hang.pid} still runs")
+    evidence.expect_undisturbed(site, undisturbed)
+
+
+@fault(
+    "processes-changed",
+    does="Kills a run in mid-epoch and resumes it on two ranks instead of one, without workers.",
+    must="No clip is repeated or missing; the losses are the same but for rounding.",
+)
+def processes_changed(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.killed_mid_epoch("processes-changed"), Evidence()
+    with site.launch(*ON_TWO_RANKS, ranks=2) as process:
+        process.finish()
+    evidence.expect_world_sizes(site.run, 1, 2)
+    step = json.loads(site.run.record_path.read_text())["launches"][-1]["start_step"]
+    error = evidence.expect_near(site, sandbox.undisturbed)
+    evidence.message = (
+        f"Killed as one process, it resumed from step {step} as two ranks: no clip was repeated or "
+        f"missing, and no loss is further than {error:.0e} (relative: rounding) from the "
+        "undisturbed run's."
+    )
+    return evidence

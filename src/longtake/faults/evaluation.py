@@ -1,0 +1,631 @@
+"""Faults of evaluation: servers that are killed or share a run, lost checkpoints, a tracker down.
+
+In each, every checkpoint has one result of the weights that were saved, nothing partial is left, no
+checkpoint is held any more, and the training is not affected.
+"""
+
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+
+from longtake.checkpoint.deletion import delete, needed_steps
+from longtake.config import TrackingSection
+from longtake.errors import RecipeError
+from longtake.evaluation.server.checkpoints import checkpoint_key
+from longtake.evaluation_dir import (
+    Alarm,
+    EvaluationDirectory,
+    all_servers,
+    cursor_path,
+    writer_path,
+)
+from longtake.faults.expect import Evidence
+from longtake.faults.registry import NotPossibleHereError, fault
+from longtake.faults.sandbox import (
+    ONE_THREAD,
+    SHORT_RECIPE,
+    STEPS,
+    Injection,
+    RunObserver,
+    Sandbox,
+    TrainingProcess,
+    TrainingSite,
+)
+from longtake.fsio import atomic_write, read_json_lines
+from longtake.lease import history, is_alive, newest
+from longtake.process import program, start
+from longtake.run_dir import RunDirectory
+from longtake.tracking import cursor
+from longtake.tracking.event_file import event_files, events_in
+from longtake.tracking.process import Follower
+from longtake.tracking.wandb_access import refuse_missing_wandb
+
+PRESET = "drill"
+PROMPTS = 4  # sampled one by one, so that there is a first video while others are still to come
+
+_TAKEOVER_SECONDS = 5.0
+_WHOLE_SECONDS = 5.0  # from when a checkpoint is whole until it was evaluated
+_KEEP = 2
+_SOLVER_STEPS = 40
+_MANY_SOLVER_STEPS = 80  # several checkpoints are saved while one is sampled
+_DELETIONS = 3
+_LAST_DELETED_STEP = STEPS - 10  # the run's last checkpoints are compared
+_PRESETS = "presets.toml"
+_DRIFT_PRESET = {
+    "num_inference_steps": 4,
+    "guidance_scale": 1.0,
+    "prompts": ["a red square moving right", "a blue circle moving up"],
+    "seeds": [0, 1],
+}
+_BRIGHTER = 0.03  # of latents, which are pixels from -1 to 1: four of 255 grey levels
+_BRIGHTER_TIMES = 4
+_BRIGHTER_STEPS = 5  # between two such checkpoints
+_UNREACHABLE = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
+_LONGEST_STEP_SECONDS = 10.0
+_LONGEST_FOLLOWER_SECONDS = 60.0
+
+
+class EvaluatorProcess(RunObserver):
+    """`longtake evaluate` on a site's run, which need not have begun.
+
+    Attributes:
+        pid: of the process.
+        server: the name by which others know it.
+    """
+
+    NAME = "evaluation server"
+
+    def __init__(self, site: TrainingSite, *options: str) -> None:
+        super().__init__(site.folder, [], log="evaluator")
+        with self._log.open("wb") as log:
+            command = program("longtake", "evaluate", "run", *options)
+            self._process = start(command, log, site.folder, **ONE_THREAD)
+        self.pid = self._process.pid
+        self.server = f"{socket.gethostname()}-{self.pid}"
+
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def kill(self) -> bool:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        return self._process.wait() == -signal.SIGKILL
+
+    def wait_for_video(self) -> int:
+        """Return the step of its first unpublished video; RunError if it ends before."""
+        videos = self.wait_until(
+            lambda: partial_videos(self._run, self.server), "it had sampled a video"
+        )
+        return step_of(videos[0])
+
+    def wait_for_report(self, kind: str, step: int) -> None:
+        """Return when a server has reported an event of a step; RunError if this one ends."""
+        self.wait_until(
+            lambda: any(
+                (each["event"], each.get("step")) == (kind, step)
+                for each in server_events(self._run)
+            ),
+            f"step {step} was reported as {kind}",
+        )
+
+
+def _recipe(solver_steps: int) -> str:
+    """The recipe of most drills with one preset."""
+    prompts = [f"a red square moves left, number {number}" for number in range(PROMPTS)]
+    return f"""\
+{SHORT_RECIPE}
+evaluation.reference_clips = 0
+evaluation.presets.{PRESET}.prompts = {prompts}
+evaluation.presets.{PRESET}.num_inference_steps = {solver_steps}
+evaluation.presets.{PRESET}.batch_size = 1
+"""
+
+
+def server_events(run: RunDirectory) -> list[dict[str, Any]]:
+    """Events of a run's evaluation servers, server by server."""
+    found = (read_json_lines(server.events_path) for server in all_servers(run))
+    return [event for each in found for event in each]
+
+
+def partial_videos(run: RunDirectory, server: str = "*") -> list[Path]:
+    """Videos of results that are not published yet."""
+    folders = EvaluationDirectory(run).path / PRESET
+    return sorted(folders.glob(f".step_*.{server}-*.partial/*.mp4"))
+
+
+def step_of(video: Path) -> int:
+    """The step of the checkpoint that an unpublished video was sampled from."""
+    return int(video.parent.name.split(".")[1].removeprefix("step_"))
+
+
+def _attempts(run: RunDirectory, step: int) -> list[dict[str, Any]]:
+    """Leases under which a checkpoint was evaluated, oldest first."""
+    claims = (EvaluationDirectory(run).path / "claims" / PRESET).glob(f"step_{step:08d}-*")
+    return [record for claim in sorted(claims) for record in history(claim)]
+
+
+def expect_evaluated_once(evidence: Evidence, run: RunDirectory, steps: Iterable[int]) -> None:
+    """Expect one whole result of each of some checkpoints, and no remains of others."""
+    told = Counter(each["step"] for each in server_events(run) if each["event"] == "evaluated")
+    for step in steps:
+        ends = [each["ended"] for each in _attempts(run, step)]
+        evidence.expect(
+            ends.count("done") == 1 and told[step] == 1,
+            f"step {step} was done {ends.count('done')} times, and told of {told[step]} times",
+        )
+        evidence.expect(_is_whole(run, step), f"the result of step {step} is not whole")
+    left = [path.name for path in partial_videos(run)]
+    left += [f"the need of step {step}" for step in sorted(needed_steps(run))]
+    evidence.expect(not left, f"this is left over: {', '.join(left)}")
+    superseded = list((EvaluationDirectory(run).path / PRESET).glob("superseded/*"))
+    evidence.expect(not superseded, f"{len(superseded)} results were made twice")
+
+
+def _is_whole(run: RunDirectory, step: int) -> bool:
+    """Whether a result has all videos, and is of the checkpoint's weights if that still exists."""
+    directory, checkpoint = EvaluationDirectory(run), run.checkpoint_path(step)
+    scores = directory.scores(PRESET, step)
+    if scores is None:
+        return False
+    folder = directory.result_path(PRESET, step)
+    sizes = [(folder / video["file"]).stat().st_size for video in scores["videos"]]
+    key = checkpoint_key(checkpoint, scores["weights"])
+    is_of_it = key == scores["key"] if checkpoint.exists() else True
+    return is_of_it and len(sizes) == PROMPTS and all(sizes)
+
+
+@fault(
+    "evaluator-killed-while-sampling",
+    does="Kills one of two evaluation servers beside a run while it samples (SIGKILL).",
+    must=(
+        "The other takes its checkpoint over within 5 s; each checkpoint is evaluated once; the "
+        "run is bitwise the same."
+    ),
+)
+def evaluator_killed_while_sampling(sandbox: Sandbox) -> Evidence:
+    site = sandbox.fresh("evaluator-killed-while-sampling", _recipe(_SOLVER_STEPS))
+    with _two_servers(site, slow_from=30) as (first, second, process):
+        step = first.wait_for_video()
+        os.kill(first.pid, signal.SIGKILL)
+        at = time.monotonic()
+        second.wait_for_report("evaluation_lost", step)
+        seconds = time.monotonic() - at
+        process.finish()
+        second.finish()
+    evidence = Evidence()
+    expect_takeover(evidence, site.run, step, first.server, second.server, seconds)
+    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    count = len(site.run.checkpoint_steps())
+    evidence.message = (
+        f"{seconds:.1f} s after server {first.pid} was killed over step {step}, another began it "
+        f"again; all {count} checkpoints were evaluated once, and every step of the training is "
+        "bitwise the undisturbed run's."
+    )
+    return evidence
+
+
+@contextmanager
+def _two_servers(
+    site: TrainingSite, slow_from: int
+) -> Iterator[tuple[EvaluatorProcess, EvaluatorProcess, TrainingProcess]]:
+    """Two servers and a run that keeps all checkpoints; its steps are slow from `slow_from` on."""
+    inject = Injection("slow-steps", slow_from)
+    with (
+        EvaluatorProcess(site, "--until-finished") as first,
+        EvaluatorProcess(site, "--until-finished") as second,
+        site.launch("checkpoint.keep=100", inject=inject) as process,
+    ):
+        yield first, second, process
+
+
+def expect_takeover(
+    evidence: Evidence, run: RunDirectory, step: int, killed: str, other: str, seconds: float
+) -> None:
+    """Expect that another server evaluated the step in time, and each checkpoint once."""
+    evidence.detected_seconds = seconds
+    late = f"it was taken over after {seconds:.1f} s, not within {_TAKEOVER_SECONDS:g}"
+    evidence.expect(seconds <= _TAKEOVER_SECONDS, late)
+    found = [(each.get("server"), each["ended"]) for each in _attempts(run, step)]
+    evidence.expect(
+        found == [(killed, None), (other, "done")],
+        f"step {step} was to be lost by {killed} and done by {other}, and there is {found}",
+    )
+    expect_evaluated_once(evidence, run, run.checkpoint_steps())
+
+
+@fault(
+    "two-evaluators",
+    does="Lets two evaluation servers evaluate one run.",
+    must="They share its checkpoints; each is evaluated once; the run is bitwise the same.",
+)
+def two_evaluators(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("two-evaluators", _recipe(_SOLVER_STEPS)), Evidence()
+    # From step 20 on a checkpoint is due every 2.5 s, when both servers have long been started.
+    with _two_servers(site, slow_from=20) as (first, second, process):
+        process.finish()
+        first.finish()
+        second.finish()
+    shares = expect_shared(evidence, site.run, (first.server, second.server))
+    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    counts = " and ".join(str(shares[each]) for each in sorted(shares))
+    evidence.message = (
+        f"They evaluated {counts} checkpoints, each once; every step of the training is bitwise "
+        "the undisturbed run's."
+    )
+    return evidence
+
+
+def expect_shared(evidence: Evidence, run: RunDirectory, servers: Sequence[str]) -> "Counter[str]":
+    """Expect that each server evaluated something; returns how many checkpoints each did."""
+    evaluated = (each for each in server_events(run) if each["event"] == "evaluated")
+    shares = Counter(each["server"] for each in evaluated)
+    for server in servers:
+        evidence.expect(shares[server] > 0, f"server {server} has evaluated nothing")
+    expect_evaluated_once(evidence, run, run.checkpoint_steps())
+    return shares
+
+
+@dataclass
+class HeldCheckpoints:
+    """What was seen of a run's checkpoints and its server."""
+
+    held: int = -1  # a step that was sampled while the run could have deleted its checkpoint
+    saves: int = 0  # how many checkpoints were saved meanwhile
+    deleted: list[int] = field(default_factory=list)  # steps deleted right after they were held
+
+
+@fault(
+    "checkpoint-deleted-under-evaluator",
+    does="Deletes checkpoints while an evaluation server reads them.",
+    must=(
+        "What is held is kept; what is deleted nevertheless is reported as gone, or was read "
+        "before; the run is bitwise the same."
+    ),
+)
+def checkpoint_deleted_under_evaluator(sandbox: Sandbox) -> Evidence:
+    name = "checkpoint-deleted-under-evaluator"
+    site, evidence = sandbox.fresh(name, _recipe(_MANY_SOLVER_STEPS)), Evidence()
+    changes = (f"checkpoint.keep={_KEEP}", "checkpoint.every=1", "evaluation.hold_waiting=0")
+    seen = HeldCheckpoints()
+    with (
+        EvaluatorProcess(site, "--until-finished") as server,
+        site.launch(*changes, inject=Injection("slow-steps", 20)) as process,
+    ):
+        _watch_held(site.run, server, seen)
+        _delete_held(site.run, server, seen)
+        process.finish()
+        server.finish()
+    expect_held(evidence, site.run, seen)
+    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    gone = sum(_ends(site.run, step)[-1:] == ["gone"] for step in seen.deleted)
+    evidence.message = (
+        f"Step {seen.held} stayed until it was sampled, for {seen.saves} saves. Of {_DELETIONS} "
+        f"that were deleted although they were held {gone} are recorded as gone, and all others "
+        "were read before. Every step of the training is bitwise the undisturbed run's."
+    )
+    return evidence
+
+
+def _watch_held(run: RunDirectory, server: EvaluatorProcess, seen: HeldCheckpoints) -> None:
+    """Count the saves that the first sampled checkpoint outlives."""
+    seen.held = server.wait_for_video()
+
+    def is_released() -> bool:
+        if seen.held in run.checkpoint_steps() and seen.held in needed_steps(run):
+            events = read_json_lines(run.events_path)
+            saved = (each["step"] for each in events if each["event"] == "checkpoint")
+            seen.saves = max(seen.saves, sum(step > seen.held for step in saved))
+            return False
+        return True
+
+    server.wait_until(is_released, "it released its first checkpoint")
+
+
+def _delete_held(run: RunDirectory, server: EvaluatorProcess, seen: HeldCheckpoints) -> None:
+    """Delete checkpoints as soon as they are held, before they are read."""
+
+    def are_enough() -> bool:
+        for step in needed_steps(run) - {seen.held, *seen.deleted}:
+            if step <= _LAST_DELETED_STEP and run.checkpoint_path(step).exists():
+                delete([run.checkpoint_path(step)])
+                seen.deleted.append(step)
+        last = run.metrics()[-1:][0]["step"]
+        return len(seen.deleted) >= _DELETIONS or last > _LAST_DELETED_STEP
+
+    server.wait_until(are_enough, f"it held {_DELETIONS} checkpoints")
+
+
+def expect_held(evidence: Evidence, run: RunDirectory, seen: HeldCheckpoints) -> None:
+    """Expect that what was held stayed, and what was deleted is whole or gone; others once."""
+    evidence.expect(
+        seen.saves > _KEEP,
+        f"step {seen.held} was held for {seen.saves} saves, and the run keeps {_KEEP} anyway",
+    )
+    evidence.expect(
+        len(seen.deleted) == _DELETIONS,
+        f"{len(seen.deleted)} checkpoints were deleted under the server, not {_DELETIONS}",
+    )
+    claimed = sorted({each["step"] for each in server_events(run) if each["event"] == "evaluating"})
+    ends = {step: _ends(run, step) for step in claimed}
+    for step, found in ends.items():
+        # The run's retention may be faster than a claim, but must keep what is held.
+        may_be_gone = step not in run.checkpoint_steps() and step != seen.held
+        is_right = found == ["done"] or (found == ["gone"] and may_be_gone)
+        evidence.expect(is_right, f"step {step} ended as {', '.join(map(str, found))}")
+    result_path = EvaluationDirectory(run).result_path
+    of_gone = [s for s in ends if "gone" in ends[s] and result_path(PRESET, s).exists()]
+    evidence.expect(not of_gone, f"there are results of steps {of_gone}, which were gone")
+    done = {step for step, found in ends.items() if "done" in found}
+    expect_evaluated_once(evidence, run, sorted(done | set(run.checkpoint_steps())))
+
+
+def _ends(run: RunDirectory, step: int) -> list[str | None]:
+    return [each["ended"] for each in _attempts(run, step)]
+
+
+@fault(
+    "half-synced-checkpoint",
+    does=(
+        "Copies a checkpoint to an evaluation server by hand: COMMITTED first, weights by halves, "
+        "then of the right size with wrong bytes, and stops in between."
+    ),
+    must=(
+        "It is not sampled before it is whole, and within 5 s then, once; the other checkpoint is "
+        "evaluated meanwhile."
+    ),
+)
+def half_synced_checkpoint(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.killed_mid_epoch("half-synced-checkpoint"), Evidence()
+    run, trainer = site.run, RunDirectory(site.folder / "cluster")
+    early, late = run.checkpoint_steps()[-2:]
+    trainer.path.mkdir()
+    run.checkpoints_path.rename(trainer.checkpoints_path)  # the site's run becomes a mirror
+    prompts = [f"a square, number {number}" for number in range(PROMPTS)]
+    _write_preset(site, {"prompts": prompts, "num_inference_steps": 4})
+    _copy(trainer, run, late, weights="half")
+    _copy(trainer, run, early)
+    with EvaluatorProcess(site, "--presets", _PRESETS, "--follow") as server:
+        server.wait_for_report("evaluated", early)
+        is_untouched = not _attempts(run, late)
+        _copy(trainer, run, late, weights="garbled")
+        server.wait_for_report("evaluation_failed", late)
+        _copy(trainer, run, late)
+        at = time.monotonic()
+        server.wait_for_report("evaluated", late)
+        seconds = time.monotonic() - at
+        os.kill(server.pid, signal.SIGTERM)
+        server.finish(expected=128 + signal.SIGTERM)
+    expect_only_whole(evidence, run, early, late, seconds, is_untouched=is_untouched)
+    evidence.message = (
+        f"Step {late} was not tried while files were short, and refused while their bytes were "
+        f"wrong; it was evaluated once, {seconds:.1f} s after it was whole; the other meanwhile."
+    )
+    return evidence
+
+
+def _write_preset(site: TrainingSite, preset: dict[str, Any]) -> None:
+    (site.folder / _PRESETS).write_text(tomli_w.dumps({PRESET: preset}), encoding="utf-8")
+
+
+def _copy(
+    source_run: RunDirectory,
+    run: RunDirectory,
+    step: int,
+    weights: Literal["whole", "half", "garbled"] = "whole",
+) -> None:
+    """Copy a checkpoint, COMMITTED first; of weights the first half, or then zeros."""
+    source, target = source_run.checkpoint_path(step), run.checkpoint_path(step)
+    files = sorted(path for path in source.rglob("*") if path.is_file())
+    for path in sorted(files, key=lambda each: each.name != "COMMITTED"):
+        content, copy = path.read_bytes(), target / path.relative_to(source)
+        if path.suffix == ".distcp" and weights != "whole":
+            half = len(content) // 2
+            rest = bytes(len(content) - half) if weights == "garbled" else b""
+            content = content[:half] + rest
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(copy) as aside:
+            aside.write_bytes(content)
+
+
+def expect_only_whole(
+    evidence: Evidence,
+    run: RunDirectory,
+    early: int,
+    late: int,
+    seconds: float,
+    *,
+    is_untouched: bool,
+) -> None:
+    """Expect that nothing was sampled before it was whole, and both steps were then.
+
+    Args:
+        evidence: takes the complaints.
+        run: the mirror.
+        early: the step that was copied whole.
+        late: the step whose copy stopped.
+        seconds: from when that was whole until it was evaluated.
+        is_untouched: whether it was not tried while its files were short.
+    """
+    evidence.detected_seconds = seconds
+    evidence.expect(is_untouched, f"step {late} was tried while its files were short")
+    ends = _ends(run, late)
+    evidence.expect(
+        ends[-1:] == ["done"] and set(ends[:-1]) == {"damaged"},
+        f"step {late} was to be refused until it was whole, and its attempts ended {ends}",
+    )
+    slow = f"it was evaluated {seconds:.1f} s after it was whole, not within {_WHOLE_SECONDS:g}"
+    evidence.expect(seconds <= _WHOLE_SECONDS, slow)
+    expect_evaluated_once(evidence, run, (early, late))
+
+
+@fault(
+    "brightness-drift",
+    does="Lets a run's EMA get a little brighter from checkpoint to checkpoint.",
+    must="No loss shows it; the evaluator raises the alarm, and none before it.",
+)
+def brightness_drift(sandbox: Sandbox) -> Evidence:
+    """Each later checkpoint has a little more in the bias of the EMA's last layer.
+
+    The loss is that of the weights, and samples are of the EMA: only videos show it.
+    """
+    evidence = Evidence()
+    site = sandbox.undisturbed.copied_to(sandbox.undisturbed.folder.with_name("brightness-drift"))
+    before = site.run.checkpoint_steps()
+    steps = brighten(site.run, _BRIGHTER_TIMES, _BRIGHTER, _BRIGHTER_STEPS)
+    _write_preset(site, _DRIFT_PRESET)
+    began = time.monotonic()
+    options = ("--presets", _PRESETS, "--preset", PRESET, "--device", "cpu")
+    with EvaluatorProcess(site, *options) as evaluator:
+        evaluator.finish()
+    evidence.detected_seconds = time.monotonic() - began
+    expect_drift_alarm(evidence, site.run, before, steps)
+    evidence.message = (
+        f"Over {_BRIGHTER_TIMES} checkpoints the EMA got brighter by "
+        f"{_BRIGHTER_TIMES * _BRIGHTER * 127.5:.0f} grey levels, and no loss changed. The "
+        f"evaluator said: {' '.join(each['message'] for each in _drifts(site.run, steps[-1]))}"
+    )
+    return evidence
+
+
+def brighten(run: RunDirectory, times: int, brighter: float, apart: int) -> list[int]:
+    """Save further checkpoints of a tubelet, each with a brighter EMA; returns their steps.
+
+    Args:
+        run: whose newest checkpoint they follow.
+        times: how many.
+        brighter: by how much each is brighter than the last, in latents, from -1 to 1.
+        apart: steps between them.
+    """
+    import torch
+
+    from longtake.checkpoint import store
+    from longtake.checkpoint.writing import Company, write
+    from longtake.evaluation.sampling.studio import load_sampler
+    from longtake.models.trainable import trained_state
+    from longtake.parallel.mesh import World
+
+    sampler = load_sampler(run.path, device="cpu")
+    newest_step = sampler.step
+    trainer = store.load_trainer(run.checkpoint_path(newest_step), store.Trainer)
+    weights = load_sampler(run.path, ema=False, device="cpu").components.model
+    ema = sampler.components.model
+    weights.requires_grad_(True)  # a model that samples has no trained weights
+    ema.requires_grad_(True)
+    alone = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), mesh=None)
+    steps = [newest_step + apart * (number + 1) for number in range(times)]
+    for step in steps:
+        with torch.no_grad():
+            ema.get_parameter("tube_out.bias").add_(brighter)
+        parts = {"model": dict(trained_state(weights)), sampler.weights: dict(trained_state(ema))}
+        write(run, step, parts, {**trainer, "global_step": step}, Company(alone, None))
+    return steps
+
+
+def expect_drift_alarm(
+    evidence: Evidence, run: RunDirectory, before: Sequence[int], brighter: Sequence[int]
+) -> None:
+    """Expect an alarm at the last checkpoint, and none before the drift began."""
+    directory = EvaluationDirectory(run)
+    done = directory.steps(PRESET)
+    evidence.expect(done == [*before, *brighter], f"the steps {done} were evaluated")
+    early = {step: _drifts(run, step) for step in before if _drifts(run, step)}
+    evidence.expect(not early, f"an alarm was raised before anything drifted: {early}")
+    messages = [each["message"] for each in _drifts(run, brighter[-1])]
+    scores = directory.all_scores(PRESET)
+    course = [round(each["measures"]["brightness"], 1) for each in scores]
+    evidence.expect(
+        any(each.startswith(f"brightness of {PRESET} rose ") for each in messages),
+        f"no alarm was raised at step {brighter[-1]}, where brightness was {course}",
+    )
+
+
+def _drifts(run: RunDirectory, step: int) -> list[Alarm]:
+    """Alarms of a drifting brightness."""
+    scores = EvaluationDirectory(run).scores(PRESET, step)
+    alarms = scores["alarms"] if scores else []
+    return [each for each in alarms if (each["measure"], each["kind"]) == ("brightness", "drift")]
+
+
+@fault(
+    "tracker-down",
+    does="Lets W&B be unreachable for as long as a run is trained.",
+    must=(
+        "No step waits for it; the run is bitwise the same. TensorBoard has every row, and so has "
+        "W&B once it can be written to."
+    ),
+)
+def tracker_down(sandbox: Sandbox) -> Evidence:
+    try:
+        refuse_missing_wandb(TrackingSection(wandb="online"))
+    except RecipeError as error:
+        raise NotPossibleHereError("W&B is not installed: pip install 'longtake[wandb]'") from error
+    site, evidence = sandbox.fresh("tracker-down"), Evidence()
+    run, seen = site.run, None
+    changes = ("tracking.wandb=online", "tracking.tensorboard=true")
+    with _environment(_UNREACHABLE), site.launch(*changes) as process:
+        for _ in process.polls(0.05):
+            writers = history(writer_path(run))
+            if any("wandb" in writer.get("troubles", {}) for writer in writers):
+                seen = time.monotonic() - process.began
+                break
+        process.finish()
+    told = cursor.load(cursor_path(run, "wandb")).rows
+    _follow_offline(run)
+    evidence.expect(seen is not None, "nothing reports that W&B cannot be reached")
+    expect_tracked(evidence, run, told)
+    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    evidence.detected_seconds = seen
+    evidence.message = (
+        "The run is bitwise the undisturbed one; TensorBoard has every row, and so has W&B since "
+        "it can be written to."
+    )
+    return evidence
+
+
+@contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _follow_offline(run: RunDirectory) -> None:
+    """End the run's follower, and start another that writes W&B's files into the run."""
+    writer, until = newest(writer_path(run)), time.monotonic() + _LONGEST_FOLLOWER_SECONDS
+    if writer is not None and writer["ended"] is None and is_alive(writer):
+        os.kill(writer["pid"], signal.SIGTERM)  # it would retry for a minute
+        while is_alive(writer) and time.monotonic() < until:
+            time.sleep(0.1)
+    follower = Follower(run, "trainer", TrackingSection(wandb="offline"))
+    follower.start()
+    follower.close(_LONGEST_FOLLOWER_SECONDS)
+
+
+def expect_tracked(evidence: Evidence, run: RunDirectory, told_before: int) -> None:
+    """Expect every step once in TensorBoard and, after `told_before` = 0 rows, in W&B's files."""
+    from longtake.tracking.wandb import run_id_of
+    from longtake.tracking.wandb_file import rows_from
+
+    steps = [row["step"] for row in run.metrics()]
+    longest = max(row["step_seconds"] for row in run.metrics())
+    evidence.expect(longest < _LONGEST_STEP_SECONDS, f"a step took {longest:.1f} s")
+    files = event_files(run.tensorboard_path)
+    found = [event.step for path in files for event in events_in(path) if event.summary.value]
+    evidence.expect(found == steps, "TensorBoard does not have every step once")
+    evidence.expect(told_before == 0, f"W&B was told {told_before} rows though it is unreachable")
+    rows = rows_from(0, run.path / "wandb", run_id_of(run))
+    told = sorted(row["train/step"] for row in rows if "train/step" in row)
+    evidence.expect(told == steps, "W&B was not told every step once later")

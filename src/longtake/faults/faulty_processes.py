@@ -1,0 +1,150 @@
+"""A decode worker that hangs and a watcher with a wrong clock; torch-free.
+
+    python -m longtake.faults.faulty_processes worker in-c 40 (arguments of longtake.data.worker)
+    python -m longtake.faults.faulty_processes watcher --step -2.5 --after 1.5 RUN
+
+Each replaces one function of the real program, which contains no code for drills.
+"""
+
+import argparse
+import ctypes
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longtake.data import worker
+from longtake.data.references import Reference
+from longtake.data.references import read as read_window
+from longtake.data.window import Window
+from longtake.fsio import read_json, write_once
+from longtake.health import clock
+from longtake.health.clock import Clocks, read_clocks
+
+PROGRAM = "longtake.faults.faulty_processes"
+HANG_FILE = Path("hang.json")  # written before a process hangs, in the folder where it works
+CLOCK_FILE = "clock.json"  # written beside the run directory when the clock goes wrong
+
+_SECONDS = 3600.0
+_EMPTY_PIPE, _KEPT_OPEN = os.pipe()  # nothing is ever written to it
+_BYTE = ctypes.create_string_buffer(1)
+
+
+@dataclass(frozen=True)
+class Hang:
+    """What a process wrote down before it hung; the diagnosis is compared with it."""
+
+    pid: int
+    at: float  # by the monotonic clock, in seconds
+    file: str = ""
+    function: str = ""
+    line: int = 0  # of the statement in which it hangs; 0: unknown, it was stopped from outside
+    clip: str = ""  # identity of the clip that it was decoding
+    path: str = ""  # of that clip
+
+
+def asleep() -> None:
+    """Sleep in Python."""
+    time.sleep(_SECONDS)
+
+
+def in_c() -> None:
+    """Wait in a C library that released the GIL."""
+    ctypes.CDLL(None).read(_EMPTY_PIPE, _BYTE, 1)
+
+
+def holding_gil() -> None:
+    """Wait in a C library that holds the GIL, so that no Python thread runs."""
+    ctypes.PyDLL(None).read(_EMPTY_PIPE, _BYTE, 1)
+
+
+def stopped() -> None:
+    """Stop this process, as a debugger or a scheduler does."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hang_once(hang: Callable[[], None], clip: str = "", path: str = "") -> None:
+    """Write down where this process will hang, and hang; do nothing if one of this run has."""
+    code = hang.__code__
+    line = max(line for _, _, line in code.co_lines() if line is not None)
+    found = Hang(os.getpid(), time.monotonic(), code.co_filename, code.co_name, line, clip, path)
+    if write_once(HANG_FILE, asdict(found)):
+        hang()
+
+
+def read_hang(folder: Path) -> Hang | None:
+    """What a process in this folder wrote down before it hung."""
+    record = read_json(folder / HANG_FILE)
+    return Hang(**record) if record else None
+
+
+@dataclass
+class HangingReader:
+    """Reads windows until it hangs; of a run's workers only the first to get there does."""
+
+    hang: Callable[[], None]
+    after: int  # windows that are read before
+    _numbers: "count[int]" = field(default_factory=count)
+
+    def read(self, window: Window | Reference, out: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Read a window, or hang."""
+        if next(self._numbers) >= self.after:
+            hang_once(self.hang, window.identity, str(window.media))
+        return read_window(window, out)
+
+
+@dataclass
+class WrongClock:
+    """The machine's clocks, which go wrong after a while."""
+
+    step_seconds: float  # by which the date is then set
+    ppm: float  # microseconds per second by which the clocks then run fast
+    after_seconds: float  # counted from the first reading
+    file: Path  # is written when they go wrong
+    _begun: int | None = field(default=None, init=False)
+
+    def read(self) -> Clocks:
+        """Read the clocks."""
+        real, monotonic, raw = read_clocks()
+        if self._begun is None:
+            self._begun = raw + int(self.after_seconds * 1e9)
+        if (since := raw - self._begun) < 0:
+            return Clocks(real, monotonic, raw)
+        write_once(self.file, {"at": time.monotonic()})
+        drift = int(since * self.ppm / 1e6)  # of all clocks but the raw oscillator
+        return Clocks(real + drift + int(self.step_seconds * 1e9), monotonic + drift, raw)
+
+
+def _decode() -> None:
+    """Be a decode worker that hangs."""
+    how, after = sys.argv[1:3]
+    del sys.argv[1:3]
+    hang = {"in-c": in_c, "holding-gil": holding_gil}[how]
+    vars(worker).update(read=HangingReader(hang, int(after)).read)
+    worker.main()
+
+
+def _watch() -> None:
+    """Be a watcher with a wrong clock."""
+    parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM} watcher")
+    parser.add_argument("--step", type=float, default=0.0)
+    parser.add_argument("--ppm", type=float, default=0.0)
+    parser.add_argument("--after", type=float, default=0.0)
+    parser.add_argument("run", type=Path)
+    given = parser.parse_args()
+    wrong = WrongClock(given.step, given.ppm, given.after, given.run.parent / CLOCK_FILE)
+    vars(clock).update(read_clocks=wrong.read)
+    sys.argv = ["longtake.watch", str(given.run)]
+    runpy.run_module("longtake.watch", run_name="__main__")
+
+
+if __name__ == "__main__":
+    {"worker": _decode, "watcher": _watch}[sys.argv.pop(1)]()

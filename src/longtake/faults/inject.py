@@ -1,0 +1,274 @@
+"""`longtake train` with a fault inside the process, which no other process could inject.
+
+    python -m longtake.faults.inject poison 120 train recipe.toml --set ...
+
+Replaces functions that a training step calls, then does what `longtake` does; longtake contains no
+code for drills. Faults of data return with their batch; faults of the machine occur once.
+"""
+
+import argparse
+import os
+import runpy
+import sys
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from longtake.config import Recipe
+from longtake.data import process
+from longtake.data.batch import Batch
+from longtake.faults import faulty_processes
+from longtake.faults.faulty_processes import hang_once
+from longtake.faults.sandbox import (
+    NAN_PARAMETER,
+    NORM_FACTOR,
+    PACE_SECONDS,
+    POISONED_BATCHES,
+    RATE_FACTOR,
+    SLOW_PACE_SECONDS,
+    InjectionKind,
+)
+from longtake.guard.statistics import GROUPS
+from longtake.models.assemble import Components
+from longtake.models.losses import Examples, flow_losses
+from longtake.models.precision import Precision
+from longtake.parallel.mesh import World
+from longtake.parallel.norms import share as local_shard
+from longtake.training import loop
+from longtake.training import step as training_step
+from longtake.training.groups import groups_of
+from longtake.training.step import SampleLosses, TrainingState, apply_update, compute_gradients
+
+_BRIGHTER = 8.0  # pixels of poisoned batches are multiplied by it
+_RANK = 1  # that hangs or is slow
+_second_group: list[dist.ProcessGroup] = []
+
+
+class StepFunctions(NamedTuple):
+    """The functions that a training step calls."""
+
+    compute: Callable[[TrainingState, Batch, Recipe, World], SampleLosses] = compute_gradients
+    update: Callable[[TrainingState, Recipe, float, float], float] = apply_update
+    losses: Callable[[Components, Examples, Precision, torch.device], Tensor] = flow_losses
+
+    def install(self) -> None:
+        """Let this process's training call these."""
+        vars(loop).update(compute_gradients=self.compute, apply_update=self.update)
+        vars(training_step).update(flow_losses=self.losses)
+
+
+@dataclass
+class Trigger:
+    """When a fault is active."""
+
+    at: int
+    lasting: bool = False
+    _last_step: int = -1
+    _went_back: bool = False
+
+    def is_active(self, step: int) -> bool:
+        """Whether a step is affected: from `at` on, until the run goes back to an earlier step."""
+        self._went_back = self._went_back or step <= self._last_step
+        self._last_step = step
+        return step >= self.at and (self.lasting or not self._went_back)
+
+
+def poison(trigger: Trigger, step: StepFunctions) -> StepFunctions:
+    """Make the pixels of a few batches far too bright."""
+
+    def compute(state: TrainingState, batch: Batch, recipe: Recipe, world: World) -> SampleLosses:
+        if trigger.at <= batch.step < trigger.at + POISONED_BATCHES:
+            batch = replace(batch, videos=batch.videos.float() * _BRIGHTER)
+        return step.compute(state, batch, recipe, world)
+
+    return step._replace(compute=compute)
+
+
+def raise_rate(trigger: Trigger, step: StepFunctions) -> StepFunctions:
+    """Multiply the updates of the attention's weights from a step on."""
+
+    def update(state: TrainingState, recipe: Recipe, grad_norm: float, scale: float) -> float:
+        if not trigger.is_active(state.global_step):
+            return step.update(state, recipe, grad_norm, scale)
+        weights = _weights(state, ("attention",))
+        before = [weight.clone() for weight in weights]
+        rate = step.update(state, recipe, grad_norm, scale)
+        for weight, old in zip(weights, before, strict=True):
+            weight.lerp_(old, 1 - RATE_FACTOR)  # old + factor * (weight - old)
+        return rate
+
+    return step._replace(update=update)
+
+
+def raise_norm(trigger: Trigger, step: StepFunctions) -> StepFunctions:
+    """Make all weights a little larger in the update of one batch."""
+    current_batch = -1
+
+    def compute(state: TrainingState, batch: Batch, recipe: Recipe, world: World) -> SampleLosses:
+        nonlocal current_batch
+        current_batch = batch.step
+        return step.compute(state, batch, recipe, world)
+
+    def update(state: TrainingState, recipe: Recipe, grad_norm: float, scale: float) -> float:
+        rate = step.update(state, recipe, grad_norm, scale)
+        if current_batch == trigger.at:
+            for weight in _weights(state):
+                weight.mul_(NORM_FACTOR)
+        return rate
+
+    return step._replace(compute=compute, update=update)
+
+
+def lose_gradient(trigger: Trigger, step: StepFunctions, rank: int | None = None) -> StepFunctions:
+    """Make one number of a gradient NaN in one step, on all ranks or on one."""
+
+    def compute(state: TrainingState, batch: Batch, recipe: Recipe, world: World) -> SampleLosses:
+        samples = step.compute(state, batch, recipe, world)
+        if state.global_step == trigger.at and rank in (None, world.rank):
+            gradient = state.components.model.get_parameter(NAN_PARAMETER).grad
+            assert gradient is not None
+            local_shard(gradient).view(-1)[0] = torch.nan  # after it was reduced over the ranks
+        return samples
+
+    return step._replace(compute=compute)
+
+
+def freeze_worker(trigger: Trigger, step: StepFunctions, how: str) -> StepFunctions:
+    """Start decode workers that hang."""
+    vars(process).update(PROGRAM=(faulty_processes.PROGRAM, "worker", how, str(trigger.at)))
+    return step
+
+
+def in_collective() -> None:
+    """Begin a collective that no other rank joins."""
+    dist.all_reduce(torch.zeros(1), group=_second_group[0])
+
+
+def hang_rank(trigger: Trigger, step: StepFunctions, how: Callable[[], None]) -> StepFunctions:
+    """Let rank 1 hang in the forward pass of one step, once in a run."""
+    is_due = False
+
+    def compute(state: TrainingState, batch: Batch, recipe: Recipe, world: World) -> SampleLosses:
+        nonlocal is_due
+        is_step = state.global_step == trigger.at
+        if is_step and how is in_collective and world.size > 1:
+            _second_group.append(dist.new_group())  # the default group would mix up sums
+        is_due = is_step and world.rank == _RANK
+        return step.compute(state, batch, recipe, world)
+
+    def losses(
+        parts: Components, examples: Examples, precision: Precision, device: torch.device
+    ) -> Tensor:
+        if is_due:
+            hang_once(how)
+        return step.losses(parts, examples, precision, device)
+
+    return step._replace(compute=compute, losses=losses)
+
+
+def slow_steps(trigger: Trigger, step: StepFunctions) -> StepFunctions:
+    """Let every step take longer from one on, so that there is time to do something to the run."""
+    return _slowed(step, lambda at, world: (PACE_SECONDS if at >= trigger.at else 0.0, 0.0))
+
+
+def slow_rank(trigger: Trigger, step: StepFunctions, share: float) -> StepFunctions:
+    """Let rank 1 take longer by a share from a step on; all ranks are slowed from the first.
+
+    The time of so small a model alone varies by more than the share.
+    """
+    return _slowed(
+        step,
+        lambda at, world: (
+            SLOW_PACE_SECONDS,
+            share if at >= trigger.at and world.rank == _RANK else 0.0,
+        ),
+    )
+
+
+def _slowed(
+    step: StepFunctions, delay: Callable[[int, World], tuple[float, float]]
+) -> StepFunctions:
+    """Delay the forward pass by seconds, and then by a share of the time that it took."""
+    began, seconds, share = 0.0, 0.0, 0.0
+
+    def compute(state: TrainingState, batch: Batch, recipe: Recipe, world: World) -> SampleLosses:
+        nonlocal began, seconds, share
+        seconds, share = delay(state.global_step, world)
+        began = time.perf_counter()
+        return step.compute(state, batch, recipe, world)
+
+    def losses(
+        parts: Components, examples: Examples, precision: Precision, device: torch.device
+    ) -> Tensor:
+        found = step.losses(parts, examples, precision, device)
+        time.sleep(seconds)
+        time.sleep(share * (time.perf_counter() - began))
+        return found
+
+    return step._replace(compute=compute, losses=losses)
+
+
+INJECTIONS: dict[InjectionKind, Callable[[Trigger, StepFunctions], StepFunctions]] = {
+    "poison": poison,
+    "raise-rate": raise_rate,
+    "raise-norm": raise_norm,
+    "lose-gradient": lose_gradient,
+    "lose-gradient-on-rank-1": partial(lose_gradient, rank=1),
+    "freeze-worker-in-c": partial(freeze_worker, how="in-c"),
+    "freeze-worker-holding-gil": partial(freeze_worker, how="holding-gil"),
+    "hang-rank-1-asleep": partial(hang_rank, how=faulty_processes.asleep),
+    "hang-rank-1-holding-gil": partial(hang_rank, how=faulty_processes.holding_gil),
+    "hang-rank-1-stopped": partial(hang_rank, how=faulty_processes.stopped),
+    "hang-rank-1-in-collective": partial(hang_rank, how=in_collective),
+    "slow-rank-1-by-10": partial(slow_rank, share=0.1),
+    "slow-rank-1-by-30": partial(slow_rank, share=0.3),
+    "slow-steps": slow_steps,
+}
+
+
+def _with_checksum(step: StepFunctions, path: Path) -> StepFunctions:
+    """Write a checksum of this rank's weights to a file after each update."""
+
+    def update(state: TrainingState, recipe: Recipe, grad_norm: float, scale: float) -> float:
+        rate = step.update(state, recipe, grad_norm, scale)
+        whole = b"".join(weight.cpu().numpy().tobytes() for weight in _weights(state))
+        path.write_text(sha256(whole).hexdigest(), encoding="utf-8")
+        return rate
+
+    return step._replace(update=update)
+
+
+def _weights(state: TrainingState, groups: Collection[str] = GROUPS) -> list[Tensor]:
+    """This rank's shards of the trained weights of some groups."""
+    model = state.components.model
+    group_of = groups_of(model, state.components.family.blocks(model))
+    names = [name for name, group in group_of.items() if group in groups]
+    return [local_shard(model.get_parameter(name).detach()) for name in names]
+
+
+def main() -> None:
+    """Inject a fault, and do what `longtake` does with the rest of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m longtake.faults.inject")
+    parser.add_argument("--lasting", action="store_true")
+    parser.add_argument("kind", choices=INJECTIONS)
+    parser.add_argument("at", type=int)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    given = parser.parse_args()
+    kind: InjectionKind = given.kind
+    step = INJECTIONS[kind](Trigger(given.at, given.lasting), StepFunctions())
+    path = Path(f"weights_of_rank_{os.environ.get('RANK', '0')}.sha256")
+    _with_checksum(step, path).install()
+    sys.argv = ["longtake", *given.command]
+    runpy.run_module("longtake", run_name="__main__")  # as a program: drills import no verbs
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,327 @@
+"""Faults of a node and its ranks: slow ranks, wrong clocks, full disks, processes that are lost."""
+
+import math
+import os
+import random
+import resource
+import signal
+import time
+from typing import Any
+
+from longtake import heartbeat
+from longtake.errors import RunError
+from longtake.faults.checkpoints import limit_file_size, resume
+from longtake.faults.expect import BITWISE, Evidence, Recovery
+from longtake.faults.faulty_processes import CLOCK_FILE
+from longtake.faults.faulty_processes import PROGRAM as FAULTY_PROCESSES
+from longtake.faults.registry import fault
+from longtake.faults.sandbox import (
+    ON_TWO_RANKS,
+    Injection,
+    InjectionKind,
+    ObservedEvent,
+    RunObserver,
+    Sandbox,
+    TrainingSite,
+)
+from longtake.fsio import read_json, read_json_lines
+from longtake.health.clock import STEP_SECONDS
+from longtake.node_dir import NodeEventKind, this_node
+from longtake.process import program, start
+
+_SLOW_CHANGES = ("data.workers=0", "watch.health_seconds=4", "training.steps=600")
+_SLOW_RANK = 1
+_SLOW_FROM_STEP = 16
+_SLOW_WITHIN_SECONDS = 45.0
+_LARGEST_SHARE_ERROR = 0.05
+_CLOCK_STEP_SECONDS = -2.5
+_LARGEST_STEP_ERROR_SECONDS = 1e-3
+_CLOCK_PPM = 500.0
+_LARGEST_PPM_ERROR = 100.0  # of the machine's own clock, and of measuring it
+_FULL_SECONDS = 3.0
+_FULL_FROM_STEP = 20
+_WATCHER_KILLED_STEP = 38
+_NEW_WATCHER_SECONDS = 5.0
+_KILL_STEPS = range(8, 30)  # there is a checkpoint, and the run is far from its end
+
+
+@fault(
+    "slow-rank-by-10",
+    family="slow-rank",
+    does="Lets one rank of two take 10 % longer for its own part of each step.",
+    must="It is named, with how much slower it is, though all ranks' steps take the same time.",
+)
+def slow_rank_by_10(sandbox: Sandbox) -> Evidence:
+    return _slow_rank(sandbox, "slow-rank-by-10", "slow-rank-1-by-10", 0.1)
+
+
+@fault(
+    "slow-rank-by-30",
+    family="slow-rank",
+    does="Lets one rank of two take 30 % longer for its own part of each step.",
+    must="It is named, with how much slower it is, though all ranks' steps take the same time.",
+)
+def slow_rank_by_30(sandbox: Sandbox) -> Evidence:
+    return _slow_rank(sandbox, "slow-rank-by-30", "slow-rank-1-by-30", 0.3)
+
+
+def _slow_rank(sandbox: Sandbox, name: str, kind: InjectionKind, share: float) -> Evidence:
+    """Train until a rank is reported as slow."""
+    site, evidence = sandbox.fresh(name), Evidence()
+    inject = Injection(kind, _SLOW_FROM_STEP)
+    with site.launch(*_SLOW_CHANGES, ranks=2, inject=inject) as process:
+        process.wait_for_rows(_SLOW_FROM_STEP)
+        began = process.polled_at
+        found = process.wait_for_node_event("degraded", lambda event: "rank" in event)
+    expect_slow_rank(evidence, found, began, share)
+    evidence.message = f"It said: {found.event['message'] if found else ''}"
+    return evidence
+
+
+def expect_slow_rank(
+    evidence: Evidence, found: ObservedEvent | None, began: float, share: float
+) -> None:
+    """Expect that the slow rank is named in time, with how much slower it is."""
+    none = "no event says that a rank is slow"
+    evidence.expect_event(found, began, none, within=_SLOW_WITHIN_SECONDS)
+    if found:
+        rank, slower = found.event["rank"], found.event.get("percent", math.nan) / 100
+        wrong = f"rank {rank} is said to be slow, and rank {_SLOW_RANK} is"
+        evidence.expect(rank == _SLOW_RANK, wrong)
+        evidence.expect(
+            abs(slower - share) <= _LARGEST_SHARE_ERROR,
+            f"it is said to take {slower:.1%} longer, and takes {share:.0%} longer",
+        )
+
+
+@fault(
+    "clock-step-back",
+    does=f"Sets the clock that a run's watcher reads by {_CLOCK_STEP_SECONDS:g} s.",
+    must="The step is reported with its size, to a millisecond; no stall is reported.",
+)
+def clock_step_back(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("clock-step-back"), Evidence()
+    wrong = ("--step", str(_CLOCK_STEP_SECONDS), "--after", "1.5")
+    found = _train_by_wrong_clock(site, "clock_stepped", *wrong, slow_from=38)
+    expect_clock_event(evidence, site, found, "clock_stepped", within=3.0)
+    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    if found:
+        seconds = found.event["seconds"]
+        evidence.expect(
+            abs(seconds - _CLOCK_STEP_SECONDS) <= _LARGEST_STEP_ERROR_SECONDS,
+            f"it was said to be set by {seconds:+.6f} s, and was by {_CLOCK_STEP_SECONDS:+.6f} s",
+        )
+    return evidence
+
+
+@fault(
+    "clock-slew",
+    does=f"Lets the clock that a run's watcher reads run {_CLOCK_PPM:g} ppm too fast.",
+    must="The slew is reported with its rate; no step and no stall is reported.",
+)
+def clock_slew(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("clock-slew"), Evidence()
+    found = _train_by_wrong_clock(site, "clock_slewed", "--ppm", str(_CLOCK_PPM), slow_from=4)
+    expect_clock_event(evidence, site, found, "clock_slewed", within=20.0)
+    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    if found:
+        ppm = found.event["ppm"]
+        evidence.expect(
+            abs(ppm - _CLOCK_PPM) <= _LARGEST_PPM_ERROR,
+            f"it was said to be {ppm:+.0f} ppm fast, and was {_CLOCK_PPM:+.0f}",
+        )
+    return evidence
+
+
+def _train_by_wrong_clock(
+    site: TrainingSite, kind: NodeEventKind, *arguments: str, slow_from: int
+) -> ObservedEvent | None:
+    """Train a run whose only watcher has a wrong clock; returns what that reported.
+
+    Args:
+        site: of the run.
+        kind: of the event that is waited for.
+        arguments: of `faulty_processes watcher`.
+        slow_from: step from which each takes longer, so that the run lasts long enough.
+    """
+    inject = Injection("slow-steps", slow_from)
+    with site.launch("watch.enabled=false", inject=inject) as process:
+        process.wait_for_rows(1)
+        command = program(FAULTY_PROCESSES, "watcher", *arguments, str(site.run.path))
+        with (site.folder / "watcher.log").open("wb") as log:
+            watcher = start(command, log, site.folder)
+        try:
+            found = process.wait_for_node_event(kind, _is_clock_event)
+            process.finish()
+        finally:
+            watcher.kill()
+            watcher.wait()
+    return found
+
+
+def expect_clock_event(
+    evidence: Evidence,
+    site: TrainingSite,
+    found: ObservedEvent | None,
+    kind: NodeEventKind,
+    within: float,
+) -> None:
+    """Expect one event of the clock in time, and no stall, dead rank or other clock event."""
+    began = read_json(site.folder / CLOCK_FILE).get("at")
+    evidence.expect(began is not None, "the clock has never gone wrong")
+    none = f"no event {kind} tells of the clock"
+    since = time.monotonic() if began is None else began
+    evidence.expect_event(found, since, none, within)
+    events = filter(_is_clock_event, read_json_lines(this_node(site.run).events_path))
+    told = [event["event"] for event in events]
+    others = {"stalled", "clock_stepped", "clock_slewed", "rank_died"} - {kind}
+    wrong = sorted(others.intersection(told))
+    evidence.expect(not wrong, f"events of what did not happen: {', '.join(wrong)}")
+    evidence.expect(told.count(kind) <= 1, f"it was reported {told.count(kind)} times")
+    evidence.message = (
+        f"It said: {found.event['message'] if found else ''} No stall was reported, and every step "
+        "is bitwise the undisturbed run's."
+    )
+
+
+def _is_clock_event(event: dict[str, Any]) -> bool:
+    """Not the tiny steps that the machine's own clock may have made."""
+    return event["event"] != "clock_stepped" or abs(float(event["seconds"])) >= STEP_SECONDS
+
+
+@fault(
+    "full-run-disk",
+    does="Leaves a run's watcher no room on the disk, then the run itself; then starts it again.",
+    must="The watcher survives and reports it; the run says what is wrong; nothing else is lost.",
+)
+def full_run_disk(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("full-run-disk"), Evidence()
+    with site.launch(inject=Injection("slow-steps", _FULL_FROM_STEP)) as process:
+        process.wait_for_rows(_FULL_FROM_STEP)
+        watcher = process.wait_for_watcher()
+        limit_file_size(watcher, 0)
+        at = time.monotonic()
+        for _ in process.polls():
+            if time.monotonic() - at > _FULL_SECONDS:
+                break
+        else:
+            raise process.failed("ended though it had room")
+        limit_file_size(watcher, resource.RLIM_INFINITY)
+        found = process.wait_for_node_event("disk_full")
+        evidence.expect_event(found, at, "no event tells that the watcher found no room")
+        if found is None:  # and the run has ended
+            return evidence
+        pid = process.wait_for_watcher()
+        evidence.expect(pid == watcher, f"the watcher was process {watcher}, and {pid} afterwards")
+        step = len(site.run.metrics())
+        limit_file_size(process.pid, site.run.metrics_path.stat().st_size)
+        code = process.wait()
+    expect_disk_error(evidence, site, code, process.output)
+    seconds = evidence.detected_seconds
+    resume(evidence, site, sandbox.undisturbed)
+    evidence.detected_seconds = seconds
+    evidence.message = (
+        f"Without room for {_FULL_SECONDS:g} s the watcher kept watching, and reported it when it "
+        f"could; the run was not affected. Without room itself, after step {step}, it ended with "
+        f"an error. Started again, with room, it trained {evidence.steps_lost} steps twice; "
+        f"{BITWISE}."
+    )
+    return evidence
+
+
+def expect_disk_error(evidence: Evidence, site: TrainingSite, code: int, output: str) -> None:
+    """Expect that the trainer ended with an error about the disk, and a checkpoint is left."""
+    evidence.expect_exit(code, 2, "without room")
+    evidence.expect_output(output, "cannot be written")
+    evidence.expect("Traceback" not in output, "it ended with a traceback")
+    evidence.expect(bool(site.run.checkpoint_steps()), "no checkpoint is left")
+
+
+@fault(
+    "dead-watcher",
+    does="Kills a run's watcher (SIGKILL).",
+    must="The run continues, bitwise the same, and has another watcher within 5 s.",
+)
+def dead_watcher(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("dead-watcher"), Evidence()
+    with site.launch(inject=Injection("slow-steps", _WATCHER_KILLED_STEP)) as process:
+        process.wait_for_rows(_WATCHER_KILLED_STEP)
+        pid = process.wait_for_watcher()
+        os.kill(pid, signal.SIGKILL)
+        at = time.monotonic()
+        found = process.wait_for_node_event("watching", lambda event: event["pid"] != pid)
+        process.finish()
+    none = f"no watcher has replaced process {pid}"
+    evidence.expect_event(found, at, none, within=_NEW_WATCHER_SECONDS)
+    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    evidence.message = (
+        f"{evidence.detected_seconds or 0:.1f} s after watcher {pid} was killed there was another; "
+        "every step is bitwise the undisturbed run's."
+    )
+    return evidence
+
+
+@fault(
+    "kill-rank",
+    does="Kills one rank of two (SIGKILL) after a random step of `longtake launch`.",
+    must="It is named; both resume from the newest checkpoint, and the end is bitwise the same.",
+)
+def kill_rank(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("kill-rank"), Evidence()
+    undisturbed = sandbox.undisturbed_on_two_ranks
+    step = random.choice(_KILL_STEPS)  # noqa: S311 - not a secret
+    with site.launch(*ON_TWO_RANKS, ranks=2, restarts=1) as process:
+        process.wait_for_rows(step)
+        process.wait_for_checkpoints(1)
+        os.kill(_pid_of_rank(site, 1), signal.SIGKILL)
+        recovery = wait_for_recovery(process, site, time.monotonic())
+        process.finish()
+        evidence.expect_lost_rank_named(process, 1)
+        evidence.expect_output(process.output, "Rank 1 of 2")
+    evidence.expect_recovered(recovery)
+    evidence.expect_undisturbed(site, undisturbed)
+    evidence.message = (
+        f"Rank 1 was killed after step {step} and named; {recovery.seconds:.1f} s later a step was "
+        f"trained again, and {evidence.steps_lost} steps twice; {BITWISE}."
+    )
+    return evidence
+
+
+def _pid_of_rank(site: TrainingSite, rank: int) -> int:
+    for pulse in heartbeat.read_all(heartbeat.folder_of(site.run.path)):
+        if pulse.role == "rank" and pulse.rank == rank and pulse.is_alive:
+            return pulse.pid
+    raise RunError(f"Rank {rank} of {site.run.path} was over before it could be killed.")
+
+
+def wait_for_recovery(observer: RunObserver, site: TrainingSite, lost_at: float) -> Recovery:
+    """Wait until a run that lost a rank at `lost_at` has trained a step again."""
+    resumed = observer.wait_for_event("resumed")
+    newest = max(site.run.checkpoint_steps(), default=0)
+    observer.wait_for_rows(observer.num_rows() + 1)
+    return Recovery(resumed, newest, time.monotonic() - lost_at)
+
+
+@fault(
+    "world-2-1-2",
+    does="Trains on two ranks, resumes with one, and then with two again.",
+    must="No clip is repeated or missing; losses and weights are the same but for rounding.",
+)
+def world_2_1_2(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("world-2-1-2"), Evidence()
+    for ranks, num_checkpoints in ((2, 2), (1, 4)):
+        with site.launch(*ON_TWO_RANKS, ranks=ranks) as process:
+            process.wait_for_checkpoints(num_checkpoints)
+            if not process.kill():
+                raise RunError(f"The run was over before {ranks} ranks could be killed.")
+    with site.launch(*ON_TWO_RANKS, ranks=2) as process:
+        process.finish()
+    evidence.expect_world_sizes(site.run, 2, 1, 2)
+    evidence.expect_near(site, sandbox.undisturbed_on_two_ranks)
+    distance = evidence.expect_near_weights(site, sandbox.undisturbed_on_two_ranks)
+    evidence.message = (
+        f"Two ranks, one, and two again trained it, and {evidence.steps_lost} steps twice: no clip "
+        f"was repeated or missing, and the weights end {distance:.0e} (relative: rounding) from "
+        "those of two ranks all the time."
+    )
+    return evidence

@@ -1,0 +1,258 @@
+"""Faults of the numbers: NaN, spikes, slow divergence, weights that change between epochs."""
+
+import math
+from datetime import datetime
+from typing import Any
+
+from longtake.faults.expect import (
+    Evidence,
+    clips_between,
+    largest_loss_error,
+    steps_skipped,
+)
+from longtake.faults.registry import fault
+from longtake.faults.sandbox import (
+    LONG_RECIPE,
+    NAN_PARAMETER,
+    NORM_FACTOR,
+    ON_TWO_RANKS,
+    POISONED_BATCHES,
+    RATE_FACTOR,
+    STEPS_PER_EPOCH,
+    Injection,
+    Sandbox,
+    TrainingSite,
+)
+from longtake.fsio import read_json_lines
+from longtake.run_dir import RunDirectory
+
+_NAN_STEP = 20
+_POISONED_BATCH = 105
+_RATE_STEP = 85
+_RATE_WITHIN_STEPS = 100
+_NORM_EPOCH = 7
+_NORM_STEP = _NORM_EPOCH * STEPS_PER_EPOCH - 1
+_LAST_BATCHES = 30
+_LARGEST_HARM = 0.1  # relative, of the loss at the end
+_LARGEST_LOSS_ERROR = 1e-3  # relative, of a loss whose sums round differently
+
+
+@fault(
+    "nan-gradient",
+    does="Makes one number of one parameter's gradient NaN, in one step.",
+    must="That update alone is skipped, and the message names the parameter.",
+)
+def nan_gradient(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("nan-gradient"), Evidence()
+    _train(site, Injection("lose-gradient", _NAN_STEP))
+    expect_skip(evidence, site, _NAN_STEP, sandbox.undisturbed)
+    evidence.expect_equal(site.run, sandbox.undisturbed.run, until=_NAN_STEP)
+    said = _expect_named(evidence, site.run, NAN_PARAMETER)
+    evidence.message = f"That update was skipped, and it said: {said}"
+    return evidence
+
+
+@fault(
+    "nan-on-one-rank",
+    does="Makes one number of a gradient NaN on one rank of two, in one step.",
+    must="Both skip that update, and keep equal weights; the message names the rank.",
+)
+def nan_on_one_rank(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("nan-on-one-rank"), Evidence()
+    _train(site, Injection("lose-gradient-on-rank-1", _NAN_STEP), *ON_TWO_RANKS, ranks=2)
+    expect_rank_named(evidence, site, sandbox.undisturbed)
+    return evidence
+
+
+def expect_rank_named(evidence: Evidence, site: TrainingSite, undisturbed: TrainingSite) -> None:
+    """Expect that both ranks skipped the update and ended with equal weights; rank 1 is named."""
+    expect_skip(evidence, site, _NAN_STEP, undisturbed)
+    error = largest_loss_error(site.run, undisturbed.run, until=_NAN_STEP)
+    evidence.expect(error <= _LARGEST_LOSS_ERROR, f"a loss before it differs by {error:.1e}")
+    said = _expect_named(evidence, site.run, "rank 1 of 2 alone", NAN_PARAMETER)
+    sums = [path.read_text(encoding="utf-8") for path in site.folder.glob("weights_of_rank_*")]
+    evidence.expect(len(sums) == 2, f"{len(sums)} ranks have told what weights they ended with")
+    evidence.expect(len(set(sums)) == 1, "the ranks ended with different weights")
+    evidence.message = (
+        f"Both ranks skipped that update and ended with equal weights. It said: {said}"
+    )
+
+
+@fault(
+    "loss-spike",
+    does=f"Poisons {POISONED_BATCHES} batches of a run: their pixels are far too bright.",
+    must="It is found at its first step; the run rolls back and excludes these batches.",
+)
+def loss_spike(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("loss-spike", LONG_RECIPE), Evidence()
+    _train(site, Injection("poison", _POISONED_BATCH))
+    expect_rollback(evidence, site, _POISONED_BATCH, "spike", sandbox.undisturbed_long)
+    if not evidence.complaints:
+        last = _POISONED_BATCH + POISONED_BATCHES - 1
+        evidence.message = (
+            f"Batches {_POISONED_BATCH} to {last} were poisoned, and of the first it said: "
+            f"{_rollback_message(site, sandbox.undisturbed_long)}"
+        )
+    return evidence
+
+
+@fault(
+    "slow-divergence",
+    does=f"Raises the learning rate of a run's attention {RATE_FACTOR:g}fold from a step on.",
+    must=f"It is found within {_RATE_WITHIN_STEPS} steps, by name; the run rolls back.",
+)
+def slow_divergence(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("slow-divergence", LONG_RECIPE), Evidence()
+    _train(site, Injection("raise-rate", _RATE_STEP))
+    undisturbed = sandbox.undisturbed_long
+    expect_rollback(
+        evidence, site, _RATE_STEP, "divergence", undisturbed, within_steps=_RATE_WITHIN_STEPS
+    )
+    if not evidence.complaints:
+        evidence.message = (
+            f"{evidence.detected_steps} steps later it said: {_rollback_message(site, undisturbed)}"
+        )
+    return evidence
+
+
+@fault(
+    "weight-norm-step-at-epoch-end",
+    does=f"Raises the norm of a run's weights by {NORM_FACTOR - 1:.1%} where an epoch ends.",
+    must="It is found within an epoch; the message names the epoch boundary; the run rolls back.",
+)
+def weight_norm_step_at_epoch_end(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("weight-norm-step-at-epoch-end", LONG_RECIPE), Evidence()
+    _train(site, Injection("raise-norm", _NORM_STEP))
+    undisturbed = sandbox.undisturbed_long
+    expect_rollback(
+        evidence, site, _NORM_STEP, "edge_step", undisturbed, within_steps=STEPS_PER_EPOCH
+    )
+    _expect_named(evidence, site.run, f"epoch {_NORM_EPOCH} of stage all begins")
+    if not evidence.complaints:
+        evidence.message = f"It said: {_rollback_message(site, undisturbed)}"
+    return evidence
+
+
+def _train(site: TrainingSite, inject: Injection, *changes: str, ranks: int = 1) -> None:
+    with site.launch(*changes, ranks=ranks, inject=inject) as process:
+        process.finish()
+
+
+def expect_rollback(
+    evidence: Evidence,
+    site: TrainingSite,
+    at: int,
+    reason: str,
+    undisturbed: TrainingSite,
+    *,
+    within_steps: int = 0,
+) -> None:
+    """Expect that the fault is found in time, and one rollback excludes its batches.
+
+    Args:
+        evidence: takes the complaints.
+        site: where the fault was injected.
+        at: the step that the fault was in, or began with.
+        reason: of the guard's verdict.
+        undisturbed: the same run without the fault.
+        within_steps: steps in which it must be found.
+    """
+    run = site.run
+    _expect_guard_report(evidence, run, at, reason, within_steps)
+    rollbacks = run.rollbacks()
+    evidence.expect(len(rollbacks) == 1, f"it rolled back {len(rollbacks)} times, not once")
+    target, first, end = at, 0, 0
+    if rollbacks:
+        target, (first, end) = rollbacks[0]["to_step"], rollbacks[0]["skipped"]
+        evidence.expect(target <= at, f"it rolled back to step {target}, and it began in {at}")
+        evidence.expect(first <= at < end, f"it excludes batches {first} to {end - 1}, not {at}")
+    evidence.expect_equal(run, undisturbed.run, until=target)
+    _expect_good_end(evidence, site, undisturbed, (first, end))
+
+
+def expect_skip(evidence: Evidence, site: TrainingSite, at: int, undisturbed: TrainingSite) -> None:
+    """Expect that the update of one step is skipped; arguments are those of `expect_rollback`."""
+    _expect_guard_report(evidence, site.run, at, "non_finite", within_steps=0)
+    skipped = steps_skipped(site.run)
+    evidence.expect(
+        skipped == [at + 1], f"updates of steps {skipped} were skipped, not of {at + 1}"
+    )
+    evidence.expect(not site.run.rollbacks(), "it rolled back, and had only to skip one update")
+    _expect_good_end(evidence, site, undisturbed, (0, 0))
+
+
+def guard_reports(run: RunDirectory) -> list[dict[str, Any]]:
+    """Events of what the guard found, oldest first."""
+    events = read_json_lines(run.events_path)
+    return [event for event in events if event["event"] in ("skipped", "suspected")]
+
+
+def relative_end_loss(run: RunDirectory, undisturbed: RunDirectory) -> float:
+    """The loss at the end over the undisturbed run's, of the last batches that both trained.
+
+    Different batches have different noise levels, which move a loss by more than most faults do.
+    """
+    one, other = _loss_by_batch(run), _loss_by_batch(undisturbed)
+    both = sorted(one.keys() & other.keys())[-_LAST_BATCHES:]
+    if not both:
+        return math.inf
+    return sum(one[batch] for batch in both) / sum(other[batch] for batch in both)
+
+
+def _loss_by_batch(run: RunDirectory) -> dict[int, float]:
+    """Of the updates that were applied."""
+    rows = (row for row in run.metrics() if "verdict" not in row)
+    return {row["batch"]: row["loss"] for row in rows if row["loss"] is not None}
+
+
+def _expect_guard_report(
+    evidence: Evidence, run: RunDirectory, at: int, reason: str, within_steps: int
+) -> None:
+    found = guard_reports(run)
+    evidence.expect(bool(found), "no event says that the guard found anything")
+    if not found:
+        return
+    step = found[0]["step"]
+    evidence.detected_steps = step - at
+    rows = (row for row in read_json_lines(run.metrics_path) if row["step"] == at)
+    time = datetime.fromisoformat(found[0]["time"]).timestamp()
+    evidence.detected_seconds = time - next(rows)["time"]
+    in_time = at <= step <= at + within_steps
+    evidence.expect(in_time, f"it was found in step {step}, and it began in {at}")
+    said = {event["reason"] for event in found}
+    evidence.expect(
+        said == {reason}, f"it was taken for {' and '.join(sorted(said))}, not {reason}"
+    )
+    has_report = all((run.path / event["report"]).is_file() for event in found)
+    evidence.expect(has_report, "the guard's report was not kept")
+
+
+def _expect_good_end(
+    evidence: Evidence, site: TrainingSite, undisturbed: TrainingSite, excluded: tuple[int, int]
+) -> None:
+    """Expect all steps, each clip once but those of excluded batches, and the usual loss."""
+    evidence.expect_exact(site, skipped=clips_between(undisturbed.run, *excluded))
+    share = relative_end_loss(site.run, undisturbed.run)
+    evidence.expect(
+        abs(share - 1) <= _LARGEST_HARM,
+        f"it ended with {share:.2f} times the undisturbed run's loss",
+    )
+
+
+def _expect_named(evidence: Evidence, run: RunDirectory, *wanted: str) -> str:
+    """Expect words in the guard's messages, which are returned."""
+    said = " ".join(report["message"] for report in guard_reports(run))
+    for name in wanted:
+        evidence.expect(name in said, f"the message does not name {name}: {said}")
+    return said
+
+
+def _rollback_message(site: TrainingSite, undisturbed: TrainingSite) -> str:
+    (rollback,) = site.run.rollbacks()
+    first, end = rollback["skipped"]
+    return (
+        f"{guard_reports(site.run)[0]['message']} It rolled back from step "
+        f"{rollback['from_step']} to the checkpoint of step {rollback['to_step']}, excluded "
+        f"batches {first} to {end - 1}, and ended with "
+        f"{relative_end_loss(site.run, undisturbed.run):.2f} times the undisturbed run's loss."
+    )

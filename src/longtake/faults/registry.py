@@ -1,0 +1,267 @@
+"""The faults of `longtake drill` by name; runs them and prints the results. Torch-free."""
+
+import difflib
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from textwrap import wrap
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from longtake.errors import LongtakeError, RunError
+from longtake.formatting import escape, plural
+from longtake.fsio import make_writable
+
+if TYPE_CHECKING:
+    from longtake.faults.expect import Evidence
+    from longtake.faults.sandbox import Sandbox
+
+Drill = Callable[["Sandbox"], "Evidence"]
+_ALL = "all"
+_MODULES = ("data", "checkpoints", "numerics", "hangs", "nodes", "evaluation")
+_NAME_WIDTH = 18
+_NUMBERS = (
+    "found\nin s",
+    "after\nsteps",
+    "steps\nlost",
+    "clips\nskipped",
+    "clips\ntwice",
+    "clips\nnever",
+    "all\nsame",
+)
+
+
+class NotPossibleHereError(LongtakeError):
+    """A drill needs something that this machine does not have."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault that can be injected into a run."""
+
+    name: str
+    does: str  # what is done to the run, in one line
+    must: str  # what must happen then, in one line
+    run: Drill  # trains, injects the fault, and checks the outcome
+    family: str  # a name that stands for several faults; empty: none
+
+
+@dataclass(frozen=True)
+class DrillResult:
+    """The outcome of one drill; its fields are the keys of `longtake drill --json`."""
+
+    fault: str
+    passed: bool
+    # From the fault until the run reported it; None: nothing is reported, or it was not.
+    detected_seconds: float | None = None
+    # Over all epochs; None: the drill ended before they could be counted.
+    samples_repeated: int | None = None
+    samples_missing: int | None = None
+    # Every step's loss and gradient norm, and at the end weights, EMA and optimizer, are bitwise
+    # those of the undisturbed run; None: after this fault they cannot be.
+    equal_to_undisturbed: bool | None = None
+    message: str = ""
+    samples_unplanned: int | None = None  # trained in an epoch that they do not belong to
+    samples_rejected: int | None = None  # left out because they could not be decoded
+    detected_steps: int | None = None  # from the fault's step until the step that reported it
+    steps_lost: int | None = None  # trained, and then given up by a resume or a rollback
+    samples_skipped: int | None = None  # left out by the guard, by skips and rollbacks
+    drill_seconds: float = 0.0
+    skipped: str | None = None  # why it cannot be run on this machine
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was run and did not pass."""
+        return not self.passed and self.skipped is None
+
+
+_faults: dict[str, Fault] = {}
+
+
+def fault(name: str, *, does: str, must: str, family: str = "") -> Callable[[Drill], Drill]:
+    """Register a drill under a name.
+
+    Args:
+        name: as typed on the command line.
+        does: what is done to the run, in one line.
+        must: what must happen then, in one line.
+        family: a name that stands for several faults.
+    """
+
+    def register(run: Drill) -> Drill:
+        _faults[name] = Fault(name, does, must, run, family)
+        return run
+
+    return register
+
+
+def all_faults() -> dict[str, Fault]:
+    """All faults by name, in the order in which `--all` runs them."""
+    modules = [import_module(f"longtake.faults.{name}").__name__ for name in _MODULES]
+    found = (each for each in _faults.values() if each.run.__module__ in modules)
+    in_order = sorted(found, key=lambda each: modules.index(each.run.__module__))
+    return {each.name: each for each in in_order}
+
+
+def find_faults(names: Sequence[str]) -> list[Fault]:
+    """The faults of these names, each once; all of them for `all` or without names.
+
+    Args:
+        names: of faults, or of families of faults.
+
+    Raises:
+        LongtakeError: a name is unknown; the message suggests the nearest.
+    """
+    faults = all_faults()
+    if not names:
+        return list(faults.values())
+    wanted: dict[str, Fault] = {}
+    for name in names:
+        found = [each for each in faults.values() if name in (_ALL, each.name, each.family)]
+        if not found:
+            families = dict.fromkeys(each.family for each in faults.values() if each.family)
+            nearest = difflib.get_close_matches(name, (*faults, *families), n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else "no name is near."
+            raise LongtakeError(
+                f"There is no fault {name!r} to drill; {hint} There are: {', '.join(faults)}."
+            )
+        wanted |= {each.name: each for each in found}
+    return list(faults.values()) if _ALL in names else list(wanted.values())
+
+
+def run_drills(
+    names: Sequence[str], console: Console, keep: Path | None = None
+) -> list[DrillResult]:
+    """Inject faults into small runs of this installation and check what follows.
+
+    Args:
+        names: of faults; none: all.
+        console: where progress is printed.
+        keep: an empty or new folder in which all runs are left; None: a temporary folder.
+
+    Returns:
+        A result for each fault, also for one whose drill could not be finished.
+
+    Raises:
+        LongtakeError: a name is unknown, the folder cannot be used, or the undisturbed run cannot
+            be trained.
+    """
+    from longtake.faults.sandbox import Sandbox
+
+    faults, results = find_faults(names), []
+    with _folder(keep) as folder:
+        console.print(f"{plural(len(faults), 'drill')} in {folder}", markup=False, highlight=False)
+        sandbox = Sandbox(folder, console)
+        sandbox.prepare()
+        for number, each in enumerate(faults, 1):
+            label = f"[bold]{number}/{len(faults)} {each.name}[/bold]: {escape(each.does)}"
+            console.print(label, highlight=False)
+            result = run_drill(each, sandbox)
+            console.print(
+                f"  {_outcome(result).markup}"
+                f"{'' if result.skipped else f' in {result.drill_seconds:.1f} s'}. "
+                f"{escape(result.message)}",
+                highlight=False,
+            )
+            results.append(result)
+    return results
+
+
+def run_drill(fault: Fault, sandbox: "Sandbox") -> DrillResult:
+    """Run one drill; one that could not be finished has failed.
+
+    A drill that needs something that this machine does not have is skipped.
+    """
+    began = time.monotonic()
+    try:
+        result = DrillResult(fault.name, **fault.run(sandbox).outcome())
+    except NotPossibleHereError as error:
+        told = f"Not possible here: {error}."
+        result = DrillResult(fault.name, passed=False, message=told, skipped=str(error))
+    except LongtakeError as error:
+        result = DrillResult(fault.name, passed=False, message=f"Failed: {error}")
+    return replace(result, drill_seconds=round(time.monotonic() - began, 3))
+
+
+def show_faults(faults: Sequence[Fault], console: Console) -> None:
+    """Print each fault: what it does, and what must happen."""
+    name = Column("fault", no_wrap=True)
+    table = Table(name, "what it does", "what must happen", show_lines=True)
+    for each in faults:
+        table.add_row(Text(each.name, "bold"), each.does, each.must)
+    console.print(table)
+
+
+def show_results(results: Sequence[DrillResult], console: Console) -> None:
+    """Print a table of results in 80 columns, and how many passed.
+
+    Columns: `found in` and `after`: until the run reported the fault; `lost`: steps given up;
+    `skipped`, `twice`, `never`: clips left out on purpose, repeated, missing; `all same`: bitwise
+    equal to the undisturbed run.
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("fault", no_wrap=True)
+    table.add_column("")
+    for name in _NUMBERS:
+        table.add_column(name, justify="right")
+    for each in results:
+        seconds = each.detected_seconds
+        table.add_row(
+            "\n".join(wrap(each.fault, _NAME_WIDTH)),
+            _outcome(each),
+            "-" if seconds is None else f"{seconds:.1f}",
+            _count(each.detected_steps, "-"),
+            _count(each.steps_lost),
+            _count(each.samples_skipped),
+            _count(each.samples_repeated),
+            _count(each.samples_missing),
+            {True: "yes", False: "no", None: "-"}[each.equal_to_undisturbed],
+        )
+    console.print(table)
+    console.print("?: not measured. -: does not apply.", highlight=False)
+    num_passed = sum(each.passed for each in results)
+    console.print(f"{num_passed} of {plural(len(results), 'drill')} passed.", highlight=False)
+    reasons = [each.skipped for each in results if each.skipped is not None]
+    if reasons:
+        why = "; ".join(dict.fromkeys(reasons))
+        console.print(f"{len(reasons)} not possible here: {why}.", highlight=False, markup=False)
+
+
+def _outcome(result: DrillResult) -> Text:
+    if result.skipped is not None:
+        return Text("skipped", "yellow")
+    return Text("passed", "green") if result.passed else Text("failed", "red")
+
+
+def _count(value: int | None, none: str = "?") -> str:
+    return none if value is None else str(value)
+
+
+@contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    try:
+        if keep is None:
+            with tempfile.TemporaryDirectory(
+                prefix="longtake-drill-", ignore_cleanup_errors=True
+            ) as temporary:
+                yield Path(temporary)
+            return
+        make_writable(keep)
+        if any(keep.iterdir()):
+            raise RunError(
+                f"{keep} is not empty. Name an empty folder, or one that does not exist."
+            )
+        yield keep
+    except OSError as error:
+        raise RunError(
+            f"The drills could not write what they need: {error}. Make room, or name a folder that "
+            "can be written with --keep FOLDER."
+        ) from error

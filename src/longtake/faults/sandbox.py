@@ -1,0 +1,535 @@
+"""Small runs to inject faults into: a folder with clips and a recipe, and the processes that train.
+
+    data/clips/*.mp4  data/catalog.parquet  recipe.toml  run/  launch_0.log ...
+
+All paths are relative, so a copy of the folder is another run at the same point, and `longtake
+train recipe.toml` in it repeats what the drill does.
+"""
+
+import os
+import shutil
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from socket import gethostname
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+from rich.console import Console
+
+from longtake.data.catalog import Catalog
+from longtake.data.index import index
+from longtake.demo.shapes import write_clips
+from longtake.errors import RunError
+from longtake.faults.faulty_processes import Hang, read_hang
+from longtake.fsio import read_json_lines
+from longtake.node_dir import NodeDirectory, NodeEventKind
+from longtake.process import program, start
+from longtake.run_dir import EventKind, RunDirectory
+from longtake.stacks import state_of
+from longtake.stacks.processes import descendants, facts
+
+NUM_CLIPS = 64
+BATCH_SIZE = 4
+STEPS = 50  # three epochs of the clips and part of a fourth
+STEPS_PER_EPOCH = NUM_CLIPS // BATCH_SIZE
+LONG_STEPS = 168  # ten and a half epochs
+GUARD_WINDOW_STEPS = 32
+SAMPLE_TIMEOUT_SECONDS = 1.5  # a thousand times the decoding time of one of these clips
+ON_TWO_RANKS = ("data.workers=0",)  # changes of the recipe: two cores have no room for workers
+
+POISONED_BATCHES = 5  # more than the guard skips one by one
+RATE_FACTOR = 10.0
+NORM_FACTOR = 1.007  # like the epoch-end defect that added 5 to a weight norm of 700
+PACE_SECONDS = 0.5  # added to each step where a run has to last for some seconds
+SLOW_PACE_SECONDS = 0.25  # likewise where one rank is slower than the others
+NAN_PARAMETER = "blocks.1.attention.to_out.weight"
+
+# Sums round differently with another number of threads; small ones are faster with one.
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+# Ranks that torchrun starts again would otherwise find what the former ones left in its store.
+RANK_ENVIRONMENT = {**ONE_THREAD, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+_LIMIT_SECONDS = 600.0
+_POLL_SECONDS = 0.002
+_NODE_POLL_SECONDS = 0.05  # a watcher takes seconds to report
+_DECODER_POLL_SECONDS = 0.0002  # a clip of the drills is decoded in half a millisecond
+_STOP_SECONDS = 1.0
+_WATCHER = "longtake.watch"
+_DECODER = b"longtake.data.worker"
+
+T = TypeVar("T")
+InjectionKind = Literal[
+    "poison",
+    "raise-rate",
+    "raise-norm",
+    "lose-gradient",
+    "lose-gradient-on-rank-1",
+    "freeze-worker-in-c",
+    "freeze-worker-holding-gil",
+    "hang-rank-1-asleep",
+    "hang-rank-1-holding-gil",
+    "hang-rank-1-stopped",
+    "hang-rank-1-in-collective",
+    "slow-rank-1-by-10",
+    "slow-rank-1-by-30",
+    "slow-steps",
+]
+
+
+def _recipe(steps: int, checkpoint_every: int, more: str = "") -> str:
+    return f"""\
+out = "run"
+data.catalog = "data/catalog.parquet"
+data.buckets = [{{ num_frames = 8, height = 32, width = 32 }}]
+data.workers = 2
+data.memory_gib = 0                 # so that every epoch decodes every clip
+data.sample_timeout_seconds = {SAMPLE_TIMEOUT_SECONDS}
+model.family = "tubelet"
+model.config = {{ hidden_size = 48, num_blocks = 2 }}
+text.max_tokens = 6
+flow.mean = 2.0
+optimizer.learning_rate = 3e-3
+optimizer.warmup_steps = 4
+training.steps = {steps}
+training.batch_size = {BATCH_SIZE}
+training.device = "cpu"
+training.precision = "fp32"
+ema.decay = 0.9
+checkpoint.every = {checkpoint_every}
+{more}"""
+
+
+SHORT_RECIPE = _recipe(STEPS, checkpoint_every=5)  # never saved at the end of an epoch
+# For faults that the guard finds by comparing with past steps.
+LONG_RECIPE = _recipe(
+    LONG_STEPS,
+    checkpoint_every=20,
+    more=f"guard.window = {GUARD_WINDOW_STEPS}\nguard.warmup_steps = 16\n",
+)
+
+
+@dataclass(frozen=True)
+class Injection:
+    """A fault inside the training process; `longtake.faults.inject` carries it out."""
+
+    kind: InjectionKind
+    at: int  # the step or batch that it begins with; for a frozen worker: windows read before
+    lasting: bool = False  # whether it returns after the run went back
+
+    @property
+    def arguments(self) -> list[str]:
+        return [*["--lasting"] * self.lasting, self.kind, str(self.at)]
+
+
+@dataclass(frozen=True)
+class ObservedEvent:
+    """An event of a run, and when it was seen."""
+
+    event: dict[str, Any]
+    at: float  # by this process's monotonic clock, in seconds
+
+
+class RunObserver(ABC):
+    """Watches a run while processes work on it; the processes are killed when the block is left.
+
+    Args:
+        folder: where the processes work, with the run in `run`.
+        hosts: names of the nodes that they run on.
+        log: beginning of the name of the file that takes their output.
+
+    Attributes:
+        began: when they were started, by the monotonic clock, in seconds.
+        polled_at: when they were last found running, likewise.
+    """
+
+    NAME = "training process"
+
+    def __init__(self, folder: Path, hosts: Sequence[str], log: str = "launch") -> None:
+        self._folder = folder
+        self._run = RunDirectory(folder / "run")
+        self._log = folder / f"{log}_{len(list(folder.glob(f'{log}_*.log')))}.log"
+        self._nodes = [NodeDirectory(self._run, host) for host in hosts]
+        self._num_events = _count_lines(self._run.events_path)
+        self._num_node_events = {node: _count_lines(node.events_path) for node in self._nodes}
+        self.began = self.polled_at = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    @abstractmethod
+    def exit_code(self) -> int | None:
+        """The exit code; None while the processes run."""
+
+    @abstractmethod
+    def kill(self) -> bool:
+        """Send SIGKILL if they still run; returns whether that ended them."""
+
+    @property
+    def output(self) -> str:
+        """What they printed."""
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def events(self) -> list[dict[str, Any]]:
+        """The run's events since the start."""
+        return list(read_json_lines(self._run.events_path))[self._num_events :]
+
+    def node_events(self) -> list[dict[str, Any]]:
+        """The watchers' events since the start, node by node."""
+        found: list[dict[str, Any]] = []
+        for node, num_before in self._num_node_events.items():
+            found += list(read_json_lines(node.events_path))[num_before:]
+        return found
+
+    def num_rows(self) -> int:
+        """How many rows of metrics the run has, also of former launches."""
+        path = self._run.metrics_path
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def polls(self, seconds: float = _POLL_SECONDS) -> Iterator[None]:
+        """Yield every `seconds` while the processes run, and once after their end.
+
+        Raises:
+            RunError: they do not end in ten minutes.
+        """
+        while self.exit_code() is None:
+            self.polled_at = time.monotonic()
+            yield
+            if self.polled_at > self.began + _LIMIT_SECONDS:
+                raise self.failed(f"has not ended in {_LIMIT_SECONDS:g} s")
+            time.sleep(seconds)
+        yield
+
+    def wait_until(
+        self, condition: Callable[[], T | None], else_ended: str, seconds: float = _POLL_SECONDS
+    ) -> T:
+        """Poll until a condition holds; returns its value.
+
+        Raises:
+            RunError: the processes end before; the message says `else_ended`.
+        """
+        for _ in self.polls(seconds):
+            if found := condition():
+                return found
+        raise self.failed(f"ended before {else_ended}")
+
+    def wait_for_rows(self, count: int) -> None:
+        """Return when the run has this many rows of metrics; RunError if it ends before."""
+        self.wait_until(lambda: self.num_rows() >= count, f"step {count}")
+
+    def wait_for_checkpoints(self, count: int) -> None:
+        """Return when the run has this many whole checkpoints; RunError if it ends before."""
+        run = self._run
+        self.wait_until(
+            lambda: len(run.checkpoint_steps()) >= count, f"it had {count} whole checkpoints"
+        )
+
+    def wait_for_watcher(self) -> int:
+        """The pid of the first node's watcher, as on that node; RunError if the run ends before."""
+        node = self._nodes[0]
+        return self.wait_until(
+            lambda: int(node.read_heartbeat().get("pid") or 0), "it was watched", _NODE_POLL_SECONDS
+        )
+
+    def wait_for_hang(self) -> Hang:
+        """What a process wrote down before it hung; RunError if none did."""
+        return self.wait_until(lambda: read_hang(self._folder), "one of its processes could hang")
+
+    def wait_for_event(self, kind: EventKind, **fields: Any) -> ObservedEvent | None:
+        """Wait for an event with these fields; None if the run ends without it."""
+        for _ in self.polls():
+            for event in self.events():
+                if event["event"] == kind and fields.items() <= event.items():
+                    return ObservedEvent(event, time.monotonic())
+        return None
+
+    def wait_for_node_event(
+        self, kind: NodeEventKind, where: Callable[[dict[str, Any]], bool] = bool
+    ) -> ObservedEvent | None:
+        """Wait for a watcher's event for which `where` holds; None if the run ends without it."""
+        for _ in self.polls(_NODE_POLL_SECONDS):
+            for event in self.node_events():
+                if event["event"] == kind and where(event):
+                    return ObservedEvent(event, time.monotonic())
+        return None
+
+    def wait(self) -> int:
+        """Wait for the end; returns the exit code."""
+        for _ in self.polls():
+            pass
+        code = self.exit_code()
+        assert code is not None
+        return code
+
+    def finish(self, expected: int = 0) -> None:
+        """Wait for the end; RunError if the exit code is another than expected."""
+        if (code := self.wait()) != expected:
+            raise self.failed(f"ended with exit code {code}")
+
+    def failed(self, how: str) -> RunError:
+        """An error with the end of the output."""
+        lines = [line.strip() for line in self.output.splitlines() if line.strip()]
+        last = " / ".join(lines[-3:]) or "nothing"
+        return RunError(f"The {self.NAME} {how}. The end of its output ({self._log}): {last}")
+
+
+class TrainingProcess(RunObserver):
+    """`longtake train`, or several ranks of it.
+
+    Args:
+        folder: with recipe.toml.
+        changes: of the recipe, `key=value`.
+        ranks: how many; more than one are started by torchrun.
+        inject: a fault inside the process.
+        restarts: how often all ranks are started again after one failed, by `longtake launch`, or
+            with an injection by torchrun.
+
+    Attributes:
+        pid: of the training process, or of torchrun.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        changes: Sequence[str] = (),
+        ranks: int = 1,
+        inject: Injection | None = None,
+        restarts: int = 0,
+    ) -> None:
+        super().__init__(folder, [gethostname()])
+        module, *arguments = _program(ranks, inject, restarts)
+        options = ["recipe.toml", *(part for change in changes for part in ("--set", change))]
+        with self._log.open("wb") as log:
+            command = program(module, *arguments, *options)
+            self._process = start(command, log, folder, **RANK_ENVIRONMENT)
+        self.pid = self._process.pid
+
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def kill(self) -> bool:
+        """Send SIGKILL to it and its descendants except the watcher, which ends by itself."""
+        if self._process.returncode is None:  # else the pid may be another process's by now
+            started = [facts(pid) for pid in descendants(self.pid)]
+            ranks = [each.pid for each in started if each and _WATCHER not in each.command]
+            for pid in (self.pid, *ranks):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.wait()
+        return self._process.returncode == -signal.SIGKILL
+
+
+def _program(ranks: int, inject: Injection | None, restarts: int) -> list[str]:
+    """What follows `python -m`, up to the recipe."""
+    ours = ["longtake", "train"]
+    if inject is not None:
+        ours = ["longtake.faults.inject", *inject.arguments, "train"]
+    elif restarts:
+        count = ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+        return ["longtake", "launch", *count]
+    if ranks == 1:
+        return ours
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*torchrun, "--max-restarts", str(restarts), "-m", *ours]
+
+
+@dataclass(frozen=True)
+class TrainingSite:
+    """A folder in which a small run is trained."""
+
+    folder: Path
+
+    @property
+    def run(self) -> RunDirectory:
+        return RunDirectory(self.folder / "run")
+
+    @property
+    def clips(self) -> Path:
+        return self.folder / "data" / "clips"
+
+    @property
+    def catalog_path(self) -> Path:
+        return self.folder / "data" / "catalog.parquet"
+
+    def catalog(self) -> Catalog:
+        return Catalog.load(self.catalog_path)
+
+    def newest_file(self, name: str) -> Path:
+        """A file of the run's newest checkpoint."""
+        return self.run.checkpoint_path(self.run.checkpoint_steps()[-1]) / name
+
+    def prepare(self, recipe: str = SHORT_RECIPE) -> None:
+        """Write the clips, the catalog and the recipe."""
+        self.write_clips(NUM_CLIPS)
+        self.index()
+        self.write_recipe(recipe)
+
+    def write_recipe(self, recipe: str) -> None:
+        (self.folder / "recipe.toml").write_text(recipe, encoding="utf-8")
+
+    def write_clips(self, num_clips: int) -> None:
+        """Write the first `num_clips` of an endless series; those that exist stay the same."""
+        write_clips(self.clips, num_clips, seed=0)
+
+    def index(self) -> None:
+        """Bring the catalog up to date, as `longtake data index` does."""
+        captions = self.clips / "captions.jsonl"
+        index([self.clips], captions=captions, out=self.catalog_path, workers=0)
+
+    def copied_to(self, folder: Path) -> "TrainingSite":
+        """A copy, with everything trained so far."""
+        shutil.copytree(self.folder, folder, symlinks=True)
+        return TrainingSite(folder)
+
+    def launch(
+        self, *changes: str, ranks: int = 1, inject: Injection | None = None, restarts: int = 0
+    ) -> TrainingProcess:
+        """Start `longtake train recipe.toml`, with `--set` for each change."""
+        return TrainingProcess(self.folder, changes, ranks, inject, restarts)
+
+
+class Sandbox:
+    """A folder of training sites; what several drills need is made once, when first asked for.
+
+    Args:
+        folder: an empty folder.
+        console: where progress is printed.
+        more: further lines of every recipe.
+    """
+
+    def __init__(self, folder: Path, console: Console, more: str = "") -> None:
+        self._folder = folder.resolve()
+        self._console = console
+        self._more = more
+
+    def prepare(self) -> None:
+        """Train the undisturbed run; RunError if that fails."""
+        assert self.undisturbed.run.exists()
+
+    def fresh(self, name: str, recipe: str = SHORT_RECIPE) -> TrainingSite:
+        """A new site with an indexed catalog and no run."""
+        site = self._blank.copied_to(self._folder / name)
+        site.write_recipe(recipe + self._more)
+        return site
+
+    def killed_mid_epoch(self, name: str) -> TrainingSite:
+        """A new site whose run was killed in its first epoch, with two checkpoints or more."""
+        return self._killed.copied_to(self._folder / name)
+
+    @cached_property
+    def undisturbed(self) -> TrainingSite:
+        """A run without a fault."""
+        self._console.print("  trains the undisturbed run, which drills are compared with")
+        return self._trained("undisturbed", SHORT_RECIPE)
+
+    @cached_property
+    def undisturbed_on_two_ranks(self) -> TrainingSite:
+        """A run without a fault on two ranks, which decode without workers."""
+        self._console.print("  trains an undisturbed run on two ranks")
+        return self._trained("undisturbed-on-two", SHORT_RECIPE, *ON_TWO_RANKS, ranks=2)
+
+    @cached_property
+    def undisturbed_long(self) -> TrainingSite:
+        """A longer run without a fault."""
+        self._console.print("  trains a longer undisturbed run, for what needs a history")
+        return self._trained("undisturbed-long", LONG_RECIPE)
+
+    def _trained(self, name: str, recipe: str, *changes: str, ranks: int = 1) -> TrainingSite:
+        site = self.fresh(name, recipe)
+        with site.launch(*changes, ranks=ranks) as process:
+            process.finish()
+        return site
+
+    @cached_property
+    def _blank(self) -> TrainingSite:
+        site = TrainingSite(self._folder / "blank")
+        site.prepare()
+        return site
+
+    @cached_property
+    def _killed(self) -> TrainingSite:
+        self._console.print("  trains a run and kills it in mid-epoch (SIGKILL)")
+        site = self.fresh("killed")
+        with site.launch() as process:
+            process.wait_for_checkpoints(2)
+            process.kill()
+        saved = site.run.checkpoint_steps()[-1]
+        if saved >= STEPS_PER_EPOCH:
+            raise RunError(
+                f"{site.run.path} was to be killed in its first epoch, and its newest checkpoint "
+                f"is of step {saved}. This machine is busy; run the drill again."
+            )
+        return site
+
+
+def stop(pid: int) -> float | None:
+    """Stop a process (SIGSTOP), and wait up to a second until it has stopped.
+
+    Returns:
+        When the signal was sent, by the monotonic clock; None: the process has ended.
+    """
+    try:
+        os.kill(pid, signal.SIGSTOP)
+    except ProcessLookupError:
+        return None
+    at = time.monotonic()
+    while state_of(pid) != "T" and time.monotonic() < at + _STOP_SECONDS:
+        pass
+    return at
+
+
+def stop_while_decoding(process: TrainingProcess, folder: Path) -> Hang:
+    """Stop one of a run's decode workers while it has a file of the folder open.
+
+    Raises:
+        RunError: the run ended before one could be caught.
+    """
+
+    def stop_one() -> Hang | None:
+        for pid in _decoders(process.pid):
+            if _open_file(pid, folder) and (at := stop(pid)) is not None:
+                if clip := _open_file(pid, folder):
+                    return Hang(pid, at, path=str(clip))
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+        return None
+
+    what = "a decode worker could be stopped at work"
+    return process.wait_until(stop_one, what, _DECODER_POLL_SECONDS)
+
+
+def _decoders(pid: int) -> Iterator[int]:
+    """Decode workers that a process has started."""
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # either may have ended meanwhile
+            for child in map(int, children.read_text().split()):
+                if _DECODER in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
+                    yield child
+
+
+def _open_file(pid: int, folder: Path) -> Path | None:
+    """The file of a folder that a process has open."""
+    with suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                path = descriptor.readlink()
+                if path.parent == folder:
+                    return path
+    return None
+
+
+def _count_lines(path: Path) -> int:
+    return len(list(read_json_lines(path)))

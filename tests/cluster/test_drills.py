@@ -1,0 +1,203 @@
+"""Runs on several hosts whose nodes and links fail, and a job that reaches its time limit.
+
+Hosts are network namespaces of this machine, each with a launcher, a rank and a watcher.
+"""
+
+import signal
+import time
+from statistics import median
+from typing import Any
+
+import pytest
+from tests.cluster import private_slurm
+from tests.cluster.fleet import Fleet
+from tests.cluster.hosts import hosts
+from tests.cluster.private_slurm import SlurmJob, SlurmNotStartedError
+
+from longtake.faults.expect import Evidence
+from longtake.faults.nodes import wait_for_recovery
+from longtake.faults.sandbox import ON_TWO_RANKS, ObservedEvent, Sandbox
+from longtake.fsio import read_json_lines
+
+pytestmark = [pytest.mark.drill, pytest.mark.slow]
+
+_STEP = 12
+_REPORTED_SECONDS = 30.0
+_RATE, _RATE_BYTES = "8mbit", 1e6  # a tenth of what even this model's gradients need
+_LARGEST_RATE_ERROR = 0.4  # bytes on their way also wait at the other end of the link
+_SLOWER = 3.0
+_CUT_CHANGES = (
+    "watch.action=kill",
+    "watch.min_seconds=4",
+    "watch.round_seconds=0.5",
+    "watch.health_seconds=1",
+)
+_SIGNAL_SECONDS = 120  # before the limit: Slurm looks twice a minute, in whole minutes
+
+
+def test_a_node_that_is_killed_and_comes_back_changes_nothing(sandbox: Sandbox) -> None:
+    """It is named; both resume from the newest checkpoint, and the end is bitwise the same."""
+    site, evidence = sandbox.fresh("kill-node"), Evidence()
+    undisturbed = sandbox.undisturbed_on_two_ranks
+    with hosts(2, site.folder) as cluster, Fleet(site.folder, cluster, "2", ON_TWO_RANKS) as fleet:
+        lost = cluster.names[1]
+        fleet.wait_for_rows(_STEP)
+        fleet.kill_host(lost)
+        lost_at = time.monotonic()
+        cluster.boot(lost)
+        fleet.start(lost)
+        recovery = wait_for_recovery(fleet, site, lost_at)
+        fleet.finish()
+        evidence.expect_output(fleet.output, f"Rank 1 of 2 on {lost}")
+    evidence.expect_recovered(recovery)
+    evidence.expect_undisturbed(site, undisturbed)
+    assert evidence.complaints == []
+
+
+def test_two_of_three_nodes_train_on(sandbox: Sandbox) -> None:
+    """The same batches, no clip repeated or missing, weights equal but for rounding."""
+    site, evidence = sandbox.fresh("lose-node-and-shrink"), Evidence()
+    undisturbed = sandbox.undisturbed_on_two_ranks
+    with (
+        hosts(3, site.folder) as cluster,
+        Fleet(site.folder, cluster, "2:3", ON_TWO_RANKS) as fleet,
+    ):
+        fleet.wait_for_rows(_STEP)
+        lost = cluster.names[-1]
+        fleet.kill_host(lost)
+        recovery = wait_for_recovery(fleet, site, time.monotonic())
+        fleet.finish()
+        evidence.expect_output(fleet.output, f"of 3 on {lost}")
+    evidence.expect_recovered(recovery)
+    evidence.expect_world_sizes(site.run, 3, 2)
+    evidence.expect_near(site, undisturbed)
+    evidence.expect_near_weights(site, undisturbed)
+    assert evidence.complaints == []
+
+
+def test_a_slow_link_is_named_with_its_rate(sandbox: Sandbox) -> None:
+    """Though the steps of all ranks are slow; nothing is lost."""
+    site, evidence = sandbox.fresh("slow-link"), Evidence()
+    undisturbed = sandbox.undisturbed_on_two_ranks
+    changes = (*ON_TWO_RANKS, "watch.health_seconds=1")
+    with hosts(3, site.folder) as cluster, Fleet(site.folder, cluster, "3", changes) as fleet:
+        host = cluster.names[-1]
+        fleet.wait_for_rows(_STEP)
+        cluster.limit(host, _RATE)
+        limited_at, first = time.monotonic(), fleet.num_rows()
+        found = fleet.wait_for_node_event("degraded", _names_link)
+        last = fleet.num_rows()
+        if found is not None:
+            cluster.unlimit(host)
+        fleet.finish()
+        links = [e for e in fleet.node_events() if e["event"] == "degraded" and _names_link(e)]
+    seconds = [row["step_seconds"] for row in read_json_lines(site.run.metrics_path)]
+    slower = median(seconds[first : last + 1]) / median(seconds[1:_STEP])
+    evidence.expect(slower >= _SLOWER, f"steps took {slower:.1f} times as long: the link is fast")
+    _expect_link(evidence, found, links, host, limited_at)
+    evidence.expect_near(site, undisturbed)
+    assert evidence.complaints == []
+
+
+def _names_link(event: dict[str, Any]) -> bool:
+    return "peer" in event
+
+
+def _expect_link(
+    evidence: Evidence,
+    found: ObservedEvent | None,
+    links: list[dict[str, Any]],
+    host: str,
+    since: float,
+) -> None:
+    """Expect that links of the host, and no others, are reported in time, with their rate."""
+    none = "no event says that a link is slow"
+    evidence.expect_event(found, since, none, within=_REPORTED_SECONDS)
+    others = [each["message"] for each in links if host not in (each["host"], each["peer"])]
+    evidence.expect(not others, f"a link is called slow that is not {host}'s: {others}")
+    if found:
+        rate = found.event["send_bytes_per_second"]
+        wrong = f"it is said to send {rate / 1e6:.2f} MB/s, and sends {_RATE_BYTES / 1e6:g}"
+        evidence.expect(abs(rate / _RATE_BYTES - 1) <= _LARGEST_RATE_ERROR, wrong)
+
+
+def test_links_that_are_wrong_late_or_too_fast_are_complained_of() -> None:
+    """The expectation of the drill above can fail."""
+    event = {"host": "node0", "peer": "node2", "send_bytes_per_second": 0.9e6, "message": "slow"}
+    good, wrong, none = Evidence(), Evidence(), Evidence()
+    _expect_link(good, ObservedEvent(event, 5.0), [event], "node2", 1.0)
+    assert (good.complaints, good.detected_seconds) == ([], 4.0)
+    other = {**event, "peer": "node1", "message": "not that"}
+    fast = ObservedEvent({**event, "send_bytes_per_second": 9e6}, 100.0)
+    _expect_link(wrong, fast, [event, other], "node2", 1.0)
+    assert [each.split(",")[0] for each in wrong.complaints] == [
+        "it was reported after 99.0 s",
+        "a link is called slow that is not node2's: ['not that']",
+        "it is said to send 9.00 MB/s",
+    ]
+    _expect_link(none, None, [], "node2", 1.0)
+    assert none.complaints == ["no event says that a link is slow"]
+
+
+def test_a_link_that_is_cut_is_named_and_the_run_recovers(sandbox: Sandbox) -> None:
+    """A rank that waits for it is ended; when it is up again the run resumes, bitwise the same."""
+    site, evidence = sandbox.fresh("cut-link"), Evidence()
+    undisturbed = sandbox.undisturbed_on_two_ranks
+    changes = (*ON_TWO_RANKS, *_CUT_CHANGES)
+    with hosts(2, site.folder) as cluster, Fleet(site.folder, cluster, "2", changes) as fleet:
+        reachable, cut = cluster.names
+        fleet.wait_for_rows(_STEP)
+        cluster.unplug(cut)
+        cut_at = time.monotonic()
+        named = fleet.wait_for_node_event(
+            "degraded", lambda event: event["host"] == reachable and cut in event["reason"]
+        )
+        ended = fleet.wait_for_node_event("killed_rank")
+        cluster.plug(cut)
+        recovery = wait_for_recovery(fleet, site, time.monotonic())
+        fleet.finish()
+    none = f"no event says that {cut} does not answer"
+    evidence.expect_event(named, cut_at, none, within=_REPORTED_SECONDS)
+    evidence.expect(ended is not None, "no rank that waited was ended")
+    evidence.expect_recovered(recovery)
+    evidence.expect_undisturbed(site, undisturbed)
+    assert evidence.complaints == []
+
+
+def test_a_job_is_requeued_at_its_time_limit_and_resumes(sandbox: Sandbox) -> None:
+    """Slurm's signal lets it save; it is requeued once and loses no step."""
+    if reason := private_slurm.why_not():
+        pytest.skip(reason)
+    site, evidence = sandbox.fresh("requeue-on-time-limit"), Evidence()
+    options = (
+        *("--nodes", "2", "--nproc-per-node", "1", "--no-preflight"),
+        *("--time", "60", "--signal-seconds", str(_SIGNAL_SECONDS)),
+        *(part for change in ON_TWO_RANKS for part in ("--set", change)),
+    )
+    try:
+        with (
+            hosts(2, site.folder) as cluster,
+            private_slurm.private_slurm(cluster, site.folder / "slurm") as slurm,
+            SlurmJob(site.folder, slurm, options) as job,
+        ):
+            job.wait_for_rows(_STEP)
+            with job.stopped() as ranks:  # so that the training is not over before Slurm looks
+                minutes = int(time.monotonic() - job.began) // 60 + _SIGNAL_SECONDS // 60
+                job.set_limit(str(minutes))
+                job.wait_for_signal(ranks, signal.SIGUSR1)
+            interrupted = job.wait_for_event("interrupted")
+            job.wait_for_restart()
+            job.set_limit("60")
+            resumed = job.wait_for_event("resumed")
+            job.finish()
+            restarts = int(job.facts()["Restarts"])
+    except SlurmNotStartedError as error:
+        pytest.skip(str(error))
+    assert restarts == 1
+    assert interrupted is not None
+    assert resumed is not None
+    assert interrupted.event["by"] == "SIGUSR1"
+    assert interrupted.event["step"] == resumed.event["step"]
+    evidence.expect_undisturbed(site, sandbox.undisturbed_on_two_ranks)
+    assert evidence.complaints == []
+    assert evidence.steps_lost == 0

@@ -1,0 +1,58 @@
+"""Hosts out of network namespaces: each with a name, a cable and processes of its own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.cluster.hosts import Cluster, hosts, why_not
+
+from longtake.errors import RunError
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """node0 and node1."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with hosts(2, tmp_path) as cluster:
+        yield cluster
+
+
+def _hears(cluster: Cluster) -> bool:
+    """Whether node0 can find node1: by the answer to who has its address."""
+    cluster.run("node0", ["ip", "neigh", "flush", "all"])
+    asked = "timeout 1 bash -c 'exec 3<>/dev/tcp/node1/9' 2>/dev/null; ip neigh"
+    told = cluster.run("node0", ["sh", "-c", asked]).stdout
+    return any(cluster.addresses["node1"] in line and "lladdr" in line for line in told.split("\n"))
+
+
+def test_a_host_has_its_own_name_and_dies_with_all_its_processes(cluster: Cluster) -> None:
+    """It can be started again, under the same name and address."""
+    assert cluster.run("node1", ["hostname"]).stdout == "node1\n"
+    sleeping = cluster.start("node1", ["sleep", "600"])
+    cluster.kill("node1")
+    assert sleeping.wait(5) != 0
+    sleeping.communicate()
+    cluster.boot("node1")
+    assert cluster.run("node1", ["hostname"]).stdout == "node1\n"
+    assert _hears(cluster)
+
+
+def test_a_cable_is_pulled_and_put_back(cluster: Cluster) -> None:
+    """What is limited is so in both directions."""
+    assert _hears(cluster)
+    cluster.unplug("node1")
+    assert not _hears(cluster)
+    cluster.plug("node1")
+    assert _hears(cluster)
+    cluster.limit("node1", "8mbit")
+    assert "8Mbit" in cluster.run("node1", ["tc", "qdisc", "show", "dev", "eth0"]).stdout
+    assert "8Mbit" in cluster.run("switch", ["tc", "qdisc", "show", "dev", "port1"]).stdout
+    cluster.unlimit("node1")
+    assert "8Mbit" not in cluster.run("node1", ["tc", "qdisc", "show", "dev", "eth0"]).stdout
+
+
+def test_what_fails_on_a_host_is_told_with_its_reason(cluster: Cluster) -> None:
+    """Which command, where, and what it said."""
+    with pytest.raises(RunError, match=r"ip link set nothing up failed on the host node0: .*noth"):
+        cluster.must("node0", "ip", "link", "set", "nothing", "up")

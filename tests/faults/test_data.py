@@ -1,0 +1,97 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from longtake import config
+from longtake.data.sample import sample_window
+from longtake.data.window import read_window
+from longtake.errors import ClipError
+from longtake.faults.data import (
+    damage,
+    expect_policy,
+    expect_refusal,
+    expect_rejected,
+    expect_replaced,
+)
+from longtake.faults.expect import Evidence, clips_at
+from longtake.faults.faulty_processes import Hang
+from longtake.faults.registry import DrillResult
+from longtake.faults.sandbox import ObservedEvent, Sandbox, TrainingSite
+
+_NAMES = (
+    *("data-grown", "data-shrunk", "data-swapped", "one-clip-removed", "corrupt-clip"),
+    *("decoder-hang", "killed-loader-worker", "processes-changed"),
+)
+_BITWISE = ("decoder-hang", "killed-loader-worker")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("started_warm")
+@pytest.mark.parametrize("name", _NAMES)
+def test_a_drill_passes(unwatched: Sandbox, drill: Callable[..., DrillResult], name: str) -> None:
+    result = drill(unwatched, name, bitwise=True if name in _BITWISE else None)
+    assert (result.samples_repeated, result.samples_missing) == (0, 0)
+    assert (result.detected_seconds is None) is (name == "processes-changed")
+
+
+def test_every_damaged_clip_cannot_be_decoded(trained: TrainingSite, site: TrainingSite) -> None:
+    data = config.load(trained.folder / "recipe.toml").data
+    for clip in site.catalog().clips():
+        path = Path(clip.path)
+        before = path.stat().st_size
+        damage(path)
+        assert path.stat().st_size == before
+        with pytest.raises(ClipError):
+            read_window(sample_window(clip, data.buckets[0], data, seed=0))
+
+
+def test_a_refusal_must_say_why_and_how_to_resume() -> None:
+    output, evidence = "6 clips added\n  merge     some way\n  restart   another", Evidence()
+    expect_refusal(evidence, 0, output.replace("6", "5"), added=6)
+    assert evidence.complaints == [
+        "without data.on_change it ended with exit code 0, not 2",
+        "the output does not say '6 clips added'",
+        "the refusal does not offer finish",
+    ]
+
+
+def test_a_change_that_went_unnoticed_is_complained_of(
+    site: TrainingSite, trained: TrainingSite
+) -> None:
+    """The run trains the old clips in every epoch."""
+    old = site.catalog()
+    (site.clips / clips_at(trained, 15)[0].name).unlink()
+    site.index()
+    late, none = Evidence(), Evidence()
+    expect_policy(late, site, old, "merge", ObservedEvent({"step": 5}, 2.0), 1.0, trained)
+    assert any("samples belong to no such epoch" in each for each in late.complaints)
+    expect_policy(none, site, old, "merge", None, 1.0, trained)
+    assert none.complaints[:2] == [
+        "no event says that the data changed (merge)",
+        "the change was to meet the run in mid-epoch, not at 0",
+    ]
+
+
+def test_a_damaged_clip_that_is_trained_or_another_is_complained_of(trained: TrainingSite) -> None:
+    none, other, clip = Evidence(), Evidence(), clips_at(trained, 8)[0]
+    expect_rejected(none, trained, clip, None, 0.0, trained)
+    assert none.complaints[0] == "no event says that a clip could not be decoded"
+    assert "0 samples were rejected" in none.complaints[1]
+    event = {"step": 9, "reason": "/clips/other.mp4: damaged"}
+    expect_rejected(other, trained, clip, ObservedEvent(event, 1.0), 0.0, trained)
+    assert other.complaints[:2] == [
+        "it was rejected at step 9; it was due at 8",
+        "another clip was rejected: /clips/other.mp4: damaged",
+    ]
+
+
+def test_a_worker_must_be_reported_with_its_clip_and_stacks(trained: TrainingSite) -> None:
+    none, wrong, hang = Evidence(), Evidence(), Hang(pid=2**30, at=1.0, path="/clips/a.mp4")
+    expect_replaced(none, "decoder_died", trained, hang, None, trained)
+    assert none.complaints == [f"no event decoder_died tells of process {2**30}"]
+    event = {"path": "/clips/b.mp4", "stacks": "nodes/here/stacks/none.json"}
+    expect_replaced(wrong, "decoder_stalled", trained, hang, ObservedEvent(event, 2.5), trained)
+    assert wrong.complaints[0] == "the event names the clip b.mp4, and it was decoding a.mp4"
+    assert wrong.complaints[1].startswith("its stacks were not kept")
+    assert (wrong.detected_seconds, wrong.is_equal) == (1.5, True)

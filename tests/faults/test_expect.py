@@ -1,0 +1,231 @@
+"""A drill can fail: whatever a run does wrong, its evidence says."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longtake.faults.checkpoints import flip
+from longtake.faults.expect import (
+    Evidence,
+    Recovery,
+    SampleCounts,
+    clips_between,
+    count_samples,
+    identities_of,
+    saved_differences,
+    steps_given_up,
+    steps_skipped,
+)
+from longtake.faults.sandbox import (
+    BATCH_SIZE,
+    STEPS_PER_EPOCH,
+    ObservedEvent,
+    TrainingProcess,
+    TrainingSite,
+)
+from longtake.node_dir import this_node
+
+_RECORD_BYTES = 16
+
+
+def _ledger(site: TrainingSite) -> Path:
+    (path,) = site.run.ledger_path.glob("launch_*/rank_0000.bin")
+    return path
+
+
+def _exact(site: TrainingSite, **options: Any) -> Evidence:
+    evidence = Evidence()
+    evidence.expect_exact(site, **options)
+    return evidence
+
+
+def _write_rows(site: TrainingSite, rows: list[Any]) -> None:
+    site.run.metrics_path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def test_an_undisturbed_run_passes(trained: TrainingSite) -> None:
+    evidence = Evidence(message="All is well.")
+    evidence.expect_undisturbed(trained, trained)
+    assert evidence.expect_near(trained, trained) == 0
+    assert evidence.expect_near_weights(trained, trained) == 0
+    outcome = evidence.outcome()
+    assert (outcome["passed"], outcome["message"]) == (True, "All is well.")
+    assert (outcome["samples_repeated"], outcome["samples_missing"]) == (0, 0)
+    assert outcome["equal_to_undisturbed"] is True
+    assert outcome["detected_seconds"] is None
+
+
+def test_repeated_and_missing_samples_are_complaints(site: TrainingSite) -> None:
+    """The audit, which goes by the plan, counts the same."""
+    data = _ledger(site).read_bytes()
+    for changed, complaint in (
+        (data + data[:_RECORD_BYTES], "1 samples were repeated"),
+        (data[_RECORD_BYTES:], "1 samples are missing"),
+    ):
+        _ledger(site).write_bytes(changed)
+        outcome = _exact(site).outcome()
+        assert not outcome["passed"]
+        assert complaint in outcome["message"]
+        assert "audit" not in outcome["message"]
+        assert outcome["samples_repeated"] + outcome["samples_missing"] == 1
+
+
+def test_a_sample_that_an_epoch_must_not_hold_is_a_complaint(trained: TrainingSite) -> None:
+    clips = identities_of(trained.catalog())
+    assert count_samples(trained.run, {}, clips) == SampleCounts(0, 0, 0, 0)
+    assert count_samples(trained.run, {0: clips[1:]}, clips) == SampleCounts(0, 0, 1, 0)
+    foreign = np.append(clips, np.uint64(1))
+    assert count_samples(trained.run, {0: foreign}, clips) == SampleCounts(0, 1, 0, 0)
+    skipped = {0: foreign[-1:]}
+    assert count_samples(trained.run, {0: foreign}, clips, skipped) == SampleCounts(0, 0, 0, 0, 1)
+    complaints = _exact(trained, skipped={0: clips[:2]}).complaints
+    assert "2 samples belong to no such epoch" in complaints
+    assert "audit counts (0, 0, 0, 0, 0) and the drill (0, 0, 2, 0, 2)" in complaints[-1]
+
+
+def test_a_run_that_follows_a_wrong_plan_is_complained_of(trained: TrainingSite) -> None:
+    first = np.append(identities_of(trained.catalog()), np.uint64(1))
+    complaints = _exact(trained, first=first).complaints
+    assert (
+        "longtake data audit counts (0, 0, 0, 0, 0) and the drill (0, 1, 0, 0, 0)"
+        in (complaints[-1])
+    )
+
+
+def test_clips_that_should_have_been_rejected_are_complained_of(trained: TrainingSite) -> None:
+    (complaint,) = _exact(trained, rejected=1).complaints
+    assert complaint.startswith("0 samples were rejected, in epochs of [0] each, and 1 cannot")
+
+
+def test_steps_given_up_and_skipped_are_counted(trained: TrainingSite, site: TrainingSite) -> None:
+    assert (steps_given_up(trained.run), steps_skipped(trained.run)) == (0, [])
+    rows: list[Any] = list(site.run.metrics())
+    rows[3]["verdict"] = "skip"
+    _write_rows(site, [*rows[:9], *rows[5:20], *rows[2:]])
+    assert steps_given_up(site.run) == 4 + 18
+    assert steps_skipped(site.run) == [4]
+    evidence = _exact(site)
+    assert (evidence.steps_lost, evidence.samples_skipped) == (22, BATCH_SIZE)
+
+
+def test_the_clips_of_batches_are_found_by_epoch(trained: TrainingSite) -> None:
+    found = clips_between(trained.run, 0, STEPS_PER_EPOCH)
+    assert found.keys() == {0}
+    assert set(found[0]) == set(identities_of(trained.catalog()))
+    assert clips_between(trained.run, 5, 5) == {}
+    two = clips_between(trained.run, STEPS_PER_EPOCH - 1, STEPS_PER_EPOCH + 2)
+    assert {epoch: len(clips) for epoch, clips in two.items()} == {0: BATCH_SIZE, 1: 2 * BATCH_SIZE}
+
+
+def test_the_last_bit_of_one_loss_is_a_complaint(trained: TrainingSite, site: TrainingSite) -> None:
+    rows: list[Any] = list(site.run.metrics())
+    rows[6]["loss"] = float(np.nextafter(rows[6]["loss"], 2.0))
+    _write_rows(site, rows)
+    evidence = Evidence()
+    evidence.expect_equal(site.run, trained.run, until=6)
+    assert evidence.complaints == []
+    assert evidence.is_equal is None, "part of a run says nothing of the whole"
+    evidence.expect_equal(site.run, trained.run)
+    assert evidence.complaints == ["step 7 is not the undisturbed run's"]
+    assert evidence.outcome()["equal_to_undisturbed"] is False
+
+
+@pytest.mark.parametrize("name", ["model", "ema/main", "optimizer"])
+def test_one_bit_of_what_was_saved_is_a_complaint(
+    trained: TrainingSite, site: TrainingSite, name: str
+) -> None:
+    path = site.newest_file(f"{name}/__0_0.distcp")
+    flip(path, 4 * path.stat().st_size)
+    evidence = Evidence()
+    evidence.expect_equal(site.run, trained.run)
+    (complaint,) = evidence.complaints
+    assert complaint.startswith(f"it ends with another {name}/__0_0.distcp than")
+    assert evidence.is_equal is False
+
+
+def test_the_state_of_the_next_step_is_compared(trained: TrainingSite, site: TrainingSite) -> None:
+    """How the checkpoint was saved is not."""
+    assert saved_differences(site.run, trained.run) == []
+    path = site.newest_file("trainer.json")
+    trainer = json.loads(path.read_text())
+    path.write_text(json.dumps(trainer | {"guard": {}, "world_size": 2}))
+    (path.parent / "model" / ".metadata").write_bytes(b"")
+    assert saved_differences(site.run, trained.run) == ["guard"]
+    (path.parent / "COMMITTED").unlink()
+    lost = ["all of it: one of them has no checkpoint"]
+    assert saved_differences(site.run, trained.run) == lost
+
+
+def test_a_run_that_ended_early_is_complained_of(trained: TrainingSite, site: TrainingSite) -> None:
+    data, lines = _ledger(site).read_bytes(), site.run.metrics_path.read_text().splitlines(True)
+    _ledger(site).write_bytes(data[: 40 * 4 * _RECORD_BYTES])
+    site.run.metrics_path.write_text("".join(lines[:40]))
+    evidence = _exact(site)
+    evidence.expect_equal(site.run, trained.run)
+    evidence.expect_world_sizes(site.run, 1, 2)
+    assert {
+        "the run ended at step 40",
+        "step 41 is not the undisturbed run's",
+        "it was trained by [1] ranks, not by [1, 2]",
+    } <= set(evidence.complaints)
+
+
+def test_events_exit_codes_and_output_are_expected() -> None:
+    evidence = Evidence()
+    evidence.expect_event(ObservedEvent({}, 3.5), 1.0, "no event", within=2.5)
+    evidence.expect_exit(2, 2, "at the end")
+    evidence.expect_output("the steps\nsince 5", "steps since 5", "the")
+    assert (evidence.complaints, evidence.detected_seconds) == ([], 2.5)
+    evidence.expect_event(ObservedEvent({}, 3.5), 1.0, "no event", within=2.0)
+    evidence.expect_event(None, 1.0, "no event")
+    evidence.expect_exit(0, 2, "at the end")
+    evidence.expect_output("the steps", "steps since 5", "six")
+    assert evidence.complaints == [
+        "it was reported after 2.5 s, not within 2",
+        "no event",
+        "at the end it ended with exit code 0, not 2",
+        "the output does not say 'steps since 5' or 'six'",
+    ]
+
+
+def test_lost_steps_must_be_reported() -> None:
+    """By the event and by the output; without lost steps there is nothing to say."""
+    eight, none = ObservedEvent({"lost_steps": 8}, 1.0), ObservedEvent({"lost_steps": 0}, 1.0)
+    output = "8 steps since the checkpoint of\nstep 5"
+    for lost, found, said in ((8, eight, output), (0, none, "")):
+        good = Evidence(steps_lost=lost)
+        good.expect_lost_steps_reported(found, 5, said)
+        assert good.complaints == []
+    bad = Evidence(steps_lost=1)
+    bad.expect_lost_steps_reported(eight, 5, output)
+    assert bad.complaints == [
+        "the event reports 8 lost steps, and 1 were",
+        "the output does not say '1 step since the checkpoint of step 5'",
+    ]
+
+
+def test_a_run_must_recover_from_its_newest_checkpoint_in_time() -> None:
+    none, bad, good = Evidence(), Evidence(), Evidence()
+    none.expect_recovered(Recovery(None, 10, 3.0))
+    assert none.complaints == ["no event says that it resumed"]
+    bad.expect_recovered(Recovery(ObservedEvent({"step": 5}, 0.0), 10, 61.0), within=60)
+    assert bad.complaints == [
+        "it resumed from step 5, and its newest whole checkpoint was of step 10",
+        "after 61.0 s it trained again, not within 60",
+    ]
+    good.expect_recovered(Recovery(ObservedEvent({"step": 10}, 0.0), 10, 3.0))
+    assert (good.complaints, good.detected_seconds) == ([], 3.0)
+
+
+def test_a_lost_rank_must_be_named(tmp_path: Path) -> None:
+    evidence = Evidence()
+    with TrainingProcess(tmp_path) as process:
+        process.wait()
+        evidence.expect_lost_rank_named(process, 1)
+        assert evidence.complaints == ["events name no rank, and rank 1 was lost"]
+        this_node(TrainingSite(tmp_path).run).append_event("rank_failed", rank=1)
+        evidence.expect_lost_rank_named(process, 1)
+        assert len(evidence.complaints) == 1

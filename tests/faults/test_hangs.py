@@ -1,0 +1,112 @@
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from longtake.faults.expect import Evidence
+from longtake.faults.faulty_processes import Hang
+from longtake.faults.hangs import expect_diagnosis, expect_restart
+from longtake.faults.registry import DrillResult
+from longtake.faults.sandbox import ObservedEvent, Sandbox
+
+_HANG = Hang(pid=7, at=10.0, file="/here/hangs.py", function="asleep", line=50)
+_DECODING = replace(_HANG, clip="c0ffee", path="/clips/a.mp4")
+_SUSPECT = {
+    "pid": 7,
+    "rank": 1,
+    "function": "asleep",
+    "file": "/there/hangs.py",
+    "line": 50,
+    "clip": "c0ffee",
+    "clip_path": "/clips/a.mp4",
+}
+_DIAGNOSIS = {
+    "suspects": [_SUSPECT],
+    "waiting": [{"doing": "a collective", "ranks": [0], "host_count": 1}],
+    "sentence": "gpu07: process 7 of rank 1 is in asleep (hangs.py:50), on a.mp4. Rank 0 waits.",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("started_warm")
+def test_a_frozen_worker_is_named_and_replaced(
+    watched: Sandbox, drill: Callable[..., DrillResult]
+) -> None:
+    """Though it holds the GIL, so that it cannot say where it is."""
+    result = drill(watched, "frozen-loader-worker-holding-gil", bitwise=True)
+    assert "in holding_gil (longtake/faults/faulty_processes.py:" in result.message
+    assert (result.samples_repeated, result.samples_missing) == (0, 0)
+    assert result.detected_seconds is not None
+    assert result.detected_seconds > 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("started_warm")
+def test_a_rank_in_a_collective_that_no_other_joins_is_named(
+    watched: Sandbox, drill: Callable[..., DrillResult]
+) -> None:
+    """And not the other, which waits for it in another collective."""
+    result = drill(watched, "hung-rank-in-collective")
+    assert "in in_collective (longtake/faults/inject.py:" in result.message
+    assert result.detected_seconds is not None
+
+
+def _complaints(diagnosis: dict[str, Any], hang: Hang = _DECODING, at: float = 20.0) -> list[str]:
+    evidence = Evidence()
+    found = ObservedEvent({"token": "t"}, at)
+    expect_diagnosis(evidence, found, diagnosis, hang, rank=1, waiting=[0])
+    return evidence.complaints
+
+
+def test_a_right_diagnosis_passes() -> None:
+    """A process that was stopped from outside has no line to name."""
+    assert _complaints(_DIAGNOSIS) == []
+    stopped = Hang(7, 10.0, path="/clips/a.mp4")
+    elsewhere = _DIAGNOSIS | {"suspects": [_SUSPECT | {"line": 3, "clip": "any"}]}
+    assert _complaints(elsewhere, stopped) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"pid": 8}, "the diagnosis names processes [8], and 7 hangs"),
+        ({"rank": 0}, "its rank is said to be 0, not 1"),
+        ({"line": 51}, "its line is said to be asleep (hangs.py:51), not asleep (hangs.py:50)"),
+        (
+            {"file": "/torch/x.py", "function": "wait"},
+            "its line is said to be wait (x.py:50), not asleep (hangs.py:50)",
+        ),
+        ({"clip": "beef"}, "its clip is said to be beef, not c0ffee"),
+        ({"clip_path": "/b.mp4"}, "its clip_path is said to be /b.mp4, not /clips/a.mp4"),
+    ],
+)
+def test_a_wrong_suspect_is_complained_of(changes: dict[str, Any], complaint: str) -> None:
+    assert _complaints(_DIAGNOSIS | {"suspects": [_SUSPECT | changes]}) == [complaint]
+
+
+def test_late_diagnoses_further_suspects_and_vague_sentences_are_complained_of() -> None:
+    assert _complaints(_DIAGNOSIS, at=26.0) == ["it was reported after 16.0 s, not within 15"]
+    both = _DIAGNOSIS | {"suspects": [_SUSPECT, _SUSPECT | {"pid": 8}], "waiting": []}
+    assert _complaints(both) == [
+        "the diagnosis names processes [7, 8], and 7 hangs",
+        "ranks [] are said to wait, and [0] do",
+    ]
+    vague = _DIAGNOSIS | {"sentence": "Process 7 hangs on a.mp4."}
+    assert _complaints(vague) == [
+        "the sentence does not say hangs.py:50: Process 7 hangs on a.mp4."
+    ]
+    evidence = Evidence()
+    expect_diagnosis(evidence, None, {}, _HANG, rank=1, waiting=[])
+    assert evidence.complaints == ["no event says that process 7 hangs"]
+
+
+def test_the_rank_that_hung_must_be_killed_and_the_run_resume_before_it() -> None:
+    bad, good = Evidence(), Evidence()
+    expect_restart(bad, _HANG, ObservedEvent({"pid": 8}, 1.0), ObservedEvent({"step": 0}, 2.0))
+    assert bad.complaints == [
+        "rank 1 is process 7, and 8 was killed",
+        "it resumed from step 0, and hung in 23",
+    ]
+    expect_restart(good, _HANG, ObservedEvent({"pid": 7}, 1.0), ObservedEvent({"step": 20}, 2.0))
+    assert good.complaints == []

@@ -1,0 +1,137 @@
+from collections.abc import Callable
+
+import pytest
+
+from longtake.faults.expect import Evidence
+from longtake.faults.numerics import (
+    expect_rank_named,
+    expect_rollback,
+    expect_skip,
+    guard_reports,
+    relative_end_loss,
+)
+from longtake.faults.registry import DrillResult
+from longtake.faults.sandbox import BATCH_SIZE, LONG_RECIPE, Injection, Sandbox, TrainingSite
+from longtake.fsio import now, read_json_lines
+from longtake.run_dir import RolledBack
+
+_SKIPS = ("nan-gradient", "nan-on-one-rank")
+_ROLLBACKS = ("loss-spike", "slow-divergence", "weight-norm-step-at-epoch-end")
+_AT = 20
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("started_warm")
+@pytest.mark.parametrize("name", _SKIPS + _ROLLBACKS)
+def test_a_drill_passes(unwatched: Sandbox, drill: Callable[..., DrillResult], name: str) -> None:
+    """What is left out is counted, and nothing else is missing."""
+    result = drill(unwatched, name)
+    assert (result.samples_repeated, result.samples_missing) == (0, 0)
+    assert result.detected_seconds is not None
+    assert result.detected_steps is not None
+    assert result.samples_skipped is not None
+    assert result.steps_lost is not None
+    if name in _SKIPS:
+        assert (result.samples_skipped, result.steps_lost) == (BATCH_SIZE, 0)
+    else:
+        assert result.samples_skipped > 0
+        assert result.steps_lost > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("started_warm")
+def test_a_run_that_keeps_diverging_stops_with_a_report(unwatched: Sandbox) -> None:
+    site = unwatched.fresh("hopeless", LONG_RECIPE)
+    inject = Injection("raise-rate", at=60, lasting=True)
+    with site.launch("guard.max_rollbacks=1", inject=inject) as process:
+        assert process.wait() == 2
+        output = " ".join(process.output.split())
+    assert "It has gone back 1 time without progress" in output
+    assert f"longtake show {site.run.path.name} --around" in output
+    assert len(site.run.rollbacks()) == 1
+    last = list(read_json_lines(site.run.events_path))[-1]
+    assert last["event"] == "diverged"
+    assert last["message"] in output
+    reports = guard_reports(site.run)
+    assert len(reports) == 2
+    assert all((site.run.path / report["report"]).is_file() for report in reports)
+
+
+def test_a_fault_that_the_guard_missed_is_complained_of(trained: TrainingSite) -> None:
+    rollback, skip = Evidence(), Evidence()
+    expect_rollback(rollback, trained, _AT, "spike", trained)
+    assert rollback.complaints == [
+        "no event says that the guard found anything",
+        "it rolled back 0 times, not once",
+    ]
+    expect_skip(skip, trained, _AT, trained)
+    assert skip.complaints == [
+        "no event says that the guard found anything",
+        "updates of steps [] were skipped, not of 21",
+    ]
+
+
+def test_a_late_or_wrong_report_is_complained_of(site: TrainingSite, trained: TrainingSite) -> None:
+    """So is one that was not kept."""
+    evidence = Evidence()
+    _report(site, step=_AT + 3, reason="divergence", path="guard/none.json")
+    expect_rollback(evidence, site, _AT, "spike", trained, within_steps=2)
+    assert evidence.complaints[:3] == [
+        f"it was found in step {_AT + 3}, and it began in {_AT}",
+        "it was taken for divergence, not spike",
+        "the guard's report was not kept",
+    ]
+    assert evidence.detected_steps == 3
+    assert evidence.detected_seconds is not None
+
+
+def test_a_rollback_past_the_fault_is_complained_of(
+    site: TrainingSite, trained: TrainingSite
+) -> None:
+    """So is one that excludes other batches; those that it excludes must be missing."""
+    evidence = Evidence()
+    _report(site, step=_AT, reason="spike")
+    facts = {"time": now(), "from_step": 30, "reason": "spike", "message": ""}
+    site.run.append_rollback(RolledBack(to_step=_AT + 5, skipped=[_AT + 6, _AT + 8], **facts))  # type: ignore[typeddict-item]
+    expect_rollback(evidence, site, _AT, "spike", trained)
+    assert evidence.complaints[:2] == [
+        f"it rolled back to step {_AT + 5}, and it began in {_AT}",
+        f"it excludes batches {_AT + 6} to {_AT + 7}, not {_AT}",
+    ]
+    assert "8 samples belong to no such epoch" in evidence.complaints
+
+
+def test_a_higher_loss_at_the_end_is_complained_of(
+    site: TrainingSite, trained: TrainingSite
+) -> None:
+    assert relative_end_loss(site.run, trained.run) == 1
+    text = site.run.metrics_path.read_text()
+    site.run.metrics_path.write_text(text.replace('"loss":0.', '"loss":1.'))
+    assert relative_end_loss(site.run, trained.run) > 4
+    evidence = Evidence()
+    expect_skip(evidence, site, _AT, trained)
+    assert "times the undisturbed run's loss" in evidence.complaints[-1]
+
+
+@pytest.mark.parametrize(
+    ("sums", "complaint"),
+    [
+        (("a",), "1 ranks have told what weights they ended with"),
+        (("a", "b"), "the ranks ended with different weights"),
+    ],
+)
+def test_ranks_that_differ_or_are_not_named_are_complained_of(
+    site: TrainingSite, trained: TrainingSite, sums: tuple[str, ...], complaint: str
+) -> None:
+    for rank, checksum in enumerate(sums):
+        (site.folder / f"weights_of_rank_{rank}.sha256").write_text(checksum)
+    evidence = Evidence()
+    expect_rank_named(evidence, site, trained)
+    assert complaint in evidence.complaints
+    for name in ("rank 1 of 2 alone", "blocks.1.attention.to_out.weight"):
+        assert f"the message does not name {name}: " in evidence.complaints
+
+
+def _report(site: TrainingSite, step: int, reason: str, path: str = "recipe.toml") -> None:
+    facts = {"step": step, "reason": reason, "message": "The loss is high.", "report": path}
+    site.run.append_event("suspected", **facts)
