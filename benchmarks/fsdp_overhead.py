@@ -39,11 +39,11 @@ from longtake.models.assemble import Components, assemble, outline
 from longtake.models.losses import flow_losses
 from longtake.parallel.collectives import from_first
 from longtake.parallel.mesh import World, join
+from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
 from longtake.training.gauge import Gauge
 from longtake.training.guarding import Guard
-from longtake.training.interrupt import Interrupt
 from longtake.training.loop import Watch, train_steps
 from longtake.training.peak import PeakCheck
 from longtake.training.record import keep_record
@@ -262,7 +262,7 @@ def _longtake(
         keep_ledger(folder, world.rank, streams) as ledger,
         beating(heart),
     ):
-        watch = Watch(guard, gauge, saver, record, peak, Interrupt(), RunLease(None))
+        watch = Watch(guard, gauge, saver, record, peak, StopSignal(), RunLease(None))
         train_steps(replace(state, global_step=0), loader, ledger, watch, short, world)
     rows = list(run.metrics())[-steps:] if world.is_first else []
     assert not world.is_first or len(rows) >= min(before, steps)

@@ -35,11 +35,11 @@ from longtake.heartbeat import Heart, beating, enter, folder_of
 from longtake.models.assemble import assemble
 from longtake.parallel.mesh import World
 from longtake.parallel.norms import squares
+from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
 from longtake.training.ema import Averages
 from longtake.training.gauge import Gauge
 from longtake.training.guarding import Guard
-from longtake.training.interrupt import Interrupt
 from longtake.training.loop import Watch, train_steps
 from longtake.training.optim import build_optimizers
 from longtake.training.peak import PeakCheck
@@ -219,7 +219,7 @@ def _longtake(state: TrainingState, recipe: Recipe, steps: int) -> list[float]:
         keep_record(0, steps, {}, None, "", run, _ALONE, quiet) as record,
         keep_ledger(folder, 0, streams) as ledger,
     ):
-        watch = Watch(guard, gauge, saver, record, peak, Interrupt(), RunLease(None))
+        watch = Watch(guard, gauge, saver, record, peak, StopSignal(), RunLease(None))
         train_steps(to_here, loader, ledger, watch, short, _ALONE)
     rows = list(run.metrics())
     assert len(rows) >= min(before, steps)

@@ -7,7 +7,6 @@ command is run.
 """
 
 import codecs
-import difflib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from longtake.errors import RecipeError
+from longtake.formatting import nearest
 from longtake.fsio import read_regular
 
 
@@ -1075,24 +1075,22 @@ def _explain_unknown(location: str, parts: list[str]) -> str:
     known = _known_keys()
     inside = [key for key in known if key.split(".")[:-1] == section]
     # Rather a similar key of the same section than an equal one elsewhere.
-    nearest = _most_similar(name, inside, cutoff=0.6) or _most_similar(name, known, cutoff=0.8)
+    near = _most_similar(name, inside, cutoff=0.6) or _most_similar(name, known, cutoff=0.8)
     names = sorted(key.rpartition(".")[2] for key in inside)
-    hint = f"did you mean {nearest}?" if nearest else f"known there: {', '.join(names)}."
+    hint = f"did you mean {near}?" if near else f"known there: {', '.join(names)}."
     return f"{location} is not a key of a recipe; {hint}"
 
 
 def _most_similar(name: str, keys: Sequence[str], cutoff: float) -> str | None:
     """The key whose last part resembles a name, has it as a word, or is abbreviated by it."""
     by_name = {key.rpartition(".")[2]: key for key in reversed(keys)}
-    close = difflib.get_close_matches(name, by_name, n=1, cutoff=cutoff)
-    if not close:
-        split = {candidate: candidate.split("_") for candidate in reversed(by_name)}
-        close = [
-            candidate
-            for candidate, words in split.items()
-            if name in words or name == "".join(word[0] for word in words)
-        ]
-    return by_name[close[0]] if close else None
+    if close := nearest(name, by_name, cutoff):
+        return by_name[close]
+    for candidate in reversed(by_name):
+        words = candidate.split("_")
+        if name in words or name == "".join(word[0] for word in words):
+            return by_name[candidate]
+    return None
 
 
 def _known_keys() -> list[str]:

@@ -78,8 +78,10 @@ def did_you_mean(
     if near:
         best = sorted(near, key=lambda each: -likeness[each])[:_MAX_NEAR]
         return f"did you mean {' or '.join(best)}?"
+    if otherwise is not None:
+        return otherwise
     more = ", ..." if len(names) > shown else ""
-    return otherwise or f"there are: {', '.join(names[:shown]) or 'none'}{more}."
+    return f"there are: {', '.join(names[:shown]) or 'none'}{more}."
 
 
 def first_line(error: BaseException, max_length: int = 300) -> str:

@@ -46,7 +46,7 @@ from longtake.fsio import (
     write_text,
 )
 from longtake.lease import is_alive, newest
-from longtake.run_dir import EVENT, Metrics, RunDirectory
+from longtake.run_dir import EVENT, Metrics, RunDirectory, last_ending
 
 NodeEventKind = Literal[
     "watching",
@@ -330,8 +330,6 @@ def read_events(run: RunDirectory) -> Iterator[dict[str, Any]]:
 
 StateKind = Literal["running", "stalled", "dead", "interrupted", "diverged", "finished"]
 _FRESH_SECONDS = 60.0
-_BEGINNINGS = ("launched", "resumed")
-_ENDINGS: tuple[StateKind, ...] = ("finished", "interrupted", "diverged")
 
 
 @dataclass(frozen=True)
@@ -368,14 +366,8 @@ def state(run: RunDirectory) -> RunState:
 
 
 def _how_it_ended(run: RunDirectory) -> StateKind:
-    found: StateKind = "dead"
-    for event in run.events():
-        kind = event["event"]
-        if kind in _BEGINNINGS:
-            found = "dead"
-        elif kind in _ENDINGS:
-            found = kind
-    return found
+    ended = last_ending(event["event"] for event in run.events())
+    return "dead" if ended is None else ended
 
 
 def _silent_seconds(run: RunDirectory) -> float | None:

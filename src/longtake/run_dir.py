@@ -27,7 +27,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -88,6 +88,10 @@ EventKind = Literal[
     "interrupted",
     "finished",
 ]
+RunEnding = Literal["finished", "interrupted", "diverged"]
+
+BEGINNINGS: Final = ("launched", "resumed")
+ENDINGS: Final[tuple[RunEnding, ...]] = ("finished", "interrupted", "diverged")
 
 
 @with_other_fields
@@ -302,6 +306,17 @@ class GuardReport(TypedDict):
     verdict: ReportedVerdict
     samples: list[ReportedSample]
     state: NotRequired[ReportedState | None]
+
+
+def last_ending(kinds: Iterable[str]) -> RunEnding | None:
+    """How the last launch ended, by the kinds of a run's events; None: it did not say."""
+    found: RunEnding | None = None
+    for kind in kinds:
+        if kind in BEGINNINGS:
+            found = None
+        elif kind in ENDINGS:
+            found = kind
+    return found
 
 
 @dataclass(frozen=True)

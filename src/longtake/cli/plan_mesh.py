@@ -7,7 +7,7 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from longtake.formatting import escape
+from longtake.formatting import escape, format_short_duration
 
 if TYPE_CHECKING:
     from longtake.training.mesh_forecast import MeshForecast
@@ -68,7 +68,7 @@ def of_mesh(mesh: Mapping[str, Any], processes: int, per_node: int) -> Iterator[
     for each in mesh["advice"]:
         settings = escape(" ".join(f"--set {change}" for change in each["set"]))
         verdict = "" if each["fits"] is not False else ", [red]does not fit[/red]"
-        yield f"  {settings}: {_time(each['step_seconds'])} a step{verdict}"
+        yield f"  {settings}: {format_short_duration(each['step_seconds'])} a step{verdict}"
     if mesh["idle_share"]:
         yield (
             f"[yellow]note[/yellow] The batch does not divide: {mesh['idle_share']:.1%} of all "
@@ -100,8 +100,8 @@ def _table(sent: Sequence[Mapping[str, Any]]) -> Table:
             str(row["ranks"]),
             _LINKS[row["over"]],
             f"{row['bytes'] / _GB:.3g}",
-            _time(row["seconds"]),
-            _time(row["exposed_seconds"]),
+            format_short_duration(row["seconds"]),
+            format_short_duration(row["exposed_seconds"]),
             _WORDS[row["what"]],
         )
     return table
@@ -110,18 +110,15 @@ def _table(sent: Sequence[Mapping[str, Any]]) -> Table:
 def _verdict(mesh: Mapping[str, Any]) -> str:
     step, compute, share = mesh["step_seconds"], mesh["compute_seconds"], mesh["exposed_share"]
     text = (
-        f"A step takes {_time(step)}, of which {_time(compute)} is compute: "
-        f"{_time(step - compute)} ({share:.1%}) waits for other ranks."
+        f"A step takes {format_short_duration(step)}, of which "
+        f"{format_short_duration(compute)} is compute: {format_short_duration(step - compute)} "
+        f"({share:.1%}) waits for other ranks."
     )
     if share < _LITTLE:
         return f"{text} The rest of what is sent hides behind compute."
     if not mesh["advice"]:
         return f"{text} [yellow]That is much[/yellow]: faster links, or more work for each rank."
     return f"{text} [yellow]That is much.[/yellow] What would help, each by itself:"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def _rounded(seconds: float) -> float:

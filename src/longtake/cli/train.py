@@ -10,9 +10,15 @@ import typer
 
 from longtake.cli import say
 from longtake.cli.say import AsJson, Changes, Trust
-from longtake.process import LAUNCHER_VARIABLE, command, end_with
+from longtake.process import (
+    EXIT_CODES,
+    LAUNCHER_VARIABLE,
+    LeftError,
+    command,
+    end_with,
+    leave_on_signals,
+)
 from longtake.progress import phase_lines
-from longtake.training.interrupt import EXIT_CODES, LeftError, leave_on_signals
 
 if TYPE_CHECKING:
     from longtake.config import Recipe

@@ -17,7 +17,7 @@ from longtake.data.crews.errand import Crew
 from longtake.data.crews.processes import Processes
 from longtake.data.indexing.captions import is_sidecar, read_captions
 from longtake.data.indexing.item import Item
-from longtake.data.indexing.journal import Journal, Memory, stamp_of
+from longtake.data.indexing.journal import Memory, ProbeJournal, stamp_of
 from longtake.data.indexing.probe import Probe
 from longtake.data.indexing.probing import probe_all
 from longtake.data.indexing.sources import Found, find
@@ -130,7 +130,7 @@ class Seen:
     results: dict[str, Probe | ClipError]
     stamps: dict[str, Stamp]
     unchanged: int
-    journal: Journal
+    journal: ProbeJournal
 
 
 def look_at(
@@ -143,14 +143,14 @@ def look_at(
     limits: Limits = DEFAULT,
 ) -> Seen:
     """Decode every item that neither the catalog at `out` nor its journal knows; see `index`."""
-    journal = Journal(out)
+    journal = ProbeJournal(out)
     if fresh:
         journal.remove()
-    memory = Memory(None if fresh else _catalog_before(out), journal.read())
+    memory = Memory(None if fresh else _catalog_before(out), journal.known())
     stamps = _stamps(items)
     results = memory.recall(stamps)
     seen = Seen(results, stamps, len(results), journal)
-    with closing(journal):
+    with journal:
         _look(items, seen, crew, progress, limits)
     return seen
 
@@ -204,7 +204,7 @@ def _look(
             if not outcome.is_lasting:
                 del seen.stamps[name]
             elif name in seen.stamps:
-                seen.journal.add(outcome.item.media, seen.stamps[name], outcome.found)
+                seen.journal.note(outcome.item.media, seen.stamps[name], outcome.found)
             if progress is not None:
                 progress(len(seen.results), len(items))
 

@@ -7,18 +7,20 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from longtake.data.catalog import Catalog, Rejection
 from longtake.data.clip import Clip
 from longtake.data.crews.errand import Crew, Errand, in_order
 from longtake.data.crews.processes import Processes
 from longtake.data.limits import MEMORY_GIB, Limits
-from longtake.data.scores.journal import Journal
 from longtake.data.scores.motion import MotionScore
-from longtake.data.scores.own import OwnScore, did_you_mean
+from longtake.data.scores.own import OwnScore
 from longtake.data.scores.words import nouns_of_all, num_words
 from longtake.data.table import CLIP_SCHEMA
 from longtake.errors import ClipError, DataError
+from longtake.formatting import nearest
+from longtake.fsio import Count, Journal
 from longtake.process import num_cores
 
 SCORES = {
@@ -29,6 +31,7 @@ SCORES = {
 """The scores that come with longtake, and what each one counts."""
 
 _Progress = Callable[[int, int], None]
+_ROW: TypeAdapter[tuple[int, float]] = TypeAdapter(tuple[Count, float])
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Scored:
     name: str
     values: NDArray[np.float64]
     failed: tuple[Rejection, ...] = ()
-    journal: Journal | None = field(default=None, compare=False, repr=False)
+    journal: Journal[tuple[int, float]] | None = field(default=None, compare=False, repr=False)
 
     def settle(self) -> None:
         """Forget what was kept beside the catalog: it is written now."""
@@ -102,11 +105,14 @@ def score(
     if own and isinstance(crew, Processes):
         crew = Processes(0)  # nobody promised that a user's function stands another process
     facts = {"by": by, "version": own.version if own else "", "catalog": catalog.fingerprint}
-    journal = None if out is None else Journal(out, name, facts)
-    known = journal.read() if journal else {}
+    journal = None
+    if out is not None:
+        path = out.with_name(f".{out.name}.{name}.journal.jsonl")
+        journal = Journal(path, _ROW, header=facts)
+    known = dict(journal.read()) if journal else {}
     rows = [row for row in range(len(catalog)) if row not in known]
     results = _results(catalog, rows, by, own or MotionScore(Limits(memory_gib)), crew)
-    with closing(results), closing(journal) if journal else nullcontext():
+    with closing(results), journal or nullcontext():
         values, failed = _collected(
             catalog, known, zip(rows, results, strict=True), journal, progress
         )
@@ -115,8 +121,10 @@ def score(
 
 def _own(by: str) -> OwnScore:
     if not all(by.partition(":")):
+        near = nearest(by, SCORES)
+        hint = f" Did you mean {near!r}?" if near else ""
         raise DataError(
-            f"There is no score {by!r}.{did_you_mean(by, list(SCORES))} There are "
+            f"There is no score {by!r}.{hint} There are "
             f"{', '.join(SCORES)}, and your own as module:function."
         )
     own = OwnScore(by, str(Path.cwd()))
@@ -149,7 +157,7 @@ def _collected(
     catalog: Catalog,
     known: Mapping[int, float],
     results: Iterable[tuple[int, float | ClipError]],
-    journal: Journal | None,
+    journal: Journal[tuple[int, float]] | None,
     progress: _Progress | None,
 ) -> tuple[NDArray[np.float64], tuple[Rejection, ...]]:
     """The values [N], NaN where a clip failed, and the failures."""
@@ -161,7 +169,7 @@ def _collected(
         else:
             values[row] = result
             if journal:
-                journal.add(row, result)
+                journal.add((row, result))
         if progress:
             progress(done, len(catalog))
     return values, tuple(failed)

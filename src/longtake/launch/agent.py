@@ -21,7 +21,7 @@ from longtake.launch.ending import STOPS, Ended, code_in_words, exit_code_of, ju
 from longtake.launch.logs import RankLogs
 from longtake.launch.order import Order
 from longtake.launch.ranks import await_end, ended_badly, kernel_kills, tell
-from longtake.launch.stop import SECONDS_TO_SAVE, Stop
+from longtake.launch.stop import SECONDS_TO_SAVE, LaunchStop
 from longtake.run_dir import LAUNCH_VARIABLE
 from longtake.trail import RankFailure, failure_of, failures, failures_of_processes
 
@@ -47,7 +47,7 @@ class Agent(LocalElasticAgent):
     """
 
     def __init__(
-        self, spec: WorkerSpec, logs: RankLogs, order: Order, stop: Stop, console: Console
+        self, spec: WorkerSpec, logs: RankLogs, order: Order, stop: LaunchStop, console: Console
     ) -> None:
         super().__init__(spec, logs, log_line_prefix_template="${role_name}")  # which is empty
         self.ended: Ended | None = None
@@ -99,9 +99,11 @@ class Agent(LocalElasticAgent):
         Returns:
             Those that did not end, and had to be killed.
         """
-        if self._stop.wanted is None:
+        if self._stop.first_signal is None:
             self._leave_trail(codes, ranks)
-        is_stop = self._stop.wanted is not None or any(code in STOPS for code in codes.values())
+        is_stop = self._stop.first_signal is not None or any(
+            code in STOPS for code in codes.values()
+        )
         late = await_end(ranks, SECONDS_TO_SAVE if is_stop else _SECONDS_AFTER_A_FAILURE)
         tell(late, signal.SIGKILL)
         return late
@@ -128,7 +130,7 @@ class Agent(LocalElasticAgent):
 
     def _meant(self, code: int) -> int:
         """A rank that the signal has ended before it was ready for it has stopped all the same."""
-        asked = self._stop.wanted
+        asked = self._stop.first_signal
         killed = -signal.SIGKILL if self._stop.is_urgent else None
         return exit_code_of(asked) if asked is not None and code in (-asked, killed) else code
 
@@ -142,7 +144,7 @@ class Agent(LocalElasticAgent):
 
     def _decide(self, ended: Ended) -> None:
         """Whether the ranks are started again; a new checkpoint allows for all restarts anew."""
-        newest, is_asked = self._newest_checkpoint(), self._stop.wanted is not None
+        newest, is_asked = self._newest_checkpoint(), self._stop.first_signal is not None
         if newest != self._newest:
             self._newest, self._remaining_restarts = newest, self._order.max_restarts
         if is_asked or ended.kind == "mistake":

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Final
 
 from longtake.errors import LongtakeError, LostPeerError
+from longtake.process import EXIT_CODES
 from longtake.trail import RankFailure, signal_in_words
 
-STOPS: Final = {130: signal.SIGINT, 143: signal.SIGTERM, 75: signal.SIGUSR1}
+STOPS: Final = {code: signal.Signals[name] for name, code in EXIT_CODES.items()}
 """Exit codes of `longtake train` after a signal, when all is saved."""
 
 _MISTAKE, _LOST_PEER = LongtakeError.exit_code, LostPeerError.exit_code
@@ -57,7 +58,7 @@ def judge(
 
 def exit_code_of(stop: signal.Signals) -> int:
     """With which a rank ends after a signal, or would have, had it been ready for it."""
-    return next(code for code, number in STOPS.items() if number == stop)
+    return EXIT_CODES[stop.name]
 
 
 def code_in_words(code: int) -> str:

@@ -26,7 +26,7 @@ from longtake.launch.agent import Agent
 from longtake.launch.ending import Ended, exit_code_of
 from longtake.launch.logs import IN_ONE_FILE, RankLogs
 from longtake.launch.order import Order
-from longtake.launch.stop import Stop
+from longtake.launch.stop import LaunchStop
 from longtake.node_dir import this_node
 from longtake.parallel.mesh import LOOPBACK
 from longtake.process import environment, program
@@ -71,9 +71,9 @@ def launch(order: Order, console: Console) -> int:
         for name in _INTERFACES:
             os.environ.setdefault(name, _LOOPBACK_INTERFACE)
     _quieten_torch()
-    stop, ended = Stop(), None
+    stop, ended = LaunchStop(), None
     try:
-        with stop.caught(), _met(order, stop) as handler:
+        with stop, _met(order, stop) as handler:
             agent = _agent(order, handler, stop, console)
             try:
                 result = agent.run()
@@ -92,16 +92,16 @@ def launch(order: Order, console: Console) -> int:
     return _say_how_it_ended(ended, stop, console)
 
 
-def _say_how_it_ended(ended: Ended | None, stop: Stop, console: Console) -> int:
+def _say_how_it_ended(ended: Ended | None, stop: LaunchStop, console: Console) -> int:
     if ended is not None and ended.kind == "mistake":
         again = "The same again would end the same way, so nothing is started again."
         console.print(f"{ended.words}\n{again}", markup=False)
-    if stop.wanted is not None and (ended is None or ended.kind == "stopped"):
-        return exit_code_of(stop.wanted)
+    if stop.first_signal is not None and (ended is None or ended.kind == "stopped"):
+        return exit_code_of(stop.first_signal)
     return 1 if ended is None else ended.code
 
 
-def _agent(order: Order, handler: RendezvousHandler, stop: Stop, console: Console) -> Agent:
+def _agent(order: Order, handler: RendezvousHandler, stop: LaunchStop, console: Console) -> Agent:
     entrypoint, *arguments = [*IN_ONE_FILE, *program("longtake", *order.arguments)]
     spec = WorkerSpec(
         role="",  # which torch would write before each line
@@ -120,7 +120,7 @@ def _agent(order: Order, handler: RendezvousHandler, stop: Stop, console: Consol
 
 
 @contextmanager
-def _met(order: Order, stop: Stop) -> Iterator[RendezvousHandler]:
+def _met(order: Order, stop: LaunchStop) -> Iterator[RendezvousHandler]:
     """Where nodes meet, and learn that they need not come again when this one has ended."""
     with TemporaryDirectory(prefix="longtake-", ignore_cleanup_errors=True) as folder:
         handler = _handler(order, Path(folder))
@@ -128,7 +128,7 @@ def _met(order: Order, stop: Stop) -> Iterator[RendezvousHandler]:
             yield handler
         finally:
             # Closed, no node could go on without this one.
-            if stop.wanted is None or not order.is_elastic:
+            if stop.first_signal is None or not order.is_elastic:
                 handler.shutdown()
 
 

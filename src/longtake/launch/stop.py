@@ -1,78 +1,63 @@
-"""A signal to the launcher: passed on to the ranks once, which then save and end by themselves."""
+"""A signal to the launcher is passed on once to the ranks, which then save and end."""
 
 import signal
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Iterable
 from typing import Final
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from longtake.launch.ranks import tell
+from longtake.process import STOP_SIGNALS, StopSignal
 
-SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SECONDS_TO_SAVE: Final = 600.0
 """After a signal; a scheduler that gives less time ends all by force anyway."""
 
 
-class Stop:
-    """Whether somebody wants the launch to end, and whom that has to be told.
+class LaunchStop(StopSignal):
+    """A request to stop this launch; while it is entered, signals are passed on to the ranks.
+
+    A signal that comes while no rank runs, as while other nodes are awaited, raises
+    `SignalException`.
 
     Attributes:
-        wanted: the signal that asked for it.
-        is_urgent: whether nothing is to be saved any more.
+        is_urgent: a second Ctrl-C came: the ranks are killed, and nothing is saved any more.
     """
 
     def __init__(self) -> None:
-        self.wanted: signal.Signals | None = None
+        super().__init__(STOP_SIGNALS, on_signal=self._pass_on, keeps_ignored=False)
         self.is_urgent = False
-        self._at = 0.0
         self._ranks: list[int] = []
         self._is_held = False
 
     @property
+    def first_signal(self) -> signal.Signals | None:
+        """The signal that requested it."""
+        return None if self.reason is None else signal.Signals[self.reason]
+
+    @property
     def is_overdue(self) -> bool:
         """Whether the ranks have had their time."""
-        return self.wanted is not None and time.monotonic() > self._at + SECONDS_TO_SAVE
+        return self.requested_seconds > SECONDS_TO_SAVE
 
     def hold(self) -> None:
-        """Ranks are about to be started: what comes now is for them."""
+        """Keep signals for the ranks that are about to be started."""
         self._is_held = True
 
     def begin(self, pids: Iterable[int]) -> None:
-        """These ranks run now."""
+        """Pass signals on to these ranks, which run now."""
         self._ranks = list(pids)
-        if self.wanted is not None:
-            self._tell(self.wanted)
+        if self.first_signal is not None:
+            tell(self._ranks, self.first_signal)
 
     def end(self) -> None:
         """No rank runs any more."""
         self._ranks, self._is_held = [], False
 
-    @contextmanager
-    def caught(self) -> Iterator[None]:
-        """Heed signals in the block.
-
-        Raises:
-            SignalException: one came while no rank ran, say while other nodes were waited for.
-        """
-        before = {number: signal.signal(number, self._heed) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, was in before.items():
-                signal.signal(number, was)
-
-    def _heed(self, number: int, frame: FrameType | None) -> None:
-        if self.wanted is None:
-            self.wanted, self._at = signal.Signals(number), time.monotonic()
-            if not self._is_held:
-                raise SignalException("nothing runs yet", self.wanted)
-            self._tell(self.wanted)
-        elif number == signal.SIGINT:  # a person does not want to wait; others repeat themselves
+    def _pass_on(self, received: signal.Signals, is_first: bool) -> None:
+        if is_first and not self._is_held:
+            raise SignalException("nothing runs yet", received)
+        if is_first:
+            tell(self._ranks, received)
+        elif received == signal.SIGINT:  # a person does not wait; schedulers repeat themselves
             self.is_urgent = True
-            self._tell(signal.SIGKILL)
-
-    def _tell(self, number: signal.Signals) -> None:
-        tell(self._ranks, number)
+            tell(self._ranks, signal.SIGKILL)

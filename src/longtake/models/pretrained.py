@@ -1,6 +1,5 @@
 """Finds, builds and loads classes of diffusers and transformers, with errors a user can act on."""
 
-import difflib
 import importlib
 import inspect
 import json
@@ -16,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from longtake.errors import ModelError, RecipeError
-from longtake.formatting import did_you_mean
+from longtake.formatting import did_you_mean, nearest
 
 _REPOSITORY_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _REACH_SECONDS = 10
@@ -217,8 +216,8 @@ def _library(speaker: Any) -> str:
 def _class_of(module: ModuleType, key: str, name: str) -> Any:
     found = getattr(module, name, None)
     if not inspect.isclass(found):
-        near = difflib.get_close_matches(name, dir(module), n=1)
-        question = f" Did you mean {near[0]}?" if near else ""
+        near = nearest(name, dir(module))
+        question = f" Did you mean {near}?" if near else ""
         raise RecipeError(f"{key}: {module.__name__} has no class {name}.{question}")
     return found
 

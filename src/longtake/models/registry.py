@@ -1,10 +1,10 @@
 """The families by name, imported only when one is asked for."""
 
-import difflib
 import importlib
 from typing import cast
 
 from longtake.errors import RecipeError
+from longtake.formatting import did_you_mean
 from longtake.models.family import Family
 
 FAMILIES = {
@@ -22,8 +22,7 @@ def family(name: str) -> Family:
         RecipeError: there is none; names the nearest.
     """
     if name not in FAMILIES:
-        nearest = difflib.get_close_matches(name, FAMILIES, n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else "no name is near."
+        hint = did_you_mean(name, FAMILIES, otherwise="no name is near.")
         raise RecipeError(f"model.family {name!r} is unknown; {hint} Known: {', '.join(FAMILIES)}.")
     module, _, class_name = FAMILIES[name].partition(":")
     return cast("Family", getattr(importlib.import_module(module), class_name)())

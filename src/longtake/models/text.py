@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from longtake.config import PooledSection, TextSection
 from longtake.errors import ModelError, RecipeError
+from longtake.formatting import reason_of
 from longtake.fsio import read_regular
 from longtake.models.architecture import DTYPES
 from longtake.models.captions import clean
@@ -248,7 +249,7 @@ def _saved_tokenizer(path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_str(read_regular(path).decode())
     except Exception as error:  # it raises nothing more special
-        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0][:200]
+        reason = reason_of(error)
         raise ModelError(
             f"{path} cannot be read: {reason}. Restore it from another checkpoint of the run."
         ) from error

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from longtake.config import ModelSection, Shift
 from longtake.errors import ModelError, RecipeError
+from longtake.formatting import first_line
 from longtake.models.codec import Codec
 from longtake.models.defaults import Defaults
 from longtake.models.family import Conditioning, LatentShape
@@ -98,8 +99,9 @@ class Tubelet:
             TypeError,
             ValueError,
         ) as error:
-            said = str(error).partition("\n")[0][:300] or type(error).__name__
-            raise RecipeError(f"model.config does not fit the tubelet family. {said}") from error
+            raise RecipeError(
+                f"model.config does not fit the tubelet family. {first_line(error)}"
+            ) from error
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The block that reads the caption and those that read all."""

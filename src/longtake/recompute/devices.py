@@ -1,6 +1,5 @@
 """What a card can do: the figures that predicted times are made of."""
 
-import difflib
 import math
 import re
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ import torch
 
 from longtake.config import memory_bytes
 from longtake.errors import RecipeError
+from longtake.formatting import nearest
 
 Target = Literal["cuda", "cpu"]
 
@@ -87,8 +87,8 @@ def device_named(name: str) -> Device:
         return known[_plain(wanted)]
     if given := _given(name, wanted.split(",")):
         return given
-    nearest = difflib.get_close_matches(wanted, [*DEVICES, CPU.name], n=1)
-    hint = f" Did you mean {nearest[0]}?" if nearest else ""
+    near = nearest(wanted, [*DEVICES, CPU.name])
+    hint = f" Did you mean {near}?" if near else ""
     raise RecipeError(
         f"The device {name!r} is not known.{hint} Known are {', '.join(DEVICES)} and {CPU.name}; "
         "any other is given by its memory and its dense bf16 speed, such as 24GiB,165TFLOPS, and "

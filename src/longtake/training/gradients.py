@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import longtake
 from longtake.errors import CannotBePlannedError, LongtakeError, PlanError
+from longtake.formatting import first_line
 from longtake.recompute.traps import Trap, flow_traps
 from longtake.training.outlined import OutlinedStep
 
@@ -48,7 +49,7 @@ def check_gradients(step: OutlinedStep) -> Gradients:
             ".item() and no `if` on a tensor. Compute with tensors there, such as by torch.where."
         ) from error
     except Exception as error:  # a user's own module may raise whatever it likes
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         raise PlanError(
             f"The model cannot be run{_where(error)}: {type(error).__name__}: {reason}. A training "
             "step would fail in the same way."

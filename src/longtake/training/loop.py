@@ -11,11 +11,11 @@ from longtake.errors import DivergedError
 from longtake.guard.statistics import Statistics
 from longtake.guard.verdict import OK, Verdict
 from longtake.parallel.mesh import World
+from longtake.process import StopSignal
 from longtake.training.agree import agreed
 from longtake.training.diverged import explained
 from longtake.training.gauge import Gauge
 from longtake.training.guarding import Guard
-from longtake.training.interrupt import Interrupt
 from longtake.training.peak import PeakCheck
 from longtake.training.randomness import seed_step
 from longtake.training.record import Record
@@ -53,7 +53,7 @@ class Watch:
     saver: Saver
     record: Record
     peak: PeakCheck
-    interrupt: Interrupt
+    stop: StopSignal
     lease: RunLease
 
 
@@ -84,7 +84,7 @@ def train_steps(
         record.memory(batch, watch.peak.comparison)
         local = local_facts(
             loader,
-            stop=watch.interrupt.signal_name,
+            stop=watch.stop.reason,
             save_failed=saver.failed,
             save_due=saver.is_due,
         )

@@ -29,7 +29,7 @@ from longtake.models.precision import Precision, choose_precision
 from longtake.models.pretrained import local_copies
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join
-from longtake.process import command
+from longtake.process import STOP_SIGNALS, StopSignal, command
 from longtake.recompute.devices import peak_flops
 from longtake.run_dir import EventKind, RunDirectory, beside
 from longtake.tracking.process import Follower
@@ -50,7 +50,6 @@ from longtake.training.eight_bit import refuse_missing_torchao
 from longtake.training.fit import Fit, run_blocks_by
 from longtake.training.gauge import Gauge
 from longtake.training.guarding import Guard
-from longtake.training.interrupt import catch_interrupts
 from longtake.training.kept_plan import keep_plan, plan_of
 from longtake.training.loop import Ending, Watch, train_steps
 from longtake.training.mirroring import mirrored
@@ -192,14 +191,14 @@ def _train(
     reach = WINDOWS * recipe.guard.window if recipe.guard.mode == "act" else 0
     begun = time.perf_counter()
     with (
-        catch_interrupts() as interrupt,
+        StopSignal(STOP_SIGNALS, second="interrupt") as stop,
         refuse_out_of_memory(plan, recipe, state, world),
         keep_saver(run, world, recipe.checkpoint, reach=reach, start=start) as saver,
         keep_record(
             start, total, step_flops, peak_rate, lease.launch, run, world, console
         ) as record,
     ):
-        watch = Watch(guard, gauge, saver, record, peak, interrupt, lease)
+        watch = Watch(guard, gauge, saver, record, peak, stop, lease)
         ending = _train_through(state, loader, folder, watch, recipe, run, world)
     return _finish(ending, start, time.perf_counter() - begun, state, run, world)
 

@@ -13,7 +13,7 @@ from longtake.fsio import read_last_record
 from longtake.heartbeat import Phase
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
-from longtake.run_dir import Metrics, RunDirectory
+from longtake.run_dir import BEGINNINGS, Metrics, RunDirectory, last_ending
 
 PARTS: dict[Phase, str] = {
     "start": "imports",
@@ -26,9 +26,6 @@ PARTS: dict[Phase, str] = {
     "data": "first_batch",
 }
 """What the phases before the first step are called; all that comes then is the `first_step`."""
-
-_BEGINNINGS = ("launched", "resumed")
-_ENDINGS = ("finished", "interrupted", "diverged")
 
 
 def parts_so_far() -> dict[str, float]:
@@ -82,7 +79,7 @@ def _down_seconds(run: RunDirectory) -> float | None:
 def _has_crashed(run: RunDirectory) -> bool:
     """Whether the launch before this one has begun, and nobody wrote down its end."""
     told = [each["event"] for each in run.events()]
-    beginnings = [at for at, kind in enumerate(told) if kind in _BEGINNINGS]
+    beginnings = [at for at, kind in enumerate(told) if kind in BEGINNINGS]
     if len(beginnings) < 2:
         return False
-    return not any(kind in _ENDINGS for kind in told[beginnings[-2] : beginnings[-1]])
+    return last_ending(told[: beginnings[-1]]) is None

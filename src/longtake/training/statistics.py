@@ -11,8 +11,8 @@ from longtake.data.loader import Loader
 from longtake.guard.statistics import Statistics
 from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.mesh import World
+from longtake.process import EXIT_CODES
 from longtake.training.gauge import Gauge
-from longtake.training.interrupt import EXIT_CODES
 from longtake.training.optim import schedule_factor
 from longtake.training.step import SampleLosses, TrainingState
 

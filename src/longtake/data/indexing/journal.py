@@ -1,18 +1,13 @@
-"""Remembers what came of files, so that none is decoded twice for one catalog.
+"""What is known of files from an older catalog and a journal: no file is decoded twice for one.
 
-The journal is a file of JSON lines beside the catalog that is being written: one line for each
-file as soon as it is finished. An index that is stopped, however it is stopped, leaves it behind,
-and the next one goes on from it; a line that was cut off is passed over. It is removed once the
-catalog is written, which then remembers the same.
+A command that was stopped leaves the journal, and the next one resumes from it.
 """
 
-import json
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import IO, Annotated, NotRequired, TypeVar
+from typing import Annotated, NotRequired, TypeVar
 
 from pydantic import AfterValidator, TypeAdapter
 from typing_extensions import TypedDict
@@ -21,14 +16,14 @@ from longtake.data.catalog import Catalog, Stamp
 from longtake.data.clip import Media
 from longtake.data.indexing.probe import Probe
 from longtake.data.indexing.probing import to_json
-from longtake.errors import ClipError, DataError
-from longtake.fsio import read_records
+from longtake.errors import ClipError
+from longtake.fsio import Journal
 
 _T = TypeVar("_T")
 _ROWS_AT_ONCE = 2**16
 _PROBE_FIELDS = [field.name for field in fields(Probe)]
 
-_MOST_LINE_BYTES = 2**24  # of an hour of video with unevenly spaced frames
+_MAX_LINE_BYTES = 2**24  # of an hour of video with unevenly spaced frames
 
 
 class _Entry(TypedDict):
@@ -52,60 +47,30 @@ def _is_whole(entry: _Entry) -> _Entry:
 _ENTRY: TypeAdapter[_Entry] = TypeAdapter(Annotated[_Entry, AfterValidator(_is_whole)])
 
 
-class Journal:
-    """The lines about one catalog that is being written.
-
-    Args:
-        out: the catalog.
-    """
+class ProbeJournal(Journal[_Entry]):
+    """Remembers beside the catalog `out` what was found in each file, as soon as it is known."""
 
     def __init__(self, out: Path) -> None:
-        self._path = out.with_name(f".{out.name}.journal.jsonl")
-        self._file: IO[str] | None = None
+        path = out.with_name(f".{out.name}.journal.jsonl")
+        super().__init__(path, _ENTRY, max_line_bytes=_MAX_LINE_BYTES)
 
-    def add(self, media: Media, stamp: Stamp, found: Probe | ClipError) -> None:
-        """Write down what came of a file; it is safe from this process's end at once.
+    def note(self, media: Media, stamp: Stamp, found: Probe | ClipError) -> None:
+        """Add what was found in a file.
 
         Raises:
             DataError: it cannot be written.
         """
-        entry = {"media": str(media), "stamp": [stamp.num_bytes, stamp.mtime_ns]} | to_json(found)
-        try:
-            if self._file is None:
-                self._file = self._path.open("a", encoding="utf-8")
-                self._file.write("\n")  # in case the last line was cut off
-            self._file.write(json.dumps(entry) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise _cannot_write(self._path, error) from error
+        stamped = {"media": str(media), "stamp": [stamp.num_bytes, stamp.mtime_ns]}
+        self.add(stamped | to_json(found))
 
-    def read(self) -> dict[str, tuple[Stamp, Probe | ClipError]]:
-        """What an earlier index had finished, by `str(media)`."""
+    def known(self) -> dict[str, tuple[Stamp, Probe | ClipError]]:
+        """What an interrupted index has found, by `str(media)`."""
         known: dict[str, tuple[Stamp, Probe | ClipError]] = {}
-        for entry in read_records(self._path, _ENTRY, _MOST_LINE_BYTES):
+        for entry in self.read():
             name = entry["media"]
             found = entry.get("probe") or ClipError(name, entry.get("reason", ""))
             known[name] = Stamp(*entry["stamp"]), found
         return known
-
-    def close(self) -> None:
-        """Leave it as it is."""
-        if self._file is not None:
-            with suppress(OSError):  # what is not written by now was told as an error
-                self._file.close()
-            self._file = None
-
-    def remove(self) -> None:
-        """Forget it all."""
-        self.close()
-        self._path.unlink(missing_ok=True)
-
-
-def _cannot_write(path: Path, error: OSError) -> DataError:
-    return DataError(
-        f"{path} cannot be written: {error.strerror or error}. Make room or make it writable, and "
-        "run the same command again: it goes on from what is written."
-    )
 
 
 class Memory:
@@ -113,7 +78,7 @@ class Memory:
 
     Args:
         catalog: the older catalog, if there is one.
-        journal: what `Journal.read` returned.
+        journal: what `ProbeJournal.known` returned.
     """
 
     def __init__(

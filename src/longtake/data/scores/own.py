@@ -1,11 +1,10 @@
 """A score of the user's own: a function of a clip, found by `module:function`."""
 
-import difflib
 import hashlib
 import importlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from longtake.data.clip import Clip
 from longtake.data.crews.errand import Errand, Sign
 from longtake.errors import ClipError, DataError
+from longtake.formatting import nearest
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,6 @@ class OwnScore(Errand[Clip, float | ClipError]):
         return item.media.path
 
 
-def did_you_mean(word: str, names: Sequence[str]) -> str:
-    """A sentence with the name that is nearest; empty where none is near."""
-    nearest = difflib.get_close_matches(word, names, n=1)
-    return f" Did you mean {nearest[0]!r}?" if nearest else ""
-
-
 def _is_number(value: Any) -> bool:
     try:
         return not isinstance(value, str | bool) and not math.isinf(float(value))
@@ -102,9 +96,10 @@ def _find(by: str, folder: str) -> Callable[[Clip], Any]:
         ) from error
     if not callable(found):
         names = [key for key, value in vars(sys.modules[module_name]).items() if callable(value)]
+        near = nearest(function_name, names)
+        hint = f" Did you mean {near!r}?" if near else ""
         raise DataError(
-            f"The score {by} was not found: {module_name} has no function {function_name!r}."
-            f"{did_you_mean(function_name, names)}"
+            f"The score {by} was not found: {module_name} has no function {function_name!r}.{hint}"
         )
     function: Callable[[Clip], Any] = found
     return function
