@@ -5,7 +5,7 @@ files. One such process at a time writes: it holds the lease `tracking/writer`.
 
     follower.py      the loop: waits for its turn, tells the trackers, gives the turn back
     turn.py          whose turn it is: a lease, and who has precedence
-    ending.py        when to end
+    shutdown.py      when to end
     feed.py          what is new goes to one tracker, again and again, until it has arrived
     refusals.py      what a tracker cannot take is passed over in the end
     news.py          what is new: rows of metrics, events, evaluations

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from longtake.config import TrackingSection
 from longtake.run_dir import RunDirectory
-from longtake.tracking.ending import Ending
 from longtake.tracking.follower import follow
+from longtake.tracking.shutdown import Shutdown
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -22,7 +22,8 @@ def main(arguments: Sequence[str]) -> int:
     run = RunDirectory(found.run)
     try:
         section = found.section or run.recipe().tracking
-        follow(run, found.role, section, Ending(found.until_parent))
+        with Shutdown(found.until_parent) as shutdown:
+            follow(run, found.role, section, shutdown)
     except Exception:
         traceback.print_exc()
         return 1

@@ -8,9 +8,9 @@ from longtake.config import TrackingSection
 from longtake.evaluation_dir import cursor_path
 from longtake.lease import Lease, kept
 from longtake.run_dir import RunDirectory
-from longtake.tracking.ending import Ending
 from longtake.tracking.feed import Feed
 from longtake.tracking.log import say
+from longtake.tracking.shutdown import Shutdown
 from longtake.tracking.tracker import Tracker
 from longtake.tracking.turn import Role, Turn
 
@@ -22,33 +22,33 @@ _SECONDS_TO_GIVE_WAY = 30.0
 _EVALUATORS_PATIENCE_SECONDS = 2.0
 
 
-def follow(run: RunDirectory, role: Role, section: TrackingSection, ending: Ending) -> None:
+def follow(run: RunDirectory, role: Role, section: TrackingSection, shutdown: Shutdown) -> None:
     """Tell the trackers what the run's directory says, whenever it is this follower's turn.
 
-    Returns when the end is near and all are told, or cannot be; or when the run has been deleted.
+    Returns when the end is requested and all are told, or cannot be; or without the run.
     """
     turn = Turn(run, role)
     try:
         while run.exists():
             lease = turn.take()
             if lease is not None:
-                if _write_until_it_ends(lease, turn, run, section, ending):
+                if _write_until_it_ends(lease, turn, run, section, shutdown):
                     return
-            elif _is_too_late(role, ending):
+            elif _is_too_late(role, shutdown):
                 return
-            ending.wait(_LOOK_SECONDS)
+            shutdown.wait(_LOOK_SECONDS)
     finally:
         turn.leave()
 
 
-def _is_too_late(role: Role, ending: Ending) -> bool:
+def _is_too_late(role: Role, shutdown: Shutdown) -> bool:
     """Whether to wait for the lease no more; at an evaluator's end, a trainer's follower has it."""
     patience = LONGEST_END_SECONDS if role == "trainer" else _EVALUATORS_PATIENCE_SECONDS
-    return ending.is_near.is_set() and (ending.is_at_once or ending.seconds > patience)
+    return shutdown.is_requested and (shutdown.is_at_once or shutdown.requested_seconds > patience)
 
 
 def _write_until_it_ends(
-    lease: Lease, turn: Turn, run: RunDirectory, section: TrackingSection, ending: Ending
+    lease: Lease, turn: Turn, run: RunDirectory, section: TrackingSection, shutdown: Shutdown
 ) -> bool:
     """Write until the turn or the launch is over; whether this process is to end."""
     paths = {each: cursor_path(run, each.name) for each in _trackers(run, section)}
@@ -56,7 +56,7 @@ def _write_until_it_ends(
     with kept(lease):
         for feed in feeds:
             feed.start()
-        is_end = _wait(lease, turn, run, feeds, ending)
+        is_end = _wait(lease, turn, run, feeds, shutdown)
         for feed in feeds:
             feed.end_now(may_write=lease.is_held and run.exists())
         stuck = [feed for feed in feeds if not feed.join(_SECONDS_TO_GIVE_WAY)]
@@ -71,19 +71,19 @@ def _write_until_it_ends(
 
 
 def _wait(
-    lease: Lease, turn: Turn, run: RunDirectory, feeds: Sequence[Feed], ending: Ending
+    lease: Lease, turn: Turn, run: RunDirectory, feeds: Sequence[Feed], shutdown: Shutdown
 ) -> bool:
     """Return when another is to write (False), or after the end, when all is told (True)."""
     said = _condition(feeds)
     while lease.is_held and run.exists():
-        ending.wait(_LOOK_SECONDS)
-        is_ending = ending.is_near.is_set()
+        shutdown.wait(_LOOK_SECONDS)
+        is_ending = shutdown.is_requested
         if turn.must_give_way(is_ending=is_ending):
             return False
         if is_ending:
             for feed in feeds:
                 feed.finish()
-            if _is_done(feeds, ending):
+            if _is_done(feeds, shutdown):
                 return True
         if (condition := _condition(feeds)) != said:
             said = condition
@@ -92,12 +92,12 @@ def _wait(
     return False
 
 
-def _is_done(feeds: Sequence[Feed], ending: Ending) -> bool:
+def _is_done(feeds: Sequence[Feed], shutdown: Shutdown) -> bool:
     if all(feed.is_over for feed in feeds):
         return True
-    if ending.is_at_once:
+    if shutdown.is_at_once:
         return all(feed.is_settled for feed in feeds)
-    if ending.seconds <= LONGEST_END_SECONDS:
+    if shutdown.requested_seconds <= LONGEST_END_SECONDS:
         return False
     late = ", ".join(feed.name for feed in feeds if not feed.is_over)
     say(f"{late}: not told everything. It is told when this run is followed again.")

@@ -6,20 +6,17 @@ live on when this one does not.
 
 import os
 import secrets
-import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from longtake.config import Recipe
 from longtake.errors import LostPeerError
-from longtake.fsio import no_follow
 from longtake.heartbeat import Heart, beating, folder_of, make_private
 from longtake.node_dir import this_node
 from longtake.parallel.collectives import from_first
 from longtake.parallel.mesh import World, place_in_world
-from longtake.process import SECTION_VARIABLE, RestartDelay, environment, program
+from longtake.process import SECTION_VARIABLE, KeptProcess, program
 from longtake.run_dir import RunDirectory
 from longtake.stacks import allow_inspection, signal_path
 from longtake.training.failing import explained, leave_trail
@@ -47,8 +44,7 @@ class Watcher:
         self._is_wanted = is_wanted
         self.run: RunDirectory | None = None
         self._let_in()
-        self._is_over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._watcher: KeptProcess | None = None
 
     def join(self, run: RunDirectory, world: World) -> None:
         """Say which run this is, and which launch of it; all ranks call it."""
@@ -63,18 +59,24 @@ class Watcher:
         """Start it, if there is a run and it was not started yet."""
         if self.run is None or not self.run.exists():
             return
-        if self._is_wanted and self._thread is None:
-            self._thread = threading.Thread(
-                target=self._keep, args=(self.run,), name="watcher", daemon=True
+        if self._is_wanted and self._watcher is None:
+            options = [part for path in self._data for part in ("--data", str(path))]
+            self._watcher = KeptProcess(
+                "watcher",
+                program(_PROGRAM, str(self.run.path.resolve()), *options),
+                this_node(self.run).log_path,
+                inside=self.run.path,
+                # Not an argument: other users of the node read command lines.
+                changes={SECTION_VARIABLE: self._section.model_dump_json()},
             )
-            self._thread.start()
+            self._watcher.start()
 
     def close(self, *, waits: bool = True) -> None:
         """Give it a moment to end, as it does after the last rank of its node, if one `waits`."""
-        self._is_over.set()
         self._stacks.unlink(missing_ok=True)
-        if self._thread is not None:
-            self._thread.join(_SECONDS_TO_END if waits else 0)
+        if self._watcher is not None:
+            self._watcher.end()
+            self._watcher.wait(_SECONDS_TO_END if waits else 0)
         elif not self._section.enabled or self._is_wanted or self.run is None:
             self._heart.remove()  # nobody else does
 
@@ -82,30 +84,6 @@ class Watcher:
         self._stacks = signal_path(self._heart.path.parent, os.getpid())
         with suppress(OSError):  # py-spy may still be let in
             allow_inspection(self._stacks)
-
-    def _keep(self, run: RunDirectory) -> None:
-        """Until the run is over; one that dies again and again is left alone for a while."""
-        starts = RestartDelay()
-        while not self._is_over.is_set():
-            starts.started()
-            with suppress(OSError):  # it is no reason not to train
-                self._begin(run).wait()
-            self._is_over.wait(starts.seconds)
-
-    def _begin(self, run: RunDirectory) -> "subprocess.Popen[bytes]":
-        log = this_node(run).log_path
-        log.parent.mkdir(parents=True, exist_ok=True)
-        section = self._section.model_dump_json()
-        options = [part for path in self._data for part in ("--data", str(path))]
-        with open(log, "ab", opener=no_follow) as file:
-            return subprocess.Popen(  # noqa: S603 - ourselves
-                program(_PROGRAM, str(run.path.resolve()), *options),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env=environment(**{SECTION_VARIABLE: section}),  # other users read arguments
-                start_new_session=True,  # Ctrl-C and a scheduler's signals are not for it
-            )
 
 
 @contextmanager
