@@ -15,14 +15,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from longtake.errors import RecordError
 from longtake.fsio import Count, Time, now, read_record, with_other_fields, write_json, write_once
-from longtake.process import periodic
+from longtake.process import boot_seconds, periodic, pid_namespace, start_ticks
 
 _BEATS_PER_LEASE = 4
 
@@ -61,9 +61,14 @@ def newest(folder: Path) -> dict[str, Any] | None:
 
 def is_alive(record: Mapping[str, Any]) -> bool | None:
     """Whether the holder's process exists; None: it is of another machine or container."""
-    if record["started"] is None or record["place"] != _place():
+    if record["started"] is None or record["place"] != pid_namespace():
         return None
-    return bool(_started(record["pid"]) == record["started"])
+    return bool(start_ticks(record["pid"]) == record["started"])
+
+
+def has_same_owner(record: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
+    """Whether the holder has one of the owner's facts, such as its launch or job."""
+    return any(value and record.get(name) == value for name, value in owner.items())
 
 
 @dataclass
@@ -81,6 +86,7 @@ class Lease:
     record: dict[str, Any]
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _moved: float = field(default_factory=time.monotonic)
+    _renewed: float = field(default_factory=boot_seconds)
 
     @property
     def is_held(self) -> bool:
@@ -96,6 +102,7 @@ class Lease:
         with self._lock:
             if self.record["ended"] is None:
                 self._write(beat=self.record["beat"] + 1, **facts)
+                self._renewed = boot_seconds()
 
     def moved(self) -> None:
         """Note that the work goes on: `kept` renews no lease over which its holder hangs."""
@@ -113,6 +120,10 @@ class Lease:
     def still_seconds(self) -> float:
         """How long ago the work last moved."""
         return time.monotonic() - self._moved
+
+    def renewed_seconds(self) -> float:
+        """How long ago it was renewed, including time in which the machine was suspended."""
+        return boot_seconds() - self._renewed
 
     def _write(self, **facts: Any) -> None:
         self.record = {**self.record, **facts}
@@ -133,7 +144,7 @@ class Leases:
         self, seconds: float, owner: Mapping[str, Any], inherits: Sequence[str] = ()
     ) -> None:
         self._seconds, self._owner = seconds, dict(owner)
-        self._inherits = {name: owner[name] for name in inherits if owner[name]}
+        self._inherits = {name: owner[name] for name in inherits}
         self._seen: dict[Path, tuple[int, float]] = {}
 
     def take(self, folder: Path) -> Lease | None:
@@ -155,7 +166,7 @@ class Leases:
         if record is not None and record["ended"] is not None:
             self._seen.pop(path, None)
             return True
-        if record is not None and (is_alive(record) is False or self._is_inherited(record)):
+        if record is not None and (is_alive(record) is False or self._is_inherited(dict(record))):
             return True
         beat, at = record["beat"] if record else 0, time.monotonic()
         before = self._seen.setdefault(path, (beat, at))
@@ -163,21 +174,19 @@ class Leases:
             self._seen[path] = before = (beat, at)
         return at - before[1] > (record["seconds"] if record else self._seconds)
 
-    def _is_inherited(self, record: LeaseRecord) -> bool:
-        given = cast("Mapping[str, Any]", record)
-        is_same = any(given.get(name) == value for name, value in self._inherits.items())
-        return is_same and not is_alive(given)
+    def _is_inherited(self, record: Mapping[str, Any]) -> bool:
+        return has_same_owner(record, self._inherits) and not is_alive(record)
 
 
 @contextmanager
 def kept(lease: Lease, stuck_seconds: float = float("inf")) -> Iterator[Lease]:
-    """Renew a lease from a thread of its own, until the block ends.
+    """Renew a lease in a thread, until the block ends.
 
-    It is renewed no more when the work has not `moved` for `stuck_seconds`.
+    It is not renewed when the work has not `moved` for `stuck_seconds`, or another has taken it.
     """
 
     def renew() -> None:
-        if lease.still_seconds() < stuck_seconds:
+        if lease.still_seconds() < stuck_seconds and lease.is_held:
             with suppress(OSError):  # a full disk: it is lost, if that lasts
                 lease.renew()
 
@@ -203,22 +212,6 @@ def _this_process() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": pid,
-        "place": _place(),
-        "started": _started(pid),
+        "place": pid_namespace(),
+        "started": start_ticks(pid),
     }
-
-
-def _place() -> str | None:
-    """What all processes that see each other's numbers have in common; None where unknown."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    return None
-
-
-def _started(pid: int) -> int | None:
-    """When a process was started, in ticks since the machine was; None if there is none."""
-    with suppress(OSError, ValueError, IndexError):
-        stat = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return None if stat[0] in (b"Z", b"X") else int(stat[19])
-    return None

@@ -480,8 +480,12 @@ def age_seconds(pid: int) -> float:
 
     Of a process that is gone: since boot.
     """
-    started = (start_ticks(pid) or 0) / _TICKS_PER_SECOND
-    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    return max(0.0, boot_seconds() - (start_ticks(pid) or 0) / _TICKS_PER_SECOND)
+
+
+def boot_seconds() -> float:
+    """Seconds since boot, including those in which the machine was suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def pid_namespace() -> str | None:

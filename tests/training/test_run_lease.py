@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import longtake.lease
 from longtake.config import Recipe
 from longtake.data.audit import audit
 from longtake.errors import RunError
@@ -22,7 +23,6 @@ from longtake.node_dir import NodeDirectory, state
 from longtake.parallel.mesh import World, join
 from longtake.process import environment, program
 from longtake.run_dir import LAUNCH_VARIABLE, RunDirectory
-from longtake.training import run_lease
 from longtake.training.run import train
 from longtake.training.run_lease import RunLease, hold_run
 
@@ -184,7 +184,7 @@ def test_a_holder_that_was_suspended_and_replaced_ends(
     lease.end("x")
     taken: Lease | None = Leases(60, {"token": "b"}).take(run.lease_path)
     assert taken is not None
-    monkeypatch.setattr(run_lease, "_clock", lambda: time.monotonic() + 1e9)
+    monkeypatch.setattr(longtake.lease, "boot_seconds", lambda: time.monotonic() + 1e9)
     with pytest.raises(
         RunError, match=r"silent for more than 60 s, and process \d+ on .* has taken"
     ):

@@ -4,20 +4,18 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from rich.console import Console
 
 from longtake.errors import RunError
-from longtake.lease import Lease, Leases, is_alive, newest
+from longtake.lease import Lease, Leases, has_same_owner, is_alive, kept, newest
 from longtake.parallel.collectives import first_does
 from longtake.parallel.mesh import World
-from longtake.process import periodic
 from longtake.run_dir import LAUNCH_VARIABLE, RunDirectory
 
 _SECONDS = 60.0
-_BEATS_PER_LEASE = 4
 _LOOK_SECONDS = 0.25
 _SECONDS_TO_EXIT = 10.0
 """In which a rank 0 of the same launch, which is being replaced on this host, has ended."""
@@ -32,19 +30,11 @@ class RunLease:
 
     def __init__(self, lease: Lease | None) -> None:
         self._lease = lease
-        self._beaten_at = _clock()
 
     @property
     def launch(self) -> str:
         """Tells this launch from all others of the run; empty on ranks other than 0."""
         return "" if self._lease is None else str(self._lease.record["token"])
-
-    def beat(self) -> None:
-        """Show that this process lives; a full disk costs a beat."""
-        if self._lease is not None and self._lease.is_held:
-            with suppress(OSError):
-                self._lease.renew()
-                self._beaten_at = _clock()
 
     def refuse_loss(self) -> None:
         """Refuse to go on if another launch has taken the run over.
@@ -54,10 +44,11 @@ class RunLease:
         Raises:
             RunError: another launch has it.
         """
-        if self._lease is None or _clock() - self._beaten_at < _SECONDS / 2:
+        if self._lease is None or self._lease.renewed_seconds() < _SECONDS / 2:
             return
         if self._lease.is_held:
-            self.beat()
+            with suppress(OSError):  # a full disk
+                self._lease.renew()
             return
         taker = newest(self._lease.folder)
         raise RunError(
@@ -95,7 +86,7 @@ def hold_run(run: RunDirectory, world: World, console: Console) -> Iterator[RunL
     own = RunLease(taken[0] if taken else None)
     how = "failed"
     try:
-        with periodic("run lease", own.beat, _SECONDS / _BEATS_PER_LEASE):
+        with kept(taken[0]) if taken else nullcontext():
             yield own
         how = "ended"
     finally:
@@ -103,11 +94,6 @@ def hold_run(run: RunDirectory, world: World, console: Console) -> Iterator[RunL
             own.end(how)
         else:
             own.forget()
-
-
-def _clock() -> float:
-    """Seconds since boot, those in which the machine was suspended included."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _take(run: RunDirectory, console: Console) -> Lease:
@@ -138,8 +124,7 @@ def _take(run: RunDirectory, console: Console) -> Lease:
 def _refuse_if_alive(
     run: RunDirectory, holder: Mapping[str, Any], first: Mapping[str, Any] | None, seconds: float
 ) -> None:
-    own = _this_launch()
-    is_same = any(own[name] and own[name] == holder.get(name) for name in ("launch", "job"))
+    is_same = has_same_owner(holder, _this_launch())
     runs_here = is_alive(holder) and not (is_same and seconds < _SECONDS_TO_EXIT)
     has_moved = first is not None and any(
         first.get(name) != holder.get(name) for name in ("host", "pid", "time", "beat")
