@@ -90,7 +90,6 @@ _MAY_NOT = (
     "models.pretrained",
     "training.compile_cache",
     "training.failing",
-    "training.interrupt",
 )
 _SECONDS = 60.0
 

@@ -1,6 +1,5 @@
 """Writes one checkpoint aside and renames it when it is whole; all ranks together."""
 
-import errno
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from longtake.checkpoint.deletion import take_away
 from longtake.checkpoint.manifest import Entry
 from longtake.checkpoint.store import State
 from longtake.errors import CheckpointError
-from longtake.fsio import remove_tree, write_json
+from longtake.fsio import flush_to_disk, remove_tree, write_json
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
 
@@ -141,25 +140,13 @@ def _commit(
     rest = [name for name in manifest.file_names(aside) if name not in entries]
     manifest.commit(aside, entries | manifest.describe(aside, rest))
     for folder in (aside, *(path for path in aside.rglob("*") if path.is_dir())):
-        _put_on_disk(folder)
+        flush_to_disk(folder)
     # There may be one already: its step is run again, because it is damaged.
     replaced = take_away(whole) if whole.exists() else None
     aside.rename(whole)
-    _put_on_disk(whole.parent)
+    flush_to_disk(whole.parent)
     if replaced is not None:
         remove_tree(replaced)
-
-
-def _put_on_disk(folder: Path) -> None:
-    """Names of files are contents of their folder, which is flushed like a file."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network disks cannot
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _what_was_lost(run: RunDirectory, step: int, error: BaseException) -> str:

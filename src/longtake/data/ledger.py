@@ -33,6 +33,7 @@ from longtake.errors import DataError, RecordError
 from longtake.fsio import (
     Count,
     Span,
+    atomic_folder,
     check_record,
     format_number,
     no_follow,
@@ -240,7 +241,6 @@ def begin_launch(
         )
     number = max((_number(folder) + 1 for folder in _launch_folders(ledger)), default=0)
     folder = ledger / f"launch_{number:04d}"
-    aside = ledger / f".launch_{number:04d}.partial"  # a launch has its facts from the first
     facts: dict[str, Any] = {
         "format": FORMAT,
         # Before what is skipped: an earlier launch may have trained that, and gave it up.
@@ -250,10 +250,8 @@ def begin_launch(
         "history": list(history),
         "skipped": [list(span) for span in skipped],
     }
-    with _writing(folder):
-        aside.mkdir(parents=True, exist_ok=True)
-        write_json(aside / "launch.json", with_checksum(facts))
-        aside.rename(folder)
+    with _writing(folder), atomic_folder(folder) as partial:  # it has its facts from the first
+        write_json(partial / "launch.json", with_checksum(facts))
     return folder
 
 

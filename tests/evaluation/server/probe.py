@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--place", help="another machine, as far as leases can tell")
     given = parser.parse_args()
     if given.place:
-        lease._place = lambda: given.place
+        vars(lease)["pid_namespace"] = lambda: given.place
     options = Options(places=(given.run,), follows=True, look_seconds=0.05, pause_seconds=0.1)
     with stopped_by_signals() as stop:
         report = Report(Console(stderr=True, width=200))
