@@ -34,7 +34,7 @@ from longtake.data.index import index
 from longtake.data.ledger import begin_launch, keep_ledger, stream_names
 from longtake.data.loader import Loader
 from longtake.demo.shapes import write_clips
-from longtake.heartbeat import Heart, beating, folder_of
+from longtake.heartbeat import HeartbeatWriter, heartbeat_dir, heartbeat_session
 from longtake.models.assemble import Components, assemble, outline
 from longtake.models.losses import flow_losses
 from longtake.parallel.collectives import from_first
@@ -162,7 +162,9 @@ def _as_rank(path: Path, steps: int, rounds: int) -> None:
         optimizer = torch.optim.AdamW(
             bare.model.parameters(), recipe.optimizer.learning_rate, fused=True
         )
-        heart = Heart(folder_of(recipe.out), "rank", rank=world.rank, world_size=world.size)
+        heart = HeartbeatWriter(
+            heartbeat_dir(recipe.out), "rank", rank=world.rank, world_size=world.size
+        )
         loops: dict[str, Callable[[], list[float]]] = {
             "bare": lambda: _bare(bare, optimizer, loader, recipe, steps),
             "longtake": lambda: _longtake(state, loader, heart, recipe, world, steps),
@@ -236,7 +238,7 @@ def _bare(
 def _longtake(
     state: TrainingState,
     loader: Loader,
-    heart: Heart,
+    heart: HeartbeatWriter,
     recipe: Recipe,
     world: World,
     steps: int,
@@ -260,7 +262,7 @@ def _longtake(
         keep_saver(run, world, recipe.checkpoint, start=0) as saver,
         keep_record(0, steps, {}, None, "", run, world, Console(quiet=True)) as record,
         keep_ledger(folder, world.rank, streams) as ledger,
-        beating(heart),
+        heartbeat_session(heart),
     ):
         watch = Watch(guard, gauge, saver, record, peak, StopSignal(), RunLease(None))
         train_steps(replace(state, global_step=0), loader, ledger, watch, short, world)

@@ -31,7 +31,7 @@ from longtake.data.index import index
 from longtake.data.ledger import begin_launch, keep_ledger, stream_names
 from longtake.data.loader import Loader
 from longtake.demo.shapes import write_clips
-from longtake.heartbeat import Heart, beating, enter, folder_of
+from longtake.heartbeat import HeartbeatWriter, heartbeat_dir, heartbeat_session, set_phase
 from longtake.models.assemble import assemble
 from longtake.parallel.mesh import World
 from longtake.parallel.norms import squares
@@ -123,9 +123,9 @@ class Cost(NamedTuple):
 
 def _watched(state: TrainingState, recipe: Recipe, steps: int, costs: list[Cost]) -> list[float]:
     """Let a heart beat and a watcher look at it, as in every run; its cost is appended."""
-    heart = Heart(folder_of(recipe.out), "rank")
-    command = [sys.executable, "-P", "-m", "longtake.watch", str(recipe.out)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process, beating(heart):  # noqa: S603 - ourselves
+    heart = HeartbeatWriter(heartbeat_dir(recipe.out), "rank")
+    command = [sys.executable, "-P", "-m", "longtake.monitor", str(recipe.out)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process, heartbeat_session(heart):  # noqa: S603 - ourselves
         watcher = psutil.Process(process.pid)
         time.sleep(_SECONDS_TO_START)
         begun, used = time.perf_counter(), sum(watcher.cpu_times()[:2])
@@ -137,11 +137,11 @@ def _watched(state: TrainingState, recipe: Recipe, steps: int, costs: list[Cost]
 
 
 def _seconds_of_a_beat(folder: Path, times: int = 20_000) -> float:
-    heart = Heart(folder / "hearts", "rank")
-    with beating(heart):
+    heart = HeartbeatWriter(folder / "hearts", "rank")
+    with heartbeat_session(heart):
         begun = time.perf_counter()
         for _ in range(times):
-            enter("forward")
+            set_phase("forward")
         return (time.perf_counter() - begun) / times
 
 

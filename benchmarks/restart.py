@@ -28,7 +28,7 @@ from tests.cluster.hosts import Cluster, hosts, why_not
 from longtake.data.index import index
 from longtake.demo.shapes import write_clips
 from longtake.faults.sandbox import RunObserver, TrainingProcess
-from longtake.heartbeat import folder_of, read_all
+from longtake.heartbeat import heartbeat_dir, read_heartbeats
 from longtake.inspection.starts import WORDS
 
 _RESULTS = Path(__file__).parent / "results" / "restart.md"
@@ -52,8 +52,9 @@ checkpoint.every = 5
 _KILL_THERE = """
 import os, signal
 from pathlib import Path
-from longtake.heartbeat import folder_of, read_all
-found = [each for each in read_all(folder_of(Path("run"))) if each.role == "rank" and each.is_alive]
+from longtake.heartbeat import heartbeat_dir, read_heartbeats
+pages = read_heartbeats(heartbeat_dir(Path("run")))
+found = [each for each in pages if each.role == "rank" and each.is_alive]
 os.kill(found[0].pid, signal.SIGKILL)
 """
 
@@ -96,7 +97,7 @@ def _prepare(folder: Path) -> None:
 
 def _killer_here(folder: Path) -> Callable[[], None]:
     def kill() -> None:
-        hearts = read_all(folder_of(folder / "run"))
+        hearts = read_heartbeats(heartbeat_dir(folder / "run"))
         ranks = [each for each in hearts if each.role == "rank" and each.is_alive]
         os.kill(ranks[-1].pid, signal.SIGKILL)
 

@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from longtake.fsio import read_json
-from longtake.node_dir import NodeDump, ProcessDump, Request
-from longtake.stacks.frames import Stack
-from longtake.stacks.trace import traces
-from longtake.watch.answers import Shelf
-from longtake.watch.asking import Answers
-from longtake.watch.blame import judge
-from longtake.watch.picture import picture
+from longtake.monitor.coordinator import RunDumps
+from longtake.monitor.diagnosis import diagnose
+from longtake.monitor.dumps import StackInterner, group_processes, traces
+from longtake.node_dir import DumpRequest, NodeDump, ProcessDump
+from longtake.stacks import Stack
 
 _RESULTS = Path(__file__).parent / "results" / "stacks_at_scale.md"
 _RANKS_PER_NODE = 8
@@ -92,8 +90,8 @@ _WRITER: Stack = (
 )
 _WORKER: Stack = (("main", f"{_OURS}data/worker.py", 60), *_RUNPY)
 _IDLE: Stack = (
-    ("Connection._recv", f"{_PYTHON}multiprocessing/connection.py", 395),
-    ("Connection._recv_bytes", f"{_PYTHON}multiprocessing/connection.py", 430),
+    ("TcpConnection._recv", f"{_PYTHON}multiprocessing/connection.py", 395),
+    ("TcpConnection._recv_bytes", f"{_PYTHON}multiprocessing/connection.py", 430),
     ("_ConnectionBase.recv", f"{_PYTHON}multiprocessing/connection.py", 250),
     *_WORKER,
 )
@@ -133,7 +131,7 @@ def main() -> None:
 
 def _measured(files: Sequence[Path], ranks: int, rounds: int) -> Iterator[str]:
     begun = time.process_time()
-    groups = picture(Answers(files=tuple(files)))["groups"]
+    groups = group_processes(RunDumps(files=tuple(files)).dumps())["groups"]
     seconds = time.process_time() - begun
     yield f"| read and grouped, as by `longtake stacks` ({len(groups)} groups) | {seconds:.1f} |"
     reader, begun = _Reader(files), time.process_time()
@@ -146,12 +144,12 @@ def _measured(files: Sequence[Path], ranks: int, rounds: int) -> Iterator[str]:
 
 def _judged(files: Sequence[Path], ranks: int) -> Iterator[str]:
     reader = _Reader(files)
-    shelf = Shelf()
-    dumps = [shelf.put(dump) for dump in reader.dumps()]
+    shelf = StackInterner()
+    dumps = [shelf.intern(dump) for dump in reader.dumps()]
     alarm = {**_heart("rank", _culprit(ranks), 7, "data", 9.0), "host": "", "limit": 6.0}
     request = {"token": "x", "time": "", "by": "", "reason": "stall", "stall": alarm}
     begun = time.process_time()
-    verdict = judge("x", cast("Request", request), dumps, [], {})
+    verdict = diagnose(cast("DumpRequest", request), dumps, [], {})
     seconds = time.process_time() - begun
     yield f"| the verdict, all processes and rounds | {seconds:.1f} |"
     yield ""
@@ -237,7 +235,7 @@ def _process(
         "method": "py-spy --nonblocking",
         "threads": threads,
         "raw": "",
-        "heart": heart,
+        "heartbeat": heart,
     }
 
 

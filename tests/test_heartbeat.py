@@ -15,17 +15,23 @@ from hypothesis import strategies as st
 
 from longtake import heartbeat
 from longtake.errors import DataError
-from longtake.heartbeat import Heart, beating, folder_of, read, read_all
-from longtake.heartbeat.record import FACTS_AT
+from longtake.heartbeat import (
+    HeartbeatPage,
+    HeartbeatWriter,
+    heartbeat_dir,
+    heartbeat_session,
+    read_heartbeat,
+    read_heartbeats,
+)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     """Who, where and since when."""
-    heart = Heart(tmp_path, "rank", rank=3, local_rank=1, world_size=8)
-    heart.join("a1b2c3d4")
+    heart = HeartbeatWriter(tmp_path, "rank", rank=3, local_rank=1, world_size=8)
+    heart.set_launch("a1b2c3d4")
     heart.begin_step(41, "8x32x32")
-    heart.enter("backward")
-    pulse = read(heart.path)
+    heart.set_phase("backward")
+    pulse = read_heartbeat(heart.path)
     assert pulse is not None
     assert (pulse.role, pulse.rank, pulse.local_rank, pulse.world_size) == ("rank", 3, 1, 8)
     assert (pulse.step, pulse.phase, pulse.detail) == (41, "backward", "8x32x32")
@@ -36,11 +42,11 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 def test_a_phase_grows_older_while_nothing_is_written(tmp_path: Path) -> None:
     """Its age is reckoned by who reads, so that a process that hangs shows it."""
-    heart = Heart(tmp_path, "rank")
-    heart.enter("collective")
-    first = read(heart.path)
+    heart = HeartbeatWriter(tmp_path, "rank")
+    heart.set_phase("collective")
+    first = read_heartbeat(heart.path)
     time.sleep(0.05)
-    second = read(heart.path)
+    second = read_heartbeat(heart.path)
     assert first is not None
     assert second is not None
     assert second.seconds >= first.seconds + 0.05
@@ -53,9 +59,9 @@ def test_a_phase_grows_older_while_nothing_is_written(tmp_path: Path) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 def test_any_clip_can_be_named(tmp_path: Path, identity: str, clip: str) -> None:
     """A path that is too long loses its beginning, which says least; nothing is mangled else."""
-    heart = Heart(tmp_path, "decode")
-    heart.enter("decode", identity, clip)
-    pulse = read(heart.path)
+    heart = HeartbeatWriter(tmp_path, "decode")
+    heart.set_phase("decode", identity, clip)
+    pulse = read_heartbeat(heart.path)
     assert pulse is not None
     if len(identity.encode()) <= 128 and len(clip.encode()) <= 896:
         assert (pulse.detail, pulse.path_of_clip) == (identity, clip)
@@ -66,14 +72,14 @@ def test_any_clip_can_be_named(tmp_path: Path, identity: str, clip: str) -> None
 
 def test_the_first_steps_teach_nothing(tmp_path: Path) -> None:
     """Compilation and allocation are in them; of later ones the longest time is known."""
-    heart = Heart(tmp_path, "rank")
+    heart = HeartbeatWriter(tmp_path, "rank")
     for step in range(9):
         heart.begin_step(step, "8x32x32")
-        heart.enter("forward")
+        heart.set_phase("forward")
         time.sleep(0.2 if step == 0 else 0.002)
-        heart.enter("backward")
+        heart.set_phase("backward")
         heart.end_step(work_seconds=0.5)
-        pulse = read(heart.path)
+        pulse = read_heartbeat(heart.path)
         assert pulse is not None
         assert pulse.is_settled == (step >= 5)
     assert pulse is not None
@@ -84,12 +90,12 @@ def test_the_first_steps_teach_nothing(tmp_path: Path) -> None:
 
 def test_a_new_shape_is_given_time(tmp_path: Path) -> None:
     """Longer clips take longer, and are no stall for it, however many steps were done."""
-    heart = Heart(tmp_path, "rank")
+    heart = HeartbeatWriter(tmp_path, "rank")
 
     def is_settled(shape: str) -> bool:
         heart.begin_step(0, shape)
         heart.end_step()
-        pulse = read(heart.path)
+        pulse = read_heartbeat(heart.path)
         return pulse is not None and pulse.is_settled
 
     assert [is_settled("8x32x32") for _ in range(7)][-1]
@@ -98,7 +104,7 @@ def test_a_new_shape_is_given_time(tmp_path: Path) -> None:
 
 def test_a_reader_never_sees_half_a_record(tmp_path: Path) -> None:
     """Step and shape are written together thousands of times a second, and always agree."""
-    heart = Heart(tmp_path, "rank")
+    heart = HeartbeatWriter(tmp_path, "rank")
     heart.begin_step(0, "0")
     is_over = threading.Event()
 
@@ -112,7 +118,7 @@ def test_a_reader_never_sees_half_a_record(tmp_path: Path) -> None:
     writer.start()
     try:
         for _ in range(500):
-            pulse = read(heart.path)
+            pulse = read_heartbeat(heart.path)
             assert pulse is not None
             assert str(pulse.step) == pulse.detail
     finally:
@@ -124,12 +130,14 @@ def test_a_reader_never_sees_half_a_record(tmp_path: Path) -> None:
 def process(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """A process with a heart that is in `forward` and stays there."""
     program = (
-        "import sys, time; from pathlib import Path; from longtake.heartbeat import Heart\n"
-        "heart = Heart(Path(sys.argv[1]), 'rank', rank=1); heart.enter('forward'); time.sleep(60)"
+        "import sys, time; from pathlib import Path\n"
+        "from longtake.heartbeat import HeartbeatWriter\n"
+        "writer = HeartbeatWriter(Path(sys.argv[1]), 'rank', rank=1)\n"
+        "writer.set_phase('forward'); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=tmp_path) as found:
         try:
-            while not read_all(tmp_path) or read_all(tmp_path)[0].phase != "forward":
+            while [each.phase for each in read_heartbeats(tmp_path)] != ["forward"]:
                 time.sleep(0.01)
             yield found
         finally:
@@ -140,28 +148,28 @@ def test_what_a_killed_process_did_is_still_known(
     tmp_path: Path, process: "subprocess.Popen[bytes]"
 ) -> None:
     """Its record outlives it and says that it did not end as it should."""
-    assert read_all(tmp_path)[0].is_alive
+    assert read_heartbeats(tmp_path)[0].is_alive
     process.kill()
     process.wait()
-    (pulse,) = read_all(tmp_path)
+    (pulse,) = read_heartbeats(tmp_path)
     assert (pulse.pid, pulse.phase, pulse.is_alive) == (process.pid, "forward", False)
 
 
 def test_a_stopped_process_still_tells(tmp_path: Path, process: "subprocess.Popen[bytes]") -> None:
     """Nobody has to ask it."""
     os.kill(process.pid, signal.SIGSTOP)
-    (pulse,) = read_all(tmp_path)
+    (pulse,) = read_heartbeats(tmp_path)
     assert (pulse.phase, pulse.is_alive) == ("forward", True)
 
 
 def test_another_process_of_the_same_number_is_not_it(tmp_path: Path) -> None:
     """Numbers are used again; the time of the start is not."""
-    heart = Heart(tmp_path, "rank")
+    heart = HeartbeatWriter(tmp_path, "rank")
     memory = bytearray(heart.path.read_bytes())
-    start = FACTS_AT + 4
+    start = HeartbeatPage.started.offset
     memory[start : start + 8] = (12345).to_bytes(8, "little")
     heart.path.write_bytes(memory)
-    pulse = read(heart.path)
+    pulse = read_heartbeat(heart.path)
     assert pulse is not None
     assert not pulse.is_alive
 
@@ -169,34 +177,34 @@ def test_another_process_of_the_same_number_is_not_it(tmp_path: Path) -> None:
 def test_ranks_come_first_and_in_order(tmp_path: Path) -> None:
     """What is no record is passed over."""
     for rank in (10, 2):
-        Heart(tmp_path, "rank", rank=rank)
-    Heart(tmp_path, "decode", rank=2)
+        HeartbeatWriter(tmp_path, "rank", rank=rank)
+    HeartbeatWriter(tmp_path, "decode", rank=2)
     (tmp_path / "rank_7_1").write_bytes(b"something else")
     (tmp_path / "watcher.lock").touch()
-    assert [(each.role, each.rank) for each in read_all(tmp_path)] == [
+    assert [(each.role, each.rank) for each in read_heartbeats(tmp_path)] == [
         ("rank", 2),
         ("rank", 10),
         ("decode", 2),
     ]
-    assert read_all(tmp_path / "nothing") == []
+    assert read_heartbeats(tmp_path / "nothing") == []
 
 
 def test_the_process_speaks_of_its_own_heart(tmp_path: Path) -> None:
     """Where there is none, what it says goes nowhere; at a good end it says so."""
-    heartbeat.enter("forward")
-    heart = Heart(tmp_path, "rank")
-    with beating(heart):
+    heartbeat.set_phase("forward")
+    heart = HeartbeatWriter(tmp_path, "rank")
+    with heartbeat_session(heart):
         heartbeat.begin_step(3, "1x8x8")
-        heartbeat.enter("optimizer")
-        pulse = read(heart.path)
+        heartbeat.set_phase("optimizer")
+        pulse = read_heartbeat(heart.path)
         assert pulse is not None
         assert (pulse.step, pulse.phase) == (3, "optimizer")
-    ended = read(heart.path)
+    ended = read_heartbeat(heart.path)
     assert ended is not None
     assert ended.phase == "ended"
-    heartbeat.enter("forward")
-    assert read(heart.path) is not None
-    assert read(heart.path).phase == "ended"  # type: ignore[union-attr]
+    heartbeat.set_phase("forward")
+    assert read_heartbeat(heart.path) is not None
+    assert read_heartbeat(heart.path).phase == "ended"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("error", "phase"), [(DataError, "ended"), (ValueError, "forward")])
@@ -204,16 +212,16 @@ def test_a_crash_leaves_what_was_said_last(
     tmp_path: Path, error: type[Exception], phase: str
 ) -> None:
     """An error that a person was told of is an end; a defect is none."""
-    heart = Heart(tmp_path, "rank")
+    heart = HeartbeatWriter(tmp_path, "rank")
 
     def fail() -> None:
-        with beating(heart):
-            heartbeat.enter("forward")
+        with heartbeat_session(heart):
+            heartbeat.set_phase("forward")
             raise error("what went wrong")
 
     with pytest.raises(error):
         fail()
-    pulse = read(heart.path)
+    pulse = read_heartbeat(heart.path)
     assert pulse is not None
     assert pulse.phase == phase
 
@@ -221,13 +229,13 @@ def test_a_crash_leaves_what_was_said_last(
 def test_no_room_is_no_reason_not_to_train(tmp_path: Path) -> None:
     """Where the record cannot be shared, nobody sees it, and that is all."""
     (tmp_path / "file").touch()
-    heart = Heart(tmp_path / "file" / "below", "rank")
-    heart.enter("forward")
-    assert read(heart.path) is None
+    heart = HeartbeatWriter(tmp_path / "file" / "below", "rank")
+    heart.set_phase("forward")
+    assert read_heartbeat(heart.path) is None
 
 
 def test_each_run_and_node_has_a_folder_of_its_own(tmp_path: Path) -> None:
     """However the run is named."""
-    one, other = folder_of(tmp_path / "a"), folder_of(tmp_path / "b")
+    one, other = heartbeat_dir(tmp_path / "a"), heartbeat_dir(tmp_path / "b")
     assert one != other
-    assert one == folder_of(tmp_path / "b" / ".." / "a")
+    assert one == heartbeat_dir(tmp_path / "b" / ".." / "a")

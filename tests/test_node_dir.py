@@ -5,19 +5,19 @@ from pathlib import Path
 
 from longtake.fsio import append_json, read_json, write_once
 from longtake.node_dir import (
+    DumpRequest,
     NodeDirectory,
-    Request,
     all_nodes,
+    diagnosis_path,
     read_events,
     request_path,
-    verdict_path,
 )
 from longtake.run_dir import RunDirectory
 
 
 def test_of_many_who_write_once_one_succeeds(tmp_path: Path) -> None:
     """Its record is there as a whole, and nothing is left beside it."""
-    path = verdict_path(RunDirectory(tmp_path), "stall_1")
+    path = diagnosis_path(RunDirectory(tmp_path), "stall_1")
     won: list[int] = []
 
     def write(number: int) -> None:
@@ -59,7 +59,7 @@ def test_events_of_run_and_nodes_are_one_story(tmp_path: Path) -> None:
 def test_requests_and_answers_meet_by_their_token(tmp_path: Path) -> None:
     """Whoever asks finds what each node has answered, and not what was answered to others."""
     run = RunDirectory(tmp_path)
-    request = Request(
+    request = DumpRequest(
         token="asked_1",
         time="2026",
         by="here",

@@ -7,8 +7,8 @@
     nodes/<host>/logs/<time>/rank_0003.log   what a rank said, where `longtake launch` started it
     nodes/<host>/stacks/<token>.json   dumps of all the run's processes on the node
     nodes/<host>/stacks/<token>.fr/    the flight recorders' dumps that belong to it, by rank
-    requests/<token>.json              somebody wants dumps of all nodes (writer: who asks)
-    stalls/<token>.json                the verdict over all nodes (writer: whoever is first)
+    requests/<token>.json              a request for dumps of all nodes (writer: who asks)
+    stalls/<token>.json                the diagnosis over all nodes (writer: the first)
 
 Everything below nodes/<host> has one writer, that node's watcher; but for `stacks/`, where rank 0
 also leaves what it was told of decoding processes, for `logs/`, and for the event `rank_failed`,
@@ -65,13 +65,13 @@ NodeEventKind = Literal[
 ]
 
 FLIGHT_PIPE_PREFIX = "fr_pipe_rank_"
-"""Where a rank's flight recorder is asked, among the hearts: with its rank and `.pipe` after it."""
+"""The pipe to a rank's flight recorder in the heartbeat folder; rank and `.pipe` follow."""
 FLIGHT_FILE_PREFIX = "fr_dump_rank_"
-"""What it writes then, likewise: with its rank after it."""
+"""The file that it writes then; the rank follows."""
 
 
 @with_other_fields
-class _Heart(TypedDict):
+class _RankEntry(TypedDict):
     rank: Count
     world_size: Count
     launch: str
@@ -81,13 +81,13 @@ class _Heart(TypedDict):
 
 
 @with_other_fields
-class _Heartbeat(TypedDict):
+class _NodeHeartbeat(TypedDict):
     """What is used of nodes/<host>/heartbeat.json."""
 
     pid: NotRequired[Count]
     beat: NotRequired[Count]
     launch: NotRequired[str]
-    ranks: NotRequired[list[_Heart]]
+    ranks: NotRequired[list[_RankEntry]]
     addresses: NotRequired[list[str]]
     health: NotRequired[dict[str, Any]]
     monotonic: NotRequired[Finite]
@@ -135,8 +135,8 @@ class ProcessDump(TypedDict):
     """`stacks.Thread`s, the main thread first."""
     raw: str
     """What was read, where it could not be understood."""
-    heart: dict[str, Any] | None
-    """`heartbeat.Pulse.as_dict`, as read in this round."""
+    heartbeat: dict[str, Any] | None
+    """`Heartbeat.as_dict`, as read in this round."""
 
 
 class Round(TypedDict):
@@ -157,12 +157,12 @@ class NodeDump(TypedDict):
     launch: str
     rounds: list[Round]
     missing: list[dict[str, Any]]
-    """Hearts (`Pulse.as_dict`) whose process is gone without having ended as it should."""
+    """`Heartbeat.as_dict` of processes that died."""
 
 
 @with_other_fields
-class StalledHeart(TypedDict):
-    """The heart (`Pulse.as_dict`) that gave an alarm, its host, and the limit that it is past."""
+class StalledProcess(TypedDict):
+    """`Heartbeat.as_dict` of the process that raised an alarm, its host, and its limit."""
 
     role: Literal["rank", "decode"]
     pid: Count
@@ -175,8 +175,8 @@ class StalledHeart(TypedDict):
     limit: Finite
 
 
-class Request(TypedDict):
-    """requests/<token>.json: somebody wants dumps of all nodes."""
+class DumpRequest(TypedDict):
+    """requests/<token>.json: a request for dumps of all nodes."""
 
     token: Annotated[str, Field(pattern="^[0-9A-Za-z_-]{1,200}$")]
     time: Time
@@ -185,7 +185,7 @@ class Request(TypedDict):
     reason: Literal["stall", "asked"]
     rounds: Annotated[int, Field(ge=1, le=100)]
     native: bool
-    stall: NotRequired[StalledHeart]
+    stall: NotRequired[StalledProcess]
     """Of a stall."""
 
 
@@ -256,7 +256,7 @@ class NodeDirectory:
     def read_heartbeat(self) -> dict[str, Any]:
         """The node's heartbeat.json; empty if there is none, or it is no such record."""
         with suppress(RecordError):
-            return dict(read_record(self.heartbeat_path, _Heartbeat) or {})
+            return dict(read_record(self.heartbeat_path, _NodeHeartbeat) or {})
         return {}
 
     def write_dump(self, dump: NodeDump) -> Path:
@@ -291,7 +291,7 @@ def all_nodes(run: RunDirectory) -> list[NodeDirectory]:
     return [NodeDirectory(run, host) for host in sorted(hosts, key=_natural)]
 
 
-def read_heartbeats(run: RunDirectory) -> dict[str, dict[str, Any]]:
+def node_heartbeats(run: RunDirectory) -> dict[str, dict[str, Any]]:
     """The heartbeat.json of each node that has one, by host."""
     found = {node.host: node.read_heartbeat() for node in all_nodes(run)}
     return {host: record for host, record in found.items() if record}
@@ -317,8 +317,8 @@ def request_path(run: RunDirectory, token: str) -> Path:
     return requests_path(run) / f"{token}.json"
 
 
-def verdict_path(run: RunDirectory, token: str) -> Path:
-    """Where the verdict over all nodes' answers to a request lies."""
+def diagnosis_path(run: RunDirectory, token: str) -> Path:
+    """Where the diagnosis from all nodes' dumps lies."""
     return run.path / "stalls" / f"{token}.json"
 
 

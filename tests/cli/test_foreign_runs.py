@@ -16,7 +16,7 @@ import torch
 from longtake.checkpoint import manifest
 from longtake.errors import RecipeError
 from longtake.evaluation.presets.places import find_file
-from longtake.watch.post import post_at
+from longtake.monitor.reporting import watch_target
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -183,12 +183,12 @@ def test_the_hook_of_a_foreign_run_is_not_run(theirs: Path) -> None:
     """Whoever watches it by hand runs no command of it, unless it is trusted."""
     recipe = theirs / "recipe.toml"
     recipe.write_text(recipe.read_text().replace("[watch]\n", '[watch]\nhook = "touch ran"\n'))
-    assert post_at(theirs, by_hand=True).section.hook == "touch ran"
+    assert watch_target(theirs, by_hand=True).section.hook == "touch ran"
     record = json.loads((theirs / "run.json").read_text())
     record["begun_by"]["uid"] += 1
     (theirs / "run.json").write_text(json.dumps(record))
-    assert post_at(theirs, by_hand=True).section.hook is None
-    assert post_at(theirs, by_hand=True, trust=True).section.hook == "touch ran"
+    assert watch_target(theirs, by_hand=True).section.hook is None
+    assert watch_target(theirs, by_hand=True, trust=True).section.hook == "touch ran"
 
 
 @pytest.mark.parametrize("key", ["prompts_file", "references"])

@@ -66,7 +66,7 @@ def test_stacks_spell_what_processes_are_called() -> None:
         "role": "decode",
         "path_of_clip": f"/c/{_HOSTILE}",
     }
-    for text in (spelled(call), doing([{"heart": heart, "command": _HOSTILE, **heart}])):
+    for text in (spelled(call), doing([{"heartbeat": heart, "command": _HOSTILE, **heart}])):
         assert printable(text) == text
 
 

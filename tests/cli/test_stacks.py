@@ -12,38 +12,39 @@ from pathlib import Path
 
 import pytest
 
-from longtake.heartbeat import folder_of
+from longtake.heartbeat import heartbeat_dir
 
 Call = Callable[..., tuple[int, str, str]]
 
 _PROGRAM = """
 import os, subprocess, sys, time
 from pathlib import Path
-from longtake.heartbeat import Heart, folder_of
+from longtake.heartbeat import HeartbeatWriter, heartbeat_dir
 
 def train(heart):
     if heart.path.name.startswith("rank_1"):
         return wait_for_clips(heart)
-    heart.enter("collective")
+    heart.set_phase("collective")
     print("here", flush=True)
     time.sleep(600)
 
 def wait_for_clips(heart):
-    heart.enter("data")
+    heart.set_phase("data")
     print("here", flush=True)
     time.sleep(600)
 
-heart = Heart(folder_of(Path(sys.argv[1])), "rank", rank=int(sys.argv[2]), world_size=3)
-heart.join("abcdefgh")
+folder = heartbeat_dir(Path(sys.argv[1]))
+heart = HeartbeatWriter(folder, "rank", rank=int(sys.argv[2]), world_size=3)
+heart.set_launch("abcdefgh")
 heart.begin_step(7, "8 frames of 32x32")
 train(heart)
 """
 _WORKER = """
 import sys, time
 from pathlib import Path
-from longtake.heartbeat import Heart, folder_of
-heart = Heart(folder_of(Path(sys.argv[1])), "decode", rank=1)
-heart.enter("decode", "identity", "/clips/a.mp4")
+from longtake.heartbeat import HeartbeatWriter, heartbeat_dir
+heart = HeartbeatWriter(heartbeat_dir(Path(sys.argv[1])), "decode", rank=1)
+heart.set_phase("decode", "identity", "/clips/a.mp4")
 print("here", flush=True)
 time.sleep(600)
 """
@@ -70,7 +71,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[i
     for process in started:
         process.kill()
         process.communicate()
-    shutil.rmtree(folder_of(run), ignore_errors=True)
+    shutil.rmtree(heartbeat_dir(run), ignore_errors=True)
 
 
 def test_identical_stacks_are_one_branch(run: tuple[Path, list[int]], call: Call) -> None:

@@ -21,7 +21,7 @@ from tests.cluster.hosts import SYSTEM_PATH, Cluster
 from longtake.errors import RunError
 from longtake.faults.sandbox import RANK_ENVIRONMENT, RunObserver
 from longtake.process import environment, num_cores, program
-from longtake.stacks.processes import descendants, facts
+from longtake.stacks import descendants, facts
 
 _PROGRAMS = (
     *("taskset", "munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo"),

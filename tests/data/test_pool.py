@@ -223,7 +223,7 @@ def test_a_worker_that_dies_is_replaced(windows: list[Window], pipe: Window, nam
     with Pool(1, sample_timeout_seconds=_SECONDS) as pool:
         future = pool.submit(pipe)
         pid = _await_busy(pool)
-        _await(lambda: "in opened" in stacks.dump(pid).where)
+        _await(lambda: "in opened" in stacks.dump_process(pid).where)
         _put_in_place_of(pipe, windows[0])
         os.kill(pid, signal.Signals[name])
         np.testing.assert_array_equal(future.result(_SECONDS), read_window(pipe))

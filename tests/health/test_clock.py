@@ -1,7 +1,11 @@
-"""Steps and slews of the clock: their size, their direction, and what is none."""
+"""Steps and slews of the clock, who sets it, and other nodes' clocks."""
 
 import json
 import os
+import random
+import re
+import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +15,18 @@ from pathlib import Path
 import pytest
 
 from longtake.health import clock
-from longtake.health.clock import Clock, Clocks, Slewed, Steady, Stepped
+from longtake.health.clock import (
+    Chrony,
+    Clock,
+    ClockOffsets,
+    Clocks,
+    ClockSlewed,
+    ClockSteady,
+    ClockStepped,
+    KernelClock,
+    parse_tracking,
+    time_daemons,
+)
 
 _FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
 _MS = 1_000_000
@@ -60,7 +75,7 @@ def test_step_exact(world: _World, watched: Clock, milliseconds: int) -> None:
     watched.look()
     world.go(0.25)
     watched.look()
-    assert watched.take_changes() == [Stepped(milliseconds / 1e3)]
+    assert watched.take_changes() == [ClockStepped(milliseconds / 1e3)]
     assert watched.take_changes() == []
     assert watched.sample()["clock_last_step_seconds"] == milliseconds / 1e3
     assert watched.sample()["clock_backward_steps_total"] == (milliseconds < 0)
@@ -76,14 +91,14 @@ def test_slew(world: _World, watched: Clock, ppm: float) -> None:
         world.go(0.25, ppm)
         watched.look()
     (slewed,) = watched.take_changes()
-    assert isinstance(slewed, Slewed)
+    assert isinstance(slewed, ClockSlewed)
     assert slewed.ppm == pytest.approx(ppm, rel=0.01)
     assert slewed.seconds == pytest.approx(15 * ppm * 1e-6, rel=0.03)
     for _ in range(60):
         world.go(0.25)
         watched.look()
     (steady,) = watched.take_changes()
-    assert isinstance(steady, Steady)
+    assert isinstance(steady, ClockSteady)
     assert steady.seconds == pytest.approx(16 * ppm * 1e-6, rel=0.1)
 
 
@@ -103,8 +118,8 @@ def test_step_while_slewed(world: _World, watched: Clock) -> None:
         world.real -= 5 * _MS * (number == 30)
         watched.look()
     stepped, slewed = watched.take_changes()
-    assert stepped == Stepped(-0.005)
-    assert isinstance(slewed, Slewed)
+    assert stepped == ClockStepped(-0.005)
+    assert isinstance(slewed, ClockSlewed)
     assert slewed.ppm == pytest.approx(400, rel=0.01)
 
 
@@ -131,7 +146,7 @@ def test_undone_step_is_seen() -> None:
     watched.look()
     (change,) = watched.take_changes()
     watched.close()
-    assert isinstance(change, Stepped)
+    assert isinstance(change, ClockStepped)
     assert abs(change.seconds) < clock.STEP_SECONDS
 
 
@@ -180,5 +195,161 @@ def test_step_in_a_real_process(tmp_path: Path) -> None:
         check=True,
     )
     found = json.loads(said.stdout)
-    assert [name for name, _ in found] == ["Stepped", "Stepped"]
+    assert [name for name, _ in found] == ["ClockStepped", "ClockStepped"]
     assert [seconds for _, seconds in found] == pytest.approx([-2.5, 0.004], abs=1e-5)
+
+
+_CHRONYD = shutil.which("chronyd") or shutil.which("chronyd", path="/usr/sbin")
+needs_chrony = pytest.mark.skipif(
+    _CHRONYD is None or shutil.which("chronyc") is None, reason="chrony is not installed"
+)
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _started(folder: Path, name: str, port: int, more: str) -> subprocess.Popen[bytes]:
+    """A chronyd of its own that does not touch the clock, and is asked at a port."""
+    text = f"{more}\ncmdport {port}\nbindcmdaddress 127.0.0.1\nbindcmdaddress /\n"
+    (folder / name).write_text(f"{text}pidfile {folder / name}.pid\n")
+    command = [str(_CHRONYD), "-x", "-U", "-d", "-f", str(folder / name)]
+    return subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def ask(tmp_path: Path) -> Iterator[tuple[str, ...]]:
+    """The command that asks a chronyd which follows another."""
+    port, of_server, of_client = _free_port(), _free_port(), _free_port()
+    server = f"local stratum 8\nport {port}\nbindaddress 127.0.0.1\nallow 127.0.0.1"
+    client = f"server 127.0.0.1 port {port} iburst minpoll -2 maxpoll -2\nport 0"
+    started = [
+        _started(tmp_path, "server", of_server, server),
+        _started(tmp_path, "client", of_client, client),
+    ]
+    try:
+        yield ("chronyc", "-n", "-h", "127.0.0.1", "-p", str(of_client))
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+@needs_chrony
+def test_real_chronyd(ask: tuple[str, ...]) -> None:
+    """A chronyd that follows another on this machine is microseconds from it, one stratum below.
+
+    Signs are those of what chrony tells people.
+    """
+    end = time.monotonic() + 15
+    found = {"clock_ntp_stratum": 0.0}
+    while found.get("clock_ntp_stratum") != 9 and time.monotonic() < end:
+        time.sleep(0.3)
+        found = Chrony((*ask, "-c", "tracking")).sample()
+    assert found["clock_ntp_stratum"] == 9
+    assert abs(found["clock_ntp_offset_seconds"]) < 0.01
+    assert 0 < found["clock_ntp_error_seconds"] < 0.1
+    command = [*ask, "-c", "tracking"]
+    for _ in range(20):  # until nothing has changed between the two commands
+        line = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        told = subprocess.run([*ask, "tracking"], capture_output=True, text=True, check=True).stdout
+        if subprocess.run(command, capture_output=True, text=True, check=True).stdout == line:
+            break
+    offset = parse_tracking(line)["clock_ntp_offset_seconds"]
+    frequency = parse_tracking(line)["clock_ntp_frequency_ppm"]
+    assert ("fast of NTP" in told) == (offset > 0)
+    assert abs(frequency) < 1e-3 or (re.search(r"ppm fast", told) is not None) == (frequency > 0)
+
+
+def test_no_chronyd() -> None:
+    """Where no chronyd answers, or no chronyc is installed, there are no numbers and no error."""
+    assert (
+        Chrony(("chronyc", "-h", "127.0.0.1", "-p", str(_free_port()), "tracking")).sample() == {}
+    )
+    assert Chrony(("no-such-program", "-c", "tracking")).sample() == {}
+    assert parse_tracking("506 Cannot talk to daemon") == {}
+
+
+def test_unsynchronised() -> None:
+    """A chronyd without a source that answers says so: stratum 16."""
+    line = "00000000,,0,0.0,0.0,0.0,0.0,0.0,0.0,0.0,1.0,1.0,0.0,Not synchronised"
+    assert parse_tracking(line)["clock_ntp_stratum"] == 16
+
+
+def test_asked_once_a_minute(tmp_path: Path) -> None:
+    """Samples in quick succession ask chrony once."""
+    program = tmp_path / "chronyc"
+    program.write_text('#!/bin/sh\necho x >> "$0.asked"\nexit 1\n')
+    program.chmod(0o755)
+    chrony = Chrony((str(program),))
+    chrony.sample()
+    chrony.sample()
+    assert (tmp_path / "chronyc.asked").read_text() == "x\n"
+
+
+def test_kernel_clock() -> None:
+    """The kernel's corrections are within what it allows: 500 ppm and a tenth by ticks, 16 s."""
+    found = KernelClock().sample()
+    assert set(found) == set(KernelClock.numbers)
+    assert abs(found["clock_kernel_correction_ppm"]) <= 100_500
+    assert 0 <= found["clock_kernel_max_error_seconds"] <= 16
+    assert abs(found["clock_kernel_offset_seconds"]) <= 0.5
+
+
+def test_time_daemons(tmp_path: Path) -> None:
+    """Two programs that set the clock are named; linuxptp's two are one; others do not count."""
+    for pid, name in enumerate(("chronyd", "ptp4l", "phc2sys", "python", "chronyd")):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "comm").write_text(f"{name}\n")
+    assert time_daemons(tmp_path) == ["chronyd", "linuxptp"]
+
+
+def _exchange(ahead: float, reads: int, seed: int = 0) -> tuple[dict[str, float], dict[str, float]]:
+    """What two nodes know after reading each other so often; b's clock is ahead by so much.
+
+    Each writes once a second, and each read comes at any moment in between.
+    """
+    rng = random.Random(seed)  # noqa: S311 - delays
+    a, b = ClockOffsets("a"), ClockOffsets("b")
+    of_a: dict[str, float] = {}
+    of_b: dict[str, float] = {}
+    for read in range(reads):
+        now = 1e9 + 10.0 * read
+        age_a, age_b = rng.uniform(0, 1), rng.uniform(0, 1)
+        heart_a = {"wall": now - age_a, "health": dict(of_a)}
+        heart_b = {"wall": now - age_b + ahead, "health": dict(of_b)}
+        of_a = a.look("b", heart_b, now)
+        of_b = b.look("a", heart_a, now + ahead)
+    return of_a, of_b
+
+
+@pytest.mark.parametrize("ahead", [0.0, 0.03, -0.03, 3.0, -3.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_interval_holds_the_offset(ahead: float, seed: int) -> None:
+    """Both bounds hold, on both nodes; after thirty reads they are within 0.3 s."""
+    for known, other in zip(_exchange(ahead, 30, seed), "ba", strict=True):
+        at_least = known.get(f"clock_offset_at_least_seconds:{other}", 0.0)
+        at_most = known[f"clock_offset_at_most_seconds:{other}"]
+        assert at_least <= abs(ahead) + 1e-5
+        assert at_most >= abs(ahead) - 1e-5
+        assert at_most - at_least < 0.3
+
+
+def test_one_side_alone() -> None:
+    """A date that is still to come proves an offset by itself; one that is past proves none."""
+    ahead = ClockOffsets("a").look("b", {"wall": 105.0}, 100.0)
+    assert ahead["clock_offset_at_least_seconds:b"] == 5
+    assert "clock_offset_at_most_seconds:b" not in ahead
+    behind = ClockOffsets("a").look("b", {"wall": 95.0}, 100.0)
+    assert set(behind) == {"clock_lead_seconds:b"}
+    assert ClockOffsets("a").look("b", {}, 100.0) == {}
+
+
+def test_forgets() -> None:
+    """After this node's clock was set, what was known before does not count."""
+    offsets = ClockOffsets("a")
+    offsets.look("b", {"wall": 105.0}, 100.0)
+    offsets.forget()
+    assert offsets.look("b", {"wall": 104.9}, 105.0)["clock_lead_seconds:b"] == pytest.approx(-0.1)

@@ -10,17 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from longtake.health.gpu import Gpu, throttle_words
-from longtake.health.xid import KernelLog, bus_of, parse
+from longtake.health.gpu import GpuProbe, KernelLog, parse_xid, pci_address, throttle_words
 
 _SAMPLE = """
 import json
 from longtake.health import gpu
-from longtake.health.xid import KernelLog
+from longtake.health.gpu import KernelLog
 def unreadable(*_):
     raise PermissionError
 gpu.KernelLog = unreadable  # what most users meet: the driver itself is asked for XIDs
-check = gpu.Gpu()
+check = gpu.GpuProbe()
 print(json.dumps([check.sample(), check.sample()]))
 check.close()
 """
@@ -37,7 +36,7 @@ def _has_driver() -> bool:
 @pytest.mark.skipif(_has_driver(), reason="this machine has NVIDIA's driver")
 def test_absent() -> None:
     """Without a driver there are no GPUs, no numbers and no error."""
-    check = Gpu()
+    check = GpuProbe()
     assert not check.is_present
     assert check.sample() == {}
     check.close()
@@ -49,12 +48,12 @@ def test_absent() -> None:
 )
 def test_real() -> None:
     """A real GPU tells its power, temperature, clocks and memory."""
-    check = Gpu()
+    check = GpuProbe()
     if not check.is_present:
         pytest.skip("NVIDIA's driver finds no GPU")
     found = check.sample()
     check.close()
-    assert {key.partition(":")[0] for key in found} <= set(Gpu.numbers)
+    assert {key.partition(":")[0] for key in found} <= set(GpuProbe.numbers)
     assert 0 < found["gpu_memory_used_bytes:0"] <= found["gpu_memory_size_bytes:0"]
     assert 0 < found["gpu_temperature_celsius:0"] < 120
     assert 0 < found["gpu_power_watts:0"] < 2000
@@ -94,7 +93,7 @@ def test_through_a_driver(tmp_path: Path) -> None:
         "gpu_xid_errors_total": 1,
         "gpu_last_xid": 79,
     }
-    assert set(hot) == set(Gpu.numbers)
+    assert set(hot) == set(GpuProbe.numbers)
     assert first["gpu_power_watts:1"] == 655
     assert "gpu_ecc_uncorrected_total:1" not in first
     assert first["gpu_xid_errors_total:1"] == 0
@@ -115,7 +114,7 @@ def test_kernel_log(tmp_path: Path) -> None:
     assert list(log.take()) == []
     with path.open("a") as file:
         file.write("6,9,10,-;usb 1-1: new device\n" + line.format(bus="5e", xid=79))
-    assert list(log.take()) == [(bus_of("00000000:5E:00.0"), 79)]
+    assert list(log.take()) == [(pci_address("00000000:5E:00.0"), 79)]
     assert list(log.take()) == []
     log.close()
-    assert parse("6,9,10,-;usb 1-1: new device") is None
+    assert parse_xid("6,9,10,-;usb 1-1: new device") is None

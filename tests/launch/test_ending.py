@@ -5,8 +5,8 @@ from typing import Literal
 
 import pytest
 
+from longtake.failures import RankFailure
 from longtake.launch.ending import judge
-from longtake.trail import RankFailure
 
 
 @pytest.fixture

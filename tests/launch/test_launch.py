@@ -14,7 +14,7 @@ import pytest
 
 from longtake.faults.sandbox import ONE_THREAD, SHORT_RECIPE, TrainingSite
 from longtake.fsio import read_json_lines
-from longtake.heartbeat import Pulse, folder_of, read_all
+from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeats
 from longtake.process import environment, program
 
 _SECONDS = 300.0
@@ -50,8 +50,8 @@ def _launch(
     return Ended(process.returncode, said)
 
 
-def _ranks(site: TrainingSite) -> list[Pulse]:
-    hearts = read_all(folder_of(site.run.path))
+def _ranks(site: TrainingSite) -> list[Heartbeat]:
+    hearts = read_heartbeats(heartbeat_dir(site.run.path))
     return [pulse for pulse in hearts if pulse.role == "rank" and pulse.is_alive]
 
 

@@ -15,7 +15,7 @@ import longtake
 from longtake import config
 from longtake.config import Recipe
 from longtake.fsio import read_json_lines, write_json
-from longtake.heartbeat import Heart, Phase, beating, launch_seconds
+from longtake.heartbeat import HeartbeatWriter, Phase, heartbeat_session, launch_seconds
 from longtake.inspection.glance import glance
 from longtake.inspection.starts import in_line, starts
 from longtake.inspection.tables import print_glance
@@ -35,13 +35,13 @@ def _events(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
 
 def test_a_heart_knows_how_long_each_phase_took_before_the_first_step(tmp_path: Path) -> None:
     """Phases that come twice are added up; what comes after that step changes nothing."""
-    with beating(Heart(tmp_path, "rank")) as heart:
+    with heartbeat_session(HeartbeatWriter(tmp_path, "rank")) as heart:
         for phase in _PHASES:
-            heart.enter(phase)
+            heart.set_phase(phase)
         before = launch_seconds()
         heart.end_step()
         done = launch_seconds()
-        heart.enter("data")
+        heart.set_phase("data")
         assert launch_seconds() == done
     assert list(before) == ["start", "open", "build", "forward"]
     assert all(done[phase] >= before[phase] for phase in before)
@@ -51,10 +51,10 @@ _TRAIN = """
 import sys, time
 from pathlib import Path
 time.sleep(0.3)
-from longtake.heartbeat import Heart, beating, launch_seconds
-with beating(Heart(Path(sys.argv[1]), "rank")):
+from longtake.heartbeat import HeartbeatWriter, heartbeat_session, launch_seconds
+with heartbeat_session(HeartbeatWriter(Path(sys.argv[1]), "rank")):
     print(launch_seconds()["start"])
-with beating(Heart(Path(sys.argv[1]), "rank")):
+with heartbeat_session(HeartbeatWriter(Path(sys.argv[1]), "rank")):
     print(launch_seconds()["start"])
 """
 
@@ -71,7 +71,7 @@ def test_imports_count_from_the_start_of_the_process(tmp_path: Path) -> None:
 def test_what_a_process_did_before_its_training_does_not_count(tmp_path: Path) -> None:
     """As the demo, which writes its clips first."""
     program = _TRAIN.replace("with beating", "begin_here()\nwith beating", 1)
-    program = program.replace("import Heart", "import Heart, begin_here")
+    program = program.replace("import Heart", "import HeartbeatWriter, begin_here")
     command = [sys.executable, "-c", program, str(tmp_path)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert float(said.split()[0]) < 0.3

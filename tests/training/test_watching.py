@@ -13,7 +13,7 @@ from rich.console import Console
 from longtake.config import Recipe
 from longtake.errors import DataError
 from longtake.fsio import read_json
-from longtake.heartbeat import Pulse, folder_of, read, read_all
+from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeat, read_heartbeats
 from longtake.node_dir import read_events, this_node
 from longtake.run_dir import RunDirectory
 from longtake.training import loop, run
@@ -65,7 +65,7 @@ def test_a_watcher_that_dies_is_replaced_and_nothing_is_left(
     events = [event["event"] for event in read_events(RunDirectory(recipe.out))]
     assert (events.count("watching"), events.count("finished")) == (2, 1)
     assert not events.count("rank_died")
-    _until(lambda: not _watcher(recipe) and not folder_of(recipe.out).exists())
+    _until(lambda: not _watcher(recipe) and not heartbeat_dir(recipe.out).exists())
 
 
 def test_a_run_that_nobody_is_to_watch_has_no_watcher(
@@ -75,16 +75,18 @@ def test_a_run_that_nobody_is_to_watch_has_no_watcher(
     recipe = small_recipe("training.steps=2")
     train(recipe, _QUIET)
     assert not this_node(RunDirectory(recipe.out)).path.exists()
-    assert not folder_of(recipe.out).exists()
+    assert not heartbeat_dir(recipe.out).exists()
 
 
 def test_the_heart_says_what_is_done(
     small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step, shape, launch; once it has settled, how long each phase takes, saves too."""
-    seen: list[Pulse] = []
+    seen: list[Heartbeat] = []
     monkeypatch.setattr(
-        loop, "apply_update", _when(11, lambda recipe: seen.extend(read_all(folder_of(recipe.out))))
+        loop,
+        "apply_update",
+        _when(11, lambda recipe: seen.extend(read_heartbeats(heartbeat_dir(recipe.out)))),
     )
     train(small_recipe(), _QUIET)
     (pulse,) = seen
@@ -97,17 +99,17 @@ def test_the_heart_says_what_is_done(
 
 def test_after_a_rollback_nothing_is_expected_for_a_while(tmp_path: Path) -> None:
     """Decoding processes begin anew, and nothing lies ready."""
-    from longtake.heartbeat import Heart
+    from longtake.heartbeat import HeartbeatWriter
 
-    heart = Heart(tmp_path, "rank")
+    heart = HeartbeatWriter(tmp_path, "rank")
     for step in range(8):
         heart.begin_step(step, "8x32x32")
-        heart.enter("forward")
+        heart.set_phase("forward")
         heart.end_step()
-    before = read(heart.path)
-    heart.enter("rollback")
-    heart.enter("data")
-    after = read(heart.path)
+    before = read_heartbeat(heart.path)
+    heart.set_phase("rollback")
+    heart.set_phase("data")
+    after = read_heartbeat(heart.path)
     assert before is not None
     assert after is not None
     assert (before.is_settled, after.is_settled) == (True, False)
@@ -122,7 +124,7 @@ def test_who_ends_with_a_word_has_not_died(
     phases: list[str] = []
 
     def fail(*_: object) -> None:
-        (pulse,) = read_all(folder_of(recipe.out))
+        (pulse,) = read_heartbeats(heartbeat_dir(recipe.out))
         phases.append(pulse.phase)
         raise error
 
@@ -131,7 +133,7 @@ def test_who_ends_with_a_word_has_not_died(
     with pytest.raises(type(error)):
         train(recipe, _QUIET)
     assert phases == ["open"]
-    assert not folder_of(recipe.out).exists()
+    assert not heartbeat_dir(recipe.out).exists()
 
 
 def test_a_fresh_run_has_its_heart_in_a_place_of_its_own(
@@ -144,7 +146,9 @@ def test_a_fresh_run_has_its_heart_in_a_place_of_its_own(
 
     def look(_: Recipe) -> None:
         beside = recipe.out.with_name("run-2")
-        places.extend([folder_of(recipe.out).exists(), bool(read_all(folder_of(beside)))])
+        places.extend(
+            [heartbeat_dir(recipe.out).exists(), bool(read_heartbeats(heartbeat_dir(beside)))]
+        )
 
     monkeypatch.setattr(loop, "apply_update", _when(1, look))
     train(recipe, _QUIET, fresh=True)

@@ -81,7 +81,7 @@ class Saver:
             trainer: what else is needed to go on, as JSON.
         """
         self.wait()
-        heartbeat.enter("checkpoint")
+        heartbeat.set_phase("checkpoint")
         self._begun = time.monotonic()
         given = self._staging.copy(parts) if self._section.background else parts
         self._under_way = self._thread.submit(self._save, step, given, trainer, self._since)
@@ -114,7 +114,7 @@ class Saver:
     def wait(self) -> None:
         """Return when no save is under way."""
         if self._under_way is not None:
-            heartbeat.enter("save")
+            heartbeat.set_phase("save")
             wait([self._under_way])
         self._look()
 
@@ -158,7 +158,7 @@ class Saver:
         error = ended.exception()
         if error is None:
             self._finished.append(ended.result())
-            heartbeat.took("save", self._seconds)
+            heartbeat.record_duration("save", self._seconds)
             self.failures_in_a_row = 0
         else:
             self.failures_in_a_row += 1

@@ -28,17 +28,18 @@ def stacks(
     """
     from longtake.cli.stacks_tree import print_stacks
     from longtake.errors import RunError
+    from longtake.monitor.coordinator import dump_process_tree, dump_run
+    from longtake.monitor.dumps import group_processes
     from longtake.run_dir import RunDirectory
-    from longtake.watch.asking import ask_nodes, ask_process
-    from longtake.watch.picture import picture
 
     if run is not None and pid is None:
-        answers, of = ask_nodes(RunDirectory(run), native=native), str(run)
+        found, of = dump_run(RunDirectory(run), native=native), str(run)
     elif run is None and pid is not None:
-        answers, of = ask_process(pid, native=native), f"process {pid}"
+        found, of = dump_process_tree(pid, native=native), f"process {pid}"
     else:
         raise RunError("Name a run directory, or a process with --pid: one of the two.")
-    facts = {"of": of, **picture(answers)}
+    facts = {"of": of, **group_processes(found.dumps()), "silent": list(found.silent)}
+    facts["files"] = list(map(str, found.files))
     if as_json:
         say.result(facts)
     else:

@@ -18,7 +18,7 @@ from longtake.cli.stacks_words import (
     who,
     worth_showing,
 )
-from longtake.stacks.frames import unmoved
+from longtake.stacks import common_calls
 
 _PIPE_WIDTH = 120
 _ROLES = {
@@ -32,7 +32,7 @@ _MOST_GROUPS, _MOST_THREADS = 12, 6
 
 
 def print_stacks(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print what `watch.picture.picture` returned, and of what it is (`of`)."""
+    """Print what `group_processes` returned, with `of` (what it is of) and `silent`."""
     if not console.is_terminal:
         console.width = max(console.width, _PIPE_WIDTH)
     tree = Tree(Text(_title(facts), style="bold"), guide_style="dim")
@@ -77,7 +77,7 @@ def _shared(groups: Sequence[Mapping[str, Any]]) -> int:
         for each in groups
         if each["stack"]
     ]
-    shared = min(len(unmoved(stacks)), min(map(len, stacks), default=1) - 1)
+    shared = min(len(common_calls(stacks)), min(map(len, stacks), default=1) - 1)
     while shared and is_library(groups[0]["stack"][-shared]):
         shared -= 1
     return shared

@@ -16,7 +16,7 @@ from longtake.data.references import Reference, references_of, without_reference
 from longtake.data.sample import is_only_window
 from longtake.data.window import Window
 from longtake.errors import ClipError
-from longtake.heartbeat import Hearts
+from longtake.heartbeat import HeartbeatDir
 
 Pixels = NDArray[np.uint8]
 
@@ -46,7 +46,7 @@ class Decoding:
     """
 
     def __init__(
-        self, data: DataSection, workers: int, memory: Memory, hearts: Hearts | None = None
+        self, data: DataSection, workers: int, memory: Memory, hearts: HeartbeatDir | None = None
     ) -> None:
         self.data = data
         self.memory = memory

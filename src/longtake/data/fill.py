@@ -27,7 +27,7 @@ from longtake.data.references import Reference, without_reference
 from longtake.data.sample import all_windows
 from longtake.data.window import Window
 from longtake.errors import ClipError, DataError
-from longtake.heartbeat import Hearts
+from longtake.heartbeat import HeartbeatDir
 
 EncodePixels = Callable[[NDArray[np.uint8]], Tensor]
 """From [3, F, H, W] uint8 to latents [C, F', H', W']."""
@@ -178,7 +178,7 @@ def fill_latents(
     encode: EncodePixels,
     report: Report,
     progress: Progress | None = None,
-    hearts: Hearts | None = None,
+    hearts: HeartbeatDir | None = None,
 ) -> None:
     """Add the windows of clips and their further pictures to a cache.
 

@@ -35,7 +35,7 @@ from longtake.data.pool import Incident
 from longtake.data.sample import sample_seed, sample_window
 from longtake.data.skipped import Skipped, Span, begins_epoch
 from longtake.errors import ClipError, DataError
-from longtake.heartbeat import Hearts
+from longtake.heartbeat import HeartbeatDir
 
 _MOST_CLIPS_AT_HAND = 2**14
 _REMEDY = "Are the files still where they were indexed? Run longtake data index again."
@@ -114,7 +114,7 @@ class Loader:
         self._batch_size = batch_size
         self._seed = seed
         self._kept = kept
-        self.hearts = None if hearts is None else Hearts(hearts, rank)
+        self.hearts = None if hearts is None else HeartbeatDir(hearts, rank)
         local_size = num_places(batch_size, world_size)
         self._mine = range(rank * local_size, (rank + 1) * local_size)
         self._step = 0

@@ -28,7 +28,7 @@ from longtake.data.process import WorkerProcess, how_it_ended
 from longtake.data.references import Reference, read
 from longtake.data.window import Window
 from longtake.errors import ClipError, DataError
-from longtake.heartbeat import Hearts
+from longtake.heartbeat import HeartbeatDir
 
 _START_SECONDS = 120.0  # a cold network file system takes long to import from
 _MAX_FAILED_STARTS = 3  # in a row
@@ -125,7 +125,7 @@ class Pool:
         *,
         memory_gib: float = MEMORY_GIB,
         threads: int = 2,
-        hearts: Hearts | None = None,
+        hearts: HeartbeatDir | None = None,
     ) -> None:
         self._num_workers = workers
         self._memory_gib = memory_gib
@@ -298,7 +298,7 @@ class Pool:
                 task.fail(error)
 
     def _stall(self, each: _Worker) -> None:
-        stack = stacks.dump(each.process.pid, each.process.stderr)
+        stack = stacks.dump_process(each.process.pid, each.process.stderr)
         each.process.end()
         limit = self._timeout if each.is_ready else _START_SECONDS
         verb = "decoding did not finish" if each.is_ready else "a decoding process did not start"
@@ -306,7 +306,7 @@ class Pool:
 
     def _bury(self, each: _Worker) -> None:
         status, words = each.process.end()
-        stack = stacks.from_faulthandler(each.process.pid, words)
+        stack = stacks.parse_faulthandler(each.process.pid, words)
         self._lose(each, "died", f"the decoding process {how_it_ended(status)}", stack)
 
     def _lose(

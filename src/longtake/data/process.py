@@ -36,7 +36,7 @@ class WorkerProcess:
         connection: where it answers.
     """
 
-    def __init__(self, memory_gib: float, hearts: heartbeat.Hearts | None = None) -> None:
+    def __init__(self, memory_gib: float, hearts: heartbeat.HeartbeatDir | None = None) -> None:
         self.connection: Connection[tuple[Window | Reference, int], tuple[str, str]]
         self.connection, theirs = Pipe()
         self._memory = [os.memfd_create("longtake-window") for _ in range(2)]
@@ -110,7 +110,7 @@ class WorkerProcess:
             self._process.wait(_END_SECONDS)
         words = self.stderr.read_text(errors="replace")
         if self._hearts is not None:
-            heartbeat.path_of(self._hearts.folder, "decode", self._hearts.rank, self.pid).unlink(
+            heartbeat.page_path(self._hearts.folder, "decode", self._hearts.rank, self.pid).unlink(
                 missing_ok=True
             )
         self._close()

@@ -22,9 +22,9 @@ from longtake.data.limits import memory_limited
 from longtake.data.references import Reference, read
 from longtake.data.window import Window
 from longtake.errors import ClipError
-from longtake.heartbeat import Heart
+from longtake.heartbeat import HeartbeatWriter
 from longtake.process import end_with
-from longtake.stacks.allow import allow_inspection
+from longtake.stacks import enable_stack_dumps
 
 # What a worker sends: that it is ready, once; then for each window `DONE` or (FAILED, reason).
 READY, DONE, FAILED = "ready", "done", "failed"
@@ -39,20 +39,20 @@ def main() -> None:
     memory_gib, hearts = float(sys.argv[1]), sys.argv[2]
     rank, parent, connection_fd, *memory = (int(argument) for argument in sys.argv[3:])
     end_with(parent)
-    allow_inspection()
+    enable_stack_dumps()
     connection: Connection[tuple[str, str], tuple[Window | Reference, int]] = Connection(
         connection_fd
     )
-    heart = Heart(Path(hearts), "decode", rank=rank) if hearts else None
+    heart = HeartbeatWriter(Path(hearts), "decode", rank=rank) if hearts else None
     with connection:
         try:
             connection.send((READY, ""))
             for number in count(1):
                 if heart:
-                    heart.enter("idle", "")
+                    heart.set_phase("idle", "")
                 window, slot = connection.recv()
                 if heart:
-                    heart.enter("decode", window.identity, str(window.media))
+                    heart.set_phase("decode", window.identity, str(window.media))
                 connection.send(_answer(window, memory[slot], memory_gib))
                 if number % _TRIM_EVERY == 0:
                     _trim()

@@ -100,7 +100,7 @@ def run_demo(
 
 def _train(recipe: Recipe, evaluate: bool, console: Console) -> bool:
     """Train to the end, with an evaluation server beside it; False if it was interrupted."""
-    heartbeat.begin_here()  # writing clips is no part of the training's start
+    heartbeat.restart_launch_timer()  # writing clips is no part of the training's start
     if not evaluate:
         return _is_trained(recipe, console)
     with evaluated(recipe.out) as evaluator:

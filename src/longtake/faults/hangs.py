@@ -20,7 +20,7 @@ from longtake.faults.sandbox import (
     stop_while_decoding,
 )
 from longtake.fsio import read_json
-from longtake.node_dir import verdict_path
+from longtake.node_dir import diagnosis_path
 
 _LIMIT_SECONDS = 15.0  # from the hang until the process is named, in a run of short steps
 _WORKER_CHANGES = ("watch.action=restart-worker", "data.sample_timeout_seconds=60")
@@ -207,7 +207,7 @@ def _wait_for_stall(
 ) -> tuple[ObservedEvent | None, dict[str, Any]]:
     """Wait for a stall; returns its event and the diagnosis."""
     found = process.wait_for_node_event("stalled")
-    return found, read_json(verdict_path(site.run, found.event["token"])) if found else {}
+    return found, read_json(diagnosis_path(site.run, found.event["token"])) if found else {}
 
 
 def expect_diagnosis(

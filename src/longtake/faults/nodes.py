@@ -288,7 +288,7 @@ def kill_rank(sandbox: Sandbox) -> Evidence:
 
 
 def _pid_of_rank(site: TrainingSite, rank: int) -> int:
-    for pulse in heartbeat.read_all(heartbeat.folder_of(site.run.path)):
+    for pulse in heartbeat.read_heartbeats(heartbeat.heartbeat_dir(site.run.path)):
         if pulse.role == "rank" and pulse.rank == rank and pulse.is_alive:
             return pulse.pid
     raise RunError(f"Rank {rank} of {site.run.path} was over before it could be killed.")

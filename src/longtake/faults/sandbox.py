@@ -31,8 +31,7 @@ from longtake.fsio import read_json_lines
 from longtake.node_dir import NodeDirectory, NodeEventKind
 from longtake.process import program, start
 from longtake.run_dir import EventKind, RunDirectory
-from longtake.stacks import state_of
-from longtake.stacks.processes import descendants, facts
+from longtake.stacks import descendants, facts, state_of
 
 NUM_CLIPS = 64
 BATCH_SIZE = 4
@@ -60,7 +59,7 @@ _POLL_SECONDS = 0.002
 _NODE_POLL_SECONDS = 0.05  # a watcher takes seconds to report
 _DECODER_POLL_SECONDS = 0.0002  # a clip of the drills is decoded in half a millisecond
 _STOP_SECONDS = 1.0
-_WATCHER = "longtake.watch"
+_WATCHER = "longtake.monitor"
 _DECODER = b"longtake.data.worker"
 
 T = TypeVar("T")

@@ -1,44 +1,45 @@
-"""Whether the node's clock is stepped or slewed.
+"""The node's clock: steps, slews, who sets it, and how far other nodes' clocks can be off.
 
-A step (somebody sets the clock) shows as a change of CLOCK_REALTIME against a clock that cannot be
-set; a slew (somebody makes it run faster or slower) as a drift of it against CLOCK_MONOTONIC_RAW,
-which is not corrected. Steps backwards break what compares dates, such as time limits of
-collectives, certificates and files' dates.
+A step (the clock is set) shows as a change of CLOCK_REALTIME against a clock that cannot be set; a
+slew (it is made to run faster or slower) as a drift of it against CLOCK_MONOTONIC_RAW, which is not
+corrected. Steps backwards break what compares dates: timeouts, certificates, file times.
 """
 
+import ctypes
+import errno
+import os
+import shutil
+import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from longtake.health.check import Numbers
-from longtake.health.clock_alarm import ClockAlarm
+from longtake.health.system import Numbers, StatelessProbe, read_text
 
 STEP_SECONDS = 1e-3
-"""Smaller ones are told of only where the kernel says that the clock was set."""
+"""Smaller steps are reported only where the kernel reports that the clock was set."""
 SLEW_PPM = 200.0
-"""More than the error of a machine's oscillator (under 100 ppm): somebody corrects the clock."""
+"""More than the error of an oscillator (under 100 ppm): a program corrects the clock."""
 _SLEW_OVER_PPM = 100.0
-_SLEW_SECONDS = 5.0
-_SLEW_SPANS = 3
-_READINGS = 5
+_SLEW_SECONDS, _SLEW_SPANS = 5.0, 3
+_NUM_READINGS = 5
 _SECOND_LOOK_SECONDS = 0.02
 
 
 class Clocks(NamedTuple):
     """The three clocks at one moment."""
 
-    real_ns: int
-    """CLOCK_REALTIME: the date, which can be set."""
+    real_ns: int  # CLOCK_REALTIME: the date, which can be set
+    # CLOCK_BOOTTIME: like CLOCK_MONOTONIC it cannot be set and is slewed together with the date;
+    # like the date it includes the time in which the machine sleeps.
     monotonic_ns: int
-    """CLOCK_BOOTTIME: like CLOCK_MONOTONIC it cannot be set, but is slewed together with the date;
-    it goes on while the machine sleeps, as the date does."""
-    raw_ns: int
-    """CLOCK_MONOTONIC_RAW: the oscillator, uncorrected."""
+    raw_ns: int  # CLOCK_MONOTONIC_RAW: the oscillator, uncorrected
 
     @property
     def offset_ns(self) -> int:
@@ -47,47 +48,33 @@ class Clocks(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stepped:
-    """The clock was set.
+class ClockStepped:
+    """The clock was set."""
 
-    Attributes:
-        seconds: by how much: negative is backwards. 0, or next to it: it was set, and set back
-            before anybody could look.
-    """
-
-    seconds: float
+    seconds: float  # negative: back. About 0: it was set, and set back before the next look
 
 
 @dataclass(frozen=True)
-class Slewed:
-    """The clock runs too fast (positive) or too slowly on purpose.
+class ClockSlewed:
+    """The clock runs too fast (positive) or too slow on purpose."""
 
-    Attributes:
-        ppm: by how many microseconds a second.
-        seconds: by how much it was moved since that was first seen.
-    """
-
-    ppm: float
-    seconds: float
+    ppm: float  # microseconds per second
+    seconds: float  # moved since that was first seen
 
 
 @dataclass(frozen=True)
-class Steady:
-    """A slew has ended.
+class ClockSteady:
+    """A slew has ended."""
 
-    Attributes:
-        seconds: by how much it has moved the clock.
-    """
-
-    seconds: float
+    seconds: float  # by which it has moved the clock
 
 
-Change = Stepped | Slewed | Steady
+ClockChange = ClockStepped | ClockSlewed | ClockSteady
 
 
 def read_clocks() -> Clocks:
-    """Read the clocks, the date in the middle of the others; nothing else here reads a clock."""
-    return min((_reading() for _ in range(_READINGS)), key=lambda each: each[0])[1]
+    """Read the clocks, the date in the middle of the others; the only reader of clocks here."""
+    return min((_reading() for _ in range(_NUM_READINGS)), key=lambda each: each[0])[1]
 
 
 def _reading() -> tuple[int, Clocks]:
@@ -103,11 +90,7 @@ def _reading() -> tuple[int, Clocks]:
 
 
 class Clock:
-    """Sees steps from one look to the next, and slews over some seconds.
-
-    Attributes:
-        fileno: becomes readable when the clock is set; None where the kernel does not tell.
-    """
+    """Detects steps from one look to the next, and slews over some seconds."""
 
     name = "clock"
     numbers: Mapping[str, str] = {
@@ -130,16 +113,16 @@ class Clock:
         self._last_step = 0.0
         self._is_explained = False
         self._slewing_since: tuple[int, int] | None = None
-        self._changes: list[Change] = []
+        self._changes: list[ClockChange] = []
 
     @property
     def fileno(self) -> int | None:
-        """To wait for a step."""
+        """Becomes readable when the clock is set; None: the kernel does not tell."""
         return None if self._alarm is None else self._alarm.fileno
 
     def look(self) -> None:
-        """Compare the clocks with those of the last look; to be called some times a second."""
-        was_set = self._alarm is not None and self._alarm.has_gone()
+        """Compare the clocks with those of the last look; call it some times a second."""
+        was_set = self._alarm is not None and self._alarm.was_set()
         self._sets += was_set
         now = read_clocks()
         change = self._change_since_last(now)
@@ -147,14 +130,13 @@ class Clock:
         if is_step:
             self._note_step(change)
         elif was_set and not self._is_explained:
-            self._changes.append(Stepped(change / 1e9))
-        # Set between the two lines above: the kernel's word on this step comes with the next look.
+            self._changes.append(ClockStepped(change / 1e9))
+        # Set between the two lines above: the kernel reports this step at the next look.
         self._is_explained = is_step and not was_set
         self._last = now
         self._look_for_slew(now)
 
     def sample(self) -> Numbers:
-        """The numbers now."""
         self.look()
         found: Numbers = {
             "clock_steps_total": self._steps,
@@ -165,13 +147,12 @@ class Clock:
         rates = self._rates()
         return found | ({"clock_slew_ppm": round(rates[-1], 3)} if rates else {})
 
-    def take_changes(self) -> list[Change]:
-        """What was seen since the last call."""
+    def take_changes(self) -> list[ClockChange]:
+        """Changes since the last call."""
         taken, self._changes = self._changes, []
         return taken
 
     def close(self) -> None:
-        """Give the kernel's timer back."""
         if self._alarm is not None:
             self._alarm.close()
         self._alarm = None
@@ -195,7 +176,7 @@ class Clock:
         self._steps += 1
         self._backward_steps += change < 0
         self._last_step = change / 1e9
-        self._changes.append(Stepped(self._last_step))
+        self._changes.append(ClockStepped(self._last_step))
 
     def _point(self, now: Clocks, stepped_ns: int) -> tuple[int, int]:
         """The oscillator, and how far the date is from it by slewing."""
@@ -209,17 +190,291 @@ class Clock:
         rates = self._rates()
         if self._slewing_since is not None:
             if abs(rates[-1]) < _SLEW_OVER_PPM:
-                self._changes.append(Steady((point[1] - self._slewing_since[1]) / 1e9))
+                self._changes.append(ClockSteady((point[1] - self._slewing_since[1]) / 1e9))
                 self._slewing_since = None
-        elif len(rates) == _SLEW_SPANS and _all_beyond(rates, SLEW_PPM):
+        elif len(rates) == _SLEW_SPANS and (min(rates) > SLEW_PPM or max(rates) < -SLEW_PPM):
             first = self._slewing_since = self._points[0]
             ppm = (point[1] - first[1]) / (point[0] - first[0]) * 1e6
-            self._changes.append(Slewed(ppm, (point[1] - first[1]) / 1e9))
+            self._changes.append(ClockSlewed(ppm, (point[1] - first[1]) / 1e9))
 
     def _rates(self) -> list[float]:
         """Parts per million between the points."""
         return [(b[1] - a[1]) / (b[0] - a[0]) * 1e6 for a, b in pairwise(self._points)]
 
 
-def _all_beyond(rates: list[float], limit: float) -> bool:
-    return min(rates) > limit or max(rates) < -limit
+_TFD_NONBLOCK, _TFD_CLOEXEC = os.O_NONBLOCK, os.O_CLOEXEC
+_TFD_TIMER_ABSTIME, _TFD_TIMER_CANCEL_ON_SET = 1, 2
+_FAR_SECONDS = 2**40  # until the timer fires: 36,800 years
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class _Itimerspec(ctypes.Structure):
+    _fields_ = (("interval", _Timespec), ("value", _Timespec))
+
+
+class ClockAlarm:
+    """Tells whether the clock was set, also where that is undone between two readings.
+
+    A timer with TFD_TIMER_CANCEL_ON_SET is cancelled by it: timerfd_create(2). Python has
+    os.timerfd_create from 3.13 on only, so the C library is called here.
+
+    Raises:
+        OSError: the system has no such timers.
+    """
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        try:
+            create, set_time = libc.timerfd_create, libc.timerfd_settime
+        except AttributeError as error:
+            raise OSError(errno.ENOSYS, "this system has no timerfd_create") from error
+        # Becomes readable when the clock is set.
+        self.fileno = create(time.CLOCK_REALTIME, _TFD_NONBLOCK | _TFD_CLOEXEC)
+        if self.fileno < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create failed")
+        flags = _TFD_TIMER_ABSTIME | _TFD_TIMER_CANCEL_ON_SET
+        far = _Itimerspec(value=_Timespec(_FAR_SECONDS, 0))
+        if set_time(self.fileno, flags, ctypes.byref(far), None) < 0:
+            failed = ctypes.get_errno()
+            self.close()
+            raise OSError(failed, "timerfd_settime failed")
+
+    def was_set(self) -> bool:
+        """Whether the clock was set since the last call."""
+        try:
+            os.read(self.fileno, 8)
+        except BlockingIOError:
+            return False
+        except OSError as error:  # the timer stays armed
+            return error.errno == errno.ECANCELED
+        return True
+
+    def close(self) -> None:
+        if self.fileno >= 0:
+            os.close(self.fileno)
+        self.fileno = -1
+
+
+# --- Who sets the clock.
+
+_STA_UNSYNC, _STA_NANO = 0x0040, 0x2000
+_NOMINAL_TICK = 10_000
+_ERROR = -1
+
+
+class _Timex(ctypes.Structure):
+    """`struct timex` of adjtimex(2), with its padding."""
+
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        ("offset", ctypes.c_long),
+        ("freq", ctypes.c_long),
+        ("maxerror", ctypes.c_long),
+        ("esterror", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("constant", ctypes.c_long),
+        ("precision", ctypes.c_long),
+        ("tolerance", ctypes.c_long),
+        ("seconds", ctypes.c_long),
+        ("microseconds", ctypes.c_long),
+        ("tick", ctypes.c_long),
+        ("pulses", ctypes.c_long * 3),
+        ("shift", ctypes.c_int),
+        ("pulse_counts", ctypes.c_long * 4),
+        ("tai", ctypes.c_int),
+        ("rest", ctypes.c_int * 11),
+    )
+
+
+class KernelClock(StatelessProbe):
+    """The kernel's corrections of the clock, as chrony or ntpd has set them."""
+
+    name = "kernel_clock"
+    numbers: Mapping[str, str] = {
+        "clock_is_synchronised": "1: the program that disciplines the clock follows a source",
+        "clock_kernel_offset_seconds": "What the kernel still has to correct",
+        "clock_kernel_correction_ppm": "By how much the kernel lets the clock run faster",
+        "clock_kernel_max_error_seconds": "How wrong the clock can be; it rises by 500 ppm unless "
+        "a program disciplines the clock",
+    }
+
+    def __init__(self) -> None:
+        self._adjtimex = getattr(ctypes.CDLL(None, use_errno=True), "adjtimex", None)
+
+    def sample(self) -> Numbers:
+        """The numbers now; none without adjtimex."""
+        timex = _Timex(modes=0)
+        if self._adjtimex is None or self._adjtimex(ctypes.byref(timex)) == _ERROR:
+            return {}
+        of_one = 1e-9 if timex.status & _STA_NANO else 1e-6
+        ticks_ppm = (timex.tick - _NOMINAL_TICK) * 1e6 / _NOMINAL_TICK
+        return {
+            "clock_is_synchronised": float(not timex.status & _STA_UNSYNC),
+            "clock_kernel_offset_seconds": timex.offset * of_one,
+            "clock_kernel_correction_ppm": round(timex.freq / 65536 + ticks_ppm, 3),
+            "clock_kernel_max_error_seconds": timex.maxerror * 1e-6,
+        }
+
+
+_CHRONYC = ("chronyc", "-n", "-c", "tracking")
+_CHRONYC_TIMEOUT_SECONDS = 5.0
+_CHRONYC_EVERY_SECONDS = 60.0
+_UNREACHABLE_STRATUM = 16
+# Of a line of `chronyc -c tracking`: see chronyc(1), "tracking".
+_STRATUM, _OFFSET, _RMS_OFFSET, _FREQUENCY, _DELAY, _DISPERSION, _LEAP = 2, 4, 6, 7, 10, 11, 13
+
+
+class Chrony(StatelessProbe):
+    """Asks chronyd once a minute, which needs no rights; `command` prints one line of numbers."""
+
+    name = "chrony"
+    numbers: Mapping[str, str] = {
+        "clock_ntp_offset_seconds": "The clock minus the time of chrony's sources; positive: fast",
+        "clock_ntp_rms_offset_seconds": "That offset in the long run",
+        "clock_ntp_error_seconds": "How wrong chrony's time can be: half the delay to the source, "
+        "and its dispersion",
+        "clock_ntp_frequency_ppm": "Error of the oscillator, which chrony corrects; positive: fast",
+        "clock_ntp_stratum": "How far from a reference clock; 16: no source is reached",
+    }
+
+    def __init__(self, command: Sequence[str] = _CHRONYC) -> None:
+        self._command = command
+        self._is_installed = shutil.which(command[0]) is not None
+        self._asked: float | None = None
+        self._found: Numbers = {}
+
+    def sample(self) -> Numbers:
+        """The numbers of the last minute; none without chronyd. It may take 5 s."""
+        now = time.monotonic()
+        if self._is_installed and (
+            self._asked is None or now - self._asked >= _CHRONYC_EVERY_SECONDS
+        ):
+            self._asked = now
+            self._found = parse_tracking(self._ask())
+        return dict(self._found)
+
+    def _ask(self) -> str:
+        with suppress(OSError, subprocess.SubprocessError):
+            answer = subprocess.run(  # noqa: S603 - the program's name is ours
+                self._command,
+                capture_output=True,
+                text=True,
+                timeout=_CHRONYC_TIMEOUT_SECONDS,
+                check=False,
+            )
+            return answer.stdout if answer.returncode == 0 else ""
+        return ""
+
+
+def parse_tracking(line: str) -> Numbers:
+    """The numbers of a line of `chronyc -c tracking`; none if it is no such line."""
+    fields = line.strip().split(",")
+    if len(fields) <= _LEAP:
+        return {}
+    try:
+        error = float(fields[_DELAY]) / 2 + float(fields[_DISPERSION])
+        is_lost = fields[_LEAP] == "Not synchronised"
+        return {
+            # chrony has the opposite sign: positive where the clock is slow.
+            "clock_ntp_offset_seconds": 0.0 - float(fields[_OFFSET]),
+            "clock_ntp_rms_offset_seconds": float(fields[_RMS_OFFSET]),
+            "clock_ntp_error_seconds": error,
+            "clock_ntp_frequency_ppm": float(fields[_FREQUENCY]),
+            "clock_ntp_stratum": _UNREACHABLE_STRATUM if is_lost else float(fields[_STRATUM]),
+        }
+    except ValueError:
+        return {}
+
+
+_DAEMONS = frozenset(
+    {
+        "chronyd",
+        "ntpd",
+        "ntpdate",
+        "ntpsec",
+        "openntpd",
+        "ptp4l",
+        "phc2sys",
+        "sntp",
+        "systemd-timesyn",  # the kernel keeps fifteen letters of a name
+        "timemaster",
+        "vmtoolsd",
+    }
+)
+_LINUXPTP = frozenset({"ptp4l", "phc2sys", "timemaster"})  # parts of one
+
+
+def time_daemons(proc: Path = Path("/proc")) -> list[str]:
+    """Running programs that set the clock, as far as a container shows them; linuxptp's as one."""
+    names = {read_text(folder / "comm") for folder in proc.glob("[0-9]*")}
+    found = {name for name in names if name in _DAEMONS}
+    return sorted({"linuxptp" if name in _LINUXPTP else str(name) for name in found})
+
+
+class TimeDaemons(StatelessProbe):
+    """Two programs that set the clock work against each other."""
+
+    name = "time_daemons"
+    numbers: Mapping[str, str] = {"clock_daemons": "Running programs that set the clock"}
+
+    def sample(self) -> Numbers:
+        return {"clock_daemons": float(len(time_daemons()))}
+
+
+# --- Other nodes' clocks.
+
+_MAX_LEADS = 30  # of five minutes, at a sample each ten seconds
+LEAD = "clock_lead_seconds"
+
+
+class ClockOffsets:
+    """How far the clocks of this node, `host`, and others can be apart, by heartbeats' dates.
+
+    A date in another node's heartbeat that is in the future here proves that the other clock is
+    ahead, by at least the greatest such lead of the last minutes: all that lies between writing and
+    reading makes leads smaller. The other node knows the same of this one. Together that is an
+    interval, as with NTP, whose width is the time until a heartbeat is seen: about a second.
+    """
+
+    numbers: Mapping[str, str] = {
+        LEAD: "By how much the other node's clock is ahead at least; negative: by how much it can "
+        "be behind, or its heartbeat late",
+        "clock_offset_at_least_seconds": "How far the two clocks are proven to be apart",
+        "clock_offset_at_most_seconds": "How far the two clocks can be apart",
+    }
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._leads: dict[str, deque[float]] = {}
+
+    def forget(self) -> None:
+        """Begin anew, after this node's clock was set."""
+        self._leads = {}
+
+    def look(self, host: str, heartbeat: Mapping[str, Any], wall: float) -> Numbers:
+        """The numbers of another node, `host`, whose watcher lives.
+
+        Args:
+            host: the other node.
+            heartbeat: its heartbeat.json.
+            wall: this node's date just after it was read, in seconds.
+        """
+        date = heartbeat.get("wall")
+        if not isinstance(date, int | float):
+            return {}
+        leads = self._leads.setdefault(host, deque(maxlen=_MAX_LEADS))
+        leads.append(date - wall)
+        lead = max(leads)
+        found = {f"{LEAD}:{host}": round(lead, 6)}
+        theirs = (heartbeat.get("health") or {}).get(f"{LEAD}:{self._host}")
+        low, high = lead, -theirs if isinstance(theirs, int | float) else float("inf")
+        # Where both would be wrong (a clock was set in the meantime) nothing is known.
+        if low <= high < float("inf"):
+            found[f"clock_offset_at_most_seconds:{host}"] = round(max(abs(low), abs(high)), 6)
+            found[f"clock_offset_at_least_seconds:{host}"] = round(max(low, -high, 0.0), 6)
+        elif low > 0:
+            found[f"clock_offset_at_least_seconds:{host}"] = round(low, 6)
+        return found

@@ -1,15 +1,24 @@
-"""GPUs, as NVIDIA's driver tells of them: power, heat, clocks and what holds them down, errors."""
+"""NVIDIA GPUs by the driver (NVML): power, temperature, clocks, throttling, and errors (XIDs)."""
 
 import ctypes
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from longtake.health.check import Numbers
-from longtake.health.xid import Bus, DriverEvents, KernelLog, bus_of
+from longtake.health.system import Numbers
 
+_XID_LINE = re.compile(
+    r"NVRM: Xid \(PCI:([0-9a-fA-F]+):([0-9a-fA-F]+):([0-9a-fA-F]+)[^)]*\): (\d+)"
+)
+_RECORD_BYTES = 8192
+_MAX_RECORDS = 10_000
+PciAddress = tuple[int, int, int]
+"""Domain, bus and device."""
 _THROTTLES = {
-    0x02: "clocks set by somebody",
+    0x02: "clocks set by a user",
     0x04: "power limit",
     0x08: "hardware slowdown",
     0x10: "clocks of several GPUs kept the same",
@@ -20,9 +29,9 @@ _THROTTLES = {
     0x200: "limit of the board",
     0x400: "voltage limit",
 }
-"""nvmlClocksEventReason...: why clocks are lower than they could be. 0x01, idle, is none."""
+"""nvmlClocksEventReason..., without 0x01, idle."""
 HARMFUL_THROTTLES = 0x08 | 0x20 | 0x40 | 0x80
-"""What no healthy GPU does; a power limit is usual under full load."""
+"""Of no healthy GPU; a power limit is usual under full load."""
 
 
 def throttle_words(bits: float) -> list[str]:
@@ -30,8 +39,8 @@ def throttle_words(bits: float) -> list[str]:
     return [words for bit, words in _THROTTLES.items() if int(bits) & bit]
 
 
-class Gpu:
-    """Asks the driver; where there is none it measures nothing."""
+class GpuProbe:
+    """Power, temperature, clocks, throttling and errors; without a driver it measures nothing."""
 
     name = "gpu"
     numbers: Mapping[str, str] = {
@@ -41,13 +50,13 @@ class Gpu:
         "gpu_sm_clock_mhz": "Clock of the multiprocessors",
         "gpu_memory_clock_mhz": "Clock of the memory",
         "gpu_throttle_bits": "Why clocks are lower than they could be (nvmlClocksEventReason)",
-        "gpu_utilization_share": "Of the last moments, when some kernel ran",
+        "gpu_utilization_share": "Share of the last moments in which a kernel ran",
         "gpu_memory_used_bytes": "Memory in use",
         "gpu_memory_size_bytes": "All memory",
-        "gpu_ecc_corrected_total": "Memory errors that were corrected, since the driver was loaded",
-        "gpu_ecc_uncorrected_total": "Memory errors that could not be corrected",
-        "gpu_remapped_rows": "Rows of memory that were replaced for good after errors",
-        "gpu_xid_errors_total": "Errors that the driver has told of since the watcher began",
+        "gpu_ecc_corrected_total": "Corrected memory errors since the driver was loaded",
+        "gpu_ecc_uncorrected_total": "Uncorrectable memory errors",
+        "gpu_remapped_rows": "Rows of memory that were remapped for good after errors",
+        "gpu_xid_errors_total": "Errors that the driver has reported since the watcher began",
         "gpu_last_xid": "Number of the last of them (XID)",
         "gpu_is_lost": "1: the driver no longer reaches it",
     }
@@ -56,7 +65,7 @@ class Gpu:
         self._nvml: Any = None
         self._has_looked = False
         self._handles: dict[str, Any] = {}
-        self._buses: dict[Bus, str] = {}
+        self._buses: dict[PciAddress, str] = {}
         self._xids: dict[str, list[int]] = {}
         self._log: KernelLog | DriverEvents | None = None
 
@@ -71,7 +80,7 @@ class Gpu:
         return bool(self._handles)
 
     def sample(self) -> Numbers:
-        """The numbers now, with the GPU's number behind a colon."""
+        """The numbers now, by the GPU's number."""
         if not self.is_present:
             return {}
         for bus, xid in self._log.take() if self._log is not None else ():
@@ -85,7 +94,6 @@ class Gpu:
         return found
 
     def close(self) -> None:
-        """Let go of the driver."""
         if self._log is not None:
             self._log.close()
         if self._nvml is not None:
@@ -100,19 +108,19 @@ class Gpu:
                     handle = nvml.nvmlDeviceGetHandleByIndex(number)
                     self._handles[str(number)] = handle
                     name = nvml.nvmlDeviceGetPciInfo(handle).busId
-                    bus = bus_of(name.decode() if isinstance(name, bytes) else name)
+                    bus = pci_address(name.decode() if isinstance(name, bytes) else name)
                     self._buses[bus] = str(number)
         with suppress(nvml.NVMLError):
             self._log = self._listen(nvml)
 
-    def _listen(self, nvml: Any) -> KernelLog | DriverEvents:
+    def _listen(self, nvml: Any) -> "KernelLog | DriverEvents":
         with suppress(OSError):
             return KernelLog()
         return DriverEvents(nvml, {bus: self._handles[name] for bus, name in self._buses.items()})
 
 
 def _driver() -> Any:
-    """The module that speaks with the driver, ready; None: there is no driver."""
+    """pynvml, initialised; None: there is no driver."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -127,14 +135,14 @@ def _driver() -> Any:
 
 
 def _read(nvml: Any, handle: Any) -> Iterator[tuple[str, float]]:
-    """What a GPU tells; each number alone may be one that this GPU does not have."""
-    yield "gpu_is_lost", 0.0 if _answers(nvml, handle) else 1.0
-    for name, (read, of_one) in _questions(nvml).items():
+    """The numbers that this GPU has."""
+    yield "gpu_is_lost", 0.0 if _responds(nvml, handle) else 1.0
+    for name, (read, unit) in _readers(nvml).items():
         with suppress(nvml.NVMLError):
-            yield name, float(read(handle)) * of_one
+            yield name, float(read(handle)) * unit
 
 
-def _answers(nvml: Any, handle: Any) -> bool:
+def _responds(nvml: Any, handle: Any) -> bool:
     try:
         nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
     except nvml.NVMLError as error:
@@ -142,8 +150,8 @@ def _answers(nvml: Any, handle: Any) -> bool:
     return True
 
 
-def _questions(nvml: Any) -> Mapping[str, tuple[Callable[[Any], float], float]]:
-    """By number: what is asked, and how much one of the answer is."""
+def _readers(nvml: Any) -> Mapping[str, tuple[Callable[[Any], float], float]]:
+    """By number: how it is read, and its unit."""
     volatile = nvml.NVML_VOLATILE_ECC
     return {
         "gpu_power_watts": (nvml.nvmlDeviceGetPowerUsage, 1e-3),
@@ -176,3 +184,89 @@ def _questions(nvml: Any) -> Mapping[str, tuple[Callable[[Any], float], float]]:
         ),
         "gpu_remapped_rows": (lambda gpu: sum(nvml.nvmlDeviceGetRemappedRows(gpu)[:2]), 1),
     }
+
+
+# --- XIDs, such as 79: the GPU has fallen off the bus.
+
+
+def pci_address(text: str) -> PciAddress:
+    """Parse such as `00000000:3B:00.0`."""
+    domain, bus, device = text.split(".")[0].split(":")
+    return int(domain, 16), int(bus, 16), int(device, 16)
+
+
+def parse_xid(line: str) -> tuple[PciAddress, int] | None:
+    """GPU and XID in a line of the kernel's log; None: there is none."""
+    found = _XID_LINE.search(line)
+    if found is None:
+        return None
+    domain, bus, device = (int(found[number], 16) for number in (1, 2, 3))
+    return (domain, bus, device), int(found[4])
+
+
+class KernelLog:
+    """Follows the kernel's log, which has all XIDs, also of a GPU that no longer answers.
+
+    Raises:
+        OSError: this user may not read it, or there is none.
+    """
+
+    def __init__(self, path: Path = Path("/dev/kmsg")) -> None:
+        self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        os.lseek(self._file, 0, os.SEEK_END)
+
+    def take(self) -> Iterator[tuple[PciAddress, int]]:
+        """GPUs and their XIDs since the last call."""
+        for _ in range(_MAX_RECORDS):
+            try:
+                record = os.read(self._file, _RECORD_BYTES)
+            except BrokenPipeError:  # some were overwritten before they were read
+                continue
+            except OSError:
+                return
+            if not record:
+                return
+            for line in record.decode(errors="replace").splitlines():
+                if (found := parse_xid(line)) is not None:
+                    yield found
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class DriverEvents:
+    """The critical XIDs that the driver itself reports, which any user may read.
+
+    Args:
+        nvml: the module, initialised.
+        handles: of the GPUs, by PCI address.
+
+    Raises:
+        Exception: of the module: the driver reports no XIDs.
+    """
+
+    def __init__(self, nvml: Any, handles: Mapping[PciAddress, Any]) -> None:
+        self._nvml = nvml
+        self._events = nvml.nvmlEventSetCreate()
+        for handle in handles.values():
+            with suppress(nvml.NVMLError):  # one GPU of several may not report
+                kind = nvml.nvmlEventTypeXidCriticalError
+                nvml.nvmlDeviceRegisterEvents(handle, kind, self._events)
+
+    def take(self) -> Iterator[tuple[PciAddress, int]]:
+        """GPUs and their XIDs since the last call."""
+        with suppress(self._nvml.NVMLError):  # also "nothing has happened"
+            for _ in range(_MAX_RECORDS):
+                event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
+                yield (
+                    pci_address(_text(self._nvml.nvmlDeviceGetPciInfo(event.device).busId)),
+                    int(event.eventData),
+                )
+
+    def close(self) -> None:
+        with suppress(self._nvml.NVMLError):
+            self._nvml.nvmlEventSetFree(self._events)
+
+
+def _text(name: bytes | str) -> str:
+    return name.decode() if isinstance(name, bytes) else name

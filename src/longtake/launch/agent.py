@@ -15,15 +15,15 @@ from rich.console import Console
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from longtake.failures import RankFailure, failure_of, failures_of_launch, failures_of_processes
 from longtake.fsio import now
-from longtake.heartbeat import Pulse, folder_of, read_all
+from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeats
 from longtake.launch.ending import STOPS, Ended, code_in_words, exit_code_of, judge, last_words
 from longtake.launch.logs import RankLogs
 from longtake.launch.order import Order
 from longtake.launch.ranks import await_end, ended_badly, kernel_kills, tell
 from longtake.launch.stop import SECONDS_TO_SAVE, LaunchStop
 from longtake.run_dir import LAUNCH_VARIABLE
-from longtake.trail import RankFailure, failure_of, failures, failures_of_processes
 
 _SECONDS_AFTER_A_FAILURE = 5.0
 """In which the other ranks find out who failed, and say so."""
@@ -121,7 +121,7 @@ class Agent(LocalElasticAgent):
                 words = f"the kernel killed it, or another process: out of memory; {words}"
             failure_of(
                 pulse, "killed" if code < 0 else "ended", words, str(self._log(pulse.rank))
-            ).leave(run)
+            ).record(run)
 
     def _judge(self, codes: dict[int, int], ranks: dict[int, int]) -> Ended:
         by_rank = {ranks[pid]: self._meant(code) for pid, code in codes.items()}
@@ -140,7 +140,7 @@ class Agent(LocalElasticAgent):
         launches = [pulse.launch for pulse in self._pulses(ranks)]
         launches += [failure.launch for failure in failures_of_processes(run, ranks, self._began)]
         launch = next(filter(None, launches), None)
-        return [] if launch is None else failures(run, launch)
+        return [] if launch is None else failures_of_launch(run, launch)
 
     def _decide(self, ended: Ended) -> None:
         """Whether the ranks are started again; a new checkpoint allows for all restarts anew."""
@@ -162,8 +162,8 @@ class Agent(LocalElasticAgent):
             what = f"They were started again {allowed} times{since}: this is the end."
         self._console.print(f"{ended.words}\n{what}", markup=False)
 
-    def _pulses(self, pids: Collection[int]) -> list[Pulse]:
-        hearts = read_all(folder_of(self._order.run.path))
+    def _pulses(self, pids: Collection[int]) -> list[Heartbeat]:
+        hearts = read_heartbeats(heartbeat_dir(self._order.run.path))
         return [pulse for pulse in hearts if pulse.role == "rank" and pulse.pid in pids]
 
     def _log(self, rank: int) -> Path:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from longtake.errors import LongtakeError, LostPeerError
+from longtake.failures import RankFailure, describe_signal
 from longtake.process import EXIT_CODES
-from longtake.trail import RankFailure, signal_in_words
 
 STOPS: Final = {code: signal.Signals[name] for name, code in EXIT_CODES.items()}
 """Exit codes of `longtake train` after a signal, when all is saved."""
@@ -45,14 +45,14 @@ def judge(
     """
     stops = [code for code in codes.values() if code in STOPS]
     if trail and trail[0].kind == "error":
-        return Ended(_MISTAKE, "mistake", trail[0].in_words)
+        return Ended(_MISTAKE, "mistake", str(trail[0]))
     if _MISTAKE in codes.values() and not trail:
         return Ended(_MISTAKE, "mistake", _in_words(codes, _MISTAKE, logs))
     if stops and not trail:
         return Ended(stops[0], "stopped", f"All ranks stopped by {STOPS[stops[0]].name}.")
     # Whoever only missed another is not the one to look at.
     code = next((each for each in codes.values() if each != _LOST_PEER), _LOST_PEER)
-    words = trail[0].in_words if trail else _in_words(codes, code, logs)
+    words = str(trail[0]) if trail else _in_words(codes, code, logs)
     return Ended(code if code > 0 else 128 - code, "crashed", words)
 
 
@@ -63,7 +63,7 @@ def exit_code_of(stop: signal.Signals) -> int:
 
 def code_in_words(code: int) -> str:
     """How a process ended, by its exit code."""
-    return signal_in_words(-code) if code < 0 else f"ended with exit code {code}"
+    return describe_signal(-code) if code < 0 else f"ended with exit code {code}"
 
 
 def last_words(log: Path) -> str:

@@ -6,10 +6,10 @@ from typing import Final
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from longtake.failures import LOG_VARIABLE
 from longtake.fsio import file_time
 from longtake.node_dir import NodeDirectory
 from longtake.process import LAUNCHER_VARIABLE
-from longtake.trail import LOG_VARIABLE
 
 # Both streams of a rank go to one file: by one description of it, or each would write over the
 # other, which torch opens by itself.

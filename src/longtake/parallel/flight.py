@@ -19,7 +19,7 @@ def environment(folder: Path) -> dict[str, str]:
     has set should be left as it is.
 
     Args:
-        folder: that of the hearts (`heartbeat.folder_of`), which must exist; rank r gets the
+        folder: the heartbeat folder (`heartbeat.heartbeat_dir`), which must exist; rank r gets the
             pipe fr_pipe_rank_<r>.pipe and the dump fr_dump_rank_<r> in it.
     """
     dump, pipe = folder / FLIGHT_FILE_PREFIX, folder / FLIGHT_PIPE_PREFIX

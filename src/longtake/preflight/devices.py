@@ -1,8 +1,7 @@
 """Are the nodes' network cards up, and as fast as each other's."""
 
 from longtake.config import Recipe
-from longtake.health.infiniband import InfiniBand
-from longtake.health.links import Ethernet
+from longtake.health.network import Ethernet, InfiniBand
 from longtake.preflight.compare import differences, tell_differences
 from longtake.preflight.finding import Finding, Judged, Severity, Skipped
 from longtake.preflight.setting import Facts, Setting

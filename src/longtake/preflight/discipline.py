@@ -1,9 +1,7 @@
 """Is each node's clock kept by somebody, and by one alone."""
 
 from longtake.config import Recipe
-from longtake.health import time_daemons
-from longtake.health.chrony import Chrony
-from longtake.health.kernel_clock import KernelClock
+from longtake.health.clock import Chrony, KernelClock, time_daemons
 from longtake.preflight.finding import Finding, Judged, Severity
 from longtake.preflight.setting import Facts, Setting
 
@@ -19,7 +17,7 @@ _ADVICE = (
 def measure(setting: Setting) -> Facts:
     """Who sets the clock, and what the kernel and chrony say of it."""
     return {
-        "daemons": time_daemons.running(),
+        "daemons": time_daemons(),
         "kernel": KernelClock().sample(),
         "chrony": Chrony().sample(),
     }

@@ -15,12 +15,12 @@ NAME = "inspection"
 
 _CHILD = """
 import time
-from longtake.stacks import allow_inspection
+from longtake.stacks import enable_stack_dumps
 
 def held_here():
     time.sleep(60)
 
-allow_inspection()
+enable_stack_dumps()
 print("ready", flush=True)
 held_here()
 """
@@ -39,7 +39,7 @@ def measure(setting: Setting) -> Facts:
     try:
         assert child.stdout is not None
         child.stdout.readline()
-        dump = stacks.dump(child.pid)
+        dump = stacks.dump_process(child.pid)
     finally:
         child.send_signal(signal.SIGKILL)
         child.communicate()

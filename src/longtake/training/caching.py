@@ -35,7 +35,7 @@ from longtake.data.loader import Loader
 from longtake.data.pool import Incident
 from longtake.errors import DataError, RecipeError
 from longtake.formatting import format_duration
-from longtake.heartbeat import Hearts
+from longtake.heartbeat import HeartbeatDir
 from longtake.models.assemble import assemble, outline, text_section
 from longtake.models.codec import build_codec
 from longtake.models.text import NO_CAPTION, build_text
@@ -290,7 +290,7 @@ def _fill_latents(
     device: torch.device,
     console: Console,
     report: Report,
-    hearts: Hearts | None,
+    hearts: HeartbeatDir | None,
 ) -> None:
     if not missing.places:
         return

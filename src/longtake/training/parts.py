@@ -100,12 +100,12 @@ def assemble_around_cache(
 
     first_does(open_run, world)
     watcher.start()
-    heartbeat.enter("cache")
+    heartbeat.set_phase("cache")
     outcome = fill_cache(recipe, loader, run.components_path, world, console)
     loader.read_from(outcome.filled, outcome.incidents)
     if world.is_first:
         console.print(escape(str(outcome)), highlight=False)
-    heartbeat.enter("build")
+    heartbeat.set_phase("build")
     first_does(lambda: fetch(recipe, frozen_parts=False), world)
     _fetch_on_nodes(recipe, world, frozen_parts=False)
     made = run.components_path

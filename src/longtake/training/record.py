@@ -53,7 +53,7 @@ class Record:
     def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches; notes how long each is waited for, and when an epoch begins."""
         while True:
-            heartbeat.enter("data")
+            heartbeat.set_phase("data")
             asked = time.perf_counter()
             batch = next(batches, None)
             self._data_seconds = time.perf_counter() - asked

@@ -104,7 +104,7 @@ def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> Outcome:
             where it can be known then.
     """
     # Which folder a fresh run gets is agreed upon later than torch's recorders want to know.
-    records = None if fresh or not recipe.watch.enabled else heartbeat.folder_of(recipe.out)
+    records = None if fresh or not recipe.watch.enabled else heartbeat.heartbeat_dir(recipe.out)
     with (
         watched(recipe) as watcher,
         join(recipe.training.device, recipe.parallel, records) as world,
@@ -120,7 +120,7 @@ def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> Outcome:
             recipe = recipe.model_copy(update={"out": from_first(beside(recipe.out), world)})
         run = RunDirectory(recipe.out)
         watcher.join(run, world)
-        heartbeat.enter("open")
+        heartbeat.set_phase("open")
         with (
             mirrored(run, recipe.tracking, world) as follower,
             closing(_open_data(run, recipe, world)) as loader,
@@ -150,10 +150,10 @@ def _train(
     if recipe.data.cache is None:
         loader.begin(loader.end_after(total - start))  # while the model is built and loaded
     precision = _precision(recipe, found.trainer, world)
-    heartbeat.enter("plan")
+    heartbeat.set_phase("plan")
     free_bytes = free_memory(recipe, world)
     plan = plan_of(recipe, precision, run, world, free_bytes)
-    heartbeat.enter("build")
+    heartbeat.set_phase("build")
     weights = source_of(recipe, resumed=found.path is not None)
     if recipe.data.cache is None:
         warnings += _look_for_files(loader, world)
@@ -171,10 +171,10 @@ def _train(
     state = build_state(parts, precision, recipe, world)
     guard = Guard(recipe.guard, run, world)
     gauge = Gauge(parts.model, parts.family.blocks(parts.model))
-    heartbeat.enter("load")
+    heartbeat.set_phase("load")
     if found.path is not None:
         go_on_from(found.path, state, guard, gauge, world)
-    heartbeat.enter("open")
+    heartbeat.set_phase("open")
     folder = _begin_ledger(loader, recipe, run, world)
     follower.start()
     if world.is_first:
@@ -249,7 +249,7 @@ def _train_through(
         if isinstance(chosen, str):
             raise _diverged(verdict, chosen, state, run, world)
         from_step = state.global_step
-        heartbeat.enter("rollback")
+        heartbeat.set_phase("rollback")
         go_back(chosen, verdict, state, loader, watch.guard, watch.gauge, run, world)
         watch.record.rolled_back(verdict, chosen, from_step)
         folder = _begin_ledger(loader, recipe, run, world)
@@ -275,7 +275,7 @@ def _open_data(run: RunDirectory, recipe: Recipe, world: World) -> Loader:
         rank=world.data_rank,
         world_size=world.data_size,
         kept=run.catalogs_path,
-        hearts=heartbeat.folder_of(run.path),
+        hearts=heartbeat.heartbeat_dir(run.path),
     )
     if not run.exists():
         review(loader.course.plan, recipe.data, recipe.training.steps)

@@ -16,4 +16,4 @@ _PHASES: dict[str, str] = {
 
 def starting_phase() -> str | None:
     """What this process does before its first step; None from then on."""
-    return _PHASES.get(heartbeat.phase() or "start")
+    return _PHASES.get(heartbeat.current_phase() or "start")

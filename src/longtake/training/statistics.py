@@ -51,7 +51,7 @@ def reduce_facts(
 
     `local` are this rank's `local_facts`.
     """
-    heartbeat.enter("collective")
+    heartbeat.set_phase("collective")
     losses = _losses(samples, batch) if world.speaks_for_data else _NO_LOSSES
     sums = sum_over_ranks({**losses, **gauge.sums(), **local}, world)
     num_samples = int(sum(sums[f"samples.{quarter}"] for quarter in range(_QUARTERS)))

@@ -68,11 +68,11 @@ def compute_gradients(
     micro_batches = list(_micro_batches(batch, recipe.training.micro_batch_size))
     for number, part in enumerate(micro_batches, start=1):
         synchronise_gradients(model, wanted=number == len(micro_batches))
-        heartbeat.enter("forward")
+        heartbeat.set_phase("forward")
         with work.counted():
             examples = prepare(part, state.components, recipe, world.device)
             losses = flow_losses(state.components, examples, state.precision, world.device)
-        heartbeat.enter("backward")
+        heartbeat.set_phase("backward")
         weighted = losses * part.weights.to(world.device)
         (weighted.sum() / share).backward()  # type: ignore[no-untyped-call]
         found.append(torch.stack([losses.detach(), examples.sigmas]))
@@ -93,7 +93,7 @@ def apply_update(state: TrainingState, recipe: Recipe, grad_norm: float, scale: 
     Returns:
         The learning rate.
     """
-    heartbeat.enter("optimizer")
+    heartbeat.set_phase("optimizer")
     clip_gradients(state.components.model, grad_norm, recipe.optimizer.max_grad_norm, scale)
     factor = schedule_factor(state.global_step, recipe.training.steps, recipe.optimizer)
     set_learning_rates(state.optimizers, factor)

@@ -1,6 +1,6 @@
 """What a run does to be watched: a heart in each process, and on each node one watcher.
 
-The watcher is a program of its own (`longtake.watch`), which this one knows by name only: it must
+The watcher is a program of its own (`longtake.monitor`), which this one knows by name only: it must
 live on when this one does not.
 """
 
@@ -12,16 +12,16 @@ from pathlib import Path
 
 from longtake.config import Recipe
 from longtake.errors import LostPeerError
-from longtake.heartbeat import Heart, beating, folder_of, make_private
+from longtake.heartbeat import HeartbeatWriter, heartbeat_dir, heartbeat_session, make_private_dir
 from longtake.node_dir import this_node
 from longtake.parallel.collectives import from_first
 from longtake.parallel.mesh import World, place_in_world
 from longtake.process import SECTION_VARIABLE, KeptProcess, program
 from longtake.run_dir import RunDirectory
-from longtake.stacks import allow_inspection, signal_path
+from longtake.stacks import enable_stack_dumps, stack_file
 from longtake.training.failing import explained, leave_trail
 
-_PROGRAM = "longtake.watch"
+_PROGRAM = "longtake.monitor"
 _SECONDS_TO_END = 3.0
 
 
@@ -37,7 +37,7 @@ class Watcher:
         run: the run, as soon as it is known.
     """
 
-    def __init__(self, recipe: Recipe, heart: Heart, *, is_wanted: bool) -> None:
+    def __init__(self, recipe: Recipe, heart: HeartbeatWriter, *, is_wanted: bool) -> None:
         self._section = recipe.watch
         self._data = _folders(recipe)
         self._heart = heart
@@ -49,11 +49,11 @@ class Watcher:
     def join(self, run: RunDirectory, world: World) -> None:
         """Say which run this is, and which launch of it; all ranks call it."""
         self.run = run
-        if self._heart.path.parent != folder_of(run.path):
+        if self._heart.path.parent != heartbeat_dir(run.path):
             self._stacks.unlink(missing_ok=True)
-            self._heart.move_to(folder_of(run.path))
+            self._heart.move_to(heartbeat_dir(run.path))
             self._let_in()
-        self._heart.join(from_first(secrets.token_hex(4), world))
+        self._heart.set_launch(from_first(secrets.token_hex(4), world))
 
     def start(self) -> None:
         """Start it, if there is a run and it was not started yet."""
@@ -81,9 +81,9 @@ class Watcher:
             self._heart.remove()  # nobody else does
 
     def _let_in(self) -> None:
-        self._stacks = signal_path(self._heart.path.parent, os.getpid())
+        self._stacks = stack_file(self._heart.path.parent, os.getpid())
         with suppress(OSError):  # py-spy may still be let in
-            allow_inspection(self._stacks)
+            enable_stack_dumps(self._stacks)
 
 
 @contextmanager
@@ -97,13 +97,15 @@ def watched(recipe: Recipe) -> Iterator[Watcher]:
     rank, local_rank, size = place_in_world()
     if recipe.watch.enabled:
         with suppress(OSError):  # no memory to share is no reason not to train
-            make_private(folder_of(recipe.out))
-    heart = Heart(folder_of(recipe.out), "rank", rank=rank, local_rank=local_rank, world_size=size)
+            make_private_dir(heartbeat_dir(recipe.out))
+    heart = HeartbeatWriter(
+        heartbeat_dir(recipe.out), "rank", rank=rank, local_rank=local_rank, world_size=size
+    )
     watcher = Watcher(recipe, heart, is_wanted=recipe.watch.enabled and local_rank == 0)
     is_waited_for = False  # by who starts all ranks again, as soon as this one is gone
     try:
-        with beating(heart):
-            heart.enter("rendezvous")
+        with heartbeat_session(heart):
+            heart.set_phase("rendezvous")
             try:
                 yield watcher
             except LostPeerError as error:

@@ -1,0 +1,174 @@
+"""Failure records: why a rank failed, so that the ranks that lost it report that rank.
+
+A failure is an event `rank_failed` of its node, written by the rank before its connections close,
+or by the launcher where the rank was killed. Without either, the rank's heartbeat has stopped.
+"""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final, Literal, Self
+
+from longtake.errors import RecordError
+from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeats
+from longtake.node_dir import NodeDirectory, all_nodes, has_beaten, node_heartbeats, this_node
+from longtake.run_dir import RunDirectory
+
+LOG_VARIABLE: Final = "LONGTAKE_LOG"
+"""In a rank's environment: the file to which a launcher redirects its output."""
+
+FailureKind = Literal["error", "exception", "killed", "ended"]
+"""`error`: what a user can correct; `exception`: any other; `killed`: by a signal; `ended`: with an
+exit code and without a record."""
+_POLL_SECONDS = 0.1
+_LAUNCHER_SECONDS = 0.5  # until the launcher of a rank that is gone has recorded why
+_MAX_CHARS = 400
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How a rank failed."""
+
+    rank: int
+    world_size: int
+    launch: str  # as in its heartbeat; empty: it had not met the other ranks
+    pid: int
+    step: int
+    phase: str
+    kind: FailureKind
+    error: str  # one line
+    log: str = ""  # the file with its output; empty: wherever its launcher wrote it
+    host: str = ""
+
+    def record(self, run: RunDirectory) -> None:
+        """Append it to this node's events; a full disk must not hide the failure itself."""
+        facts = asdict(self)
+        del facts["host"]  # each event of a node has it
+        with suppress(OSError):
+            this_node(run).append_event("rank_failed", **facts)
+
+    @classmethod
+    def from_event(cls, event: dict[str, Any]) -> Self:
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in event.items() if name in names})
+
+    def __str__(self) -> str:
+        who = f"Rank {self.rank} of {self.world_size}" + (f" on {self.host}" if self.host else "")
+        error = self.error if self.error.endswith((".", "!", "?")) else f"{self.error}."
+        log = f" Its output is in {self.log}." if self.log else ""
+        return f"{who} failed at step {self.step} ({self.phase}): {error}{log}"
+
+
+def failure_of(
+    heartbeat: Heartbeat, kind: FailureKind, error: str, log: str | None = None
+) -> RankFailure:
+    """The failure of the rank with this heartbeat; `log`: this process's own by default."""
+    return RankFailure(
+        rank=heartbeat.rank,
+        world_size=heartbeat.world_size,
+        launch=heartbeat.launch,
+        pid=heartbeat.pid,
+        step=heartbeat.step,
+        phase=heartbeat.phase,
+        kind=kind,
+        error=error,
+        log=os.environ.get(LOG_VARIABLE, "") if log is None else log,
+        host=socket.gethostname(),
+    )
+
+
+def error_line(error: BaseException) -> str:
+    """An exception's type and message on one line, as at the end of a traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    message = " ".join(lines)[:_MAX_CHARS]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def describe_signal(number: int) -> str:
+    with suppress(ValueError):
+        return f"killed by {signal.Signals(number).name}"
+    return f"killed by signal {number}"
+
+
+def failures_of_launch(run: RunDirectory, launch: str) -> list[RankFailure]:
+    """The failures of a launch on all nodes, the first one first."""
+    events = [event for node in all_nodes(run) for event in _events(node)]
+    events = [event for event in events if event.get("launch") == launch]
+    return [RankFailure.from_event(e) for e in sorted(events, key=lambda e: str(e["time"]))]
+
+
+def failures_of_processes(
+    run: RunDirectory, pids: Collection[int], since: str
+) -> list[RankFailure]:
+    """The failures of this node's processes since a time as of `fsio.now`."""
+    return [
+        RankFailure.from_event(event)
+        for event in _events(this_node(run))
+        if event["pid"] in pids and str(event["time"]) >= since
+    ]
+
+
+def find_failed_rank(run: RunDirectory, own: Heartbeat, seconds: float = 3.0) -> RankFailure | None:
+    """The rank whose failure ended the rank with the heartbeat `own`; None: it is not known.
+
+    Args:
+        run: the run of both.
+        own: of the rank that lost a peer.
+        seconds: how long to wait for another node's record, or for a sign of life.
+    """
+    begun, before = time.monotonic(), node_heartbeats(run)
+    end = begun + seconds
+    while True:
+        found = failures_of_launch(run, own.launch)
+        gone = next(_gone(run, own), None)
+        if found or time.monotonic() >= end:
+            break
+        if gone is not None:
+            end = min(end, time.monotonic() + _LAUNCHER_SECONDS)
+        time.sleep(_POLL_SECONDS)
+    if found:
+        return found[0]
+    if gone is None:
+        return _on_silent_node(run, own.launch, before, time.monotonic() - begun)
+    return failure_of(gone, "killed", "its process is gone without a record: killed?")
+
+
+def _gone(run: RunDirectory, own: Heartbeat) -> Iterator[Heartbeat]:
+    """Ranks of this node and launch whose process is gone and did not end as it should."""
+    for each in read_heartbeats(heartbeat_dir(run.path)):
+        is_of_launch = each.role == "rank" and each.launch == own.launch
+        if is_of_launch and each.phase != "ended" and not each.is_alive:
+            yield each
+
+
+def _on_silent_node(
+    run: RunDirectory, launch: str, before: Mapping[str, Mapping[str, Any]], seconds: float
+) -> RankFailure | None:
+    """A rank of a node whose watcher has stopped writing; None: none has, or all (the disk has).
+
+    Args:
+        run: the run.
+        launch: the launch.
+        before: the watchers' heartbeats so many seconds ago.
+        seconds: at least twice the time between two of them.
+    """
+    beats = {h: each for h, each in node_heartbeats(run).items() if each.get("launch") == launch}
+    silent = [h for h, each in beats.items() if h in before and not has_beaten(before[h], each)]
+    lost = [
+        (h, rank) for h in silent if not beats[h].get("ended") for rank in beats[h].get("ranks", ())
+    ]
+    if not lost or len(silent) == len(beats):
+        return None
+    host, rank = lost[0]
+    facts = {name: rank[name] for name in ("rank", "world_size", "launch", "pid", "step", "phase")}
+    error = f"{host} has given no sign of life for {seconds:.0f} s: is it lost?"
+    return RankFailure(**facts, kind="killed", error=error, host=host)
+
+
+def _events(node: NodeDirectory) -> Iterator[dict[str, Any]]:
+    with suppress(RecordError):  # then nothing is known of it
+        yield from (event for event in node.events() if event["event"] == "rank_failed")

@@ -1,0 +1,350 @@
+"""Links of a node: Ethernet, InfiniBand and RoCE, and its processes' TCP connections.
+
+Connections are read over netlink (sock_diag(7)), as by `ss -ti`, which needs no rights; fields are
+those of `struct tcp_info` in linux/tcp.h, which only grows at its end.
+"""
+
+import socket
+import struct
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from longtake.health.system import Numbers, Rates, StatelessProbe, read_number, read_text
+
+_LINK: Mapping[str, str] = {
+    "link_up": "1: the link carries data",
+    "link_speed_bits_per_second": "What both ends of the link have agreed on",
+    "link_receive_bytes_per_second": "Received over the link",
+    "link_transmit_bytes_per_second": "Sent over the link",
+}
+_ETHERNET_COUNTS = {
+    "link_receive_bytes_per_second": ("rx_bytes",),
+    "link_transmit_bytes_per_second": ("tx_bytes",),
+    "link_errors_per_second": ("rx_errors", "tx_errors"),
+    "link_drops_per_second": ("rx_dropped", "tx_dropped"),
+}
+
+
+class Ethernet(StatelessProbe):
+    """Network cards, not virtual ones; `root`: where the kernel tells of them."""
+
+    name = "ethernet"
+    numbers: Mapping[str, str] = {
+        **_LINK,
+        "link_errors_per_second": "Damaged packets",
+        "link_drops_per_second": "Dropped packets",
+        "link_carrier_changes_total": "How often the link went up or down",
+    }
+
+    def __init__(self, root: Path = Path("/sys/class/net")) -> None:
+        self._root = root
+        self._rates = Rates()
+
+    def sample(self) -> Numbers:
+        """The numbers now, by network card."""
+        found: Numbers = {}
+        for folder in _network_cards(self._root):
+            found |= {f"{name}:{folder.name}": value for name, value in self._card(folder).items()}
+        return found
+
+    def _card(self, folder: Path) -> Numbers:
+        found: Numbers = {"link_up": float(read_text(folder / "operstate") in ("up", "unknown"))}
+        megabits, changes = read_number(folder / "speed"), read_number(folder / "carrier_changes")
+        if megabits is not None and megabits > 0:  # -1: unknown
+            found["link_speed_bits_per_second"] = megabits * 1e6
+        if changes is not None:
+            found["link_carrier_changes_total"] = changes
+        for name, files in _ETHERNET_COUNTS.items():
+            counts = [read_number(folder / "statistics" / file) for file in files]
+            known = [count for count in counts if count is not None]
+            rate = self._rates.rate(f"{name}:{folder.name}", sum(known)) if known else None
+            if rate is not None:
+                found[name] = rate
+        return found
+
+
+def _network_cards(root: Path) -> list[Path]:
+    """Network cards and bonds of them; without any (a container), every link but lo."""
+    try:
+        folders = sorted(path for path in root.iterdir() if (path / "operstate").exists())
+    except OSError:
+        return []
+    real = [each for each in folders if (each / "device").exists() or (each / "bonding").exists()]
+    return real or [each for each in folders if each.name != "lo"]
+
+
+_WORD_BYTES = 4  # data are counted in words (InfiniBand Architecture, PortCounters)
+_TRAFFIC = {
+    "link_receive_bytes_per_second": ("port_rcv_data", _WORD_BYTES),
+    "link_transmit_bytes_per_second": ("port_xmit_data", _WORD_BYTES),
+    "link_waits_per_second": ("port_xmit_wait", 1),
+}
+_TOTALS = {
+    "link_downed_total": "counters/link_downed",
+    "link_recoveries_total": "counters/link_error_recovery",
+    "link_symbol_errors_total": "counters/symbol_error",
+    "link_receive_errors_total": "counters/port_rcv_errors",
+    "link_transmit_discards_total": "counters/port_xmit_discards",
+    "link_out_of_sequence_total": "hw_counters/out_of_sequence",
+    "link_ack_timeouts_total": "hw_counters/local_ack_timeout_err",
+    "link_congestion_notifications_total": "hw_counters/np_cnp_sent",
+}
+# What nodes are compared by: totals depend on how long a node has been up.
+_ERROR_RATES = (
+    "link_symbol_errors",
+    "link_recoveries",
+    "link_receive_errors",
+    "link_transmit_discards",
+    "link_out_of_sequence",
+    "link_ack_timeouts",
+)
+_ERRORS = {
+    "link_recoveries": "How often the link recovered from errors",
+    "link_symbol_errors": "Small errors on the wire",
+    "link_receive_errors": "Packets that arrived damaged",
+    "link_transmit_discards": "Packets that could not be sent",
+    "link_out_of_sequence": "Packets that arrived out of order: others were lost",
+    "link_ack_timeouts": "Packets that were not acknowledged in time",
+}
+
+
+class InfiniBand(StatelessProbe):
+    """InfiniBand and RoCE ports; `root`: where the kernel tells of them."""
+
+    name = "infiniband"
+    numbers: Mapping[str, str] = {
+        **_LINK,
+        "link_waits_per_second": "Moments at which the port had data and no credit to send",
+        "link_downed_total": "How often the link went down",
+        "link_congestion_notifications_total": "How often a sender was asked to be slower (RoCE)",
+        **{f"{name}_total": text for name, text in _ERRORS.items()},
+        **{f"{name}_per_second": text for name, text in _ERRORS.items()},
+    }
+
+    def __init__(self, root: Path = Path("/sys/class/infiniband")) -> None:
+        self._root = root
+        self._rates = Rates()
+
+    def sample(self) -> Numbers:
+        """The numbers now, by port, such as mlx5_0/1."""
+        found: Numbers = {}
+        for folder in sorted(self._root.glob("*/ports/*")):
+            port = f"{folder.parents[1].name}/{folder.name}"
+            found |= {f"{name}:{port}": each for name, each in self._port(port, folder).items()}
+        return found
+
+    def _port(self, port: str, folder: Path) -> Numbers:
+        found: Numbers = {}
+        state = read_text(folder / "state")  # "4: ACTIVE"
+        if state is not None:
+            found["link_up"] = float(state.startswith("4"))
+        with suppress(IndexError, ValueError):  # "400 Gb/sec (4X NDR)"
+            gigabits = float((read_text(folder / "rate") or "").split()[0])
+            found["link_speed_bits_per_second"] = gigabits * 1e9
+        totals = {name: read_number(folder / file) for name, file in _TOTALS.items()}
+        found |= {name: count for name, count in totals.items() if count is not None}
+        counts = {f"{name}_per_second": totals[f"{name}_total"] for name in _ERROR_RATES}
+        for name, (file, factor) in _TRAFFIC.items():
+            count = read_number(folder / "counters" / file)
+            counts[name] = None if count is None else count * factor
+        for name, count in counts.items():
+            rate = None if count is None else self._rates.rate(f"{name}:{port}", count)
+            if rate is not None:
+                found[name] = rate
+        return found
+
+
+# --- TCP connections.
+
+_SOCK_DIAG, _BY_FAMILY = 4, 20  # of linux/netlink.h and linux/sock_diag.h
+_REQUEST_DUMP = 0x301
+_ERROR, _DONE = 2, 3
+_INFO = 2  # INET_DIAG_INFO
+_ESTABLISHED = 1 << 1
+_HEADER = struct.Struct("=IHHII")
+_REQUEST = struct.Struct("=BBBBI48s")
+_FOUND = struct.Struct("=BBBB2H16s16sI8s5I")
+_ATTRIBUTE = struct.Struct("=HH")
+_RETRIES_AT, _SINCE_ACK_AT, _ACKED_AT, _BUSY_AT, _MIN_BYTES = 2, 56, 120, 168, 184
+_ADDRESS_BYTES = {socket.AF_INET: 4, socket.AF_INET6: 16}
+_ANSWER_BYTES = 2**16
+_NETLINK_SECONDS = 1.0
+_IPV4_IN_IPV6 = "::ffff:"
+
+
+@dataclass(frozen=True)
+class TcpConnection:
+    """One end of an established connection."""
+
+    inode: int  # of the socket
+    own: str  # address
+    peer: str  # address
+    retries: int  # retransmissions of what was sent last
+    answered_seconds: float  # since the peer last acknowledged anything
+    acked_bytes: int  # ever
+    busy_seconds: float  # ever, with data in flight or waiting, without those the peer refused
+
+
+def connections_of(pids: Iterable[int]) -> list[TcpConnection]:
+    """Connections of this user's processes to other addresses than their own; none: unknown."""
+    inodes = {inode for pid in pids for inode in _socket_inodes(pid)}
+    if not inodes:
+        return []
+    return [each for each in _all() if each.inode in inodes and each.own != each.peer]
+
+
+def _all() -> Iterator[TcpConnection]:
+    for family in _ADDRESS_BYTES:
+        with suppress(OSError, struct.error):
+            yield from _of_family(family)
+
+
+def _of_family(family: socket.AddressFamily) -> Iterator[TcpConnection]:
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as netlink:
+        netlink.settimeout(_NETLINK_SECONDS)
+        what = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INFO - 1), 0, _ESTABLISHED, b"")
+        length = _HEADER.size + len(what)
+        netlink.sendall(_HEADER.pack(length, _BY_FAMILY, _REQUEST_DUMP, 1, 0) + what)
+        while True:
+            for kind, message in _messages(netlink.recv(_ANSWER_BYTES)):
+                if kind in (_ERROR, _DONE):
+                    return
+                if (found := _connection(message)) is not None:
+                    yield found
+
+
+def _messages(answer: bytes) -> Iterator[tuple[int, bytes]]:
+    at = 0
+    while at + _HEADER.size <= len(answer):
+        length, kind, _, _, _ = _HEADER.unpack_from(answer, at)
+        yield kind, answer[at + _HEADER.size : at + length]
+        at += _aligned(max(length, _HEADER.size))
+
+
+def _connection(message: bytes) -> TcpConnection | None:
+    """None: the kernel says too little (before 4.10)."""
+    family, _, _, _, _, _, own, peer, _, _, *rest = _FOUND.unpack_from(message)
+    info = _attribute(message, _INFO)
+    if len(info) < _MIN_BYTES:
+        return None
+    busy, full = struct.unpack_from("=2Q", info, _BUSY_AT)
+    return TcpConnection(
+        inode=rest[-1],
+        own=_address(family, own),
+        peer=_address(family, peer),
+        retries=info[_RETRIES_AT],
+        answered_seconds=struct.unpack_from("=I", info, _SINCE_ACK_AT)[0] / 1e3,
+        acked_bytes=struct.unpack_from("=Q", info, _ACKED_AT)[0],
+        busy_seconds=max(0, busy - full) / 1e6,
+    )
+
+
+def _attribute(message: bytes, wanted: int) -> bytes:
+    at = _FOUND.size
+    while at + _ATTRIBUTE.size <= len(message):
+        length, kind = _ATTRIBUTE.unpack_from(message, at)
+        if kind == wanted:
+            return message[at + _ATTRIBUTE.size : at + length]
+        at += _aligned(max(length, _ATTRIBUTE.size))
+    return b""
+
+
+def _address(family: int, packed: bytes) -> str:
+    known = socket.AddressFamily(family)
+    text = socket.inet_ntop(known, packed[: _ADDRESS_BYTES[known]])
+    return text.removeprefix(_IPV4_IN_IPV6)
+
+
+def _aligned(length: int) -> int:
+    return (length + 3) & ~3
+
+
+def _socket_inodes(pid: int) -> Iterator[int]:
+    try:
+        files = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return
+    for file in files:
+        with suppress(OSError):  # closed meanwhile
+            name = str(file.readlink())
+            if name.startswith("socket:["):
+                yield int(name[len("socket:[") : -1])
+
+
+# --- Latency and rates to other nodes. A collective is slow for all ranks alike, whoever's link is
+# slow. The kernel tells: on a connection over the slow link data is always in flight.
+
+BUSY = "peer_busy_share"
+RATE = "peer_send_bytes_per_second"
+UNANSWERED = "peer_unanswered_seconds"
+_UNANSWERED_RETRIES = 4  # on a fast network 3 s without an answer, which healthy links never have
+_USED = 0.25  # of the traffic to the peer with the most: others have nothing to compare
+_MIN_TRAFFIC_BYTES = 2**16
+
+
+class PeerConnections(StatelessProbe):
+    """Compares ranks' TCP connections with those of the last sample.
+
+    What goes over InfiniBand is not among them: `InfiniBand` counts it.
+
+    Args:
+        pids: gives the ranks' processes.
+    """
+
+    name = "reach"
+    numbers: Mapping[str, str] = {
+        BUSY: "Share of the time with data in flight to that node, over ranks' TCP",
+        RATE: "Bytes per second of the time with data in flight",
+        UNANSWERED: "How long that node has acknowledged nothing, after four retries; 0: it does",
+    }
+
+    def __init__(self, pids: Callable[[], list[int]]) -> None:
+        self._pids = pids
+        self._hosts: Mapping[str, str] = {}
+        self._before: dict[tuple[int, str], TcpConnection] = {}
+        self._sampled_at = time.monotonic()
+        self.addresses: list[str] = []  # this node's, as its ranks use them
+
+    def set_hosts(self, hosts: Mapping[str, str]) -> None:
+        """Call nodes by their names from now on, given by address."""
+        self._hosts = hosts
+
+    def sample(self) -> Numbers:
+        """The numbers since the last sample, by node."""
+        found = connections_of(self._pids())
+        before, self._before = self._before, {(each.inode, each.peer): each for each in found}
+        then, self._sampled_at = self._sampled_at, time.monotonic()
+        self.addresses = sorted({each.own for each in found})
+        pairs = [(before[key], each) for key, each in self._before.items() if key in before]
+        unanswered: Numbers = {}
+        for each in found:
+            name = f"{UNANSWERED}:{self._hosts.get(each.peer, each.peer)}"
+            is_unanswered = each.retries >= _UNANSWERED_RETRIES
+            seconds = round(each.answered_seconds, 3) if is_unanswered else 0.0
+            unanswered[name] = max(unanswered.get(name, 0.0), seconds)
+        return peer_traffic(pairs, self._sampled_at - then, self._hosts) | unanswered
+
+
+def peer_traffic(
+    pairs: Iterable[tuple[TcpConnection, TcpConnection]],
+    seconds: float,
+    hosts: Mapping[str, str],
+) -> Numbers:
+    """Traffic to each node with much of it, from connections before and after some seconds."""
+    sent: dict[str, int] = defaultdict(int)
+    busy: dict[str, float] = defaultdict(float)
+    for before, after in pairs:
+        host = hosts.get(after.peer, after.peer)
+        sent[host] += after.acked_bytes - before.acked_bytes
+        busy[host] = max(busy[host], after.busy_seconds - before.busy_seconds)
+    least = max(_USED * max(sent.values(), default=0), _MIN_TRAFFIC_BYTES)
+    found: Numbers = {}
+    for host in (each for each, count in sent.items() if count >= least):
+        found[f"{BUSY}:{host}"] = round(min(1.0, busy[host] / max(seconds, 1e-9)), 4)
+        if busy[host]:
+            found[f"{RATE}:{host}"] = round(sent[host] / busy[host])
+    return found

@@ -1,0 +1,370 @@
+"""What a probe is, and those of disks, memory, processors and open files.
+
+A number is called `name` or `name:device`, with its unit in the name.
+"""
+
+import errno
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+Numbers = dict[str, float]
+"""By `name` or `name:device`."""
+
+HANGS = "check_hangs_seconds"
+HANGING_SECONDS = 5.0
+"""After that, what was measured before no longer counts."""
+_NO_LIMIT = 2.0**60  # cgroups of version 1 say so by a number near 2**63
+_PROBE_BYTES = 4096
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class HealthProbe(Protocol):
+    """Measures one side of a node."""
+
+    name: str
+    numbers: Mapping[str, str]  # each name, without device, and its meaning
+
+    def sample(self) -> Numbers:
+        """The numbers now; what cannot be measured is left out. It never raises."""
+        ...
+
+    def close(self) -> None:
+        """Release what the probe holds."""
+        ...
+
+
+class StatelessProbe:
+    """A probe that holds nothing."""
+
+    def close(self) -> None:
+        return
+
+
+class ThreadedProbe:
+    """A probe that may hang: the newest numbers, and for how long it has not answered.
+
+    Args:
+        probe: called in a thread of its own.
+        patience_seconds: how long `sample` and `close` wait for it.
+    """
+
+    numbers_of_thread: Mapping[str, str] = {HANGS: "How long this probe of the node has hung"}
+
+    def __init__(self, probe: HealthProbe, patience_seconds: float = 0.2) -> None:
+        self.name = probe.name
+        self.numbers: Mapping[str, str] = {**probe.numbers, **self.numbers_of_thread}
+        self._probe, self._patience_seconds = probe, patience_seconds
+        self._found: Numbers = {}
+        self._asked, self._answered = threading.Event(), threading.Event()
+        self._is_closing = False
+        self._since: float | None = None
+        self._thread = threading.Thread(target=self._serve, name=f"probe {self.name}", daemon=True)
+        self._thread.start()
+
+    def sample(self) -> Numbers:
+        if self._since is None:
+            self._answered.clear()
+            self._since = time.monotonic()
+            self._asked.set()
+        self._answered.wait(self._patience_seconds)
+        seconds = self._seconds()
+        found = self._found if seconds < HANGING_SECONDS else {}
+        return {**found, f"{HANGS}:{self.name}": round(seconds, 3)}
+
+    def _seconds(self) -> float:
+        since = self._since  # which the thread sets to None
+        return 0.0 if since is None else time.monotonic() - since
+
+    def close(self) -> None:
+        """Close the probe; one that hangs is left hanging."""
+        self._is_closing = True
+        self._asked.set()
+        self._thread.join(self._patience_seconds)
+
+    def _serve(self) -> None:
+        while True:
+            self._asked.wait()
+            self._asked.clear()
+            if self._is_closing:
+                self._probe.close()
+                return
+            try:
+                self._found = self._probe.sample()
+            except Exception:  # one failure must not end the probe for good
+                self._found = {}
+            self._since = None
+            self._answered.set()
+
+
+class Rates:
+    """Events per second, from counters that only rise."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[float, float]] = {}
+
+    def rate(self, name: str, count: float) -> float | None:
+        """Per second since the last call with this name, to 0.001.
+
+        None: there was none, or the counter has fallen (the device was reset).
+        """
+        now = time.monotonic()
+        before = self._before.get(name)
+        self._before[name] = (now, count)
+        if before is None or count < before[1] or now <= before[0]:
+            return None
+        return round((count - before[1]) / (now - before[0]), 3)
+
+
+def read_text(path: Path) -> str | None:
+    """A small file of the kernel, stripped; None: it cannot be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def read_number(path: Path) -> float | None:
+    """A small file of the kernel with a number; None: it has none."""
+    try:
+        return float(read_text(path) or "")
+    except ValueError:
+        return None
+
+
+class CgroupMemory(StatelessProbe):
+    """Memory of this process's cgroup, of version 1 or 2.
+
+    Args:
+        groups: where the kernel lists this process's cgroups.
+        root: where cgroups are mounted.
+    """
+
+    name = "cgroup"
+    numbers: Mapping[str, str] = {
+        "cgroup_memory_bytes": "Memory of the job's cgroup, its page cache included",
+        "cgroup_memory_limit_bytes": "What it may use; missing: no limit",
+        "cgroup_memory_limit_hits_total": "How often it reached the limit",
+        "cgroup_oom_kills_total": "Processes that the kernel killed for lack of memory",
+    }
+
+    def __init__(
+        self, groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+    ) -> None:
+        lines = [line.split(":", 2) for line in (read_text(groups) or "").splitlines()]
+        paths = {controllers: path for _, controllers, path in lines}
+        controllers = next((name for name in paths if "memory" in name.split(",")), None)
+        self._files = _CGROUP_FILES[2 if controllers is None else 1]
+        top = root if controllers is None else root / "memory"
+        folder = top / paths.get(controllers or "", "/").lstrip("/")
+        # In a container the path is often that of the host; then its own group is at the top.
+        is_there = (folder / self._files["cgroup_memory_bytes"][0]).exists()
+        self._folder = folder if is_there else top
+
+    def sample(self) -> Numbers:
+        found = {name: self._read(*where) for name, where in self._files.items()}
+        limit = found["cgroup_memory_limit_bytes"]
+        if limit is not None and limit > _NO_LIMIT:
+            del found["cgroup_memory_limit_bytes"]
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _read(self, file: str, word: str) -> float | None:
+        if not word:
+            return read_number(self._folder / file)  # "max": no limit
+        for line in (read_text(self._folder / file) or "").splitlines():
+            if line.startswith(f"{word} "):
+                return float(line.split()[1])
+        return None
+
+
+# By version of cgroups: files, and the word that begins a line, or the only line.
+_CGROUP_FILES: dict[int, dict[str, tuple[str, str]]] = {
+    1: {
+        "cgroup_memory_bytes": ("memory.usage_in_bytes", ""),
+        "cgroup_memory_limit_bytes": ("memory.limit_in_bytes", ""),
+        "cgroup_memory_limit_hits_total": ("memory.failcnt", ""),
+        "cgroup_oom_kills_total": ("memory.oom_control", "oom_kill"),
+    },
+    2: {
+        "cgroup_memory_bytes": ("memory.current", ""),
+        "cgroup_memory_limit_bytes": ("memory.max", ""),
+        "cgroup_memory_limit_hits_total": ("memory.events", "max"),
+        "cgroup_oom_kills_total": ("memory.events", "oom_kill"),
+    },
+}
+
+
+def oom_kills() -> int | None:
+    """Processes of this cgroup that the kernel killed for lack of memory; None: unknown."""
+    found = CgroupMemory().sample().get("cgroup_oom_kills_total")
+    return None if found is None else int(found)
+
+
+class DiskProbe(StatelessProbe):
+    """Times a small file in the run directory, and measures the space there and elsewhere.
+
+    It takes as long as the disk hangs: use it through `ThreadedProbe`.
+
+    Args:
+        folder: where the file is written and removed.
+        spaces: folders whose disks are measured, by name.
+    """
+
+    name = "disk"
+    numbers: Mapping[str, str] = {
+        "disk_write_seconds": "Writing 4 KiB and syncing them (fsync)",
+        "disk_read_seconds": "Reading them back, past the page cache",
+        "disk_is_full": "1: they could not be written for lack of space or quota",
+        "disk_is_failing": "1: they could not be written or read, for another reason",
+        "disk_free_bytes": "Space that this user may still fill",
+        "disk_size_bytes": "The disk's size",
+        "disk_free_inodes": "Files that can still be made; missing: no limit",
+        "disk_inodes": "Files that there can be",
+    }
+
+    def __init__(self, folder: Path, spaces: Mapping[str, Path]) -> None:
+        self._folder, self._spaces = folder, dict(spaces)
+
+    def sample(self) -> Numbers:
+        found = self._latency()
+        for name, folder in self._spaces.items():
+            found |= {f"{each}:{name}": value for each, value in disk_space(folder).items()}
+        return found
+
+    def _latency(self) -> Numbers:
+        path = self._folder / f".disk_probe.{os.getpid()}"
+        found: Numbers = {"disk_is_full:run": 0.0, "disk_is_failing:run": 0.0}
+        try:
+            found["disk_write_seconds:run"] = round(write_sync_seconds(path), 6)
+            found["disk_read_seconds:run"] = round(read_seconds(path), 6)
+        except OSError as error:
+            is_full = error.errno in _FULL
+            found["disk_is_full:run" if is_full else "disk_is_failing:run"] = 1.0
+        finally:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+        return found
+
+
+def write_sync_seconds(path: Path, num_bytes: int = _PROBE_BYTES) -> float:
+    """How long writing a file with fsync takes; the file stays.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    start = time.monotonic()
+    with path.open("wb") as file:
+        file.write(os.urandom(num_bytes))
+        file.flush()
+        os.fsync(file.fileno())
+    return time.monotonic() - start
+
+
+def read_seconds(path: Path) -> float:
+    """How long reading a file takes, past the page cache where the disk heeds that.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.monotonic()
+        while file.read(2**20):
+            pass
+        return time.monotonic() - start
+
+
+def disk_space(folder: Path) -> Numbers:
+    """The space of the disk that a folder is on, without its name; empty: unknown."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return {}
+    numbers = {
+        "disk_free_bytes": float(found.f_bavail * found.f_frsize),
+        "disk_size_bytes": float(found.f_blocks * found.f_frsize),
+    }
+    if found.f_files:
+        numbers |= {
+            "disk_free_inodes": float(found.f_favail),
+            "disk_inodes": float(found.f_files),
+        }
+    return numbers
+
+
+_PRESSURES = {
+    "pressure_cpu_share": ("cpu", "some"),
+    "pressure_memory_share": ("memory", "full"),
+    "pressure_io_share": ("io", "full"),
+}
+_MEMORY = {
+    "memory_available_bytes": "MemAvailable",
+    "memory_size_bytes": "MemTotal",
+    "page_cache_bytes": "Cached",
+    "memory_dirty_bytes": "Dirty",
+    "shared_memory_bytes": "Shmem",
+}
+
+
+class LoadProbe(StatelessProbe):
+    """Processors and memory of the whole node; `proc`: where the kernel tells of them."""
+
+    name = "load"
+    numbers: Mapping[str, str] = {
+        "pressure_cpu_share": "Share of the last 10 s in which a process waited for a processor",
+        "pressure_memory_share": "Share of the last 10 s in which all waited for memory",
+        "pressure_io_share": "Share of the last 10 s in which all waited for disks",
+        "load_average": "Processes that ran or waited, over the last minute",
+        "memory_available_bytes": "Memory that processes can still use",
+        "memory_size_bytes": "All memory",
+        "page_cache_bytes": "Memory that holds files",
+        "memory_dirty_bytes": "The part of it that is not written to disk yet",
+        "shared_memory_bytes": "Memory of /dev/shm and the like",
+        "open_files_node": "Files that all processes of the node have open",
+    }
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self._proc = proc
+
+    def sample(self) -> Numbers:
+        found: Numbers = {}
+        for name, (file, kind) in _PRESSURES.items():  # kernels may have none
+            for line in (read_text(self._proc / "pressure" / file) or "").splitlines():
+                if line.startswith(f"{kind} avg10="):
+                    found[name] = float(line.split()[1].partition("=")[2]) / 100
+        lines = (read_text(self._proc / "meminfo") or "").splitlines()
+        kibibytes = {line.partition(":")[0]: line.partition(":")[2].split() for line in lines}
+        for name, key in _MEMORY.items():
+            if kibibytes.get(key):
+                found[name] = float(kibibytes[key][0]) * 1024
+        for name, path in (("load_average", "loadavg"), ("open_files_node", "sys/fs/file-nr")):
+            if words := (read_text(self._proc / path) or "").split():
+                found[name] = float(words[0])
+        return found
+
+
+OPEN_FILES: Mapping[str, str] = {
+    "open_files": "Of the run's process on this node that is nearest to its limit",
+    "open_files_limit": "How many files that process may have open",
+}
+_OPEN_LIMIT = re.compile(r"^Max open files\s+(\d+)", re.MULTILINE)
+
+
+def open_files(pids: Sequence[int], proc: Path = Path("/proc")) -> Numbers:
+    """Open files and limit of the process that is nearest to its limit; empty: unknown."""
+    found: list[tuple[int, int]] = []
+    for folder in (proc / str(pid) for pid in pids):
+        with suppress(OSError):
+            count = sum(1 for _ in (folder / "fd").iterdir())
+            limit = _OPEN_LIMIT.search(read_text(folder / "limits") or "")
+            if limit and int(limit[1]):
+                found.append((count, int(limit[1])))
+    if not found:
+        return {}
+    count, most = max(found, key=lambda each: each[0] / each[1])
+    return {"open_files": float(count), "open_files_limit": float(most)}

@@ -1,0 +1,484 @@
+"""Heartbeat pages: what each process does, in shared memory that the watcher reads; torch-free.
+
+Each rank and decode worker writes one page in `/dev/shm` (not on a disk that may hang). Readers do
+not involve the process, so a process that hangs or was killed still shows what it did. Times are
+CLOCK_MONOTONIC, which all processes of a node share and which no clock step changes.
+"""
+
+import ctypes
+import hashlib
+import mmap
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from longtake.errors import LongtakeError, RunError
+from longtake.process import age_seconds, start_ticks
+
+Role = Literal["rank", "decode"]
+Phase = Literal[
+    "start",  # until the process has imported its code
+    "rendezvous",
+    "open",  # data, run directory, checkpoints
+    "plan",
+    "build",
+    "load",
+    "cache",  # the last phase before the first step
+    "data",
+    "forward",
+    "backward",
+    "collective",
+    "optimizer",
+    "checkpoint",  # copies what is saved
+    "save",  # waits until the checkpoint is complete
+    "rollback",
+    "evaluate",
+    "idle",  # waits for work; never a stall
+    "decode",
+    "ended",  # without a failure; the process exits next
+]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+ROLES: tuple[Role, ...] = get_args(Role)
+
+_MAGIC = 0x4C54_4842_0003  # the last digits are the format's number
+_SIZE = 4096
+_DETAIL_BYTES, _CLIP_BYTES = 128, 896
+_READ_ATTEMPTS = 100
+_SETTLING_STEPS = 5  # of a launch: compilation and allocation make them slow
+_SETTLING_STEPS_OF_SHAPE = 2
+_PREFIX = "longtake-"
+
+
+class _TimingPage(ctypes.Structure):
+    _fields_ = (
+        ("count", ctypes.c_uint64),
+        ("longest_ns", ctypes.c_uint64),
+        ("total_ns", ctypes.c_uint64),
+    )
+
+
+class HeartbeatPage(ctypes.Structure):
+    """The layout of a page; `sequence` is odd while the owner writes."""
+
+    _fields_ = (
+        ("magic", ctypes.c_uint64),
+        ("sequence", ctypes.c_uint64),
+        ("started", ctypes.c_uint64),
+        ("since_ns", ctypes.c_int64),
+        ("step", ctypes.c_int64),
+        ("steps_done", ctypes.c_int64),
+        ("work_ns", ctypes.c_int64),
+        ("work_count", ctypes.c_int64),
+        ("pid", ctypes.c_int32),
+        ("rank", ctypes.c_int32),
+        ("local_rank", ctypes.c_int32),
+        ("world_size", ctypes.c_int32),
+        ("role", ctypes.c_uint8),
+        ("phase", ctypes.c_uint8),
+        ("is_settled", ctypes.c_bool),
+        ("launch", ctypes.c_char * 9),
+        ("detail", ctypes.c_char * _DETAIL_BYTES),
+        ("clip", ctypes.c_char * _CLIP_BYTES),
+        ("timings", _TimingPage * len(PHASES)),
+    )
+
+
+class HeartbeatDir(NamedTuple):
+    """The folder in which the processes that a rank starts keep their pages."""
+
+    folder: Path
+    rank: int
+
+
+@dataclass(frozen=True)
+class PhaseTiming:
+    """How long a phase took, over the times it was left since the process has settled."""
+
+    count: int
+    longest: float  # seconds
+    total: float  # seconds
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """A page as it was read."""
+
+    path: Path
+    role: Role
+    pid: int
+    started: int  # clock ticks since boot; with the pid, the process's identity
+    rank: int  # of a decode worker, its rank's
+    local_rank: int
+    world_size: int
+    launch: str  # equal on all ranks of a launch; empty: not known yet
+    step: int  # global step; of a decode worker, the number of windows begun
+    steps_done: int  # in this launch
+    phase: Phase
+    seconds: float  # in the phase, when the page was read
+    detail: str  # shape of a rank's clips; identity of the clip that is decoded
+    path_of_clip: str  # empty: none
+    is_settled: bool  # past its first steps and familiar with the shape: durations mean something
+    timings: Mapping[Phase, PhaseTiming]
+    work_seconds: float  # own work of its steps since it has settled, without waiting
+    work_count: int  # steps in `work_seconds`
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether this very process still runs; a zombie does not."""
+        return start_ticks(self.pid) == self.started
+
+    def as_dict(self) -> dict[str, Any]:
+        """All but the timings, as JSON values."""
+        names = ("role", "pid", "rank", "local_rank", "world_size", "launch", "step", "steps_done")
+        facts = {name: getattr(self, name) for name in names}
+        facts |= {"phase": self.phase, "seconds": round(self.seconds, 3), "detail": self.detail}
+        return {**facts, "path_of_clip": self.path_of_clip, "is_settled": self.is_settled}
+
+
+class HeartbeatWriter:
+    """Writes this process's page.
+
+    Args:
+        folder: `heartbeat_dir` of the run; it is made.
+        role: what this process is.
+        rank: in the run.
+        local_rank: on the node.
+        world_size: number of ranks.
+
+    Without room in the folder the page is private: nobody sees it, and nothing else changes.
+    """
+
+    def __init__(
+        self, folder: Path, role: Role, *, rank: int = 0, local_rank: int = 0, world_size: int = 1
+    ) -> None:
+        pid = os.getpid()
+        self.path = page_path(folder, role, rank, pid)
+        self._lock = threading.Lock()  # the saver reports durations from a thread of its own
+        self._shapes: dict[str, int] = {}
+        self._steps_since_rollback = 0
+        self._launch_ns: dict[Phase, int] = {}
+        self._page = HeartbeatPage.from_buffer(mmap.mmap(-1, _SIZE))
+        page = self._page
+        page.magic, page.pid, page.started = _MAGIC, pid, start_ticks(pid) or 0
+        page.role, page.rank, page.local_rank = ROLES.index(role), rank, local_rank
+        page.world_size, page.since_ns = world_size, time.monotonic_ns()
+        page.is_settled = role != "rank"
+        self._share()
+
+    @property
+    def phase(self) -> Phase:
+        return PHASES[int(self._page.phase)]
+
+    def set_phase(self, phase: Phase, detail: str | None = None, clip: str = "") -> None:
+        """Begin a phase, which ends the one before.
+
+        Args:
+            phase: what begins.
+            detail: of a decode worker, the clip's identity; None: unchanged.
+            clip: the clip's file.
+        """
+        with self._writing() as page:
+            now = time.monotonic_ns()
+            if page.is_settled:
+                self._add_duration(self.phase, now - page.since_ns)
+            self._add_launch_time(now)
+            if phase == "decode" and self.phase != "decode":
+                page.step += 1
+            if phase == "rollback":  # everything after it starts anew, decode workers included
+                page.is_settled, self._steps_since_rollback = False, 0
+                self._shapes.clear()
+            page.phase, page.since_ns = PHASES.index(phase), now
+            if detail is not None:
+                page.detail, page.clip = _first(detail), _last(clip)
+
+    def begin_step(self, step: int, shape: str) -> None:
+        """State the global step that begins, and the shape of its clips."""
+        with self._writing() as page:
+            known = self._shapes[shape] = self._shapes.get(shape, -1) + 1
+            page.is_settled = (
+                self._steps_since_rollback >= _SETTLING_STEPS and known >= _SETTLING_STEPS_OF_SHAPE
+            )
+            page.step, page.detail, page.clip = step, _first(shape), b""
+
+    def end_step(self, work_seconds: float = 0.0) -> None:
+        """State that a step is done; `work_seconds`: this process's own share, without waiting."""
+        with self._writing() as page:
+            self._add_launch_time(time.monotonic_ns())
+            page.steps_done += 1
+            self._steps_since_rollback += 1
+            if page.is_settled and work_seconds:
+                page.work_ns += int(work_seconds * 1e9)
+                page.work_count += 1
+
+    def set_launch(self, launch: str) -> None:
+        """State the launch: eight characters, equal on all its ranks."""
+        with self._writing() as page:
+            page.launch = launch.encode()[:8]
+
+    def record_duration(self, phase: Phase, seconds: float) -> None:
+        """State how long something beside the phases took, for which a phase may wait later."""
+        with self._writing():
+            self._add_duration(phase, int(seconds * 1e9))
+
+    def count_from_process_start(self) -> None:
+        """Add the time before this writer was made, importing code, to the phase `start`."""
+        age = int(age_seconds(self._page.pid) * 1e9)
+        self._launch_ns["start"] = age - (time.monotonic_ns() - self._page.since_ns)
+
+    def launch_seconds(self) -> dict[Phase, float]:
+        """Seconds of each phase before the first step was done, the present one until now."""
+        taken = dict(self._launch_ns)
+        if not self._page.steps_done:
+            now = time.monotonic_ns()
+            taken[self.phase] = taken.get(self.phase, 0) + now - self._page.since_ns
+        return {phase: nanoseconds / 1e9 for phase, nanoseconds in taken.items()}
+
+    def close(self) -> None:
+        """State that the process ends without a failure; the watcher removes the page."""
+        self.set_phase("ended")
+
+    def remove(self) -> None:
+        """Remove the page, and the folder with the last page."""
+        self.path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.path.parent.rmdir()
+
+    def move_to(self, folder: Path) -> None:
+        """Keep the page in another folder from now on."""
+        self.remove()
+        self.path = folder / self.path.name
+        self._share()
+
+    @contextmanager
+    def _writing(self) -> Iterator[HeartbeatPage]:
+        with self._lock:
+            page = self._page
+            page.sequence += 1
+            try:
+                yield page
+            finally:
+                page.sequence += 1
+
+    def _share(self) -> None:
+        for _ in range(2):  # the watcher of an ended run may remove the empty folder meanwhile
+            with suppress(OSError, RunError):
+                self._page = HeartbeatPage.from_buffer(_shared(self.path, bytes(self._page)))
+                break
+
+    def _add_duration(self, phase: Phase, nanoseconds: int) -> None:
+        timing = self._page.timings[PHASES.index(phase)]
+        timing.count += 1
+        timing.longest_ns = max(timing.longest_ns, nanoseconds)
+        timing.total_ns += nanoseconds
+
+    def _add_launch_time(self, now: int) -> None:
+        if not self._page.steps_done:
+            before = self._launch_ns.get(self.phase, 0)
+            self._launch_ns[self.phase] = before + now - self._page.since_ns
+
+
+def _first(text: str) -> bytes:
+    return text.encode(errors="replace")[:_DETAIL_BYTES]
+
+
+def _last(text: str) -> bytes:
+    """The end of a path says more than its beginning."""
+    return text.encode(errors="replace")[-_CLIP_BYTES:]
+
+
+def _shared(path: Path, page: bytes) -> mmap.mmap:
+    """A file in memory that holds a page as soon as it is visible.
+
+    Raises:
+        OSError: no room, or no permission.
+        RunError: the folder belongs to another user.
+    """
+    make_private_dir(path.parent)
+    aside = path.with_suffix(".new")
+    with os.fdopen(open_private(aside), "wb+") as file:
+        os.posix_fallocate(file.fileno(), 0, _SIZE)  # writing to a page without memory kills
+        memory = mmap.mmap(file.fileno(), _SIZE)
+    memory[: len(page)] = page
+    aside.rename(path)
+    return memory
+
+
+# --- This process's own writer. Without one, the functions below do nothing, so that the code that
+# computes a step need not be handed a writer.
+
+_writer: HeartbeatWriter | None = None
+_is_first_session = True  # this process was started for it
+
+
+@contextmanager
+def heartbeat_session(writer: HeartbeatWriter) -> Iterator[HeartbeatWriter]:
+    """Make a writer this process's own, and close it at the end.
+
+    An error whose message a user gets, Ctrl-C and exits also close it. After any other exception
+    the page keeps what it said last.
+    """
+    global _writer, _is_first_session
+    if _is_first_session:
+        writer.count_from_process_start()
+    _writer, _is_first_session = writer, False
+    try:
+        yield writer
+        writer.close()
+    except (LongtakeError, KeyboardInterrupt, SystemExit):
+        writer.close()
+        raise
+    finally:
+        _writer = None
+
+
+def restart_launch_timer() -> None:
+    """Let `launch_seconds` of the next session count from its beginning, not from process start."""
+    global _is_first_session
+    _is_first_session = False
+
+
+def set_phase(phase: Phase) -> None:
+    if _writer is not None:
+        _writer.set_phase(phase)
+
+
+def current_phase() -> Phase | None:
+    """The phase of this process; None without a session."""
+    return None if _writer is None else _writer.phase
+
+
+def launch_seconds() -> dict[Phase, float]:
+    """Seconds of each phase of this process before its first step was done."""
+    return {} if _writer is None else _writer.launch_seconds()
+
+
+def begin_step(step: int, shape: str) -> None:
+    if _writer is not None:
+        _writer.begin_step(step, shape)
+
+
+def end_step(work_seconds: float = 0.0) -> None:
+    if _writer is not None:
+        _writer.end_step(work_seconds)
+
+
+def record_duration(phase: Phase, seconds: float) -> None:
+    if _writer is not None:
+        _writer.record_duration(phase, seconds)
+
+
+# --- Reading.
+
+
+def read_heartbeat(path: Path) -> Heartbeat | None:
+    """Read a page; None: there is none, it is another user's, or has another format."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with suppress(OSError, ValueError, LookupError), os.fdopen(os.open(path, flags), "rb") as file:
+        if os.fstat(file.fileno()).st_uid != os.getuid():
+            return None
+        for _ in range(_READ_ATTEMPTS):  # a process that was stopped while it wrote: the last one
+            data, now = os.pread(file.fileno(), _SIZE, 0), time.monotonic_ns()
+            after = os.pread(file.fileno(), HeartbeatPage.started.offset, 0)
+            page = HeartbeatPage.from_buffer_copy(data)
+            if len(data) < _SIZE or page.magic != _MAGIC:
+                return None
+            sequence = int.from_bytes(after[HeartbeatPage.sequence.offset :], "little")
+            if page.sequence == sequence and sequence % 2 == 0:
+                break
+        return _heartbeat(path, page, now)
+    return None
+
+
+def read_heartbeats(folder: Path) -> list[Heartbeat]:
+    """All pages of a folder, ranks first and by rank; also those of processes that are gone."""
+    files = folder.iterdir() if folder.is_dir() else ()
+    paths = (path for path in files if path.name.startswith(ROLES) and not path.suffix)
+    found = [page for page in map(read_heartbeat, paths) if page is not None]
+    return sorted(found, key=lambda each: (ROLES.index(each.role), each.rank, each.pid))
+
+
+def _heartbeat(path: Path, page: HeartbeatPage, now: int) -> Heartbeat:
+    return Heartbeat(
+        path=path,
+        role=ROLES[page.role],
+        pid=page.pid,
+        started=page.started,
+        rank=page.rank,
+        local_rank=page.local_rank,
+        world_size=page.world_size,
+        launch=page.launch.decode(errors="replace"),
+        step=page.step,
+        steps_done=page.steps_done,
+        phase=PHASES[page.phase],
+        seconds=max(0, now - page.since_ns) / 1e9,
+        detail=page.detail.decode(errors="replace"),
+        path_of_clip=page.clip.decode(errors="replace"),
+        is_settled=page.is_settled,
+        timings={
+            phase: PhaseTiming(each.count, each.longest_ns / 1e9, each.total_ns / 1e9)
+            for phase, each in zip(PHASES, page.timings, strict=True)
+            if each.count
+        },
+        work_seconds=page.work_ns / 1e9,
+        work_count=page.work_count,
+    )
+
+
+# --- Where pages are.
+
+
+def heartbeat_dir(run: Path) -> Path:
+    """The folder for the pages of a run's processes on this node."""
+    memory = Path("/dev/shm")  # noqa: S108 - where a node's processes share memory
+    if not os.access(memory, os.W_OK):
+        memory = Path("/tmp")  # noqa: S108 - the same for all of a user's shells
+    # Containers may share memory and host name, and each number its processes from 1.
+    namespace = Path("/proc/self/ns/pid").stat().st_ino
+    name = hashlib.sha256(f"{namespace} {run.resolve()}".encode()).hexdigest()[:12]
+    return memory / f"{_PREFIX}{os.getuid()}" / f"{socket.gethostname()}-{name}"
+
+
+def page_path(folder: Path, role: Role, rank: int, pid: int) -> Path:
+    return folder / f"{role}_{rank}_{pid}"
+
+
+def make_private_dir(folder: Path) -> None:
+    """Make a `heartbeat_dir` that only this user can write to.
+
+    Raises:
+        RunError: it or its parent belongs to another user, who made it first, or is no folder.
+        OSError: it cannot be made.
+    """
+    for each in (folder.parent, folder):
+        if each == folder.parent and not each.name.startswith(_PREFIX):
+            each.mkdir(parents=True, exist_ok=True)
+            continue  # of a test or a drill
+        with suppress(FileExistsError):
+            each.mkdir(mode=0o700)
+        found = each.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise RunError(
+                f"{each} belongs to user {found.st_uid}, expected a folder of user {os.getuid()}. "
+                "The run's processes cannot be watched through it. Ask that user or an "
+                "administrator to remove it, or train without: --set watch.enabled=false"
+            )
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            each.chmod(0o700)
+
+
+def open_private(path: Path) -> int:
+    """A descriptor of a new file in such a folder, to read and write; it replaces an old file.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path.unlink(missing_ok=True)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, 0o600)

@@ -1,0 +1,666 @@
+"""Stalls over all nodes: alarms, requests for dumps, and one diagnosis by the first that makes it.
+
+A stall has the same name on all nodes: launch, step, and how many of that step there were. The node
+that sees it writes requests/<token>.json once; every node dumps its processes; then the nodes may
+conclude in turn, the one that asked first, so that a dead watcher does not prevent the diagnosis.
+"""
+
+import os
+import pwd
+import re
+import shlex
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Literal, TypeVar
+
+from longtake.errors import RecordError, RunError
+from longtake.fsio import file_time, now, read_record, write_once
+from longtake.heartbeat import (
+    Heartbeat,
+    heartbeat_dir,
+    page_path,
+    read_heartbeat,
+    read_heartbeats,
+)
+from longtake.monitor import flight_recorder
+from longtake.monitor.actions import StallActions
+from longtake.monitor.diagnosis import StallDiagnosis, diagnose
+from longtake.monitor.dumps import (
+    StackInterner,
+    dump_node,
+    dump_tree,
+    prune_dumps,
+    prune_requests,
+)
+from longtake.monitor.observe import Overdue, PhaseTimeouts
+from longtake.monitor.reporting import EventReporter, NoAnswerError, RunDirThread, WatchTarget
+from longtake.node_dir import (
+    DumpRequest,
+    NodeDirectory,
+    NodeDump,
+    all_nodes,
+    diagnosis_path,
+    has_beaten,
+    node_heartbeats,
+    read_dump,
+    request_path,
+    requests_path,
+    this_node,
+)
+from longtake.process import command
+from longtake.run_dir import RunDirectory
+from longtake.stacks import facts
+
+_T = TypeVar("_T")
+StallOutcome = Literal["stalled", "cleared", "failed"]
+_NO_LAUNCH = "start"  # of a stall before the ranks have met
+_MAX_REQUEST_BYTES = 2**16
+_LATE_REQUEST_SECONDS = 10.0  # for which who asked waits
+_POLL_SECONDS, _POLL_DUMPS_SECONDS = 1.0, 0.2
+_DISK_SECONDS = 3.0
+_TURN_SECONDS = 5.0  # between the nodes that may conclude
+_FORGET_SECONDS = 60.0
+_SECONDS_FOR_OTHERS = 3.0
+_ALIVE_SECONDS = 2.5  # within which a living watcher writes a heartbeat
+_READ_SECONDS, _READ_SECONDS_PER_NODE = 3.0, 0.05
+_ASKED_ROUNDS, _ASKED_ROUND_SECONDS, _ASKED_SECONDS = 2, 1.0, 10.0  # of `longtake stacks`
+
+
+# --- Requests.
+
+
+def stall_token(launch: str, step: int, number: int) -> str:
+    """A stall's name; `number` counts, from 0, those of a launch's step."""
+    return f"stall_{launch or _NO_LAUNCH}_{step:08d}_{number}"
+
+
+def stall_request(
+    target: WatchTarget, token: str, overdue: Overdue, launch: str, step: int
+) -> DumpRequest:
+    """The request of a stall.
+
+    Args:
+        target: of the watcher that asks.
+        token: the stall's name.
+        overdue: the process that raises the alarm.
+        launch: the current one; a decode worker does not know it.
+        step: the run's; a decode worker counts windows.
+    """
+    alarm: Any = {**overdue.heartbeat.as_dict(), "launch": launch, "step": step}
+    alarm |= {"host": target.host, "limit": round(overdue.limit, 3)}
+    return DumpRequest(
+        token=token,
+        time=now(),
+        by=target.host,
+        reason="stall",
+        rounds=target.section.rounds,
+        native=True,
+        stall=alarm,
+    )
+
+
+def write_request(run: RunDirectory, request: DumpRequest) -> DumpRequest:
+    """Write a request, unless another node has written the same; returns the one that counts."""
+    path = request_path(run, request["token"])
+    if not write_once(path, request):
+        with suppress(RecordError):
+            return read_record(path, DumpRequest, _MAX_REQUEST_BYTES) or request
+    return request
+
+
+def run_step(heartbeat: Heartbeat, heartbeats: Iterable[Heartbeat]) -> int:
+    """The global step for which a process works."""
+    if heartbeat.role == "rank":
+        return heartbeat.step
+    ranks = [each for each in heartbeats if each.role == "rank"]
+    own = [each.step for each in ranks if each.rank == heartbeat.rank]
+    return max(own or [each.step for each in ranks] or [0])
+
+
+class RequestQueue:
+    """Finds requests that this node has not answered.
+
+    Of those that were there before the first look it takes recent ones, whose asker still waits,
+    and stalls of the current launch without a diagnosis: that node's watcher may have died.
+
+    Args:
+        node: this one, whose events begin with the start of its watcher.
+    """
+
+    def __init__(self, node: NodeDirectory) -> None:
+        self._node, self._run = node, node.run
+        self._seen: set[str] = set()
+        self._has_looked = False
+        self._refused: list[str] = []
+
+    def new_token(self, launch: str, step: int) -> str:
+        """The name of a stall that nobody has asked about."""
+        number = 0
+        while (token := stall_token(launch, step, number)) in self._seen:
+            number += 1
+        return token
+
+    def take(self, token: str) -> None:
+        """Count a request as answered."""
+        self._seen.add(token)
+
+    def look(self, launch: str) -> list[DumpRequest]:
+        """Unanswered requests by time; `launch`: the current one. Touches the disk."""
+        folder = requests_path(self._run)
+        names = {path.stem for path in folder.glob("[!.]*.json")} if folder.is_dir() else set()
+        found = (self._read(name) for name in names - self._seen)
+        requests = sorted((each for each in found if each), key=lambda each: each["time"])
+        if not self._has_looked:
+            self._has_looked = True
+            old = [each for each in requests if not self._is_open(each, launch)]
+            self._seen.update(each["token"] for each in old)
+            requests = [each for each in requests if each["token"] not in self._seen]
+        return requests
+
+    def take_refused(self) -> list[str]:
+        """Why files were refused by `look`, once each."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def _read(self, name: str) -> DumpRequest | None:
+        path = request_path(self._run, name)
+        try:
+            request = read_record(path, DumpRequest, _MAX_REQUEST_BYTES)
+            if request is not None and request["token"] != name:
+                raise RecordError(path, f"its token is {request['token']!r}, expected its name")
+            if request is not None and request["reason"] == "stall" and "stall" not in request:
+                raise RecordError(path, "its reason is a stall, but it has no field `stall`")
+        except RecordError as error:
+            self._seen.add(name)
+            self._refused.append(str(error))
+            return None
+        return request
+
+    def _is_open(self, request: DumpRequest, launch: str) -> bool:
+        token = request["token"]
+        if request["reason"] != "stall":
+            return self._is_awaited(token)
+        of = request["stall"]["launch"] if "stall" in request else None
+        is_ours = of == launch if launch else self._is_awaited(token)
+        return is_ours and not diagnosis_path(self._run, token).exists()
+
+    def _is_awaited(self, token: str) -> bool:
+        """Whether it was asked just before this watcher began, by the disk's own clock."""
+        try:
+            begun = self._node.events_path.stat().st_mtime
+            asked = request_path(self._run, token).stat().st_mtime
+        except OSError:
+            return False
+        return asked > begun - _LATE_REQUEST_SECONDS and not self._node.dump_path(token).exists()
+
+
+# --- Collecting dumps and concluding.
+
+
+def wait_for_dumps(
+    disk: RunDirThread,
+    token: str,
+    before: Mapping[str, Any],
+    since: float,
+    seconds: float,
+    launch: str | None = None,
+) -> dict[str, bool]:
+    """Wait until every node whose watcher lives has written its dump.
+
+    Args:
+        disk: reads the run directory; its own node is not waited for if `launch` is given.
+        token: of the request.
+        before: the nodes' heartbeats at `since`, as `time.monotonic()`.
+        since: when that was.
+        seconds: how long to wait.
+        launch: wait only for other nodes of this launch; None: for all nodes.
+
+    Returns:
+        The nodes without a dump, and whether their watchers have written a heartbeat meanwhile.
+    """
+    run, end = disk.node.run, time.monotonic() + seconds
+
+    def without_dump() -> dict[str, dict[str, Any]]:
+        nodes = {h: each for h, each in node_heartbeats(run).items() if not each.get("ended")}
+        if launch is not None:
+            nodes.pop(disk.node.host, None)
+            nodes = {h: each for h, each in nodes.items() if each.get("launch") == launch}
+        return {
+            h: e for h, e in nodes.items() if not NodeDirectory(run, h).dump_path(token).exists()
+        }
+
+    missing: dict[str, bool] = {}
+    while True:
+        with suppress(OSError):
+            beats = disk.ask(without_dump, _DISK_SECONDS)
+            is_known = time.monotonic() - since > _ALIVE_SECONDS
+            missing = {
+                host: not is_known or has_beaten(before.get(host), each)
+                for host, each in beats.items()
+            }
+        if not any(missing.values()) or time.monotonic() >= end:
+            return missing
+        time.sleep(_POLL_DUMPS_SECONDS)
+
+
+def read_dumps(
+    disk: RunDirThread, token: str, seconds: float | None = None
+) -> tuple[list[NodeDump], list[str]]:
+    """Read one node's dump after the other until time is up.
+
+    Args:
+        disk: reads them.
+        token: of the request.
+        seconds: for all; None: 3, and 0.05 for each node.
+
+    Returns:
+        The dumps that were read, and the nodes whose dumps were not read in time.
+    """
+    run, found = disk.node.run, list[NodeDump]()
+    interner, begun = StackInterner(), time.monotonic()
+    try:
+        nodes = disk.ask(lambda: _nodes_with_dump(run, token), seconds or _READ_SECONDS)
+    except OSError:
+        return [], []
+    limit = _READ_SECONDS + _READ_SECONDS_PER_NODE * len(nodes) if seconds is None else seconds
+    for number, node in enumerate(nodes):
+        try:
+            dump = _read_before(begun + limit, disk, node.dump_path(token))
+        except OSError:
+            return found, [each.host for each in nodes[number:]]
+        if dump:
+            found.append(interner.intern(dump))
+    return found, []
+
+
+def _read_before(end: float, disk: RunDirThread, path: Path) -> NodeDump | None:
+    left = end - time.monotonic()
+    if left <= 0:
+        raise NoAnswerError(f"{path} was not read: time is up")
+    return disk.ask(lambda: read_dump(path), left)
+
+
+def _nodes_with_dump(run: RunDirectory, token: str) -> list[NodeDirectory]:
+    return [node for node in all_nodes(run) if node.dump_path(token).exists()]
+
+
+def collect_dumps(
+    disk: RunDirThread, request: DumpRequest, own: NodeDump, before: Mapping[str, Any], since: float
+) -> tuple[list[NodeDump], list[str]]:
+    """All nodes' dumps for a stall, and the nodes of its launch that gave none.
+
+    Args:
+        disk: reads the run directory.
+        request: the stall's.
+        own: this node's dump.
+        before: the nodes' heartbeats at `since`, as `time.monotonic()`.
+        since: when that was.
+    """
+    token, launch = request["token"], str(request.get("stall", {}).get("launch", ""))
+    missing = wait_for_dumps(disk, token, before, since, _SECONDS_FOR_OTHERS, launch)
+    found, unread = read_dumps(disk, token)
+    dumps = {dump["host"]: dump for dump in found} | {own["host"]: own}
+    return list(dumps.values()), [h for h in dict.fromkeys([*missing, *unread]) if h not in dumps]
+
+
+def turn_of(host: str, asker: str, answered: Iterable[str]) -> int:
+    """A node's place in the order in which nodes may conclude: who asked, then those with a dump.
+
+    Not all at once: the dumps of a thousand nodes are gigabytes, read from one disk.
+    """
+    others = sorted(set(answered) - {asker})
+    if host == asker:
+        return 0
+    return 1 + (others.index(host) if host in others else len(others))
+
+
+def read_diagnosis(disk: RunDirThread, token: str) -> StallDiagnosis | None:
+    """The published diagnosis; None: there is none that can be read."""
+    path = diagnosis_path(disk.node.run, token)
+    with suppress(OSError, RecordError):
+        return disk.ask(lambda: read_record(path, StallDiagnosis), _DISK_SECONDS)
+    return None
+
+
+@dataclass
+class _OpenStall:
+    """A stall that was dumped and awaits its diagnosis."""
+
+    request: DumpRequest
+    dump: NodeDump  # this node's
+    before: Mapping[str, Any]  # the nodes' heartbeats when it was requested
+    since: float
+    dumped_at: float
+    turn: int | None = None  # None: not known yet
+
+
+class DumpService:
+    """Answers this node's alarms and all nodes' requests in a thread of its own."""
+
+    def __init__(
+        self,
+        target: WatchTarget,
+        disk: RunDirThread,
+        reporter: EventReporter,
+        timeouts: PhaseTimeouts,
+    ) -> None:
+        self.num_stalls = 0
+        self._target, self._disk, self._reporter = target, disk, reporter
+        self._timeouts = timeouts
+        self._actions = StallActions(target, reporter, timeouts)
+        self._requests = RequestQueue(target.node)
+        self._alarms: SimpleQueue[DumpRequest] = SimpleQueue()
+        self._begun: SimpleQueue[DumpRequest] = SimpleQueue()
+        self._outcomes: dict[str, StallOutcome] = {}
+        self._open: dict[str, _OpenStall] = {}
+        self._token = ""
+        self._end = threading.Event()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="dumps", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def new_token(self, launch: str, step: int) -> str:
+        """The name of a stall that nobody has asked about."""
+        return self._requests.new_token(launch, step)
+
+    def raise_alarm(self, request: DumpRequest) -> None:
+        """Ask all nodes about a stall; returns at once."""
+        self._alarms.put(request)
+        self._wake.set()
+
+    def take_begun(self) -> DumpRequest | None:
+        """A stall that this node has begun to dump since the last call, if any."""
+        return _next(self._begun)
+
+    def outcome(self, token: str) -> StallOutcome | None:
+        """What became of a stall of this node; None: it has no diagnosis yet."""
+        return self._outcomes.get(token)
+
+    def close(self, seconds: float) -> None:
+        """Wait up to so long until the present work is done."""
+        self._end.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(seconds)
+
+    def _work(self) -> None:
+        while not self._end.is_set():
+            self._wake.wait(_POLL_SECONDS)
+            self._wake.clear()
+            try:
+                self._answer_requests()
+                self._conclude_stalls()
+            except Exception:  # the next stall must be answered whatever this is
+                self._outcomes[self._token] = "failed"
+                self._open.pop(self._token, None)
+                self._reporter.log(f"a request was not answered:\n{traceback.format_exc()}")
+
+    def _answer_requests(self) -> None:
+        launch, requests = self._timeouts.launch, list[DumpRequest]()
+        with suppress(OSError):
+            requests = self._disk.ask(lambda: self._requests.look(launch), 2.0)
+        for reason in self._requests.take_refused():
+            self._reporter.emit("request_refused", is_alert=False, reason=reason)
+        while (alarm := _next(self._alarms)) is not None:
+            launch, token = self._timeouts.launch, alarm["token"]
+            if any(each.get("stall", {}).get("launch") == launch for each in requests):
+                self._outcomes[token] = "cleared"  # another node has asked first
+                continue
+            self._answer(self._publish(alarm))
+            requests = [each for each in requests if each["token"] != token]
+        for request in requests:
+            self._answer(request)
+
+    def _publish(self, request: DumpRequest) -> DumpRequest:
+        self._outcomes.pop(request["token"], None)
+        try:
+            run = self._target.run
+            return self._disk.ask(lambda: write_request(run, request), _DISK_SECONDS)
+        except OSError as error:
+            self._reporter.log(f"{request['token']}: other nodes cannot be asked: {error}")
+            return request
+
+    def _answer(self, request: DumpRequest) -> None:
+        token, reason = request["token"], request["reason"]
+        self._token = token
+        self._requests.take(token)
+        if reason == "stall":
+            self._begun.put(request)
+        self._reporter.log(f"{token}: dumping all processes ({reason}, asked by {request['by']})")
+        before, since = self._heartbeats(), time.monotonic()
+        dump = self._dump(request)
+        if reason == "stall":
+            self._open[token] = _OpenStall(request, dump, before, since, time.monotonic())
+            if request["by"] == self._target.host:
+                self._conclude(self._open.pop(token))
+
+    def _dump(self, request: DumpRequest) -> NodeDump:
+        target, token = self._target, request["token"]
+        ranks = [each.rank for each in read_heartbeats(target.folder) if each.role == "rank"]
+        before = flight_recorder.file_stamps(target.folder, ranks)
+        flight_recorder.request_files(target.folder, ranks)
+        dump = dump_node(
+            target.folder,
+            target.host,
+            token,
+            request["reason"],
+            rounds=request["rounds"],
+            round_seconds=target.section.round_seconds,
+            native=bool(request.get("native")),
+        )
+        copies = target.node.flight_path(token)
+        try:
+            self._disk.ask(
+                lambda: flight_recorder.copy_files(target.folder, ranks, copies, before),
+                _DISK_SECONDS,
+            )
+            self._disk.ask(lambda: target.node.write_dump(dump), _DISK_SECONDS)
+            self._disk.ask(lambda: prune_dumps(target.node), _DISK_SECONDS)
+            self._disk.ask(lambda: prune_requests(target.run, self._timeouts.launch), _DISK_SECONDS)
+        except OSError as error:
+            self._reporter.log(f"{token}: the dump is not written: {error}")
+        return dump
+
+    def _conclude_stalls(self) -> None:
+        """Act on diagnoses that other nodes have published; conclude when it is this one's turn."""
+        for token, stall in list(self._open.items()):
+            self._token = token
+            age = time.monotonic() - stall.dumped_at
+            if diagnosis := read_diagnosis(self._disk, token):
+                del self._open[token]
+                self._act_on(diagnosis, stall.request)
+            elif age > _FORGET_SECONDS:
+                del self._open[token]
+            elif age >= _TURN_SECONDS * self._turn(stall, age):
+                del self._open[token]
+                if not self._heartbeats().get(stall.request["by"], {}).get("ended"):
+                    self._reporter.log(f"{token}: {stall.request['by']} has not concluded")
+                    self._conclude(stall)
+
+    def _turn(self, stall: _OpenStall, age: float) -> int:
+        if stall.turn is None and age >= _TURN_SECONDS:
+            run, token = self._target.run, stall.request["token"]
+            nodes = list[NodeDirectory]()
+            with suppress(OSError):
+                nodes = self._disk.ask(lambda: _nodes_with_dump(run, token), _DISK_SECONDS)
+            answered = [each.host for each in nodes]
+            stall.turn = turn_of(self._target.host, stall.request["by"], answered)
+        return 1 if stall.turn is None else stall.turn
+
+    def _conclude(self, stall: _OpenStall) -> None:
+        """Diagnose a stall from all nodes' dumps; the first diagnosis that is written counts."""
+        request, token, run = stall.request, stall.request["token"], self._target.run
+        dumps, silent = collect_dumps(self._disk, request, stall.dump, stall.before, stall.since)
+        dumps = [self._with_current_alarm(each, request) for each in dumps]
+        folders = [NodeDirectory(run, each["host"]).flight_path(token) for each in dumps]
+        recorders: dict[int, dict[str, Any]] = {}
+        with suppress(OSError):
+            recorders, _ = self._disk.ask(
+                lambda: flight_recorder.read_folders(folders), _READ_SECONDS
+            )
+        diagnosis = diagnose(request, dumps, silent, recorders, self._target.host)
+        path = diagnosis_path(run, token)
+        is_first = diagnosis.kind != "cleared"
+        try:
+            is_first = self._disk.ask(lambda: write_once(path, diagnosis.as_dict()), _DISK_SECONDS)
+        except OSError as error:  # reported twice rather than never
+            self._reporter.log(f"{token}: the diagnosis is not written: {error}")
+        if not is_first:
+            diagnosis = read_diagnosis(self._disk, token) or diagnosis
+        elif diagnosis.kind == "cleared":
+            self._reporter.log(f"{token}: {diagnosis.sentence}")
+        else:
+            found = diagnosis.as_dict()
+            names = ("kind", "token", "launch", "step", "phase", "seconds", "limit", "sentence")
+            facts = {name: found[name] for name in (*names, "suspects")}
+            self._reporter.emit("stalled", **facts, verdict=f"stalls/{path.name}")
+        self._act_on(diagnosis, request)
+
+    def _with_current_alarm(self, dump: NodeDump, request: DumpRequest) -> NodeDump:
+        """A dump of this node with the present heartbeat of the process that raised the alarm.
+
+        It may have moved on while the other nodes' dumps were awaited.
+        """
+        alarm: Mapping[str, Any] = request.get("stall", {})
+        if not alarm or alarm["host"] != self._target.host or dump["host"] != alarm["host"]:
+            return dump
+        role, pid = alarm["role"], alarm["pid"]
+        found = read_heartbeat(page_path(self._target.folder, role, alarm["rank"], pid))
+        is_gone = found is None or (role == "decode" and not found.is_alive)
+        *rounds, last = dump["rounds"]
+        processes = [each for each in last["processes"] if not is_gone or each["pid"] != pid]
+        for number, each in enumerate(processes):
+            if found is not None and (each["pid"], each["role"]) == (pid, role):
+                processes[number] = {**each, "heartbeat": found.as_dict()}
+        return {**dump, "rounds": [*rounds, {**last, "processes": processes}]}
+
+    def _act_on(self, diagnosis: StallDiagnosis, request: DumpRequest) -> None:
+        if diagnosis.kind == "cleared":
+            self._outcomes[diagnosis.token] = "cleared"
+            return
+        self._outcomes[diagnosis.token] = "stalled"
+        self.num_stalls += 1
+        self._actions.act_on(diagnosis, request)
+
+    def _heartbeats(self) -> dict[str, dict[str, Any]]:
+        """The other nodes' heartbeats, by host; none if the disk gives no answer."""
+        with suppress(OSError):
+            found = self._disk.ask(lambda: node_heartbeats(self._target.run), _DISK_SECONDS)
+            return {host: each for host, each in found.items() if host != self._target.host}
+        return {}
+
+
+def _next(queue: SimpleQueue[_T]) -> _T | None:
+    return None if queue.empty() else queue.get()  # nobody else takes from it
+
+
+# --- On request of a person.
+
+
+@dataclass(frozen=True)
+class RunDumps:
+    """Dumps that a person has asked for."""
+
+    files: tuple[Path, ...] = ()  # of nodes with a watcher
+    own: NodeDump | None = None  # of this node, where no watcher has dumped it
+    silent: tuple[str, ...] = ()  # nodes whose watcher lives but gave no dump in time
+
+    def dumps(self) -> Iterator[NodeDump]:
+        """One by one: those of a thousand nodes would fill the memory."""
+        yield from (found for path in self.files if (found := read_dump(path)))
+        if self.own is not None:
+            yield self.own
+
+
+def dump_run(run: RunDirectory, *, native: bool) -> RunDumps:
+    """Dump all processes of a run; those of this node also without a watcher.
+
+    Raises:
+        RunError: it is no run directory, or no process of it runs.
+    """
+    if not run.exists():
+        raise RunError(
+            f"{run.path} is not a run directory: it has no recipe.toml. "
+            "Name a run directory, or a process with --pid."
+        )
+    here, folder = this_node(run).host, heartbeat_dir(run.path)
+    token = f"asked_{file_time()}_{re.sub('[^0-9A-Za-z-]', '-', here)}"
+    request: DumpRequest = {
+        "token": token,
+        "time": now(),
+        "by": here,
+        "reason": "asked",
+        "rounds": _ASKED_ROUNDS,
+        "native": native,
+    }
+    silent: list[str] = []
+    with suppress(OSError):  # the disk is full or not ours; this node can be dumped nevertheless
+        before, since = node_heartbeats(run), time.monotonic()
+        write_once(request_path(run, token), request)
+        disk = RunDirThread(this_node(run))
+        missing = wait_for_dumps(disk, token, before, since, _ASKED_SECONDS)
+        disk.close(0.0)
+        silent = [host for host, is_alive in missing.items() if is_alive]
+    nodes, own = _nodes_with_dump(run, token), None
+    is_here = any(each.is_alive for each in read_heartbeats(folder))
+    if is_here and here not in (node.host for node in nodes):
+        own = dump_node(
+            folder,
+            here,
+            token,
+            "asked",
+            rounds=_ASKED_ROUNDS,
+            round_seconds=_ASKED_ROUND_SECONDS,
+            native=native,
+        )
+        silent = [host for host in silent if host != here]
+    if not (nodes or own or silent):
+        raise RunError(
+            f"No process of {run.path} runs: there is none on this node ({here}), and no watcher "
+            "of another one answers. "
+            f"To see how it ended: {command()} show {shlex.quote(str(run.path))}"
+        )
+    return RunDumps(tuple(node.dump_path(token) for node in nodes), own, tuple(silent))
+
+
+def dump_process_tree(pid: int, *, native: bool) -> RunDumps:
+    """Dump a process of this node and all that it started.
+
+    Raises:
+        RunError: there is no such process, or it is another user's.
+    """
+    found, here = facts(pid), socket.gethostname()
+    if found is None:
+        raise RunError(f"There is no process {pid} on this node ({here}).")
+    if found.state == "Z":
+        raise RunError(f"Process {pid} has ended; its parent, {found.ppid}, has not reaped it.")
+    try:
+        owner = Path(f"/proc/{pid}").stat().st_uid
+    except OSError as error:
+        raise RunError(f"Process {pid} has just ended.") from error
+    if os.geteuid() not in (0, owner):
+        raise RunError(
+            f"Process {pid} belongs to {_user(owner)}, and this is {_user(os.geteuid())}: its "
+            f"stacks can be read by its user or by root (sudo longtake stacks --pid {pid})."
+        )
+    return RunDumps(
+        own=dump_tree(
+            pid, here, rounds=_ASKED_ROUNDS, round_seconds=_ASKED_ROUND_SECONDS, native=native
+        )
+    )
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"

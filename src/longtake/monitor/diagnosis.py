@@ -1,0 +1,612 @@
+"""From dumps of all nodes to one diagnosis: which process caused a stall, which only wait; pure.
+
+A run hangs at one rank, and all others wait for it. Who waits is no suspect; who is waited for is,
+and of several the one that has come least far. In this order:
+
+1. a rank that died; a process that is stopped, or waits for a device that does not answer;
+2. where ranks wait for data, the decode workers that have been at one clip longest; and the process
+   that raised the alarm;
+3. ranks that wait for nobody while others do: they never joined. (Of a rank that waits for its
+   checkpoint the saver's thread counts.)
+4. a node that does not answer, if ranks are missing;
+5. if all wait: whom the flight recorder names; or who waits elsewhere than most; or, without a
+   majority, who is behind;
+6. if all wait at the same place, nobody: it is the network.
+
+A suspect that moves is slow, not stuck, and comes after those that do not.
+"""
+
+import linecache
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import longtake
+from longtake.fsio import now
+from longtake.heartbeat import Phase
+from longtake.monitor.dumps import ProcessTrace, traces
+from longtake.monitor.flight_recorder import BlockedCollective, analyse
+from longtake.monitor.sentences import describe
+from longtake.node_dir import DumpRequest, NodeDump
+from longtake.stacks import (
+    Call,
+    Stack,
+    is_library_file,
+    native_stack,
+    python_stack,
+    short_file,
+    user_frame,
+)
+
+StallKind = Literal["stuck", "slow", "lost", "link", "unknown", "cleared"]
+"""`stuck`: it does not move; `slow`: it moves, for longer than ever; `lost`: its process died, or
+its node does not answer; `link`: all ranks wait at the same place, so it is the network; `unknown`:
+no process could be read; `cleared`: the process that raised the alarm moved on meanwhile."""
+
+Wait = Literal["collective", "data", "device", "checkpoint", "lock", "nothing"]
+"""`lock`: another thread or process of the same node; `nothing`: it computes or hangs by itself."""
+
+_WAIT_WORDS: dict[Wait, str] = {
+    "collective": "a collective",
+    "data": "data",
+    "device": "the device",
+    "checkpoint": "a checkpoint",
+    "lock": "a lock",
+    "nothing": "nothing",
+}
+_FOR_OTHER_RANKS = ("collective", "device")
+_ON_DEVICE = ("forward", "backward", "collective", "optimizer")
+_MAX_SUSPECTS = 8
+_MAX_EXAMINED = 1000  # to tell whether a process has moved, all its stacks are read
+_PHASE_ORDER: dict[str, int] = {phase: place for place, phase in enumerate(get_args(Phase))}
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A process that others wait for, or that hangs by itself; or a node that does not answer."""
+
+    host: str
+    pid: int  # 0 of a node
+    role: Literal["rank", "decode", "node"]
+    rank: int | None  # its rank, or that of the rank that started it
+    thread: str = ""  # empty: the main one
+    function: str = ""  # innermost call outside of libraries, or innermost of all; empty: unknown
+    file: str = ""  # of that call, as the process has it
+    line: int = 0  # 0: unknown
+    within: str = ""  # the Python call it waits in, if another: `wait (threading.py:327)`
+    doing: str = ""  # the heartbeat's phase
+    step: int = 0  # global step of a rank; windows that a decode worker has begun
+    seconds: float = 0.0  # since the phase began; also of a process that died
+    clip: str = ""  # identity of the clip that a decode worker reads
+    clip_path: str = ""
+    state: str = ""  # as in /proc, in the last round; empty: it died
+    cpu_share: float = 0.0  # cores that it kept busy between first and last round
+    native: str | None = None  # the innermost C call, where it was read
+    has_gil: bool = False  # that thread holds it
+    moved: bool = False  # its stack or heartbeat changed between the rounds
+    waits_in: str = "nothing"  # a `Wait`
+
+
+@dataclass(frozen=True)
+class WaitingRanks:
+    """Ranks that wait for the same."""
+
+    doing: str  # what they wait for: `a collective`, `data`, `the device`, `a checkpoint`, `a lock`
+    ranks: tuple[int, ...]
+    host_count: int
+
+
+@dataclass(frozen=True)
+class MissingIn:
+    """A collective that ranks are to blame for, by the flight recorder."""
+
+    group: str  # the process group, by its description if it has one
+    op: str  # such as `nccl:all_reduce`
+    ranks: tuple[int, ...]  # who is to blame
+    has_joined: bool = False  # they joined it and did not finish it; else they never joined
+
+
+@dataclass(frozen=True)
+class StallDiagnosis:
+    """stalls/<token>.json."""
+
+    token: str  # of the request
+    time: str
+    host: str  # who made it
+    kind: StallKind
+    launch: str
+    step: int  # of the process that raised the alarm; without an alarm, of the first suspect
+    phase: str  # likewise
+    seconds: float | None  # for which that process had been in it at the alarm
+    limit: float | None  # of the phase, in seconds; None: no alarm
+    suspects: tuple[Suspect, ...]  # the first is the cause
+    waiting: tuple[WaitingRanks, ...]
+    silent_nodes: tuple[str, ...]  # gave no dump
+    missing_in: tuple[MissingIn, ...]  # what the flight recorder adds
+    sentence: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def diagnose(
+    request: DumpRequest,
+    dumps: Sequence[NodeDump],
+    silent: Sequence[str],
+    recorders: Mapping[int, Mapping[str, Any]],
+    host: str = "",
+) -> StallDiagnosis:
+    """Find the cause of a stall, whatever the dumps are.
+
+    Args:
+        request: with the process that raised the alarm, if one did.
+        dumps: one of each node that answered.
+        silent: nodes that gave none.
+        recorders: the flight recorders' files, by rank.
+        host: who asks for the diagnosis.
+    """
+    blocked = analyse(recorders)
+    stalled = frozenset(rank for each in blocked for rank in each.stalled_ranks)
+    snapshot = StallSnapshot.of(dumps, stalled)
+    alarm: Mapping[str, Any] = request.get("stall", {})
+    kind, suspects = _blame(snapshot, alarm, silent, blocked)
+    if alarm and has_moved_on(alarm, dumps):
+        kind, suspects = "cleared", []
+    first = suspects[0] if suspects else None
+    found = StallDiagnosis(
+        token=request["token"],
+        time=now(),
+        host=host,
+        kind=kind,
+        launch=str(alarm.get("launch", "")) or next((each["launch"] for each in dumps), ""),
+        step=int(alarm.get("step", first.step if first else 0)),
+        phase=str(alarm.get("phase", first.doing if first else "")),
+        seconds=alarm.get("seconds"),
+        limit=alarm.get("limit"),
+        suspects=tuple(suspects),
+        waiting=snapshot.waiting(suspects),
+        silent_nodes=tuple(silent),
+        missing_in=_missing_in(blocked),
+        sentence="",
+    )
+    sentence = describe(found, snapshot)
+    return replace(found, suspects=found.suspects[:_MAX_SUSPECTS], sentence=sentence)
+
+
+def has_moved_on(alarm: Mapping[str, Any], dumps: Sequence[NodeDump]) -> bool:
+    """Whether the process that raised an alarm has left that phase, by its node's last round.
+
+    A rank that died has not. One that ended as it should has, and so has a decode worker that died:
+    its pool has replaced it. Without a dump of its node nothing is known.
+    """
+    dump = next((each for each in dumps if each["host"] == alarm["host"]), None)
+    if dump is None or not dump["rounds"]:
+        return False
+    who = alarm["role"], alarm["pid"]
+    for each in dump["rounds"][-1]["processes"]:
+        after = each["heartbeat"]
+        if after and (after["role"], after["pid"]) == who and each["state"] not in ("", "Z", "X"):
+            # A decode worker counts windows, and its alarm has the run's step.
+            names = ("phase", "step", "detail") if alarm["role"] == "rank" else ("phase", "detail")
+            is_same = all(alarm.get(name) in (None, after[name]) for name in names)
+            return not is_same or after["seconds"] < alarm["seconds"]
+    died = any((each["role"], each["pid"]) == who for each in dump["missing"])
+    return alarm["role"] != "rank" or not died
+
+
+# --- Who is to blame.
+
+
+_Blame = tuple[StallKind, list[Suspect]]
+
+
+def _blame(
+    snapshot: "StallSnapshot",
+    alarm: Mapping[str, Any],
+    silent: Sequence[str],
+    blocked: Sequence[BlockedCollective],
+) -> _Blame:
+    if snapshot.lost:
+        return "lost", list(snapshot.lost)
+    if found := _halted(snapshot) or _hanging_alone(snapshot, alarm):
+        kind: StallKind = "slow" if found[0].has_moved else "stuck"
+        return kind, [each.suspect() for each in found]
+    if snapshot.absent or (silent and not snapshot.ranks):
+        return "lost", [Suspect(host, 0, "node", None) for host in silent]
+    recorded = {rank for each in blocked for rank in each.to_blame}
+    found = [each for each in snapshot.ranks if each.rank in recorded] or _out_of_place(snapshot)
+    if found:
+        return "stuck", [each.suspect() for each in found]
+    return "link" if snapshot.ranks else "unknown", []
+
+
+def _halted(snapshot: "StallSnapshot") -> list["ProcessState"]:
+    """Processes that a signal stopped, that were not reaped, or ranks that a device blocks."""
+    ranks = [each for each in snapshot.ranks if _is_stopped(each.trace) or _is_blocked(each)]
+    traces = [each for every in snapshot.decoding.values() for each in every if _is_stopped(each)]
+    workers = [ProcessState.of(each) for each in traces]
+    return [*sorted(ranks, key=_longest_first), *sorted(workers, key=_longest_first)]
+
+
+def _is_stopped(trace: ProcessTrace) -> bool:
+    return trace.last["state"] in ("T", "t", "Z")
+
+
+def _is_blocked(each: "ProcessState") -> bool:
+    states = [seen["state"] for seen in each.trace.rounds]
+    return len(states) > 1 and set(states) == {"D"} and not each.has_moved
+
+
+def _longest_first(each: "ProcessState") -> float:
+    return -each.seconds
+
+
+def _hanging_alone(snapshot: "StallSnapshot", alarm: Mapping[str, Any]) -> list["ProcessState"]:
+    """Processes that wait for no other rank: first who raised the alarm, then who is behind.
+
+    If any do not move, only those, without such as have only just arrived.
+    """
+    starved = {each.rank for each in snapshot.ranks if each.wait == "data"}
+    workers = _hanging_workers(snapshot, starved, alarm)
+    fed = {each.rank for each in workers}
+    alone = [each for each in snapshot.ranks if each.wait not in _FOR_OTHER_RANKS]
+    found = [*workers, *(each for each in alone if each.wait != "data" or each.rank not in fed)]
+    still = [each for each in found if not each.has_moved]
+    longest = max((each.seconds for each in still), default=0.0)
+    found = [each for each in still if 2 * each.seconds >= longest] or found
+    position = {each.rank: each.position for each in snapshot.ranks}
+    alarmed = alarm.get("host"), alarm.get("pid")
+    return sorted(
+        found,
+        key=lambda each: (
+            (each.trace.host, each.trace.pid) != alarmed,
+            position.get(each.rank, (0, 0)),
+            -each.seconds,
+        ),
+    )
+
+
+def _hanging_workers(
+    snapshot: "StallSnapshot", starved: set[int], alarm: Mapping[str, Any]
+) -> list["ProcessState"]:
+    """Decode workers that ranks wait for, or that raised the alarm.
+
+    Those that do not move and have been at one clip longest; without such, the first of the rest.
+    """
+    is_alarmed = alarm.get("role") == "decode"
+    owners = starved | ({int(alarm["rank"])} if is_alarmed else set())
+    of_owners = (each for rank in owners for each in snapshot.decoding.get(rank, ()))
+    longest = sorted(of_owners, key=lambda each: -each.seconds_in_phase)[:_MAX_EXAMINED]
+    found: list[ProcessState] = []
+    for trace in longest:
+        if trace.rank in starved or (is_alarmed and trace.pid == alarm["pid"]):
+            found.append(ProcessState.of(trace))
+        if sum(not each.has_moved for each in found[-2 * _MAX_SUSPECTS :]) > _MAX_SUSPECTS:
+            break
+    return [each for each in found if not each.has_moved] or found[:1]
+
+
+def _out_of_place(snapshot: "StallSnapshot") -> list["ProcessState"]:
+    """Of ranks that all wait for each other, those that do it where the others do not."""
+    places: dict[Any, list[ProcessState]] = defaultdict(list)
+    for each in snapshot.ranks:
+        places[each.position, each.place].append(each)
+    if len(places) < 2:
+        return []
+    most = max(places.values(), key=len)
+    if 2 * len(most) > len(snapshot.ranks):
+        rest = [each for group in places.values() if group is not most for each in group]
+    else:
+        behind = min(each.position for each in snapshot.ranks)
+        rest = [each for each in snapshot.ranks if each.position == behind]
+    return sorted(rest, key=lambda each: (each.position, -each.seconds))
+
+
+def _missing_in(blocked: Sequence[BlockedCollective]) -> tuple[MissingIn, ...]:
+    found = []
+    for each in blocked:
+        group, missing = each.description or each.group, set(each.missing_ranks)
+        never = tuple(rank for rank in each.to_blame if rank in missing)
+        stalled = tuple(rank for rank in each.to_blame if rank not in missing)
+        if never:
+            found.append(MissingIn(group, each.op, never))
+        if stalled:
+            found.append(MissingIn(group, each.op, stalled, has_joined=True))
+    return tuple(found)
+
+
+# --- The processes of a stall.
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessState:
+    """A rank or decode worker: the thread that matters, and what it waits for."""
+
+    trace: ProcessTrace
+    thread: str  # empty: the main one
+    calls: Stack  # of that thread, in the last round
+    native: Stack  # the C calls below them, where they were read
+    wait: Wait
+    has_gil: bool  # that thread holds it
+
+    @classmethod
+    def of(cls, trace: ProcessTrace) -> "ProcessState":
+        """Find the thread that tells what a process waits for.
+
+        A rank that waits for its checkpoint is where the thread is that writes it; one that
+        computes gradients on a device, where autograd's is; one that decodes in threads, there.
+        """
+        phase = str((trace.heartbeat or {}).get("phase", ""))
+        threads = trace.threads
+        if not threads:
+            return cls(trace, "", (), (), classify_wait((), phase), has_gil=False)
+        main = cls._of_thread(trace, threads[0], "", phase)
+        if trace.role == "rank":
+            for each in threads[1:]:
+                if each["frames"] and main._is_represented_by(each):
+                    return cls._of_thread(trace, each, str(each["name"]), phase)
+        return main
+
+    @classmethod
+    def _of_thread(
+        cls, trace: ProcessTrace, thread: Mapping[str, Any], name: str, phase: str
+    ) -> "ProcessState":
+        calls, native = python_stack(thread), native_stack(thread)
+        wait = classify_wait(calls, phase, native)
+        return cls(trace, name, calls, native, wait, thread["has_gil"])
+
+    def _is_represented_by(self, thread: Mapping[str, Any]) -> bool:
+        name = str(thread["name"])
+        if self.wait == "checkpoint":
+            return name.startswith("checkpoint")
+        if self.wait == "data":  # "decode_0": of a pool without processes
+            return name.startswith("decode_") and user_frame(python_stack(thread)) is not None
+        in_autograd = bool(self.calls) and self.calls[0][0] == "_engine_run_backward"
+        return in_autograd and name.startswith("pt_autograd")
+
+    @property
+    def rank(self) -> int:
+        """Its rank, or that of the rank that started it."""
+        return -1 if self.trace.rank is None else self.trace.rank
+
+    @property
+    def seconds(self) -> float:
+        """In its phase."""
+        return self.trace.seconds_in_phase
+
+    @cached_property
+    def has_moved(self) -> bool:
+        """Whether the thread's stack or the heartbeat changed between rounds."""
+        if self.trace.has_moved:
+            return True
+        seen = self.trace.stacks_of(self.thread) if self.thread else []
+        return any(stack != seen[0] for stack in seen[1:])
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """How far it has come: steps done in the launch, place of the phase in a step."""
+        heartbeat = self.trace.heartbeat or {}
+        phase = _PHASE_ORDER.get(str(heartbeat.get("phase")), 0)
+        return int(heartbeat.get("steps_done", 0)), phase
+
+    @property
+    def place(self) -> Call | None:
+        """The call that says most about where it is."""
+        return user_frame(self.calls) or (self.calls[0] if self.calls else None)
+
+    def suspect(self) -> Suspect:
+        trace, heartbeat = self.trace, self.trace.heartbeat or {}
+        function, file, line = self.place or ("", "", 0)
+        is_decoding = trace.role == "decode"
+        within = ""
+        if self.calls and self.calls[0] != self.place:
+            name, inner_file, inner_line = self.calls[0]
+            within = f"{name} ({short_file(inner_file)}:{inner_line})"
+        native = None
+        if self.native:
+            name, library, _ = self.native[0]
+            native = f"{name} ({library.rpartition('/')[2]})" if library else name
+        return Suspect(
+            host=trace.host,
+            pid=trace.pid,
+            role="decode" if is_decoding else "rank",
+            rank=trace.rank,
+            thread=self.thread,
+            function=function,
+            file=file,
+            line=line,
+            within=within,
+            doing=str(heartbeat.get("phase", "")),
+            step=int(heartbeat.get("step", 0)),
+            seconds=round(self.seconds, 2),
+            clip=str(heartbeat.get("detail", "")) if is_decoding else "",
+            clip_path=str(heartbeat.get("path_of_clip", "")),
+            state=trace.last["state"],
+            cpu_share=round(max(0.0, trace.cpu_share), 3),
+            native=native,
+            has_gil=self.has_gil,
+            moved=self.has_moved,
+            waits_in=self.wait,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class StallSnapshot:
+    """All processes of a stall."""
+
+    ranks: Sequence[ProcessState]  # living ones
+    decoding: Mapping[int, Sequence[ProcessTrace]]  # busy decode workers, by rank
+    lost: Sequence[Suspect]  # ranks whose process died
+    rounds: int  # of dumps
+    world_size: int  # 0: unknown
+
+    @classmethod
+    def of(cls, dumps: Sequence[NodeDump], stalled: frozenset[int]) -> "StallSnapshot":
+        """Arrange dumps; `stalled`: ranks in an unfinished collective by the flight recorder."""
+        last = {each["host"]: [r["seconds"] for r in each["rounds"]][-1:] for each in dumps}
+        ranks: list[ProcessState] = []
+        decoding: dict[int, list[ProcessTrace]] = defaultdict(list)
+        lost = [_lost(each, dump["host"]) for dump in dumps for each in dump["missing"]]
+        for trace in traces(dumps):
+            is_last = trace.seconds[-1] >= last[trace.host][0]
+            is_there = is_last and trace.last["state"] not in ("", "X")
+            is_idle = (trace.heartbeat or {"phase": "idle"})["phase"] in ("idle", "ended")
+            if trace.role == "rank" and is_there:
+                ranks.append(ProcessState.of(trace))
+            elif trace.role == "rank":
+                lost.append(replace(ProcessState.of(trace).suspect(), state=""))
+            elif trace.role == "decode" and is_there and not is_idle:
+                decoding[-1 if trace.rank is None else trace.rank].append(trace)
+        # Each once: a process may have died while the rounds were read.
+        once = {(each.host, each.pid): each for each in lost if each.role == "rank"}
+        sizes = [int((each.trace.heartbeat or {}).get("world_size", 0)) for each in ranks]
+        return cls(
+            ranks=_with_device_waits(ranks, stalled),
+            decoding=decoding,
+            lost=sorted(once.values(), key=lambda each: -each.seconds),
+            rounds=max((len(each["rounds"]) for each in dumps), default=0),
+            world_size=max(sizes, default=0),
+        )
+
+    @property
+    def absent(self) -> list[int]:
+        """Ranks that no node has shown."""
+        seen = {each.rank for each in self.ranks} | {each.rank for each in self.lost}
+        return [rank for rank in range(self.world_size) if rank not in seen]
+
+    def waiting(self, suspects: Iterable[Suspect]) -> tuple[WaitingRanks, ...]:
+        """Ranks that only wait, by what for; the largest group first."""
+        blamed = {(each.host, each.pid) for each in suspects}
+        groups: dict[str, list[ProcessState]] = defaultdict(list)
+        for each in self.ranks:
+            if each.wait != "nothing" and (each.trace.host, each.trace.pid) not in blamed:
+                groups[_WAIT_WORDS[each.wait]].append(each)
+        found = [
+            WaitingRanks(
+                doing,
+                tuple(sorted(each.rank for each in group)),
+                len({each.trace.host for each in group}),
+            )
+            for doing, group in groups.items()
+        ]
+        return tuple(sorted(found, key=lambda each: -len(each.ranks)))
+
+
+def _with_device_waits(
+    ranks: Sequence[ProcessState], stalled: frozenset[int]
+) -> list[ProcessState]:
+    """Mark ranks that wait for their GPU, which their Python calls do not show.
+
+    Those that do not move and, by the flight recorder, have an unfinished collective; or those at
+    the same line as most ranks.
+    """
+    candidates = {each for each in ranks if _may_wait_for_device(each)}
+    places = Counter((each.position, each.place) for each in candidates)
+    place, count = next(iter(places.most_common(1)), (None, 0))
+    most = place if 2 * count > max(2, len(ranks)) else None
+    return [
+        replace(each, wait="device")
+        if each in candidates and (each.rank in stalled or (each.position, each.place) == most)
+        else each
+        for each in ranks
+    ]
+
+
+def _may_wait_for_device(each: ProcessState) -> bool:
+    phase = str((each.trace.heartbeat or {}).get("phase"))
+    return each.wait == "nothing" and phase in _ON_DEVICE and not each.has_moved
+
+
+def _lost(heartbeat: Mapping[str, Any], host: str) -> Suspect:
+    """A process of which only its heartbeat page is left."""
+    is_rank = heartbeat["role"] == "rank"
+    return Suspect(
+        host=host,
+        pid=int(heartbeat["pid"]),
+        role="rank" if is_rank else "decode",
+        rank=int(heartbeat["rank"]),
+        doing=str(heartbeat["phase"]),
+        step=int(heartbeat["step"]),
+        seconds=round(float(heartbeat["seconds"]), 2),
+        clip="" if is_rank else str(heartbeat["detail"]),
+        clip_path=str(heartbeat["path_of_clip"]),
+    )
+
+
+# --- What a thread waits for. Its calls tell more than its phase: a rank in the phase `collective`
+# may sleep in a hook, and one in `forward` may gather weights.
+
+_COLLECTIVE = re.compile(
+    r"/torch/distributed/(?:distributed_c10d|_functional_collectives|rendezvous|c10d_logger|"
+    r"utils|nn/functional|device_mesh|fsdp/|tensor/|_composable/|algorithms/|_tools/|"
+    r"checkpoint/utils|checkpoint/_nested_dict)"
+)
+_OWN_COLLECTIVE = re.compile(r"/longtake/parallel/collectives\.py$")
+_SAVER = "/longtake/checkpoint/saver.py"
+_THREADS = re.compile(
+    r"/(?:threading|queue|subprocess|selectors|concurrent/futures/\w+|multiprocessing/\w+)\.py$"
+)
+_WAITS = {
+    *("wait", "_wait_for_tstate_lock", "acquire", "__enter__", "join", "get", "put", "select"),
+    *("result", "exception", "poll", "_poll", "recv", "recv_bytes", "_recv", "_recv_bytes"),
+    *("_try_wait", "_wait", "communicate", "_communicate"),
+}
+_DEVICE = re.compile(r"/torch/(?:cuda|accelerator)/\w+\.py$")
+_READS_DEVICE = re.compile(r"\.(?:tolist|item|cpu|to)\(")
+_PACKAGE = Path(longtake.__file__).parent
+_DRIVER = re.compile(r"^(?:cuda|cu|hip)\w*Synchronize|^cu(?:da)?Memcpy|^cuEventQuery")
+_BY_PHASE: dict[str, Wait] = {
+    "collective": "collective",
+    "rendezvous": "collective",
+    "data": "data",
+    "checkpoint": "checkpoint",
+    "save": "checkpoint",
+}
+
+
+def classify_wait(calls: Stack, phase: str, native: Stack = ()) -> Wait:
+    """What a thread waits for.
+
+    Args:
+        calls: its Python calls, the innermost first; empty: unreadable, so the phase decides.
+        phase: of its rank's heartbeat.
+        native: the C calls below them, where known.
+    """
+    if not calls:
+        return _BY_PHASE.get(phase, "nothing")
+    below, own = tuple(takewhile(lambda call: is_library_file(call[1]), calls)), user_frame(calls)
+    if any(_COLLECTIVE.search(file) for _, file, _ in below):
+        return "collective"
+    if own is not None and _OWN_COLLECTIVE.search(own[1]):
+        return "collective"
+    if any(_DRIVER.search(name) for name, _, _ in native):
+        return "device"
+    if any("synchronize" in name and _DEVICE.search(file) for name, file, _ in below):
+        return "device"
+    if not native and _reads_device(calls[0]):
+        return "device"
+    # py-spy says `Condition.wait` where Python knows qualified names, and `wait` elsewhere.
+    names = (name.rpartition(".")[2] for name, file, _ in below if _THREADS.search(file))
+    if not any(name in _WAITS for name in names):
+        return "nothing"
+    if own is not None and own[1].endswith(_SAVER):
+        return "checkpoint"
+    return "data" if phase in ("data", "cache") else "lock"
+
+
+def _reads_device(call: Call) -> bool:
+    """Whether a line of training takes values from the device, which shows no call of torch's.
+
+    The line is read in this process's own package: another process's file may be anything.
+    """
+    _, file, line = call
+    _, ours, name = file.rpartition("/longtake/training/")
+    if not ours or "/" in name:
+        return False
+    code = linecache.getline(str(_PACKAGE / "training" / name), line)
+    return _READS_DEVICE.search(code) is not None

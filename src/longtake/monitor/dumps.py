@@ -1,0 +1,491 @@
+"""Dumps of all processes of a run on one node, over several rounds, and their groups.
+
+No process is paused: py-spy reads them while they run. At the end, if requested, those that have
+not moved are read once more with their C calls, for which each is paused for a moment.
+"""
+
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from longtake import stacks
+from longtake.fsio import is_linked, now, read_json, remove_tree
+from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeats
+from longtake.node_dir import NodeDirectory, NodeDump, ProcessDump, Round, requests_path
+from longtake.run_dir import RunDirectory
+from longtake.stacks import Stack, descendants, facts, native_stack, parents, python_stack
+
+ProcessRole = Literal["rank", "decode", "agent", "helper"]
+DumpReason = Literal["stall", "asked"]
+_ROLES = ("rank", "decode", "agent", "helper")
+_AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+_OBSERVERS = ("longtake.monitor", "longtake watch", "longtake stacks", "py-spy")
+_NATIVE_SECONDS = {"stall": 1.8, "asked": 6.0}  # for all processes of a node together
+_HALTED = ("T", "t", "D")
+_MAX_DUMPS = 50
+_REQUEST_SECONDS = 86400.0
+_TOKENS = ("stall_", "asked_")
+
+
+# --- Which processes belong to a run.
+
+
+@dataclass(frozen=True)
+class RunProcess:
+    """A process of a run: a rank or decode worker, torchrun's agent, or what these started."""
+
+    pid: int
+    role: ProcessRole
+    rank: int | None  # its rank, or that of the rank that started it
+    heartbeat: Heartbeat | None = None
+    signal_file: Path | None = None  # where it writes its stacks at SIGUSR2
+
+
+def processes_of_run(folder: Path) -> list[RunProcess]:
+    """All processes of a run on this node, by its heartbeat folder; observers do not belong."""
+    heartbeats = [each for each in read_heartbeats(folder) if each.is_alive]
+    known = parents()
+    ranks = [each.pid for each in heartbeats if each.role == "rank"]
+    agents = _agents({known.get(pid, 0) for pid in ranks})
+    return [
+        *map(_with_heartbeat, heartbeats),
+        *(RunProcess(pid, "agent", None) for pid in agents),
+        *_helpers([*agents, *ranks], heartbeats, known),
+    ]
+
+
+def process_tree(pid: int) -> list[RunProcess]:
+    """A process and all that it started, of whatever run."""
+    known = parents()
+    pids = {pid, *descendants(pid, known)}
+    folders = heartbeat_dir(Path()).parent.glob("*")
+    pages = (each for folder in folders for each in read_heartbeats(folder))
+    heartbeats = [each for each in pages if each.pid in pids and each.is_alive]
+    found = [
+        *map(_with_heartbeat, heartbeats),
+        *(RunProcess(agent, "agent", None) for agent in _agents({pid})),
+        *_helpers([pid], heartbeats, known),
+    ]
+    is_known = any(each.pid == pid for each in found)
+    return found if is_known else [RunProcess(pid, "helper", None), *found]
+
+
+def _agents(pids: Collection[int]) -> list[int]:
+    found = [each for each in map(facts, sorted(pids)) if each]
+    return [each.pid for each in found if any(name in each.command for name in _AGENTS)]
+
+
+def _with_heartbeat(heartbeat: Heartbeat) -> RunProcess:
+    pid, role = heartbeat.pid, heartbeat.role
+    file: Path | None = stacks.stack_file(heartbeat.path.parent, pid)
+    if file and not file.exists():  # a decode worker writes to memory, which its pool reads
+        file, stderr = None, Path(f"/proc/{pid}/fd/2")
+        with suppress(OSError):
+            file = stderr if str(stderr.readlink()).startswith("/memfd:") else None
+    return RunProcess(pid, role, heartbeat.rank, heartbeat, file)
+
+
+def _helpers(
+    roots: Sequence[int], heartbeats: Sequence[Heartbeat], known: Mapping[int, int]
+) -> list[RunProcess]:
+    of_pid = {each.pid: each for each in heartbeats}
+    below = {pid for root in roots for pid in descendants(root, known)}
+    observers = {pid for pid in below if _is_observer(pid)} | {os.getpid()}
+    below = {pid for root in roots for pid in descendants(root, known, without=observers)}
+    helpers = sorted(below - set(of_pid) - set(roots))
+    return [RunProcess(pid, "helper", _rank_above(pid, of_pid, known)) for pid in helpers]
+
+
+def _is_observer(pid: int) -> bool:
+    found = facts(pid)
+    return found is None or found.state in "ZX" or any(name in found.command for name in _OBSERVERS)
+
+
+def _rank_above(pid: int, of_pid: Mapping[int, Heartbeat], known: Mapping[int, int]) -> int | None:
+    while pid := known.get(pid, 0):
+        if pid in of_pid:
+            return of_pid[pid].rank
+    return None
+
+
+# --- Dumping them.
+
+
+def dump_node(
+    folder: Path,
+    host: str,
+    token: str,
+    reason: DumpReason,
+    *,
+    rounds: int,
+    round_seconds: float,
+    native: bool,
+) -> NodeDump:
+    """Dump all processes of a run on this node: what nodes/<host>/stacks/<token>.json holds.
+
+    Args:
+        folder: the run's heartbeat folder on this node.
+        host: this node's name.
+        token: of the request.
+        reason: of the request.
+        rounds: how often.
+        round_seconds: from one round's start to the next.
+        native: read processes with their C calls as well, as many as time allows; at a stall,
+            those that have not moved.
+    """
+    seen = [_dump_round(processes_of_run(folder), at) for at in _wait(rounds, round_seconds)]
+    if native:
+        _add_native_calls(host, seen, reason)
+    heartbeats = read_heartbeats(folder)
+    ranks = [each for each in heartbeats if each.role == "rank"]
+    ranks = [each for each in ranks if each.is_alive] or ranks
+    launch = max(ranks, key=lambda each: each.started).launch if ranks else ""
+    missing = [each for each in heartbeats if _is_missing(each, ranks, launch)]
+    return {
+        "token": token,
+        "time": now(),
+        "host": host,
+        "reason": reason,
+        "launch": launch,
+        "rounds": seen,
+        "missing": [each.as_dict() for each in missing],
+    }
+
+
+def dump_tree(pid: int, host: str, *, rounds: int, round_seconds: float, native: bool) -> NodeDump:
+    """Dump a process and all that it started, as `dump_node` does a run's."""
+    seen = [_dump_round(process_tree(pid), at) for at in _wait(rounds, round_seconds)]
+    if native:
+        _add_native_calls(host, seen, "asked")
+    return {
+        "token": "",
+        "time": now(),
+        "host": host,
+        "reason": "asked",
+        "launch": "",
+        "rounds": seen,
+        "missing": [],
+    }
+
+
+def _wait(rounds: int, round_seconds: float) -> Iterator[float]:
+    """Sleep until each round begins; yields seconds since the first."""
+    begun = time.monotonic()
+    for number in range(rounds):
+        time.sleep(max(0.0, begun + number * round_seconds - time.monotonic()))
+        yield time.monotonic() - begun
+
+
+def _dump_round(there: Sequence[RunProcess], at: float) -> Round:
+    known = {each.pid: found for each in there if (found := facts(each.pid))}
+    there = [each for each in there if each.pid in known]
+    dumps = stacks.dump_all({each.pid: each.signal_file for each in there})
+    processes: list[ProcessDump] = []
+    for each in there:
+        found, dump = known[each.pid], dumps[each.pid]
+        processes.append(
+            {
+                "pid": each.pid,
+                "ppid": found.ppid,
+                "role": each.role,
+                "rank": each.rank,
+                "command": found.command,
+                "state": dump.state,
+                "cpu_seconds": found.cpu_seconds,
+                "method": dump.method,
+                "threads": list(map(_as_json, dump.threads)),
+                "raw": dump.raw if not dump.threads else "",
+                "heartbeat": each.heartbeat.as_dict() if each.heartbeat else None,
+            }
+        )
+    return {"seconds": round(at, 3), "processes": processes}
+
+
+def _as_json(thread: stacks.ThreadStack) -> dict[str, Any]:
+    return {**asdict(thread), "frames": [asdict(frame) for frame in thread.frames]}
+
+
+def _add_native_calls(host: str, rounds: Sequence[Round], reason: DumpReason) -> None:
+    """Read processes with their C calls into the last round, the longest in its phase first."""
+    dump: Any = {"host": host, "rounds": rounds}
+    there = [each for each in traces([dump]) if each.last["threads"]]
+    if reason == "stall":
+        there = [each for each in there if _hangs(each)]
+    found = {each.pid: each for each in sorted(there, key=lambda each: -each.seconds_in_phase)}
+    for pid, threads in stacks.read_native_stacks(list(found), _NATIVE_SECONDS[reason]).items():
+        process, read = found[pid].last, list(map(_as_json, threads))
+        if reason == "asked" or python_stack(read[0]) == found[pid].stack:
+            process["threads"], process["method"] = read, "py-spy --native"
+
+
+def _hangs(trace: "ProcessTrace") -> bool:
+    is_idle = trace.heartbeat is not None and trace.heartbeat["phase"] in ("idle", "ended")
+    return trace.role != "agent" and not is_idle and not trace.has_moved
+
+
+def _is_missing(heartbeat: Heartbeat, ranks: Sequence[Heartbeat], launch: str) -> bool:
+    """Whether a process died that should run; not one of an earlier launch."""
+    if heartbeat.is_alive or heartbeat.phase in ("idle", "ended"):
+        return False
+    if heartbeat.launch:
+        return heartbeat.launch == launch
+    return heartbeat.started >= min((each.started for each in ranks if each.is_alive), default=0)
+
+
+# --- A process through all rounds.
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessTrace:
+    """What a process did in each round of its node's dump in which it existed."""
+
+    host: str
+    rounds: tuple[ProcessDump, ...]
+    seconds: tuple[float, ...]  # of each round, since the node's first
+
+    @property
+    def last(self) -> ProcessDump:
+        return self.rounds[-1]
+
+    @property
+    def pid(self) -> int:
+        return self.last["pid"]
+
+    @property
+    def role(self) -> ProcessRole:
+        return self.last["role"]
+
+    @property
+    def rank(self) -> int | None:
+        """Its rank, or that of the rank that started it."""
+        return self.last["rank"]
+
+    @property
+    def heartbeat(self) -> dict[str, Any] | None:
+        """The last round's; None: it has none."""
+        return self.last["heartbeat"]
+
+    @property
+    def seconds_in_phase(self) -> float:
+        return float((self.heartbeat or {}).get("seconds", 0.0))
+
+    @property
+    def threads(self) -> list[dict[str, Any]]:
+        """Those of the last round in which any were read, the main thread first."""
+        return next((each["threads"] for each in reversed(self.rounds) if each["threads"]), [])
+
+    @cached_property
+    def stacks(self) -> list[Stack]:
+        """The main thread's, of each round in which it was read."""
+        return [python_stack(each["threads"][0]) for each in self.rounds if each["threads"]]
+
+    @property
+    def stack(self) -> Stack:
+        """The main thread's last one; empty: it was never read."""
+        return python_stack(self.threads[0]) if self.threads else ()
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether its main thread's stack or its heartbeat changed between rounds."""
+        main = [each["threads"][0] for each in self.rounds if each["threads"]]
+        if any(not _is_same_stack(*pair) for pair in pairwise(main)):
+            return True
+        seen = zip(self.rounds, self.seconds, strict=True)
+        beats = [(each["heartbeat"], at) for each, at in seen if each["heartbeat"]]
+        return any(_has_progressed(*one, *other) for one, other in pairwise(beats))
+
+    @property
+    def cpu_share(self) -> float:
+        """Cores that it kept busy between its first round and its last."""
+        seconds = self.seconds[-1] - self.seconds[0]
+        used = self.last["cpu_seconds"] - self.rounds[0]["cpu_seconds"]
+        return used / seconds if seconds > 0 else 0.0
+
+    def stacks_of(self, name: str) -> list[Stack]:
+        """Those of the first thread of this name, of each round in which there was one."""
+        named = ([each for each in seen["threads"] if each["name"] == name] for seen in self.rounds)
+        return [python_stack(each[0]) for each in named if each]
+
+
+def traces(dumps: Iterable[NodeDump]) -> list[ProcessTrace]:
+    """All processes of all nodes, in the order in which they were seen first."""
+    found: list[ProcessTrace] = []
+    for dump in dumps:
+        seen: dict[int, list[tuple[ProcessDump, float]]] = defaultdict(list)
+        for each in dump["rounds"]:
+            for process in each["processes"]:
+                seen[process["pid"]].append((process, each["seconds"]))
+        for rounds in seen.values():
+            processes, seconds = zip(*rounds, strict=True)
+            found.append(ProcessTrace(dump["host"], processes, seconds))
+    return found
+
+
+def _is_same_stack(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one["frames"] == other["frames"] or python_stack(one) == python_stack(other)
+
+
+def _has_progressed(
+    before: Mapping[str, Any], at: float, after: Mapping[str, Any], then: float
+) -> bool:
+    """Whether a heartbeat is elsewhere, or has returned to where it was."""
+    same = all(before[name] == after[name] for name in ("phase", "step", "steps_done", "detail"))
+    return not same or bool(after["seconds"] < before["seconds"] + (then - at) / 2)
+
+
+# --- Many nodes' dumps.
+
+
+class StackInterner:
+    """Keeps equal stacks once: most processes of a large run are at the same places."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[tuple[Any, ...], ...], list[dict[str, Any]]] = {}
+
+    def intern(self, dump: NodeDump) -> NodeDump:
+        """Let a dump share its stacks with those before; returns it."""
+        for each in dump["rounds"]:
+            for process in each["processes"]:
+                for thread in process["threads"]:
+                    frames = thread["frames"]
+                    key = tuple([tuple(frame.values()) for frame in frames])
+                    thread["frames"] = self._known.setdefault(key, frames)
+        return dump
+
+
+def group_processes(dumps: Iterable[NodeDump]) -> dict[str, Any]:
+    """Group processes of equal role, main thread's stack and reason to be stopped.
+
+    Args:
+        dumps: read one by one: those of a thousand nodes would fill the memory.
+
+    Returns:
+        JSON values: `launch`; `hosts` that were dumped; `groups`, per role the largest first; and
+        `missing` (see `NodeDump`) with `host`.
+    """
+    alike: dict[_GroupKey, _ProcessGroup] = {}
+    missing, hosts, launch = [], [], ""
+    for dump in dumps:
+        hosts.append(dump["host"])
+        launch = launch or dump["launch"]
+        missing += [{"host": dump["host"], **each} for each in dump["missing"]]
+        for trace in traces([dump]):
+            command = trace.last["command"] if trace.role == "helper" else ""
+            halted = trace.last["state"] if trace.last["state"] in _HALTED else ""
+            key = trace.role, command, halted, trace.stack
+            alike.setdefault(key, _ProcessGroup()).add(trace)
+    groups = [each.as_dict(key) for key, each in alike.items()]
+    groups.sort(key=lambda each: (_ROLES.index(each["role"]), -each["count"]))
+    return {"launch": launch, "hosts": hosts, "groups": groups, "missing": missing}
+
+
+_GroupKey = tuple[str, str, str, Stack]
+"""Role, a helper's command, what stops it, stack."""
+
+
+@dataclass
+class _ProcessGroup:
+    """A few facts of each process, and the C calls of one of them."""
+
+    members: list[dict[str, Any]] = field(default_factory=list)
+    native: Stack = ()
+    threads: Counter[tuple[str, Stack]] = field(default_factory=Counter)
+
+    def add(self, trace: ProcessTrace) -> None:
+        self.members.append(_member(trace))
+        self.threads.update((each["name"], python_stack(each)) for each in trace.threads[1:])
+        if trace.threads and not self.native:
+            self.native = native_stack(trace.threads[0])
+
+    def as_dict(self, key: _GroupKey) -> dict[str, Any]:
+        by_stack: dict[Stack, list[tuple[str, int]]] = defaultdict(list)
+        for (name, stack), count in self.threads.most_common():
+            by_stack[stack].append((name, count))
+        threads = [
+            {
+                "names": sorted(name for name, _ in named),
+                "count": sum(count for _, count in named),
+                "stack": _calls(stack),
+            }
+            for stack, named in by_stack.items()
+        ]
+        return {
+            "role": key[0],
+            "count": len(self.members),
+            "members": self.members,
+            "stack": _calls(key[-1]),
+            "native": _calls(self.native),
+            "threads": threads,
+        }
+
+
+def _member(trace: ProcessTrace) -> dict[str, Any]:
+    heartbeat, last = trace.heartbeat or {}, trace.last
+    names = ("phase", "seconds", "step", "detail", "path_of_clip")
+    return {
+        "host": trace.host,
+        "pid": trace.pid,
+        "role": trace.role,
+        "rank": trace.rank,
+        "command": last["command"],
+        **{name: heartbeat.get(name) for name in names},
+        "state": last["state"],
+        "method": last["method"],
+        "has_moved": trace.has_moved if len(trace.rounds) > 1 else None,
+        "watched_seconds": round(trace.seconds[-1] - trace.seconds[0], 3),
+        "cpu_share": round(trace.cpu_share, 3),
+        "raw": last["raw"],
+    }
+
+
+def _calls(stack: Stack) -> list[dict[str, Any]]:
+    return [{"function": call[0], "file": call[1], "line": call[2]} for call in stack]
+
+
+# --- Old files. Diagnoses and events stay; dumps and requests are what led to them.
+
+
+def prune_dumps(node: NodeDirectory, most: int = _MAX_DUMPS) -> None:
+    """Remove this node's dumps and flight recorders' files but for the newest `most`.
+
+    Only a watcher's: what others keep in that folder has other names.
+    """
+    folder = node.dump_path("any").parent
+    if is_linked(folder, node.run.path):
+        return
+    paths = [path for path in folder.glob("*") if path.name.startswith(_TOKENS)]
+    times = {path.stem: 0.0 for path in paths}
+    for path in paths:
+        times[path.stem] = max(times[path.stem], _modified(path))
+    for token in sorted(times, key=lambda each: times[each], reverse=True)[most:]:
+        node.dump_path(token).unlink(missing_ok=True)
+        remove_tree(node.flight_path(token))
+
+
+def prune_requests(run: RunDirectory, launch: str, seconds: float = _REQUEST_SECONDS) -> None:
+    """Remove requests that are so many seconds older than the newest, by the disk's own clock.
+
+    Stalls of the current launch stay, so that the next one of the same step has another name.
+    """
+    folder = requests_path(run)
+    if is_linked(folder, run.path):
+        return
+    times = {path: _modified(path) for path in folder.glob("[!.]*.json")}
+    newest = max(times.values(), default=0.0)
+    for path in (path for path, at in times.items() if newest - at > seconds):
+        stall = read_json(path).get("stall") or {}
+        if not launch or stall.get("launch") != launch:
+            path.unlink(missing_ok=True)
+
+
+def _modified(path: Path) -> float:
+    with suppress(OSError):
+        return path.lstat().st_mtime
+    return 0.0

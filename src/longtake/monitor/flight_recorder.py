@@ -1,0 +1,407 @@
+"""Which rank holds up a collective, by torch's flight recorder.
+
+Each process that uses NCCL keeps its last collectives and writes them to a file when a byte comes
+through a named pipe; `parallel.flight.environment` puts both into the heartbeat folder. A rank
+waits at the first of its collectives that is not done, for the members that did not enqueue it
+(they never joined) and for those that enqueued it but wait at an earlier one of their own. Of that
+graph of waits the roots are to blame: ranks that others wait for and that wait for nobody. Such a
+rank has nothing pending (its program never reached the collective), or alone has not finished what
+all others have (its device stalls). Where all members are at the same collective and none has
+finished it, no rank is to blame: it is the network.
+"""
+
+import os
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from longtake.errors import LongtakeError
+from longtake.fsio import atomic_write, open_regular
+from longtake.node_dir import FLIGHT_FILE_PREFIX, FLIGHT_PIPE_PREFIX
+from longtake.unpickle import RestrictedUnpickler
+
+FileStamp = tuple[int, int]
+"""Modification time in nanoseconds, and inode."""
+MESSAGE = -1
+"""The number of all messages: sender and receiver count them differently, so only the oldest
+pending one can be matched."""
+_MAX_BYTES = 2**28
+_ENTRY_KEYS = frozenset(
+    ("record_id", "pg_id", "process_group", "collective_seq_id", "profiling_name", "input_sizes")
+) | {"state", "retired", "is_p2p"}
+_PEERS = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
+
+
+class FlightRecorderError(LongtakeError, ValueError):
+    """A flight recorder's file cannot be read, or is none."""
+
+
+# --- Files, in the heartbeat folder: a pipe and a dump for each rank.
+
+
+def request_files(folder: Path, ranks: Iterable[int]) -> list[int]:
+    """Ask ranks of this node to write their files; returns those whose pipe took the request.
+
+    A rank writes in a thread of its own, about a second later. Without a reader of its pipe, or
+    without a pipe (no NCCL), it is skipped at once.
+    """
+    return [rank for rank in ranks if _write_byte(_pipe(folder, rank))]
+
+
+def file_stamps(folder: Path, ranks: Iterable[int]) -> dict[int, FileStamp]:
+    """What distinguishes each rank's file from a later one, whatever clocks do."""
+    found = {}
+    for rank in ranks:
+        with suppress(OSError):
+            found[rank] = _stamp(_file(folder, rank))
+    return found
+
+
+def copy_files(
+    folder: Path, ranks: Iterable[int], target: Path, before: Mapping[int, FileStamp]
+) -> list[int]:
+    """Copy the files that changed since `before` to `target`/rank_<rank>; returns whose.
+
+    `target` is made if there is something to copy.
+    """
+    found = []
+    for rank in ranks:
+        path = _file(folder, rank)
+        with suppress(OSError):
+            if _stamp(path) != before.get(rank):
+                target.mkdir(parents=True, exist_ok=True)
+                with atomic_write(target / f"rank_{rank}") as aside:
+                    shutil.copyfile(path, aside, follow_symlinks=False)
+                found.append(rank)
+    return found
+
+
+def remove_files(folder: Path, ranks: Iterable[int]) -> None:
+    """Remove files and pipes of dead ranks, unless a rank of the same number has begun since."""
+    for rank in ranks:
+        pipe = _pipe(folder, rank)
+        try:
+            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW))
+        except OSError:  # no living process reads it
+            for path in (pipe, _file(folder, rank)):
+                path.unlink(missing_ok=True)
+
+
+def remove_all_files(folder: Path) -> None:
+    """Remove files and pipes of all dead ranks."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    parts = [name.removesuffix(".pipe").rpartition("_") for name in names]
+    ours = (FLIGHT_FILE_PREFIX, FLIGHT_PIPE_PREFIX)
+    remove_files(
+        folder, {int(rank) for *head, rank in parts if "".join(head) in ours and rank.isdecimal()}
+    )
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Read a file, in which only plain containers, numbers and strings are allowed.
+
+    Raises:
+        FlightRecorderError: it is no flight recorder's file; a pickle that imports is refused.
+    """
+    try:
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > _MAX_BYTES:
+                raise FlightRecorderError(f"{path} is larger than any flight recorder's file.")
+            found = RestrictedUnpickler(file).load()
+    except FlightRecorderError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise FlightRecorderError(
+            f"{path} cannot be read as a flight recorder's file: {error}"
+        ) from error
+    entries = found.get("entries") if isinstance(found, dict) else None
+    if not isinstance(entries, list):
+        raise FlightRecorderError(f"{path} has no list of entries; a flight recorder's file has.")
+    for each in entries:
+        if missing := _ENTRY_KEYS - (each.keys() if isinstance(each, dict) else set()):
+            raise FlightRecorderError(
+                f"{path} has an entry without {', '.join(sorted(missing))}. Expected the format of "
+                "torch 2.6 and later."
+            )
+    return dict(found)
+
+
+def read_folders(folders: Iterable[Path]) -> tuple[dict[int, dict[str, Any]], list[str]]:
+    """The files rank_<rank> of several nodes' folders, by rank, and why others were not read."""
+    dumps, problems = {}, []
+    for folder in folders:
+        for path in sorted(folder.glob("rank_*")) if folder.is_dir() else ():
+            try:
+                dumps[int(path.name.removeprefix("rank_"))] = read_file(path)
+            except (FlightRecorderError, ValueError) as error:
+                problems.append(str(error))
+    return dumps, problems
+
+
+def _pipe(folder: Path, rank: int) -> Path:
+    return folder / f"{FLIGHT_PIPE_PREFIX}{rank}.pipe"
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"{FLIGHT_FILE_PREFIX}{rank}"
+
+
+def _stamp(path: Path) -> FileStamp:
+    found = path.stat()
+    return found.st_mtime_ns, found.st_ino
+
+
+def _write_byte(pipe: Path) -> bool:
+    try:
+        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:  # there is none, or nobody reads it
+        return False
+    try:
+        return os.write(descriptor, b"1") == 1
+    except OSError:  # full: an earlier request was not answered
+        return False
+    finally:
+        os.close(descriptor)
+
+
+# --- What the ranks recorded, in terms that are equal on all ranks.
+
+
+@dataclass(frozen=True, eq=False)
+class GroupMembers:
+    """A process group, of which there is one object; disjoint groups may have the same name."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CollectiveOp:
+    """One collective, equal on all ranks; or one message between two."""
+
+    group: GroupMembers
+    number: int
+    ends: tuple[int, int] | None = None  # of a message: sender and receiver, where known
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that take part."""
+        return self.ends or self.group.ranks
+
+
+@dataclass(frozen=True)
+class RecordedOps:
+    """What one rank recorded."""
+
+    pending: Mapping[CollectiveOp, Mapping[str, Any]]  # in the order of enqueueing
+    enqueued: Mapping[GroupMembers, int]  # the last collective of each group
+
+    @cached_property
+    def first(self) -> CollectiveOp | None:
+        """Where the rank waits; None: nothing is pending."""
+        return next(iter(self.pending), None)
+
+
+@dataclass(frozen=True)
+class BlockedCollective:
+    """A collective at which ranks wait."""
+
+    group: str  # the process group's name
+    description: str  # the program's name for it; may be empty
+    op: str  # such as `nccl:all_reduce`
+    sizes: tuple[tuple[int, ...], ...]  # of its inputs, on the first rank that joined
+    missing_ranks: tuple[int, ...]  # never joined
+    stalled_ranks: tuple[int, ...]  # joined and did not finish
+    to_blame: tuple[int, ...]  # of both, the roots
+
+
+def root_ranks(dumps: Mapping[int, Mapping[str, Any]]) -> tuple[int, ...]:
+    """Ranks that hold up others and wait for nobody; none: it is the network, or all is well.
+
+    Args:
+        dumps: what `read_file` returned, by rank.
+    """
+    recorded = _recorded_ops(dumps)
+    return _roots(recorded, _waits(recorded))
+
+
+def analyse(dumps: Mapping[int, Mapping[str, Any]]) -> list[BlockedCollective]:
+    """The collectives at which ranks wait, those with a rank to blame first."""
+    recorded = _recorded_ops(dumps)
+    waits = _waits(recorded)
+    roots = set(_roots(recorded, waits))
+    found = [_blocked(op, recorded, roots) for op in waits]
+    return sorted(found, key=lambda each: (not each.to_blame, -len(each.stalled_ranks)))
+
+
+def _blocked(
+    op: CollectiveOp, recorded: Mapping[int, RecordedOps], roots: set[int]
+) -> BlockedCollective:
+    missing = set(_missing(op, recorded))
+    stalled = [each for each in op.ranks if each in recorded and op in recorded[each].pending]
+    entry = recorded[stalled[0]].pending[op]
+    blamed = {each for each in stalled if each in roots and recorded[each].first == op}
+    return BlockedCollective(
+        group=op.group.name,
+        description=str(entry["process_group"][1]),
+        op=str(entry["profiling_name"]),
+        sizes=tuple(tuple(each) for each in entry["input_sizes"]),
+        missing_ranks=tuple(sorted(missing)),
+        stalled_ranks=tuple(sorted(stalled)),
+        to_blame=tuple(sorted(roots & missing | blamed)),
+    )
+
+
+def _waits(recorded: Mapping[int, RecordedOps]) -> dict[CollectiveOp, frozenset[int]]:
+    """By collective at which a rank waits: the ranks that are waited for."""
+    firsts = dict.fromkeys(each.first for each in recorded.values())
+    return {op: _awaited(op, recorded) for op in firsts if op is not None}
+
+
+def _awaited(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> frozenset[int]:
+    missing = set(_missing(op, recorded))
+    return frozenset(each for each in op.ranks if each in missing or _is_behind(each, op, recorded))
+
+
+def _is_behind(rank: int, op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> bool:
+    """Whether a rank that joined waits at an earlier collective."""
+    own = recorded[rank]
+    return own.first != op and (op.number == MESSAGE or op in own.pending)
+
+
+def _missing(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> list[int]:
+    """Who takes part and did not join; a rank without a file counts as missing."""
+    return [
+        rank
+        for rank in op.ranks
+        if rank not in recorded or recorded[rank].enqueued.get(op.group, -1) < op.number
+    ]
+
+
+def _roots(
+    recorded: Mapping[int, RecordedOps], waits: Mapping[CollectiveOp, frozenset[int]]
+) -> tuple[int, ...]:
+    awaited = set(chain.from_iterable(waits.values()))
+    first = {rank: each.first for rank, each in recorded.items()}
+    found = {
+        rank
+        for rank in awaited
+        if (op := first.get(rank)) is None or not waits.get(op, frozenset())
+    }
+    if found:
+        return tuple(sorted(found))
+    # In a ring of ranks that wait for each other, those that never joined are to blame.
+    ring = chain.from_iterable(_missing(op, recorded) for op in waits)
+    if awaited:
+        return tuple(sorted(set(ring)))
+    alone = {op for op in waits if _others_are_done(op, recorded)}
+    return tuple(sorted(rank for rank, op in first.items() if op in alone))
+
+
+def _others_are_done(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> bool:
+    """Whether members have finished what others have not."""
+    if op.number == MESSAGE:
+        return False
+    return any(op not in recorded[each].pending for each in op.ranks if each in recorded)
+
+
+def _recorded_ops(dumps: Mapping[int, Mapping[str, Any]]) -> dict[int, RecordedOps]:
+    groups = _groups(dumps)
+    messages = {
+        str(entry["process_group"][0])
+        for dump in dumps.values()
+        for entry in dump["entries"]
+        if entry["is_p2p"]
+    }
+    return {rank: _recorded_by(rank, dump, groups, messages) for rank, dump in dumps.items()}
+
+
+def _recorded_by(
+    rank: int,
+    dump: Mapping[str, Any],
+    groups: Mapping[tuple[int, str], GroupMembers],
+    messages: set[str],
+) -> RecordedOps:
+    pending: dict[CollectiveOp, Mapping[str, Any]] = {}
+    enqueued: dict[GroupMembers, int] = {}
+    for place, name in _group_names(dump).items():
+        status = dump.get("pg_status", {}).get(place)
+        if status and name not in messages:  # otherwise it counts messages too
+            enqueued[groups[rank, name]] = int(status["last_enqueued_collective"])
+    for entry in sorted(dump["entries"], key=lambda each: int(each["record_id"])):
+        group = groups[rank, str(entry["process_group"][0])]
+        number = int(entry["collective_seq_id"])
+        if entry["is_p2p"]:
+            number = MESSAGE
+        else:
+            enqueued[group] = max(enqueued.get(group, -1), number)
+        if entry["state"] != "completed" and not entry["retired"]:
+            pending.setdefault(CollectiveOp(group, number, _ends(entry, group)), entry)
+    return RecordedOps(pending, enqueued)
+
+
+def _ends(entry: Mapping[str, Any], group: GroupMembers) -> tuple[int, int] | None:
+    """A message's sender and receiver, as ranks of the run."""
+    found = _PEERS.search(str(entry["profiling_name"])) if entry["is_p2p"] else None
+    if found is None:
+        return None
+    places = [int(each) for each in found.groups()[1:]]
+    if max(places) >= len(group.ranks):
+        return None
+    own, other = (group.ranks[place] for place in places)
+    return (own, other) if found[1] == "send" else (other, own)
+
+
+def _group_names(dump: Mapping[str, Any]) -> dict[str, str]:
+    """Names of groups by the numbers of a rank's `pg_status`.
+
+    Entries state both; a rank without entries numbered its groups in the order of their creation,
+    like their names.
+    """
+    stated = {str(each["pg_id"]): str(each["process_group"][0]) for each in dump["entries"]}
+    numbers, names = dump.get("pg_status", {}), dump.get("pg_config", {})
+    if len(numbers) != len(names) or not all(map(str.isdecimal, chain(numbers, names))):
+        return stated
+    return dict(zip(sorted(numbers, key=int), sorted(names, key=int), strict=True)) | stated
+
+
+def _groups(dumps: Mapping[int, Mapping[str, Any]]) -> dict[tuple[int, str], GroupMembers]:
+    """Each rank's groups, by rank and name.
+
+    Where a recorder does not state a group's ranks (gloo's), the ranks that used it are known, and
+    that all are in the default group.
+    """
+    users: dict[str, set[int]] = defaultdict(set)
+    for rank, dump in dumps.items():
+        for name, description in {tuple(each["process_group"]) for each in dump["entries"]}:
+            users[str(name)].update({rank}, dumps if description == "default_pg" else ())
+        for name in _group_names(dump).values():
+            users[name].add(rank)
+    guessed = {name: GroupMembers(name, tuple(sorted(ranks))) for name, ranks in users.items()}
+    stated = _stated_groups(dumps)
+    return {
+        (rank, name): stated.get((rank, name), group)
+        for name, group in guessed.items()
+        for rank in group.ranks
+    }
+
+
+def _stated_groups(dumps: Mapping[int, Mapping[str, Any]]) -> dict[tuple[int, str], GroupMembers]:
+    groups: dict[tuple[str, str], GroupMembers] = {}
+    found = {}
+    for rank, dump in dumps.items():
+        for name, config in dump.get("pg_config", {}).items():
+            key = str(name), str(config["ranks"])
+            if key not in groups:
+                ranks = tuple(int(each) for each in re.findall(r"\d+", key[1]))
+                groups[key] = GroupMembers(key[0], ranks)
+            if groups[key].ranks:
+                found[rank, key[0]] = groups[key]
+    return found

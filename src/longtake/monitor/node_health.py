@@ -1,0 +1,485 @@
+"""Health of a node: samples its probes, compares it with its peers, and reports what is wrong.
+
+health.jsonl has some 40 bytes a number: 2 KiB a line of a node without GPUs, 6 KiB of one with
+eight and as many InfiniBand ports, so 20 to 50 MiB a day at a line each ten seconds. Above 64 MiB
+every second line is removed: the newest hours stay whole and the oldest become sparse.
+"""
+
+import queue
+import select
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from longtake.config import WatchSection
+from longtake.formatting import format_size
+from longtake.fsio import append_json, atomic_write, now
+from longtake.health import clock
+from longtake.health.clock import (
+    STEP_SECONDS,
+    Chrony,
+    Clock,
+    ClockChange,
+    ClockOffsets,
+    ClockStepped,
+    KernelClock,
+    TimeDaemons,
+    time_daemons,
+)
+from longtake.health.gpu import HARMFUL_THROTTLES, GpuProbe, throttle_words
+from longtake.health.network import BUSY, RATE, UNANSWERED, Ethernet, InfiniBand, PeerConnections
+from longtake.health.system import (
+    HANGING_SECONDS,
+    HANGS,
+    CgroupMemory,
+    DiskProbe,
+    HealthProbe,
+    LoadProbe,
+    Numbers,
+    StatelessProbe,
+    ThreadedProbe,
+)
+from longtake.heartbeat import heartbeat_dir, read_heartbeats
+from longtake.monitor.outliers import (
+    CHECKPOINT,
+    SLOW,
+    LivingNodes,
+    Outlier,
+    OutlierDetector,
+    SlowLinks,
+    StepProbe,
+    peers_of,
+)
+from longtake.monitor.sentences import clock_event
+from longtake.node_dir import NodeDirectory, NodeEventKind, all_nodes
+from longtake.run_dir import RunDirectory
+
+HealthEvent = tuple[NodeEventKind, dict[str, Any]]
+_LOOK_SECONDS = 0.25
+_CLOSE_SECONDS = 0.5
+_TINY_STEPS_SECONDS = 600.0  # between reports of clocks that are set by next to nothing
+
+
+class NodeHealth:
+    """Samples a node's health in threads of its own, until it is closed.
+
+    Args:
+        run: the run.
+        node: this node's folder in it.
+        section: of the recipe.
+        data_paths: folders of the data set, whose disks are measured.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        node: NodeDirectory,
+        section: WatchSection,
+        data_paths: Sequence[Path] = (),
+    ) -> None:
+        self._host, self._seconds = node.host, section.health_seconds
+        folder = heartbeat_dir(run.path)
+        self._clock = Clock()
+        self._peers = PeerNodes(run, node.host)
+        self._connections = PeerConnections(lambda: _rank_pids(folder))
+        self._places = {"run": run.path, **{str(path): path for path in data_paths}}
+        may_hang: list[HealthProbe] = [
+            DiskProbe(node.path, self._places),
+            Chrony(),
+            TimeDaemons(),
+            Ethernet(),
+            InfiniBand(),
+            GpuProbe(),
+            self._peers,
+            self._connections,
+        ]
+        self._probes: list[HealthProbe] = [
+            StepProbe(folder),
+            LoadProbe(),
+            CgroupMemory(),
+            KernelClock(),
+            *map(ThreadedProbe, may_hang),
+        ]
+        self._outliers, self._slow_links = OutlierDetector(), SlowLinks()
+        self._rules = HealthRules()
+        self._log = HealthLog(node.health_path)
+        self._latest: Numbers = {}
+        self._events: deque[HealthEvent] = deque()
+        self._wrong: dict[str, str] = {}
+        self._wrong_since = 0.0
+        self._full: set[str] = set()
+        self._tiny_step_at: float | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample_all, name="health", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End, in about a second even if a probe hangs."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(_CLOSE_SECONDS)
+        else:
+            self._clock.close()
+        for probe in self._probes:
+            probe.close()
+        self._log.close()
+
+    def latest(self) -> Numbers:
+        """The newest numbers; empty: there are none yet."""
+        return dict(self._latest)
+
+    def addresses(self) -> list[str]:
+        """The addresses that this node's ranks use towards other nodes."""
+        return self._connections.addresses
+
+    def take_events(self) -> list[HealthEvent]:
+        """Events since the last call: kinds and fields."""
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def _sample_all(self) -> None:
+        due = time.monotonic()
+        while not self._stop.is_set():
+            try:
+                self._look_at_clock()
+                if time.monotonic() >= due:
+                    due = max(due + self._seconds, time.monotonic())
+                    self._sample()
+            except Exception:  # one failure must not end all later samples
+                traceback.print_exc(file=sys.stderr)
+            if self._clock.fileno is None:
+                self._stop.wait(_LOOK_SECONDS)
+            else:
+                select.select([self._clock.fileno], [], [], _LOOK_SECONDS)
+        self._clock.close()
+
+    def _look_at_clock(self) -> None:
+        self._clock.look()
+        for change in self._clock.take_changes():
+            self._peers.forget_offsets()
+            if not self._is_known(change):
+                self._events.append(clock_event(self._host, change, time_daemons()))
+
+    def _is_known(self, change: ClockChange) -> bool:
+        if not isinstance(change, ClockStepped) or abs(change.seconds) >= STEP_SECONDS:
+            return False
+        last, at = self._tiny_step_at, time.monotonic()
+        self._tiny_step_at = at if last is None or at - last >= _TINY_STEPS_SECONDS else last
+        return last == self._tiny_step_at
+
+    def _sample(self) -> None:
+        found = self._clock.sample()
+        self._connections.set_hosts(self._peers.addresses)
+        for probe in self._probes:
+            found |= probe.sample()
+        outliers = self._outliers.judge(found, self._peers.health)
+        found |= self._slow_links.judge(found, self._peers.health)
+        self._report_wrong(self._rules.wrong(found, outliers), outliers, found)
+        self._report_full(found)
+        self._latest = found
+        short = {n: int(x) if float(x).is_integer() else round(x, 9) for n, x in found.items()}
+        self._log.put({"time": now(), **short})
+
+    def _report_wrong(
+        self, wrong: dict[str, str], outliers: Sequence[Outlier], found: Numbers
+    ) -> None:
+        if wrong.keys() - self._wrong.keys():
+            if not self._wrong:
+                self._wrong_since = time.monotonic()
+            reason = ", ".join(wrong.values())
+            fields = {"reason": reason, **_slowest_rank(outliers), **_slow_link(wrong, found)}
+            self._events.append(("degraded", {**fields, "message": f"{self._host}: {reason}."}))
+        elif self._wrong and not wrong:
+            seconds = time.monotonic() - self._wrong_since
+            reason = ", ".join(self._wrong.values())
+            text = f"{self._host}: as usual again, after {seconds:.0f} s; it was: {reason}."
+            self._events.append(("recovered", {"reason": reason, "message": text}))
+        self._wrong = wrong
+
+    def _report_full(self, numbers: Numbers) -> None:
+        full = full_disks(numbers)
+        for name in full.keys() - self._full:
+            gib, path = full[name] / 2**30, str(self._places.get(name, name))
+            text = f"{self._host}: {gib:.2f} GiB are free on the disk of {path}; make room there."
+            fields = {"path": path, "free_gib": round(gib, 3), "message": text}
+            self._events.append(("disk_full", fields))
+        self._full = set(full)
+
+
+def _rank_pids(folder: Path) -> list[int]:
+    found = (each for each in read_heartbeats(folder) if each.role == "rank")
+    return [each.pid for each in found if each.phase != "ended"]
+
+
+def _slowest_rank(outliers: Sequence[Outlier]) -> dict[str, Any]:
+    slow = [each for each in outliers if each.signal.name == "step_work_seconds"]
+    if not slow:
+        return {}
+    worst = max(slow, key=lambda each: each.percent)
+    return {"rank": int(worst.device), "percent": round(worst.percent, 1)}
+
+
+def _slow_link(wrong: Iterable[str], numbers: Numbers) -> dict[str, Any]:
+    for key in wrong:
+        name, _, peer = key.partition(":")
+        if name == SLOW:
+            return {"peer": peer, "send_bytes_per_second": numbers.get(f"{RATE}:{peer}")}
+    return {}
+
+
+# --- Rules: what is wrong, in words.
+
+_PERSISTS = 3  # windows that a number must be bad for, where it is not judged otherwise
+_STAYS = 30  # windows for which a momentary error is reported
+_APART_SECONDS = 0.1
+_SAVING_SECONDS = 60.0  # for which the disk probe may hang while a checkpoint is written
+_MEMORY_SHARE, _FILES_SHARE = 0.02, 0.9
+_FULL_BYTES, _FULL_SHARE = 5 * 2**30, 0.05
+_FULL_INODES_SHARE = 0.01
+_SLOW_SHARE = 1 / 3
+_AT_ONCE = (HANGS, "disk_is_failing", "clock_offset", UNANSWERED)
+_DISK_HANGS = f"{HANGS}:{DiskProbe.name}"  # an fsync of seconds is usual on ext4 and NFS
+_COUNTS = {
+    "gpu_ecc_uncorrected_total": "{count:.0f} uncorrectable memory errors of GPU {device}",
+    "gpu_xid_errors_total": "the driver reports errors of GPU {device} (XID {xid:.0f})",
+    "cgroup_oom_kills_total": "the kernel has killed {count:.0f} processes for lack of memory",
+    "link_downed_total": "the link {device} went down for a moment",
+}
+
+
+class HealthRules:
+    """Remembers what one sample cannot tell: how it was, and for how long."""
+
+    def __init__(self) -> None:
+        self._before: Numbers = {}
+        self._was_up: set[str] = set()
+        self._ages: dict[str, int] = {}
+        self._left: dict[str, tuple[int, str]] = {}
+
+    def wrong(self, numbers: Numbers, outliers: Sequence[Outlier]) -> dict[str, str]:
+        """What is wrong now, by a key that tells it from others.
+
+        Args:
+            numbers: the node's, one window after those of the last call.
+            outliers: of the same window.
+        """
+        found = dict(_outlier_texts(outliers))
+        bad = dict(_bad_now(numbers))
+        self._ages = {key: self._ages.get(key, 0) + 1 for key in bad}
+        for key, text in bad.items():
+            is_at_once = key.startswith(_AT_ONCE) and key != _DISK_HANGS
+            if is_at_once or self._ages[key] >= _PERSISTS:
+                found[key] = text
+        for device, is_up in _each(numbers, "link_up"):
+            if is_up:
+                self._was_up.add(device)
+            elif device in self._was_up:
+                found[f"link_up:{device}"] = f"the link {device} is down"
+        found |= self._errors(numbers)
+        self._before = dict(numbers)
+        return found
+
+    def _errors(self, numbers: Numbers) -> dict[str, str]:
+        self._left = {key: (n - 1, text) for key, (n, text) in self._left.items() if n > 1}
+        for name, text in _COUNTS.items():
+            for device, count in _each(numbers, name):
+                key = f"{name}:{device}" if device else name
+                more = count - self._before.get(key, count)
+                if more > 0:
+                    xid = numbers.get(f"gpu_last_xid:{device}", 0)
+                    self._left[key] = (_STAYS, text.format(count=more, device=device, xid=xid))
+        return {key: text for key, (_, text) in self._left.items()}
+
+
+def full_disks(numbers: Numbers) -> dict[str, float]:
+    """Disks that are full or nearly, by name, and their free bytes.
+
+    Nearly: less than 5 GiB and than 5 %, or 1 % of the files that there can be.
+    """
+    found = {}
+    for name, free in _each(numbers, "disk_free_bytes"):
+        nearly = min(_FULL_BYTES, _FULL_SHARE * numbers.get(f"disk_size_bytes:{name}", 0))
+        inodes = numbers.get(f"disk_free_inodes:{name}", 1)
+        few = _FULL_INODES_SHARE * numbers.get(f"disk_inodes:{name}", 0)
+        if free < nearly or inodes < few or numbers.get(f"disk_is_full:{name}"):
+            found[name] = free
+    return found
+
+
+def _each(numbers: Numbers, name: str) -> Iterator[tuple[str, float]]:
+    for key, value in numbers.items():
+        found, _, device = key.partition(":")
+        if found == name:
+            yield device, value
+
+
+def _outlier_texts(outliers: Sequence[Outlier]) -> Iterator[tuple[str, str]]:
+    """Of each number the worst device, and how many others there are."""
+    for name in dict.fromkeys(each.signal.name for each in outliers):
+        alike = [each for each in outliers if each.signal.name == name]
+        devices = {each.device for each in alike}
+        worst = max(alike, key=lambda each: abs(each.percent))
+        more = f" (and {len(devices) - 1} more)" if len(devices) > 1 else ""
+        yield name, f"{worst}{more}"
+
+
+def _bad_now(numbers: Numbers) -> Iterator[tuple[str, str]]:
+    for device, bits in _each(numbers, "gpu_throttle_bits"):
+        for word in throttle_words(int(bits) & HARMFUL_THROTTLES):
+            yield f"gpu_throttle_bits:{device}:{word}", f"GPU {device} {word}"
+    for device, lost in _each(numbers, "gpu_is_lost"):
+        if lost:
+            yield f"gpu_is_lost:{device}", f"the driver no longer reaches GPU {device}"
+    for probe, seconds in _each(numbers, HANGS):
+        is_saving = probe == DiskProbe.name and numbers.get(CHECKPOINT)
+        if seconds >= (_SAVING_SECONDS if is_saving else HANGING_SECONDS):
+            yield f"{HANGS}:{probe}", f"looking at {probe} has been hanging for {seconds:.0f} s"
+    if numbers.get("disk_is_failing:run"):
+        yield "disk_is_failing", "the run directory can be neither written nor read"
+    for host, seconds in _each(numbers, "clock_offset_at_least_seconds"):
+        if seconds >= _APART_SECONDS:
+            yield f"clock_offset:{host}", f"its clock and {host}'s are {seconds:.3f} s apart"
+    for host, seconds in _each(numbers, UNANSWERED):
+        if seconds:
+            text = f"{host} has acknowledged nothing for {seconds:.0f} s of what is sent to it"
+            yield f"{UNANSWERED}:{host}", text
+    for host, share in _each(numbers, SLOW):
+        if share <= _SLOW_SHARE:
+            rate, busy = numbers[f"{RATE}:{host}"], numbers[f"{BUSY}:{host}"]
+            takes = f"{rate / 1e6:.3g} MB/s, {1 / max(share, 1e-4):.0f} times less than usual"
+            text = f"the link to {host} carries {takes}, and is busy {busy:.0%} of the time"
+            yield f"{SLOW}:{host}", text
+    available = numbers.get("memory_available_bytes")
+    if available is not None and available < _MEMORY_SHARE * numbers["memory_size_bytes"]:
+        yield "memory", f"{format_size(int(available))} of memory left"
+    files, limit = numbers.get("open_files", 0), numbers.get("open_files_limit", 0)
+    if limit and files >= _FILES_SHARE * limit:
+        yield "open_files", f"a process has {files:.0f} of {limit:.0f} files open"
+
+
+# --- Peers.
+
+
+class PeerNodes(StatelessProbe):
+    """Reads the heartbeats of the nodes that this one is compared with, which may hang."""
+
+    name = "neighbours"
+    numbers: Mapping[str, str] = {
+        "neighbours": "Living nodes that this one is compared with",
+        **ClockOffsets.numbers,
+    }
+
+    def __init__(self, run: RunDirectory, host: str) -> None:
+        self._run, self._host = run, host
+        self._living = LivingNodes()
+        self._offsets = ClockOffsets(host)
+        self._forgets = False
+        self.health: dict[str, Numbers] = {}  # by node, at the last sample
+        self.addresses: dict[str, str] = {}  # nodes by the addresses that their ranks use
+
+    def forget_offsets(self) -> None:
+        """Measure clocks' offsets anew from the next sample on: this node's clock was set."""
+        self._forgets = True
+
+    def sample(self) -> Numbers:
+        """The numbers now; those of a node that is seen for the first time come with the next."""
+        if self._forgets:
+            self._forgets = False
+            self._offsets.forget()
+        hosts = [node.host for node in all_nodes(self._run)]
+        heartbeats, dates = dict[str, dict[str, Any]](), dict[str, float]()
+        for host in peers_of(self._host, hosts):
+            heartbeats[host] = NodeDirectory(self._run, host).read_heartbeat()
+            dates[host] = clock.read_clocks().real_ns / 1e9
+        own = NodeDirectory(self._run, self._host).read_heartbeat()
+        living = self._living.of(heartbeats, str(own.get("launch") or ""))
+        found_at = {
+            str(address): host
+            for host, each in heartbeats.items()
+            for address in each.get("addresses") or ()
+        }
+        self.addresses = self.addresses | found_at
+        found: Numbers = {"neighbours": float(len(living))}
+        for host in living:
+            found |= self._offsets.look(host, heartbeats[host], dates[host])
+        self.health = {host: _numbers(heartbeats[host].get("health")) for host in living}
+        return found
+
+
+def _numbers(health: object) -> Numbers:
+    found = health if isinstance(health, dict) else {}
+    return {name: each for name, each in found.items() if isinstance(each, int | float)}
+
+
+# --- health.jsonl.
+
+_MAX_LOG_BYTES = 64 * 2**20
+_MAX_WAITING = 60
+
+
+class HealthLog:
+    """Appends records to a file in a thread of its own, and keeps it below `max_bytes`."""
+
+    def __init__(self, path: Path, max_bytes: int = _MAX_LOG_BYTES) -> None:
+        self._path, self._max_bytes = path, max_bytes
+        self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(_MAX_WAITING)
+        self._thread = threading.Thread(target=self._write, name="health log", daemon=True)
+        self._thread.start()
+
+    def put(self, record: dict[str, Any]) -> None:
+        """Write a record; it is lost if the disk has hung for 60 of them."""
+        with suppress(queue.Full):
+            self._waiting.put_nowait(record)
+
+    def close(self, patience_seconds: float = 0.3) -> None:
+        """Write what waits; give up on a disk that hangs."""
+        with suppress(queue.Full):
+            self._waiting.put_nowait(None)
+        self._thread.join(patience_seconds)
+
+    def _write(self) -> None:
+        while (record := self._waiting.get()) is not None:
+            with suppress(OSError):  # a full disk is reported elsewhere
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                append_json(self._path, record)
+                if self._path.stat().st_size > self._max_bytes:
+                    thin_out(self._path)
+
+
+def thin_out(path: Path) -> None:
+    """Remove every second line of a file, but keep the last.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with path.open("rb") as file:
+        num_lines = sum(1 for _ in file)
+    with atomic_write(path) as aside, path.open("rb") as file, aside.open("xb") as thin:
+        thin.writelines(line for number, line in enumerate(file) if (num_lines - number) % 2 == 1)
+
+
+METRIC_HELP: Mapping[str, str] = {
+    **Clock.numbers,
+    **KernelClock.numbers,
+    **Chrony.numbers,
+    **TimeDaemons.numbers,
+    **PeerNodes.numbers,
+    **GpuProbe.numbers,
+    **Ethernet.numbers,
+    **InfiniBand.numbers,
+    **PeerConnections.numbers,
+    **SlowLinks.numbers,
+    **DiskProbe.numbers,
+    **LoadProbe.numbers,
+    **CgroupMemory.numbers,
+    **StepProbe.numbers,
+    **ThreadedProbe.numbers_of_thread,
+}
+"""What each of a node's numbers means, by its name."""

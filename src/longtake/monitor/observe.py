@@ -1,0 +1,313 @@
+"""What the processes of a node do: who lives, who died, and who exceeds a time limit.
+
+Limits are learnt from the launch itself: a phase may take a multiple of the longest time seen. What
+was not seen yet, or is rare and long, has a constant limit.
+"""
+
+import os
+import select
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longtake.config import WatchSection
+from longtake.formatting import join_words
+from longtake.heartbeat import Heartbeat, Phase, Role, read_heartbeat, read_heartbeats
+from longtake.monitor import flight_recorder
+from longtake.stacks import stack_file
+
+_STALE_SECONDS = 60.0  # for which the pages of dead decode workers are kept
+_SECONDS_BETWEEN_COUNTS, _NUM_COUNTS = 5.0, 8  # of processes that the kernel killed for memory
+
+_BEFORE_STEPS: frozenset[Phase] = frozenset(
+    {"start", "rendezvous", "open", "plan", "build", "load"}
+)
+_OF_STATE: frozenset[Phase] = frozenset({"checkpoint", "save", "rollback"})
+_RARE: frozenset[Phase] = _OF_STATE | {"evaluate"}
+_UNLIMITED: frozenset[Phase] = frozenset({"idle", "ended", "cache"})
+# Decoding is learnt from so many windows, and so many of each worker: the first are of few clips.
+_MIN_WINDOWS, _MIN_WINDOWS_PER_WORKER = 20, 4
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The heartbeats of a node at one moment."""
+
+    now: float  # time.monotonic()
+    living: list[Heartbeat]  # processes that exist and have not stated their end
+    dead: list[Heartbeat]
+
+    @property
+    def ranks(self) -> list[Heartbeat]:
+        """The living ranks."""
+        return [each for each in self.living if each.role == "rank"]
+
+    @property
+    def launch(self) -> str:
+        """The youngest rank's; empty: not stated yet."""
+        ranks = self.ranks
+        return max(ranks, key=lambda each: each.started).launch if ranks else ""
+
+
+class HeartbeatScanner:
+    """Reads a folder's heartbeats again and again.
+
+    /proc is read once for each process; afterwards one `poll` of pidfds tells who has ended.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pidfds: dict[tuple[int, int], int] = {}
+
+    def scan(self) -> Snapshot:
+        found = read_heartbeats(self._folder)
+        self._close(set(self._pidfds) - {_identity(each) for each in found})
+        poll = select.poll()
+        for pidfd in self._pidfds.values():
+            poll.register(pidfd, select.POLLIN)
+        gone = {pidfd for pidfd, _ in poll.poll(0)}
+        living: list[Heartbeat] = []
+        dead: list[Heartbeat] = []
+        for each in found:
+            is_living = each.phase != "ended" and self._is_alive(each, gone)
+            (living if is_living else dead).append(each)
+        return Snapshot(time.monotonic(), living, dead)
+
+    def close(self) -> None:
+        self._close(set(self._pidfds))
+
+    def _is_alive(self, heartbeat: Heartbeat, gone: set[int]) -> bool:
+        who = _identity(heartbeat)
+        if (pidfd := self._pidfds.get(who)) is not None:
+            return pidfd not in gone
+        with suppress(OSError):
+            self._pidfds[who] = os.pidfd_open(heartbeat.pid)
+        if heartbeat.is_alive:  # read after opening: the pidfd is not of a later process
+            return True
+        self._close({who} & set(self._pidfds))
+        return False
+
+    def _close(self, processes: set[tuple[int, int]]) -> None:
+        for each in processes:
+            os.close(self._pidfds.pop(each))
+
+
+def scan_once(folder: Path) -> Snapshot:
+    scanner = HeartbeatScanner(folder)
+    try:
+        return scanner.scan()
+    finally:
+        scanner.close()
+
+
+def _identity(heartbeat: Heartbeat) -> tuple[int, int]:
+    return heartbeat.pid, heartbeat.started
+
+
+class StaleHeartbeats:
+    """Removes pages of dead processes that nobody will ask about."""
+
+    def __init__(self) -> None:
+        self._since: dict[Path, float] = {}
+
+    def remove(self, snapshot: Snapshot) -> None:
+        """Remove those of former launches and old ones; this launch's dead ranks stay for dumps."""
+        now, launch = snapshot.now, snapshot.launch
+        self._since = {each.path: self._since.get(each.path, now) for each in snapshot.dead}
+        for each in snapshot.dead:
+            is_former = bool(launch) and each.launch not in ("", launch)
+            is_old = now - self._since[each.path] > _STALE_SECONDS
+            if is_former or (is_old and (each.role == "decode" or each.phase == "ended")):
+                remove_heartbeats([each])
+
+
+def remove_heartbeats(dead: Iterable[Heartbeat]) -> None:
+    """Remove pages of dead processes, unless another process has begun at the same path."""
+    for each in dead:
+        again = read_heartbeat(each.path)
+        if again is not None and (again.phase == "ended" or not again.is_alive):
+            folder = each.path.parent
+            each.path.unlink(missing_ok=True)
+            stack_file(folder, each.pid).unlink(missing_ok=True)
+            if each.role == "rank" and not any(folder.glob(f"rank_{each.rank}_*")):
+                flight_recorder.remove_files(folder, [each.rank])
+
+
+@dataclass(frozen=True)
+class DeadRank:
+    """A rank whose process is gone and did not end as it should."""
+
+    heartbeat: Heartbeat
+    is_first: bool  # of its launch on this node; the others may have been ended because of it
+
+    def as_event(self, oom_kills: int) -> dict[str, Any]:
+        """The fields of `rank_died`; `oom_kills`: recent kills of the job for lack of memory."""
+        found = self.heartbeat
+        on = f" on {found.detail}" if found.detail else ""
+        reason = (
+            f"rank {found.rank} (process {found.pid}) is gone without having ended: "
+            f"step {found.step}, {found.phase}{on}"
+        )
+        if oom_kills:
+            reason += "; the kernel killed it, or another process of the job: out of memory"
+        names = ("pid", "rank", "launch", "step", "phase", "detail")
+        return {
+            **{name: getattr(found, name) for name in names},
+            "seconds": round(found.seconds, 3),
+            "out_of_memory": oom_kills > 0,
+            "reason": f"{reason}.",
+        }
+
+
+def alert_of(found: Sequence[DeadRank], oom_kills: int) -> dict[str, Any]:
+    """One alert about all ranks, at least one, that a look found dead."""
+    first = next((each for each in found if each.is_first), found[0])
+    event = first.as_event(oom_kills)
+    if len(found) == 1:
+        return event
+    ranks = [each.heartbeat.rank for each in found]
+    return {
+        **event,
+        "ranks": ranks,
+        "reason": f"ranks {join_words(ranks)} are gone: {event['reason']}",
+    }
+
+
+class LivenessTracker:
+    """Finds ranks that died.
+
+    A rank that was dead at the first look counts only if another rank of its launch lives.
+    """
+
+    def __init__(self) -> None:
+        self._alive: set[tuple[int, int]] = set()
+        self._reported: set[tuple[int, int]] = set()
+        self._launches: set[str] = set()
+        self._counts: deque[tuple[float, int]] = deque(maxlen=_NUM_COUNTS)
+
+    def wants_oom_count(self, now: float) -> bool:
+        return not self._counts or now - self._counts[-1][0] >= _SECONDS_BETWEEN_COUNTS
+
+    def add_oom_count(self, kills: int | None, now: float) -> None:
+        """Remember the kernel's count of processes killed for memory; None: it has none."""
+        self._counts.append((now, kills or 0))
+
+    def recent_oom_kills(self, kills: int | None) -> int:
+        """How many were added to the count in the last seconds, in which a rank may have died."""
+        return max(0, (kills or 0) - self._counts[0][1]) if self._counts else 0
+
+    def dead_ranks(self, living: Iterable[Heartbeat], dead: Iterable[Heartbeat]) -> list[DeadRank]:
+        """Ranks that died since the last call, by rank."""
+        ranks = [each for each in living if each.role == "rank"]
+        launches = {each.launch for each in ranks if each.launch}
+        self._alive |= set(map(_identity, ranks))
+        found = []
+        for each in (each for each in dead if each.role == "rank" and each.phase != "ended"):
+            who = _identity(each)
+            is_ours = who in self._alive or each.launch in launches
+            if is_ours and who not in self._reported:
+                self._reported.add(who)
+                found.append(DeadRank(each, is_first=each.launch not in self._launches))
+                self._launches.add(each.launch)
+        return found
+
+
+@dataclass(frozen=True)
+class Overdue:
+    """A process that has been in its phase for longer than the limit, in seconds."""
+
+    heartbeat: Heartbeat
+    limit: float
+
+
+class PhaseTimeouts:
+    """How long each phase may take on this node in the current launch."""
+
+    def __init__(self, section: WatchSection) -> None:
+        self.launch = ""  # empty: not known yet
+        self.seconds_late = 0.0  # by which the watcher itself was late, in total
+        self._section = section
+        self._longest: dict[tuple[Role, Phase], float] = {}
+        self._windows: dict[tuple[int, int], int] = {}
+        self._num_workers = 0
+        self._delays: list[tuple[float, float]] = []
+        self._cleared_at: float | None = None
+
+    def learn(self, heartbeats: Iterable[Heartbeat]) -> None:
+        """Take in the durations of living processes; another launch is learnt from nothing."""
+        found = list(heartbeats)
+        ranks = [each for each in found if each.role == "rank"]
+        if ranks and (launch := max(ranks, key=lambda each: each.started).launch) != self.launch:
+            self.launch = launch
+            self._longest.clear()
+            self._windows.clear()
+        workers = [each for each in found if each.role == "decode"]
+        self._num_workers = len(workers)
+        for each in workers:
+            timing = each.timings.get("decode")
+            self._windows[_identity(each)] = timing.count if timing else 0
+        for each in found:
+            if not self._is_of_another_launch(each):
+                for phase, timing in each.timings.items():
+                    key = (each.role, phase)
+                    self._longest[key] = max(timing.longest, self._longest.get(key, 0.0))
+
+    def extend(self, seconds: float, now: float) -> None:
+        """Extend all current limits by the seconds for which the watcher itself was late."""
+        self.seconds_late += seconds
+        recent = [each for each in self._delays if now - each[0] < self._section.start_seconds]
+        self._delays = [*recent, (now, seconds)]
+
+    def stall_cleared(self, now: float) -> None:
+        """Give processes that waited for a stall that is over time to continue."""
+        self._cleared_at = now
+
+    def limit_of(self, heartbeat: Heartbeat, now: float) -> float | None:
+        """Seconds that a process's phase may take; None: unlimited."""
+        base = self._base_limit(heartbeat)
+        if base is None or self._is_of_another_launch(heartbeat):
+            return None
+        since = now - heartbeat.seconds
+        limit = base + sum(seconds for at, seconds in self._delays if at >= since)
+        if self._cleared_at is not None and since <= self._cleared_at:
+            limit = max(limit, self._cleared_at - since + self._section.min_seconds)
+        return limit
+
+    def overdue(self, heartbeats: Iterable[Heartbeat], now: float) -> list[Overdue]:
+        """Processes that exceed their limits, the longest in its phase first."""
+        limits = ((each, self.limit_of(each, now)) for each in heartbeats)
+        found = [Overdue(each, limit) for each, limit in limits if limit is not None]
+        late = (each for each in found if each.heartbeat.seconds > each.limit)
+        return sorted(late, key=lambda each: -each.heartbeat.seconds)
+
+    def _base_limit(self, heartbeat: Heartbeat) -> float | None:
+        section, phase = self._section, heartbeat.phase
+        if phase in _UNLIMITED:
+            return None
+        if phase in _BEFORE_STEPS:
+            return section.start_seconds
+        longest = self._longest.get((heartbeat.role, phase))
+        floor = section.checkpoint_seconds if phase in _RARE else section.min_seconds
+        usual = max(floor, min(section.factor * (longest or 0.0), section.max_seconds))
+        if longest is None and phase in _OF_STATE:
+            # The save at the end or at a signal waits until everything is written.
+            return max(section.checkpoint_seconds, section.start_seconds)
+        is_known = longest is not None and heartbeat.is_settled and self._knows_decoding(phase)
+        return usual if is_known else max(usual, section.first_steps_seconds)
+
+    def _knows_decoding(self, phase: Phase) -> bool:
+        enough = max(_MIN_WINDOWS, _MIN_WINDOWS_PER_WORKER * self._num_workers)
+        return phase != "decode" or sum(self._windows.values()) >= enough
+
+    def _is_of_another_launch(self, heartbeat: Heartbeat) -> bool:
+        return heartbeat.launch not in ("", self.launch)
+
+
+def has_moved(before: Heartbeat, after: Heartbeat) -> bool:
+    """Whether a process has left the phase in which it was read before."""
+    is_same = (before.phase, before.step, before.detail) == (after.phase, after.step, after.detail)
+    return not is_same or after.seconds < before.seconds

@@ -1,0 +1,316 @@
+"""What a watcher is given and what it writes: the run directory, events, alerts, the log.
+
+The run directory may be on a disk that hangs or is full, which is when a watcher is needed most. So
+one thread touches it, and nobody waits for that thread without a limit.
+"""
+
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Full, Queue
+from typing import Any, TypeVar
+
+from longtake.config import WatchSection
+from longtake.errors import LongtakeError
+from longtake.formatting import printable_lines
+from longtake.fsio import now
+from longtake.heartbeat import heartbeat_dir
+from longtake.node_dir import NodeDirectory, NodeEventKind
+from longtake.run_dir import RunDirectory
+from longtake.trust import is_own
+
+_T = TypeVar("_T")
+_MAX_LINES = 1000
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_QUIET: frozenset[NodeEventKind] = frozenset({"watching", "clock_slewed"})
+_SECONDS_BETWEEN_EQUAL_ALERTS = 600.0
+_HOOK_SECONDS = 10.0
+_MAX_ALERTS = 100
+
+
+@dataclass(frozen=True)
+class WatchTarget:
+    """One node of a run, as its watcher knows it."""
+
+    run: RunDirectory
+    section: WatchSection
+    host: str
+    folder: Path  # the run's heartbeat folder on this node
+    data: Sequence[Path] = ()  # folders whose disks are measured
+    by_hand: bool = False  # a person has started the watcher and reads its output
+
+    @property
+    def node(self) -> NodeDirectory:
+        """The node's folder in the run directory."""
+        return NodeDirectory(self.run, self.host)
+
+
+def watch_target(
+    run: Path,
+    section: WatchSection | None = None,
+    data: Sequence[Path] = (),
+    *,
+    host: str | None = None,
+    folder: Path | None = None,
+    by_hand: bool = False,
+    trust: bool = False,
+) -> WatchTarget:
+    """The target on this node, or on a simulated one (`host` and `folder`).
+
+    Args:
+        run: the run directory.
+        section: the launch's; None: that of the run's recipe, or the defaults if it is unreadable.
+        data: folders whose disks are measured.
+        host: None: this node's name.
+        folder: None: the run's heartbeat folder.
+        by_hand: a person has started it.
+        trust: run the hook of the run's recipe whoever began the run; see `longtake.trust`.
+    """
+    directory = RunDirectory(run)
+    if section is None:
+        try:
+            section = directory.recipe().watch
+        except LongtakeError:
+            section = WatchSection()
+        if section.hook is not None and not trust and not is_own(directory):
+            section = section.model_copy(update={"hook": None})
+    host, folder = host or socket.gethostname(), folder or heartbeat_dir(run)
+    return WatchTarget(directory, section, host, folder, data, by_hand)
+
+
+class NoAnswerError(OSError):
+    """The run directory's disk does not answer."""
+
+
+class RunDirThread:
+    """Reads and writes the run directory in a thread of its own.
+
+    What is handed over to be written (the newest heartbeat, events, log lines) is written as soon
+    as the disk allows; `ask` waits for a result with a time limit.
+    """
+
+    def __init__(self, node: NodeDirectory) -> None:
+        self.node = node
+        self._thread = ThreadPoolExecutor(1, "run directory")
+        self._writing: Future[None] | None = None
+        self._hanging: Future[Any] | None = None
+        self._heartbeat: Mapping[str, Any] | None = None
+        self._events: deque[tuple[NodeEventKind, dict[str, Any]]] = deque()
+        self._lines: deque[str] = deque(maxlen=_MAX_LINES)
+        self._error: OSError | None = None
+        self._is_failing = False
+
+    def write_heartbeat(self, record: Mapping[str, Any]) -> None:
+        """Replace heartbeat.json; one that was not written yet is dropped."""
+        self._heartbeat = record
+        self._write_soon()
+
+    def append_event(self, kind: NodeEventKind, fields: Mapping[str, Any]) -> None:
+        """Append an event with the present time."""
+        self._events.append((kind, {"time": now(), **fields}))
+        self._write_soon()
+
+    def log(self, text: str) -> None:
+        self._lines.append(f"{now()} {text}")
+        self._write_soon()
+
+    def ask(self, work: Callable[[], _T], seconds: float | None) -> _T:
+        """Do something in the thread and wait so long for its result; None: without limit.
+
+        Raises:
+            NoAnswerError: not in time, or earlier work still hangs.
+            OSError: the work raised it.
+        """
+        if self._hanging is not None and not self._hanging.done():
+            raise NoAnswerError(f"{self.node.run.path} does not answer")
+        future = self._thread.submit(work)
+        try:
+            return future.result(seconds)
+        except FutureTimeout:
+            if not future.cancel():
+                self._hanging = future
+            text = f"{self.node.run.path} did not answer in {seconds:g} s"
+            raise NoAnswerError(text) from None
+
+    def take_error(self) -> OSError | None:
+        """Why nothing can be written; once each time that this begins."""
+        error, self._error = self._error, None
+        return error
+
+    def close(self, seconds: float) -> None:
+        """Wait up to so long until everything is written."""
+        end = time.monotonic() + seconds
+        while (self._lines or self._events or self._heartbeat) and time.monotonic() < end:
+            self._write_soon()
+            if self._writing is not None:
+                with suppress(FutureTimeout):
+                    self._writing.result(max(0.0, end - time.monotonic()))
+            if self._is_failing:
+                time.sleep(0.1)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _write_soon(self) -> None:
+        if self._writing is None or self._writing.done():
+            with suppress(RuntimeError):  # closed
+                self._writing = self._thread.submit(self._write)
+
+    def _write(self) -> None:
+        while self._lines:
+            line = self._lines.popleft()
+            with suppress(OSError, ValueError):  # no reader, or no room
+                print(printable_lines(line), flush=True)  # noqa: T201 - to the log, or to a person
+        try:
+            while self._events:
+                kind, fields = self._events[0]
+                self.node.append_event(kind, **fields)
+                self._events.popleft()
+            if (record := self._heartbeat) is not None:
+                self._heartbeat = None
+                times = {"monotonic": time.monotonic(), "wall": time.time()}
+                self.node.write_heartbeat({**record, **times})
+        except OSError as error:
+            if not self._is_failing:
+                self._is_failing, self._error = True, error
+        else:
+            self._is_failing = False
+
+
+def is_disk_full(error: OSError) -> bool:
+    return error.errno is not None and error.errno in _FULL
+
+
+class EventReporter:
+    """Passes events to events.jsonl, to people (the hook) and to the log; never waits."""
+
+    def __init__(self, target: WatchTarget, disk: RunDirThread) -> None:
+        self._host, self._run = target.host, str(target.run.path.resolve())
+        self._disk = disk
+        self._alerts = AlertQueue(target.section, disk)
+        self._alerted: dict[tuple[Any, ...], float] = {}
+        self._quiet_tokens: set[str] = set()
+
+    def emit(self, kind: NodeEventKind, /, *, is_alert: bool = True, **fields: Any) -> None:
+        """Record an event, and alert people if its kind concerns them.
+
+        Args:
+            kind: what happened.
+            is_alert: False: people were alerted to it already.
+            fields: of the event.
+        """
+        self._disk.append_event(kind, fields)
+        texts = [str(fields[name]) for name in ("sentence", "message", "reason") if name in fields]
+        values = (f"{name}={value}" for name, value in fields.items() if value != "")
+        self._disk.log(f"{kind}: {texts[0] if texts else ' '.join(values)}")
+        if is_alert and kind not in _QUIET and not self._is_known(kind, fields):
+            self.alert(kind, **fields)
+
+    def alert(self, kind: NodeEventKind, /, **fields: Any) -> None:
+        """Alert people without recording an event."""
+        event = {"time": now(), "event": kind, "host": self._host, **fields, "run": self._run}
+        self._alerts.put(event)
+
+    def log(self, text: str) -> None:
+        self._disk.log(text)
+
+    def close(self, seconds: float) -> None:
+        """Wait up to so long until alerts are sent."""
+        self._alerts.close(seconds)
+
+    def _is_known(self, kind: NodeEventKind, fields: dict[str, Any]) -> bool:
+        """Whether people know of this cause at this place, or were not told of what is over."""
+        token = str(fields.get("token", ""))
+        if kind == "went_on":
+            return token in self._quiet_tokens
+        if kind != "stalled" or not fields.get("suspects"):
+            return False
+        at, suspect = time.monotonic(), fields["suspects"][0]
+        where = tuple(suspect.get(name) for name in ("host", "pid", "file", "line"))
+        limit = at - _SECONDS_BETWEEN_EQUAL_ALERTS
+        recent = {key: then for key, then in self._alerted.items() if then > limit}
+        is_known = where in recent
+        self._alerted = {where: at} | recent
+        if is_known:
+            self._quiet_tokens.add(token)
+        return is_known
+
+
+class AlertQueue:
+    """Runs the recipe's hook for each alert, one after the other, in a thread of its own."""
+
+    def __init__(self, section: WatchSection, disk: RunDirThread) -> None:
+        self._hook, self._disk = section.hook or "", disk
+        self._queue: Queue[Mapping[str, Any] | None] = Queue(_MAX_ALERTS)
+        self._thread = threading.Thread(target=self._send_all, name="alerts", daemon=True)
+        if section.hook:
+            self._thread.start()
+
+    def put(self, event: Mapping[str, Any]) -> None:
+        """Send an event; returns at once."""
+        if self._thread.is_alive():
+            try:
+                self._queue.put_nowait(event)
+            except Full:
+                self._disk.log(f"alert dropped, {_MAX_ALERTS} others wait: {event['event']}")
+
+    def close(self, seconds: float) -> None:
+        """Wait up to so long until all are sent."""
+        if self._thread.is_alive():
+            with suppress(Full):
+                self._queue.put_nowait(None)
+            self._thread.join(seconds)
+
+    def _send_all(self) -> None:
+        while (event := self._queue.get()) is not None:
+            line = json.dumps(event, separators=(",", ":"))
+            if problem := run_hook(self._hook, line, str(event["event"])):
+                self._disk.log(f"hook: {problem}")
+
+
+def run_hook(command: str, line: str, event: str, seconds: float = _HOOK_SECONDS) -> str:
+    """Run a shell command with a line of JSON on its stdin; returns what failed, or nothing.
+
+    Args:
+        command: for `sh -c`; the kind of event is in LONGTAKE_EVENT.
+        line: one line of JSON.
+        event: the kind.
+        seconds: after which it is ended, with all that it started.
+    """
+    try:
+        hook = subprocess.Popen(
+            ["/bin/sh", "-c", 'eval "$LONGTAKE_HOOK"'],  # other users can read arguments
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "LONGTAKE_EVENT": event, "LONGTAKE_HOOK": command},
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:  # ValueError: a NUL character
+        return f"it cannot be run: {error}"
+    try:
+        _, output = hook.communicate(f"{line}\n".encode(), timeout=seconds)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(hook.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            hook.wait(1.0)
+        for pipe in (hook.stdin, hook.stderr):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
+        return f"it was ended: it took longer than {seconds:g} s"
+    if hook.returncode == 0:
+        return ""
+    text = output.decode(errors="replace").strip()[-500:]
+    return f"it ended with status {hook.returncode}: {text or 'without output'}"

@@ -1,0 +1,456 @@
+"""The watcher of a node: reads its heartbeats some times a second and reacts; torch-free.
+
+The loop touches nothing but memory. What may wait has a thread of its own: the run directory, the
+node's health, dumps of processes, alerts.
+"""
+
+import argparse
+import fcntl
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGHUP, SIGINT, SIGPIPE, SIGTERM, SIGUSR1
+from typing import IO, Any
+
+from pydantic import ValidationError
+
+from longtake.config import WatchSection
+from longtake.formatting import printable_lines
+from longtake.fsio import no_follow
+from longtake.health.system import oom_kills
+from longtake.heartbeat import Heartbeat, make_private_dir
+from longtake.monitor import flight_recorder
+from longtake.monitor.coordinator import DumpService, run_step, stall_request
+from longtake.monitor.node_health import NodeHealth
+from longtake.monitor.observe import (
+    HeartbeatScanner,
+    LivenessTracker,
+    Overdue,
+    PhaseTimeouts,
+    Snapshot,
+    StaleHeartbeats,
+    alert_of,
+    has_moved,
+    remove_heartbeats,
+    scan_once,
+)
+from longtake.monitor.reporting import (
+    EventReporter,
+    RunDirThread,
+    WatchTarget,
+    is_disk_full,
+    watch_target,
+)
+from longtake.node_dir import DumpRequest
+from longtake.process import SECTION_VARIABLE, StopSignal
+
+_SCAN_SECONDS, _MAX_SCAN_SECONDS = 0.25, 1.0
+_CPU_SHARE = 0.002  # of a core: on a node of many processes it scans less often
+_HEARTBEAT_SECONDS = 0.9
+_LATE_SECONDS = 1.0
+_SECONDS_WITHOUT_RANK = 60.0
+_BEGIN_SECONDS = 2.0
+_END_SECONDS = 10.0
+_SIGTERM_SECONDS = 600.0
+_SECONDS_BETWEEN_LATE_LINES = 60.0
+
+
+def watch(target: WatchTarget) -> None:
+    """Watch a node's part of a run until it ends; returns at once if another watcher does.
+
+    A watcher that a run has started waits until the other has ended. A SIGTERM, which a scheduler
+    sends to all processes of a job, does not end it while ranks still save.
+    """
+    stop = StopSignal(
+        (SIGTERM, SIGINT),
+        # A closed terminal, and a scheduler's warning to all processes of a job.
+        ignored=(SIGHUP, SIGUSR1, SIGPIPE),
+        patience_seconds={SIGTERM: 0.0 if target.by_hand else _SIGTERM_SECONDS},
+        keeps_ignored=False,
+    )
+    with stop:
+        lock = WatcherLock(target.folder)
+        try:
+            if _takes_over(target, lock, stop):
+                _Watcher(target).watch(stop)
+        finally:
+            lock.release()
+
+
+def _takes_over(target: WatchTarget, lock: "WatcherLock", stop: StopSignal) -> bool:
+    seen, has_seen_ranks = time.monotonic(), False
+    while not lock.acquire():
+        if target.by_hand:
+            text = f"{target.run.path} is watched already, by process {lock.holder()}."
+            print(printable_lines(text), flush=True)  # noqa: T201 - to a person
+            return False
+        snapshot = scan_once(target.folder)
+        has_seen_ranks |= any(each.role == "rank" for each in (*snapshot.living, *snapshot.dead))
+        if snapshot.ranks:
+            seen = time.monotonic()
+        elif has_seen_ranks:  # also if all were dead at the first look: the run was short
+            return False
+        if time.monotonic() - seen > _SECONDS_WITHOUT_RANK or stop.wait(_SCAN_SECONDS):
+            return False
+    return True
+
+
+class WatcherLock:
+    """Held by the only watcher of a run on a node; `folder`: its heartbeats', which is made."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "watcher.lock"
+        self._file: IO[str] | None = None
+
+    def acquire(self) -> bool:
+        """Take it if nobody holds it; whether this process holds it now.
+
+        Raises:
+            OSError: its folder cannot be made.
+            RunError: its folder is another user's.
+        """
+        make_private_dir(self._path.parent)
+        file = open(self._path, "a+", opener=no_follow)  # noqa: SIM115 - kept open
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The last holder may have removed the file meanwhile.
+            is_there = os.fstat(file.fileno()).st_ino == self._path.stat().st_ino
+        except OSError:
+            is_there = False
+        if not is_there:
+            file.close()
+            return False
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        self._file = file
+        return True
+
+    def holder(self) -> str:
+        """The pid of the process that holds it; empty: unknown."""
+        with suppress(OSError):
+            return self._path.read_text()
+        return ""
+
+    def release(self) -> None:
+        """Remove the file, and the folder if it is empty."""
+        if self._file is not None:
+            if not any(self._path.parent.glob("rank_*")):
+                flight_recorder.remove_all_files(self._path.parent)
+            self._path.unlink(missing_ok=True)
+            self._file.close()
+            self._file = None
+            with suppress(OSError):
+                self._path.parent.rmdir()
+
+
+class _Watcher:
+    def __init__(self, target: WatchTarget) -> None:
+        self._target = target
+        self._disk = RunDirThread(target.node)
+        self._reporter = EventReporter(target, self._disk)
+        self._timeouts = PhaseTimeouts(target.section)
+        self._service = DumpService(target, self._disk, self._reporter, self._timeouts)
+        self._health = NodeHealth(target.run, target.node, target.section, target.data)
+        self._exporter = self._open_exporter()
+        self._scanner = HeartbeatScanner(target.folder)
+        self._liveness, self._stale = LivenessTracker(), StaleHeartbeats()
+        self._stalls = StallDetector(target, self._reporter, self._timeouts, self._service)
+        self._num_heartbeats = 0
+        self._written_at = self._ranks_at = time.monotonic()
+        self._has_seen_ranks = self._has_logged_signal = False
+        self._late_logged_at = -math.inf
+
+    def watch(self, stop: StopSignal) -> None:
+        """Scan until the last rank of the node is gone, or a signal ends this."""
+        self._begin()
+        interval, planned = _SCAN_SECONDS, time.monotonic()
+        while True:
+            started = time.thread_time()
+            snapshot = self._scanner.scan()
+            self._check_own_lateness(snapshot.now, planned)
+            self._timeouts.learn(snapshot.living)
+            self._report_dead_ranks(snapshot)
+            self._stalls.check(snapshot)
+            self._report_health()
+            if snapshot.now - self._written_at >= max(_HEARTBEAT_SECONDS, 2 * interval):
+                self._write_heartbeat(snapshot)
+            if self._is_over(snapshot):
+                break
+            cost = time.thread_time() - started
+            interval = min(max(cost / _CPU_SHARE, _SCAN_SECONDS), _MAX_SCAN_SECONDS)
+            planned = time.monotonic() + interval
+            if stop.wait(interval):
+                self._reporter.log(f"ended by {stop.reason}")
+                break
+            if stop.is_requested and not self._has_logged_signal:
+                self._has_logged_signal = True
+                minutes = _SIGTERM_SECONDS / 60
+                self._reporter.log(
+                    f"{stop.reason}: this ends with the last rank, in {minutes:.0f} minutes at most"
+                )
+        self._end()
+
+    def _begin(self) -> None:
+        section, by_hand = self._target.section, self._target.by_hand
+        names = ("action", "factor", "min_seconds", "max_seconds")
+        limits = {name: getattr(section, name) for name in names}
+        self._reporter.emit("watching", pid=os.getpid(), by_hand=by_hand, **limits)
+        with suppress(OSError):  # afterwards the node's folder exists
+            self._disk.ask(lambda: None, _BEGIN_SECONDS)
+        self._service.start()
+        self._health.start()
+
+    def _end(self) -> None:
+        """Finish open diagnoses and alerts, and leave nothing behind."""
+        self._service.close(_END_SECONDS)
+        self._health.close()
+        self._report_health()
+        snapshot = self._scanner.scan()
+        self._write_heartbeat(snapshot)
+        self._reporter.close(_END_SECONDS)
+        self._disk.close(_END_SECONDS)
+        if self._exporter is not None:
+            self._exporter.close()
+        if not snapshot.living:
+            remove_heartbeats(snapshot.dead)
+
+    def _check_own_lateness(self, now: float, planned: float) -> None:
+        late = now - planned
+        if late > _LATE_SECONDS:
+            self._timeouts.extend(late, now)
+            if now - self._late_logged_at > _SECONDS_BETWEEN_LATE_LINES:
+                self._late_logged_at = now
+                self._reporter.log(
+                    f"the watcher did not run for {late:.1f} s (in total for "
+                    f"{self._timeouts.seconds_late:.1f} s): the machine was suspended or too busy"
+                )
+
+    def _report_dead_ranks(self, snapshot: Snapshot) -> None:
+        if self._liveness.wants_oom_count(snapshot.now):
+            self._liveness.add_oom_count(oom_kills(), snapshot.now)
+        if found := self._liveness.dead_ranks(snapshot.living, snapshot.dead):
+            kills = self._liveness.recent_oom_kills(oom_kills())
+            for each in found:
+                self._reporter.emit("rank_died", is_alert=False, **each.as_event(kills))
+            if any(each.is_first for each in found):
+                self._reporter.alert("rank_died", **alert_of(found, kills))
+        self._stale.remove(snapshot)
+
+    def _report_health(self) -> None:
+        for kind, fields in self._health.take_events():
+            self._reporter.emit(kind, **fields)
+        if (error := self._disk.take_error()) is not None:
+            path = self._target.node.path
+            reason = f"{path} cannot be written: {error}"
+            if is_disk_full(error):
+                self._reporter.emit("disk_full", path=str(path), reason=reason)
+            else:
+                self._reporter.log(reason)
+
+    def _write_heartbeat(self, snapshot: Snapshot) -> None:
+        self._written_at = snapshot.now
+        self._num_heartbeats += 1
+        workers = [each for each in snapshot.living if each.role != "rank"]
+        record = {
+            "host": self._target.host,
+            "pid": os.getpid(),
+            "beat": self._num_heartbeats,
+            "launch": self._timeouts.launch,
+            "ranks": [self._entry(each, snapshot.now) for each in snapshot.ranks],
+            "workers": [self._entry(each, snapshot.now) for each in workers],
+            "health": self._health.latest(),
+            "addresses": self._health.addresses(),
+            "stalls": self._service.num_stalls,
+            "stall": self._stalls.open_token,
+            "watch_seconds_late": round(self._timeouts.seconds_late, 3),
+            "by_hand": self._target.by_hand,
+            "ended": self._have_all_ended(snapshot),
+        }
+        self._disk.write_heartbeat(record)
+        if self._exporter is not None:
+            times = {"monotonic": time.monotonic(), "wall": time.time()}
+            self._exporter.update({**record, **times})
+
+    def _entry(self, heartbeat: Heartbeat, now: float) -> dict[str, Any]:
+        limit, count = self._timeouts.limit_of(heartbeat, now), heartbeat.work_count
+        step_seconds = heartbeat.work_seconds / count if count else None
+        return {**heartbeat.as_dict(), "limit": limit, "step_seconds": step_seconds, "alive": True}
+
+    def _have_all_ended(self, snapshot: Snapshot) -> bool:
+        dead = [each for each in snapshot.dead if each.role == "rank"]
+        return not snapshot.ranks and all(each.phase == "ended" for each in dead)
+
+    def _is_over(self, snapshot: Snapshot) -> bool:
+        if snapshot.ranks:
+            self._ranks_at, self._has_seen_ranks = snapshot.now, True
+            return False
+        # A rank that starts a watcher has a page already: a dead one means that the run was short.
+        self._has_seen_ranks |= any(each.role == "rank" for each in snapshot.dead)
+        if self._has_seen_ranks and (not self._target.by_hand or self._have_all_ended(snapshot)):
+            return True
+        return snapshot.now - self._ranks_at > _SECONDS_WITHOUT_RANK
+
+    def _open_exporter(self) -> Any:
+        section = self._target.section
+        if section.exporter_port is None:
+            return None
+        from longtake.monitor.exporter import Exporter  # 2 MiB that most watchers do not need
+
+        exporter = Exporter(section.exporter_port, section.exporter_host)
+        if exporter.problem:
+            self._reporter.log(exporter.problem)
+        return exporter
+
+
+# --- Stalls of this node.
+
+
+@dataclass
+class _Stall:
+    """An open stall of this node, of this or another node's alarm."""
+
+    token: str
+    at: float  # when it was noticed, as `time.monotonic()`
+    seconds: float  # for which it had lasted then
+    overdue: Overdue | None = None  # who raised the alarm; None: another node
+    is_asker: bool = False  # this node has asked
+
+    @property
+    def doubled_at(self) -> float:
+        """When it has lasted twice as long."""
+        return self.at + self.seconds
+
+
+class StallDetector:
+    """Raises an alarm when a process exceeds its limit, one stall at a time.
+
+    The others come to wait for a process that hangs and exceed their own limits. So while a stall
+    is open, this node's or another's, the next alarm comes when it has lasted twice as long.
+    """
+
+    def __init__(
+        self,
+        target: WatchTarget,
+        reporter: EventReporter,
+        timeouts: PhaseTimeouts,
+        service: DumpService,
+    ) -> None:
+        self._target, self._reporter = target, reporter
+        self._timeouts, self._service = timeouts, service
+        self._stall: _Stall | None = None
+
+    @property
+    def open_token(self) -> str:
+        """The open stall's; empty: none is open."""
+        return self._stall.token if self._stall else ""
+
+    def check(self, snapshot: Snapshot) -> None:
+        """Note other nodes' stalls, close one that is over, and raise the next alarm."""
+        while (request := self._service.take_begun()) is not None:
+            self._note_request(request, snapshot.now)
+        if self._stall is not None:
+            self._close_if_over(self._stall, snapshot)
+        overdue = self._timeouts.overdue(snapshot.living, snapshot.now)
+        if overdue and (self._stall is None or self._has_doubled(self._stall, snapshot.now)):
+            self._raise_alarm(overdue[0], snapshot)
+
+    def _has_doubled(self, stall: _Stall, now: float) -> bool:
+        is_pending = stall.is_asker and self._service.outcome(stall.token) is None
+        return now >= stall.doubled_at and not is_pending
+
+    def _raise_alarm(self, overdue: Overdue, snapshot: Snapshot) -> None:
+        found, launch = overdue.heartbeat, self._timeouts.launch
+        step = run_step(found, snapshot.living)
+        token = self._service.new_token(launch, step)
+        self._stall = _Stall(token, snapshot.now, found.seconds, overdue, is_asker=True)
+        self._reporter.log(
+            f"{token}: {_who(found)} has been in {found.phase} for {found.seconds:.1f} s, "
+            f"{overdue.limit:.1f} s is the limit"
+        )
+        self._service.raise_alarm(stall_request(self._target, token, overdue, launch, step))
+
+    def _note_request(self, request: DumpRequest, now: float) -> None:
+        """Another node's stall is this one's too: what does not move here waits for it."""
+        is_own = request["by"] == self._target.host
+        if self._stall is not None and self._stall.token == request["token"]:
+            self._stall.is_asker = is_own
+        elif not is_own:
+            seconds = float(request.get("stall", {}).get("seconds", 0.0))
+            self._stall = _Stall(request["token"], now, seconds)
+
+    def _close_if_over(self, stall: _Stall, snapshot: Snapshot) -> None:
+        if stall.overdue is None:
+            if snapshot.now >= stall.doubled_at:
+                self._stall = None
+            return
+        before = stall.overdue.heartbeat
+        after = next((each for each in snapshot.living if each.path == before.path), None)
+        if after is not None and not has_moved(before, after):
+            return
+        if self._service.outcome(stall.token) == "stalled" and stall.is_asker and after:
+            seconds = round(stall.seconds + snapshot.now - stall.at, 1)
+            self._reporter.emit(
+                "went_on",
+                token=stall.token,
+                **{name: getattr(before, name) for name in ("role", "rank", "pid", "phase")},
+                step=run_step(before, snapshot.living),
+                seconds=seconds,
+                reason=f"{_who(before)} continued after {seconds} s in {before.phase}.",
+            )
+        self._timeouts.stall_cleared(snapshot.now)
+        self._stall = None
+
+
+def _who(heartbeat: Heartbeat) -> str:
+    name = "rank" if heartbeat.role == "rank" else "decode worker of rank"
+    return f"{name} {heartbeat.rank} (process {heartbeat.pid})"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`python -P -m longtake.monitor RUN`, as `train` starts it; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m longtake.monitor", description="Watch this node's part of a run."
+    )
+    parser.add_argument("run", type=Path, help="a run directory")
+    parser.add_argument("--by-hand", action="store_true", help="a person has started it")
+    parser.add_argument("--section", type=_section, help="the recipe's `watch`, as JSON")
+    parser.add_argument("--data", type=Path, action="append", help="a folder of data")
+    parser.add_argument("--host", help="the name of this node, if it is simulated")
+    parser.add_argument("--folder", type=Path, help="its heartbeat folder, if it is simulated")
+    found = parser.parse_args(arguments)
+    stated = os.environ.pop(SECTION_VARIABLE, None)
+    section = found.section or (None if stated is None else _section(stated))
+    try:
+        watch(
+            watch_target(
+                found.run,
+                section,
+                found.data or (),
+                host=found.host,
+                folder=found.folder,
+                by_hand=found.by_hand,
+            )
+        )
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _section(text: str) -> WatchSection:
+    try:
+        return WatchSection.model_validate_json(text)
+    except ValidationError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def run_as_program() -> None:
+    """Run `main` and end at once: threads that wait for a hanging disk are not waited for."""
+    os._exit(main(sys.argv[1:]))

@@ -1,0 +1,410 @@
+"""Stack dumps of running processes: by py-spy, by faulthandler, or what /proc says; torch-free.
+
+py-spy reads a process that holds the GIL or is stopped. Where it may not (another user's process, a
+container without ptrace), a process that called `enable_stack_dumps` writes its own stacks at a
+signal. Nothing here raises or waits without limit: a dump that failed says so.
+"""
+
+import ctypes
+import faulthandler
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
+from itertools import takewhile
+from operator import itemgetter
+from pathlib import Path, PurePath
+from typing import Any, TextIO
+
+from longtake.process import read_stat
+
+SIGNAL = signal.SIGUSR2
+"""Writes stacks. Not SIGUSR1, which Slurm sends before a time limit."""
+
+Call = tuple[str, str, int]
+"""Function, file and line."""
+Stack = tuple[Call, ...]
+"""The innermost call first."""
+
+_SET_PTRACER, _ANYONE = 0x59616D61, ctypes.c_ulong(-1)  # from linux/prctl.h
+_NATIVE_SECONDS, _OTHER_SECONDS = 4.0, 2.0
+_STOPPED = ("T", "t", "D")  # py-spy would wait for them to stop, which they cannot
+_NATIVE, _NONBLOCKING, _PLAIN = ("--native",), ("--nonblocking",), ()
+_NUM_THREADS, _NUM_NATIVE_THREADS = 2 * (os.cpu_count() or 1), max(2, (os.cpu_count() or 1) // 2)
+_KILL_SECONDS = 1.0  # py-spy may itself wait for the device that the process waits for
+_SIGNAL_SECONDS, _POLL_SECONDS = 1.0, 0.05
+_THREAD_LINE = re.compile(
+    r"(?:Current thread|Thread) 0x(\w+)(?: \[(.*?)\])? \(most recent call first\):"
+)
+_CALL_LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_call = itemgetter("function", "file", "line")
+_PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
+_STANDARD = re.compile(r".*/lib(?:64)?/python3(?:\.\d+)?t?/|.*/python3\d*\.zip/|(?=<frozen )")
+_LIBRARIES = ("torch/", "torchgen/", "functorch/", "triton/", "numpy/")
+"""Packages whose own lines say less than the line that called them."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One call; `line` is 0 in code without line numbers."""
+
+    function: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{PurePath(self.file).name}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True)
+class ThreadStack:
+    """A thread's calls, the innermost first."""
+
+    name: str
+    is_active: bool
+    has_gil: bool
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True)
+class StackDump:
+    """What a process was doing."""
+
+    pid: int
+    state: str  # of /proc: R runs, S waits, D waits for a device, T stopped, Z zombie; empty: gone
+    method: str  # py-spy --native, py-spy --nonblocking, py-spy, faulthandler, proc or none
+    threads: tuple[ThreadStack, ...] = ()  # the main thread first; empty: only /proc could be read
+    raw: str = ""  # what was read, as text
+
+    @property
+    def where(self) -> str:
+        """The innermost Python line of the main thread, as `file.py:12 in function`; or empty."""
+        frames = self.threads[0].frames if self.threads else ()
+        return next((str(frame) for frame in frames if frame.file.endswith(".py")), "")
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# --- In the process that may be dumped.
+
+_dump_file: TextIO | None = None  # faulthandler keeps its number, not the file
+
+
+def enable_stack_dumps(file: Path | None = None) -> None:
+    """Allow py-spy where Yama forbids it, and write stacks at SIGUSR2 and, to stderr, at a crash.
+
+    Args:
+        file: where SIGUSR2 writes them; begun anew. None: stderr.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    global _dump_file
+    ctypes.CDLL(None).prctl(_SET_PTRACER, _ANYONE)
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
+    opened = None
+    if file is None:
+        faulthandler.register(SIGNAL)
+    else:
+        file.unlink(missing_ok=True)
+        opened = file.open("x")  # not through a link
+        faulthandler.register(SIGNAL, opened)
+    before, _dump_file = _dump_file, opened
+    if before is not None:
+        before.close()
+
+
+def stack_file(folder: Path, pid: int) -> Path:
+    """The file in a run's heartbeat folder to which a rank writes its stacks at SIGUSR2."""
+    return folder / f"stacks_{pid}.txt"
+
+
+# --- Dumping other processes.
+
+
+def dump_process(pid: int, signal_file: Path | None = None, native: bool = True) -> StackDump:
+    """Dump a process within some seconds; it continues.
+
+    Args:
+        pid: the process.
+        signal_file: where it writes its stacks at SIGUSR2; see `enable_stack_dumps`.
+        native: C calls too, where possible; the process is paused meanwhile. Otherwise it is not,
+            unless it runs too fast to be read without.
+    """
+    state = state_of(pid)
+    for options in _py_spy_options(state, native):
+        limit = _NATIVE_SECONDS if options == _NATIVE else _OTHER_SECONDS
+        threads = _by_py_spy(pid, options, limit)
+        if threads:
+            return StackDump(pid, state, " ".join(("py-spy", *options)), threads)
+        if threads is None and options != _NATIVE:
+            break  # it would time out again
+    can_answer = bool(state) and state not in _STOPPED
+    if signal_file and can_answer and (text := _by_signal(pid, signal_file)):
+        return parse_faulthandler(pid, text, state)
+    texts = ((name, _read(f"/proc/{pid}/{name}").strip()) for name in _PROC_FILES)
+    raw = "\n".join(f"{name}: {text}" for name, text in texts if text)
+    return StackDump(pid, state, "proc" if raw else "none", raw=raw)
+
+
+_PROC_FILES = ("status", "wchan", "stack", "syscall")
+
+
+def dump_all(processes: Mapping[int, Path | None], native: bool = False) -> dict[int, StackDump]:
+    """Dump processes, given with their signal files, several at a time; see `dump_process`."""
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dump") as threads:
+        begun = {
+            pid: threads.submit(dump_process, pid, file, native) for pid, file in processes.items()
+        }
+        return {pid: future.result() for pid, future in begun.items()}
+
+
+def read_native_stacks(pids: Sequence[int], seconds: float) -> dict[int, tuple[ThreadStack, ...]]:
+    """Read processes with their C calls, in this order, as many as time allows.
+
+    Each is paused for up to a second, and py-spy needs some 300 MB for one that uses torch.
+    """
+    end = time.monotonic() + seconds
+
+    def read(pid: int) -> tuple[ThreadStack, ...] | None:
+        left = min(_NATIVE_SECONDS, end - time.monotonic())
+        stopped = state_of(pid) in ("", "Z", *_STOPPED)
+        return () if stopped or left <= 0 else _by_py_spy(pid, _NATIVE, left)
+
+    with ThreadPoolExecutor(_NUM_NATIVE_THREADS, thread_name_prefix="dump") as threads:
+        found = dict(zip(pids, threads.map(read, pids), strict=True))
+    return {pid: threads for pid, threads in found.items() if threads}
+
+
+def parse_faulthandler(pid: int, text: str, state: str = "") -> StackDump:
+    """Read what faulthandler wrote, of a living process or at a crash."""
+    threads: list[tuple[str, bool, list[Frame]]] = []
+    for line in text.splitlines():
+        if begun := _THREAD_LINE.fullmatch(line):
+            name = begun[2] or f"0x{begun[1]}"
+            threads.append((name, line.startswith("Current"), []))
+        elif threads and (call := _CALL_LINE.fullmatch(line)):
+            threads[-1][2].append(Frame(call[3], call[1], int(call[2])))
+    # faulthandler lists the youngest thread first, so the main thread comes last.
+    found = tuple(
+        ThreadStack(name, is_active=now, has_gil=now, frames=tuple(each))
+        for name, now, each in reversed(threads)
+    )
+    return StackDump(pid, state, "faulthandler" if found else "none", found, text)
+
+
+def _py_spy_options(state: str, native: bool) -> Iterator[tuple[str, ...]]:
+    """Reading a running process may fail once and succeed the next time."""
+    if state in ("", "Z"):
+        return
+    if state in _STOPPED:
+        yield from (_NONBLOCKING, _NONBLOCKING)
+    elif native:
+        yield from (_NATIVE, _NONBLOCKING, _PLAIN)
+    else:
+        yield from (_NONBLOCKING, _NONBLOCKING, _PLAIN)
+
+
+def _by_py_spy(pid: int, options: Sequence[str], seconds: float) -> tuple[ThreadStack, ...] | None:
+    """A process's threads, the main thread first; empty: unreadable; None: not in time.
+
+    With --nonblocking the process is not paused and what is read may be inconsistent; --native
+    pauses it for a tenth of a second or more.
+    """
+    if not (program := _py_spy(sys.executable)):
+        return ()
+    command = [program, "dump", "--json", *options, "--pid", str(pid)]
+    try:
+        found = json.loads(_output_of(command, seconds))
+        found.sort(key=lambda each: each["os_thread_id"] != pid)
+        threads = tuple(map(_thread_stack, found))
+    except subprocess.TimeoutExpired:
+        return None
+    except (OSError, ValueError, LookupError, TypeError):
+        return ()
+    return threads if any(thread.frames for thread in threads) else ()
+
+
+def _output_of(command: Sequence[str], seconds: float) -> bytes:
+    # Not subprocess.run: after a timeout it waits for the killed process without limit.
+    process = subprocess.Popen(  # noqa: S603 - py-spy, by its path
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except BaseException:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_KILL_SECONDS)
+        raise
+    finally:
+        if process.stdout:
+            process.stdout.close()
+    return output if process.returncode == 0 else b""
+
+
+@cache
+def _py_spy(python: str) -> str | None:
+    beside = Path(python).with_name("py-spy")
+    return str(beside) if beside.is_file() else shutil.which("py-spy")
+
+
+def _thread_stack(found: dict[str, Any]) -> ThreadStack:
+    frames = [Frame(call["name"], call["filename"], call["line"]) for call in found["frames"]]
+    is_main = found["os_thread_id"] == found["pid"]
+    name = found["thread_name"] or ("MainThread" if is_main else f"0x{found['thread_id']:x}")
+    return ThreadStack(name, found["active"], found["owns_gil"], tuple(frames))
+
+
+def _by_signal(pid: int, file: Path) -> str:
+    """What a process writes at SIGUSR2, once it has stopped writing.
+
+    Empty: it does not answer, or has no handler, so that the signal would end it.
+    """
+    caught = re.search(r"^SigCgt:\s+(\w+)", _read(f"/proc/{pid}/status"), re.MULTILINE)
+    if not caught or not int(caught[1], 16) >> (SIGNAL - 1) & 1:
+        return ""
+    before = _read(file)
+    try:
+        os.kill(pid, SIGNAL)
+    except OSError:
+        return ""
+    now, end = before, time.monotonic() + _SIGNAL_SECONDS
+    while time.monotonic() < end:
+        time.sleep(_POLL_SECONDS)
+        last, now = now, _read(file)
+        if now == last != before:
+            break
+    return now.removeprefix(before)
+
+
+# --- Comparing stacks, which dumps hold as JSON.
+
+
+def common_calls(stacks: Sequence[Stack]) -> Stack:
+    """The calls that are equal in all stacks, counted from the outermost."""
+    outermost_first = zip(*(reversed(stack) for stack in stacks), strict=False)
+    same = takewhile(lambda calls: len(set(calls)) == 1, outermost_first)
+    return tuple(calls[0] for calls in same)[::-1]
+
+
+def python_stack(thread: Mapping[str, Any]) -> Stack:
+    """The Python calls of a `ThreadStack` in JSON.
+
+    Without C calls, so that a stack read with them equals one read without.
+    """
+    return _without_native(tuple(map(_call, thread["frames"])))
+
+
+@lru_cache(4096)
+def _without_native(calls: Stack) -> Stack:
+    return tuple(call for call in calls if is_python_file(call[1]))
+
+
+def native_stack(thread: Mapping[str, Any]) -> Stack:
+    """The C calls below a thread's innermost Python call; empty: none are known."""
+    return tuple(takewhile(lambda call: not is_python_file(call[1]), map(_call, thread["frames"])))
+
+
+def is_python_file(file: str) -> bool:
+    """Whether it is Python code: a module, or such as <string>, <frozen posixpath>."""
+    return file.endswith(".py") or file.startswith("<")
+
+
+def user_frame(calls: Stack) -> Call | None:
+    """The innermost call outside of Python's and torch's own code: of a wait, its caller."""
+    return next((call for call in calls if not is_library_file(call[1])), None)
+
+
+def is_library_file(file: str) -> bool:
+    """Whether a file is the standard library's, or of a package whose lines say little."""
+    if packages := _PACKAGES.match(file):
+        return file[packages.end() :].startswith(_LIBRARIES)
+    return _STANDARD.match(file) is not None
+
+
+def short_file(file: str) -> str:
+    """A file from its package on, or as it is."""
+    if found := _PACKAGES.match(file) or _STANDARD.match(file):
+        return file[found.end() :]
+    _, ours, rest = file.rpartition("/longtake/")
+    return f"longtake/{rest}" if ours else file
+
+
+# --- Which processes there are.
+
+
+@dataclass(frozen=True)
+class ProcessFacts:
+    """What /proc says of a process."""
+
+    pid: int
+    ppid: int
+    command: str  # its command line; [name] where that cannot be read
+    state: str  # see `StackDump`
+    cpu_seconds: float  # user and system time of all its threads since its start
+
+
+def facts(pid: int) -> ProcessFacts | None:
+    """What /proc says of a process; None: there is none."""
+    if (stat := read_stat(pid)) is None:
+        return None
+    command = f"[{stat.name}]"
+    if stat.state not in "DZ":  # a command line lies in the process's memory: reading may block
+        command = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip() or command
+    return ProcessFacts(pid, stat.parent, command, stat.state, stat.cpu_seconds)
+
+
+def state_of(pid: int) -> str:
+    """See `StackDump.state`."""
+    stat = read_stat(pid)
+    return stat.state if stat else ""
+
+
+def parents() -> dict[int, int]:
+    """The parent of each process of this machine."""
+    found: dict[int, int] = {}
+    with suppress(OSError):
+        for path in Path("/proc").iterdir():
+            if path.name.isdecimal() and (stat := read_stat(int(path.name))) and stat.parent:
+                found[stat.pid] = stat.parent
+    return found
+
+
+def descendants(
+    pid: int, known: Mapping[int, int] | None = None, without: Collection[int] = ()
+) -> list[int]:
+    """A process's children, theirs, and so on; parents before their children.
+
+    Args:
+        pid: the process, which is not in the result.
+        known: what `parents` returned; None: it is called.
+        without: processes that are left out with all that they started.
+    """
+    children: dict[int, list[int]] = defaultdict(list)
+    for child, parent in sorted((parents() if known is None else known).items()):
+        children[parent].append(child)
+    found = [pid]
+    for each in found:  # which grows
+        found += (child for child in children[each] if child not in without)
+    return found[1:]
+
+
+def _read(path: Path | str) -> str:
+    """Empty: there is no such file, or it may not be read."""
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""

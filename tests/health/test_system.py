@@ -1,0 +1,298 @@
+"""Links, disks, load, memory, open files, steps: of the real node, and of made folders."""
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from longtake.health.network import Ethernet, InfiniBand
+from longtake.health.system import (
+    CgroupMemory,
+    DiskProbe,
+    HealthProbe,
+    LoadProbe,
+    Numbers,
+    Rates,
+    ThreadedProbe,
+    disk_space,
+    oom_kills,
+    open_files,
+)
+from longtake.heartbeat import HeartbeatWriter
+from longtake.monitor.outliers import StepProbe
+
+
+def _names(numbers: Numbers) -> set[str]:
+    return {key.partition(":")[0] for key in numbers}
+
+
+def _write(folder: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+
+
+def _port(
+    root: Path, state: str = "4: ACTIVE", rate: str = "400 Gb/sec (4X NDR)", **counters: str
+) -> None:
+    folder = root / "mlx5_0" / "ports" / "1"
+    _write(folder, state=state, rate=rate, **counters)
+
+
+def test_infiniband(tmp_path: Path) -> None:
+    """State, rate, data in words of four bytes, and errors are read from the kernel's tree."""
+    counters = {"counters__port_rcv_data": "1000", "counters__symbol_error": "400"}
+    _port(tmp_path, **counters, hw_counters__out_of_sequence="7")
+    check = InfiniBand(tmp_path)
+    first = check.sample()
+    assert first["link_up:mlx5_0/1"] == 1
+    assert first["link_speed_bits_per_second:mlx5_0/1"] == 400e9
+    assert first["link_out_of_sequence_total:mlx5_0/1"] == 7
+    assert "link_receive_bytes_per_second:mlx5_0/1" not in first
+    start = time.monotonic()
+    counters = {"counters__port_rcv_data": "251000", "counters__symbol_error": "250400"}
+    _port(tmp_path, state="1: DOWN", rate="200 Gb/sec (2X NDR)", **counters)
+    time.sleep(0.1)
+    second = check.sample()
+    rate, seconds = second["link_receive_bytes_per_second:mlx5_0/1"], time.monotonic() - start
+    assert 1e6 / seconds * 0.5 <= rate <= 1e6 / 0.1 * 1.01
+    assert second["link_symbol_errors_per_second:mlx5_0/1"] == pytest.approx(rate / 4, rel=0.1)
+    assert second["link_out_of_sequence_per_second:mlx5_0/1"] == 0
+    assert second["link_up:mlx5_0/1"] == 0
+    assert second["link_speed_bits_per_second:mlx5_0/1"] == 200e9
+    assert _names(second) <= set(InfiniBand.numbers)
+
+
+def test_infiniband_absent_or_odd(tmp_path: Path) -> None:
+    """No InfiniBand gives nothing; a port with files that say nothing gives what it can."""
+    assert InfiniBand(tmp_path / "none").sample() == {}
+    _port(tmp_path, state="", rate="", counters__port_rcv_data="N/A")
+    assert InfiniBand(tmp_path).sample() == {"link_up:mlx5_0/1": 0.0}
+
+
+def test_real_ethernet() -> None:
+    """The node's own cards are read, and nothing is told that is not explained."""
+    check = Ethernet()
+    check.sample()
+    time.sleep(0.01)
+    found = check.sample()
+    assert _names(found) <= set(Ethernet.numbers)
+    cards = [path.name for path in Path("/sys/class/net").iterdir() if (path / "device").exists()]
+    for card in cards:
+        assert f"link_up:{card}" in found
+        assert found[f"link_receive_bytes_per_second:{card}"] >= 0
+
+
+def test_ethernet_ignores_virtual_cards(tmp_path: Path) -> None:
+    """Where there is a real card, bridges and containers' cards are not watched."""
+    _write(
+        tmp_path / "eth0", operstate="up", speed="100000", device__vendor="x", carrier_changes="2"
+    )
+    _write(tmp_path / "veth1", operstate="down")
+    _write(tmp_path / "lo", operstate="unknown")
+    assert Ethernet(tmp_path).sample() == {
+        "link_up:eth0": 1.0,
+        "link_speed_bits_per_second:eth0": 100e9,
+        "link_carrier_changes_total:eth0": 2.0,
+    }
+
+
+def test_rates() -> None:
+    """A count that falls gives no rate: the device was reset."""
+    rates = Rates()
+    assert rates.rate("a", 5) is None
+    assert rates.rate("a", 4) is None
+    time.sleep(0.001)
+    rate = rates.rate("a", 10)
+    assert rate is not None
+    assert rate > 0
+
+
+def test_real_disk(tmp_path: Path) -> None:
+    """A real disk takes some time, has some disk_space, and no file is left on it."""
+    found = DiskProbe(tmp_path, {"run": tmp_path, "gone": tmp_path / "gone"}).sample()
+    assert 0 < found["disk_write_seconds:run"] < 30
+    assert 0 <= found["disk_read_seconds:run"] < 30
+    assert found["disk_is_full:run"] == found["disk_is_failing:run"] == 0
+    assert 0 < found["disk_free_bytes:run"] <= found["disk_size_bytes:run"]
+    assert "disk_free_bytes:gone" not in found
+    assert list(tmp_path.iterdir()) == []
+    assert disk_space(tmp_path)["disk_size_bytes"] == found["disk_size_bytes:run"]
+
+
+def test_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk without room is full; a folder that is gone fails for another reason."""
+    gone = DiskProbe(tmp_path / "gone", {}).sample()
+    assert gone == {"disk_is_full:run": 0.0, "disk_is_failing:run": 1.0}
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert DiskProbe(tmp_path, {}).sample() == {"disk_is_full:run": 1.0, "disk_is_failing:run": 0.0}
+
+
+def test_real_load() -> None:
+    """Memory and load are those of /proc; shares are shares; all is explained."""
+    found = LoadProbe().sample()
+    assert set(found) <= set(LoadProbe.numbers)
+    assert 0 < found["memory_available_bytes"] <= found["memory_size_bytes"]
+    assert found["memory_size_bytes"] == pytest.approx(os.sysconf("SC_PHYS_PAGES") * 4096, rel=0.01)
+    assert all(0 <= each <= 1 for name, each in found.items() if name.endswith("_share"))
+
+
+def test_load_absent(tmp_path: Path) -> None:
+    """A system without these files gives nothing, and no error."""
+    assert LoadProbe(tmp_path).sample() == {}
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        (
+            "0::/job_1\n",
+            {
+                "job_1__memory.current": "100",
+                "job_1__memory.max": "max",
+                "job_1__memory.events": "low 0\nhigh 1\nmax 4\noom 2\noom_kill 3",
+            },
+            (100, None, 3),
+        ),
+        (
+            "5:cpu,cpuacct:/x\n4:memory:/job_2\n0::/\n",
+            {
+                "memory__job_2__memory.usage_in_bytes": "200",
+                "memory__job_2__memory.limit_in_bytes": "4096",
+                "memory__job_2__memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 5",
+            },
+            (200, 4096, 5),
+        ),
+        ("4:memory:/outside\n", {"memory__memory.usage_in_bytes": "300"}, (300, None, None)),
+        ("", {}, (None, None, None)),
+    ],
+)
+def test_cgroup(
+    tmp_path: Path, groups: str, files: dict[str, str], expected: tuple[float | None, ...]
+) -> None:
+    """Both versions of control groups tell what is used, the limit, and whom the kernel ended."""
+    _write(tmp_path / "root", **files)
+    (tmp_path / "groups").write_text(groups)
+    found = CgroupMemory(tmp_path / "groups", tmp_path / "root").sample()
+    names = ("cgroup_memory_bytes", "cgroup_memory_limit_bytes", "cgroup_oom_kills_total")
+    assert tuple(found.get(name) for name in names) == expected
+
+
+def test_own_cgroup() -> None:
+    """Of this process's own group something is told, or nothing, and no error."""
+    assert oom_kills() is None or int(oom_kills() or 0) >= 0
+
+
+def test_open_files(tmp_path: Path) -> None:
+    """The process that is nearest to its limit is told of; one that is gone is not."""
+    before = open_files([os.getpid(), 2**22 + 1])["open_files"]
+    with (tmp_path / "a").open("w"), (tmp_path / "b").open("w"):
+        found = open_files([os.getpid()])
+    assert found["open_files"] == before + 2
+    assert found["open_files_limit"] == os.sysconf("SC_OPEN_MAX")
+    assert open_files([2**22 + 1]) == {}
+
+
+def test_steps(tmp_path: Path) -> None:
+    """Work per step and steps per second are those since the last sample, by rank."""
+    heart, check = HeartbeatWriter(tmp_path, "rank", rank=3, world_size=4), StepProbe(tmp_path)
+    for step in range(10):
+        heart.begin_step(step, "8x32x32")
+        heart.end_step(9.0)
+    assert "step_work_seconds:3" not in check.sample()
+    start = time.monotonic()
+    for step in range(10, 14):
+        heart.begin_step(step, "8x32x32")
+        heart.end_step(0.5)
+    time.sleep(0.05)
+    found = check.sample()
+    assert found["step_work_seconds:3"] == pytest.approx(0.5)
+    assert 4 / (time.monotonic() - start + 0.5) < found["steps_per_second:3"] < 4 / 0.05
+    assert found["open_files"] > 0
+    quiet = check.sample()
+    assert quiet["steps_per_second:3"] == 0
+    assert "step_work_seconds:3" not in quiet
+    heart.close()
+    assert "steps_per_second:3" not in check.sample()
+
+
+def test_steps_tell_of_checkpoints(tmp_path: Path) -> None:
+    """A checkpoint is near while a rank saves, also between two samples, and for six more."""
+    heart, check = HeartbeatWriter(tmp_path, "rank"), StepProbe(tmp_path)
+    for step in range(10):
+        heart.begin_step(step, "8x32x32")
+        heart.end_step(1.0)
+    heart.set_phase("data")
+    near = [check.sample()["checkpoint_is_near"] for _ in range(2)]
+    heart.set_phase("checkpoint")
+    near.append(check.sample()["checkpoint_is_near"])
+    heart.set_phase("data")
+    near += [check.sample()["checkpoint_is_near"] for _ in range(8)]
+    assert near == [0, 0, 1] + [1] * 6 + [0] * 2
+    heart.set_phase("save")
+    heart.set_phase("data")
+    assert [check.sample()["checkpoint_is_near"] for _ in range(8)] == [1] * 6 + [0] * 2
+
+
+class _Hanging:
+    """A check that hangs until it is let go."""
+
+    name = "hanging"
+    numbers: Mapping[str, str] = {"answers": "What it says"}
+
+    def __init__(self) -> None:
+        self.lets_go = threading.Event()
+
+    def sample(self) -> Numbers:
+        self.lets_go.wait(30)
+        return {"answers": 42.0}
+
+    def close(self) -> None:
+        self.lets_go.set()
+
+
+def test_check_that_hangs() -> None:
+    """Who asks a check that hangs gets an answer at once: for how long it hangs.
+
+    Closing does not wait for it either.
+    """
+    hanging = _Hanging()
+    check: HealthProbe = ThreadedProbe(hanging, patience_seconds=0.02)
+    start = time.monotonic()
+    first = check.sample()["check_hangs_seconds:hanging"]
+    time.sleep(0.1)
+    second = check.sample()["check_hangs_seconds:hanging"]
+    assert 0.1 <= second - first < 60
+    check.close()
+    assert time.monotonic() - start < 60
+    hanging.lets_go.set()
+
+
+def test_check_that_goes_on() -> None:
+    """Numbers come with the same sample if they are there in time."""
+    check = ThreadedProbe(_Hanging(), patience_seconds=10)
+    threading.Timer(0.05, lambda: check._probe.close()).start()
+    assert check.sample() == {"answers": 42.0, "check_hangs_seconds:hanging": 0.0}
+    check.close()
+
+
+class _Failing(_Hanging):
+    def sample(self) -> Numbers:
+        raise ValueError("a driver said something that nobody expects")
+
+
+def test_check_that_fails() -> None:
+    """A fault in a check gives no numbers, and does not end it."""
+    check = ThreadedProbe(_Failing(), patience_seconds=10)
+    for _ in range(2):
+        assert check.sample() == {"check_hangs_seconds:hanging": 0.0}
+    check.close()

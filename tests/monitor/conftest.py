@@ -1,0 +1,126 @@
+"""Processes of a run that beat and hang, and watchers of them: real ones, with short limits."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longtake.config import WatchSection
+from longtake.fsio import read_json_lines
+from longtake.node_dir import NodeDirectory
+from longtake.run_dir import RunDirectory
+
+_BEATING = Path(__file__).with_name("beating.py")
+
+
+def wait_until(found: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """What `found` gives as soon as it gives anything; fails after so many seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if value := found():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"waited {seconds} s in vain")
+
+
+class Stage:
+    """A run directory, and nodes that are played by folders of hearts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.run = RunDirectory(path / "run")
+        self.run.path.mkdir()
+        self.started: list[subprocess.Popen[str]] = []
+        self.section = WatchSection(min_seconds=1.0, round_seconds=0.3, rounds=2)
+
+    def folder(self, host: str = "node") -> Path:
+        """Where a node's hearts are."""
+        return self.path / f"hearts_{host}"
+
+    def node(self, host: str = "node") -> NodeDirectory:
+        """A node's folder in the run directory."""
+        return NodeDirectory(self.run, host)
+
+    def events(self, kind: str, host: str = "node") -> list[dict[str, Any]]:
+        """The node's events of a kind."""
+        found = read_json_lines(self.node(host).events_path)
+        return [event for event in found if event["event"] == kind]
+
+    def alerts(self, kind: str) -> list[dict[str, Any]]:
+        """The alerts of a kind that the hook `cat >> alerts` has written down."""
+        found = read_json_lines(self.path / "alerts")
+        return [event for event in found if event["event"] == kind]
+
+    def rank(self, then: str, rank: int = 0, host: str = "node", launch: str = "abcd1234") -> int:
+        """Start a rank; returns its process id when it is at what it is to do."""
+        return self._beat("rank", rank, launch, then, host)
+
+    def worker(self, then: str, rank: int = 0, host: str = "node") -> int:
+        """Start a decoding process, likewise."""
+        return self._beat("decode", rank, "", then, host)
+
+    def watcher(
+        self, *options: str, host: str = "node", wait: bool = True, **changes: Any
+    ) -> "subprocess.Popen[str]":
+        """Start a node's watcher; returns when it watches."""
+        section = WatchSection(**{**self.section.model_dump(), **changes}).model_dump_json()
+        where = ["--host", host, "--folder", str(self.folder(host)), "--section", section]
+        program = ["-m", "longtake.monitor", str(self.run.path), *where, *options]
+        before = len(self.events("watching", host)) if wait else 0
+        process = self.start([sys.executable, "-P", *program])
+        if wait:
+            wait_until(lambda: len(self.events("watching", host)) > before)
+        return process
+
+    def start(self, command: list[str]) -> "subprocess.Popen[str]":
+        """Start something that is ended with the test."""
+        process = subprocess.Popen(
+            command, cwd=self.path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.started.append(process)
+        return process
+
+    def is_gone(self, pid: int) -> bool:
+        """Whether a process that was started here ends within moments."""
+        process = next(each for each in self.started if each.pid == pid)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        return process.returncode is not None
+
+    def end(self, pid: int) -> None:
+        """End a process that was started here, and wait until it is gone."""
+        process = next(each for each in self.started if each.pid == pid)
+        process.kill()
+        process.wait(60)
+
+    def close(self) -> None:
+        """End all that was started."""
+        for process in self.started:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+            process.wait(60)
+            if process.stdout is not None and not process.stdout.closed:
+                print(process.stdout.read())  # noqa: T201 - shown where a test fails
+                process.stdout.close()
+
+    def _beat(self, role: str, rank: int, launch: str, then: str, host: str) -> int:
+        arguments = [str(self.folder(host)), role, str(rank), launch, then]
+        process = self.start([sys.executable, "-P", str(_BEATING), *arguments])
+        assert process.stdout is not None
+        assert process.stdout.readline() == "beating\n"
+        return process.pid
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    """A run that is played."""
+    stage = Stage(tmp_path)
+    yield stage
+    stage.close()

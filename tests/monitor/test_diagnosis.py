@@ -1,0 +1,541 @@
+"""The cause of a stall, from dumps as nodes write them."""
+
+import json
+import pickle
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import pytest
+
+import longtake
+from longtake.fsio import parse_record
+from longtake.monitor.diagnosis import StallDiagnosis, Wait, classify_wait, diagnose
+from longtake.monitor.flight_recorder import read_folders
+from longtake.node_dir import DumpRequest, NodeDump, ProcessDump
+from longtake.stacks import is_library_file, short_file, user_frame
+
+_SITE = "/opt/env/lib/python3.11/site-packages"
+_LIB = "/usr/lib/python3.11"
+_BASE = [("train_steps", "/src/longtake/training/loop.py", 77), ("main", "/src/longtake/cli.py", 9)]
+_SUM = ("sum_over_ranks", "/src/longtake/parallel/collectives.py", 23)
+_C10D = ("all_reduce", f"{_SITE}/torch/distributed/distributed_c10d.py", 3245)
+_COLLECTIVE = [_C10D, _SUM, *_BASE]
+_SLEEP = [("asleep", "/src/longtake/faults/faulty_processes.py", 52), *_BASE]
+_FUTURE = [
+    ("wait", f"{_LIB}/threading.py", 327),
+    ("result", f"{_LIB}/concurrent/futures/_base.py", 451),
+]
+_DATA = [*_FUTURE, ("wait", "/src/longtake/data/decoding.py", 120), *_BASE]
+_READ = [("read", "/src/longtake/data/decode.py", 88), ("main", "/src/longtake/data/worker.py", 50)]
+
+Calls = Sequence[tuple[str, str, int]]
+
+
+def _thread(name: str, calls: Calls, *, has_gil: bool = False) -> dict[str, Any]:
+    frames = [{"function": name, "file": file, "line": line} for name, file, line in calls]
+    return {"name": name, "is_active": False, "has_gil": has_gil, "frames": frames}
+
+
+def _process(
+    pid: int,
+    rank: int,
+    calls: Calls,
+    phase: str,
+    *,
+    role: Literal["rank", "decode"] = "rank",
+    seconds: float = 12.0,
+    done: int = 3,
+    state: str = "S",
+    cpu: float = 0.0,
+    world: int = 2,
+    clip: str = "",
+    threads: Sequence[dict[str, Any]] = (),
+    has_gil: bool = False,
+) -> ProcessDump:
+    return {
+        "pid": pid,
+        "ppid": 1,
+        "role": role,
+        "rank": rank,
+        "command": "python",
+        "state": state,
+        "cpu_seconds": cpu,
+        "method": "py-spy --nonblocking",
+        "threads": [_thread("MainThread", calls, has_gil=has_gil), *threads] if calls else [],
+        "raw": "",
+        "heartbeat": {
+            "role": role,
+            "pid": pid,
+            "rank": rank,
+            "local_rank": rank,
+            "world_size": world,
+            "launch": "abcdefgh",
+            "step": done + 100,
+            "steps_done": done,
+            "phase": phase,
+            "seconds": seconds,
+            "detail": clip,
+            "path_of_clip": f"clips/{clip}.mp4" if clip else "",
+            "is_settled": True,
+        },
+    }
+
+
+def _node(*rounds: Sequence[ProcessDump], host: str = "gpu07", missing: Any = ()) -> NodeDump:
+    """What each heart says of its age is as of the last round."""
+    return {
+        "token": "t",
+        "time": "",
+        "host": host,
+        "reason": "stall",
+        "launch": "abcdefgh",
+        "rounds": [
+            {
+                "seconds": 1.5 * number,
+                "processes": [_earlier(each, 1.5 * (len(rounds) - 1 - number)) for each in round_],
+            }
+            for number, round_ in enumerate(rounds)
+        ],
+        "missing": list(missing),
+    }
+
+
+def _still(*processes: ProcessDump, host: str = "gpu07", missing: Any = ()) -> NodeDump:
+    """Three rounds in which nothing changes."""
+    return _node(processes, processes, processes, host=host, missing=missing)
+
+
+def _earlier(process: ProcessDump, seconds: float) -> ProcessDump:
+    heart = process["heartbeat"] and {
+        **process["heartbeat"],
+        "seconds": max(0.0, process["heartbeat"]["seconds"] - seconds),
+    }
+    return {**process, "heartbeat": heart}
+
+
+def _judge(
+    *dumps: NodeDump,
+    alarm: ProcessDump | None = None,
+    silent: Sequence[str] = (),
+    flights: dict[str, Path] | None = None,
+) -> StallDiagnosis:
+    request: DumpRequest = {
+        "token": "t",
+        "time": "",
+        "by": "gpu07",
+        "reason": "stall",
+        "rounds": 3,
+        "native": False,
+    }
+    if alarm and alarm["heartbeat"]:
+        request["stall"] = cast("Any", {**alarm["heartbeat"], "host": "gpu07", "limit": 6.0})
+    recorders, _ = read_folders((flights or {}).values())
+    diagnosis = diagnose(request, dumps, silent, recorders, "gpu07")
+    written = json.dumps(diagnosis.as_dict()).encode()
+    assert parse_record(written, StallDiagnosis, Path("t.json")) == diagnosis
+    return diagnosis
+
+
+def test_a_frozen_decoding_process_is_named_and_not_the_ranks_that_wait_for_it() -> None:
+    """Rank 1 waits for data and rank 0 for rank 1; the worker at its clip longest is to blame."""
+    starved = _process(11, 1, _DATA, "data")
+    dump = _still(
+        _process(10, 0, _COLLECTIVE, "forward"),
+        starved,
+        _process(20, 1, _READ, "decode", role="decode", seconds=0.4, clip="fresh"),
+        _process(21, 1, _READ, "decode", role="decode", seconds=14.0, clip="frozen"),
+        _process(22, 0, _READ, "decode", role="decode", seconds=90.0, clip="of-rank-0"),
+        _process(23, 1, _READ, "idle", role="decode", seconds=99.0),
+    )
+    verdict = _judge(dump, alarm=starved)
+    assert verdict.kind == "stuck"
+    (suspect,) = verdict.suspects
+    assert (suspect.pid, suspect.role, suspect.rank) == (21, "decode", 1)
+    assert (suspect.function, suspect.line, suspect.clip) == ("read", 88, "frozen")
+    assert suspect.clip_path == "clips/frozen.mp4"
+    assert {each.doing: each.ranks for each in verdict.waiting} == {
+        "a collective": (0,),
+        "data": (1,),
+    }
+    assert (verdict.seconds, verdict.limit, verdict.step) == (12.0, 6.0, 103)
+    assert verdict.sentence.startswith("gpu07: decode worker 21 of rank 1 has been in read")
+
+
+def test_a_decoding_process_that_gave_the_alarm_is_named_before_anyone_starves() -> None:
+    """Ranks that still train on what was decoded ahead are none of it."""
+    frozen = _process(21, 1, _READ, "decode", role="decode", seconds=14.0, clip="frozen")
+    moving = [
+        [
+            _process(10 + rank, rank, [("f", "/m.py", at), *_BASE], "forward", done=at)
+            for rank in (0, 1)
+        ]
+        for at in (1, 2, 3)
+    ]
+    verdict = _judge(_node(*[[*each, frozen] for each in moving]), alarm=frozen)
+    assert [each.pid for each in verdict.suspects] == [21]
+    assert verdict.kind == "stuck"
+
+
+def test_a_decoding_process_that_moves_is_slow() -> None:
+    """It is named all the same, as the one that is waited for."""
+    rounds = [
+        [
+            _process(10, 0, _DATA, "data", world=1),
+            _process(21, 0, [("f", "/m.py", at)], "decode", role="decode", cpu=1.5 * at, clip="c"),
+        ]
+        for at in range(3)
+    ]
+    verdict = _judge(_node(*rounds))
+    assert (verdict.kind, verdict.suspects[0].pid) == ("slow", 21)
+    assert verdict.suspects[0].cpu_share == pytest.approx(1.0)
+    assert "slow and not stuck" in verdict.sentence
+
+
+def test_a_stopped_process_is_named_before_all_others() -> None:
+    """Also where its stack looks like that of a rank that waits."""
+    for role in ("rank", "decode"):
+        dump = _still(
+            _process(10, 0, _SLEEP, "forward"),
+            _process(11, 1, _COLLECTIVE, "collective", state="T" if role == "rank" else "S"),
+            _process(12, 1, _READ, "decode", role="decode", state="t", clip="c"),
+        )
+        first = _judge(dump).suspects[0]
+        assert (first.role, first.rank) == (role, 1)
+
+
+def test_a_rank_that_waits_for_a_disk_in_all_rounds_is_named() -> None:
+    """State D once is nothing; in every round, without moving, it is a device that hangs."""
+    waits, disk = _process(10, 0, _COLLECTIVE, "collective"), [("f", "/m.py", 1), *_BASE]
+    kept = _process(11, 1, disk, "optimizer", state="D")
+    verdict = _judge(_still(waits, kept))
+    assert verdict.suspects[0].state == "D"
+    assert "waits for a device that does not answer" in verdict.sentence
+
+
+def test_a_rank_that_sleeps_never_joined() -> None:
+    """Of two nodes, the rank that waits for nothing, at the line where it does."""
+    first = _still(*(_process(rank, rank, _COLLECTIVE, "forward", world=8) for rank in range(4)))
+    others = [_process(rank, rank, _COLLECTIVE, "forward", world=8) for rank in (4, 5, 7)]
+    asleep = _process(6, 6, _SLEEP, "forward", world=8)
+    verdict = _judge(first, _still(*others, asleep, host="gpu08"))
+    assert verdict.kind == "stuck"
+    (suspect,) = verdict.suspects
+    assert (suspect.host, suspect.rank, suspect.function) == ("gpu08", 6, "asleep")
+    assert (suspect.file, suspect.line) == ("/src/longtake/faults/faulty_processes.py", 52)
+    assert [(each.ranks, each.host_count) for each in verdict.waiting] == [
+        ((0, 1, 2, 3, 4, 5, 7), 2)
+    ]
+    assert "Ranks 0-5, 7 only wait for a collective." in verdict.sentence
+
+
+def test_a_rank_that_computes_is_slow() -> None:
+    """Its calls change between the rounds."""
+    rounds = [
+        [
+            _process(10, 0, _COLLECTIVE, "collective"),
+            _process(11, 1, [("f", "/m.py", at), *_BASE], "forward", cpu=1.4 * at),
+        ]
+        for at in range(3)
+    ]
+    verdict = _judge(_node(*rounds))
+    assert (verdict.kind, verdict.suspects[0].rank) == ("slow", 1)
+
+
+def test_in_a_collective_of_its_own_it_is_the_rank_that_is_behind() -> None:
+    """Of two that both wait in collectives; the line is that of the caller, not the library's."""
+    extra = [_C10D, ("in_collective", "/src/longtake/faults/faulty_processes.py", 80), *_BASE]
+    for phase, done in (("forward", 3), ("collective", 2)):
+        behind = _process(11, 1, extra, phase, done=done)
+        verdict = _judge(_still(_process(10, 0, _COLLECTIVE, "collective"), behind))
+        (suspect,) = verdict.suspects
+        assert (suspect.rank, suspect.function, suspect.line) == (1, "in_collective", 80)
+        assert suspect.within == "all_reduce (torch/distributed/distributed_c10d.py:3245)"
+        assert verdict.waiting[0].ranks == (0,)
+        assert verdict.kind == "stuck"
+
+
+def test_in_a_collective_of_its_own_the_few_are_named_where_most_agree() -> None:
+    """A rank that left out a collective is ahead, and to blame all the same."""
+    most = [_process(rank, rank, _COLLECTIVE, "forward", world=4) for rank in (0, 1, 3)]
+    ahead = _process(2, 2, _COLLECTIVE, "collective", world=4)
+    assert [each.rank for each in _judge(_still(*most, ahead)).suspects] == [2]
+
+
+def test_all_at_the_same_place_is_the_link() -> None:
+    """No rank is to blame, and the sentence says where to look."""
+    verdict = _judge(_still(*(_process(rank, rank, _COLLECTIVE, "collective") for rank in (0, 1))))
+    assert (verdict.kind, verdict.suspects) == ("link", ())
+    assert "All 2 ranks are in sum_over_ranks" in verdict.sentence
+
+
+def test_the_saver_s_thread_says_where_a_checkpoint_hangs() -> None:
+    """The rank whose thread waits for no other rank, with that thread's line."""
+    waits = [*_FUTURE, ("wait", "/src/longtake/checkpoint/saver.py", 121), *_BASE]
+    write = [("fsync", "/src/longtake/checkpoint/writing.py", 150)]
+    joined = [_C10D, ("_gathered", "/src/longtake/checkpoint/writing.py", 52)]
+    dump = _still(
+        _process(10, 0, waits, "checkpoint", threads=[_thread("checkpoint_0", joined)]),
+        _process(11, 1, waits, "checkpoint", threads=[_thread("checkpoint_0", write)]),
+    )
+    verdict = _judge(dump)
+    (suspect,) = verdict.suspects
+    assert (suspect.rank, suspect.thread, suspect.line) == (1, "checkpoint_0", 150)
+    assert "thread checkpoint_0 of rank 1" in verdict.sentence
+
+
+def test_a_rank_that_is_gone_is_lost() -> None:
+    """Whether only its record is left, or it went while the rounds were read."""
+    waits, gone = _process(10, 0, _COLLECTIVE, "forward"), _process(11, 1, _SLEEP, "backward")
+    verdict = _judge(_still(waits, missing=[gone["heartbeat"]]))
+    assert (verdict.kind, verdict.suspects[0].pid, verdict.suspects[0].state) == ("lost", 11, "")
+    assert "rank 1 (process 11) is gone" in verdict.sentence
+    assert _judge(_node([waits, gone], [waits], [waits])).suspects[0].pid == 11
+
+
+def test_a_node_that_does_not_answer_is_lost_if_its_ranks_are_missing() -> None:
+    """And only then: a node whose ranks all others have heard of is not to blame."""
+    ranks = [_process(rank, rank, _COLLECTIVE, "forward", world=4) for rank in (0, 1)]
+    verdict = _judge(_still(*ranks), silent=["gpu09"])
+    assert (verdict.kind, verdict.suspects[0].host) == ("lost", "gpu09")
+    assert "no sign of ranks 2-3" in verdict.sentence
+    assert _judge(_still(*ranks)).kind == "lost"
+    assert _judge(silent=["gpu09"]).kind == "lost"
+    two = [_process(rank, rank, _COLLECTIVE, "forward") for rank in (0, 1)]
+    assert _judge(_still(*two), silent=["gpu09"]).kind == "link"
+
+
+def test_a_process_alone_is_where_it_is() -> None:
+    """With nobody to wait for, whatever it does is what hangs; also if no calls could be read."""
+    assert _judge(_still(_process(10, 0, _SLEEP, "forward", world=1))).suspects[0].line == 52
+    unread = _judge(_still(_process(10, 0, [], "forward", world=1)))
+    assert (unread.kind, unread.suspects[0].function) == ("stuck", "")
+    assert unread.sentence
+
+
+def test_one_that_burns_a_core_in_c_is_stuck_there() -> None:
+    """The calls of C tell where, if they were read; that it holds the GIL is said."""
+    calls = [("av_read_frame", "/usr/lib/libavformat.so.60", 0), *_READ]
+    rounds = [
+        [
+            _process(10, 0, _DATA, "data", world=1),
+            _process(21, 0, calls, "decode", role="decode", cpu=1.5 * at, clip="c", has_gil=True),
+        ]
+        for at in range(3)
+    ]
+    verdict = _judge(_node(*rounds))
+    assert (verdict.kind, verdict.suspects[0].native) == (
+        "stuck",
+        "av_read_frame (libavformat.so.60)",
+    )
+    assert (
+        "uses a full core: it is busy in C (in av_read_frame (libavformat.so.60))"
+        in verdict.sentence
+    )
+    assert "holds the GIL" in verdict.sentence
+
+
+def test_ranks_at_the_same_line_of_which_one_is_elsewhere() -> None:
+    """Python does not show a wait for the card; where most ranks stand, they are taken to wait."""
+    card = [("compute_gradients", "/src/longtake/training/step.py", 78), *_BASE]
+    ranks = [_process(rank, rank, card, "backward", world=4) for rank in range(3)]
+    verdict = _judge(_still(*ranks, _process(3, 3, _SLEEP, "forward", world=4)))
+    assert [each.rank for each in verdict.suspects] == [3]
+    assert verdict.waiting[0].doing == "the device"
+    assert _judge(_still(*ranks, _process(3, 3, card, "backward", world=4))).kind == "link"
+
+
+def test_the_flight_recorder_names_a_rank_that_looks_like_all_others(tmp_path: Path) -> None:
+    """Its process stands where the others do, but it never joined."""
+    entry = {
+        "record_id": 1,
+        "pg_id": 0,
+        "process_group": ("0", "default_pg"),
+        "collective_seq_id": 7,
+        "profiling_name": "nccl:all_reduce",
+        "input_sizes": [[3]],
+        "state": "started",
+        "retired": False,
+        "is_p2p": False,
+    }
+    for rank in range(3):
+        entries = [] if rank == 2 else [entry]
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps({"entries": entries}))
+    (tmp_path / "rank_9").write_bytes(b"damaged")
+    card = [("compute_gradients", "/src/longtake/training/step.py", 78), *_BASE]
+    dump = _still(*(_process(rank, rank, card, "backward", world=3) for rank in range(3)))
+    verdict = _judge(dump, flights={"gpu07": tmp_path, "gpu08": tmp_path / "none"})
+    assert [each.rank for each in verdict.suspects] == [2]
+    assert (verdict.missing_in[0].op, verdict.missing_in[0].ranks) == ("nccl:all_reduce", (2,))
+    assert "rank 2 never joined nccl:all_reduce of default_pg" in verdict.sentence
+
+
+def test_nothing_at_all_is_unknown() -> None:
+    """A verdict is passed whatever there is."""
+    assert _judge().kind == "unknown"
+    assert _judge(_node()).kind == "unknown"
+
+
+def test_a_large_run_is_judged_in_seconds() -> None:
+    """2,000 ranks with 16 decoding processes each, all of which wait for one: it is found."""
+    dumps = []
+    for host in range(250):
+        processes = []
+        for rank in range(8 * host, 8 * host + 8):
+            calls = _DATA if rank == 1234 else _COLLECTIVE
+            phase = "data" if rank == 1234 else "forward"
+            processes.append(_process(rank, rank, calls, phase, world=2000))
+            processes += [
+                _process(10**5 + 16 * rank + n, rank, _READ, "decode", role="decode", seconds=n)
+                for n in range(16)
+            ]
+        dumps.append(_still(*processes, host=f"gpu{host}"))
+    begun = time.process_time()
+    verdict = _judge(*dumps)
+    assert time.process_time() - begun < 20
+    assert verdict.suspects[0].pid == 10**5 + 16 * 1234 + 15
+    assert verdict.waiting[0].host_count == 250
+
+
+def _with(process: ProcessDump, **heartbeat: Any) -> ProcessDump:
+    assert process["heartbeat"] is not None
+    return {**process, "heartbeat": {**process["heartbeat"], **heartbeat}}
+
+
+def test_an_alarm_that_is_over_is_no_stall() -> None:
+    """By the last round of the alarmed process's node; the others may still wait for it."""
+    waits, hung = _process(10, 0, _COLLECTIVE, "forward"), _process(11, 1, _SLEEP, "backward")
+    assert _judge(_still(waits, hung), alarm=hung).kind == "stuck"
+    for after in (
+        _with(hung, phase="optimizer"),
+        _with(hung, step=104),
+        _with(hung, seconds=0.2),
+        _with(hung, phase="ended"),
+    ):
+        found = _judge(_node([waits, hung], [waits, after]), alarm=hung)
+        assert (found.kind, found.suspects) == ("cleared", ())
+        assert "moved on" in found.sentence
+    assert _judge(_node([waits, hung], [waits]), alarm=hung).kind == "cleared"
+
+
+def test_an_alarm_of_a_process_that_died_holds_for_ranks_only() -> None:
+    """A decode worker was replaced by its pool; without a dump of its node nothing is known."""
+    waits, died = _process(10, 0, _COLLECTIVE, "forward"), _process(11, 1, _SLEEP, "backward")
+    worker = _process(21, 1, _READ, "decode", role="decode", clip="c")
+    for alarm, kind in ((died, "lost"), (worker, "cleared")):
+        found = _judge(_node([waits, alarm], [waits], missing=[alarm["heartbeat"]]), alarm=alarm)
+        assert found.kind == kind
+    assert _judge(_still(waits, host="gpu08"), alarm=died, silent=["gpu07"]).kind == "lost"
+
+
+def test_a_decode_worker_s_alarm_has_the_runs_step() -> None:
+    """Itself it counts windows; at another clip it has moved on."""
+    waits = _process(10, 0, _DATA, "data", world=1)
+    worker = _process(21, 0, _READ, "decode", role="decode", seconds=14.0, clip="c")
+    alarm = _with(worker, step=7)
+    assert _judge(_still(waits, worker), alarm=alarm).kind == "stuck"
+    assert _judge(_still(waits, _with(worker, detail="d")), alarm=alarm).kind == "cleared"
+
+
+_SITE_WAIT = "/opt/env/lib/python3.11/site-packages"
+_LIB_WAIT = "/usr/lib/python3.11"
+_C10D_WAIT = ("all_reduce", f"{_SITE_WAIT}/torch/distributed/distributed_c10d.py", 3245)
+_OWN = ("forward", "/home/me/project/model.py", 12)
+_STEP = ("compute_gradients", f"{_SITE_WAIT}/longtake/training/step.py", 73)
+_RESULT = ("result", f"{_LIB_WAIT}/concurrent/futures/_base.py", 451)
+_QUALIFIED = ("Condition.wait", f"{_LIB_WAIT}/threading.py", 327)
+_WAIT = ("wait", f"{_LIB_WAIT}/threading.py", 327)
+
+
+@pytest.mark.parametrize(
+    ("calls", "phase", "expected"),
+    [
+        ([_C10D_WAIT, _OWN, _STEP], "forward", "collective"),
+        (
+            [("wait_for_unshard", f"{_SITE_WAIT}/torch/distributed/fsdp/_p.py", 3), _STEP],
+            "x",
+            "collective",
+        ),
+        (
+            [("sum_over_ranks", "/src/longtake/parallel/collectives.py", 23), _STEP],
+            "x",
+            "collective",
+        ),
+        (
+            [("rendezvous", f"{_SITE_WAIT}/torch/distributed/rendezvous.py", 9), _STEP],
+            "x",
+            "collective",
+        ),
+        ([_OWN, _C10D_WAIT, _STEP], "forward", "nothing"),
+        ([_OWN, _STEP], "collective", "nothing"),
+        ([_WAIT, _RESULT, ("wait", "/src/longtake/data/decoding.py", 120), _STEP], "data", "data"),
+        ([_WAIT, _RESULT, _OWN], "forward", "lock"),
+        ([_QUALIFIED, ("PixelPlaces.wait", "/src/longtake/data/d.py", 1), _STEP], "data", "data"),
+        ([_WAIT, ("wait", "/src/longtake/checkpoint/saver.py", 121)], "optimizer", "checkpoint"),
+        (
+            [("write", f"{_SITE_WAIT}/torch/distributed/checkpoint/filesystem.py", 5)],
+            "x",
+            "nothing",
+        ),
+        ([("synchronize", f"{_SITE_WAIT}/torch/cuda/__init__.py", 1), _STEP], "forward", "device"),
+        ([("linear", f"{_SITE_WAIT}/torch/nn/modules/linear.py", 125), _OWN], "forward", "nothing"),
+        ([], "collective", "collective"),
+        ([], "data", "data"),
+        ([], "backward", "nothing"),
+    ],
+)
+def test_calls_tell_what_is_waited_for(
+    calls: list[tuple[str, str, int]], phase: str, expected: Wait
+) -> None:
+    """What lies below the innermost call that is no library's decides; without calls, the phase."""
+    assert classify_wait(tuple(calls), phase) == expected
+
+
+def test_the_driver_s_calls_tell_a_wait_for_the_device() -> None:
+    """Python does not show that `.item()` waits for a card; C's calls do, where they were read."""
+    native = (("cuStreamSynchronize", "libcuda.so.1", 0),)
+    assert classify_wait((_OWN, _STEP), "forward", native) == "device"
+    assert classify_wait((_OWN, _STEP), "forward", (("read", "libc.so.6", 0),)) == "nothing"
+
+
+def test_the_line_to_look_at_is_that_of_whoever_called_a_library() -> None:
+    """Of a sleep, a lock or a collective, the caller's; a library without a caller has its own."""
+    assert user_frame((_WAIT, _RESULT, _C10D_WAIT, _OWN, _STEP)) == _OWN
+    assert user_frame((_C10D_WAIT, _STEP)) == _STEP
+    assert user_frame((_WAIT, _RESULT)) is None
+
+
+@pytest.mark.parametrize(
+    ("file", "machinery", "short"),
+    [
+        (f"{_SITE_WAIT}/torch/nn/modules/linear.py", True, "torch/nn/modules/linear.py"),
+        (f"{_SITE_WAIT}/torchvision/ops.py", False, "torchvision/ops.py"),
+        (f"{_SITE_WAIT}/longtake/data/decode.py", False, "longtake/data/decode.py"),
+        ("/src/longtake/data/decode.py", False, "longtake/data/decode.py"),
+        ("/home/me/.pyenv/versions/3.11.7/lib/python3.11/threading.py", True, "threading.py"),
+        ("/usr/lib/python3/dist-packages/numpy/core.py", True, "numpy/core.py"),
+        ("<frozen runpy>", True, "<frozen runpy>"),
+        ("<string>", False, "<string>"),
+        ("/home/me/python3.11/train.py", False, "/home/me/python3.11/train.py"),
+    ],
+)
+def test_files_of_libraries_are_known_by_where_they_lie(
+    file: str, machinery: bool, short: str
+) -> None:
+    """Python's own files and torch's are machinery; longtake's and the user's are not."""
+    assert is_library_file(file) is machinery
+    assert short_file(file) == short
+
+
+def test_a_line_of_training_that_reads_values_waits_for_the_device() -> None:
+    """Behind a collective of NCCL that never ends, `.tolist()` shows no call of torch's."""
+    step = Path(longtake.__file__).parent / "training" / "step.py"
+    lines = step.read_text().splitlines()
+    (reads,) = (number for number, line in enumerate(lines, 1) if ".tolist()  # one wait" in line)
+    other = next(number for number, line in enumerate(lines, 1) if line.startswith("import "))
+    file = "/elsewhere/site-packages/longtake/training/step.py"
+    assert classify_wait((("compute_gradients", file, reads),), "backward") == "device"
+    assert classify_wait((("compute_gradients", file, other),), "backward") == "nothing"
+    native = (("read", "libc.so.6", 0),)
+    assert classify_wait((("compute_gradients", file, reads),), "backward", native) == "nothing"

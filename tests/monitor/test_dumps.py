@@ -1,0 +1,340 @@
+"""Dumps of all processes of a node: who belongs, rounds, old files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from longtake import stacks
+from longtake.fsio import write_once
+from longtake.monitor.dumps import (
+    ProcessTrace,
+    dump_node,
+    dump_tree,
+    prune_dumps,
+    prune_requests,
+    traces,
+)
+from longtake.node_dir import NodeDirectory, NodeDump, ProcessDump, request_path
+from longtake.run_dir import RunDirectory
+from longtake.stacks import descendants
+
+_PYTHON, _PROGRAM = sys.executable, Path(__file__).with_name("members.py")
+_EARLIER = """
+import sys
+from pathlib import Path
+from longtake.heartbeat import HeartbeatWriter
+heart = HeartbeatWriter(Path(sys.argv[1]), "rank", rank=5)
+heart.set_launch("earlier.")
+heart.set_phase("forward")
+"""
+
+Start = Callable[..., int]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the run's hearts are."""
+    return tmp_path / "hearts"
+
+
+@pytest.fixture
+def start(folder: Path, tmp_path: Path) -> Iterator[Start]:
+    """Starts a process of the run: `start("rank", 0, "sleeps", *command_of_a_child)`."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(role: str, rank: int, how: str, *child: str, by: tuple[str, ...] = ()) -> int:
+        command = [*by, _PYTHON, str(_PROGRAM), str(folder), role, str(rank), how, *child]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, cwd=tmp_path, start_new_session=True
+        )
+        started.append(process)
+        assert process.stdout
+        assert process.stdout.readline() == b"here\n"
+        return process.pid
+
+    yield start
+    for process in started:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def _dump(folder: Path, rounds: int = 1, **wanted: Any) -> NodeDump:
+    given = {"rounds": rounds, "round_seconds": 0.3, "native": False, **wanted}
+    reason = given.pop("reason", "stall")
+    return dump_node(folder, "here", "stall_x_00000001_0", reason, **given)
+
+
+def _by_pid(dump: NodeDump) -> dict[int, ProcessDump]:
+    return {each["pid"]: each for each in dump["rounds"][-1]["processes"]}
+
+
+def _traced(dump: NodeDump) -> dict[int, ProcessTrace]:
+    return {each.pid: each for each in traces([dump])}
+
+
+def _innermost(process: ProcessDump) -> tuple[str, str]:
+    frame = process["threads"][0]["frames"][0]
+    return Path(frame["file"]).name, frame["function"]
+
+
+def _await(found: Callable[[], Any]) -> Any:
+    end = time.monotonic() + 10
+    while not (value := found()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return value
+
+
+def test_every_process_is_found_and_says_where_it_is(folder: Path, start: Start) -> None:
+    """Ranks and decoding processes by their hearts, what they have started as helpers."""
+    rank = start("rank", 3, "sleeps", "sleep", "600")
+    worker = start("decode", 3, "holds")
+    [helper] = descendants(rank)
+    dump = _dump(folder)
+    assert (dump["host"], dump["token"], dump["reason"]) == ("here", "stall_x_00000001_0", "stall")
+    assert (dump["launch"], dump["missing"]) == ("abcdefgh", [])
+    found = _by_pid(dump)
+    roles = {pid: (each["role"], each["rank"]) for pid, each in found.items()}
+    assert roles == {rank: ("rank", 3), worker: ("decode", 3), helper: ("helper", 3)}
+    assert _innermost(found[rank]) == ("members.py", "sleeps")
+    assert _innermost(found[worker]) == ("members.py", "holds")
+    assert found[worker]["threads"][0]["has_gil"]
+    heart = found[worker]["heartbeat"]
+    assert heart
+    assert (heart["phase"], heart["detail"]) == ("decode", "a clip")
+    assert heart["path_of_clip"] == "/clips/a.mp4"
+    assert found[helper]["command"] == "sleep 600"
+    assert (found[helper]["heartbeat"], found[helper]["threads"]) == (None, [])
+    assert "wchan" in found[helper]["raw"]
+    assert {found[pid]["method"] for pid in (rank, worker)} == {"py-spy --nonblocking"}
+    assert json.loads(json.dumps(dump)) == dump
+
+
+def test_rounds_tell_who_moves(folder: Path, start: Start) -> None:
+    """A stopped one stands still and stays stopped; one that works has moved."""
+    works, stopped = start("rank", 0, "works"), start("rank", 1, "sleeps")
+    _await(lambda: stacks.dump_process(stopped, native=False).where.endswith("in sleeps"))
+    os.kill(stopped, signal.SIGSTOP)
+    _await(lambda: stacks.state_of(stopped) == "T")
+    dump = _dump(folder, rounds=3)
+    assert [each["seconds"] for each in dump["rounds"]] == pytest.approx([0, 0.3, 0.6], abs=0.2)
+    found = _traced(dump)
+    assert found[works].has_moved
+    assert not found[stopped].has_moved
+    assert found[stopped].last["state"] == stacks.state_of(stopped) == "T"
+    assert found[stopped].stack[0][0] == "sleeps"
+
+
+def test_of_a_stall_only_those_that_hang_are_read_with_calls_of_c(
+    folder: Path, start: Start
+) -> None:
+    """They are paused for it; whoever works or has nothing to do is not."""
+    hangs, works = start("rank", 0, "sleeps"), start("rank", 1, "works")
+    idles = start("decode", 0, "idles")
+    found = _by_pid(_dump(folder, rounds=2, native=True))
+    assert _innermost(found[hangs]) == ("libc.so.6", "clock_nanosleep")
+    methods = [found[pid]["method"] for pid in (hangs, works, idles)]
+    assert methods == ["py-spy --native", "py-spy --nonblocking", "py-spy --nonblocking"]
+    asked = _by_pid(_dump(folder, native=True, reason="asked"))
+    assert asked[idles]["method"] == "py-spy --native"
+
+
+def test_without_py_spy_processes_write_themselves(
+    folder: Path, start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A rank to its file, a decoding process to what its pool reads; of others /proc tells."""
+    rank = start("rank", 0, "holds", "sleep", "600")
+    worker, [helper] = start("decode", 0, "sleeps"), descendants(rank)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    found = _by_pid(_dump(folder))
+    assert [found[pid]["method"] for pid in (rank, worker, helper)] == [
+        "faulthandler",
+        "faulthandler",
+        "proc",
+    ]
+    assert _innermost(found[rank]) == ("members.py", "holds")
+    assert _innermost(found[worker]) == ("members.py", "sleeps")
+
+
+def test_whoever_watches_is_not_dumped(folder: Path, start: Start) -> None:
+    """A watcher is a rank's child, and starts others in its turn; so does py-spy."""
+    program = "import subprocess; subprocess.run(['sleep', '600'])"
+    rank = start("rank", 0, "sleeps", _PYTHON, "-c", program, "-m", "longtake.monitor")
+    _await(lambda: len(descendants(rank)) == 2)
+    assert list(_by_pid(_dump(folder))) == [rank]
+
+
+def test_torchruns_process_belongs_to_the_run(folder: Path, start: Start, tmp_path: Path) -> None:
+    """By its name, as a rank's parent; and a rank that has no heart yet, as what it has started."""
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text(
+        "import subprocess, sys\nsubprocess.Popen(['sleep', '600'])\nsubprocess.run(sys.argv[1:])\n"
+    )
+    agent = start("rank", 1, "sleeps", by=(_PYTHON, str(torchrun)))
+    found = _by_pid(_dump(folder))
+    assert sorted((each["role"], each["rank"]) for each in found.values() if each["rank"]) == [
+        ("rank", 1)
+    ]
+    assert (found[agent]["role"], found[agent]["rank"]) == ("agent", None)
+    assert [each["command"] for each in found.values() if each["role"] == "helper"] == ["sleep 600"]
+
+
+def test_whoever_is_gone_is_missed(folder: Path, start: Start) -> None:
+    """Not one that ended as it should, had nothing to do, or is of a launch before this one."""
+    start("rank", 0, "sleeps")
+    dead, idle = start("decode", 0, "sleeps"), start("decode", 0, "idles")
+    subprocess.run([_PYTHON, "-c", _EARLIER, str(folder)], check=True, timeout=300)
+    for pid in (dead, idle):
+        os.kill(pid, signal.SIGKILL)
+    _await(lambda: {stacks.state_of(pid) for pid in (dead, idle)} == {"Z"})
+    found = _dump(folder)
+    assert [(each["pid"], each["detail"]) for each in found["missing"]] == [(dead, "a clip")]
+    assert len(_by_pid(found)) == 1
+
+
+def test_a_process_and_what_it_has_started(start: Start) -> None:
+    """Without a run: whoever it is."""
+    rank = start("rank", 2, "sleeps", "sleep", "600")
+    until = time.monotonic() + 60  # it says that it beats before it sleeps
+    while True:
+        dump = dump_tree(rank, "here", rounds=1, round_seconds=0.1, native=False)
+        found = _by_pid(dump)
+        if _innermost(found[rank]) == ("members.py", "sleeps") or time.monotonic() > until:
+            break
+    assert list(found) == [rank, *descendants(rank)]
+    assert _innermost(found[rank]) == ("members.py", "sleeps")
+
+
+Seen = dict[str, Any]
+
+
+def _thread(*lines: int, name: str = "MainThread") -> Seen:
+    frames = [{"function": f"f{line}", "file": "a.py", "line": line} for line in lines]
+    return {"name": name, "is_active": True, "has_gil": False, "frames": frames}
+
+
+def _heart(**fields: Any) -> Seen:
+    standard = {"phase": "forward", "step": 5, "steps_done": 5, "detail": "", "seconds": 1.0}
+    return {**standard, **fields}
+
+
+def _process(pid: int = 7, *threads: Seen, **fields: Any) -> Seen:
+    standard = {"pid": pid, "role": "rank", "rank": 0, "state": "S", "cpu_seconds": 2.0}
+    return {**standard, "threads": list(threads), "heartbeat": None, **fields}
+
+
+def _dump_trace(*rounds: list[Seen], host: str = "here") -> NodeDump:
+    seen = [{"seconds": 1.5 * number, "processes": each} for number, each in enumerate(rounds)]
+    return cast("NodeDump", {"host": host, "rounds": seen})
+
+
+def test_a_process_is_followed_through_the_rounds() -> None:
+    """By its number and node; one that came later or went earlier is seen in fewer."""
+    first = _dump_trace([_process(7), _process(8)], [_process(7)], host="first")
+    found = traces([first, _dump_trace([_process(7)], host="second")])
+    assert [(each.host, each.pid, each.seconds) for each in found] == [
+        ("first", 7, (0.0, 1.5)),
+        ("first", 8, (0.0,)),
+        ("second", 7, (0.0,)),
+    ]
+
+
+def test_a_stack_that_changes_has_moved() -> None:
+    """Of the main thread; what stays is counted from the outermost call."""
+    rounds = [[_process(7, _thread(3, 2, 1))], [_process(7, _thread(4, 2, 1))]]
+    [found] = traces([_dump_trace(*rounds)])
+    assert found.has_moved
+    assert found.stack == (("f4", "a.py", 4), ("f2", "a.py", 2), ("f1", "a.py", 1))
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        {"phase": "backward"},
+        {"step": 6},
+        {"steps_done": 6},
+        {"detail": "another clip"},
+        {"seconds": 0.2},
+    ],
+)
+def test_a_heart_that_went_on_has_moved(later: Seen) -> None:
+    """Though it is in the same place again: in another phase, step or clip, or in it anew."""
+    still = _process(7, _thread(1), heartbeat=_heart())
+    waits = _process(7, _thread(1), heartbeat=_heart(seconds=2.5))
+    went_on = _process(7, _thread(1), heartbeat=_heart(**{"seconds": 2.5, **later}))
+    assert [each.has_moved for each in traces([_dump_trace([still], [waits])])] == [False]
+    assert [each.has_moved for each in traces([_dump_trace([still], [went_on])])] == [True]
+
+
+def test_a_round_without_stacks_says_nothing() -> None:
+    """The last one that was read counts, and its heart."""
+    read = _process(7, _thread(2, 1), _thread(9, name="decoding"), heartbeat=_heart())
+    [found] = traces([_dump_trace([read], [_process(7, heartbeat=_heart(seconds=2.0))])])
+    assert found.stack == (("f2", "a.py", 2), ("f1", "a.py", 1))
+    assert not found.has_moved
+    assert found.stacks_of("decoding") == [(("f9", "a.py", 9),)]
+    [unread] = traces([_dump_trace([_process(7)], [_process(7)])])
+    assert (unread.stack, unread.has_moved) == ((), False)
+
+
+def test_processor_time_is_a_share_of_the_time_between_rounds() -> None:
+    """1.0: one processor; nothing can be said of one round."""
+    rounds = [[_process(7, cpu_seconds=seconds)] for seconds in (2.0, 3.0, 5.0)]
+    assert [each.cpu_share for each in traces([_dump_trace(*rounds)])] == [1.0]
+    assert [each.cpu_share for each in traces([_dump_trace(rounds[0])])] == [0.0]
+
+
+_DAY = 86400.0
+
+
+def _at(path: Path, moment: float) -> None:
+    os.utime(path, (moment, moment))
+
+
+def test_the_newest_answers_stay(tmp_path: Path) -> None:
+    """With what belongs to them; what rank 0 has left there is not a watcher's to take away."""
+    node = NodeDirectory(RunDirectory(tmp_path), "gpu1")
+    folder = node.dump_path("x").parent
+    folder.mkdir(parents=True)
+    theirs = {"2026-01-01T00-00-00_worker_7.json", "2026-01-01T00-00-00_worker_7.txt"}
+    for name in theirs:
+        (folder / name).touch()
+        _at(folder / name, 1.0)
+    tokens = [f"stall_one_0000000{number}_0" for number in range(3)] + ["asked_1", "asked_2"]
+    for number, token in enumerate(tokens):
+        node.dump_path(token).touch()
+        node.flight_path(token).mkdir()
+        (node.flight_path(token) / "rank_0").touch()
+        for path in (node.dump_path(token), node.flight_path(token)):
+            _at(path, 100.0 + number)
+    prune_dumps(node, most=3)
+    kept = {f"{token}{suffix}" for token in tokens[2:] for suffix in (".json", ".fr")}
+    assert {path.name for path in folder.iterdir()} == kept | theirs
+    prune_dumps(NodeDirectory(RunDirectory(tmp_path), "gpu2"))  # that has no folder
+
+
+def test_requests_of_days_ago_go(tmp_path: Path) -> None:
+    """But for stalls of the launch that runs, whose names are not to be given twice."""
+    run = RunDirectory(tmp_path)
+    prune_requests(run, "one")  # there is no folder
+    for name, launch, days in (
+        ("old", "zero", 3.9),
+        ("ours", "one", 3.9),
+        ("recent", "zero", 5.0),
+        ("asked", "", 3.9),
+    ):
+        stall = {"stall": {"launch": launch}} if launch else {}
+        write_once(request_path(run, name), {"token": name, **stall})
+        _at(request_path(run, name), days * _DAY)
+    prune_requests(run, "one")
+    names = {path.stem for path in (tmp_path / "requests").iterdir()}
+    assert names == {"recent", "ours"}

@@ -1,0 +1,360 @@
+"""A node's health as the watcher tells it: what is written, and what is an event."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longtake.config import WatchSection
+from longtake.fsio import read_json_lines
+from longtake.health import clock
+from longtake.health import system as apart
+from longtake.health.clock import Clocks, ClockSlewed, ClockSteady, ClockStepped
+from longtake.health.system import DiskProbe, Numbers
+from longtake.heartbeat import HeartbeatWriter, heartbeat_dir
+from longtake.monitor import node_health as conditions
+from longtake.monitor.node_health import (
+    HealthLog,
+    HealthRules,
+    NodeHealth,
+    PeerNodes,
+    full_disks,
+    thin_out,
+)
+from longtake.monitor.outliers import SIGNALS, Outlier
+from longtake.monitor.sentences import clock_event
+from longtake.node_dir import NodeDirectory
+from longtake.run_dir import RunDirectory
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> NodeDirectory:
+    """This node's folder in an empty run directory."""
+    path = tmp_path / "run"
+    path.mkdir()
+    found = NodeDirectory(RunDirectory(path), "gpu07")
+    found.path.mkdir(parents=True)
+    return found
+
+
+@pytest.fixture
+def watch(node: NodeDirectory) -> Iterator[NodeHealth]:
+    """One that samples five times a second, and is started by the test."""
+    often = WatchSection.model_construct(health_seconds=0.2)
+    found = NodeHealth(node.run, node, often, [node.run.path])
+    yield found
+    found.close()
+
+
+def _until(found: Callable[[], Any], seconds: float = 120.0) -> Any:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if value := found():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"waited {seconds} s in vain")
+
+
+def test_real_node(node: NodeDirectory, watch: NodeHealth) -> None:
+    """A real node gives clocks, disks, memory and its ranks' steps, in JSON and in the journal."""
+    heart = HeartbeatWriter(heartbeat_dir(node.run.path), "rank", rank=5)
+    watch.start()
+    _until(lambda: "steps_per_second:5" in watch.latest())
+    found = watch.latest()
+    heart.close()
+    heart.remove()
+    assert found["clock_steps_total"] == 0
+    assert found["disk_free_bytes:run"] > 0
+    assert f"disk_free_bytes:{node.run.path}" in found
+    assert found["memory_available_bytes"] > 0
+    assert json.loads(json.dumps(found)) == found
+    lines = _until(lambda: list(read_json_lines(node.health_path)))
+    assert {"time", "load_average"} <= lines[0].keys()
+    assert watch.take_events() == []
+
+
+def test_clock_that_is_set(watch: NodeHealth, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step backwards is an event within a second: how far, what may fail now, what to do."""
+    real, back = clock.read_clocks, threading.Event()
+
+    def read() -> Clocks:
+        now = real()
+        return now._replace(real_ns=now.real_ns - 2_013_000_000 * back.is_set())
+
+    monkeypatch.setattr(clock, "read_clocks", read)
+    watch.start()
+    time.sleep(0.3)
+    back.set()
+    ((kind, fields),) = _until(watch.take_events, 5)
+    assert kind == "clock_stepped"
+    assert fields["seconds"] == pytest.approx(-2.013, abs=1e-4)
+    assert fields["message"].startswith("gpu07: the clock was set back by 2.01")
+    assert "makestep 1.0 3" in fields["message"]
+
+
+def test_words_of_clocks() -> None:
+    """Sizes and directions are told exactly; two programs that set the clock are named."""
+    kind, fields = clock_event("a", ClockStepped(-0.001234), ["chronyd", "ntpd"])
+    assert kind == "clock_stepped"
+    assert "a: the clock was set back by 1.234 ms." in fields["message"]
+    assert "Here chronyd and ntpd run, and work against each other." in fields["message"]
+    assert "forward by 3.500000 s" in clock_event("a", ClockStepped(3.5), [])[1]["message"]
+    assert "set back at once" in clock_event("a", ClockStepped(2e-8), [])[1]["message"]
+    kind, fields = clock_event("a", ClockSlewed(-500.04, -0.0075), ["chronyd"])
+    assert (kind, fields["ppm"], fields["seconds"]) == ("clock_slewed", -500.0, -0.0075)
+    assert "500 ppm too slow, 7.5 ms so far" in fields["message"]
+    assert clock_event("a", ClockSteady(0.01), [])[0] == "recovered"
+
+
+def test_disk_that_hangs(watch: NodeHealth, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that hangs stops no other check, and is an event that says for how long.
+
+    Nor does it keep anybody from closing.
+    """
+    lets_go = threading.Event()
+
+    def hang(self: DiskProbe) -> Numbers:
+        lets_go.wait(600)
+        return {}
+
+    monkeypatch.setattr(DiskProbe, "sample", hang)
+    monkeypatch.setattr(apart, "HANGING_SECONDS", 0.7)
+    monkeypatch.setattr(conditions, "HANGING_SECONDS", 0.7)
+    watch.start()
+    ((kind, fields),) = _until(watch.take_events)
+    assert kind == "degraded"
+    assert fields["reason"].startswith("looking at disk has been hanging for")
+    assert watch.latest()["check_hangs_seconds:disk"] >= 0.7
+    assert watch.latest()["memory_available_bytes"] > 0
+    start = time.monotonic()
+    watch.close()
+    assert time.monotonic() - start < 60
+    lets_go.set()
+
+
+def _beat(node: NodeDirectory, beat: int, health: Numbers) -> None:
+    record = {"host": node.host, "pid": 1, "beat": beat, "launch": "", "wall": time.time()}
+    node.write_heartbeat({**record, "health": health})
+
+
+def test_slow_rank_against_other_nodes(
+    node: NodeDirectory, watch: NodeHealth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that needs 30 % more than those of two other nodes is named, by its own watcher."""
+    others = [NodeDirectory(node.run, host) for host in ("gpu08", "gpu09")]
+    done = threading.Event()
+
+    def beat() -> None:
+        heart = HeartbeatWriter(heartbeat_dir(node.run.path), "rank", rank=4)
+        step = 0
+        while not done.wait(0.03):
+            step += 1
+            heart.begin_step(step, "8x32x32")
+            heart.end_step(0.13)
+            for number, other in enumerate(others):
+                _beat(other, step, {f"step_work_seconds:{number}": 0.1})
+        heart.close()
+        heart.remove()
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    watch.start()
+    try:
+        ((kind, fields),) = _until(watch.take_events)
+    finally:
+        done.set()
+        thread.join()
+    assert kind == "degraded"
+    assert (fields["rank"], fields["percent"]) == (4, pytest.approx(30, abs=1))
+    assert fields["message"] == "gpu07: rank 4 step time +30 %."
+    assert watch.latest()["clock_lead_seconds:gpu08"] < 0.01
+
+
+def test_neighbours_that_stand_still(node: NodeDirectory) -> None:
+    """Nodes count while their hearts beat; the offset of their clocks is measured with it."""
+    other = NodeDirectory(node.run, "gpu08")
+    neighbours = PeerNodes(node.run, node.host)
+    _beat(other, 1, {"step_work_seconds:1": 0.5})
+    assert neighbours.sample() == {"neighbours": 0.0}
+    _beat(other, 2, {"step_work_seconds:1": 0.5})
+    found = neighbours.sample()
+    assert found["neighbours"] == 1
+    assert -5 < found["clock_lead_seconds:gpu08"] <= 0
+    assert neighbours.health == {"gpu08": {"step_work_seconds:1": 0.5}}
+    assert neighbours.sample() == {"neighbours": 0.0}
+
+
+def _finding(name: str, device: str, value: float, usual: float) -> Outlier:
+    signal = next(each for each in SIGNALS if each.name == name)
+    return Outlier(signal, device, value, usual, "others")
+
+
+def test_reason_of_a_weak_node() -> None:
+    """Power, step time and what slows the GPU down are one reason, the worst device first."""
+    judge = HealthRules()
+    findings = [
+        _finding("gpu_power_watts", "0", 430, 655),
+        _finding("gpu_power_watts", "1", 412, 655),
+        _finding("step_work_seconds", "57", 1.11, 1.0),
+    ]
+    numbers = {"gpu_throttle_bits:1": float(0x40)}
+    for _ in range(3):
+        found = judge.wrong(numbers, findings)
+    assert ", ".join(found.values()) == (
+        "GPU 1 power 412 W against 655 W median (and 1 more), rank 57 step time +11 %, "
+        "GPU 1 thermal slowdown"
+    )
+
+
+def test_conditions() -> None:
+    """Links that go down, errors that occur and shortages are told of; what always was is not."""
+    judge = HealthRules()
+    calm = {
+        "link_up:eth0": 1.0,
+        "link_up:never": 0.0,
+        "gpu_xid_errors_total:2": 0.0,
+        "cgroup_oom_kills_total": 3.0,
+        "memory_size_bytes": 100e9,
+        "memory_available_bytes": 50e9,
+        "gpu_throttle_bits:0": 4.0,
+    }
+    assert judge.wrong(calm, []) == {}
+    bad = {
+        **calm,
+        "link_up:eth0": 0.0,
+        "gpu_xid_errors_total:2": 1.0,
+        "gpu_last_xid:2": 79.0,
+        "cgroup_oom_kills_total": 4.0,
+        "clock_offset_at_least_seconds:gpu08": 0.5,
+    }
+    assert sorted(judge.wrong(bad, []).values()) == [
+        "its clock and gpu08's are 0.500 s apart",
+        "the driver reports errors of GPU 2 (XID 79)",
+        "the kernel has killed 1 processes for lack of memory",
+        "the link eth0 is down",
+    ]
+    short = {**calm, "memory_available_bytes": 1.5 * 2**30, "gpu_xid_errors_total:2": 1.0}
+    told = [judge.wrong({**short, "cgroup_oom_kills_total": 4.0}, []) for _ in range(3)]
+    assert "memory" not in told[1]
+    assert told[2]["memory"] == "1.50 GiB of memory left"
+
+
+def test_links_to_other_nodes() -> None:
+    """One that is slow is told of after three windows; one that is cut, at once."""
+    judge = HealthRules()
+    facts = {"peer_busy_share:b": 0.91, "peer_send_bytes_per_second:b": 0.8e6}
+    usual = {**facts, "peer_send_share:b": 0.7, "peer_unanswered_seconds:b": 0.0}
+    assert all(judge.wrong(usual, []) == {} for _ in range(4))
+    told = [judge.wrong({**usual, "peer_send_share:b": 0.0267}, []) for _ in range(3)]
+    assert told[:2] == [{}, {}]
+    assert list(told[2].values()) == [
+        "the link to b carries 0.8 MB/s, 37 times less than usual, and is busy 91% of the time"
+    ]
+    cut = judge.wrong({"peer_unanswered_seconds:b": 7.2}, [])
+    assert list(cut.values()) == ["b has acknowledged nothing for 7 s of what is sent to it"]
+
+
+def test_neighbours_addresses(node: NodeDirectory) -> None:
+    """Nodes are known by the addresses that their ranks use, also when their hearts stand still."""
+    neighbours = PeerNodes(node.run, node.host)
+    record = {"host": "gpu08", "pid": 1, "beat": 1, "launch": "", "addresses": ["10.0.0.8"]}
+    NodeDirectory(node.run, "gpu08").write_heartbeat(record)
+    neighbours.sample()
+    assert neighbours.addresses == {"10.0.0.8": "gpu08"}
+
+
+def test_disk_that_hangs_for_a_moment() -> None:
+    """A disk is said to hang after three windows in a row; a driver, at once.
+
+    While a checkpoint is written the disk may hang for a minute.
+    """
+    judge = HealthRules()
+    for seconds in (6.0, 0.0, 12.0, 6.0, 0.0):
+        assert judge.wrong({"check_hangs_seconds:disk": seconds}, []) == {}
+    told = [judge.wrong({"check_hangs_seconds:disk": each}, []) for each in (10.0, 20.0, 30.0)]
+    assert told[:2] == [{}, {}]
+    assert list(told[2].values()) == ["looking at disk has been hanging for 30 s"]
+    saving = {"checkpoint_is_near": 1.0}
+    for seconds in (10.0, 20.0, 30.0, 40.0, 50.0):
+        assert judge.wrong({"check_hangs_seconds:disk": seconds, **saving}, []) == {}
+    told = [judge.wrong({"check_hangs_seconds:disk": each, **saving}, []) for each in (60, 70, 80)]
+    assert list(told[2].values()) == ["looking at disk has been hanging for 80 s"]
+    assert judge.wrong({"check_hangs_seconds:gpu": 6.0}, []) != {}
+
+
+def test_full_disks() -> None:
+    """Full is what could not be written, or has little space, or can hold few files."""
+    gib = 2**30
+    disks = {
+        "run": (100 * gib, 4 * gib, 1e6, 1e6),
+        "small": (gib, 0.5 * gib, 1e6, 1e6),
+        "large": (10_000 * gib, 6 * gib, 1e6, 1e6),
+        "files": (100 * gib, 50 * gib, 1e6, 5e3),
+    }
+    names = ("disk_size_bytes", "disk_free_bytes", "disk_inodes", "disk_free_inodes")
+    numbers = {
+        f"{name}:{disk}": float(value)
+        for disk, values in disks.items()
+        for name, value in zip(names, values, strict=True)
+    }
+    assert full_disks(numbers).keys() == {"run", "files"}
+    assert full_disks({**numbers, "disk_is_full:small": 1.0}).keys() == {"run", "files", "small"}
+
+
+def test_disk_full_is_an_event(watch: NodeHealth, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk is told of once, with its path and what is left."""
+    monkeypatch.setattr(
+        DiskProbe, "sample", lambda _: {"disk_is_full:run": 1.0, "disk_free_bytes:run": 0.0}
+    )
+    watch.start()
+    ((kind, fields),) = _until(watch.take_events)
+    assert kind == "disk_full"
+    assert fields["path"].endswith("run")
+    assert fields["free_gib"] == 0
+    time.sleep(0.6)
+    assert watch.take_events() == []
+
+
+def test_journal_is_bounded(tmp_path: Path) -> None:
+    """A journal that has grown too large loses every second line, and never its last."""
+    path = tmp_path / "health.jsonl"
+    path.write_text("".join(f'{{"n":{number}}}\n' for number in range(7)))
+    thin_out(path)
+    assert [each["n"] for each in read_json_lines(path)] == [0, 2, 4, 6]
+    journal = HealthLog(path, max_bytes=1000)
+    for number in range(7, 1000):
+        journal.put({"n": number})
+        if number % 50 == 0:
+            time.sleep(0.02)
+    journal.close(10)
+    found = [each["n"] for each in read_json_lines(path)]
+    assert path.stat().st_size <= 1000
+    assert found == sorted(found)
+    assert found[-1] > 900
+
+
+def test_watch_is_small() -> None:
+    """What health adds to a watcher's memory stays under 15 MiB, and torch is not loaded."""
+    program = """
+import sys
+def resident():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) / 1024
+import longtake.config, longtake.node_dir
+before = resident()
+import longtake.monitor.node_health, longtake.monitor.exporter
+from longtake.health.gpu import GpuProbe
+GpuProbe().sample()
+assert not {"torch", "rich", "typer", "numpy"} & set(sys.modules)
+print(resident() - before)
+"""
+    command = [sys.executable, "-c", program]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ))
+    assert float(said.stdout) < 15

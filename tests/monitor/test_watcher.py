@@ -1,0 +1,347 @@
+"""The watcher: real processes that beat and hang, and a real watcher of them."""
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from longtake.fsio import now, read_json, write_once
+from longtake.heartbeat import read_heartbeats
+from longtake.monitor.watcher import WatcherLock
+from longtake.node_dir import (
+    FLIGHT_FILE_PREFIX,
+    FLIGHT_PIPE_PREFIX,
+    diagnosis_path,
+    request_path,
+    requests_path,
+)
+
+
+def _until(found: Callable[[], Any], seconds: float = 60.0) -> Any:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if value := found():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"waited {seconds} s in vain")
+
+
+def _line_of(text: str) -> int:
+    lines = Path(__file__).with_name("beating.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line) + 4
+
+
+def test_a_rank_that_hangs_is_named_and_ended(stage: Any) -> None:
+    """By host, rank, line and time, in event, verdict and alert; then the last rank's death."""
+    hook = f"cat >> {stage.path}/alerts"
+    guilty, other = stage.rank("sleeps", rank=1), stage.rank("waits", rank=0)
+    watcher = stage.watcher(action="kill", hook=hook)
+    (stalled,) = _until(lambda: stage.events("stalled"))
+    suspect = stalled["suspects"][0]
+    assert (stalled["kind"], stalled["step"], suspect["pid"]) == ("stuck", 11, guilty)
+    assert (suspect["rank"], suspect["function"], suspect["line"]) == (
+        1,
+        "sleeps",
+        _line_of("def sleeps"),
+    )
+    assert f"rank 1 (process {guilty})" in stalled["sentence"]
+    verdict = read_json(stage.run.path / stalled["verdict"])
+    assert (verdict["token"], verdict["sentence"]) == (stalled["token"], stalled["sentence"])
+    assert read_json(request_path(stage.run, stalled["token"]))["by"] == "node"
+    assert stage.node().dump_path(stalled["token"]).is_file()
+    (killed,) = _until(lambda: stage.events("killed_rank"))
+    assert (killed["pid"], killed["rank"]) == (guilty, 1)
+    assert stage.is_gone(guilty)
+    (died,) = _until(lambda: stage.events("rank_died"))
+    assert (died["pid"], died["phase"], died["out_of_memory"]) == (guilty, "forward", False)
+    stage.end(other)
+    assert watcher.wait(60) == 0
+    alerts = [
+        json.loads(line)["event"] for line in (stage.path / "alerts").read_text().splitlines()
+    ]
+    assert alerts == ["stalled", "killed_rank", "rank_died"]  # of the second death it is no news
+    assert len(stage.events("rank_died")) == 2
+    assert not stage.folder().exists()
+
+
+def test_a_frozen_decoding_process_is_ended_and_the_rank_goes_on(stage: Any) -> None:
+    """`restart-worker` ends the process, by its clip, and nothing else."""
+    rank, worker = stage.rank("steps"), stage.worker("freezes")
+    stage.watcher(action="restart-worker")
+    (event,) = _until(lambda: stage.events("restarted_worker"))
+    assert (event["pid"], event["clip"], event["clip_path"]) == (worker, "bad", "/data/bad.mp4")
+    assert stage.is_gone(worker)
+    assert psutil.Process(rank).is_running()
+    (stalled,) = stage.events("stalled")
+    assert stalled["suspects"][0]["clip"] == "bad"
+
+
+def test_where_all_wait_for_each_other_one_rank_is_ended(stage: Any) -> None:
+    """Nobody is to blame, and yet the job is to go on: whose heart gave the alarm it is."""
+    pids = [stage.rank("waits", rank=rank) for rank in (0, 1)]
+    stage.watcher(action="kill")
+    (killed,) = _until(lambda: stage.events("killed_rank"))
+    (stalled,) = stage.events("stalled")
+    assert (stalled["kind"], stalled["suspects"]) == ("link", [])
+    assert killed["pid"] in pids
+    assert "none is to blame" in killed["reason"]
+    assert stage.is_gone(killed["pid"])
+    (other,) = set(pids) - {killed["pid"]}
+    assert psutil.Process(other).is_running()
+
+
+@pytest.mark.slow
+def test_its_own_lateness_is_said_once_a_minute(stage: Any) -> None:
+    """On a machine that is too busy the log would fill; the heartbeat has the sum."""
+    rank = stage.rank("waits")
+    watcher = stage.watcher(min_seconds=60.0)
+    _until(lambda: stage.node().read_heartbeat())  # it looks, and can be late
+    for _ in range(2):
+        watcher.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)
+        watcher.send_signal(signal.SIGCONT)
+        time.sleep(1.0)
+    _until(lambda: stage.node().read_heartbeat()["watch_seconds_late"] > 2.0)
+    stage.end(rank)
+    assert watcher.wait(60) == 0
+    assert watcher.stdout.read().count("the watcher did not run for") == 1
+
+
+def test_what_goes_on_again_is_told(stage: Any) -> None:
+    """The stall's event is followed by that of its end, with how long it lasted."""
+    rank = stage.rank("pauses")
+    stage.watcher(min_seconds=2.5)
+    (stalled,) = _until(lambda: stage.events("stalled"))
+    beat = _until(lambda: (b := stage.node().read_heartbeat()).get("stalls") and b)
+    assert (beat["stall"], beat["stalls"]) == (stalled["token"], 1)
+    os.kill(rank, signal.SIGUSR1)
+    (event,) = _until(lambda: stage.events("went_on"))
+    assert (event["token"], event["rank"], event["phase"]) == (stalled["token"], 0, "forward")
+    assert event["seconds"] >= stalled["limit"]
+
+
+def test_a_run_that_ends_well_leaves_nothing_to_tell(stage: Any) -> None:
+    """Only that it was watched; the last heartbeat says that all has ended, and the records go."""
+    stage.rank("ends"), stage.rank("ends", rank=1)
+    (stage.folder() / f"{FLIGHT_FILE_PREFIX}0").touch()
+    os.mkfifo(stage.folder() / f"{FLIGHT_PIPE_PREFIX}1.pipe")
+    os.mkfifo(stage.folder() / f"{FLIGHT_PIPE_PREFIX}7.pipe")  # of a rank without a record
+    watcher = stage.watcher()
+    assert watcher.wait(60) == 0
+    kinds = [
+        json.loads(line)["event"] for line in stage.node().events_path.read_text().splitlines()
+    ]
+    assert kinds == ["watching"]
+    assert stage.node().read_heartbeat()["ended"]
+    assert not stage.folder().exists()
+
+
+def test_the_heartbeat_says_what_each_process_does(stage: Any) -> None:
+    """With the limit that it is under; about once a second, from a small process without torch."""
+    rank, worker = stage.rank("waits"), stage.worker("idles")
+    watcher = stage.watcher(min_seconds=30.0)
+    first = _until(lambda: stage.node().read_heartbeat())
+    second = _until(lambda: (b := stage.node().read_heartbeat())["beat"] > first["beat"] and b)
+    assert (second["pid"], second["launch"], second["host"]) == (watcher.pid, "abcd1234", "node")
+    (entry,), (other,) = second["ranks"], second["workers"]
+    assert (entry["pid"], entry["phase"], entry["limit"]) == (rank, "collective", 30.0)
+    assert entry["step_seconds"] == pytest.approx(0.001)
+    assert (other["pid"], other["phase"], other["limit"]) == (worker, "idle", None)
+    process = psutil.Process(watcher.pid)
+    assert process.memory_info().rss < 60 * 2**20
+    assert not any("torch" in each.path for each in process.memory_maps())
+
+
+@pytest.mark.slow
+def test_two_nodes_pass_one_verdict(stage: Any) -> None:
+    """Both are dumped, one tells, and the one that has the culprit acts."""
+    for host in "ab":
+        stage.watcher(host=host, action="kill", min_seconds=10.0)
+    stage.rank("waits", rank=0, host="a")
+    guilty = stage.rank("sleeps", rank=1, host="b")
+    _until(lambda: stage.events("killed_rank", "b"))
+    stalled = [event for host in "ab" for event in stage.events("stalled", host)]
+    assert len(stalled) == 1
+    suspect = stalled[0]["suspects"][0]
+    assert (suspect["host"], suspect["pid"]) == ("b", guilty)
+    assert all(stage.node(host).dump_path(stalled[0]["token"]).is_file() for host in "ab")
+    assert stage.events("killed_rank", "a") == []
+
+
+@pytest.mark.slow
+def test_the_verdict_outlives_the_watcher_that_asked(stage: Any) -> None:
+    """Some seconds later another node's passes it, and says which node was silent."""
+    stage.watcher(host="a", min_seconds=60.0)
+    asker = stage.watcher(host="b", min_seconds=2.0, round_seconds=2.0)
+    stage.rank("sleeps", rank=1, host="b")
+    stage.rank("waits", rank=0, host="a")
+    (path,) = _until(lambda: list(requests_path(stage.run).glob("[!.]*.json")))
+    asker.kill()
+    (stalled,) = _until(lambda: stage.events("stalled", "a"))
+    assert stalled["token"] == path.stem
+    verdict = read_json(diagnosis_path(stage.run, path.stem))
+    assert (verdict["host"], verdict["silent_nodes"]) == ("a", ["b"])
+
+
+def test_a_process_that_moves_on_during_the_dump_is_no_stall(stage: Any) -> None:
+    """No event and no alert; the file tells the other nodes that nothing is left to find out."""
+    rank = stage.rank("pauses")
+    stage.watcher(min_seconds=2.0, round_seconds=2.0)
+    (path,) = _until(lambda: list(requests_path(stage.run).glob("[!.]*.json")))
+    os.kill(rank, signal.SIGUSR1)
+    found = _until(lambda: read_json(diagnosis_path(stage.run, path.stem)))
+    assert (found["kind"], found["suspects"]) == ("cleared", [])
+    assert _until(lambda: stage.node().read_heartbeat()["stall"] == "")
+    assert stage.events("stalled") == stage.events("went_on") == []
+
+
+def test_anybody_s_request_is_answered(stage: Any) -> None:
+    """By a dump of all processes, without a verdict; once."""
+    rank, worker = stage.rank("waits"), stage.worker("idles")
+    stage.watcher(min_seconds=60.0)
+    time.sleep(1.0)  # its first look at requests is over
+    request = {"token": "asked_1", "time": now(), "by": "laptop", "reason": "asked"}
+    write_once(request_path(stage.run, "asked_1"), {**request, "rounds": 2, "native": False})
+    dump = _until(lambda: read_json(stage.node().dump_path("asked_1")))
+    assert len(dump["rounds"]) == 2
+    assert {each["pid"] for each in dump["rounds"][0]["processes"]} >= {rank, worker}
+    assert not diagnosis_path(stage.run, "asked_1").exists()
+
+
+def test_a_disk_that_hangs_stops_neither_watching_nor_alerting(stage: Any) -> None:
+    """The run directory gives no answer, and yet the culprit is named and ended."""
+    guilty = stage.rank("sleeps")
+    stage.watcher(action="kill", hook=f"cat >> {stage.path}/alerts")
+    aside = stage.node().path / ".heartbeat.partial.json"  # what it writes to next
+    aside.unlink(missing_ok=True)
+    os.mkfifo(aside)  # to which writing waits for ever
+    (event,) = _until(lambda: stage.alerts("stalled"))
+    assert event["suspects"][0]["pid"] == guilty
+    assert stage.is_gone(guilty)
+
+
+def test_a_full_disk_is_told_when_there_is_room(stage: Any) -> None:
+    """Events are kept until then; the alert goes out at once."""
+    stage.rank("waits", rank=1)
+    node = stage.node()
+    hook = f"ulimit -S -f unlimited; cat >> {stage.path}/alerts"
+    watcher = stage.watcher(hook=hook, min_seconds=60.0)
+    limits = resource.prlimit(watcher.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(watcher.pid, resource.RLIMIT_FSIZE, (0, limits[1]))
+    stage.rank("dies")
+    _until(lambda: stage.alerts("disk_full") and stage.alerts("rank_died"))
+    assert [e["event"] for e in _events(node)] == ["watching"]
+    resource.prlimit(watcher.pid, resource.RLIMIT_FSIZE, limits)
+    kinds = _until(lambda: len(found := [e["event"] for e in _events(node)]) == 3 and found)
+    assert sorted(kinds) == ["disk_full", "rank_died", "watching"]
+
+
+def _events(node: Any) -> list[dict[str, Any]]:
+    path = node.events_path
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.slow
+def test_one_waits_for_another_and_one_by_hand_says_who_watches(stage: Any) -> None:
+    """What `train` starts takes over when the other ends; a person is told and left alone."""
+    stage.rank("waits")
+    first = stage.watcher(min_seconds=60.0)
+    by_hand = stage.watcher("--by-hand", wait=False)
+    assert by_hand.wait(60) == 0
+    assert f"is watched already, by process {first.pid}" in by_hand.stdout.read()
+    second = stage.watcher(min_seconds=60.0, wait=False)
+    time.sleep(0.5)
+    first.send_signal(signal.SIGINT)
+    assert first.wait(60) == 0
+    _until(lambda: len(stage.events("watching")) == 2)
+    second.send_signal(signal.SIGINT)
+    assert second.wait(60) == 0
+    assert [event["pid"] for event in stage.events("watching")] == [first.pid, second.pid]
+
+
+@pytest.mark.slow
+def test_by_hand_it_follows_the_next_launch(stage: Any) -> None:
+    """It does not end with a crash, and forgets what the launch before has taught."""
+    watcher = stage.watcher("--by-hand")
+    stage.rank("dies")
+    _until(lambda: stage.events("rank_died"))
+    stage.rank("sleeps", launch="efgh5678")
+    (stalled,) = _until(lambda: stage.events("stalled"))
+    assert stalled["launch"] == "efgh5678"
+    assert {pulse.launch for pulse in read_heartbeats(stage.folder())} == {"efgh5678"}
+    assert watcher.poll() is None
+
+
+def test_it_goes_on_when_nobody_reads_what_it_says(stage: Any) -> None:
+    """A closed terminal, and a scheduler's warning, are no reason to end."""
+    stage.rank("sleeps")
+    watcher = stage.watcher()
+    watcher.stdout.close()
+    watcher.send_signal(signal.SIGHUP)
+    watcher.send_signal(signal.SIGUSR1)
+    assert _until(lambda: stage.events("stalled"))
+    assert watcher.poll() is None
+    stage.started.remove(watcher)
+    watcher.kill()
+    watcher.wait(60)
+
+
+def test_a_scheduler_s_signal_to_all_processes_is_only_noted(stage: Any) -> None:
+    """Ranks may save for minutes yet: what hangs then is still named, and it ends with the last."""
+    rank = stage.rank("sleeps")
+    watcher = stage.watcher()
+    watcher.send_signal(signal.SIGTERM)
+    assert _until(lambda: stage.events("stalled"))
+    assert watcher.poll() is None
+    stage.end(rank)
+    assert watcher.wait(60) == 0
+    assert "SIGTERM: this ends with the last rank, in 10 minutes" in watcher.stdout.read()
+
+
+def test_by_hand_a_signal_ends_it(stage: Any) -> None:
+    """Whoever has started it wants it to end."""
+    stage.rank("waits")
+    watcher = stage.watcher("--by-hand", min_seconds=60.0)
+    watcher.send_signal(signal.SIGTERM)
+    assert watcher.wait(60) == 0
+    assert "ended by SIGTERM" in watcher.stdout.read()
+
+
+def test_who_waits_for_the_place_ends_with_the_last_rank(stage: Any) -> None:
+    """There is nobody left to watch, though the one that holds the place has more to say."""
+    lock = WatcherLock(stage.folder())
+    assert lock.acquire()
+    rank = stage.rank("waits")
+    second = stage.watcher(wait=False)
+    assert second.poll() is None
+    stage.end(rank)  # whether it has seen the rank alive or not
+    assert second.wait(50) == 0  # and does not wait the minute in which a rank might appear
+    assert stage.events("watching") == []
+    lock.release()
+
+
+def test_the_verb_watches_in_the_foreground(stage: Any) -> None:
+    """It says what it sees, and Ctrl-C ends it with a line."""
+    command = [sys.executable, "-P", "-m", "longtake", "watch", str(stage.run.path)]
+    process = subprocess.Popen(
+        command, cwd=stage.path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    stage.started.append(process)
+    assert process.stdout is not None
+    assert f"Watching {stage.run.path} on" in process.stdout.readline()
+    assert process.stdout.readline() == "No rank of it runs on this node now: this waits for one.\n"
+    assert "watching: " in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert "ended by SIGINT" in process.stdout.read()
+    assert process.wait(60) == 0
+    assert stage.events("watching", socket.gethostname())[0]["by_hand"]
