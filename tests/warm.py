@@ -34,7 +34,8 @@ _IMPORTED = (
     "longtake.cli.app",
     "longtake.training.run",
     "longtake.faults.inject",
-    "longtake.evaluation.server.server",
+    "longtake.evaluation.evaluator",
+    "longtake.evaluation.server",
     "torch._dynamo",  # by the first step of an optimizer
     "scipy.optimize",
     "peft",

@@ -402,7 +402,7 @@ def test_a_second_ctrl_c_says_what_is_kept(
     code, _, err = call("train", place / "run" / "recipe.toml")
     assert code == 130
     assert "without saving: the newest checkpoint is of step 2. The same command resumes" in err
-    monkeypatch.setattr("longtake.evaluation.server.start.evaluate", interrupted)
+    monkeypatch.setattr("longtake.evaluation.server.evaluate", interrupted)
     code, _, err = call("evaluate", place / "run")
     assert code == 130
     assert "whole results are kept" in err

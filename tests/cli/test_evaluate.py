@@ -22,7 +22,7 @@ def bare(place: Path, tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def no_lower_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command's process leaves the cores to others; this one has further tests to run."""
-    monkeypatch.setattr("longtake.evaluation.server.start._be_modest", lambda device: None)
+    monkeypatch.setattr("longtake.evaluation.server._lower_priority", lambda device: None)
 
 
 def test_what_is_no_run_is_an_error(tmp_path: Path, bare: Path, call: Call) -> None:

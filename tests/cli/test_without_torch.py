@@ -59,8 +59,6 @@ _MAY_IMPORT_TORCH = (
     "evaluation.sampling.sampler",
     "evaluation.sampling.studio",
     "evaluation.sampling.write",
-    "evaluation.server.screening",
-    "evaluation.server.start",
     "faults",
     "flow",
     "launch.agent",

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from longtake.evaluation.pending import checkpoint_key
 from longtake.evaluation.sampling.studio import load_sampler
-from longtake.evaluation.server.checkpoints import checkpoint_key
 from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory
 from longtake.faults.evaluation import (
     PRESET,

@@ -30,7 +30,8 @@ from typing import Any
 _IMPORTED = (
     "longtake.cli.app",
     "longtake.training.run",
-    "longtake.evaluation.server.server",
+    "longtake.evaluation.evaluator",
+    "longtake.evaluation.server",
     "longtake.evaluation.export",
     "longtake.evaluation.sampling.studio",
     "longtake.inspection.curves",

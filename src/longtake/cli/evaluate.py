@@ -8,7 +8,6 @@ import typer
 
 from longtake.cli import say
 from longtake.cli.say import AsJson, Trust
-from longtake.progress import phase_lines
 
 _NOTHING = (
     "Nothing is due: each checkpoint that is wanted has been evaluated, is with another server, or "
@@ -66,10 +65,10 @@ def evaluate(
     could not be evaluated. Ctrl-C or SIGTERM ends it (exit code 130 or 143); what it had begun is
     left to others.
     """
-    from longtake.evaluation.server.backlog import parse_backlog
-    from longtake.evaluation.server.options import Options
+    from longtake.evaluation.options import ServerOptions, parse_backlog
+    from longtake.evaluation.server import evaluate as serve
 
-    options = Options(
+    options = ServerOptions(
         places=tuple(runs),
         presets=tuple(preset or ()),
         own_presets=presets,
@@ -81,9 +80,6 @@ def evaluate(
         every_seconds=every,
         trust=trust,
     )
-    options.check()  # before torch is imported, which takes seconds
-    with phase_lines(say.console(), "importing PyTorch"):
-        from longtake.evaluation.server.start import evaluate as serve
     try:
         ended = serve(options, device, say.console())
     except KeyboardInterrupt:  # the second one

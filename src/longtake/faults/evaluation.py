@@ -20,7 +20,7 @@ import tomli_w
 from longtake.checkpoint.deletion import delete, needed_steps
 from longtake.config import TrackingSection
 from longtake.errors import RecipeError
-from longtake.evaluation.server.checkpoints import checkpoint_key
+from longtake.evaluation.pending import checkpoint_key
 from longtake.evaluation_dir import (
     Alarm,
     EvaluationDirectory,

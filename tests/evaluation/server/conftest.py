@@ -13,12 +13,11 @@ import pytest
 from rich.console import Console
 
 from longtake.checkpoint import manifest
-from longtake.evaluation.server.options import Options
-from longtake.evaluation.server.report import Report
-from longtake.evaluation.server.server import Server
-from longtake.evaluation.server.stop import Stop
+from longtake.evaluation.options import ServerOptions
+from longtake.evaluation.report import ServerReport
+from longtake.evaluation.server import EvaluationServer
 from longtake.fsio import write_json
-from longtake.process import environment
+from longtake.process import StopSignal, environment
 from longtake.run_dir import RunDirectory
 
 _PROBE = Path(__file__).with_name("probe.py")
@@ -43,7 +42,7 @@ prompts = ["a red square moves left"]
 """
 
 Save = Callable[..., Path]
-Serve = Callable[..., Server]
+Serve = Callable[..., EvaluationServer]
 
 
 @pytest.fixture(scope="session")
@@ -102,13 +101,14 @@ def serve(probe: Any) -> Serve:
     """Lets a server of this process serve: `serve(run, work, follows=True)`; gives it back."""
 
     def serve(
-        place: RunDirectory | Path, work: Any = None, stop: Stop | None = None, **options: Any
-    ) -> Server:
+        place: RunDirectory | Path, work: Any = None, stop: StopSignal | None = None, **options: Any
+    ) -> EvaluationServer:
         path = place.path if isinstance(place, RunDirectory) else place
-        given = Options(places=(path,), look_seconds=0.02, **options)
-        report = Report(Console(width=400))  # prints, for capsys
-        server = Server(given, work or probe.Probe(), report, stop or Stop())
-        server.serve()
+        given = ServerOptions(places=(path,), look_seconds=0.02, **options)
+        report = ServerReport(Console(width=400))  # prints, for capsys
+        with stop or StopSignal() as entered:
+            server = EvaluationServer(given, work or probe.Probe(), report, entered)
+            server.serve()
         return server
 
     return serve

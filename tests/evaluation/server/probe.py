@@ -15,13 +15,13 @@ from rich.console import Console
 from longtake import lease
 from longtake.checkpoint import manifest
 from longtake.errors import CheckpointError
-from longtake.evaluation.server.options import Options
-from longtake.evaluation.server.report import Report
-from longtake.evaluation.server.server import Server, own_name
-from longtake.evaluation.server.stop import stopped_by_signals
-from longtake.evaluation.server.task import Task, Tick
+from longtake.evaluation.options import ServerOptions
+from longtake.evaluation.pending import EvaluationTask, Progress
+from longtake.evaluation.report import ServerReport
+from longtake.evaluation.server import EvaluationServer, own_name
 from longtake.evaluation_dir import Scores, VideoScores
 from longtake.fsio import now
+from longtake.process import StopSignal
 
 
 class Probe:
@@ -37,14 +37,14 @@ class Probe:
         self._random = random.Random(os.getpid())  # noqa: S311 - no secret
         self.done: list[tuple[str, int]] = []
 
-    def __call__(self, task: Task, folder: Path, tick: Tick) -> Scores:
-        """See `Work`."""
-        tick("load", 0, 1)
+    def __call__(self, task: EvaluationTask, folder: Path, progress: Progress) -> Scores:
+        """See `Evaluate`."""
+        progress("load", 0, 1)
         read = read_weights(task.checkpoint, task.preset.weights)
         (folder / "00_s0.mp4").write_text(read)
         end = time.monotonic() + self._seconds * 2 * self._random.random()
         while time.monotonic() < end or (self._gate is not None and not self._gate.exists()):
-            tick("sample", 0, 1)
+            progress("sample", 0, 1)
             time.sleep(0.01)
         self.done.append((task.preset.name, task.step))
         video: VideoScores = {"file": "00_s0.mp4", "prompt": read, "seed": 0, "measures": {}}
@@ -88,10 +88,10 @@ def main() -> None:
     given = parser.parse_args()
     if given.place:
         vars(lease)["pid_namespace"] = lambda: given.place
-    options = Options(places=(given.run,), follows=True, look_seconds=0.05, pause_seconds=0.1)
-    with stopped_by_signals() as stop:
-        report = Report(Console(stderr=True, width=200))
-        Server(options, Probe(given.seconds, given.gate), report, stop).serve()
+    options = ServerOptions(places=(given.run,), follows=True, look_seconds=0.05, pause_seconds=0.1)
+    with StopSignal(second="default") as stop:
+        report = ServerReport(Console(stderr=True, width=200))
+        EvaluationServer(options, Probe(given.seconds, given.gate), report, stop).serve()
 
 
 if __name__ == "__main__":

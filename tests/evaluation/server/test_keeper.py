@@ -10,8 +10,8 @@ import pytest
 from longtake.checkpoint.deletion import needed_steps
 from longtake.checkpoint.store import abandon, thin_out
 from longtake.config import CheckpointSection
-from longtake.evaluation.server.backlog import parse_backlog
-from longtake.evaluation.server.checkpoints import checkpoint_key
+from longtake.evaluation.options import parse_backlog
+from longtake.evaluation.pending import checkpoint_key
 from longtake.evaluation_dir import EvaluationDirectory, all_servers
 from longtake.fsio import write_json
 from longtake.lease import history

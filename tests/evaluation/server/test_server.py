@@ -1,7 +1,9 @@
-"""What is due is done once, whatever comes in between."""
+"""Each pending task is done once; an error in one run holds up no other."""
 
 import json
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +12,14 @@ from typing import Any
 import pytest
 
 from longtake.checkpoint.deletion import needed_steps
-from longtake.evaluation.server.backlog import Backlog, parse_backlog
-from longtake.evaluation.server.stop import Stop
+from longtake.evaluation.mirror import Mirror
+from longtake.evaluation.options import Backlog, parse_backlog
+from longtake.evaluation.pending import WantedPresets, waiting_steps
 from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory
 from longtake.fsio import append_json
 from longtake.lease import history
 from longtake.node_dir import read_events
+from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
 
 
@@ -99,11 +103,11 @@ def test_who_is_asked_to_end_gives_its_work_back(
 ) -> None:
     """The claim is released, which counts for nothing, and nothing half is left."""
     save(run, 10)
-    stop = Stop()
+    stop = StopSignal()
 
     def work(task: Any, folder: Path, tick: Any) -> Any:
         (folder / "half.mp4").write_text("half")
-        stop.ask("SIGTERM")
+        stop.request("SIGTERM")
         return probe.Probe()(task, folder, tick)
 
     assert serve(run, work, stop, follows=True).evaluated == []
@@ -194,3 +198,187 @@ def test_a_server_says_once_a_second_what_it_does(
     assert last["beat"] > seen[0]["beat"]
     assert last["doing"] is None
     assert last["ended"]
+
+
+_SECOND = '[evaluation.presets.second]\nprompts = ["a blue circle"]\n'
+
+
+@pytest.fixture
+def done(probe: Any) -> Any:
+    """Work that notes run, step and preset of what it does."""
+
+    class Noting:
+        def __init__(self) -> None:
+            self.tasks: list[tuple[str, int, str]] = []
+
+        def __call__(self, task: Any, folder: Path, tick: Any) -> Any:
+            self.tasks.append((task.run.path.name, task.step, task.preset.name))
+            return probe.Probe()(task, folder, tick)
+
+    return Noting()
+
+
+def test_two_runs_take_turns_of_a_few_checkpoints(
+    make_run: Callable[..., RunDirectory], save: Any, serve: Any, done: Any, tmp_path: Path
+) -> None:
+    """Three each; the one that was served the longest time ago comes next."""
+    for run in (make_run("runs/a"), make_run("runs/b")):
+        for step in (10, 20, 30, 40):
+            save(run, step)
+    serve(tmp_path / "runs", done)
+    assert [f"{run}{step}" for run, step, _ in done.tasks] == [
+        *("a10", "a20", "a30", "b10", "b20", "b30"),
+        *("a40", "b40"),
+    ]
+
+
+def test_a_checkpoint_keeps_its_turn_until_all_its_presets_are_done(
+    make_run: Callable[..., RunDirectory], save: Any, serve: Any, done: Any, tmp_path: Path
+) -> None:
+    """A change of the run in between would load its model twice."""
+    for run in (make_run("runs/a", _SECOND), make_run("runs/b")):
+        for step in (10, 20, 30, 40):
+            save(run, step)
+    serve(tmp_path / "runs", done)
+    presets = ("probe", "second")
+    assert done.tasks[:6] == [("a", step, name) for step in (10, 20, 30) for name in presets]
+    assert done.tasks[6] == ("b", 10, "probe")
+
+
+def _failing_at_first(function: Any, times: int) -> Any:
+    """The same function, which fails so often before."""
+    left = [times]
+
+    def failing(*given: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise KeyError("unforeseen")
+        return function(*given)
+
+    return failing
+
+
+def test_one_run_that_cannot_be_looked_at_holds_up_no_other(
+    make_run: Callable[..., RunDirectory],
+    save: Any,
+    serve: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is told of in one line, which says where it happened, though it is tried at each look."""
+    runs = [make_run(f"runs/{name}") for name in "abc"]
+    for run in runs:
+        save(run, 10)
+        save(run, 20)
+    read, tried = WantedPresets.read, []
+
+    def failing(wanted: WantedPresets) -> None:
+        if wanted._run == runs[1]:
+            tried.append(wanted)
+            raise KeyError("unforeseen")
+        read(wanted)
+
+    monkeypatch.setattr(WantedPresets, "read", failing)
+    serve(tmp_path / "runs")
+    assert [EvaluationDirectory(run).steps("probe") for run in runs] == [[10, 20], [], [10, 20]]
+    said = capsys.readouterr().out
+    assert said.count("unforeseen") == 1
+    assert f"{runs[1].path}: KeyError in test_server.py, line " in said
+    assert len(tried) > 1
+
+
+def test_garbage_in_others_files_ends_nothing(
+    make_run: Callable[..., RunDirectory], save: Any, serve: Any, tmp_path: Path
+) -> None:
+    """In a result, in a claim and among the events; a result that is none gives way."""
+    run, other = make_run("runs/a"), make_run("runs/b")
+    for each in (run, other):
+        save(each, 10)
+    serve(run)
+    result = EvaluationDirectory(run).result_path("probe", 10)
+    (result / "scores.json").write_text('{"step": 10}\n')
+    run.events_path.write_text('[1]\n"finished"\n')
+    (claim,) = (EvaluationDirectory(run).path / "claims" / "probe").iterdir()
+    released = {**json.loads((claim / "0.json").read_text()), "ended": "released"}
+    for number, text in enumerate(("{}", "[]", "", json.dumps(released))):
+        (claim / f"{number}.json").write_text(text)
+    serve(tmp_path / "runs", until_finished=False)
+    for each in (run, other):
+        assert EvaluationDirectory(each).scores("probe", 10) is not None
+
+
+def test_the_keeper_outlives_an_error(
+    run: RunDirectory,
+    save: Any,
+    serve: Any,
+    probe: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It reports it, and needs the next checkpoint at a later look."""
+    save(run, 10)
+    save(run, 20)
+    failing = _failing_at_first(waiting_steps, 3)
+    monkeypatch.setattr("longtake.evaluation.server.waiting_steps", failing)
+
+    def work(task: Any, folder: Path, tick: Any) -> Any:
+        limit = time.monotonic() + 20
+        while task.step == 10 and 20 not in needed_steps(run):
+            assert time.monotonic() < limit, "20 is never needed"
+            time.sleep(0.01)
+        return probe.Probe()(task, folder, tick)
+
+    assert [each["step"] for each in serve(run, work).evaluated] == [10, 20]
+    assert capsys.readouterr().out.count("unforeseen") == 1
+
+
+def test_the_thread_that_pulls_outlives_an_error(
+    make_run: Callable[..., RunDirectory],
+    save: Any,
+    serve: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """While runs are followed it tries again; else the server tells of it and ends."""
+    origin = make_run("elsewhere/run")
+    save(origin, 10)
+    append_json(origin.events_path, {"time": "1", "event": "launched"})
+    append_json(origin.events_path, {"time": "2", "event": "finished"})
+    look = Mirror.look
+    monkeypatch.setattr(Mirror, "look", _failing_at_first(look, 1))
+    assert serve(tmp_path / "one", source=str(origin.path)).evaluated == []
+    assert "unforeseen" in capsys.readouterr().out
+    monkeypatch.setattr(Mirror, "look", _failing_at_first(look, 2))
+    options = {"follows": True, "until_finished": True, "every_seconds": 0.1}
+    server = serve(tmp_path / "two", source=str(origin.path), **options)
+    assert [each["step"] for each in server.evaluated] == [10]
+    assert "It is tried again." in capsys.readouterr().out
+
+
+def test_a_full_disk_does_not_fail_the_end_of_a_mirroring(
+    make_run: Callable[..., RunDirectory],
+    save: Any,
+    serve: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The lease of the mirror is given back where that can be written."""
+    origin = make_run("elsewhere/run")
+    save(origin, 10)
+    close = Mirror.close
+
+    def failing(source: Mirror) -> None:
+        close(source)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Mirror, "close", failing)
+    server = serve(tmp_path / "mirror", source=str(origin.path))
+    assert [each["step"] for each in server.evaluated] == [10]
+
+
+def test_the_server_is_imported_without_torch() -> None:
+    """It is imported inside the verb, before the options are checked."""
+    code = "import sys, longtake.evaluation.server; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,250 @@
+"""Evaluates a checkpoint: loads it, samples, writes videos, measures and compares them."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from longtake.config import Recipe
+from longtake.errors import LongtakeError, ModelError, RecipeError
+from longtake.evaluation.claims import NotHereError
+from longtake.evaluation.judging.drift import find_drift, find_out_of_range
+from longtake.evaluation.judging.held_out import HeldOut
+from longtake.evaluation.judging.reference import Reference, reference_of
+from longtake.evaluation.judging.reread import Reread
+from longtake.evaluation.measures import mean_of, measure
+from longtake.evaluation.measures.extra import Measure, load_extras, measure_extra
+from longtake.evaluation.pending import EvaluationTask, Progress, Signature, signature
+from longtake.evaluation.report import ServerReport
+from longtake.evaluation.sampling.studio import Sampler, Studio
+from longtake.evaluation.sampling.write import sample_preset
+from longtake.evaluation_dir import Alarm, Scores, VideoScores
+from longtake.fsio import now
+from longtake.process import Stopped
+from longtake.run_dir import RunDirectory
+
+
+class CheckpointEvaluator:
+    """Evaluates checkpoints, and keeps the model in memory from one to the next of the same run.
+
+    Sampling takes longest. So no error after it loses the videos: it is reported, and the result
+    lacks that number.
+
+    Args:
+        device: to sample on, as `Studio` takes it.
+        server: the name of the server.
+        report: receives what cannot be measured.
+        recipe_of: the recipe by which a run is evaluated.
+        on_device: called once with the type of the device that is used.
+        trust: run code that a run names, even if another user began it.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        server: str,
+        report: ServerReport,
+        recipe_of: Callable[[RunDirectory], Recipe] = RunDirectory.recipe,
+        on_device: Callable[[str], None] | None = None,
+        *,
+        trust: bool = False,
+    ) -> None:
+        self._trust = trust
+        self._recipe_of, self._on_device = recipe_of, on_device
+        self._device, self._server, self._report = device, server, report
+        self._studio: Studio | None = None
+        self._recipe_read: Signature | None = None
+        self._loaded: tuple[EvaluationTask, Sampler] | None = None
+        self._held_out: tuple[HeldOut | None] | None = None
+        self._extras: dict[tuple[str, ...], list[Measure]] = {}
+
+    def __call__(self, task: EvaluationTask, folder: Path, progress: Progress) -> Scores:
+        """See `Evaluate`."""
+        watch = _Stopwatch()
+        progress("load", 0, 1)
+        with watch.of("load"):
+            extras = self._extras_of(task)
+            sampler = self._load(task)
+        videos = self._sample(task, sampler, folder, progress, watch)
+        with watch.of("measure"):
+            of_set = self._measure_extra(task, extras, videos, folder)
+            held_out = self._measure_held_out(task, sampler, progress)
+            measures = mean_of([each["measures"] for each in videos]) | of_set
+            alarms = self._alarms(task, self._recipe_of(task.run), measures, progress)
+        settings = {k: v for k, v in task.preset.as_record().items() if k != "prompts"}
+        scores: Scores = {
+            "preset": task.preset.name,
+            "step": task.step,
+            "key": task.key,
+            "weights": task.preset.weights,
+            "time": now(),
+            "server": self._server,
+            "settings": settings,
+            "videos": videos,
+            "measures": measures,
+            "alarms": alarms,
+            "seconds": {"wait": round(task.waited_seconds, 3), **watch.seconds},
+        }
+        return scores if held_out is None else {**scores, "held_out": held_out}
+
+    def _extras_of(self, task: EvaluationTask) -> list[Measure]:
+        """The preset's own measures, loaded before any video is sampled.
+
+        Raises:
+            NotHereError: one cannot be loaded here; another server may have what it needs.
+        """
+        names = task.preset.measures
+        if names not in self._extras:
+            try:
+                self._extras[names] = load_extras(names)
+            except (RecipeError, ModelError) as error:
+                raise NotHereError(f"Preset {task.preset.name}: {error}") from error
+        return self._extras[names]
+
+    def _load(self, task: EvaluationTask) -> Sampler:
+        """The checkpoint's sampler, which the presets of the same weights share."""
+        if self._loaded is not None and _same_weights(self._loaded[0], task):
+            studio, sampler = self._studio_of(task.run), self._loaded[1]
+        else:
+            self._loaded = None  # its model is about to be overwritten
+            studio = self._studio_of(task.run)
+            sampler = studio.load(task.checkpoint, task.preset.weights)
+            self._loaded = task, sampler
+        studio.check(task.preset)
+        return sampler
+
+    def _studio_of(self, run: RunDirectory) -> Studio:
+        """A studio of this run and its present recipe; no other stays in memory."""
+        recipe = signature(run.recipe_path)
+        if self._studio is None or self._studio.run != run or self._recipe_read != recipe:
+            self._studio, self._loaded, self._recipe_read = None, None, recipe
+            self._studio = Studio(run, self._device, trust=self._trust)
+            if self._studio.why_device:
+                self._report.say(self._studio.why_device)
+            if self._on_device is not None:
+                self._on_device(self._studio.device.type)
+                self._on_device = None
+            self._held_out = None  # its latents are another run's, or of another codec
+        return self._studio
+
+    def _sample(
+        self,
+        task: EvaluationTask,
+        sampler: Sampler,
+        folder: Path,
+        progress: Progress,
+        watch: "_Stopwatch",
+    ) -> list[VideoScores]:
+        def on_step(done: int, total: int) -> None:
+            progress("sample", done, total)
+
+        found: list[VideoScores] = []
+        sampled = sample_preset(sampler, task.preset, folder, on_step)
+        while True:
+            with watch.of("sample"):
+                made = next(sampled, None)
+            if made is None:
+                return found
+            watch.lap("first_video")
+            with watch.of("measure"):
+                measures = measure(made.video, task.preset.settings.fps)
+            prompt, seed = made.request.prompt, made.request.seed
+            found.append(
+                {"file": made.path.name, "prompt": prompt, "seed": seed, "measures": measures}
+            )
+            progress("measure", len(found), len(task.preset.requests()))
+
+    def _measure_extra(
+        self, task: EvaluationTask, extras: list[Measure], videos: list[VideoScores], folder: Path
+    ) -> dict[str, float]:
+        """Add the preset's own measures to each video; returns those of all videos together."""
+        again = Reread([folder / each["file"] for each in videos])
+        prompts, fps = [each["prompt"] for each in videos], task.preset.settings.fps
+        of_all: dict[str, float] = {}
+        for extra in extras:
+            with self._without(task, extra.name):
+                of_each, of_set = measure_extra([extra], again, prompts, fps)
+                of_all |= of_set
+                for video, found in zip(videos, of_each, strict=True):
+                    video["measures"] |= found
+        return of_all
+
+    def _measure_held_out(
+        self, task: EvaluationTask, sampler: Sampler, progress: Progress
+    ) -> dict[str, float] | None:
+        loss = None
+        with self._without(task, "held-out loss"):
+            held_out = self._held_out_of(task.run, self._recipe_of(task.run))
+            if held_out is not None:
+                size = task.preset.batch_size
+                loss = held_out.loss(sampler, size, lambda: progress("held out", 0, 1))
+        return loss
+
+    def _held_out_of(self, run: RunDirectory, recipe: Recipe) -> HeldOut | None:
+        """Its clips, opened once; where they cannot be, again at the next checkpoint."""
+        if self._held_out is None:
+            self._held_out = (HeldOut.open(recipe, run),)
+        return self._held_out[0]
+
+    def _alarms(
+        self, task: EvaluationTask, recipe: Recipe, measures: dict[str, float], progress: Progress
+    ) -> list[Alarm]:
+        name, section = task.preset.name, recipe.evaluation
+        reference = self._reference(task, recipe, progress)
+        earlier = [each for each in task.directory.all_scores(name) if each["step"] < task.step]
+        history = [*(each["measures"] for each in earlier), measures]
+        steps = [*(each["step"] for each in earlier), task.step]
+        count, change = section.drift_checkpoints, section.drift_change
+        alarms = find_drift(name, history, steps, count, change, reference)
+        return [*alarms, *(find_out_of_range(name, measures, reference) if reference else ())]
+
+    def _reference(
+        self, task: EvaluationTask, recipe: Recipe, progress: Progress
+    ) -> Reference | None:
+        preset, found, remark = task.preset, None, ""
+
+        def on_clip() -> None:
+            progress("training clips", 0, 1)
+
+        with self._without(task, "comparison with training clips"):
+            fps = preset.settings.fps
+            found, remark = reference_of(task.run, recipe, preset.name, preset.bucket, fps, on_clip)
+        if remark:
+            self._report.remark(f"{task.run.path}: {remark}")
+        return found
+
+    @contextmanager
+    def _without(self, task: EvaluationTask, name: str) -> Iterator[None]:
+        """Report a failure, whatever it is, and end the block."""
+        try:
+            yield
+        except Stopped:
+            raise
+        except Exception as error:
+            kind = "" if isinstance(error, LongtakeError) else f"{type(error).__name__}: "
+            self._report.wrong(f"{task.run.path}: there is no {name}: {kind}{error}")
+
+
+class _Stopwatch:
+    """How long parts of something took, in seconds by their names."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._begun = time.perf_counter()
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Add what the block takes."""
+        begun = time.perf_counter()
+        yield
+        taken = self.seconds.get(name, 0.0) + time.perf_counter() - begun
+        self.seconds[name] = round(taken, 3)
+
+    def lap(self, name: str) -> None:
+        """Note the time since the beginning, the first time this is called."""
+        self.seconds.setdefault(name, round(time.perf_counter() - self._begun, 3))
+
+
+def _same_weights(one: EvaluationTask, other: EvaluationTask) -> bool:
+    of_one, of_other = ((t.run, t.step, t.key, t.preset.weights) for t in (one, other))
+    return of_one == of_other

@@ -1,0 +1,650 @@
+"""Mirrors runs that are trained elsewhere, and sends their results back; torch-free.
+
+    with open_mirror("me@cluster:/runs", Path("mirror"), "vm-4711") as mirror:
+        for run in mirror.look():
+            mirror.pull(run, run.index.checkpoint_steps())
+
+All state is in the mirror and in its hidden folder .source, so that a server that is killed resumes
+where it was. Calls wait for the network, a pull for hours if need be. A mirror is a run directory
+like any other.
+"""
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from longtake.checkpoint.deletion import take_away_unless_needed
+from longtake.checkpoint.manifest import committed, damage
+from longtake.errors import LongtakeError, RecordError, RunError
+from longtake.evaluation.options import ServerOptions
+from longtake.evaluation.pending import PendingTasks
+from longtake.evaluation.report import ServerReport, raised_at
+from longtake.evaluation.transports import (
+    Address,
+    FsspecTransport,
+    GoneError,
+    Rsync,
+    Rules,
+    Transport,
+    is_installed,
+    literal,
+    only,
+    parse_address,
+)
+from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory, ServerEventKind
+from longtake.fsio import atomic_write, now, read_json, read_regular, write_json, write_once
+from longtake.lease import Lease, Leases, kept
+from longtake.process import periodic
+from longtake.run_dir import RunDirectory
+from longtake.trust import MIRROR_NOTE
+
+_COMMITTED = "COMMITTED"
+_INDEX, _NOTE = MIRROR_NOTE.parts
+_LEASE_SECONDS = 30.0
+_HEARTBEAT_SECONDS = 60.0
+
+_HIDDEN = "- .*"  # partial files, or not ours
+_COMPLETION_MARKERS = (
+    "recipe.toml",
+    "checkpoints/step_*/COMMITTED",
+    "evaluations/*/step_*/scores.json",
+)
+"""Files that say that a run, a checkpoint or a result is whole."""
+_LEFT_OUT = (
+    "recipe.toml",  # it comes last: with it the run exists
+    "checkpoints/",
+    "ledger/",
+    "nodes/",
+    "tensorboard/",
+    "wandb/",
+    "tracking/",
+    "evaluations/claims/",
+    "evaluations/servers/",
+    "evaluations/*/step_*/scores.json",
+)
+"""Leases are neither pulled nor pushed: a copy does not tell how long nothing has changed in them.
+So servers share work by claims only if they share a mirror, or the run directory itself."""
+_RECORDS = (
+    *(".json", ".jsonl", ".txt", ".html", ".parquet"),
+    *(".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4"),
+    *(".safetensors", ".model"),  # components, and a tokenizer's
+)
+"""Suffixes of a run's records, pictures and frozen parts. Nothing else is mirrored: no code."""
+CHECKPOINT_RULES: Rules = ("- /optimizer/",)
+"""Of a checkpoint's folder: no sampling needs the optimizer's state, which is most of it."""
+
+
+@dataclass(frozen=True)
+class RemoteRun:
+    """A run at the source, and its mirror.
+
+    Attributes:
+        name: its folder below the source; "" if the source is the run.
+        mirror: where it is mirrored to. It begins without checkpoints.
+        index: the completion markers of the source: its checkpoints, of which only COMMITTED is
+            here, are those of the source.
+    """
+
+    name: str
+    mirror: RunDirectory
+    index: RunDirectory
+
+    def below(self, folder: str) -> str:
+        """A folder of the run, as it is called below the source."""
+        return f"{self.name}/{folder}" if self.name else folder
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """A checkpoint that has arrived.
+
+    Attributes:
+        seconds: how long it took; since the last interruption, if there was one.
+    """
+
+    step: int
+    bytes: int
+    seconds: float
+
+
+def marker_rules() -> Rules:
+    """Rules for the completion markers of a run, and of each run in a folder."""
+    return (
+        _HIDDEN,
+        *only([f"/{place}{each}" for place in ("", "*/") for each in _COMPLETION_MARKERS]),
+    )
+
+
+def record_rules(runs: Sequence[tuple[str, RunDirectory]]) -> Rules:
+    """Rules for what is mirrored besides checkpoints and completion markers.
+
+    Args:
+        runs: names below the source ("" for the source itself), and their mirrors.
+    """
+    rules = [_HIDDEN]
+    for name, mirror in runs:
+        top = f"/{literal(name)}/" if name else "/"
+        rules += [f"- {top}{each}" for each in (*_LEFT_OUT, *_claimed_results(mirror))]
+        rules += [f"+ {top}"] if name else []
+    if all(name for name, _ in runs):
+        rules.append("- /*")
+    return (*rules, "+ */", *(f"+ *{suffix}" for suffix in _RECORDS), "- *")
+
+
+def result_rules(evaluations: Path) -> Rules:
+    """Rules for what is pushed of a folder of evaluations, but for scores.json and heartbeats."""
+    halves = [path for path in evaluations.glob("*/step_*") if not (path / "scores.json").exists()]
+    names = [path.relative_to(evaluations).as_posix() for path in halves]
+    left_out = [f"- /{literal(name)}/" for name in names]
+    last = ("- /*/step_*/scores.json", "- /servers/*/heartbeat.json")
+    return (_HIDDEN, "- *.partial", "- /claims/", *left_out, *last)
+
+
+def score_rules() -> Rules:
+    """Rules for scores.json of each result in a folder of evaluations."""
+    return (_HIDDEN, *only(["/*/step_*/scores.json"]))
+
+
+def heartbeat_rules(server: str) -> Rules:
+    """Rules for the heartbeat of a server, in a folder of evaluations."""
+    return only([f"/servers/{literal(server)}/heartbeat.json"])
+
+
+def _claimed_results(mirror: RunDirectory) -> list[str]:
+    """Folders of results that a server of this mirror makes, has made or makes anew."""
+    claims = EvaluationDirectory(mirror).path / "claims"
+    found = (path.relative_to(claims) for path in claims.glob("*/step_*"))
+    names = {(path.parts[0], path.parts[1].partition("-")[0]) for path in found}
+    return [f"evaluations/{literal(preset)}/{step}/" for preset, step in sorted(names)]
+
+
+class MirrorFolder:
+    """The folder that runs are mirrored into, for one source and by one process at a time.
+
+    Raises:
+        RunError: it holds a run of its own, or mirrors another source; or is the source.
+    """
+
+    def __init__(self, path: Path, address: Address) -> None:
+        self.path, self.index = path, path / _INDEX
+        self._leases = Leases(_LEASE_SECONDS, {})
+        self._lease: Lease | None = None
+        if not address.host and path.resolve() == Path(address.path).resolve():
+            raise RunError(f"--source {address.text}: it is {path} itself; name it without.")
+        note = self.index / _NOTE
+        if not note.exists() and any(
+            True for names in ("recipe.toml", "*/recipe.toml") for _ in path.glob(names)
+        ):
+            raise RunError(
+                f"{path} holds a run that is no mirror: runs of --source would get mixed up with "
+                "it. Choose another folder."
+            )
+        with self.writing():
+            if write_once(note, {"source": address.text}):
+                return
+            if not self.runs():  # nothing has come from there yet: it may have been a typing error
+                write_json(note, {"source": address.text})
+                return
+        source = read_json(note).get("source")
+        if source != address.text:
+            raise RunError(
+                f"{path} mirrors {source}, not {address.text}: choose another folder for it, or "
+                f"delete {self.index} if it is the same place by another name."
+            )
+
+    def take(self, until: ExitStack) -> bool:
+        """Whether it is this process that mirrors, now and until the stack is closed.
+
+        Raises:
+            RunError: the folder cannot be written.
+        """
+        if self._lease is not None and self._lease.is_held:
+            return True
+        with self.writing():
+            self._lease = self._leases.take(self.index / ".lease")
+        if self._lease is None:
+            return False
+        until.callback(_end, self._lease)
+        until.enter_context(kept(self._lease))
+        return True
+
+    def runs(self) -> list[RemoteRun]:
+        """The runs of the source, as it was last looked at."""
+        if (self.index / "recipe.toml").is_file():
+            return [RemoteRun("", RunDirectory(self.path), RunDirectory(self.index))]
+        names = sorted(path.parent.name for path in self.index.glob("[!.]*/recipe.toml"))
+        return [
+            RemoteRun(name, RunDirectory(self.path / name), RunDirectory(self.index / name))
+            for name in names
+            if "\\" not in name
+        ]
+
+    def publish_markers(self, run: RemoteRun) -> None:
+        """Copy the completion markers of results and of the run into the mirror, after the rest.
+
+        Raises:
+            OSError: one cannot be written.
+        """
+        claimed = {Path(each) for each in _claimed_results(run.mirror)}
+        for marker in run.index.path.glob("evaluations/*/step_*/scores.json"):
+            name = marker.relative_to(run.index.path)
+            if name.parent not in claimed and (run.mirror.path / name.parent).is_dir():
+                _copy(marker, run.mirror.path / name)
+        _copy(run.index.recipe_path, run.mirror.recipe_path)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turn an OSError into a sentence.
+
+        Raises:
+            RunError: the folder cannot be written.
+        """
+        try:
+            yield
+        except OSError as error:
+            raise RunError(
+                f"The mirror {self.path} cannot be written: {error.strerror or error}. "
+                "Make room or make it writable, or choose another folder."
+            ) from error
+
+
+def _end(lease: Lease) -> None:
+    with suppress(OSError):  # a full disk: the lease expires
+        lease.end("closed")
+
+
+def _copy(marker: Path, place: Path) -> None:
+    if not place.exists() or place.read_bytes() != marker.read_bytes():
+        with atomic_write(place) as aside:
+            with aside.open("xb") as file:
+                file.write(marker.read_bytes())
+            os.utime(aside, ns=(marker.stat().st_atime_ns, marker.stat().st_mtime_ns))
+
+
+class Mirror:
+    """Runs elsewhere, and their mirrors here.
+
+    Args:
+        transport: to them.
+        folder: holds the mirrors.
+        server: name of this server.
+    """
+
+    def __init__(self, transport: Transport, folder: MirrorFolder, server: str) -> None:
+        self._transport, self._folder, self._server = transport, folder, server
+        self._pushed: dict[RunDirectory, dict[Path, tuple[int, int]]] = {}
+        self._stack = ExitStack()
+        self._stack.callback(transport.close)
+
+    def look(self) -> list[RemoteRun]:
+        """Mirror what is small, and see which checkpoints there are.
+
+        Returns:
+            The runs, by name; none while another server mirrors into the same folder.
+
+        Raises:
+            RunError: the source cannot be read, or the mirror not be written; to be tried again.
+        """
+        if not self._folder.take(self._stack):
+            return []
+        with self._folder.writing():
+            self._transport.fetch("", self._folder.index, marker_rules(), exactly=True)
+            runs = self._folder.runs()
+            if runs:
+                rules = record_rules([(run.name, run.mirror) for run in runs])
+                self._transport.fetch("", self._folder.path, rules)
+            for run in runs:
+                self._folder.publish_markers(run)
+                _forget_arriving(run)
+        return runs
+
+    def pull(self, run: RemoteRun, steps: Iterable[int]) -> list[Pulled]:
+        """Bring checkpoints here, in this order; without the optimizer's state.
+
+        Those that are here already, or are gone at the source, are passed over. Another that was
+        saved anew there waits while a server needs what is here.
+
+        Returns:
+            Those that have arrived now.
+
+        Raises:
+            RunError: one could not be brought; what has come of it stays for the next time.
+        """
+        there = set(run.index.checkpoint_steps())
+        wanted = [step for step in steps if step in there and not _has_arrived(run, step)]
+        if not wanted:
+            return []
+        with self._folder.writing(), needed_at_source(self._transport, run, wanted, self._server):
+            found = [self._pull(run, step) for step in wanted]
+        return [each for each in found if each is not None]
+
+    def push(self, run: RemoteRun) -> None:
+        """Bring results back: of each, scores.json last. Nothing is sent when nothing is new.
+
+        Raises:
+            RunError: they could not be brought; to be tried again.
+        """
+        with self._folder.writing():
+            folder, there = EvaluationDirectory(run.mirror).path, run.below("evaluations")
+            found = _pushed_files(folder)
+            if found == self._pushed.get(run.mirror, {}):
+                return
+            self._transport.send(folder, there, result_rules(folder))
+            self._transport.send(folder, there, score_rules())
+            if ServerDirectory(run.mirror, self._server).heartbeat_path.exists():
+                send_heartbeat(self._transport, run, self._server, ())
+            self._pushed[run.mirror] = found
+
+    def prune(self, mirror: RunDirectory, wanted: Collection[int]) -> list[int]:
+        """Delete checkpoints of a mirror, but for the newest and those that a server needs.
+
+        Args:
+            mirror: of a run.
+            wanted: steps that are still to be evaluated.
+
+        Returns:
+            The steps that are gone.
+
+        Raises:
+            RunError: the mirror cannot be written.
+        """
+        steps = mirror.checkpoint_steps()
+        with self._folder.writing():
+            going = sorted({*steps} - {*wanted} - {max(steps, default=0)})
+            return [step for step in going if take_away_unless_needed(mirror, step)]
+
+    def interrupt(self) -> None:
+        """End what another thread waits for: it gets a RunError, and so does any later fetch."""
+        self._transport.interrupt()
+
+    def close(self) -> None:
+        """Leave the mirror to other processes."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _pull(self, run: RemoteRun, step: int) -> Pulled | None:
+        begun = time.monotonic()
+        folder = _arriving(run.mirror, step)
+        try:
+            there = run.below(f"checkpoints/{folder.name}")
+            self._transport.fetch(there, folder, CHECKPOINT_RULES, exactly=True)
+        except GoneError:
+            return None
+        if _is_incomplete(folder) or not _publish_checkpoint(run.mirror, step):
+            return None  # it was deleted or saved anew just now: the next look will tell
+        files = [path for path in run.mirror.checkpoint_path(step).rglob("*") if path.is_file()]
+        num_bytes = sum(path.stat().st_size for path in files)
+        return Pulled(step, num_bytes, time.monotonic() - begun)
+
+
+def open_mirror(text: str, into: Path, server: str) -> Mirror:
+    """A mirror of a source; nothing is asked of the source yet.
+
+    Args:
+        text: what was given after --source.
+        into: the folder that becomes the mirror: a run directory if the source is a run, else a
+            folder of them.
+        server: name of this server, by which it needs checkpoints.
+
+    Raises:
+        RunError: the text names no source, what reaches it is not installed here, or the folder
+            holds something else.
+    """
+    address = parse_address(text)
+    folder = MirrorFolder(into, address)
+    # rsync is faster and keeps less in memory; without it a folder here is a store like others.
+    if address.is_url or not (address.host or is_installed()):
+        return Mirror(FsspecTransport(address), folder, server)
+    return Mirror(Rsync(address), folder, server)
+
+
+@contextmanager
+def needed_at_source(
+    transport: Transport,
+    run: RemoteRun,
+    steps: Collection[int],
+    server: str,
+    seconds: float = _HEARTBEAT_SECONDS,
+) -> Iterator[None]:
+    """Need checkpoints at the source until the block ends: the training does not delete them.
+
+    Args:
+        transport: to the source.
+        run: the run.
+        steps: of the checkpoints.
+        server: name of this server.
+        seconds: between two heartbeats.
+
+    Raises:
+        RunError: the heartbeat cannot be written there.
+    """
+
+    def renew() -> None:
+        with suppress(RunError, OSError):  # the pull reports what is wrong
+            send_heartbeat(transport, run, server, steps)
+
+    send_heartbeat(transport, run, server, steps)
+    try:
+        with periodic("heartbeat at the source", renew, seconds):
+            yield
+    finally:
+        with suppress(RunError, OSError):  # the heartbeat becomes stale
+            send_heartbeat(transport, run, server, ())
+
+
+def send_heartbeat(
+    transport: Transport, run: RemoteRun, server: str, needs: Collection[int]
+) -> None:
+    """Send this server's heartbeat, with the steps that it needs at the source.
+
+    The file gets its time from the source's clock: its age tells the training whether it counts.
+
+    Raises:
+        RunError: it could not be sent.
+        OSError: the mirror cannot be written.
+    """
+    here = ServerDirectory(run.mirror, server).read_heartbeat()
+    record: dict[str, Any] = {"server": server, "time": now(), **(dict(here) if here else {})}
+    sent = RunDirectory(run.index.path / ".sent")
+    try:
+        ServerDirectory(sent, server).write_heartbeat({**record, "needs": sorted(needs)})
+        folder, rules = EvaluationDirectory(sent).path, heartbeat_rules(server)
+        transport.send(folder, run.below("evaluations"), rules, exactly=True)
+    finally:
+        shutil.rmtree(sent.path, ignore_errors=True)
+
+
+def _arriving(mirror: RunDirectory, step: int) -> Path:
+    """Where a checkpoint is pulled to; no reader looks there."""
+    return mirror.checkpoints_path / ".pulling" / mirror.checkpoint_path(step).name
+
+
+def _has_arrived(run: RemoteRun, step: int) -> bool:
+    """Whether the mirror has the checkpoint of a step that the source has now."""
+    with suppress(OSError):
+        there = read_regular(run.index.checkpoint_path(step) / _COMMITTED)
+        return there == read_regular(run.mirror.checkpoint_path(step) / _COMMITTED)
+    return False
+
+
+def _is_incomplete(folder: Path) -> bool:
+    """Whether a pulled checkpoint lacks a file, but for the optimizer's state."""
+    try:
+        names = committed(folder)
+    except (OSError, RecordError):
+        return True
+    parts = {name.partition("/")[0] + "/" * ("/" in name) for name in names} - {"optimizer/"}
+    return any(damage(folder, checksums=False, within=part) for part in sorted(parts))
+
+
+def _publish_checkpoint(mirror: RunDirectory, step: int) -> bool:
+    """Rename a whole checkpoint into place, instead of an older one that no server needs.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    place = mirror.checkpoint_path(step)
+    if place.exists() and not take_away_unless_needed(mirror, step):
+        return False
+    folder = _arriving(mirror, step)
+    # It came with the source's time. Heartbeats here have the time of this file system's clock, and
+    # their age is compared with that of the newest COMMITTED.
+    os.utime(folder / _COMMITTED)
+    folder.rename(place)
+    return True
+
+
+def _forget_arriving(run: RemoteRun) -> None:
+    """Delete what was pulled of checkpoints that the source no longer has."""
+    there = {run.index.checkpoint_path(step).name for step in run.index.checkpoint_steps()}
+    for folder in _arriving(run.mirror, 0).parent.glob("step_*"):
+        if folder.name not in there:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _pushed_files(top: Path) -> dict[Path, tuple[int, int]]:
+    """Size and time of each file that is worth a push."""
+    found = {}
+    for folder, folders, names in os.walk(top):
+        folders[:] = [name for name in folders if name != "claims" and name[0] != "."]
+        for path in (Path(folder) / name for name in names if name != "heartbeat.json"):
+            with suppress(FileNotFoundError):  # superseded, or renamed, just now
+                found[path] = (path.stat().st_size, path.stat().st_mtime_ns)
+    return found
+
+
+class MirrorThread:
+    """Pulls checkpoints and pushes results in a thread; does nothing if there is no source.
+
+    Args:
+        options: of the server.
+        server: its name.
+        report: what people read.
+        pending_tasks: the pending tasks of a run, for this thread alone.
+
+    Raises:
+        RunError: what is given is no source.
+    """
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        server: str,
+        report: ServerReport,
+        pending_tasks: Callable[[RunDirectory], PendingTasks],
+    ) -> None:
+        self._options, self._report, self._pending_tasks = options, report, pending_tasks
+        self._mirror: Mirror | None = None
+        if options.source is not None:
+            self._mirror = open_mirror(options.source, options.places[0], server)
+        self._pending: dict[RunDirectory, PendingTasks] = {}
+        self._remote: list[RemoteRun] = []
+        self._is_settled = self._mirror is None
+        self._is_over, self._wake = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all that is wanted is here; while runs are followed: since they have ended."""
+        return self._is_settled
+
+    def push_soon(self) -> None:
+        """Push a new result at once."""
+        self._wake.set()
+
+    def __enter__(self) -> Self:
+        if self._mirror is not None:
+            given = (self._mirror,)
+            self._thread = threading.Thread(
+                target=self._run, args=given, name="mirror", daemon=True
+            )
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._mirror is None or self._thread is None:
+            return
+        self._is_over.set()
+        self._wake.set()
+        if not self._is_settled:  # asked to end: it does not wait for an hour's pull
+            self._mirror.interrupt()
+        self._thread.join()
+        self._push(self._mirror)
+        with self._report.log_errors("leaving the mirror"):
+            self._mirror.close()
+
+    def _run(self, mirror: Mirror) -> None:
+        due = 0.0
+        while not self._is_over.is_set():
+            if time.monotonic() >= due:
+                self._pull_all(mirror)
+                due = time.monotonic() + self._options.every_seconds
+            else:
+                self._push(mirror)
+            self._wake.wait(max(0.0, due - time.monotonic()))
+            self._wake.clear()
+
+    def _pull_all(self, mirror: Mirror) -> None:
+        """Look, and pull what is wanted; an error ends a round, not the server."""
+        try:
+            were_over = bool(self._remote) and all(
+                self._of(each.mirror).ending.is_over() for each in self._remote
+            )
+            self._remote = mirror.look()
+            for remote in self._remote:
+                self._pull(mirror, remote)
+            self._is_settled = were_over or not self._options.follows
+        except Exception as error:  # whatever it is, it must not end this thread
+            self._report_failure(error)
+        self._push(mirror)
+
+    def _pull(self, mirror: Mirror, remote: RemoteRun) -> None:
+        pending, source = self._of(remote.mirror), str(self._options.source)
+        steps = list(dict.fromkeys(task.step for task in pending.look(remote.index)))
+        for step in steps:
+            if self._is_over.is_set():
+                return
+            for pulled in mirror.pull(remote, [step]):
+                facts = {"step": pulled.step, "bytes": pulled.bytes}
+                pending.log("pulled", source=source, **facts, seconds=round(pulled.seconds, 3))
+        # What is here already waits for its turn, even if it is no longer there.
+        mirror.prune(remote.mirror, {*steps, *(task.step for task in pending.look())})
+        pending.report_missed(source=source)
+
+    def _push(self, mirror: Mirror) -> None:
+        for remote in self._remote:
+            with self._report.log_errors(remote.mirror.path):
+                try:
+                    mirror.push(remote)
+                except LongtakeError as error:
+                    self._report.remark(f"{error}")
+
+    def _report_failure(self, error: Exception) -> None:
+        if self._is_over.is_set():  # it was interrupted
+            return
+        known = isinstance(error, LongtakeError)
+        reason = str(error) if known else f"{raised_at(error)}: {error}"
+        event: ServerEventKind = "pull_failed"
+        for remote in self._remote:
+            self._of(remote.mirror).log(event, source=str(self._options.source), reason=reason)
+        if self._options.follows:
+            self._report.remark(f"{reason} It is tried again.")
+        else:
+            self._report.wrong(reason)
+            self._is_settled = True
+
+    def _of(self, run: RunDirectory) -> PendingTasks:
+        if run not in self._pending:
+            self._pending[run] = self._pending_tasks(run)
+        return self._pending[run]

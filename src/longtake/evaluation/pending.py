@@ -1,0 +1,624 @@
+"""Which evaluations of a run are pending; torch-free.
+
+pending = committed checkpoints x presets - results of the same weights - given up. It is computed
+from the run directory at each look, so that servers can be killed and started at any time.
+"""
+
+import hashlib
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from longtake.checkpoint import manifest
+from longtake.config import EvaluationSection, Recipe
+from longtake.errors import LongtakeError, RecordError
+from longtake.evaluation.options import ServerOptions
+from longtake.evaluation.presets.preset import Preset, find_preset, keep_preset, preset_names
+from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory, ServerEventKind
+from longtake.fsio import Tail
+from longtake.run_dir import RunDirectory
+from longtake.trust import TrustError
+
+if TYPE_CHECKING:
+    from longtake.evaluation.claims import Claims
+    from longtake.evaluation.report import ServerReport
+
+_T = TypeVar("_T")
+
+Signature = tuple[int, int, int]
+"""Time, size and inode of a file: it was changed or replaced if one of them differs."""
+Progress = Callable[[str, int, int], None]
+"""Called as work advances: what is done now, how much of it, of how much."""
+
+_COMMITTED = "COMMITTED"
+_ARRIVING_SECONDS = 15.0
+"""A checkpoint whose files have not changed for so long is not being copied."""
+_RESCAN_SECONDS = 30.0
+_UNSETTLED_SECONDS = 1.0
+"""All is read for so long after a change: a folder's time is too coarse to tell two apart."""
+_SECONDS_UNTIL_READ_AGAIN = 15.0
+_MISSED_ADVICE = (
+    "Training saves faster than this evaluates. Raise checkpoint.keep or evaluation.hold_waiting, "
+    "start more servers, or take --backlog newest."
+)
+
+
+@dataclass(frozen=True)
+class EvaluationTask:
+    """A checkpoint that is to be sampled with a preset.
+
+    Attributes:
+        key: identifies the weights, see `checkpoint_key`.
+        attempts: number of attempts that failed.
+        waited_seconds: since this server first saw it.
+    """
+
+    run: RunDirectory
+    preset: Preset
+    step: int
+    key: str
+    attempts: int = 0
+    waited_seconds: float = 0.0
+
+    @property
+    def checkpoint(self) -> Path:
+        """The checkpoint's folder."""
+        return self.run.checkpoint_path(self.step)
+
+    @property
+    def directory(self) -> EvaluationDirectory:
+        """Where results go."""
+        return EvaluationDirectory(self.run)
+
+    @property
+    def claim_path(self) -> Path:
+        """The lease of the server that works on it."""
+        return self.directory.claim_path(self.preset.name, self.step, self.key)
+
+    @property
+    def facts(self) -> dict[str, str | int]:
+        """What events say of it."""
+        return {"preset": self.preset.name, "step": self.step, "key": self.key}
+
+    def __str__(self) -> str:
+        return f"{self.run.path}: {self.preset.name} of step {self.step}"
+
+
+def preset_key(preset: Preset) -> str:
+    """Eight hexadecimal digits that change with the preset: attempts at another do not count."""
+    text = json.dumps(preset.as_record(), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def signature(path: Path) -> Signature | None:
+    """None if there is no such file."""
+    with suppress(OSError):
+        stat = path.stat()
+        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+    return None
+
+
+class StatCache:
+    """What was read from files, until their signature changes."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[Signature | None, Any]] = {}
+
+    def get(self, path: Path, read: Callable[[Path], _T]) -> _T:
+        """What `read` returns for the file; it must accept that there is none."""
+        now, known = signature(path), self._known.get(path)
+        if known is None or known[0] != now:
+            known = self._known[path] = now, read(path)
+        return cast("_T", known[1])
+
+    def forget(self, path: Path) -> None:
+        """Read the file again next time."""
+        self._known.pop(path, None)
+
+    def keep_only(self, folders: Collection[str]) -> None:
+        """Forget the files that lie in folders of other names."""
+        self._known = {path: x for path, x in self._known.items() if path.parent.name in folders}
+
+
+@dataclass(frozen=True)
+class CommittedWeights:
+    """What COMMITTED says of a checkpoint's weights.
+
+    Attributes:
+        keys: by weights (`model`, `ema/` and the name of a profile); others than those have
+            another key.
+        is_there: whether there is a COMMITTED.
+        unreadable: why it cannot be read; None: it can, or is not there.
+    """
+
+    keys: Mapping[str, str] = field(default_factory=dict)
+    is_there: bool = True
+    unreadable: str | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> "CommittedWeights":
+        """Read COMMITTED of a checkpoint, of which nothing else has to be there.
+
+        A key is the first digits of the sha256 of the listed checksums, by the files' names.
+        """
+        try:
+            listed = manifest.committed(path.parent)
+        except FileNotFoundError:
+            return cls(is_there=False)
+        except RecordError as error:
+            return cls(unreadable=error.reason)
+        except OSError as error:
+            return cls(unreadable=f"{error.strerror or error}")
+        sums: dict[str, list[str]] = defaultdict(list)
+        for name, entry in sorted(listed.items()):
+            part, _, rest = name.partition("/")
+            weights = f"ema/{rest.partition('/')[0]}" if part == "ema" else part
+            sums[weights].append(entry["sha256"])
+        keys = {
+            weights: hashlib.sha256("\n".join(each).encode()).hexdigest()[:8]
+            for weights, each in sums.items()
+        }
+        return cls(keys)
+
+
+def checkpoint_key(checkpoint: Path, weights: str) -> str | None:
+    """Eight hexadecimal digits that other weights of the same step do not have.
+
+    Returns:
+        None if there is no readable COMMITTED, or it lists no such weights.
+    """
+    return CommittedWeights.read(checkpoint / _COMMITTED).keys.get(weights)
+
+
+def find_damage(checkpoint: Path, weights: str, *, checksums: bool) -> str | None:
+    """What is wrong with the files that sampling needs; None if nothing is."""
+    parts = (f"{weights}/", "trainer.json")
+    found = (manifest.damage(checkpoint, checksums=checksums, within=part) for part in parts)
+    return next((each for each in found if each), None)
+
+
+class RunEnding:
+    """Whether a run has ended by itself and was not resumed; no event is read twice."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._events: Tail[dict[str, Any]] = Tail(run.events_path, dict[str, Any])
+        self._newest: str | None = None
+
+    def is_over(self) -> bool:
+        """Whether the newest beginning or ending among the run's events is an ending.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        events = self._events.read()
+        if self._events.has_restarted:
+            self._newest = None
+        for event in events:
+            if event.get("event") in ("launched", "resumed", "finished", "diverged"):
+                self._newest = event["event"]
+        return self._newest in ("finished", "diverged")
+
+
+class WantedPresets:
+    """The presets of one run that the recipe and the options ask for.
+
+    Attributes:
+        section: [evaluation] of the recipe.
+    """
+
+    def __init__(self, run: RunDirectory, options: ServerOptions, report: "ServerReport") -> None:
+        self._run, self._options, self._report = run, options, report
+        self.section = EvaluationSection()
+        self._found: list[Preset] = []
+        self._refused: dict[str, float] = {}
+        self._read_from: tuple[Signature | None, ...] | None = None
+        self._read_again_at = math.inf
+
+    def now(self) -> list[Preset]:
+        """Those that are valid, and not refused now."""
+        now = time.monotonic()
+        return [each for each in self._found if self._refused.get(each.name, 0.0) <= now]
+
+    def refuse(self, preset: Preset, seconds: float) -> None:
+        """Leave a preset out for so long, or until the recipe changes."""
+        self._refused[preset.name] = time.monotonic() + seconds
+
+    def read(self) -> None:
+        """Find the presets again if the recipe or a file of presets has changed.
+
+        After an error also now and then: a file that the recipe names may have come.
+        """
+        own = self._options.own_presets
+        files = (self._run.recipe_path, *filter(None, (own, self._options.recipe)))
+        now = tuple(map(signature, files))
+        if now == self._read_from and time.monotonic() < self._read_again_at:
+            return
+        if now != self._read_from:
+            self._refused.clear()
+        self._read_from, self._read_again_at, self._found = now, math.inf, []
+        try:
+            self._options.refuse_foreign_code(self._run)
+            self._find(self._options.recipe_of(self._run))
+        except TrustError as error:
+            self._report.untrusted = error
+            self._report_wrong(error)
+        except LongtakeError as error:
+            self._report_wrong(error)
+        except Exception:
+            self._read_again_at = time.monotonic() + _SECONDS_UNTIL_READ_AGAIN
+            raise
+
+    def _find(self, recipe: Recipe) -> None:
+        self.section = recipe.evaluation
+        directory = EvaluationDirectory(self._run)
+        own, beside = self._options.own_presets, self._run.path
+        for name in preset_names(recipe, self._options.presets, beside, own):
+            try:
+                preset = find_preset(recipe, name, beside, own)
+                if directory.preset_path(preset.name).exists():
+                    keep_preset(directory, preset)  # refuses another than that of the results
+                self._found.append(preset)
+            except LongtakeError as error:
+                self._report_wrong(error)
+
+    def _report_wrong(self, error: LongtakeError) -> None:
+        self._report.wrong(f"{self._run.path}: {error}")
+        self._read_again_at = time.monotonic() + _SECONDS_UNTIL_READ_AGAIN
+
+
+class CommittedCheckpoints:
+    """The committed checkpoints of a run directory.
+
+    Attributes:
+        weights: of each step that has a COMMITTED.
+        unfinished: steps of which there is a folder, and no COMMITTED that can be read.
+    """
+
+    def __init__(self, run: RunDirectory, cache: StatCache) -> None:
+        self._run, self._cache = run, cache
+        self.weights: dict[int, CommittedWeights] = {}
+        self.unfinished: set[int] = set()
+
+    def look(self) -> None:
+        """See which checkpoints there are."""
+        steps = set(self._run.checkpoint_folders())
+        self.weights = {step: each for step, each in self.weights.items() if step in steps}
+        self.unfinished &= steps
+        self.look_again(steps)
+
+    def look_again(self, steps: Iterable[int]) -> None:
+        """See whether these, whose folders were there, have changed."""
+        for step in list(steps):
+            path = self._run.checkpoint_path(step) / _COMMITTED
+            found = self._cache.get(path, CommittedWeights.read)
+            if found.unreadable:
+                self._cache.forget(path)
+            if found.unreadable or not found.is_there:
+                self.unfinished.add(step)
+            else:
+                self.unfinished.discard(step)
+            if found.is_there:
+                self.weights[step] = found
+            else:
+                self.weights.pop(step, None)
+
+    def keys(self, weights: str) -> dict[int, str]:
+        """The key of each checkpoint that has these weights, by step, ascending."""
+        found = {step: self.weights[step].keys.get(weights) for step in sorted(self.weights)}
+        return {step: key for step, key in found.items() if key is not None}
+
+
+class PendingTasks:
+    """The pending tasks of one run; one thread at a time may ask.
+
+    A run of weeks has thousands of results, nearly all of them settled for good. So a look reads
+    all only if something came into the folders of checkpoints or results, or went, and each half
+    minute; else only the steps that were not settled.
+
+    Args:
+        run: the run directory.
+        server: name of this server.
+        options: of the server.
+        report: receives what is wrong with presets and checkpoints.
+        make_claims: the server's claims on tasks of the run, by [evaluation] of its recipe.
+
+    Attributes:
+        directory: this server's folder in the run.
+        claims: this server's claims on tasks of the run.
+        ending: whether the run has ended.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        server: str,
+        options: ServerOptions,
+        report: "ServerReport",
+        make_claims: Callable[[EvaluationSection], "Claims"],
+    ) -> None:
+        self.run, self._options, self._report = run, options, report
+        self.directory, self.ending = ServerDirectory(run, server), RunEnding(run)
+        self._presets = WantedPresets(run, options, report)
+        self._make_claims = make_claims
+        self.claims = make_claims(self.section)
+        self._cache = StatCache()
+        self._checkpoints = CommittedCheckpoints(run, self._cache)
+        self._remote: CommittedCheckpoints | None = None
+        self._looked_at: object = None
+        self._changed_at = self._scanned_at = -math.inf
+        self._settled: set[tuple[str, int, str]] = set()
+        self._open: set[int] = set()
+        self._first_seen: dict[tuple[str, int, str], float] = {}
+        self._arriving: dict[tuple[int, str], tuple[str, float]] = {}
+        self._whole: dict[tuple[int, str], CommittedWeights] = {}
+        self._damaged: dict[tuple[int, str], object] = {}
+        self._awaited: dict[tuple[str, int], EvaluationTask] = {}
+
+    @property
+    def section(self) -> EvaluationSection:
+        """[evaluation] of the recipe."""
+        return self._presets.section
+
+    def look(self, index: RunDirectory | None = None) -> list[EvaluationTask]:
+        """The pending tasks, in the order in which they are worked on.
+
+        Args:
+            index: a folder whose checkpoints count instead of the run's, and need only have
+                COMMITTED: what the place has that the run is mirrored from.
+        """
+        self._presets.read()
+        claims = self._make_claims(self.section)
+        if not claims.is_like(self.claims):
+            self.claims = claims
+        tasks = self._look_here() if index is None else self._look_there(index)
+        self._remember(tasks)
+        return sorted(tasks, key=lambda task: task.step)  # stable: presets in their order
+
+    def log(self, event: ServerEventKind, /, **facts: Any) -> None:
+        """Write an event; not on a full disk."""
+        with suppress(OSError):
+            self.directory.append_event(event, **facts)
+
+    def report_missed(self, **facts: Any) -> None:
+        """Report tasks whose checkpoints were deleted before anybody worked on them.
+
+        Each once, by one server; not if only the newest checkpoints are wanted.
+
+        Args:
+            facts: more for the events.
+        """
+        there = self._there()
+        gone = [task for task in self._awaited.values() if task.step not in there]
+        missed = [t for t in gone if not _is_being_deleted(t.checkpoint) and self._is_missed(t)]
+        for task in missed:
+            self.log("evaluation_missed", **task.facts, **facts)
+        if missed:
+            steps: dict[str, list[str]] = defaultdict(list)
+            for task in missed:
+                steps[task.preset.name].append(str(task.step))
+            which = "; ".join(f"{name} of step {', '.join(each)}" for name, each in steps.items())
+            self._report.remark(
+                f"{self.run.path}: deleted before it was evaluated: {which}. {_MISSED_ADVICE}"
+            )
+
+    def rests(self, task: EvaluationTask) -> bool:
+        """Whether a task is left alone for now."""
+        waits = self.claims.rests(task) or self.claims.are_paused
+        return (self._options.follows and waits) or self.is_damaged(task)
+
+    def is_damaged(self, task: EvaluationTask) -> bool:
+        """Whether this server found its checkpoint damaged, and no file has changed since."""
+        known = self._damaged.get((task.step, task.preset.weights))
+        return known is not None and known == _signatures(task)
+
+    def note_damage(self, task: EvaluationTask) -> None:
+        """Try a checkpoint again only when its files have changed."""
+        self._damaged[task.step, task.preset.weights] = _signatures(task)
+
+    def refuse(self, preset: Preset, seconds: float = math.inf) -> None:
+        """Leave a preset out for so long, or until the recipe changes."""
+        self._presets.refuse(preset, seconds)
+
+    def is_done(self, task: EvaluationTask) -> bool:
+        """Whether there is a result of the task's weights."""
+
+        def read_key(path: Path) -> str | None:
+            scores = task.directory.scores(task.preset.name, task.step) if path.exists() else None
+            return None if scores is None else scores["key"]
+
+        folder = task.directory.result_path(task.preset.name, task.step)
+        return self._cache.get(folder / "scores.json", read_key) == task.key
+
+    def _look_here(self) -> list[EvaluationTask]:
+        presets, with_last = self._presets.now(), self._with_last()
+        if self._may_have_changed(presets, with_last=with_last):
+            self._forget_gone()
+        elif again := self._open | self._checkpoints.unfinished:
+            self._checkpoints.look_again(again)
+        else:
+            return []
+        tasks: list[EvaluationTask] = []
+        for preset in presets:
+            keys = self._checkpoints.keys(preset.weights)
+            keys = {step: key for step, key in keys.items() if self._is_whole(step, preset.weights)}
+            tasks += self._unsettled(preset, keys, with_last=with_last)
+        self._report_unreadable()
+        self._open = {task.step for task in tasks} | {step for step, _ in self._arriving}
+        return tasks
+
+    def _look_there(self, index: RunDirectory) -> list[EvaluationTask]:
+        self._remote = self._remote or CommittedCheckpoints(index, StatCache())
+        self._remote.look()
+        self._settled.clear()
+        self._checkpoints.look()
+        tasks: list[EvaluationTask] = []
+        for preset in self._presets.now():
+            keys = self._remote.keys(preset.weights)
+            tasks += self._unsettled(preset, keys, with_last=self._with_last())
+        return tasks
+
+    def _with_last(self) -> bool:
+        if self._options.backlog.every in (None, 1):
+            return False
+        return not self._options.follows or self.ending.is_over()
+
+    def _may_have_changed(self, presets: Sequence[Preset], *, with_last: bool) -> bool:
+        """Whether something that was settled may have changed."""
+        results = (EvaluationDirectory(self.run).path / preset.name for preset in presets)
+        folders = map(signature, (self.run.checkpoints_path, *results))
+        looked_at = (list(presets), self.claims, with_last, list(folders))
+        now = time.monotonic()
+        if looked_at != self._looked_at:
+            self._looked_at, self._changed_at = looked_at, now
+        is_new = now <= self._changed_at + _UNSETTLED_SECONDS
+        is_late = now > self._scanned_at + _RESCAN_SECONDS
+        if is_new or is_late:
+            self._scanned_at = now
+        return is_new or is_late
+
+    def _forget_gone(self) -> None:
+        """Look at all checkpoints, and forget what is known of those that are gone."""
+        self._settled.clear()
+        self._checkpoints.look()
+        steps = {*self._checkpoints.weights, *self._checkpoints.unfinished}
+        there = steps | self._there()
+        self._cache.keep_only({self.run.checkpoint_path(step).name for step in there})
+        self._arriving = {name: each for name, each in self._arriving.items() if name[0] in steps}
+        self._first_seen = {name: t for name, t in self._first_seen.items() if name[1] in steps}
+        self._whole = {name: each for name, each in self._whole.items() if name[0] in steps}
+
+    def _unsettled(
+        self, preset: Preset, keys: Mapping[int, str], *, with_last: bool
+    ) -> Iterator[EvaluationTask]:
+        for step in self._options.backlog.choose(list(keys), with_last=with_last):
+            name = preset.name, step, keys[step]
+            if name in self._settled:
+                continue
+            task = EvaluationTask(self.run, preset, step, keys[step])
+            attempts = None if self.is_done(task) else self.claims.attempts(task)
+            if attempts is None or attempts.is_final:
+                self._settled.add(name)
+                self._first_seen.pop(name, None)
+            else:
+                now = time.monotonic()
+                waited = now - self._first_seen.setdefault(name, now)
+                yield replace(task, attempts=attempts.number, waited_seconds=waited)
+
+    def _is_whole(self, step: int, weights: str) -> bool:
+        """Whether no file is missing or short; such a checkpoint may be being copied."""
+        committed = self._checkpoints.weights[step]  # another object if COMMITTED was read again
+        if self._whole.get((step, weights)) is committed:
+            return True
+        found = find_damage(self.run.checkpoint_path(step), weights, checksums=False)
+        if found is None:
+            self._whole[step, weights] = committed
+            self._arriving.pop((step, weights), None)
+        elif self._lasts(step, weights, found):
+            path = self.run.checkpoint_path(step)
+            self._report.wrong(f"{path} is not whole: {found}. It is evaluated when it is.")
+        return found is None
+
+    def _report_unreadable(self) -> None:
+        unreadable = {step: x.unreadable for step, x in self._checkpoints.weights.items()}
+        for step, what in list(self._arriving):
+            if what == _COMMITTED and not unreadable.get(step):
+                del self._arriving[step, what]
+        for step, why in unreadable.items():
+            if why and self._lasts(step, _COMMITTED, why):
+                path = self.run.checkpoint_path(step) / _COMMITTED
+                self._report.wrong(f"{path} cannot be read: {why}. Evaluated is what has one.")
+
+    def _lasts(self, step: int, what: str, problem: str) -> bool:
+        """Whether a checkpoint's files have not changed for a while, or nobody waits for them."""
+        before, now = self._arriving.get((step, what)), time.monotonic()
+        if before is None or before[0] != problem:
+            before = self._arriving[step, what] = problem, now
+        return not self._options.follows or now - before[1] > _ARRIVING_SECONDS
+
+    def _there(self) -> set[int]:
+        """Steps of which there is a checkpoint, here or where the run is mirrored from."""
+        return {*self._checkpoints.weights, *(self._remote.weights if self._remote else ())}
+
+    def _remember(self, tasks: Iterable[EvaluationTask]) -> None:
+        """Await tasks, until they are done or their checkpoints are gone.
+
+        Those later than all checkpoints were deleted because the run went back: they are not wanted
+        any more.
+        """
+        every, newest = self._options.backlog.every, max(self._there(), default=0)
+        wanted = [task for task in tasks if every and task.step % every == 0]
+        self._awaited |= {(task.preset.name, task.step): task for task in wanted}
+        self._awaited = {name: t for name, t in self._awaited.items() if t.step <= newest}
+
+    def _is_missed(self, task: EvaluationTask) -> bool:
+        """Whether this server is to report it: no other has done it, works on it or reported it."""
+        name = task.preset.name, task.step
+        is_wanted = any(each.name == task.preset.name for each in self._presets.now())
+        if not is_wanted or self.is_done(task) or self.claims.attempts(task).is_final:
+            del self._awaited[name]
+            return False
+        how, server = self.claims.ending(task)
+        if how in ("gone", "missed"):
+            del self._awaited[name]
+            return (how, server, self._remote) == ("gone", self.directory.name, None)
+        try:
+            claim = self.claims.take(task)
+        except OSError:  # a full disk: reported later
+            return False
+        if claim is None:  # another server works on it
+            return False
+        del self._awaited[name]
+        is_missed = not self.is_done(task)  # once more: from here on no other publishes it
+        self.claims.end(claim, "missed" if is_missed else "released")
+        return is_missed
+
+
+def waiting_steps(
+    pending: PendingTasks, tasks: Sequence[EvaluationTask], needed: Collection[int]
+) -> set[int]:
+    """The oldest steps of a run that wait to be sampled, as many as its recipe says.
+
+    And those that are being sampled: by this server, so that after a failure it still needs what is
+    tried again; and by another one, if this server needed them before, because a server that has
+    just claimed a checkpoint may not need it yet.
+
+    Args:
+        pending: of the run.
+        tasks: what is pending, the oldest first.
+        needed: what this server needed before.
+    """
+    limit = pending.section.hold_waiting
+    waiting: set[int] = set()
+    sampled: set[int] = set()
+    for task in tasks:
+        is_full = len(waiting) >= limit and task.step not in waiting
+        if (is_full and task.step not in needed) or pending.is_damaged(task):
+            continue
+        how, server = pending.claims.ending(task)
+        if server is not None and how is None:
+            is_own = server == pending.directory.name
+            sampled |= {task.step} if is_own or task.step in needed else set()
+        elif not is_full:
+            waiting.add(task.step)
+    return waiting | sampled
+
+
+def _signatures(task: EvaluationTask) -> object:
+    """Changes when one of the files that sampling needs does."""
+    folder = task.checkpoint
+    files = sorted((folder / task.preset.weights).rglob("*"))
+    return tuple(map(signature, (folder / _COMMITTED, folder / "trainer.json", *files)))
+
+
+def _is_being_deleted(checkpoint: Path) -> bool:
+    """Whether a deletion has begun and may yet be undone; see `checkpoint.deletion`."""
+    with suppress(OSError):
+        hidden = checkpoint.with_name(f".{checkpoint.name}.deleted")
+        return hidden.exists() or checkpoint.exists()
+    return True

@@ -1,0 +1,444 @@
+"""The evaluation server: finds pending tasks, and works on one after another; torch-free.
+
+What is done is known from the run directories alone, so that any number of servers can come, die
+and share the work. A server cannot slow or break the training.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
+from typing import Any, Self
+
+from rich.console import Console
+
+from longtake.config import EvaluationSection
+from longtake.errors import RunError
+from longtake.evaluation.claims import (
+    AttemptOutcome,
+    Claim,
+    Claims,
+    Evaluate,
+    TaskProgress,
+    attempt,
+    forget_server,
+    format_error,
+)
+from longtake.evaluation.followers import Followers
+from longtake.evaluation.mirror import MirrorThread
+from longtake.evaluation.options import ServerOptions, find_runs
+from longtake.evaluation.pending import EvaluationTask, PendingTasks, waiting_steps
+from longtake.evaluation.report import ServerReport
+from longtake.evaluation_dir import Scores, ServerDirectory
+from longtake.fsio import now
+from longtake.process import StopSignal, num_cores
+from longtake.progress import phase_lines
+from longtake.run_dir import RunDirectory
+from longtake.trust import is_mirror
+
+_BEAT_SECONDS = 1.0
+_PAUSE_PER_LOOK = 10.0
+"""Pauses are so many times as long as looks, which take long where there are many checkpoints."""
+_CHECKPOINTS_PER_TURN = 3
+"""More than one, because another model is loaded for another run."""
+_NICE = 10
+"""On a CPU that trains as well, a process of this niceness gets about a tenth of what another
+gets; where nothing else wants the cores, it gets all of them that it asks for."""
+
+
+def evaluate(options: ServerOptions, device: str, console: Console) -> dict[str, Any]:
+    """Serve until nothing is pending, or a signal requests a stop. Imports torch.
+
+    Args:
+        options: what is wanted.
+        device: to sample on: `auto`, `cpu`, `cuda`, or one GPU, such as `cuda:1`.
+        console: where people read.
+
+    Returns:
+        `server`, its name; `stopped_by`, a signal or None; `evaluated`, the scores of all that it
+        made; `failed`, what it could not; `wrong`, the number of problems.
+
+    Raises:
+        RunError: the options do not fit together, or a source cannot be reached or has no run.
+        RecipeError: there is no such device.
+    """
+    options.check()  # before torch is imported, which takes seconds
+    with phase_lines(console, "importing PyTorch"):
+        from longtake.evaluation.evaluator import CheckpointEvaluator
+        from longtake.parallel.mesh import pick_device
+    if device != "auto":
+        pick_device(device)
+    report = ServerReport(console)
+    with StopSignal(second="default") as stop:
+        evaluator = CheckpointEvaluator(
+            device, own_name(), report, options.recipe_of, _lower_priority, trust=options.trust
+        )
+        server = EvaluationServer(options, evaluator, report, stop)
+        server.serve()
+    if report.untrusted is not None and not (server.evaluated or stop.reason):
+        raise report.untrusted
+    if not (options.waits or stop.reason or report.num_wrong or find_runs(options.places)):
+        raise RunError(
+            f"{options.source or options.places[0]} holds no run: expected a folder with "
+            "recipe.toml, or a folder of such; with --follow one may come later."
+        )
+    return {
+        "server": server.name,
+        "stopped_by": stop.reason,
+        "evaluated": server.evaluated,
+        "failed": sorted(server.failed),
+        "wrong": report.num_wrong,
+    }
+
+
+def own_name() -> str:
+    """The name of this process as a server."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+class EvaluationServer:
+    """One process that evaluates checkpoints.
+
+    Args:
+        options: what it is asked to do.
+        evaluate: samples and measures a checkpoint.
+        report: what people read.
+        stop: whether it shall end.
+
+    Attributes:
+        name: by which others know it.
+        evaluated: scores of what it has made.
+        failed: tasks that it failed at, and that nobody has done since, as far as it knows.
+    """
+
+    def __init__(
+        self, options: ServerOptions, evaluate: Evaluate, report: ServerReport, stop: StopSignal
+    ) -> None:
+        self.name = own_name()
+        self.evaluated: list[Scores] = []
+        self.failed: set[str] = set()
+        self._options, self._evaluate, self._report, self._stop = options, evaluate, report, stop
+        self._runs: dict[RunDirectory, PendingTasks] = {}
+        self._turns = Turns()
+        self._keeper = Keeper(self.name, options, report)
+        self._mirror = MirrorThread(options, self.name, report, self._pending_tasks)
+        self._followers = Followers()
+
+    def serve(self) -> None:
+        """Evaluate what is pending, until nothing is, or for as long as it is asked to."""
+        with self._followers, self._mirror, self._keeper:
+            while not self._stop.wanted:
+                may_end = self._may_end()
+                self._find_runs()
+                tasks = self._pending()
+                if self._work_on_first(tasks):
+                    continue
+                if may_end and not any(self._runs[t.run].claims.rests(t) for t in tasks):
+                    break
+                self._stop.wait(self._options.look_seconds)
+
+    def _find_runs(self) -> None:
+        """Add runs that are new, and forget those that were deleted."""
+        runs = list(self._runs)
+        with self._report.log_errors("looking for runs"):
+            runs = find_runs(self._options.places)
+            self._followers.serve([run for run in runs if not is_mirror(run.path)])
+        self._runs = {run: self._runs.get(run) or self._pending_tasks(run) for run in runs}
+        self._keeper.serve(list(self._runs.values()))
+        if not runs and self._options.follows:
+            places = ", ".join(map(str, self._options.places))
+            self._report.remark(f"There is no run in {places} yet.")
+
+    def _pending_tasks(self, run: RunDirectory) -> PendingTasks:
+        def make_claims(section: EvaluationSection) -> Claims:
+            seconds, attempts = section.lease_seconds, section.max_attempts
+            return Claims(self.name, seconds, attempts, self._options.pause_seconds)
+
+        return PendingTasks(run, self.name, self._options, self._report, make_claims)
+
+    def _may_end(self) -> bool:
+        """Whether it may end when nothing is pending; asked before it looks for what is."""
+        if not self._options.follows:
+            return self._mirror.is_settled
+        if not self._options.until_finished or not self._runs:
+            return False
+        are_over = False
+        with self._report.log_errors("events of runs"):
+            are_over = all(each.ending.is_over() for each in self._runs.values())
+        return are_over and self._mirror.is_settled
+
+    def _pending(self) -> list[EvaluationTask]:
+        """The pending tasks of all runs that can be read, in the order in which they are tried."""
+        by_run: list[list[EvaluationTask]] = []
+        for run, pending in self._runs.items():
+            with self._report.log_errors(run.path):
+                tasks = pending.look()
+                by_run.append(tasks)
+                self._keeper.promise(pending, tasks)
+                pending.report_missed()
+        tasks = list(chain.from_iterable(by_run))
+        return sorted(tasks, key=lambda task: (task.attempts, self._turns.rank(task)))  # stable
+
+    def _work_on_first(self, tasks: Sequence[EvaluationTask]) -> bool:
+        """Evaluate the first task that this server can claim; whether there was one."""
+        for task in tasks:
+            with self._report.log_errors(task.run.path):
+                pending = self._runs[task.run]
+                pending.claims.settle()
+                claim = None if pending.rests(task) else self._claim(pending, task)
+                if claim is not None:
+                    self._turns.note(task)
+                    self._work_on(pending, claim)
+                    return True
+        return False
+
+    def _claim(self, pending: PendingTasks, task: EvaluationTask) -> Claim | None:
+        try:
+            claim = pending.claims.take(task)
+        except OSError as error:
+            self.failed.add(str(task))
+            self._report.remark(f"{task} cannot be claimed: {format_error(error)}")
+            return None
+        if claim is None or claim.lost_by is None:
+            return claim
+        pending.log("evaluation_lost", **task.facts, by=claim.lost_by)
+        attempts = pending.claims.attempts(task)
+        if attempts.is_final:  # enough servers have died over it
+            reason = f"the server {claim.lost_by} died over it, after {attempts.number} attempts"
+            forget_server(task.run, claim.lost_by, self.name)
+            self._end(pending, claim, AttemptOutcome("failed", reason=reason, is_final=True))
+            return None
+        return claim
+
+    def _work_on(self, pending: PendingTasks, claim: Claim) -> None:
+        task, keeper = claim.task, self._keeper
+        pending.log("evaluating", **task.facts)
+        with keeper.working_on(task), self._report.progress_bar(task) as bar:
+
+            def show(what: str, done: int, total: int) -> None:
+                bar(what, done, total)
+                keeper.progress(what, done, total)
+
+            outcome = attempt(
+                claim,
+                keeper.needing(task),
+                self._evaluate,
+                TaskProgress(claim.lease, self._stop, show),
+                self.name,
+                self._options.stuck_seconds,
+            )
+        self._end(pending, claim, outcome)
+
+    def _end(self, pending: PendingTasks, claim: Claim, outcome: AttemptOutcome) -> None:
+        """Give a claim back, and report how it ended."""
+        match outcome.how:
+            case "done":
+                pending.claims.end(claim, "done")
+                self._report_scores(pending, claim.task, outcome.scores)
+            case "failed" | "damaged":
+                self._report_failure(pending, claim, outcome)
+            case "late":
+                pending.claims.end(claim, "released", reason="another server was first")
+            case "gone" | "released":
+                pending.claims.end(claim, outcome.how)
+
+    def _report_scores(
+        self, pending: PendingTasks, task: EvaluationTask, scores: Scores | None
+    ) -> None:
+        assert scores is not None, f"{task} is done without scores"
+        self.evaluated.append(scores)
+        self.failed.discard(str(task))
+        facts: dict[str, Any] = {"seconds": scores["seconds"], "alarms": len(scores["alarms"])}
+        pending.log("evaluated", **task.facts, **facts)
+        for alarm in scores["alarms"]:
+            if alarm["kind"] == "drift":
+                pending.log("drifting", **task.facts, **alarm)
+        self._report.evaluated(task, scores)
+        self._mirror.push_soon()
+
+    def _report_failure(self, pending: PendingTasks, claim: Claim, outcome: AttemptOutcome) -> None:
+        task = claim.task
+        facts: dict[str, Any] = {"reason": outcome.reason, "final": outcome.is_final}
+        pending.claims.end(claim, outcome.how, **facts, **outcome.facts)
+        self.failed.add(str(task))
+        pending.log("evaluation_failed", **task.facts, attempt=task.attempts + 1, **facts)
+        self._report.remark(f"{task} failed: {outcome.reason}")
+        if outcome.how == "damaged":
+            pending.note_damage(task)
+        if outcome.is_hopeless_here:
+            pending.refuse(task.preset)
+        elif outcome.pause_seconds:
+            pending.refuse(task.preset, outcome.pause_seconds)
+
+
+class Turns:
+    """Runs take turns of a few checkpoints, so that none waits until the others have ended."""
+
+    def __init__(self) -> None:
+        self._run: RunDirectory | None = None
+        self._steps: set[int] = set()
+        self._served: dict[RunDirectory, int] = {}
+
+    def note(self, task: EvaluationTask) -> None:
+        """Note that a task is being worked on."""
+        if not self._is_of_this_turn(task):
+            self._run, self._steps = task.run, set()
+        self._steps.add(task.step)
+        self._served[task.run] = 1 + max(self._served.values(), default=0)
+
+    def rank(self, task: EvaluationTask) -> int:
+        """Smaller for the run whose turn it is, then for the one that has waited the longest."""
+        return -1 if self._is_of_this_turn(task) else self._served.get(task.run, 0)
+
+    def _is_of_this_turn(self, task: EvaluationTask) -> bool:
+        has_room = len(self._steps) < _CHECKPOINTS_PER_TURN
+        return task.run == self._run and (has_room or task.step in self._steps)
+
+
+class Keeper:
+    """Writes about once a second, in a thread, what the server does and which checkpoints it needs.
+
+    It needs the checkpoint that it samples and the oldest that wait. All servers promise to keep
+    the same ones, so that more servers keep no more on disk. Where only the newest checkpoint is
+    wanted, none is promised; nor is one of a mirror, which deletes nothing that waits.
+
+    What is known of runs belongs to the server's loop, and to this thread while the loop samples:
+    the training saves and deletes meanwhile.
+    """
+
+    def __init__(self, server: str, options: ServerOptions, report: ServerReport) -> None:
+        self._server, self._options, self._report = server, options, report
+        self._runs: list[PendingTasks] = []
+        self._promised: dict[RunDirectory, set[int]] = {}
+        self._task: EvaluationTask | None = None
+        self._doing: dict[str, Any] | None = None
+        self._ended: str | None = None
+        self._num_beats, self._written_at = 0, float("-inf")
+        self._written: dict[RunDirectory, list[int]] = {}
+        self._has_runs = threading.Lock()
+        self._writing = threading.Lock()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="keeper", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._has_runs.acquire()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self._ended, self._task = now(), None
+        self._promised.clear()
+        self._beat()
+
+    def serve(self, runs: Sequence[PendingTasks]) -> None:
+        """Write heartbeats in these runs."""
+        self._runs = list(runs)
+        served = {each.run for each in runs}
+        self._promised = {run: each for run, each in self._promised.items() if run in served}
+
+    def promise(self, pending: PendingTasks, tasks: Sequence[EvaluationTask]) -> None:
+        """Need the oldest checkpoints of a run that wait, as many as the recipe says.
+
+        Args:
+            pending: of the run.
+            tasks: what is pending, the oldest first.
+        """
+        if self._options.backlog.takes_all and not is_mirror(pending.run.path):
+            before = self._needs(pending.run)
+            self._promised[pending.run] = waiting_steps(pending, tasks, before)
+
+    @contextmanager
+    def working_on(self, task: EvaluationTask) -> Iterator[None]:
+        """Say that this is being done, and look for new checkpoints, until the block ends."""
+        self._doing = {**task.facts, "run": str(task.run.path), "what": "claim", "since": now()}
+        self._has_runs.release()
+        try:
+            yield
+        finally:
+            self._has_runs.acquire()
+            self._doing = None
+
+    @contextmanager
+    def needing(self, task: EvaluationTask) -> Iterator[None]:
+        """Need the task's checkpoint until the block ends; the heartbeat is written before that.
+
+        The checkpoint may have been deleted before: look after.
+
+        Raises:
+            OSError: the heartbeat cannot be written.
+        """
+        self._task = task
+        try:
+            self._write(ServerDirectory(task.run, self._server))
+            yield
+        finally:
+            self._task = None
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Say how much of the task is done; see `Progress`."""
+        if self._doing is not None:
+            self._doing = {**self._doing, "what": what, "done": done, "of": total}
+
+    def _keep(self) -> None:
+        look_at = 0.0
+        while not self._is_over.wait(min(_BEAT_SECONDS, self._options.look_seconds)):
+            begun = time.monotonic()
+            if begun >= look_at and self._has_runs.acquire(blocking=False):
+                try:
+                    self._look()
+                finally:
+                    self._has_runs.release()
+                look_at = time.monotonic() + _PAUSE_PER_LOOK * (time.monotonic() - begun)
+            needs = {each.run: self._needs(each.run) for each in self._runs}
+            if needs != self._written or begun - self._written_at >= _BEAT_SECONDS:
+                self._written, self._written_at = needs, begun
+                self._beat()
+
+    def _look(self) -> None:
+        for pending in self._runs:
+            with self._report.log_errors(pending.run.path):
+                self.promise(pending, pending.look())
+
+    def _beat(self) -> None:
+        self._num_beats += 1
+        for pending in self._runs:
+            with self._report.log_errors(pending.run.path), suppress(OSError):  # a full disk
+                self._write(pending.directory)
+
+    def _write(self, directory: ServerDirectory) -> None:
+        with self._writing:
+            record = {
+                "server": self._server,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "time": now(),
+                "beat": self._num_beats,
+                "doing": self._doing,
+                "needs": self._needs(directory.run),
+                "ended": self._ended,
+            }
+            if directory.run.exists():
+                directory.write_heartbeat(record)
+
+    def _needs(self, run: RunDirectory) -> list[int]:
+        task, steps = self._task, self._promised.get(run, set())
+        return sorted(steps | {task.step} if task is not None and task.run == run else steps)
+
+
+def _lower_priority(device_type: str) -> None:
+    """On a CPU, leave the cores to a training beside this process.
+
+    Half of the cores, because threads of a process of low priority spin while they wait for one
+    of them that gets no core: on two cores that a training used as well, eight videos of the demo
+    took 1.0 to 2.0 s in one thread, and 0.8 to 39 s in two.
+    """
+    import torch
+
+    if device_type == "cpu":
+        os.nice(_NICE)
+        torch.set_num_threads(min(torch.get_num_threads(), max(1, num_cores() // 2)))

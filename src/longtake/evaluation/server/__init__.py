@@ -1,1 +1,0 @@
-"""The evaluation server: finds what is due, claims it, evaluates it, publishes what came out."""

@@ -1,0 +1,381 @@
+"""Runs are mirrored whole, and get their results back, whichever way they are reached."""
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from longtake.checkpoint.deletion import STALE_SECONDS, needed_steps
+from longtake.errors import RunError
+from longtake.evaluation.mirror import (
+    Mirror,
+    MirrorFolder,
+    RemoteRun,
+    needed_at_source,
+    open_mirror,
+    result_rules,
+)
+from longtake.evaluation.transports import Rsync, Rules, parse_address
+from longtake.evaluation_dir import ServerDirectory
+from longtake.fsio import write_json
+from longtake.run_dir import RunDirectory
+from longtake.trust import is_mirror
+
+if TYPE_CHECKING:
+    from tests.evaluation.mirror.conftest import Place, Trainer
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> Path:
+    """The folder that is mirrored into."""
+    return tmp_path / "mirror"
+
+
+@pytest.fixture
+def source(place: "Place", mirror: Path) -> Iterator[Mirror]:
+    """The runs, as a server reaches them."""
+    with open_mirror(place.text, mirror, "vm-1") as source:
+        yield source
+
+
+@pytest.fixture
+def run(source: Mirror) -> RemoteRun:
+    """The only run, as it is first seen."""
+    (run,) = source.look()
+    return run
+
+
+def test_what_is_small_is_mirrored_and_what_nobody_samples_from_is_not(
+    source: Mirror, mirror: Path
+) -> None:
+    """A look brings components, metrics and recipe; no checkpoint, ledger, dump, tracker, lease."""
+    (run,) = source.look()
+    assert run.name == "one [a]"
+    assert files(mirror / "one [a]") == [
+        "components/vae/weights.model",
+        "metrics.jsonl",
+        "recipe.toml",
+    ]
+    assert run.index.checkpoint_steps() == [1, 2]
+    assert is_mirror(run.mirror.path)
+
+
+def test_a_run_itself_can_be_the_source(place: "Place", mirror: Path) -> None:
+    """The address of a run makes the folder a run directory, not a folder of them."""
+    with open_mirror(f"{place.text}/one [a]", mirror, "vm-1") as source:
+        (run,) = source.look()
+        source.pull(run, [2])
+        write_result(run.mirror, 2)
+        source.push(run)
+    assert RunDirectory(mirror).checkpoint_steps() == [2]
+    assert "one [a]/evaluations/demo/step_00000002/scores.json" in place.names()
+
+
+def test_a_run_that_appears_later_is_found(
+    place: "Place", source: Mirror, train: "Callable[[Path], Trainer]"
+) -> None:
+    """The next look has it, and rows that were added since."""
+    source.look()
+    train(place.folder / "one [a]").log(1)
+    train(place.folder / "two").save(5)
+    place.publish()
+    one, two = source.look()
+    assert (two.name, two.index.checkpoint_steps()) == ("two", [5])
+    assert one.mirror.metrics_path.read_text().count("\n") == 2
+
+
+def test_checkpoints_come_whole_without_the_optimizer_and_once(
+    source: Mirror, run: RemoteRun
+) -> None:
+    """In the order that is asked for; what is here is not brought again."""
+    assert [each.step for each in source.pull(run, [2, 1, 9])] == [2, 1]
+    assert run.mirror.checkpoint_steps() == [1, 2]
+    names = ["COMMITTED", "model/.metadata", "model/__0_0.distcp", "trainer.json"]
+    assert files(run.mirror.checkpoint_path(2)) == names
+    assert source.pull(run, [1, 2]) == []
+
+
+def test_half_a_checkpoint_is_not_shown_until_it_is_whole(
+    place: "Place", source: Mirror, train: "Callable[[Path], Trainer]"
+) -> None:
+    """COMMITTED is there and a file is short, as over somebody's own sync; then it grows."""
+    file = place.folder / "one [a]" / "checkpoints" / "step_00000002" / "model" / "__0_0.distcp"
+    file.write_bytes(b"w" * 10)
+    place.publish()
+    (run,) = source.look()
+    assert [each.step for each in source.pull(run, [1, 2])] == [1]
+    assert run.mirror.checkpoint_steps() == [1]
+    file.write_bytes(b"w" * 1000)
+    place.publish()
+    (run,) = source.look()
+    assert [each.step for each in source.pull(run, [1, 2])] == [2]
+
+
+def test_a_checkpoint_that_was_saved_anew_is_brought_anew(
+    place: "Place", source: Mirror, run: RemoteRun, train: "Callable[[Path], Trainer]"
+) -> None:
+    """A run went back and came by again; but not while somebody reads what is here."""
+    source.pull(run, [1, 2])
+    train(place.folder / "one [a]").save(2, b"n" * 1000)
+    place.publish()
+    (run,) = source.look()
+    need(run.mirror, 2)
+    weights = run.mirror.checkpoint_path(2) / "model" / "__0_0.distcp"
+    assert source.pull(run, [1, 2]) == []
+    assert weights.read_bytes() == b"w" * 1000
+    need(run.mirror)
+    assert [each.step for each in source.pull(run, [1, 2])] == [2]
+    assert weights.read_bytes() == b"n" * 1000
+    assert files(run.mirror.checkpoints_path / ".pulling") == []
+
+
+def test_a_source_whose_clock_is_ahead_makes_no_heartbeat_stale(
+    place: "Place", source: Mirror, train: "Callable[[Path], Trainer]"
+) -> None:
+    """A heartbeat in the mirror is as old as its file; so is a checkpoint that came before it."""
+    ahead = time.time() + 10 * STALE_SECONDS
+    for step in (1, 2):
+        checkpoint = train(place.folder / "one [a]").run.checkpoint_path(step)
+        os.utime(checkpoint / "COMMITTED", (ahead, ahead))
+    place.publish()
+    (run,) = source.look()
+    source.pull(run, [1, 2])
+    need(run.mirror, 1)
+    assert needed_steps(run.mirror) == {1}
+    assert source.prune(run.mirror, []) == []
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_leaves_nothing(
+    place: "Place", source: Mirror, run: RemoteRun
+) -> None:
+    """It is passed over, others come, and what had come of it goes with the next look."""
+    remains = run.mirror.checkpoints_path / ".pulling" / "step_00000001" / "model" / "x"
+    remains.parent.mkdir(parents=True)
+    remains.touch()
+    gone = place.folder / "one [a]" / "checkpoints" / "step_00000001"
+    gone.rename(gone.with_name(".step_00000001.deleted"))
+    place.publish()
+    assert [each.step for each in source.pull(run, [1, 2])] == [2]
+    (run,) = source.look()
+    assert run.index.checkpoint_steps() == [2]
+    assert files(run.mirror.checkpoints_path / ".pulling") == []
+
+
+class Watching(Rsync):
+    """Notes what is needed at the source when something begins to be fetched."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(parse_address(str(folder)))
+        self._run = RunDirectory(folder / "one [a]")
+        self.needed: dict[str, set[int]] = {}
+
+    def fetch(self, folder: str, into: Path, rules: Rules, *, exactly: bool = False) -> None:
+        """See `Rsync.fetch`."""
+        self.needed[folder.rpartition("/")[2]] = needed_steps(self._run)
+        super().fetch(folder, into, rules, exactly=exactly)
+
+
+@pytest.mark.parametrize("place", ["rsync"], indirect=True)
+def test_checkpoints_are_needed_at_the_source_while_they_are_pulled(
+    place: "Place", mirror: Path
+) -> None:
+    """From before the first byte is asked for until all have come."""
+    transport = Watching(place.folder)
+    with Mirror(transport, MirrorFolder(mirror, parse_address(place.text)), "vm-1") as source:
+        source.pull(source.look()[0], [2, 1])
+    both = {1, 2}
+    assert transport.needed == {"": set(), "step_00000002": both, "step_00000001": both}
+    assert needed_steps(RunDirectory(place.folder / "one [a]")) == set()
+
+
+def test_a_pull_writes_the_heartbeat_of_its_own_server_only(
+    place: "Place", source: Mirror, run: RemoteRun
+) -> None:
+    there = RunDirectory(place.folder / "one [a]")
+    for server in ("vm-1", "vm-2"):
+        need(there, 1, server=server)
+    place.publish()
+    here = ServerDirectory(run.mirror, "vm-1")
+    here.write_heartbeat({"server": "vm-1", "time": "2026-01-01", "needs": [7], "beat": 3})
+    source.pull(run, [2])
+    own, other = (
+        json.loads(place.read(f"one [a]/{_heartbeat(name)}")) for name in ("vm-1", "vm-2")
+    )
+    assert (own["beat"], own["needs"]) == (3, [])
+    assert other["needs"] == [1]
+
+
+@pytest.mark.skipif(not shutil.which("rsync"), reason="rsync is not installed")
+def test_a_heartbeat_is_sent_again_as_long_as_a_pull_lasts(tmp_path: Path) -> None:
+    """Its time is of the source's clock."""
+    (tmp_path / "run").mkdir()
+    run = RemoteRun("run", RunDirectory(tmp_path / "mirror"), RunDirectory(tmp_path / "index"))
+    transport, there = Rsync(parse_address(str(tmp_path))), RunDirectory(tmp_path / "run")
+    with needed_at_source(transport, run, [7], "vm-1", seconds=0.05):
+        path = ServerDirectory(there, "vm-1").heartbeat_path
+        first = path.stat().st_mtime_ns
+        for _ in range(1000):
+            if path.stat().st_mtime_ns > first:
+                break
+            threading.Event().wait(0.01)
+        assert path.stat().st_mtime_ns > first
+        assert needed_steps(there) == {7}
+    assert needed_steps(there) == set()
+    transport.close()
+
+
+def test_results_arrive_whole_at_the_source(place: "Place", source: Mirror, run: RemoteRun) -> None:
+    """Also what the server says of itself; neither half a result nor a claim does."""
+    write_result(run.mirror, 1)
+    half = run.mirror.evaluation_path("demo", 2)
+    write_json_in(half / "00_s0.mp4")
+    for name in (".step_00000002.vm-1.partial/00_s0.mp4", "claims/demo/step_00000001-ab/0.json"):
+        path = half.parent / name if name[0] == "." else half.parents[1] / name
+        write_json_in(path)
+    write_json_in(half.parents[1] / "servers" / "vm-1" / "events.jsonl")
+    need(run.mirror, 1)
+    source.push(run)
+    assert [name for name in place.names() if "evaluations" in name] == [
+        "one [a]/evaluations/demo/step_00000001/00_s0.mp4",
+        "one [a]/evaluations/demo/step_00000001/scores.json",
+        "one [a]/evaluations/servers/vm-1/events.jsonl",
+        f"one [a]/{_heartbeat('vm-1')}",
+    ]
+    assert json.loads(place.read(f"one [a]/{_heartbeat('vm-1')}"))["needs"] == []  # there
+
+
+def test_what_was_pushed_is_not_pushed_again(
+    place: "Place", source: Mirror, run: RemoteRun
+) -> None:
+    """What is deleted at the source is not sent while nothing is new here; a new result is."""
+    first, second = (f"one [a]/evaluations/demo/step_0000000{step}/scores.json" for step in (1, 2))
+    write_result(run.mirror, 1)
+    source.push(run)
+    place.delete(first)
+    source.push(run)
+    assert first not in place.names()
+    write_result(run.mirror, 2)
+    source.push(run)
+    assert second in place.names()
+
+
+def test_results_of_others_are_known_here(place: "Place", source: Mirror, run: RemoteRun) -> None:
+    """What another server has brought to the source is not made again; what we claimed is ours."""
+    there = RunDirectory(place.folder / "one [a]")
+    for step in (1, 2):
+        write_result(there, step, by="another")
+    place.publish()
+    write_json_in(run.mirror.path / "evaluations" / "claims" / "demo" / "step_00000002-ab" / "0")
+    write_result(run.mirror, 2, by="us")
+    source.look()
+    result = run.mirror.evaluation_path("demo", 1)
+    assert files(result) == ["00_s0.mp4", "scores.json"]
+    assert "us" in (run.mirror.evaluation_path("demo", 2) / "scores.json").read_text()
+
+
+def test_one_server_mirrors_at_a_time(place: "Place", source: Mirror, mirror: Path) -> None:
+    """Another that shares the mirror sees no runs to pull, until the first is done."""
+    with open_mirror(place.text, mirror, "vm-2") as other:
+        assert len(source.look()) == 1
+        assert other.look() == []
+        source.close()
+        assert len(other.look()) == 1
+
+
+def test_what_is_evaluated_is_forgotten_but_for_the_newest(source: Mirror, run: RemoteRun) -> None:
+    """Nor is what still waits, or a server needs; it is not pulled again unless it is asked for."""
+    source.pull(run, [1, 2])
+    assert source.prune(run.mirror, [1]) == []
+    need(run.mirror, 1, server="vm-9")
+    assert source.prune(run.mirror, []) == []
+    need(run.mirror, server="vm-9")
+    assert source.prune(run.mirror, []) == [1]
+    assert run.mirror.checkpoint_steps() == [2]
+
+
+def test_a_run_of_ones_own_is_no_mirror(place: "Place", tmp_path: Path) -> None:
+    """A folder that holds runs, or is the source, is refused."""
+    for folder, text in ((tmp_path / "runs", place.text), (tmp_path / "own", place.text)):
+        write_json_in(folder / "x" / "recipe.toml")
+        with pytest.raises(RunError, match=r"itself|no mirror"):
+            open_mirror(text, folder, "vm-1")
+
+
+def test_a_mirror_belongs_to_the_first_source_from_which_something_came(
+    place: "Place", tmp_path: Path
+) -> None:
+    """A typing error is not remembered."""
+    open_mirror(f"{place.text}typo", tmp_path / "mirror", "vm-1").close()
+    with open_mirror(place.text, tmp_path / "mirror", "vm-1") as source:
+        assert source.look()
+    with pytest.raises(RunError, match="choose another folder"):
+        open_mirror(f"{place.text}2", tmp_path / "mirror", "vm-1")
+
+
+def test_a_source_that_is_not_there_is_told_in_a_sentence_and_tried_again(
+    tmp_path: Path, place: "Place", train: "Callable[[Path], Trainer]"
+) -> None:
+    """A folder of runs may be made later than the server is started."""
+    with open_mirror(f"{place.text}/later", tmp_path / "mirror", "vm-1") as source:
+        with pytest.raises(RunError, match=r"there is no .*later"):
+            source.look()
+        train(place.folder / "later" / "one")
+        place.publish()
+        assert [run.name for run in source.look()] == ["one"]
+
+
+def test_what_is_under_way_can_be_ended(source: Mirror) -> None:
+    """Whoever waits gets an error that says so, and so does who looks later."""
+    source.interrupt()
+    with pytest.raises(RunError, match="interrupted"):
+        source.look()
+
+
+def test_a_mirror_that_cannot_be_written_is_told_in_a_sentence(
+    source: Mirror, run: RemoteRun, mirror: Path
+) -> None:
+    """A file is where a folder must be."""
+    (mirror / ".source" / run.name / ".sent").write_text("")
+    with pytest.raises(RunError, match=r"mirror.* cannot be written|could not be copied"):
+        source.pull(run, [1])
+
+
+def test_no_rule_means_what_another_server_of_the_mirror_makes() -> None:
+    """Claims are left out of what is pushed and of what is pulled."""
+    assert "- /claims/" in result_rules(Path("evaluations"))
+
+
+def files(folder: Path) -> list[str]:
+    """All files below a folder."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(str(path.relative_to(folder)) for path in paths)
+
+
+def write_result(run: RunDirectory, step: int, **scores: str) -> Path:
+    """Write a whole result; returns its folder."""
+    folder = run.evaluation_path("demo", step)
+    write_json_in(folder / "00_s0.mp4")
+    write_json(folder / "scores.json", {"step": step, **scores})
+    return folder
+
+
+def need(run: RunDirectory, *steps: int, server: str = "vm-1") -> None:
+    """Write the heartbeat of a server that needs some steps."""
+    heartbeat = {"server": server, "time": "2026-01-01", "needs": list(steps)}
+    ServerDirectory(run, server).write_heartbeat(heartbeat)
+
+
+def _heartbeat(server: str) -> str:
+    return f"evaluations/servers/{server}/heartbeat.json"
+
+
+def write_json_in(path: Path) -> None:
+    """Write a file of no interest, with its folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{}")

@@ -1,0 +1,443 @@
+"""Failed, lost and repeated attempts: they are reported, come last and hold up no other task."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from longtake import fsio
+from longtake.checkpoint.deletion import needed_steps
+from longtake.errors import DataError, PlanError, RecipeError
+from longtake.evaluation import claims
+from longtake.evaluation.claims import forget_server
+from longtake.evaluation.pending import checkpoint_key
+from longtake.evaluation.report import ServerReport
+from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory
+from longtake.fsio import append_json, partial_path, write_json
+from longtake.lease import history
+from longtake.node_dir import read_events
+from longtake.process import StopSignal
+from longtake.run_dir import RunDirectory
+
+
+def _claims(run: RunDirectory, step: int, preset: str = "probe") -> list[dict[str, Any]]:
+    folders = (EvaluationDirectory(run).path / "claims" / preset).glob(f"step_{step:08d}-*")
+    return [record for folder in sorted(folders) for record in history(folder)]
+
+
+def _steps(run: RunDirectory, preset: str = "probe") -> list[int]:
+    return EvaluationDirectory(run).steps(preset)
+
+
+def _leftovers(run: RunDirectory) -> list[Path]:
+    return [*run.path.glob("evaluations/*/.*"), *map(run.checkpoint_path, needed_steps(run))]
+
+
+def test_a_checkpoint_that_arrives_is_left_alone_until_it_is_whole(
+    run: RunDirectory, save: Any, serve: Any
+) -> None:
+    """COMMITTED first, and weights that are missing or short: not sampled, and no attempt."""
+    weights = save(run, 10) / "ema" / "main" / "__0_0.distcp"
+    whole = weights.read_bytes()
+    weights.unlink()
+    assert serve(run).evaluated == []
+    weights.write_bytes(whole[:-1])
+    assert serve(run).evaluated == []
+    assert _claims(run, 10) == []
+    weights.write_bytes(whole)
+    assert len(serve(run).evaluated) == 1
+
+
+def test_bytes_that_are_not_there_yet_are_no_attempt(
+    run: RunDirectory, save: Any, serve: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that has its size before its content is refused, told, and tried when it changes."""
+    weights = save(run, 10) / "ema" / "main" / "__0_0.distcp"
+    whole = weights.read_bytes()
+    weights.write_bytes(bytes(len(whole)))
+    server = serve(run)
+    assert (server.evaluated, len(server.failed)) == ([], 1)
+    assert "its checksum (sha256) differs" in capsys.readouterr().out
+    for _ in range(4):  # more than a task's attempts
+        serve(run)
+    weights.write_bytes(whole)
+    assert len(serve(run).evaluated) == 1
+    assert {record["ended"] for record in _claims(run, 10)} == {"damaged", "done"}
+
+
+class _Failing:
+    """Fails at some steps; else as the probe."""
+
+    def __init__(self, work: Any, error: Exception, steps: tuple[int, ...]) -> None:
+        self._work, self._error, self._steps = work, error, steps
+        self.tried: list[int] = []
+
+    def __call__(self, task: Any, folder: Path, tick: Any) -> Any:
+        self.tried.append(task.step)
+        if task.step in self._steps:
+            (folder / "half.mp4").write_text("half")
+            raise self._error
+        return self._work(task, folder, tick)
+
+
+def test_a_failure_goes_last_and_is_tried_so_often(
+    run: RunDirectory, save: Any, serve: Any, probe: Any
+) -> None:
+    """Three times by whichever servers; the others are done before the second."""
+    for step in (10, 20, 30):
+        save(run, step)
+    work = _Failing(probe.Probe(), RuntimeError("boom"), (10,))
+    server = serve(run, work)
+    assert work.tried == [10, 20, 30, 10, 10]
+    assert server.failed == {f"{run.path}: probe of step 10"}
+    again = _Failing(probe.Probe(), RuntimeError("boom"), (10,))
+    serve(run, again)
+    assert again.tried == []
+    records = _claims(run, 10)
+    assert [(record["ended"], record["reason"]) for record in records] == [
+        ("failed", "RuntimeError: boom")
+    ] * 3
+    assert "half.mp4" in records[0]["traceback"] or "raise self._error" in records[0]["traceback"]
+    failed = [event for event in read_events(run) if event["event"] == "evaluation_failed"]
+    assert [event["attempt"] for event in failed] == [1, 2, 3]
+    assert _leftovers(run) == []
+
+
+def test_a_preset_that_cannot_be_is_tried_once(
+    make_run: Callable[..., RunDirectory], save: Any, serve: Any, probe: Any, capsys: Any
+) -> None:
+    """Of all its checkpoints; another preset goes on; when it is changed it is tried anew."""
+    other = "[evaluation.presets.other]\nprompts = ['a blue circle']\n"
+    run = make_run(more=other)
+    for step in (10, 20):
+        save(run, step)
+
+    def work(task: Any, folder: Path, tick: Any) -> Any:
+        if task.preset.name == "other" and task.preset.prompts[0] == "a blue circle":
+            raise RecipeError("33 cannot be divided by 8. Take 32.")
+        return probe.Probe()(task, folder, tick)
+
+    server = serve(run, work)
+    assert [each["preset"] for each in server.evaluated] == ["probe", "probe"]
+    assert capsys.readouterr().out.count("33 cannot be divided") == 1
+    assert [record["final"] for record in _claims(run, 10, "other")] == [True]
+    assert _claims(run, 20, "other") == []
+    run.recipe_path.write_text(run.recipe_path.read_text().replace("a blue circle", "a red one"))
+    assert [each["step"] for each in serve(run, work).evaluated] == [10, 20]
+
+
+def test_a_full_disk_is_not_the_presets_fault(
+    run: RunDirectory, save: Any, serve: Any, probe: Any
+) -> None:
+    """An error that an OSError caused is tried again, whatever it is called."""
+    save(run, 10)
+    error = DataError("00_s0.mp4 cannot be written: No space left on device.")
+    error.__cause__ = OSError(28, "No space left on device")
+    work = _Failing(probe.Probe(), error, (10,))
+    serve(run, work)
+    assert work.tried == [10, 10, 10]
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_is_no_failure(
+    run: RunDirectory, save: Any, serve: Any, probe: Any
+) -> None:
+    """It ends as gone; the server goes on."""
+    save(run, 10)
+    save(run, 20)
+
+    def work(task: Any, folder: Path, tick: Any) -> Any:
+        if task.step == 10:
+            shutil.rmtree(task.checkpoint)
+        return probe.Probe()(task, folder, tick)
+
+    server = serve(run, work)
+    assert [each["step"] for each in server.evaluated] == [20]
+    assert server.failed == set()
+    assert [record["ended"] for record in _claims(run, 10)] == ["gone"]
+
+
+def test_what_failed_rests_while_a_server_follows(
+    run: RunDirectory, save: Any, serve: Any, probe: Any
+) -> None:
+    """So that what was wrong, such as a full disk, has time to pass."""
+    save(run, 10)
+    append_json(run.events_path, {"time": "1", "event": "finished"})
+    tried: list[float] = []
+
+    def work(task: Any, folder: Path, tick: Any) -> Any:
+        tried.append(time.monotonic())
+        if len(tried) == 1:
+            raise OSError(28, "No space left on device")
+        return probe.Probe()(task, folder, tick)
+
+    server = serve(run, work, follows=True, until_finished=True, pause_seconds=0.4)
+    assert len(server.evaluated) == 1
+    assert server.failed == set()
+    assert tried[1] - tried[0] >= 0.4
+
+
+def test_a_preset_that_does_not_fit_the_memory_is_tried_again_later(
+    make_run: Callable[..., RunDirectory],
+    save: Any,
+    serve: Any,
+    probe: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others may use it just now: the preset rests, another goes on, and both are done."""
+    monkeypatch.setattr(claims, "_PAUSE_SECONDS", 0.5)
+    run = make_run(more="[evaluation.presets.other]\nprompts = ['a blue circle']\n")
+    for step in (10, 20):
+        save(run, step)
+    stop, tried = StopSignal(), list[tuple[str, int, float]]()
+
+    def work(task: Any, folder: Path, tick: Any) -> Any:
+        tried.append((task.preset.name, task.step, time.monotonic()))
+        if len(tried) == 1:
+            raise PlanError("One video does not fit the memory.")
+        if len(tried) == 5:
+            stop.request("all done")
+        return probe.Probe()(task, folder, lambda *said: None)
+
+    server = serve(run, work, stop, follows=True, pause_seconds=0.0)
+    assert [each[:2] for each in tried[:3]] == [("probe", 10), ("other", 10), ("other", 20)]
+    assert {each[:2] for each in tried[3:]} == {("probe", 10), ("probe", 20)}
+    assert tried[3][2] - tried[0][2] >= 0.5
+    assert server.failed == set()
+    assert [record["final"] for record in _claims(run, 10) if record["ended"] == "failed"] == [
+        False
+    ]
+
+
+def test_what_cannot_be_claimed_is_told_with_its_reason(
+    run: RunDirectory, save: Any, serve: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file lies where claims are to: that is no lack of room, and nobody is told to make some."""
+    save(run, 10)
+    EvaluationDirectory(run).path.mkdir()
+    (EvaluationDirectory(run).path / "claims").write_text("in the way")
+    server = serve(run)
+    assert server.failed == {f"{run.path}: probe of step 10"}
+    said = capsys.readouterr().out
+    assert "probe of step 10 cannot be claimed: " in said
+    assert "Not a directory" in said
+    assert "Make room" not in said
+
+
+def test_a_report_tells_each_thing_once_and_forgets_what_is_long_past(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Over weeks it needs no more memory; what is told again and again is not forgotten."""
+    report = ServerReport(Console(width=80))
+    for number in range(3000):
+        report.wrong("again and again")
+        report.wrong(f"number {number}")
+    report.wrong("number 2999")
+    report.wrong("number 0")
+    said = capsys.readouterr().out.splitlines()
+    assert said.count("longtake: again and again") == 1
+    assert said.count("longtake: number 2999") == 1
+    assert said.count("longtake: number 0") == 2
+    assert report.num_wrong == len(said) == 3002
+
+
+def test_a_preset_that_is_kept_is_served_from_a_full_disk(
+    run: RunDirectory,
+    save: Any,
+    serve: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A server that starts then knows what is to be done, and tells that it has no room for it."""
+    save(run, 10)
+    serve(run)
+    save(run, 20)
+
+    def full(*arguments: Any) -> Any:
+        raise OSError(28, "No space left on device", "somewhere")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fsio, "_write_durably", full)
+        assert serve(run).failed == {f"{run.path}: probe of step 20"}
+    said = capsys.readouterr().out
+    reason = "somewhere: No space left on device. Make room: it is tried again."
+    assert f"probe of step 20 cannot be claimed: {reason}" in said
+    assert "preset.json" not in said
+    assert _leftovers(run) == []
+    assert [each["step"] for each in serve(run).evaluated] == [20]
+
+
+def test_a_checkpoint_whose_commit_is_garbage_is_told_of(
+    run: RunDirectory, save: Any, serve: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """COMMITTED of 0 bytes, as a machine that lost its power leaves it; the others are done."""
+    (save(run, 10) / "COMMITTED").write_bytes(b"")
+    save(run, 20)
+    assert [each["step"] for each in serve(run).evaluated] == [20]
+    assert f"{run.checkpoint_path(10)}/COMMITTED cannot be read" in capsys.readouterr().out
+
+
+def _until(is_so: Callable[[], Any], what: str, seconds: float = 120.0) -> None:
+    limit = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < limit, f"waited {seconds} s until {what}"
+        time.sleep(0.02)
+
+
+def _as_seen_by(events: list[dict[str, Any]], kind: str) -> list[int]:
+    return [event["step"] for event in events if event["event"] == kind]
+
+
+def test_a_server_that_was_stopped_too_long_does_not_publish(
+    run: RunDirectory, save: Any, probing: Any, serve: Any, tmp_path: Path
+) -> None:
+    """Of another machine, so that nobody can tell it from a dead one; it wakes and goes on."""
+    save(run, 10)
+    gate = tmp_path / "gate"
+    directory = EvaluationDirectory(run)
+    with probing(run, "--gate", str(gate), "--place", "another machine") as stopped:
+        _until(lambda: list(directory.path.glob("probe/.step_*/*.mp4")), "it samples")
+        os.kill(stopped.pid, signal.SIGSTOP)
+        with probing(run) as other:
+            _until(lambda: directory.steps("probe"), "another has taken it over")
+            other.terminate()
+            assert other.wait(20) == 0
+        first = directory.scores("probe", 10)
+        assert first is not None
+        gate.touch()
+        save(run, 20)
+        os.kill(stopped.pid, signal.SIGCONT)
+        _until(lambda: directory.steps("probe") == [10, 20], "it goes on with the next")
+        stopped.terminate()
+        assert stopped.wait(20) == 0
+    assert directory.scores("probe", 10) == first
+    events = list(read_events(run))
+    assert _as_seen_by(events, "evaluated") == [10, 20]
+    lost = [event for event in events if event["event"] == "evaluation_lost"]
+    assert [event["by"].endswith(f"-{stopped.pid}") for event in lost] == [True]
+    assert not list(directory.path.glob("*/.*"))
+
+
+def test_a_checkpoint_that_kills_its_servers_is_given_up(
+    run: RunDirectory, save: Any, probing: Any, serve: Any, tmp_path: Path, capsys: Any
+) -> None:
+    """Who dies over it has tried it; the fourth says so and leaves it."""
+    save(run, 10)
+    directory = EvaluationDirectory(run)
+    for _ in range(3):
+        with probing(run, "--gate", str(tmp_path / "never")) as server:
+            own = f"probe/.step_*-{server.pid}-*/*.mp4"
+            _until(lambda own=own: list(directory.path.glob(own)), "it samples")  # type: ignore[misc]
+            server.kill()
+            server.wait(20)
+    server = serve(run)
+    assert server.evaluated == []
+    assert "after 3 attempts" in capsys.readouterr().out
+    assert not list(directory.path.glob("*/.*"))
+    assert needed_steps(run) == set()
+    assert serve(run).failed == set()  # it is known
+
+
+def test_a_server_on_a_full_disk_goes_on_when_there_is_room(
+    make_run: Callable[..., RunDirectory], save: Any, serve: Any, probe: Any, tmp_path: Path
+) -> None:
+    """Its partial result is removed, so that the small files fit; the checkpoint comes again."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a small disk takes root")
+    try:
+        run = make_run("disk/run")
+        for step in (10, 20):
+            save(run, step)
+        hog = run.path / "hog"
+
+        def work(task: Any, folder: Path, tick: Any) -> Any:
+            if task.step == 10 and not hog.exists() and task.attempts == 0:
+                hog.write_bytes(bytes(300_000))
+                (folder / "big.mp4").write_bytes(bytes(1_000_000))
+            return probe.Probe()(task, folder, tick)
+
+        server = serve(run, work)
+        assert [each["step"] for each in server.evaluated] == [20, 10]
+        claims = [history(path) for path in (run.path / "evaluations/claims/probe").iterdir()]
+        endings = sorted([record["ended"] for record in each] for each in claims)
+        assert endings == [["done"], ["failed", "done"]]
+        assert not list(run.path.glob("evaluations/*/.*"))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_who_comes_second_drops_its_own(
+    run: RunDirectory, save: Any, serve: Any, probe: Any
+) -> None:
+    """A result that appears in the last moment stays; so does one of newer weights."""
+    save(run, 10)
+    save(run, 20)
+    directory = EvaluationDirectory(run)
+
+    def work(task: Any, folder: Path, tick: Any) -> Any:
+        if task.step == 20:  # the run went back, and another has evaluated what it saved anew
+            save(run, 20, b"saved anew")
+        own = probe.Probe()(task, folder, tick) if task.step == 10 else {}
+        whole = directory.result_path("probe", task.step)
+        whole.mkdir(parents=True)
+        key = task.key if task.step == 10 else checkpoint_key(task.checkpoint, task.preset.weights)
+        write_json(whole / "scores.json", probe.scores_of(task.step, key, "the first"))
+        return own
+
+    server = serve(run, work)
+    assert server.evaluated == []
+    assert server.failed == set()
+    for step in (10, 20):
+        scores = directory.scores("probe", step)
+        assert scores is not None
+        assert scores["server"] == "the first"
+    assert not list(directory.path.glob("*/.*"))
+
+
+def test_what_waited_for_a_dead_server_is_needed_no_more(
+    run: RunDirectory, save: Any, probing: Any, serve: Any, tmp_path: Path
+) -> None:
+    """Whoever takes over what it died over frees the checkpoints that were to come next, too."""
+    for step in (10, 20, 30):
+        save(run, step)
+    with probing(run, "--gate", str(tmp_path / "never")) as server:
+        _until(lambda: len(needed_steps(run)) > 1, "others wait")
+        server.kill()
+        server.wait(20)
+    (heartbeat,) = run.path.glob("evaluations/servers/*/heartbeat.json")
+    partial_path(heartbeat).write_text("{")  # it was writing when it died
+    serve(run)
+    assert EvaluationDirectory(run).steps("probe") == [10, 20, 30]
+    assert needed_steps(run) == set()
+    assert [path.name for path in heartbeat.parent.iterdir()] == ["events.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "name", ["{thesis}", "../../../thesis.txt", "a\0b", "..", "", "linked", "heartbeat.json"]
+)
+def test_a_dead_servers_name_deletes_nothing_but_its_heartbeat(
+    name: str, run: RunDirectory, tmp_path: Path
+) -> None:
+    """A lease can say any name, and a server's folder can be a link to another folder."""
+    thesis = tmp_path / "heartbeat.json"
+    thesis.write_text("all of it")
+    server = ServerDirectory(run, "vm-1")
+    server.write_heartbeat({"server": "vm-1", "time": "2026-01-01", "needs": [10]})
+    server.path.with_name("linked").symlink_to(tmp_path)
+    forget_server(run, name.format(thesis=thesis), "vm-2")
+    forget_server(run, "vm-1", "vm-1")  # itself
+    assert thesis.exists()
+    assert needed_steps(run) == {10}
+    forget_server(run, "vm-1", "vm-2")
+    assert needed_steps(run) == set()

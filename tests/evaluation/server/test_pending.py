@@ -1,0 +1,169 @@
+"""A look at what is settled reads next to nothing, and misses nothing that comes."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from longtake.evaluation import pending
+from longtake.evaluation.claims import Claims
+from longtake.evaluation.options import ServerOptions
+from longtake.evaluation.pending import PendingTasks, RunEnding, checkpoint_key
+from longtake.evaluation.report import ServerReport
+from longtake.evaluation_dir import EvaluationDirectory
+from longtake.run_dir import RunDirectory
+
+_STEPS = range(10, 110, 10)
+
+
+@pytest.fixture
+def view(run: RunDirectory, save: Any, probe: Any, monkeypatch: pytest.MonkeyPatch) -> PendingTasks:
+    """Of a run of ten checkpoints that are evaluated, at which a server has looked before."""
+    for step in _STEPS:
+        key = checkpoint_key(save(run, step), "ema/main")
+        result = EvaluationDirectory(run).result_path("probe", step)
+        result.mkdir(parents=True)
+        (result / "scores.json").write_text(json.dumps(probe.scores_of(step, key, "another")))
+    monkeypatch.setattr(pending, "_UNSETTLED_SECONDS", 0.0)
+    for folder in (run.checkpoints_path, EvaluationDirectory(run).path / "probe"):
+        os.utime(folder, (1, 1))  # so that whatever comes changes it
+    view = PendingTasks(
+        run,
+        "server-1",
+        ServerOptions(places=(), follows=True),
+        ServerReport(Console(width=400)),
+        lambda section: Claims("server-1", section.lease_seconds, section.max_attempts, 30.0),
+    )
+    assert view.look() == []
+    return view
+
+
+def _steps(view: PendingTasks) -> list[int]:
+    return [task.step for task in view.look()]
+
+
+def test_a_look_at_what_is_settled_costs_the_same_however_much_it_is(
+    view: PendingTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks for a handful of files, of ten checkpoints and their results."""
+    asked: list[Path] = []
+    stat = Path.stat
+
+    def counted(path: Path, **options: Any) -> os.stat_result:
+        asked.append(path)
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", counted)
+    assert view.look() == []
+    view.report_missed()
+    assert 0 < len(asked) < 10
+    monkeypatch.setattr(pending, "_RESCAN_SECONDS", 0.0)
+    assert view.look() == []
+    assert len(asked) > 2 * len(_STEPS)  # now and then all of them
+
+
+def test_a_checkpoint_that_comes_is_seen_at_the_next_look(
+    run: RunDirectory, view: PendingTasks, save: Any, tmp_path: Path
+) -> None:
+    """Its folder first, and COMMITTED in it much later; until it has a result, at each look."""
+    whole = save(run, 300)
+    (whole / "COMMITTED").rename(tmp_path / "COMMITTED")
+    assert _steps(view) == []
+    assert _steps(view) == []
+    (tmp_path / "COMMITTED").rename(whole / "COMMITTED")
+    assert _steps(view) == [300]
+    assert _steps(view) == [300]
+
+
+def test_files_that_come_after_committed_are_seen_at_the_next_look(
+    run: RunDirectory, view: PendingTasks, save: Any
+) -> None:
+    """As where a checkpoint is copied in any order."""
+    weights = save(run, 300) / "ema" / "main" / "__0_0.distcp"
+    content = weights.read_bytes()
+    weights.unlink()
+    assert _steps(view) == []
+    assert _steps(view) == []
+    weights.write_bytes(content)
+    assert _steps(view) == [300]
+
+
+def test_what_is_saved_anew_or_loses_its_result_is_due_again(
+    run: RunDirectory, view: PendingTasks, save: Any
+) -> None:
+    """A folder was replaced, or is gone."""
+    shutil.rmtree(run.checkpoint_path(50))
+    save(run, 50, b"another")
+    assert _steps(view) == [50]
+    shutil.rmtree(EvaluationDirectory(run).result_path("probe", 70))
+    assert _steps(view) == [50, 70]
+
+
+def test_what_is_replaced_in_place_is_due_a_little_later(
+    run: RunDirectory, view: PendingTasks, save: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No folder that is looked at changes with it; so all is read again now and then."""
+    save(run, 50, b"another")
+    assert _steps(view) == []
+    monkeypatch.setattr(pending, "_RESCAN_SECONDS", 0.0)
+    assert _steps(view) == [50]
+
+
+def test_a_refused_preset_comes_back_in_time_or_with_another_recipe(
+    run: RunDirectory, view: PendingTasks, save: Any
+) -> None:
+    """Such as one that did not fit into the memory."""
+    save(run, 300)
+    (task,) = view.look()
+    view.refuse(task.preset, 1000.0)
+    assert _steps(view) == []
+    with run.recipe_path.open("a") as file:
+        file.write("# changed\n")
+    assert _steps(view) == [300]
+    view.refuse(task.preset)
+    assert _steps(view) == []
+    view.refuse(task.preset, 0.0)
+    assert _steps(view) == [300]
+
+
+def _line(kind: str) -> str:
+    return json.dumps({"event": kind}) + "\n"
+
+
+def test_the_newest_beginning_or_ending_counts(tmp_path: Path) -> None:
+    """Other events and lines that are no events do not; half a line waits for its rest."""
+    run = RunDirectory(tmp_path)
+    ending = RunEnding(run)
+    assert not ending.is_over()
+    with run.events_path.open("a") as file:
+        for text, expected in (
+            (_line("launched") + "[1]\n" + "{broken\n", False),
+            (_line("finished") + _line("checkpoint"), True),
+            (_line("resumed")[:9], True),
+            (_line("resumed")[9:], False),
+            (_line("diverged"), True),
+        ):
+            file.write(text)
+            file.flush()
+            assert ending.is_over() == expected
+
+
+def test_no_line_is_read_twice_and_another_file_is_read_anew(tmp_path: Path) -> None:
+    """What was read is spoilt here, which nobody sees; a shorter file begins anew."""
+    run = RunDirectory(tmp_path)
+    ending = RunEnding(run)
+    run.events_path.write_text(_line("launched") + _line("finished"))
+    assert ending.is_over()
+    with run.events_path.open("r+") as file:
+        file.write(" " * len(_line("launched") + _line("finished")))
+    with run.events_path.open("a") as file:
+        file.write(_line("checkpoint"))
+    assert ending.is_over()
+    run.events_path.write_text(_line("launched"))
+    assert not ending.is_over()
+    run.events_path.unlink()
+    assert not ending.is_over()
