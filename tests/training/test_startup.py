@@ -70,8 +70,8 @@ def test_imports_count_from_the_start_of_the_process(tmp_path: Path) -> None:
 
 def test_what_a_process_did_before_its_training_does_not_count(tmp_path: Path) -> None:
     """As the demo, which writes its clips first."""
-    program = _TRAIN.replace("with beating", "begin_here()\nwith beating", 1)
-    program = program.replace("import Heart", "import HeartbeatWriter, begin_here")
+    program = _TRAIN.replace("with heart", "restart_launch_timer()\nwith heart", 1)
+    program = program.replace("launch_seconds\n", "launch_seconds, restart_launch_timer\n", 1)
     command = [sys.executable, "-c", program, str(tmp_path)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert float(said.split()[0]) < 0.3
