@@ -50,12 +50,10 @@ def draw_text(
 
 
 def text_width(text: str, size: int) -> float:
-    """Pixels that one line of text takes."""
     return sum(_font(path, size).getlength(part) for path, part in _parts(text))
 
 
 def line_height(size: int) -> int:
-    """Pixels from one line to the next."""
     return round(size * _LEADING)
 
 
@@ -107,14 +105,12 @@ def _cut(word: str, size: int, width: int) -> list[str]:
 
 
 def _parts(text: str) -> Iterator[tuple[str, str]]:
-    """A text in parts of one font each, as (path of the font, part)."""
     shown = [character for character in text if not _is_invisible(character)]
     for path, part in groupby(shown, lambda character: _path_of(character) or _dejavu()):
         yield path, "".join(part)
 
 
 def _is_invisible(character: str) -> bool:
-    """Joiners and variation selectors, which choose between forms of a character."""
     return unicodedata.category(character) == "Cf" or "\ufe00" <= character <= "\ufe0f"
 
 

@@ -50,7 +50,6 @@ def format_short_duration(seconds: float) -> str:
 
 
 def join_words(words: Iterable[object], last: str = "and") -> str:
-    """A list in a sentence: a, b and c."""
     *some, end = [str(word) for word in words] or [""]
     return f"{', '.join(some)} {last} {end}" if some else end
 

@@ -90,7 +90,6 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether nobody has taken it over."""
         return _count(self.folder) == self.number + 1
 
     def renew(self, **facts: Any) -> None:
@@ -118,11 +117,9 @@ class Lease:
             self._write(ended=how, **facts)
 
     def still_seconds(self) -> float:
-        """How long ago the work last moved."""
         return time.monotonic() - self._moved
 
     def renewed_seconds(self) -> float:
-        """How long ago it was renewed, including time in which the machine was suspended."""
         return boot_seconds() - self._renewed
 
     def _write(self, **facts: Any) -> None:

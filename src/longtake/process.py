@@ -174,7 +174,6 @@ class KeptProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that was started last."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -334,7 +333,6 @@ class StopSignal:
 
     @property
     def wanted(self) -> bool:
-        """Whether a stop is requested, and its patience is over."""
         return time.monotonic() >= self._due
 
     @property
@@ -453,7 +451,6 @@ class ProcessStat:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it has ended, and only its parent has not waited for it."""
         return self.state in "ZX"
 
 
@@ -497,7 +494,6 @@ def pid_namespace() -> str | None:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

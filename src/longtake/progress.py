@@ -56,7 +56,6 @@ class StepProgress:
             self._console.print(f"step {metrics['step']}/{self._total} · {facts}")
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
         self._console.print(f"  {text}", highlight=False, markup=False)
 
     def _is_time(self) -> bool:

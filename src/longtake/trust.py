@@ -32,7 +32,6 @@ def run_around(path: Path) -> RunDirectory | None:
 
 
 def is_mirror(run: Path) -> bool:
-    """Whether a run directory here is the mirror of one elsewhere."""
     return any((folder / MIRROR_NOTE).is_file() for folder in (run, run.parent))
 
 

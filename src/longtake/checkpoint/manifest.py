@@ -31,21 +31,16 @@ _THREADS = 4  # more would not read faster from one disk
 
 
 class Entry(TypedDict):
-    """What is known of a file."""
-
     bytes: Count
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class Manifest(TypedDict):
-    """COMMITTED."""
-
     format: NotRequired[format_number(FORMAT)]  # type: ignore[valid-type]
     files: dict[InnerPath, Entry]
 
 
 def file_names(folder: Path) -> list[str]:
-    """All files below a folder but COMMITTED, by their names in it."""
     paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return sorted(str(path) for path in paths if str(path) != _NAME)
 

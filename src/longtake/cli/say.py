@@ -33,7 +33,6 @@ def console() -> "Console":
 
 
 def stdout_console() -> "Console":
-    """Where a result goes that people read: into a file or a pager as well."""
     from longtake.cli.safe_console import SafeConsole
 
     return SafeConsole(highlight=False, soft_wrap=True, quiet=rank() != 0)
@@ -45,13 +44,11 @@ def rank() -> int:
 
 
 def line(text: str) -> None:
-    """Tell people something."""
     if rank() == 0:
         print(printable_lines(text), file=sys.stderr)  # noqa: T201 - this is what a command line does
 
 
 def complain(message: str) -> None:
-    """Tell people what went wrong, on whichever rank it did."""
     prefix = f"[rank {rank()}] " if rank() else ""
     print(f"{prefix}longtake: {printable_lines(message)}", file=sys.stderr)  # noqa: T201
 
@@ -65,6 +62,5 @@ def skipped_lines() -> None:
 
 
 def result(value: Any) -> None:
-    """Print a result for other programs."""
     if rank() == 0:
         print(json.dumps(value, indent=2))  # noqa: T201

@@ -104,7 +104,6 @@ def state_of(members: Sequence[Mapping[str, Any]]) -> str:
 
 
 def is_halted(members: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the system does not let them run."""
     return members[0]["state"] in _HALTED
 
 
@@ -125,7 +124,6 @@ def worth_showing(stack: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
 
 
 def is_library(call: Mapping[str, Any]) -> bool:
-    """Whether a call is of Python's or somebody's library, not of this package or the user's."""
     file = call["file"]
     is_installed = "/site-packages/" in file or "/lib/python3." in file or file.startswith("<")
     return is_installed and "/longtake/" not in file

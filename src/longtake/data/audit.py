@@ -56,7 +56,6 @@ class EpochAudit:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every clip was trained as often as it should have been."""
         return not (self.repeated or self.missing or self.unplanned)
 
 
@@ -76,7 +75,6 @@ class Audit:
 
     @property
     def ok(self) -> bool:
-        """Whether every epoch is exact, and one launch at a time trained."""
         return all(epoch.is_exact for epoch in self.epochs) and not self.two_writers
 
 
@@ -136,7 +134,6 @@ _NONE: Identities = np.empty(0, np.uint64)
 
 
 def _course(history: Sequence[Entry], recipe: Recipe, run: RunDirectory) -> Course:
-    """The course by the catalogs that the run kept, whatever became of the others."""
     return rebuild(history, {}, recipe.data, recipe.seed, run.catalogs_path)
 
 
@@ -157,7 +154,6 @@ def _expected(course: Course, end_step: int) -> dict[_Key, _Expected]:
 
 
 def _skipped_steps(course: Course, spans: Sequence[Span], end_step: int) -> list[int]:
-    """The steps before a step that had a batch, which was left out."""
     steps = [step for first, end in spans for step in range(first, min(end, end_step))]
     ends = [course.plan_at(step).end_step for step in steps]
     return [step for step, end in zip(steps, ends, strict=True) if end is None or step < end]
@@ -174,7 +170,6 @@ def _leave_out(expected: dict[_Key, _Expected], course: Course, steps: Sequence[
 
 
 def _counted(plan: Plan, end: int) -> Iterator[tuple[Stream, int]]:
-    """How many batches each stream of a plan has given before a step."""
     if end > plan.first_step:
         for stage, counts in zip(plan.stages, plan.taken(end), strict=True):
             yield from zip(stage.streams, counts, strict=True)
@@ -272,7 +267,6 @@ def _judge(
 
 
 def _times(keys: Identities, unique: Identities, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How often each key occurs, given the sorted unique values and their counts."""
     found: dict[int, int] = defaultdict(int, zip(unique.tolist(), counts.tolist(), strict=True))
     return np.array([found[key] for key in keys.tolist()], np.int64)
 

@@ -33,14 +33,12 @@ class Members:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many clips each bucket holds."""
         return tuple(len(rows) for rows in self.rows)
 
     def __len__(self) -> int:
         return sum(self.sizes)
 
     def all_rows(self) -> Rows:
-        """The clips of all buckets."""
         return np.concatenate(self.rows)
 
 
@@ -123,14 +121,12 @@ def _judge(sizes: _Sizes, shapes: Sequence[Bucket], stride: int, stills: bool) -
 
 
 def _grouped(rows: Rows, choice: NDArray[np.int64], num_buckets: int) -> list[Rows]:
-    """The rows of each bucket, in their order."""
     order = np.argsort(choice.astype(np.int16), kind="stable")
     ends = np.searchsorted(choice[order], np.arange(num_buckets + 1))
     return [rows[order[start:end]] for start, end in pairwise(ends)]
 
 
 def span(shape: Bucket, stride: int) -> int:
-    """How many source frames a bucket's window covers."""
     return (shape.num_frames - 1) * stride + 1
 
 

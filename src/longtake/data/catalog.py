@@ -51,16 +51,12 @@ _HOW: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Rejection:
-    """One file that cannot be trained on, and why in a few words."""
-
     path: str
     reason: str
 
 
 @dataclass(frozen=True)
 class Duplicate:
-    """One more file with the content of a clip."""
-
     path: str
     identity: str
 
@@ -122,23 +118,19 @@ class Catalog:
 
     @cached_property
     def rejected(self) -> tuple[Rejection, ...]:
-        """The files that cannot be trained on."""
         table = self.set_aside.filter(pc.is_null(self.set_aside["identity"]))
         return tuple(Rejection(**row) for row in table.select(["path", "reason"]).to_pylist())
 
     @cached_property
     def duplicates(self) -> tuple[Duplicate, ...]:
-        """Further files with the content of a clip."""
         table = self.set_aside.filter(pc.is_valid(self.set_aside["identity"]))
         rows = table.select(["path", "identity"]).to_pylist()
         return tuple(Duplicate(row["path"], row["identity"].hex()) for row in rows)
 
     def clip(self, row: int) -> Clip:
-        """Make the record of one clip."""
         return clip_of(self.table.slice(row, 1).to_pylist()[0], self.attribute_names)
 
     def clips(self) -> Iterator[Clip]:
-        """Make all records, in order: for tests, tables and small jobs."""
         for batch in self.table.to_batches(max_chunksize=4096):
             for row in batch.to_pylist():
                 yield clip_of(row, self.attribute_names)
@@ -173,7 +165,6 @@ class Catalog:
 
     @cached_property
     def attribute_names(self) -> tuple[str, ...]:
-        """Names of the scores that clips have."""
         names = (name for name in self.table.column_names if name.startswith(ATTRIBUTE))
         return tuple(name.removeprefix(ATTRIBUTE) for name in names)
 
@@ -261,7 +252,6 @@ class Catalog:
 
 
 def cannot_write(path: Path, error: OSError) -> DataError:
-    """The error that says that a catalog cannot be written."""
     return DataError(
         f"The catalog {path} cannot be written: {error.strerror or error}. Name another file."
     )

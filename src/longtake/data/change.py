@@ -317,7 +317,6 @@ def _filtered(
 
 
 def _without(one: Catalog, other: Catalog) -> NDArray[np.integer[Any]]:
-    """Rows of a catalog whose identities another does not have."""
     return np.flatnonzero(~pc.is_in(one.identities, value_set=other.identities).to_numpy(False))
 
 

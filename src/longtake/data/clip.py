@@ -42,7 +42,6 @@ class Timing:
     listed: tuple[int, ...] = ()
 
     def of(self, frame: int) -> int:
-        """The timestamp of a frame, by its index in presentation order."""
         return self.listed[frame] if self.listed else self.first + frame * self.step
 
 
@@ -92,5 +91,4 @@ class Clip:
 
     @property
     def path(self) -> str:
-        """What people know it by."""
         return str(self.media)

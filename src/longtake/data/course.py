@@ -33,8 +33,6 @@ Policy = Literal["start", "merge", "finish", "restart"]
 
 
 class Names(TypedDict):
-    """What names a catalog."""
-
     fingerprint: str
     edition: FileName
 
@@ -89,7 +87,6 @@ class Course:
 
     @property
     def plan(self) -> Plan:
-        """The newest plan."""
         return self.plans[-1]
 
     @property
@@ -98,11 +95,9 @@ class Course:
         return self.plan.end_step
 
     def batch(self, step: int) -> PlannedBatch:
-        """The batch of a global step, by the plan that was in force then."""
         return self.plan_at(step).batch(step)
 
     def plan_at(self, step: int) -> Plan:
-        """The plan that a global step belongs to."""
         return self.plans[bisect_right([plan.first_step for plan in self.plans], step) - 1]
 
     def position(self, step: int) -> dict[str, Any]:
@@ -143,15 +138,6 @@ def resume(
     kept: Path | None,
 ) -> Course:
     """The course of a run that goes on after a number of steps; with a new plan if data changed.
-
-    Args:
-        history: what the run's state says.
-        step: steps that are done.
-        catalogs: as they are now, by name.
-        data: the recipe's section as it is now; `on_change` says what to do about changes.
-        batch_size: likewise.
-        seed: of the run.
-        kept: the folder of `keep_catalogs`.
 
     Raises:
         DataChangedError: something changed and `on_change` is `refuse`, or an older catalog that
@@ -311,7 +297,6 @@ def _entry(plan: Plan, policy: Policy, catalogs: Mapping[str, Catalog], data: Da
 
 
 def _order(data: DataSection) -> dict[str, Any]:
-    """What of the recipe decides the order, as JSON."""
     return data.model_dump(mode="json", include=_ORDER_KEYS)
 
 
@@ -349,7 +334,6 @@ def _catalogs_of(
 
 
 def _where_it_is_now(kept: Catalog, catalogs: Mapping[str, Catalog]) -> Catalog:
-    """A kept catalog whose clips are looked for where the catalogs of now have them."""
     for catalog in catalogs.values():
         kept = kept.relocated(catalog)
     return kept

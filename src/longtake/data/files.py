@@ -70,7 +70,6 @@ def refuse_missing(
 
 
 def _first_missing(clip_path: str, patterns: Sequence[str]) -> str | None:
-    """The file of a clip or of its further pictures that is not there, if one is not."""
     needed = [clip_path, *(reference_path(clip_path, pattern) for pattern in patterns)]
     return next((path for path in needed if not Path(path).is_file()), None)
 

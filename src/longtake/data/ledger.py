@@ -163,7 +163,6 @@ class Ledger:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """End the file."""
         self._file.close()
 
 
@@ -342,7 +341,6 @@ def _number(folder: Path) -> int:
 
 
 def with_checksum(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What launch.json holds: facts, and the checksum of their JSON in the order of their names."""
     others = {name: value for name, value in facts.items() if name != "checksum"}
     text = json.dumps(others, sort_keys=True, separators=(",", ":"))
     return {**others, "checksum": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}

@@ -69,7 +69,6 @@ class Leg:
         return None if self.num_epochs is None else self._begin(self.num_epochs)
 
     def epoch_start(self, epoch: int) -> int:
-        """How many batches are counted in epochs before this one."""
         return self._begin(epoch - self.first_epoch)
 
     def epoch_of(self, index: int) -> int:

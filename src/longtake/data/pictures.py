@@ -80,7 +80,6 @@ def buckets_picture(
 
 
 def _colours(shapes: Sequence[Bucket]) -> list[str]:
-    """One colour for each picture size."""
     sizes = list(dict.fromkeys((shape.height, shape.width) for shape in shapes))
     return [SERIES[sizes.index((shape.height, shape.width)) % len(SERIES)] for shape in shapes]
 
@@ -176,7 +175,6 @@ def _frames(count: int) -> str:
 
 
 def _share_cut(sizes: NDArray[np.integer], shape: Bucket) -> float:
-    """The mean share of the pictures that is cut off."""
     ratio = (sizes[:, 1] / sizes[:, 0]) * (shape.height / shape.width)
     return float(1 - np.minimum(ratio, 1 / ratio).mean())
 

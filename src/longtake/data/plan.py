@@ -109,7 +109,6 @@ class Stream:
         return None if last is None else self.starts[-1] + last
 
     def batch(self, index: int) -> tuple[Part, Slots]:
-        """One of the stream's batches, by its number."""
         place = bisect_right(self.starts, index) - 1
         part = self.parts[place]
         return part, part.leg.batch(index - self.starts[place])
@@ -145,7 +144,6 @@ class StagePlan:
     """By source: how many clips are left out, by reason."""
 
     def place(self, index: int) -> tuple[int, int]:
-        """(stream, number of the batch within the stream) of one of the stage's batches."""
         return mixed(index, self.weights) if len(self.streams) > 1 else (0, index)
 
     def taken(self, index: int) -> list[int]:
@@ -207,7 +205,6 @@ class Plan:
         return [stream for stage in self.stages for stream in stage.streams]
 
     def taken(self, step: int) -> list[list[int]]:
-        """By stage and stream, how many batches come before a global step."""
         taken = self.timeline.taken(step - self.first_step)
         return [stage.taken(index) for stage, index in zip(self.stages, taken, strict=True)]
 
@@ -314,7 +311,6 @@ def assemble_plan(
 
 
 def stage_length(stage: StagePlan) -> int | None:
-    """Steps of a stage that begins: those that it says, or those of its epochs."""
     if stage.stage.steps is not None:
         return stage.stage.steps
     return stage.streams[0].num_batches if len(stage.streams) == 1 else None

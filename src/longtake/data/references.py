@@ -56,7 +56,6 @@ class Reference:
 
 
 def reference_path(clip_path: str, pattern: str) -> str:
-    """Where the picture lies that a pattern means beside a clip."""
     path = PurePath(clip_path)
     return os.path.normpath(path.parent / pattern.replace(STEM, path.stem))
 
@@ -80,7 +79,6 @@ def references_of(window: Window, patterns: Mapping[str, str]) -> dict[str, Refe
 
 
 def without_reference(window: Window, name: str, error: ClipError) -> ClipError:
-    """The error of a clip whose picture of a name cannot be had."""
     return ClipError(str(window.media), f"its {name}, {error.path}: {error.reason}")
 
 

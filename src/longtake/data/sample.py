@@ -93,12 +93,10 @@ def starts(clip: Clip, shape: Bucket, data: DataSection) -> Sequence[int]:
 
 
 def num_starts(clip: Clip, shape: Bucket, stride: int) -> int:
-    """How many windows of a bucket's length a clip holds."""
     return clip.num_frames - span(shape, stride) + 1
 
 
 def is_only_window(clip: Clip, shape: Bucket, data: DataSection) -> bool:
-    """Whether every epoch wants the same pixels of a clip, mirrored or not."""
     return len(starts(clip, shape, data)) == 1 and not data.random_crop
 
 

@@ -51,11 +51,9 @@ class Skipped:
         return any(number in range(first, end) for first, end in self.spans)
 
     def past(self, number: int) -> int:
-        """The first number from this one on that is not skipped."""
         return next((end for first, end in self.spans if first <= number < end), number)
 
     def before(self, number: int) -> int:
-        """The lowest number from which all up to this one are skipped."""
         return next((first for first, end in self.spans if first <= number <= end), number)
 
     def after(self, number: int, count: int) -> int:

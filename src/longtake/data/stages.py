@@ -34,8 +34,6 @@ _COMPARE = {
 
 @dataclass(frozen=True)
 class Selection:
-    """What a stage trains on of one catalog, and what it leaves out."""
-
     members: Members
     dropped: Counter[str]
     """How many clips are left out, by reason, in the order in which reasons are tried."""
@@ -211,7 +209,6 @@ class Timeline:
         return None if last is None else self.borders[-1] + last
 
     def at(self, step: int) -> tuple[int, int]:
-        """(stage, number of the batch within the stage) of a step."""
         before, after = self.taken(step), self.taken(step + 1)
         stage = next(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if new > old)
         return stage, before[stage]
@@ -234,7 +231,6 @@ class Timeline:
 
 
 def mixed(index: int, weights: Sequence[float]) -> tuple[int, int]:
-    """(source, number of the batch within the source) of a batch that is mixed by weights."""
     before, after = shares(index, weights), shares(index + 1, weights)
     source = next(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if new > old)
     return source, before[source]

@@ -189,7 +189,6 @@ def relative(paths: pa.ChunkedArray, folder: str) -> pa.ChunkedArray:
 
 
 def with_attributes(schema: pa.Schema, names: Iterable[str]) -> pa.Schema:
-    """Append a column for each attribute."""
     for name in names:
         schema = schema.append(pa.field(ATTRIBUTE + name, pa.float64()))
     return schema

@@ -213,7 +213,6 @@ def cut(window: Window, picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def check_size(window: Window, height: int, width: int) -> None:
-    """Raise ClipError if an upright picture has not the size that was indexed."""
     if (height, width) != (window.source_height, window.source_width):
         indexed = f"was indexed with {window.source_width}x{window.source_height}"
         raise ClipError(str(window.media), f"has {width}x{height} pixels, {indexed}; {_AGAIN}")

@@ -28,13 +28,6 @@ def loss_plot(
 
     Losses that are no finite number leave a gap. The file is written aside and renamed.
 
-    Args:
-        steps: global steps (optimizer updates), rising.
-        losses: the velocity loss at each of them (a mean square, without unit).
-        path: the file to write.
-        title: above the curves.
-        smoothed: False leaves the running mean out.
-
     Raises:
         RunError: the file cannot be written.
     """

@@ -59,7 +59,6 @@ class Combination:
 
     @property
     def caption(self) -> str:
-        """The sentence that asks for it, of at most six words."""
         return f"a {self.colour} {self.shape} moving {self.direction}"
 
 

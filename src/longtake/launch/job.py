@@ -66,7 +66,6 @@ class Job:
 
     @property
     def path(self) -> Path:
-        """The file that is submitted."""
         return self.run / "slurm" / "job.sbatch"
 
     @property

@@ -45,12 +45,10 @@ class Order:
 
     @property
     def run(self) -> RunDirectory:
-        """The run that is launched."""
         return RunDirectory(self.recipe.out)
 
     @property
     def is_elastic(self) -> bool:
-        """Whether it goes on when a node leaves."""
         return self.nodes[0] < self.nodes[1]
 
     @property

@@ -157,7 +157,6 @@ def _handler(order: Order, folder: Path) -> RendezvousHandler:
 
 
 def _local_address(order: Order) -> str | None:
-    """A node that is alone needs no name that anybody can resolve."""
     return None if order.endpoint else LOOPBACK
 
 
@@ -172,7 +171,6 @@ def _unmet(order: Order, error: RendezvousError) -> str:
 
 
 def _quieten_torch() -> None:
-    """What its agent logs is said here, in fewer words."""
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)

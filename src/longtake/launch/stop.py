@@ -31,26 +31,21 @@ class LaunchStop(StopSignal):
 
     @property
     def first_signal(self) -> signal.Signals | None:
-        """The signal that requested it."""
         return None if self.reason is None else signal.Signals[self.reason]
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the ranks have had their time."""
         return self.requested_seconds > SECONDS_TO_SAVE
 
     def hold(self) -> None:
-        """Keep signals for the ranks that are about to be started."""
         self._is_held = True
 
     def begin(self, pids: Iterable[int]) -> None:
-        """Pass signals on to these ranks, which run now."""
         self._ranks = list(pids)
         if self.first_signal is not None:
             tell(self._ranks, self.first_signal)
 
     def end(self) -> None:
-        """No rank runs any more."""
         self._ranks, self._is_held = [], False
 
     def _pass_on(self, received: signal.Signals, is_first: bool) -> None:

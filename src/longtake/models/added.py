@@ -101,7 +101,6 @@ def condition(model: nn.Module, conditioning: Conditioning) -> None:
 
 
 def added_module(model: nn.Module) -> nn.Module | None:
-    """The module that was attached to a model, if one was."""
     module: nn.Module | None = getattr(model, ADDED, None)
     return module
 

@@ -34,8 +34,6 @@ from longtake.models.unfilled import Weights
 
 @dataclass(frozen=True)
 class Release:
-    """What the files beside a transformer's weights say of it."""
-
     config: Mapping[str, Any]  # the transformer's; of a model from scratch the recipe's
     scheduler: Mapping[str, Any] | None  # None: the pipeline has none, or the model is from scratch
     pipeline: Mapping[str, Any]  # model_index.json; empty if there is none
@@ -57,13 +55,6 @@ def build_transformer(
     model_class: Any, section: ModelSection, fitted: dict[str, int], *, weights: Weights
 ) -> nn.Module:
     """A transformer of diffusers: pretrained in the section's dtype, or random in fp32.
-
-    Args:
-        model_class: of diffusers.
-        section: of the recipe.
-        fitted: arguments that follow from codec and text encoder.
-        weights: without them it stands on the meta device; `later`: its parameters alone do,
-            where the caller sees to that.
 
     Raises:
         RecipeError: an argument is wrong, or the transformer takes other latents or captions.

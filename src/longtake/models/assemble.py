@@ -256,7 +256,6 @@ def _finish(
     codec: Codec,
     unfilled: Unfilled = WHOLE,
 ) -> None:
-    """Put the weights into the dtype they are kept in, and train what the recipe says."""
     keep_weights_in(model, DTYPES[recipe.model.dtype])
     make_trainable(model, chosen, recipe.trainable, codec.channels, unfilled.slots)
 
@@ -323,5 +322,4 @@ class _Asked(nn.Module):
         self.parts = parts
 
     def forward(self, noisy_latents: Tensor, sigmas: Tensor, **conditioning: Tensor) -> Tensor:
-        """The model's velocity."""
         return self.parts.predict_velocity(noisy_latents, sigmas, conditioning)

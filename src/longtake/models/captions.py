@@ -41,10 +41,6 @@ def caption_lengths(section: TextSection, captions: Sequence[str]) -> CaptionLen
 
     The second one of FLUX (CLIP) reads the first 77 tokens of any caption.
 
-    Args:
-        section: of the recipe, with its `max_tokens` if that depends on the family.
-        captions: of the catalog.
-
     Raises:
         ModelError: there is no tokenizer.
     """

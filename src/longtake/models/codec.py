@@ -114,10 +114,6 @@ class AutoencoderCodec:
     `latents_mean` and `latents_std`: (mode - mean) / std, which `WanPipeline` undoes before it
     decodes.
 
-    Args:
-        autoencoder: the module; is frozen.
-        is_pretrained: the recipe says where it was loaded from, so that `save` need not copy it.
-
     Raises:
         RecipeError: its configuration contradicts itself.
     """
@@ -142,7 +138,6 @@ class AutoencoderCodec:
         return (num_frames - 1) // self._temporal + 1
 
     def _nearest_frames(self, num_frames: int, patch: int) -> int:
-        """Of the numbers that can be encoded, whose latents divide into patches if any can."""
         known = range(1, num_frames + _CHUNK * (patch + 1), _CHUNK)
         whole = [number for number in known if self._latent_frames(number) % patch == 0]
         return min(whole or known, key=lambda number: abs(number - num_frames))
@@ -168,15 +163,12 @@ class AutoencoderCodec:
         return to_uint8(decoded)
 
     def modules(self) -> list[nn.Module]:
-        """The autoencoder."""
         return [self.autoencoder]
 
     def to(self, device: torch.device) -> None:
-        """Move the autoencoder to a device."""
         self.autoencoder.to(device)
 
     def save(self, folder: Path) -> None:
-        """Write the autoencoder in diffusers' layout, unless it is a pretrained one."""
         if not self._is_pretrained:
             with quiet(self.autoencoder):
                 self.autoencoder.save_pretrained(folder / "vae")  # type: ignore[operator]

@@ -25,10 +25,6 @@ def scheduler_shift(scheduler: Mapping[str, Any] | None, otherwise: Shift) -> Sh
     """The shift of a pipeline's scheduler_config.json.
 
     Dynamic shifting is FLUX's rule, `flux`: its released constants are those of `flux_mu`.
-
-    Args:
-        scheduler: the configuration; None if there is none.
-        otherwise: returned if the configuration names no shift.
     """
     if scheduler is None:
         return otherwise

@@ -50,13 +50,6 @@ POOLED = Place("text.pooled", "text_encoder", "tokenizer", (PAD, UNKNOWN, START,
 class Encoder:
     """A frozen encoder and its tokenizer.
 
-    Args:
-        module: of transformers; is frozen.
-        tokenizer: of transformers; None for an outline, which cannot encode.
-        max_tokens: what captions are cut or padded to.
-        place: where it belongs.
-        is_pretrained: the recipe says where it was loaded from, so that `save` need not copy it.
-
     Raises:
         RecipeError: the encoder does not take so many tokens.
     """
@@ -104,7 +97,6 @@ class Encoder:
         return unknown_words(tokenizer, caption)
 
     def to(self, device: torch.device) -> None:
-        """Move the module to a device."""
         self.module.to(device)
 
     def save(self, folder: Path) -> None:

@@ -16,10 +16,6 @@ def count_flops(module: nn.Module, inputs: Mapping[str, object]) -> int:
     are replaced by shapes without memory, so the size of the model does not matter, nothing is
     computed and the module is left as it was. On a real CPU device torch's counter would miss
     fused attention.
-
-    Args:
-        module: on any device.
-        inputs: the forward pass's keyword arguments; of tensors only shape and type matter.
     """
     named = chain(module.named_parameters(), module.named_buffers())
     weights = {name: tensor.detach().to("meta") for name, tensor in named}

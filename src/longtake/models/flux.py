@@ -98,12 +98,10 @@ class Flux:
         return model
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Those of two streams, then those of one."""
         flux: Any = model
         return [*flux.transformer_blocks, *flux.single_transformer_blocks]
 
     def call_blocks_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
-        """Through diffusers' own switch for gradient checkpointing."""
         model.enable_gradient_checkpointing(call)  # type: ignore[operator]
 
     def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
@@ -115,12 +113,10 @@ class Flux:
         flux.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
 
     def num_heads(self, model: nn.Module) -> int:
-        """Those of the configuration."""
         config: Any = model.config
         return int(config.num_attention_heads)
 
     def width(self, model: nn.Module) -> int:
-        """Heads times their width."""
         config: Any = model.config
         return int(config.num_attention_heads * config.attention_head_dim)
 
@@ -130,7 +126,6 @@ class Flux:
         return tokens  # type: ignore[no-any-return]
 
     def with_tokens(self, output: Any, tokens: Tensor) -> Any:
-        """The text's stream as it was, and the tokens."""
         text, _ = output
         return text, tokens
 
@@ -141,7 +136,6 @@ class Flux:
     def sequence_length(
         self, model: nn.Module, shape: LatentShape, conditioning: Conditioning
     ) -> int:
-        """The picture's, those of its references and the text's."""
         pictures = [shape[2:], *(conditioning[f"{n}_latents"].shape[-2:] for n in self.references)]
         num_text = conditioning["prompt_embeds"].shape[1]
         return num_text + sum((rows // PACK) * (columns // PACK) for rows, columns in pictures)
@@ -227,7 +221,6 @@ class Flux:
             pipeline.save_pretrained(folder)
 
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
-        """As in diffusers, whose names ComfyUI knows of FLUX."""
         return f"{'transformer.' if is_lora else ''}{name}"
 
     def _picture_tokens(
@@ -276,7 +269,6 @@ class FluxKontext(Flux):
 def _cut_inputs(
     sharing: TokenSharing, _model: nn.Module, args: Any, given: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """This rank's tokens of the text and of the pictures, and where they stand."""
     rows = {"encoder_hidden_states": 1, "txt_ids": 0, "hidden_states": 1, "img_ids": 0}
     sharing.begin(given["encoder_hidden_states"].shape[1], given["hidden_states"].shape[1])
     return args, given | {name: sharing.cut(given[name], dim) for name, dim in rows.items()}

@@ -24,10 +24,6 @@ class ImageCodec:
 
     Latents are (mode - shift_factor) * scaling_factor, by the autoencoder's own two numbers, which
     FLUX's pipelines undo before they decode.
-
-    Args:
-        autoencoder: the module; is frozen.
-        is_pretrained: the recipe says where it was loaded from, so that `save` need not copy it.
     """
 
     def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
@@ -43,7 +39,6 @@ class ImageCodec:
         autoencoder.tile_latent_min_size = _TILE // self._spatial
 
     def latent_shape(self, bucket: Bucket, patch: Sequence[int] = ALONE) -> tuple[int, int, int]:
-        """F, H / s, W / s: every stage of the autoencoder but the last halves rows and columns."""
         refuse_odd(bucket, nearest(bucket.num_frames, patch[0]), self._spatial, patch)
         return bucket.num_frames, bucket.height // self._spatial, bucket.width // self._spatial
 
@@ -69,15 +64,12 @@ class ImageCodec:
         return _by_clip(to_uint8(images), len(latents))
 
     def modules(self) -> list[nn.Module]:
-        """The autoencoder."""
         return [self.autoencoder]
 
     def to(self, device: torch.device) -> None:
-        """Move the autoencoder to a device."""
         self.autoencoder.to(device)
 
     def save(self, folder: Path) -> None:
-        """Write the autoencoder in diffusers' layout, unless it is a pretrained one."""
         if not self._is_pretrained:
             with quiet(self.autoencoder):
                 self.autoencoder.save_pretrained(folder / "vae")  # type: ignore[operator]
@@ -122,13 +114,6 @@ def refuse_odd(
 ) -> None:
     """Refuse a bucket that codec and model together cannot divide.
 
-    Args:
-        bucket: in pixels.
-        num_frames: the nearest number that can be encoded.
-        spatial: rows and columns of one latent row and column.
-        patch: latent frames, rows and columns of one token.
-        of_frames: what else is wanted, in words.
-
     Raises:
         RecipeError: names the nearest that fits.
     """
@@ -162,12 +147,10 @@ def tiled(autoencoder: Any, wanted: bool) -> Iterator[None]:
 
 
 def nearest(size: int, step: int) -> int:
-    """The multiple of a step, above zero, that lies nearest to a size."""
     return max(1, round(size / step)) * step
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """What a module's weights are kept in."""
     return next(module.parameters()).dtype
 
 

@@ -20,11 +20,6 @@ _TARGETS = {
 def refuse_other_objectives(scheduler: Mapping[str, Any] | None, where: str) -> None:
     """Refuse a checkpoint whose scheduler says that it is no flow-matching model.
 
-    Args:
-        scheduler: the configuration of the pipeline's scheduler; None where there is none, and
-            then nothing is known.
-        where: names the checkpoint in the message.
-
     Raises:
         ModelError: it predicts something else.
     """
@@ -44,10 +39,6 @@ def refuse_other_objectives(scheduler: Mapping[str, Any] | None, where: str) -> 
 
 def refuse_experts(pipeline: Mapping[str, Any], where: str) -> None:
     """Refuse a transformer that serves a part of the noise levels only.
-
-    Args:
-        pipeline: model_index.json; empty if there is none, and then nothing is known.
-        where: names the checkpoint in the message.
 
     Raises:
         ModelError: the pipeline has two transformers, or a boundary between them.

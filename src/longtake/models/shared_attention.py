@@ -9,7 +9,6 @@ from longtake.parallel.sequence import SharedAttention, TokenSharing
 
 
 def share_attention(attention: nn.Module, sharing: TokenSharing) -> None:
-    """Have a self-attention of diffusers look at the tokens of all ranks, from now on."""
     module: Any = attention
     module.set_processor(_SharingProcessor(module.processor, sharing))
 

@@ -54,10 +54,6 @@ def shapes_in(
 def read_into(tensors: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
     """Fill tensors, in their own dtypes; of a DTensor the part that this rank has.
 
-    Args:
-        tensors: by the names that they are stored by.
-        files: where each lies.
-
     Raises:
         ModelError: a file cannot be read.
     """

@@ -106,15 +106,12 @@ class TransformersText:
         return self._words.unknown_words(caption)
 
     def modules(self) -> list[nn.Module]:
-        """The encoder."""
         return [self.encoder]
 
     def to(self, device: torch.device) -> None:
-        """Move the encoder to a device."""
         self._words.to(device)
 
     def save(self, folder: Path) -> None:
-        """Write encoder and tokenizer in a pipeline's layout, unless they are pretrained ones."""
         self._words.save(folder)
 
 
@@ -148,20 +145,16 @@ class PooledText:
         }
 
     def unknown_words(self, caption: str) -> list[str]:
-        """Words that the first encoder has no token for."""
         return self._words.unknown_words(caption)
 
     def modules(self) -> list[nn.Module]:
-        """Both encoders."""
         return [self.encoder, self.pooled_encoder]
 
     def to(self, device: torch.device) -> None:
-        """Move both encoders to a device."""
         self._words.to(device)
         self._pooled.to(device)
 
     def save(self, folder: Path) -> None:
-        """Write what is not pretrained, in FLUX's layout."""
         self._words.save(folder)
         self._pooled.save(folder)
 

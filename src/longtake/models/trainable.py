@@ -29,13 +29,6 @@ def make_trainable(
     New weights follow from the last seed that torch was given alone, and not from how the model
     came to its own. On torch's meta device all is done alike, without memory.
 
-    Args:
-        model: as its family built it, in the dtype that it is trained in, not sharded yet.
-        family: of the model.
-        section: the recipe's.
-        latent_channels: C of the latents, for an added module.
-        slots: parameters of the model that wait for their values; what is new has its own at once.
-
     Raises:
         RecipeError: targets or blocks match nothing, the module cannot be had as it is named, or
             nothing is left to train.

@@ -48,7 +48,6 @@ class Tubelet:
     lora_targets: tuple[str, ...] = ("to_qkv", "to_out")
 
     def patch(self, section: ModelSection) -> tuple[int, ...]:
-        """A tube's."""
         return _tube(section)
 
     def check(self, section: ModelSection, shapes: Sequence[LatentShape]) -> None:
@@ -104,12 +103,10 @@ class Tubelet:
             ) from error
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The block that reads the caption and those that read all."""
         network = cast("TubeletTransformer", model)
         return [network.caption_block, *network.blocks]
 
     def call_blocks_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
-        """The transformer asks in its loop."""
         cast("TubeletTransformer", model).block_caller = call
 
     def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
@@ -117,7 +114,6 @@ class Tubelet:
         cast("TubeletTransformer", model).share_tokens(sharing)
 
     def num_heads(self, model: nn.Module) -> int:
-        """Of each block."""
         return cast("TubeletTransformer", model).caption_block.attention.num_heads
 
     def width(self, model: nn.Module) -> int:
@@ -125,31 +121,25 @@ class Tubelet:
         return cast("TubeletTransformer", model).tube_in.out_features
 
     def block_tokens(self, output: Any) -> Tensor:
-        """All of them: the caption's tokens stand in line with the clip's."""
         tokens: Tensor = output
         return tokens
 
     def with_tokens(self, output: Any, tokens: Tensor) -> Any:
-        """The tokens."""
         return tokens
 
     def defaults(self, section: ModelSection) -> Defaults:
-        """There is no released model."""
         return Defaults()
 
     def distils_guidance(self, model: nn.Module) -> bool:
-        """It is guided by a second pass."""
         return False
 
     def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
-        """One per tube."""
         network = cast("TubeletTransformer", model)
         return math.prod(shape[1:]) // math.prod(network.patch_size)
 
     def sequence_length(
         self, model: nn.Module, shape: LatentShape, conditioning: Conditioning
     ) -> int:
-        """The clip's and the caption's."""
         return self.num_tokens(model, shape) + cast("TubeletTransformer", model).max_tokens
 
     def predict_velocity(
@@ -175,7 +165,6 @@ class Tubelet:
         )
 
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
-        """ComfyUI has no such model."""
         raise RecipeError(
             "ComfyUI has no model of the tubelet family. `longtake sample` samples it."
         )

@@ -30,7 +30,6 @@ class Slot(NamedTuple):
 
     @property
     def parameter(self) -> nn.Parameter:
-        """As it is now: spreading a model replaces its parameters."""
         parameter = getattr(self.module, self.name)
         assert isinstance(parameter, nn.Parameter)
         return parameter

@@ -79,12 +79,10 @@ class Wan:
         return build_transformer(WanTransformer3DModel, section, fitted, weights=weights)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The transformer blocks."""
         blocks: Any = model.blocks
         return list(blocks)
 
     def call_blocks_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
-        """Through diffusers' own switch for gradient checkpointing."""
         model.enable_gradient_checkpointing(call)  # type: ignore[operator]
 
     def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
@@ -98,22 +96,18 @@ class Wan:
         wan.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
 
     def num_heads(self, model: nn.Module) -> int:
-        """Those of the configuration."""
         config: Any = model.config
         return int(config.num_attention_heads)
 
     def width(self, model: nn.Module) -> int:
-        """Heads times their width."""
         config: Any = model.config
         return int(config.num_attention_heads * config.attention_head_dim)
 
     def block_tokens(self, output: Any) -> Tensor:
-        """A block returns nothing else."""
         tokens: Tensor = output
         return tokens
 
     def with_tokens(self, output: Any, tokens: Tensor) -> Any:
-        """The tokens."""
         return tokens
 
     def defaults(self, section: ModelSection) -> Defaults:
@@ -122,11 +116,9 @@ class Wan:
         return Defaults(shift, guidance_scale=5.0, num_inference_steps=50)
 
     def distils_guidance(self, model: nn.Module) -> bool:
-        """It is guided by a second pass."""
         return False
 
     def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
-        """One per patch."""
         config: Any = model.config
         patch: tuple[int, ...] = config.patch_size
         return math.prod(shape[1:]) // math.prod(patch)

@@ -38,7 +38,6 @@ _AROUND_BLOCKS = {
 
 
 def original_name(name: str) -> str:
-    """The release's name of a weight, or of a part of a weight's name, that diffusers calls so."""
     names = _IN_BLOCKS if name.startswith("blocks.") else _AROUND_BLOCKS
     whole_parts = rf"(?<![^.])({'|'.join(map(re.escape, names))})(?![^.])"
     return re.sub(whole_parts, lambda found: names[found[0]], name)

@@ -19,11 +19,6 @@ class WordIds:
     """Ids of whole words, for a model that learns their embedding; 0 is padding.
 
     Encodes to `token_ids` [B, T] int64.
-
-    Args:
-        tokenizer: of whole words; None for an outline, which cannot encode.
-        max_tokens: T.
-        vocabulary_size: of an outline.
     """
 
     embed_dim = None
@@ -51,7 +46,6 @@ class WordIds:
         return {"token_ids": torch.empty(1, self.max_tokens, dtype=torch.int64, device="meta")}
 
     def unknown_words(self, caption: str) -> list[str]:
-        """Words that stood in no caption of the catalog."""
         return unknown_words(self._tokenizer, caption) if self._tokenizer else []
 
     def modules(self) -> list[nn.Module]:
@@ -74,11 +68,6 @@ def word_tokenizer(
     captions: Iterable[str], max_words: int, special: Sequence[str] = SPECIAL
 ) -> Tokenizer:
     """A tokenizer of the most frequent words in captions.
-
-    Args:
-        captions: of the catalog.
-        max_words: how many words it knows at most, special tokens not counted.
-        special: tokens that are no words, in the order of their ids.
 
     Raises:
         DataError: the captions hold no words.

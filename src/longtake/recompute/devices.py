@@ -31,7 +31,6 @@ class Device:
     memory_bytes: int | None
 
     def flops(self, dtype: torch.dtype) -> float:
-        """Operations a second in a type."""
         return self.narrow_flops if dtype.itemsize < 4 else self.fp32_flops
 
 

@@ -127,7 +127,6 @@ def _relevant(roots: list[Any]) -> Iterator[Any]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory, of a GPU or of the machine, was not enough."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and _SIGN_ON_CPU in str(error)

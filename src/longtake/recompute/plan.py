@@ -33,7 +33,6 @@ class Best:
     """Likewise with a budget of 1 GiB more."""
 
     def per_block(self) -> dict[Option, int]:
-        """How many blocks are run by each option."""
         counted = Counter(self.options.values())
         return {option: counted[option] for option in OPTIONS}
 
@@ -74,7 +73,6 @@ def find_best(tracer: Tracer, surveyed: Survey, budget_bytes: int) -> Best | Non
 
 
 def unlimited(tracer: Tracer, surveyed: Survey) -> Best:
-    """What is best where memory has no limit: everything is kept."""
     names, traced = tuple(tracer.subject.blocks), surveyed.traces["none"]
     return Best(options_of("none", names), traced.peak_bytes, traced, 0.0, 0.0)
 

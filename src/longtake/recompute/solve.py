@@ -46,12 +46,10 @@ class Costs:
     other_seconds: float
 
     def peak_bytes(self, options: Mapping[str, Option]) -> float:
-        """The predicted peak of a step."""
         x = self._chosen(options)
         return max(self.least_peak, float((self._levels() @ x.ravel() + self._fixed()).max()))
 
     def predicted_seconds(self, options: Mapping[str, Option]) -> float:
-        """The predicted time of a step."""
         return self.other_seconds + float((self.seconds * self._chosen(options)).sum())
 
     def _chosen(self, options: Mapping[str, Option]) -> NDArray[np.float64]:

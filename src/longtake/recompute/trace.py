@@ -199,7 +199,6 @@ class Tape:
         self._uncast: set[int] = set()
 
     def ignore_casts_of(self, weights: Iterable[Tensor]) -> None:
-        """Count no memory for copies of these in another type."""
         self._uncast = {weight.untyped_storage()._cdata for weight in weights}
 
     def count(self, tensor: Tensor) -> None:

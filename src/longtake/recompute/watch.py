@@ -107,15 +107,12 @@ class Watch:
                 raise
 
     def reached(self) -> list[str]:
-        """Names of trainable parameters that the backward pass gave a gradient."""
         return [name for name in self.parameters if name in self._reached]
 
     def unreached(self) -> list[str]:
-        """Names of trainable parameters that it gave none."""
         return [name for name in self.parameters if name not in self._reached]
 
     def names(self, parameters: Parameters) -> list[str]:
-        """The names in a set of parameters."""
         return [name for bit, name in enumerate(self.parameters) if parameters >> bit & 1]
 
     def _hook_parameters(self, trainable: Mapping[str, nn.Parameter]) -> Iterator[RemovableHandle]:

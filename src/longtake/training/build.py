@@ -14,14 +14,7 @@ from longtake.training.step import TrainingState
 def build_state(
     parts: Components, precision: Precision, recipe: Recipe, world: World
 ) -> TrainingState:
-    """The state at step 0; the model is changed in place, and comes on the CPU.
-
-    Args:
-        parts: whose model is not spread yet, but knows how its blocks are run.
-        precision: of the arithmetic.
-        recipe: the run's.
-        world: all ranks, each of which calls this.
-    """
+    """The state at step 0; the model is changed in place, and comes on the CPU."""
     family, model = parts.family, parts.model
     model.train()
     blocks = family.blocks(model)

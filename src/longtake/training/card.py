@@ -30,17 +30,14 @@ class Card:
 
     @property
     def budget_bytes(self) -> int | None:
-        """What tensors may take."""
         if self.memory_bytes is None:
             return None
         return max(0, int(self.memory_bytes * (1 - self.reserve)) - self.nccl_bytes)
 
     def with_its_own_memory(self) -> "Card":
-        """The same, with all the memory that the device has, where that is known."""
         return replace(self, memory_bytes=self.device.memory_bytes or self.memory_bytes)
 
     def memory_for(self, tensor_bytes: int) -> int:
-        """The least memory of a card on which tensors may take so much."""
         return int((tensor_bytes + self.nccl_bytes) / (1 - self.reserve)) + 1
 
 

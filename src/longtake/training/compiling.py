@@ -41,7 +41,6 @@ def refuse_missing_compiler(recipe: Recipe, device: torch.device) -> None:
 
 
 def has_cpp_compiler() -> bool:
-    """Whether there is one where torch looks for it."""
     named = [os.environ.get(name, "") for name in ("CXX", "CC")]
     return any(shutil.which(compiler) for compiler in (*named, *_COMPILERS) if compiler)
 

@@ -43,12 +43,7 @@ class Averages:
 
     @torch.no_grad()
     def update(self, num_updates: int, masters: Masters | None = None) -> None:
-        """Take in the weights after the `num_updates`-th update (counted from 1).
-
-        Args:
-            num_updates: how many there were.
-            masters: what is averaged instead of weights that are rounded; see `masters_of`.
-        """
+        """Take in the weights after the `num_updates`-th update (counted from 1)."""
         if not self._averages:
             return
         best = masters or {}

@@ -43,13 +43,6 @@ class Fit:
 def fit(recipe: Recipe, precision: Precision, world: World, free_bytes: int | None = None) -> Fit:
     """Check that everything trains and fits; rank 0 looks, and all get its answer.
 
-    Args:
-        recipe: of the run.
-        precision: of the arithmetic.
-        world: all ranks.
-        free_bytes: memory of the GPU, where the recipe names none (`free_memory`). A model that
-            cannot be planned then trains without a plan.
-
     Raises:
         PlanError: a trainable parameter would get no gradient, or no policy fits the memory.
     """

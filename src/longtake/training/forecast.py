@@ -41,12 +41,10 @@ class Forecast:
 
     @property
     def misses(self) -> bool:
-        """Whether nothing fits the budget."""
         return bool(self.policies) and self.best is None
 
     @property
     def least(self) -> PolicyForecast:
-        """The policy that takes the least memory."""
         return min(self.policies, key=lambda row: row.step_peak_bytes)
 
     def policy(self, name: str) -> PolicyForecast:
@@ -82,12 +80,7 @@ def forecast(
 
 
 def wasteful(step: OutlinedStep, traces: Mapping[str, StepTrace]) -> list[Trap]:
-    """What the recipe's own policy recomputes in vain, and policies that cost memory.
-
-    Args:
-        step: of the recipe.
-        traces: of `none` and of others.
-    """
+    """What the recipe's own policy recomputes in vain, and policies that cost memory."""
     traps = costly_policies({name: trace.peak_bytes for name, trace in traces.items()})
     policy, kept = step.recipe.recompute.chosen(), traces["none"]
     if policy not in traces:
@@ -144,7 +137,6 @@ def _foreach_bytes(step: OutlinedStep) -> int:
 
 
 def _saved(kept: StepTrace, other: StepTrace) -> dict[str, int]:
-    """What each block leaves behind less under another policy than when all is kept."""
     return {name: _left_behind(kept, name) - _left_behind(other, name) for name in kept.blocks}
 
 

@@ -26,7 +26,6 @@ class Gradients:
 
     @property
     def fatal(self) -> list[Trap]:
-        """Traps that leave something untrained."""
         return [trap for trap in self.traps if trap.stops]
 
 

@@ -23,10 +23,6 @@ class Links:
     def bandwidth(self, size: int, in_node: int) -> float:
         """Bytes a second that each card of a group sends in one of its collectives.
 
-        Args:
-            size: cards of the group.
-            in_node: of these, those of one node.
-
         In a ring all data passes each card; where the group is on several nodes, its cards of a
         node bear what leaves the node together, each through its own network card, as NCCL's
         parallel rings do (NVIDIA, nccl-tests, doc/PERFORMANCE.md: "bus bandwidth").

@@ -32,9 +32,6 @@ class Fp32Optimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update the parameters that have a gradient.
 
-        Args:
-            closure: computes the loss anew, gradients included; returns it.
-
         Returns:
             What `closure` returned, or None.
         """
@@ -48,7 +45,6 @@ class Fp32Optimizer(torch.optim.Optimizer):
         return loss
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Update the weights of a group that have a gradient."""
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -64,7 +60,6 @@ class Fp32Optimizer(torch.optim.Optimizer):
                 self.state[parameter] = state
 
     def place(self, parameter: Tensor) -> torch.device:
-        """Where a parameter's state lies."""
         return parameter.device
 
     def add_master(self, parameter: Tensor) -> Tensor:
@@ -113,7 +108,6 @@ class MasterAdamW(Fp32Optimizer):
         )
 
     def place(self, parameter: Tensor) -> torch.device:
-        """Where a parameter's state lies."""
         return torch.device("cpu") if self._offload else parameter.device
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
@@ -181,7 +175,6 @@ def in_batches(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

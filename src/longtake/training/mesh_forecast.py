@@ -63,12 +63,10 @@ class MeshForecast:
 
     @property
     def num_bytes(self) -> int:
-        """That each rank sends in a step."""
         return sum(each.num_bytes for each in self.sent)
 
     @property
     def exposed_share(self) -> float:
-        """Of a step's time, what it waits for others."""
         return 1 - self.compute_seconds / self.step_seconds if self.step_seconds else 0.0
 
 
@@ -84,7 +82,6 @@ def mesh_forecast(known: Forecast, links: Links) -> MeshForecast | None:
 
 
 def _chosen_trace(known: Forecast) -> StepTrace | None:
-    """Of the policy that is best, or else takes least."""
     if known.best is not None:
         return known.best.traced
     return known.traces[known.least.name] if known.policies else None
@@ -122,7 +119,6 @@ def _forecast(step: OutlinedStep, trace: StepTrace, links: Links) -> MeshForecas
 
 
 def _advice(known: Forecast, trace: StepTrace, found: MeshForecast) -> list[Advice]:
-    """Each change by itself, where it makes a step shorter."""
     tried = [_tried(changes, known, trace, found.links) for changes in _changes(known.step)]
     helping = [each for each in tried if each and each.step_seconds < found.step_seconds]
     return sorted(helping, key=lambda advice: (advice.fits is False, advice.step_seconds))

@@ -32,17 +32,6 @@ class Muon(Fp32Optimizer):
     parameter's step is gathered, orthogonalised on every rank and sharded again, so any number of
     ranks takes the same step.
 
-    Args:
-        params: weights of two dimensions, or groups of them. Everything else (biases, norms,
-            embeddings, a model's first and last layer) is AdamW's.
-        lr: learning rate; 0.02 is usual.
-        momentum: share of the momentum that a step keeps.
-        nesterov: whether the step looks ahead by one more momentum update.
-        weight_decay: decoupled, as in AdamW.
-        num_iterations: Newton-Schulz iterations.
-        dtype: of the iteration. bfloat16 is enough; float32 keeps runs on several ranks equal to
-            one on a single rank to the last digits.
-
     Raises:
         ValueError: a parameter does not have two dimensions, or a setting is out of range.
     """
@@ -84,7 +73,6 @@ class Muon(Fp32Optimizer):
                 )
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Update the weights of a group that have a gradient."""
         for batch in in_batches(parameters):
             self._step_batch(batch, group)
 

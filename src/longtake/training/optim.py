@@ -43,8 +43,6 @@ def build_optimizers(
 
 
 class Shares(NamedTuple):
-    """The trained parameters, by the optimizer that updates them."""
-
     adamw: list[nn.Parameter]
     eight_bit: list[nn.Parameter]
     muon: list[nn.Parameter]
@@ -84,14 +82,7 @@ def set_learning_rates(optimizers: Sequence[Optimizer], factor: float) -> None:
 
 
 def schedule_factor(step: int, steps: int, section: OptimizerSection) -> float:
-    """The learning rate of an update as a share of its full value, in [0, 1].
-
-    Args:
-        step: updates done before this one.
-        steps: updates of the whole run.
-        section: a linear warm-up over `warmup_steps`, then a plateau, a line or half a cosine
-            down to `final_factor`, reached at the last update (of at least two after the warm-up).
-    """
+    """The learning rate of an update as a share of its full value, in [0, 1]."""
     if step < section.warmup_steps:
         return (step + 1) / (section.warmup_steps + 1)
     done = (step - section.warmup_steps) / max(1, steps - 1 - section.warmup_steps)

@@ -41,15 +41,6 @@ def optimizer_bytes(
 ) -> OptimizerBytes:
     """What `build_optimizers` will need for the same arguments.
 
-    Args:
-        model: what is trained, undivided; it may be on the meta device.
-        blocks: of the model.
-        section: the recipe's.
-        precision: of Muon's iteration.
-        device_type: of the training device. On a `cpu` nothing can be offloaded: device and host
-            are one.
-        granule: what the size of each tensor is rounded up to: 512 in CUDA's caching allocator.
-
     Returns:
         Bytes, exact for what is kept. `step` is exact but for what kernels take for themselves.
     """
@@ -85,7 +76,6 @@ class _Sizes:
         return -(-num_bytes // self.granule) * self.granule
 
     def of(self, parameter: Tensor, *widths: int) -> int:
-        """Tensors shaped like a parameter, of so many bytes per number."""
         return sum(self.rounded(width * parameter.numel()) for width in widths)
 
     def master(self, parameter: Tensor, offloaded: bool = False) -> int:
@@ -93,7 +83,6 @@ class _Sizes:
         return self.of(parameter, 4) if needed else 0
 
     def eight_bit(self, parameter: Tensor) -> int:
-        """Two states of a byte per number, each with its scales and its map."""
         scales = self.rounded(parameter.numel() // BLOCK * 4)
         return 2 * (self.of(parameter, 1) + scales + self.rounded(_MAP_BYTES))
 

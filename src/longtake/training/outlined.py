@@ -48,7 +48,6 @@ class OutlinedStep:
 
     @property
     def num_copies(self) -> int:
-        """How many copies of the model there are, whose gradients must become the same."""
         return self.world_size // self.num_shards
 
 
@@ -56,12 +55,6 @@ def outlined_step(
     recipe: Recipe, device: Device, world_size: int = 1, per_node: int | None = None
 ) -> OutlinedStep:
     """A recipe's step at its largest bucket, without weights.
-
-    Args:
-        recipe: of the run.
-        device: that it is planned for.
-        world_size: processes of the launch.
-        per_node: of these, those of one node; None: all are on one.
 
     Raises:
         RecipeError: the recipe's parts do not fit together, or the processes cannot share a batch
@@ -122,7 +115,6 @@ def _precision(recipe: Recipe, device: Device) -> Precision:
 
 
 def sequence_length(parts: Components, recipe: Recipe, bucket: Bucket) -> int:
-    """Tokens of one sample that attend to each other, those of text and references included."""
     shape = latent_shape(parts.codec, bucket)
     told = outline_conditioning(parts, recipe, shape)
     return parts.family.sequence_length(parts.model, shape, told)

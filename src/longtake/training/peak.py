@@ -27,18 +27,11 @@ class PeakComparison:
 
     @property
     def error(self) -> float:
-        """How much too high the prediction was, as a share."""
         return self.predicted_bytes / self.measured_bytes - 1
 
 
 class PeakCheck:
-    """Measures one step of a launch: not its first, in which libraries take what they keep.
-
-    Args:
-        predicted_bytes: of forward and backward pass, beside the weights; None: nothing to check.
-        bucket: the shape of clips that this was predicted for.
-        device: that is trained on.
-    """
+    """Measures one step of a launch: not its first, in which libraries take what they keep."""
 
     def __init__(self, predicted_bytes: int | None, bucket: Bucket, device: torch.device) -> None:
         self._predicted_bytes = predicted_bytes

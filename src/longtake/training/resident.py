@@ -30,12 +30,10 @@ class Fixed:
 
     @property
     def resident(self) -> int:
-        """What is there in every step but the first, beside what a traced step counts."""
         return self.optimizer.device + self.ema + self.encoders
 
     @property
     def update_bytes(self) -> int:
-        """The most during an update."""
         return self.weights + self.gradients + self.inputs + self.resident + self.optimizer.step
 
 

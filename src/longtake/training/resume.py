@@ -35,12 +35,6 @@ def save_checkpoint(saver: Saver, state: TrainingState, facts: Mapping[str, Any]
     Returns when the state may change again; how the save ends is told by the saver. Frozen weights
     are not saved: what built the model builds them again. There is no random state to save: all
     that is random follows from the recipe's seed.
-
-    Args:
-        saver: of the run.
-        state: as it is between two steps.
-        facts: what else is needed to go on, as JSON: the loader's state as `data`, what the guard
-            has seen as `guard`, and the recipe's fingerprint as `recipe`.
     """
     trainer = {
         "global_step": state.global_step,
@@ -53,12 +47,6 @@ def save_checkpoint(saver: Saver, state: TrainingState, facts: Mapping[str, Any]
 
 def restore(state: TrainingState, path: Path, step: int, world: World) -> None:
     """Put a training state to where a checkpoint was saved, whether it comes from before or after.
-
-    Args:
-        state: to be filled; its gradients are dropped.
-        path: the checkpoint, whose checksums were compared already.
-        step: of the checkpoint.
-        world: all ranks, each of which calls this.
 
     Raises:
         CheckpointError: the checkpoint is damaged or belongs to another model.

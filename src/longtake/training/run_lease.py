@@ -22,11 +22,7 @@ _SECONDS_TO_EXIT = 10.0
 
 
 class RunLease:
-    """The right to write a run directory; ranks other than 0 rely on rank 0's.
-
-    Args:
-        lease: rank 0's; None on other ranks.
-    """
+    """The right to write a run directory; ranks other than 0 rely on rank 0's."""
 
     def __init__(self, lease: Lease | None) -> None:
         self._lease = lease
@@ -58,7 +54,6 @@ class RunLease:
         )
 
     def end(self, how: str) -> None:
-        """Give the run back."""
         if self._lease is not None:
             with suppress(OSError):
                 self._lease.end(how)

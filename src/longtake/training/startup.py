@@ -41,11 +41,6 @@ def report_start(step: int, run: RunDirectory, world: World) -> None:
 
     Rank 0 does, before it writes that step's metrics. Ranks wait for each other in most parts, so
     that the slowest in one is most likely the one that the others waited for in the next.
-
-    Args:
-        step: the steps that were done before it.
-        run: the run directory.
-        world: all ranks.
     """
     everyone = gather_objects(parts_so_far(), world)
     if world.is_first:

@@ -42,13 +42,11 @@ class Timeline:
     """Seconds of one micro-batch in which compute waits for tokens of other ranks."""
 
     def seconds(self) -> float:
-        """How long the update takes, but for the optimizer."""
         between = _micro_batch_seconds(self._reducing(False))
         last = _micro_batch_seconds(self)
         return (self.num_micro_batches - 1) * between + last + self.num_micro_batches * self.waits
 
     def compute_seconds(self) -> float:
-        """How long it would take if nothing had to be sent."""
         turns = (*self.blocks, self.rest)
         return self.num_micro_batches * sum(turn.forward + turn.backward for turn in turns)
 
@@ -89,7 +87,6 @@ def timeline_of(step: OutlinedStep, trace: StepTrace, traffic: Traffic, links: L
 
 
 def seconds_of(num_bytes: int, group: Group, links: Links) -> float:
-    """How long each rank of a group takes to send so much."""
     return num_bytes / links.bandwidth(group.size, group.in_node) if num_bytes else 0.0
 
 

@@ -17,8 +17,6 @@ from longtake.training.outlined import OutlinedStep, gathers_in_bf16
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that take part in one collective."""
-
     size: int
     in_node: int
     """Of these, those of one node."""
@@ -60,17 +58,11 @@ class Traffic:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return self.forward + self.backward + self.scattered + self.reduced + self.tokens
 
 
 def traffic_of(step: OutlinedStep, trace: StepTrace) -> Traffic:
-    """What the ranks of a step send each other.
-
-    Args:
-        step: of a launch of several processes.
-        trace: of one of its micro-batches; knows the blocks that no gradient passes.
-    """
+    """What the ranks of a step send each other."""
     shards, copies, sequence = groups_of(step)
     units, times = units_of(step), step.num_micro_batches
     again = [unit for unit in units if not unit.is_rest and _gets_gradient(unit, trace)]
@@ -102,7 +94,6 @@ def groups_of(step: OutlinedStep) -> tuple[Group, Group, Group]:
 
 
 def gathered(num_bytes: int, group: Group) -> int:
-    """What each rank sends when a group gathers so much, or sums it into shards."""
     return num_bytes * (group.size - 1) // group.size
 
 
@@ -147,13 +138,11 @@ def _unit(
 
 
 def gathered_size(parameter: Tensor, step: OutlinedStep) -> int:
-    """Bytes of each number of a weight while it is gathered."""
     is_narrow = gathers_in_bf16(step.recipe, step.precision)
     return min(2, parameter.itemsize) if is_narrow else parameter.itemsize
 
 
 def _padded(parameter: Tensor, step: OutlinedStep) -> int:
-    """Numbers of a parameter whose rows are as many as divide by the shards."""
     rows, shards = parameter.shape[0], step.num_shards
     return -(-rows // shards) * shards * (parameter.numel() // rows)
 

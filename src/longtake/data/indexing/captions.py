@@ -56,7 +56,6 @@ def read_captions(
 
 
 def is_sidecar(captions: Path) -> bool:
-    """Whether it asks for the text files beside the clips and nothing else."""
     return str(captions) == SIDECAR
 
 

@@ -31,11 +31,9 @@ class Item:
 
     @property
     def kind(self) -> Kind:
-        """By the name, as everybody does."""
         suffix = PurePath(self.media.member or self.media.path).suffix
         return "image" if suffix.lower() in IMAGE_SUFFIXES else "video"
 
 
 def is_media(name: str) -> bool:
-    """Whether a name ends like a video's or an image's."""
     return PurePath(name).suffix.lower() in MEDIA_SUFFIXES

@@ -74,12 +74,7 @@ class ProbeJournal(Journal[_Entry]):
 
 
 class Memory:
-    """What is known of files from an older catalog and from a journal.
-
-    Args:
-        catalog: the older catalog, if there is one.
-        journal: what `ProbeJournal.known` returned.
-    """
+    """What is known of files from an older catalog and from a journal."""
 
     def __init__(
         self, catalog: Catalog | None, journal: dict[str, tuple[Stamp, Probe | ClipError]]
@@ -109,11 +104,7 @@ class Memory:
                 self._reasons[entry["path"]] = stamp, entry["reason"]
 
     def recall(self, stamps: Mapping[str, Stamp]) -> dict[str, Probe | ClipError]:
-        """What came of files that are still the same, by `str(media)`.
-
-        Args:
-            stamps: what the files look like now, by `str(media)`.
-        """
+        """What came of files that are still the same, by `str(media)`."""
         results: dict[str, Probe | ClipError] = {}
         rows = {}
         for name, stamp in stamps.items():
@@ -142,7 +133,6 @@ class Memory:
 
 
 def _same(known: Mapping[str, tuple[Stamp, _T]], name: str, stamp: Stamp) -> _T | None:
-    """What is known under a name, if it was known of the same file."""
     before = known.get(name)
     return before[1] if before is not None and before[0] == stamp else None
 

@@ -65,8 +65,6 @@ class Probe:
 
 @dataclass(frozen=True)
 class _Span:
-    """Start and end of what was decoded, in seconds of the stream's clock."""
-
     start: float
     end: float
     fps: float
@@ -83,10 +81,6 @@ def probe(media: Media, alive: Callable[[], object] = _nothing) -> Probe:
     error is found by time: it is refused when its frames end before the declared end by more than
     2.5 frame intervals and more than 5 % of the declared duration. Frame counts in headers are not
     compared, because edit lists and dropped lead-in frames make them differ in good files.
-
-    Args:
-        media: the video.
-        alive: called whenever there is progress, so that a supervisor can tell slow from stuck.
 
     Raises:
         ClipError: the file cannot be read, holds no video, is damaged or is cut short.

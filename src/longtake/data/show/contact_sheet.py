@@ -42,7 +42,6 @@ class CropRow:
 
 
 def frame_size(height: int, width: int) -> tuple[int, int]:
-    """The height and width at which a picture is drawn: it fits into a cell."""
     scale = min(FRAME_HEIGHT / height, MAX_FRAME_WIDTH / width)
     return max(1, round(height * scale)), max(1, round(width * scale))
 

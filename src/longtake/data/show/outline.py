@@ -25,10 +25,6 @@ TIMELINE_SPANS = 60
 def show_plan(plan: Plan, recipe: Recipe) -> dict[str, Any]:
     """Tell what a new run trains on.
 
-    Args:
-        plan: of the run.
-        recipe: that it was made from.
-
     Returns:
         JSON-able, with these keys.
 
@@ -106,7 +102,6 @@ def _streams(plan: Plan, number: int, stage: StagePlan, recipe: Recipe) -> Itera
 
 
 def _end(plan: Plan, steps: int) -> int:
-    """The step that training ends at: the stages may be over before."""
     return steps if plan.end_step is None else min(steps, plan.end_step)
 
 

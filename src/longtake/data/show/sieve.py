@@ -46,11 +46,9 @@ class Sieve:
         return np.bincount(flat, minlength=shape[0] * shape[1]).reshape(shape)
 
     def kept(self, bucket: int) -> Rows:
-        """The clips that a bucket trains on."""
         return np.flatnonzero((self.home == bucket) & (self.code < 0)).astype(np.uint32)
 
     def dropped(self, reason: int) -> Rows:
-        """The clips that are dropped for a reason."""
         return np.flatnonzero(self.code == reason).astype(np.uint32)
 
 

@@ -201,7 +201,6 @@ def _timeline(facts: Mapping[str, Any]) -> Table:
 
 
 def _level(share: float) -> int:
-    """Something is never drawn as nothing."""
     return max(round(share * (len(_LEVELS) - 1)), int(share > 0))
 
 
@@ -288,7 +287,6 @@ def _number(value: float | None) -> str:
 
 
 def _short(path: str) -> str:
-    """The last two parts of a path."""
     return "/".join(PurePath(path).parts[-2:])
 
 
