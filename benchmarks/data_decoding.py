@@ -29,8 +29,8 @@ from av.video.reformatter import Interpolation, VideoReformatter
 from numpy.typing import NDArray
 
 from longtake.data.clip import Media
+from longtake.data.decode_worker import DecodePool
 from longtake.data.indexing.probe import Probe, probe
-from longtake.data.pool import Pool
 from longtake.data.window import Window, read_window
 from longtake.errors import ClipError
 
@@ -169,14 +169,14 @@ def _run_bare(windows: Sequence[Window], processes: int) -> tuple[float, float]:
 
 def _run_pool(windows: Sequence[Window], processes: int) -> tuple[float, float]:
     """Wall and CPU seconds of all processes, this one included; starting not counted."""
-    with Pool(processes) as pool:
+    with DecodePool(processes) as pool:
         all_done([pool.submit(windows[0]) for _ in range(4 * processes)])
         before, begun = _cpu_seconds(pool), time.perf_counter()
         _read(pool, windows)
         return time.perf_counter() - begun, _cpu_seconds(pool) - before
 
 
-def _read(pool: Pool, windows: Sequence[Window]) -> None:
+def _read(pool: DecodePool, windows: Sequence[Window]) -> None:
     """As a training run reads: some windows ahead, each let go once it was used."""
     ahead: deque[Future[NDArray[np.uint8]]] = deque()
     for window in windows:
@@ -187,7 +187,7 @@ def _read(pool: Pool, windows: Sequence[Window]) -> None:
         future.result()
 
 
-def _cpu_seconds(pool: Pool) -> float:
+def _cpu_seconds(pool: DecodePool) -> float:
     times = [psutil.Process(pid).cpu_times() for pid in (os.getpid(), *pool.decoding())]
     return float(sum(each.user + each.system for each in times))
 
@@ -244,7 +244,7 @@ def _endurance(clips: Sequence[tuple[Media, Probe]], reads: int) -> list[str]:
         _window(*chance.choice(clips), chance, _ENDURED_FRAMES, _ENDURED_STARTS)
         for _ in range(reads)
     ]
-    with Pool(1) as pool:
+    with DecodePool(1) as pool:
         _read(pool, windows[: reads // 10])
         (worker,) = map(psutil.Process, pool.decoding())
         us = psutil.Process()
@@ -264,7 +264,7 @@ def _endurance(clips: Sequence[tuple[Media, Probe]], reads: int) -> list[str]:
 
 
 def _check(windows: Sequence[Window]) -> None:
-    with Pool(1) as pool:
+    with DecodePool(1) as pool:
         for window in windows:
             assert (pool.submit(window).result() == read_window(window)).all()
 

@@ -78,8 +78,8 @@ _AT_DATA: Stack = (
 _POOL: Stack = (
     ("_PollLikeSelector.select", f"{_PYTHON}selectors.py", 415),
     ("wait", f"{_PYTHON}multiprocessing/connection.py", 947),
-    ("Pool._wait", f"{_OURS}data/pool.py", 280),
-    ("Pool._supervise", f"{_OURS}data/pool.py", 236),
+    ("WorkerPool._wait", f"{_OURS}data/workers.py", 280),
+    ("WorkerPool._supervise", f"{_OURS}data/workers.py", 236),
     *_THREAD,
 )
 _WRITER: Stack = (
@@ -229,7 +229,7 @@ def _process(
         "ppid": 1,
         "role": role,
         "rank": rank,
-        "command": f"/opt/venv/bin/python -P -m longtake.data.worker pyav /dev/shm/{rank} {pid}",
+        "command": f"/opt/venv/bin/python -P -m longtake.data.decode_worker /dev/shm {rank} {pid}",
         "state": "S",
         "cpu_seconds": 100.0,
         "method": "py-spy --nonblocking",

@@ -1,5 +1,6 @@
 """The verbs of `longtake data` on a real Ray of two workers: the same, byte for byte."""
 
+import fcntl
 import json
 import logging
 import os
@@ -22,9 +23,9 @@ import pytest
 
 from longtake import config
 from longtake.config import Recipe
+from longtake.data import tasks
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Media
-from longtake.data.crews.cluster import Cluster
 from longtake.data.indexing.item import Item
 from longtake.data.indexing.probe import Probe
 from longtake.data.indexing.probing import probe_all
@@ -141,7 +142,7 @@ def test_what_cannot_be_scored_far_away_is_said(catalog: Path, call: Call) -> No
     failed = [each["reason"] for each in json.loads(answer)["failed"]]
     assert code == 0
     assert failed.count("too red") == reds > 0
-    assert failed.count("scoring it ended the process (exit code 1)") == blues > 0
+    assert failed.count("the scoring process ended with exit status 1") == blues > 0
     assert len(failed) == reds + blues
     code, _, error = call(*score, "own_scores:no_such")
     assert code == 2
@@ -208,39 +209,30 @@ def test_caches_are_the_same_whatever_filled_them(
     assert json.loads(answer)["latents"] == {"present": 24, "computed": 0}
 
 
-def _hands() -> list[psutil.Process]:
-    """Processes that do errands for Ray workers."""
+def _workers() -> list[psutil.Process]:
+    """Worker processes of Ray workers."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has just ended
-            if "longtake.data.crews.hand" in process.cmdline():
+            if "longtake.data.decode_worker" in process.cmdline():
                 is_far = "ray::" in " ".join(process.parent().cmdline())
                 found += [process] if is_far else []
     return found
 
 
-@pytest.mark.parametrize(
-    ("number", "reason"),
-    [
-        (signal.SIGSTOP, "decoding made no progress for 1.5 s and was stopped"),
-        (signal.SIGSEGV, "decoding it ended the process (SIGSEGV)"),
-    ],
-)
-def test_a_clip_that_hangs_or_crashes_its_decoder_costs_itself(
-    ray: ModuleType, shapes_catalog: Path, number: signal.Signals, reason: str
-) -> None:
+def test_a_clip_that_hangs_its_decoder_costs_itself(ray: ModuleType, shapes_catalog: Path) -> None:
     """With the same words as on one machine, and the next ones are read."""
     items = [Item(clip.media) for clip in islice(Catalog.load(shapes_catalog).clips(), 4)]
-    outcomes = probe_all(items, Cluster(ray, 1), silence_seconds=1.5)
+    outcomes = probe_all(items, on="ray", workers=1, silence_seconds=1.5)
     first = next(outcomes)
-    (hand,) = _hands()
-    hand.send_signal(number)
+    (worker,) = _workers()
+    worker.send_signal(signal.SIGSTOP)
     second, *others = outcomes
     assert isinstance(second.found, ClipError)
-    assert second.found.reason == reason
+    assert second.found.reason.startswith("decoding made no progress for 1.5 s")
     assert [each.is_lasting for each in (first, second, *others)] == [True, False, True, True]
     assert all(isinstance(each.found, Probe) for each in (first, *others))
-    hand.wait(20)
+    worker.wait(20)
 
 
 def test_the_items_of_a_lost_worker_are_done_by_another(
@@ -248,24 +240,26 @@ def test_the_items_of_a_lost_worker_are_done_by_another(
 ) -> None:
     """As when a node goes away: nothing is lost, and none of its processes stays behind."""
     items = [Item(clip.media) for clip in islice(Catalog.load(shapes_catalog).clips(), 4)]
-    outcomes = probe_all(items, Cluster(ray, 1))
+    outcomes = probe_all(items, on="ray", workers=1)
     next(outcomes)
-    (hand,) = _hands()
-    hand.parent().kill()
+    (worker,) = _workers()
+    worker.parent().kill()
     assert all(isinstance(each.found, Probe) for each in outcomes)
-    hand.wait(20)
+    worker.wait(20)
 
 
 def test_a_file_that_only_this_machine_sees_is_named(ray: ModuleType, shapes_catalog: Path) -> None:
     """Once, with the node: not as a catalog of rejected clips."""
     clip = Catalog.load(shapes_catalog).clip(0)
     # This process's own view of its memory: there is none of that name in another process.
-    descriptor = os.memfd_create("clip")
+    first = os.memfd_create("clip")
+    descriptor = fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, 900)  # which no Ray worker has
+    os.close(first)
     os.write(descriptor, Path(clip.path).read_bytes())
     path = f"/proc/self/fd/{descriptor}"
     items = [Item(Media(path))]
     with pytest.raises(DataError) as caught:
-        list(probe_all(items, Cluster(ray, 1)))
+        list(probe_all(items, on="ray", workers=1))
     os.close(descriptor)
     here = socket.gethostname()
     assert f"{path} is there on {here}, but not on {here}. Put it on a disk" in str(caught.value)
@@ -275,14 +269,12 @@ def test_another_version_is_refused(
     ray: ModuleType, shapes_catalog: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before a clip is looked at, by what is installed on the worker."""
-    from longtake.data.crews import far
-
     clip = Catalog.load(shapes_catalog).clip(0)
-    monkeypatch.setattr(far, "versions", lambda: {"av": "1.0"})
+    monkeypatch.setattr(tasks, "package_versions", lambda: {"av": "1.0"})
     with pytest.raises(
         DataError, match=r"would not do the same work: av is \d.* there and 1\.0 here"
     ):
-        list(Cluster(ray, 1).work(MotionScore(), [clip]))
+        list(tasks.run_tasks(MotionScore(), [clip], on="ray", workers=1))
 
 
 @pytest.mark.usefixtures("ray", "own")
@@ -353,7 +345,7 @@ def _listens(port: int) -> bool:
 
 _LISTENING = """
 import psutil
-from longtake.data.crews.cluster import connected
+from longtake.data.tasks import connected
 with connected("ray") as ray:
     ray.get(ray.remote(lambda: 1).remote())
     top = psutil.Process()

@@ -15,8 +15,8 @@ import numpy as np
 import psutil
 
 from longtake.data.clip import Media
+from longtake.data.decode_worker import DecodePool
 from longtake.data.encode import write_video
-from longtake.data.pool import Pool
 from longtake.data.window import Window
 
 _SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -39,9 +39,7 @@ _MAY_IMPORT_TORCH = (
     "data.batch",
     "data.cache",
     "data.cache_fill",
-    "data.cached",
     "data.decoding",
-    "data.fill",
     "data.loader",
     "demo.report",
     "demo.run",
@@ -167,7 +165,7 @@ def test_a_decoding_process_loads_no_torch(tmp_path: Path) -> None:
     write_video(tmp_path / "clip.mp4", frames, fps=8)
     window = _window_of(tmp_path / "clip.mp4")
     before = {child.pid for child in psutil.Process().children()}
-    with Pool(1) as pool:
+    with DecodePool(1) as pool:
         pool.submit(window).result(_SECONDS)
         started = [child.pid for child in psutil.Process().children() if child.pid not in before]
         assert started

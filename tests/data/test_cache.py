@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longtake.config import Bucket, DataSection
-from longtake.data.cache import Cache, Entry, make_folder
+from longtake.data.cache import Cache, CacheEntry, ContentHashes, make_folder
 from longtake.data.catalog import Catalog
-from longtake.data.hashes import ContentHashes
 from longtake.data.sample import sample_window
 from longtake.data.window import Window
 from longtake.errors import ClipError, DataError
@@ -72,7 +71,9 @@ def test_what_is_read_is_what_was_written(
         "zeros": torch.zeros(2, 3),
         "ids": torch.tensor([[4, 0], [0, 0]]),
     }
-    entry = Entry(tmp_path_factory.mktemp("cache") / "kind" / "ab" / "abc.safetensors", "a test")
+    entry = CacheEntry(
+        tmp_path_factory.mktemp("cache") / "kind" / "ab" / "abc.safetensors", "a test"
+    )
     (entry.path.parents[2] / "aside").mkdir()
     size = entry.write(written)
     assert size == entry.path.stat().st_size

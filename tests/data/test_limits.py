@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from longtake.data.clip import Media
-from longtake.data.crews.processes import Processes
 from longtake.data.crop import Crop
+from longtake.data.decode_worker import DecodePool
 from longtake.data.index import index
 from longtake.data.indexing.item import Item
 from longtake.data.indexing.probing import probe_all
 from longtake.data.limits import Limits
-from longtake.data.pool import Pool
 from longtake.data.references import Reference
 from longtake.data.show import show
 from longtake.data.show.contact_sheet import CropRow, contact_sheet
@@ -54,7 +53,7 @@ def _png(path: Path, width: int, height: int, pixels: bytes = b"") -> Path:
 def _found(path: Path, limits: Limits) -> tuple[str, bool]:
     """Why a file is rejected, and whether it would be again."""
     items = [Item(Media(str(path)))]
-    (outcome,) = probe_all(items, Processes(1), limits=limits)
+    (outcome,) = probe_all(items, workers=1, limits=limits)
     assert isinstance(outcome.found, ClipError), outcome.found
     return outcome.found.reason, outcome.is_lasting
 
@@ -86,7 +85,7 @@ def test_a_process_has_no_more_memory_than_it_may(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.truncate(2**28)
     wanted = _reference(path)
-    with Pool(1, memory_gib=0.125) as pool:
+    with DecodePool(1, memory_gib=0.125) as pool:
         with pytest.raises(ClipError, match=r"takes more than 0\.125 GiB of memory"):
             pool.submit(wanted).result()
         assert (

@@ -420,7 +420,8 @@ def _helpers() -> list[str]:
     """Threads and processes that decode."""
     threads = [each.name for each in threading.enumerate() if each.name.startswith("decod")]
     children = psutil.Process().children()
-    return threads + [line for each in children if "longtake.data.worker" in (line := _line(each))]
+    lines = (_line(each) for each in children)
+    return threads + [line for line in lines if "longtake.data.decode_worker" in line]
 
 
 def _line(process: psutil.Process) -> str:

@@ -32,7 +32,7 @@ _NUM_EPOCHS = 3
 
 
 class _Instant:
-    """In the place of `longtake.data.pool.Pool`: black windows, at once."""
+    """In the place of `longtake.data.decode_worker.DecodePool`: black windows, at once."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
@@ -54,7 +54,7 @@ class _Instant:
 @pytest.fixture(scope="module", autouse=True)
 def _at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding, "Pool", _Instant)
+        patch.setattr(decoding, "DecodePool", _Instant)
         yield
 
 

@@ -198,7 +198,7 @@ def test_a_picture_that_hangs_quarantines_its_clip(path: Path) -> None:
     loader = Loader(_section(path, workers=1, sample_timeout_seconds=1.0), batch_size=6)
     (batch,) = loader.batches(1)
     (reason,) = loader.failures.values()
-    assert f"a.4.png: its pose, {pose}: decoding did not finish within 1 s, twice" in reason
+    assert f"a.4.png: its pose, {pose}: decoding made no progress for 1 s, twice" in reason
     assert [incident.path for incident in loader.incidents] == [str(pose)] * 2
     assert batch.weights.tolist().count(0) == 1
 

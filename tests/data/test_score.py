@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from longtake.data.catalog import Catalog
-from longtake.data.crews.processes import Processes
 from longtake.data.encode import write_video
 from longtake.data.index import index
 from longtake.data.score import SCORES, score
@@ -100,7 +99,7 @@ def test_every_process_finds_the_same_nouns_without_a_network() -> None:
 def test_several_processes_count_like_one() -> None:
     """In the captions' order."""
     captions = [f"{number} {caption}" for number in range(120) for caption in JUDGED]
-    counts = list(nouns_of_all(captions, Processes(2)))
+    counts = list(nouns_of_all(captions, workers=2))
     assert counts == list(map(num_nouns, captions))
 
 

@@ -19,7 +19,7 @@ from longtake.data.index import index
 from longtake.fsio import read_json_lines
 from longtake.process import num_cores
 from longtake.run_dir import RunDirectory
-from longtake.training.caching import cache_ahead
+from longtake.training.latent_cache import cache_ahead
 
 _WAN = (
     "data.buckets=[{num_frames=5, height=32, width=32}]",

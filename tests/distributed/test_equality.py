@@ -27,10 +27,10 @@ from longtake.parallel.mesh import World, arranged, join
 from longtake.recompute.policies import options_of
 from longtake.training.agree import agreed
 from longtake.training.build import build_state
-from longtake.training.caching import captions_of
 from longtake.training.compiling import compile_blocks
 from longtake.training.fit import run_blocks_by
 from longtake.training.gauge import Gauge
+from longtake.training.latent_cache import captions_of
 from longtake.training.statistics import local_facts, reduce_facts
 from longtake.training.step import apply_update, compute_gradients
 

@@ -17,9 +17,9 @@ from longtake.recompute.devices import CPU
 from longtake.recompute.measure import measured
 from longtake.recompute.policies import options_of
 from longtake.training.build import build_state
-from longtake.training.caching import captions_of
 from longtake.training.card import card_of
 from longtake.training.fit import run_blocks_by
+from longtake.training.latent_cache import captions_of
 from longtake.training.outlined import outlined_step
 from longtake.training.resident import memory_of, size_of
 from longtake.training.step import compute_gradients, skip_update

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from longtake.config import Recipe
-from longtake.data import process
+from longtake.data import workers
 from longtake.faults import faulty_processes
 from longtake.faults.inject import INJECTIONS, StepFunctions, Trigger
 from longtake.faults.sandbox import (
@@ -129,10 +129,10 @@ def test_steps_are_slow_from_a_step_on_and_ranks_by_their_share(
 
 
 def test_decode_workers_are_replaced_by_those_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "PROGRAM", process.PROGRAM)
+    monkeypatch.setattr(workers, "PROGRAM", workers.PROGRAM)
     step = INJECTIONS["freeze-worker-in-c"](Trigger(_AT), StepFunctions())
     assert step == StepFunctions()
-    assert list(process.PROGRAM) == [faulty_processes.PROGRAM, "worker", "in-c", str(_AT)]
+    assert list(workers.PROGRAM) == [faulty_processes.PROGRAM, "worker", "in-c", str(_AT)]
 
 
 def _losses(rows: list[Metrics]) -> list[float | None]:

@@ -11,8 +11,7 @@ import pytest
 
 from longtake.config import Recipe
 from longtake.models.assemble import assemble
-from longtake.training.caching import make_parts
-from longtake.training.fingerprint import codec_fingerprint, text_fingerprint
+from longtake.training.latent_cache import codec_fingerprint, make_parts, text_fingerprint
 
 _Make = Callable[..., Recipe]
 _AUTOENCODER = (

@@ -19,7 +19,7 @@ from longtake.parallel.fsdp import clip_gradients
 from longtake.parallel.mesh import World
 from longtake.parallel.norms import squares
 from longtake.training.ema import Averages
-from longtake.training.encoding import encode_captions
+from longtake.training.latent_cache import encode_captions
 from longtake.training.optim import build_optimizers
 from longtake.training.step import (
     TrainingState,

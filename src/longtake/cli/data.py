@@ -81,21 +81,22 @@ def index(
     from longtake.progress import counted, phase_lines
 
     with phase_lines(say.console(), "importing PyArrow and PyAV") as enter:
-        from longtake.data.crews.choice import crew_on
         from longtake.data.index import index as index_clips
         from longtake.data.limits import Limits
+        from longtake.data.tasks import connected
 
         def advance(done: int, total: int) -> None:
             enter("indexing")
             shown(done, total)
 
         enter("looking for clips")
-        with crew_on(on, workers) as crew, counted(say.console(), "index") as shown:
+        with connected(on), counted(say.console(), "index") as shown:
             report = index_clips(
                 sources,
                 captions=captions,
                 out=out,
-                crew=crew,
+                on=on,
+                workers=workers,
                 progress=advance,
                 fresh=fresh,
                 limits=Limits(memory_gib, timeout_seconds),
@@ -150,15 +151,21 @@ def prepare(
     as_json: AsJson = False,
 ) -> None:
     """Transcode clips to the size that they are trained in, so that reading them is cheap."""
-    from longtake.data.crews.choice import crew_on
     from longtake.data.prepare import prepare as prepare_clips
+    from longtake.data.tasks import connected
     from longtake.data.transcode import Settings
     from longtake.progress import counted
 
     settings = Settings(tuple(map(_parse_size, size)), gop, crf, fps)
-    with crew_on(on, workers) as crew, counted(say.console(), "prepare") as advance:
+    with connected(on), counted(say.console(), "prepare") as advance:
         report = prepare_clips(
-            catalog, out, settings=settings, crew=crew, progress=advance, memory_gib=memory_gib
+            catalog,
+            out,
+            settings=settings,
+            on=on,
+            workers=workers,
+            progress=advance,
+            memory_gib=memory_gib,
         )
     if as_json:
         say.result(asdict(report) | {"catalog": str(report.catalog)})
@@ -202,19 +209,20 @@ def score(
     After Ctrl-C it goes on where it was.
     """
     from longtake.data.catalog import Catalog
-    from longtake.data.crews.choice import crew_on
     from longtake.data.index import check_out
     from longtake.data.score import score as score_clips
+    from longtake.data.tasks import connected
     from longtake.progress import counted
 
     loaded, target = Catalog.load(catalog), out or catalog
     check_out(target)  # scoring may take hours
-    with crew_on(on, workers) as crew, counted(say.console(), "score") as advance:
+    with connected(on), counted(say.console(), "score") as advance:
         scored = score_clips(
             loaded,
             by,
             name=name,
-            crew=crew,
+            on=on,
+            workers=workers,
             out=target,
             progress=advance,
             memory_gib=memory_gib,
@@ -302,18 +310,16 @@ def cache(
     processes at once, alone or by `torchrun --nproc-per-node 2 -m longtake data cache
     RECIPE`.
     """
-    from longtake.data.crews.choice import crew_on
-    from longtake.training.caching import KINDS, cache_ahead
+    from longtake.data.cache_fill import CACHE_KINDS
+    from longtake.data.tasks import connected
+    from longtake.training.latent_cache import cache_ahead
     from longtake.trust import load_recipe
 
     if workers and on is None:
         raise typer.BadParameter("--workers is for --on; here, data.workers of the recipe decode")
     loaded = load_recipe(recipe, changes or (), trust=trust)
-    if on is None:
-        facts = cache_ahead(loaded, say.console())
-    else:
-        with crew_on(on, workers) as crew:
-            facts = cache_ahead(loaded, say.console(), crew)
+    with connected(on):
+        facts = cache_ahead(loaded, say.console(), on=on, workers=workers)
     if as_json:
         say.result(facts)
         return
@@ -322,7 +328,7 @@ def cache(
     counts = (
         f"{facts[kind]['present'] + facts[kind]['computed']} {kind} "
         f"({facts[kind]['computed']} computed now)"
-        for kind in KINDS
+        for kind in CACHE_KINDS
     )
     mebibytes = round(facts["bytes"] / 2**20, 1)
     say.line(f"{facts['cache']}: {', '.join(counts)}; {mebibytes} MiB written.")

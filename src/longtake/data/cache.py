@@ -1,4 +1,4 @@
-"""Latents and prompt embeddings that were computed before: how they are named, written and read.
+"""Latents and prompt embeddings that were computed before: named, written and read.
 
     CACHE/latents/3f/3f09….safetensors      of a window of a clip
     CACHE/references/07/07b1….safetensors   of a further picture, cut as its clip is
@@ -7,48 +7,51 @@
     CACHE/encoders/90c1….jsonl              content hashes of encoders' weights, by path
     CACHE/aside/                            what is being written
 
-A name is a hash of all that decides what the file holds: the content that is encoded, how it is
-cut, and the encoder's fingerprint. So nothing is ever out of date, a cache is extended by what is
-missing, and several recipes and processes share one folder: each file is written aside and renamed,
-and whoever comes second writes the same again.
-
-Files hold exactly what the encoder gave. A value that bf16 can hold is stored as bf16, which halves
-the embeddings of a text encoder that computes in bf16; rows of zeros at the end, as captions are
-padded with, are left out.
+A name is a hash of all that decides what the file holds: the content, how it is cut, and the
+encoder's fingerprint. So no entry is out of date, and several recipes and processes share a folder.
 """
 
 import hashlib
 import json
 import secrets
 import shutil
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
+from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import TracebackType
+from typing import Any, BinaryIO, Self
 
 import safetensors
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from longtake.config import DataSection
-from longtake.data.hashes import ContentHashes
+from longtake.config import Bucket, DataSection
+from longtake.data.clip import Clip, Media
+from longtake.data.indexing.probe import content_hash
 from longtake.data.references import Reference, references_of
 from longtake.data.window import Window
-from longtake.errors import ClipError, DataError
-from longtake.fsio import make_writable, open_regular, read_regular
+from longtake.data.workers import WorkerIncident
+from longtake.errors import ClipError, DataError, RecordError
+from longtake.fsio import make_writable, open_regular, read_records, read_regular
 
 _FORMAT = 1
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _FACTS = "longtake"  # the key of what a file says about itself
 _MOST_HEADER_BYTES = 2**20
 _OLD_SECONDS = 24 * 3600
+_THREADS = 4
+
+_Stamp = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """One file of a cache.
 
     Attributes:
@@ -119,39 +122,43 @@ class Entry:
         return len(data)
 
 
+@dataclass(frozen=True)
+class CacheFailure:
+    """A window is not in the cache, as it, or a reference picture of it, cannot be decoded."""
+
+    identity: str
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Cache:
-    """What a recipe's encoders make of clips, pictures and captions.
+    """What a recipe's encoders make of clips, reference pictures and captions; can be pickled."""
 
-    Args:
-        folder: that holds it, whether it is there yet or not.
-        codec: fingerprint of what encodes clips and pictures.
-        text: fingerprint of what encodes captions.
-        data: the recipe's section.
-        no_caption: what a dropped caption is encoded as.
-    """
+    folder: Path  # whether it is there yet or not
+    codec: str  # fingerprint of what encodes clips and pictures
+    text: str  # fingerprint of what encodes captions
+    data: DataSection
+    no_caption: str  # what a dropped caption is encoded as
 
-    def __init__(
-        self, folder: Path, *, codec: str, text: str, data: DataSection, no_caption: str
-    ) -> None:
-        self.folder = folder
-        self.no_caption = no_caption
-        self._codec = codec
-        self._text = text
-        self._data = data
-        self._hashes = ContentHashes(folder / "hashes")
-        self._unconditional: dict[str, Tensor] | None = None
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what was read already."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
-    def reopened(self) -> "Cache":
-        """The same, with what other processes have meanwhile noted of pictures."""
-        return Cache(
-            self.folder,
-            codec=self._codec,
-            text=self._text,
-            data=self._data,
-            no_caption=self.no_caption,
-        )
+    @cached_property
+    def unconditional(self) -> dict[str, Tensor]:
+        """The embeddings of no caption.
 
-    def latents(self, window: Window) -> Entry:
+        Raises:
+            ClipError: they are not there, or damaged.
+        """
+        return self.prompt(self.no_caption).read()
+
+    @cached_property
+    def _hashes(self) -> "ContentHashes":
+        return ContentHashes(self.folder / "hashes")
+
+    def latents(self, window: Window) -> CacheEntry:
         """Where the latents of a window are."""
         facts = (
             *(window.identity, window.kind, window.stream_index, window.rotation),
@@ -160,9 +167,9 @@ class Cache:
             *(window.height, window.width, window.is_flipped),
         )
         what = f"the latents of {window.media} from frame {window.start}"
-        return self._entry("latents", self._codec, facts, what)
+        return self._entry("latents", self.codec, facts, what)
 
-    def reference(self, name: str, reference: Reference) -> Entry:
+    def reference(self, name: str, reference: Reference) -> CacheEntry:
         """Where the latents of a further picture are.
 
         Raises:
@@ -174,30 +181,170 @@ class Cache:
             *(reference.height, reference.width, reference.is_flipped),
         )
         what = f"the latents of {name} {reference.media}"
-        return self._entry("references", self._codec, facts, what)
+        return self._entry("references", self.codec, facts, what)
 
     def references(self, window: Window) -> dict[str, Reference]:
         """The further pictures of a clip of which a window is trained on, by name."""
-        return references_of(window, self._data.references)
+        return references_of(window, self.data.references)
 
-    def prompt(self, caption: str) -> Entry:
+    def prompt(self, caption: str) -> CacheEntry:
         """Where the embeddings of a caption are."""
-        return self._entry("prompts", self._text, (caption,), f"the embeddings of {caption!r}")
+        return self._entry("prompts", self.text, (caption,), f"the embeddings of {caption!r}")
 
-    def unconditional(self) -> dict[str, Tensor]:
-        """The embeddings of no caption; read once.
-
-        Raises:
-            ClipError: they are not there, or damaged.
-        """
-        if self._unconditional is None:
-            self._unconditional = self.prompt(self.no_caption).read()
-        return self._unconditional
-
-    def _entry(self, kind: str, encoder: str, facts: tuple[object, ...], what: str) -> Entry:
+    def _entry(self, kind: str, encoder: str, facts: tuple[object, ...], what: str) -> CacheEntry:
         text = json.dumps([_FORMAT, kind, encoder, *facts], separators=(",", ":"))
         key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        return Entry(self.folder / kind / key[:2] / f"{key}.safetensors", what)
+        return CacheEntry(self.folder / kind / key[:2] / f"{key}.safetensors", what)
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a sample is made of: its latents [C, F', H', W'], and what the model is told of it."""
+
+    latents: Tensor
+    conditioning: dict[str, Tensor]
+
+
+class CachedSource:
+    """Reads samples from a cache, several at a time; a `Feed`.
+
+    `failures`: by the key of a window's latents, why they are not there.
+    """
+
+    def __init__(self, cache: Cache, failures: Mapping[str, CacheFailure]) -> None:
+        self.cache = cache
+        self._failures = failures
+        self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="cache")
+
+    def places(self, shape: Bucket, num_places: int) -> "CachedBuffer":
+        """The empty places of one batch."""
+        return CachedBuffer(self, shape, num_places)
+
+    def incidents(self) -> list[WorkerIncident]:
+        """None: there are no processes."""
+        return []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.threads.shutdown(wait=True, cancel_futures=True)
+
+    def content(self, clip: Clip, window: Window) -> _Content:
+        """Read a sample.
+
+        Raises:
+            ClipError: the clip could not be decoded when the cache was filled, or the cache is
+                incomplete or damaged.
+        """
+        cache = self.cache
+        entry = cache.latents(window)
+        if failure := self._failures.get(entry.key):
+            raise ClipError(failure.path, failure.reason)
+        _ = cache.unconditional  # missing there, it is missing to every sample
+        conditioning = cache.prompt(clip.caption).read()
+        for name, reference in cache.references(window).items():
+            conditioning[f"{name}_latents"] = cache.reference(name, reference).read()["latents"]
+        return _Content(entry.read()["latents"], conditioning)
+
+
+class CachedBuffer:
+    """The samples of one batch."""
+
+    def __init__(self, feed: CachedSource, shape: Bucket, num_places: int) -> None:
+        self._feed = feed
+        self._shape = shape
+        self._begun: dict[int, Future[_Content]] = {}
+        self._filled: list[_Content | None] = [None] * num_places
+
+    def begin(self, place: int, clip: Clip, window: Window) -> None:
+        """Start to read a sample."""
+        self._begun[place] = self._feed.threads.submit(self._feed.content, clip, window)
+
+    def wait(self, place: int) -> None:
+        """Return when a place is filled, or will never be.
+
+        Raises:
+            ClipError: it cannot be.
+        """
+        self._filled[place] = self._begun.pop(place).result()
+
+    def copy(self, source: int, place: int) -> None:
+        """Fill a place like another one, which is filled."""
+        self._filled[place] = self._filled[source]
+
+    def fields(self) -> dict[str, Any]:
+        """`latents`, `conditioning` and `no_caption`."""
+        contents = [each for each in self._filled if each is not None]
+        assert len(contents) == len(self._filled)
+        told = [each.conditioning for each in contents]
+        no_caption = self._feed.cache.unconditional
+        size = (len(contents), 3, 0, self._shape.height, self._shape.width)
+        return {
+            "videos": torch.empty(size, dtype=torch.uint8),
+            "latents": torch.stack([each.latents for each in contents]),
+            "conditioning": {name: torch.stack([each[name] for each in told]) for name in told[0]},
+            "no_caption": {name: each[None] for name, each in no_caption.items()},
+        }
+
+
+class ContentHashes:
+    """Remembers in a folder what files held, so that no later process reads them again.
+
+    Each process appends to a file of its own and reads those of all, once.
+
+    Args:
+        folder: of the files; where it cannot be written, nothing is remembered.
+        hash_of: from a path to what is remembered: BLAKE2b-128 of the content unless given. Those
+            of one folder are of one kind.
+    """
+
+    def __init__(self, folder: Path, hash_of: Callable[[str], str] | None = None) -> None:
+        self._folder = folder
+        self._hash_of = hash_of or (lambda path: content_hash(Media(path)))
+        self._mine = folder / f"{secrets.token_hex(8)}.jsonl"
+        self._known: dict[str, tuple[_Stamp, str]] | None = None
+        self._lock = threading.Lock()
+
+    def of(self, path: str) -> str:
+        """A file's hash, as hex digits.
+
+        Raises:
+            ClipError: there is no such file, it is empty or cannot be read.
+        """
+        known, stamp = self._remembered(), _stamp(path)
+        if (found := known.get(path)) and found[0] == stamp:
+            return found[1]
+        content = self._hash_of(path)
+        with self._lock:
+            known[path] = stamp, content
+            with suppress(OSError):  # then somebody reads it again
+                self._write(path, stamp, content)
+        return content
+
+    def _remembered(self) -> dict[str, tuple[_Stamp, str]]:
+        with self._lock:
+            if self._known is None:
+                self._known = {}
+                for file in sorted(self._folder.glob("*.jsonl")):
+                    self._read(file, self._known)
+            return self._known
+
+    def _read(self, file: Path, known: dict[str, tuple[_Stamp, str]]) -> None:
+        with suppress(RecordError):
+            for path, num_bytes, mtime_ns, content in read_records(file, tuple[str, int, int, str]):
+                known[path] = (num_bytes, mtime_ns), content
+
+    def _write(self, path: str, stamp: _Stamp, content: str) -> None:
+        if not self._mine.exists():
+            make_writable(self._folder)
+        with self._mine.open("ab") as file:
+            file.write(json.dumps([path, *stamp, content]).encode() + b"\n")
 
 
 def make_folder(folder: Path) -> None:
@@ -225,8 +372,21 @@ def cannot_write(path: Path, error: OSError) -> DataError:
     )
 
 
+def _stamp(path: str) -> _Stamp:
+    try:
+        status = Path(path).stat()
+    except OSError as error:
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else error.strerror
+        raise ClipError(path, f"{reason or error}") from error
+    return status.st_size, status.st_mtime_ns
+
+
 def _packed(tensors: Mapping[str, Tensor], what: str) -> bytes:
-    """A file's content, with what is needed to undo the packing and to find damage."""
+    """A file's content, with what is needed to undo the packing and to find damage.
+
+    Values that bf16 can hold are stored as bf16, which halves the embeddings of a bf16 encoder.
+    Rows of zeros at the end, as captions are padded with, are left out.
+    """
     packed, shapes = {}, {}
     for name, tensor in sorted(tensors.items()):
         # A copy: no memory is shared, and no row or column has an odd stride.

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from longtake.config import Bucket, DataSection
 from longtake.data.clip import Clip
-from longtake.data.pool import Incident, Pool
+from longtake.data.decode_worker import DecodePool
 from longtake.data.references import Reference, references_of, without_reference
 from longtake.data.sample import is_only_window
 from longtake.data.window import Window
+from longtake.data.workers import WorkerIncident
 from longtake.errors import ClipError
 from longtake.heartbeat import HeartbeatDir
 
@@ -51,13 +52,13 @@ class Decoding:
         self.data = data
         self.memory = memory
         limit = data.sample_timeout_seconds
-        self.pool = Pool(workers, limit, memory_gib=data.sample_memory_gib, hearts=hearts)
+        self.pool = DecodePool(workers, limit, memory_gib=data.sample_memory_gib, heartbeats=hearts)
 
     def places(self, shape: Bucket, num_places: int) -> "PixelPlaces":
         """The empty places of one batch."""
         return PixelPlaces(self, shape, num_places)
 
-    def incidents(self) -> list[Incident]:
+    def incidents(self) -> list[WorkerIncident]:
         """What befell the pool's workers since this was last asked."""
         return self.pool.incidents()
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol, Self
 
 from longtake.config import Bucket
 from longtake.data.clip import Clip
-from longtake.data.pool import Incident
 from longtake.data.window import Window
+from longtake.data.workers import WorkerIncident
 
 
 class Places(Protocol):
@@ -44,7 +44,7 @@ class Feed(Protocol):
         """The empty places of one batch."""
         ...
 
-    def incidents(self) -> list[Incident]:
+    def incidents(self) -> list[WorkerIncident]:
         """What befell its processes since this was last asked."""
         ...
 

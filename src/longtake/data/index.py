@@ -13,8 +13,6 @@ from pathlib import Path
 
 from longtake.data.catalog import Catalog, Duplicate, Rejection, Stamp, cannot_write
 from longtake.data.clip import Clip
-from longtake.data.crews.errand import Crew
-from longtake.data.crews.processes import Processes
 from longtake.data.indexing.captions import is_sidecar, read_captions
 from longtake.data.indexing.item import Item
 from longtake.data.indexing.journal import Memory, ProbeJournal, stamp_of
@@ -25,7 +23,6 @@ from longtake.data.limits import DEFAULT, Limits
 from longtake.data.table import SCHEMA_VERSION, version_of
 from longtake.errors import ClipError, DataError
 from longtake.fsio import make_writable
-from longtake.process import num_cores
 
 
 @dataclass(frozen=True)
@@ -60,8 +57,8 @@ def index(
     *,
     captions: Path | None,
     out: Path,
+    on: str | None = None,
     workers: int | None = None,
-    crew: Crew | None = None,
     progress: Callable[[int, int], None] | None = None,
     fresh: bool = False,
     limits: Limits = DEFAULT,
@@ -75,24 +72,24 @@ def index(
             `captions.jsonl` in each source folder, else `clip.txt` next to `clip.mp4`. `sidecar`:
             as None, without `captions.jsonl`. How clips are found by name: see `read_captions`.
         out: the catalog to write. An older catalog there is replaced; its clips' scores are kept.
+        on: where files are decoded; see `run_tasks`. The catalog is the same to the byte.
         workers: processes that decode; by default as many as there are cores. 0: this process,
             which a hostile file can then hang or crash.
-        crew: who decodes instead, such as a cluster; the catalog is the same to the byte.
         progress: called with (files done, files in all).
         fresh: read every file again, whatever is known of it.
         limits: what decoding one file may cost; a file that needs more is rejected.
 
     Raises:
         DataError: a source or the captions cannot be read, nothing is found or can be decoded,
-            the catalog cannot be written (which is found out before decoding), or the crew cannot
-            work.
+            the catalog cannot be written (which is found out before decoding), or no worker can be
+            started.
     """
     check_out(out)
     found = find(sources)
     items, unmatched = _captioned(found, captions)
     before = _catalog_before(out)
     seen = look_at(
-        items, out, crew or _processes(workers), progress=progress, fresh=fresh, limits=limits
+        items, out, on=on, workers=workers, progress=progress, fresh=fresh, limits=limits
     )
     clips = _clips(items, seen)
     rejected = _rejected(items, seen, found.refused)
@@ -136,8 +133,9 @@ class Seen:
 def look_at(
     items: Sequence[Item],
     out: Path,
-    crew: Crew,
     *,
+    on: str | None = None,
+    workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     fresh: bool = False,
     limits: Limits = DEFAULT,
@@ -151,12 +149,20 @@ def look_at(
     results = memory.recall(stamps)
     seen = Seen(results, stamps, len(results), journal)
     with journal:
-        _look(items, seen, crew, progress, limits)
+        if progress is not None and seen.results:
+            progress(len(seen.results), len(items))
+        new = [item for item in items if str(item.media) not in seen.results]
+        with closing(probe_all(new, on=on, workers=workers, limits=limits)) as outcomes:
+            for outcome in outcomes:
+                name = str(outcome.item.media)
+                seen.results[name] = outcome.found
+                if not outcome.is_lasting:
+                    del seen.stamps[name]
+                elif name in seen.stamps:
+                    seen.journal.note(outcome.item.media, seen.stamps[name], outcome.found)
+                if progress is not None:
+                    progress(len(seen.results), len(items))
     return seen
-
-
-def _processes(workers: int | None) -> Processes:
-    return Processes(num_cores() if workers is None else workers)
 
 
 def _captioned(found: Found, captions: Path | None) -> tuple[list[Item], list[str]]:
@@ -184,29 +190,6 @@ def _stamps(items: Iterable[Item]) -> dict[str, Stamp]:
     stamp_of_file = cache(stamp_of)  # a tar is asked once, not once for each member
     found = {str(item.media): stamp_of_file(item.media.path) for item in items}
     return {name: stamp for name, stamp in found.items() if stamp is not None}
-
-
-def _look(
-    items: Sequence[Item],
-    seen: Seen,
-    crew: Crew,
-    progress: Callable[[int, int], None] | None,
-    limits: Limits,
-) -> None:
-    """Decode what is not known yet, and write down each result as it comes."""
-    if progress is not None and seen.results:
-        progress(len(seen.results), len(items))
-    new = [item for item in items if str(item.media) not in seen.results]
-    with closing(probe_all(new, crew, limits=limits)) as outcomes:
-        for outcome in outcomes:
-            name = str(outcome.item.media)
-            seen.results[name] = outcome.found
-            if not outcome.is_lasting:
-                del seen.stamps[name]
-            elif name in seen.stamps:
-                seen.journal.note(outcome.item.media, seen.stamps[name], outcome.found)
-            if progress is not None:
-                progress(len(seen.results), len(items))
 
 
 def _clips(items: Iterable[Item], seen: Seen) -> list[Clip]:

@@ -4,7 +4,7 @@ A file of some bytes can ask for any amount of either. Three limits hold togethe
 picture is checked before it is decoded; the process that decodes has a limit on its memory, so
 that an allocation beyond it fails like any other damage of the file; and whoever decodes a whole
 file checks the time after each frame. (A decoder that hangs inside one frame is killed from
-outside: `longtake.data.crews.hands`, `longtake.data.pool`.)
+outside: `longtake.data.workers`.)
 """
 
 import os

@@ -23,7 +23,7 @@ import torch
 
 from longtake.config import DataSection
 from longtake.data.batch import Batch, num_places
-from longtake.data.cached import CacheReading, Filled
+from longtake.data.cache import Cache, CachedSource, CacheFailure
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.course import ORDER_VERSION, Course, keep_catalogs, resume, start
@@ -31,9 +31,9 @@ from longtake.data.decoding import Decoding, Memory
 from longtake.data.feed import Feed, Places
 from longtake.data.files import refuse_archives
 from longtake.data.plan import PlannedBatch
-from longtake.data.pool import Incident
 from longtake.data.sample import sample_seed, sample_window
 from longtake.data.skipped import Skipped, Span, begins_epoch
+from longtake.data.workers import WorkerIncident
 from longtake.errors import ClipError, DataError
 from longtake.heartbeat import HeartbeatDir
 
@@ -121,10 +121,10 @@ class Loader:
         self._told: tuple[Span, ...] = ()
         self._skipped = Skipped()
         self._memory = Memory(data.memory_gib * 2**30)
-        self._incidents: list[Incident] = []
+        self._incidents: list[WorkerIncident] = []
         self._failures: dict[str, str] = {}
         self._clips: dict[tuple[int, int], Clip] = {}
-        self._filled: Filled | None = None
+        self._cached: tuple[Cache, Mapping[str, CacheFailure]] | None = None
         self._ahead_of_time: _UnderWay | None = None
         for catalog in self.catalogs.values():
             refuse_archives(catalog, data.references)
@@ -214,17 +214,23 @@ class Loader:
         self._failures.clear()
         self._clips.clear()
 
-    def read_from(self, filled: Filled, incidents: Sequence[Incident] = ()) -> None:
+    def read_from(
+        self,
+        cache: Cache,
+        failures: Mapping[str, CacheFailure],
+        incidents: Sequence[WorkerIncident] = (),
+    ) -> None:
         """Take latents and embeddings from a cache from now on, instead of decoding anything.
 
         Order, seeds, epochs, weights and state stay what they are. A clip that could not be decoded
         when the cache was filled is found out when its turn comes, as it would be by decoding.
 
         Args:
-            filled: the cache, which holds all that this loader will ask for.
+            cache: which holds all that this loader will ask for.
+            failures: by the key of a window's latents, why it could not be decoded.
             incidents: what befell decoding processes while it was filled.
         """
-        self._filled = filled
+        self._cached = cache, failures
         self._incidents += incidents
 
     def keep_catalogs(self) -> None:
@@ -247,7 +253,7 @@ class Loader:
         self._failures.clear()
 
     @property
-    def incidents(self) -> list[Incident]:
+    def incidents(self) -> list[WorkerIncident]:
         """What befell this rank's decoding processes and was not cleared yet."""
         return list(self._incidents)
 
@@ -285,7 +291,7 @@ class Loader:
         when the loader is where it is to begin; and then `batches` or `close`.
         """
         self.close()
-        if self._filled is None:  # to read from a cache takes no time
+        if self._cached is None:  # to read from a cache takes no time
             self._ahead_of_time = _UnderWay(self._feed(self.data.workers), self._step)
             self._begin_ahead(self._ahead_of_time, self._end(end_step))
 
@@ -302,8 +308,8 @@ class Loader:
             return self._assemble(self._begin(step, feed))
 
     def _feed(self, workers: int) -> Feed:
-        if self._filled is not None:
-            return CacheReading(self._filled)
+        if self._cached is not None:
+            return CachedSource(*self._cached)
         return Decoding(self.data, workers, self._memory, self.hearts)
 
     def _end(self, end_step: int | None) -> int | None:

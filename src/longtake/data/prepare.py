@@ -17,15 +17,13 @@ import numpy as np
 
 from longtake.data.catalog import Catalog, Rejection
 from longtake.data.clip import Clip, Media
-from longtake.data.crews.errand import Crew
-from longtake.data.crews.processes import Processes
 from longtake.data.index import Seen, check_out, look_at, without_duplicates
 from longtake.data.indexing.item import Item
 from longtake.data.indexing.probe import Probe
 from longtake.data.limits import MEMORY_GIB
-from longtake.data.transcode import Settings, Transcoding
+from longtake.data.tasks import run_tasks
+from longtake.data.transcode import Settings, TranscodeTask
 from longtake.errors import ClipError, DataError
-from longtake.process import num_cores
 
 CATALOG_NAME = "catalog.parquet"
 _SEEN_SECONDS = 90.0
@@ -59,8 +57,8 @@ def prepare(
     out_folder: Path,
     *,
     settings: Settings,
+    on: str | None = None,
     workers: int | None = None,
-    crew: Crew | None = None,
     progress: Callable[[int, int], None] | None = None,
     memory_gib: float = MEMORY_GIB,
 ) -> PrepareReport:
@@ -75,9 +73,10 @@ def prepare(
         catalog_path: the catalog of the clips.
         out_folder: where files and the new `catalog.parquet` are written.
         settings: how clips are to look.
-        workers: processes that transcode, and that check; by default one for each core. 0: this
-            process, which a hostile file can then hang or crash.
-        crew: who does so instead, such as a cluster; what is written is the same to the byte.
+        on: where clips are transcoded and checked; see `run_tasks`. What is written is the same to
+            the byte.
+        workers: processes that do so; by default one for each core. 0: this process, which a
+            hostile file can then hang or crash.
         progress: called with (done, in all); each clip counts twice, when it is written and when
             what was written has been read again.
         memory_gib: what decoding one clip may take; a clip that needs more is rejected.
@@ -91,14 +90,19 @@ def prepare(
     if out.resolve() == catalog_path.resolve():
         raise DataError(f"{out} is the catalog to be prepared. Name another folder.")
     check_out(out)
-    crew = crew or Processes(num_cores() if workers is None else workers)
     clips, tell = list(source.clips()), progress or (lambda done, total: None)
-    errand = Transcoding(out_folder.resolve(), settings, memory_gib)
-    targets = {clip.identity: errand.target(clip) for clip in clips}
+    task = TranscodeTask(out_folder.resolve(), settings, memory_gib)
+    targets = {clip.identity: task.target(clip) for clip in clips}
     reused = sum(target.exists() for target in targets.values())
-    failed = _transcode_all(clips, errand, crew, tell)
+    failed = _transcode_all(clips, task, on, workers, tell)
     written = [clip for clip in clips if clip.identity not in failed]
-    seen = _look_again(written, targets, out, crew, lambda done: tell(done, 2 * len(clips)))
+    seen = look_at(  # from the first byte to the last
+        [_item(clip, targets[clip.identity]) for clip in written],
+        out,
+        on=on,
+        workers=workers,
+        progress=lambda done, total: tell(total + done, 2 * len(clips)),
+    )
     prepared = _trusted(written, targets, seen, settings, failed)
     rejected = [Rejection(str(error.path), error.reason) for error in failed.values()]
     rejected.sort(key=lambda each: each.path)
@@ -125,22 +129,6 @@ def _nothing_left(rejected: Sequence[Rejection]) -> str:
 
 def _item(clip: Clip, target: Path) -> Item:
     return Item(Media(str(target)), clip.caption, clip.attributes)
-
-
-def _look_again(
-    written: Sequence[Clip],
-    targets: dict[str, Path],
-    out: Path,
-    crew: Crew,
-    tell: Callable[[int], None],
-) -> Seen:
-    """Read everything that was written from its first byte to its last."""
-    items = [_item(clip, targets[clip.identity]) for clip in written]
-
-    def progress(done: int, total: int) -> None:
-        tell(total + done)
-
-    return look_at(items, out, crew, progress=progress)
 
 
 def _trusted(
@@ -187,21 +175,25 @@ def _num_bytes(catalog: Catalog) -> int:
 
 
 def _transcode_all(
-    clips: Sequence[Clip], errand: Transcoding, crew: Crew, tell: Callable[[int, int], None]
+    clips: Sequence[Clip],
+    task: TranscodeTask,
+    on: str | None,
+    workers: int | None,
+    tell: Callable[[int, int], None],
 ) -> dict[str, ClipError]:
     """Write what is not there yet; return those that failed, by identity."""
-    missing = [clip for clip in clips if not errand.target(clip).exists()]
+    missing = [clip for clip in clips if not task.target(clip).exists()]
     if present := len(clips) - len(missing):
         tell(present, 2 * len(clips))
     failed = {}
-    with closing(crew.work(errand, missing)) as results:
+    with closing(run_tasks(task, missing, on=on, workers=workers)) as results:
         for done, (number, error) in enumerate(results, start=present + 1):
             if error is not None:
                 failed[missing[number].identity] = error
             else:
-                _see(errand.target(missing[number]))
+                _see(task.target(missing[number]))
             tell(done, 2 * len(clips))
-    for left in errand.folder.glob("??/.*.partial.*"):  # of processes that were killed
+    for left in task.folder.glob("??/.*.partial.*"):  # of processes that were killed
         left.unlink(missing_ok=True)
     return failed
 

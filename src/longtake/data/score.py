@@ -11,17 +11,16 @@ from pydantic import TypeAdapter
 
 from longtake.data.catalog import Catalog, Rejection
 from longtake.data.clip import Clip
-from longtake.data.crews.errand import Crew, Errand, in_order
-from longtake.data.crews.processes import Processes
 from longtake.data.limits import MEMORY_GIB, Limits
 from longtake.data.scores.motion import MotionScore
 from longtake.data.scores.own import OwnScore
 from longtake.data.scores.words import nouns_of_all, num_words
 from longtake.data.table import CLIP_SCHEMA
+from longtake.data.tasks import in_order, run_tasks
+from longtake.data.workers import Task
 from longtake.errors import ClipError, DataError
 from longtake.formatting import nearest
 from longtake.fsio import Count, Journal
-from longtake.process import num_cores
 
 SCORES = {
     "nouns": "nouns in the caption, each as often as it occurs (English)",
@@ -69,8 +68,8 @@ def score(
     by: str,
     *,
     name: str | None = None,
+    on: str | None = None,
     workers: int | None = None,
-    crew: Crew | None = None,
     out: Path | None = None,
     progress: _Progress | None = None,
     memory_gib: float = MEMORY_GIB,
@@ -84,8 +83,8 @@ def score(
             or on a cluster in many. The module is looked for where Python looks, and then in the
             working directory.
         name: of the attribute; by default that of the score or of the function.
-        workers: processes that tag or decode; by default as many as there are cores.
-        crew: who does so instead, such as a cluster; the values are the same.
+        on: where clips are tagged or decoded; see `run_tasks`. The values are the same.
+        workers: processes that do so; by default as many as there are cores.
         out: the catalog that will be written: beside it is kept what is known so far, and taken up
             again (`Scored.settle` removes that). None: nothing is kept.
         progress: called with (clips done, clips in all).
@@ -94,16 +93,15 @@ def score(
     Raises:
         DataError: there is no such score or function, the name cannot be an attribute's, the
             function returned no number or raised an error (a ClipError apart: that clip failed),
-            or the crew cannot work.
+            or no worker can be started.
     """
     own = None if by in SCORES else _own(by)
     name = _checked(by.rpartition(":")[2] if name is None else name)
-    crew = crew or Processes(workers or num_cores())
     if by == "length":
         lengths = [num_words(caption) for caption in catalog.captions()]
         return _scored(catalog, name, np.array(lengths, dtype=np.float64))
-    if own and isinstance(crew, Processes):
-        crew = Processes(0)  # nobody promised that a user's function stands another process
+    if own and on is None:
+        workers = 0  # a user's function need not work in another process
     facts = {"by": by, "version": own.version if own else "", "catalog": catalog.fingerprint}
     journal = None
     if out is not None:
@@ -111,7 +109,8 @@ def score(
         journal = Journal(path, _ROW, header=facts)
     known = dict(journal.read()) if journal else {}
     rows = [row for row in range(len(catalog)) if row not in known]
-    results = _results(catalog, rows, by, own or MotionScore(Limits(memory_gib)), crew)
+    task = own or MotionScore(Limits(memory_gib))
+    results = _results(catalog, rows, by, task, on, workers)
     with closing(results), journal or nullcontext():
         values, failed = _collected(
             catalog, known, zip(rows, results, strict=True), journal, progress
@@ -140,17 +139,18 @@ def _results(
     catalog: Catalog,
     rows: Sequence[int],
     by: str,
-    errand: Errand[Clip, float | ClipError],
-    crew: Crew,
+    task: Task[Clip, float | ClipError],
+    on: str | None,
+    workers: int | None,
 ) -> Generator[float | ClipError]:
     """The scores of some clips, in their order."""
     if by == "nouns":
         captions = catalog.captions()
-        yield from nouns_of_all([captions[row] for row in rows], crew)
+        yield from nouns_of_all([captions[row] for row in rows], on=on, workers=workers)
         return
     is_all = len(rows) == len(catalog)
     clips = catalog.clips() if is_all else (catalog.clip(row) for row in rows)
-    yield from in_order(crew.work(errand, clips))
+    yield from in_order(run_tasks(task, clips, on=on, workers=workers))
 
 
 def _collected(

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -15,12 +15,12 @@ from av.video.reformatter import ColorRange, Interpolation, VideoReformatter
 from PIL import Image
 
 from longtake.data.clip import Clip
-from longtake.data.crews.errand import Errand, Sign
 from longtake.data.decode import decoded, opened
 from longtake.data.encode import encode_frames
 from longtake.data.image import read_image
 from longtake.data.indexing.probe import content_hash
 from longtake.data.limits import MEMORY_GIB
+from longtake.data.workers import Task
 from longtake.errors import ClipError, DataError
 from longtake.fsio import atomic_write
 
@@ -68,7 +68,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Transcoding(Errand[Clip, ClipError | None]):
+class TranscodeTask(Task[Clip, ClipError | None]):
     """Write a clip's prepared file, if it is not there; what comes of it is None, or why not.
 
     Attributes:
@@ -87,8 +87,8 @@ class Transcoding(Errand[Clip, ClipError | None]):
         """What decoding may take, and the encoder."""
         return self.decoding_gib + _ENCODER_GIB
 
-    def do(self, item: Clip, alive: Sign) -> ClipError | None:
-        """See `Errand.do`.
+    def do(self, item: Clip, progress: Callable[[], object]) -> ClipError | None:
+        """Write the file.
 
         Raises:
             DataError: the file cannot be written.
@@ -96,11 +96,11 @@ class Transcoding(Errand[Clip, ClipError | None]):
         target = self.target(item)
         try:
             if not target.exists():
-                if content_hash(item.media, alive) != item.identity:
+                if content_hash(item.media, progress) != item.identity:
                     raise ClipError(item.path, "is not what was indexed; index again")
                 target.parent.mkdir(exist_ok=True)
                 write = _write_image if item.kind == "image" else _write_video
-                write(item, target, self.settings, alive)
+                write(item, target, self.settings, progress)
         except ClipError as error:
             return error
         except OSError as error:
@@ -143,7 +143,9 @@ def _even(length: float, limit: int) -> int:
     return max(2, min(2 * math.ceil(length / 2 - 1e-6), limit - limit % 2))
 
 
-def _write_image(clip: Clip, target: Path, settings: Settings, alive: Sign) -> None:
+def _write_image(
+    clip: Clip, target: Path, settings: Settings, progress: Callable[[], object]
+) -> None:
     height, width = scaled_size(clip.height, clip.width, settings.sizes)
     picture = Image.fromarray(read_image(clip.media))
     picture = picture.resize((width, height), Image.Resampling.BICUBIC)
@@ -151,10 +153,12 @@ def _write_image(clip: Clip, target: Path, settings: Settings, alive: Sign) -> N
         picture.save(aside, quality=95, subsampling=0)
 
 
-def _write_video(clip: Clip, target: Path, settings: Settings, alive: Sign) -> None:
+def _write_video(
+    clip: Clip, target: Path, settings: Settings, progress: Callable[[], object]
+) -> None:
     size = scaled_size(clip.height, clip.width, settings.sizes)
     with opened(clip.media, clip.stream_index) as (container, stream):
-        frames = _scaled(clip, decoded(clip.media, container, stream), size, alive)
+        frames = _scaled(clip, decoded(clip.media, container, stream), size, progress)
         encode_frames(
             target,
             _thinned(frames, settings.fps),
@@ -166,7 +170,10 @@ def _write_video(clip: Clip, target: Path, settings: Settings, alive: Sign) -> N
 
 
 def _scaled(
-    clip: Clip, frames: Iterable[av.VideoFrame], size: tuple[int, int], alive: Sign
+    clip: Clip,
+    frames: Iterable[av.VideoFrame],
+    size: tuple[int, int],
+    progress: Callable[[], object],
 ) -> Iterator[av.VideoFrame]:
     """Yield upright frames in 4:2:0 whose timestamps begin at 0.
 
@@ -176,7 +183,7 @@ def _scaled(
     tick = 1 / Fraction(clip.fps).limit_denominator(1001)  # where the file's own are unusable
     reformatter = VideoReformatter()
     for index, frame in enumerate(frames):
-        alive()
+        progress()
         is_full_range = frame.color_range == ColorRange.JPEG
         scaled = reformatter.reformat(
             frame,

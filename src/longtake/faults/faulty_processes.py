@@ -1,6 +1,6 @@
 """A decode worker that hangs and a watcher with a wrong clock; torch-free.
 
-    python -m longtake.faults.faulty_processes worker in-c 40 (arguments of longtake.data.worker)
+    python -m longtake.faults.faulty_processes worker in-c 40 (and the arguments of a worker)
     python -m longtake.faults.faulty_processes watcher --step -2.5 --after 1.5 RUN
 
 Each replaces one function of the real program, which contains no code for drills.
@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from longtake.data import worker
+from longtake.data import decode_worker
 from longtake.data.references import Reference
 from longtake.data.references import read as read_window
 from longtake.data.window import Window
@@ -128,8 +128,8 @@ def _decode() -> None:
     how, after = sys.argv[1:3]
     del sys.argv[1:3]
     hang = {"in-c": in_c, "holding-gil": holding_gil}[how]
-    vars(worker).update(read=HangingReader(hang, int(after)).read)
-    worker.main()
+    vars(decode_worker).update(read=HangingReader(hang, int(after)).read)
+    decode_worker.main()
 
 
 def _watch() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from longtake.config import Recipe
-from longtake.data import process
+from longtake.data import workers
 from longtake.data.batch import Batch
 from longtake.faults import faulty_processes
 from longtake.faults.faulty_processes import hang_once
@@ -143,7 +143,7 @@ def lose_gradient(trigger: Trigger, step: StepFunctions, rank: int | None = None
 
 def freeze_worker(trigger: Trigger, step: StepFunctions, how: str) -> StepFunctions:
     """Start decode workers that hang."""
-    vars(process).update(PROGRAM=(faulty_processes.PROGRAM, "worker", how, str(trigger.at)))
+    vars(workers).update(PROGRAM=(faulty_processes.PROGRAM, "worker", how, str(trigger.at)))
     return step
 
 

@@ -60,7 +60,7 @@ _NODE_POLL_SECONDS = 0.05  # a watcher takes seconds to report
 _DECODER_POLL_SECONDS = 0.0002  # a clip of the drills is decoded in half a millisecond
 _STOP_SECONDS = 1.0
 _WATCHER = "longtake.monitor"
-_DECODER = b"longtake.data.worker"
+_DECODER = b"longtake.data.decode_worker"
 
 T = TypeVar("T")
 InjectionKind = Literal[

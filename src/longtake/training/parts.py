@@ -21,7 +21,7 @@ from longtake.models.pretrained import local_copies
 from longtake.parallel.collectives import first_does, gather_objects
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
-from longtake.training.caching import captions_of, fill_cache, make_parts
+from longtake.training.latent_cache import captions_of, fill_cache, make_parts
 from longtake.training.watching import Watcher
 
 
@@ -101,10 +101,10 @@ def assemble_around_cache(
     first_does(open_run, world)
     watcher.start()
     heartbeat.set_phase("cache")
-    outcome = fill_cache(recipe, loader, run.components_path, world, console)
-    loader.read_from(outcome.filled, outcome.incidents)
+    cache, report = fill_cache(recipe, loader, run.components_path, world, console)
+    loader.read_from(cache, report.failures, report.incidents)
     if world.is_first:
-        console.print(escape(str(outcome)), highlight=False)
+        console.print(escape(f"  cache {cache.folder}: {report}"), highlight=False)
     heartbeat.set_phase("build")
     first_does(lambda: fetch(recipe, frozen_parts=False), world)
     _fetch_on_nodes(recipe, world, frozen_parts=False)

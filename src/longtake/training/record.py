@@ -13,7 +13,7 @@ from longtake import heartbeat
 from longtake.config import Bucket
 from longtake.data.batch import Batch
 from longtake.data.loader import Loader
-from longtake.data.pool import Incident
+from longtake.data.workers import WorkerIncident
 from longtake.errors import CheckpointError
 from longtake.formatting import format_size
 from longtake.fsio import file_time
@@ -172,7 +172,7 @@ class Record:
                 self._write_incident(incident, batch.step, rank, host)
         loader.clear_incidents()
 
-    def _write_incident(self, incident: Incident, step: int, rank: int, host: str) -> None:
+    def _write_incident(self, incident: WorkerIncident, step: int, rank: int, host: str) -> None:
         name = f"{file_time()}_{incident.pid}"
         path = self._run.stack_path(host, name)
         self._run.write_stacks(path, incident.stack.as_dict())

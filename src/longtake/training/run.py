@@ -42,7 +42,6 @@ from longtake.training.announce import (
     slow_attention,
 )
 from longtake.training.build import build_state
-from longtake.training.caching import captions_of
 from longtake.training.card import free_memory
 from longtake.training.compile_cache import keep_compiled
 from longtake.training.compiling import compile_blocks, refuse_missing_compiler
@@ -51,6 +50,7 @@ from longtake.training.fit import Fit, run_blocks_by
 from longtake.training.gauge import Gauge
 from longtake.training.guarding import Guard
 from longtake.training.kept_plan import keep_plan, plan_of
+from longtake.training.latent_cache import captions_of
 from longtake.training.loop import Ending, Watch, train_steps
 from longtake.training.mirroring import mirrored
 from longtake.training.parts import (

@@ -23,7 +23,7 @@ from longtake.models.text import NO_CAPTION
 from longtake.parallel.fsdp import clip_gradients, synchronise_gradients
 from longtake.parallel.mesh import World
 from longtake.training.ema import Averages, masters_of
-from longtake.training.encoding import encode_captions, encode_videos
+from longtake.training.latent_cache import encode_captions, encode_videos
 from longtake.training.optim import schedule_factor, set_learning_rates
 from longtake.training.own_work import OwnWork
 

@@ -1,15 +1,16 @@
-"""Probes many files, by a crew: no file can stop the rest."""
+"""Probes many files in worker processes: no file can stop the rest."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from longtake.data.crews.errand import SILENCE_SECONDS, Crew, Errand, Sign
 from longtake.data.image import probe_image
 from longtake.data.indexing.item import Item
 from longtake.data.indexing.probe import Probe, probe
 from longtake.data.limits import DEFAULT, Limits, OutOfTimeError
+from longtake.data.tasks import run_tasks
+from longtake.data.workers import SILENCE_SECONDS, Task
 from longtake.errors import ClipError
 
 
@@ -30,7 +31,9 @@ class Outcome:
 
 def probe_all(
     items: Sequence[Item],
-    crew: Crew,
+    *,
+    on: str | None = None,
+    workers: int | None = None,
     silence_seconds: float = SILENCE_SECONDS,
     limits: Limits = DEFAULT,
 ) -> Generator[Outcome]:
@@ -38,20 +41,22 @@ def probe_all(
 
     Args:
         items: what to look at.
-        crew: who looks.
-        silence_seconds: a file over which a process gives no sign for so long is given up.
+        on: see `run_tasks`.
+        workers: likewise.
+        silence_seconds: a file is given up if there is no progress for so long.
         limits: what one file may cost.
 
     Raises:
-        DataError: the crew cannot work.
+        DataError: no worker can be started.
     """
-    with closing(crew.work(_Probing(limits, silence_seconds), items)) as results:
+    task = _ProbeTask(limits, silence_seconds)
+    with closing(run_tasks(task, items, on=on, workers=workers)) as results:
         for number, (found, is_lasting) in results:
             yield Outcome(items[number], found, is_lasting)
 
 
 @dataclass(frozen=True)
-class _Probing(Errand[Item, tuple[Probe | ClipError, bool]]):
+class _ProbeTask(Task[Item, tuple[Probe | ClipError, bool]]):
     """Look into one file, from its first byte to its last frame."""
 
     limits: Limits = DEFAULT
@@ -62,12 +67,12 @@ class _Probing(Errand[Item, tuple[Probe | ClipError, bool]]):
         """As the limits say."""
         return self.limits.memory_gib
 
-    def do(self, item: Item, alive: Sign) -> tuple[Probe | ClipError, bool]:
+    def do(self, item: Item, progress: Callable[[], object]) -> tuple[Probe | ClipError, bool]:
         try:
             str(item.media).encode()  # what is no text cannot be written into a catalog
-            alive = self.limits.timed(item.media, alive)
+            progress = self.limits.timed(item.media, progress)
             is_image = item.kind == "image"
-            return probe_image(item.media) if is_image else probe(item.media, alive), True
+            return probe_image(item.media) if is_image else probe(item.media, progress), True
         except UnicodeEncodeError:
             return ClipError(str(item.media), "its name is not valid UTF-8; rename it"), True
         except OutOfTimeError as error:

@@ -7,17 +7,18 @@ that a clip scores alike at 24 and at 60 frames a second; and they are small, wh
 and grain as VMAF's blur does.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longtake.data.clip import Clip
-from longtake.data.crews.errand import Errand, Sign
 from longtake.data.crop import Crop
 from longtake.data.limits import DEFAULT, Limits
 from longtake.data.sample import window_of
 from longtake.data.window import Window, read_window
+from longtake.data.workers import Task
 from longtake.errors import ClipError
 
 STEP_SECONDS = 1 / 8
@@ -32,21 +33,21 @@ _LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # of R'G'B', ITU-R BT
 
 
 @dataclass(frozen=True)
-class MotionScore(Errand[Clip, float | ClipError]):
+class MotionScore(Task[Clip, float | ClipError]):
     """Score one clip by its motion."""
 
     limits: Limits = DEFAULT
-    silence_seconds = 600.0  # it gives a sign only after each passage
+    silence_seconds = 600.0  # it reports progress only after each passage
 
     @property
     def memory_gib(self) -> float:  # type: ignore[override]  # it follows from the limits
         """As the limits say."""
         return self.limits.memory_gib
 
-    def do(self, item: Clip, alive: Sign) -> float | ClipError:
+    def do(self, item: Clip, progress: Callable[[], object]) -> float | ClipError:
         """See `motion`."""
         try:
-            return motion(item, self.limits.timed(item.media, alive))
+            return motion(item, self.limits.timed(item.media, progress))
         except ClipError as error:
             return error
 
@@ -59,11 +60,7 @@ class MotionScore(Errand[Clip, float | ClipError]):
         return item.media.path if item.num_frames > 1 else ""
 
 
-def _nothing() -> None:
-    """Nobody watches."""
-
-
-def motion(clip: Clip, alive: Sign = _nothing) -> float:
+def motion(clip: Clip, progress: Callable[[], object] = lambda: None) -> float:
     """The mean absolute luma difference between frames an eighth of a second apart.
 
     Distances are counted in frames, by the clip's average frame rate. A cut counts as what it is
@@ -71,7 +68,7 @@ def motion(clip: Clip, alive: Sign = _nothing) -> float:
 
     Args:
         clip: of which clip.
-        alive: called whenever there is progress.
+        progress: called after each passage.
 
     Returns:
         Levels of 255: 0 for an image and a frozen video, 1 to 20 for most others.
@@ -84,7 +81,7 @@ def motion(clip: Clip, alive: Sign = _nothing) -> float:
     changes = []
     for window in _windows(clip):
         changes.append(_changes(read_window(window)))
-        alive()
+        progress()
     return float(np.concatenate(changes).mean())
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from longtake.data.clip import Clip
-from longtake.data.crews.errand import Errand, Sign
+from longtake.data.workers import Task
 from longtake.errors import ClipError, DataError
 from longtake.formatting import nearest
 
 
 @dataclass(frozen=True)
-class OwnScore(Errand[Clip, float | ClipError]):
+class OwnScore(Task[Clip, float | ClipError]):
     """Call somebody's function for one clip.
 
     Attributes:
@@ -28,7 +28,7 @@ class OwnScore(Errand[Clip, float | ClipError]):
     by: str
     folder: str
     doing = "scoring"
-    silence_seconds: float = 3600.0  # it gives no signs
+    silence_seconds: float = 3600.0  # it reports no progress
 
     @cached_property
     def function(self) -> Callable[[Clip], Any]:
@@ -45,8 +45,8 @@ class OwnScore(Errand[Clip, float | ClipError]):
         path = getattr(sys.modules.get(self.function.__module__), "__file__", None)
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12] if path else ""
 
-    def do(self, item: Clip, alive: Sign) -> float | ClipError:
-        """See `Errand.do`.
+    def do(self, item: Clip, progress: Callable[[], object]) -> float | ClipError:
+        """Call the function.
 
         Raises:
             DataError: the function raised an error, or returned no number.

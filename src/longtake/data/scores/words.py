@@ -6,13 +6,13 @@ downloaded, and every process finds the same.
 
 import math
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from functools import cache
 from typing import TYPE_CHECKING
 
-from longtake.data.crews.errand import Crew, Errand, Sign, in_order
-from longtake.data.crews.processes import Processes
+from longtake.data.tasks import in_order, run_tasks
+from longtake.data.workers import Task
 from longtake.errors import DataError
 
 if TYPE_CHECKING:
@@ -61,31 +61,35 @@ def nouns(caption: str) -> list[str]:
     return found
 
 
-def nouns_of_all(captions: Sequence[str], crew: Crew) -> Generator[float]:
+def nouns_of_all(
+    captions: Sequence[str], *, on: str | None = None, workers: int | None = None
+) -> Generator[float]:
     """`num_nouns` of every caption, in their order.
 
     Args:
         captions: of which captions.
-        crew: who tags; Python lets only one thread at a time do so.
+        on: see `run_tasks`.
+        workers: processes that tag; Python lets only one thread at a time do so.
 
     Raises:
-        DataError: the crew cannot work, or its processes die of a caption.
+        DataError: no worker can be started, or workers crash at a caption.
     """
     chunks = [captions[start : start + _CHUNK] for start in range(0, len(captions), _CHUNK)]
-    if len(chunks) < 2 and isinstance(crew, Processes):
-        crew = Processes(0)  # to start another takes longer than that
-    with closing(in_order(crew.work(_Tagging(), chunks))) as results:
-        for counts in results:
+    if len(chunks) < 2 and on is None:
+        workers = 0  # starting another process takes longer
+    results = run_tasks(_TagTask(), chunks, on=on, workers=workers)
+    with closing(in_order(results)) as results_in_order:
+        for counts in results_in_order:
             yield from counts
 
 
-class _Tagging(Errand[Sequence[str], list[float]]):
+class _TagTask(Task[Sequence[str], list[float]]):
     """Count the nouns of some captions."""
 
     doing = "tagging captions"
-    silence_seconds = 600.0  # it gives no signs
+    silence_seconds = 600.0  # it reports no progress
 
-    def do(self, item: Sequence[str], alive: Sign) -> list[float]:
+    def do(self, item: Sequence[str], progress: Callable[[], object]) -> list[float]:
         return [num_nouns(caption) for caption in item]
 
     def lost(self, item: Sequence[str], reason: str) -> list[float]:

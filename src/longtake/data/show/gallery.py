@@ -14,9 +14,9 @@ from longtake.config import Bucket, DataSection, Recipe
 from longtake.data.buckets import Members, Rows
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
+from longtake.data.decode_worker import DecodePool
 from longtake.data.pictures import buckets_picture, histogram_picture
 from longtake.data.plan import Plan, Stream
-from longtake.data.pool import Pool
 from longtake.data.sample import sample_seed, sample_window
 from longtake.data.show.contact_sheet import MAX_FRAMES, CropRow, contact_sheet, frame_size
 from longtake.data.stages import attribute_of, values
@@ -65,7 +65,7 @@ def write_pictures(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"The folder {folder} cannot be made: {error.strerror}.") from error
-    with Pool(1) as pool:  # so that no file can hang or crash this process
+    with DecodePool(1) as pool:  # so that no file can hang or crash this process
         if plan is None or recipe is None:
             drawings = [*_histograms(catalog), *_sheet(_whole(catalog, pool))]
         else:
@@ -168,7 +168,7 @@ def _scores(catalog: Catalog) -> tuple[str, ...]:
     return catalog.attribute_names or ("duration_seconds",)
 
 
-def _crops(plan: Plan, recipe: Recipe, pool: Pool) -> Iterator[CropRow]:
+def _crops(plan: Plan, recipe: Recipe, pool: DecodePool) -> Iterator[CropRow]:
     """Clips of every bucket that is trained in, each bucket of a catalog once."""
     sources = {stream.source for stream in plan.streams()}
     shown: set[tuple[str, Bucket]] = set()
@@ -192,7 +192,7 @@ def _least_to_most_cropped(catalog: Catalog, rows: Rows, shape: Bucket) -> list[
 
 
 def _crop(
-    label: str, clip: Clip, shape: Bucket, stream: Stream, recipe: Recipe, pool: Pool
+    label: str, clip: Clip, shape: Bucket, stream: Stream, recipe: Recipe, pool: DecodePool
 ) -> CropRow:
     """A clip as the first epoch takes it."""
     seed = sample_seed(recipe.seed, stream.stage, stream.source, 0, clip)
@@ -206,7 +206,7 @@ def _crop(
     return _row(label, clip, window, kept, pool)
 
 
-def _whole(catalog: Catalog, pool: Pool) -> Iterator[CropRow]:
+def _whole(catalog: Catalog, pool: DecodePool) -> Iterator[CropRow]:
     """Clips that are evenly spread over a catalog, whole."""
     count = min(MOST_ROWS // 3, len(catalog))
     for row in np.linspace(0, len(catalog) - 1, count).round().astype(int).tolist():
@@ -223,7 +223,7 @@ def _row(
     clip: Clip,
     window: Window,
     kept: tuple[float, float, float, float] | None,
-    pool: Pool,
+    pool: DecodePool,
 ) -> CropRow:
     caption = clip.caption or f"(no caption) {Path(clip.path).name}"
     try:

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from longtake.config import DataSection
 from longtake.data.cache import Cache, make_folder
-from longtake.data.cached import Filled
+from longtake.data.cache_fill import CacheReport, fill_latents, fill_prompts, find_missing
 from longtake.data.catalog import Catalog
 from longtake.data.encode import write_video
-from longtake.data.fill import Report, fill_latents, fill_prompts, find_missing
 from longtake.data.index import index
 from longtake.data.loader import Loader
 from longtake.errors import DataError
@@ -70,11 +69,11 @@ def _length(caption: str) -> dict[str, Tensor]:
     return {"prompt_embeds": torch.full((2, 3), float(len(caption)))}
 
 
-def _fill(cache: Cache, data: DataSection, **named: Any) -> Report:
-    missing = find_missing(cache, _loader(data).course.plan, data, **named)
-    report = Report(present=missing.present)
+def _fill(cache: Cache, data: DataSection, **named: Any) -> CacheReport:
+    missing = find_missing(cache, _loader(data).course.plan, **named)
+    report = CacheReport(present=missing.present)
     fill_prompts(cache, missing.captions, _length, report)
-    fill_latents(cache, missing.places, data, _means, report)
+    fill_latents(cache, missing.clips, _means, report)
     return report
 
 
@@ -92,7 +91,7 @@ def test_all_that_any_step_asks_for_is_there(data: DataSection, tmp_path: Path) 
     assert report.present == {"prompts": 0}
     assert report.failures == {}
     plain, cached = _loader(data), _loader(data)
-    cached.read_from(Filled(cache, {}))
+    cached.read_from(cache, {})
     for one, other in zip(plain.batches(30), cached.batches(30), strict=True):
         assert (one.seeds, one.identities, one.captions) == (
             (other.seeds, other.identities, other.captions)
@@ -151,11 +150,11 @@ def test_progress_is_told(data: DataSection, tmp_path: Path) -> None:
         told.append((done, total))
 
     plan = _loader(data).course.plan
-    missing = find_missing(cache, plan, data, progress=tell)
+    missing = find_missing(cache, plan, progress=tell)
     assert told.pop() == (8, 8)
-    fill_prompts(cache, missing.captions, _length, Report(), tell)
+    fill_prompts(cache, missing.captions, _length, CacheReport(), tell)
     assert told.pop() == (8, 8)
-    fill_latents(cache, missing.places, data, _means, Report(), tell)
+    fill_latents(cache, missing.clips, _means, CacheReport(), tell)
     assert told.pop() == (8, 8)
     assert all(done <= total for done, total in told)
 
@@ -183,7 +182,7 @@ def test_a_clip_that_cannot_be_decoded_is_found_out_when_its_turn_comes(
     plain = [_loader(data, rank=r, world_size=world_size) for r in range(world_size)]
     cached = [_loader(data, rank=r, world_size=world_size) for r in range(world_size)]
     for loader in cached:
-        loader.read_from(Filled(cache, report.failures))
+        loader.read_from(cache, report.failures)
     for shares in zip(*(_steps(plain), _steps(cached)), strict=True):
         for one, other in zip(*shares, strict=True):
             assert torch.equal(one.weights, other.weights)
@@ -217,10 +216,10 @@ def test_a_quarantined_clip_is_not_asked_for(damaged: Path, tmp_path: Path) -> N
 def test_a_cache_that_was_not_filled_is_no_data(data: DataSection, tmp_path: Path) -> None:
     """Nothing is made up: the clips are set aside, and soon there are too many of them."""
     loader = _loader(data)
-    loader.read_from(Filled(_cache(data, tmp_path), {}))
+    loader.read_from(_cache(data, tmp_path), {})
     with pytest.raises(DataError, match=r"could be decoded. One: .*the cache does not hold"):
         next(loader.batches())
     few = _loader(data.model_copy(update={"max_quarantined_clips": 2}))
-    few.read_from(Filled(_cache(data, tmp_path), {}))
+    few.read_from(_cache(data, tmp_path), {})
     with pytest.raises(DataError, match=r"\d clips could not .*does not hold the embeddings of ''"):
         next(few.batches())

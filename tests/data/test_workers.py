@@ -1,5 +1,6 @@
-"""Whatever befalls a decoding process, whoever waits for a window gets its pixels or a reason."""
+"""Whatever happens to a worker process, a future gets its result or a reason."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -18,9 +19,10 @@ from numpy.typing import NDArray
 
 from longtake import stacks
 from longtake.data.clip import Media
+from longtake.data.decode_worker import DecodePool
 from longtake.data.encode import write_video
-from longtake.data.pool import Incident, Pool
 from longtake.data.window import Window, read_window
+from longtake.data.workers import WorkerIncident, WorkerPool
 from longtake.errors import ClipError, DataError
 
 _SECONDS = 60  # for what must not take long, on a machine that may be busy
@@ -81,9 +83,9 @@ def pipe(tmp_path: Path) -> Window:
 
 
 @pytest.fixture
-def pool() -> Iterator[Pool]:
+def pool() -> Iterator[DecodePool]:
     """Two workers with three seconds for each window."""
-    with Pool(2, sample_timeout_seconds=3.0) as pool:
+    with DecodePool(2, sample_timeout_seconds=3.0) as pool:
         yield pool
 
 
@@ -91,7 +93,7 @@ def _results(futures: list[Future[Pixels]]) -> list[Pixels]:
     return [future.result(_SECONDS) for future in futures]
 
 
-def _assert_read(pool: Pool, windows: list[Window]) -> None:
+def _assert_read(pool: DecodePool, windows: list[Window]) -> None:
     """All of them are what reading them here gives."""
     found = _results([pool.submit(window) for window in windows])
     for pixels, window in zip(found, windows, strict=True):
@@ -105,7 +107,7 @@ def _put_in_place_of(pipe: Window, window: Window) -> None:
     aside.replace(path)  # at no moment is there no file
 
 
-def _await_busy(pool: Pool, but: int = 0) -> int:
+def _await_busy(pool: DecodePool, but: int = 0) -> int:
     """The process id of a worker that decodes."""
 
     def busy() -> int:
@@ -114,7 +116,7 @@ def _await_busy(pool: Pool, but: int = 0) -> int:
     return _await(busy)
 
 
-def _await_all_busy(pool: Pool) -> None:
+def _await_all_busy(pool: DecodePool) -> None:
     _await(lambda: len(pool.decoding()) == 2 and all(pool.decoding().values()))
 
 
@@ -133,7 +135,7 @@ def _is_gone(pid: int) -> bool:
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_pixels_are_those_of_reading_here(windows: list[Window], workers: int) -> None:
     """In processes or threads, whatever sizes follow each other, and each array is one's own."""
-    with Pool(workers) as pool:
+    with DecodePool(workers) as pool:
         _assert_read(pool, windows * 3)
         first, second = _results([pool.submit(windows[0]), pool.submit(windows[0])])
         first[:] = 0
@@ -144,7 +146,7 @@ def test_pixels_are_those_of_reading_here(windows: list[Window], workers: int) -
 def test_windows_are_begun_in_order(windows: list[Window]) -> None:
     """One worker finishes them as they were submitted."""
     done: list[int] = []
-    with Pool(1) as pool:
+    with DecodePool(1) as pool:
         futures = [pool.submit(window) for window in windows]
         for number, future in enumerate(futures):
             future.add_done_callback(lambda _, number=number: done.append(number))  # type: ignore[misc] # mypy cannot infer a lambda with a default
@@ -159,7 +161,7 @@ def test_a_damaged_clip_fails_as_it_does_here(windows: list[Window], workers: in
     gone = replace(windows[0], media=Media("/nowhere/clip.mp4"))
     with pytest.raises(ClipError) as here:
         read_window(gone)
-    with Pool(workers) as pool:
+    with DecodePool(workers) as pool:
         with pytest.raises(ClipError) as there:
             pool.submit(gone).result(_SECONDS)
         assert there.value.args == here.value.args
@@ -172,7 +174,7 @@ def test_a_clip_that_fails_once_is_read(windows: list[Window], tmp_path: Path) -
     data = Path(windows[0].media.path).read_bytes()
     late = tmp_path / "late.mp4"
     os.mkfifo(late)  # opening it waits; what is written is no video, and by then it is a file
-    with Pool(1, sample_timeout_seconds=_SECONDS) as pool:
+    with DecodePool(1, sample_timeout_seconds=_SECONDS) as pool:
         future = pool.submit(replace(windows[0], media=Media(str(late))))
         with late.open("wb") as writer:
             late.unlink()
@@ -183,12 +185,13 @@ def test_a_clip_that_fails_once_is_read(windows: list[Window], tmp_path: Path) -
 
 
 def test_a_decoder_that_hangs_is_dumped_killed_and_replaced(
-    pool: Pool, windows: list[Window], pipe: Window
+    pool: DecodePool, windows: list[Window], pipe: Window
 ) -> None:
     """Its window fails after the second time, with the place; the others never notice."""
     future = pool.submit(pipe)
     _assert_read(pool, windows)
-    with pytest.raises(ClipError, match=r"did not finish within 3 s, twice; last seen in .*\.py:"):
+    reason = r"decoding made no progress for 3 s, twice; last seen in .*\.py:"
+    with pytest.raises(ClipError, match=reason):
         future.result(_SECONDS)
     incidents = pool.incidents()
     assert [incident.kind for incident in incidents] == ["stalled", "stalled"]
@@ -203,7 +206,7 @@ def test_a_decoder_that_hangs_is_dumped_killed_and_replaced(
 
 
 def test_a_stopped_worker_is_found_by_the_deadline(
-    pool: Pool, long: Window, windows: list[Window]
+    pool: DecodePool, long: Window, windows: list[Window]
 ) -> None:
     """A process that is stopped while it decodes (state T) is killed; its window is read anew."""
     futures = [pool.submit(long) for _ in range(3)]
@@ -220,7 +223,7 @@ def test_a_stopped_worker_is_found_by_the_deadline(
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
 def test_a_worker_that_dies_is_replaced(windows: list[Window], pipe: Window, name: str) -> None:
     """At once; the reason names the signal, and a crash leaves the line where it happened."""
-    with Pool(1, sample_timeout_seconds=_SECONDS) as pool:
+    with DecodePool(1, sample_timeout_seconds=_SECONDS) as pool:
         future = pool.submit(pipe)
         pid = _await_busy(pool)
         _await(lambda: "in opened" in stacks.dump_process(pid).where)
@@ -236,7 +239,7 @@ def test_a_worker_that_dies_is_replaced(windows: list[Window], pipe: Window, nam
 
 def test_a_sample_that_kills_twice_fails(pipe: Window) -> None:
     """Its error says so; no third worker is spent on it."""
-    with Pool(2, sample_timeout_seconds=_SECONDS) as pool:
+    with DecodePool(2, sample_timeout_seconds=_SECONDS) as pool:
         future = pool.submit(pipe)
         first = _await_busy(pool)
         os.kill(first, signal.SIGKILL)
@@ -246,19 +249,19 @@ def test_a_sample_that_kills_twice_fails(pipe: Window) -> None:
         assert len(pool.incidents()) == 2
 
 
-def test_an_idle_worker_that_dies_is_replaced(pool: Pool, windows: list[Window]) -> None:
+def test_an_idle_worker_that_dies_is_replaced(pool: DecodePool, windows: list[Window]) -> None:
     """It is told, and costs no window."""
     _assert_read(pool, windows)
     for pid in pool.decoding():
         os.kill(pid, signal.SIGKILL)
-    incidents: list[Incident] = []
+    incidents: list[WorkerIncident] = []
     while len(incidents) < 2:
         incidents += _await(pool.incidents)
     assert {(each.kind, each.identity) for each in incidents} == {("died", "")}
     _assert_read(pool, windows)
 
 
-def test_interrupts_are_the_parents(pool: Pool, windows: list[Window]) -> None:
+def test_interrupts_are_the_parents(pool: DecodePool, windows: list[Window]) -> None:
     """Ctrl-C and a scheduler's SIGTERM reach the whole group; workers leave them to the parent."""
     _assert_read(pool, windows)
     for pid in pool.decoding():
@@ -275,8 +278,9 @@ def test_workers_that_cannot_start_are_an_error(
     (tmp_path / "av.py").write_text("raise ImportError('libav is not for this machine')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     before = psutil.Process().children()
-    with Pool(2) as pool:
-        with pytest.raises(DataError, match=r"No decoding process.*ImportError: libav is not for"):
+    with DecodePool(2) as pool:
+        reason = r"No decoding process.*ImportError: libav is not for.*data\.workers=0"
+        with pytest.raises(DataError, match=reason):
             pool.submit(windows[0]).result(_SECONDS)
         with pytest.raises(DataError, match="No decoding process can be started"):
             pool.submit(windows[0])
@@ -285,7 +289,7 @@ def test_workers_that_cannot_start_are_an_error(
 
 def test_what_was_cancelled_is_not_read(windows: list[Window], pipe: Window) -> None:
     """A window that no worker has begun with can be taken back."""
-    with Pool(1, sample_timeout_seconds=_SECONDS) as pool:
+    with DecodePool(1, sample_timeout_seconds=_SECONDS) as pool:
         cancelled, wanted = pool.submit(pipe), pool.submit(windows[1])  # the worker still starts
         assert cancelled.cancel()
         np.testing.assert_array_equal(wanted.result(_SECONDS), read_window(windows[1]))
@@ -301,7 +305,7 @@ def test_nothing_is_left_when_it_is_closed(windows: list[Window], pipe: Window) 
         return set(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names, as many as there are
 
     before, children = open_files(), psutil.Process().children()
-    pool = Pool(2)
+    pool = DecodePool(2)
     _assert_read(pool, windows * 5)
     steady = open_files()
     _assert_read(pool, windows * 5)
@@ -324,7 +328,7 @@ def test_nothing_is_left_when_it_is_closed(windows: list[Window], pipe: Window) 
 _PROGRAM = """
 import os, sys, time
 from longtake.data.clip import Media
-from longtake.data.pool import Pool
+from longtake.data.decode_worker import DecodePool
 from longtake.data.window import Window
 
 sizes = dict(scaled_height=32, scaled_width=32, top=0, left=0, height=32, width=32)
@@ -332,7 +336,7 @@ window = Window(identity="x", media=Media(sys.argv[1]), kind="video", stream_ind
                 source_height=32, source_width=48, start=0, num_frames=1, stride=1,
                 timestamps=(), seek_to=None, is_flipped=False, **sizes)
 print("main", os.getpid(), flush=True)
-pool = Pool(2, sample_timeout_seconds=2.0)
+pool = DecodePool(2, sample_timeout_seconds=2.0)
 futures = [pool.submit(window) for _ in range(2)]
 while not (len(pool.decoding()) == 2 and all(pool.decoding().values())):
     time.sleep(0.005)
@@ -378,9 +382,71 @@ def test_the_time_in_which_the_program_was_stopped_does_not_count(
     assert process.returncode == 0
 
 
-def test_a_worker_started_by_hand_says_what_it_is() -> None:
-    """It waits for nothing."""
-    command = [sys.executable, "-m", "longtake.data.worker"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS)
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr == "This is a part of longtake's decoding pool, which starts it itself.\n"
+_TASKS = """
+import os, time
+from longtake.data.workers import Task
+from longtake.errors import ClipError, DataError
+
+class Odd(Task):
+    doing = "counting"
+    silence_seconds = 1.5
+
+    def do(self, item, progress):
+        if item == "slow":
+            end = time.monotonic() + 4
+            while time.monotonic() < end:
+                time.sleep(0.1)
+                progress()
+        if item == "clip":
+            raise ClipError("a.mp4", "is cut off")
+        if item == "data":
+            raise DataError("no item can be counted")
+        if item == "bug":
+            raise ValueError("three")
+        if item == "exit":
+            raise SystemExit("cannot go on")
+        return f"{item} by {os.getpid()}"
+
+    def lost(self, item, reason):
+        if item == "exit":
+            raise DataError(reason)
+        return reason
+"""
+
+
+@pytest.fixture
+def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerPool[str, str]]:
+    """One process of a task that does what its items say."""
+    (tmp_path / "odd_tasks.py").write_text(_TASKS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "odd_tasks", raising=False)
+    with WorkerPool(importlib.import_module("odd_tasks").Odd(), 1) as pool:
+        yield pool
+
+
+def test_progress_keeps_a_slow_item_alive(counting: WorkerPool[str, str]) -> None:
+    """It takes longer than a process may be silent."""
+    assert counting.submit("slow").result(_SECONDS).startswith("slow by ")
+    assert counting.incidents() == []
+
+
+def test_an_items_own_error_is_its_result_and_an_error_of_all_is_raised(
+    counting: WorkerPool[str, str],
+) -> None:
+    """The process stays, with what it has loaded."""
+    before = counting.submit("one").result(_SECONDS)
+    assert counting.submit("clip").result(_SECONDS) == "is cut off"
+    assert counting.submit("bug").result(_SECONDS) == "counting raised ValueError: three"
+    with pytest.raises(DataError, match=r"^no item can be counted$"):
+        counting.submit("data").result(_SECONDS)
+    assert counting.submit("one").result(_SECONDS) == before
+    assert counting.incidents() == []
+
+
+def test_what_lost_raises_is_raised(counting: WorkerPool[str, str]) -> None:
+    """With the exit status and the last line that the process wrote."""
+    reason = r"^the counting process ended with exit status 1 \(cannot go on\)$"
+    with pytest.raises(DataError, match=reason):
+        counting.submit("exit").result(_SECONDS)
+    assert counting.submit("one").result(_SECONDS)

@@ -1,0 +1,399 @@
+"""Fills a cache with what a plan will ask for: finds what is missing, decodes and encodes it.
+
+What encodes is passed in. A clip that cannot be decoded is noted, and its place in training will be
+the same as if that had been found out there.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+from torch import Tensor
+
+from longtake.config import Bucket
+from longtake.data.cache import Cache, CacheEntry, CacheFailure
+from longtake.data.catalog import Catalog
+from longtake.data.clip import Clip
+from longtake.data.decode_worker import DecodePool
+from longtake.data.plan import Plan
+from longtake.data.references import Reference, without_reference
+from longtake.data.sample import all_windows
+from longtake.data.tasks import run_tasks
+from longtake.data.window import Window
+from longtake.data.workers import Task, WorkerIncident
+from longtake.errors import ClipError, DataError
+from longtake.formatting import format_duration
+from longtake.heartbeat import HeartbeatDir
+
+EncodePixels = Callable[[NDArray[np.uint8]], Tensor]
+"""From [3, F, H, W] uint8 to latents [C, F', H', W']."""
+EncodeCaption = Callable[[str], dict[str, Tensor]]
+"""From a caption to a model's conditioning, each tensor without a batch dimension."""
+Progress = Callable[[int, int], object]
+"""Called with (done, in all)."""
+
+CACHE_KINDS = ("latents", "references", "prompts")
+
+_THREADS = 16
+_CHUNK = 4096
+_MAX_ITEMS_AT_ONCE = 32
+_NUM_SHARES = 64
+_T = TypeVar("_T")
+_SILENCE_SECONDS = 3600.0  # weights may have to be read, and a long clip reports no progress
+
+
+class CacheItem(NamedTuple):
+    """A clip, and a shape that it is trained in."""
+
+    clip: Clip
+    shape: Bucket
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A `CacheItem` whose clip is not made yet."""
+
+    catalog: Catalog
+    shape: Bucket
+    row: int
+
+    def item(self) -> CacheItem:
+        return CacheItem(self.catalog.clip(self.row), self.shape)
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What a cache lacks of what a plan will ask for."""
+
+    clips: list[_Row]  # of which at least one window or picture is missing
+    captions: list[str]
+    present: Counter[str]  # entries that are there, by kind
+
+
+@dataclass
+class CacheReport:
+    """What was done to fill a cache, by one process or by all."""
+
+    present: Counter[str] = field(default_factory=Counter)  # entries that were there, by kind
+    computed: Counter[str] = field(default_factory=Counter)  # entries that were made, by kind
+    num_bytes: int = 0  # of these
+    failures: dict[str, CacheFailure] = field(default_factory=dict)  # by key of a window's latents
+    incidents: list[WorkerIncident] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def wrote(self, entry: CacheEntry, num_bytes: int) -> None:
+        """Count an entry."""
+        self.computed[entry.kind] += 1
+        self.num_bytes += num_bytes
+
+    def add(self, other: "CacheReport") -> None:
+        """Add what another process did."""
+        self.present.update(other.present)
+        self.computed.update(other.computed)
+        self.num_bytes += other.num_bytes
+        self.failures |= other.failures
+        self.incidents += other.incidents
+
+    def refuse_too_many(self, allowed: int) -> None:
+        """Raise DataError if more clips failed than are allowed to."""
+        clips = {failure.identity: failure for failure in self.failures.values()}
+        if len(clips) > allowed:
+            last = list(clips.values())[-1]
+            raise DataError(
+                f"{len(clips)} clips could not be decoded for the cache, more than "
+                f"data.max_quarantined_clips = {allowed} allows. One of them: {last.path}: "
+                f"{last.reason}. Are the files still where they were indexed? Run longtake data "
+                "index again."
+            )
+
+    def facts(self) -> dict[str, Any]:
+        """All of it as JSON."""
+        failed = sorted({(each.path, each.reason) for each in self.failures.values()})
+        return {
+            **{
+                kind: {"present": self.present[kind], "computed": self.computed[kind]}
+                for kind in CACHE_KINDS
+            },
+            "bytes": self.num_bytes,
+            "failed": [{"path": path, "reason": reason} for path, reason in failed],
+            "seconds": round(self.seconds, 3),
+        }
+
+    def __str__(self) -> str:
+        present, computed = sum(self.present.values()), sum(self.computed.values())
+        made = (
+            f"{computed} computed in {format_duration(self.seconds)}"
+            if computed
+            else "none is missing"
+        )
+        return f"{present} entries were there, {made}"
+
+
+def find_missing(
+    cache: Cache,
+    plan: Plan,
+    *,
+    share: slice = slice(None),
+    without: Container[str] = (),
+    progress: Progress | None = None,
+) -> Missing:
+    """Look for everything that a plan will ask a cache for.
+
+    Args:
+        cache: to look in.
+        plan: what is to be trained.
+        share: which of all clips and captions to look for.
+        without: identities of clips that are not trained on.
+        progress: is told of clips.
+    """
+    rows = list(islice(_rows(plan), share.start, share.stop, share.step))
+    captions = _captions(plan, cache.no_caption)[share]
+    missing = Missing([], [], Counter())
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for start in range(0, len(rows), _CHUNK):
+            chunk = rows[start : start + _CHUNK]
+            looks = pool.map(lambda row: _look(cache, row.item(), without), chunk)
+            for row, (present, is_missing) in zip(chunk, looks, strict=True):
+                missing.present.update(present)
+                if is_missing:
+                    missing.clips.append(row)
+            if progress:
+                progress(start + len(chunk), len(rows))
+        entries = pool.map(lambda caption: cache.prompt(caption).is_whole(), captions)
+        missing.captions.extend(
+            caption for caption, there in zip(captions, entries, strict=True) if not there
+        )
+    missing.present["prompts"] += len(captions) - len(missing.captions)
+    return missing
+
+
+def fill_prompts(
+    cache: Cache,
+    captions: Sequence[str],
+    encode: EncodeCaption,
+    report: CacheReport,
+    progress: Progress | None = None,
+) -> None:
+    """Add captions to a cache.
+
+    Raises:
+        DataError: the cache cannot be written.
+    """
+    for done, caption in enumerate(_shuffled(captions), start=1):
+        entry = cache.prompt(caption)
+        if not entry.is_whole():
+            report.wrote(entry, entry.write(encode(caption)))
+        if progress:
+            progress(done, len(captions))
+
+
+def fill_latents(
+    cache: Cache,
+    clips: Sequence[_Row | CacheItem],
+    encode: EncodePixels,
+    report: CacheReport,
+    progress: Progress | None = None,
+    heartbeats: HeartbeatDir | None = None,
+) -> None:
+    """Add the windows of clips and their reference pictures to a cache.
+
+    Raises:
+        DataError: more clips fail than `data.max_quarantined_clips` allows, or the cache cannot be
+            written.
+    """
+    data, under_way = cache.data, deque[_Job]()
+    limit, memory = data.sample_timeout_seconds, data.sample_memory_gib
+    with DecodePool(data.workers, limit, memory_gib=memory, heartbeats=heartbeats) as pool:
+        for done, each in enumerate(_shuffled(clips)):
+            item: CacheItem = each.item() if isinstance(each, _Row) else each
+            for window in all_windows(*item, data):
+                under_way.append(_begin(cache, window, pool))
+            while len(under_way) > 2 * max(data.workers, 1):
+                _finish(cache, under_way.popleft(), encode, report)
+            if progress:
+                progress(done, len(clips))
+        for job in under_way:
+            _finish(cache, job, encode, report)
+        report.incidents += pool.incidents()
+    if progress:
+        progress(len(clips), len(clips))
+
+
+@dataclass(frozen=True)
+class EncodeTask(Task[Sequence[CacheItem | str], CacheReport]):
+    """Adds to a cache what it lacks of some clips, or of some captions; writes the files itself."""
+
+    cache: Cache
+    load: Callable[[], EncodePixels] | Callable[[], EncodeCaption]  # of clips, of captions
+    num_cpus: int = 1
+    uses_gpu: bool = False
+    doing = "encoding"
+    silence_seconds: float = _SILENCE_SECONDS
+
+    @cached_property
+    def _encode(self) -> Any:
+        return self.load()
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The cache's, in which nodes write."""
+        return (self.cache.folder / "aside",)
+
+    def do(self, item: Sequence[CacheItem | str], progress: Callable[[], object]) -> CacheReport:
+        """Add the entries that are missing."""
+        report = CacheReport()
+        fill: Callable[..., None] = fill_prompts if isinstance(item[0], str) else fill_latents
+        fill(self.cache, item, self._encode, report, lambda done, total: progress())
+        return report
+
+    def lost(self, item: Sequence[CacheItem | str], reason: str) -> CacheReport:
+        """Raise DataError: the cache would be incomplete."""
+        first = repr(item[0]) if isinstance(item[0], str) else item[0].clip.path
+        raise DataError(
+            f"{reason}. It was at {len(item)} of them, the first {first}. The same command again "
+            "resumes where this one ended."
+        )
+
+    def reads(self, item: Sequence[CacheItem | str]) -> str:
+        """The first clip's file."""
+        return "" if isinstance(item[0], str) else item[0].clip.media.path
+
+
+def run_encode_task(
+    task: EncodeTask,
+    missing: Sequence[_Row] | Sequence[str],
+    report: CacheReport,
+    *,
+    on: str,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Have a cluster add what a cache lacks; see `run_tasks`.
+
+    Raises:
+        DataError: no worker can be started, the cache cannot be written, or too many clips cannot
+            be decoded.
+    """
+    size, done = max(1, min(_MAX_ITEMS_AT_ONCE, len(missing) // _NUM_SHARES)), 0
+    shares = (
+        [each.item() if isinstance(each, _Row) else each for each in share]
+        for share in (missing[start : start + size] for start in range(0, len(missing), size))
+    )
+    with closing(run_tasks(task, shares, on=on, workers=workers)) as reports:
+        for number, added in reports:
+            report.add(added)
+            report.refuse_too_many(task.cache.data.max_quarantined_clips)
+            done += min(size, len(missing) - number * size)
+            if progress:
+                progress(done, len(missing))
+
+
+class _Part(NamedTuple):
+    """One thing that a sample is made of, and that the cache lacks."""
+
+    name: str  # of a reference picture; "" is the clip itself
+    wanted: Window | Reference
+    pixels: Future[NDArray[np.uint8]]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One window, and what is missing of it and of the pictures that belong to it."""
+
+    window: Window
+    parts: list[_Part]
+
+
+def _rows(plan: Plan) -> Iterator[_Row]:
+    """Every clip of a plan in every shape that it is trained in, once."""
+    rows: dict[tuple[int, Bucket], list[NDArray[np.uint32]]] = {}
+    catalogs = {}
+    for part in (part for stream in plan.streams() for part in stream.parts):
+        catalogs[id(part.catalog)] = part.catalog
+        for shape, mine in zip(part.members.shapes, part.members.rows, strict=True):
+            rows.setdefault((id(part.catalog), shape), []).append(mine)
+    for (catalog, shape), found in rows.items():
+        for row in np.unique(np.concatenate(found)):
+            yield _Row(catalogs[catalog], shape, int(row))
+
+
+def _captions(plan: Plan, no_caption: str) -> list[str]:
+    captions = {no_caption}
+    for part in (part for stream in plan.streams() for part in stream.parts):
+        texts = part.catalog.table["caption"].take(part.members.all_rows())
+        captions.update(pc.unique(texts).to_pylist())
+    return sorted(captions)
+
+
+def _look(cache: Cache, item: CacheItem, without: Container[str]) -> tuple[Counter[str], bool]:
+    """How many entries of a clip are there, by kind, and whether one is missing."""
+    present, is_missing = Counter[str](), False
+    if item.clip.identity in without:
+        return present, False
+    for window in all_windows(*item, cache.data):
+        for name, wanted in _wanted(cache, window).items():
+            entry = _whole(cache, name, wanted)
+            present.update([entry.kind] if entry else [])
+            is_missing |= entry is None
+    return present, is_missing
+
+
+def _wanted(cache: Cache, window: Window) -> dict[str, Window | Reference]:
+    """What a sample is made of: its clip by the name "", reference pictures by theirs."""
+    return {"": window, **cache.references(window)}
+
+
+def _entry(cache: Cache, name: str, wanted: Window | Reference) -> CacheEntry:
+    if isinstance(wanted, Reference):
+        return cache.reference(name, wanted)
+    return cache.latents(wanted)
+
+
+def _whole(cache: Cache, name: str, wanted: Window | Reference) -> CacheEntry | None:
+    """The entry, if it is there."""
+    try:
+        entry = _entry(cache, name, wanted)
+    except ClipError:  # decoding will say what is wrong with the picture
+        return None
+    return entry if entry.is_whole() else None
+
+
+def _begin(cache: Cache, window: Window, pool: DecodePool) -> _Job:
+    """Start to decode what is missing of a window and its pictures."""
+    parts = [
+        _Part(name, wanted, pool.submit(wanted))
+        for name, wanted in _wanted(cache, window).items()
+        if not _whole(cache, name, wanted)
+    ]
+    return _Job(window, parts)
+
+
+def _finish(cache: Cache, job: _Job, encode: EncodePixels, report: CacheReport) -> None:
+    """Encode what was decoded, and note what could not be."""
+    failures = []
+    for name, wanted, pixels in job.parts:
+        try:
+            decoded, entry = pixels.result(), _entry(cache, name, wanted)
+        except ClipError as error:
+            why = without_reference(job.window, name, error) if name else error
+            failures.append(CacheFailure(job.window.identity, str(why.path), why.reason))
+            continue
+        if not entry.is_whole():  # another process may have been faster
+            report.wrote(entry, entry.write({"latents": encode(decoded)}))
+    if failures:
+        report.failures[cache.latents(job.window).key] = failures[0]
+        report.refuse_too_many(cache.data.max_quarantined_clips)
+
+
+def _shuffled(items: Sequence[_T]) -> Iterable[_T]:
+    """In another order in each process, so that several share the work."""
+    return (items[int(number)] for number in np.random.default_rng().permutation(len(items)))

@@ -1,0 +1,218 @@
+"""A worker process, and the pool of such processes that decodes.
+
+    python -m longtake.data.decode_worker HEARTBEATS RANK PARENT CONNECTION [BUFFER...]
+
+`longtake.data.workers` starts it so. HEARTBEATS is the folder of its heartbeat, or empty; the other
+numbers are its rank, its parent's process id and inherited file descriptors. It imports neither
+torch nor the user's program (unless the task does so), and ends when its parent does.
+"""
+
+import ctypes
+import mmap
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longtake.data.limits import MEMORY_GIB, memory_limited, pixels_limited
+from longtake.data.references import Reference, read
+from longtake.data.window import Window
+from longtake.data.workers import Reply, Task, WorkerIncident, WorkerPool
+from longtake.errors import ClipError, LongtakeError
+from longtake.heartbeat import HeartbeatDir, HeartbeatWriter
+from longtake.process import end_with
+from longtake.stacks import enable_stack_dumps
+
+_SECONDS_BETWEEN_PROGRESS = 0.5
+_TRIM_EVERY = 100  # items
+
+
+class DecodeTask(Task[Window | Reference, NDArray[np.uint8]]):
+    """Reads windows of clips, and reference pictures, into shared memory."""
+
+    start_hint = "; or decode in threads of this process: data.workers=0"
+
+    def __init__(self, silence_seconds: float, memory_gib: float) -> None:
+        self.silence_seconds = silence_seconds
+        self.memory_gib = memory_gib
+
+    def do(
+        self,
+        item: Window | Reference,
+        progress: Callable[[], object],
+        out: NDArray[np.uint8] | None = None,
+    ) -> NDArray[np.uint8]:
+        """Return the pixels, [3, F, H, W], in `out` or a new array."""
+        return read(item, out)
+
+    def lost(self, item: Window | Reference, reason: str) -> NDArray[np.uint8]:
+        """Raise ClipError."""
+        raise ClipError(str(item.media), reason)
+
+
+class DecodePool:
+    """Reads windows, in the order in which they are submitted, each twice if the first time failed.
+
+    A network file system may hiccup once, and a worker may be killed for what is not the clip's
+    fault.
+
+    Args:
+        workers: how many processes. 0: a few threads of this process, which start at once and
+            which nothing watches: a decoder that hangs or crashes takes the program with it.
+        sample_timeout_seconds: how long one window may take.
+        memory_gib: how much memory decoding one may take; threads only limit the size of pictures.
+        threads: how many threads, if there are no workers.
+        heartbeats: where the workers write their heartbeats; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        sample_timeout_seconds: float = 60.0,
+        *,
+        memory_gib: float = MEMORY_GIB,
+        threads: int = 2,
+        heartbeats: HeartbeatDir | None = None,
+    ) -> None:
+        self._memory_gib = memory_gib
+        self._threads: ThreadPoolExecutor | None = None
+        self._workers: WorkerPool[Window | Reference, NDArray[np.uint8]] | None = None
+        if workers:
+            task = DecodeTask(sample_timeout_seconds, memory_gib)
+            self._workers = WorkerPool(
+                task, workers, attempts=2, num_buffers=2, heartbeats=heartbeats
+            )
+        else:
+            self._threads = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+
+    def submit(
+        self, wanted: Window | Reference, out: NDArray[np.uint8] | None = None
+    ) -> Future[NDArray[np.uint8]]:
+        """Return the future of the pixels, [3, F, H, W] uint8, in `out` or a new array.
+
+        It raises ClipError if the window cannot be read, and DataError if no worker can be started.
+
+        Raises:
+            DataError: no worker can be started.
+            RuntimeError: the pool is closed.
+        """
+        if out is None:
+            out = np.empty(wanted.shape, np.uint8)
+        if self._workers:
+            return self._workers.submit(wanted, out)
+        assert self._threads
+        return self._threads.submit(_read_twice, wanted, out, self._memory_gib)
+
+    def incidents(self) -> list[WorkerIncident]:
+        """Return the incidents of the workers since the last call."""
+        return self._workers.incidents() if self._workers else []
+
+    def decoding(self) -> dict[int, str]:
+        """Return the workers' process ids, and the identity of the clip that each decodes."""
+        running = self._workers.running() if self._workers else {}
+        return {pid: wanted.identity if wanted else "" for pid, wanted in running.items()}
+
+    def close(self) -> None:
+        """End the workers at once; what they have not read raises a RuntimeError.
+
+        Threads finish what they have begun; the rest is cancelled.
+        """
+        if self._workers:
+            self._workers.close()
+        if self._threads:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def main() -> None:
+    """Do the task for one item after the other until the parent closes the connection."""
+    if len(sys.argv) < 5:
+        raise SystemExit("This is a part of longtake's worker pool, which starts it itself.")
+    folder, rank, parent, descriptor, *buffers = sys.argv[1:]
+    end_with(int(parent))
+    enable_stack_dumps()
+    connection: Connection[Reply, Any] = Connection(int(descriptor))
+    page = HeartbeatWriter(Path(folder), "decode", rank=int(rank)) if folder else None
+    with connection, suppress(EOFError, ConnectionError):
+        task = pickle.loads(connection.recv_bytes())  # noqa: S301 - our parent's
+        connection.send(("ready", None))
+        for number in count(1):
+            if page:
+                page.set_phase("idle", "")
+            item, buffer = connection.recv()
+            if page:
+                page.set_phase("decode", item.identity, str(item.media))
+            memory = None if buffer is None else int(buffers[buffer])
+            connection.send(_reply(connection, task, item, memory))
+            if number % _TRIM_EVERY == 0:
+                _trim()
+
+
+def _reply(
+    connection: "Connection[Reply, Any]", task: Task[Any, Any], item: Any, memory: int | None
+) -> Reply:
+    last = time.monotonic()
+
+    def progress() -> None:
+        nonlocal last
+        if time.monotonic() - last > _SECONDS_BETWEEN_PROGRESS:
+            connection.send(("progress", None))
+            last = time.monotonic()
+
+    try:
+        with nullcontext() if task.memory_gib is None else memory_limited(task.memory_gib):
+            if memory is None:
+                return "done", task.do(item, progress)
+            task.do(item, progress, _shared(memory, item.shape))  # type: ignore[call-arg]
+    except ClipError as error:
+        return "failed", error.reason
+    except LongtakeError as error:
+        return "refused", error
+    except Exception as error:  # whatever it is, it belongs to this item
+        return "failed", f"{task.doing} raised {type(error).__name__}: {error}"
+    return "done", None
+
+
+def _shared(memory: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """An array in shared memory, which the parent has made large enough."""
+    return np.frombuffer(mmap.mmap(memory, int(np.prod(shape))), np.uint8).reshape(shape)
+
+
+def _trim() -> None:
+    """Hand freed memory back, in 2 ms: frames of ever other sizes leave holes, which add up."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's own
+        trim(0)
+
+
+def _read_twice(
+    wanted: Window | Reference, out: NDArray[np.uint8], memory_gib: float
+) -> NDArray[np.uint8]:
+    with pixels_limited(memory_gib):
+        try:
+            return read(wanted, out)
+        except ClipError:
+            return read(wanted, out)
+
+
+if __name__ == "__main__":
+    main()

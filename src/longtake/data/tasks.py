@@ -1,0 +1,518 @@
+"""Runs a task over items, in processes of this machine or on a Ray cluster.
+
+Results do not depend on where it runs. An item that hangs or crashes its process costs itself.
+"""
+
+import importlib
+import logging
+import os
+import pickle
+import platform
+import secrets
+import socket
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
+from pathlib import Path
+from queue import SimpleQueue
+from types import ModuleType
+from typing import Any, Generic, NamedTuple
+
+from longtake.data.workers import Item, Result, Task, WorkerPool
+from longtake.errors import DataError, LongtakeError
+from longtake.fsio import make_writable
+from longtake.process import code_digest, num_cores
+
+RAY_ATTEMPTS = 3
+"""How often an item is begun with whose Ray worker is lost."""
+
+_BATCH_SECONDS = 10.0
+_MAX_BATCH_ITEMS = 1000
+_MAX_LOST_IN_A_ROW = 5
+_NODES_SECONDS = 10.0  # how often new nodes are looked for
+_REACH_SECONDS = 5.0
+_CLIENT_PORT = "10001"
+# Ray shall not, unasked, report usage or warn of a change.
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+# With this, as on other systems by default, a Ray started here listens on 127.0.0.1 only.
+_ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+# Results depend on their versions.
+_PACKAGES = ("longtake", "av", "numpy", "pillow", "HanTa", "torch", "diffusers", "transformers")
+_INSTALL = (
+    "Install the same on every node of the cluster: pip install --constraint constraints.txt "
+    "'longtake[ray]'."
+)
+
+
+def run_tasks(
+    task: Task[Item, Result],
+    items: Iterable[Item],
+    *,
+    on: str | None = None,
+    workers: int | None = None,
+) -> Generator[tuple[int, Result]]:
+    """Yield the number of each item, counted from 0, and its result, in the order of completion.
+
+    Items are taken as they are needed. Close the generator to stop before the end.
+
+    Args:
+        task: what is done to each item.
+        items: that it is done to.
+        on: None: processes of this machine. `ray`: the Ray cluster that RAY_ADDRESS names or that
+            this machine belongs to, or else one of this machine alone. `ray://HOST:PORT`: the
+            cluster whose client server listens there.
+        workers: how many at a time; None: one for each core (with `uses_gpu`, each GPU). 0: this
+            process, which an item can then hang or crash.
+
+    Raises:
+        DataError: no worker can be started, or the cluster cannot be used.
+        LongtakeError: the task raised it.
+    """
+    if on is not None:
+        with connected(on) as ray:
+            assert ray
+            yield from _RayRun(ray, task, workers).run(items)
+    elif workers == 0:
+        for number, item in enumerate(items):
+            yield number, task.do(item, lambda: None)
+    else:
+        yield from _run_in_processes(task, items, workers or num_cores())
+
+
+def in_order(results: Generator[tuple[int, Result]]) -> Generator[Result]:
+    """Yield the results of `run_tasks` in the order of the items, without their numbers."""
+    early: dict[int, Result] = {}
+    following = 0
+    with closing(results):
+        for number, result in results:
+            early[number] = result
+            while following in early:
+                yield early.pop(following)
+                following += 1
+
+
+def _run_in_processes(
+    task: Task[Item, Result], items: Iterable[Item], count: int
+) -> Generator[tuple[int, Result]]:
+    waiting = enumerate(items)
+    if not (first := list(islice(waiting, count))):
+        return
+    finished = SimpleQueue[tuple[int, Future[Result]]]()
+    with WorkerPool(task, len(first)) as pool:
+
+        def submit(number: int, item: Item) -> None:
+            future = pool.submit(item)
+            future.add_done_callback(lambda done: finished.put((number, done)))
+
+        for number, item in first:
+            submit(number, item)
+        num_running = len(first)
+        while num_running:
+            number, future = finished.get()
+            if (following := next(waiting, None)) is None:
+                num_running -= 1
+            else:
+                submit(*following)
+            yield number, future.result()
+
+
+@contextmanager
+def connected(on: str | None) -> Iterator[ModuleType | None]:
+    """Keep a connection to a Ray cluster for several `run_tasks`; None: nothing is connected.
+
+    One that the caller has connected already is left alone.
+
+    Args:
+        on: as of `run_tasks`.
+
+    Raises:
+        DataError: there is no such place, Ray is not installed, or it cannot be reached.
+    """
+    if on is None:
+        yield None
+        return
+    if on != "ray" and not on.startswith("ray://"):
+        raise DataError(
+            f"--on {on}: expected `ray` (the cluster of RAY_ADDRESS, or else this machine), or "
+            "`ray://HOST:PORT`, where a cluster's client server listens (10001, as a rule)."
+        )
+    address = os.environ.get("RAY_ADDRESS") if on == "ray" else on
+    ray = _import_ray({} if address else _ALONE)
+    if ray.is_initialized():
+        yield ray
+        return
+    if address:
+        _reach(address)
+    is_client = address is not None and address.startswith("ray://")
+    options = {} if is_client else {"include_dashboard": False}
+    try:
+        with warnings.catch_warnings():  # what they say is in the errors
+            warnings.simplefilter("ignore")
+            ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL, **options)
+    except Exception as error:  # Ray raises errors of many kinds
+        raise DataError(_unreachable(address, error)) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _import_ray(variables: Mapping[str, str]) -> ModuleType:
+    for name, value in (_QUIET | dict(variables)).items():
+        os.environ.setdefault(name, value)
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise DataError(
+            f"--on ray needs Ray, which cannot be imported here: {error}. Install it: "
+            "pip install 'longtake[ray]'."
+        ) from error
+
+
+def _reach(address: str) -> None:
+    """Find out in seconds what takes Ray minutes: that nothing listens there."""
+    host, colon, port = address.removeprefix("ray://").split("/")[0].rpartition(":")
+    if not colon and address.startswith("ray://"):
+        host, port = port, _CLIENT_PORT
+    if not host or not port.isdecimal():
+        return  # such as `auto`, which Ray knows
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_SECONDS).close()
+    except OSError as error:
+        raise DataError(_unreachable(address, error)) from error
+
+
+def _unreachable(address: str | None, error: Exception) -> str:
+    if address is None:
+        return f"Ray cannot be started here: {_first_line(error)}."
+    return (
+        f"The Ray cluster at {address} cannot be reached: {_first_line(error)}. Is it running "
+        "(`ray start --head` on one node), is its client server's port open "
+        f"({_CLIENT_PORT}, unless it was started otherwise), and is its Ray the version that is "
+        "installed here? If it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+class ItemBatches(Generic[Item]):
+    """Items in batches of some seconds of work, as a message to another node costs a millisecond.
+
+    Items are taken as they are needed; those that came back go first, one by one.
+    """
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        self._waiting = enumerate(items)
+        self._ahead: deque[tuple[int, Item]] = deque()
+        self._back: deque[tuple[int, Item]] = deque()
+        self._losses = Counter[int]()
+        self._size = 1
+
+    def ahead(self, count: int) -> int:
+        """Return how many items there still are; at most `count` or a few more."""
+        self._ahead.extend(islice(self._waiting, max(0, count - len(self._ahead))))
+        return len(self._ahead) + len(self._back)
+
+    def take(self) -> list[tuple[int, Item]]:
+        """Return the next batch, each item with its number; empty: there is none."""
+        if self._back:
+            return [self._back.popleft()]
+        self.ahead(self._size)
+        return [self._ahead.popleft() for _ in range(min(self._size, len(self._ahead)))]
+
+    def learn(self, seconds: float) -> None:
+        """Take into account how long an item took."""
+        wanted = int(_BATCH_SECONDS / max(seconds, 1e-6))
+        self._size = max(1, min(wanted, 2 * self._size, _MAX_BATCH_ITEMS))
+
+    def put_back(self, batch: list[tuple[int, Item]]) -> list[tuple[int, Item]]:
+        """Take back a batch whose worker was lost; return what was tried often enough."""
+        lost: list[tuple[int, Item]] = []
+        for number, item in batch:
+            self._losses[number] += len(batch) == 1  # of several it is not known which one it was
+            is_over = self._losses[number] >= RAY_ATTEMPTS
+            (lost if is_over else self._back).append((number, item))
+        return lost
+
+
+class NodeSetup(NamedTuple):
+    """What a Ray worker is told at first."""
+
+    task: Task[Any, Any]
+    markers: list[Path]  # are there if the task's folders are the same ones
+    cwd: Path  # where relative paths begin
+
+
+class _Answers(NamedTuple):
+    """Results of a batch's items; each with whether the item's file is missing on the node."""
+
+    results: list[tuple[Any, bool]]
+    error: LongtakeError | None  # that ended it
+    seconds: float
+
+
+class NodeWorker:
+    """Runs a task in a process of this node, watched here; runs itself in a Ray worker.
+
+    Raises:
+        DataError: a folder is another one here.
+    """
+
+    def __init__(self, pickled: bytes) -> None:
+        self._task, markers, cwd = pickle.loads(pickled)  # noqa: S301 - a NodeSetup, of our driver
+        for marker in markers:
+            if not marker.exists():
+                raise DataError(
+                    f"{marker.parent} on {socket.gethostname()} is another folder than where this "
+                    "was started, or cannot be seen there. Put it on a disk that all nodes share, "
+                    "mounted at the same place."
+                )
+        self._pool = WorkerPool(self._task, 1, cwd=cwd if cwd.is_dir() else None)
+
+    def work(self, items: list[Any]) -> _Answers:
+        """Return the results of some items."""
+        begun, results = time.perf_counter(), []
+        try:
+            futures = [self._pool.submit(item) for item in items]
+            for item, future in zip(items, futures, strict=True):
+                result, path = future.result(), self._task.reads(item)
+                results.append((result, bool(path) and not Path(path).exists()))
+        except LongtakeError as error:
+            return _Answers(results, error, time.perf_counter() - begun)
+        return _Answers(results, None, time.perf_counter() - begun)
+
+    def close(self) -> None:
+        """End the process."""
+        self._pool.close()
+
+
+def package_versions() -> dict[str, str]:
+    """Return, by name, what must be the same on every node."""
+    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name).partition("+")[0]  # of torch, cpu and cu130 are alike
+    return {**found, "longtake's files": code_digest("data", "models")}
+
+
+def version_differences(node: str, there: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """Return the sentence about a node that has other versions."""
+    names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+    listed = ", ".join(
+        f"{name} is {there.get(name, 'not installed')} there and {here.get(name, 'not installed')} "
+        "here"
+        for name in names
+    )
+    return f"{node} would not do the same work: {listed}. {_INSTALL}"
+
+
+def _actor_class() -> type:
+    """The actor's class, made here so that Ray sends its code: a node may lack longtake."""
+
+    class RayWorker:
+        def begin(self, setup: bytes, versions: dict[str, str]) -> tuple[str, str, Any]:
+            import socket
+
+            node = socket.gethostname()
+            try:
+                from longtake.data import tasks
+                from longtake.errors import DataError
+            except ImportError as error:
+                return node, "absent", str(error)
+            if (found := tasks.package_versions()) != versions:
+                return node, "differs", found
+            try:
+                self._worker = tasks.NodeWorker(setup)
+            except DataError as error:
+                return node, "refuses", str(error)
+            return node, "", ""
+
+        def work(self, items: list[Any]) -> Any:
+            return self._worker.work(items)
+
+    return RayWorker
+
+
+@dataclass(eq=False)
+class _Actor:
+    """A Ray actor, and the name of its node once that is known."""
+
+    handle: Any
+    node: str = ""
+
+
+class _RayRun(Generic[Item, Result]):
+    """The actors of one task, and which of them has which items.
+
+    An actor keeps its cores or its GPU, and what it has loaded, until the end. One that is lost (a
+    node went away, or was out of memory) is replaced, and others repeat its items one by one. Ray's
+    own retries would repeat an item that takes too much memory without end.
+    """
+
+    def __init__(self, ray: ModuleType, task: Task[Item, Result], workers: int | None) -> None:
+        self._ray = ray
+        self._task = task
+        self._workers = workers
+        self._versions = package_versions()
+        self._class = ray.remote(_actor_class())
+        known = ray.exceptions
+        self._losses = (known.RayActorError, known.ObjectLostError, known.OutOfMemoryError)
+        self._setup = b""
+        self._starting: dict[Any, _Actor] = {}
+        self._free: list[_Actor] = []
+        self._busy: dict[Any, tuple[_Actor, list[tuple[int, Item]]]] = {}
+        self._failed_starts = self._lost_in_a_row = 0
+        self._options: dict[str, Any] = {}
+        self._room, self._looked = 0, -_NODES_SECONDS
+
+    def run(self, items: Iterable[Item]) -> Generator[tuple[int, Result]]:
+        batches = ItemBatches(items)
+        with _markers(self._task.folders) as markers:
+            self._setup = pickle.dumps(NodeSetup(self._task, markers, Path.cwd()))
+            try:
+                while self._busy or batches.ahead(1):
+                    self._start_actors(batches)
+                    while self._free and (batch := batches.take()):
+                        actor = self._free.pop()
+                        sent = [item for _, item in batch]
+                        self._busy[actor.handle.work.remote(sent)] = actor, batch
+                    for ref in self._ready():
+                        if ref in self._starting:
+                            self._on_start(ref)
+                        else:
+                            yield from self._on_results(ref, batches)
+            except (ConnectionError, self._ray.exceptions.RaySystemError) as error:
+                raise DataError(
+                    f"The Ray cluster is gone: {_first_line(error)}. The same command again "
+                    "resumes where this one ended."
+                ) from error
+            finally:
+                busy = (actor for actor, _ in self._busy.values())
+                for actor in (*self._free, *self._starting.values(), *busy):
+                    self._end(actor)
+
+    def _start_actors(self, batches: ItemBatches[Item]) -> None:
+        if time.monotonic() - self._looked > _NODES_SECONDS:
+            self._look_at_nodes()
+        num_idle = len(self._starting) + len(self._free)
+        wanted = self._workers or self._room
+        most = min(wanted - num_idle - len(self._busy), batches.ahead(wanted) - num_idle)
+        for _ in range(most):
+            actor = _Actor(self._class.options(**self._options).remote())
+            self._starting[actor.handle.begin.remote(self._setup, self._versions)] = actor
+
+    def _look_at_nodes(self) -> None:
+        """Find out what an actor can be given, and how many the cluster has room for by now."""
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        cores, gpus = ([int(node.get(name, 0)) for node in nodes] for name in ("CPU", "GPU"))
+        num_gpus = int(self._task.uses_gpu and any(gpus))
+        num_cpus = 1 if num_gpus else max(1, min(self._task.num_cpus, max(cores, default=1)))
+        self._options = {
+            "num_cpus": num_cpus,
+            "num_gpus": num_gpus,
+            "scheduling_strategy": "SPREAD",
+            "max_restarts": 0,
+        }
+        self._room = sum(gpus if num_gpus else (of_node // num_cpus for of_node in cores))
+        self._looked = time.monotonic()
+        if not (self._room or self._workers):
+            raise DataError(
+                f"The Ray cluster has no core to work on: its {len(nodes)} nodes have {nodes}. "
+                "Start nodes that have some, or say how many are to be asked for: --workers."
+            )
+
+    def _ready(self) -> list[Any]:
+        """Return the references that have an answer, within a second."""
+        refs = [*self._busy, *self._starting]
+        if not self._ray.wait(refs, timeout=1.0)[0]:
+            return []
+        return list(self._ray.wait(refs, num_returns=len(refs), timeout=0)[0])
+
+    def _on_start(self, ref: Any) -> None:
+        actor = self._starting.pop(ref)
+        try:
+            actor.node, problem, detail = self._ray.get(ref)
+        except self._losses as error:
+            self._failed_starts += 1
+            if self._failed_starts >= RAY_ATTEMPTS and not (self._free or self._busy):
+                raise DataError(f"No Ray worker can be started: {_shortened(error)}") from error
+            return
+        self._free.append(actor)
+        self._failed_starts = 0
+        if problem == "absent":
+            raise DataError(f"longtake cannot be imported on {actor.node}: {detail}. {_INSTALL}")
+        if problem == "differs":
+            raise DataError(version_differences(actor.node, detail, self._versions))
+        if problem == "refuses":
+            raise DataError(detail)
+
+    def _on_results(self, ref: Any, batches: ItemBatches[Item]) -> Iterator[tuple[int, Result]]:
+        actor, batch = self._busy.pop(ref)
+        try:
+            answers: _Answers = self._ray.get(ref)
+        except self._losses as error:
+            self._end(actor)
+            yield from self._on_loss(batch, batches, _shortened(error))
+            return
+        self._free.append(actor)
+        batches.learn(answers.seconds / len(batch))
+        self._lost_in_a_row = 0
+        for (number, item), (result, is_missing) in zip(batch, answers.results, strict=False):
+            if is_missing and Path(path := self._task.reads(item)).exists():
+                raise DataError(
+                    f"{path} is there on {socket.gethostname()}, but not on {actor.node}. Put it "
+                    "on a disk that all nodes of the cluster share, mounted at the same place."
+                )
+            yield number, result
+        if isinstance(answers.error, DataError):
+            raise DataError(f"On {actor.node}: {answers.error}") from answers.error
+        if answers.error:
+            raise answers.error
+
+    def _on_loss(
+        self, batch: list[tuple[int, Item]], batches: ItemBatches[Item], reason: str
+    ) -> Iterator[tuple[int, Result]]:
+        for number, item in batches.put_back(batch):
+            self._lost_in_a_row += 1
+            if self._lost_in_a_row == _MAX_LOST_IN_A_ROW:
+                raise DataError(
+                    f"Ray workers are lost again and again; the last one: {reason} Look at its "
+                    "node. The same command again resumes where this one ended."
+                )
+            yield number, self._task.lost(item, f"{self._task.doing} it ended the Ray worker")
+
+    def _end(self, actor: _Actor) -> None:
+        with suppress(Exception):  # whatever has become of it, or of the cluster
+            self._ray.kill(actor.handle)
+
+
+def _shortened(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+@contextmanager
+def _markers(folders: Iterable[Path]) -> Iterator[list[Path]]:
+    """A file in each folder, by which nodes see whether it is the same one."""
+    markers = [folder.resolve() / f".sign-{secrets.token_hex(8)}" for folder in folders]
+    try:
+        for marker in markers:
+            try:
+                make_writable(marker.parent)
+                marker.touch()
+            except OSError as error:
+                raise DataError(
+                    f"{marker.parent} cannot be written: {error.strerror or error}."
+                ) from error
+        yield markers
+    finally:
+        for marker in markers:
+            with suppress(OSError):
+                marker.unlink()

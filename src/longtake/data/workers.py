@@ -1,0 +1,526 @@
+"""Runs a task in worker processes, which are watched, ended and replaced.
+
+A decoder can hang, crash or run out of memory inside a library, and no thread can be stopped from
+outside. So each worker is a process of `longtake.data.decode_worker`, started afresh (not forked),
+which has one item at a time. It hangs if it has sent nothing for `Task.silence_seconds`.
+"""
+
+import os
+import pickle
+import signal
+import subprocess
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Literal, Self, TypeVar
+
+from numpy.typing import NDArray
+
+from longtake import heartbeat, stacks
+from longtake.errors import DataError, LongtakeError
+from longtake.process import environment, program
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Reply = tuple[Literal["ready", "progress", "done", "failed", "refused"], Any]
+"""What a worker sends: `ready` once; then for each item any number of `progress`, and its result,
+the reason why this item failed, or an error that ends the work."""
+
+PROGRAM: tuple[str, ...] = ("longtake.data.decode_worker",)
+SILENCE_SECONDS = 60.0
+
+_START_SECONDS = 300.0  # importing from a cold network file system takes long
+_END_SECONDS = 2.0
+_MAX_FAILED_STARTS = 3  # in a row
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+class Task(ABC, Generic[Item, Result]):
+    """What is done to each item. A task is pickled, and so are items and results.
+
+    What takes long to make (a model) is a `cached_property`: each process makes its own when it
+    has its first item.
+    """
+
+    doing: str = "decoding"  # names the work in messages
+    silence_seconds: float = SILENCE_SECONDS  # without a message a process hangs
+    memory_gib: float | None = None  # to allocate for an item, beyond what a process has
+    num_cpus: int = 1  # cores that a process computes on
+    uses_gpu: bool = False  # on a cluster: a GPU of its own, if there are any
+    start_hint: str = ""  # what else to try where no process can be started
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the values of cached properties."""
+        of_class = {name: getattr(type(self), name, None) for name in vars(self)}
+        made = {name for name, value in of_class.items() if isinstance(value, cached_property)}
+        return {name: value for name, value in vars(self).items() if name not in made}
+
+    @abstractmethod
+    def do(self, item: Item, progress: Callable[[], object]) -> Result:
+        """Return the result of an item; call `progress` often, so that slow is not taken for stuck.
+
+        Raises:
+            ClipError: this item failed: `lost` gives its result.
+            LongtakeError: no item can be done; it ends the work.
+        """
+
+    @abstractmethod
+    def lost(self, item: Item, reason: str) -> Result:
+        """Return the result of an item that failed, or that its process hung or crashed at.
+
+        Raises:
+            LongtakeError: the work cannot do without it.
+        """
+
+    def reads(self, item: Item) -> str:
+        """Return the file that an item is read from, which every machine must see; empty: none."""
+        return ""
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Folders that are written to, which must be the same ones on every machine."""
+        return ()
+
+
+@dataclass(frozen=True)
+class WorkerIncident:
+    """A worker hung (`stalled`) or ended by itself (`died`), and was replaced."""
+
+    kind: Literal["stalled", "died"]
+    pid: int
+    item: Any  # what it was working on; None: nothing
+    seconds: float  # since it had begun with it
+    reason: str
+    stack: stacks.StackDump  # of a dead one, what it wrote last
+
+    @property
+    def identity(self) -> str:
+        """Identity of the clip that it was decoding; empty: none."""
+        return getattr(self.item, "identity", "")
+
+    @property
+    def path(self) -> str:
+        """Path of that clip."""
+        return str(getattr(self.item, "media", ""))
+
+
+class WorkerPool(Generic[Item, Result]):
+    """Runs a task in processes, which begin with items in the order of their submission.
+
+    Args:
+        task: what the processes do.
+        count: how many processes.
+        attempts: how often an item is begun with until it is lost.
+        num_buffers: pieces of shared memory of each process: 2 for `submit(out=...)`, else 0.
+        heartbeats: where each process writes its heartbeat; items then have `identity` and `media`.
+        cwd: where the processes run; None: where this one does.
+    """
+
+    def __init__(
+        self,
+        task: Task[Item, Result],
+        count: int,
+        *,
+        attempts: int = 1,
+        num_buffers: int = 0,
+        heartbeats: heartbeat.HeartbeatDir | None = None,
+        cwd: Path | None = None,
+    ) -> None:
+        self._task = task
+        self._count = count
+        self._attempts = attempts
+        self._start = _Start(pickle.dumps(task), task.num_cpus, num_buffers, heartbeats, cwd)
+        self._queue: deque[_Job] = deque()
+        self._incidents: list[WorkerIncident] = []
+        self._workers: list[_Worker] = []
+        self._failed_starts = 0
+        self._lock = threading.Lock()
+        self._end: Exception | None = None  # why no item is begun with any more
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # A worker ends when the thread that started it does: this one lives as long as the pool.
+        self._supervisor = threading.Thread(target=self._supervise, name=task.doing, daemon=True)
+        self._supervisor.start()
+
+    def submit(self, item: Item, out: NDArray[Any] | None = None) -> Future[Any]:
+        """Return the future of an item's result; it can be cancelled until a worker begins with it.
+
+        Args:
+            item: what to work on.
+            out: a contiguous array that the task fills, of `item.shape`; it is the result.
+
+        The future raises what `Task.lost` raises, the LongtakeError that `Task.do` raised, and
+        DataError if no process can be started.
+
+        Raises:
+            DataError: no process can be started.
+            RuntimeError: the pool is closed.
+        """
+        job = _Job(item, out, Future())
+        with self._lock:
+            if self._end:
+                raise self._end
+            self._queue.append(job)
+            os.eventfd_write(self._wake, 1)
+        return job.future
+
+    def incidents(self) -> list[WorkerIncident]:
+        """Return the incidents since the last call."""
+        with self._lock:
+            happened, self._incidents = self._incidents, []
+        return happened
+
+    def running(self) -> dict[int, Item | None]:
+        """Return the process ids of the workers, and what each works on."""
+        jobs = {each.pid: each.job for each in tuple(self._workers)}
+        return {pid: job.item if job else None for pid, job in jobs.items()}
+
+    def close(self) -> None:
+        """End the processes at once. Futures that are not done raise a RuntimeError."""
+        self._stop(RuntimeError("the pool is closed"))
+        self._supervisor.join()
+        with self._lock:
+            if self._wake >= 0:
+                os.close(self._wake)
+            self._wake = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _stop(self, why: Exception) -> None:
+        with self._lock:
+            self._end = self._end or why
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    # From here on everything runs in the supervising thread.
+
+    def _supervise(self) -> None:
+        try:
+            while not self._end:
+                self._start_workers()
+                self._dispatch()
+                for worker in self._wait():
+                    self._on_message(worker)
+                for worker in [each for each in self._workers if each.is_silent()]:
+                    self._on_silence(worker)
+        except Exception as error:  # whoever waits for an item has to get it
+            self._stop(error)
+        finally:
+            self._fail_all()
+
+    def _start_workers(self) -> None:
+        while len(self._workers) < self._count and not self._end:
+            try:
+                self._workers.append(_Worker(self._start))
+            except OSError as error:
+                raise DataError(
+                    f"A {self._task.doing} process could not be started: {error}."
+                ) from error
+
+    def _dispatch(self) -> None:
+        for worker in self._workers:
+            if worker.is_idle and (job := self._next()):
+                try:
+                    worker.begin(job, self._task.silence_seconds)
+                except ConnectionError:  # it has ended, and its connection will say so
+                    self._put_first(job)
+                except Exception as error:  # such as no memory; for whoever waits for the item
+                    job.fail(error)
+
+    def _next(self) -> "_Job | None":
+        with self._lock:
+            while self._queue:
+                job = self._queue.popleft()
+                if job.future.running() or job.future.set_running_or_notify_cancel():
+                    return job
+        return None
+
+    def _put_first(self, job: "_Job") -> None:
+        with self._lock:
+            self._queue.appendleft(job)
+
+    def _wait(self) -> "list[_Worker]":
+        """Return the workers that have sent something, by the nearest deadline."""
+        begun = time.monotonic()
+        deadlines = [each.deadline for each in self._workers if not each.is_idle]
+        timeout = min(1.0, max(0.0, min(deadlines) - begun)) if deadlines else None
+        ready = wait([self._wake, *(each.connection for each in self._workers)], timeout)
+        if timeout is not None:
+            late = max(0.0, time.monotonic() - begun - timeout)
+            for each in self._workers:  # this process was stopped, and they perhaps with it
+                each.deadline += late
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        return [each for each in self._workers if each.connection in ready]
+
+    def _on_message(self, worker: "_Worker") -> None:
+        reply = worker.receive()
+        if reply is None:
+            self._on_end(worker)
+            return
+        kind, value = reply
+        worker.deadline = time.monotonic() + self._task.silence_seconds
+        if kind == "progress":
+            return
+        job, buffer = worker.job, worker.buffer
+        worker.job, worker.is_ready, self._failed_starts = None, True, 0
+        self._dispatch()  # so that it works while its last result is copied
+        if job is None:
+            return
+        if kind == "failed":
+            self._fail(job, _Failure(value))
+        elif kind == "refused":
+            job.fail(value)
+        else:
+            try:
+                job.succeed(value if job.out is None else worker.copy(buffer, job.out))
+            except Exception as error:  # as above
+                job.fail(error)
+
+    def _on_silence(self, worker: "_Worker") -> None:
+        doing, stack = self._task.doing, stacks.dump_process(worker.pid, worker.stderr)
+        worker.end()
+        if worker.is_ready:
+            reason = f"{doing} made no progress for {self._task.silence_seconds:g} s"
+        else:
+            reason = f"a {doing} process did not start within {_START_SECONDS:g} s"
+        self._replace(worker, "stalled", reason, stack)
+
+    def _on_end(self, worker: "_Worker") -> None:
+        status, words = worker.end(patience_seconds=_END_SECONDS)
+        reason = f"the {self._task.doing} process {_how_it_ended(status)}"
+        if status and status > 0 and (last := words.strip().splitlines()[-1:]):
+            reason = f"{reason} ({last[0].strip()})"
+        self._replace(worker, "died", reason, stacks.parse_faulthandler(worker.pid, words))
+
+    def _replace(
+        self,
+        worker: "_Worker",
+        kind: Literal["stalled", "died"],
+        reason: str,
+        stack: stacks.StackDump,
+    ) -> None:
+        self._workers.remove(worker)
+        job, seconds = worker.job, time.monotonic() - worker.begun
+        item = job.item if job else None
+        with self._lock:
+            self._incidents.append(WorkerIncident(kind, worker.pid, item, seconds, reason, stack))
+        if job:
+            self._fail(job, _Failure(reason, is_of_process=True, where=stack.where))
+        if not worker.is_ready:
+            self._failed_starts += 1
+            if self._failed_starts == _MAX_FAILED_STARTS:
+                raise DataError(_cannot_start(self._task, reason, stack))
+
+    def _fail(self, job: "_Job", failure: "_Failure") -> None:
+        job.failures.append(failure)
+        if len(job.failures) < self._attempts:
+            self._put_first(job)
+            return
+        try:
+            result = self._task.lost(job.item, _reason(job.failures))
+        except LongtakeError as error:
+            job.fail(error)
+        else:
+            job.succeed(result)
+
+    def _fail_all(self) -> None:
+        assert self._end
+        for worker in self._workers:
+            worker.end()
+        with self._lock:
+            jobs = [*(each.job for each in self._workers if each.job), *self._queue]
+            self._workers.clear()
+            self._queue.clear()
+        for job in jobs:
+            job.fail(self._end)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why an item failed: by itself, or because its process hung or crashed."""
+
+    reason: str
+    is_of_process: bool = False
+    where: str = ""
+
+
+@dataclass(eq=False)
+class _Job:
+    item: Any
+    out: NDArray[Any] | None
+    future: Future[Any]
+    failures: list[_Failure] = field(default_factory=list)
+
+    def succeed(self, result: Any) -> None:
+        with suppress(InvalidStateError):  # its owner may have cancelled it
+            self.future.set_result(result)
+
+    def fail(self, error: Exception) -> None:
+        with suppress(InvalidStateError):
+            self.future.set_exception(error)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What each worker of a pool is started with."""
+
+    task: bytes  # pickled
+    num_threads: int
+    num_buffers: int
+    heartbeats: heartbeat.HeartbeatDir | None
+    cwd: Path | None
+
+
+class _Worker:
+    """A process of `longtake.data.decode_worker`, seen from its parent.
+
+    Arrays come back through pieces of nameless shared memory (memfd, of which /dev/shm's size is no
+    limit), used in turn: one is copied out while the next item is worked on in the other.
+    """
+
+    def __init__(self, start: _Start) -> None:
+        self._heartbeats = start.heartbeats
+        self.is_ready = False
+        self.job: _Job | None = None
+        self.buffer = 0
+        self.begun = time.monotonic()
+        self.deadline = self.begun + _START_SECONDS
+        self._buffers = [os.memfd_create("longtake-worker") for _ in range(start.num_buffers)]
+        self._stderr = os.memfd_create("longtake-stderr")
+        self.connection: Connection[Any, Reply]
+        self.connection, theirs = Pipe()
+        inherited = [theirs.fileno(), *self._buffers]
+        numbers = (str(number) for number in (os.getpid(), *inherited))
+        # What is blocked here stays so in the process: Ctrl-C and a scheduler's signals go to the
+        # whole group, and it is the parent that knows what they mean.
+        blocked = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - ourselves
+                program(*PROGRAM, *map(str, start.heartbeats or ("", 0)), *numbers),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._stderr,
+                pass_fds=inherited,
+                env=environment(**dict.fromkeys(_THREAD_VARIABLES, str(start.num_threads))),
+                cwd=start.cwd,
+            )
+        except OSError:
+            self._close()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+        self.pid = self._process.pid
+        with suppress(ConnectionError):  # it has ended, and its connection will say so
+            self.connection.send_bytes(start.task)
+
+    @property
+    def stderr(self) -> Path:
+        """The file to which it writes its stacks (SIGUSR2, or a crash) and other last words."""
+        return Path(f"/proc/self/fd/{self._stderr}")
+
+    @property
+    def is_idle(self) -> bool:
+        return self.is_ready and self.job is None
+
+    def is_silent(self) -> bool:
+        is_late = not self.is_idle and time.monotonic() >= self.deadline
+        return is_late and not self.connection.poll()
+
+    def begin(self, job: _Job, silence_seconds: float) -> None:
+        """Let it begin with an item.
+
+        Raises:
+            ConnectionError: the process has ended.
+        """
+        number = None
+        if job.out is not None:
+            number = self.buffer = (self.buffer + 1) % len(self._buffers)
+            if os.fstat(self._buffers[number]).st_size < job.out.nbytes:
+                os.ftruncate(self._buffers[number], job.out.nbytes)
+        self.connection.send((job.item, number))
+        self.job, self.begun = job, time.monotonic()
+        self.deadline = self.begun + silence_seconds
+
+    def receive(self) -> Reply | None:
+        """Return its next message; None: it has ended."""
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            return None
+
+    def copy(self, buffer: int, out: NDArray[Any]) -> NDArray[Any]:
+        """Copy a result out of one of its buffers; returns `out`."""
+        content, num_read = out.reshape(-1).view("uint8").data, 0
+        while num_read < out.nbytes:  # one read ends at 2 GiB
+            num_read += os.preadv(self._buffers[buffer], [content[num_read:]], num_read)
+        return out
+
+    def end(self, patience_seconds: float = 0.0) -> tuple[int | None, str]:
+        """Kill it if it still runs after so many seconds, and give everything back.
+
+        Returns:
+            Its exit status (minus the signal's number, if a signal ended it; None: it waits for a
+            device and cannot be killed yet), and what it wrote to stderr.
+        """
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_seconds)
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        words = self.stderr.read_text(errors="replace")
+        if self._heartbeats is not None:
+            folder, rank = self._heartbeats
+            heartbeat.page_path(folder, "decode", rank, self.pid).unlink(missing_ok=True)
+        self._close()
+        return self._process.returncode, words
+
+    def _close(self) -> None:
+        self.connection.close()
+        for descriptor in (*self._buffers, self._stderr):
+            os.close(descriptor)
+
+
+def _how_it_ended(status: int | None) -> str:
+    if status is None:
+        return "cannot be killed: it waits for a device"
+    if status >= 0:
+        return f"ended with exit status {status}"
+    name = signal.Signals(-status).name
+    hint = " (by hand, or the machine was out of memory)" if name == "SIGKILL" else ""
+    return f"was ended by {name}{hint}"
+
+
+def _reason(failures: list[_Failure]) -> str:
+    last, reasons = failures[-1], list(dict.fromkeys(each.reason for each in failures))
+    is_twice = last.is_of_process and len(failures) == 2 and len(reasons) == 1
+    seen = f"; last seen in {last.where}" if last.where else ""
+    return f"{'; then '.join(reasons)}{', twice' if is_twice else ''}{seen}"
+
+
+def _cannot_start(task: Task[Any, Any], reason: str, stack: stacks.StackDump) -> str:
+    said = (stack.raw.strip().splitlines() or ["nothing"])[-1]
+    return (
+        f"No {task.doing} process can be started; the last of {_MAX_FAILED_STARTS}: {reason}. It "
+        f"said: {said}. Try `python -m {PROGRAM[0]}`, which should say that it is a part of the "
+        f"pool{task.start_hint}."
+    )

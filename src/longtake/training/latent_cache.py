@@ -1,0 +1,391 @@
+"""Fills a cache with a recipe's codec and text encoder, which encode training batches as well.
+
+They are loaded only where something is missing, one after the other, and are gone when the cache is
+full: the transformer trains without them. One sample is encoded after the other, here or on a
+cluster, so that a cache's files do not depend on how the work was divided. On a CPU they could
+depend on the number of threads: workers compute with as many as this process would.
+"""
+
+import gc
+import hashlib
+import json
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from longtake.config import PooledSection, Recipe, TextSection
+from longtake.data.cache import Cache, ContentHashes, make_folder
+from longtake.data.cache_fill import (
+    CacheReport,
+    EncodeCaption,
+    EncodePixels,
+    EncodeTask,
+    Missing,
+    fill_latents,
+    fill_prompts,
+    find_missing,
+    run_encode_task,
+)
+from longtake.data.loader import Loader
+from longtake.errors import DataError, RecipeError
+from longtake.heartbeat import HeartbeatDir
+from longtake.models.assemble import assemble, outline, text_section
+from longtake.models.codec import Codec, build_codec
+from longtake.models.pretrained import locate
+from longtake.models.text import NO_CAPTION, TextEncoder, build_text
+from longtake.parallel.collectives import first_does, from_first, gather_objects
+from longtake.parallel.mesh import World, join, pick_device, place_in_world
+from longtake.progress import counted
+from longtake.run_dir import RunDirectory
+
+_PIXELS, _CAPTIONS = 1, 2  # versions of the code between pixels and codec, captions and encoder
+_LARGE_BYTES = 2**24  # smaller files are read each time: it takes no longer than to look them up
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+
+def encode_videos(codec: Codec, videos: Tensor) -> Tensor:
+    """Latents [B, C, F', H', W'] of videos [B, 3, F, H, W] uint8."""
+    return torch.cat([codec.encode(videos[place : place + 1]) for place in range(len(videos))])
+
+
+def encode_captions(text: TextEncoder, captions: Sequence[str]) -> dict[str, Tensor]:
+    """A model's conditioning by captions: named tensors, each [B, ...]."""
+    each = [text.encode([caption]) for caption in captions]
+    return {name: torch.cat([told[name] for told in each]) for name in each[0]}
+
+
+def cache_ahead(
+    recipe: Recipe, console: Console, *, on: str | None = None, workers: int | None = None
+) -> dict[str, Any]:
+    """Fill a recipe's cache before it is trained; returns facts as JSON.
+
+    Call it in one process, in several at once, or in each that torchrun started.
+
+    Args:
+        recipe: the recipe.
+        console: for rank 0.
+        on: a Ray cluster that encodes (see `run_tasks`); None: this process. On equal devices the
+            cache's files are the same to the byte.
+        workers: how many of the cluster at a time.
+
+    Raises:
+        RecipeError: the recipe names no cache, or its parts do not fit together.
+        DataError, ModelError: as `fill_cache`.
+        RecipeChangedError: the run directory belongs to another recipe.
+    """
+    if recipe.data.cache is None:
+        raise RecipeError(
+            "The recipe names no folder for a cache. Set one, such as --set data.cache=cache, and "
+            "how many spans of each clip it holds, such as --set data.windows=1."
+        )
+    with _world(recipe, on) as world:
+        loader = Loader(recipe.data, batch_size=recipe.training.batch_size, seed=recipe.seed)
+        run = RunDirectory(recipe.out)
+        if run.exists():
+            first_does(lambda: run.claim(recipe), world)
+            parts: AbstractContextManager[Path] = nullcontext(run.components_path)
+        else:
+            parts = _made_parts(recipe, recipe.data.cache, captions_of(loader), world)
+        with parts as made:
+            cache, report = fill_cache(recipe, loader, made, world, console, on, workers)
+        return {"cache": str(cache.folder), **report.facts()}
+
+
+def _world(recipe: Recipe, on: str | None) -> AbstractContextManager[World]:
+    """The world that encodes; a cluster's devices are not this process's."""
+    if on is None:
+        return join(recipe.training.device, recipe.parallel)
+    if (size := place_in_world()[2]) > 1:
+        raise RecipeError(
+            f"--on has a cluster's workers encode, and this is one of {size} processes that would "
+            "each do so. Start it without torchrun."
+        )
+    return nullcontext(World(0, 0, 1, torch.device("cpu"), None))
+
+
+@contextmanager
+def _made_parts(recipe: Recipe, cache: Path, captions: list[str], world: World) -> Iterator[Path]:
+    """The folder of `make_parts` for as long as it is needed, where all ranks see it."""
+    made = cache / "aside" / f"parts-{from_first(secrets.token_hex(8), world)}"
+
+    def make() -> None:
+        outline(recipe)  # what is wrong is said before there is a folder
+        make_folder(cache)
+        make_parts(recipe, captions, made)
+
+    first_does(make, world)
+    try:
+        yield made
+    finally:
+        if world.is_first:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def captions_of(loader: Loader) -> list[str]:
+    """All captions of a loader's catalogs."""
+    return [text for catalog in loader.catalogs.values() for text in catalog.captions()]
+
+
+def make_parts(recipe: Recipe, captions: Iterable[str], folder: Path) -> None:
+    """Make the codec and the encoders that are pretrained nowhere, and keep them in a folder.
+
+    Raises:
+        RecipeError: the recipe's parts do not fit together.
+        ModelError: weights cannot be loaded.
+        DataError: the captions make no vocabulary.
+    """
+    if not _has_all_pretrained(recipe):
+        parts = assemble(recipe, captions, None)  # as a run makes them: of one stream of numbers
+        parts.codec.save(folder)
+        parts.text.save(folder)
+
+
+def _has_all_pretrained(recipe: Recipe) -> bool:
+    codec, text = recipe.codec, recipe.text
+    return (
+        (codec.kind == "pixels" or codec.pretrained is not None)
+        and text.pretrained is not None
+        and (text.pooled is None or text.pooled.pretrained is not None or not text.pooled.config)
+    )
+
+
+def fill_cache(
+    recipe: Recipe,
+    loader: Loader,
+    made: Path,
+    world: World,
+    console: Console,
+    on: str | None = None,
+    workers: int | None = None,
+) -> tuple[Cache, CacheReport]:
+    """Compute what the cache lacks of what a loader will ask for; each rank its share.
+
+    Args:
+        recipe: of which data, codec and text say what to encode by what.
+        loader: whose newest plan is to be trained.
+        made: the folder of `make_parts`.
+        world: all ranks; each calls it.
+        console: for rank 0.
+        on: a Ray cluster that encodes, if the ranks do not.
+        workers: how many of the cluster at a time.
+
+    Returns:
+        The cache, and what all ranks did; incidents are those of this rank.
+
+    Raises:
+        DataError: the cache cannot be written, is not one folder for all ranks, or too many clips
+            cannot be decoded.
+        ModelError: codec or text encoder cannot be loaded.
+    """
+    begun = time.perf_counter()
+    cache = _open(recipe, made, world)
+    shown = console if world.is_first else Console(quiet=True)
+    with counted(shown, "cache: look") as advance:
+        missing = find_missing(
+            cache,
+            loader.course.plan,
+            share=slice(world.rank, None, world.size),
+            without=loader.quarantined,
+            progress=advance,
+        )
+    mine = CacheReport(present=missing.present)
+    if on is None:
+        _encode_here(cache, missing, recipe, made, world.device, shown, mine, loader.hearts)
+    else:
+        _encode_on(cache, missing, recipe, made, shown, mine, on, workers)
+    report = CacheReport(incidents=mine.incidents)
+    mine.incidents = []
+    # They wait for each other, however long one of them has to encode.
+    for each in gather_objects(mine, world, patiently=True):
+        report.add(each)
+    report.refuse_too_many(recipe.data.max_quarantined_clips)
+    report.seconds = time.perf_counter() - begun
+    return replace(cache), report  # which reads anew what others have noted of pictures
+
+
+def _open(recipe: Recipe, made: Path, world: World) -> Cache:
+    """The cache, with the fingerprints that rank 0 has found."""
+    assert recipe.data.cache is not None
+    found: list[tuple[str, str]] = []
+    first_does(
+        lambda: found.append((codec_fingerprint(recipe, made), text_fingerprint(recipe, made))),
+        world,
+    )
+    codec, text = from_first(found[0] if found else ("", ""), world)
+    cache = Cache(recipe.data.cache, codec, text, recipe.data, NO_CAPTION)
+    first_does(lambda: make_folder(cache.folder), world)
+    _refuse_other_folders(cache, world)
+    return cache
+
+
+def _refuse_other_folders(cache: Cache, world: World) -> None:
+    """Make sure that all ranks see the same folder: each fills only its share."""
+    sign = cache.folder / "aside" / from_first(secrets.token_hex(8), world)
+    first_does(sign.touch, world)
+    seen = gather_objects((socket.gethostname(), sign.exists()), world)
+    if world.is_first:
+        sign.unlink(missing_ok=True)
+    if others := sorted({host for host, is_there in seen if not is_there}):
+        raise DataError(
+            f"data.cache = {cache.folder} is another folder on {', '.join(others)} than on "
+            f"{seen[0][0]}. Name one that all nodes share."
+        )
+
+
+def _encode_here(
+    cache: Cache,
+    missing: Missing,
+    recipe: Recipe,
+    made: Path,
+    device: torch.device,
+    console: Console,
+    report: CacheReport,
+    heartbeats: HeartbeatDir | None,
+) -> None:
+    if missing.captions:
+        text = build_text(text_section(recipe), (), made)
+        with _on_device(text, device), counted(console, "cache: captions") as advance:
+            fill_prompts(cache, missing.captions, _caption_encoder(text), report, advance)
+    if missing.clips:
+        codec = build_codec(recipe.codec, made)
+        with _on_device(codec, device), counted(console, "cache: clips") as advance:
+            encode = _pixel_encoder(codec, device)
+            fill_latents(cache, missing.clips, encode, report, advance, heartbeats)
+
+
+@contextmanager
+def _on_device(part: Codec | TextEncoder, device: torch.device) -> Iterator[None]:
+    """Keep a part on a device for as long as the block lasts, and free the GPU's memory then."""
+    part.to(device)
+    yield
+    part.to(torch.device("cpu"))
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _encode_on(
+    cache: Cache,
+    missing: Missing,
+    recipe: Recipe,
+    made: Path,
+    console: Console,
+    report: CacheReport,
+    on: str,
+    workers: int | None,
+) -> None:
+    threads, uses_gpu = torch.get_num_threads(), recipe.training.device != "cpu"
+    for label, parts, load in (
+        ("captions", missing.captions, _load_caption_encoder),
+        ("clips", missing.clips, _load_pixel_encoder),
+    ):
+        task = EncodeTask(cache, partial(load, recipe, made.resolve(), threads), threads, uses_gpu)
+        if parts:
+            with counted(console, f"cache: {label}") as advance:
+                run_encode_task(task, parts, report, on=on, workers=workers, progress=advance)
+
+
+def _pixel_encoder(codec: Codec, device: torch.device) -> EncodePixels:
+    return lambda pixels: codec.encode(torch.from_numpy(pixels)[None].to(device))[0]
+
+
+def _caption_encoder(text: TextEncoder) -> EncodeCaption:
+    return lambda caption: {name: told[0] for name, told in text.encode([caption]).items()}
+
+
+def _load_pixel_encoder(recipe: Recipe, made: Path, threads: int) -> EncodePixels:
+    torch.set_num_threads(threads)
+    device, codec = pick_device(recipe.training.device), build_codec(recipe.codec, made)
+    codec.to(device)
+    return _pixel_encoder(codec, device)
+
+
+def _load_caption_encoder(recipe: Recipe, made: Path, threads: int) -> EncodeCaption:
+    torch.set_num_threads(threads)
+    text = build_text(text_section(recipe), (), made)
+    text.to(pick_device(recipe.training.device))
+    return _caption_encoder(text)
+
+
+def codec_fingerprint(recipe: Recipe, made: Path) -> str:
+    """32 hex digits over what turns pixels into latents.
+
+    Args:
+        recipe: the recipe.
+        made: the folder of parts that are pretrained nowhere.
+
+    Raises:
+        ModelError: a pretrained part cannot be found.
+    """
+    section = recipe.codec
+    if section.kind == "pixels":
+        return _fingerprint(recipe, [_PIXELS, section.kind], [])
+    if section.pretrained is None:
+        folders = [made / "vae"]
+    else:
+        folders = [locate(section.pretrained, section.subfolder) / section.subfolder]
+    facts = [_PIXELS, section.kind, section.class_name, section.dtype]
+    return _fingerprint(recipe, facts, folders)
+
+
+def text_fingerprint(recipe: Recipe, made: Path) -> str:
+    """32 hex digits over what turns captions into embeddings; see `codec_fingerprint`."""
+    section = text_section(recipe)
+    facts = [section.kind, section.class_name, section.num_tokens(), section.kept_in()]
+    folders = _encoder_folders(section, section.pretrained, made)
+    if section.kind == "words":
+        facts, folders = [section.kind, section.num_tokens()], [made / "tokenizer"]
+    elif (pooled := section.pooled) is not None:
+        facts += [pooled.class_name, pooled.max_tokens]
+        # As the text encoder is built: unset and without a config, from where the first one is.
+        where = pooled.pretrained or (None if pooled.config else section.pretrained)
+        folders += _encoder_folders(pooled, where, made)
+    return _fingerprint(recipe, [_CAPTIONS, *facts], folders)
+
+
+def _encoder_folders(
+    section: TextSection | PooledSection, where: str | None, made: Path
+) -> list[Path]:
+    if where is None:
+        return sorted(path for path in made.glob("t*") if path.is_dir())  # text_… and tokenizer…
+    names = (section.subfolder, section.tokenizer_subfolder)
+    return [locate(where, name) / name for name in names]
+
+
+def _fingerprint(recipe: Recipe, facts: list[object], folders: list[Path]) -> str:
+    digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
+    cache = recipe.data.cache
+    of_large = _sha256 if cache is None else ContentHashes(cache / "encoders", _sha256).of
+    for folder in folders:
+        digest.update(b"folder")
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder).as_posix()
+            if path.is_file() and not any(part.startswith(".") for part in name.split("/")):
+                digest.update(f"{name} {_content(path, of_large)}".encode())
+    return digest.hexdigest()
+
+
+def _content(path: Path, of_large: Callable[[str], str]) -> str:
+    """SHA-256 of a file, which the hub's cache calls large files by."""
+    stored = path.resolve()
+    if stored.parent.name == "blobs" and _SHA256.fullmatch(stored.name):
+        return stored.name
+    is_large = stored.stat().st_size > _LARGE_BYTES
+    return of_large(str(stored)) if is_large else _sha256(str(stored))
+
+
+def _sha256(path: str) -> str:
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,264 @@
+"""Tasks in processes of this machine and on Ray: results, losses, and what is said of a cluster."""
+
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from longtake.data.catalog import Catalog
+from longtake.data.scores.motion import MotionScore
+from longtake.data.scores.own import OwnScore
+from longtake.data.tasks import (
+    RAY_ATTEMPTS,
+    ItemBatches,
+    NodeSetup,
+    NodeWorker,
+    _actor_class,
+    connected,
+    in_order,
+    package_versions,
+    run_tasks,
+    version_differences,
+)
+from longtake.data.workers import Task
+from longtake.errors import ClipError, DataError
+
+_OWN = """
+import os
+import signal
+import time
+from longtake.errors import DataError
+
+def ends_itself(clip):
+    if clip.path.endswith("00001.mp4"):
+        os._exit(3)
+    if clip.path.endswith("00002.mp4"):
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if clip.path.endswith("00003.mp4"):
+        time.sleep(3600)
+    return os.getpid()
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    """A folder with a module of functions."""
+    (tmp_path / "own_processes.py").write_text(_OWN)
+    return str(tmp_path)
+
+
+@pytest.fixture
+def shapes(shapes_catalog: Path) -> Catalog:
+    """64 clips of eight frames."""
+    return Catalog.load(shapes_catalog)
+
+
+def test_results_come_with_their_items_numbers(shapes: Catalog) -> None:
+    """However many processes there are, in whatever order they finish."""
+    clips = list(shapes.clips())[:6]
+    here = list(in_order(run_tasks(MotionScore(), clips, workers=0)))
+    found = dict(run_tasks(MotionScore(), iter(clips), workers=2))
+    assert [found[number] for number in range(6)] == here
+    assert list(in_order(run_tasks(MotionScore(), [], workers=2))) == []
+
+
+def test_what_a_task_raises_ends_the_work(shapes: Catalog, own: str) -> None:
+    """The error comes from the process as it is; the other items are not waited for."""
+    results = run_tasks(OwnScore("own_processes:none", own), shapes.clips(), workers=1)
+    with pytest.raises(DataError, match="has no function 'none'"):
+        next(results)
+
+
+def test_an_item_that_ends_or_hangs_its_process_is_lost(shapes: Catalog, own: str) -> None:
+    """With how; those before and after it share a process, or get another."""
+    clips = sorted(shapes.clips(), key=lambda clip: clip.path)[:5]
+    task = OwnScore("own_processes:ends_itself", own, silence_seconds=3)
+    first, *lost, last = in_order(run_tasks(task, clips, workers=1))
+    assert all(isinstance(each, ClipError) for each in lost)
+    exited, crashed, hung = map(str, lost)
+    assert exited == f"{clips[1].path}: the scoring process ended with exit status 3"
+    assert crashed.startswith(f"{clips[2].path}: the scoring process was ended by SIGSEGV; last")
+    assert hung.startswith(f"{clips[3].path}: scoring made no progress for 3 s; last seen in ")
+    assert hung.endswith("in ends_itself")
+    assert isinstance(first, float)
+    assert isinstance(last, float)
+    assert not any(Path(f"/proc/{int(pid)}").exists() for pid in (first, last))
+
+
+@dataclass(frozen=True)
+class _Counting(Task[int, int]):
+    start: int
+
+    @cached_property
+    def loaded(self) -> object:
+        return open  # stands for what cannot be sent
+
+    def do(self, item: int, progress: Callable[[], object]) -> int:
+        return self.start + item
+
+    def lost(self, item: int, reason: str) -> int:
+        return -1
+
+
+def test_what_a_task_has_loaded_is_not_sent() -> None:
+    """Its settings are, and each process loads for itself."""
+    task = _Counting(3)
+    assert task.loaded is open
+    assert task.__getstate__() == {"start": 3}
+    assert list(in_order(run_tasks(task, range(3), workers=0))) == [3, 4, 5]
+
+
+def test_results_are_put_in_order() -> None:
+    """Each is there as soon as those before it are."""
+    taken: list[int] = []
+
+    def results() -> Generator[tuple[int, str]]:
+        for number in (1, 0, 3, 2):
+            taken.append(number)
+            yield number, "abcd"[number]
+
+    ordered = in_order(results())
+    assert [next(ordered), next(ordered)] == ["a", "b"]
+    assert taken == [1, 0]
+    assert list(ordered) == ["c", "d"]
+
+
+def test_a_clips_error_is_the_same_in_another_process(shapes: Catalog, tmp_path: Path) -> None:
+    """Path and reason are those that it was made with."""
+    clip = shapes.clip(0)
+    gone = replace(clip, media=replace(clip.media, path=str(tmp_path / "gone.mp4")))
+    (error,) = in_order(run_tasks(MotionScore(), [gone], workers=1))
+    assert isinstance(error, ClipError)
+    assert error.path == tmp_path / "gone.mp4"
+    assert str(error) == str(MotionScore().do(gone, lambda: None))
+
+
+def test_batches_grow_to_some_seconds_of_work() -> None:
+    """By doubling, and never beyond a thousand; long items go alone."""
+    assert _sizes(ItemBatches(range(10_000)), 6, 0.5) == [1, 2, 4, 8, 16, 20]
+    assert _sizes(ItemBatches(range(10_000)), 3, 60.0) == [1, 1, 1]
+    assert _sizes(ItemBatches(range(10_000)), 12, 0.0)[-2:] == [1000, 1000]
+
+
+def _sizes(batches: ItemBatches[int], count: int, seconds: float) -> list[int]:
+    found = []
+    for _ in range(count):
+        found.append(len(batches.take()))
+        batches.learn(seconds)
+    return found
+
+
+def test_items_are_taken_as_they_are_needed() -> None:
+    """A million clips are not all in memory."""
+    taken: list[int] = []
+
+    def items() -> Iterator[int]:
+        for number in range(1000):
+            taken.append(number)
+            yield number
+
+    batches = ItemBatches(items())
+    assert batches.ahead(4) == 4
+    assert batches.take()
+    assert len(taken) <= 5
+
+
+def test_what_comes_back_goes_out_alone_and_is_given_up_in_the_end() -> None:
+    """In a batch of several it is not known which one it was; one that is lost each time is."""
+    batches = ItemBatches("abc")
+    batches.learn(1e-9)
+    first = batches.take()
+    assert first == [(0, "a"), (1, "b")]
+    assert batches.put_back(first) == []
+    for _ in range(RAY_ATTEMPTS):
+        while (again := batches.take()) != [(0, "a")]:
+            batches.put_back(again)
+        lost = batches.put_back(again)
+    assert lost == [(0, "a")]
+
+
+def test_another_place_is_refused() -> None:
+    """With what there is."""
+    expected = r"--on dask: expected `ray` .* or `ray://HOST:PORT`"
+    with pytest.raises(DataError, match=expected), connected("dask"):
+        pass
+
+
+def test_without_ray_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an error of the user's, with the command."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(DataError, match=r"pip install 'longtake\[ray\]'"), connected("ray"):
+        pass
+
+
+@pytest.mark.parametrize("named", ["--on", "RAY_ADDRESS"])
+def test_a_cluster_that_cannot_be_reached_is_named(
+    named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, though Ray itself would try for half a minute."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'longtake[ray]'")
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"  # bound, but nothing listens
+        where = f"ray://{address}" if named == "--on" else "ray"
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        if named == "RAY_ADDRESS":
+            monkeypatch.setenv("RAY_ADDRESS", address)
+        with (
+            pytest.raises(DataError, match=f"cluster at .*{address} cannot be reached: .*refused"),
+            connected(where),
+        ):
+            pass
+
+
+def test_versions_that_differ_are_named() -> None:
+    """Only those, with both values, and what to do."""
+    here = {"longtake": "0.1.0", "av": "18.1.0", "numpy": "2.4.6"}
+    said = version_differences("node7", {"longtake": "0.1.0", "av": "17.0.0"}, here)
+    assert said.startswith(
+        "node7 would not do the same work: av is 17.0.0 there and 18.1.0 here, "
+        "numpy is not installed there and 2.4.6 here. Install the same"
+    )
+
+
+def test_a_node_without_longtake_says_so(tmp_path: Path) -> None:
+    """The worker's class brings its own code, so it gets as far as to say what is missing."""
+    pickler = pytest.importorskip(
+        "ray.cloudpickle", reason="Ray is not installed: pip install 'longtake[ray]'"
+    )
+    (tmp_path / "class.pickle").write_bytes(pickler.dumps(_actor_class()))
+    code = (
+        "import pickle, sys\n"
+        "sys.modules['longtake'] = None\n"
+        f"made = pickle.load(open({str(tmp_path / 'class.pickle')!r}, 'rb'))\n"
+        "print(made().begin(b'', {})[1:])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert "'absent'" in ended.stdout, ended.stderr
+
+
+def test_a_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:
+    """By a file that was left in it, before anything is written; where it is, all is well."""
+    marker = tmp_path / ".sign"
+    setup = pickle.dumps(NodeSetup(MotionScore(), [marker], Path.cwd()))
+    with pytest.raises(DataError, match=f"{tmp_path} on .* is another folder than where this was"):
+        NodeWorker(setup)
+    marker.touch()
+    NodeWorker(setup).close()
+
+
+def test_versions_are_those_that_results_depend_on() -> None:
+    """Of what decodes, scores and encodes; a build for another GPU is no other version."""
+    found = package_versions()
+    assert found["av"] == version("av")
+    assert found["torch"] == version("torch").split("+")[0]
+    assert {"longtake", "longtake's files", "Python", "numpy", "pillow", "HanTa"} <= set(found)
