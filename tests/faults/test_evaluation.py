@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from longtake.config import TrackingSection
+from longtake.errors import RecipeError
 from longtake.evaluation.pending import checkpoint_key
 from longtake.evaluation.sampling.studio import load_sampler
 from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory
+from longtake.faults import evaluation
 from longtake.faults.evaluation import (
     PRESET,
     PROMPTS,
@@ -26,7 +30,7 @@ from longtake.faults.evaluation import (
     step_of,
 )
 from longtake.faults.expect import Evidence
-from longtake.faults.registry import DrillResult
+from longtake.faults.registry import DrillResult, all_faults, run_drill
 from longtake.faults.sandbox import Sandbox, TrainingSite
 from longtake.fsio import now, write_json
 from longtake.lease import Lease, Leases
@@ -66,6 +70,17 @@ def test_the_drill_of_brightness_passes(
 def test_the_drill_of_a_tracker_passes(watched: Sandbox, drill: Callable[..., DrillResult]) -> None:
     """Of the drills here this one starts its processes as a user does; the others fork theirs."""
     assert drill(watched, "tracker-down", bitwise=True).detected_seconds is not None
+
+
+def test_without_wandb_the_drill_of_a_tracker_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(section: TrackingSection) -> None:
+        raise RecipeError("tracking.wandb needs W&B")
+
+    monkeypatch.setattr(evaluation, "refuse_missing_wandb", refuse)
+    result = run_drill(all_faults()["tracker-down"], Sandbox(tmp_path, Console(quiet=True)))
+    assert result.skipped == "W&B is not installed: pip install 'longtake[wandb]'"
 
 
 class _Results:
