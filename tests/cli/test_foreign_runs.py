@@ -15,7 +15,7 @@ import torch
 
 from longtake.checkpoint import manifest
 from longtake.errors import RecipeError
-from longtake.evaluation.presets.places import find_file
+from longtake.evaluation.reference_pictures import find_file
 from longtake.monitor.reporting import watch_target
 
 Call = Callable[..., tuple[int, str, str]]

@@ -3,7 +3,7 @@
 import numpy as np
 
 from longtake.demo.shapes import render
-from longtake.evaluation.measures.extra import load_extras, measure_extra
+from longtake.evaluation.extra_measures import load_extras, measure_extra
 
 
 def test_a_preset_of_the_demo_can_name_it_and_its_mean_is_a_share() -> None:

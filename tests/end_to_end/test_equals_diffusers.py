@@ -27,7 +27,7 @@ from longtake.data.batch import Batch
 from longtake.data.index import index
 from longtake.data.loader import Loader
 from longtake.demo.shapes import write_clips
-from longtake.evaluation.export.formats import Format, export
+from longtake.evaluation.export import Format, export
 from longtake.evaluation.sampling.studio import Request, Sampler, settings_for
 from longtake.fsio import read_json_lines
 from longtake.models.assemble import assemble

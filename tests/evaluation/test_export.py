@@ -12,7 +12,7 @@ from rich.console import Console
 from longtake import config
 from longtake.config import Recipe
 from longtake.errors import RecipeError, RunError
-from longtake.evaluation.export.formats import export
+from longtake.evaluation.export import export
 from longtake.evaluation.sampling.studio import Request, Sampler, load_sampler, settings_for
 from longtake.flow.timesteps import flux_shift
 from longtake.training.run import train

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from longtake import config
 from longtake.config import Recipe, TrainableSection
-from longtake.evaluation.export.formats import export
+from longtake.evaluation.export import export
 from longtake.evaluation.sampling.studio import Request, Sampler, load_sampler, settings_for
 from longtake.models.added import added_module
 from longtake.models.assemble import assemble

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from longtake import config
 from longtake.config import TrainableSection
 from longtake.errors import RecipeError, RunError
-from longtake.evaluation.export.formats import Format, export
+from longtake.evaluation.export import Format, export
 from longtake.evaluation.sampling.studio import Sampler
 from longtake.models.assemble import assemble
 from longtake.models.lora import lora_state

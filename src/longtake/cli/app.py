@@ -240,8 +240,8 @@ def export(
 ) -> None:
     """Write a run's model for other tools: diffusers' `from_pretrained`, peft or ComfyUI."""
     with phase_lines(say.console(), "importing PyTorch") as enter:
-        from longtake.evaluation.export.formats import check_export
-        from longtake.evaluation.export.formats import export as write
+        from longtake.evaluation.export import check_export
+        from longtake.evaluation.export import export as write
         from longtake.evaluation.sampling.studio import find_run, load_sampler
 
         check_export(find_run(run).recipe(), out, wanted)

@@ -35,7 +35,7 @@ from longtake.evaluation.pending import (
     find_damage,
     preset_key,
 )
-from longtake.evaluation.presets.preset import keep_preset
+from longtake.evaluation.presets import keep_preset
 from longtake.evaluation_dir import Scores, all_servers
 from longtake.fsio import write_json
 from longtake.lease import Lease, Leases, history, kept

@@ -7,13 +7,17 @@ from pathlib import Path
 
 from longtake.config import Recipe
 from longtake.errors import LongtakeError, ModelError, RecipeError
+from longtake.evaluation.analysis import (
+    Reference,
+    Reread,
+    find_drift,
+    find_out_of_range,
+    reference_of,
+)
 from longtake.evaluation.claims import NotHereError
-from longtake.evaluation.judging.drift import find_drift, find_out_of_range
-from longtake.evaluation.judging.held_out import HeldOut
-from longtake.evaluation.judging.reference import Reference, reference_of
-from longtake.evaluation.judging.reread import Reread
+from longtake.evaluation.extra_measures import Measure, load_extras, measure_extra
+from longtake.evaluation.held_out import HeldOut
 from longtake.evaluation.measures import mean_of, measure
-from longtake.evaluation.measures.extra import Measure, load_extras, measure_extra
 from longtake.evaluation.pending import EvaluationTask, Progress, Signature, signature
 from longtake.evaluation.report import ServerReport
 from longtake.evaluation.sampling.studio import Sampler, Studio

@@ -9,8 +9,7 @@ from pathlib import Path
 from longtake import config
 from longtake.config import EvaluationSection, Recipe
 from longtake.errors import LongtakeError, RunError
-from longtake.evaluation.presets.preset import refuse_unknown
-from longtake.evaluation.presets.tables import Tables, gather
+from longtake.evaluation.presets import Tables, gather, refuse_unknown
 from longtake.run_dir import RunDirectory
 from longtake.trust import TrustError, load_recipe, refuse_foreign_code
 

@@ -19,7 +19,7 @@ from longtake.checkpoint import manifest
 from longtake.config import EvaluationSection, Recipe
 from longtake.errors import LongtakeError, RecordError
 from longtake.evaluation.options import ServerOptions
-from longtake.evaluation.presets.preset import Preset, find_preset, keep_preset, preset_names
+from longtake.evaluation.presets import Preset, find_preset, keep_preset, preset_names
 from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory, ServerEventKind
 from longtake.fsio import Tail
 from longtake.run_dir import RunDirectory

@@ -19,7 +19,7 @@ from longtake.evaluation.comparing.choose import Comparison, choose, spread
 from longtake.evaluation.comparing.draw import check_out, draw
 from longtake.evaluation.comparing.page import Page, fitting
 from longtake.evaluation.comparing.scenes import Scene
-from longtake.evaluation.presets.pictures import kept_picture
+from longtake.evaluation.reference_pictures import kept_picture
 from longtake.evaluation_dir import Alarm, EvaluationDirectory, Scores
 from longtake.run_dir import RunDirectory
 

@@ -12,7 +12,7 @@ from PIL import Image
 from longtake import config
 from longtake.config import Recipe
 from longtake.errors import DataError, RunError
-from longtake.evaluation.export.formats import export
+from longtake.evaluation.export import export
 from longtake.evaluation.sampling.studio import Request, Sampler, settings_for
 from longtake.evaluation.sampling.write import references_by_name
 from longtake.models.assemble import assemble

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from longtake import config
 from longtake.errors import CheckpointError, RecipeError
-from longtake.evaluation.presets.preset import Preset, find_preset
+from longtake.evaluation.presets import Preset, find_preset
 from longtake.evaluation.sampling.studio import Sampler, Studio, load_sampler
 from longtake.run_dir import RunDirectory
 

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from longtake.config import Bucket
 from longtake.errors import RecipeError, RunError
+from longtake.evaluation.analysis import Reread
 from longtake.evaluation.comparing.cells import chosen_frames, num_frames, size_of
-from longtake.evaluation.judging.reread import Reread
-from longtake.evaluation.presets.preset import Preset, find_preset
+from longtake.evaluation.presets import Preset, find_preset
 from longtake.evaluation.sampling.studio import Request, Sampler, load_sampler, settings_for
 from longtake.evaluation.sampling.write import (
     check_out,

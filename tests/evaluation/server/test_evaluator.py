@@ -20,7 +20,7 @@ from longtake.evaluation import evaluator
 from longtake.evaluation.evaluator import CheckpointEvaluator
 from longtake.evaluation.options import ServerOptions, parse_backlog
 from longtake.evaluation.pending import EvaluationTask
-from longtake.evaluation.presets.preset import find_preset
+from longtake.evaluation.presets import find_preset
 from longtake.evaluation.report import ServerReport, sentence
 from longtake.evaluation.server import EvaluationServer, own_name
 from longtake.evaluation_dir import EvaluationDirectory
@@ -170,7 +170,7 @@ def test_a_measure_that_cannot_be_had_costs_nothing(
     """Its model is not here: told once, before a video is sampled; others may try again."""
     monkeypatch.delenv("LONGTAKE_CLIP", raising=False)
     run = _copy(served[0], tmp_path)
-    path = "longtake.evaluation.measures.clip_score:ClipScore"
+    path = "longtake.evaluation.extra_measures:ClipScore"
     recipe = run.recipe_path.read_text()
     run.recipe_path.write_text(recipe.replace("longtake.demo.adherence:Adherence", path))
     server = _serve(run, presets=("small",))

@@ -12,7 +12,7 @@ import numpy as np
 
 from longtake.errors import RunError
 from longtake.evaluation.comparing.scenes import Scene, files_by_scene, of_prompts, prompt_number
-from longtake.evaluation.presets.pictures import kept_picture
+from longtake.evaluation.reference_pictures import kept_picture
 from longtake.evaluation_dir import EvaluationDirectory, Scores
 from longtake.formatting import did_you_mean
 from longtake.process import command

@@ -1,6 +1,7 @@
 """Reads the pictures that requests go by, cut to the size of their videos."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,17 @@ from longtake.data.clip import Media
 from longtake.data.crop import Crop
 from longtake.data.references import Reference, read
 from longtake.errors import ClipError, DataError
-from longtake.evaluation.presets.request import Request
+
+
+@dataclass(frozen=True)
+class Request:
+    """One video that someone wants."""
+
+    prompt: str
+    seed: int
+    references: Mapping[str, Path] = field(default_factory=dict)
+    """Pictures that it goes by, for a model that was trained with such: images or videos, of which
+    the first frame counts, by their names in `data.references`."""
 
 
 def read_pictures(

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from longtake.config import Bucket, Recipe, SamplingSection
 from longtake.errors import SamplingError
-from longtake.evaluation.presets.request import Request
 from longtake.evaluation.sampling.guidance import Guidance
 from longtake.evaluation.sampling.memory import Memory
-from longtake.evaluation.sampling.read_pictures import read_pictures
+from longtake.evaluation.sampling.read_pictures import Request, read_pictures
 from longtake.flow.solver import integrate
 from longtake.flow.timesteps import build_sigmas
 from longtake.models.assemble import Components, guidance_of, latent_shape

@@ -7,11 +7,10 @@ from torch import Tensor
 from longtake.checkpoint import reading, store
 from longtake.config import EvaluationSection, Recipe
 from longtake.errors import CheckpointError, RecipeError
-from longtake.evaluation.presets.preset import Preset
-from longtake.evaluation.presets.request import Request
-from longtake.evaluation.presets.settings import settings_for, weights_to_sample
+from longtake.evaluation.presets import Preset, settings_for, weights_to_sample
 from longtake.evaluation.sampling.find import find_checkpoint, find_run
 from longtake.evaluation.sampling.memory import Memory, device_with_room, refuse_too_large_parts
+from longtake.evaluation.sampling.read_pictures import Request
 from longtake.evaluation.sampling.sampler import Sampler, fitting_shape
 from longtake.models.assemble import assemble
 from longtake.models.family import Conditioning

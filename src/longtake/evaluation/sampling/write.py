@@ -11,10 +11,8 @@ from rich.console import Console
 from longtake.config import Bucket, SamplingSection
 from longtake.data.encode import write_image, write_video
 from longtake.errors import DataError, RunError
-from longtake.evaluation.presets.preset import Preset
-from longtake.evaluation.presets.request import Request
-from longtake.evaluation.presets.settings import refuse_unwritable, suffix_of
-from longtake.evaluation.sampling.read_pictures import read_picture
+from longtake.evaluation.presets import Preset, refuse_unwritable, suffix_of
+from longtake.evaluation.sampling.read_pictures import Request, read_picture
 from longtake.evaluation.sampling.sampler import Sampler
 from longtake.evaluation.sampling.sheet import SheetRow, contact_sheet, shown_frames
 from longtake.fsio import check_picture_name, make_writable

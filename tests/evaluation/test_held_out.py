@@ -11,8 +11,8 @@ from longtake.data.catalog import Catalog
 from longtake.data.index import index
 from longtake.demo.shapes import write_clips
 from longtake.errors import DataError, PlanError
-from longtake.evaluation.judging import held_out
-from longtake.evaluation.judging.held_out import HeldOut
+from longtake.evaluation import held_out
+from longtake.evaluation.held_out import HeldOut
 from longtake.evaluation.sampling.studio import Sampler, load_sampler
 from longtake.models.assemble import Components
 from longtake.models.losses import Examples, flow_losses

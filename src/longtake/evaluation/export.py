@@ -1,20 +1,100 @@
-"""What a model can be exported as, and what is refused before weights are loaded for it."""
+"""Exports a trained model to other tools: diffusers, peft and ComfyUI."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
 from longtake.config import Recipe
 from longtake.errors import RecipeError, RunError
-from longtake.evaluation.export.adapter import write_adapter
-from longtake.evaluation.export.comfyui import write_comfyui_file
-from longtake.evaluation.export.pipeline import write_pipeline
-from longtake.evaluation.export.weights import save_added_module
 from longtake.evaluation.sampling.studio import Sampler
 from longtake.fsio import atomic_write
 from longtake.models.added import added_module
+from longtake.models.lora import adapter_config, lora_state
+from longtake.models.trainable import plain_copy
+
+
+def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file; no two of the tensors may share memory.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    whole = {name: value.detach().contiguous() for name, value in weights.items()}
+    save_file(whole, path, {"format": "pt"})
+
+
+def save_added_module(model: nn.Module, folder: Path) -> None:
+    """Write `added_module.safetensors`, under the module's own names; nothing without a module.
+
+    No other tool has a place for it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    module = added_module(model)
+    if module is not None:
+        apart = {name: value.clone() for name, value in module.state_dict().items()}
+        save_weights(apart, folder / "added_module.safetensors")
+
+
+def write_pipeline(sampler: Sampler, folder: Path) -> None:
+    """Write a folder that `from_pretrained` loads.
+
+    Raises:
+        RecipeError: diffusers has no pipeline for the run's family, codec and text encoder.
+        OSError: it cannot be written.
+    """
+    parts, recipe = sampler.components, sampler.recipe
+    at_bucket = sampler.shift(recipe.sampling, recipe.data.buckets[0])
+    shift = recipe.sampling.shift or parts.defaults.shift
+    parts.family.export(plain_copy(parts.model), parts.codec, parts.text, shift, at_bucket, folder)
+    if lora := lora_state(parts.model):
+        named = {f"transformer.{name}": value for name, value in lora.items()}
+        save_weights(named, folder / "pytorch_lora_weights.safetensors")
+
+
+PREFIX = "base_model.model."
+"""Of names in peft's files; diffusers' `load_lora_adapter` takes it as `prefix`."""
+
+
+def write_adapter(sampler: Sampler, folder: Path) -> None:
+    """Write a folder that `peft.PeftModel.from_pretrained(base_model, folder)` loads.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    model = sampler.components.model
+    named = {f"{PREFIX}{name}": value for name, value in lora_state(model).items()}
+    save_weights(named, folder / "adapter_model.safetensors")
+    adapter_config(model, sampler.recipe.model.pretrained).save_pretrained(str(folder))
+
+
+def write_comfyui_file(sampler: Sampler, path: Path) -> str:
+    """Write a safetensors file, in the dtype that the weights are kept in.
+
+    Returns:
+        Where it belongs.
+
+    Raises:
+        RecipeError: ComfyUI has no such model.
+        OSError: it cannot be written.
+    """
+    parts = sampler.components
+    lora = lora_state(parts.model)
+    weights = lora or plain_copy(parts.model).state_dict()
+    name_of = parts.family.comfyui_name
+    named = {name_of(name, is_lora=bool(lora)): value for name, value in weights.items()}
+    assert len(named) == len(weights), "two weights have one name"
+    save_weights(named, path)
+    if lora:
+        return "ComfyUI looks for it in models/loras."
+    return "ComfyUI looks for it in models/diffusion_models; codec and text encoder are not in it."
+
 
 Format = Literal["diffusers", "peft", "comfyui"]
 """A pipeline folder, a folder with LoRA alone, or one file."""

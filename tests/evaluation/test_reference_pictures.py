@@ -14,8 +14,8 @@ from rich.console import Console
 from longtake import config
 from longtake.config import Recipe
 from longtake.errors import RecipeError, RunError
-from longtake.evaluation.presets.pictures import kept_picture
-from longtake.evaluation.presets.preset import Preset, find_preset, keep_preset
+from longtake.evaluation.presets import Preset, find_preset, keep_preset
+from longtake.evaluation.reference_pictures import kept_picture
 from longtake.evaluation.sampling.studio import Studio
 from longtake.evaluation.sampling.write import sample_preset
 from longtake.evaluation_dir import EvaluationDirectory

@@ -1,1 +1,0 @@
-"""Hands a trained model to other tools: diffusers, peft and ComfyUI."""

@@ -1,0 +1,349 @@
+"""Measures that presets name as module:Class: their Protocol, CLIP score, Frechet distance."""
+
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from longtake.errors import LongtakeError, ModelError, RecipeError
+from longtake.evaluation.measures import MEASURES, Video
+from longtake.models.imported import import_class
+from longtake.models.pretrained import quiet
+
+_SEE = "See Measure in longtake.evaluation.extra_measures."
+
+
+class Measure(Protocol):
+    """One further measure.
+
+    Attributes:
+        name: what its values are kept under; of small letters, digits and underscores.
+    """
+
+    name: str
+
+    def __call__(
+        self, videos: Sequence[Video], prompts: Sequence[str], fps: float
+    ) -> Sequence[float | None] | float | None:
+        """Measure all videos of a preset.
+
+        Args:
+            videos: each [F, H, W, 3] uint8 RGB. Look at one after another: each may be read from
+                disk when it is asked for.
+            prompts: of each.
+            fps: frames a second that they are shown at.
+
+        Returns:
+            One number for each video, None where it is not defined for it; or one number for all
+            of them together, such as a Frechet distance; or None: it is not defined here.
+        """
+
+
+def load_extra(path: str) -> Measure:
+    """The measure that "package.module:Class" names, made without arguments.
+
+    Raises:
+        RecipeError: there is no such class, it is no measure, or it cannot be made.
+    """
+    made = made_of(path)
+    name = getattr(made, "name", None)
+    if not isinstance(name, str) or not name.isidentifier() or not callable(made):
+        raise RecipeError(
+            f"The measure {path} has the name {name!r} and {'a' if callable(made) else 'no'} "
+            f"__call__. Give it a name such as 'clip_score' and __call__(videos, prompts, fps). "
+            f"{_SEE}"
+        )
+    return cast("Measure", made)
+
+
+def made_of(path: str) -> Any:
+    """What "package.module:Class" names, made without arguments.
+
+    Raises:
+        RecipeError: there is no such class, or it cannot be made.
+    """
+    if ":" not in path:
+        raise RecipeError(
+            f"The measure {path!r} is no name of a class; write it as package.module:Class."
+        )
+    found = import_class(path, "The measure")
+    try:
+        return found()
+    except LongtakeError:
+        raise
+    except Exception as error:  # somebody's class can end in any way
+        raise RecipeError(
+            f"The measure {path} cannot be made: {found.__name__}() failed with "
+            f"{type(error).__name__}: {error}. It is made without arguments. {_SEE}"
+        ) from error
+
+
+def load_extras(paths: Sequence[str]) -> list[Measure]:
+    """The measures that a preset names.
+
+    Raises:
+        RecipeError: as `load_extra`; or two have the same name, or one that is ours.
+    """
+    extras: dict[str, Measure] = {}
+    for path in paths:
+        extra = load_extra(path)
+        if extra.name in MEASURES or extra.name in extras:
+            raise RecipeError(
+                f"The measure {path} is called {extra.name!r}, as another one is. Names in use: "
+                f"{', '.join([*MEASURES, *extras])}. Call it otherwise."
+            )
+        extras[extra.name] = extra
+    return list(extras.values())
+
+
+def measure_extra(
+    extras: Sequence[Measure], videos: Sequence[Video], prompts: Sequence[str], fps: float
+) -> tuple[list[dict[str, float]], dict[str, float]]:
+    """What further measures say of a preset's videos.
+
+    Returns:
+        The numbers of each video, and those of all together; without what is not defined or no
+        finite number.
+
+    Raises:
+        RecipeError: a measure fails, or returns what is no measure of these videos.
+    """
+    of_each: list[dict[str, float]] = [{} for _ in videos]
+    of_set: dict[str, float] = {}
+    for extra in extras:
+        found = _asked(extra, videos, prompts, fps)
+        if isinstance(found, float):
+            of_set |= _finite(extra.name, found)
+        else:
+            for each, value in zip(of_each, found, strict=True):
+                each |= _finite(extra.name, value)
+    return of_each, of_set
+
+
+def _asked(
+    extra: Measure, videos: Sequence[Video], prompts: Sequence[str], fps: float
+) -> float | list[float | None]:
+    try:
+        found: Any = extra(videos, prompts, fps)
+        if found is None:
+            return [None] * len(videos)
+        if not hasattr(found, "__len__"):
+            return float(found)
+        values = [None if each is None else float(each) for each in found]
+    except LongtakeError:
+        raise
+    except Exception as error:  # as above
+        raise RecipeError(
+            f"The measure {extra.name} failed with {type(error).__name__}: {error}. {_SEE}"
+        ) from error
+    if len(values) != len(videos):
+        raise RecipeError(
+            f"The measure {extra.name} gave {len(values)} numbers for {len(videos)} videos; "
+            "expected one for each, or a single number for all of them. " + _SEE
+        )
+    return values
+
+
+def _finite(name: str, value: float | None) -> dict[str, float]:
+    return {} if value is None or not math.isfinite(value) else {name: value}
+
+
+def setting(measure: str, variable: str, what: str) -> str:
+    """The value of a variable.
+
+    Args:
+        measure: the measure that asks.
+        variable: its name.
+        what: what it has to hold.
+
+    Raises:
+        RecipeError: it is not set; says what to do.
+    """
+    value = os.environ.get(variable, "")
+    if not value:
+        raise RecipeError(
+            f"The measure {measure} needs {what}. Say where with {variable}=…, in the environment "
+            "of `longtake evaluate`, or leave the measure out of the preset."
+        )
+    return value
+
+
+VARIABLE = "LONGTAKE_CLIP"
+_FRAMES = 8
+
+
+class ClipScore:
+    """100 x the cosine between the embeddings of frame and prompt, negative ones as 0; 0 to 100.
+
+    As in Hessel et al., "CLIPScore: a reference-free evaluation metric for image captioning"
+    (2021), without their factor of 2.5; mean over at most 8 frames at equal distances. Where
+    the environment's LONGTAKE_CLIP says lies a `CLIPModel` of transformers with its processor: a
+    folder, or an id on the hub. It runs on the CPU, beside whatever the card does.
+
+    Raises:
+        RecipeError: LONGTAKE_CLIP is not set.
+        ModelError: there is no such model.
+    """
+
+    name = "clip_score"
+
+    def __init__(self) -> None:
+        place = setting(self.name, VARIABLE, "a CLIP model (a folder, or an id on the hub)")
+        from transformers import CLIPModel, CLIPProcessor
+
+        try:
+            with quiet(CLIPModel):
+                self._model: Any = CLIPModel.from_pretrained(place).eval()
+                self._processor: Any = CLIPProcessor.from_pretrained(place)
+        except (OSError, ValueError) as error:
+            first = str(error).strip().splitlines()[0].rstrip(".")
+            raise ModelError(
+                f"{VARIABLE}={place}: no CLIP model can be loaded from there: {first}. Expected a "
+                "folder with config.json, model.safetensors and the processor's files, such as "
+                "`hf download openai/clip-vit-base-patch32 --local-dir clip` makes."
+            ) from error
+
+    def __call__(
+        self, videos: Sequence[Video], prompts: Sequence[str], fps: float
+    ) -> list[float | None]:
+        """The score of each video."""
+        del fps
+        pairs = zip(videos, prompts, strict=True)
+        return [self._score(video, prompt) for video, prompt in pairs]
+
+    @torch.inference_mode()
+    def _score(self, video: Video, prompt: str) -> float:
+        count = min(_FRAMES, len(video))
+        frames = [video[each] for each in np.linspace(0, len(video) - 1, count).round().astype(int)]
+        inputs = self._processor(
+            text=[prompt], images=frames, return_tensors="pt", padding=True, truncation=True
+        )
+        answer = self._model(**inputs)
+        pictures, text = _unit(answer.image_embeds), _unit(answer.text_embeds)
+        return 100 * max(0.0, float((pictures @ text.T).mean()))
+
+
+def _unit(embeddings: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(embeddings, dim=-1)
+
+
+EXTRACTOR = "LONGTAKE_FEATURES"
+REAL = "LONGTAKE_REAL_FEATURES"
+
+Features = NDArray[np.float64]
+"""[N, D]: D numbers of each of N videos."""
+
+
+def frechet_distance(one: Features, other: Features) -> float:
+    """Squared Frechet distance of the normal distributions that fit two sets of features.
+
+    |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), of their means and covariances (Dowson and Landau,
+    "The Frechet distance between multivariate normal distributions", 1982; for generated pictures
+    Heusel et al., 2017). Of few videos it is far too large: compare only sets of the same size.
+    """
+    assert min(len(one), len(other)) > 1
+    shift = one.mean(axis=0) - other.mean(axis=0)
+    first, second = (np.cov(each, rowvar=False).reshape(each.shape[1], -1) for each in (one, other))
+    values, vectors = np.linalg.eigh(first)
+    root = (vectors * np.sqrt(values.clip(min=0))) @ vectors.T
+    cross = np.sqrt(np.linalg.eigvalsh(root @ second @ root).clip(min=0)).sum()
+    return float(max(0.0, shift @ shift + np.trace(first) + np.trace(second) - 2 * cross))
+
+
+class Extractor:
+    """Makes features of videos with a network of the user's.
+
+    Args:
+        place: a TorchScript file, or package.module:Class of an nn.Module that is made without
+            arguments. It is given [1, 3, F, H, W] fp32 in [0, 1], one video at a time, and returns
+            a tensor of its features, of whatever shape.
+
+    Raises:
+        RecipeError: there is no such class.
+        ModelError: there is no such file, or it is no TorchScript.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._network: Any = made_of(place) if ":" in place else _load(Path(place))
+        if isinstance(self._network, torch.nn.Module):
+            self._network.eval()
+
+    def __call__(self, videos: Sequence[Video]) -> Features:
+        """[N, D] features of N videos."""
+        return np.stack([self._features(videos[number]) for number in range(len(videos))])
+
+    @torch.inference_mode()
+    def _features(self, video: Video) -> Features:
+        given = torch.from_numpy(np.ascontiguousarray(video)).permute(3, 0, 1, 2)[None]
+        features: Features = self._network(given.float() / 255).flatten().double().cpu().numpy()
+        return features
+
+
+class FrechetDistance:
+    """`frechet_distance` of all videos of a preset from real ones.
+
+    The environment says what makes features, LONGTAKE_FEATURES (see `Extractor`), and where those
+    of real videos lie, LONGTAKE_REAL_FEATURES: a .npy file of [N, D], made by the same.
+
+    Raises:
+        RecipeError: one of them is not set, or names what is not there.
+        ModelError: what is there cannot be used.
+    """
+
+    name = "frechet_distance"
+
+    def __init__(self) -> None:
+        self._extractor = Extractor(
+            setting(self.name, EXTRACTOR, "a network that makes features of videos")
+        )
+        place = Path(setting(self.name, REAL, "features of real videos"))
+        try:
+            self._real = np.asarray(np.load(place), np.float64)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{REAL}={place} cannot be read: {error}. {_MAKE}") from error
+        if self._real.ndim != 2 or len(self._real) < 2:
+            raise ModelError(
+                f"{REAL}={place} has the shape {list(self._real.shape)}; expected [N, D], with at "
+                f"least 2 videos. {_MAKE}"
+            )
+
+    def __call__(self, videos: Sequence[Video], prompts: Sequence[str], fps: float) -> float | None:
+        """One number for all; None: one video has no covariance."""
+        del prompts, fps
+        if len(videos) < 2:
+            return None
+        found = self._extractor(videos)
+        if found.shape[1] != self._real.shape[1]:
+            raise ModelError(
+                f"{EXTRACTOR} makes {found.shape[1]} features of a video, and {REAL} has "
+                f"{self._real.shape[1]} of each. {_MAKE}"
+            )
+        return frechet_distance(found, self._real)
+
+
+_MAKE = (
+    "Make them with numpy.save(file, Extractor(network)(videos)), Extractor being that of "
+    "longtake.evaluation.extra_measures."
+)
+
+
+def _load(path: Path) -> Any:
+    if not path.is_file():
+        raise ModelError(
+            f"{EXTRACTOR}={path}: there is no such file. Expected a TorchScript file, or "
+            "package.module:Class of an nn.Module."
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # it is what FVD networks come as
+            return torch.jit.load(path, map_location="cpu")  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        first = str(error).strip().splitlines()[0]
+        raise ModelError(f"{EXTRACTOR}={path} is no TorchScript file: {first}.") from error

@@ -1,1 +1,0 @@
-"""What is said of a result beyond each of its videos."""
