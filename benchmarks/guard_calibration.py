@@ -25,10 +25,8 @@ from longtake.data.index import index
 from longtake.demo.run import NUM_CLIPS, demo_recipe
 from longtake.demo.shapes import write_clips
 from longtake.fsio import read_json_lines
-from longtake.guard.history import History, Judged
-from longtake.guard.judge import judge
-from longtake.guard.statistics import Statistics
-from longtake.guard.verdict import OK, Verdict
+from longtake.guard.detectors import OK, GuardVerdict, judge
+from longtake.guard.history import History, JudgedStep, StepStatistics
 from longtake.run_dir import Metrics, RunDirectory
 from longtake.training.run import train
 
@@ -45,7 +43,7 @@ class Fault:
     """What becomes of a step's numbers, so many steps after it began (0: the first)."""
 
     name: str
-    change: Callable[[Statistics, int], Statistics]
+    change: Callable[[StepStatistics, int], StepStatistics]
     at_edge: bool = False
     """Whether it begins at the next epoch's beginning."""
 
@@ -126,7 +124,7 @@ def _verdicts_in(run: RunDirectory) -> int:
     return sum(row["event"] in _VERDICTS for row in read_json_lines(run.events_path))
 
 
-def recorded_steps(run: RunDirectory) -> list[Statistics]:
+def recorded_steps(run: RunDirectory) -> list[StepStatistics]:
     """What the guard was shown in each step of a run, from what the run wrote down."""
     rows, recipe = run.metrics(), run.recipe()
     base = recipe.optimizer.learning_rate
@@ -138,10 +136,10 @@ def recorded_steps(run: RunDirectory) -> list[Statistics]:
     ]
 
 
-def _statistics(row: Metrics, factor: float, epoch_before: int, batch_size: int) -> Statistics:
+def _statistics(row: Metrics, factor: float, epoch_before: int, batch_size: int) -> StepStatistics:
     epoch = row["epoch"]
     first, second, third, fourth = map(_number, row["loss_by_sigma"])
-    return Statistics(
+    return StepStatistics(
         step=row["step"] - 1,
         batch=row["batch"],
         stage="all",
@@ -170,7 +168,7 @@ def _numbers(written: Mapping[str, float | None]) -> dict[str, float]:
     return {name: _number(each) for name, each in written.items()}
 
 
-def _seconds_of_judging(steps: Sequence[Statistics]) -> float:
+def _seconds_of_judging(steps: Sequence[StepStatistics]) -> float:
     """Of one step; processor time, so that a busy machine does not count."""
     section = GuardSection()
     history, seconds = History(section.window), 0.0
@@ -178,11 +176,11 @@ def _seconds_of_judging(steps: Sequence[Statistics]) -> float:
         began = time.process_time()
         verdict = judge(history, step, section)
         seconds += time.process_time() - began
-        history = history.with_(Judged(step, verdict.kind))
+        history = history.append(JudgedStep(step, verdict.kind))
     return seconds / len(steps)
 
 
-def _trial(fault: Fault, recorded: Sequence[Sequence[Statistics]]) -> Trial:
+def _trial(fault: Fault, recorded: Sequence[Sequence[StepStatistics]]) -> Trial:
     delays, verdicts = list[int | None](), Counter[str]()
     for steps in recorded:
         for place in _PLACES:
@@ -193,29 +191,31 @@ def _trial(fault: Fault, recorded: Sequence[Sequence[Statistics]]) -> Trial:
     return Trial(fault.name, tuple(delays), verdicts)
 
 
-def _first(fault: Fault, steps: Sequence[Statistics], place: int) -> int:
+def _first(fault: Fault, steps: Sequence[StepStatistics], place: int) -> int:
     if not fault.at_edge:
         return place
     edges = [number for number, step in enumerate(steps) if step.edge is not None]
     return min((edge for edge in edges if edge >= place), default=edges[-1])
 
 
-def _detection(fault: Fault, steps: Sequence[Statistics], first: int) -> tuple[int | None, Verdict]:
+def _detection(
+    fault: Fault, steps: Sequence[StepStatistics], first: int
+) -> tuple[int | None, GuardVerdict]:
     """Steps from a fault's first to its first verdict, and that."""
     section = GuardSection()
     history = History(section.window)
     for step in steps[max(0, first - 4 * section.window) : first]:
-        history = history.with_(Judged(step, "ok"))
+        history = history.append(JudgedStep(step, "ok"))
     for delay, step in enumerate(steps[first : first + _REACH]):
         disturbed = fault.change(step, delay)
         verdict = judge(history, disturbed, section)
         if verdict != OK:
             return delay, verdict
-        history = history.with_(Judged(disturbed, "ok"))
+        history = history.append(JudgedStep(disturbed, "ok"))
     return None, OK
 
 
-def _louder(step: Statistics, factor: float) -> Statistics:
+def _louder(step: StepStatistics, factor: float) -> StepStatistics:
     first, second, third, fourth = (factor * loss for loss in step.loss_by_sigma)
     quarters = (first, second, third, fourth)
     return replace(step, loss=factor * step.loss, loss_by_sigma=quarters)
@@ -231,7 +231,7 @@ def _spiked(factor: float) -> Fault:
 def _raised(group: str, factor: float) -> Fault:
     """The learning rate of a group; its updates show it, one step later."""
 
-    def change(step: Statistics, delay: int) -> Statistics:
+    def change(step: StepStatistics, delay: int) -> StepStatistics:
         ratios = step.group_update_ratios
         raised = {**ratios, group: ratios[group] * (factor if delay else 1.0)}
         return replace(step, group_update_ratios=raised)
@@ -240,7 +240,7 @@ def _raised(group: str, factor: float) -> Fault:
 
 
 def _heavier(share: float, over: int = 1) -> Fault:
-    def change(step: Statistics, delay: int) -> Statistics:
+    def change(step: StepStatistics, delay: int) -> StepStatistics:
         grown = share * min(1.0, (delay + 1) / over)
         return replace(step, weight_norm=step.weight_norm * (1 + grown))
 

@@ -46,7 +46,7 @@ def test_a_run_that_keeps_diverging_stops_with_a_report(unwatched: Sandbox) -> N
     with site.launch("guard.max_rollbacks=1", inject=inject) as process:
         assert process.wait() == 2
         output = " ".join(process.output.split())
-    assert "It has gone back 1 time without progress" in output
+    assert "It has rolled back 1 time without progress" in output
     assert f"longtake show {site.run.path.name} --around" in output
     assert len(site.run.rollbacks()) == 1
     last = list(read_json_lines(site.run.events_path))[-1]

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from longtake.config import GuardSection
-from longtake.guard.history import History, Judged
-from longtake.guard.judge import judge
-from longtake.guard.statistics import Statistics
-from longtake.guard.verdict import Verdict
+from longtake.guard.detectors import GuardVerdict, judge
+from longtake.guard.history import History, JudgedStep, StepStatistics
 
 _EPOCH = 500
 _SHARES = {"attention": 0.6, "mlp": 0.7, "embedding": 0.3, "other": 0.2}
@@ -19,14 +17,14 @@ _SHARES = {"attention": 0.6, "mlp": 0.7, "embedding": 0.3, "other": 0.2}
 
 
 @pytest.fixture(scope="session")
-def healthy() -> Callable[..., list[Statistics]]:
+def healthy() -> Callable[..., list[StepStatistics]]:
     """`healthy(2000, seed=1)`: the statistics of undisturbed steps.
 
     A loss that falls to 0.5 with a noise of 6 %, gradients with a heavy tail, a weight norm that
     drifts from 695 by 45 in 1,800 steps, cosine decay after a warm-up, epochs of 500 steps.
     """
 
-    def make(count: int, seed: int = 0, *, noise: float = 0.06) -> list[Statistics]:
+    def make(count: int, seed: int = 0, *, noise: float = 0.06) -> list[StepStatistics]:
         rng = np.random.default_rng(seed)
         weights = 695 + np.cumsum(45 / 1800 * rng.normal(1, 0.4, count))
         return [_step(step, count, float(weights[step]), noise, rng) for step in range(count)]
@@ -36,12 +34,12 @@ def healthy() -> Callable[..., list[Statistics]]:
 
 def _step(
     step: int, count: int, weight_norm: float, noise: float, rng: np.random.Generator
-) -> Statistics:
+) -> StepStatistics:
     level = 0.5 + 0.9 * math.exp(-step / 150)
     quarters = [float(level * factor * rng.lognormal(0, noise)) for factor in (1.4, 1, 0.8, 0.9)]
     factor = min(1.0, step / 100) * 0.5 * (1 + math.cos(math.pi * step / count))
     updates = {group: 2e-5 * factor * float(rng.lognormal(0, 0.1)) for group in _SHARES}
-    return Statistics(
+    return StepStatistics(
         step=step,
         batch=step,
         stage="all",
@@ -62,17 +60,19 @@ def _step(
 
 
 @pytest.fixture(scope="session")
-def judged() -> Callable[..., list[Verdict]]:
+def judged() -> Callable[..., list[GuardVerdict]]:
     """`judged(steps)`: the verdicts on steps that follow each other, up to a roll-back."""
 
-    def run(steps: Sequence[Statistics], section: GuardSection | None = None) -> list[Verdict]:
+    def run(
+        steps: Sequence[StepStatistics], section: GuardSection | None = None
+    ) -> list[GuardVerdict]:
         section = section or GuardSection()
-        history, verdicts = History(section.window), list[Verdict]()
+        history, verdicts = History(section.window), list[GuardVerdict]()
         for step in steps:
             verdicts.append(judge(history, step, section))
             if verdicts[-1].kind == "roll_back":
                 break
-            history = history.with_(Judged(step, verdicts[-1].kind))
+            history = history.append(JudgedStep(step, verdicts[-1].kind))
         return verdicts
 
     return run
@@ -82,20 +82,20 @@ def judged() -> Callable[..., list[Verdict]]:
 def history_of() -> Callable[..., History]:
     """`history_of(steps)`: a history of steps that were all well, or of other verdicts by step."""
 
-    def make(steps: Sequence[Statistics], **kinds: str) -> History:
+    def make(steps: Sequence[StepStatistics], **kinds: str) -> History:
         history = History(GuardSection().window)
         for step in steps:
-            history = history.with_(Judged(step, kinds.get(f"at_{step.step}", "ok")))
+            history = history.append(JudgedStep(step, kinds.get(f"at_{step.step}", "ok")))
         return history
 
     return make
 
 
 @pytest.fixture(scope="session")
-def louder() -> Callable[..., Statistics]:
+def louder() -> Callable[..., StepStatistics]:
     """`louder(step, 5.0)`: its loss times a factor, at all noise levels or at one quarter only."""
 
-    def make(step: Statistics, factor: float, quarter: int | None = None) -> Statistics:
+    def make(step: StepStatistics, factor: float, quarter: int | None = None) -> StepStatistics:
         first, second, third, fourth = (
             loss * (factor if quarter in (None, number) else 1.0)
             for number, loss in enumerate(step.loss_by_sigma)

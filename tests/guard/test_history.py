@@ -1,17 +1,17 @@
-"""What the guard remembers: bounded, never changed, the same after a resume."""
+"""A history is bounded, immutable, and the same after a resume."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from longtake.config import GuardSection
-from longtake.guard.history import History, Judged
-from longtake.guard.judge import judge
-from longtake.guard.statistics import Statistics
+from longtake.guard.detectors import judge
+from longtake.guard.history import History, JudgedStep, StepStatistics
 
-Healthy = Callable[..., list[Statistics]]
+Healthy = Callable[..., list[StepStatistics]]
 Histories = Callable[..., History]
 
 
@@ -23,27 +23,27 @@ def test_it_remembers_four_windows(healthy: Healthy) -> None:
     """Older steps are forgotten, however long a run is."""
     history = History(32)
     for step in healthy(400):
-        history = history.with_(Judged(step, "ok"))
+        history = history.append(JudgedStep(step, "ok"))
     assert _steps(history) == list(range(400 - 128, 400))
     assert len(history) == len(history.rows) == 128
     assert history.rows.column("step").tolist() == _steps(history)
 
 
 @pytest.mark.parametrize("length", [0, 5, 255, 256, 300])
-def test_two_that_go_on_from_one_know_nothing_of_each_other(healthy: Healthy, length: int) -> None:
-    """Also where the room that they share is just full, and where one of them went on before."""
+def test_histories_appended_to_the_same_one_are_independent(healthy: Healthy, length: int) -> None:
+    """Also when their shared storage is full, and when one was appended to before the other."""
     steps = healthy(302)
     shared = History(32)
     for step in steps[:length]:
-        shared = shared.with_(Judged(step, "ok"))
+        shared = shared.append(JudgedStep(step, "ok"))
     before = _steps(shared)
-    one = shared.with_(Judged(steps[-2], "ok"))
-    other = shared.with_(Judged(steps[-1], "skip"))
+    one = shared.append(JudgedStep(steps[-2], "ok"))
+    other = shared.append(JudgedStep(steps[-1], "skip"))
     assert _steps(shared) == before
     assert _steps(one) == [*before, 300][-128:]
     assert _steps(other) == [*before, 301][-128:]
     assert one.rows.column("step")[-1] == 300
-    assert other.rows.are("skip").tolist()[-1]
+    assert other.rows.have_verdict("skip").tolist()[-1]
 
 
 def test_it_judges_after_a_resume_as_if_it_had_never_stopped(
@@ -78,3 +78,33 @@ def test_another_window_takes_over_what_it_wants(healthy: Healthy, history_of: H
     kept = history_of(healthy(500)).as_json()
     assert _steps(History.from_json(kept, 32)) == list(range(500 - 128, 500))
     assert _steps(History.from_json(kept, 1000)) == list(range(500))
+
+
+def test_nan_and_infinity_pass_through_valid_json(healthy: Healthy) -> None:
+    """NaN and infinity, which JSON does not know, come back as what they were."""
+    [step] = healthy(1)
+    lost = replace(
+        step,
+        edge="stage two begins",
+        loss=math.inf,
+        grad_norm=-math.inf,
+        loss_by_sigma=(math.nan, 0.5, 0.25, 1.0),
+        group_grad_norms={"attention": math.nan, "mlp": 0.5},
+    )
+    back = StepStatistics.from_dict(json.loads(json.dumps(lost.as_dict(), allow_nan=False)))
+    assert repr(back) == repr(lost)  # by what is written, as NaN is not equal to itself
+
+
+def test_a_text_that_looks_like_a_number_stays_a_text(healthy: Healthy) -> None:
+    """A stage may be called "nan" or "1"."""
+    step = replace(healthy(1)[0], stage="nan", bucket="1", edge="inf")
+    assert StepStatistics.from_dict(step.as_dict()) == step
+
+
+def test_rounding_keeps_what_fp32_can_tell_apart(healthy: Healthy) -> None:
+    """Rounded numbers are within fp32's own error, and rounding them again changes nothing."""
+    step = healthy(1)[0]
+    rounded = step.rounded()
+    assert math.isclose(rounded.loss, step.loss, rel_tol=2**-24)
+    assert rounded.rounded() == rounded
+    assert (rounded.step, rounded.stage, rounded.edge) == (step.step, step.stage, step.edge)

@@ -1,4 +1,4 @@
-"""Where a run goes back to, what it skips, and when it gives up."""
+"""Which checkpoint a rollback restores, which batches it skips, and when a run stops."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,21 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longtake.config import GuardSection
-from longtake.guard.history import History
+from longtake.guard.detectors import GuardVerdict, VerdictReason
+from longtake.guard.history import History, StepStatistics
 from longtake.guard.rollback import RollBack, plan_rollback
-from longtake.guard.statistics import Statistics
-from longtake.guard.verdict import Reason, Verdict
 from longtake.run_dir import RolledBack
 
-Healthy = Callable[..., list[Statistics]]
+Healthy = Callable[..., list[StepStatistics]]
 Histories = Callable[..., History]
 
 _SECTION = GuardSection()
 _STEPS = [100, 200, 300]
 
 
-def _verdict(began: int, reason: Reason = "divergence") -> Verdict:
-    return Verdict("roll_back", reason, "It went wrong.", began)
+def _verdict(began: int, reason: VerdictReason = "divergence") -> GuardVerdict:
+    return GuardVerdict("roll_back", reason, "It went wrong.", began)
 
 
 def _before(from_step: int, reason: str = "divergence") -> RolledBack:
@@ -37,12 +36,12 @@ def _before(from_step: int, reason: str = "divergence") -> RolledBack:
 
 
 def _plan(
-    steps: list[Statistics],
+    steps: list[StepStatistics],
     history: History,
     began: int,
     previous: list[RolledBack] | None = None,
     *,
-    reason: Reason = "divergence",
+    reason: VerdictReason = "divergence",
     section: GuardSection = _SECTION,
     checkpoints: list[int] = _STEPS,
 ) -> RollBack | str:
@@ -50,10 +49,10 @@ def _plan(
     return plan_rollback(verdict, history, steps[-1], checkpoints, previous or [], section)
 
 
-def test_it_goes_back_to_before_the_trouble_and_not_to_the_newest(
+def test_it_restores_a_checkpoint_from_before_the_divergence(
     healthy: Healthy, history_of: Histories
 ) -> None:
-    """Step 300 was saved after it began; 8 batches are skipped on each side of the trouble."""
+    """Step 300 was saved after it began; 8 batches are skipped on each side."""
     steps = healthy(311)
     assert _plan(steps, history_of(steps[:-1]), 290) == RollBack(200, (282, 319))
 
@@ -66,10 +65,7 @@ def test_a_checkpoint_of_the_step_where_it_began_is_good(
     assert _plan(steps, history_of(steps[:-1]), 300) == RollBack(300, (300, 319))
 
 
-def test_a_history_that_knows_the_step_itself_makes_no_difference(
-    healthy: Healthy, history_of: Histories
-) -> None:
-    """Whoever keeps the history may have added it already."""
+def test_a_history_may_contain_the_step_itself(healthy: Healthy, history_of: Histories) -> None:
     steps = healthy(311)
     assert _plan(steps, history_of(steps), 290) == RollBack(200, (282, 319))
 
@@ -95,7 +91,7 @@ def test_without_a_checkpoint_from_before_it_says_so(
     steps = healthy(311)
     said = _plan(steps, history_of(steps[:-1]), 290, checkpoints=checkpoints)
     assert isinstance(said, str)
-    assert said.startswith("The trouble began after step 290, and there is no checkpoint")
+    assert said.startswith("The divergence began after step 290, and there is no checkpoint")
     assert ("300" if checkpoints else "none at all") in said
     assert "checkpoint.every" in said
 
@@ -110,7 +106,7 @@ def test_it_gives_up_after_some_rollbacks_without_progress(
     assert isinstance(_plan(steps, history, 290, two), RollBack)
     said = _plan(steps, history, 290, three)
     assert isinstance(said, str)
-    assert "It has gone back 3 times without progress" in said
+    assert "It has rolled back 3 times without progress" in said
     assert "from step 308 to 258 (divergence)" in said
 
 
@@ -151,8 +147,9 @@ def test_the_same_at_every_edge_is_no_progress(healthy: Healthy, history_of: His
     assert isinstance(other, RollBack)
 
 
-def test_it_may_be_told_never_to_go_back(healthy: Healthy, history_of: Histories) -> None:
-    """With guard.max_rollbacks = 0 a run stops at the first such verdict."""
+def test_max_rollbacks_0_stops_at_the_first_rollback(
+    healthy: Healthy, history_of: Histories
+) -> None:
     steps = healthy(311)
     said = _plan(steps, history_of(steps[:-1]), 290, section=GuardSection(max_rollbacks=0))
     assert isinstance(said, str)
@@ -167,9 +164,9 @@ def test_it_may_be_told_never_to_go_back(healthy: Healthy, history_of: Histories
 def test_a_plan_is_always_sound(
     healthy: Healthy, began: int, checkpoints: list[int], margin: int
 ) -> None:
-    """It never goes to after the trouble, and always round its batches and those of now.
+    """It restores a state from before the divergence and skips its batches up to now.
 
-    Nor does it skip a batch that the checkpoint has trained already.
+    It skips no batch that the checkpoint has trained.
     """
     steps = healthy(311)
     section = GuardSection(margin_batches=margin)

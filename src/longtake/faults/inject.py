@@ -36,7 +36,7 @@ from longtake.faults.sandbox import (
     SLOW_PACE_SECONDS,
     InjectionKind,
 )
-from longtake.guard.statistics import GROUPS
+from longtake.guard.history import GROUPS
 from longtake.models.assemble import Components
 from longtake.models.losses import Examples, flow_losses
 from longtake.models.precision import Precision

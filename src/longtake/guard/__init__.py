@@ -1,1 +1,1 @@
-"""Whether a training goes wrong, and where to go back to: pure functions over numbers."""
+"""Detects divergence of a training and plans rollbacks: pure functions of statistics."""

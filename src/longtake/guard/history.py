@@ -1,26 +1,199 @@
-"""The steps before, as the guard remembers them."""
+"""Statistics of training steps and a bounded history of them. Without torch."""
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Required
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Annotated, Any, Required, Self
+from zlib import crc32
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import AfterValidator, Field
 from typing_extensions import TypedDict
 
+from longtake.config import GuardSection
 from longtake.fsio import Count, NumberOrText
-from longtake.guard.rows import NUM_COLUMNS, Numbers, Rows, row_of
-from longtake.guard.statistics import Statistics
 
-WINDOWS = 4
-"""Windows that are remembered: what changes slowly is compared with all of them."""
+Numbers = NDArray[np.float64]
+
+GROUPS = ("embedding", "attention", "mlp", "added", "other")
+"""Parts of a model whose trained weights are measured separately."""
+
+MAX_WINDOWS = 4
+"""Windows that a history holds: slow changes are compared with all of them."""
+
+_MIN_LEARNING_RATE_FACTOR = 0.01
+"""Updates at a smaller factor are not measured: rounding of the weights dominates, most in bf16."""
+
+_NUM_DIGITS = 8
+"""Significant digits kept of a float: the precision of fp32, and half the bytes in checkpoints."""
+
+_TEXT_FIELDS = ("stage", "edge", "bucket")
+_VERDICT_KINDS = ("ok", "skip", "roll_back", "stop")
+_COLUMNS = (
+    "step",
+    "kind",
+    "stage",
+    "bucket",
+    "at_edge",
+    "num_samples",
+    "loss",
+    "grad_norm",
+    "weight_norm",
+    *(f"loss_{quarter}" for quarter in range(4)),
+    *(f"update_{group}" for group in GROUPS),
+)
+_INDEX = {name: number for number, name in enumerate(_COLUMNS)}
+_LOSSES_BY_SIGMA = slice(_INDEX["loss_0"], _INDEX["loss_0"] + 4)
+_UPDATES = slice(_INDEX["loss_0"] + 4, len(_COLUMNS))
 
 
 @dataclass(frozen=True)
-class Judged:
-    """One past step, and the kind of its verdict."""
+class StepStatistics:
+    """Numbers of one step, reduced over all ranks; any float may be NaN or infinite."""
 
-    statistics: Statistics
+    step: int  # number of steps before this one
+    batch: int  # number of its batch in the run's data
+    stage: str
+    edge: str | None  # what begins with this batch: "epoch 3 of stage all begins"
+    bucket: str  # shape of its clips, as text
+    loss: float  # mean over the samples
+    num_samples: int
+    # Mean loss at sigmas in [0, 1/4), [1/4, 1/2), [1/2, 3/4) and [3/4, 1]; NaN without a sample.
+    loss_by_sigma: tuple[float, float, float, float]
+    grad_norm: float  # of the mean loss, before clipping
+    nonfinite_share: float  # fraction of the gradient's elements that are NaN or inf
+    weight_norm: float  # of the trained weights, before this step's update
+    update_ratio: float  # norm of the previous update over that of the weights; 0 without one
+    learning_rate_factor: float  # the scheduler's, for the previous update
+    # The same norms and ratio for each of `GROUPS` that has trained weights.
+    group_grad_norms: dict[str, float] = field(default_factory=dict)
+    group_weight_norms: dict[str, float] = field(default_factory=dict)
+    group_update_ratios: dict[str, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields for JSON, where NaN and infinity are "nan", "inf" and "-inf"."""
+        return {each.name: _to_json(getattr(self, each.name)) for each in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        return cls(**{k: v if k in _TEXT_FIELDS else _from_json(v) for k, v in values.items()})
+
+    def rounded(self) -> Self:
+        """A copy whose floats have 8 significant digits, as histories and checkpoints keep them."""
+        return type(self)(
+            **{each.name: _rounded(getattr(self, each.name)) for each in fields(self)}
+        )
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{_NUM_DIGITS}g}")
+    if isinstance(value, tuple):
+        return tuple(map(_rounded, value))
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    return value
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, tuple):
+        return list(map(_to_json, value))
+    if isinstance(value, dict):
+        return {name: _to_json(each) for name, each in value.items()}
+    return value
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, str):
+        return float(value)
+    if isinstance(value, list):
+        return tuple(map(_from_json, value))
+    if isinstance(value, dict):
+        return {name: _from_json(each) for name, each in value.items()}
+    return value
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Steps as rows of numbers, oldest first, to compare one with many."""
+
+    numbers: Numbers  # [steps, columns]; read-only
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def select(self, wanted: NDArray[np.bool_] | slice) -> "StepRows":
+        if not isinstance(wanted, slice) and wanted.all():
+            return self  # the usual case; saves a copy
+        return StepRows(self.numbers[wanted])
+
+    def append(self, more: "StepRows") -> "StepRows":
+        return StepRows(np.concatenate([self.numbers, more.numbers]))
+
+    def column(self, name: str) -> Numbers:
+        return self.numbers[:, _INDEX[name]]
+
+    @property
+    def losses_by_sigma(self) -> Numbers:
+        """[steps, 4] NaN where no sample had such a sigma."""
+        return self.numbers[:, _LOSSES_BY_SIGMA]
+
+    @property
+    def updates(self) -> Numbers:
+        """[steps, groups] norms of the update before each step, divided by the scheduler's factor.
+
+        0 if no update was made, or if it was too small to be measured.
+        """
+        return self.numbers[:, _UPDATES]
+
+    @property
+    def have_update(self) -> NDArray[np.bool_]:
+        """[steps] False where the step before was skipped."""
+        found: NDArray[np.bool_] = self.updates.max(axis=1) > 0
+        return found
+
+    def have_verdict(self, kind: str) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = self.column("kind") == _VERDICT_KINDS.index(kind)
+        return found
+
+
+def _row(statistics: StepStatistics, verdict_kind: str = "ok") -> Numbers:
+    """[columns] the numbers of one step."""
+    return np.array(
+        [
+            statistics.step,
+            _VERDICT_KINDS.index(verdict_kind),
+            crc32(statistics.stage.encode()),  # only compared for equality
+            crc32(statistics.bucket.encode()),
+            statistics.edge is not None,
+            statistics.num_samples,
+            statistics.loss,
+            statistics.grad_norm,
+            statistics.weight_norm,
+            *statistics.loss_by_sigma,
+            *(_update_norm(statistics, group) for group in GROUPS),
+        ]
+    )
+
+
+def _update_norm(statistics: StepStatistics, group: str) -> float:
+    """Norm that the update of a group would have at a learning rate factor of 1."""
+    # Not relative to the weights: while they grow, AdamW's and Muon's updates keep their size.
+    if statistics.learning_rate_factor < _MIN_LEARNING_RATE_FACTOR:
+        return 0.0
+    ratio = statistics.group_update_ratios.get(group, 0.0)
+    weight = statistics.group_weight_norms.get(group, 0.0)
+    norm = ratio * weight / statistics.learning_rate_factor
+    return norm if math.isfinite(norm) else 0.0
+
+
+@dataclass(frozen=True)
+class JudgedStep:
+    statistics: StepStatistics
     verdict_kind: str
 
 
@@ -28,9 +201,7 @@ _Floats = list[NumberOrText]
 _Groups = list[dict[str, NumberOrText]]
 
 
-class Columns(TypedDict, total=False):
-    """What `History.as_json` returns."""
-
+class _Columns(TypedDict, total=False):
     step: list[Count]
     batch: list[Count]
     stage: list[str]
@@ -50,63 +221,63 @@ class Columns(TypedDict, total=False):
     verdict_kind: Required[list[str]]
 
 
-def _is_table(columns: Columns) -> Columns:
-    """Check that all columns are there, unless there are no steps, and have the same length."""
+def _require_equal_lengths(columns: _Columns) -> _Columns:
+    """Refuse columns of different lengths, and missing ones unless there are no steps."""
     lengths = {len(each) for each in columns.values()}  # type: ignore[arg-type]
-    if len(lengths) > 1 or (lengths != {0} and len(columns) != len(Columns.__annotations__)):
+    if len(lengths) > 1 or (lengths != {0} and len(columns) != len(_Columns.__annotations__)):
         raise ValueError("expected columns of the same length for each number of a step")
     return columns
 
 
-HistoryColumns = Annotated[Columns, AfterValidator(_is_table)]
+HistoryColumns = Annotated[_Columns, AfterValidator(_require_equal_lengths)]
+"""What `History.as_json` returns."""
 
 
-class _Tape:
-    """Rows to which only more are added, so that the histories of a run can share them."""
+class _Storage:
+    """Rows that are only appended to, so that successive histories share them."""
 
     def __init__(self, capacity: int) -> None:
-        self.numbers: Numbers = np.empty((capacity, NUM_COLUMNS))
-        self.judged: list[Judged] = []
+        self.numbers: Numbers = np.empty((capacity, len(_COLUMNS)))
+        self.steps: list[JudgedStep] = []
 
 
 class History:
-    """The last steps, at most four windows of them, the oldest first; never changed.
+    """The last four windows of steps, oldest first; immutable.
 
-    What it remembers of a step is rounded to what `as_json` keeps, so that a run that was resumed
-    judges as one that never stopped.
+    Statistics are rounded as `as_json` keeps them, so that a resumed run comes to the same
+    verdicts as an uninterrupted one.
 
     Args:
-        window: of the recipe's guard section, in steps.
+        window: `guard.window` of the recipe, in steps.
     """
 
     def __init__(self, window: int) -> None:
-        self._limit = WINDOWS * window
-        self._tape = _Tape(2 * self._limit)
+        self._limit = MAX_WINDOWS * window
+        self._storage = _Storage(2 * self._limit)
         self._end = 0
 
-    def with_(self, judged: Judged) -> "History":
-        """Another history, with one more step."""
-        rounded = replace(judged, statistics=judged.statistics.rounded())
-        tape, end = self._tape_to_add_to()
-        tape.judged.append(rounded)
-        tape.numbers[end] = row_of(rounded.statistics, rounded.verdict_kind)
+    def append(self, step: JudgedStep) -> "History":
+        """A new history with one more step."""
+        rounded = replace(step, statistics=step.statistics.rounded())
+        storage, end = self._storage_with_room()
+        storage.steps.append(rounded)
+        storage.numbers[end] = _row(rounded.statistics, rounded.verdict_kind)
         longer = History.__new__(History)
-        longer._limit, longer._tape, longer._end = self._limit, tape, end + 1
+        longer._limit, longer._storage, longer._end = self._limit, storage, end + 1
         return longer
 
-    def _tape_to_add_to(self) -> tuple[_Tape, int]:
-        """This tape, or a copy of what matters of it where it is full or goes on otherwise."""
-        if self._end == len(self._tape.judged) < len(self._tape.numbers):
-            return self._tape, self._end
-        tape = _Tape(2 * self._limit)
-        tape.judged = list(self)
-        tape.numbers[: len(self)] = self.rows.numbers
-        return tape, len(self)
+    def _storage_with_room(self) -> tuple[_Storage, int]:
+        """This storage, or a copy if it is full or another history was appended to it."""
+        if self._end == len(self._storage.steps) < len(self._storage.numbers):
+            return self._storage, self._end
+        storage = _Storage(2 * self._limit)
+        storage.steps = list(self)
+        storage.numbers[: len(self)] = self.rows.numbers
+        return storage, len(self)
 
     @property
-    def rows(self) -> Rows:
-        """The steps as numbers."""
-        return Rows(self._tape.numbers[self._start : self._end])
+    def rows(self) -> StepRows:
+        return StepRows(self._storage.numbers[self._start : self._end])
 
     @property
     def _start(self) -> int:
@@ -115,26 +286,61 @@ class History:
     def __len__(self) -> int:
         return self._end - self._start
 
-    def __iter__(self) -> Iterator[Judged]:
-        return iter(self._tape.judged[self._start : self._end])
+    def __iter__(self) -> Iterator[JudgedStep]:
+        return iter(self._storage.steps[self._start : self._end])
 
     def batch_of(self, step: int) -> int | None:
-        """Number of the batch that a step was made of; None where it is not remembered."""
+        """Number of a step's batch; None if the step is not in the history."""
         rows = (each.statistics for each in reversed(list(self)))
         return next((each.batch for each in rows if each.step == step), None)
 
     def as_json(self) -> dict[str, Any]:
-        """For checkpoints: a list for each number, and in them an item for each step."""
+        """For checkpoints: one list for each field, with one item for each step."""
         rows = [each.statistics.as_dict() for each in self]
         columns = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
         return {**columns, "verdict_kind": [each.verdict_kind for each in self]}
 
     @classmethod
     def from_json(cls, columns: Mapping[str, Any], window: int) -> "History":
-        """The history that `as_json` was made of, or as much of it as this window wants."""
+        """Inverse of `as_json`; a smaller window keeps the newest steps."""
         history = cls(window)
         for values in zip(*columns.values(), strict=True):
             row = dict(zip(columns, values, strict=True))
             kind = row.pop("verdict_kind")
-            history = history.with_(Judged(Statistics.from_dict(row), kind))
+            history = history.append(JudgedStep(StepStatistics.from_dict(row), kind))
         return history
+
+
+@dataclass(frozen=True)
+class StepWindow:
+    """A step and the past steps that it is compared with."""
+
+    history: History
+    now: StepStatistics
+    section: GuardSection
+
+    @cached_property
+    def row(self) -> StepRows:
+        return StepRows(_row(self.now)[None])
+
+    @cached_property
+    def past(self) -> StepRows:
+        """All past steps, or those since the last rollback that was reported but not done."""
+        rows = self.history.rows
+        found = np.flatnonzero(rows.have_verdict("roll_back"))
+        return rows.select(slice(int(found[-1]) + 1, None)) if len(found) else rows
+
+    @cached_property
+    def same_stage(self) -> StepRows:
+        """Past steps of the same stage whose updates were made."""
+        same_stage = self.past.column("stage") == self.row.column("stage")
+        return self.past.select(same_stage & ~self.past.have_verdict("skip"))
+
+    @cached_property
+    def same_shape(self) -> StepRows:
+        """Steps of `same_stage` with clips of the same shape."""
+        return self.same_stage.select(self.same_stage.column("bucket") == self.row.column("bucket"))
+
+    @property
+    def is_warm(self) -> bool:
+        return len(self.same_stage) >= self.section.warmup_steps

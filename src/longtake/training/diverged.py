@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from longtake.guard.statistics import Statistics
-from longtake.guard.verdict import Verdict
+from longtake.guard.detectors import GuardVerdict
+from longtake.guard.history import StepStatistics
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
 from longtake.parallel.norms import num_copies, share
@@ -19,12 +19,12 @@ _MOST_NAMED = 3
 
 
 def explained(
-    verdict: Verdict,
-    statistics: Statistics,
+    verdict: GuardVerdict,
+    statistics: StepStatistics,
     samples: SampleLosses,
     state: TrainingState,
     world: World,
-) -> Verdict:
+) -> GuardVerdict:
     """The verdict; if numbers are lost, its message says where too. All ranks must call it."""
     if verdict.reason != "non_finite":
         return verdict

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from longtake.guard.statistics import GROUPS
+from longtake.guard.history import GROUPS
 from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.mesh import World
 from longtake.parallel.norms import num_copies, share, squares

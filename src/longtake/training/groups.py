@@ -11,7 +11,7 @@ _MLP = ("mlp", "ffn", "ff", "feed_forward", "proj_mlp", "proj_out")
 
 
 def groups_of(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, str]:
-    """The group (`longtake.guard.statistics.GROUPS`) of each trained parameter, by its name.
+    """The group (`longtake.guard.history.GROUPS`) of each trained parameter, by its name.
 
     `embedding`: what comes before and after the blocks; `added`: a module of one's own; `other`:
     what a block has beside attention and MLP, such as norms and modulation.

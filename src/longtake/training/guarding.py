@@ -9,10 +9,8 @@ from typing import Any
 from longtake.config import GuardSection
 from longtake.data.batch import Batch
 from longtake.fsio import now
-from longtake.guard.history import History, Judged
-from longtake.guard.judge import judge
-from longtake.guard.statistics import Statistics
-from longtake.guard.verdict import OK, Verdict
+from longtake.guard.detectors import OK, GuardVerdict, judge
+from longtake.guard.history import History, JudgedStep, StepStatistics
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
@@ -47,19 +45,21 @@ class Guard:
         self._world = world
         self._seen: deque[_Seen] = deque(maxlen=_STEPS_OF_SAMPLES)
 
-    def judge(self, statistics: Statistics, samples: SampleLosses, batch: Batch) -> Verdict:
+    def judge(
+        self, statistics: StepStatistics, samples: SampleLosses, batch: Batch
+    ) -> GuardVerdict:
         """What is to be done with a step's update; takes note of the step."""
         self._seen.append(_share(statistics, samples, batch, self._world))
         verdict = self._as_wanted(judge(self.history, statistics, self._section))
         done = "ok" if self.allows(verdict) else verdict.kind
-        self.history = self.history.with_(Judged(statistics, done))
+        self.history = self.history.append(JudgedStep(statistics, done))
         return verdict
 
-    def allows(self, verdict: Verdict) -> bool:
+    def allows(self, verdict: GuardVerdict) -> bool:
         """Whether a step's update is to be made; always, where the guard only reports."""
         return verdict.kind == "ok" or (self._section.mode != "act" and verdict.kind != "stop")
 
-    def _as_wanted(self, verdict: Verdict) -> Verdict:
+    def _as_wanted(self, verdict: GuardVerdict) -> GuardVerdict:
         mode = self._section.mode
         if mode != "act" and verdict.reason == "non_finite":  # with which nobody may go on
             return replace(verdict, kind="stop")
@@ -70,7 +70,7 @@ class Guard:
         self.history = History.from_json(data, self._section.window)
         self._seen.clear()
 
-    def report(self, verdict: Verdict, statistics: Statistics) -> str | None:
+    def report(self, verdict: GuardVerdict, statistics: StepStatistics) -> str | None:
         """Write down all that was seen around a verdict of the newest step; all ranks call it.
 
         Returns:
@@ -99,7 +99,7 @@ def newest_before(run: RunDirectory, step: int) -> int | None:
     return max((each for each in run.checkpoint_steps() if each <= step), default=None)
 
 
-def _share(statistics: Statistics, samples: SampleLosses, batch: Batch, world: World) -> _Seen:
+def _share(statistics: StepStatistics, samples: SampleLosses, batch: Batch, world: World) -> _Seen:
     rows = zip(
         batch.identities,
         batch.captions,
@@ -113,7 +113,7 @@ def _share(statistics: Statistics, samples: SampleLosses, batch: Batch, world: W
     return _Seen(statistics.batch, statistics.step, world.rank, trained)
 
 
-def _row(judged: Judged) -> dict[str, Any]:
+def _row(judged: JudgedStep) -> dict[str, Any]:
     return {**judged.statistics.as_dict(), "verdict": judged.verdict_kind}
 
 

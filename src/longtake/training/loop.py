@@ -8,8 +8,8 @@ from longtake.config import Recipe
 from longtake.data.ledger import Ledger
 from longtake.data.loader import Loader
 from longtake.errors import DivergedError
-from longtake.guard.statistics import Statistics
-from longtake.guard.verdict import OK, Verdict
+from longtake.guard.detectors import OK, GuardVerdict
+from longtake.guard.history import StepStatistics
 from longtake.parallel.mesh import World
 from longtake.process import StopSignal
 from longtake.training.agree import agreed
@@ -38,9 +38,9 @@ class Ending:
 
     signal: str | None = None
     """By it someone asked a rank to stop, and all is saved."""
-    verdict: Verdict = OK
+    verdict: GuardVerdict = OK
     """`roll_back` or `stop`: the guard found that it cannot go on from here."""
-    statistics: Statistics | None = None
+    statistics: StepStatistics | None = None
     """Those of the step that was judged so."""
 
 

@@ -17,9 +17,9 @@ from longtake.data.workers import WorkerIncident
 from longtake.errors import CheckpointError
 from longtake.formatting import format_size
 from longtake.fsio import file_time
+from longtake.guard.detectors import GuardVerdict
+from longtake.guard.history import StepStatistics
 from longtake.guard.rollback import RollBack
-from longtake.guard.statistics import Statistics
-from longtake.guard.verdict import Verdict
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
 from longtake.progress import StepProgress, step_progress
@@ -72,7 +72,11 @@ class Record:
             self._run.append_event("epoch", **where, epoch=batch.epoch)
 
     def step_done(
-        self, batch: Batch, statistics: Statistics, left_out: Verdict | None, learning_rate: float
+        self,
+        batch: Batch,
+        statistics: StepStatistics,
+        left_out: GuardVerdict | None,
+        learning_rate: float,
     ) -> None:
         """Write the step's metrics; its time includes the wait for data and the last save.
 
@@ -99,7 +103,7 @@ class Record:
             self._run.append_metrics(metrics)
 
     def verdict(
-        self, verdict: Verdict, statistics: Statistics, report: str | None, *, acts: bool
+        self, verdict: GuardVerdict, statistics: StepStatistics, report: str | None, *, acts: bool
     ) -> None:
         """Write down, and say, what the guard found, and whether it acts; `report` has more."""
         if not self._world.is_first:
@@ -124,7 +128,7 @@ class Record:
             self._run.append_event("checkpoint_damaged", step=step, path=path.name, reason=reason)
             self._progress.say(f"{path.name} is not whole ({reason}) and was passed over")
 
-    def rolled_back(self, verdict: Verdict, chosen: RollBack, from_step: int) -> None:
+    def rolled_back(self, verdict: GuardVerdict, chosen: RollBack, from_step: int) -> None:
         """Write down, and say, that the run went back."""
         if not self._world.is_first:
             return
@@ -230,7 +234,7 @@ def keep_record(
         yield Record(step_flops, peak_flops, launch, run, world, progress)
 
 
-def _row(batch: Batch, statistics: Statistics, learning_rate: float) -> Metrics:
+def _row(batch: Batch, statistics: StepStatistics, learning_rate: float) -> Metrics:
     """A step's metrics, but for what it took."""
     return Metrics(
         step=statistics.step + 1,

@@ -8,9 +8,9 @@ from longtake.config import Recipe
 from longtake.data.loader import Loader
 from longtake.errors import CheckpointError
 from longtake.fsio import now
+from longtake.guard.detectors import GuardVerdict
+from longtake.guard.history import StepStatistics
 from longtake.guard.rollback import RollBack, plan_rollback
-from longtake.guard.statistics import Statistics
-from longtake.guard.verdict import Verdict
 from longtake.parallel.collectives import first_does, from_first
 from longtake.parallel.mesh import World
 from longtake.run_dir import RolledBack, RunDirectory
@@ -22,9 +22,9 @@ from longtake.training.step import TrainingState
 
 
 def choose(
-    verdict: Verdict,
+    verdict: GuardVerdict,
     guard: Guard,
-    statistics: Statistics,
+    statistics: StepStatistics,
     loader: Loader,
     record: Record,
     recipe: Recipe,
@@ -73,7 +73,7 @@ def _plan_version(run: RunDirectory, step: int) -> int | None:
 
 def go_back(
     chosen: RollBack,
-    verdict: Verdict,
+    verdict: GuardVerdict,
     state: TrainingState,
     loader: Loader,
     guard: Guard,

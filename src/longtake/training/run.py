@@ -20,9 +20,9 @@ from longtake.data.ledger import damage as ledger_damage
 from longtake.data.loader import Loader
 from longtake.data.review import review
 from longtake.errors import CheckpointError, DivergedError
-from longtake.guard.history import WINDOWS
+from longtake.guard.detectors import GuardVerdict
+from longtake.guard.history import MAX_WINDOWS
 from longtake.guard.rollback import RollBack
-from longtake.guard.verdict import Verdict
 from longtake.models.assemble import source_of, text_section
 from longtake.models.captions import review_captions
 from longtake.models.precision import Precision, choose_precision
@@ -188,7 +188,7 @@ def _train(
             run.append_event("captions_truncated", step=start, **truncated)
         announce_plan(plan, state, run, console)
     peak = _peak_check(plan, recipe, world)
-    reach = WINDOWS * recipe.guard.window if recipe.guard.mode == "act" else 0
+    reach = MAX_WINDOWS * recipe.guard.window if recipe.guard.mode == "act" else 0
     begun = time.perf_counter()
     with (
         StopSignal(STOP_SIGNALS, second="interrupt") as stop,
@@ -256,7 +256,7 @@ def _train_through(
 
 
 def _diverged(
-    verdict: Verdict, why: str, state: TrainingState, run: RunDirectory, world: World
+    verdict: GuardVerdict, why: str, state: TrainingState, run: RunDirectory, world: World
 ) -> DivergedError:
     """Record that a run cannot repair itself; the error that ends it."""
     if world.is_first:

@@ -8,7 +8,7 @@ from longtake import heartbeat
 from longtake.config import Recipe
 from longtake.data.batch import Batch
 from longtake.data.loader import Loader
-from longtake.guard.statistics import Statistics
+from longtake.guard.history import StepStatistics
 from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.mesh import World
 from longtake.process import EXIT_CODES
@@ -24,7 +24,7 @@ _NO_LOSSES = {f"{what}.{quarter}": 0.0 for what in ("loss", "samples") for quart
 class Facts:
     """What all ranks know about a step, the same on each."""
 
-    statistics: Statistics
+    statistics: StepStatistics
     """What the guard judges by; of no use where not one sample was trained."""
     scale: float
     """Global batch size over the number of samples that were trained."""
@@ -99,11 +99,11 @@ def _statistics(
     state: TrainingState,
     gauge: Gauge,
     recipe: Recipe,
-) -> Statistics:
+) -> StepStatistics:
     norms = gauge.norms(sums, scale)
     step, losses = state.global_step, [sums[f"loss.{quarter}"] for quarter in range(_QUARTERS)]
     factor = schedule_factor(max(0, step - 1), recipe.training.steps, recipe.optimizer)
-    return Statistics(
+    return StepStatistics(
         step=step,
         batch=batch.step,
         stage=batch.stage,

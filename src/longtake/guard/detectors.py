@@ -1,0 +1,493 @@
+"""Detects divergence from the statistics of past steps.
+
+Pure functions: equal inputs on every rank give equal verdicts. Thresholds were calibrated on
+undisturbed runs: benchmarks/guard_calibration.py.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from longtake.config import GuardSection
+from longtake.guard.history import (
+    GROUPS,
+    History,
+    Numbers,
+    StepRows,
+    StepStatistics,
+    StepWindow,
+)
+
+VerdictKind = Literal["ok", "skip", "roll_back", "stop"]
+VerdictReason = Literal["", "non_finite", "spike", "divergence", "weight_step", "edge_step"]
+
+
+@dataclass(frozen=True)
+class GuardVerdict:
+    """What is to be done with a step, before its update is applied.
+
+    Attributes:
+        kind: `skip`: do not apply the update. `roll_back`: nor that, and restore a checkpoint from
+            before `began`. `stop`: end the run.
+        reason: which detector; `edge_step` is a `weight_step` where an epoch or a stage begins.
+        message: what was seen and what was usual.
+        began: step at which the divergence began; the state before that step is still good.
+    """
+
+    kind: VerdictKind
+    reason: VerdictReason = ""
+    message: str = ""
+    began: int = 0
+
+
+OK = GuardVerdict("ok")
+
+
+def judge(history: History, now: StepStatistics, section: GuardSection) -> GuardVerdict:
+    """The verdict on a step, before its update is applied; that of the first detector below.
+
+    Args:
+        history: the steps before it, with their verdicts.
+        now: the step.
+        section: `guard` of the recipe.
+    """
+    window = StepWindow(history, now, section)
+    with np.errstate(all="ignore"):  # float range is exceeded when statistics explode
+        return (
+            detect_non_finite(window)
+            or detect_weight_norm_jump(window)
+            or detect_divergence(window)
+            or detect_spike(window)
+            or OK
+        )
+
+
+# --- NaN and inf ----------------------------------------------------------------------------------
+
+
+def detect_non_finite(window: StepWindow) -> GuardVerdict | None:
+    """Skip a step with NaN or inf in loss or gradients; roll back if the weights have them."""
+    now = window.now
+    if not math.isfinite(now.weight_norm):
+        return _roll_back_to_finite_weights(window)
+    if math.isfinite(now.loss) and math.isfinite(now.grad_norm) and now.nonfinite_share == 0:
+        return None
+    message = f"The loss is {now.loss:.4g} and the norm of the gradient {now.grad_norm:.4g}"
+    if now.nonfinite_share > 0:
+        share = now.nonfinite_share
+        text = f"{share:.2%}" if share >= 1e-4 else "less than 0.01%"
+        message += f", of which {text} is NaN or inf"
+    return _skip_or_roll_back(window, "non_finite", f"{message}; both must be finite.")
+
+
+def _roll_back_to_finite_weights(window: StepWindow) -> GuardVerdict:
+    rows = window.history.rows
+    finite = rows.column("step")[np.isfinite(rows.column("weight_norm"))]
+    began = int(finite[-1]) if len(finite) else max(0, window.now.step - 1)
+    message = (
+        f"The norm of the weights is {window.now.weight_norm}: the update of step {began + 1} left "
+        "NaN or inf in them."
+    )
+    return GuardVerdict("roll_back", "non_finite", message, began)
+
+
+# --- Jumps of the weight norm ---------------------------------------------------------------------
+
+_SPANS = {1: 16, 4: 32, 16: 64}
+"""Spans in steps in which a jump is looked for, and how many earlier changes define the usual one:
+changes over longer spans overlap, so more of them are needed."""
+_JUMP_SIGMAS = 12.0
+"""Distance from the usual change. Undisturbed runs reach 5."""
+_JUMP_TIMES_LARGEST = 2.0
+"""Distance, as a multiple of the largest one in the window. Undisturbed runs reach 1."""
+_MIN_JUMP_FRACTION = 2e-3
+"""Of the norm. The epoch-end defect that this was made for added 0.7 % at once; an undisturbed run
+of that size changes by less than 0.1 % in 16 steps."""
+_MAX_STEPS_AFTER_EDGE = 16
+"""Steps after an edge in which a jump is attributed to it; fewer if epochs are short."""
+_JUMP_UPDATE_GROWTH = 3.0
+"""Factor by which updates must have grown to be the reason of a jump."""
+
+
+def detect_weight_norm_jump(window: StepWindow) -> GuardVerdict | None:
+    """Roll back if the weight norm jumped, which a loss often does not show.
+
+    Compares across stages, unlike the other detectors: a jump is most likely where one begins.
+    """
+    rows = window.past
+    if len(rows) < window.section.warmup_steps:
+        return None
+    rows = rows.select(np.isfinite(rows.column("weight_norm")))
+    norms = np.append(rows.column("weight_norm"), window.now.weight_norm)
+    for span, least in _SPANS.items():
+        usual = _usual_change(norms, span, least, max(window.section.window, 2 * least))
+        if usual is not None:
+            began = int(rows.column("step")[-span])
+            return _weight_norm_verdict(window, began, span, float(norms[-1 - span]), usual)
+    return None
+
+
+def _usual_change(norms: Numbers, span: int, least: int, most: int) -> float | None:
+    """Usual change of the norm in `span` steps, if the last change is an outlier; else None.
+
+    Uses at most `most` earlier changes; None also if there are fewer than `least`.
+    """
+    changes = norms[span:] - norms[:-span]
+    # Changes that overlap the last one would contain a part of the jump.
+    past = changes[: max(0, len(changes) - span)][-most:]
+    if len(past) < least:
+        return None
+    usual = median(past)
+    distance = abs(float(changes[-1]) - usual)
+    largest = float(np.abs(past - usual).max())
+    if distance <= max(abs(usual), _JUMP_TIMES_LARGEST * largest, _MIN_JUMP_FRACTION * norms[-1]):
+        return None
+    return usual if distance > _JUMP_SIGMAS * spread(past, usual) else None
+
+
+def _weight_norm_verdict(
+    window: StepWindow, began: int, span: int, norm: float, usual: float
+) -> GuardVerdict:
+    now = window.now.weight_norm
+    share = (now - norm) / norm if norm else math.inf
+    message = (
+        f"The norm of the weights went from {norm:.6g} to {now:.6g} ({share:+.2%}) within "
+        f"{span} step{'s' * (span > 1)}, in which it usually changes by {usual:+.2g}"
+    )
+    reason: VerdictReason = "weight_step"
+    growth = _update_growth(window, span, _JUMP_UPDATE_GROWTH) if window.is_warm else None
+    # A learning rate that is too high moves the weights at any step, so that a jump with grown
+    # updates is attributed to an edge only if it happened exactly there.
+    first = began + 1 if growth else began + 1 - _max_steps_after_edge(window)
+    edge = _last_edge_since(window, first)
+    if edge is not None:
+        reason, message = "edge_step", f"{message}, where {edge}"
+    elif growth is not None:
+        reason = "divergence"
+    if growth is not None:
+        message, began = f"{message}. {growth}", min(began, growth.began)
+    return GuardVerdict("roll_back", reason, f"{message.rstrip('.')}.", began)
+
+
+def _max_steps_after_edge(window: StepWindow) -> int:
+    """A quarter of the longest epoch that is remembered, at most `_MAX_STEPS_AFTER_EDGE`."""
+    rows = window.history.rows
+    edges = rows.column("step")[rows.column("at_edge") > 0]
+    epochs = np.diff(np.concatenate([rows.column("step")[:1], edges, [window.now.step]]))
+    return int(min(_MAX_STEPS_AFTER_EDGE, epochs.max() // 4))
+
+
+def _last_edge_since(window: StepWindow, first: int) -> str | None:
+    steps = [*(each.statistics for each in window.history), window.now]
+    return next((each.edge for each in reversed(steps) if each.edge and each.step >= first), None)
+
+
+# --- Growth of updates ----------------------------------------------------------------------------
+# A wrong learning rate shows here first. Norms are measured by group and divided by the scheduler's
+# factor: AdamW's and Muon's updates then keep their size. Relative to the weights they would shrink
+# as those grow.
+
+_MIN_USUAL_UPDATES = 16
+"""Earlier updates that are needed to define the usual size."""
+_NUM_NEWEST_UPDATES = 64
+"""Updates that count as newest: Adam's may shrink to a fifth in the first hundreds of steps."""
+_MAX_USUAL_UPDATES = 128
+"""A sample of this size is as good as all of them, and sorted sooner."""
+
+
+@dataclass(frozen=True)
+class _UpdateGrowth:
+    group: str
+    recent: float  # median norm of the last updates
+    usual: float  # median norm of the newest updates before them, or of all, whichever is less
+    began: int  # last step with an update of usual size
+
+    def __str__(self) -> str:
+        return (
+            f"The updates of the {self.group} weights are {self.recent / self.usual:.3g} times as "
+            f"large as usual: norm {self.recent:.3g} instead of {self.usual:.3g}, after dividing "
+            "by the learning rate schedule."
+        )
+
+
+def _update_growth(
+    window: StepWindow, num_recent: int, least_factor: float
+) -> _UpdateGrowth | None:
+    """The group whose recent updates have grown most; None if by no more than this factor."""
+    rows = window.same_stage.append(window.row)
+    rows = rows.select(rows.have_update)
+    num_past = len(rows) - num_recent
+    if num_past < _MIN_USUAL_UPDATES:
+        return None
+    recent, past = medians(rows.updates[num_past:]), rows.updates[:num_past]
+    usual = np.minimum(
+        medians(past[-_NUM_NEWEST_UPDATES:]),
+        medians(past[:: max(1, num_past // _MAX_USUAL_UPDATES)]),
+    )
+    factors = recent / np.where(usual > 0, usual, np.inf)
+    group = int(factors.argmax())
+    if factors[group] <= least_factor:
+        return None
+    halfway = math.sqrt(recent[group]) * math.sqrt(usual[group])
+    normal = np.flatnonzero(rows.updates[:, group] <= halfway)
+    began = int(rows.column("step")[normal[-1]])
+    return _UpdateGrowth(GROUPS[group], float(recent[group]), float(usual[group]), began)
+
+
+# --- Slow divergence ------------------------------------------------------------------------------
+
+_UPDATE_GROWTH = ((8, 4.0), (32, 3.0))
+"""Number of updates, and the factor by which their median may exceed the usual one. Undisturbed
+runs reach 2.6 and 2.0. A learning rate raised tenfold gives 10, or 3 if weights are in bf16, which
+rounds small updates up or away."""
+_RECENT_STEPS = 16
+_LEVEL_STEPS = 64
+"""Steps whose median is one level."""
+_LOSS_RISE = 1.5
+"""Recent level over the lowest one in the history. Undisturbed runs reach 1.2."""
+_GRAD_NORM_RISE = 4.0
+_LOSS_RISE_WITH_GRAD_NORM = 1.15
+"""Rise of the loss without which a rise of the gradient norm is ignored: at the start of a run
+gradients may grow tenfold while the loss falls."""
+_RISE_SIGMAS = 6.0
+"""Rise of a level in standard errors of its median, which is required as well."""
+_MEDIAN_ERROR = math.sqrt(math.pi / 2)
+"""Standard error of a median of normal numbers, relative to that of their mean."""
+
+
+def detect_divergence(window: StepWindow) -> GuardVerdict | None:
+    """Roll back if updates, loss or gradient norm have stayed too high for many steps."""
+    if not window.is_warm:
+        return None
+    for num_recent, factor in _UPDATE_GROWTH:
+        if (growth := _update_growth(window, num_recent, factor)) is not None:
+            return GuardVerdict("roll_back", "divergence", str(growth), growth.began)
+    rows = window.same_shape.append(window.row)
+    losses, grad_norms = rows.column("loss"), rows.column("grad_norm")
+    rows = rows.select(
+        np.isfinite(losses) & (losses > 0) & np.isfinite(grad_norms) & (grad_norms > 0)
+    )
+    if len(rows) < _LEVEL_STEPS + _RECENT_STEPS:
+        return None
+    steps, loss = rows.column("step"), np.log(rows.column("loss"))
+    loss_rise = _rise(loss)
+    if _is_significant(loss, loss_rise, _LOSS_RISE):
+        return _rise_verdict("loss", steps, loss, loss_rise)
+    if loss_rise > math.log(_LOSS_RISE_WITH_GRAD_NORM):
+        grad_norm = np.log(rows.column("grad_norm"))
+        grad_norm_rise = _rise(grad_norm)
+        if _is_significant(grad_norm, grad_norm_rise, _GRAD_NORM_RISE):
+            return _rise_verdict("gradient norm", steps, grad_norm, grad_norm_rise)
+    return None
+
+
+def _rise(logs: Numbers) -> float:
+    """Recent level minus the lowest earlier one, of logarithms."""
+    past = logs[: len(logs) - _RECENT_STEPS]
+    levels = medians(past[len(past) % _LEVEL_STEPS :].reshape(-1, _LEVEL_STEPS).T)
+    return median(logs[-_RECENT_STEPS:]) - float(levels.min())
+
+
+def _is_significant(logs: Numbers, rise: float, factor: float) -> bool:
+    if rise <= math.log(factor):
+        return False
+    error = _MEDIAN_ERROR * noise(logs[: len(logs) - _RECENT_STEPS]) / math.sqrt(_RECENT_STEPS)
+    return rise > _RISE_SIGMAS * error
+
+
+def _rise_verdict(name: str, steps: Numbers, logs: Numbers, rise: float) -> GuardVerdict:
+    level = median(logs[-_RECENT_STEPS:])
+    width = _RECENT_STEPS // 2
+    smooth = medians(np.lib.stride_tricks.sliding_window_view(logs, width).T)
+    normal = np.flatnonzero(smooth <= level - rise / 2)
+    # The first step of the last stretch that was still below: half of it may have been above.
+    began = int(steps[normal[-1]]) if len(normal) else int(steps[0])
+    message = (
+        f"The {name} has risen and stays up: the median of the last {_RECENT_STEPS} steps is "
+        f"{math.exp(level):.4g}, {math.exp(rise):.3g} times the lowest earlier level of "
+        f"{math.exp(level - rise):.4g}."
+    )
+    return GuardVerdict("roll_back", "divergence", message, began)
+
+
+# --- Spikes ---------------------------------------------------------------------------------------
+
+_USUAL_STEPS = 32
+"""Newest steps that define the usual value: a falling loss leaves older ones behind."""
+_MIN_SAME_SHAPE = 16
+"""Steps with clips of this shape, or at this noise level, that define the usual value."""
+_MIN_NOISE = 0.02
+"""Least standard deviation of logarithms: nearly equal losses would make a spike of any other."""
+
+
+@dataclass(frozen=True)
+class _Excess:
+    """How far a number is above the usual one."""
+
+    value: float
+    usual: float  # logarithm
+    distance: float  # logarithm of the factor above it
+    sigmas: float  # the same in standard deviations of the logarithms
+
+    def __str__(self) -> str:
+        times = math.exp(min(math.log(self.value) - self.usual, 99.0))
+        return (
+            f"{self.value:.4g} is {times:.3g} times the usual {math.exp(self.usual):.4g} of its "
+            f"window, {self.sigmas:.1f} robust standard deviations above it"
+        )
+
+
+@dataclass(frozen=True)
+class _SpikeLimit:
+    """A spike exceeds both."""
+
+    sigmas: float
+    factor: float
+
+    def is_exceeded(self, excess: _Excess | None) -> bool:
+        if excess is None:
+            return False
+        return excess.distance > math.log(self.factor) and excess.sigmas > self.sigmas
+
+
+_LOSS_LIMIT = _SpikeLimit(6.0, 2.0)
+_GRAD_NORM_LIMIT = _SpikeLimit(7.0, 5.0)
+"""Gradient norms have a heavier tail than losses, and are clipped."""
+_RARE_LIMIT = _SpikeLimit(6.0, 1000.0)
+"""For a shape or a noise level that is too rare to have a usual value. Near sigma = 0 a model that
+predicts the clip has a hundred times its usual loss without any defect."""
+
+
+def detect_spike(window: StepWindow) -> GuardVerdict | None:
+    """Skip a step whose loss or gradient norm is far above that of the past steps."""
+    if not window.is_warm:
+        return None
+    is_known_shape = len(window.same_shape) >= _MIN_SAME_SHAPE
+    rows = window.same_shape if is_known_shape else window.same_stage
+    now, newest = window.now, rows.select(slice(-window.section.window, None))
+    # A mean over fewer samples than usual varies more.
+    noise_factor = math.sqrt(
+        max(1.0, median(newest.column("num_samples")) / max(1, now.num_samples))
+    )
+    loss = _excess(newest.column("loss"), now.loss, noise_factor)
+    sigmas = None
+    if is_known_shape and _LOSS_LIMIT.is_exceeded(loss):
+        sigmas = _sigmas_with_spike(rows, now, noise_factor)
+    if sigmas is not None or _RARE_LIMIT.is_exceeded(loss):
+        return _skip_or_roll_back(window, "spike", f"The loss of {loss}{sigmas or ''}.")
+    # A higher loss makes a higher gradient norm by the same factor, which is not a spike.
+    explained = max(0.0, loss.distance) if loss is not None else 0.0
+    grad_norm = _excess(newest.column("grad_norm"), now.grad_norm, noise_factor, explained)
+    if not (_GRAD_NORM_LIMIT if is_known_shape else _RARE_LIMIT).is_exceeded(grad_norm):
+        return None
+    message = f"The gradient norm of {grad_norm}; the loss is {now.loss:.4g}."
+    return _skip_or_roll_back(window, "spike", message)
+
+
+def _excess(
+    past: Numbers, value: float, noise_factor: float, explained: float = 0.0
+) -> _Excess | None:
+    """None if there are too few numbers to compare with; `explained` lowers the distance."""
+    known = past[np.isfinite(past) & (past > 0)]
+    if len(known) < _MIN_SAME_SHAPE or not value > 0:
+        return None
+    logs = np.log(known)
+    usual = median(logs[-_USUAL_STEPS:])
+    distance = math.log(value) - usual - explained
+    sigmas = distance / (noise_factor * max(_MIN_NOISE, noise(logs)))
+    return _Excess(value, usual, distance, sigmas)
+
+
+def _sigmas_with_spike(rows: StepRows, now: StepStatistics, noise_factor: float) -> str | None:
+    """The noise levels at which the loss is a spike, as text; None if at none that is known.
+
+    Compares with the whole history, because some noise levels are rare.
+    """
+    present = [quarter for quarter, loss in enumerate(now.loss_by_sigma) if loss > 0]
+    excesses = {
+        quarter: _excess(rows.losses_by_sigma[:, quarter], now.loss_by_sigma[quarter], noise_factor)
+        for quarter in present
+    }
+    spikes = [quarter for quarter, each in excesses.items() if _LOSS_LIMIT.is_exceeded(each)]
+    if len(spikes) == len(present):
+        return ", at all noise levels" if present else ""  # "": no noise level was measured
+    names = " and ".join(f"{quarter / 4:g} to {(quarter + 1) / 4:g}" for quarter in spikes)
+    return f", but only at sigmas of {names}" if spikes else None
+
+
+# --- Skip, or roll back after too many skips ------------------------------------------------------
+
+_STEPS_BETWEEN_SKIPS = 16
+"""Skips further apart are unrelated: single bad clips do not spoil the state, and skipping their
+batches is enough."""
+_MIN_ORDINARY_LOSSES = 16
+"""Losses that define an ordinary one."""
+_ORDINARY_SIGMAS = 3.0
+
+
+def _skip_or_roll_back(window: StepWindow, reason: VerdictReason, message: str) -> GuardVerdict:
+    """Skip the update, or roll back after `guard.max_skips` skips in close succession."""
+    now = window.now.step
+    first, num_skips = now, 0
+    for step in window.past.column("step")[window.past.have_verdict("skip")][::-1].astype(int):
+        if first - step > _STEPS_BETWEEN_SKIPS:
+            break
+        first, num_skips = int(step), num_skips + 1
+    if num_skips < window.section.max_skips:
+        return GuardVerdict("skip", reason, message, now)
+    if num_skips:
+        message += (
+            f" It would be skipped update number {num_skips + 1} in close succession; the first "
+            f"was that of step {first + 1}."
+        )
+    return GuardVerdict("roll_back", reason, message, _began(window, reason, first))
+
+
+def _began(window: StepWindow, reason: VerdictReason, first: int) -> int:
+    """The first step whose batch, or the update before which, may be the cause.
+
+    An ordinary loss after the first skipped step shows that its batch was. Otherwise it may have
+    been the update before: skipped steps leave the state as it is.
+    """
+    if reason == "non_finite":
+        return first
+    steps, losses = window.same_stage.column("step"), window.same_stage.column("loss")
+    past = losses[(steps < first) & np.isfinite(losses) & (losses > 0)][-window.section.window :]
+    if len(past) < _MIN_ORDINARY_LOSSES:
+        return max(0, first - 1)
+    logs = np.log(past)
+    ordinary = steps[np.log(losses) <= median(logs) + _ORDINARY_SIGMAS * noise(logs)]
+    return first if ordinary[-1] > first else int(ordinary[-1])
+
+
+# --- Robust statistics ----------------------------------------------------------------------------
+
+_SIGMAS_PER_MAD = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+
+
+def medians(values: Numbers) -> Numbers:
+    """[...] medians of [n, ...] numbers over the first axis, n > 0; faster than `np.median`."""
+    ordered = np.sort(values, axis=0)
+    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    return np.asarray(low + (high - low) / 2)
+
+
+def median(values: Numbers) -> float:
+    return float(medians(values))
+
+
+def spread(values: Numbers, center: float) -> float:
+    """Standard deviation of [n] numbers, estimated by the median distance from the center."""
+    return _SIGMAS_PER_MAD * median(np.abs(values - center))
+
+
+def noise(values: Numbers) -> float:
+    """Standard deviation of [n] successive numbers around their trend, n > 1.
+
+    Estimated from differences of neighbours, whose variance is twice that of the numbers: while a
+    loss falls, its spread around one center is many times its noise.
+    """
+    return _SIGMAS_PER_MAD * median(np.abs(np.diff(values))) / math.sqrt(2)

@@ -1,0 +1,681 @@
+"""Verdicts of each detector on healthy and on disturbed runs."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from longtake.config import GuardSection
+from longtake.guard.detectors import OK, GuardVerdict, judge
+from longtake.guard.history import GROUPS, History, JudgedStep, StepStatistics
+
+Healthy = Callable[..., list[StepStatistics]]
+Verdicts = Callable[..., list[GuardVerdict]]
+Histories = Callable[..., History]
+Louder = Callable[..., StepStatistics]
+
+_SECTION = GuardSection()
+_SMALL = GuardSection(window=32, warmup_steps=16)
+_AT = 600
+_EPOCH = 500
+_ANY = st.floats(width=64)
+_LEVELS = st.floats(-3, 3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_healthy_run_has_no_verdict(healthy: Healthy, judged: Verdicts, seed: int) -> None:
+    """Two thousand steps with the drift of the weight norm of a real healthy run."""
+    verdicts = judged(healthy(2000, seed))
+    assert [verdict for verdict in verdicts if verdict != OK] == []
+    assert len(verdicts) == 2000
+
+
+def test_a_noisy_run_has_no_verdict(healthy: Healthy, judged: Verdicts) -> None:
+    """A loss that jumps by half from step to step is no spike where it always does."""
+    assert set(judged(healthy(2000, noise=0.5))) == {OK}
+
+
+def test_shapes_at_levels_of_their_own_are_no_spikes(
+    healthy: Healthy, judged: Verdicts, louder: Louder
+) -> None:
+    """Every eighth step on images, with five times the loss and ten times the gradient."""
+    steps = [
+        replace(
+            louder(step, 5.0),
+            bucket="1 frame of 640x360",
+            grad_norm=10 * step.grad_norm,
+        )
+        if step.step % 8 == 3
+        else step
+        for step in healthy(1500)
+    ]
+    assert set(judged(steps)) == {OK}
+
+
+def test_a_stage_at_another_level_is_no_trouble(
+    healthy: Healthy, judged: Verdicts, louder: Louder
+) -> None:
+    """A new stage begins with a window of its own, and is compared with itself only."""
+    steps = [
+        replace(
+            louder(step, 4.0),
+            stage="hard",
+            grad_norm=6 * step.grad_norm,
+            group_update_ratios={k: 5 * v for k, v in step.group_update_ratios.items()},
+        )
+        if step.step >= 700
+        else step
+        for step in healthy(1500)
+    ]
+    assert set(judged(steps)) == {OK}
+
+
+def test_smaller_batches_may_be_wilder(healthy: Healthy, judged: Verdicts) -> None:
+    """The last batch of a bucket may hold one sample of 64, with eight times the noise."""
+    steps = [
+        replace(
+            step,
+            num_samples=1,
+            loss=step.loss * (2.5 if step.step % 100 else 0.4),
+            loss_by_sigma=(math.nan, 2.5 * step.loss_by_sigma[1], math.nan, math.nan),
+            grad_norm=7 * step.grad_norm,
+        )
+        if step.step % 50 == 49
+        else step
+        for step in healthy(1000)
+    ]
+    assert set(judged(steps)) == {OK}
+
+
+def test_a_new_run_is_compared_with_nothing(healthy: Healthy, judged: Verdicts) -> None:
+    """Before `warmup_steps` steps only NaN and inf are detected."""
+    steps = healthy(64)
+    wild = [replace(step, loss=step.loss * 10 ** (step.step % 7)) for step in steps]
+    assert set(judged(wild)) == {OK}
+
+
+def test_a_reported_rollback_is_a_new_beginning(healthy: Healthy) -> None:
+    """If the guard only reports, steps are compared with those since the reported rollback."""
+    section, kinds = GuardSection(), []
+    history = History(section.window)
+    for step in healthy(1200):
+        moved = replace(step, weight_norm=step.weight_norm + 45 * (step.step >= 600))
+        kinds.append(judge(history, moved, section).kind)
+        history = history.append(JudgedStep(moved, kinds[-1]))
+    assert [number for number, kind in enumerate(kinds) if kind != "ok"] == [600]
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    scales=st.tuples(*[_LEVELS] * 3),
+    spiked=st.sampled_from(["loss", "grad_norm", "weight_norm", ""]),
+    order=st.permutations(GROUPS),
+)
+def test_units_and_names_do_not_matter(
+    healthy: Healthy, louder: Louder, scales: tuple[float, ...], spiked: str, order: list[str]
+) -> None:
+    """Scaling losses, gradients or weights, or shuffling the groups, changes no verdict."""
+    steps = healthy(100)
+    now = louder(steps[-1], 20.0 if spiked == "loss" else 1.0)
+    now = replace(
+        now,
+        grad_norm=now.grad_norm * (50.0 if spiked == "grad_norm" else 1.0),
+        weight_norm=now.weight_norm * (1.02 if spiked == "weight_norm" else 1.0),
+    )
+    renamed = dict(zip(("attention", "mlp", "embedding", "other", "added"), order, strict=True))
+
+    def verdict(scales: tuple[float, ...], names: dict[str, str]) -> tuple[str, str, int]:
+        history = History(_SMALL.window)
+        for step in steps[:-1]:
+            history = history.append(JudgedStep(_scaled(step, scales, names), "ok"))
+        found = judge(history, _scaled(now, scales, names), _SMALL)
+        return found.kind, found.reason, found.began
+
+    same = dict(zip(GROUPS, GROUPS, strict=True))
+    assert verdict(scales, renamed) == verdict((0.0, 0.0, 0.0), same)
+
+
+def _scaled(
+    step: StepStatistics, scales: tuple[float, ...], names: dict[str, str]
+) -> StepStatistics:
+    loss, gradient, weight = (10**scale for scale in scales)
+    weights = step.group_weight_norms.items()
+    first, second, third, fourth = (loss * each for each in step.loss_by_sigma)
+    return replace(
+        step,
+        loss=step.loss * loss,
+        loss_by_sigma=(first, second, third, fourth),
+        grad_norm=step.grad_norm * gradient,
+        weight_norm=step.weight_norm * weight,
+        group_weight_norms={names[name]: norm * weight for name, norm in weights},
+        group_update_ratios={names[k]: v for k, v in step.group_update_ratios.items()},
+    )
+
+
+@st.composite
+def _arbitrary(draw: st.DrawFn, step: int) -> tuple[StepStatistics, str]:
+    groups = draw(st.dictionaries(st.sampled_from(GROUPS), _ANY, max_size=3))
+    statistics = StepStatistics(
+        step=step,
+        batch=step,
+        stage=draw(st.sampled_from(["a", "b"])),
+        edge=draw(st.sampled_from([None, "epoch 1 of stage a begins"])),
+        bucket=draw(st.sampled_from(["x", "y"])),
+        loss=draw(_ANY),
+        num_samples=draw(st.integers(0, 64)),
+        loss_by_sigma=draw(st.tuples(_ANY, _ANY, _ANY, _ANY)),
+        grad_norm=draw(_ANY),
+        nonfinite_share=draw(_ANY),
+        weight_norm=draw(_ANY),
+        update_ratio=draw(_ANY),
+        learning_rate_factor=draw(_ANY),
+        group_grad_norms=groups,
+        group_weight_norms=groups,
+        group_update_ratios=draw(st.dictionaries(st.sampled_from(GROUPS), _ANY, max_size=3)),
+    )
+    return statistics, draw(st.sampled_from(["ok", "ok", "ok", "skip", "roll_back", "stop"]))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_numbers_have_a_verdict(data: st.DataObject) -> None:
+    """Any floats give a verdict, and equal ones an equal verdict."""
+    pattern = [data.draw(_arbitrary(number)) for number in range(data.draw(st.integers(1, 6)))]
+    history = History(_SMALL.window)
+    for step in range(data.draw(st.integers(0, 150))):
+        statistics, kind = pattern[step % len(pattern)]
+        history = history.append(JudgedStep(replace(statistics, step=step), kind))
+    now = replace(pattern[0][0], step=150)
+    verdict = judge(history, now, _SMALL)
+    assert verdict == judge(history, now, _SMALL)
+    assert verdict.kind in ("ok", "skip", "roll_back")
+    assert (verdict == OK) == (verdict.message == "")
+    assert 0 <= verdict.began <= 150
+
+
+# --- NaN and inf --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        {"loss": math.nan},
+        {"loss": math.inf},
+        {"grad_norm": math.nan},
+        {"grad_norm": math.inf, "nonfinite_share": 0.25},
+        {"nonfinite_share": 1e-9},
+    ],
+)
+@pytest.mark.parametrize("at", [0, 3, 200])
+def test_a_step_with_nan_or_inf_is_skipped(
+    healthy: Healthy, judged: Verdicts, lost: dict[str, Any], at: int
+) -> None:
+    """At its own step, also before the warm-up; the steps around it have no verdict."""
+    steps = healthy(at + 10)
+    steps[at] = replace(steps[at], **lost)
+    verdicts = judged(steps)
+    assert [number for number, verdict in enumerate(verdicts) if verdict != OK] == [at]
+    assert (verdicts[at].kind, verdicts[at].reason) == ("skip", "non_finite")
+
+
+def test_the_message_gives_loss_gradient_norm_and_fraction(healthy: Healthy) -> None:
+    step = replace(healthy(1)[0], grad_norm=math.nan, nonfinite_share=0.125)
+    message = judge(History(128), step, GuardSection()).message
+    assert message == (
+        f"The loss is {step.loss:.4g} and the norm of the gradient nan, of which 12.50% is NaN or "
+        "inf; both must be finite."
+    )
+
+
+def test_max_skips_non_finite_steps_are_skipped_and_the_next_rolls_back(
+    healthy: Healthy, judged: Verdicts
+) -> None:
+    """To before the first of them: skipped updates did not change the weights."""
+    steps = healthy(40)
+    for at in (20, 21, 25, 30):
+        steps[at] = replace(steps[at], loss=math.nan)
+    verdicts = judged(steps)
+    assert (len(verdicts), verdicts[-1].kind, verdicts[-1].began) == (31, "roll_back", 20)
+    assert verdicts[-1].reason == "non_finite"
+
+
+def test_with_max_skips_0_the_first_rolls_back(healthy: Healthy, judged: Verdicts) -> None:
+    steps = healthy(40)
+    steps[20] = replace(steps[20], loss=math.nan)
+    assert judged(steps, GuardSection(max_skips=0))[-1].kind == "roll_back"
+
+
+def test_non_finite_weights_roll_back_at_once(healthy: Healthy, judged: Verdicts) -> None:
+    """No later step can repair them."""
+    steps = healthy(40)
+    steps[20:] = [replace(step, weight_norm=math.nan, loss=math.nan) for step in steps[20:]]
+    last = judged(steps)[-1]
+    assert (last.kind, last.reason, last.began) == ("roll_back", "non_finite", 19)
+    assert "the update of step 20" in last.message
+
+
+# --- Jumps of the weight norm -------------------------------------------------------------------
+
+
+def _heavier(
+    steps: list[StepStatistics], first: int, by: float, over: int = 1
+) -> list[StepStatistics]:
+    """Steps whose weight norm grows by `by` within `over` steps and stays there."""
+    return [
+        replace(
+            step, weight_norm=step.weight_norm + by * min(1.0, max(0, step.step + 1 - first) / over)
+        )
+        for step in steps
+    ]
+
+
+@pytest.mark.parametrize("late", [0, 1, 9])
+def test_five_more_at_an_epochs_end_are_found_at_once(
+    healthy: Healthy, judged: Verdicts, late: int
+) -> None:
+    """+5 at a norm of 700, as a real defect did: attributed to the edge, also shortly after it."""
+    at = 2 * _EPOCH + late
+    verdicts = judged(_heavier(healthy(1500), at, 5.0))
+    last = verdicts[-1]
+    assert (len(verdicts) - 1, last.kind, last.reason) == (at, "roll_back", "edge_step")
+    assert last.began == at - 1
+    assert last.message.endswith(", where epoch 2 of stage all begins.")
+    assert "within 1 step, in which it usually changes by +0.02" in last.message
+
+
+def test_a_jump_in_the_middle_of_an_epoch_names_no_edge(healthy: Healthy, judged: Verdicts) -> None:
+    verdicts = judged(_heavier(healthy(1500), 777, 5.0))
+    last = verdicts[-1]
+    assert (len(verdicts) - 1, last.kind, last.reason) == (777, "roll_back", "weight_step")
+    assert "epoch" not in last.message
+
+
+@pytest.mark.parametrize("over", [3, 10])
+def test_a_jump_may_take_a_few_steps(healthy: Healthy, judged: Verdicts, over: int) -> None:
+    """Found before it is complete, and traced to before it began."""
+    verdicts = judged(_heavier(healthy(1500), _EPOCH, 5.0, over))
+    assert (verdicts[-1].kind, verdicts[-1].reason) == ("roll_back", "edge_step")
+    assert _EPOCH <= len(verdicts) - 1 <= _EPOCH + over
+    assert verdicts[-1].began < _EPOCH
+
+
+@pytest.mark.parametrize("by", [-5.0, -600.0, 45.0, 1e9])
+def test_jumps_of_any_size_and_sign_are_found(
+    healthy: Healthy, judged: Verdicts, by: float
+) -> None:
+    verdicts = judged(_heavier(healthy(1500), 777, by))
+    assert (len(verdicts) - 1, verdicts[-1].reason) == (777, "weight_step")
+
+
+def test_a_jump_where_a_stage_begins_is_found_without_a_warm_up(
+    healthy: Healthy, judged: Verdicts
+) -> None:
+    """A stage's first weight norm is compared with those of the stage before."""
+    steps = [
+        replace(step, stage="hard", edge="stage hard begins" if step.step == 700 else None)
+        if step.step >= 700
+        else step
+        for step in healthy(1500)
+    ]
+    last = judged(_heavier(steps, 700, 5.0))[-1]
+    assert (last.reason, last.began) == ("edge_step", 699)
+    assert last.message.endswith(", where stage hard begins.")
+
+
+def test_short_epochs_do_not_make_every_jump_an_edges(healthy: Healthy, judged: Verdicts) -> None:
+    """In an epoch of 16 steps, a step in its middle is not shortly after its edge."""
+    steps = [
+        replace(step, edge=f"epoch {step.step // 16} begins" if step.step % 16 == 0 else None)
+        for step in healthy(300)
+    ]
+    assert judged(_heavier(steps, 200, 5.0))[-1].reason == "weight_step"
+    assert judged(_heavier(steps, 209, 5.0))[-1].reason == "edge_step"
+
+
+def test_updates_that_have_grown_are_the_reason_rather_than_the_place(
+    healthy: Healthy, judged: Verdicts
+) -> None:
+    """A raised learning rate moves the weights at once, and is reported as such."""
+    steps = healthy(1500)
+    moved = [
+        replace(step, group_update_ratios={k: 20 * v for k, v in step.group_update_ratios.items()})
+        if step.step > 777
+        else step
+        for step in _heavier(steps, 778, 90.0, over=20)
+    ]
+    last = judged(moved)[-1]
+    assert (last.kind, last.reason, last.began) == ("roll_back", "divergence", 777)
+    assert "The norm of the weights went from" in last.message
+    assert "times as large as usual" in last.message
+
+
+@pytest.mark.parametrize("section", [GuardSection(), GuardSection(window=32, warmup_steps=16)])
+def test_early_training_may_move_the_weights_fast(
+    healthy: Healthy, judged: Verdicts, section: GuardSection
+) -> None:
+    """As Muon does it: still at first, then from 71 to 370, ever slower: no jump anywhere."""
+    steps = [
+        replace(step, weight_norm=norm * (1 + 1e-4 * (step.step % 7)))
+        for step in healthy(1000)
+        for norm in [71 + 300 * (1 - 0.994 ** (step.step**2 / (step.step + 60)))]
+    ]
+    assert set(judged(steps, section)) == {OK}
+
+
+def test_a_jump_too_small_to_matter_is_left_alone(healthy: Healthy, judged: Verdicts) -> None:
+    """Less than two thousandths of the norm, however far outside of its usual changes."""
+    assert set(judged(_heavier(healthy(1200), 777, 1.0))) == {OK}
+
+
+def test_a_jump_is_not_detected_before_the_warm_up(healthy: Healthy, judged: Verdicts) -> None:
+    assert set(judged(_heavier(healthy(60), 30, 90.0), GuardSection())) == {OK}
+
+
+# --- Slow divergence ----------------------------------------------------------------------------
+
+
+def _raised(step: StepStatistics, group: str, factor: float) -> StepStatistics:
+    ratios = step.group_update_ratios
+    return replace(step, group_update_ratios={**ratios, group: factor * ratios[group]})
+
+
+@pytest.mark.parametrize("factor", [5.0, 10.0, 30.0])
+@pytest.mark.parametrize("group", ["attention", "mlp", "embedding"])
+def test_a_learning_rate_that_was_raised_shows_in_the_updates(
+    healthy: Healthy, judged: Verdicts, group: str, factor: float
+) -> None:
+    """Within eight steps, by name of the group, and traced to the step of the first such update."""
+    steps = healthy(_AT + 100)
+    steps[_AT + 1 :] = [_raised(step, group, factor) for step in steps[_AT + 1 :]]
+    verdicts = judged(steps)
+    last = verdicts[-1]
+    assert (last.kind, last.reason, last.began) == ("roll_back", "divergence", _AT)
+    assert f"The updates of the {group} weights are" in last.message
+    assert len(verdicts) - 1 - _AT <= 8
+    assert set(verdicts[:-1]) == {OK}
+
+
+def test_updates_that_have_shrunk_do_not_hide_a_raised_learning_rate(
+    healthy: Healthy, judged: Verdicts
+) -> None:
+    """Adam's are largest at the start: after some hundred steps they may be a fifth of that."""
+    steps = [
+        replace(step, group_update_ratios={k: v * shrunk for k, v in ratios.items()})
+        for step in healthy(400)
+        for ratios in [step.group_update_ratios]
+        for shrunk in [max(0.2, 1 - step.step / 150)]
+    ]
+    assert set(judged(steps)) == {OK}
+    steps[251:] = [_raised(step, "mlp", 10.0) for step in steps[251:]]
+    verdicts = judged(steps)
+    assert (verdicts[-1].reason, verdicts[-1].began) == ("divergence", 250)
+    assert len(verdicts) - 1 - 250 <= 8
+
+
+@pytest.mark.parametrize("percent", [1.0, 5.0])
+def test_updates_that_grow_little_by_little_are_found(
+    healthy: Healthy, judged: Verdicts, percent: float
+) -> None:
+    """They are compared with the whole history as well as with the newest steps."""
+    steps = healthy(_AT + 300)
+    steps[_AT:] = [
+        _raised(step, "mlp", (1 + percent / 100) ** (step.step - _AT)) for step in steps[_AT:]
+    ]
+    verdicts = judged(steps)
+    assert verdicts[-1].reason == "divergence"
+    assert (1 + percent / 100) ** (len(verdicts) - _AT) < 8
+
+
+def test_a_long_warm_up_of_the_learning_rate_is_no_divergence(
+    healthy: Healthy, judged: Verdicts
+) -> None:
+    """A warm-up over hundreds of steps raises the updates a hundredfold, as it is meant to."""
+    steps = [
+        replace(
+            step,
+            learning_rate_factor=factor,
+            update_ratio=2e-5 * factor,
+            group_update_ratios=dict.fromkeys(step.group_update_ratios, 2e-5 * factor),
+        )
+        for step in healthy(1000)
+        for factor in [step.step / 1000]
+    ]
+    assert set(judged(steps)) == {OK}
+
+
+def test_weights_that_grow_from_nothing_are_no_divergence(
+    healthy: Healthy, judged: Verdicts
+) -> None:
+    """LoRA begins with zeros: its norm rises a hundredfold and its update ratio falls as much."""
+    steps = [
+        replace(
+            step,
+            weight_norm=norm,
+            group_weight_norms={"attention": norm},
+            group_update_ratios={"attention": 0.05 * step.learning_rate_factor / norm},
+        )
+        for step in healthy(1500)
+        for norm in [0.02 + 0.01 * step.step]
+    ]
+    assert set(judged(steps)) == {OK}
+
+
+def test_skipped_steps_do_not_hide_a_raised_learning_rate(
+    healthy: Healthy, judged: Verdicts
+) -> None:
+    """After a skipped step the norm of the update is 0, which is not measured."""
+    steps = healthy(_AT + 100)
+    steps[_AT + 1 :] = [_raised(step, "mlp", 10.0) for step in steps[_AT + 1 :]]
+    nothing = dict.fromkeys(steps[0].group_update_ratios, 0.0)
+    for at in range(2, len(steps), 3):
+        steps[at] = replace(
+            steps[at], group_update_ratios=nothing, update_ratio=0.0, learning_rate_factor=0.0
+        )
+    verdicts = judged(steps)
+    assert verdicts[-1].reason == "divergence"
+    assert len(verdicts) - 1 - _AT <= 12
+
+
+@pytest.mark.parametrize("percent", [0.5, 2.0, 3.0])
+def test_a_loss_that_creeps_up_is_found(
+    healthy: Healthy, judged: Verdicts, louder: Louder, percent: float
+) -> None:
+    """Before it has doubled, without a spike; traced to near the beginning."""
+    steps = healthy(1200)
+    growth = math.log1p(percent / 100)
+    steps[_AT:] = [louder(step, math.exp(growth * (step.step - _AT))) for step in steps[_AT:]]
+    verdicts = judged(steps)
+    last, passed = verdicts[-1], len(verdicts) - 1 - _AT
+    assert (last.kind, last.reason) == ("roll_back", "divergence")
+    assert last.message.startswith("The loss has risen and stays up: ")
+    assert growth * passed < math.log(2)
+    assert last.began <= _AT + passed / 2
+
+
+def test_a_gradient_that_grows_while_the_loss_falls_is_fine(
+    healthy: Healthy, judged: Verdicts, louder: Louder
+) -> None:
+    """As at the beginning of most runs; it is a divergence if the loss rises by a quarter."""
+    steps = healthy(1200)
+    grown = [replace(step, grad_norm=step.grad_norm * math.exp(step.step / 250)) for step in steps]
+    assert set(judged(grown)) == {OK}
+    grown[_AT:] = [louder(step, 1.25) for step in grown[_AT:]]
+    last = judged(grown)[-1]
+    assert (last.kind, last.reason) == ("roll_back", "divergence")
+    assert last.message.startswith("The gradient norm has risen")
+
+
+def test_a_short_bad_stretch_is_no_divergence(
+    healthy: Healthy, judged: Verdicts, louder: Louder
+) -> None:
+    """Six steps at 1.8 times the loss are chance."""
+    steps = healthy(900)
+    steps[_AT : _AT + 6] = [louder(step, 1.8) for step in steps[_AT : _AT + 6]]
+    assert set(judged(steps)) == {OK}
+
+
+def test_updates_are_not_compared_before_the_warm_up(healthy: Healthy, judged: Verdicts) -> None:
+    """Before `warmup_steps` steps updates are not compared."""
+    steps = [_raised(step, "mlp", 30.0) if step.step > 40 else step for step in healthy(63)]
+    assert set(judged(steps, GuardSection())) == {OK}
+
+
+# --- Spikes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [64, 100, 700, 1999])
+@pytest.mark.parametrize("factor", [3.0, 10.0, 1e6])
+def test_a_loss_spike_is_found_at_its_own_step(
+    healthy: Healthy, judged: Verdicts, louder: Louder, at: int, factor: float
+) -> None:
+    """Also while the loss still falls fast; and no other step is."""
+    steps = healthy(at + 20 if at < 1900 else 2000)
+    steps[at] = louder(steps[at], factor)
+    verdicts = judged(steps)
+    assert [number for number, verdict in enumerate(verdicts) if verdict != OK] == [at]
+    assert (verdicts[at].kind, verdicts[at].reason, verdicts[at].began) == ("skip", "spike", at)
+
+
+def test_the_message_of_a_spike_gives_value_usual_and_noise_levels(
+    healthy: Healthy, history_of: Histories, louder: Louder
+) -> None:
+    steps = healthy(300)
+    everywhere = judge(history_of(steps[:-1]), louder(steps[-1], 8.0), _SECTION)
+    assert everywhere.message.startswith(f"The loss of {8 * steps[-1].loss:.4g} is 7.")
+    assert "robust standard deviations" in everywhere.message
+    assert everywhere.message.endswith(", at all noise levels.")
+    one = judge(history_of(steps[:-1]), louder(steps[-1], 20.0, quarter=1), _SECTION)
+    assert one.message.endswith(", but only at sigmas of 0.25 to 0.5.")
+
+
+def test_a_gradient_that_sticks_out_alone_is_a_spike(
+    healthy: Healthy, history_of: Histories
+) -> None:
+    """The loss is measured before the update that would raise it."""
+    steps = healthy(300)
+    verdict = judge(history_of(steps[:-1]), replace(steps[-1], grad_norm=30.0), _SECTION)
+    assert (verdict.kind, verdict.reason) == ("skip", "spike")
+    assert verdict.message.startswith("The gradient norm of 30 is ")
+    assert verdict.message.endswith(f"; the loss is {steps[-1].loss:.4g}.")
+
+
+def test_a_rare_noise_level_explains_a_high_loss(healthy: Healthy, history_of: Histories) -> None:
+    """One sample near sigma = 0 may have a hundred times the usual loss, in good health.
+
+    No level that is known sticks out, nor the gradient by more than the loss. Where that level is
+    known as well, it is a spike.
+    """
+    rare = [
+        replace(step, loss_by_sigma=(math.nan, *step.loss_by_sigma[1:])) for step in healthy(300)
+    ]
+    first = 60 * rare[-1].loss
+    now = replace(
+        rare[-1],
+        loss=16 * rare[-1].loss,
+        grad_norm=30 * rare[-1].grad_norm,
+        loss_by_sigma=(first, *rare[-1].loss_by_sigma[1:]),
+    )
+    assert judge(history_of(rare[:-1]), now, _SECTION) == OK
+    assert judge(history_of(healthy(300)[:-1]), now, _SECTION).reason == "spike"
+
+
+def test_nothing_explains_a_loss_without_bounds(healthy: Healthy, history_of: Histories) -> None:
+    """A loss that is thousands of times the usual is a spike at any noise level and shape."""
+    steps = healthy(300)
+    wild = replace(steps[-1], loss=1e5, loss_by_sigma=(math.nan, math.nan, math.nan, 1e5))
+    unseen = replace(wild, bucket="1 frame of 64x64")
+    known = [replace(each, loss_by_sigma=(*each.loss_by_sigma[:3], math.nan)) for each in steps]
+    assert judge(history_of(known[:-1]), wild, _SECTION).reason == "spike"
+    assert judge(history_of(steps[:-1]), unseen, _SECTION).reason == "spike"
+
+
+def test_a_falling_loss_is_no_spike_and_hides_none(healthy: Healthy, judged: Verdicts) -> None:
+    """A loss that halves every 20 steps spreads over decades, yet ten times the usual is seen."""
+    steps = [
+        replace(step, loss=fall * step.loss, loss_by_sigma=(fall, fall, fall, fall))
+        for step in healthy(200)
+        for fall in [0.5 ** (step.step / 20)]
+    ]
+    assert set(judged(steps)) == {OK}
+    steps[150] = replace(steps[150], loss=10 * steps[150].loss, loss_by_sigma=(math.nan,) * 4)
+    assert [at for at, verdict in enumerate(judged(steps)) if verdict != OK] == [150]
+
+
+def test_too_many_skips_make_a_rollback_to_before_the_first(
+    healthy: Healthy, judged: Verdicts, louder: Louder
+) -> None:
+    """Ordinary steps between them prove that the state is good and the batches are the cause."""
+    steps = healthy(400)
+    for at in (300, 310, 320, 330):
+        steps[at] = louder(steps[at], 10.0)
+    verdicts = judged(steps)
+    kinds = [verdicts[at].kind for at in (300, 310, 320, 330)]
+    assert kinds == ["skip", "skip", "skip", "roll_back"]
+    assert (verdicts[-1].began, len(verdicts)) == (300, 331)
+    assert "number 4" in verdicts[-1].message
+    assert "step 301" in verdicts[-1].message
+
+
+def test_skips_that_are_far_apart_do_not_add_up(
+    healthy: Healthy, judged: Verdicts, louder: Louder
+) -> None:
+    """Only those in close succession count."""
+    steps = healthy(900)
+    for at in range(100, 900, 50):
+        steps[at] = louder(steps[at], 10.0)
+    kinds = [verdict.kind for verdict in judged(steps)]
+    assert kinds.count("skip") == 16
+    assert "roll_back" not in kinds
+
+
+def test_a_state_that_only_spikes_is_not_trusted(
+    healthy: Healthy, judged: Verdicts, louder: Louder
+) -> None:
+    """Without an ordinary step since the first spike, the update before it may be the cause."""
+    steps = healthy(400)
+    steps[300:] = [louder(step, 10.0) for step in steps[300:]]
+    verdicts = judged(steps)
+    assert (len(verdicts), verdicts[-1].kind, verdicts[-1].began) == (304, "roll_back", 299)
+
+
+def test_a_state_that_spikes_now_and_then_is_not_trusted_either(
+    healthy: Healthy, judged: Verdicts, louder: Louder
+) -> None:
+    """Steps between them that are no spikes but not ordinary do not prove the state good."""
+    steps = healthy(400)
+    steps[300:] = [louder(step, 4.0 if step.step % 3 else 1.7) for step in steps[300:]]
+    verdicts = judged(steps)
+    assert (verdicts[-1].kind, verdicts[-1].began) == ("roll_back", 299)
+    assert len(verdicts) <= 310
+
+
+def test_a_loss_that_runs_away_is_traced_to_where_it_began(
+    healthy: Healthy, judged: Verdicts, louder: Louder
+) -> None:
+    """10 % more in each step is a spike some steps later; the state was bad before that."""
+    steps = healthy(400)
+    steps[300:] = [louder(step, 1.1 ** (step.step - 299)) for step in steps[300:]]
+    verdicts = judged(steps)
+    assert verdicts[-1].kind == "roll_back"
+    assert 290 <= verdicts[-1].began <= 303
+    assert len(verdicts) <= 318
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
+@given(lost=st.sets(st.integers(0, 198), max_size=90), value=st.sampled_from([math.nan, math.inf]))
+def test_nan_in_the_window_does_not_hide_a_spike(
+    healthy: Healthy, louder: Louder, lost: set[int], value: float
+) -> None:
+    """With any share of NaN in the window a spike is found and a healthy step is not."""
+    steps = healthy(200)
+    history = History(_SECTION.window)
+    for step in steps[:-1]:
+        is_lost = step.step in lost
+        row = replace(step, loss=value, grad_norm=value) if is_lost else step
+        history = history.append(JudgedStep(row, "ok"))
+    assert judge(history, steps[-1], _SECTION) == OK
+    assert judge(history, louder(steps[-1], 10.0), _SECTION).reason == "spike"
