@@ -62,23 +62,24 @@ class _Tracer:
                 self._updates += 1
                 self._turn(self._updates == self._update[0], self._updates == self._update[1])
             return
-        code = frame.f_code
-        known = self._codes.get(id(code))
-        if known is None:
-            known = self._codes[id(code)] = (
-                code,
-                self._name(code),
-            )  # kept, so that ids are its own
-        if name := known[1]:
-            if self._window[0] == _OPEN:
-                self._note(name)
-            elif self._lead:
-                self._last[name] = time.monotonic()
+        for code in (frame.f_code, frame.f_back.f_code if frame.f_back else None):
+            if code is not None and (name := self._name(code)):
+                self._ran(name)
+
+    def _ran(self, name: str) -> None:
+        if self._window[0] == _OPEN:
+            self._note(name)
+        elif self._lead:
+            self._last[name] = time.monotonic()
 
     def _name(self, code: CodeType) -> str:
         """Of the code's file below the source; "" for what does not count."""
+        if (known := self._codes.get(id(code))) is not None:
+            return known[1]
         is_ours = code.co_flags & _IS_FUNCTION and code.co_filename.startswith(self._source)
-        return code.co_filename[len(self._source) :].lstrip("/") if is_ours else ""
+        name = code.co_filename[len(self._source) :].lstrip("/") if is_ours else ""
+        self._codes[id(code)] = (code, name)  # kept, so that its id stays its own
+        return name
 
     def _note(self, name: str) -> None:
         if name not in self._noted:

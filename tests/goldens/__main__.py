@@ -25,7 +25,7 @@ from typing import Any
 
 from tests.goldens import material, readers, scenarios
 from tests.goldens.scenarios import PARTS, flat
-from tests.goldens.tree import Tree, checked_out, git
+from tests.goldens.tree import Tree, checked_out, git, kept_in
 
 _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parents[1]
@@ -42,7 +42,7 @@ class Goldens:
     """
 
     def __init__(self, commit: str, work: Path) -> None:
-        folder = _store() / f"{commit[:12]}-{_processor()}"
+        folder = kept_in() / f"{commit[:12]}-{_processor()}"
         self._commit, self._work = commit, work
         self._drills, self._folder = folder / "drills", folder / _definitions()
         self._open = ExitStack()
@@ -154,15 +154,6 @@ def _write(path: Path, value: Any) -> None:
     aside = path.with_suffix(".partial")
     aside.write_text(json.dumps(value, indent=1), encoding="utf-8")
     aside.rename(path)
-
-
-def _store() -> Path:
-    """Where goldens are kept: one folder for all working trees of a clone."""
-    shared = Path(git("rev-parse", "--path-format=absolute", "--git-common-dir"))
-    store = shared.parent / ".goldens"
-    store.mkdir(exist_ok=True)
-    (store / ".gitignore").write_text("*\n", encoding="utf-8")
-    return store
 
 
 def _processor() -> str:

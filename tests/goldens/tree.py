@@ -144,6 +144,15 @@ def git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
+def kept_in() -> Path:
+    """The folder in which results of commits are kept: one for all working trees of a clone."""
+    shared = Path(git("rev-parse", "--path-format=absolute", "--git-common-dir"))
+    folder = shared.parent / ".goldens"
+    folder.mkdir(exist_ok=True)
+    (folder / ".gitignore").write_text("*\n", encoding="utf-8")
+    return folder
+
+
 class Started:
     """A command that runs.
 
