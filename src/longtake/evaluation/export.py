@@ -1,6 +1,5 @@
 """Exports a trained model to other tools: diffusers, peft and ComfyUI."""
 
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from longtake.config import Recipe
 from longtake.errors import RecipeError, RunError
 from longtake.evaluation.sampling.studio import Sampler
-from longtake.fsio import atomic_write
+from longtake.fsio import atomic_folder, atomic_write
 from longtake.models.added import added_module
 from longtake.models.lora import adapter_config, lora_state
 from longtake.models.trainable import plain_copy
@@ -159,26 +158,12 @@ def _written_whole(out: Path, *, is_file: bool) -> Iterator[Path]:
     """Where to write; it becomes `out` when the block ends well, and is gone if it does not."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(out) if is_file else _folder_written_aside(out) as aside:
-            yield aside
+        with atomic_write(out) if is_file else atomic_folder(out) as partial:
+            yield partial
     except OSError as error:
         raise RunError(
             f"--out {out} cannot be written: {error.strerror or error}. Choose another place."
         ) from error
-
-
-@contextmanager
-def _folder_written_aside(out: Path) -> Iterator[Path]:
-    aside = out.with_name(f".{out.name}.partial")
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        yield aside
-        if out.exists():
-            out.rmdir()
-        aside.rename(out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _left_out(sampler: Sampler) -> list[str]:

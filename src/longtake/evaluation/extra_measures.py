@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longtake.errors import LongtakeError, ModelError, RecipeError
 from longtake.evaluation.measures import MEASURES, Video
+from longtake.formatting import first_line
 from longtake.models.imported import import_class
 from longtake.models.pretrained import quiet
 
@@ -203,7 +204,7 @@ class ClipScore:
                 self._model: Any = CLIPModel.from_pretrained(place).eval()
                 self._processor: Any = CLIPProcessor.from_pretrained(place)
         except (OSError, ValueError) as error:
-            first = str(error).strip().splitlines()[0].rstrip(".")
+            first = first_line(error).rstrip(".")
             raise ModelError(
                 f"{VARIABLE}={place}: no CLIP model can be loaded from there: {first}. Expected a "
                 "folder with config.json, model.safetensors and the processor's files, such as "
@@ -345,5 +346,5 @@ def _load(path: Path) -> Any:
             warnings.simplefilter("ignore", DeprecationWarning)  # it is what FVD networks come as
             return torch.jit.load(path, map_location="cpu")  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        first = str(error).strip().splitlines()[0]
+        first = first_line(error)
         raise ModelError(f"{EXTRACTOR}={path} is no TorchScript file: {first}.") from error

@@ -5,7 +5,6 @@ beside the preset's results, small, so that sheets can show it wherever the pict
 """
 
 import hashlib
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from PIL import Image
 from longtake.config import Bucket
 from longtake.errors import DataError, RecipeError, RunError
 from longtake.evaluation.sampling.read_pictures import read_picture
+from longtake.fsio import atomic_write
 from longtake.run_dir import RunDirectory
 from longtake.trust import is_own
 
@@ -163,15 +163,10 @@ def _checked(path: Path, bucket: Bucket) -> Picture:
 
 
 def _keep(picture: Picture, bucket: Bucket, path: Path) -> None:
-    """Written aside under a name that no other server takes."""
     small = Image.fromarray(read_picture(picture.path, bucket))
     small.thumbnail(_KEPT_SIZE)
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        small.save(aside, format="PNG")
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with atomic_write(path, by_many=True) as partial:
+        small.save(partial, format="PNG")
 
 
 def find_file(key: str, file: Path, folder: Path | None) -> Path:
