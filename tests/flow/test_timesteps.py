@@ -22,13 +22,10 @@ from longtake.flow.timesteps import (
     SigmaKind,
     build_sigmas,
     cosmap,
-    cosmap_pdf,
     flux_mu,
     flux_shift,
     logit_normal,
-    logit_normal_pdf,
     mode,
-    mode_pdf,
     opensora_shift,
     resolution_shift,
     sample_sigmas,
@@ -37,6 +34,26 @@ from longtake.flow.timesteps import (
 
 KINDS: tuple[SigmaKind, ...] = get_args(SigmaKind)
 PRINTED = 6e-7  # the schedules among the anchors are printed with six decimals
+
+
+def _logit_normal_pdf(sigmas: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    """The density of `logit_normal` at sigmas in (0, 1)."""
+    standard = (torch.logit(sigmas) - mean) / std
+    normal = torch.exp(-0.5 * standard.square()) / (std * math.sqrt(2 * math.pi))
+    return normal / (sigmas * (1 - sigmas))
+
+
+def _mode_pdf(uniform: Tensor, scale: float = 1.29) -> Tensor:
+    """The density of `mode` at the sigma that `uniform` maps to.
+
+    It is the reciprocal of the quantile function's slope; in terms of sigma no closed form exists.
+    """
+    return 1 / (1 - scale * (0.5 * math.pi * torch.sin(math.pi * uniform) - 1))
+
+
+def _cosmap_pdf(sigmas: Tensor) -> Tensor:
+    """The density of `cosmap`: 2 / (pi - 2 pi sigma + 2 pi sigma^2)."""
+    return 2 / (math.pi * (1 - 2 * sigmas + 2 * sigmas.square()))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +82,7 @@ def test_logit_normal_density(anchors: Any) -> None:
     """The density agrees for every mean, deviation and sigma; mean > 0 puts more towards noise."""
     for key, expected in anchors["ln_pdf"].items():
         mean, std, sigma = _key(key)
-        assert logit_normal_pdf(_exact(sigma), mean, std).item() == pytest.approx(expected, 1e-12)
+        assert _logit_normal_pdf(_exact(sigma), mean, std).item() == pytest.approx(expected, 1e-12)
     assert anchors["ln_pdf"]["m0.5,s1,t0.75"] > anchors["ln_pdf"]["m0.5,s1,t0.25"]
 
 
@@ -92,15 +109,15 @@ def test_mode_is_the_published_function_read_backwards(anchors: Any) -> None:
 
 def test_mode_density_and_largest_scale(anchors: Any) -> None:
     """The density at the middle, and the scale at which the function stops being monotone."""
-    assert mode_pdf(_exact(0.5), 1.29).item() == pytest.approx(anchors["mode_density_t.5_s1.29"])
+    assert _mode_pdf(_exact(0.5), 1.29).item() == pytest.approx(anchors["mode_density_t.5_s1.29"])
     assert pytest.approx(anchors["mode_s_max"], rel=1e-14) == MODE_SCALE_MAX
 
 
 def test_cosmap_density(anchors: Any) -> None:
     """The density agrees at every sigma given, and is symmetric."""
     for sigma, expected in anchors["cosmap_pdf"].items():
-        assert cosmap_pdf(_exact(float(sigma))).item() == pytest.approx(expected, rel=1e-12)
-        assert cosmap_pdf(1 - _exact(float(sigma))).item() == pytest.approx(expected, rel=1e-12)
+        assert _cosmap_pdf(_exact(float(sigma))).item() == pytest.approx(expected, rel=1e-12)
+        assert _cosmap_pdf(1 - _exact(float(sigma))).item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_cosmap_is_the_published_function() -> None:
@@ -122,14 +139,14 @@ def test_a_density_is_the_reciprocal_slope_of_its_quantile_function(
     """pdf(quantile(u)) * quantile'(u) = 1, the slope taken by autograd."""
     u = _exact(uniform).requires_grad_()
     pairs: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
-        (lambda x: logit_normal(x, mean, std), lambda x: logit_normal_pdf(x, mean, std)),
-        (cosmap, cosmap_pdf),
+        (lambda x: logit_normal(x, mean, std), lambda x: _logit_normal_pdf(x, mean, std)),
+        (cosmap, _cosmap_pdf),
     ]
     for quantile, pdf in pairs:
         (slope,) = torch.autograd.grad(quantile(u), u)
         assert (pdf(quantile(u)) * slope).item() == pytest.approx(1, rel=1e-8)
     (slope,) = torch.autograd.grad(mode(u, scale), u)
-    assert (mode_pdf(u, scale) * slope).item() == pytest.approx(1, rel=1e-8)
+    assert (_mode_pdf(u, scale) * slope).item() == pytest.approx(1, rel=1e-8)
 
 
 # --- from uniform numbers to sigmas -------------------------------------------------------------

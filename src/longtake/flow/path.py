@@ -1,46 +1,55 @@
-"""The straight path between a clip and noise, and the two ways to say where it leads.
+"""The straight path from latents to noise, its velocity, and the training loss.
 
-`sigmas` is the share of noise: 0 is the clip, 1 is pure noise. The velocity is the path's
-derivative with respect to sigma, so it points from the clip towards the noise. diffusers uses the
-same sign; Open-Sora and flow_matching use the opposite one.
-
-Everything here takes [B, ...] tensors and one sigma per sample, [B]. The result has the wider of
-the arguments' types: half-precision latents with fp32 sigmas give fp32.
+sigma = 0 is the latents, 1 pure noise. The velocity is the derivative with respect to sigma, with
+the sign of diffusers; Open-Sora and flow_matching use the opposite one.
 """
 
 from torch import Tensor
 
+# Tensors are [B, ...] with one sigma per sample, [B]. A result has the wider dtype of arguments:
+# half-precision latents with fp32 sigmas give fp32.
+
 SIGMA_FLOOR = 0.05
-"""Least divisor when a predicted clip is turned into a velocity (JiT, arXiv:2511.13720)."""
+"""Least divisor when predicted latents are converted to a velocity (JiT, arXiv:2511.13720)."""
 
 
 def interpolate(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
-    """Return the point (1 - sigma) * latents + sigma * noise of each sample's path, [B, ...].
+    """[B, ...] (1 - sigma) * latents + sigma * noise of each sample.
 
-    Source: rectified flow, arXiv:2209.03003, with time running from the clip to the noise.
+    Source: rectified flow, arXiv:2209.03003, with time running from latents to noise.
     """
-    share = _per_sample(sigmas, latents)
-    return (1 - share) * latents + share * noise
+    sigmas = _per_sample(sigmas, latents)
+    return (1 - sigmas) * latents + sigmas * noise
 
 
 def velocity(latents: Tensor, noise: Tensor) -> Tensor:
-    """Return noise - latents, the derivative of `interpolate` with respect to sigma, [B, ...]."""
+    """[B, ...] noise - latents, the derivative of `interpolate` with respect to sigma."""
     return noise - latents
 
 
 def velocity_from_latents(
     noisy_latents: Tensor, predicted_latents: Tensor, sigmas: Tensor, floor: float = SIGMA_FLOOR
 ) -> Tensor:
-    """Return the velocity (noisy - predicted) / sigma that a predicted clip implies, [B, ...].
+    """[B, ...] velocity (noisy - predicted) / sigma that predicted latents imply.
 
-    Where sigma is below `floor` the divisor is `floor`: close to the clip the quotient would
-    otherwise magnify the prediction's error without bound.
+    The divisor is at least `floor`: near sigma = 0 the quotient would magnify the prediction's
+    error without bound.
     """
-    share = _per_sample(sigmas, noisy_latents)
-    return (noisy_latents - predicted_latents) / share.clamp(min=floor)
+    sigmas = _per_sample(sigmas, noisy_latents)
+    return (noisy_latents - predicted_latents) / sigmas.clamp(min=floor)
+
+
+def velocity_loss(predicted: Tensor, target: Tensor) -> Tensor:
+    """[B] fp32 mean squared error of each sample's predicted velocity.
+
+    Half precision is raised to fp32 before the difference.
+    """
+    # Unequal shapes would broadcast into a plausible number.
+    assert predicted.shape == target.shape, f"{list(predicted.shape)} and {list(target.shape)}"
+    return (predicted.float() - target.float()).square().flatten(1).mean(dim=1)
 
 
 def _per_sample(sigmas: Tensor, like: Tensor) -> Tensor:
-    """Return [B] sigmas as [B, 1, 1, ...], ready to multiply `like`."""
+    """[B, 1, 1, ...] sigmas that broadcast against `like`."""
     assert sigmas.shape == like.shape[:1], f"{list(sigmas.shape)} sigmas for {list(like.shape)}"
     return sigmas.reshape(-1, *[1] * (like.ndim - 1))

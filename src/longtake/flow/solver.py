@@ -1,4 +1,4 @@
-"""From noise to a clip: solves d(noisy_latents) / d(sigma) = velocity along falling sigmas."""
+"""Solves d(noisy_latents) / d(sigma) = velocity from noise to latents."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -10,18 +10,18 @@ from torch import Tensor
 from longtake.errors import RecipeError
 
 Velocity = Callable[[Tensor, float], Tensor]
-"""Maps noisy latents [B, ...] and their common sigma to the velocity there, of the same shape."""
+"""Maps noisy latents [B, ...] and their common sigma to the velocity, of the same shape."""
 
 SolverName = Literal["euler", "heun"]
 
 
 def euler(velocity: Velocity, noisy_latents: Tensor, sigma: float, next_sigma: float) -> Tensor:
-    """Return the latents one Euler step later (order 1; asks for one velocity)."""
+    """The latents after one Euler step (order 1, one velocity evaluation)."""
     return noisy_latents + (next_sigma - sigma) * velocity(noisy_latents, sigma)
 
 
 def heun(velocity: Velocity, noisy_latents: Tensor, sigma: float, next_sigma: float) -> Tensor:
-    """Return the latents one Heun step later (order 2; asks for two velocities).
+    """The latents after one Heun step (order 2, two velocity evaluations).
 
     A step to sigma 0 is an Euler step, as in EDM (arXiv:2206.00364, algorithm 1) and diffusers:
     models are hardly trained there, and one such step leaves the order at 2.
@@ -44,14 +44,14 @@ def integrate(
     solver: SolverName = "euler",
     on_step: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Return the latents at the last sigma, in fp32 or the noise's type where that is wider.
+    """The latents at the last sigma, in fp32 or the noise's dtype if that is wider.
 
     Args:
-        velocity: the model, with guidance if any; it gets the latents in the type returned here.
+        velocity: the model, with guidance if any; it gets latents of the returned dtype.
         noise: the latents at the first sigma, [B, ...].
-        sigmas: strictly falling, such as `longtake.flow.timesteps.build_sigmas`.
+        sigmas: strictly decreasing, such as `longtake.flow.timesteps.build_sigmas`.
         solver: "euler" or "heun".
-        on_step: told the number of steps done after each (for a progress bar).
+        on_step: called with the number of steps done after each (for a progress bar).
 
     Raises:
         RecipeError: the solver is unknown.
@@ -69,7 +69,7 @@ def integrate(
 
 
 def guided(velocity_cond: Tensor, velocity_uncond: Tensor, guidance_scale: float) -> Tensor:
-    """Return the classifier-free guided velocity: uncond + guidance_scale * (cond - uncond).
+    """The classifier-free guided velocity: uncond + guidance_scale * (cond - uncond).
 
     A scale of 1 is the conditional velocity, 0 the unconditional one (arXiv:2207.12598, in
     diffusers' convention).

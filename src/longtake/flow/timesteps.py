@@ -1,13 +1,7 @@
-"""Which sigmas are trained on, and which are visited when sampling.
+"""Distributions of sigmas in training, and the sigmas visited in sampling.
 
-A distribution of sigmas is written as its quantile function: an increasing map of a uniform number
-in [0, 1) to a sigma in [0, 1]. One uniform number per sample therefore decides its sigma, and any
-number of ranks that agree on the numbers agrees on the sigmas.
-
-Direction: sigma = 1 is pure noise. A logit-normal mean above 0 and a shift above 1 both mean more
-noise. SD3 (arXiv:2403.03206, sections 3.1 and 5.3.2), Flux and diffusers run time in the same
-direction, so their formulas and constants appear here unchanged. So does Open-Sora's shift, though
-its velocity has the opposite sign. flow_matching runs time the other way: its t is 1 - sigma.
+A distribution is its quantile function: an increasing map of a uniform number in [0, 1) to a sigma,
+so that ranks that agree on the numbers agree on the sigmas.
 """
 
 import math
@@ -18,12 +12,17 @@ from torch import Tensor
 
 from longtake.errors import RecipeError
 
+# sigma = 1 is pure noise. A logit-normal mean above 0 and a shift above 1 both mean more noise. SD3
+# (arXiv:2403.03206, sections 3.1 and 5.3.2), Flux and diffusers run time in the same direction, so
+# their formulas and constants appear unchanged, as does Open-Sora's shift, though its velocity has
+# the opposite sign. flow_matching runs time the other way: its t is 1 - sigma.
+
 ShiftRule = Literal["flux", "opensora"]
 SigmaKind = Literal["uniform", "logit_normal", "mode", "cosmap"]
 
 MODE_SCALE_MIN = -1.0
 MODE_SCALE_MAX = 2 / (math.pi - 2)
-"""Beyond these two scales `mode` would no longer be monotone."""
+"""Outside this range `mode` is not monotone."""
 
 
 def sample_sigmas(
@@ -35,18 +34,18 @@ def sample_sigmas(
     scale: float = 1.29,
     shift: float = 1.0,
 ) -> Tensor:
-    """Return one sigma in [0, 1] for each uniform number in [0, 1), of the same shape and type.
+    """One sigma in [0, 1] for each uniform number in [0, 1), of the same shape and dtype.
 
     Args:
-        uniform: the numbers that decide; fp32 or wider.
+        uniform: fp32 or wider.
         kind: the distribution.
         mean: of `logit_normal`; above 0 means more noise.
         std: of `logit_normal`.
-        scale: of `mode`; above 0 favours the middle, below 0 the ends.
+        scale: of `mode`; above 0 samples more in the middle, below 0 at the ends.
         shift: applied last; above 1 means more noise, 1 changes nothing.
 
     Raises:
-        RecipeError: the kind is unknown, or a number lies outside its range.
+        RecipeError: the kind is unknown, or a number is out of range.
     """
     match kind:
         case "uniform":
@@ -66,7 +65,7 @@ def sample_sigmas(
 
 
 def logit_normal(uniform: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    """Return the logistic function of a normal number: sigmoid(mean + std * normal quantile).
+    """The logistic function of a normal number: sigmoid(mean + std * normal quantile).
 
     Source: SD3, section 3.1.
 
@@ -78,15 +77,8 @@ def logit_normal(uniform: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor
     return torch.sigmoid(mean + std * torch.special.ndtri(uniform))
 
 
-def logit_normal_pdf(sigmas: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    """Return the density of `logit_normal` at sigmas in (0, 1)."""
-    standard = (torch.logit(sigmas) - mean) / std
-    normal = torch.exp(-0.5 * standard.square()) / (std * math.sqrt(2 * math.pi))
-    return normal / (sigmas * (1 - sigmas))
-
-
 def mode(uniform: Tensor, scale: float = 1.29) -> Tensor:
-    """Return SD3's heavy-tailed distribution, whose mode at 1/2 sharpens with `scale`.
+    """SD3's heavy-tailed distribution, whose mode at 1/2 sharpens with `scale`.
 
     Source: SD3, section 3.1, which writes f(u) = 1 - u - scale * (cos(pi u / 2)^2 - 1 + u). That
     falls from 1 to 0; this is f(1 - u), which has the same distribution and rises.
@@ -102,16 +94,8 @@ def mode(uniform: Tensor, scale: float = 1.29) -> Tensor:
     return uniform - scale * (torch.sin(0.5 * math.pi * uniform).square() - uniform)
 
 
-def mode_pdf(uniform: Tensor, scale: float = 1.29) -> Tensor:
-    """Return the density of `mode` at the sigma that `uniform` maps to.
-
-    It is the reciprocal of the quantile function's slope; in terms of sigma no closed form exists.
-    """
-    return 1 / (1 - scale * (0.5 * math.pi * torch.sin(math.pi * uniform) - 1))
-
-
 def cosmap(uniform: Tensor) -> Tensor:
-    """Return the sigmas whose signal-to-noise ratio is the cosine schedule's.
+    """The sigmas whose signal-to-noise ratio is the cosine schedule's.
 
     Source: SD3, section 3.1, 1 - 1 / (tan(pi u / 2) + 1), here without the pole at u = 1.
     """
@@ -119,13 +103,8 @@ def cosmap(uniform: Tensor) -> Tensor:
     return torch.sin(angle) / (torch.sin(angle) + torch.cos(angle))
 
 
-def cosmap_pdf(sigmas: Tensor) -> Tensor:
-    """Return the density of `cosmap`: 2 / (pi - 2 pi sigma + 2 pi sigma^2)."""
-    return 2 / (math.pi * (1 - 2 * sigmas + 2 * sigmas.square()))
-
-
 def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
-    """Return shift * sigma / (1 + (shift - 1) * sigma): 0 and 1 stay, the rest moves to noise.
+    """`shift * sigma / (1 + (shift - 1) * sigma)`: 0 and 1 stay, the rest moves to noise.
 
     Shifting by a and then by b is shifting by a * b. Source: SD3, section 5.3.2, equation 23.
 
@@ -140,7 +119,7 @@ def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
 
 
 def flux_mu(num_tokens: int) -> float:
-    """Return Flux's logarithm of the shift: linear, 0.5 at 256 tokens and 1.15 at 4096.
+    """Flux's logarithm of the shift: linear, 0.5 at 256 tokens and 1.15 at 4096.
 
     Tokens are the transformer's image tokens (latent pixels after patching).
     """
@@ -149,17 +128,17 @@ def flux_mu(num_tokens: int) -> float:
 
 
 def flux_shift(num_tokens: int) -> float:
-    """Return the shift exp(mu) that Flux uses for this number of image tokens."""
+    """The shift exp(mu) that Flux uses for this number of image tokens."""
     return math.exp(flux_mu(num_tokens))
 
 
 def opensora_shift(height: int, width: int, num_latent_frames: int) -> float:
-    """Return Open-Sora 1.2's shift: sqrt(pixels / 512^2) * sqrt(latent frames).
+    """Open-Sora 1.2's shift: sqrt(pixels / 512^2) * sqrt(latent frames).
 
     Args:
-        height: of the clip, in pixels.
-        width: of the clip, in pixels.
-        num_latent_frames: of the clip, after the codec. Open-Sora's makes 5 of every 17 frames.
+        height: in pixels.
+        width: in pixels.
+        num_latent_frames: after the codec. Open-Sora's makes 5 of every 17 frames.
     """
     return math.sqrt(height * width / 512**2) * math.sqrt(num_latent_frames)
 
@@ -167,13 +146,13 @@ def opensora_shift(height: int, width: int, num_latent_frames: int) -> float:
 def resolution_shift(
     shift: float | ShiftRule, *, num_tokens: int, height: int, width: int, num_latent_frames: int
 ) -> float:
-    """Return the shift of clips of one shape: a number as it is, a rule worked out.
+    """The shift of clips of one shape: a number as it is, or a rule applied to their sizes.
 
     Args:
-        shift: the factor, or the rule.
+        shift: the number, or the rule.
         num_tokens: of the transformer, for `flux`.
-        height: of the clip in pixels, for `opensora`.
-        width: likewise.
+        height: in pixels, for `opensora`.
+        width: in pixels, for `opensora`.
         num_latent_frames: after the codec, for `opensora`.
     """
     if shift == "flux":
@@ -184,7 +163,7 @@ def resolution_shift(
 
 
 def build_sigmas(num_steps: int, shift: float = 1.0) -> list[float]:
-    """Return the num_steps + 1 sigmas that sampling visits, from 1 down to 0.
+    """The num_steps + 1 sigmas that sampling visits, from 1 down to 0.
 
     They are evenly spaced and then shifted once, as the Flux pipeline does. diffusers'
     FlowMatchEulerDiscreteScheduler, left to choose its own grid, differs in two ways: the last step

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longtake.flow.loss import velocity_loss
-from longtake.flow.path import interpolate, velocity
+from longtake.flow.path import interpolate, velocity, velocity_loss
 from longtake.models.assemble import Components
 from longtake.models.family import Conditioning
 from longtake.models.precision import Precision, autocast
