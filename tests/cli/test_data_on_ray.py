@@ -29,7 +29,7 @@ from longtake.data.clip import Media
 from longtake.data.indexing.item import Item
 from longtake.data.indexing.probe import Probe
 from longtake.data.indexing.probing import probe_all
-from longtake.data.scores.motion import MotionScore
+from longtake.data.scores import MotionScore
 from longtake.errors import ClipError, DataError
 
 pytestmark = pytest.mark.slow  # all of it: Ray is started once

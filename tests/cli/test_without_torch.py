@@ -39,7 +39,6 @@ _MAY_IMPORT_TORCH = (
     "data.batch",
     "data.cache",
     "data.cache_fill",
-    "data.decoding",
     "data.loader",
     "demo.report",
     "demo.run",

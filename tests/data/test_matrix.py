@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from longtake.config import DataSection
-from longtake.data import decoding
 from longtake.data.catalog import Catalog
 from longtake.data.loader import Loader
 from longtake.data.window import Window
@@ -54,7 +53,7 @@ class _Instant:
 @pytest.fixture(scope="module", autouse=True)
 def _at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding, "DecodePool", _Instant)
+        patch.setattr("longtake.data.loader.DecodePool", _Instant)
         yield
 
 

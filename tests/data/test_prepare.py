@@ -21,8 +21,7 @@ from longtake.data.clip import Clip, Media
 from longtake.data.encode import write_video
 from longtake.data.image import read_image
 from longtake.data.index import index
-from longtake.data.prepare import PrepareReport, prepare
-from longtake.data.transcode import Settings, scaled_size
+from longtake.data.prepare import PrepareReport, Settings, prepare, scaled_size
 from longtake.errors import DataError
 
 _Pictures = Callable[[Clip], NDArray[np.uint8]]

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from longtake.data.catalog import Catalog
-from longtake.data.scores.motion import MotionScore
-from longtake.data.scores.own import OwnScore
+from longtake.data.scores import MotionScore, OwnScore
 from longtake.data.tasks import (
     RAY_ATTEMPTS,
     ItemBatches,

@@ -151,9 +151,9 @@ def prepare(
     as_json: AsJson = False,
 ) -> None:
     """Transcode clips to the size that they are trained in, so that reading them is cheap."""
+    from longtake.data.prepare import Settings
     from longtake.data.prepare import prepare as prepare_clips
     from longtake.data.tasks import connected
-    from longtake.data.transcode import Settings
     from longtake.progress import counted
 
     settings = Settings(tuple(map(_parse_size, size)), gop, crf, fps)
@@ -210,7 +210,7 @@ def score(
     """
     from longtake.data.catalog import Catalog
     from longtake.data.index import check_out
-    from longtake.data.score import score as score_clips
+    from longtake.data.scores import score as score_clips
     from longtake.data.tasks import connected
     from longtake.progress import counted
 

@@ -206,7 +206,7 @@ class _Content:
 
 
 class CachedSource:
-    """Reads samples from a cache, several at a time; a `Feed`.
+    """Reads samples from a cache, several at a time; a `SampleSource`.
 
     `failures`: by the key of a window's latents, why they are not there.
     """

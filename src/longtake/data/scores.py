@@ -1,0 +1,466 @@
+"""Gives every clip of a catalog a number that a curriculum can select by."""
+
+import hashlib
+import importlib
+import math
+import re
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import TypeAdapter
+
+from longtake.data.catalog import Catalog, Rejection
+from longtake.data.clip import Clip
+from longtake.data.crop import Crop
+from longtake.data.limits import DEFAULT, MEMORY_GIB, Limits
+from longtake.data.sample import window_of
+from longtake.data.table import CLIP_SCHEMA
+from longtake.data.tasks import in_order, run_tasks
+from longtake.data.window import Window, read_window
+from longtake.data.workers import Task
+from longtake.errors import ClipError, DataError
+from longtake.formatting import nearest
+from longtake.fsio import Count, Journal
+
+if TYPE_CHECKING:
+    from HanTa.HanoverTagger import HanoverTagger
+
+
+_CHUNK = 500
+"""Captions that one process tags at a time: about a second of work."""
+
+_LONGEST = 32
+"""Letters of a word that the tagger sees: its time grows with their square, and a file's name or
+an address that got into a caption can have thousands."""
+
+_WORD = re.compile(r"\w+(?:[-'\u2019]\w+)*")
+# For the tagger a possessive 's is a token of its own, and so is every punctuation mark.
+_TOKEN = re.compile(r"\d+(?:[.,]\d+)*\w*|\w+(?:-\w+)*|['\u2019]s\b|[^\w\s]")
+_SENTENCE_END = re.compile(r"(?<=[.!?;])\s+")
+_LATIN = re.compile(r"[A-Za-z]")
+
+
+def num_words(caption: str) -> float:
+    """The length of a caption in words; NaN where there is no caption."""
+    return float(len(_WORD.findall(caption))) if caption.strip() else math.nan
+
+
+def num_nouns(caption: str) -> float:
+    """The common and proper nouns of an English caption, each as often as it occurs.
+
+    Returns:
+        Their number; NaN, that is unknown, where there is no Latin letter to be tagged.
+    """
+    return float(len(nouns(caption))) if _LATIN.search(caption) else math.nan
+
+
+def nouns(caption: str) -> list[str]:
+    """The nouns of an English caption as they are written, in order.
+
+    HanTa's English model is part of the package: every process finds the same. Its tags are the
+    British National Corpus's (CLAWS C5): NN0, NN1 and NN2 are common nouns, NP0 proper ones.
+    """
+    found = []
+    for sentence in _SENTENCE_END.split(caption):
+        tokens = _TOKEN.findall(sentence)
+        ends = [token[-_LONGEST:] for token in tokens]
+        tags = _tagger().tag_sent(ends, taglevel=0)  # level 0: no lemmas, which take longer
+        found += [token for token, tag in zip(tokens, tags, strict=True) if tag[:2] in ("NN", "NP")]
+    return found
+
+
+def nouns_of_all(
+    captions: Sequence[str], *, on: str | None = None, workers: int | None = None
+) -> Generator[float]:
+    """`num_nouns` of every caption, in their order.
+
+    Args:
+        captions: of which captions.
+        on: see `run_tasks`.
+        workers: processes that tag; Python lets only one thread at a time do so.
+
+    Raises:
+        DataError: no worker can be started, or workers crash at a caption.
+    """
+    chunks = [captions[start : start + _CHUNK] for start in range(0, len(captions), _CHUNK)]
+    if len(chunks) < 2 and on is None:
+        workers = 0  # starting another process takes longer
+    results = run_tasks(_TagTask(), chunks, on=on, workers=workers)
+    with closing(in_order(results)) as results_in_order:
+        for counts in results_in_order:
+            yield from counts
+
+
+class _TagTask(Task[Sequence[str], list[float]]):
+    """Count the nouns of some captions."""
+
+    doing = "tagging captions"
+    silence_seconds = 600.0  # it reports no progress
+
+    def do(self, item: Sequence[str], progress: Callable[[], object]) -> list[float]:
+        return [num_nouns(caption) for caption in item]
+
+    def lost(self, item: Sequence[str], reason: str) -> list[float]:
+        raise DataError(f"{reason}. It was at the {len(item)} captions from {item[0][:80]!r} on.")
+
+
+@cache
+def _tagger() -> "HanoverTagger":
+    from HanTa.HanoverTagger import HanoverTagger  # only who tags needs the model in memory
+
+    return HanoverTagger("morphmodel_en.pgz")
+
+
+STEP_SECONDS = 1 / 8
+SHORT_SIDE = 64
+"""Pixels of the shorter side of the frames that are compared."""
+
+_PASSAGES = 4
+_FRAMES = 9
+"""A clip is looked at in up to 4 passages of 9 frames (a second), evenly spread over it."""
+
+_LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # of R'G'B', ITU-R BT.601
+
+
+@dataclass(frozen=True)
+class MotionScore(Task[Clip, float | ClipError]):
+    """Score one clip by its motion."""
+
+    limits: Limits = DEFAULT
+    silence_seconds = 600.0  # it reports progress only after each passage
+
+    @property
+    def memory_gib(self) -> float:  # type: ignore[override]  # it follows from the limits
+        """As the limits say."""
+        return self.limits.memory_gib
+
+    def do(self, item: Clip, progress: Callable[[], object]) -> float | ClipError:
+        """See `motion`."""
+        try:
+            return motion(item, self.limits.timed(item.media, progress))
+        except ClipError as error:
+            return error
+
+    def lost(self, item: Clip, reason: str) -> ClipError:
+        """It is not scored."""
+        return ClipError(item.path, reason)
+
+    def reads(self, item: Clip) -> str:
+        """The clip's file, or its tar; an image is not even opened."""
+        return item.media.path if item.num_frames > 1 else ""
+
+
+def motion(clip: Clip, progress: Callable[[], object] = lambda: None) -> float:
+    """The mean absolute luma difference between frames an eighth of a second apart.
+
+    VMAF's motion feature ("the average absolute pixel difference for the luminance component",
+    github.com/Netflix/vmaf, resource/doc/features.md), but an eighth of a second apart, so that a
+    clip scores alike at 24 and at 60 frames a second, and of small frames, which takes out noise
+    and grain as VMAF's blur does.
+
+    Distances are counted in frames, by the clip's average frame rate. A cut counts as what it is
+    for a model too: a large change.
+
+    Args:
+        clip: of which clip.
+        progress: called after each passage.
+
+    Returns:
+        Levels of 255: 0 for an image and a frozen video, 1 to 20 for most others.
+
+    Raises:
+        ClipError: the clip cannot be decoded.
+    """
+    if clip.num_frames < 2:
+        return 0.0
+    changes = []
+    for window in _windows(clip):
+        changes.append(_changes(read_window(window)))
+        progress()
+    return float(np.concatenate(changes).mean())
+
+
+def _changes(frames: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """The mean absolute luma difference of neighbours: [3, F, H, W] to [F - 1]."""
+    luma = np.einsum("c,cfhw->fhw", _LUMA, frames, dtype=np.float32)
+    changes: NDArray[np.float32] = np.abs(np.diff(luma, axis=0)).mean(axis=(1, 2))
+    return changes
+
+
+def _windows(clip: Clip) -> list[Window]:
+    stride = min(max(1, round(clip.fps * STEP_SECONDS)), clip.num_frames - 1)
+    num_frames = min(_FRAMES, (clip.num_frames - 1) // stride + 1)
+    last_start = clip.num_frames - 1 - (num_frames - 1) * stride
+    passages = min(_PASSAGES, last_start // (num_frames * stride) + 1)
+    starts = np.linspace(0, last_start, passages) if passages > 1 else [last_start // 2]
+    return [_window(clip, int(start), num_frames, stride) for start in starts]
+
+
+def _window(clip: Clip, start: int, num_frames: int, stride: int) -> Window:
+    scale = min(1.0, SHORT_SIDE / min(clip.height, clip.width))
+    height, width = max(1, round(clip.height * scale)), max(1, round(clip.width * scale))
+    frames = range(start, start + num_frames * stride, stride)
+    return window_of(clip, frames, Crop(height, width, top=0, left=0), height, width)
+
+
+@dataclass(frozen=True)
+class OwnScore(Task[Clip, float | ClipError]):
+    """Call somebody's function for one clip.
+
+    Attributes:
+        by: `module:function`.
+        folder: where the module is looked for after all other places.
+    """
+
+    by: str
+    folder: str
+    doing = "scoring"
+    silence_seconds: float = 3600.0  # it reports no progress
+
+    @cached_property
+    def function(self) -> Callable[[Clip], Any]:
+        """What is called.
+
+        Raises:
+            DataError: there is no such function.
+        """
+        return _find(self.by, self.folder)
+
+    @property
+    def version(self) -> str:
+        """Digits that name what the function's module says; empty where it has no file."""
+        path = getattr(sys.modules.get(self.function.__module__), "__file__", None)
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12] if path else ""
+
+    def do(self, item: Clip, progress: Callable[[], object]) -> float | ClipError:
+        """Call the function.
+
+        Raises:
+            DataError: the function raised an error, or returned no number.
+        """
+        try:
+            value = self.function(item)
+        except ClipError as error:
+            return error
+        except Exception as error:
+            raise DataError(
+                f"{self.by} raised {type(error).__name__} for {item.path} ({item.identity}): "
+                f"{error}. Mend the function; to leave a clip unscored, return float('nan')."
+            ) from error
+        if not _is_number(value):
+            raise DataError(
+                f"{self.by} returned {value!r} for {item.path} ({item.identity}); expected a "
+                "finite number, or float('nan') for unknown."
+            )
+        return float(value)
+
+    def lost(self, item: Clip, reason: str) -> ClipError:
+        """It is not scored."""
+        return ClipError(item.path, reason)
+
+    def reads(self, item: Clip) -> str:
+        """The clip's file, or its tar."""
+        return item.media.path
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return not isinstance(value, str | bool) and not math.isinf(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _find(by: str, folder: str) -> Callable[[Clip], Any]:
+    module_name, _, function_name = by.partition(":")
+    if folder not in sys.path:
+        sys.path.append(folder)  # last: a file that lies here must not hide an installed package
+    try:
+        found = getattr(importlib.import_module(module_name), function_name, None)
+    except Exception as error:
+        raise DataError(
+            f"The score {by} was not found: importing {module_name} raised "
+            f"{type(error).__name__}: {error}. Looked where Python looks, and in {folder}."
+        ) from error
+    if not callable(found):
+        names = [key for key, value in vars(sys.modules[module_name]).items() if callable(value)]
+        near = nearest(function_name, names)
+        hint = f" Did you mean {near!r}?" if near else ""
+        raise DataError(
+            f"The score {by} was not found: {module_name} has no function {function_name!r}.{hint}"
+        )
+    function: Callable[[Clip], Any] = found
+    return function
+
+
+SCORES = {
+    "nouns": "nouns in the caption, each as often as it occurs (English)",
+    "motion": "how far the picture changes in an eighth of a second (0 to 255)",
+    "length": "words in the caption",
+}
+"""The scores that come with longtake, and what each one counts."""
+
+_Progress = Callable[[int, int], None]
+_ROW: TypeAdapter[tuple[int, float]] = TypeAdapter(tuple[Count, float])
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A catalog with one more attribute.
+
+    Attributes:
+        catalog: the same clips.
+        name: what the attribute is called.
+        values: [N] float64, in the catalog's order; NaN where unknown: a clip without a caption,
+            or one that failed.
+        failed: clips that could not be decoded, and why.
+        journal: what is kept of it until the catalog is written.
+    """
+
+    catalog: Catalog
+    name: str
+    values: NDArray[np.float64]
+    failed: tuple[Rejection, ...] = ()
+    journal: Journal[tuple[int, float]] | None = field(default=None, compare=False, repr=False)
+
+    def settle(self) -> None:
+        """Forget what was kept beside the catalog: it is written now."""
+        if self.journal is not None:
+            self.journal.remove()
+
+    @property
+    def num_known(self) -> int:
+        """How many clips have a score."""
+        return int(np.count_nonzero(~np.isnan(self.values)))
+
+
+def score(
+    catalog: Catalog,
+    by: str,
+    *,
+    name: str | None = None,
+    on: str | None = None,
+    workers: int | None = None,
+    out: Path | None = None,
+    progress: _Progress | None = None,
+    memory_gib: float = MEMORY_GIB,
+) -> Scored:
+    """Add one attribute to all clips; one of that name that is already there is replaced.
+
+    Args:
+        catalog: of which clips; it is not changed.
+        by: one of `SCORES`, or `module:function`: a function that takes a `Clip` and returns a
+            number, NaN for unknown. It is called in this process, for one clip after the other,
+            or on a cluster in many. The module is looked for where Python looks, and then in the
+            working directory.
+        name: of the attribute; by default that of the score or of the function.
+        on: where clips are tagged or decoded; see `run_tasks`. The values are the same.
+        workers: processes that do so; by default as many as there are cores.
+        out: the catalog that will be written: beside it is kept what is known so far, and taken up
+            again (`Scored.settle` removes that). None: nothing is kept.
+        progress: called with (clips done, clips in all).
+        memory_gib: what decoding one clip may take; the score of a clip that needs more is unknown.
+
+    Raises:
+        DataError: there is no such score or function, the name cannot be an attribute's, the
+            function returned no number or raised an error (a ClipError apart: that clip failed),
+            or no worker can be started.
+    """
+    own = None if by in SCORES else _own(by)
+    name = _checked(by.rpartition(":")[2] if name is None else name)
+    if by == "length":
+        lengths = [num_words(caption) for caption in catalog.captions()]
+        return _scored(catalog, name, np.array(lengths, dtype=np.float64))
+    if own and on is None:
+        workers = 0  # a user's function need not work in another process
+    facts = {"by": by, "version": own.version if own else "", "catalog": catalog.fingerprint}
+    journal = None
+    if out is not None:
+        path = out.with_name(f".{out.name}.{name}.journal.jsonl")
+        journal = Journal(path, _ROW, header=facts)
+    known = dict(journal.read()) if journal else {}
+    rows = [row for row in range(len(catalog)) if row not in known]
+    task = own or MotionScore(Limits(memory_gib))
+    results = _results(catalog, rows, by, task, on, workers)
+    with closing(results), journal or nullcontext():
+        values, failed = _collected(
+            catalog, known, zip(rows, results, strict=True), journal, progress
+        )
+    return replace(_scored(catalog, name, values), failed=failed, journal=journal)
+
+
+def _own(by: str) -> OwnScore:
+    if not all(by.partition(":")):
+        near = nearest(by, SCORES)
+        hint = f" Did you mean {near!r}?" if near else ""
+        raise DataError(
+            f"There is no score {by!r}.{hint} There are "
+            f"{', '.join(SCORES)}, and your own as module:function."
+        )
+    own = OwnScore(by, str(Path.cwd()))
+    _ = own.function  # what is wrong with it is said before any work
+    return own
+
+
+def _scored(catalog: Catalog, name: str, values: NDArray[np.float64]) -> Scored:
+    return Scored(catalog.with_attribute(name, values), name, values)
+
+
+def _results(
+    catalog: Catalog,
+    rows: Sequence[int],
+    by: str,
+    task: Task[Clip, float | ClipError],
+    on: str | None,
+    workers: int | None,
+) -> Generator[float | ClipError]:
+    """The scores of some clips, in their order."""
+    if by == "nouns":
+        captions = catalog.captions()
+        yield from nouns_of_all([captions[row] for row in rows], on=on, workers=workers)
+        return
+    is_all = len(rows) == len(catalog)
+    clips = catalog.clips() if is_all else (catalog.clip(row) for row in rows)
+    yield from in_order(run_tasks(task, clips, on=on, workers=workers))
+
+
+def _collected(
+    catalog: Catalog,
+    known: Mapping[int, float],
+    results: Iterable[tuple[int, float | ClipError]],
+    journal: Journal[tuple[int, float]] | None,
+    progress: _Progress | None,
+) -> tuple[NDArray[np.float64], tuple[Rejection, ...]]:
+    """The values [N], NaN where a clip failed, and the failures."""
+    values, failed = np.full(len(catalog), np.nan), []
+    values[list(known)] = list(known.values())
+    for done, (row, result) in enumerate(results, start=len(known) + 1):
+        if isinstance(result, ClipError):
+            failed.append(Rejection(catalog.clip(row).path, result.reason))
+        else:
+            values[row] = result
+            if journal:
+                journal.add((row, result))
+        if progress:
+            progress(done, len(catalog))
+    return values, tuple(failed)
+
+
+def _checked(name: str) -> str:
+    if not name.isidentifier():
+        raise DataError(
+            f"An attribute cannot be called {name!r}: recipes use it in conditions such as "
+            f"`nouns <= 12`. Choose a name of letters, digits and _ (--name)."
+        )
+    if name in (*CLIP_SCHEMA.names, "aspect", "difficulty"):
+        raise DataError(
+            f"An attribute cannot be called {name!r}: in recipes that has "
+            f"a meaning already. Choose another name (--name my_{name})."
+        )
+    return name

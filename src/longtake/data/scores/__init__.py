@@ -1,1 +1,0 @@
-"""What a clip can be scored by, one file per score."""
