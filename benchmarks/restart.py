@@ -29,7 +29,7 @@ from longtake.data.index import index
 from longtake.demo.shapes import write_clips
 from longtake.faults.sandbox import RunObserver, TrainingProcess
 from longtake.heartbeat import heartbeat_dir, read_heartbeats
-from longtake.inspection.starts import WORDS
+from longtake.inspection.tables import START_PHASES
 
 _RESULTS = Path(__file__).parent / "results" / "restart.md"
 _MARK = "## "
@@ -160,7 +160,7 @@ def _words(part: str) -> str:
         "before": "the others notice and end, all are started again",
         "all": "**from the kill to the end of the first step**",
     }
-    return own.get(part) or WORDS.get(part, part)
+    return own.get(part) or START_PHASES.get(part, part)
 
 
 def _seconds(numbers: Sequence[float]) -> str:

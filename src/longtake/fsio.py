@@ -523,6 +523,11 @@ def read_lines(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[byt
             raise RecordError(path, error.strerror or str(error)) from error
 
 
+def note_skipped_lines(path: Path, num_skipped: int) -> None:
+    """Let `skipped_lines` name a file that a reader outside of this module has read."""
+    _num_skipped[path] = num_skipped
+
+
 def skipped_lines() -> list[str]:
     """A sentence for each file in which `read_records` has skipped lines, since the last call."""
     counts = [(path, count) for path, count in _num_skipped.items() if count]

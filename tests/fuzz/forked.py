@@ -34,7 +34,7 @@ _IMPORTED = (
     "longtake.evaluation.server",
     "longtake.evaluation.export",
     "longtake.evaluation.sampling.studio",
-    "longtake.inspection.curves",
+    "longtake.inspection.plots",
     "longtake.data.index",
     "longtake.data.audit",
     "torch._dynamo",  # by the first step of an optimizer

@@ -8,10 +8,9 @@ from rich.console import Console
 
 from longtake.config import Recipe
 from longtake.data.batch import Batch
-from longtake.inspection.around import around
-from longtake.inspection.curves import draw
-from longtake.inspection.glance import glance
-from longtake.inspection.tables import print_around, print_glance
+from longtake.inspection.facts import run_facts, step_facts
+from longtake.inspection.plots import draw_curves
+from longtake.inspection.tables import print_run, print_steps
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
 from longtake.training import loop
@@ -44,7 +43,7 @@ def repaired(small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatc
 
 def test_a_repaired_run_is_shown(repaired: RunDirectory, tmp_path: Path) -> None:
     """Verdicts, the rollback, both passes over the steps, and the clips of the batch."""
-    facts = glance(repaired)
+    facts = run_facts(repaired)
     assert (facts["state"], facts["steps"], facts["abandoned_rows"]) == ("finished", 20, 5)
     verdicts = [(each["step"], each["verdict"], each["reason"]) for each in facts["verdicts"]]
     assert verdicts == [(14, "skip", "non_finite"), (15, "roll_back", "non_finite")]
@@ -52,7 +51,7 @@ def test_a_repaired_run_is_shown(repaired: RunDirectory, tmp_path: Path) -> None
     assert (rolled_back["from_step"], rolled_back["to_step"]) == (15, 10)
     assert not any(each["damage"] or each["abandoned"] for each in facts["checkpoints"])
 
-    facts = around(repaired, 15, 2)
+    facts = step_facts(repaired, 15, 2)
     first, end = rolled_back["skipped"]
     rows = [(row["step"], row["batch"], row["abandoned"]) for row in facts["rows"]]
     assert rows[:3] == [(13, 12, True), (14, 13, True), (15, 14, True)]
@@ -70,11 +69,11 @@ def test_a_repaired_run_is_shown(repaired: RunDirectory, tmp_path: Path) -> None
     assert losses == sorted(losses, reverse=True)
     assert all(Path(each["path"]).is_file() for each in clips["samples"])
 
-    after = around(repaired, 19, 0)["clips"]  # where nothing happened: by the ledger
+    after = step_facts(repaired, 19, 0)["clips"]  # where nothing happened: by the ledger
     assert (after["source"], after["batch"]) == ("ledger", 18 + end - first)
     assert [bool(each["caption"]) for each in after["samples"]] == [True] * 4
 
-    draw(repaired, tmp_path / "curves.png", 15, 5)
+    draw_curves(repaired, tmp_path / "curves.png", 15, 5)
     console = Console(quiet=True)
-    print_glance(console, glance(repaired))
-    print_around(console, facts)
+    print_run(console, run_facts(repaired))
+    print_steps(console, facts)

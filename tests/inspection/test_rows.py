@@ -1,41 +1,322 @@
-"""Rows of metrics, the abandoned ones told from those that count."""
+"""Rows of metrics: what is read, what is skipped, what was abandoned, and the cache."""
 
-from longtake.inspection.rows import passes, read_rows
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longtake import fsio
+from longtake.errors import RecordError
+from longtake.inspection import rows as rows_module
+from longtake.inspection.rows import MetricRows, read_rows
 from longtake.run_dir import RunDirectory
+
+_GOOD = {
+    "step": 1,
+    "epoch": 0,
+    "loss": 0.5,
+    "grad_norm": 1,
+    "learning_rate": 1e-3,
+    "step_seconds": 0.25,
+    "data_seconds": 0.0,
+    "time": 1.7e9,
+    "batch": 0,
+    "loss_by_sigma": [0.1, None, 0.3, 0.4],
+    "weight_norm": 7.5,
+    "group_grad_norms": {"mlp": 0.1, "other": None},
+    "launch": "73e88faa",
+}
 
 
 def test_what_counts_is_what_the_run_says_counts(told: RunDirectory) -> None:
     """Rows that are not abandoned are the run's metrics, one for each step."""
     rows = read_rows(told)
-    assert [row.metrics for row in rows if not row.is_abandoned] == told.metrics()
-    assert [row.step for row in rows if row.is_abandoned] == list(range(13, 21))
-    assert [row.step for row in rows] == [*range(1, 21), *range(13, 25)]
+    assert rows.kept.metrics() == told.metrics()
+    assert rows.metrics() == told.metric_lines()
+    assert rows.step[rows.is_abandoned].tolist() == list(range(13, 21))
+    assert rows.step.tolist() == [*range(1, 21), *range(13, 25)]
 
 
 def test_each_time_that_the_run_went_forward_is_a_pass(told: RunDirectory) -> None:
     """It went back once."""
-    spans = [(mine[0].step, mine[-1].step) for mine in passes(read_rows(told))]
-    assert spans == [(1, 20), (13, 24)]
-    assert passes([]) == []
+    rows = read_rows(told)
+    assert [(each.step[0], each.step[-1]) for each in rows.passes()] == [(1, 20), (13, 24)]
+    assert rows[:0].passes() == []
 
 
 def test_a_rollback_abandons_rows_though_none_follow(killed: RunDirectory) -> None:
     """The run was killed right after it."""
     rows = read_rows(killed)
-    assert [row.step for row in rows if row.is_abandoned] == list(range(13, 21))
+    assert rows.step[rows.is_abandoned].tolist() == list(range(13, 21))
 
 
 def test_a_step_that_was_given_up_once_counts_when_it_is_done_again(told: RunDirectory) -> None:
     """Whatever the clock said then, and though it was the last step before the rollback."""
     lines = told.metrics_path.read_text().splitlines(keepends=True)
     told.metrics_path.write_text("".join(lines[:28]))  # up to step 20 of the second pass
-    rows = read_rows(told)
-    assert [row.step for row in rows if not row.is_abandoned] == list(range(1, 21))
+    assert read_rows(told).kept.step.tolist() == list(range(1, 21))
 
 
 def test_batches_are_known_of_older_runs_too(told: RunDirectory) -> None:
     """Which did not write them down, and skipped none."""
+    assert read_rows(told).table["batch"][-3:].tolist() == [30, 31, 32]
+    assert read_rows(told).step_of_batch(30) == 22
+    assert read_rows(told).step_of_batch(13) == 14  # abandoned, and never trained again
+    assert read_rows(told).step_of_batch(99) is None
+    lines = [json.loads(line) for line in told.metrics_path.read_text().splitlines()]
+    for line in lines[3], lines[-1]:
+        del line["batch"]
+    _write(told, *lines)
+    assert read_rows(told).table["batch"][[3, -1]].tolist() == [3, 23]
+
+
+def _write(run: RunDirectory, *lines: dict[str, Any] | bytes) -> None:
+    octets = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    run.metrics_path.write_bytes(b"".join(line + b"\n" for line in octets))
+
+
+def _with(**fields: Any) -> dict[str, Any]:
+    return {**_GOOD, **fields}
+
+
+def _without(name: str) -> dict[str, Any]:
+    return {key: value for key, value in _GOOD.items() if key != name}
+
+
+_LINES: dict[str, dict[str, Any] | bytes] = {
+    "null": _with(loss=None, grad_norm=None, weight_norm=None),
+    "no loss": _without("loss"),
+    "no weight norm": _without("weight_norm"),
+    "no batch": _without("batch"),
+    "no launch": _without("launch"),
+    "launch null": _with(launch=None),
+    "batch null": _with(batch=None),
+    "verdict": _with(verdict="skip"),
+    "verdict null": _with(verdict=None),
+    "verdict unknown": _with(verdict="maybe"),
+    "other field": _with(new_in_a_later_longtake=[{}]),
+    "another optional field": _with(mfu=0.4),
+    "another group": _with(group_grad_norms={"norm": 0.1}),
+    "group is text": _with(group_grad_norms={"mlp": "x"}),
+    "group null": _with(group_grad_norms=None),
+    "step is a float": _with(step=5.0),
+    "step is text": _with(step="5"),
+    "step is negative": _with(step=-1),
+    "step is huge": _with(step=2**60),
+    "epoch is huge": _with(epoch=2**53 + 1),
+    "NaN": _with(loss=float("nan")),
+    "infinite in a group": _with(group_grad_norms={"mlp": float("inf")}),
+    "exponent": json.dumps(_GOOD).replace("7.5", "1e999").encode(),
+    "time": _with(time=1e12),
+    "three sigmas": _with(loss_by_sigma=[0.1, 0.2, 0.3]),
+    "empty": b"",
+    "blank": b"  \t",
+    "half": json.dumps(_GOOD).encode()[:80],
+    "two on a line": json.dumps(_GOOD).encode() * 2,
+    "space around": b" " + json.dumps(_GOOD).encode() + b" ",
+    "carriage return": json.dumps(_GOOD).encode() + b"\r",
+    "field twice": json.dumps(_GOOD).encode().replace(b'"epoch"', b'"loss": 9.0, "epoch"'),
+    "escaped name": json.dumps(_GOOD).encode().replace(b'"epoch"', b'"\\u0065poch"'),
+    "lone surrogate": _with(launch="\ud800"),
+    "not UTF-8": json.dumps(_GOOD).encode().replace(b"73e88faa", b"\xff\xfe"),
+    "deep": json.dumps(_GOOD).encode()[:-1] + b', "x": ' + b"[" * 9 + b"]" * 9 + b"}",
+    "very deep": b"[" * 60_000 + b"]",
+    "long": _with(launch="x" * 70_000),
+    "list": b"[1, 2]",
+}
+
+
+@pytest.mark.parametrize("name", _LINES)
+@pytest.mark.parametrize("place", [0, 2])
+def test_the_same_lines_are_kept_and_skipped_as_by_pydantic_alone(
+    told: RunDirectory, name: str, place: int
+) -> None:
+    """First in a block, where the types of a block are taken from, and after good lines."""
+    lines: list[dict[str, Any] | bytes] = [_with(step=step, batch=step) for step in (1, 2, 3, 4)]
+    lines.insert(place, _LINES[name])
+    _write(told, *lines)
+    expected = told.metric_lines()
+    sentences = fsio.skipped_lines()
     rows = read_rows(told)
-    assert [row.batch for row in rows[-3:]] == [30, 31, 32]
-    del rows[3].metrics["batch"]
-    assert rows[3].batch == 3
+    assert rows.metrics() == expected
+    assert fsio.skipped_lines() == sentences
+    assert rows.step.tolist() == [each["step"] for each in expected]
+    assert rows.table["batch"].tolist() == [
+        each.get("batch", each["step"] - 1) for each in expected
+    ]
+    for field in ("loss", "grad_norm", "weight_norm", "time", "step_seconds"):
+        values = [each.get(field) for each in expected]
+        wanted = [np.nan if value is None else value for value in values]
+        np.testing.assert_array_equal(rows.table[field], wanted)
+    assert rows.table["has_weight_norm"].tolist() == ["weight_norm" in each for each in expected]
+    assert rows.table["has_verdict"].tolist() == ["verdict" in each for each in expected]
+
+
+def test_arrow_reads_what_the_loop_writes(
+    told: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pydantic reads the first line of each block, and lines with null."""
+    lines = [_with(step=step, batch=step) for step in range(1, 200)]
+    lines[50]["loss"], lines[60]["verdict"] = None, "skip"
+    _write(told, *lines)
+    num_read = 0
+    validate = rows_module._validate
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_read
+        num_read += 1
+        return validate(*arguments, **options)
+
+    monkeypatch.setattr(rows_module, "_validate", counted)
+    assert len(read_rows(told)) == 199
+    assert num_read == 2
+
+
+@pytest.mark.parametrize("ending", [b"", b"\n"])
+def test_lines_longer_than_a_block_are_skipped(
+    told: RunDirectory, ending: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without their newline; what follows is read."""
+    monkeypatch.setattr(rows_module, "_BLOCK_BYTES", 2**17)
+    data = told.metrics_path.read_bytes()
+    told.metrics_path.write_bytes(data + b"[" * 2**20 + b"\n" + data + b"[" * 2**20 + ending)
+    expected = told.metric_lines()
+    sentences = fsio.skipped_lines()
+    assert read_rows(told).metrics() == expected
+    assert fsio.skipped_lines() == sentences
+
+
+def test_a_file_that_changed_while_it_was_read_is_named(told: RunDirectory) -> None:
+    rows = read_rows(told)
+    told.metrics_path.write_text("{}\n")
+    with pytest.raises(RecordError, match=r"metrics\.jsonl cannot be read: it changed while"):
+        rows.metrics()
+    told.metrics_path.unlink()
+    assert len(read_rows(told)) == 0
+    told.metrics_path.mkdir()
+    with pytest.raises(RecordError, match=r"it is a folder, expected a regular file"):
+        read_rows(told)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of caches; every run is long enough to have one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(rows_module, "_CACHED_BYTES", 1)
+    return tmp_path / "cache" / "longtake" / "metrics"
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of all blocks that were parsed."""
+    sizes: list[int] = []
+    parse = rows_module._parse
+
+    def noted(offset: int, block: bytes) -> Any:
+        sizes.append(len(block))
+        return parse(offset, block)
+
+    monkeypatch.setattr(rows_module, "_parse", noted)
+    return sizes
+
+
+def _same(rows: MetricRows, run: RunDirectory) -> bool:
+    return rows.metrics() == run.metric_lines() and len(rows) > 0
+
+
+def test_only_new_lines_are_parsed(told: RunDirectory, cache: Path, parsed: list[int]) -> None:
+    """Nothing is written into the run, and damaged lines are still counted."""
+    before = sorted(told.path.rglob("*"))
+    _write(told, _GOOD, b"{", _with(step=2))
+    assert _same(read_rows(told), told)
+    with told.metrics_path.open("ab") as file:
+        file.write(json.dumps(_with(step=3)).encode() + b'\n{"step": 4')
+    size = told.metrics_path.stat().st_size
+    fsio.skipped_lines()
+    assert _same(read_rows(told), told)
+    assert len(parsed) == 2
+    assert sum(parsed) == size - len(b'{"step": 4')
+    assert fsio.skipped_lines() == [f"{told.metrics_path}: 1 line is no record and was left out."]
+    assert _same(read_rows(told), told)
+    assert len(parsed) == 2
+    assert sorted(told.path.rglob("*")) == before
+    assert [path.stat().st_mode & 0o077 for path in (cache,)] == [0]
+
+
+def _touch(run: RunDirectory, _: Path) -> None:
+    os.utime(run.metrics_path, (1, 1))
+
+
+def _shorten(run: RunDirectory, _: Path) -> None:
+    run.metrics_path.write_bytes(run.metrics_path.read_bytes().partition(b"\n")[0] + b"\n")
+
+
+def _rewrite(run: RunDirectory, _: Path) -> None:
+    data = run.metrics_path.read_bytes()
+    run.metrics_path.write_bytes(data.replace(b'"step":24', b'"step":25') + data)
+
+
+def _replace(run: RunDirectory, _: Path) -> None:
+    data = run.metrics_path.read_bytes()
+    with fsio.atomic_write(run.metrics_path) as partial:
+        partial.write_bytes(data + data)
+
+
+def _damage(_: RunDirectory, cache: Path) -> None:
+    data = cache.read_bytes()
+    cache.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+
+
+def _cut(_: RunDirectory, cache: Path) -> None:
+    cache.write_bytes(cache.read_bytes()[:-20])
+
+
+def _fake(_: RunDirectory, cache: Path) -> None:
+    cache.write_bytes(b'{"format": 1, "num_rows": 99999999999999}\n')
+
+
+def _pipe(_: RunDirectory, cache: Path) -> None:
+    cache.unlink()
+    os.mkfifo(cache)
+
+
+@pytest.mark.parametrize(
+    "change", [_touch, _shorten, _rewrite, _replace, _damage, _cut, _fake, _pipe]
+)
+def test_a_cache_of_another_file_or_a_damaged_one_is_not_used(
+    told: RunDirectory,
+    cache: Path,
+    parsed: list[int],
+    change: Callable[[RunDirectory, Path], None],
+) -> None:
+    read_rows(told)
+    (path,) = cache.iterdir()
+    change(told, path)
+    assert _same(read_rows(told), told)
+    assert parsed[1] == told.metrics_path.stat().st_size
+
+
+def test_without_a_place_for_caches_all_is_read(
+    told: RunDirectory, cache: Path, parsed: list[int]
+) -> None:
+    cache.parent.parent.write_text("a file")
+    assert _same(read_rows(told), told)
+    assert _same(read_rows(told), told)
+    assert len(parsed) == 2
+
+
+def test_old_caches_are_deleted(
+    told: RunDirectory, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows_module, "_MAX_CACHES", 1)
+    cache.mkdir(parents=True)
+    old = cache / "old.rows"
+    old.write_bytes(b"")
+    os.utime(old, (1, 1))
+    read_rows(told)
+    assert len(list(cache.iterdir())) == 1
+    assert not old.exists()

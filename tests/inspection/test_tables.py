@@ -7,9 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from longtake.inspection.around import around
-from longtake.inspection.glance import glance
-from longtake.inspection.tables import print_around, print_glance, said
+from longtake.inspection.facts import run_facts, step_facts
+from longtake.inspection.tables import print_run, print_steps, said
 from longtake.run_dir import RunDirectory
 
 
@@ -21,7 +20,7 @@ def _printed(tell: Callable[[Console, dict[str, Any]], None], facts: dict[str, A
 
 def test_a_glance_says_how_the_run_stands(told: RunDirectory) -> None:
     """Its state first, and a line or more for each thing; then what to type."""
-    lines = _printed(print_glance, glance(told))
+    lines = _printed(print_run, run_facts(told))
     assert lines[0] == f"{told.path}: tubelet, step 24 of 40, interrupted and saved"
     text = "\n".join(line.rstrip() for line in lines)
     assert "from step 0, 1 process on cpu of " in text
@@ -51,7 +50,7 @@ def test_long_lists_are_shortened(told: RunDirectory) -> None:
     """The newest are shown, and how many there were before."""
     for record in told.rollbacks() * 20:
         told.append_rollback(record)
-    text = "\n".join(_printed(print_glance, glance(told)))
+    text = "\n".join(_printed(print_run, run_facts(told)))
     assert "… and 9 before that" in text
     assert text.count("without batches 13 to 21") == 12
 
@@ -64,7 +63,7 @@ def _cells(lines: list[str], step: int) -> list[list[str]]:
 
 def test_the_steps_around_one_are_a_table(told: RunDirectory) -> None:
     """A gap where a sigma had no sample, and a word where a number is none."""
-    lines = _printed(print_around, around(told, 20, 2))
+    lines = _printed(print_steps, step_facts(told, 20, 2))
     first, again = _cells(lines, 20)
     assert first[:2] == ["20", "19"]
     assert first[-3:] == ["roll", "back,", "abandoned"]
@@ -75,15 +74,15 @@ def test_the_steps_around_one_are_a_table(told: RunDirectory) -> None:
     assert "went back from step 20 to the checkpoint of step 12; batches 13 to 21" in text
     assert "The guard at step 20, batch 19: roll back" in text
     assert "It began after step 14." in text
-    (skipped,) = _cells(_printed(print_around, around(told, 9, 0)), 9)
+    (skipped,) = _cells(_printed(print_steps, step_facts(told, 9, 0)), 9)
     assert skipped[2:4] == ["no", "number"]
 
 
 def test_clips_are_listed_with_their_captions_and_files(told: RunDirectory) -> None:
     """By the guard with losses, by the ledger without; where there are none, with the reason."""
     for step, by in ((9, "as the guard saw them"), (24, "by the ledger")):
-        facts = around(told, step, 1)
-        lines = _printed(print_around, facts)
+        facts = step_facts(told, step, 1)
+        lines = _printed(print_steps, facts)
         place = next(n for n, line in enumerate(lines) if line.startswith("The clips of step"))
         assert lines[place].endswith(by)
         listed = "\n".join(lines[place:])
@@ -98,21 +97,21 @@ def test_why_there_are_no_clips_is_said(killed: RunDirectory) -> None:
     """And where there are some."""
     for path in killed.guard_path.iterdir():
         path.unlink()
-    lines = _printed(print_around, around(killed, 20, 1))
+    lines = _printed(print_steps, step_facts(killed, 20, 1))
     (line,) = [each for each in lines if each.startswith("No clips are known of step 20")]
     assert "was abandoned, and no report of the guard is near" in line
     assert line.endswith("Its verdicts are on the steps 9, 20.")
     killed.ledger_path.rename(killed.path / "elsewhere")
-    lines = _printed(print_around, around(killed, 12, 1))
+    lines = _printed(print_steps, step_facts(killed, 12, 1))
     assert "No clips are known of step 12: the ledger has none of them." in lines
 
 
 def test_text_that_looks_like_markup_is_printed_as_it_is(told: RunDirectory) -> None:
     """Captions and messages may hold anything."""
-    facts = around(told, 9, 1)
+    facts = step_facts(told, 9, 1)
     facts["clips"]["samples"][0]["caption"] = "a [red] ball [/b]"
     facts["report"]["verdict"]["message"] = "see [bold]"
-    text = "\n".join(_printed(print_around, facts))
+    text = "\n".join(_printed(print_steps, facts))
     assert "a [red] ball [/b]" in text
     assert "see [bold]" in text
 

@@ -16,9 +16,8 @@ from longtake import config
 from longtake.config import Recipe
 from longtake.fsio import read_json_lines, write_json
 from longtake.heartbeat import HeartbeatWriter, Phase, heartbeat_session, launch_seconds
-from longtake.inspection.glance import glance
-from longtake.inspection.starts import in_line, starts
-from longtake.inspection.tables import print_glance
+from longtake.inspection.facts import run_facts
+from longtake.inspection.tables import print_run, said
 from longtake.run_dir import RunDirectory
 from longtake.training import kept_plan
 from longtake.training.fit import Fit, fit
@@ -124,16 +123,20 @@ def test_a_launch_after_a_regular_end_was_not_down(restarted: RunDirectory) -> N
     assert _events(restarted, "started")[-1]["down_seconds"] is None
 
 
+def _line(start: dict[str, Any]) -> str:
+    return said({"event": "started", **start})
+
+
 def test_starts_are_shown(restarted: RunDirectory) -> None:
     """The newest as a table, those before it in a line each."""
-    found = starts(restarted)
+    found = run_facts(restarted)["starts"]
     assert [each["step"] for each in found] == [0, 8]
     text = StringIO()
-    print_glance(Console(file=text, highlight=False, soft_wrap=True), glance(restarted))
+    print_run(Console(file=text, highlight=False, soft_wrap=True), run_facts(restarted))
     shown = text.getvalue()
-    assert in_line(found[0])[:60] in shown
-    assert in_line(found[0]).startswith("from step 0 to the next in ")
-    assert "a step again" in in_line(found[1])
+    assert _line(found[0])[:60] in shown
+    assert _line(found[0]).startswith("from step 0 to the next in ")
+    assert "a step again" in _line(found[1])
     for part in ("process and imports", "model is built", "since the last step before a crash"):
         assert part in shown
     assert "slowest rank" not in shown

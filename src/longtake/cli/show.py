@@ -33,21 +33,21 @@ def show(
     directory = RunDirectory(run)
     with phase_lines(say.console(), "reading the run's records") as enter:
         from longtake.fsio import check_picture_name
-        from longtake.inspection.around import around as look_around
-        from longtake.inspection.curves import draw
-        from longtake.inspection.glance import glance
-        from longtake.inspection.tables import print_around, print_glance
+        from longtake.inspection.facts import run_facts, step_facts
+        from longtake.inspection.tables import print_run, print_steps
 
         if out is not None:
             check_picture_name(out)
         if around is None:
-            facts, tell = glance(directory), print_glance
+            facts, tell = run_facts(directory), print_run
         else:
-            facts = look_around(directory, around, 8 if span is None else span)
-            tell = print_around
+            facts = step_facts(directory, around, 8 if span is None else span)
+            tell = print_steps
         if out is not None:
             enter("drawing")
-            draw(directory, out, around, 100 if span is None else span)
+            from longtake.inspection.plots import draw_curves
+
+            draw_curves(directory, out, around, 100 if span is None else span)
             facts["picture"] = str(out)
     say.skipped_lines()
     if as_json:

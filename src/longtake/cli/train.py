@@ -95,7 +95,7 @@ def _say_how_to_go_on(outcome: "Outcome", out: Path, *, fresh: bool) -> None:
 
 
 def _say_what_was_done(outcome: "Outcome", recipe: "Recipe", *, as_json: bool) -> None:
-    from longtake.inspection.glance import command_to_sample
+    from longtake.inspection.facts import command_to_sample
     from longtake.run_dir import RunDirectory
 
     out = outcome.run or recipe.out

@@ -1,4 +1,4 @@
-"""What `longtake show` tells, as tables for people; made of nothing but its JSON."""
+"""Prints the facts of a run, or of the steps around one, as tables."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -10,16 +10,49 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from longtake.formatting import escape, format_duration, format_size, plural
-from longtake.inspection.starts import as_table, in_line, in_lines
-from longtake.inspection.troubles import sentence_of
 
 _PIPE_WIDTH = 120
 _QUARTERS = ("0-¼", "¼-½", "½-¾", "¾-1")
-_MOST_LISTED = 12
+_MAX_LISTED = 12
+START_PHASES = {
+    "imports": "process and imports",
+    "rendezvous": "ranks meet",
+    "data": "data and run directory",
+    "plan": "plan of the memory",
+    "build": "model is built",
+    "cache": "cache is filled",
+    "load": "checkpoint is loaded",
+    "first_batch": "first batch",
+    "first_step": "first step",
+}
+_INCIDENTS = {
+    "stalled": "stalled",
+    "rank_died": "rank died",
+    "rank_failed": "rank failed",
+    "killed_rank": "rank killed",
+    "restarted_worker": "worker restarted",
+    "decoder_stalled": "decoder stalled",
+    "decoder_died": "decoder died",
+    "clock_stepped": "clock stepped",
+    "clock_slewed": "clock slewed",
+    "degraded": "degraded",
+    "disk_full": "disk full",
+    "checkpoint_failed": "save failed",
+}
+_SENTENCES = (
+    "stalled",
+    "rank_died",
+    "rank_failed",
+    "clock_stepped",
+    "clock_slewed",
+    "degraded",
+    "disk_full",
+)
+"""Events of which `said` is `incident_sentence`."""
 
 
-def print_glance(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print what `glance` returned."""
+def print_run(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print what `run_facts` returned."""
     _widen(console)
     steps = f"step {facts['steps']} of {facts['total_steps']}"
     title = f"{facts['run']}: {facts['family']}, {steps}, {_state(facts)}"
@@ -30,14 +63,14 @@ def print_glance(console: Console, facts: Mapping[str, Any]) -> None:
             grid.add_row(f"  {name}" if number == 0 else "", escape(line))
     _print(console, grid)
     if facts["starts"]:
-        _print(console, as_table(facts["starts"][-1], facts["launches"][-1]["world_size"]))
+        _print(console, _start_table(facts["starts"][-1], facts["launches"][-1]["world_size"]))
     _print(console, "\nType next" if facts["next"] else "")
     for way in facts["next"]:
         _print(console, f"  {way['for']}:\n    [bold]{escape(way['command'])}[/bold]")
 
 
-def print_around(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print what `around` returned."""
+def print_steps(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print what `step_facts` returned."""
     _widen(console)
     _print(console, f"[bold]{escape(facts['run'])}, around step {facts['step']}[/bold]")
     _print(console, _rows(facts))
@@ -48,17 +81,6 @@ def print_around(console: Console, facts: Mapping[str, Any]) -> None:
     if facts["report"] is not None:
         _print_report(console, facts["report"])
     _print_clips(console, facts)
-
-
-_SENTENCES = (
-    "stalled",
-    "rank_died",
-    "rank_failed",
-    "clock_stepped",
-    "clock_slewed",
-    "degraded",
-    "disk_full",
-)
 
 
 def said(event: Mapping[str, Any]) -> str:
@@ -77,14 +99,60 @@ def said(event: Mapping[str, Any]) -> str:
     if kind == "checkpoint":
         return f"checkpoint of step {step}"
     if kind == "started":
-        return in_line(event)
+        return _start_line(event)
     if kind in _SENTENCES:
-        return sentence_of(event)
+        return incident_sentence(event)
     hidden = ("event", "time", "at", "step", "options", "per_block", "report")
     rest = {name: value for name, value in event.items() if name not in hidden and value}
     facts = _in_words(rest)
     where = "" if step is None else f" at step {step}"
     return f"{kind.replace('_', ' ')}{where}{': ' * bool(facts)}{facts}"
+
+
+def incident_words(incident: Mapping[str, Any]) -> str:
+    """What kind of incident it is, in a word or two; of a clock with its size."""
+    words = _INCIDENTS[incident["event"]]
+    if incident["event"] == "clock_stepped" and "seconds" in incident:
+        return f"{words} {incident['seconds']:+.3g} s"
+    return words
+
+
+def incident_sentence(incident: Mapping[str, Any]) -> str:
+    """What happened, on which node and why."""
+    texts = (incident.get(name) for name in ("sentence", "message", "reason", "error"))
+    text = str(next((each for each in texts if each), ""))
+    if incident["event"] == "rank_failed":
+        text = f"rank {incident['rank']} ({incident['phase']}): {text}"
+    host = incident.get("host", "")
+    where = f" on {host}" if host and host not in text else ""
+    return f"{incident_words(incident)}{where}{': ' * bool(text)}{text}"
+
+
+def _start_line(start: Mapping[str, Any]) -> str:
+    """One launch: from which step, how long, most of it on what."""
+    parts = sorted(start["seconds"].items(), key=lambda each: -each[1])[:3]
+    most = ", ".join(f"{START_PHASES.get(part, part)} {seconds:.1f} s" for part, seconds in parts)
+    down = start["down_seconds"]
+    again = "" if down is None else f"; a step again {down:.1f} s after the last one before a crash"
+    return f"from step {start['step']} to the next in {start['total']:.1f} s: {most}{again}"
+
+
+def _start_table(start: Mapping[str, Any], num_ranks: int) -> Table:
+    """The phases of one launch; with the slowest rank of each where there are several."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("start-up", no_wrap=True)
+    table.add_column("seconds", justify="right")
+    if num_ranks > 1:
+        table.add_column("slowest rank", justify="right")
+    for part, seconds in start["seconds"].items():
+        slowest = str(start["slowest"].get(part, ""))
+        cells = [START_PHASES.get(part, part), f"{seconds:.2f}", slowest]
+        table.add_row(*cells[: len(table.columns)])
+    table.add_section()
+    table.add_row("to the end of the first step", f"{start['total']:.2f}")
+    if start["down_seconds"] is not None:
+        table.add_row("since the last step before a crash", f"{start['down_seconds']:.2f}")
+    return table
 
 
 def _state(facts: Mapping[str, Any]) -> str:
@@ -136,10 +204,11 @@ def _about(facts: Mapping[str, Any]) -> dict[str, list[str]]:
         "verdicts": _shortened([_verdict(each) for each in facts["verdicts"]]),
         "rollbacks": _shortened([_rollback(each) for each in facts["rollbacks"]]),
     }
-    if earlier := in_lines(facts["starts"]):
+    # Of the newest there is a table.
+    if earlier := [_start_line(each) for each in facts["starts"][:-1]]:
         lines["started"] = _shortened(earlier)
     if facts["troubles"]:
-        told = [f"step {each['at']}: {sentence_of(each)}" for each in facts["troubles"]]
+        told = [f"step {each['at']}: {incident_sentence(each)}" for each in facts["troubles"]]
         lines["troubles"] = _shortened(told)
     for each in facts["evaluations"]:
         lines[f"preset {each['preset']}"] = _evaluated(each)
@@ -212,9 +281,9 @@ def _evaluated(facts: Mapping[str, Any]) -> list[str]:
 
 def _shortened(lines: Sequence[str]) -> list[str]:
     """The newest lines; how many there were before them; "none" where there is none."""
-    left_out = len(lines) - _MOST_LISTED
+    left_out = len(lines) - _MAX_LISTED
     before = [f"… and {left_out} before that"] if left_out > 0 else []
-    return [*before, *lines[-_MOST_LISTED:]] or ["none"]
+    return [*before, *lines[-_MAX_LISTED:]] or ["none"]
 
 
 def _rows(facts: Mapping[str, Any]) -> Table:
@@ -294,7 +363,7 @@ def _why_none(facts: Mapping[str, Any]) -> str:
     if source is not None:
         who = "the guard wrote none down" if source == "guard" else "the ledger has none of them"
         return f": {who}."
-    known = f" Its verdicts are on the steps {', '.join(map(str, steps[-_MOST_LISTED:]))}."
+    known = f" Its verdicts are on the steps {', '.join(map(str, steps[-_MAX_LISTED:]))}."
     return f": it was abandoned, and no report of the guard is near.{known if steps else ''}"
 
 

@@ -1,0 +1,476 @@
+"""Facts of a run, from its files alone: what `longtake show` prints as JSON or tables."""
+
+import math
+import re
+import shlex
+import statistics
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from longtake.checkpoint.manifest import damage
+from longtake.data.catalog import Catalog
+from longtake.data.clip import Clip
+from longtake.data.ledger import IDENTITY_BYTES, read_ledger, short_identity
+from longtake.data.references import reference_path
+from longtake.errors import DataError, RecordError, RunError
+from longtake.evaluation_dir import EvaluationDirectory
+from longtake.fsio import require_record
+from longtake.inspection.rows import MetricRows, read_rows
+from longtake.lease import history
+from longtake.node_dir import read_events, state
+from longtake.process import command
+from longtake.run_dir import GuardReport, ReportedSample, RunDirectory
+
+_MAX_CLIPS_READ = 64
+_NUM_RECENT_STEPS = 50
+_REPORT_NAME = re.compile(r"step_(\d+)_(\d+)\.json")
+
+_BATCH_EVENTS = ("stage", "epoch", "sample_rejected", "decoder_stalled", "decoder_died")
+"""Their `step` is the number of a batch."""
+_NEXT_STEP_EVENTS = ("stalled", "rank_died", "rank_failed", "killed_rank", "restarted_worker")
+"""Their `step` counts the steps that were done before; they happened in the next."""
+_VERDICT_EVENTS = ("skipped", "suspected")
+INCIDENT_EVENTS = (
+    *_NEXT_STEP_EVENTS,
+    *("decoder_stalled", "decoder_died", "clock_stepped", "clock_slewed", "degraded"),
+    *("disk_full", "checkpoint_failed"),
+)
+"""What happened to processes and nodes."""
+
+
+# --- A run ------------------------------------------------------------------------------------
+
+
+def run_facts(run: RunDirectory) -> dict[str, Any]:
+    """What a run's directory says of it as a whole.
+
+    Returns:
+        JSON: `run`, `id`, `created`, `recipe`, `family`, `steps`, `total_steps`, `state` (running,
+        stalled, dead, finished, interrupted or diverged), `holder` (`host`, `pid` and `time` of the
+        launch that trains it, or trained it last), `silent_seconds` (since its last sign of life),
+        `step_seconds` (the median of recent steps), `seconds_left` (None unless it runs),
+        `launches`, `starts` (where the seconds of each went before its first step), `newest` (the
+        last row of metrics that counts),
+        `abandoned_rows`, `checkpoints` (step, bytes, damage, abandoned), `verdicts`, `rollbacks`,
+        `troubles` (of processes and nodes), `evaluations` (see `evaluated`) and `next` (commands,
+        each with what it does).
+
+    Raises:
+        RunError: there is no run, or run.json is damaged.
+    """
+    recipe, record = run.recipe(), run.record()
+    rows, now, events = read_rows(run), state(run), list(read_events(run))
+    kept, holder = rows.kept, now.holder
+    steps = int(kept.step[-1]) if len(kept) else 0
+    checkpoints, evaluations = _checkpoints(run, steps), evaluated(run)
+    recent = kept.table["step_seconds"][-_NUM_RECENT_STEPS:].tolist()
+    seconds = statistics.median(recent) if recent else None
+    steps_left = recipe.training.steps - steps
+    return {
+        "run": str(run.path),
+        "id": record["id"],
+        "created": record["created"],
+        "recipe": str(run.recipe_path),
+        "family": recipe.model.family,
+        "steps": steps,
+        "total_steps": recipe.training.steps,
+        "state": now.kind,
+        "holder": holder and {name: holder[name] for name in ("host", "pid", "time")},
+        "silent_seconds": now.silent_seconds,
+        "step_seconds": seconds,
+        "seconds_left": (
+            steps_left * seconds if now.kind == "running" and seconds is not None else None
+        ),
+        "launches": record["launches"],
+        "starts": _starts(events),
+        "newest": next(iter(kept[-1:].metrics()), None),
+        "abandoned_rows": len(rows) - len(kept),
+        "checkpoints": checkpoints,
+        "verdicts": verdicts(events),
+        "rollbacks": run.rollbacks(),
+        "troubles": incidents(events, rows),
+        "evaluations": evaluations,
+        "next": _next_commands(run, now.kind, checkpoints, rows, evaluations),
+    }
+
+
+def verdicts(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The guard's verdicts other than "ok"; `step` is here as metrics count it."""
+    judged = (each for each in events if each["event"] in _VERDICT_EVENTS)
+    return [{**each, "step": each["step"] + 1} for each in judged]
+
+
+def incidents(events: Sequence[Mapping[str, Any]], rows: MetricRows) -> list[dict[str, Any]]:
+    """What happened to processes and nodes, each with `at`, its step as metrics count."""
+    found = (event for event in events if event["event"] in INCIDENT_EVENTS)
+    return [{**event, "at": _incident_step(event, rows)} for event in found]
+
+
+def _incident_step(event: Mapping[str, Any], rows: MetricRows) -> int:
+    step = event.get("step")
+    if step is not None:
+        return int(step) + (event["event"] in _NEXT_STEP_EVENTS)
+    # By the clock, which may be the incident itself; it decides only where it is drawn.
+    time = datetime.fromisoformat(event["time"]).timestamp()
+    index = bisect_right(rows.table["time"], time)
+    return int(rows.step[min(index, len(rows) - 1)]) if len(rows) else 0
+
+
+def step_of(event: Mapping[str, Any], rows: MetricRows) -> int | None:
+    """The step that an event belongs to, as metrics count: steps done with it; None: to none."""
+    step: int | None = event.get("step")
+    if step is not None and event["event"] in (*_VERDICT_EVENTS, *_NEXT_STEP_EVENTS):
+        return step + 1
+    if step is None or event["event"] not in _BATCH_EVENTS:
+        return step
+    trained = rows.step_of_batch(step)
+    return step + 1 if trained is None else trained
+
+
+def _starts(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The launches that reached their first step, the oldest first.
+
+    JSON: `time`, `step` (done before it), `seconds` by part, `total`, `slowest` (rank by part), and
+    `down_seconds` since the last step of the launch before, where a crash ended that one.
+    """
+    names = ("time", "step", "seconds", "total", "slowest", "down_seconds")
+    found = (event for event in events if event["event"] == "started")
+    return [{name: event.get(name) for name in names} for event in found]
+
+
+def _checkpoints(run: RunDirectory, steps: int) -> list[dict[str, Any]]:
+    """Step, bytes and damage (by the sizes of files; None: there is none) of each.
+
+    A run that was killed while it rolled back has abandoned ones until its next launch.
+    """
+    found, has_rolled_back = [], bool(run.rollbacks())
+    for step in run.checkpoint_steps():
+        path = run.checkpoint_path(step)
+        what = damage(path, checksums=False)
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        facts = {"step": step, "bytes": size, "damage": what}
+        found.append({**facts, "abandoned": has_rolled_back and step > steps})
+    return found
+
+
+def _next_commands(
+    run: RunDirectory,
+    state: str,
+    checkpoints: Sequence[dict[str, Any]],
+    rows: MetricRows,
+    evaluations: Sequence[dict[str, Any]],
+) -> list[dict[str, str]]:
+    """Commands, and what each is for; the likeliest first."""
+    own, path, ways = command(), shlex.quote(str(run.path)), []
+    if state in ("interrupted", "dead"):
+        ways.append((run.command_to_go_on(), "resume"))
+    if state == "stalled":
+        ways.append((f"{own} stacks {path}", "where its processes are"))
+    judged = rows.step[rows.table["has_verdict"]]
+    if len(judged):
+        ways.append((f"{own} show {path} --around {judged[-1]}", "the newest verdict"))
+    if any(each["damage"] is None and not each["abandoned"] for each in checkpoints):
+        ways.append((command_to_sample(run), "what it makes"))
+    shown = [each["preset"] for each in evaluations if each["steps"]]
+    if shown:
+        named = f"--preset {shlex.quote(shown[0])} --out sheet.png"
+        ways.append((f"{own} compare {path} {named}", "its checkpoints side by side"))
+    if len(rows):
+        ways.append((f"{own} show {path} --out curves.png", "its curves"))
+    if run.ledger_path.exists():
+        ways.append((f"{own} data audit {path}", "what it was trained on, proved"))
+    return [{"command": command, "for": what} for command, what in ways]
+
+
+def command_to_sample(run: RunDirectory) -> str:
+    """The command that samples a run.
+
+    A model that uses reference images gets those, and the caption, of a clip it was trained on.
+    """
+    recipe, prompt, references = run.recipe(), "…", ""
+    if recipe.data.references and (clip := _any_clip(run)) is not None:
+        prompt = clip.caption or prompt
+        references = "".join(
+            f" --reference {shlex.quote(f'{name}={reference_path(clip.path, pattern)}')}"
+            for name, pattern in recipe.data.references.items()
+        )
+    suffix = "png" if recipe.data.buckets[0].num_frames == 1 else "mp4"
+    words = f"--prompt {shlex.quote(prompt)}{references} --out sample.{suffix}"
+    return f"{command()} sample {shlex.quote(str(run.path))} {words}"
+
+
+def _any_clip(run: RunDirectory) -> Clip | None:
+    """A clip of the newest catalog that a run was trained on, with a caption if there is one."""
+    paths = sorted(run.catalogs_path.glob("*.parquet"), key=lambda path: path.stat().st_mtime)
+    with suppress(DataError):
+        for path in reversed(paths):
+            catalog = Catalog.load(path)
+            found = [catalog.clip(row) for row in range(min(len(catalog), _MAX_CLIPS_READ))]
+            return next((clip for clip in found if clip.caption), next(iter(found), None))
+    return None
+
+
+# --- Evaluations ------------------------------------------------------------------------------
+
+
+def evaluated(run: RunDirectory) -> list[dict[str, Any]]:
+    """A dict for each preset that was tried, by name.
+
+    Returns:
+        JSON: `preset`, `steps` (those with a result), `measures` and `held_out` (of the newest;
+        the second only where it was measured), `alarms` (what drifts at the newest, in words),
+        `unlike` (measures of it that lie outside of those of the training's clips) and `failed`
+        (step, reason and attempts of each that has no result).
+    """
+    directory = EvaluationDirectory(run)
+    tried = (path.name for path in (directory.path / "claims").glob("*"))
+    return [_preset_facts(directory, name) for name in sorted({*directory.presets(), *tried})]
+
+
+def _preset_facts(directory: EvaluationDirectory, preset: str) -> dict[str, Any]:
+    steps = directory.steps(preset)
+    newest = directory.scores(preset, steps[-1]) if steps else None
+    alarms = newest["alarms"] if newest else []
+    return {
+        "preset": preset,
+        "steps": steps,
+        "measures": newest["measures"] if newest else {},
+        **({"held_out": newest["held_out"]} if newest and "held_out" in newest else {}),
+        "alarms": [alarm["message"] for alarm in alarms if alarm["kind"] == "drift"],
+        "unlike": [alarm["measure"] for alarm in alarms if alarm["kind"] == "range"],
+        "failed": _failed(directory, preset, set(steps)),
+    }
+
+
+def _failed(directory: EvaluationDirectory, preset: str, done: set[int]) -> list[dict[str, Any]]:
+    found = []
+    for claim in sorted((directory.path / "claims" / preset).glob("step_*")):
+        failed = [each for each in history(claim) if each["ended"] == "failed"]
+        step = int(claim.name.removeprefix("step_").partition("-")[0])
+        if failed and step not in done:
+            reason = failed[-1].get("reason", "")
+            found.append({"step": step, "reason": reason, "attempts": len(failed)})
+    return found
+
+
+# --- The steps around one ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Report:
+    """The guard's report of one verdict."""
+
+    path: Path
+    number: int  # of the verdicts on the same step, which may have been run several times
+    facts: GuardReport
+
+    @property
+    def step(self) -> int:
+        """The step that was judged, as metrics count: steps done with it."""
+        return self.facts["step"] + 1
+
+    def samples_of(self, step: int) -> list[ReportedSample]:
+        """Samples of a step, the highest loss first; none of steps long before."""
+        samples = [each for each in self.facts["samples"] if each["step"] + 1 == step]
+        return sorted(samples, key=_badness, reverse=True)
+
+
+def step_facts(run: RunDirectory, step: int, span: int) -> dict[str, Any]:
+    """All that a run's directory says of a step, and of `span` steps on each side of it.
+
+    Returns:
+        JSON: `run`, `step`, `rows` (of metrics, with `abandoned`), `events` (with `at`, their step
+        as metrics count), `report` (the guard's nearest one, or None), `clips` (of the step's
+        batch, or of the reported one) and `verdict_steps` (of all verdicts of the run).
+
+    Raises:
+        RunError: there is no run, it has not done that step, or a report cannot be read.
+        DataError: the ledger is damaged.
+    """
+    run.recipe()
+    rows = read_rows(run)
+    _refuse_beyond(run, step, rows)
+    events, report = list(read_events(run)), _report_near(run, step, span)
+    near = rows[np.abs(rows.step - step) <= span]
+    columns = near.metrics(), near.table["batch"].tolist(), near.is_abandoned.tolist()
+    return {
+        "run": str(run.path),
+        "step": step,
+        "rows": [
+            {**metrics, "batch": batch, "abandoned": is_abandoned}
+            for metrics, batch, is_abandoned in zip(*columns, strict=True)
+        ],
+        "events": _events_near(events, step, span, rows),
+        "report": None if report is None else _report_facts(report, run),
+        "clips": _clips(run, step, rows, report),
+        "verdict_steps": sorted({each["step"] for each in verdicts(events)}),
+    }
+
+
+def _refuse_beyond(run: RunDirectory, step: int, rows: MetricRows) -> None:
+    last = int(rows.step.max()) if len(rows) else 0
+    if step > last:
+        reached = f"has done {last} steps" if len(rows) else "has not done a step"
+        path = shlex.quote(str(run.path))
+        look = f" Look at the last: {command()} show {path} --around {last}." if len(rows) else ""
+        raise RunError(f"{run.path} {reached} so far, and none is known of step {step}.{look}")
+
+
+def _events_near(
+    events: Sequence[dict[str, Any]], step: int, span: int, rows: MetricRows
+) -> list[dict[str, Any]]:
+    near = []
+    for event in events:
+        at = step_of(event, rows)
+        steps = [each for each in (at, event.get("from_step")) if each is not None]
+        if any(abs(each - step) <= span for each in steps):
+            near.append({**event, "at": at})
+    return near
+
+
+def _report_near(run: RunDirectory, step: int, span: int) -> _Report | None:
+    """The report that says most about a step; None if there is none within `span` steps.
+
+    One that has the step's samples comes first, then the nearest, then the newest.
+
+    Raises:
+        RunError: a report cannot be read.
+    """
+    names = (
+        (path, _REPORT_NAME.fullmatch(path.name)) for path in run.guard_path.glob("step_*.json")
+    )
+    near = [
+        _Report(path, int(name[2]), _read_report(path))
+        for path, name in names
+        if name and abs(int(name[1]) + 1 - step) <= span
+    ]
+    ranked = sorted(near, key=lambda each: (abs(each.step - step), -each.number))
+    return next((each for each in ranked if each.samples_of(step)), next(iter(ranked), None))
+
+
+def _read_report(path: Path) -> GuardReport:
+    try:
+        return require_record(path, GuardReport)
+    except RecordError as error:
+        raise RunError(
+            f"{error} It is one of the guard's reports, which nothing else needs: restore it, or "
+            "move it away and look at the rest."
+        ) from error
+
+
+def _badness(sample: ReportedSample) -> tuple[bool, float]:
+    """NaN comes before the highest loss."""
+    loss = float(sample["loss"])
+    return (math.isnan(loss), loss)
+
+
+def _report_facts(report: _Report, run: RunDirectory) -> dict[str, Any]:
+    state = report.facts.get("state")
+    return {
+        "path": str(report.path.relative_to(run.path)),
+        "step": report.step,
+        "batch": report.facts.get("batch"),
+        "verdict": report.facts["verdict"],
+        "checkpoint": state["checkpoint"] if state else None,
+    }
+
+
+# --- Clips of a step --------------------------------------------------------------------------
+
+
+def _clips(
+    run: RunDirectory, step: int, rows: MetricRows, report: _Report | None
+) -> dict[str, Any]:
+    """The clips of a step: as the guard saw them; or by the ledger, where the step was kept."""
+    if report is not None:
+        shown = step if report.samples_of(step) else report.step
+        samples = _reported_clips(run, report, shown)
+        batch = samples[0]["batch"] if samples else report.facts.get("batch")
+        return {"source": "guard", "step": shown, "batch": batch, "samples": samples}
+    index = rows.kept.index_of(step)
+    if index is None:
+        return {"source": None, "step": step, "batch": None, "samples": []}
+    batch = int(rows.kept.table["batch"][index])
+    samples = _consumed_clips(run, batch)
+    return {"source": "ledger", "step": step, "batch": batch, "samples": samples}
+
+
+def _reported_clips(run: RunDirectory, report: _Report, step: int) -> list[dict[str, Any]]:
+    """The clips of a step by a guard's report, the highest loss first, each with its path."""
+    samples = report.samples_of(step)
+    known = _known_clips(run, [each["identity"] for each in samples], [])
+    clips = [known.get(_short_identity(each["identity"])) for each in samples]
+    return [
+        {**sample, "path": clip and clip.path} for sample, clip in zip(samples, clips, strict=True)
+    ]
+
+
+def _consumed_clips(run: RunDirectory, batch: int) -> list[dict[str, Any]]:
+    """`identity`, `caption`, `epoch` and `path` of a batch's clips by the ledger, in any order.
+
+    Empty where the ledger has none: none could be decoded, or the batch was abandoned.
+
+    Raises:
+        DataError: the ledger is damaged.
+    """
+    try:
+        consumed = read_ledger(run.ledger_path)
+    except DataError:
+        if run.ledger_path.exists():
+            raise
+        return []  # trained by another program than longtake
+    chosen = np.flatnonzero((consumed.step == batch) & ~consumed.is_rejected)
+    names = [
+        identity.to_bytes(8, "little").hex()[: 2 * IDENTITY_BYTES]
+        for identity in consumed.identity[chosen].tolist()
+    ]
+    entries = [entry for entry in consumed.history if entry["step"] <= batch]
+    in_force = [each["edition"] for entry in entries[::-1] for each in entry["catalogs"].values()]
+    known = _known_clips(run, names, in_force)
+    found = []
+    for name, epoch in zip(names, consumed.epoch[chosen].tolist(), strict=True):
+        clip = known.get(_short_identity(name))
+        found.append(
+            {
+                "identity": clip.identity if clip else name,
+                "caption": clip and clip.caption,
+                "epoch": epoch,
+                "path": clip and clip.path,
+            }
+        )
+    return found
+
+
+def _known_clips(
+    run: RunDirectory, identities: Sequence[str], editions: Sequence[str]
+) -> dict[int, Clip]:
+    """Clips of the kept catalogs by the first bytes of their identities; some editions first."""
+    wanted = {_short_identity(each) for each in identities}
+    found: dict[int, Clip] = {}
+    for catalog in _kept_catalogs(run, editions):
+        if wanted <= found.keys():
+            break
+        whole = b"".join(catalog.identities.to_pylist())
+        octets = np.frombuffer(whole, np.uint8).reshape(-1, catalog.identities.type.byte_width)
+        short = short_identity(octets)
+        for row in np.flatnonzero(np.isin(short, list(wanted - found.keys()))):
+            found[int(short[row])] = catalog.clip(int(row))
+    return found
+
+
+def _kept_catalogs(run: RunDirectory, editions: Sequence[str]) -> Iterator[Catalog]:
+    first = [run.catalogs_path / f"{edition}.parquet" for edition in editions]
+    paths = dict.fromkeys([*first, *sorted(run.catalogs_path.glob("*.parquet"))])
+    return (Catalog.load(path) for path in paths if path.is_file())
+
+
+def _short_identity(identity: str) -> int:
+    octets = np.frombuffer(bytes.fromhex(identity), np.uint8)
+    return int(short_identity(octets[None])[0])
