@@ -33,8 +33,8 @@ from longtake.data.loader import Loader
 from longtake.demo.shapes import write_clips
 from longtake.heartbeat import HeartbeatWriter, heartbeat_dir, heartbeat_session, set_phase
 from longtake.models.assemble import assemble
+from longtake.parallel.fsdp import squares
 from longtake.parallel.mesh import World
-from longtake.parallel.norms import squares
 from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
 from longtake.training.ema import Averages

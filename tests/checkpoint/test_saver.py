@@ -25,7 +25,7 @@ from longtake.config import CheckpointSection, ParallelSection
 from longtake.errors import CheckpointError
 from longtake.evaluation_dir import ServerDirectory
 from longtake.parallel.collectives import gather_objects, sum_over_ranks, wait_for_all
-from longtake.parallel.fsdp import full, spread
+from longtake.parallel.fsdp import apply_fsdp, full
 from longtake.parallel.mesh import World, join
 from longtake.run_dir import RunDirectory
 
@@ -262,7 +262,7 @@ def _network() -> nn.Module:
 def _save_as_one_of_two(folder: Path) -> None:
     with join("cpu", ParallelSection(strategy="shard")) as world:
         run, network = RunDirectory(folder), _network()
-        spread(network, list(network.children()), world)
+        apply_fsdp(network, list(network.children()), world)
         optimizer = torch.optim.AdamW(network.parameters(), lr=0.0, weight_decay=0.0)
         network(torch.ones(1, 64)).sum().backward()
         optimizer.step()

@@ -21,8 +21,8 @@ from longtake.data.loader import Loader
 from longtake.models.assemble import assemble
 from longtake.models.precision import Precision
 from longtake.parallel.collectives import sum_over_ranks
+from longtake.parallel.fsdp import local_shard
 from longtake.parallel.mesh import World, _mesh, _sequence_group, join, shard_size
-from longtake.parallel.norms import share
 from longtake.recompute.devices import CPU
 from longtake.recompute.policies import options_of
 from longtake.training.build import build_state
@@ -198,7 +198,7 @@ def _count(recipe: Recipe, everyone: World) -> dict[str, dict[str, int]]:
 
 
 def _size(tensors: Iterable[Tensor]) -> int:
-    return sum(share(tensor).nbytes for tensor in tensors)
+    return sum(local_shard(tensor).nbytes for tensor in tensors)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from longtake.monitor import flight_recorder as flight
 from longtake.monitor.flight_recorder import FlightRecorderError, remove_all_files, remove_files
 from longtake.node_dir import FLIGHT_FILE_PREFIX, FLIGHT_PIPE_PREFIX
-from longtake.parallel.flight import environment
+from longtake.parallel.mesh import recorder_environment
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_what_is_no_dump_is_refused(tmp_path: Path, content: bytes) -> None:
 
 def test_asking_passes_over_pipes_that_nobody_reads(tmp_path: Path) -> None:
     """A reader gets one byte; no pipe, no reader and a full pipe are each passed over at once."""
-    prefix = environment(tmp_path)["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
+    prefix = recorder_environment(tmp_path)["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
     for rank in (1, 2, 3):
         os.mkfifo(f"{prefix}{rank}.pipe")
     reads = [os.open(f"{prefix}{rank}.pipe", os.O_RDONLY | os.O_NONBLOCK) for rank in (1, 3)]
@@ -89,7 +89,10 @@ def test_asking_passes_over_pipes_that_nobody_reads(tmp_path: Path) -> None:
 
 def test_only_dumps_written_since_are_collected(tmp_path: Path) -> None:
     """A dump of an earlier stall is left where it is, whatever the clocks say."""
-    written = [Path(f"{environment(tmp_path)['TORCH_FR_DUMP_TEMP_FILE']}{rank}") for rank in (0, 1)]
+    written = [
+        Path(f"{recorder_environment(tmp_path)['TORCH_FR_DUMP_TEMP_FILE']}{rank}")
+        for rank in (0, 1)
+    ]
     assert written[0].name == f"{FLIGHT_FILE_PREFIX}0"
     for path, moment in zip(written, (1000, 2000), strict=True):
         path.write_bytes(path.name.encode())
@@ -279,7 +282,7 @@ def test_torch_s_own_recorder_is_understood(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     everyone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    everyone |= {"TORCH_FR_BUFFER_SIZE": environment(tmp_path)["TORCH_FR_BUFFER_SIZE"]}
+    everyone |= {"TORCH_FR_BUFFER_SIZE": recorder_environment(tmp_path)["TORCH_FR_BUFFER_SIZE"]}
     started = [
         subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, f"rank_{rank}"],

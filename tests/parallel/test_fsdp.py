@@ -12,9 +12,16 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from longtake.config import EmaProfile, ParallelSection
 from longtake.parallel.collectives import sum_over_ranks
-from longtake.parallel.fsdp import clip_gradients, full, spread, synchronise_gradients
+from longtake.parallel.fsdp import (
+    apply_fsdp,
+    clip_gradients,
+    full,
+    local_shard,
+    num_copies,
+    set_gradient_sync,
+    squares,
+)
 from longtake.parallel.mesh import World, arranged, join
-from longtake.parallel.norms import num_copies, share, squares
 from longtake.training.ema import Averages
 
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)
@@ -24,8 +31,8 @@ _PROFILES = [EmaProfile(name="fixed", decay=0.9), EmaProfile(name="power", width
 def test_alone_a_model_stays_as_it_is() -> None:
     """No hooks and no DTensors where nobody shares."""
     model = nn.Sequential(nn.Linear(2, 2))
-    spread(model, list(model), _ALONE)
-    synchronise_gradients(model, wanted=False)
+    apply_fsdp(model, list(model), _ALONE)
+    set_gradient_sync(model, wanted=False)
     assert type(model) is nn.Sequential
     assert not isinstance(model[0].weight, DTensor)
 
@@ -74,13 +81,13 @@ def _build() -> nn.Sequential:
 def _accumulate(model: nn.Module, samples: Tensor) -> None:
     """Two micro-steps, of which only the second reduces."""
     for number, part in enumerate(samples.chunk(2), start=1):
-        synchronise_gradients(model, wanted=number == 2)
+        set_gradient_sync(model, wanted=number == 2)
         (model(part).square().sum() / len(samples)).backward()
 
 
 def _norm(model: nn.Module, world: World = _ALONE) -> float:
     """Of all gradients, from every rank's share."""
-    shares = [share(p.grad) for p in model.parameters() if p.grad is not None]
+    shares = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
     local = float(squares(shares).sum()) / num_copies(model)
     return math.sqrt(sum_over_ranks({"squares": local}, world)["squares"])
 
@@ -88,7 +95,7 @@ def _norm(model: nn.Module, world: World = _ALONE) -> float:
 def _check(world: World, parts: int) -> None:
     samples = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
     alone, model = _build(), _build()
-    spread(model, [model[0], model[2]], world)
+    apply_fsdp(model, [model[0], model[2]], world)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     first = next(model.parameters())
     assert isinstance(first, DTensor)
@@ -103,7 +110,7 @@ def _check(world: World, parts: int) -> None:
         clip_gradients(network, expected, 0.5)
 
     halves = [_build().bfloat16(), _build().bfloat16()]
-    spread(halves[1], [halves[1][0], halves[1][2]], world)
+    apply_fsdp(halves[1], [halves[1][0], halves[1][2]], world)
     for half, network in zip(halves, (alone, model), strict=True):
         for one, other in zip(half.parameters(), network.parameters(), strict=True):
             assert other.grad is not None
@@ -157,7 +164,7 @@ def _check_mixed(world: World) -> None:
     torch.manual_seed(0)
     alone = Mixed()
     model = copy.deepcopy(alone)
-    spread(model, [], world)
+    apply_fsdp(model, [], world)
     samples = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
     _accumulate(alone, samples)
     _accumulate(model, samples.chunk(2)[world.rank])
@@ -170,7 +177,7 @@ def _check_mixed(world: World) -> None:
 
 def _collectives(model: nn.Module, samples: Tensor, *, is_last: bool) -> dict[str, int]:
     """How often ranks wait for each other in a micro-step's backward pass, by what they do."""
-    synchronise_gradients(model, wanted=is_last)
+    set_gradient_sync(model, wanted=is_last)
     losses = model(samples).square().sum()
     with CommDebugMode() as seen:  # type: ignore[no-untyped-call]
         losses.backward()
@@ -181,8 +188,8 @@ def _check_that_only_the_last_micro_step_reduces(world: World) -> None:
     """Replicated, ranks need nothing of each other in all others; sharded, only the weights."""
     samples = torch.randn(4, 5, generator=torch.Generator().manual_seed(world.rank))
     replicated, sharded = _build(), _build()
-    spread(replicated, [replicated[0], replicated[2]], arranged(world, ParallelSection()))
-    spread(sharded, [sharded[0], sharded[2]], world)
+    apply_fsdp(replicated, [replicated[0], replicated[2]], arranged(world, ParallelSection()))
+    apply_fsdp(sharded, [sharded[0], sharded[2]], world)
     assert _collectives(replicated, samples, is_last=False) == {}
     assert _collectives(replicated, samples, is_last=True) == {"c10d.allreduce_": 2}
     assert set(_collectives(sharded, samples, is_last=False)) == {"c10d._allgather_base_"}
@@ -193,10 +200,10 @@ def _check_that_only_the_last_micro_step_reduces(world: World) -> None:
 def _check_that_gradients_add_up_in_fp32(world: World) -> None:
     """In bf16, a small one added to a large one would be lost."""
     model = nn.Sequential(nn.Linear(1, 2, bias=False)).bfloat16()
-    spread(model, [model[0]], world)
+    apply_fsdp(model, [model[0]], world)
     parts = [1.0, *[2.0**-9] * 4]
     for number, size in enumerate(parts, start=1):
-        synchronise_gradients(model, wanted=number == len(parts))
+        set_gradient_sync(model, wanted=number == len(parts))
         model(torch.full((1, 1), size, dtype=torch.bfloat16)).sum().backward()
     gradient = next(model.parameters()).grad
     assert gradient is not None
@@ -208,7 +215,7 @@ def _check_that_gradients_add_up_in_fp32(world: World) -> None:
 def _check_that_weights_travel_in_bf16(world: World) -> None:
     """Where it is asked for; they are kept, and their gradients come, in fp32."""
     alone, model = _build(), _build()
-    spread(model, [model[0], model[2]], world, gather_in_bf16=True)
+    apply_fsdp(model, [model[0], model[2]], world, gather_in_bf16=True)
     met = []
     model[0].register_forward_pre_hook(lambda layer, _args: met.append(layer.weight.dtype))
     samples = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))

@@ -10,7 +10,7 @@ from longtake.config import ParallelSection, Recipe
 from longtake.data.catalog import Catalog
 from longtake.data.loader import Loader
 from longtake.models.assemble import assemble
-from longtake.parallel.fsdp import full, spread, synchronise_gradients
+from longtake.parallel.fsdp import apply_fsdp, full, set_gradient_sync
 from longtake.parallel.mesh import World, join
 from longtake.recompute.devices import CPU
 from longtake.recompute.measure import measured
@@ -57,10 +57,10 @@ def _exact() -> list[Tensor]:
 def _accumulated(world: World) -> list[Tensor]:
     """The same by backward passes of this rank's micro-batches, one after the other."""
     network = _network()
-    spread(network, [], world)
+    apply_fsdp(network, [], world)
     mine = _micro_batches()[world.rank :: world.size]
     for number, batch in enumerate(mine, start=1):
-        synchronise_gradients(network, wanted=number == len(mine))
+        set_gradient_sync(network, wanted=number == len(mine))
         _backward(network, batch)
     gradients = [parameter.grad for parameter in network.parameters()]
     return [full(each).double() * world.size for each in gradients if each is not None]

@@ -8,9 +8,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from longtake.config import ParallelSection
-from longtake.parallel.fsdp import full, spread
+from longtake.parallel.fsdp import apply_fsdp, full, squares
 from longtake.parallel.mesh import World, join
-from longtake.parallel.norms import squares
 from longtake.training.diverged import lost_gradients
 
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)
@@ -88,7 +87,7 @@ def test_two_ranks_say_what_one_says(run_on_two_ranks: Callable[..., None]) -> N
 def _check(world: World) -> None:
     alone, sharded = _with_gradients(), _with_gradients()
     sharded.zero_grad(set_to_none=True)
-    spread(sharded, list(sharded.blocks), world)
+    apply_fsdp(sharded, list(sharded.blocks), world)
     sharded(torch.ones(2, 4)).sum().backward()
     share = _gradient(sharded, "blocks.1.weight")
     assert isinstance(share, DTensor)

@@ -25,7 +25,7 @@ from longtake.checkpoint import store
 from longtake.checkpoint.saver import keep_saver
 from longtake.config import CheckpointSection, OptimizerSection, ParallelSection
 from longtake.errors import RecipeError
-from longtake.parallel.fsdp import full, spread
+from longtake.parallel.fsdp import apply_fsdp, full
 from longtake.parallel.mesh import World, join
 from longtake.recompute.measure import measured
 from longtake.run_dir import RunDirectory
@@ -158,7 +158,7 @@ def _check(world: World, folder: Path) -> None:
     torch.manual_seed(0)
     alone, sharded = (nn.Sequential(nn.Linear(64, 128), nn.MaxPool1d(2)) for _ in range(2))
     sharded.load_state_dict(alone.state_dict())
-    spread(sharded, [], world)
+    apply_fsdp(sharded, [], world)
     odd = distribute_tensor(torch.zeros(3, 4096), world.mesh, [Shard(0)])
     assert has_eight_bit_state(odd) is True
     assert (

@@ -10,9 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from longtake.config import ParallelSection
 from longtake.parallel.collectives import sum_over_ranks
-from longtake.parallel.fsdp import spread
+from longtake.parallel.fsdp import apply_fsdp, local_shard
 from longtake.parallel.mesh import World, join
-from longtake.parallel.norms import share
 from longtake.training.gauge import Gauge, Norms
 
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)
@@ -131,14 +130,14 @@ def _check(world: World) -> None:
     alone, spread_out = _network(), _network()
     gradients = [p.grad for p in alone.parameters()]
     spread_out.zero_grad(set_to_none=True)
-    spread(spread_out, list(spread_out.blocks), world)
+    apply_fsdp(spread_out, list(spread_out.blocks), world)
     samples = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
     spread_out(samples).pow(3).sum().backward()
     gauges = [Gauge(each, list(each.blocks)) for each in (alone, spread_out)]
     for network, gauge in zip((alone, spread_out), gauges, strict=True):
         with gauge.of_update(), torch.no_grad():
             for parameter in network.parameters():
-                share(parameter).mul_(1.5)
+                local_shard(parameter).mul_(1.5)
     kept = sum_over_ranks(gauges[1].last_update(), world)
     wanted = _norms(alone, gauges[0])
     found = _norms(spread_out, gauges[1], world=world)
@@ -155,7 +154,7 @@ def _check(world: World) -> None:
     if world.rank == 1:
         lost = spread_out.get_parameter("blocks.0.attn.weight").grad
         assert lost is not None
-        share(lost)[0, 0] = float("nan")
+        local_shard(lost)[0, 0] = float("nan")
     lost_norms = _norms(spread_out, gauges[1], world=world)
     assert 0 < lost_norms.nonfinite_share < 1e-3
     assert torch.tensor(lost_norms.grad_norm).isnan()

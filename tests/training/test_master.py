@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from longtake.config import ParallelSection
-from longtake.parallel.fsdp import full, spread
+from longtake.parallel.fsdp import apply_fsdp, full
 from longtake.parallel.mesh import World, join
 from longtake.training import master
 from longtake.training.master import MasterAdamW
@@ -138,7 +138,7 @@ def test_two_ranks_update_as_one(run_on_two_ranks: Callable[..., None]) -> None:
 
 def _check(world: World, dtype: torch.dtype, offload: bool) -> None:
     alone, sharded = _network(dtype), _network(dtype)
-    spread(sharded, [sharded[0], sharded[2]], world)
+    apply_fsdp(sharded, [sharded[0], sharded[2]], world)
     one = MasterAdamW(alone.parameters(), **_SETTINGS)
     two = MasterAdamW(sharded.parameters(), offload=offload, **_SETTINGS)
     _train(one, list(alone.parameters()))

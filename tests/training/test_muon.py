@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from longtake.config import ParallelSection
-from longtake.parallel.fsdp import spread
+from longtake.parallel.fsdp import apply_fsdp
 from longtake.parallel.mesh import World, join
 from longtake.training import muon
 from longtake.training.muon import Muon, orthogonalise
@@ -199,7 +199,7 @@ def _sharded_as(parameter: nn.Parameter, whole: Tensor) -> Tensor:
 
 def _train_sharded(world: World, folder: Path) -> None:
     model = _layers()
-    spread(model, list(model), world)
+    apply_fsdp(model, list(model), world)
     optimizer = Muon(_matrices(model))
     for step in range(2):
         _fill_gradients(model, step)

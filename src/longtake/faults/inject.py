@@ -40,8 +40,8 @@ from longtake.guard.history import GROUPS
 from longtake.models.assemble import Components
 from longtake.models.losses import Examples, flow_losses
 from longtake.models.precision import Precision
+from longtake.parallel.fsdp import local_shard
 from longtake.parallel.mesh import World
-from longtake.parallel.norms import share as local_shard
 from longtake.training import loop
 from longtake.training import step as training_step
 from longtake.training.groups import groups_of

@@ -17,7 +17,7 @@ from longtake.models.codec import Codec
 from longtake.models.defaults import Defaults
 from longtake.models.text import TextEncoder
 from longtake.models.unfilled import Weights
-from longtake.parallel.sequence import TokenSharing
+from longtake.parallel.context_parallel import TokenSharing
 
 Conditioning = dict[str, Tensor]
 """What a model is told besides its noisy latents: named tensors, each [B, ...].

@@ -25,7 +25,7 @@ from longtake.models.pretrained import quiet
 from longtake.models.shared_attention import share_attention
 from longtake.models.text import PooledText, TextEncoder
 from longtake.models.unfilled import Weights
-from longtake.parallel.sequence import TokenSharing
+from longtake.parallel.context_parallel import TokenSharing
 
 _DYNAMIC_SHIFT: dict[str, Any] = {
     "shift": 3.0,

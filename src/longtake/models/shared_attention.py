@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from longtake.errors import ModelError
-from longtake.parallel.sequence import SharedAttention, TokenSharing
+from longtake.parallel.context_parallel import SharedAttention, TokenSharing
 
 
 def share_attention(attention: nn.Module, sharing: TokenSharing) -> None:

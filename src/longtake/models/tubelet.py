@@ -22,7 +22,7 @@ from longtake.models.pretrained import check_arguments
 from longtake.models.text import TextEncoder
 from longtake.models.tubelet_network import TUBE, TubeletTransformer
 from longtake.models.unfilled import Weights
-from longtake.parallel.sequence import TokenSharing
+from longtake.parallel.context_parallel import TokenSharing
 
 
 def _tube(section: ModelSection) -> tuple[int, ...]:

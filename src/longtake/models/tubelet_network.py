@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from longtake.errors import ModelError
 from longtake.flow.path import velocity_from_latents
 from longtake.models.tubes import from_tubes, grid_of, sine_positions, to_tubes
-from longtake.parallel.sequence import TokenSharing
+from longtake.parallel.context_parallel import TokenSharing
 
 TUBE = (8, 4, 4)
 """Frames, rows and columns of a tube, unless the recipe says otherwise."""

@@ -20,7 +20,7 @@ from longtake.models.shared_attention import share_attention
 from longtake.models.text import TextEncoder, TransformersText
 from longtake.models.unfilled import Weights
 from longtake.models.wan_names import original_name
-from longtake.parallel.sequence import TokenSharing
+from longtake.parallel.context_parallel import TokenSharing
 
 _PATCH = (1, 2, 2)
 

@@ -1,7 +1,7 @@
 """Which rank holds up a collective, by torch's flight recorder.
 
 Each process that uses NCCL keeps its last collectives and writes them to a file when a byte comes
-through a named pipe; `parallel.flight.environment` puts both into the heartbeat folder. A rank
+through a named pipe, both in the heartbeat folder (`parallel.mesh.recorder_environment`). A rank
 waits at the first of its collectives that is not done, for the members that did not enqueue it
 (they never joined) and for those that enqueued it but wait at an earlier one of their own. Of that
 graph of waits the roots are to blame: ranks that others wait for and that wait for nobody. Such a

@@ -1,1 +1,1 @@
-"""Everything that knows there is more than one rank."""
+"""Everything that depends on the number of ranks."""

@@ -1,4 +1,4 @@
-"""What ranks tell each other; alone, each is the identity."""
+"""Collectives of numbers and objects; in a world of one, each is the identity."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -22,7 +22,7 @@ def sum_over_ranks(numbers: Mapping[str, float], world: World) -> dict[str, floa
 
 
 def gather_objects(thing: T, world: World, *, patiently: bool = False) -> list[T]:
-    """Every rank's object, by rank, on every rank; `patiently` waits for hours for the last."""
+    """Every rank's object, by rank, on every rank; `patiently` waits without a timeout."""
     if world.mesh is None:
         return [thing]
     gathered: list[T] = [thing] * world.size
@@ -38,7 +38,7 @@ def gather_in_group(thing: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def from_first(thing: T, world: World, group: dist.ProcessGroup | None = None) -> T:
-    """Rank 0's object, on every rank; through a group of all ranks, where one is given."""
+    """Rank 0's object, on every rank; `group` must contain all ranks."""
     if world.mesh is None:
         return thing
     box = [thing]
@@ -50,7 +50,7 @@ def first_does(work: Callable[[], None], world: World) -> None:
     """Let rank 0 do something while the others wait; a user's error there is raised on all.
 
     Raises:
-        LongtakeError: whatever `work` raised on rank 0.
+        LongtakeError: what `work` raised on rank 0.
     """
     error: LongtakeError | None = None
     if world.is_first:
@@ -64,6 +64,6 @@ def first_does(work: Callable[[], None], world: World) -> None:
 
 
 def wait_for_all(world: World) -> None:
-    """Return when every rank has come here; on the CPU, so that no GPU takes part."""
+    """A barrier on the CPU, so that no GPU takes part."""
     if world.mesh is not None:
         dist.all_reduce(torch.zeros(1))

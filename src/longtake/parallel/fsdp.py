@@ -1,4 +1,4 @@
-"""Spreads a model over the mesh with FSDP2 (`fully_shard`)."""
+"""Shards a model over the mesh with FSDP2 (`fully_shard`); gradients and norms of its shards."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from longtake.parallel.mesh import World
-from longtake.parallel.norms import share
 
 _LEAST_NORM = 1e-6
 """Added to a norm, so that gradients of 0 do not divide by it."""
 
 
-def spread(
+def apply_fsdp(
     model: nn.Module, blocks: Sequence[nn.Module], world: World, *, gather_in_bf16: bool = False
 ) -> None:
     """Shard (or replicate) each block and then the rest onto the device; alone, just move it.
@@ -107,7 +106,7 @@ def _trained_dtypes(module: nn.Module) -> list[torch.dtype]:
     return list(dict.fromkeys(p.dtype for p in mine if p.requires_grad))
 
 
-def synchronise_gradients(model: nn.Module, wanted: bool) -> None:
+def set_gradient_sync(model: nn.Module, wanted: bool) -> None:
     """Say whether the next backward reduces gradients over ranks (only the last micro-step's)."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(wanted)
@@ -129,7 +128,7 @@ def clip_gradients(model: nn.Module, norm: float, max_norm: float, scale: float 
         scale: what they are multiplied with first.
     """
     # Its shares of them: a DTensor looks anew at each of many tensors, which takes milliseconds.
-    gradients = [share(p.grad) for p in model.parameters() if p.grad is not None]
+    gradients = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
     factor = scale * min(1.0, max_norm / (norm + _LEAST_NORM))
     if factor != 1:
         _multiply(gradients, factor)
@@ -143,3 +142,33 @@ def _multiply(gradients: list[Tensor], factor: float) -> None:
     for gradient in gradients:
         if gradient.dtype != torch.float32:  # on a CPU `_foreach_mul_` rounds numbers as well
             gradient.mul_(factor)
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor, a view; the whole tensor if it is not a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def num_copies(model: nn.Module) -> int:
+    """Number of ranks that hold the same shard: sums over all ranks count it that often."""
+    first = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
+    if first is None:
+        return 1
+    names = first.device_mesh.mesh_dim_names or ()
+    return first.device_mesh.size(names.index("replicate")) if "replicate" in names else 1
+
+
+@torch.no_grad()
+def squares(tensors: Sequence[Tensor]) -> Tensor:
+    """[N] fp64 sum of squares of each tensor, on their device; [0] without tensors.
+
+    Norms are computed in fp32 for any dtype; beyond 3.4e38 they are infinite.
+    """
+    norms: dict[int, Tensor] = {}
+    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+        alike = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        found = torch._foreach_norm([tensors[place] for place in alike], dtype=torch.float32)
+        norms |= dict(zip(alike, found, strict=True))
+    if not norms:
+        return torch.zeros(0, dtype=torch.float64)
+    return torch.stack([norms[place] for place in range(len(tensors))]).double().square()

@@ -1,7 +1,7 @@
-"""Joining the other processes: one world, one device, one mesh.
+"""Ranks, devices and meshes: the process groups of a run.
 
-A process that torchrun started finds its place in the environment; any other is alone. Alone there
-is no process group at all, so that a laptop pays nothing for what only a cluster needs.
+Rank and world size come from torchrun's environment variables. A process without them is a world of
+one, without a process group.
 """
 
 import os
@@ -20,14 +20,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longtake.config import ParallelSection
 from longtake.errors import LostPeerError, RecipeError
-from longtake.parallel.flight import environment
+from longtake.node_dir import FLIGHT_FILE_PREFIX, FLIGHT_PIPE_PREFIX
 from longtake.process import num_cores
 
 Device = Literal["auto", "cpu", "cuda"]
 
 LOOPBACK = "127.0.0.1"
-"""Where the ranks of one node meet: no other machine can reach it."""
+"""Rendezvous address of the ranks of one node: no other machine can reach it."""
 
+_FLIGHT_RECORDER_SIZE = 2000
+"""Collectives that NCCL's flight recorder keeps: some steps of a large model. Each costs a few
+hundred bytes and about a microsecond, so that it is always on."""
 _SECONDS_TO_LET_GO = 0.1
 _TIMEOUT = timedelta(minutes=10)
 _NO_TIMEOUT = timedelta(days=365)
@@ -41,7 +44,7 @@ _SIGNS_OF_A_LOST_PEER = (
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among all processes of the run."""
+    """Rank and process groups of this process."""
 
     rank: int
     local_rank: int
@@ -101,7 +104,7 @@ def join(device: Device, section: ParallelSection, records: Path | None = None) 
     _share_cores()
     if place.type == "cuda" and records is not None:
         records.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for name, value in environment(records).items():
+        for name, value in recorder_environment(records).items():
             os.environ.setdefault(name, value)
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
     try:
@@ -272,3 +275,25 @@ def _share_cores() -> None:
     """Give each local process its share of the cores; torchrun leaves each only one."""
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, num_cores() // local_size))
+
+
+def recorder_environment(folder: Path) -> dict[str, str]:
+    """Environment variables that make NCCL's flight recorder write dumps on request.
+
+    Names of torch 2.13, and of torch before 2.9 where they were renamed. They are read when the
+    process group is created; variables that the user has set should be kept.
+
+    Args:
+        folder: that of the heartbeat pages (`heartbeat.folder_of`), which must exist; rank r gets
+            the pipe fr_pipe_rank_<r>.pipe and the dump fr_dump_rank_<r> in it.
+    """
+    dump, pipe = folder / FLIGHT_FILE_PREFIX, folder / FLIGHT_PIPE_PREFIX
+    return {
+        "TORCH_FR_BUFFER_SIZE": str(_FLIGHT_RECORDER_SIZE),
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(_FLIGHT_RECORDER_SIZE),
+        "TORCH_FR_DUMP_TEMP_FILE": str(dump),
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(dump),
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(pipe),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_ENABLE_MONITORING": "1",
+    }

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtake.parallel.sequence import TokenSharing
+from longtake.parallel.context_parallel import TokenSharing
 
 
 class ImaginedSharing(TokenSharing):

@@ -3,9 +3,9 @@
 from longtake.config import Recipe
 from longtake.models.assemble import Components
 from longtake.models.precision import Precision
-from longtake.parallel.fsdp import spread
+from longtake.parallel.context_parallel import TokenSharing
+from longtake.parallel.fsdp import apply_fsdp
 from longtake.parallel.mesh import World
-from longtake.parallel.sequence import TokenSharing
 from longtake.training.ema import Averages
 from longtake.training.optim import build_optimizers
 from longtake.training.step import TrainingState
@@ -23,7 +23,7 @@ def build_state(
     in_bf16 = recipe.parallel.gather == "bf16" and precision == "bf16"
     if world.mesh is None:
         parts.unfilled.give_memory(model, world.device)
-    spread(model, blocks, world, gather_in_bf16=in_bf16)
+    apply_fsdp(model, blocks, world, gather_in_bf16=in_bf16)
     if world.mesh is not None:  # only now: of what was spread a rank needs room for its share
         parts.unfilled.give_memory(model, world.device)
     parts.unfilled.fill()

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from longtake.guard.detectors import GuardVerdict
 from longtake.guard.history import StepStatistics
 from longtake.parallel.collectives import gather_objects
+from longtake.parallel.fsdp import local_shard, num_copies
 from longtake.parallel.mesh import World
-from longtake.parallel.norms import num_copies, share
 from longtake.training.step import SampleLosses, TrainingState
 
 _MOST_NAMED = 3
@@ -44,7 +44,7 @@ def _ranks(samples: SampleLosses, model: nn.Module, world: World) -> str:
 
     A gradient that is lost on one rank before it is reduced is lost on all after that.
     """
-    gradients = [share(p.grad) for p in model.parameters() if p.grad is not None]
+    gradients = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
     loses = not all(math.isfinite(loss) for loss in samples.losses)
     is_lost = any(not bool(each.isfinite().all()) for each in gradients)
     everyone = gather_objects((socket.gethostname(), loses, is_lost), world)
@@ -100,7 +100,7 @@ def _counts_of_lost(gradients: Mapping[str, Tensor]) -> dict[str, tuple[int, int
     """How many NaN, how many infinities, in this rank's share of each gradient that has any."""
     found = {}
     for name, gradient in gradients.items():
-        mine = share(gradient)
+        mine = local_shard(gradient)
         # Counting takes time and memory, and most have a norm. A norm may overflow all the same.
         if not torch.linalg.vector_norm(mine, dtype=torch.float32).isfinite():
             found[name] = (int(mine.isnan().sum()), int(mine.isinf().sum()))

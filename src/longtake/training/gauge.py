@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from longtake.guard.history import GROUPS
 from longtake.parallel.collectives import sum_over_ranks
+from longtake.parallel.fsdp import local_shard, num_copies, squares
 from longtake.parallel.mesh import World
-from longtake.parallel.norms import num_copies, share, squares
 from longtake.training.groups import groups_of
 
 _PROBES = 1024
@@ -53,7 +53,7 @@ class Gauge:
         self._copies = num_copies(model)
         self._update: Tensor | Sequence[float] | None = None
         self._probed: Tensor | None = None
-        shares = [share(parameter) for parameter in self._parameters]
+        shares = [local_shard(parameter) for parameter in self._parameters]
         strides = [max(1, -(-each.numel() // _PROBES)) for each in shares]
         self._strides = strides
         sizes = [-(-each.numel() // stride) for each, stride in zip(shares, strides, strict=True)]
@@ -71,8 +71,11 @@ class Gauge:
         """
         gradients = [parameter.grad for parameter in self._parameters]
         places = [place for place, gradient in enumerate(gradients) if gradient is not None]
-        there = [share(gradient) for gradient in gradients if gradient is not None]
-        of_gradients, of_weights = squares(there), squares([share(p) for p in self._parameters])
+        there = [local_shard(gradient) for gradient in gradients if gradient is not None]
+        of_gradients, of_weights = (
+            squares(there),
+            squares([local_shard(p) for p in self._parameters]),
+        )
         update = self._taken_update(of_weights.device)
         numbers = torch.cat([of_gradients.to(update.device), of_weights, update]).tolist()
         end = len(places)
@@ -110,7 +113,7 @@ class Gauge:
 
     def is_sound(self, world: World) -> bool:
         """Whether all weights are finite numbers, on all ranks, each of which calls this."""
-        mine = squares([share(parameter) for parameter in self._parameters]).sum()
+        mine = squares([local_shard(parameter) for parameter in self._parameters]).sum()
         return math.isfinite(sum_over_ranks({"weights": float(mine)}, world)["weights"])
 
     @contextmanager
@@ -139,7 +142,7 @@ class Gauge:
     @torch.no_grad()
     def _probe(self) -> Tensor:
         pairs = zip(self._parameters, self._strides, strict=True)
-        return torch.cat([share(each).flatten()[::stride].float() for each, stride in pairs])
+        return torch.cat([local_shard(each).flatten()[::stride].float() for each, stride in pairs])
 
     def _taken_update(self, device: torch.device) -> Tensor:
         update, self._update = self._update, None

@@ -20,7 +20,7 @@ from longtake.models.family import Conditioning
 from longtake.models.losses import Examples, flow_losses
 from longtake.models.precision import Precision
 from longtake.models.text import NO_CAPTION
-from longtake.parallel.fsdp import clip_gradients, synchronise_gradients
+from longtake.parallel.fsdp import clip_gradients, set_gradient_sync
 from longtake.parallel.mesh import World
 from longtake.training.ema import Averages, masters_of
 from longtake.training.latent_cache import encode_captions, encode_videos
@@ -67,7 +67,7 @@ def compute_gradients(
     share = recipe.training.batch_size / world.data_size  # gradients are averaged over ranks
     micro_batches = list(_micro_batches(batch, recipe.training.micro_batch_size))
     for number, part in enumerate(micro_batches, start=1):
-        synchronise_gradients(model, wanted=number == len(micro_batches))
+        set_gradient_sync(model, wanted=number == len(micro_batches))
         heartbeat.set_phase("forward")
         with work.counted():
             examples = prepare(part, state.components, recipe, world.device)

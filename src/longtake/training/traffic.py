@@ -98,7 +98,7 @@ def gathered(num_bytes: int, group: Group) -> int:
 
 
 def units_of(step: OutlinedStep) -> list[Unit]:
-    """As `longtake.parallel.fsdp.spread` makes them, in the order of the forward pass."""
+    """As `longtake.parallel.fsdp.apply_fsdp` makes them, in the order of the forward pass."""
     model, blocks = step.parts.model, step.tracer.subject.blocks
     taken: set[Tensor] = set()
     units: list[Unit] = []

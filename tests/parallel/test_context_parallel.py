@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longtake.config import ParallelSection
+from longtake.parallel.context_parallel import SharedAttention, TokenSharing, shares
 from longtake.parallel.mesh import World, join
-from longtake.parallel.sequence import SharedAttention, TokenSharing, shares
 
 _TOTALS = [(12,), (13,), (7, 3), (5, 2)]
 """Tokens of one row, or of two; also fewer than there are ranks."""

@@ -1,17 +1,4 @@
-"""Ranks that share the tokens of a clip: how tokens are cut, exchanged for heads, and gathered.
-
-Between attentions each rank works on its own tokens. In attention every token looks at every
-other, but every head only at itself: so ranks exchange tokens for heads, each attends with its
-share of the heads to all tokens, and they exchange back (Jacobs et al., "DeepSpeed Ulysses", 2023,
-arXiv 2309.14509).
-
-All of it is made of one collective of torch, all-to-all with unequal parts, which has its true
-derivative: the gradients that come out are those of the sum of all ranks' losses. No token is
-padded and so none has to be masked.
-
-Legend: B clips, T tokens, t this rank's, S tensors at once (3 for query, key and value), H heads, h
-one rank's, d width of a head.
-"""
+"""Context parallelism (Ulysses): ranks share the tokens of a clip and exchange them for heads."""
 
 from typing import Any
 
@@ -22,17 +9,26 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 from torch.overrides import TorchFunctionMode
 
+# Outside of attention each rank works on its own tokens. For attention, ranks exchange tokens for
+# heads, each attends with its heads to all tokens, and they exchange back (Jacobs et al.,
+# "DeepSpeed Ulysses", 2023, arXiv 2309.14509). The one collective is all-to-all with unequal sizes,
+# whose derivative is exact: gradients are those of the sum of all ranks' losses. No token is padded
+# or masked.
+#
+# Legend: B clips, T tokens, t this rank's, S stacked tensors (3 for query, key and value), H heads,
+# h this rank's, d width of a head.
+
 
 def shares(total: int, size: int) -> list[int]:
-    """How many of `total` tokens each of `size` ranks has: some of the first have one more."""
+    """Number of tokens of each of `size` ranks: some of the first have one more."""
     return [total // size + (rank < total % size) for rank in range(size)]
 
 
 class TokenSharing:
-    """Shares tokens with the ranks of a group.
+    """Exchanges tokens and heads with the ranks of a group.
 
-    A model tells it by `begin` how many there are, once in each forward pass, whose backward pass
-    comes before the next one's `begin`: blocks that are recomputed ask for the numbers again.
+    A model calls `begin` once in each forward pass, after the backward pass of the one before:
+    recomputed blocks read the numbers again.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -43,17 +39,17 @@ class TokenSharing:
         self._counts: list[int] = []
 
     def begin(self, *totals: int) -> None:
-        """A forward pass begins.
+        """Set the number of tokens of a forward pass.
 
         Args:
-            totals: tokens of each row that is cut by itself, such as the text's and the
-                picture's; all attend to each other.
+            totals: tokens of each row that is cut separately, such as the text's and the
+                image's; all attend to each other.
         """
         self._rows = [shares(total, self.size) for total in totals]
         self._counts = [sum(each) for each in zip(*self._rows, strict=True)]
 
     def cut(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's part of one row of tokens along a dimension; it shares the memory."""
+        """This rank's part of one row of tokens along a dimension, a view."""
         counts = shares(tensor.shape[dim], self.size)
         return tensor.narrow(dim, sum(counts[: self.rank]), counts[self.rank])
 
@@ -92,9 +88,9 @@ class TokenSharing:
 
 
 class SharedAttention(TorchFunctionMode):
-    """Within it, `scaled_dot_product_attention` is that of all ranks' tokens.
+    """A context in which `scaled_dot_product_attention` attends to the tokens of all ranks.
 
-    It is for self-attention: query, key and value [B, H, t, d] are of the same tokens.
+    For self-attention only: query, key and value [B, H, t, d] are of the same tokens.
     """
 
     def __init__(self, sharing: TokenSharing) -> None:
@@ -123,6 +119,6 @@ class SharedAttention(TorchFunctionMode):
 
 
 def _as_computed(tensor: Tensor) -> Tensor:
-    """In what autocast would make of it, so that no more is sent than is used."""
+    """In autocast's dtype, so that no more bytes are sent than are used."""
     kind = tensor.device.type
     return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
