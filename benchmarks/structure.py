@@ -46,6 +46,7 @@ _GOALS = {
 }
 _MOST_OF_FILES = 0.4
 _ROUNDS = 3
+_ENDING = 2  # of benchmarks/tracing
 _STEP, _STALL, _EVALUATION = "a training step", "a stall's diagnosis", "an evaluation"
 
 
@@ -292,7 +293,7 @@ def _traced(tree: Tree, *, first: bool = True, **window: Any) -> Iterator[tuple[
         more = {"PYTHONPATH": str(_TRACING), "STRUCTURE_TRACE": json.dumps(options)}
         more |= {} if first else {"STRUCTURE_SKIPS_FIRST": "1"}
         yield replace(tree, environment=more), found
-        if Path(folder, "window").read_bytes() != b"\2":
+        if Path(folder, "window").read_bytes()[0] < _ENDING:
             raise SystemExit(f"{window}: it did not happen, or did not end")
         files = Path(folder).glob("names_*")
         found += sorted({name for each in files for name in each.read_text().splitlines()})

@@ -17,7 +17,7 @@ from typing import Any
 
 _VARIABLE, _SKIPS_FIRST = "STRUCTURE_TRACE", "STRUCTURE_SKIPS_FIRST"
 _IS_FUNCTION = 0x1  # CO_OPTIMIZED: neither a module nor the body of a class
-_BEFORE, _OPEN, _CLOSED = 0, 1, 2
+_BEFORE, _OPEN, _ENDING, _CLOSED = range(4)
 
 
 class _Tracer:
@@ -67,7 +67,7 @@ class _Tracer:
                 self._ran(name)
 
     def _ran(self, name: str) -> None:
-        if self._window[0] == _OPEN:
+        if self._window[0] in (_OPEN, _ENDING):
             self._note(name)
         elif self._lead:
             self._last[name] = time.monotonic()
@@ -106,6 +106,7 @@ class _Tracer:
             for name in [each for each, last in self._last.items() if last >= recent]:
                 self._note(name)
         elif closes and self._window[0] == _OPEN:
+            self._window[0] = _ENDING  # which it stays if all processes end before
             if self._tail:
                 threading.Timer(self._tail, self._close).start()
             else:
