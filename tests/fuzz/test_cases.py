@@ -344,7 +344,6 @@ _T7 = [
             ("run", _EVALUATE),
             ("run/evaluations", _EVALUATE),
             ("run/evaluations/tiny", _EVALUATE),
-            ("run/holds", _EVALUATE),
         ]
     ],
 ]  # fmt: skip

@@ -250,7 +250,7 @@ def test_real_chronyd(ask: tuple[str, ...]) -> None:
         found = Chrony((*ask, "-c", "tracking")).sample()
     assert found["clock_ntp_stratum"] == 9
     assert abs(found["clock_ntp_offset_seconds"]) < 0.01
-    assert 0 < found["clock_ntp_error_seconds"] < 0.1
+    assert 0 < found["clock_ntp_error_seconds"] < 10  # it begins large, and shrinks with time
     command = [*ask, "-c", "tracking"]
     for _ in range(20):  # until nothing has changed between the two commands
         line = subprocess.run(command, capture_output=True, text=True, check=True).stdout

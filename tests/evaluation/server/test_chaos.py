@@ -214,7 +214,7 @@ def test_fifty_checkpoints_three_servers_and_kills_at_random(
     assert all([r["ended"] for r in each].count("done") <= 1 for each in leases)
     assert len(leases) == len(_STEPS)
     assert not list(directory.path.glob("*/superseded"))
-    assert not list(directory.path.glob("*/.*")), "left half"
+    assert not list(directory.path.glob("*/.step_*")), "left half"
     assert kills == _KILLS
     assert _as_seen_by(events, "evaluation_lost"), "no server was killed while it worked"
     assert retention.refused, "no need was ever respected"
