@@ -22,7 +22,7 @@ from longtake.evaluation.options import ServerOptions
 from longtake.evaluation.presets import Preset, find_preset, keep_preset, preset_names
 from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory, ServerEventKind
 from longtake.fsio import Tail
-from longtake.run_dir import RunDirectory
+from longtake.run_dir import BEGINNINGS, RunDirectory
 from longtake.trust import TrustError
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class RunEnding:
         if self._events.has_restarted:
             self._newest = None
         for event in events:
-            if event.get("event") in ("launched", "resumed", "finished", "diverged"):
+            if event.get("event") in (*BEGINNINGS, "finished", "diverged"):
                 self._newest = event["event"]
         return self._newest in ("finished", "diverged")
 

@@ -1,6 +1,5 @@
 """The faults of `longtake drill` by name; runs them and prints the results. Torch-free."""
 
-import difflib
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from longtake.errors import LongtakeError, RunError
-from longtake.formatting import escape, plural
+from longtake.formatting import escape, nearest, plural
 from longtake.fsio import make_writable
 
 if TYPE_CHECKING:
@@ -128,8 +127,8 @@ def find_faults(names: Sequence[str]) -> list[Fault]:
         found = [each for each in faults.values() if name in (_ALL, each.name, each.family)]
         if not found:
             families = dict.fromkeys(each.family for each in faults.values() if each.family)
-            nearest = difflib.get_close_matches(name, (*faults, *families), n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else "no name is near."
+            near = nearest(name, (*faults, *families))
+            hint = f"did you mean {near}?" if near else "no name is near."
             raise LongtakeError(
                 f"There is no fault {name!r} to drill; {hint} There are: {', '.join(faults)}."
             )
