@@ -145,7 +145,7 @@ def test_a_frozen_decoding_process_is_named_and_not_the_ranks_that_wait_for_it()
         _process(10, 0, _COLLECTIVE, "forward"),
         starved,
         _process(20, 1, _READ, "decode", role="decode", seconds=0.4, clip="fresh"),
-        _process(21, 1, _READ, "decode", role="decode", seconds=14.0, clip="frozen"),
+        _process(21, 1, _READ, "decode", role="decode", seconds=13.996, clip="frozen"),
         _process(22, 0, _READ, "decode", role="decode", seconds=90.0, clip="of-rank-0"),
         _process(23, 1, _READ, "idle", role="decode", seconds=99.0),
     )
@@ -155,6 +155,7 @@ def test_a_frozen_decoding_process_is_named_and_not_the_ranks_that_wait_for_it()
     assert (suspect.pid, suspect.role, suspect.rank) == (21, "decode", 1)
     assert (suspect.function, suspect.line, suspect.clip) == ("read", 88, "frozen")
     assert suspect.clip_path == "clips/frozen.mp4"
+    assert suspect.seconds <= 13.996  # more than in its heartbeat would mean that it has moved on
     assert {each.doing: each.ranks for each in verdict.waiting} == {
         "a collective": (0,),
         "data": (1,),

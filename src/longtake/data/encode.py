@@ -24,7 +24,7 @@ def write_video(
     frames: NDArray[np.uint8],
     fps: float,
     crf: int = 12,
-    pixel_format: Literal["yuv420p", "yuv444p"] = "yuv420p",
+    pixel_format: Literal["yuv420p", "rgb24"] = "yuv420p",
 ) -> None:
     """Write frames as H.264 in an mp4 file, written aside and renamed when whole.
 
@@ -33,7 +33,7 @@ def write_video(
         frames: [F, H, W, 3] uint8 RGB; H and W even, as 4:2:0 chroma wants.
         fps: frames per second.
         crf: constant rate factor of x264, 0 (lossless) to 51; smaller is larger and better.
-        pixel_format: yuv444p keeps the colour of every pixel, but browsers do not play it.
+        pixel_format: rgb24 keeps the colour of every pixel, but browsers do not play it.
 
     Raises:
         DataError: the frames' shape or type does not fit, or the file cannot be written.
@@ -41,7 +41,8 @@ def write_video(
     num_frames, height, width = _check(frames, path)
     try:
         with atomic_write(path) as aside, av.open(aside, "w", format="mp4") as container:
-            stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
+            codec = "libx264rgb" if pixel_format == "rgb24" else "libx264"
+            stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
             stream.width, stream.height, stream.pix_fmt = width, height, pixel_format
             # Without mbtree=0 x264 encodes tiny pictures differently from run to run, and a clip's
             # identity is the hash of its content.

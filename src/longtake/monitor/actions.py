@@ -18,6 +18,7 @@ from longtake.monitor.reporting import EventReporter, WatchTarget
 from longtake.node_dir import DumpRequest
 
 _COMPUTING_SHARE = 0.9  # of a core: a decode worker works, though perhaps at one line of Python
+_ROUNDING_SECONDS = 0.001  # of the seconds that a dump holds
 
 
 class StallActions:
@@ -155,7 +156,8 @@ def _blames_no_process(diagnosis: StallDiagnosis) -> str:
 def _has_moved_on(heartbeat: Heartbeat, suspect: Suspect) -> bool:
     is_elsewhere = heartbeat.phase != suspect.doing
     is_at_another = suspect.role == "decode" and heartbeat.detail != suspect.clip
-    return is_elsewhere or is_at_another or heartbeat.seconds < suspect.seconds
+    has_entered_again = heartbeat.seconds + _ROUNDING_SECONDS < suspect.seconds
+    return is_elsewhere or is_at_another or has_entered_again
 
 
 def _worker_event(ended: Heartbeat, diagnosis: StallDiagnosis) -> dict[str, Any]:

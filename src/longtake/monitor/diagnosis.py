@@ -423,7 +423,7 @@ class ProcessState:
             within=within,
             doing=str(heartbeat.get("phase", "")),
             step=int(heartbeat.get("step", 0)),
-            seconds=round(self.seconds, 2),
+            seconds=self.seconds,
             clip=str(heartbeat.get("detail", "")) if is_decoding else "",
             clip_path=str(heartbeat.get("path_of_clip", "")),
             state=trace.last["state"],
@@ -532,7 +532,7 @@ def _lost(heartbeat: Mapping[str, Any], host: str) -> Suspect:
         rank=int(heartbeat["rank"]),
         doing=str(heartbeat["phase"]),
         step=int(heartbeat["step"]),
-        seconds=round(float(heartbeat["seconds"]), 2),
+        seconds=float(heartbeat["seconds"]),
         clip="" if is_rank else str(heartbeat["detail"]),
         clip_path=str(heartbeat["path_of_clip"]),
     )
