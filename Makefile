@@ -9,7 +9,7 @@ READY  := $(VENV)/.ready
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test drills goldens fuzz clean
+.PHONY: help demo check test drills goldens fuzz reference clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -42,6 +42,9 @@ fuzz: $(READY)  ## damaged and hostile inputs for every command, 2,000 new ones 
 	@echo LONGTAKE_FUZZ_SEED=$(LONGTAKE_FUZZ_SEED) LONGTAKE_FUZZ_CASES=$(LONGTAKE_FUZZ_CASES)
 	LONGTAKE_FUZZ_SEED=$(LONGTAKE_FUZZ_SEED) LONGTAKE_FUZZ_CASES=$(LONGTAKE_FUZZ_CASES) \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/fuzz
+
+reference: $(READY)  ## write docs/reference from the code
+	$(BIN)/python docs/reference/generate.py
 
 clean:  ## remove the virtual environment and every cache (runs stay)
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .goldens

@@ -30,6 +30,7 @@ from pydantic_core import ErrorDetails
 from longtake.errors import RecipeError
 from longtake.formatting import nearest
 from longtake.fsio import read_regular
+from longtake.process import command
 
 
 def _at_home(path: Path) -> Path:
@@ -955,9 +956,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         text = read_regular(path, _MAX_RECIPE_BYTES).removeprefix(codecs.BOM_UTF8)
         return tomllib.loads(text.decode())
     except FileNotFoundError:
-        raise RecipeError(
-            f"There is no recipe {path}. The folder examples/ holds some to start from."
-        ) from None
+        raise RecipeError(f"There is no recipe {path}. `{command()} init` writes one.") from None
     except OSError as error:
         raise RecipeError(f"The recipe {path} cannot be read: {error.strerror}.") from error
     except RecursionError as error:

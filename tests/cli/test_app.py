@@ -54,7 +54,7 @@ _MISTAKES = {
     ),
     "no recipe": (
         "train {tmp}/none.toml",
-        r"There is no recipe \S+none\.toml\. The folder examples/ holds some",
+        r"There is no recipe \S+none\.toml\. `\S+ init` writes one",
     ),
     "a recipe that is no TOML": ("train {place}/file", r"The recipe \S+file is not valid TOML"),
     "an unknown key in --set": (
@@ -310,7 +310,7 @@ def test_the_installed_command_says_it_in_one_message(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
-        "longtake: There is no recipe none.toml. The folder examples/ holds some to start from."
+        "longtake: There is no recipe none.toml. `longtake init` writes one."
     ]
 
 

@@ -250,3 +250,9 @@ def test_another_seed_after_a_stop_before_training_has_its_own_clips(
     first = (out / "data" / "catalog.parquet").read_bytes()
     demo._make_catalog(RunDirectory(out), 1, console)
     assert (out / "data" / "catalog.parquet").read_bytes() != first
+
+
+def test_the_recipe_is_short() -> None:
+    """It is what people read first about recipes."""
+    shipped = Path(demo.__file__).with_name("recipe.toml").read_text(encoding="utf-8")
+    assert len(shipped.splitlines()) <= 24

@@ -1,5 +1,6 @@
 """The examples are recipes, say how they are run, and can be planned without weights."""
 
+import re
 import socket
 from pathlib import Path
 
@@ -49,15 +50,12 @@ def test_an_example_says_how_to_run_it(path: Path) -> None:
     if path.stem == "tiny_flux_module":
         assert "python examples/make_pairs.py pairs" in opening
         return
-    folder = "PAIRS" if recipe.data.references else "VIDEOS"
-    clips = "PAIRS/after" if recipe.data.references else "VIDEOS"
-    catalog = f"--captions {folder}/captions.jsonl --out {recipe.data.catalog}"
-    assert f"longtake data index {clips} {catalog}" in opening
+    assert re.search(f"longtake data index .* --out {recipe.data.catalog}$", opening, re.MULTILINE)
     assert f"longtake sample {recipe.out} " in opening
     assert f"longtake export {recipe.out} " in opening
     for name in recipe.data.references:
         assert f"--reference {name}=" in opening
-        assert f"PAIRS/{'before' if name == 'reference' else name}" in opening
+        assert f"`{'before' if name == 'reference' else name}`" in opening
 
 
 def test_there_is_one_for_each_card() -> None:

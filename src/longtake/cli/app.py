@@ -17,6 +17,7 @@ from longtake.cli import say
 from longtake.cli.compare import compare
 from longtake.cli.data import data_app
 from longtake.cli.evaluate import evaluate
+from longtake.cli.init import init
 from longtake.cli.launch import launch
 from longtake.cli.plan import plan
 from longtake.cli.preflight import preflight
@@ -301,7 +302,10 @@ def drill(
 
 
 # In the order in which --help lists them: that in which a user comes to need them.
-_BEFORE, _AFTER = (demo, plan, preflight, train, launch), (evaluate, compare, sample, export, show)
+_BEFORE, _AFTER = (
+    (demo, init, plan, preflight, train, launch),
+    (evaluate, compare, sample, export, show),
+)
 for _verb in (*_BEFORE, *_AFTER, watch, stacks, drill):
     app.command()(_verb)
 app.add_typer(data_app, name="data")

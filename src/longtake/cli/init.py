@@ -1,0 +1,201 @@
+"""`longtake init`: a commented recipe for a family, a task and a GPU, from `recipes/`."""
+
+import functools
+import json
+import shlex
+import textwrap
+import tomllib
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from longtake.cli import say
+from longtake.config import memory_bytes
+from longtake.errors import RecipeError
+from longtake.formatting import did_you_mean, printable
+from longtake.process import command
+
+_FOLDER = resources.files("longtake.cli").joinpath("recipes")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A bucket, and the GPU's memory in GiB from which on `longtake plan` accepts it."""
+
+    gib: int
+    frames: int
+    height: int
+    width: int
+    expected: str = ""
+
+
+@dataclass(frozen=True)
+class Template:
+    """What a recipe can be written for: a file in `recipes/`, and shapes from small to large."""
+
+    family: str
+    task: str
+    size: str
+    file: str
+    title: str
+    pretrained: str
+    shapes: tuple[Shape, ...]
+
+
+@functools.cache
+def templates() -> tuple[Template, ...]:
+    """What is listed in recipes/templates.toml."""
+    listed = tomllib.loads(_FOLDER.joinpath("templates.toml").read_text("utf-8"))["template"]
+    return tuple(
+        Template(**{**each, "shapes": tuple(Shape(**shape) for shape in each["shapes"])})
+        for each in listed
+    )
+
+
+def find_template(family: str, task: str | None, size: str | None) -> Template:
+    """The template of a family; without a task or a size, the first that there is of it.
+
+    Raises:
+        RecipeError: there is none; the message lists what there is.
+    """
+    of_family = [each for each in templates() if each.family == family]
+    if not of_family:
+        hint = did_you_mean(family, {each.family for each in templates()})
+        raise RecipeError(f"there is no template for the family {family!r}; {hint}")
+    for each in of_family:
+        if task in (None, each.task) and size in (None, each.size):
+            return each
+    there = ", ".join(f"--task {each.task} --size {each.size}" for each in of_family)
+    asked = " ".join(
+        f"--{name} {value}" for name, value in (("task", task), ("size", size)) if value
+    )
+    raise RecipeError(f"there is no template for {family} with {asked}; there is: {there}.")
+
+
+def choose_shape(template: Template, memory: str | None) -> Shape:
+    """The largest shape whose plan fits; without a memory, the largest of all.
+
+    Raises:
+        RecipeError: the smallest shape needs more memory than there is.
+    """
+    if memory is None:
+        return template.shapes[-1]
+    gib = memory_bytes(memory) / 2**30
+    fitting = [each for each in template.shapes if each.gib <= gib]
+    if not fitting:
+        raise RecipeError(
+            f"{template.title.partition(',')[0]} ({template.task}) needs {template.shapes[0].gib} "
+            f"GiB for its smallest shape, and --memory is {memory}. A smaller model, or LoRA "
+            f"instead of all weights, needs less: `{command()} init` lists all templates."
+        )
+    return fitting[-1]
+
+
+def render_recipe(template: Template, memory: str | None, data: Path, recipe: Path) -> str:
+    """Return the text of a recipe.
+
+    Args:
+        template: of `templates`.
+        memory: the GPU's, such as "24GiB"; None: what is free on the GPU when training starts.
+        data: a folder of clips, or a catalog that exists already (`.parquet`).
+        recipe: where the text will be written; names the run.
+
+    Raises:
+        RecipeError: the memory is too small, or a path cannot stand in a recipe.
+    """
+    import jinja2
+
+    for path in (data, recipe):
+        if printable(str(path)) != str(path):
+            raise RecipeError(
+                f"the path {printable(str(path))!r} has control characters, which a recipe cannot "
+                "hold. Rename it."
+            )
+    name = recipe.stem
+    is_catalog = data.suffix == ".parquet"
+    catalog = data if is_catalog else Path("catalogs") / f"{data.resolve().name or 'clips'}.parquet"
+    run = Path("runs") / name
+    environment = jinja2.Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,  # noqa: S701 - TOML, whose strings are written by the filter `toml`
+    )
+    environment.filters["toml"] = lambda value: json.dumps(str(value), ensure_ascii=False)
+    environment.filters["comment"] = lambda text: textwrap.indent(textwrap.fill(text, 96), "# ")
+    text = _FOLDER.joinpath(template.file).read_text("utf-8")
+    facts = {**asdict(template), **asdict(choose_shape(template, memory))}
+    return environment.from_string(text).render(
+        **facts,
+        memory=memory,
+        run=run,
+        catalog=catalog,
+        cache=Path("cache") / name,
+        data_argument=shlex.quote(str(data if not is_catalog else "CLIPS")),
+        catalog_argument=shlex.quote(str(catalog)),
+        recipe_argument=shlex.quote(str(recipe)),
+        run_argument=shlex.quote(str(run)),
+    )
+
+
+def init(
+    family: Annotated[
+        str | None, typer.Option(help="The model's family; unset: list all templates.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="What trains: lora, full, module or scratch.")
+    ] = None,
+    size: Annotated[str | None, typer.Option(help="The model's size, such as 1.3b.")] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="The GPU's memory, such as 24GiB [default: what is free at the start]."),
+    ] = None,
+    data: Annotated[
+        Path, typer.Option(help="The folder of clips, or a catalog that is already made.")
+    ] = Path("my_clips"),
+    out: Annotated[Path, typer.Option(help="The recipe to write.")] = Path("my_recipe.toml"),
+) -> None:
+    """Write a commented recipe for a family, a task and a GPU.
+
+    Without a family it lists the templates. A file that exists is not overwritten.
+    """
+    if family is None:
+        _list_templates()
+        return
+    template = find_template(family, task, size)
+    text = render_recipe(template, memory, data, out)
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise RecipeError(
+            f"{out} exists and is not overwritten. Choose another name with --out, or delete it."
+        ) from None
+    except OSError as error:
+        raise RecipeError(f"{out} cannot be written: {error.strerror}.") from error
+    say.line(f"Wrote {out}: {template.title}.")
+    if data.suffix != ".parquet":
+        missing = "" if data.exists() else f" ({data} does not exist yet)"
+        say.line(
+            f"Its first lines have the next commands: index {data}{missing}, then plan and train."
+        )
+
+
+def _list_templates() -> None:
+    from rich.table import Table
+
+    table = Table("--family", "--task", "--size", "memory", "what is trained", box=None)
+    for each in templates():
+        smallest, largest = each.shapes[0], each.shapes[-1]
+        memory = f"{smallest.gib} to {largest.gib} GiB" if each.pretrained else "CPU"
+        table.add_row(each.family, each.task, each.size, memory, each.title)
+    say.stdout_console().print(table)
+    first = templates()[1]
+    say.line(
+        f"Write one: {command()} init --family {first.family} --task {first.task} "
+        f"--size {first.size} --memory 24GiB --data my_clips --out my_recipe.toml"
+    )
