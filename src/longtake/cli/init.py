@@ -59,7 +59,7 @@ def find_template(family: str, task: str | None, size: str | None) -> Template:
     """The template of a family; without a task or a size, the first that there is of it.
 
     Raises:
-        RecipeError: there is none; the message lists what there is.
+        RecipeError: no template fits; the message lists those of the family.
     """
     of_family = [each for each in templates() if each.family == family]
     if not of_family:

@@ -43,6 +43,7 @@ def write_video(
         with atomic_write(path) as aside, av.open(aside, "w", format="mp4") as container:
             codec = "libx264rgb" if pixel_format == "rgb24" else "libx264"
             stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
+            assert isinstance(stream, av.VideoStream)
             stream.width, stream.height, stream.pix_fmt = width, height, pixel_format
             # Without mbtree=0 x264 encodes tiny pictures differently from run to run, and a clip's
             # identity is the hash of its content.
