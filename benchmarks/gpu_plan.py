@@ -37,12 +37,17 @@ from torch.optim import Optimizer
 from longtake import config
 from longtake.config import Recipe
 from longtake.models.losses import flow_losses
-from longtake.recompute.apply import BlockCall, caller
-from longtake.recompute.devices import Device, device_for
-from longtake.recompute.measure import Memory, measured
-from longtake.recompute.plan import Survey, find_best, survey
-from longtake.recompute.policies import POLICIES, Options, options_of
-from longtake.recompute.trace import StepTrace, Subject, Tracer
+from longtake.planner.activation_checkpointing import (
+    POLICIES,
+    BlockCall,
+    Options,
+    caller,
+    options_of,
+)
+from longtake.planner.devices import Device, device_for
+from longtake.planner.measure import MeasuredMemory, measured
+from longtake.planner.solver import PolicySweep, find_best, sweep_policies
+from longtake.planner.trace import StepTrace, Subject, Tracer
 from longtake.training.optim import build_optimizers
 from longtake.training.optimizer_memory import foreach_bytes, optimizer_bytes
 from longtake.training.outlined import OutlinedStep, outlined_step
@@ -139,7 +144,7 @@ class Run(NamedTuple):
     seconds: float
 
 
-def _run(once: Callable[[Memory | None], None], device: torch.device) -> Run:
+def _run(once: Callable[[MeasuredMemory | None], None], device: torch.device) -> Run:
     """Measure what makes a forward and a backward pass, marks their border and leaves nothing."""
     once(None)  # libraries allocate what they keep
     with measured(device) as memory:
@@ -161,7 +166,7 @@ def _model(
 ) -> list[str]:
     """Every policy of a recipe, and its update; the best for half the way between the extremes."""
     planned = outlined_step(recipe, card)
-    surveyed = survey(planned.tracer)
+    surveyed = sweep_policies(planned.tracer)
     peaks = [trace.peak_bytes for trace in surveyed.traces.values()]
     budget_bytes = budget_bytes or (min(peaks) + max(peaks)) // 2
     names = tuple(planned.tracer.subject.blocks)
@@ -188,7 +193,7 @@ def _model(
 
 def _policies(
     cases: Mapping[str, tuple[Options, StepTrace]],
-    surveyed: Survey,
+    surveyed: PolicySweep,
     step: OutlinedStep,
     device: torch.device,
     room: int | None,
@@ -234,11 +239,11 @@ def _compared(predicted: int, real: int) -> tuple[str, str, str]:
 
 def _once(
     step: OutlinedStep, options: Options, device: torch.device
-) -> Callable[[Memory | None], None]:
+) -> Callable[[MeasuredMemory | None], None]:
     subject = step.tracer.subject
     subject.call_blocks_by(caller({subject.blocks[name]: each for name, each in options.items()}))
 
-    def once(memory: Memory | None) -> None:
+    def once(memory: MeasuredMemory | None) -> None:
         with device:
             examples = subject.make_inputs()
         for tensor in (examples.latents, examples.noise, *examples.conditioning.values()):
@@ -361,7 +366,7 @@ def _kernel_line(name: str, kernel: Kernel, card: Device, device: torch.device) 
     trace = Tracer(_subject(kernel), card).trace({})
     leaves = [torch.randn(shape, dtype=_BF16, device=device) for shape in kernel.shapes]
 
-    def once(memory: Memory | None) -> None:
+    def once(memory: MeasuredMemory | None) -> None:
         inputs = [leaf.detach().requires_grad_() for leaf in leaves]
         loss = kernel.function(*inputs).square().sum()  # whose gradient has no gaps
         if memory:

@@ -42,10 +42,9 @@ from longtake.flow.timesteps import sample_sigmas
 from longtake.models.assemble import forward_flops, latent_shape, outline
 from longtake.models.precision import autocast
 from longtake.parallel.mesh import World, join
-from longtake.recompute.apply import caller
-from longtake.recompute.devices import CPU, Device, device_for
-from longtake.recompute.plan import find_best, survey
-from longtake.recompute.policies import Options, options_of
+from longtake.planner.activation_checkpointing import Options, caller, options_of
+from longtake.planner.devices import CPU, Device, device_for
+from longtake.planner.solver import find_best, sweep_policies
 from longtake.training.build import build_state
 from longtake.training.compiling import compile_blocks
 from longtake.training.gauge import Gauge
@@ -265,7 +264,7 @@ def _not_fitting(name: str) -> Row:
 def _plans(recipe: Recipe, card: Device) -> Iterator[tuple[str, Options | None]]:
     """How blocks are run; None where that is predicted not to fit the card."""
     step = outlined_step(recipe, card)
-    surveyed, fixed = survey(step.tracer), fixed_of(step)
+    surveyed, fixed = sweep_policies(step.tracer), fixed_of(step)
     names = tuple(step.tracer.subject.blocks)
     peaks = {name: trace.peak_bytes for name, trace in surveyed.traces.items()}
     half = (peaks["none"] + peaks["all"]) // 2

@@ -30,13 +30,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longtake import config
 from longtake.config import Recipe
-from longtake.recompute.apply import caller
-from longtake.recompute.devices import CPU
-from longtake.recompute.kernels import as_on_cuda
-from longtake.recompute.measure import measured
-from longtake.recompute.plan import Best, Survey, find_best, survey
-from longtake.recompute.policies import POLICIES, Options, options_of
-from longtake.recompute.trace import StepTrace
+from longtake.planner.activation_checkpointing import POLICIES, Options, caller, options_of
+from longtake.planner.devices import CPU
+from longtake.planner.kernels import as_on_cuda
+from longtake.planner.measure import measured
+from longtake.planner.solver import BestOptions, PolicySweep, find_best, sweep_policies
+from longtake.planner.trace import StepTrace
 from longtake.training.allocator import keep_freed_memory
 from longtake.training.outlined import OutlinedStep, outlined_step
 
@@ -159,7 +158,7 @@ class Result:
     case: Case
     predicted: Mapping[str, int]
     measured: Mapping[str, int]
-    best: Best
+    best: BestOptions
     num_gradients: int
     """Sets of gradients that are not the same to the bit; there should be one."""
 
@@ -190,7 +189,7 @@ def main() -> None:
 def _result(case: Case) -> Result:
     planned, real = outlined_step(case.recipe(), CPU), outlined_step(case.recipe(), CPU)
     names = tuple(planned.tracer.subject.blocks)
-    surveyed = survey(planned.tracer)
+    surveyed = sweep_policies(planned.tracer)
     best = _best(planned, surveyed)
     options = {policy: options_of(policy, names) for policy in POLICIES} | {"best": best.options}
     traces = {**surveyed.traces, "best": best.traced}
@@ -207,7 +206,7 @@ def _result(case: Case) -> Result:
     )
 
 
-def _best(step: OutlinedStep, surveyed: Survey) -> Best:
+def _best(step: OutlinedStep, surveyed: PolicySweep) -> BestOptions:
     """For a budget between what the most and the least economical policies take."""
     peaks = [trace.peak_bytes for trace in surveyed.traces.values()]
     best = find_best(step.tracer, surveyed, (max(peaks) + min(peaks)) // 2)

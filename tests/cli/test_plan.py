@@ -10,7 +10,7 @@ import pytest
 
 from longtake import config
 from longtake.config import Recipe
-from longtake.recompute.policies import POLICIES
+from longtake.planner.activation_checkpointing import POLICIES
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TINY_FLUX = "examples/tiny_flux_module.toml"

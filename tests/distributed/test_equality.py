@@ -24,7 +24,7 @@ from longtake.fsio import append_json, read_json_lines
 from longtake.models.assemble import Components, assemble
 from longtake.parallel.fsdp import full
 from longtake.parallel.mesh import World, arranged, join
-from longtake.recompute.policies import options_of
+from longtake.planner.activation_checkpointing import options_of
 from longtake.training.agree import agreed
 from longtake.training.build import build_state
 from longtake.training.compiling import compile_blocks

@@ -23,8 +23,8 @@ from longtake.models.precision import Precision
 from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.fsdp import local_shard
 from longtake.parallel.mesh import World, _mesh, _sequence_group, join, shard_size
-from longtake.recompute.devices import CPU
-from longtake.recompute.policies import options_of
+from longtake.planner.activation_checkpointing import options_of
+from longtake.planner.devices import CPU
 from longtake.training.build import build_state
 from longtake.training.fit import run_blocks_by
 from longtake.training.outlined import OutlinedStep, outlined_step

@@ -13,9 +13,9 @@ from longtake.config import Recipe
 from longtake.data.loader import Loader
 from longtake.models.assemble import assemble
 from longtake.parallel.mesh import World, arranged
-from longtake.recompute.devices import CPU
-from longtake.recompute.measure import measured
-from longtake.recompute.policies import options_of
+from longtake.planner.activation_checkpointing import options_of
+from longtake.planner.devices import CPU
+from longtake.planner.measure import measured
 from longtake.training.build import build_state
 from longtake.training.card import card_of
 from longtake.training.fit import run_blocks_by

@@ -6,7 +6,7 @@ import pytest
 
 from longtake import config
 from longtake.models.assemble import outline
-from longtake.recompute.devices import device_named
+from longtake.planner.devices import device_named
 from longtake.training.outlined import outlined_step
 
 _ROOT = Path(__file__).resolve().parents[2]

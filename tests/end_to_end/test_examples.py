@@ -9,7 +9,7 @@ import pytest
 from longtake import config
 from longtake.models.pretrained import diffusers_class, transformers_class
 from longtake.models.registry import family
-from longtake.recompute.devices import device_named
+from longtake.planner.devices import device_named
 from longtake.training.gradients import check_gradients
 from longtake.training.outlined import outlined_step
 

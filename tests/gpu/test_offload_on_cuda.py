@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from longtake.recompute.measure import measured
+from longtake.planner.measure import measured
 from longtake.training import master
 from longtake.training.master import MasterAdamW
 

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from longtake import config
 from longtake.models.losses import flow_losses
-from longtake.recompute.apply import caller
-from longtake.recompute.devices import Device, device_for
-from longtake.recompute.measure import Memory, measured
-from longtake.recompute.policies import options_of
+from longtake.planner.activation_checkpointing import caller, options_of
+from longtake.planner.devices import Device, device_for
+from longtake.planner.measure import MeasuredMemory, measured
 from longtake.training.outlined import OutlinedStep, outlined_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card here")
@@ -60,7 +59,9 @@ def _filled(step: OutlinedStep, device: torch.device) -> OutlinedStep:
     return step
 
 
-def _run(step: OutlinedStep, policy: str, device: torch.device) -> tuple[Memory, float, float]:
+def _run(
+    step: OutlinedStep, policy: str, device: torch.device
+) -> tuple[MeasuredMemory, float, float]:
     """Memory of a second step, its loss, and the norm of its gradients."""
     subject = step.tracer.subject
     options = options_of(policy, tuple(subject.blocks))

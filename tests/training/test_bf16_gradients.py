@@ -12,8 +12,8 @@ from longtake.data.loader import Loader
 from longtake.models.assemble import assemble
 from longtake.parallel.fsdp import apply_fsdp, full, set_gradient_sync
 from longtake.parallel.mesh import World, join
-from longtake.recompute.devices import CPU
-from longtake.recompute.measure import measured
+from longtake.planner.devices import CPU
+from longtake.planner.measure import measured
 from longtake.training.build import build_state
 from longtake.training.outlined import outlined_step
 from longtake.training.resident import fixed_of

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from longtake.config import Recipe
 from longtake.errors import RecipeError
 from longtake.models.assemble import Components, assemble, latent_shape, outline_conditioning
-from longtake.recompute.apply import OPTIONS, Option
+from longtake.planner.activation_checkpointing import OPTIONS, Option
 from longtake.training.compiling import compile_blocks, refuse_missing_compiler
 
 _CPU = torch.device("cpu")

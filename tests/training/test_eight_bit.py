@@ -27,7 +27,7 @@ from longtake.config import CheckpointSection, OptimizerSection, ParallelSection
 from longtake.errors import RecipeError
 from longtake.parallel.fsdp import apply_fsdp, full
 from longtake.parallel.mesh import World, join
-from longtake.recompute.measure import measured
+from longtake.planner.measure import measured
 from longtake.run_dir import RunDirectory
 from longtake.training.eight_bit import has_eight_bit_state, refuse_missing_torchao
 from longtake.training.optim import build_optimizers, set_learning_rates

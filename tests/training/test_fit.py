@@ -15,7 +15,7 @@ from longtake.config import Recipe
 from longtake.errors import PlanError
 from longtake.fsio import read_json_lines
 from longtake.parallel.mesh import World
-from longtake.recompute.policies import POLICIES
+from longtake.planner.activation_checkpointing import POLICIES
 from longtake.run_dir import RunDirectory
 from longtake.training.card import card_of, free_memory
 from longtake.training.fit import fit

@@ -11,8 +11,8 @@ from longtake import config
 from longtake.config import Recipe
 from longtake.errors import CannotBePlannedError, PlanError
 from longtake.models.assemble import assemble
-from longtake.recompute.devices import CPU, DEVICES, Device
-from longtake.recompute.policies import POLICIES, options_of
+from longtake.planner.activation_checkpointing import POLICIES, options_of
+from longtake.planner.devices import CPU, DEVICES, Device
 from longtake.training.card import Card
 from longtake.training.forecast import forecast
 from longtake.training.gradients import check_gradients

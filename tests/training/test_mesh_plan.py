@@ -10,7 +10,7 @@ from longtake import config
 from longtake.cli.plan_mesh import mesh_facts, of_mesh
 from longtake.config import Recipe
 from longtake.errors import RecipeError
-from longtake.recompute.devices import CPU, DEVICES
+from longtake.planner.devices import CPU, DEVICES
 from longtake.training.card import Card
 from longtake.training.forecast import forecast
 from longtake.training.links import SHARE_OF_LINK, Links, links_named, links_of

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from longtake.config import OptimizerSection
 from longtake.models.precision import Precision
-from longtake.recompute.measure import measured
+from longtake.planner.measure import measured
 from longtake.training import master
 from longtake.training.optim import build_optimizers
 from longtake.training.optimizer_memory import foreach_bytes, optimizer_bytes

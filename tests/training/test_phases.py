@@ -9,8 +9,8 @@ import torch
 from longtake import config
 from longtake.config import Recipe
 from longtake.models.assemble import assemble
-from longtake.recompute.devices import CPU, device_named
-from longtake.recompute.policies import options_of
+from longtake.planner.activation_checkpointing import options_of
+from longtake.planner.devices import CPU, device_named
 from longtake.training import phases
 from longtake.training.card import Card, card_of
 from longtake.training.outlined import outlined_step

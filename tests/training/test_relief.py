@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from longtake import config
 from longtake.config import Recipe
-from longtake.recompute.devices import CPU, DEVICES, Device
+from longtake.planner.devices import CPU, DEVICES, Device
 from longtake.training.card import Card
 from longtake.training.forecast import forecast
 from longtake.training.relief import Relief, find_reliefs

@@ -60,3 +60,10 @@ def mixed_norms() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
         yield
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an operation failed because the device's or the computer's memory is used up."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

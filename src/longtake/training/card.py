@@ -8,7 +8,7 @@ from longtake import config
 from longtake.config import Recipe
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
-from longtake.recompute.devices import Device, Target, device_for, device_named
+from longtake.planner.devices import Device, Target, device_for, device_named
 
 _NCCL_BYTES = 3 * 2**29
 """What NCCL's buffers take of a GPU where there are several ranks: 0.5 to 1.5 GiB."""

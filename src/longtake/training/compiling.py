@@ -12,8 +12,7 @@ from torch.utils._triton import has_triton
 from longtake.config import Recipe
 from longtake.errors import RecipeError
 from longtake.models.assemble import Components
-from longtake.recompute.apply import run_block
-from longtake.recompute.policies import Options
+from longtake.planner.activation_checkpointing import Options, run_block
 
 _COMPILERS = ("g++", "c++", "clang++", "gcc", "cc", "clang")
 _PROGRAMS_PER_SHAPE = 32

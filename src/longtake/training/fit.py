@@ -11,9 +11,8 @@ from longtake.models.assemble import Components
 from longtake.models.precision import Precision
 from longtake.parallel.collectives import from_first
 from longtake.parallel.mesh import World
-from longtake.recompute.apply import caller
-from longtake.recompute.devices import Target
-from longtake.recompute.policies import Options, options_of
+from longtake.planner.activation_checkpointing import Options, caller, options_of
+from longtake.planner.devices import Target
 from longtake.training.card import Card, card_of
 from longtake.training.forecast import Forecast, forecast, wasteful
 from longtake.training.gradients import check_gradients, refuse_traps

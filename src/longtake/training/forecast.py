@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from longtake.config import Recipe
 from longtake.errors import PlanError
 from longtake.formatting import format_size
-from longtake.recompute.plan import Best, Survey, find_best, survey, unlimited
-from longtake.recompute.policies import options_of
-from longtake.recompute.trace import StepTrace
-from longtake.recompute.traps import Trap, costly_policies, idle_recompute
+from longtake.planner.activation_checkpointing import options_of
+from longtake.planner.gradient_traps import Trap, costly_policies, idle_recompute
+from longtake.planner.solver import BestOptions, PolicySweep, find_best, sweep_policies
+from longtake.planner.trace import StepTrace
 from longtake.training.card import Card
 from longtake.training.gradients import Gradients, check_gradients
 from longtake.training.optimizer_memory import foreach_bytes
@@ -35,7 +35,7 @@ class Forecast:
     traces: Mapping[str, StepTrace]
     """Of every named policy; none where a trap keeps the step from being traced."""
     policies: Sequence[PolicyForecast]
-    best: Best | None
+    best: BestOptions | None
     """The fastest that fits; without a budget, everything kept."""
     best_policy: PolicyForecast | None
 
@@ -75,7 +75,7 @@ def forecast(
         return _forecast(card, step, gradients, None, None)
     if card.budget_bytes is not None:
         _refuse_below_weights(step, card)
-    surveyed = survey(step.tracer)
+    surveyed = sweep_policies(step.tracer)
     return _forecast(card, step, gradients, surveyed, _best(step, surveyed, card.budget_bytes))
 
 
@@ -94,8 +94,8 @@ def _forecast(
     card: Card,
     step: OutlinedStep,
     gradients: Gradients,
-    surveyed: Survey | None,
-    best: Best | None,
+    surveyed: PolicySweep | None,
+    best: BestOptions | None,
 ) -> Forecast:
     traces = surveyed.traces if surveyed else {}
     traps = [*gradients.traps, *(wasteful(step, traces) if traces else [])]
@@ -121,9 +121,11 @@ def _forecast(
     )
 
 
-def _best(step: OutlinedStep, surveyed: Survey, budget_bytes: int | None) -> Best | None:
+def _best(
+    step: OutlinedStep, surveyed: PolicySweep, budget_bytes: int | None
+) -> BestOptions | None:
     if budget_bytes is None:
-        return unlimited(step.tracer, surveyed)
+        return find_best(step.tracer, surveyed, None)
     fixed = fixed_of(step, surveyed.traces["none"].input_bytes)
     if fixed.update_bytes > budget_bytes:
         return None

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 import longtake
 from longtake.errors import CannotBePlannedError, LongtakeError, PlanError
 from longtake.formatting import first_line
-from longtake.recompute.traps import Trap, flow_traps
+from longtake.planner.gradient_traps import Trap, flow_traps
 from longtake.training.outlined import OutlinedStep
 
 
@@ -38,7 +38,7 @@ def check_gradients(step: OutlinedStep) -> Gradients:
     """
     try:
         with _torch_is_quiet():
-            watch = step.tracer.watch()
+            watch = step.tracer.watch_gradients()
     except LongtakeError:
         raise
     except DataDependentOutputException as error:

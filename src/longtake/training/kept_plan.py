@@ -22,7 +22,7 @@ from longtake.fsio import read_json, write_json
 from longtake.models.precision import Precision
 from longtake.parallel.collectives import from_first
 from longtake.parallel.mesh import World
-from longtake.recompute.devices import Target
+from longtake.planner.devices import Target
 from longtake.run_dir import RunDirectory
 from longtake.training.card import card_of
 from longtake.training.fit import Fit, fit

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from longtake.errors import RecipeError
-from longtake.recompute.devices import Device
+from longtake.planner.devices import Device
 
 SHARE_OF_LINK = 0.8
 """Of a maker's figure, what collectives of megabytes reach; usual on NVLink and InfiniBand."""

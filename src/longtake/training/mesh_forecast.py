@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from longtake import config
 from longtake.errors import LongtakeError
-from longtake.recompute.policies import options_of
-from longtake.recompute.trace import StepTrace
+from longtake.planner.activation_checkpointing import options_of
+from longtake.planner.trace import StepTrace
 from longtake.training.forecast import Forecast
 from longtake.training.links import Links
 from longtake.training.outlined import OutlinedStep, outlined_step

@@ -14,9 +14,9 @@ from longtake.models.precision import Precision, choose_precision
 from longtake.models.sharing import refuse_sharing
 from longtake.parallel.fsdp import accumulate_in_fp32
 from longtake.parallel.mesh import shard_size
-from longtake.recompute.devices import Device
-from longtake.recompute.exchange import ImaginedSharing
-from longtake.recompute.trace import Subject, Tracer
+from longtake.planner.devices import Device
+from longtake.planner.fake_tensors import FakeTokenSharing
+from longtake.planner.trace import Subject, Tracer
 from longtake.training.share import refuse_idle_ranks
 
 
@@ -67,7 +67,7 @@ def outlined_step(
     parts = outline(recipe)
     refuse_sharing(parts, recipe)
     if recipe.parallel.sequence > 1:
-        parts.family.share_tokens(parts.model, ImaginedSharing(recipe.parallel.sequence))
+        parts.family.share_tokens(parts.model, FakeTokenSharing(recipe.parallel.sequence))
     parts.model.train()
     if world_size == 1:
         accumulate_in_fp32(parts.model)

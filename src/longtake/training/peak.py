@@ -12,8 +12,9 @@ from longtake.config import Bucket, Recipe
 from longtake.data.batch import Batch
 from longtake.errors import PlanError
 from longtake.formatting import format_size
+from longtake.models.precision import is_out_of_memory
 from longtake.parallel.mesh import World
-from longtake.recompute.measure import is_out_of_memory, measured
+from longtake.planner.measure import measured
 from longtake.training.fit import Fit
 from longtake.training.step import TrainingState
 

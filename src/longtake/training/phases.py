@@ -9,9 +9,9 @@ from torch import Tensor
 from longtake.config import Bucket, Recipe
 from longtake.models.assemble import Components, latent_shape, outline, outline_conditioning
 from longtake.models.precision import autocast
-from longtake.recompute.devices import Device
-from longtake.recompute.shapes import Shapes
-from longtake.recompute.trace import Work, exchange, trace_work
+from longtake.planner.devices import Device
+from longtake.planner.fake_tensors import CachedFakeMode
+from longtake.planner.trace import InferenceTrace, make_fake, trace_inference
 from longtake.training.card import Card
 from longtake.training.outlined import OutlinedStep
 from longtake.training.resident import fixed_of
@@ -43,11 +43,11 @@ def phases_of(step: OutlinedStep, card: Card) -> list[Phase]:
     """
     recipe, budget = step.recipe, card.budget_bytes
     parts = outline(recipe)
-    shapes = Shapes(allow_non_fake_inputs=True)
-    found: dict[str, Work] = {}
+    shapes = CachedFakeMode(allow_non_fake_inputs=True)
+    found: dict[str, InferenceTrace] = {}
     with shapes:
         for module in (*parts.text.modules(), parts.model, *parts.codec.modules()):
-            exchange(module.eval())
+            make_fake(module.eval())
         for name, trace in _traces(shapes, step, parts, card.device):
             try:
                 found[name] = trace()
@@ -69,18 +69,23 @@ def phases_of(step: OutlinedStep, card: Card) -> list[Phase]:
 
 
 def _traces(
-    shapes: Shapes, step: OutlinedStep, parts: Components, device: Device
-) -> Iterator[tuple[str, Callable[[], Work]]]:
+    shapes: CachedFakeMode, step: OutlinedStep, parts: Components, device: Device
+) -> Iterator[tuple[str, Callable[[], InferenceTrace]]]:
     texts, codecs = parts.text.modules(), parts.codec.modules()
     if texts:
         yield (
             "text",
-            lambda: trace_work(shapes, texts, lambda: _encode_caption(parts, step.recipe), device),
+            lambda: trace_inference(
+                shapes, texts, lambda: _encode_caption(parts, step.recipe), device
+            ),
         )
     if codecs:
         for name, work in (("encode", _encode_clip), ("decode", _decode_video)):
             yield name, _of_long_clips(shapes, parts, step.bucket, work, device)
-    yield "model", lambda: trace_work(shapes, [parts.model], lambda: _denoise(parts, step), device)
+    yield (
+        "model",
+        lambda: trace_inference(shapes, [parts.model], lambda: _denoise(parts, step), device),
+    )
 
 
 def _encode_caption(parts: Components, recipe: Recipe) -> None:
@@ -101,24 +106,24 @@ def _decode_video(parts: Components, bucket: Bucket) -> Tensor:
 
 
 def _of_long_clips(
-    shapes: Shapes,
+    shapes: CachedFakeMode,
     parts: Components,
     bucket: Bucket,
     work: Callable[[Components, Bucket], Tensor],
     device: Device,
-) -> Callable[[], Work]:
+) -> Callable[[], InferenceTrace]:
     """Traces a few frames of a long clip, and goes on in a straight line."""
 
-    def of(num_frames: int) -> Work:
+    def of(num_frames: int) -> InferenceTrace:
         part = bucket.model_copy(update={"num_frames": num_frames})
-        return trace_work(shapes, parts.codec.modules(), lambda: work(parts, part), device)
+        return trace_inference(shapes, parts.codec.modules(), lambda: work(parts, part), device)
 
-    def trace() -> Work:
+    def trace() -> InferenceTrace:
         if bucket.num_frames <= _MORE_FRAMES:
             return of(bucket.num_frames)
         few, more = of(_FEW_FRAMES), of(_MORE_FRAMES)
         times = (bucket.num_frames - _MORE_FRAMES) / (_MORE_FRAMES - _FEW_FRAMES)
-        return Work(
+        return InferenceTrace(
             more.weight_bytes,
             more.peak_bytes + round(times * (more.peak_bytes - few.peak_bytes)),
             more.seconds + times * (more.seconds - few.seconds),
@@ -139,7 +144,7 @@ def _denoise(parts: Components, step: OutlinedStep) -> Tensor:
         return parts.predict_velocity(torch.empty(1, *shape), torch.empty(1), told)
 
 
-def _step(step: OutlinedStep, found: dict[str, Work]) -> Work | None:
+def _step(step: OutlinedStep, found: dict[str, InferenceTrace]) -> InferenceTrace | None:
     """A training step at the moment in which codec or text encoder works."""
     encoding = [found[name] for name in ("text", "encode") if name in found]
     if not encoding:
@@ -150,4 +155,4 @@ def _step(step: OutlinedStep, found: dict[str, Work]) -> Work | None:
         there += fixed.gradients
     more = max(work.peak_bytes - work.weight_bytes for work in encoding)
     num_clips = step.micro_batch_size * step.num_micro_batches
-    return Work(there, there + more, num_clips * sum(work.seconds for work in encoding))
+    return InferenceTrace(there, there + more, num_clips * sum(work.seconds for work in encoding))

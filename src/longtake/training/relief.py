@@ -7,7 +7,7 @@ from longtake import config
 from longtake.config import Bucket, Recipe
 from longtake.errors import LongtakeError
 from longtake.formatting import format_size
-from longtake.recompute.policies import options_of
+from longtake.planner.activation_checkpointing import options_of
 from longtake.training.forecast import Forecast
 from longtake.training.outlined import outlined_step
 from longtake.training.resident import memory_of

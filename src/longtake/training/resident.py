@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from longtake.recompute.trace import CUDA_ROUNDS_TO, StepTrace
+from longtake.planner.trace import CUDA_ROUNDS_TO, StepTrace
 from longtake.training.optimizer_memory import OptimizerBytes, optimizer_bytes
 from longtake.training.outlined import OutlinedStep
 from longtake.training.traffic import gathered_size

@@ -29,8 +29,8 @@ from longtake.models.precision import Precision, choose_precision
 from longtake.models.pretrained import local_copies
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join
+from longtake.planner.devices import peak_flops
 from longtake.process import STOP_SIGNALS, StopSignal, command
-from longtake.recompute.devices import peak_flops
 from longtake.run_dir import EventKind, RunDirectory, beside
 from longtake.tracking.process import Follower
 from longtake.tracking.wandb_access import missing_key, refuse_missing_wandb

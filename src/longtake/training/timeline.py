@@ -9,7 +9,7 @@ agree upon goes over another one.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from longtake.recompute.trace import StepTrace
+from longtake.planner.trace import StepTrace
 from longtake.training.links import Links
 from longtake.training.outlined import OutlinedStep
 from longtake.training.traffic import Group, Traffic, Unit, gathered, units_of

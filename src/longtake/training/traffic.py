@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from longtake.recompute.trace import StepTrace
+from longtake.planner.trace import StepTrace
 from longtake.training.outlined import OutlinedStep, gathers_in_bf16
 
 

@@ -18,8 +18,8 @@ from longtake.config import Bucket
 from longtake.errors import PlanError
 from longtake.formatting import format_size
 from longtake.models.assemble import Components
+from longtake.models.precision import is_out_of_memory
 from longtake.parallel.mesh import pick_device
-from longtake.recompute.measure import is_out_of_memory
 
 T = TypeVar("T")
 

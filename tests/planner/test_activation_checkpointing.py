@@ -10,10 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longtake.config import RecomputeSection
 from longtake.models.precision import autocast
-from longtake.recompute.apply import OPTIONS, Option, caller, run_block
-from longtake.recompute.measure import measured
-from longtake.recompute.trace import Subject
+from longtake.planner.activation_checkpointing import (
+    OPTIONS,
+    POLICIES,
+    Option,
+    caller,
+    options_of,
+    run_block,
+)
+from longtake.planner.measure import measured
+from longtake.planner.trace import Subject
 
 
 def _outcome(subject: Subject, options: Mapping[nn.Module, Option]) -> list[Tensor]:
@@ -123,3 +131,36 @@ def test_parameters_of_a_block_train_whatever_it_is_given(option: Option) -> Non
     output = run_block(option, block, {"tokens": torch.ones(2, 4)})
     torch.autograd.backward(output.sum())
     assert block.layer.weight.grad is not None
+
+
+_BLOCKS = ("a", "b", "c", "d", "e")
+_SHORT = {"keep": "k", "recompute": "r", "save-attention": "s"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    {
+        "none": "kkkkk",
+        "all": "rrrrr",
+        "all-but-first": "krrrr",
+        "alternate": "krkrk",
+        "save-attention": "sssss",
+    }.items(),
+)
+def test_what_each_policy_does(policy: str, expected: str) -> None:
+    """Each block by its name, in the model's order."""
+    options = options_of(policy, _BLOCKS)
+    assert tuple(options) == _BLOCKS
+    assert "".join(_SHORT[option] for option in options.values()) == expected
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_model_may_have_one_block(policy: str) -> None:
+    """No policy needs two of them."""
+    assert len(options_of(policy, ("only",))) == 1
+
+
+def test_recipes_know_every_policy() -> None:
+    """What a recipe can name, besides those that are found: `auto` and `best`."""
+    for policy in POLICIES:
+        assert RecomputeSection.model_validate({"policy": policy}).chosen() == policy

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from longtake.recompute.devices import device_named
-from longtake.recompute.kernels import as_on_cuda, workspace_bytes
+from longtake.planner.devices import device_named
+from longtake.planner.kernels import as_on_cuda, cuda_workspace_bytes
 
 _BF16 = torch.bfloat16
 _HEADS = (2, 4, 96, 32)
@@ -22,7 +22,7 @@ _HEADS = (2, 4, 96, 32)
 def _saved(
     function: Callable[..., Tensor], *inputs: Tensor
 ) -> list[tuple[torch.Size, torch.dtype]]:
-    """Shapes and types of what autograd keeps of a function."""
+    """CachedFakeMode and types of what autograd keeps of a function."""
     kept: list[tuple[torch.Size, torch.dtype]] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -255,12 +255,12 @@ def test_flash_backward_takes_sums_and_copies() -> None:
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
     query = torch.empty(2, 300, 4, 40, dtype=_BF16, device="meta").transpose(1, 2)
     sums = 4 * 2 * 4 * 384 * (64 + 1)
-    assert workspace_bytes(backward, (query, query, query), ()) == sums
+    assert cuda_workspace_bytes(backward, (query, query, query), ()) == sums
     gappy = torch.empty(2, 300, 4 * 40 + 8, dtype=_BF16, device="meta")[..., :160]
     gappy = gappy.view(2, 300, 4, 40).transpose(1, 2)
-    assert workspace_bytes(backward, (gappy, query, query), ()) == sums + 2 * 300 * 160 * 2
+    assert cuda_workspace_bytes(backward, (gappy, query, query), ()) == sums + 2 * 300 * 160 * 2
     shared = query[:, :1]
     for_each_head = 2 * 2 * 300 * 160 * 2
-    assert workspace_bytes(backward, (query, query, shared), ()) == sums + for_each_head
+    assert cuda_workspace_bytes(backward, (query, query, shared), ()) == sums + for_each_head
     forward = torch.ops.aten._scaled_dot_product_flash_attention.default
-    assert workspace_bytes(forward, (query, query, query), ()) == 0
+    assert cuda_workspace_bytes(forward, (query, query, query), ()) == 0

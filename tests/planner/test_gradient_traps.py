@@ -17,9 +17,9 @@ from torch.utils.checkpoint import (
 )
 
 from longtake.formatting import format_size
-from longtake.recompute.measure import measured
-from longtake.recompute.traps import Trap, costly_policies, flow_traps, idle_recompute
-from longtake.recompute.watch import Watch
+from longtake.planner.gradient_flow import GradientWatch
+from longtake.planner.gradient_traps import Trap, costly_policies, flow_traps, idle_recompute
+from longtake.planner.measure import measured
 
 Run = Callable[["Model", Tensor], Tensor]
 
@@ -66,15 +66,15 @@ class Side:
 
 
 @pytest.fixture(params=["real", "fake"])
-def traps_of(request: pytest.FixtureRequest) -> Callable[[Model], tuple[Watch, list[Trap]]]:
+def traps_of(request: pytest.FixtureRequest) -> Callable[[Model], tuple[GradientWatch, list[Trap]]]:
     """Watches a step of a model on real tensors, or on tensors without values."""
 
-    def watched(model: Model) -> tuple[Watch, list[Trap]]:
+    def watched(model: Model) -> tuple[GradientWatch, list[Trap]]:
         with FakeTensorMode() if request.param == "fake" else nullcontext():
             if request.param == "fake":
                 _make_fake(model)
             tokens = torch.randn(2, model.embed.in_features)
-            with Watch(model, _blocks(model), [tokens]) as watch:
+            with GradientWatch(model, _blocks(model), [tokens]) as watch:
                 watch.backward(model(tokens).square().mean())
         return watch, flow_traps(watch)
 
@@ -279,7 +279,7 @@ def test_requires_grad_before_anything_trained(traps_of: Any) -> None:
 
     model, tokens = Model(_each(reentrant=True)), torch.randn(2, 4)
     model.embed = nn.Identity()  # type: ignore[assignment]
-    with Watch(model, _blocks(model), [tokens]) as watch:
+    with GradientWatch(model, _blocks(model), [tokens]) as watch:
         watch.backward(model(tokens.requires_grad_()).square().mean())
     assert flow_traps(watch) == []
 

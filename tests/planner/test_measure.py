@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from longtake.recompute.measure import measured
+from longtake.planner.measure import measured
 
 CPU = torch.device("cpu")
 

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from longtake.recompute.traps import flow_traps
-from longtake.recompute.watch import Watch
+from longtake.planner.gradient_flow import ForwardPosition, GradientWatch, Provenance
+from longtake.planner.gradient_traps import flow_traps
 
 _LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 
@@ -115,8 +116,8 @@ def _recompute(model: Any, how: str) -> None:
         )
 
 
-def _watched(model: nn.Module, inputs: Mapping[str, Any]) -> Watch:
-    with Watch(model, _blocks(model), list(inputs.values())) as watch:
+def _watched(model: nn.Module, inputs: Mapping[str, Any]) -> GradientWatch:
+    with GradientWatch(model, _blocks(model), list(inputs.values())) as watch:
         watch.backward(_loss(model, inputs))
     return watch
 
@@ -194,7 +195,7 @@ def test_gradients_are_the_same_to_the_bit() -> None:
         torch.manual_seed(0)
         model, inputs = _flux(), _flux_inputs(torch.float32)
         _recompute(model, "diffusers")
-        with Watch(model, _blocks(model)) if watching else nullcontext():
+        with GradientWatch(model, _blocks(model)) if watching else nullcontext():
             _loss(model, inputs).backward()  # type: ignore[no-untyped-call]
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
@@ -204,7 +205,7 @@ def test_nothing_of_the_watch_is_left() -> None:
     """Neither in the model nor in torch, also where the step failed."""
     model = _wan()
     before = torch.utils.checkpoint._checkpoint_without_reentrant_generator
-    with pytest.raises(ZeroDivisionError), Watch(model, _blocks(model)):
+    with pytest.raises(ZeroDivisionError), GradientWatch(model, _blocks(model)):
         raise ZeroDivisionError
     _watched(model, _wan_inputs(torch.float32))
     assert torch.utils.checkpoint._checkpoint_without_reentrant_generator is before
@@ -220,7 +221,7 @@ def test_a_gradient_of_an_earlier_step_does_not_count() -> None:
     model, inputs = _wan(), _wan_inputs(torch.float32)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    with Watch(model, _blocks(model)) as watch:
+    with GradientWatch(model, _blocks(model)) as watch:
         watch.backward(model.proj_out.weight.sum())
     assert watch.reached() == ["proj_out.weight"]
     assert _watched(model, inputs).unreached() == []
@@ -240,10 +241,93 @@ def test_a_module_that_fails_and_is_called_again() -> None:
             return self.blocks[1](self.blocks[0](tokens).detach())  # type: ignore[no-any-return]
 
     model = Careful()
-    with Watch(
+    with GradientWatch(
         model, {f"blocks.{index}": each for index, each in enumerate(model.blocks)}
     ) as watch:
         watch.backward(model(torch.randn(3, 2)).sum())
     [trap] = flow_traps(watch)
     assert trap.block == "model"
     assert trap.trap.startswith("The detach() (or .data) in model")
+
+
+_A, _B = 1, 2
+
+
+@pytest.fixture
+def weights() -> tuple[nn.Parameter, nn.Parameter]:
+    """Two trainable matrices: bits 0 and 1."""
+    return nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3, 3))
+
+
+def _upstream(weights: tuple[nn.Parameter, nn.Parameter]) -> Provenance:
+    return Provenance({"a": weights[0], "b": weights[1]}, [], ForwardPosition(), half_base=False)
+
+
+def _written_into(product: Tensor) -> Tensor:
+    buffer = torch.zeros(4, 3)
+    buffer[1:] = product.detach()
+    return buffer
+
+
+@torch.library.custom_op("longtake_tests::twice", mutates_args=())
+def _twice(value: Tensor) -> Tensor:
+    return 2 * value
+
+
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, value: Tensor) -> Tensor:
+        return 2 * value
+
+
+def _doubled(value: Tensor) -> Tensor:
+    doubled: Tensor = _Double.apply(value)  # type: ignore[no-untyped-call]
+    return doubled
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda product: product.detach(),
+        lambda product: product.data,
+        lambda product: product.argmax(-1),
+        lambda product: torch.stack([torch.zeros(3, 3), product]),
+        lambda product: product.chunk(3)[1],
+        lambda product: F.scaled_dot_product_attention(torch.ones(3, 3), torch.ones(3, 3), product),
+        _written_into,
+        _twice,
+        _doubled,
+    ],
+)
+def test_what_is_upstream(
+    weights: tuple[nn.Parameter, nn.Parameter], function: Callable[[Tensor], Tensor]
+) -> None:
+    """Whatever happens to values, where they come from is remembered."""
+    with _upstream(weights) as provenance, torch.no_grad():
+        product = torch.ones(3, 3) @ weights[1]
+        assert provenance.of(function(product)) == _B
+        assert provenance.of(function(product + weights[0])) == _A | _B
+        assert provenance.of(torch.ones(3, 3) @ torch.ones(3, 3)) == 0
+
+
+def test_what_is_not_upstream(weights: tuple[nn.Parameter, nn.Parameter]) -> None:
+    """New tensors of a shape have nothing of the values."""
+    with _upstream(weights) as provenance:
+        product = torch.ones(3, 3) @ weights[0]
+        assert provenance.of(torch.zeros_like(product)) == 0
+        assert provenance.of(product.new_ones(3)) == 0
+        assert provenance.of(torch.zeros(product.shape)) == 0
+
+
+def test_where_a_gradient_was_lost(weights: tuple[nn.Parameter, nn.Parameter]) -> None:
+    """Each place once, with what lost its gradient there; what carries none cannot lose any."""
+    with _upstream(weights) as provenance:
+        product = (torch.ones(3, 3) @ weights[0]).detach() @ weights[1]
+        mask = product > 0
+        with torch.no_grad():
+            product.exp().exp()
+    assert [(cut.how, cut.parameters) for cut in provenance.cuts] == [
+        ("detach", _A),
+        ("no_grad", _A | _B),
+    ]
+    assert mask.dtype == torch.bool

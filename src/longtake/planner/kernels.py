@@ -1,11 +1,10 @@
-"""What a CUDA card's kernels keep for the backward pass, where fake tensors live on the CPU.
+"""What kernels save for the backward pass and allocate as workspace, on CUDA and on the CPU.
 
-On the CPU torch takes some operations apart which are one kernel on CUDA. Each of the parts would
-keep activations, and a prediction would come out a sixth to a third too high. `as_on_cuda` puts in
-their place operations that keep what the CUDA kernels keep; nothing is computed by them.
+Fake tensors live on the CPU. There torch decomposes some operations that are one kernel on CUDA,
+and each of the parts would save activations: predictions would be a sixth to a third too high.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,17 +15,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode, handle_torch_function
 
 from longtake.parallel.context_parallel import SharedAttention
+from longtake.planner.activation_checkpointing import in_backward
 
 _FLASH_TYPES = (torch.float16, torch.bfloat16)
 _FLASH_MOST_CHANNELS = 256
 _FP32_UNDER_AUTOCAST = ("layer_norm", "group_norm", "softmax", "mse_loss", "rms_norm")
 """Functions of torch.nn.functional that CUDA's autocast runs in fp32 and the CPU's does not (lists
 in torch's autocast_mode.h); of those there, the ones that diffusion transformers call."""
+_FP32_BYTES = 4
+_RANDOM_STATE_BYTES = torch.get_rng_state().nbytes
+_aten = torch.ops.aten
 
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Inside, fake tensors on the CPU are treated as CUDA's kernels would treat real ones.
+    """Inside, operations on fake CPU tensors save for the backward pass what CUDA's kernels save.
 
     torch.nn.functional itself is changed: a function mode would be off again when a block is
     recomputed within the backward pass.
@@ -35,7 +38,7 @@ def as_on_cuda() -> Iterator[None]:
         name: _in_fp32_under_autocast(getattr(F, name)) for name in _FP32_UNDER_AUTOCAST
     }
     stand_ins["rms_norm"] = _in_fp32_under_autocast(_rms_norm)
-    stand_ins["scaled_dot_product_attention"] = _attention
+    stand_ins["scaled_dot_product_attention"] = _cuda_attention
     before = {name: getattr(F, name) for name in stand_ins}
     for name, function in stand_ins.items():
         setattr(F, name, function)
@@ -46,14 +49,14 @@ def as_on_cuda() -> Iterator[None]:
             setattr(F, name, function)
 
 
-def workspace_bytes(operation: Any, args: Sequence[Any], made: Sequence[Tensor]) -> int:
+def cuda_workspace_bytes(operation: Any, args: Sequence[Any], made: Sequence[Tensor]) -> int:
     """What a CUDA kernel allocates for itself and frees before it returns, where it is much.
 
     FlashAttention's backward pass, as torch has it (mha_bwd in flash_api.cpp), sums the queries'
     gradient in fp32 and keeps a number for each row; both are rounded up to whole tiles. It copies
     a gradient that has gaps, and where heads share keys, it makes theirs for every head first.
     """
-    if operation is not torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
+    if operation is not _aten._scaled_dot_product_flash_attention_backward.default:
         return 0
     gradient, query, key = args[:3]  # [B, heads, T, channels]
     num_samples, num_heads, length, channels = query.shape
@@ -68,7 +71,7 @@ def _rounded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _attention(
+def _cuda_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -80,24 +83,24 @@ def _attention(
 ) -> Tensor:
     """FlashAttention where CUDA would choose it, else the memory-efficient kernel.
 
-    Both keep queries, keys, values, output and one number for each row.
+    Both save queries, keys, values, output and one number for each row.
     """
     mode: Any = _get_current_function_mode()  # type: ignore[no-untyped-call]
-    if isinstance(mode, SharedAttention):  # it stands around torch's own
-        how: Any = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
-        how |= {"scale": scale, "enable_gqa": enable_gqa}
+    if isinstance(mode, SharedAttention):  # it wraps torch's own
+        options: Any = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+        options |= {"scale": scale, "enable_gqa": enable_gqa}
         given = (query, key, value)
-        return handle_torch_function(_attention, given, *given, **how)
+        return handle_torch_function(_cuda_attention, given, *given, **options)
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (part.to(torch.bfloat16) for part in (query, key, value))
     fits_flash = query.dtype in _FLASH_TYPES and query.shape[-1] <= _FLASH_MOST_CHANNELS
     if attn_mask is None and fits_flash:  # it takes shared keys as they are
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        flash = _aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (part.repeat_interleave(repeats, -3) for part in (key, value))
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    efficient = _aten._scaled_dot_product_efficient_attention
     bias = _as_bias(attn_mask, query, key)
     return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
 
@@ -172,16 +175,106 @@ def _rms_norm_backward_shapes(
     return torch.empty_like(input), weight.new_empty(weight.shape)
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """As CUDA's kernel does: the input, its weight, and one number for each row."""
     ctx.save_for_backward(inputs[0], output[1], inputs[1])
 
 
-def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None]:
+def _rms_norm_backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None]:
     input, rstd, weight = ctx.saved_tensors  # noqa: A001
     wants_weight = weight is not None and ctx.needs_input_grad[1]
     of_input, of_weight = _fused_rms_norm_backward(gradient, input, rstd, weight, wants_weight)
     return of_input, of_weight if wants_weight else None
 
 
-_fused_rms_norm.register_autograd(_backward, setup_context=_keep_for_backward)
+_fused_rms_norm.register_autograd(_rms_norm_backward, setup_context=_save_for_backward)
+
+
+def cpu_workspace_bytes(operation: Any, args: Sequence[Any], made: Sequence[Tensor]) -> int:
+    """What a CPU kernel allocates for itself and frees before it returns.
+
+    Measured with the profiler's allocator events on torch 2.13, exact to the byte there. oneDNN's
+    own scratchpads (bf16 products, convolutions) follow the processor and have no formula: without
+    it, by `torch.backends.mkldnn.flags(enabled=False)`, nothing is missing.
+    """
+    if operation in _CPU_FORMULAS:
+        return _CPU_FORMULAS[operation](args)
+    is_combining = torch.Tag.pointwise in operation.tags or operation in _SUMS
+    return _widened_bytes(args, made) if is_combining else 0
+
+
+def with_random_state(block: Callable[..., Any]) -> tuple[Callable[..., Any], Tensor]:
+    """What is called instead of a block that is recomputed on the CPU, and its first argument.
+
+    They stand for the state of the CPU's random numbers: torch saves it for each such block, and
+    another one while the block is recomputed. A GPU's state is in the host's memory too.
+    """
+
+    def call(state: Tensor, *args: Any) -> Any:
+        saved = torch.empty_like(state)  # every time: a block must do the same operations again
+        if not in_backward():
+            del saved
+        return block(*args)
+
+    return call, torch.empty(_RANDOM_STATE_BYTES, dtype=torch.uint8)
+
+
+def _attention_bytes(args: Sequence[Any]) -> int:
+    """Per thread: a tile of scores, its maxima and sums, and a tile of the output."""
+    query, key = args[0], args[1]
+    rows, columns = _tile(query, key)
+    elements = rows * columns + 2 * rows + rows * query.shape[-1]
+    narrow = _narrow_bytes(query) * rows * columns
+    return torch.get_num_threads() * int(_FP32_BYTES * elements + narrow)
+
+
+def _attention_backward_bytes(args: Sequence[Any]) -> int:
+    """Per thread: two tiles of scores and their rows' sums; and the gradient, where it has gaps."""
+    gradient, query, key = args[:3]
+    rows, columns = _tile(query, key)
+    scores = 2 * rows * columns
+    tile = _FP32_BYTES * (scores + rows) + _narrow_bytes(query) * scores
+    copied = 0 if gradient.transpose(1, 2).is_contiguous() else int(gradient.nbytes)
+    return int(torch.get_num_threads() * tile) + copied
+
+
+def _tile(query: Tensor, key: Tensor) -> tuple[int, int]:
+    """Rows and columns of the scores that a thread works on at once."""
+    length = query.shape[-2]
+    rows = 256 if length >= 768 else 64 if length >= 192 else 32
+    return min(length, rows), min(key.shape[-2], 512)
+
+
+def _narrow_bytes(tensor: Tensor) -> int:
+    """Bytes of an element that is kept beside its fp32 copy; 0 for fp32, which needs none."""
+    return tensor.itemsize if tensor.itemsize < _FP32_BYTES else 0
+
+
+def _layer_norm_backward_bytes(args: Sequence[Any]) -> int:
+    """Per thread: the gradients of weight and bias, where they are wanted."""
+    tensor, shape, wanted = args[1], args[2], args[7]
+    if not any(wanted[1:]):
+        return 0
+    width = int(torch.Size(shape).numel())
+    return int(torch.get_num_threads() * 2 * width * tensor.itemsize)
+
+
+def _widened_bytes(args: Sequence[Any], made: Sequence[Tensor]) -> int:
+    """fp32 copies of narrower operands: the CPU makes them where types are mixed."""
+    widest = max((tensor.itemsize for tensor in made if tensor.is_floating_point()), default=0)
+    return sum(
+        value.numel() * widest
+        for value in args
+        if isinstance(value, Tensor) and value.is_floating_point() and value.itemsize < widest
+    )
+
+
+_SUMS = frozenset({_aten.sum.dim_IntList, _aten.mean.dim, _aten.mean.default, _aten.sum.default})
+_CPU_FORMULAS: Mapping[Any, Callable[[Sequence[Any]], int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_bytes,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward_bytes,
+    _aten.native_layer_norm_backward.default: _layer_norm_backward_bytes,
+    # the patches, unfolded
+    _aten.convolution.default: lambda args: int(args[0].nbytes),
+    _aten.convolution_backward.default: lambda args: int(args[1].nbytes),
+}

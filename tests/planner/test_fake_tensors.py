@@ -11,11 +11,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longtake.recompute import trace
-from longtake.recompute.apply import OPTIONS
-from longtake.recompute.devices import CPU, device_named
-from longtake.recompute.shapes import Observer, Shapes
-from longtake.recompute.trace import Tracer
+from longtake.planner import trace
+from longtake.planner.activation_checkpointing import OPTIONS
+from longtake.planner.devices import CPU, device_named
+from longtake.planner.fake_tensors import CachedFakeMode, Observer
+from longtake.planner.trace import Tracer
 
 _aten = torch.ops.aten
 
@@ -49,7 +49,7 @@ def tracers(request: pytest.FixtureRequest, tiny: Any, toy: Any) -> tuple[Tracer
         return step.tracer  # type: ignore[no-any-return]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trace, "Shapes", _TorchsOwn)
+        patch.setattr(trace, "CachedFakeMode", _TorchsOwn)
         reference = make()
     return make(), reference
 
@@ -95,15 +95,15 @@ def test_results_are_torchs(call: Callable[[Tensor, Tensor], Any]) -> None:
     with FakeTensorMode():
         expected = _facts(call)
     FakeTensorMode.cache_clear()  # a named tuple is a plain one when it comes from there
-    with Shapes():
+    with CachedFakeMode():
         for other in _CALLS.values():
             other(torch.empty(8, 8), torch.empty(8, 8))
         assert [_facts(call) for _ in range(2)] == [expected] * 2
 
 
 def test_errors_come_every_time() -> None:
-    """Shapes that do not fit and values that are asked for are refused again."""
-    with Shapes():
+    """CachedFakeMode that do not fit and values that are asked for are refused again."""
+    with CachedFakeMode():
         for _ in range(2):
             tensor = torch.empty(3, 4)
             with pytest.raises(RuntimeError, match="must have same reduction dim"):

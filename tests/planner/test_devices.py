@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longtake.errors import RecipeError
-from longtake.recompute.devices import (
+from longtake.planner.devices import (
     CPU,
     DEVICES,
     _of_label,

@@ -1,9 +1,8 @@
-"""FakeTensorMode with a faster cache: what each operation makes of given shapes is remembered.
+"""FakeTensorMode with a faster cache, and context parallelism on fake tensors.
 
 A transformer calls the same operations with the same shapes in every block and in every trace.
-torch works out each call anew, or finds it in a cache whose keys take longer to make than a small
-operation takes. This mode has a cheaper key, makes the result itself, and reports each call to an
-observer, which spares the second dispatch of another mode.
+torch computes each result anew, or looks it up by a key that takes longer to make than a small
+operation takes. `CachedFakeMode` has a cheaper key and makes the result itself.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from longtake.parallel.context_parallel import TokenSharing
 
 Observer = Callable[[Any, Sequence[Any], dict[str, Any], Any], None]
 """Called with an operation, its arguments, its keyword arguments and its result."""
@@ -31,7 +33,7 @@ _PLAIN = (
     torch.layout,
     torch.memory_format,
 )
-"""Types of arguments and results that are no tensors, and are remembered as they are."""
+"""Types of arguments and results other than tensors, which are cached as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +51,16 @@ class _Layout:
 class _Output:
     """One output of an operation: a new tensor, a given one, a view of one, or a plain value."""
 
-    source: int | None = None
-    """Place of the given tensor that it is or shares its storage with."""
-    layout: _Layout | None = None
-    """Of a tensor that was not given."""
+    source: int | None = None  # index of the given tensor that it is or shares its storage with
+    layout: _Layout | None = None  # of a tensor that was not given
     value: object = None
 
 
-class Shapes(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A FakeTensorMode that remembers results, and can be observed."""
+class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A FakeTensorMode that caches results, and can be observed without a second dispatch mode."""
 
-    def __init__(self, **how: Any) -> None:
-        super().__init__(**how)
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self._known: dict[Any, tuple[type | None, list[_Output]]] = {}
         self._observer: Observer | None = None
 
@@ -79,7 +79,6 @@ class Shapes(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._observer = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return an operation's result, which has a shape and no values."""
         if func is _DEVICE_OF:  # autograd asks twice for each operation
             return args[0].device
         kwargs = kwargs or {}
@@ -104,7 +103,8 @@ class Shapes(FakeTensorMode):  # type: ignore[no-untyped-call]
             if isinstance(result, tuple | list):
                 kind = tuple if isinstance(result, tuple) else list  # also of a named tuple
             outputs = _outputs(result if kind else [result], given)
-            if outputs is not None and _is_pure(func):
+            is_pure = func.namespace in _PURE and torch.Tag.inplace_view not in func.tags
+            if outputs is not None and is_pure:
                 self._known[key] = kind, outputs
             return result
         container, outputs = self._known[key]
@@ -123,10 +123,6 @@ class Shapes(FakeTensorMode):  # type: ignore[no-untyped-call]
             tensor = torch.empty(0, dtype=dtype, device="meta")
             tensor.set_(given[source].untyped_storage(), layout.offset, shape, stride)
         return FakeTensor(self, tensor, layout.device)
-
-
-def _is_pure(func: Any) -> bool:
-    return func.namespace in _PURE and torch.Tag.inplace_view not in func.tags
 
 
 def _describe(values: Iterable[Any], parts: list[Any], given: list[FakeTensor]) -> bool:
@@ -171,8 +167,8 @@ def _outputs(results: Iterable[Any], given: Sequence[FakeTensor]) -> list[_Outpu
             return None
         storage = result.untyped_storage()
         sources = [
-            place
-            for place, tensor in enumerate(given)
+            index
+            for index, tensor in enumerate(given)
             if tensor.untyped_storage()._cdata == storage._cdata
         ]
         if len(sources) > 1 or storage._cdata in new:
@@ -192,3 +188,50 @@ def _outputs(results: Iterable[Any], given: Sequence[FakeTensor]) -> list[_Outpu
                 return None
         outputs.append(_Output(source, layout))
     return outputs
+
+
+class FakeTokenSharing(TokenSharing):
+    """The first of `size` context-parallel ranks, in one process and without the others.
+
+    It has most tokens if they do not divide. What it receives has a shape and no values; what it
+    sends is an operation that a trace sees.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.rank = 0
+        self._rows: list[list[int]] = []
+        self._counts: list[int] = []
+
+    def _exchange(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        arrived: Tensor = _exchanged(tensor.contiguous(), sent, received)
+        return arrived
+
+
+def sent_bytes(operation: Any, args: Sequence[Any]) -> int:
+    """Bytes that the first rank sends to others, if an operation is such an exchange; else 0."""
+    if operation is not torch.ops.longtake.exchange.default:
+        return 0
+    tensor, sent, _ = args
+    return int(tensor.nbytes * (sum(sent) - sent[0]) // sum(sent))
+
+
+@torch.library.custom_op("longtake::exchange", mutates_args=())
+def _exchanged(tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    raise NotImplementedError("this operation has shapes, but computes nothing")
+
+
+@_exchanged.register_fake
+def _exchanged_shape(tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    return tensor.new_empty(sum(received), *tensor.shape[1:])
+
+
+def _keep_counts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.sent, ctx.received = inputs
+
+
+def _exchange_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return _exchanged(gradient.contiguous(), ctx.received, ctx.sent), None, None
+
+
+_exchanged.register_autograd(_exchange_gradient, setup_context=_keep_counts)

@@ -1,6 +1,6 @@
 """What would silently train nothing, or waste memory, said before step 1 with what to do about it.
 
-`flow_traps` reads a watched step; the other functions read what the planner knows.
+`flow_traps` reads a watched step; `idle_recompute` and `costly_policies` read traces.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,8 +9,14 @@ from functools import reduce
 from operator import or_
 
 from longtake.formatting import format_size
-from longtake.recompute.upstream import Copies, Cut, Parameters, Region
-from longtake.recompute.watch import SECOND_TIME, Watch
+from longtake.planner.gradient_flow import (
+    SECOND_TIME,
+    Fp32Copies,
+    GradientWatch,
+    LostGradient,
+    ParameterSet,
+    RecomputeRegion,
+)
 
 _NON_REENTRANT = (
     "Call torch.utils.checkpoint.checkpoint with use_reentrant=False, or drop the call and set "
@@ -19,29 +25,24 @@ _NON_REENTRANT = (
 _OR_DIRECTLY = "; or hand that tensor over as an argument of its own"
 _MEANT_TO_TRAIN = "If they are meant to train, {}; if not, freeze them with requires_grad_(False)."
 
-_CLEARLY = 0.01
+_NOTABLE_SHARE = 0.01
 """Of the peak without recompute: less is not worth a note."""
 
 
 @dataclass(frozen=True)
 class Trap:
-    """Something that a step does and that nobody can have wanted."""
+    """Something that a step does and that cannot be intended."""
 
-    block: str
-    """The module where it happens, or the first of several; "model" for all of it."""
-    trap: str
-    """What happens, and why."""
-    fix: str
-    """What to do."""
-    stops: bool
-    """Whether training must not begin: something that should be trained is not. Else it costs
-    memory or time."""
+    block: str  # the module where it happens, or the first of several; "model" for all of it
+    trap: str  # what happens, and why
+    fix: str  # what to do
+    stops: bool  # something that should be trained is not; otherwise it costs memory or time
 
     def __str__(self) -> str:
         return f"{self.block}: {self.trap}\n  Fix: {self.fix}"
 
 
-def flow_traps(watch: Watch) -> list[Trap]:
+def flow_traps(watch: GradientWatch) -> list[Trap]:
     """What kept gradient from trainable parameters in a watched step, and what wasted memory.
 
     Every parameter of `watch.unreached()` is accounted for by one of them at least.
@@ -53,7 +54,7 @@ def flow_traps(watch: Watch) -> list[Trap]:
         return [*found, _gone_twice(watch)]
     found += _demands(watch, dead, unreached)
     unreached &= ~_union(region.inside | region.hidden for region in dead)
-    unreached &= ~_union(demand.upstream for demand in watch.upstream.demands)
+    unreached &= ~_union(demand.upstream for demand in watch.provenance.demands)
     return [*found, *_cut_off(watch, unreached), *_left_over(watch, unreached), *_copies(watch)]
 
 
@@ -91,7 +92,9 @@ def costly_policies(peaks: Mapping[str, int]) -> list[Trap]:
     usual = peaks.get("none")
     if usual is None:
         return []
-    more = {name: peak - usual for name, peak in peaks.items() if peak - usual > _CLEARLY * usual}
+    more = {
+        name: peak - usual for name, peak in peaks.items() if peak - usual > _NOTABLE_SHARE * usual
+    }
     if not more:
         return []
     listed = ", ".join(f'"{name}" by {format_size(extra)}' for name, extra in more.items())
@@ -107,29 +110,31 @@ def costly_policies(peaks: Mapping[str, int]) -> list[Trap]:
     ]
 
 
-def _is_dead(region: Region, unreached: Parameters) -> bool:
+def _is_dead(region: RecomputeRegion, unreached: ParameterSet) -> bool:
     """Whether it holds parameters that got no gradient because no argument carried one."""
     return region.reentrant and not region.carries_grad and bool(region.inside & unreached)
 
 
-def _dead_regions(watch: Watch, dead: Sequence[Region], unreached: Parameters) -> Iterator[Trap]:
+def _dead_regions(
+    watch: GradientWatch, dead: Sequence[RecomputeRegion], unreached: ParameterSet
+) -> Iterator[Trap]:
     """One trap for all, because one dead region makes the next one dead."""
     if not dead:
         return
     first = dead[0]
     others = [_name(region) for region in dead if _name(region) != _name(first)]
     untrained = _union((region.inside | region.hidden) & unreached for region in dead)
-    likewise = f", nor does anything in {_listed(others)}" if others else ""
+    also = f", nor does anything in {_listed(others)}" if others else ""
     yield Trap(
         _name(first),
-        f"{_opening(watch, first)}. So nothing in it gets a gradient{likewise}. Untrained: "
+        f"{_opening(watch, first)}. So nothing in it gets a gradient{also}. Untrained: "
         f"{_parameters(watch, untrained)}.",
         f"{_NON_REENTRANT}{_OR_DIRECTLY if first.hidden else ''}.",
         stops=True,
     )
 
 
-def _opening(watch: Watch, region: Region) -> str:
+def _opening(watch: GradientWatch, region: RecomputeRegion) -> str:
     name, frozen = _name(region), _frozen_before(watch, region)
     if region.hidden:
         return (
@@ -153,7 +158,7 @@ def _opening(watch: Watch, region: Region) -> str:
     )
 
 
-def _frozen_before(watch: Watch, region: Region) -> list[str]:
+def _frozen_before(watch: GradientWatch, region: RecomputeRegion) -> list[str]:
     """The blocks before a region, if there are any and nothing trainable lies before it."""
     if region.upstream or not region.blocks or region.blocks[0] not in watch.blocks:
         return []
@@ -161,7 +166,7 @@ def _frozen_before(watch: Watch, region: Region) -> list[str]:
     return names[: names.index(region.blocks[0])]
 
 
-def _regions_of_everything(watch: Watch, dead: Sequence[Region]) -> Iterator[Trap]:
+def _regions_of_everything(watch: GradientWatch, dead: Sequence[RecomputeRegion]) -> Iterator[Trap]:
     for region in watch.regions:
         if region not in dead and _holds_everything(watch, region):
             yield Trap(
@@ -175,13 +180,13 @@ def _regions_of_everything(watch: Watch, dead: Sequence[Region]) -> Iterator[Tra
             )
 
 
-def _holds_everything(watch: Watch, region: Region) -> bool:
+def _holds_everything(watch: GradientWatch, region: RecomputeRegion) -> bool:
     trained = {name for name in map(_group_in(watch), watch.parameters) if name in watch.blocks}
     needing = trained | watch.needing_gradient
     return len(set(region.blocks)) > 1 and needing <= set(region.blocks)
 
 
-def _gone_twice(watch: Watch) -> Trap:
+def _gone_twice(watch: GradientWatch) -> Trap:
     """Such a region does not stop at what is no argument: it takes apart what made that, too."""
     alive = [region for region in watch.regions if region.reentrant and region.carries_grad]
     names = [_name(region) for region in alive if region.hidden] or [_name(each) for each in alive]
@@ -196,8 +201,10 @@ def _gone_twice(watch: Watch) -> Trap:
     )
 
 
-def _demands(watch: Watch, dead: Sequence[Region], unreached: Parameters) -> Iterator[Trap]:
-    demands = watch.upstream.demands
+def _demands(
+    watch: GradientWatch, dead: Sequence[RecomputeRegion], unreached: ParameterSet
+) -> Iterator[Trap]:
+    demands = watch.provenance.demands
     says = (
         "requires_grad_ in {} is called on a tensor that is neither a parameter nor an input of "
         "the model."
@@ -210,7 +217,7 @@ def _demands(watch: Watch, dead: Sequence[Region], unreached: Parameters) -> Ite
             f"{says.format(_listed(harmful))} torch's error goes away, but gradient ends at that "
             "tensor and never gets to what made it. Untrained: "
             f"{_parameters(watch, untrained)}.",
-            f"Remove it, and mend what stopped gradient before: {_culprit(watch, dead, untrained)}",
+            f"Remove it, and mend what stopped gradient before: {_cause(watch, dead, untrained)}",
             stops=True,
         )
     idle = [demand.where for demand in demands if not demand.upstream]
@@ -219,26 +226,26 @@ def _demands(watch: Watch, dead: Sequence[Region], unreached: Parameters) -> Ite
             idle[0],
             f"{says.format(_listed(idle))} Nothing before it is trained, so nothing is lost; but "
             "frozen layers between it and the first trainable one now keep activations for a "
-            "gradient that nobody needs.",
+            "gradient that is not needed.",
             "Remove it. Only reentrant recompute needs it: use_reentrant=False.",
             stops=False,
         )
 
 
-def _culprit(watch: Watch, dead: Sequence[Region], untrained: Parameters) -> str:
+def _cause(watch: GradientWatch, dead: Sequence[RecomputeRegion], untrained: ParameterSet) -> str:
     for region in dead:
         if region.inside & untrained:
             return f"the reentrant region of {_name(region)} (use_reentrant=False)."
-    for cut in watch.upstream.cuts:
+    for cut in watch.provenance.cuts:
         if cut.parameters & untrained:
             return f"the {_means(cut)} in {cut.where}."
     return "a detach(), torch.no_grad() or a reentrant region."
 
 
-def _cut_off(watch: Watch, unreached: Parameters) -> Iterator[Trap]:
+def _cut_off(watch: GradientWatch, unreached: ParameterSet) -> Iterator[Trap]:
     """One trap for each way in which gradient was lost."""
-    by_means: dict[str, dict[str, Parameters]] = {}
-    for cut in watch.upstream.cuts:
+    by_means: dict[str, dict[str, ParameterSet]] = {}
+    for cut in watch.provenance.cuts:
         lost = cut.parameters & unreached
         unreached &= ~lost
         if lost:
@@ -255,17 +262,17 @@ def _cut_off(watch: Watch, unreached: Parameters) -> Iterator[Trap]:
         )
 
 
-def _means(cut: Cut) -> str:
+def _means(cut: LostGradient) -> str:
     known = {"detach": "detach() (or .data)", "no_grad": "torch.no_grad()"}
     return known.get(cut.how, f"{cut.how}(), which has no derivative,")
 
 
-def _left_over(watch: Watch, unreached: Parameters) -> Iterator[Trap]:
+def _left_over(watch: GradientWatch, unreached: ParameterSet) -> Iterator[Trap]:
     """What nothing cut off: either it is not used, or what it computes is not."""
-    unreached &= ~_union(cut.parameters for cut in watch.upstream.cuts)
+    unreached &= ~_union(cut.parameters for cut in watch.provenance.cuts)
     reasons = {
-        "the forward pass does not use them": unreached & ~watch.upstream.used,
-        "what they compute does not reach the loss": unreached & watch.upstream.used,
+        "the forward pass does not use them": unreached & ~watch.provenance.used,
+        "what they compute does not reach the loss": unreached & watch.provenance.used,
     }
     group_of = _group_in(watch)
     alive = {group_of(name) for name in watch.reached()}
@@ -279,7 +286,7 @@ def _left_over(watch: Watch, unreached: Parameters) -> Iterator[Trap]:
 
 
 def _unused(
-    watch: Watch, groups: Sequence[str], names: Sequence[str], reason: str, is_whole: bool
+    watch: GradientWatch, groups: Sequence[str], names: Sequence[str], reason: str, is_whole: bool
 ) -> Trap:
     if is_whole:
         trap = f"No parameter of {_listed(groups)} gets a gradient: {reason}. "
@@ -295,9 +302,9 @@ def _unused(
     )
 
 
-def _copies(watch: Watch) -> Iterator[Trap]:
+def _copies(watch: GradientWatch) -> Iterator[Trap]:
     """What PEFT does with fp32 weights on a base in 16 bits, and others after it."""
-    copies: Mapping[str, Copies] = watch.upstream.copies
+    copies: Mapping[str, Fp32Copies] = watch.provenance.copies
     if copies:
         groups = list(dict.fromkeys(map(_group_in(watch), copies)))
         count = sum(part.count for part in copies.values())
@@ -313,20 +320,20 @@ def _copies(watch: Watch) -> Iterator[Trap]:
         )
 
 
-def _set(watch: Watch, names: Iterable[str]) -> Parameters:
+def _set(watch: GradientWatch, names: Iterable[str]) -> ParameterSet:
     bits = {name: 1 << bit for bit, name in enumerate(watch.parameters)}
     return sum(bits[name] for name in names)
 
 
-def _union(sets: Iterable[Parameters]) -> Parameters:
+def _union(sets: Iterable[ParameterSet]) -> ParameterSet:
     return reduce(or_, sets, 0)
 
 
-def _name(region: Region) -> str:
+def _name(region: RecomputeRegion) -> str:
     return region.blocks[0] if len(set(region.blocks)) == 1 else region.where
 
 
-def _group_in(watch: Watch) -> Callable[[str], str]:
+def _group_in(watch: GradientWatch) -> Callable[[str], str]:
     """From a name to its block, or outside of blocks to the layer that it is of."""
 
     def group(name: str) -> str:
@@ -336,7 +343,7 @@ def _group_in(watch: Watch) -> Callable[[str], str]:
     return group
 
 
-def _parameters(watch: Watch, parameters: Parameters) -> str:
+def _parameters(watch: GradientWatch, parameters: ParameterSet) -> str:
     names = watch.names(parameters)
     count = f"{len(names)} trainable parameter{'s' if len(names) > 1 else ''}"
     return f"{count} ({_listed(names)})"

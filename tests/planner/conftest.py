@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longtake import config
-from longtake.recompute.apply import BlockCall, Option, caller
-from longtake.recompute.devices import CPU, Device
-from longtake.recompute.measure import Memory, measured
-from longtake.recompute.trace import Subject
+from longtake.planner.activation_checkpointing import BlockCall, Option, caller
+from longtake.planner.devices import CPU, Device
+from longtake.planner.measure import MeasuredMemory, measured
+from longtake.planner.trace import Subject
 from longtake.training.outlined import OutlinedStep, outlined_step
 
 _RECIPES = {
@@ -69,7 +69,7 @@ config = { d_model = 16, d_kv = 8, d_ff = 16, num_layers = 1, num_heads = 2 }
 
 MakeToy = Callable[..., Subject]
 MakeTiny = Callable[..., OutlinedStep]
-RunReally = Callable[[Subject, Mapping[str, Option]], Memory]
+RunReally = Callable[[Subject, Mapping[str, Option]], MeasuredMemory]
 
 
 class ToyBlock(nn.Module):
@@ -181,7 +181,7 @@ def fill() -> Callable[[nn.Module], None]:
 def really() -> RunReally:
     """Runs a step, twice, and says what the allocator handed out in the second, its inputs held."""
 
-    def run(subject: Subject, options: Mapping[str, Option]) -> Memory:
+    def run(subject: Subject, options: Mapping[str, Option]) -> MeasuredMemory:
         blocks = {subject.blocks[name]: option for name, option in options.items()}
         subject.call_blocks_by(caller(blocks))
         for _ in range(2):

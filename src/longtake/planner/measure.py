@@ -1,4 +1,4 @@
-"""What a piece of work really allocates, to hold a prediction against."""
+"""Measures what a piece of work really allocates, to compare a prediction with it."""
 
 import os
 from collections.abc import Iterator
@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 _MARK = "longtake mark: "
-_SIGN_ON_CPU = "DefaultCPUAllocator"  # what torch's RuntimeError names where the CPU's memory ends
 
 
 @dataclass
-class Memory:
+class MeasuredMemory:
     """What was allocated, in bytes above the start; whole once the work is done.
 
     On CUDA these are the caching allocator's bytes of tensors (512-byte rounding included); what
@@ -22,17 +21,13 @@ class Memory:
     measurement counts neither before nor after it is freed.
     """
 
-    peak_bytes: int = 0
-    """The highest total."""
-    end_bytes: int = 0
-    """The total at the end."""
-    at: dict[str, int] = field(default_factory=dict)
-    """The total at each mark."""
-    peaks: dict[str, int] = field(default_factory=dict)
-    """The highest total between each mark and the one before it (or the start)."""
+    peak_bytes: int = 0  # the highest total
+    end_bytes: int = 0  # the total at the end
+    at: dict[str, int] = field(default_factory=dict)  # the total at each mark
+    peaks: dict[str, int] = field(default_factory=dict)  # the highest total since the mark before
 
     def mark(self, name: str) -> None:
-        """Remember the total at this point of the work; each name once."""
+        """Record the total at this point of the work; each name once."""
         raise NotImplementedError
 
     def _passed(self, name: str, total: int, peak: int) -> None:
@@ -40,7 +35,7 @@ class Memory:
         self.peak_bytes = max(self.peak_bytes, peak)
 
 
-class _CpuMemory(Memory):
+class _CpuMemory(MeasuredMemory):
     def mark(self, name: str) -> None:
         with torch.profiler.record_function(_MARK + name):
             pass
@@ -64,7 +59,7 @@ class _CpuMemory(Memory):
         self.end_bytes, self.peak_bytes = total, max(self.peak_bytes, peak)
 
 
-class _CudaMemory(Memory):
+class _CudaMemory(MeasuredMemory):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
@@ -87,7 +82,7 @@ class _CudaMemory(Memory):
 
 
 @contextmanager
-def measured(device: torch.device) -> Iterator[Memory]:
+def measured(device: torch.device) -> Iterator[MeasuredMemory]:
     """Measure what tensors on `device` take while the body runs.
 
     On a CPU torch's profiler watches its allocator, for every thread; it slows small operations
@@ -98,12 +93,12 @@ def measured(device: torch.device) -> Iterator[Memory]:
         A record to `mark` along the way; its numbers are there after the body.
 
     Raises:
-        ValueError: the device is neither a CPU nor a CUDA card.
+        ValueError: the device is neither a CPU nor a CUDA device.
     """
     if device.type == "cuda":
-        on_card = _CudaMemory(device)
-        yield on_card
-        on_card.finish()
+        on_gpu = _CudaMemory(device)
+        yield on_gpu
+        on_gpu.finish()
         return
     if device.type != "cpu":
         raise ValueError(f"Memory can be measured on cpu and cuda, not on {device}.")
@@ -124,9 +119,3 @@ def _relevant(roots: list[Any]) -> Iterator[Any]:
         is_block = event.name == "[memory]" and event.extra_fields.device.type == "cpu"
         if is_block or event.name.startswith(_MARK):
             yield event
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and _SIGN_ON_CPU in str(error)

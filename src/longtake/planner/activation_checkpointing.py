@@ -1,0 +1,111 @@
+"""How a block is run: its activations saved, recomputed in the backward pass, or half of each.
+
+Always by torch's non-reentrant checkpointing: the reentrant kind gives no gradient to parameters
+inside unless a tensor argument carries one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle, islice
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+# FSDP2 labels its hooks for the profiler. Inside a block they run a different number of times in
+# forward and recompute, which selective checkpointing takes for another computation.
+SAC_IGNORED_OPS.update(
+    {
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    }
+)
+
+Block = Callable[..., Any]
+BlockCall = Callable[..., Any]
+"""`call(block, *args)` stands for `block(*args)`."""
+Option = Literal["keep", "save-attention", "recompute"]
+Options = Mapping[str, Option]
+"""The option of each block, by the block's name; blocks that are not named are kept."""
+
+_aten = torch.ops.aten
+ATTENTION = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+"""The operations whose output `save-attention` saves: they take longest for their bytes."""
+
+
+def _save_attention(block: Block, *args: Any, **kwargs: Any) -> Any:
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(_saves_attention)  # type: ignore[no-untyped-call]
+
+    return checkpoint(block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _saves_attention(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if operation in ATTENTION:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _recompute(block: Block, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(block, *args, use_reentrant=False, **kwargs)
+
+
+RUN_BY: Mapping[Option, BlockCall] = {
+    "keep": lambda block, *args, **kwargs: block(*args, **kwargs),
+    "save-attention": _save_attention,
+    "recompute": _recompute,
+}
+"""How each option is applied to a block. `keep` saves all activations, `save-attention` only the
+output of attention, `recompute` only the block's inputs. What an option costs is read off a trace
+in which all blocks are run by it (`longtake.planner.solver`), so that a new one needs a row here
+and nothing else."""
+OPTIONS: tuple[Option, ...] = tuple(RUN_BY)
+POLICIES = ("none", "all", "all-but-first", "alternate", "save-attention")
+
+
+def run_block(option: Option, block: Block, *args: Any, **kwargs: Any) -> Any:
+    """The output of a block, bitwise equal under every option.
+
+    Random numbers (dropout) are drawn again as they were: the generators' states are saved.
+    """
+    return RUN_BY[option](block, *args, **kwargs)
+
+
+def caller(options: Mapping[nn.Module, Option]) -> BlockCall:
+    """The argument of `Family.call_blocks_by` that runs blocks by options; others are kept."""
+
+    def call(block: nn.Module, *args: Any) -> Any:
+        return run_block(options.get(block, "keep"), block, *args)
+
+    return call
+
+
+def options_of(policy: str, blocks: Sequence[str]) -> dict[str, Option]:
+    """What a named policy does with each of a model's blocks, given in their order."""
+    chosen: Mapping[str, tuple[Option, Sequence[Option]]] = {  # of the first block, of the rest
+        "none": ("keep", ["keep"]),
+        "all": ("recompute", ["recompute"]),
+        "all-but-first": ("keep", ["recompute"]),
+        "alternate": ("keep", ["recompute", "keep"]),
+        "save-attention": ("save-attention", ["save-attention"]),
+    }
+    first, rest = chosen[policy]
+    options = [first, *islice(cycle(rest), len(blocks) - 1)]
+    return dict(zip(blocks, options, strict=True))
+
+
+def in_backward() -> bool:
+    """Whether autograd is running; modules that are called then are being recomputed."""
+    return bool(torch._C._current_graph_task_id() != -1)

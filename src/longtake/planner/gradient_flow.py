@@ -1,0 +1,402 @@
+"""Watches one forward and backward pass: what gradient reaches, and what keeps it from the rest.
+
+autograd forgets: behind a `detach()` or under `no_grad` a tensor no longer knows what it was
+computed from. `Provenance` remembers it. Everything works on real tensors and inside torch's
+FakeTensorMode, where the same code runs without memory and arithmetic.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from longtake.planner.activation_checkpointing import in_backward
+
+ParameterSet = int
+"""A set of trainable parameters: bit i stands for the i-th name."""
+SECOND_TIME = "Trying to backward through the graph a second time"
+"""torch's message where a part of the graph is traversed again."""
+
+_HALF = (torch.bfloat16, torch.float16)
+_DETACHES = (torch.Tensor.detach, torch.Tensor.detach_, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+_DEMANDS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+_CASTS = ("to", "float", "type", "type_as", "_to_copy")
+
+
+@dataclass(eq=False)
+class RecomputeRegion:
+    """One call of `torch.utils.checkpoint`: what runs in it is recomputed in the backward pass."""
+
+    reentrant: bool
+    where: str  # the module whose code opened it
+    carries_grad: bool  # whether a tensor that is itself an argument carries gradient
+    hidden: ParameterSet  # upstream of tensors with gradient in a dict, list or dataclass argument
+    upstream: ParameterSet  # upstream of all arguments
+    inside: ParameterSet = 0  # used in it
+    blocks: list[str] = field(default_factory=list)  # that ran in it, in order
+
+
+@dataclass
+class ForwardPosition:
+    """Where the forward pass is: in which modules, in which regions."""
+
+    blocks: Collection[str] = ()
+    """Names of modules after which others may be called by a hook, as if inside."""
+    modules: list[tuple[str, bool]] = field(default_factory=lambda: [("model", True)])
+    """Each running module, outermost first, and whether gradients were on when it began."""
+    regions: list[RecomputeRegion] = field(default_factory=list)  # open ones, outermost first
+
+    @property
+    def module(self) -> str:
+        """The innermost module."""
+        return self.modules[-1][0]
+
+    @property
+    def where(self) -> str:
+        """The innermost module; for an added module that follows a block, with that block."""
+        names = [name for name, _ in self.modules]
+        after = next((name for name in reversed(names) if name in self.blocks), None)
+        is_inside = after is None or f"{names[-1]}.".startswith(f"{after}.")
+        return names[-1] if is_inside else f"{names[-1]} after {after}"
+
+    @property
+    def gradients_went_off(self) -> str:
+        """The module whose own code turned gradients off."""
+        return next((name for name, enabled in reversed(self.modules) if enabled), "model")
+
+    @property
+    def in_reentrant(self) -> bool:
+        """Whether gradients are off only because a reentrant region is recomputed later."""
+        return any(region.reentrant for region in self.regions)
+
+
+@dataclass(frozen=True)
+class LostGradient:
+    """A place where gradient that a tensor carried was lost."""
+
+    where: str
+    how: str  # `no_grad`, `detach`, or the function that has no derivative
+    parameters: ParameterSet
+
+
+@dataclass(frozen=True)
+class GradientDemand:
+    """A `requires_grad_` on a tensor that is neither a parameter nor an input of the model."""
+
+    where: str
+    upstream: ParameterSet
+
+
+@dataclass
+class Fp32Copies:
+    """fp32 copies of 16-bit tensors that trainable fp32 weights made necessary."""
+
+    count: int = 0
+    num_bytes: int = 0
+
+
+class Provenance(TorchFunctionMode):
+    """Records which parameters each tensor was computed from, and where gradient is lost.
+
+    Args:
+        parameters: the trainable ones, by name.
+        inputs: of the model, which may be asked for gradients.
+        position: kept up to date by whatever sees modules begin and end.
+        half_base: whether frozen weights are in 16 bits.
+
+    Attributes:
+        used: parameters that some operation took.
+        cuts, demands: in the order in which they happened.
+        copies: by module.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        inputs: Sequence[Tensor],
+        position: ForwardPosition,
+        half_base: bool,
+    ) -> None:
+        super().__init__()
+        self._own = {id(parameter): 1 << bit for bit, parameter in enumerate(parameters.values())}
+        self._inputs = list(inputs)
+        self._position = position
+        self._half_base = half_base
+        self._of: Any = WeakIdKeyDictionary()
+        self._casts: Any = WeakIdKeyDictionary()
+        self.used: ParameterSet = 0
+        self.cuts: list[LostGradient] = []
+        self.demands: list[GradientDemand] = []
+        self.copies: dict[str, Fp32Copies] = {}
+
+    def of(self, values: Any) -> ParameterSet:
+        """What the tensors in a value, which may be nested, were computed from."""
+        found = 0
+        for tensor in tensors_in(values):
+            found |= self._of.get(tensor, 0) | self._own.get(id(tensor), 0)
+        return found
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if in_backward():
+            return func(*args, **kwargs)
+        is_demand = func in _DEMANDS and not args[0].requires_grad
+        result = func(*args, **kwargs)
+        if is_demand:
+            self._record_demand(args[0])
+        elif isinstance(result, Tensor | tuple | list) or func is torch.Tensor.__setitem__:
+            self._record(func, [*args, *kwargs.values()], result)
+        return result
+
+    def _record(self, func: Callable[..., Any], given: list[Any], result: Any) -> None:
+        name = getattr(func, "__name__", "")
+        outputs = list(tensors_in(result if result is not None else given[0]))
+        if not outputs or name.endswith("_like") or name.startswith("new_"):
+            return  # no tensor is made, or one of the same shape and other values
+        is_cast = name in _CASTS and isinstance(given[0], Tensor) and given[0].dtype in _HALF
+        if is_cast and outputs[0].dtype == torch.float32:
+            self._casts[outputs[0]] = outputs[0].nbytes
+        upstream = self.of(given)
+        if upstream:
+            own = [tensor for tensor in tensors_in(given) if id(tensor) in self._own]
+            self._record_use(own, given)
+            self._record_cut(func, name, given, outputs)
+            for tensor in outputs:
+                self._of[tensor] = upstream
+
+    def _record_use(self, own: Sequence[Tensor], given: list[Any]) -> None:
+        for parameter in own:
+            bit = self._own[id(parameter)]
+            self.used |= bit
+            for region in self._position.regions:
+                region.inside |= bit
+        if self._half_base and any(parameter.dtype == torch.float32 for parameter in own):
+            for tensor in tensors_in(given):
+                num_bytes = self._casts.pop(tensor, 0)
+                if num_bytes:
+                    copies = self.copies.setdefault(self._position.module, Fp32Copies())
+                    copies.count += 1
+                    copies.num_bytes += num_bytes
+
+    def _record_cut(
+        self, func: Callable[..., Any], name: str, given: list[Any], outputs: Sequence[Tensor]
+    ) -> None:
+        lost = self.of([tensor for tensor in tensors_in(given) if tensor.requires_grad])
+        if not lost or any(out.requires_grad or out.dtype == torch.bool for out in outputs):
+            return
+        position = self._position
+        if func in _DETACHES:
+            self.cuts.append(LostGradient(position.where, "detach", lost))
+        elif torch.is_grad_enabled():
+            self.cuts.append(LostGradient(position.where, name, lost))
+        elif not position.in_reentrant:
+            self.cuts.append(LostGradient(position.gradients_went_off, "no_grad", lost))
+
+    def _record_demand(self, tensor: Tensor) -> None:
+        known = isinstance(tensor, nn.Parameter) or any(tensor is one for one in self._inputs)
+        if tensor.requires_grad and not known:
+            self.demands.append(GradientDemand(self._position.where, self.of(tensor)))
+
+
+class GradientWatch:
+    """A context manager around the forward and backward pass of one step.
+
+    Args:
+        model: whose parameters are looked up when the context is entered: make them fake before.
+        blocks: by qualified name, in the order in which they run.
+        inputs: tensors that the model is called with; gradients may be asked of them.
+
+    Attributes:
+        parameters: names of the trainable ones; bit i of a `ParameterSet` is the i-th.
+        provenance: what the forward pass was computed from, and where gradient was lost.
+        regions: every one that was opened in the forward pass, in order.
+        needing_gradient: blocks whose output carried gradient.
+        gone_twice: whether torch gave up because of a reentrant region.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Iterable[Tensor] = ()
+    ) -> None:
+        self._model = model
+        self._inputs = list(inputs)
+        self._reached: set[str] = set()
+        self._position = ForwardPosition(blocks)
+        self._open = ExitStack()
+        self.blocks = dict(blocks)
+        self.parameters: list[str] = []
+        self.regions: list[RecomputeRegion] = []
+        self.needing_gradient: set[str] = set()
+        self.gone_twice = False
+        self.provenance = Provenance({}, [], self._position, half_base=False)
+
+    def __enter__(self) -> Self:
+        parameters = dict(self._model.named_parameters())
+        trainable = {name: value for name, value in parameters.items() if value.requires_grad}
+        half_base = any(
+            value.dtype in _HALF for value in parameters.values() if not value.requires_grad
+        )
+        self.parameters = list(trainable)
+        self.provenance = Provenance(trainable, self._inputs, self._position, half_base)
+        with ExitStack() as opening:
+            for handle in (*self._hook_parameters(trainable), *self._hook_modules()):
+                opening.callback(handle.remove)
+            opening.enter_context(_regions_reported_to(self))
+            opening.enter_context(self.provenance)
+            self._open = opening.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._open.close()
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass, or none where the loss carries no gradient at all.
+
+        `Tensor.backward` would switch off every function mode, and with it what stands in for an
+        operation when blocks are recomputed; `torch.autograd.backward` does not. Where a reentrant
+        region makes torch traverse something twice, `gone_twice` is set.
+
+        Raises:
+            RuntimeError: torch's, for any other reason.
+        """
+        if not loss.requires_grad:
+            return
+        try:
+            torch.autograd.backward(loss)
+        except RuntimeError as error:
+            self.gone_twice = SECOND_TIME in str(error) and any(
+                region.reentrant for region in self.regions
+            )
+            if not self.gone_twice:
+                raise
+
+    def reached(self) -> list[str]:
+        return [name for name in self.parameters if name in self._reached]
+
+    def unreached(self) -> list[str]:
+        return [name for name in self.parameters if name not in self._reached]
+
+    def names(self, parameters: ParameterSet) -> list[str]:
+        return [name for bit, name in enumerate(self.parameters) if parameters >> bit & 1]
+
+    def _hook_parameters(self, trainable: Mapping[str, nn.Parameter]) -> Iterator[RemovableHandle]:
+        def recording(name: str) -> Callable[[Tensor], None]:
+            return lambda _: self._reached.add(name)
+
+        for name, parameter in trainable.items():
+            hook: Any = parameter.register_post_accumulate_grad_hook
+            yield hook(recording(name))
+
+    def _hook_modules(self) -> Iterator[RemovableHandle]:
+        blocks = {id(block): name for name, block in self.blocks.items()}
+        for name, module in self._model.named_modules():
+            block = blocks.get(id(module))
+            enter, leave = self._entering(block or name or "model", block), self._leaving(block)
+            yield module.register_forward_pre_hook(enter)
+            # Recompute leaves modules by an exception as soon as it has what it needs.
+            yield module.register_forward_hook(leave, always_call=True)
+
+    def _entering(self, name: str, block: str | None) -> Callable[..., None]:
+        def enter(module: nn.Module, args: Any) -> None:
+            if in_backward():
+                return
+            self._position.modules.append((name, torch.is_grad_enabled()))
+            if block and self._position.regions:
+                self._position.regions[-1].blocks.append(block)
+
+        return enter
+
+    def _leaving(self, block: str | None) -> Callable[..., None]:
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if not in_backward():
+                self._position.modules.pop()
+            if block and any(tensor.requires_grad for tensor in tensors_in(output)):
+                self.needing_gradient.add(block)
+
+        return leave
+
+    @contextmanager
+    def region(self, reentrant: bool, args: Iterable[Any]) -> Iterator[None]:
+        """Record a region that is open as long as the context is."""
+        if in_backward() or not torch.is_grad_enabled():
+            yield
+            return
+        direct = [value for value in args if isinstance(value, Tensor)]
+        nested = tensors_in([value for value in args if not isinstance(value, Tensor)])
+        region = RecomputeRegion(
+            reentrant=reentrant,
+            where=self._position.where,
+            carries_grad=any(tensor.requires_grad for tensor in direct),
+            hidden=self.provenance.of([tensor for tensor in nested if tensor.requires_grad]),
+            upstream=self.provenance.of(list(args)),
+        )
+        self.regions.append(region)
+        self._position.regions.append(region)
+        try:
+            yield
+        finally:
+            self._position.regions.remove(region)
+
+
+@contextmanager
+def _regions_reported_to(watch: GradientWatch) -> Iterator[None]:
+    """Report each use of torch's two ways to recompute.
+
+    They are replaced where `torch.utils.checkpoint.checkpoint` looks them up, because other modules
+    have imported that function itself.
+    """
+    torch_checkpoint: Any = torch.utils.checkpoint
+    reentrant = torch_checkpoint.CheckpointFunction.apply
+    plain = torch_checkpoint._checkpoint_without_reentrant_generator
+
+    def watched_reentrant(function: Any, preserve: bool, *args: Any) -> Any:
+        with watch.region(True, args), warnings.catch_warnings():
+            # The trap says which region this is about, and what to do.
+            warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
+            return reentrant(function, preserve, *args)
+
+    def watched_plain(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        with watch.region(False, args):
+            yield from plain(function, *args, **kwargs)
+
+    torch_checkpoint.CheckpointFunction.apply = staticmethod(watched_reentrant)
+    torch_checkpoint._checkpoint_without_reentrant_generator = watched_plain
+    try:
+        yield
+    finally:
+        del torch_checkpoint.CheckpointFunction.apply  # the inherited one shows again
+        torch_checkpoint._checkpoint_without_reentrant_generator = plain
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in lists, tuples, dicts and dataclasses, however deep."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_in(list(vars(value).values()))

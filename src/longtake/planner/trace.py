@@ -1,0 +1,450 @@
+"""Runs one training step on tensors without values, and records the memory and time it would take.
+
+The model's own code is run, forward and backward, with autograd as it is: whatever it saves, frees
+or recomputes is seen, whoever wrote the model. Each operation's result has a shape and no memory; a
+storage lives exactly as long as it would in a real run.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from longtake.errors import CannotBePlannedError
+from longtake.planner.activation_checkpointing import BlockCall, Options, caller, run_block
+from longtake.planner.devices import Device, Target
+from longtake.planner.fake_tensors import CachedFakeMode, sent_bytes
+from longtake.planner.gradient_flow import GradientWatch
+from longtake.planner.kernels import (
+    as_on_cuda,
+    cpu_workspace_bytes,
+    cuda_workspace_bytes,
+    with_random_state,
+)
+
+CUDA_ROUNDS_TO = 512
+"""Bytes of which CUDA's caching allocator hands out multiples, and counts them."""
+
+# An operation takes as long as its arithmetic or its memory traffic, whichever is more: a roofline
+# (Williams, Waterman and Patterson, 2009). Real kernels reach a share of the data sheet's figures;
+# these are usual for large transformers. Only ratios of such times are shown.
+_SHARE_OF_FLOPS = 0.7
+_SHARE_OF_FLOPS_IN_ATTENTION = 0.5
+_SHARE_OF_BANDWIDTH = 0.8
+
+_aten = torch.ops.aten
+_CAST = _aten._to_copy.default
+_FORMULAS = {
+    **flop_registry,  # which knows the formulas of CUDA's attention alone
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        _aten._scaled_dot_product_flash_attention
+    ],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+
+
+@dataclass
+class Subject:
+    """A training step to be traced."""
+
+    model: nn.Module  # on the meta device; the tracer makes its parameters fake tensors
+    blocks: Mapping[str, nn.Module]  # by their names in the model, in the order in which they run
+    call_blocks_by: Callable[[BlockCall], None]  # makes the model run its blocks by a function
+    make_inputs: Callable[[], Any]  # of the right shapes; held until the step is over
+    loss: Callable[[Any], Tensor]  # of inputs, as training computes it
+    is_accumulating: bool = False  # whether gradients of an earlier micro-batch are there already
+    num_shards: int = 1
+    """Ranks that hold one copy of the model: each block's gradients are reduce-scattered over them
+    after its backward pass, unless they accumulate."""
+    gathers_in_bf16: bool = False
+    """Whether weights kept in fp32 come as bf16 from other ranks, so that autocast copies none."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a step: bytes allocated at its ends, the most within it, and its duration."""
+
+    begin_bytes: int
+    end_bytes: int
+    peak_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BlockTrace:
+    """What happened around one block."""
+
+    forward: Span
+    backward: Span | None
+    """From when the gradient of its output is there until that of the block before it is; None
+    where no gradient passes."""
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One step under one policy. Bytes count everything, weights included."""
+
+    weight_bytes: int
+    input_bytes: int
+    blocks: Mapping[str, BlockTrace]
+    forward_end_bytes: int  # when the loss is known and the backward pass begins
+    peak_bytes: int
+    end_bytes: int  # weights, inputs and gradients
+    front_peak_bytes: int  # the most before the first block
+    loss_span: Span  # from the end of the last block's forward pass to the first block's backward
+    seconds: float
+    reached: tuple[str, ...]  # trainable parameters that got a gradient
+    unreached: tuple[str, ...]  # trainable parameters that got none
+    sent_bytes: int = 0  # to other ranks, where they share the tokens of a clip
+
+
+@dataclass(frozen=True)
+class InferenceTrace:
+    """What modules take that compute without gradients."""
+
+    weight_bytes: int
+    peak_bytes: int  # weights included
+    seconds: float
+
+
+class Tracer:
+    """Traces a subject under one policy after another.
+
+    Raises:
+        CannotBePlannedError: its blocks do not run once each in their order.
+    """
+
+    def __init__(self, subject: Subject, device: Device) -> None:
+        self.subject = subject
+        self.device = device
+        self._fake = CachedFakeMode()
+        with self._fake:
+            make_fake(subject.model)
+
+    def trace(self, options: Options) -> StepTrace:
+        """What a step takes whose blocks are run by these options."""
+        with self._fake, self._gradients_dropped():
+            return self._trace(options)
+
+    def watch_gradients(self) -> GradientWatch:
+        """One step with every block kept, watched for gradients that do not arrive."""
+        subject = self.subject
+        subject.call_blocks_by(caller({}))
+        with self._fake, self._gradients_dropped(), _kernels_of(self.device.target):
+            inputs = subject.make_inputs()
+            leaves: list[Any] = torch.utils._pytree.tree_leaves(
+                vars(inputs) if hasattr(inputs, "__dict__") else inputs
+            )
+            with GradientWatch(subject.model, subject.blocks, tensors(leaves)) as watch:
+                watch.backward(subject.loss(inputs))
+        return watch
+
+    @contextmanager
+    def _gradients_dropped(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for parameter in self.subject.model.parameters():
+                parameter.grad = None
+
+    def _trace(self, options: Options) -> StepTrace:
+        subject, tracker = self.subject, MemoryTracker(self.device)
+        tracker.count_module(subject.model)
+        weight_bytes = tracker.current_bytes
+        if subject.gathers_in_bf16:
+            tracker.ignore_casts_of(subject.model.parameters())
+        reducer = _GradientReducer(subject)
+        if subject.is_accumulating:
+            for parameter in subject.model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
+                    tracker.count(parameter.grad)
+        begun_at = tracker.current_bytes
+        subject.call_blocks_by(self._call(options, tracker, reducer))
+        observed = self._fake.observed_by(tracker.observe)
+        with _kernels_of(self.device.target), reducer.hooked(), observed:
+            inputs = subject.make_inputs()
+            input_bytes = tracker.current_bytes - begun_at
+            tracker.mark("inputs")
+            loss = subject.loss(inputs)
+            tracker.mark("loss")
+            if loss.requires_grad:
+                torch.autograd.backward((loss,))
+                reducer.reduce()
+            del loss
+            tracker.mark("end")
+        return _step_trace(tracker, weight_bytes, input_bytes, subject, reducer)
+
+    def _call(
+        self, options: Options, tracker: "MemoryTracker", reducer: "_GradientReducer"
+    ) -> BlockCall:
+        names = {block: name for name, block in self.subject.blocks.items()}
+        on_cpu = self.device.target == "cpu"
+
+        def backward_begins(name: str) -> None:
+            reducer.reduce()  # of the block after it, whose backward pass has ended here
+            tracker.mark(f"backward {name}")
+
+        def call(block: nn.Module, *args: Any) -> Any:
+            name = names[block]
+            option = options.get(name, "keep")
+            tracker.mark(f"before {name}")
+            if option != "keep" and on_cpu:
+                output = run_block(option, *with_random_state(block), *args)
+            else:
+                output = run_block(option, block, *args)
+            tracker.mark(f"after {name}")
+            for tensor in tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: backward_begins(name))  # type: ignore[no-untyped-call]
+            return output
+
+        return call
+
+
+def trace_inference(
+    mode: CachedFakeMode, modules: Sequence[nn.Module], run: Callable[[], object], device: Device
+) -> InferenceTrace:
+    """What `run` takes of a device without gradients; the modules' tensors are fake already."""
+    tracker = MemoryTracker(device)
+    for module in modules:
+        tracker.count_module(module)
+    weight_bytes = tracker.current_bytes
+    with torch.no_grad(), _kernels_of(device.target), mode.observed_by(tracker.observe):
+        run()
+    tracker.mark("end")
+    ((_, span),) = tracker.marks
+    return InferenceTrace(weight_bytes, span.peak_bytes, span.seconds)
+
+
+def make_fake(model: nn.Module) -> None:
+    """Replace parameters and buffers by fake tensors on the CPU; call it within a fake mode."""
+    made: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                made[id(tensor)] = nn.Parameter(made[id(tensor)], tensor.requires_grad)
+                made[id(tensor)].grad_dtype = tensor.grad_dtype
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for held in (cast("dict[str, Tensor | None]", module._parameters), module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = fake(tensor)
+
+
+class MemoryTracker:
+    """Follows every storage from allocation to release, and the time that operations take."""
+
+    def __init__(self, device: Device) -> None:
+        self.current_bytes = 0
+        self.marks: list[tuple[str, Span]] = []  # each name with the span that ends at it
+        self.sent_bytes = 0
+        on_cuda = device.target == "cuda"
+        self._device = device
+        self._granule = CUDA_ROUNDS_TO if on_cuda else 1
+        self._workspace_bytes = cuda_workspace_bytes if on_cuda else cpu_workspace_bytes
+        self._sizes: dict[int, tuple[int, Any]] = {}
+        self._begin_bytes = self._peak_bytes = 0
+        self._seconds = 0.0
+        self._uncast: set[int] = set()
+
+    def ignore_casts_of(self, weights: Iterable[Tensor]) -> None:
+        self._uncast = {weight.untyped_storage()._cdata for weight in weights}
+
+    def count_module(self, module: nn.Module) -> None:
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.count(tensor)
+
+    def count(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, once, until it is released."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            size = -(-storage.nbytes() // self._granule) * self._granule
+            gone = weakref.ref(storage, lambda _: self._forget(key))
+            self._sizes[key] = size, gone
+            self.current_bytes += size
+            self._peak_bytes = max(self._peak_bytes, self.current_bytes)
+
+    def mark(self, name: str) -> None:
+        """End a span here and begin the next."""
+        span = Span(self._begin_bytes, self.current_bytes, self._peak_bytes, self._seconds)
+        self.marks.append((name, span))
+        self._begin_bytes = self._peak_bytes = self.current_bytes
+        self._seconds = 0.0
+
+    def observe(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """Count what an operation has made."""
+        if func is _CAST and args[0].untyped_storage()._cdata in self._uncast:
+            self._seconds += seconds(func, args, kwargs, result, self._device)
+            return
+        made = tensors(result)
+        before = self.current_bytes
+        for tensor in made:
+            self.count(tensor)
+        if func.is_view:
+            return
+        self.sent_bytes += sent_bytes(func, args)
+        extra = self._workspace_bytes(func, args, made)
+        self._peak_bytes = max(self._peak_bytes, self.current_bytes + extra)
+        if self.current_bytes > before or func._schema.is_mutable:
+            self._seconds += seconds(func, args, kwargs, result, self._device)
+
+    def _forget(self, key: int) -> None:
+        size, _ = self._sizes.pop(key)
+        self.current_bytes -= size
+
+
+def seconds(
+    operation: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, device: Device
+) -> float:
+    """How long a device takes for one operation that makes or changes something."""
+    packet = operation.overloadpacket if hasattr(operation, "overloadpacket") else operation
+    touched = [tensor for value in (*args, *kwargs.values()) for tensor in tensors(value)]
+    moved = sum(tensor.numel() * tensor.itemsize for tensor in (*touched, *tensors(result)))
+    traffic = moved / (device.bandwidth * _SHARE_OF_BANDWIDTH)
+    formula = _FORMULAS.get(packet)
+    if formula is None:
+        return traffic
+    share = _SHARE_OF_FLOPS_IN_ATTENTION if "attention" in str(packet) else _SHARE_OF_FLOPS
+    count = formula(*args, **kwargs, out_val=result)
+    return max(traffic, float(count) / (device.flops(touched[0].dtype) * share))
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors that a result or an argument is, or consists of."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Iterable):
+        return [each for each in value if isinstance(each, Tensor)]
+    return []
+
+
+class _GradientReducer:
+    """What FSDP2 does with gradients of a sharded model that do not accumulate.
+
+    Those of a block are there until its backward pass ends, in the type in which its weights were
+    gathered. Then they are copied into the input of the reduce-scatter, in fp32, which is released
+    at the next one; the shard of this rank remains.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._is_active = subject.num_shards > 1 and not subject.is_accumulating
+        self._whole: list[Tensor] = []
+        self._shards: list[Tensor] = []
+        self._input: Tensor | None = None
+        self.reached: set[Tensor] = set()  # parameters whose gradient was reduced
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Takes gradients from parameters as they come."""
+        trained = [p for p in self._subject.model.parameters() if p.requires_grad]
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+            for parameter in (trained if self._is_active else [])
+        ]
+        yield
+        for hook in hooks:
+            hook.remove()
+
+    def _take(self, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        self.reached.add(parameter)
+        if self._subject.gathers_in_bf16 and gradient.dtype == torch.float32:
+            shape = gradient.shape
+            del gradient
+            gradient = torch.empty(shape, dtype=torch.bfloat16)
+        self._whole.append(gradient)
+
+    def reduce(self) -> None:
+        """Reduce-scatter what has come."""
+        if not self._whole:
+            return
+        sizes = [gradient.numel() for gradient in self._whole]
+        self._input = None
+        self._input = torch.empty(sum(sizes), dtype=torch.float32)
+        self._whole.clear()
+        shard = -(-sum(sizes) // self._subject.num_shards)
+        self._shards.append(torch.empty(shard, dtype=torch.float32))
+
+
+@contextmanager
+def _kernels_of(target: Target) -> Iterator[None]:
+    with as_on_cuda() if target == "cuda" else nullcontext():
+        yield
+
+
+def _step_trace(
+    tracker: MemoryTracker,
+    weight_bytes: int,
+    input_bytes: int,
+    subject: Subject,
+    reducer: _GradientReducer,
+) -> StepTrace:
+    """Read the marks, each of which closes the span before it."""
+    spans = tracker.marks
+    ends = {name: index for index, (name, _) in reversed(list(enumerate(spans)))}
+    _refuse_other_order([name for name, _ in spans], subject)
+    loss_at, first_block = ends["loss"], ends[f"before {next(iter(subject.blocks))}"] + 1
+    trained = [(name, p) for name, p in subject.model.named_parameters() if p.requires_grad]
+    reached = {p for _, p in trained if p.grad is not None} | reducer.reached
+    return StepTrace(
+        weight_bytes=weight_bytes,
+        input_bytes=input_bytes,
+        blocks={name: _block_trace(name, spans, ends) for name in subject.blocks},
+        forward_end_bytes=spans[loss_at][1].end_bytes,
+        peak_bytes=max(span.peak_bytes for _, span in spans),
+        end_bytes=spans[-1][1].end_bytes,
+        front_peak_bytes=_joined([span for _, span in spans[:first_block]]).peak_bytes,
+        loss_span=_joined([span for _, span in spans[loss_at : loss_at + 2]]),
+        seconds=sum(span.seconds for _, span in spans),
+        reached=tuple(name for name, parameter in trained if parameter in reached),
+        unreached=tuple(name for name, parameter in trained if parameter not in reached),
+        sent_bytes=tracker.sent_bytes,
+    )
+
+
+def _refuse_other_order(marks: Sequence[str], subject: Subject) -> None:
+    """What a block saves is read off what is there when the next one begins."""
+    ran = [mark.removeprefix("before ") for mark in marks if mark.startswith("before ")]
+    if ran != list(subject.blocks):
+        odd = next((name for name in subject.blocks if ran.count(name) != 1), ran[0])
+        raise CannotBePlannedError(
+            f"The model cannot be planned: its blocks do not run once each in their order; {odd} "
+            f"runs {ran.count(odd)} times. Set recompute.policy and leave recompute.memory out."
+        )
+
+
+def _block_trace(
+    name: str, spans: Sequence[tuple[str, Span]], ends: Mapping[str, int]
+) -> BlockTrace:
+    forward = spans[ends[f"after {name}"]][1]
+    begun = ends.get(f"backward {name}")
+    if begun is None:
+        return BlockTrace(forward, None)
+    after = begun + 1
+    while spans[after][0] == f"backward {name}":  # a block with two outputs is marked twice
+        after += 1
+    return BlockTrace(forward, _joined([span for _, span in spans[begun + 1 : after + 1]]))
+
+
+def _joined(spans: Sequence[Span]) -> Span:
+    return Span(
+        spans[0].begin_bytes,
+        spans[-1].end_bytes,
+        max(span.peak_bytes for span in spans),
+        sum(span.seconds for span in spans),
+    )

@@ -1,1 +1,0 @@
-"""Activation memory, before and during the run: what it takes, what fits, what trains."""
