@@ -6,7 +6,8 @@ READY  := $(VENV)/.ready
 
 # Three files of tests at a time, as some mostly wait, in the order that tests/conftest.py gives them;
 # one thread each, as the models are too small to gain by two.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder \
+	--timeout 300 --durations 40 --junitxml build/tests.xml
 
 .DEFAULT_GOAL := help
 .PHONY: help demo check test drills goldens fuzz reference clean
@@ -17,12 +18,12 @@ help:  ## what there is to make
 demo: $(READY)  ## train a small text-to-video model and look at what it makes (minutes; runs/demo)
 	$(BIN)/longtake demo $(DEMO)
 
-test: check  ## all checks, then all tests (minutes)
+test: check  ## all checks, then all tests (minutes; build/tests.xml has the result of each)
 	$(PYTEST) -m 'not drill'
 
 drills: $(READY)  ## every fault of `longtake drill`, then several hosts and Slurm (an hour; the latter as root)
 	OMP_NUM_THREADS=1 $(BIN)/longtake drill --all
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m drill
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m drill --timeout 900 --durations 40
 
 check: $(READY)  ## format, lint, types, the import contract and limits of structure (half a minute)
 	$(BIN)/ruff format --check .

@@ -1,6 +1,7 @@
 """Fixtures that more than one room's tests need."""
 
 import importlib.util
+import json
 import os
 import runpy
 import signal
@@ -59,6 +60,13 @@ def material() -> Path:
     folder = Path(named).resolve()
     assert (folder / "MATERIAL.md").is_file(), f"{_MATERIAL_VARIABLE}={named} holds no MATERIAL.md"
     return folder
+
+
+@pytest.fixture(scope="session")
+def anchors() -> dict[str, Any]:
+    """Exact numbers of others, whose sources are in anchors.json."""
+    named = json.loads(Path(__file__).with_name("anchors.json").read_text())
+    return {name: anchor["values"] for name, anchor in named.items()}
 
 
 @pytest.fixture(scope="session")

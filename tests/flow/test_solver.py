@@ -63,7 +63,6 @@ def test_a_straight_path_is_followed_exactly(solver: SolverName, num_steps: int)
 
 
 def test_integration_may_start_on_the_way() -> None:
-    """Sigmas that start below 1 continue from a partly noised clip."""
     latents, noise = _noise(2, 2, 4, 3, 5, 5)
     start = interpolate(latents, noise, torch.full((2,), 0.6, dtype=torch.float64))
     constant = path_velocity(latents, noise)
@@ -86,14 +85,12 @@ def test_sigmas_the_model_is_asked_for(solver: SolverName, num_velocities: int) 
 
 
 def test_progress_is_told_after_each_step() -> None:
-    """`on_step` gets 1, 2, ... up to the number of steps."""
     done: list[int] = []
     integrate(_gaussian_velocity, _noise(1), build_sigmas(3), on_step=done.append)
     assert done == [1, 2, 3]
 
 
 def test_half_precision_noise_is_integrated_in_fp32() -> None:
-    """The state is fp32 whatever the noise was, so that small steps are not rounded away."""
     noise = _noise(8).bfloat16()
     found = integrate(_gaussian_velocity, noise, build_sigmas(50))
     assert found.dtype == torch.float32
@@ -101,7 +98,6 @@ def test_half_precision_noise_is_integrated_in_fp32() -> None:
 
 
 def test_an_unknown_solver_is_refused_with_the_valid_ones() -> None:
-    """The message names what was asked for and what there is."""
     with pytest.raises(RecipeError, match=r"'rk4' is no solver\. Choose euler or heun"):
         integrate(_gaussian_velocity, _noise(1), [1.0, 0.0], cast("SolverName", "rk4"))
 

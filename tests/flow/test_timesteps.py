@@ -1,9 +1,7 @@
 """Distributions of sigmas, shifts and sampling schedules, against published and exact numbers."""
 
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -56,12 +54,6 @@ def _cosmap_pdf(sigmas: Tensor) -> Tensor:
     return 2 / (math.pi * (1 - 2 * sigmas + 2 * sigmas.square()))
 
 
-@pytest.fixture(scope="module")
-def anchors(material: Path) -> Any:
-    """Exact numbers, computed by others."""
-    return json.loads((material / "ANCHORS.json").read_text())
-
-
 def _exact(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
@@ -79,7 +71,6 @@ def _grid(first: float, last: float, count: int) -> Tensor:
 
 
 def test_logit_normal_density(anchors: Any) -> None:
-    """The density agrees for every mean, deviation and sigma; mean > 0 puts more towards noise."""
     for key, expected in anchors["ln_pdf"].items():
         mean, std, sigma = _key(key)
         assert _logit_normal_pdf(_exact(sigma), mean, std).item() == pytest.approx(expected, 1e-12)
@@ -87,7 +78,6 @@ def test_logit_normal_density(anchors: Any) -> None:
 
 
 def test_logit_normal_inverts_its_cumulative_distribution(anchors: Any) -> None:
-    """The sigma at the uniform number P(sigma <= t) is t."""
     for sigma, uniform in anchors["ln_cdf_0_1"].items():
         assert logit_normal(_exact(uniform)).item() == pytest.approx(float(sigma), abs=1e-12)
 
@@ -114,7 +104,6 @@ def test_mode_density_and_largest_scale(anchors: Any) -> None:
 
 
 def test_cosmap_density(anchors: Any) -> None:
-    """The density agrees at every sigma given, and is symmetric."""
     for sigma, expected in anchors["cosmap_pdf"].items():
         assert _cosmap_pdf(_exact(float(sigma))).item() == pytest.approx(expected, rel=1e-12)
         assert _cosmap_pdf(1 - _exact(float(sigma))).item() == pytest.approx(expected, rel=1e-12)
@@ -171,7 +160,6 @@ def test_sigmas_rise_with_the_uniform_number_and_stay_in_range(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fp32_draws_stay_in_range_and_keep_their_type(kind: SigmaKind) -> None:
-    """The extreme numbers a generator can return, and many ordinary ones, give sigmas in [0, 1]."""
     ordinary = torch.rand(10_000, generator=torch.Generator().manual_seed(0))
     extremes = torch.tensor([0.0, 2**-24, 1 - 2**-24])
     sigmas = sample_sigmas(torch.cat([ordinary, extremes]), kind, shift=3.0)
@@ -191,7 +179,6 @@ def test_a_sample_s_sigma_does_not_depend_on_its_batch(kind: SigmaKind) -> None:
 
 
 def test_each_kind_reads_its_own_settings() -> None:
-    """`sample_sigmas` passes the settings on and shifts last."""
     u = _grid(0.1, 0.9, 9)
     assert torch.equal(sample_sigmas(u, "uniform"), u)
     assert torch.equal(
@@ -203,7 +190,6 @@ def test_each_kind_reads_its_own_settings() -> None:
 
 
 def test_wrong_settings_name_the_way_out() -> None:
-    """Every refusal says what was given and what is allowed."""
     u = torch.rand(2)
     with pytest.raises(
         RecipeError, match=r"'normal' is no distribution.*uniform, logit_normal, mode, cosmap"
@@ -223,7 +209,6 @@ def test_wrong_settings_name_the_way_out() -> None:
 
 
 def test_shift(anchors: Any) -> None:
-    """The shifted sigma agrees for every shift and sigma given; it never falls for shifts >= 1."""
     for key, expected in anchors["shift"].items():
         shift, sigma = _key(key)
         assert shift_sigmas(_exact(sigma), shift).item() == pytest.approx(expected, rel=1e-14)
@@ -232,7 +217,6 @@ def test_shift(anchors: Any) -> None:
 
 @given(st.floats(0, 1), st.floats(0.01, 100))
 def test_a_shift_keeps_its_ends_and_its_order(sigma: float, shift: float) -> None:
-    """0 and 1 stay exactly, nothing leaves [0, 1], and a shift of 1 changes no bit."""
     ends = torch.tensor([0.0, 1.0])
     assert torch.equal(shift_sigmas(ends, shift), ends)
     assert 0 <= shift_sigmas(_exact(sigma), shift).item() <= 1
@@ -247,7 +231,6 @@ def test_shifts_multiply(sigma: float, first: float, second: float) -> None:
 
 
 def test_flux_shift(anchors: Any) -> None:
-    """Mu, its slope and intercept, and where sigma 0.5 goes, for every token count given."""
     for tokens, expected in anchors["flux_mu"].items():
         assert flux_mu(int(tokens)) == pytest.approx(expected, rel=1e-14)
     slope, intercept = anchors["flux_slope_icept"]
@@ -273,7 +256,6 @@ def test_opensora_shift(anchors: Any) -> None:
 
 @pytest.mark.parametrize("shift", [1.0, 3.0, flux_shift(4096)])
 def test_build_sigmas_falls_from_one_to_zero(shift: float) -> None:
-    """One value more than steps, strictly falling, both ends exact."""
     sigmas = build_sigmas(7, shift)
     assert len(sigmas) == 8
     assert (sigmas[0], sigmas[-1]) == (1.0, 0.0)

@@ -1,9 +1,8 @@
 """Averages follow their formulas, in fp32, under the model's own names."""
 
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,9 +51,9 @@ def test_with_a_decay_it_equals_the_sum_that_the_formula_expands_to() -> None:
 
 
 @pytest.mark.parametrize("decay", ["0.99", "0.999"])
-def test_half_of_a_step_is_forgotten_after_the_half_life(decay: str, material: Path) -> None:
+def test_half_of_a_step_is_forgotten_after_the_half_life(decay: str, anchors: Any) -> None:
     """Long after the ramp, a jump of the weights is half taken in after ln 0.5 / ln d updates."""
-    half_life = json.loads((material / "ANCHORS.json").read_text())["ema_halflife_steps"][decay]
+    half_life = anchors["ema_halflife_steps"][decay]
     model = nn.Linear(1, 1, bias=False)
     _set(model, 0.0)
     averages = Averages(model, [_decay(float(decay))])

@@ -1,0 +1,533 @@
+"""Small defects put into the code one at a time, and which of them the quick tests notice.
+
+    python -m benchmarks.mutants pick             choose 300 at the commit of the goldens
+    python -m benchmarks.mutants run TREE BEFORE  try them in a worktree of that commit
+    python -m benchmarks.mutants run TREE AFTER   try those that a worktree of later code still has
+    python -m benchmarks.mutants report           the shares per package: benchmarks/results
+
+A mutant is a comparison, a constant or a call in a statement of a function. TREE is a worktree that
+the script may change: every mutant is written into it, and the environment variable of a process
+says which is active. Tests run once without one and note which mutants they reach. Then, per
+mutant, the tests that reach it run until one fails, those of its own package and the shortest
+first, at most 15 seconds of them. What was tried is kept, so that a run can be interrupted.
+"""
+
+import argparse
+import ast
+import contextlib
+import copy
+import importlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[1]
+_DATA = _ROOT / "benchmarks" / "results" / "mutants.json"
+_TABLE = _DATA.with_suffix(".md")
+_COMMIT = _ROOT / "tests" / "goldens" / "COMMIT"
+_COUNT = 300
+_LEAST_PER_PACKAGE = 6
+_SEED = 18
+_SECONDS_OF_TESTS = 15.0
+_LEAST_TESTS = 4
+_LIMIT_SECONDS = 60
+_SLOW_TEST_SECONDS = 0.5
+_SKIPPED_FOLDERS = ("distributed", "end_to_end", "gpu", "cluster", "goldens", "fuzz", "demo")
+_SKIPPED_FILES = ("test_readme.py", "test_structure.py", "test_without_torch.py")
+_ACTIVE, _REACHED = "LONGTAKE_MUTANT", "LONGTAKE_MUTANTS_REACHED"
+_TEST = "PYTEST_CURRENT_TEST"  # set by pytest, inherited by processes that a test starts
+
+_SWITCH = """
+
+import builtins as _builtins
+import os as _os
+
+_reached = set()
+_active = int(_os.environ.get("LONGTAKE_MUTANT", "-1"))
+
+
+def _is_mutant(number):
+    if (folder := _os.environ.get("LONGTAKE_MUTANTS_REACHED")) is not None:
+        key = (number, _os.environ.get("PYTEST_CURRENT_TEST", ""))
+        if key not in _reached:
+            _reached.add(key)
+            with open(f"{folder}/{number}", "a") as file:
+                file.write(key[1] + chr(10))
+    return number == _active
+
+
+_builtins.__is_mutant__ = _is_mutant
+"""
+
+_PLUGIN = """
+import json, os
+
+def pytest_runtest_logreport(report):
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(os.environ["LONGTAKE_MUTANTS_TESTS"], "a") as file:
+            seen = [report.nodeid, report.when, report.outcome, report.duration]
+            file.write(json.dumps(seen) + chr(10))
+"""
+
+_SWAPPED: Mapping[type[ast.cmpop], ast.cmpop] = {
+    ast.Lt: ast.LtE(),
+    ast.LtE: ast.Lt(),
+    ast.Gt: ast.GtE(),
+    ast.GtE: ast.Gt(),
+    ast.Eq: ast.NotEq(),
+    ast.NotEq: ast.Eq(),
+    ast.Is: ast.IsNot(),
+    ast.IsNot: ast.Is(),
+    ast.In: ast.NotIn(),
+    ast.NotIn: ast.In(),
+}
+_HEADS = {
+    ast.If: ("test",),
+    ast.While: ("test",),
+    ast.For: ("target", "iter"),
+    ast.With: ("items",),
+    ast.Match: ("subject",),
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change to one expression, named so that it can be found again in changed code."""
+
+    package: str
+    """Of the commit that it was picked in."""
+    function: str
+    """Qualified name; empty at the top of a module."""
+    statement: str
+    """Its source as ast.unparse gives it; of a compound statement its head."""
+    kind: str
+    place: int
+    """Which expression of this kind in the statement."""
+    changed: str
+    """What stands there instead."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a mutant can be put into a tree."""
+
+    mutant: Mutant
+    path: str
+    """Relative to src/longtake."""
+    start: tuple[int, int]
+    """Line from 0 and byte in it."""
+    end: tuple[int, int]
+
+
+def main() -> None:
+    """Do what the command line asks for."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs.add_parser("pick").add_argument("tree", type=Path)
+    run = verbs.add_parser("run")
+    run.add_argument("tree", type=Path)
+    run.add_argument("name", help="under which the outcomes are kept: before, after")
+    run.add_argument("--packages", help="only these, comma-separated names of the picked commit")
+    run.add_argument("--workers", default="2")
+    verbs.add_parser("report")
+    asked = parser.parse_args()
+    if asked.verb == "pick":
+        _save({"mutants": [asdict(each) for each in pick(asked.tree)], "outcomes": {}})
+    elif asked.verb == "run":
+        packages = set(asked.packages.split(",")) if asked.packages else None
+        try_all(asked.tree.resolve(), asked.name, packages, asked.workers)
+    else:
+        _TABLE.write_text(report(_load()))
+
+
+def pick(tree: Path) -> list[Mutant]:
+    """Equal for equal code: so many of each package as its share of the sites, with a minimum."""
+    packages: dict[str, list[Site]] = defaultdict(list)
+    for site in sites_in(tree):
+        packages[site.mutant.package].append(site)
+    total = sum(map(len, packages.values()))
+    rest = _COUNT - _LEAST_PER_PACKAGE * len(packages)
+    generator = random.Random(_SEED)  # noqa: S311
+    mutants: list[Mutant] = []
+    for _, sites in sorted(packages.items()):
+        wanted = _LEAST_PER_PACKAGE + round(rest * len(sites) / total)
+        mutants += _of_all_kinds(sites, wanted, generator)
+    return mutants
+
+
+def _of_all_kinds(sites: list[Site], wanted: int, generator: random.Random) -> Iterator[Mutant]:
+    """Kinds in turn; of one statement at most one, and none that is found at two places."""
+    kinds: dict[str, list[Site]] = defaultdict(list)
+    names = Counter(site.mutant for site in sites)
+    for site in generator.sample(sites, len(sites)):
+        if names[site.mutant] == 1:
+            kinds[site.mutant.kind].append(site)
+    taken: set[tuple[str, str, str]] = set()
+    while len(taken) < wanted and any(kinds.values()):
+        for waiting in kinds.values():
+            while waiting and len(taken) < wanted:
+                site = waiting.pop()
+                where = (site.path, site.mutant.function, site.mutant.statement)
+                if where not in taken:
+                    taken.add(where)
+                    yield site.mutant
+                    break
+
+
+def sites_in(tree: Path) -> Iterator[Site]:
+    """Every place for a mutant in src."""
+    source = tree / "src" / "longtake"
+    for path in sorted(source.rglob("*.py")):
+        if path.name == "__main__.py":
+            continue
+        relative = path.relative_to(source)
+        package = relative.parts[0] if len(relative.parts) > 1 else "(modules)"
+        for function, statement in _statements(ast.parse(path.read_text()).body, ""):
+            yield from _sites_of(statement, function, package, str(relative))
+
+
+def _statements(body: Iterable[ast.stmt], function: str) -> Iterator[tuple[str, ast.stmt]]:
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from _statements(statement.body, f"{function}.{statement.name}".lstrip("."))
+            continue
+        if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test):
+            continue
+        yield function, statement
+        for name in ("body", "orelse", "finalbody"):
+            yield from _statements(getattr(statement, name, ()), function)
+        for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
+            yield from _statements(part.body, function)
+
+
+def _sites_of(statement: ast.stmt, function: str, package: str, path: str) -> Iterator[Site]:
+    if isinstance(statement, ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.Try):
+        return
+    heads = [getattr(statement, name) for name in _HEADS.get(type(statement), ())]
+    source = ", ".join(
+        ast.unparse(part)
+        for head in heads or [statement]
+        for part in (head if isinstance(head, list) else [head])
+    )
+    places: Counter[str] = Counter()
+    for part in heads or [statement]:
+        for node in _expressions(part, statement):
+            if (change := _change(node, statement)) is None:
+                continue
+            kind, changed = change
+            mutant = Mutant(package, function, source, kind, places[kind], changed)
+            places[kind] += 1
+            start = (node.lineno - 1, node.col_offset)
+            assert node.end_lineno is not None
+            assert node.end_col_offset is not None
+            yield Site(mutant, path, start, (node.end_lineno - 1, node.end_col_offset))
+
+
+def _expressions(part: Any, statement: ast.stmt) -> Iterator[ast.expr]:
+    """Expressions that may be replaced: none in annotations, patterns and f-strings."""
+    if isinstance(part, list):
+        for each in part:
+            yield from _expressions(each, statement)
+        return
+    if isinstance(part, ast.JoinedStr | ast.NamedExpr | ast.Lambda):
+        return
+    if isinstance(part, ast.expr):
+        yield part
+    for name, value in ast.iter_fields(part):
+        if name not in {"annotation", "returns", "target", "targets"}:
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from _expressions(child, statement)
+
+
+def _change(node: ast.expr, statement: ast.stmt) -> tuple[str, str] | None:
+    """Kind and source of what replaces an expression."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        if any(isinstance(each, ast.NamedExpr | ast.JoinedStr) for each in ast.walk(node)):
+            return None
+        other = copy.deepcopy(node)
+        other.ops = [_SWAPPED[type(node.ops[0])]]
+        return "comparison", ast.unparse(other)
+    if isinstance(node, ast.Call) and isinstance(statement, ast.Expr) and node is statement.value:
+        return "call", "None"
+    if isinstance(node, ast.Constant):
+        if isinstance(node.value, bool):
+            return "constant", repr(not node.value)
+        if isinstance(node.value, int):
+            return "constant", repr(node.value + 1)
+        if isinstance(node.value, float):
+            return "constant", repr(2 * node.value or 1.0)
+    return None
+
+
+def try_all(tree: Path, name: str, packages: set[str] | None, workers: str) -> None:
+    """Try the mutants that a tree has and that were not tried under this name."""
+    mutants = [Mutant(**each) for each in _load()["mutants"]]
+    folder = tree / ".mutants"
+    if not folder.exists():
+        sites = dict(_locate(mutants, tree))
+        _instrument(tree, sites)
+        (folder / "reached").mkdir(parents=True)
+        found = {number: site.path for number, site in sites.items()}
+        (folder / "found.json").write_text(json.dumps(found))
+    found = {int(n): path for n, path in json.loads((folder / "found.json").read_text()).items()}
+    if not (folder / "reach_done").exists():
+        _reach(tree, workers)
+    tests = _Tests(tree)
+    os.environ["PYTHONPATH"] = f"{tree / 'src'}{os.pathsep}{tree / '.mutants'}"
+    sys.path[:0] = [str(tree), str(tree / "src")]
+    _import_others()
+    for number, mutant in enumerate(mutants):
+        outcomes = _load()["outcomes"].get(name, {})
+        if str(number) in outcomes or (packages is not None and mutant.package not in packages):
+            continue
+        outcome = "gone" if number not in found else tests.try_one(number, found[number])
+        print(f"{number}: {mutant.package} {mutant.function}: {outcome}", flush=True)  # noqa: T201
+        data = _load()
+        data["outcomes"].setdefault(name, {})[str(number)] = outcome
+        _save(data)
+
+
+def _locate(mutants: Sequence[Mutant], tree: Path) -> Iterator[tuple[int, Site]]:
+    """Where each mutant is: of equal statements that of the same function, or the only one."""
+    by_statement: dict[tuple[str, str, int, str], list[Site]] = defaultdict(list)
+    for site in sites_in(tree):
+        by_statement[_key(site.mutant)].append(site)
+    taken: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for number, mutant in enumerate(mutants):
+        sites = by_statement[_key(mutant)]
+        likenesses = sorted((_likeness(site.mutant, mutant) for site in sites), reverse=True)
+        closest = [each for each in sites if _likeness(each.mutant, mutant) == likenesses[0]]
+        if len(closest) > 1:
+            continue
+        if closest and closest[0].start not in taken[closest[0].path]:
+            taken[closest[0].path].append(closest[0].start)
+            yield number, closest[0]
+
+
+def _key(mutant: Mutant) -> tuple[str, str, int, str]:
+    return mutant.statement, mutant.kind, mutant.place, mutant.changed
+
+
+def _likeness(one: Mutant, other: Mutant) -> tuple[bool, bool, bool]:
+    last = one.function.rpartition(".")[2] == other.function.rpartition(".")[2]
+    return one.function == other.function, last, one.package == other.package
+
+
+def _instrument(tree: Path, found: Mapping[int, Site]) -> None:
+    """Write all mutants into a tree, each behind a switch; lines keep their numbers."""
+    source = tree / "src" / "longtake"
+    files: dict[str, list[tuple[Site, int]]] = defaultdict(list)
+    for number, site in found.items():
+        files[site.path].append((site, number))
+    for path, sites in files.items():
+        lines = (source / path).read_bytes().split(b"\n")
+        starts = [0]
+        for line in lines:
+            starts.append(starts[-1] + len(line) + 1)
+        text = b"\n".join(lines)
+        for site, number in sorted(sites, key=lambda each: each[0].start, reverse=True):
+            start, end = (starts[line] + byte for line, byte in (site.start, site.end))
+            switch = f"({site.mutant.changed} if __is_mutant__({number}) else ".encode()
+            text = text[:start] + switch + text[start:end] + b")" + text[end:]
+        (source / path).write_bytes(text)
+    with (source / "__init__.py").open("a") as file:
+        file.write(_SWITCH)
+
+
+def _reach(tree: Path, workers: str) -> None:
+    """Run the quick tests once, and note which mutants they reach and how long they take."""
+    folder = tree / ".mutants"
+    (folder / "tests").unlink(missing_ok=True)
+    (folder / "note_durations.py").write_text(_PLUGIN)
+    quick = [f"--ignore=tests/{each}" for each in _SKIPPED_FOLDERS]
+    quick += [f"--ignore-glob=*{each}" for each in _SKIPPED_FILES]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", workers, "--dist", "loadfile"]
+    command += ["-m", "not slow", "-p", "note_durations", *quick, "tests"]
+    path = f"{tree / 'src'}{os.pathsep}{folder}"
+    noted = {_REACHED: str(folder / "reached"), "LONGTAKE_MUTANTS_TESTS": str(folder / "tests")}
+    subprocess.run(command, cwd=tree, check=False, env=os.environ | noted | {"PYTHONPATH": path})  # noqa: S603
+    (folder / "reach_done").touch()
+
+
+class _Tests:
+    """What is known of the tests of a tree, and runs of some of them."""
+
+    def __init__(self, tree: Path) -> None:
+        self._tree = tree
+        self._seconds: Counter[str] = Counter()
+        bad = set()
+        for line in (tree / ".mutants" / "tests").read_text().splitlines():
+            test, _, outcome, seconds = json.loads(line)
+            self._seconds[test] += seconds
+            if outcome != "passed":
+                bad.add(test)
+        for test in bad:
+            del self._seconds[test]
+
+    def try_one(self, number: int, path: str) -> str:
+        """How a mutant ends: killed, hung, survived or unreached."""
+        tests = self._tests_for(number, path)
+        if not tests:
+            return "unreached"
+        outcome = self._run(number, tests)
+        if not outcome.startswith("killed by") or self._is_certain(outcome):
+            return outcome
+        failed = outcome.removeprefix("killed by ")
+        if self._run(-1, [failed]) != "survived":  # it fails without the mutant too: load
+            return self._run(number, [each for each in tests if each != failed])
+        return outcome
+
+    def _is_certain(self, outcome: str) -> bool:
+        return self._seconds[outcome.removeprefix("killed by ")] < _SLOW_TEST_SECONDS
+
+    def _tests_for(self, number: int, path: str) -> list[str]:
+        own = {Path(path).parts[0].removesuffix(".py"), f"test_{Path(path).name}"}
+        reaching, files = self._reaching(number)
+        if reaching and reaching <= {""}:  # when a module is imported
+            files = {each.partition("::")[0] for each in self._seconds}
+            files = {each for each in files if own & set(Path(each).parts)}
+        candidates = [
+            test for test in self._seconds if test in reaching or test.partition("::")[0] in files
+        ]
+        candidates.sort(
+            key=lambda test: (
+                not own & set(Path(test.partition("::")[0]).parts),
+                self._seconds[test],
+            )
+        )
+        seconds = 0.0
+        chosen: list[str] = []
+        for test in candidates:
+            seconds += self._seconds[test]
+            if seconds > _SECONDS_OF_TESTS and len(chosen) >= _LEAST_TESTS:
+                break
+            chosen.append(test)
+        return chosen
+
+    def _reaching(self, number: int) -> tuple[set[str], set[str]]:
+        """Tests that reach a mutant, and files of tests whose fixtures do."""
+        path = self._tree / ".mutants" / "reached" / str(number)
+        lines = path.read_text().splitlines() if path.exists() else []
+        tests = {line.rpartition(" (")[0] for line in lines}
+        files = {line.partition("::")[0] for line in lines if line.endswith(" (setup)")}
+        return tests, files
+
+    def _run(self, number: int, tests: Sequence[str]) -> str:
+        log = self._tree / ".mutants" / "log"
+        log.unlink(missing_ok=True)
+        if (child := os.fork()) == 0:
+            _be_pytest(self._tree, number, tests, log)
+        deadline = time.monotonic() + _LIMIT_SECONDS + 3 * sum(self._seconds[t] for t in tests)
+        while time.monotonic() < deadline:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                _kill_all(child, is_gone=True)
+                return self._outcome(os.waitstatus_to_exitcode(status), log)
+            time.sleep(0.05)
+        _kill_all(child, is_gone=False)
+        os.waitpid(child, 0)
+        return "hung"
+
+    def _outcome(self, code: int, log: Path) -> str:
+        if code == 0:
+            return "survived"
+        lines = log.read_text(errors="replace").splitlines()
+        for line in lines:
+            if line.startswith(("FAILED ", "ERROR ")):
+                return f"killed by {line.split(' ', 1)[1].partition(' - ')[0]}"
+        return f"killed with exit code {code}"
+
+
+def _be_pytest(tree: Path, number: int, tests: Sequence[str], log: Path) -> None:
+    """In a forked process: run these tests with one mutant active; does not return."""
+    os.setsid()
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(tree)
+    os.environ[_ACTIVE] = str(number)
+    os.environ.pop(_REACHED, None)
+    options = ["-x", "-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    code = 1
+    try:
+        code = int(pytest.main([*options, *tests]))
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _kill_all(child: int, *, is_gone: bool) -> None:
+    """End a forked process and what it started, also in sessions of their own."""
+    started = []
+    if not is_gone:
+        started = psutil.Process(child).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    for each in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+
+
+def _import_others() -> None:
+    """Import what takes long and is none of the code, once for all forked processes."""
+    names = "torch torch.distributed torch._dynamo scipy.optimize peft pyarrow.parquet pydantic av"
+    for name in f"{names} matplotlib.pyplot hypothesis.stateful typer rich.table".split():
+        importlib.import_module(name)
+    diffusers = importlib.import_module("diffusers")
+    for name in ("AutoencoderKLWan", "WanTransformer3DModel", "FluxTransformer2DModel"):
+        getattr(diffusers, name)
+    transformers = importlib.import_module("transformers")
+    for name in ("UMT5EncoderModel", "T5EncoderModel", "CLIPTextModel", "PreTrainedTokenizerFast"):
+        getattr(transformers, name)
+
+
+def report(data: Mapping[str, Any]) -> str:
+    """Per package, how many mutants were tried and noticed, before and after."""
+    mutants, outcomes = data["mutants"], data["outcomes"]
+    names = list(outcomes)
+    head = ["package", "mutants"]
+    head += [f"{name}: {what}" for name in names for what in ("tried", "killed", "killed, %")]
+    lines = ["# Mutants that the quick tests notice", "", f"| {' | '.join(head)} |"]
+    lines.append("|" + "---|" * len(head))
+    packages = Counter(mutant["package"] for mutant in mutants)
+    for package in [*sorted(packages), "all"]:
+        of_it = [
+            str(number)
+            for number, mutant in enumerate(mutants)
+            if package in (mutant["package"], "all")
+        ]
+        row = [package, str(len(of_it))]
+        for name in names:
+            ends = [outcomes[name][n] for n in of_it if n in outcomes[name]]
+            tried = [end for end in ends if end != "gone"]
+            killed = sum(end.startswith(("killed", "hung")) for end in tried)
+            share = f"{100 * killed / len(tried):.0f}" if tried else "-"
+            row += [str(len(tried)), str(killed), share]
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join([*lines, ""])
+
+
+def _load() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(_DATA.read_text())
+    return loaded
+
+
+def _save(data: Mapping[str, Any]) -> None:
+    _DATA.write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
