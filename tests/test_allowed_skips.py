@@ -35,7 +35,6 @@ def test_that_runs(): ...
 def test_a_skip_that_is_not_listed_fails(
     lines: str, failed: list[str], workers: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Also where the tests run in several processes."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "pytest.ini").touch()
     (tmp_path / "tests" / "test_it.py").write_text(_EXAMPLE)
@@ -54,7 +53,6 @@ def test_a_skip_that_is_not_listed_fails(
 
 
 def test_a_skipped_module_that_is_not_listed_is_an_error(tmp_path: Path) -> None:
-    """A whole module cannot leave the suite unseen."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "pytest.ini").touch()
     (tmp_path / "tests" / "allowed_skips.txt").touch()

@@ -54,7 +54,6 @@ def _message(path: Path, *overrides: str) -> str:
 
 
 def test_a_recipe_is_read_with_its_types(path: Path) -> None:
-    """Paths become paths, lists of tables become buckets, and the rest has defaults."""
     recipe = config.load(path)
     assert recipe.out == Path("runs/a")
     assert recipe.data.catalog == Path("clips/catalog.parquet")
@@ -87,7 +86,6 @@ def test_a_byte_order_mark_is_passed_over(path: Path) -> None:
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest(path: Path, override: str, nearest: str) -> None:
-    """A typo, an abbreviation or the wrong section: the hint is the key that was meant."""
     key = override.partition("=")[0]
     unknown = "trainig" if key == "trainig.steps" else key
     assert _message(path, override) == (
@@ -96,7 +94,6 @@ def test_an_unknown_key_is_named_with_the_nearest(path: Path, override: str, nea
 
 
 def test_an_unknown_key_in_the_file_is_named(path: Path) -> None:
-    """At the top, in a section and in a bucket, and all of them at once, one per line."""
     text = _RECIPE.replace("width = 96", "width = 96, heigt = 1")
     path.write_text("sede = 1\n" + text + "batchsize = 1\n")
     assert _message(path).splitlines() == [
@@ -107,7 +104,6 @@ def test_an_unknown_key_in_the_file_is_named(path: Path) -> None:
 
 
 def test_where_nothing_is_near_the_known_keys_are_listed(path: Path) -> None:
-    """The keys of that section, and of no other."""
     message = _message(path, "checkpoint.xyzzy=1")
     known = "background, every, keep, keep_every, minutes"
     assert message == f"checkpoint.xyzzy is not a key of a recipe; known there: {known}."
@@ -153,17 +149,14 @@ def test_where_nothing_is_near_the_known_keys_are_listed(path: Path) -> None:
     ],
 )
 def test_a_wrong_value_is_one_sentence(path: Path, override: str, message: str) -> None:
-    """It says key, value and expectation, in no library's jargon."""
     assert _message(path, override) == message
 
 
 def test_a_long_value_is_cut_short(path: Path) -> None:
-    """A pasted page does not hide the sentence."""
     assert len(_message(path, f"text.kind={'word ' * 1000}")) < 160
 
 
 def test_missing_keys_are_all_named(path: Path) -> None:
-    """Of an empty file every key without a default; of a bucket the one that is left out."""
     path.write_text("")
     missing = ["out", "data", "model", "training"]
     assert _message(path).split("\n  ") == [
@@ -174,7 +167,6 @@ def test_missing_keys_are_all_named(path: Path) -> None:
 
 
 def test_files_that_cannot_be_read_are_recipe_errors(tmp_path: Path) -> None:
-    """A missing file, a folder, text that is no TOML, and bytes that are no text."""
     path = tmp_path / "recipe.toml"
     with pytest.raises(RecipeError, match=r"There is no recipe .*recipe\.toml"):
         config.load(path)
@@ -205,14 +197,12 @@ def test_files_that_cannot_be_read_are_recipe_errors(tmp_path: Path) -> None:
     ],
 )
 def test_overrides_are_toml_values_or_bare_words(path: Path, text: str, value: object) -> None:
-    """Numbers, booleans, lists and tables as in TOML; anything else is a text without quotes."""
     changed = config.load(path, [f"model.config.new={text}"]).model.config
     assert changed == {"width": 128, "layers": 4, "new": value}
     assert type(changed["new"]) is type(value)
 
 
 def test_overrides_reach_every_depth_and_the_last_one_counts(path: Path) -> None:
-    """Sections that the file lacks are made; spaces around keys do not matter."""
     overrides = ["seed=1", "flow . shift = 3.0", "model.config.a.b=2", "seed=2"]
     recipe = config.load(path, [*overrides, "data.buckets=[{num_frames=1,height=8,width=8}]"])
     assert (recipe.seed, recipe.flow.shift) == (2, 3.0)
@@ -223,13 +213,11 @@ def test_overrides_reach_every_depth_and_the_last_one_counts(path: Path) -> None
 
 @pytest.mark.parametrize("override", ["training.steps", "=3", "training..steps=3", "out=", ""])
 def test_a_malformed_override_is_refused(path: Path, override: str) -> None:
-    """The message shows how one looks."""
     message = _message(path, override)
     assert message == f"--set {override}: expected key=value, such as training.steps=2000."
 
 
 def test_an_override_below_a_value_is_refused(path: Path) -> None:
-    """A number or a list has no keys."""
     assert "training.steps is a value, not a section" in _message(path, "training.steps.x=1")
     assert "data.buckets is a value, not a section" in _message(path, "data.buckets.0.width=8")
 
@@ -262,7 +250,6 @@ def test_a_written_recipe_is_the_same_recipe(
     seed: int,
     out: str,
 ) -> None:
-    """What `dump` writes, `load` reads as an equal recipe: paths, None, tuples, tables and all."""
     values = _recipe(
         model={"config": options},
         optimizer={"betas": list(betas)},
@@ -318,7 +305,6 @@ _CHANGES: dict[str, object] = {
 
 @pytest.mark.parametrize("key", _CHANGES)
 def test_differences_are_what_may_not_change_on_resume(key: str) -> None:
-    """Exactly the keys and sections of MAY_CHANGE_ON_RESUME are passed over."""
     values = tomllib.loads(_RECIPE)
     *sections, name = key.split(".")
     inner = values
@@ -389,7 +375,6 @@ def test_what_decides_the_order_may_change_when_asked() -> None:
 def test_stages_and_catalogs_that_do_not_fit_together(
     values: dict[str, object], message: str
 ) -> None:
-    """Said in a sentence when the recipe is loaded."""
     recipe = tomllib.loads(_RECIPE)
     recipe["data"].update(values)
     recipe["data"] = {key: value for key, value in recipe["data"].items() if value is not None}
@@ -399,7 +384,6 @@ def test_stages_and_catalogs_that_do_not_fit_together(
 
 
 def test_a_section_without_stages_is_one_stage_of_all_clips() -> None:
-    """One catalog goes by the name `catalog`; a stage may have its own shapes."""
     data = _recipe().data
     assert [stage.name for stage in data.curriculum()] == ["all"]
     assert data.sources() == {"catalog": data.catalog}
@@ -412,7 +396,6 @@ def test_a_section_without_stages_is_one_stage_of_all_clips() -> None:
 
 
 def test_differences_hold_both_values() -> None:
-    """The old one first; a key that only one recipe has is None in the other."""
     new = _recipe(training={"steps": 2000}, model={"config": {"layers": 4, "heads": 2}})
     assert config.differences(_recipe(), new) == [
         ("model.config.heads", None, 2),
@@ -457,7 +440,6 @@ def test_only_a_run_at_a_plateau_may_be_made_longer(
     ],
 )
 def test_a_preset_s_name_and_keys_are_checked(presets: Any, message: str) -> None:
-    """Its name is a folder's, beside folders that are not presets'."""
     values = _recipe().model_dump(exclude_none=True) | {"evaluation": {"presets": presets}}
     with pytest.raises(RecipeError, match=re.escape(message)):
         config.parse(values, "recipe")
@@ -506,13 +488,11 @@ def test_a_file_that_no_reader_survives_is_no_toml(tmp_path: Path, text: str) ->
 
 
 def test_a_recipe_is_read_from_a_regular_file(tmp_path: Path) -> None:
-    """Nobody writes to a pipe."""
     os.mkfifo(tmp_path / "recipe.toml")
     with pytest.raises(RecipeError, match="it is a named pipe, expected a regular file"):
         config.load(tmp_path / "recipe.toml")
 
 
 def test_home_is_where_the_shell_has_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run does not end up in a folder that is called ~."""
     monkeypatch.setenv("HOME", "/home/somebody")
     assert config.load(path, ["out=~/run"]).out == Path("/home/somebody/run")

@@ -58,7 +58,6 @@ def _write_font(path: Path, characters: str) -> None:
 def test_letters_with_accents_and_other_alphabets_are_no_boxes(
     fresh: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With what comes with matplotlib alone: each is drawn otherwise than what is missing."""
     box = _drawn("\U000e0fff")  # a code point that no font has
     assert capsys.readouterr().err
     for character in _ACCENTS.replace(" ", ""):
@@ -69,7 +68,6 @@ def test_letters_with_accents_and_other_alphabets_are_no_boxes(
 def test_what_no_font_has_is_a_box_and_said_once(
     fresh: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a sentence, with what to install."""
     _drawn("一只猫 walks")
     _drawn("一只狗 runs")
     said = capsys.readouterr().err
@@ -81,7 +79,6 @@ def test_what_no_font_has_is_a_box_and_said_once(
 def test_a_font_of_this_machine_has_what_ours_lacks(
     fresh: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one line with Latin letters, in sheets and in matplotlib's pictures."""
     _write_font(fresh / "NotoSansCJK-Squares.ttf", "猫狗")
     line = _drawn("a 猫")
     square = line[:, 17:32]
@@ -95,7 +92,6 @@ def test_a_font_of_this_machine_has_what_ours_lacks(
 
 
 def test_lines_break_between_words_and_fit() -> None:
-    """No word is lost, no line is wider than asked."""
     words = "A large grey cartoon rabbit steps out of a burrow under a tree"
     lines = wrap(words, 15, 120)
     assert " ".join(lines) == words
@@ -104,13 +100,11 @@ def test_lines_break_between_words_and_fit() -> None:
 
 
 def test_a_word_wider_than_a_line_is_cut() -> None:
-    """Every letter is still there."""
     lines = wrap("w" * 100, 15, 120)
     assert "".join(lines) == "w" * 100
     assert max(text_width(line, 15) for line in lines) <= 120
 
 
 def test_nothing_is_no_line() -> None:
-    """And lines are taller than their letters."""
     assert wrap("  ", 15, 120) == []
     assert line_height(15) > 15

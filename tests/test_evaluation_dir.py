@@ -53,7 +53,6 @@ def _write(directory: EvaluationDirectory, step: int, text: str) -> None:
 
 @pytest.mark.parametrize("without", ["held_out", None])
 def test_a_whole_record_is_a_result(directory: EvaluationDirectory, without: str | None) -> None:
-    """Whether losses were measured or not; a number may be none that a loss can be."""
     record = {name: value for name, value in _whole().items() if name != without}
     _write(directory, 6, json.dumps(record))
     found = directory.scores("demo", 6)
@@ -64,7 +63,6 @@ def test_a_whole_record_is_a_result(directory: EvaluationDirectory, without: str
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "null", "7", '{"preset": "demo"}', "\0"])
 def test_what_is_no_record_is_no_result(directory: EvaluationDirectory, text: str) -> None:
-    """The others are there all the same."""
     _write(directory, 6, text)
     assert directory.scores("demo", 6) is None
     assert [each["step"] for each in directory.all_scores("demo")] == [9]
@@ -73,7 +71,6 @@ def test_what_is_no_record_is_no_result(directory: EvaluationDirectory, text: st
 @pytest.mark.parametrize("name", sorted(_whole().keys() - {"held_out"}))
 @pytest.mark.parametrize("value", [None, [None], {"motion": "much"}, 0.5])
 def test_each_field_is_demanded_of_its_type(name: str, value: Any) -> None:
-    """Neither another nor none."""
     record: dict[str, Any] = {**_whole(), name: value}
     assert not _is_whole(record)
     assert not _is_whole({key: each for key, each in record.items() if key != name})
@@ -96,11 +93,9 @@ def test_each_field_is_demanded_of_its_type(name: str, value: Any) -> None:
     ],
 )
 def test_so_is_what_they_hold(change: dict[str, Any]) -> None:
-    """Videos, alarms, and numbers of what was measured."""
     assert not _is_whole({**_whole(), **change})
 
 
 def test_a_record_of_another_result_is_none_of_this_one(directory: EvaluationDirectory) -> None:
-    """Somebody has copied a folder."""
     _write(directory, 6, json.dumps(_whole() | {"step": 9}))
     assert directory.scores("demo", 6) is None

@@ -51,7 +51,6 @@ def own(run: RunDirectory) -> Heartbeat:
 def test_what_a_rank_left_is_found_by_those_of_its_launch(
     run: RunDirectory, own: Heartbeat
 ) -> None:
-    """The first one first; another launch's failures_of_launch are not theirs."""
     for error in (DataError("the catalog is gone"), ValueError("two\nlines ")):
         failure_of(own, "error", error_line(error)).record(run)
     first, second = failures_of_launch(run, "0a1b2c3d")

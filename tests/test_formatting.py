@@ -35,12 +35,10 @@ from longtake.formatting import (
 def test_memory_is_said_in_the_largest_unit_of_which_there_is_one(
     num_bytes: int, written: str
 ) -> None:
-    """Two digits of it; bytes as they are."""
     assert format_size(num_bytes) == written
 
 
 def test_one_thing_is_not_many() -> None:
-    """And thousands are separated."""
     assert [plural(number, "clip") for number in (0, 1, 6000)] == [
         "0 clips",
         "1 clip",
@@ -62,7 +60,6 @@ def test_one_thing_is_not_many() -> None:
     ],
 )
 def test_a_duration_reads_as_people_write_it(seconds: float, text: str) -> None:
-    """Seconds, minutes, hours, days: the unit follows the length."""
     assert format_duration(seconds) == text
 
 
@@ -102,7 +99,6 @@ _HOSTILE = "a\x1b]0;owned\x07\nforged line\x9b31m\u202egnp"
 
 
 def test_control_characters_are_spelled() -> None:
-    """A name becomes one line; a message keeps its lines; text in any language stays."""
     assert printable(_HOSTILE) == r"a\x1b]0;owned\x07\nforged line\x9b31m\u202egnp"
     assert printable_lines("one\n\ttwo\r") == "one\n\ttwo\\r"
     assert printable("naïve 日本語 ✓ \udcff") == "naïve 日本語 ✓ \\udcff"

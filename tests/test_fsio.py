@@ -34,7 +34,6 @@ from longtake.fsio import (
 
 
 def test_the_file_appears_when_the_block_ends(tmp_path: Path) -> None:
-    """Until then nothing of that name exists, and afterwards nothing else does."""
     path = tmp_path / "clip.mp4"
     with atomic_write(path) as partial:
         partial.write_text("whole")
@@ -47,7 +46,6 @@ def test_the_file_appears_when_the_block_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [OSError("no space"), KeyboardInterrupt()])
 def test_a_block_that_fails_changes_nothing(tmp_path: Path, error: BaseException) -> None:
-    """The old file stays as it was and the half-written one is gone, whatever went wrong."""
     path = tmp_path / "summary.json"
     path.write_text("old")
 
@@ -63,13 +61,11 @@ def test_a_block_that_fails_changes_nothing(tmp_path: Path, error: BaseException
 
 
 def test_a_block_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
-    """There is nothing to rename, and the block forgot to write."""
     with pytest.raises(FileNotFoundError), atomic_write(tmp_path / "a.txt"):
         pass
 
 
 def test_of_many_each_has_a_place_of_its_own(tmp_path: Path) -> None:
-    """Two write one file at a time: both end well, and the one that ends last is there."""
     path = tmp_path / "reference.json"
     with atomic_write(path, by_many=True) as first, atomic_write(path, by_many=True) as second:
         first.write_text("first")
@@ -81,7 +77,6 @@ def test_of_many_each_has_a_place_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_made_and_tried(tmp_path: Path) -> None:
-    """Nothing is left in it; what cannot be a folder is an error before anything is written."""
     make_writable(tmp_path / "new" / "folder")
     assert not any((tmp_path / "new" / "folder").iterdir())
     (tmp_path / "file").write_text("precious")
@@ -105,7 +100,6 @@ def test_a_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever step finds no room: the error comes out, and no half file stays beside."""
     path = tmp_path / "0.json"
 
     def full(*arguments: Any) -> Any:
@@ -121,7 +115,6 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_what_is_there_stays_and_is_said_to_be(tmp_path: Path) -> None:
-    """The second writer is told that it was not it; nothing else lies there."""
     path = tmp_path / "0.json"
     assert write_once(path, {"by": 1})
     assert not write_once(path, {"by": 2})
@@ -147,7 +140,6 @@ def test_it_is_on_disk_before_it_has_its_name(
 
 
 def test_many_may_replace_a_record_at_a_time(tmp_path: Path, race: Any) -> None:
-    """Each writes aside under a name of its own: none fails, and the record is one's, whole."""
     path = tmp_path / "reference.json"
     failed = race(lambda number: write_json(path, {"by": number}, by_many=True))
     assert failed == []
@@ -229,7 +221,6 @@ class Row(TypedDict):
 
 @pytest.mark.parametrize("line", NO_RECORDS.values(), ids=NO_RECORDS)
 def test_a_line_that_is_no_record_is_left_out_and_counted(tmp_path: Path, line: bytes) -> None:
-    """Those before and after it are read, whichever way they are."""
     path = tmp_path / "rows.jsonl"
     path.write_bytes(
         b'{"step": 1, "loss": 1}\n' + line + b'\n{"step": 2, "loss": 0.5, "b": [0]}\n\n{"step": 3'
@@ -245,7 +236,6 @@ def test_a_line_that_is_no_record_is_left_out_and_counted(tmp_path: Path, line: 
 
 @pytest.mark.parametrize("content", NO_RECORDS.values(), ids=NO_RECORDS)
 def test_a_file_that_is_no_record_is_refused(tmp_path: Path, content: bytes) -> None:
-    """The error names the file and says why; other readers get an empty object."""
     path = tmp_path / "row.json"
     path.write_bytes(content)
     if content.endswith((b'x"}', b"]}")):
@@ -259,7 +249,6 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path, content: bytes) -> 
 
 
 def test_brackets_in_strings_are_no_nesting(tmp_path: Path) -> None:
-    """Nor are arrays beside each other."""
     path = tmp_path / "rows.jsonl"
     record = {"step": 1, "loss": 1, "name": '[[[[[\\"[[[[[[[[', "b": [[0], [1]] * 20}
     append_json(path, record)
@@ -290,7 +279,6 @@ def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
 
 
 def test_no_file_is_no_record(tmp_path: Path) -> None:
-    """Nor is one below a file."""
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "row.json", tmp_path / "file" / "row.json"):
         assert read_record(path, Row) is None

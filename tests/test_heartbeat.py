@@ -26,7 +26,6 @@ from longtake.heartbeat import (
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    """Who, where and since when."""
     heart = HeartbeatWriter(tmp_path, "rank", rank=3, local_rank=1, world_size=8)
     heart.set_launch("a1b2c3d4")
     heart.begin_step(41, "8x32x32")
@@ -58,7 +57,6 @@ def test_a_phase_grows_older_while_nothing_is_written(tmp_path: Path) -> None:
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 def test_any_clip_can_be_named(tmp_path: Path, identity: str, clip: str) -> None:
-    """A path that is too long loses its beginning, which says least; nothing is mangled else."""
     heart = HeartbeatWriter(tmp_path, "decode")
     heart.set_phase("decode", identity, clip)
     pulse = read_heartbeat(heart.path)
@@ -147,7 +145,6 @@ def process(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
 def test_what_a_killed_process_did_is_still_known(
     tmp_path: Path, process: "subprocess.Popen[bytes]"
 ) -> None:
-    """Its record outlives it and says that it did not end as it should."""
     assert read_heartbeats(tmp_path)[0].is_alive
     process.kill()
     process.wait()
@@ -156,7 +153,6 @@ def test_what_a_killed_process_did_is_still_known(
 
 
 def test_a_stopped_process_still_tells(tmp_path: Path, process: "subprocess.Popen[bytes]") -> None:
-    """Nobody has to ask it."""
     os.kill(process.pid, signal.SIGSTOP)
     (pulse,) = read_heartbeats(tmp_path)
     assert (pulse.phase, pulse.is_alive) == ("forward", True)
@@ -175,7 +171,6 @@ def test_another_process_of_the_same_number_is_not_it(tmp_path: Path) -> None:
 
 
 def test_ranks_come_first_and_in_order(tmp_path: Path) -> None:
-    """What is no record is passed over."""
     for rank in (10, 2):
         HeartbeatWriter(tmp_path, "rank", rank=rank)
     HeartbeatWriter(tmp_path, "decode", rank=2)
@@ -190,7 +185,6 @@ def test_ranks_come_first_and_in_order(tmp_path: Path) -> None:
 
 
 def test_the_process_speaks_of_its_own_heart(tmp_path: Path) -> None:
-    """Where there is none, what it says goes nowhere; at a good end it says so."""
     heartbeat.set_phase("forward")
     heart = HeartbeatWriter(tmp_path, "rank")
     with heartbeat_session(heart):
@@ -211,7 +205,6 @@ def test_the_process_speaks_of_its_own_heart(tmp_path: Path) -> None:
 def test_a_crash_leaves_what_was_said_last(
     tmp_path: Path, error: type[Exception], phase: str
 ) -> None:
-    """An error that a person was told of is an end; a defect is none."""
     heart = HeartbeatWriter(tmp_path, "rank")
 
     def fail() -> None:
@@ -235,7 +228,6 @@ def test_no_room_is_no_reason_not_to_train(tmp_path: Path) -> None:
 
 
 def test_each_run_and_node_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    """However the run is named."""
     one, other = heartbeat_dir(tmp_path / "a"), heartbeat_dir(tmp_path / "b")
     assert one != other
     assert one == heartbeat_dir(tmp_path / "b" / ".." / "a")

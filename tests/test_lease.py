@@ -22,7 +22,6 @@ def _elsewhere(folder: Path, number: int) -> None:
 
 
 def test_one_has_it_until_it_is_given_back(tmp_path: Path) -> None:
-    """Then the next can have it, and the history knows both."""
     first, second = Leases(60, {"server": "a"}), Leases(60, {"server": "b"})
     lease = first.take(tmp_path / "lease")
     assert lease is not None
@@ -36,7 +35,6 @@ def test_one_has_it_until_it_is_given_back(tmp_path: Path) -> None:
 
 
 def test_of_many_who_ask_at_once_one_gets_it(tmp_path: Path) -> None:
-    """Eight threads at a barrier, fifty times."""
     for round_ in range(50):
         folder, barrier = tmp_path / str(round_), threading.Barrier(8)
         won: list[int] = []

@@ -16,7 +16,6 @@ from longtake.run_dir import RunDirectory
 
 
 def test_of_many_who_write_once_one_succeeds(tmp_path: Path) -> None:
-    """Its record is there as a whole, and nothing is left beside it."""
     path = diagnosis_path(RunDirectory(tmp_path), "stall_1")
     won: list[int] = []
 
@@ -35,7 +34,6 @@ def test_of_many_who_write_once_one_succeeds(tmp_path: Path) -> None:
 
 
 def test_nodes_are_counted_as_people_count(tmp_path: Path) -> None:
-    """gpu2 comes before gpu10."""
     run = RunDirectory(tmp_path)
     for host in ("gpu10", "gpu2", "head"):
         NodeDirectory(run, host).append_event("watching")
@@ -44,7 +42,6 @@ def test_nodes_are_counted_as_people_count(tmp_path: Path) -> None:
 
 
 def test_events_of_run_and_nodes_are_one_story(tmp_path: Path) -> None:
-    """By time; half a line is left out."""
     run = RunDirectory(tmp_path)
     append_json(run.events_path, {"time": "2026-01-01T00:00:01", "event": "launched"})
     append_json(run.events_path, {"time": "2026-01-01T00:00:05", "event": "finished"})
@@ -57,7 +54,6 @@ def test_events_of_run_and_nodes_are_one_story(tmp_path: Path) -> None:
 
 
 def test_requests_and_answers_meet_by_their_token(tmp_path: Path) -> None:
-    """Whoever asks finds what each node has answered, and not what was answered to others."""
     run = RunDirectory(tmp_path)
     request = DumpRequest(
         token="asked_1",

@@ -318,5 +318,4 @@ def test_a_process_is_identified_by_when_it_was_started() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/cpuinfo is Linux's")
 def test_flags_are_read_from_this_machine() -> None:
-    """Every x86-64 processor has these; another architecture names none of them."""
     assert ({"fpu", "sse2"} <= cpu_flags()) == (os.uname().machine == "x86_64")

@@ -27,7 +27,6 @@ def _row(step: int, loss: float = 0.5, seconds: float = 2.0) -> Metrics:
 
 
 def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a terminal nothing is drawn: no line for each step, but one after the interval."""
     out = io.StringIO()
     with step_progress(Console(file=out, width=100), 0, 100) as shown:
         for step in range(1, 11):
@@ -39,7 +38,6 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_terminal_gets_a_bar() -> None:
-    """The bar counts from the resumed step and shows the smoothed loss."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100)
     with step_progress(console, 50, 100) as shown:
@@ -50,7 +48,6 @@ def test_a_terminal_gets_a_bar() -> None:
 
 
 def test_a_quiet_console_stays_quiet() -> None:
-    """Other ranks than the first have the same progress and show none of it."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, quiet=True)
     with step_progress(console, 0, 10) as shown:
@@ -59,7 +56,6 @@ def test_a_quiet_console_stays_quiet() -> None:
 
 
 def test_a_phase_that_lasts_is_told_and_a_short_one_is_not() -> None:
-    """By its name, once, in a log as in a terminal; a quiet console stays quiet."""
     out, quiet = StringIO(), StringIO()
     with phase_lines(Console(file=out), "importing") as enter:
         _wait_for(lambda: out.getvalue())
@@ -73,7 +69,6 @@ def test_a_phase_that_lasts_is_told_and_a_short_one_is_not() -> None:
 
 
 def test_phases_can_be_asked_for_until_the_first_step() -> None:
-    """As a training's, which its heartbeat knows."""
     out, phases = StringIO(), ["building"]
     with phase_lines(Console(file=out), "importing", lambda: phases[0] if phases else None):
         _wait_for(lambda: out.getvalue())
@@ -82,7 +77,6 @@ def test_phases_can_be_asked_for_until_the_first_step() -> None:
 
 
 def test_a_log_is_told_how_far_counting_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not at once, and then only now and then."""
     out, clock = StringIO(), [100.0]
     monkeypatch.setattr("longtake.progress.time.monotonic", lambda: clock[0])
     with counted(Console(file=out), "index") as advance:
@@ -99,7 +93,6 @@ def _wait_for(is_there: Callable[[], object]) -> None:
 
 
 def test_things_can_be_counted_before_their_number_is_known() -> None:
-    """The total arrives with the first count."""
     out = io.StringIO()
     with counted(Console(file=out, force_terminal=True, width=80), "index") as advance:
         advance(3, 7)

@@ -53,7 +53,6 @@ def _metrics(step: int, loss: float) -> Metrics:
 
 
 def test_a_claim_writes_no_record(tmp_path: Path) -> None:
-    """The folder is made and tried, but there is no run yet, and another recipe may claim it."""
     run = RunDirectory(tmp_path / "new" / "run")
     run.claim(_recipe(run.path))
     assert not run.exists()
@@ -62,7 +61,6 @@ def test_a_claim_writes_no_record(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_created_knows_its_recipe(tmp_path: Path) -> None:
-    """It exists, holds just the recipe and its record, and returns an equal recipe."""
     run = _begin(tmp_path / "run")
     assert run.exists()
     assert run.recipe() == _recipe(run.path)
@@ -73,7 +71,6 @@ def test_a_run_that_is_created_knows_its_recipe(tmp_path: Path) -> None:
 
 
 def test_another_recipe_is_refused_and_nothing_changes(tmp_path: Path) -> None:
-    """The message names each key with both values and both ways on; not a byte is written."""
     run = _begin(tmp_path / "run")
     run.append_metrics(_metrics(1, 0.5))
     before = _contents(run.path)
@@ -93,7 +90,6 @@ def test_another_recipe_is_refused_and_nothing_changes(tmp_path: Path) -> None:
 
 
 def test_a_longer_run_is_refused_with_the_command_that_trains_it(tmp_path: Path) -> None:
-    """Only its number of steps differs; a shorter one has no such way."""
     run = _begin(tmp_path / "run")
     way = f"\n  {run.command_to_go_on()} --set training.steps=20 --set data.on_change=finish\n"
     with pytest.raises(RecipeChangedError) as caught:
@@ -113,7 +109,6 @@ def test_the_way_on_holds_for_a_run_that_was_moved(tmp_path: Path) -> None:
 
 
 def test_the_same_recipe_is_accepted(tmp_path: Path) -> None:
-    """So is one that differs only in what does not change what the run computes."""
     run = _begin(tmp_path / "run")
     before = _contents(run.path)
     run.claim(_recipe(run.path))
@@ -122,7 +117,6 @@ def test_the_same_recipe_is_accepted(tmp_path: Path) -> None:
 
 
 def test_the_recipe_kept_is_the_newest_launchs(tmp_path: Path) -> None:
-    """What may change on resume is written down, so that sampling and the next launch know it."""
     run = _begin(tmp_path / "run")
     changed = _recipe(run.path, micro_batch_size=1, device="cpu")
     run.claim(changed)
@@ -143,7 +137,6 @@ def test_half_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_a_run_error(tmp_path: Path) -> None:
-    """Below a file, and where a file has the folder's name."""
     file = tmp_path / "file"
     file.write_text("precious")
     for path in (file, file / "run"):
@@ -160,13 +153,11 @@ def test_a_folder_that_cannot_be_written_is_a_run_error(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_has_no_recipe(tmp_path: Path) -> None:
-    """The message says what was expected there."""
     with pytest.raises(RunError, match=r"is not a run directory: it has no recipe\.toml"):
         RunDirectory(tmp_path).recipe()
 
 
 def test_launches_are_recorded_one_after_another(tmp_path: Path) -> None:
-    """Each with its facts, the host and the versions, and the run keeps its id."""
     run = _begin(tmp_path / "run")
     first = json.loads(run.record_path.read_text())["id"]
     run.record_launch(start_step=0, world_size=2, device="cpu")
@@ -182,7 +173,6 @@ def test_launches_are_recorded_one_after_another(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damaged", [None, "", "{}", "[]", '{"launches": null}'])
 def test_a_damaged_record_is_a_run_error(tmp_path: Path, damaged: str | None) -> None:
-    """A run.json that is gone or is not one ends in a message, not in a traceback."""
     run = _begin(tmp_path / "run")
     run.record_path.unlink()
     if damaged is not None:
@@ -192,7 +182,6 @@ def test_a_damaged_record_is_a_run_error(tmp_path: Path, damaged: str | None) ->
 
 
 def test_events_come_back_in_order(tmp_path: Path) -> None:
-    """Each with its kind, its time and its fields."""
     run = _begin(tmp_path / "run")
     run.append_event("launched", step=0)
     run.append_event("sample_rejected", path="ä.mp4", reason="line one\nline two")
@@ -203,7 +192,6 @@ def test_events_come_back_in_order(tmp_path: Path) -> None:
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
-    """Wherever the last line is cut, the lines before it are read."""
     path = tmp_path / "lines.jsonl"
     append_json(path, {"step": 1})
     whole = path.read_bytes()
@@ -226,13 +214,11 @@ def test_appending_after_half_a_line_loses_no_record(tmp_path: Path) -> None:
 
 
 def test_no_file_has_no_lines(tmp_path: Path) -> None:
-    """A run that has not logged yet has no metrics."""
     assert list(read_json_lines(tmp_path / "none.jsonl")) == []
     assert RunDirectory(tmp_path).metrics() == []
 
 
 def test_of_a_step_that_was_run_twice_the_later_counts(tmp_path: Path) -> None:
-    """Steps 2 and 3 were run again after a resume; all come back by step."""
     run = _begin(tmp_path / "run")
     for step, loss in [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (3, 0.35), (4, 0.4)]:
         run.append_metrics(_metrics(step, loss))
@@ -241,7 +227,6 @@ def test_of_a_step_that_was_run_twice_the_later_counts(tmp_path: Path) -> None:
 
 
 def test_only_committed_checkpoints_count(tmp_path: Path) -> None:
-    """Half-saved folders, folders being removed, copies and files are passed over."""
     run = RunDirectory(tmp_path)
     assert run.checkpoint_steps() == []
     whole = [run.checkpoint_path(step) for step in (1000, 20, 123456789)]
@@ -255,7 +240,6 @@ def test_only_committed_checkpoints_count(tmp_path: Path) -> None:
 
 
 def test_a_failed_replacement_keeps_the_old_and_leaves_nothing(tmp_path: Path) -> None:
-    """Text that cannot be encoded: the file is as it was, and no partial file remains."""
     path = tmp_path / "note.txt"
     write_text(path, "old")
     with pytest.raises(UnicodeEncodeError):
@@ -265,7 +249,6 @@ def test_a_failed_replacement_keeps_the_old_and_leaves_nothing(tmp_path: Path) -
 
 
 def test_a_run_that_begins_beside_another_has_the_first_free_number(tmp_path: Path) -> None:
-    """From 2 on; nothing that is there is touched, whatever it is."""
     out = tmp_path / "run.v1"
     assert beside(out) == out
     out.mkdir()

@@ -86,7 +86,6 @@ AwaitState = Callable[[int, str], None]
 
 
 def test_a_waiting_process_says_its_line(start: Start) -> None:
-    """py-spy names function, file and line, and C below it where it can; the process lives on."""
     pid = start()
     found = stacks.dump_process(pid)
     assert found.method == "py-spy --native"
@@ -160,7 +159,6 @@ def test_a_process_without_a_handler_is_not_signalled(start: Start, tmp_path: Pa
 
 
 def test_a_process_that_is_not_there(start: Start, await_state_of: AwaitState) -> None:
-    """Nothing is raised: the dump says that there is none."""
     pid = start()
     os.kill(pid, signal.SIGKILL)
     await_state_of(pid, "Z")
@@ -170,7 +168,6 @@ def test_a_process_that_is_not_there(start: Start, await_state_of: AwaitState) -
 
 
 def test_a_process_that_is_not_python() -> None:
-    """/proc says something about any process."""
     with subprocess.Popen(["sleep", "60"]) as process:
         found = stacks.dump_process(process.pid)
         process.kill()
@@ -179,7 +176,6 @@ def test_a_process_that_is_not_python() -> None:
 
 
 def test_several_are_dumped_at_once(start: Start) -> None:
-    """Each by itself; one that is gone is in the answer, as gone."""
     first, second = start(), start("hold_the_lock")
     found = stacks.dump_all({first: None, second: None, 2**22 + 1: None})
     assert [each.where for each in found.values()] == [
@@ -213,7 +209,6 @@ def test_a_py_spy_that_hangs_is_given_up(
 
 
 def test_a_dump_is_json(start: Start) -> None:
-    """Every field, and the frames with names."""
     found = stacks.dump_process(start(), native=False)
     read = json.loads(json.dumps(found.as_dict()))
     assert read["threads"][0]["name"] == "MainThread"
@@ -221,7 +216,6 @@ def test_a_dump_is_json(start: Start) -> None:
 
 
 def test_the_last_words_of_a_crash_are_read() -> None:
-    """The text gives threads, the main thread first; other lines are kept in `raw`."""
     program = (
         "import ctypes, faulthandler, threading, time\n"
         "faulthandler.enable()\n"
@@ -242,7 +236,6 @@ def test_the_last_words_of_a_crash_are_read() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    """A watcher lives where torch does not, and a decoding process starts with little."""
     program = (
         "import sys, longtake.stacks\n"
         "assert not {'torch', 'numpy', 'av', 'psutil', 'pydantic'} & set(sys.modules)"
@@ -276,7 +269,6 @@ def test_stacks_go_to_a_file_and_a_crash_to_stderr(tmp_path: Path) -> None:
 
 
 def test_without_a_file_all_goes_to_stderr() -> None:
-    """Where whoever started the process reads it."""
     ended = subprocess.run(
         [sys.executable, "-c", _PROGRAM_ALLOW], stderr=subprocess.PIPE, check=False, timeout=300
     )
@@ -335,7 +327,6 @@ AwaitState_facts = Callable[[int, str], None]
 
 
 def test_facts_of_a_process(await_state_of: AwaitState_facts) -> None:
-    """Its parent, command and state; and the processor time that it has used so far."""
     program = "while True: pass"
     with subprocess.Popen([sys.executable, "-c", program, "a name (with) words"]) as process:
         found, until = facts(process.pid), time.monotonic() + 60

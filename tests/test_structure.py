@@ -75,7 +75,6 @@ def test_a_tree_within_its_limits_is_not_refused(tree: Path) -> None:
     ],
 )
 def test_what_is_worse_is_refused(tree: Path, text: str, problem: str) -> None:
-    """With what it is, and where."""
     (tree / "src" / "longtake" / "c.py").write_text(text)
     code, said = _check(tree)
     assert (code, problem in said) == (int(bool(problem)), True)

@@ -202,7 +202,6 @@ _MISTAKES = {
 def test_a_mistake_becomes_one_message_and_exit_code_2(
     mistake: str, place: Path, shapes_catalog: Path, tmp_path: Path, call: Call
 ) -> None:
-    """It says what failed and what to do, on stderr, without a traceback; no file is written."""
     command, message = _MISTAKES[mistake]
     known = {"place": place, "tmp": tmp_path, "run": place / "run", "clips": shapes_catalog.parent}
     command = command.format(recipe=place / "recipe.toml", **known)
@@ -221,7 +220,6 @@ def test_a_mistake_becomes_one_message_and_exit_code_2(
     ["sample RUN --prompt x --out x.mp4 --guidance abc", "sample RUN --out x.mp4", "trian x"],
 )
 def test_a_command_that_cannot_be_read_exits_2(command: str, call: Call) -> None:
-    """Such as text for a number, a missing option or an unknown verb; the usage is shown."""
     code, out, err = call(*command.split())
     assert (code, out) == (2, "")
     assert re.match(r"Usage: .*longtake", err)
@@ -229,7 +227,6 @@ def test_a_command_that_cannot_be_read_exits_2(command: str, call: Call) -> None
 
 
 def test_a_recipe_with_an_unknown_key_is_refused(place: Path, tmp_path: Path, call: Call) -> None:
-    """With the nearest key that exists, before anything else is looked at."""
     recipe = tmp_path / "recipe.toml"
     recipe.write_text((place / "recipe.toml").read_text().replace("batch_size", "batchsize"))
     code, _, err = call("train", recipe)
@@ -238,7 +235,6 @@ def test_a_recipe_with_an_unknown_key_is_refused(place: Path, tmp_path: Path, ca
 
 
 def test_a_refused_recipe_leaves_the_run_as_it_was(place: Path, call: Call) -> None:
-    """Nobody's run is overwritten by a changed learning rate."""
     files = {path: path.read_bytes() for path in (place / "run").rglob("*") if path.is_file()}
     code, _, _ = call("train", place / "recipe.toml", "--set", "optimizer.learning_rate=0.5")
     assert code == 2
@@ -248,7 +244,6 @@ def test_a_refused_recipe_leaves_the_run_as_it_was(place: Path, call: Call) -> N
 
 
 def test_help_names_every_verb(call: Call) -> None:
-    """And so does longtake alone."""
     for arguments, expected in (["--help"], 0), ([], 2):
         code, out, err = call(*arguments)
         assert code == expected
@@ -260,7 +255,6 @@ def test_help_names_every_verb(call: Call) -> None:
 
 
 def test_a_damaged_clip_among_good_ones_is_named_and_left_out(tmp_path: Path, call: Call) -> None:
-    """Indexing goes on; --json says the same for programs."""
     clip = np.random.default_rng(0).integers(0, 255, (8, 32, 32, 3), dtype=np.uint8)
     write_video(tmp_path / "good.mp4", clip, 8.0)
     (tmp_path / "good.txt").write_text("noise")
@@ -279,7 +273,6 @@ def test_a_damaged_clip_among_good_ones_is_named_and_left_out(tmp_path: Path, ca
 
 
 def test_training_again_goes_on_or_says_that_it_is_done(place: Path, call: Call) -> None:
-    """The same command is always the right one."""
     code, out, err = call("train", place / "recipe.toml")
     assert (code, out) == (0, "")
     assert f"{place}/run has done its 2 steps already." in err
@@ -288,7 +281,6 @@ def test_training_again_goes_on_or_says_that_it_is_done(place: Path, call: Call)
 def test_sampling_writes_a_video_for_each_prompt_and_names_unknown_words(
     place: Path, tmp_path: Path, call: Call
 ) -> None:
-    """Words are shown as they were given, markup included; the empty prompt is one too."""
     prompts = ["a red circle moving up", "a purple [/]star", ""]
     options = [part for prompt in prompts for part in ("--prompt", prompt)]
     out_path = tmp_path / "new" / "x.mp4"
@@ -303,7 +295,6 @@ def test_sampling_writes_a_video_for_each_prompt_and_names_unknown_words(
 
 
 def test_the_installed_command_says_it_in_one_message(tmp_path: Path) -> None:
-    """As a process: exit code 2, nothing on stdout, one line on stderr."""
     command = [sys.executable, "-m", "longtake", "train", "none.toml"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path
@@ -320,12 +311,10 @@ def assert_matches(pattern: str, text: str) -> None:
 
 
 def test_version_is_the_packages(call: Call) -> None:
-    """`--version` prints name and version on stdout and does nothing else."""
     assert call("--version") == (0, f"longtake {__version__}\n", "")
 
 
 def test_a_fresh_run_begins_beside_the_one_that_is_there(place: Path, call: Call) -> None:
-    """Its name is said and in its own recipe; the older run is as it was."""
     before = {path: path.read_bytes() for path in (place / "run").rglob("*") if path.is_file()}
     code, out, err = call("train", place / "recipe.toml", "--fresh", "--json")
     assert code == 0
@@ -343,7 +332,6 @@ def test_a_fresh_run_begins_beside_the_one_that_is_there(place: Path, call: Call
 def test_the_command_that_is_printed_for_more_steps_trains_them(
     place: Path, tmp_path: Path, call: Call
 ) -> None:
-    """A finished run with a schedule that ends: what is refused says how to train longer."""
     shutil.copytree(place / "run", tmp_path / "run")
     recipe = tmp_path / "run" / "recipe.toml"
     recipe.write_text(recipe.read_text().replace(str(place / "run"), str(tmp_path / "run")))

@@ -32,7 +32,6 @@ def _sentence(code: int, err: str) -> str:
 def test_a_picture_is_never_written_over_something_else(
     place: Path, tmp_path: Path, call: Call, name: str, why: str
 ) -> None:
-    """By its ending, and by what is there under that name."""
     (tmp_path / "folder.png").mkdir()
     os.mkfifo(tmp_path / "pipe.png")
     for note in ("note.txt", "note.png"):
@@ -71,7 +70,6 @@ def test_absurd_arguments_are_refused(
     arguments: list[str],
     why: str,
 ) -> None:
-    """Before anything is begun."""
     monkeypatch.chdir(tmp_path)
     names = {"RUN": place / "run", "RECIPE": place / "recipe.toml", "CATALOG": shapes_catalog}
     code, _, err = call(*(names.get(each, each) for each in arguments))
@@ -82,7 +80,6 @@ def test_absurd_arguments_are_refused(
 
 @pytest.mark.parametrize("text", ["", "{}", "[" * 100_000, "\0"])
 def test_a_damaged_vocabulary_is_named(place: Path, tmp_path: Path, call: Call, text: str) -> None:
-    """The file, and what to do."""
     run = tmp_path / "run"
     shutil.copytree(place / "run", run)
     (saved,) = run.rglob("tokenizer.json")
@@ -94,7 +91,6 @@ def test_a_damaged_vocabulary_is_named(place: Path, tmp_path: Path, call: Call, 
 def test_a_full_disk_ends_an_index_in_a_sentence(
     shapes_catalog: Path, tmp_path: Path, call: Call
 ) -> None:
-    """What is written stays, and the next one goes on from it."""
     out = tmp_path / "catalog.parquet"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, before[1]))
@@ -109,7 +105,6 @@ def test_a_full_disk_ends_an_index_in_a_sentence(
 
 
 def test_a_run_that_may_not_be_read_is_named(place: Path, another_user: Path, call: Call) -> None:
-    """By whatever verb."""
     run = another_user / "run"
     run.mkdir()
     (run / "recipe.toml").touch()
@@ -132,14 +127,12 @@ def test_a_run_that_may_not_be_read_is_named(place: Path, another_user: Path, ca
 def test_sizes_that_no_memory_holds_are_refused(
     place: Path, tmp_path: Path, call: Call, change: str, why: str
 ) -> None:
-    """By the model, before anything of the run is written."""
     changes = ("--set", change, "--set", f"out={tmp_path / 'run'}")
     code, _, err = call("train", place / "recipe.toml", *changes)
     assert why in _sentence(code, err)
 
 
 def test_no_pipe_keeps_an_index_waiting(shapes_catalog: Path, tmp_path: Path, call: Call) -> None:
-    """As what is to be written, as captions, and among the files."""
     clips = tmp_path / "clips"
     clips.mkdir()
     shutil.copy(next(shapes_catalog.parent.rglob("*.mp4")), clips)

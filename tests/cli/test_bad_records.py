@@ -72,7 +72,6 @@ def _look(call: Call, run: Path) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("log", _LOGS)
 def test_lines_that_are_no_records_are_left_out(log: str, run: Path, call: Call) -> None:
-    """And told of with their number; a line that is still being written is not."""
     path = run / log
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -88,7 +87,6 @@ def test_lines_that_are_no_records_are_left_out(log: str, run: Path, call: Call)
 def test_files_that_are_no_records_end_in_a_sentence_or_do_not_matter(
     name: str, content: str, run: Path, call: Call
 ) -> None:
-    """Whatever lies in a file's place, and whatever waits there for a writer."""
     path = run / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
@@ -106,7 +104,6 @@ def test_files_that_are_no_records_end_in_a_sentence_or_do_not_matter(
 
 
 def test_another_format_is_refused_in_a_sentence(run: Path, call: Call) -> None:
-    """Not read as if it were this one."""
     path = run / "run.json"
     record = json.loads(path.read_text())
     assert record["format"] == 1
@@ -117,7 +114,6 @@ def test_another_format_is_refused_in_a_sentence(run: Path, call: Call) -> None:
 
 
 def test_flipped_metadata_of_weights_is_damage(run: Path, call: Call, tmp_path: Path) -> None:
-    """Checksums are compared before anything is read of it."""
     (path,) = run.glob("checkpoints/step_00000002/ema/*/.metadata")
     data = bytearray(path.read_bytes())
     data[10] ^= 4

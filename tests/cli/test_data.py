@@ -25,7 +25,6 @@ def catalog(shapes_catalog: Path, tmp_path: Path) -> Path:
 
 
 def test_a_run_is_audited(place: Path, call: Call) -> None:
-    """The table is for people, the JSON has the keys that programs rely on."""
     code, out, err = call("data", "audit", place / "run")
     assert (code, out) == (0, "")
     assert "Every clip was trained exactly as often as it should have been." in err
@@ -39,7 +38,6 @@ def test_a_run_is_audited(place: Path, call: Call) -> None:
 
 
 def test_what_the_guard_skipped_is_counted(place: Path, tmp_path: Path, call: Call) -> None:
-    """In the table, a sentence and the JSON: it is neither missing nor repeated."""
     run = RunDirectory(tmp_path / "run")
     shutil.copytree(place / "begun", run.path)  # which has no checkpoint: it begins again
     _, _, err = call("data", "audit", run.path)
@@ -68,7 +66,6 @@ def test_what_the_guard_skipped_is_counted(place: Path, tmp_path: Path, call: Ca
 
 
 def test_a_run_that_repeated_a_clip_is_found_out(place: Path, tmp_path: Path, call: Call) -> None:
-    """Exit code 1, and the clip is named, where one sample was trained instead of another."""
     run = tmp_path / "run"
     shutil.copytree(place / "run", run)
     ledger = run / "ledger" / "launch_0000" / "rank_0000.bin"
@@ -85,7 +82,6 @@ def test_a_run_that_repeated_a_clip_is_found_out(place: Path, tmp_path: Path, ca
 
 
 def test_a_catalog_is_scored_and_shown(catalog: Path, place: Path, call: Call) -> None:
-    """A score becomes an attribute; the buckets have the keys that programs rely on."""
     code, out, _ = call("data", "score", catalog, "--by", "length", "--json")
     assert code == 0
     scored = json.loads(out)
@@ -106,7 +102,6 @@ def test_a_catalog_is_scored_and_shown(catalog: Path, place: Path, call: Call) -
 
 
 def test_truncated_captions_are_counted(catalog: Path, place: Path, call: Call) -> None:
-    """In the JSON, and as a warning among those of the plan."""
     arguments = ("data", "show", catalog, place / "recipe.toml", "--set", "text.max_tokens=2")
     code, out, _ = call(*arguments, "--json")
     shown = json.loads(out)
@@ -116,7 +111,6 @@ def test_truncated_captions_are_counted(catalog: Path, place: Path, call: Call) 
 
 
 def test_pictures_are_drawn(catalog: Path, place: Path, tmp_path: Path, call: Call) -> None:
-    """Into a folder, and named."""
     out = tmp_path / "pictures"
     code, _, err = call("data", "show", catalog, place / "recipe.toml", "--out", out)
     assert code == 0
@@ -125,12 +119,10 @@ def test_pictures_are_drawn(catalog: Path, place: Path, tmp_path: Path, call: Ca
 
 
 def test_a_size_is_width_and_height() -> None:
-    """As in all that is printed."""
     assert _parse_size("832x480") == (480, 832)
 
 
 def test_clips_are_prepared(catalog: Path, tmp_path: Path, call: Call) -> None:
-    """Smaller, with a catalog of their own; again, nothing is left to do."""
     arguments = ("data", "prepare", catalog, "--size", "16x16", "--out", tmp_path / "small")
     code, out, _ = call(*arguments, "--json")
     assert code == 0
@@ -146,7 +138,6 @@ def test_clips_are_prepared(catalog: Path, tmp_path: Path, call: Call) -> None:
 def test_stages_that_are_too_different_are_shown_and_refused(
     catalog: Path, place: Path, call: Call
 ) -> None:
-    """Exit code 2, but the tables say why."""
     call("data", "score", catalog, "--by", "length")
     stages = (
         'data.stages=[{name="a", steps=1, where=["length <= q10"]}, '
@@ -170,7 +161,6 @@ def test_a_place_that_there_is_not_is_refused(place: Path, call: Call) -> None:
 
 
 def test_drills_are_listed(call: Call) -> None:
-    """Each with what it does and what must happen."""
     code, out, _ = call("drill", "--list", "--json")
     assert code == 0
     listed = {each["fault"]: each for each in json.loads(out)}
@@ -247,7 +237,6 @@ _MISTAKES = {
 def test_a_mistake_becomes_one_message_and_exit_code_2(
     mistake: str, place: Path, catalog: Path, tmp_path: Path, call: Call
 ) -> None:
-    """It says what failed and what to do, on stderr, without a traceback."""
     command, message = _MISTAKES[mistake]
     known = {"place": place, "tmp": tmp_path, "catalog": catalog}
     code, out, err = call(*shlex.split(command.format(recipe=place / "recipe.toml", **known)))
@@ -259,7 +248,6 @@ def test_a_mistake_becomes_one_message_and_exit_code_2(
 
 
 def test_a_cache_is_filled_ahead(place: Path, tmp_path: Path, call: Call) -> None:
-    """Words for people; as JSON what was there, what was made and how much it takes."""
     recipe, cache = place / "recipe.toml", tmp_path / "cache"
     settings = (f"data.cache={cache}", "data.windows=1", f"out={tmp_path / 'run'}")
     changes = [part for setting in settings for part in ("--set", setting)]
@@ -291,7 +279,6 @@ def test_a_cache_is_filled_ahead(place: Path, tmp_path: Path, call: Call) -> Non
 def test_a_cache_that_cannot_be(
     place: Path, call: Call, monkeypatch: pytest.MonkeyPatch, changes: list[str], said: str
 ) -> None:
-    """One sentence and exit code 2."""
     monkeypatch.chdir(place)
     settings = [part for change in (*changes, "out=other") for part in ("--set", change)]
     code, out, err = call("data", "cache", "recipe.toml", *settings)
@@ -344,7 +331,6 @@ def test_captions_in_another_format_are_refused_with_what_to_do(
 def test_clips_without_captions_are_told_with_what_that_means(
     shapes_catalog: Path, tmp_path: Path, call: Call
 ) -> None:
-    """By the index, not only by the training."""
     clips = shapes_catalog.parent / "clips"
     arguments = ("data", "index", clips, "--captions", "sidecar", "--out", tmp_path / "c.parquet")
     code, _, err = call(*arguments)

@@ -116,7 +116,6 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.usefixtures("ray", "own")
 def test_catalogs_are_the_same_whatever_made_them(clips: Path, tmp_path: Path, call: Call) -> None:
-    """Indexed, and scored by all there is: equal files, equal words, and nothing left beside."""
     said: dict[str, list[object]] = {"here": [], "far": []}
     for name, on in (("here", ()), ("far", ("--on", "ray"))):
         out = tmp_path / name / "catalog.parquet"
@@ -134,7 +133,6 @@ def test_catalogs_are_the_same_whatever_made_them(clips: Path, tmp_path: Path, c
 
 @pytest.mark.usefixtures("ray", "own")
 def test_what_cannot_be_scored_far_away_is_said(catalog: Path, call: Call) -> None:
-    """A clip that is refused, and one that ends its process, cost themselves."""
     texts = Catalog.load(catalog).captions()
     reds, blues = (sum(word in text for text in texts) for word in _COLOURS)
     score = ("data", "score", catalog, "--on", "ray", "--json", "--by")
@@ -190,7 +188,6 @@ _CACHED = (
 def test_caches_are_the_same_whatever_filled_them(
     small_recipe: Callable[..., Recipe], catalog: Path, tmp_path: Path, call: Call
 ) -> None:
-    """Latents and embeddings, in the order in which workers came to them; a second time, none."""
     path, facts = tmp_path / "recipe.toml", {}
     Catalog.of(islice(Catalog.load(catalog).clips(), 12)).save(catalog)
     for name, on in (("here", ()), ("far", ("--on", "ray"))):
@@ -221,7 +218,6 @@ def _workers() -> list[psutil.Process]:
 
 
 def test_a_clip_that_hangs_its_decoder_costs_itself(ray: ModuleType, shapes_catalog: Path) -> None:
-    """With the same words as on one machine, and the next ones are read."""
     items = [Item(clip.media) for clip in islice(Catalog.load(shapes_catalog).clips(), 4)]
     outcomes = probe_all(items, on="ray", workers=1, silence_seconds=1.5)
     first = next(outcomes)
@@ -238,7 +234,6 @@ def test_a_clip_that_hangs_its_decoder_costs_itself(ray: ModuleType, shapes_cata
 def test_the_items_of_a_lost_worker_are_done_by_another(
     ray: ModuleType, shapes_catalog: Path
 ) -> None:
-    """As when a node goes away: nothing is lost, and none of its processes stays behind."""
     items = [Item(clip.media) for clip in islice(Catalog.load(shapes_catalog).clips(), 4)]
     outcomes = probe_all(items, on="ray", workers=1)
     next(outcomes)
@@ -249,7 +244,6 @@ def test_the_items_of_a_lost_worker_are_done_by_another(
 
 
 def test_a_file_that_only_this_machine_sees_is_named(ray: ModuleType, shapes_catalog: Path) -> None:
-    """Once, with the node: not as a catalog of rejected clips."""
     clip = Catalog.load(shapes_catalog).clip(0)
     # This process's own view of its memory: there is none of that name in another process.
     first = os.memfd_create("clip")
@@ -281,7 +275,6 @@ def test_another_version_is_refused(
 def test_work_goes_on_after_its_driver_was_killed(
     catalog: Path, tmp_path: Path, call: Call
 ) -> None:
-    """SIGKILL in the middle; the same command does the rest, and the file is as if undisturbed."""
     far = tmp_path / "far.parquet"
     shutil.copyfile(catalog, far)
     score = ("data", "score", "--by", "own_scores:slow")

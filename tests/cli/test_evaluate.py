@@ -26,7 +26,6 @@ def no_lower_priority(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_no_run_is_an_error(tmp_path: Path, bare: Path, call: Call) -> None:
-    """An empty folder, or a file, beside a run too: one sentence, and exit code 2."""
     empty = tmp_path / "empty"
     empty.mkdir()
     code, out, err = call("evaluate", bare, empty)
@@ -39,7 +38,6 @@ def test_what_is_no_run_is_an_error(tmp_path: Path, bare: Path, call: Call) -> N
 
 
 def test_an_unknown_preset_is_an_error(tmp_path: Path, bare: Path, call: Call) -> None:
-    """As any other wrong option; the message has those that there are, the run's own as well."""
     with (bare / "recipe.toml").open("a") as recipe:
         recipe.write('[evaluation.presets.mine]\nprompts = ["a red square"]\n')
     code, out, err = call("evaluate", bare.parent, "--preset", "mine", "--preset", "nosuch")
@@ -49,7 +47,6 @@ def test_an_unknown_preset_is_an_error(tmp_path: Path, bare: Path, call: Call) -
 
 
 def test_an_own_file_that_is_wrong_is_an_error(tmp_path: Path, bare: Path, call: Call) -> None:
-    """It is of no run, so that no run could be evaluated."""
     own = tmp_path / "own.toml"
     own.write_text("[mine]\npromts = []\n")
     code, _, err = call("evaluate", bare, "--presets", own)
@@ -68,14 +65,12 @@ def test_a_source_without_runs_is_an_error(tmp_path: Path, call: Call) -> None:
 
 
 def test_nothing_due_is_said_where_there_is_a_run(bare: Path, call: Call) -> None:
-    """It is no error; what else may be the reason is said as well."""
     code, _, err = call("evaluate", bare, "--preset", "demo", "--device", "cpu")
     assert code == 0
     assert "Nothing is due: each checkpoint that is wanted has been evaluated, is " in err
 
 
 def test_what_failed_is_not_called_done(place: Path, tmp_path: Path, call: Call) -> None:
-    """A size that the codec cannot divide: told, exit code 1, and nothing of nothing being due."""
     run = tmp_path / "run"
     shutil.copytree(place / "run", run)
     own = tmp_path / "own.toml"
@@ -87,7 +82,6 @@ def test_what_failed_is_not_called_done(place: Path, tmp_path: Path, call: Call)
 
 
 def test_another_recipe_says_what_is_evaluated(place: Path, tmp_path: Path, call: Call) -> None:
-    """Its [evaluation] and [sampling], without a launch that would copy them into the run."""
     run = tmp_path / "run"
     shutil.copytree(place / "run", run)
     recipe = tmp_path / "mine.toml"

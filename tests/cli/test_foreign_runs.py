@@ -146,7 +146,6 @@ def test_no_verb_imports_from_a_run(
 def test_code_that_a_foreign_run_names_is_listed_and_not_run(
     verb: str, theirs: Path, call: Call
 ) -> None:
-    """The verb ends with the list; --trust runs it."""
     ran = theirs.parent / "ran"
     (theirs.parent / "plausible.py").write_text(_EVIL.format(ran=str(ran)))
     _names_module(theirs, "plausible:Cls")
@@ -180,7 +179,6 @@ def test_measures_that_a_mirror_names_are_not_imported(theirs: Path, call: Call)
 
 
 def test_the_hook_of_a_foreign_run_is_not_run(theirs: Path) -> None:
-    """Whoever watches it by hand runs no command of it, unless it is trusted."""
     recipe = theirs / "recipe.toml"
     recipe.write_text(recipe.read_text().replace("[watch]\n", '[watch]\nhook = "touch ran"\n'))
     assert watch_target(theirs, by_hand=True).section.hook == "touch ran"

@@ -72,7 +72,6 @@ def small(small_recipe: Callable[..., Recipe], tmp_path: Path) -> Callable[..., 
 
 
 def test_json_says_all_that_others_read(plan: _Call) -> None:
-    """Of the example as it is; stdout holds JSON only, every key has its type and its meaning."""
     code, out, _ = plan(_TINY_FLUX, "--json", "--set", "training.batch_size=2", "--memory=29MiB")
     assert code == 0
     facts = json.loads(out)
@@ -104,7 +103,6 @@ def test_json_says_all_that_others_read(plan: _Call) -> None:
 
 
 def test_the_table_can_be_read(plan: _Call) -> None:
-    """Every policy with its verdict, what is chosen and what it costs; on stdout, for a pager."""
     settings = ("--set", "training.batch_size=2", "--memory=33MiB", "--device=rtx4090")
     code, out, err = plan(_TINY_FLUX, *settings)
     assert (code, err) == (0, "")
@@ -132,7 +130,6 @@ def test_the_table_can_be_read(plan: _Call) -> None:
 def test_what_does_not_fit_exits_1_with_what_would_help(
     small: Callable[..., Path], plan: _Call
 ) -> None:
-    """The recipe's own memory and card count where the options are unset."""
     recipe = small("recompute={memory='6MiB', reserve=0, device='h100'}", "training.batch_size=8")
     code, out, _ = plan(recipe, "--json")
     assert code == 1
@@ -160,7 +157,6 @@ def test_what_does_not_fit_exits_1_with_what_would_help(
 def test_what_would_not_train_exits_1(
     small: Callable[..., Path], own_module: Callable[[str], str], call: _Call
 ) -> None:
-    """Whether it fits or not: every parameter by name, the trap and its fix."""
     module = own_module("tokens + self.first(tokens) * prepared['style']")
     recipe = small(f"trainable.module={module}")
     code, out, _ = call("plan", recipe, "--json")
@@ -221,7 +217,6 @@ def test_a_bucket_that_gets_no_clip_is_said_once_the_catalog_is_there(
 
 
 def test_processes_share_what_is_planned(small: Callable[..., Path], plan: _Call) -> None:
-    """The batch, and where the recipe says so, what trains."""
     recipe = small("parallel.strategy=shard")
     facts = [json.loads(plan(recipe, "--json", f"--processes={count}")[1]) for count in (1, 2)]
     assert [each["processes"] for each in facts] == [1, 2]
@@ -294,7 +289,6 @@ _MISTAKES = {
 
 @pytest.mark.parametrize("mistake", _MISTAKES)
 def test_a_mistake_becomes_one_message_and_exit_code_2(mistake: str, plan: _Call) -> None:
-    """What is wrong, and the nearest that is not; without a traceback."""
     options, message = _MISTAKES[mistake]
     code, out, err = plan(_TINY_FLUX, *shlex.split(options))
     assert (code, out) == (2, "")

@@ -14,7 +14,6 @@ _SMALL = ("text.max_words=24", "model.config={hidden_size=48, num_blocks=2}")
 def test_a_mesh_is_planned_by_its_links(
     small_recipe: Callable[..., Recipe], call: _Call, tmp_path: Path
 ) -> None:
-    """The same in JSON and in the table; slow links are much, and something would help."""
     path = tmp_path / "recipe.toml"
     changes = (
         "parallel.strategy=shard",
@@ -52,7 +51,6 @@ def test_a_mesh_is_planned_by_its_links(
 def test_plan_refuses_what_train_would(
     small_recipe: Callable[..., Recipe], call: _Call, tmp_path: Path
 ) -> None:
-    """Ranks that cannot share a model or a clip, and links that are none."""
     recipe = small_recipe("parallel={strategy='hybrid', shard_size=3}", "training.batch_size=8")
     path = tmp_path / "recipe.toml"
     path.write_text(config.dump(recipe))

@@ -10,7 +10,6 @@ import pytest
 def test_alone_with_a_recipe(
     call: Callable[..., tuple[int, str, str]], place: Path, tmp_path: Path
 ) -> None:
-    """It says what was measured and what was skipped, and its exit status is the verdict's."""
     recipe, out = place / "recipe.toml", tmp_path / "new" / "run"
     status, stdout, _ = call("preflight", recipe, "--set", f"out={out}", "--json")
     told = json.loads(stdout)
@@ -24,7 +23,6 @@ def test_alone_with_a_recipe(
 
 
 def test_a_table_of_it(call: Callable[..., tuple[int, str, str]]) -> None:
-    """People get a table on stdout that ends with a verdict."""
     status, stdout, _ = call("preflight")
     assert status in (0, 1)
     assert max(map(len, stdout.splitlines())) <= 80
@@ -34,7 +32,6 @@ def test_a_table_of_it(call: Callable[..., tuple[int, str, str]]) -> None:
 def test_a_catalog_that_is_gone(
     call: Callable[..., tuple[int, str, str]], place: Path, tmp_path: Path
 ) -> None:
-    """It is an error that names the file: exit status 1."""
     gone = tmp_path / "gone.parquet"
     changes = ("--set", f"data.catalog={gone}", "--set", f"out={tmp_path / 'run'}")
     status, stdout, _ = call("preflight", place / "recipe.toml", *changes)
@@ -46,7 +43,6 @@ def test_a_catalog_that_is_gone(
 def test_a_run_directory_that_cannot_be_made(
     call: Callable[..., tuple[int, str, str]], place: Path
 ) -> None:
-    """It is told once, with the reason."""
     changes = ("--set", f"out={place / 'file' / 'run'}")
     status, stdout, _ = call("preflight", place / "recipe.toml", *changes, "--json")
     told = json.loads(stdout)
@@ -67,7 +63,6 @@ def test_a_run_directory_that_cannot_be_made(
 def test_mistakes_are_one_message(
     call: Callable[..., tuple[int, str, str]], arguments: list[str], said: str
 ) -> None:
-    """A mistake on the command line ends with status 2 and one message."""
     status, stdout, stderr = call("preflight", *arguments)
     assert status == 2
     assert stdout == ""

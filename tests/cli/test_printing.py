@@ -19,7 +19,6 @@ _HOSTILE = "a\x1b]0;owned\x07\nforged line\x9b31m\u202egnp"
 
 
 def test_a_console_prints_no_escapes_of_others() -> None:
-    """Its own, for colours, stay; tables are its lines too."""
     out = StringIO()
     console = SafeConsole(file=out, force_terminal=True, width=200)
     table = Table("name")
@@ -36,7 +35,6 @@ def test_a_console_prints_no_escapes_of_others() -> None:
 def test_a_hostile_name_is_one_line(
     name: str, shapes_catalog: Path, tmp_path: Path, call: Call
 ) -> None:
-    """A good or damaged clip of such a name, and its caption, in `data index` and `data show`."""
     clips = tmp_path / "clips"
     clips.mkdir()
     good = Path(next(Catalog.load(shapes_catalog).clips()).path)
@@ -57,7 +55,6 @@ def test_a_hostile_name_is_one_line(
 
 
 def test_stacks_spell_what_processes_are_called() -> None:
-    """The names of functions, files and clips come from other processes."""
     call = {"function": _HOSTILE, "file": f"/tmp/{_HOSTILE}.py", "line": 3}  # noqa: S108
     heart = {
         "phase": "decode",
@@ -71,7 +68,6 @@ def test_stacks_spell_what_processes_are_called() -> None:
 
 
 def test_suggested_commands_can_be_pasted(place: Path, tmp_path: Path, call: Call) -> None:
-    """A run in a folder of a hostile name: nothing of it is run by the shell."""
     run = tmp_path / "$(touch owned) it's"
     shutil.copytree(place / "run", run)
     code, out, err = call("show", run)

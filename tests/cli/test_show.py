@@ -10,7 +10,6 @@ Call = Callable[..., tuple[int, str, str]]
 
 
 def test_a_run_is_shown(place: Path, call: Call) -> None:
-    """The text is for people, the JSON has the keys that programs rely on."""
     code, out, err = call("show", place / "run")
     assert (code, err) == (0, "")
     assert out.startswith(f"{place}/run: tubelet, step 2 of 2, finished")
@@ -23,7 +22,6 @@ def test_a_run_is_shown(place: Path, call: Call) -> None:
 
 
 def test_the_steps_around_one_are_shown(place: Path, call: Call) -> None:
-    """With the clips of its batch, by the ledger of a run without verdicts."""
     code, out, err = call("show", place / "run", "--around", "2", "--span", "1")
     assert (code, err) == (0, "")
     assert "The clips of step 2, batch 1, by the ledger" in out
@@ -39,7 +37,6 @@ def test_the_steps_around_one_are_shown(place: Path, call: Call) -> None:
 def test_a_picture_is_drawn(
     place: Path, tmp_path: Path, call: Call, around: tuple[str, ...]
 ) -> None:
-    """And named, on stderr or in the JSON."""
     out = tmp_path / "curves.png"
     code, _, err = call("show", place / "run", *around, "--out", out)
     assert (code, err) == (0, f"wrote {out}\n")
@@ -60,7 +57,6 @@ def test_a_picture_is_drawn(
 def test_bad_input_is_one_message(
     place: Path, call: Call, arguments: tuple[str, ...], message: str
 ) -> None:
-    """On stderr, with exit code 2."""
     code, out, err = call("show", place / arguments[0], *arguments[1:])
     assert (code, out) == (2, "")
     assert err.startswith("longtake: ")

@@ -75,7 +75,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[i
 
 
 def test_identical_stacks_are_one_branch(run: tuple[Path, list[int]], call: Call) -> None:
-    """With who it is, what they do and where; what all are in is told once."""
     path, pids = run
     code, out, err = call("stacks", path)
     host = socket.gethostname()
@@ -95,7 +94,6 @@ def test_identical_stacks_are_one_branch(run: tuple[Path, list[int]], call: Call
 
 
 def test_a_stopped_one_stands_out(run: tuple[Path, list[int]], call: Call) -> None:
-    """It is apart from those that stand at the same line of their own."""
     path, pids = run
     os.kill(pids[2], signal.SIGSTOP)
     try:
@@ -108,7 +106,6 @@ def test_a_stopped_one_stands_out(run: tuple[Path, list[int]], call: Call) -> No
 
 
 def test_the_same_as_json(run: tuple[Path, list[int]], call: Call) -> None:
-    """With every call, and every process by itself; --native adds those of C."""
     path, pids = run
     code, out, _ = call("stacks", path, "--json", "--native")
     assert code == 0
@@ -122,7 +119,6 @@ def test_the_same_as_json(run: tuple[Path, list[int]], call: Call) -> None:
 
 
 def test_a_process_by_its_number(run: tuple[Path, list[int]], call: Call) -> None:
-    """With what it says of itself, if it does."""
     _, pids = run
     code, out, _ = call("stacks", "--pid", pids[1])
     assert code == 0
@@ -141,7 +137,6 @@ def test_a_process_by_its_number(run: tuple[Path, list[int]], call: Call) -> Non
     ],
 )
 def test_a_mistake_is_one_message(call: Call, arguments: tuple[str, ...], message: str) -> None:
-    """On stderr, with exit code 2."""
     code, out, err = call("stacks", *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("longtake: ")

@@ -86,7 +86,6 @@ _SECONDS = 60.0
 
 
 def test_only_these_modules_import_torch() -> None:
-    """Directly or through others, when they are imported."""
     imports = {name: set(_imports(path)) for name, path in _modules().items()}
     heavy = {name for name, found in imports.items() if _roots(found) & set(_HEAVY)}
     via: dict[str, str] = {}
@@ -144,7 +143,6 @@ assert not {"torch", "diffusers", "transformers"} & set(sys.modules)
 
 
 def test_a_watcher_loads_no_torch(tmp_path: Path) -> None:
-    """Not even later than when it is imported."""
     command = [sys.executable, "-m", "longtake", "watch", str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as watcher:
         try:

@@ -10,28 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from tests.build import QUIET, TINY_WAN, events, rows, saved
 
 from longtake import config
 from longtake.config import Recipe
 from longtake.data.index import index
-from longtake.fsio import read_json_lines
 from longtake.process import num_cores
-from longtake.run_dir import RunDirectory
 from longtake.training.latent_cache import cache_ahead
 
 _WAN = (
-    "data.buckets=[{num_frames=5, height=32, width=32}]",
+    *TINY_WAN,
     "data.windows=2",
     "data.caption_dropout=0.3",
-    "model.family=wan",
-    "model.config={num_layers=1, num_attention_heads=2, attention_head_dim=12, ffn_dim=16}",
-    "codec.kind=autoencoder",
-    "codec.config={base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, "
-    "temperal_downsample=[true]}",
-    "text.kind=transformers",
-    "text.config={d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2}",
     "training.steps=6",
     "parallel.strategy=shard",
 )
@@ -56,18 +46,6 @@ def run_verb(on_two_processes: list[str], tmp_path: Path) -> Callable[..., dict[
     return run
 
 
-def _curve(recipe: Recipe) -> list[list[float]]:
-    rows = RunDirectory(recipe.out).metrics()
-    return [[row["loss"] or 0.0, row["grad_norm"] or 0.0] for row in rows]
-
-
-def _weights(recipe: Recipe) -> dict[str, Any]:
-    file = recipe.out / "model.pt"
-    dcp_to_torch_save(RunDirectory(recipe.out).checkpoint_path(6) / "model", file)
-    loaded: dict[str, Any] = torch.load(file)
-    return loaded
-
-
 @pytest.mark.slow
 def test_two_ranks_train_from_a_cache_as_from_pixels(
     small_recipe: Callable[..., Recipe],
@@ -75,7 +53,6 @@ def test_two_ranks_train_from_a_cache_as_from_pixels(
     shapes_catalog: Path,
     tmp_path: Path,
 ) -> None:
-    """Filled by both before the first step; one clip is damaged, and everything is the same."""
     clips = tmp_path / "clips"
     clips.mkdir()
     for clip in (shapes_catalog.parent / "clips").iterdir():
@@ -90,14 +67,15 @@ def test_two_ranks_train_from_a_cache_as_from_pixels(
     run_verb(plain, "train")
     cached = small_recipe(*changes, f"data.cache={tmp_path / 'cache'}")
     run_verb(cached, "train")
-    assert len(_curve(plain)) == 6
-    assert _curve(cached) == _curve(plain)
-    torch.testing.assert_close(_weights(cached), _weights(plain), rtol=0, atol=0)
+    found = [rows(recipe, "step", "loss", "grad_norm") for recipe in (plain, cached)]
+    assert len(found[0]) == 6
+    assert found[0] == found[1]
+    weights = saved(cached, 6, "model"), saved(plain, 6, "model")
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
     rejected = [
         [
             (event["step"], event["rank"], event["identity"], event["reason"])
-            for event in read_json_lines(RunDirectory(recipe.out).events_path)
-            if event["event"] == "sample_rejected"
+            for event in events(recipe, "sample_rejected")
         ]
         for recipe in (plain, cached)
     ]
@@ -120,7 +98,7 @@ def test_two_ranks_fill_a_cache_ahead(
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, num_cores() // 2))
     try:
-        cache_ahead(alone, Console(quiet=True))
+        cache_ahead(alone, QUIET)
     finally:
         torch.set_num_threads(threads)
     together = small_recipe(*_WAN, f"data.cache={tmp_path / 'together'}")

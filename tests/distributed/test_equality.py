@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.build import TINY_T5
 from torch import Tensor
 
 from longtake import config
@@ -52,12 +53,8 @@ precision = "fp32"
 [ema]
 decay = 0.9
 """
-_T5 = (
-    "text.kind=transformers",
-    "text.config={d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2}",
-)
 _FLUX = (
-    *_T5,
+    *TINY_T5,
     "data.buckets=[{num_frames=1, height=28, width=20}]",
     "model.config={num_layers=1, num_single_layers=1, num_attention_heads=4, attention_head_dim=8, "
     "joint_attention_dim=16, pooled_projection_dim=8, guidance_embeds=true, "
@@ -78,7 +75,7 @@ _FAMILIES = {
         "model.config={hidden_size=48, num_blocks=2, num_heads=4}",
     ),
     "wan": (
-        *_T5,
+        *TINY_T5,
         "model.family=wan",
         "data.buckets=[{num_frames=5, height=28, width=20}]",  # 105 tokens
         "model.config={num_layers=2, num_attention_heads=4, attention_head_dim=12, ffn_dim=16}",
@@ -167,7 +164,6 @@ def deviations(
 def test_however_many_share_it_training_is_that_of_one(
     deviations: list[dict[str, Any]],
 ) -> None:
-    """Losses, norms of gradients and weights, and the weights themselves; -s shows the table."""
     lines = ("\t".join(map(str, row.values())) for row in deviations)
     sys.stdout.write("\n".join(["", *lines, ""]))
     num_cells = sum(len(way.cases) for ways in _WAYS.values() for way in ways.values())

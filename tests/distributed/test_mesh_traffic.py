@@ -72,7 +72,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_as_many_bytes_are_sent_as_are_planned(
     small_recipe: Callable[..., Recipe], warm: list[str], folder: Path
 ) -> None:
-    """To the byte, in a step of four ranks on two nodes, however they share model and clips."""
     for number, case in enumerate(_CASES):
         text = config.dump(_recipe(small_recipe, case))
         (folder / f"{number}.toml").write_text(text)

@@ -1,66 +1,43 @@
 """Two processes run one plan. Run by torchrun, this file is one of two ranks."""
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+from tests.build import QUIET, events, losses, train_by
 
 from longtake import config
 from longtake.config import ParallelSection, Recipe
 from longtake.errors import LongtakeError, PlanError, RecipeError
-from longtake.fsio import read_json_lines
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World, join
-from longtake.run_dir import RunDirectory
 from longtake.training import fit as fit_module
 from longtake.training.fit import fit
 from longtake.training.run import train
 
-_QUIET = Console(quiet=True)
 _SMALL = ("text.max_words=24", "training.steps=6")
-_WITHIN = {  # two samples a process fit with some recompute
-    strategy: (f"recompute.memory={memory}", "recompute.reserve=0", f"parallel.strategy={strategy}")
-    for strategy, memory in {"replicate": "5.4MiB", "shard": "4.3MiB"}.items()
-}
+_WITHIN = (  # two samples a process fit with some recompute
+    "recompute.memory=4.3MiB",
+    "recompute.reserve=0",
+    "parallel.strategy=shard",
+)
 _TRAP = "checkpoint(self.change, given, use_reentrant=True)"
 
 
-def _curve(recipe: Recipe) -> list[float]:
-    return RunDirectory(recipe.out).losses()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", _WITHIN)
 def test_two_processes_recompute_with_the_losses_of_one(
-    small_recipe: Callable[..., Recipe],
-    on_two_processes: list[str],
-    tmp_path: Path,
-    strategy: str,
+    small_recipe: Callable[..., Recipe], on_two_processes: list[str], tmp_path: Path
 ) -> None:
-    """The best plan for a half batch; alone nothing is recomputed."""
     alone = small_recipe(*_SMALL, f"out={tmp_path / 'alone'}")
-    train(alone, _QUIET)
-    together = small_recipe(*_SMALL, *_WITHIN[strategy])
-    path = tmp_path / "launched.toml"
-    path.write_text(config.dump(together))
-    ended = subprocess.run(
-        [*on_two_processes, "-m", "longtake", "train", str(path)],
-        capture_output=True,
-        text=True,
-        env=os.environ,
-        timeout=120,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert len(_curve(together)) == 6
-    assert _curve(together) == pytest.approx(_curve(alone), rel=1e-6, abs=1e-6)
-    events = read_json_lines(RunDirectory(together.out).events_path)
-    (planned,) = [event for event in events if event["event"] == "memory_planned"]
+    train(alone, QUIET)
+    together = small_recipe(*_SMALL, *_WITHIN)
+    train_by(on_two_processes, together)
+    assert len(losses(together)) == 6
+    assert losses(together) == pytest.approx(losses(alone), rel=1e-6, abs=1e-6)
+    (planned,) = events(together, "memory_planned")
     assert planned["policy"] == "best"
     assert len(planned["per_block"]) > 1
     assert planned["step_peak_gib"] <= planned["budget_gib"]
@@ -75,7 +52,7 @@ def test_what_rank_0_finds_all_ranks_do(
     """Its plan, or its refusal in the same words: a trap, or a recipe that cannot be."""
     module = f"trainable.module={own_module(_TRAP)}"
     size = ("data.buckets=[{num_frames=8, height=30, width=32}]",)
-    for name, changes in {"plan": _WITHIN["shard"], "trap": (module,), "mistake": size}.items():
+    for name, changes in {"plan": _WITHIN, "trap": (module,), "mistake": size}.items():
         (tmp_path / f"{name}.toml").write_text(config.dump(small_recipe(*_SMALL, *changes)))
     run_on_two_ranks(__file__, str(tmp_path))
 

@@ -1,95 +1,72 @@
-"""Two ranks that are stopped and resumed, or go back, end as two that were not: to the bit."""
+"""Ranks that are killed and resumed, or roll back, end as if they had not been."""
 
-import os
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from tests.build import QUIET, rows, saved, train_by
 
 from longtake import config
 from longtake.config import Recipe
 from longtake.data.audit import audit
 from longtake.run_dir import RunDirectory
+from longtake.training.run import train
 
-_STEPS = 12
-_ADAPTERS = (
-    "trainable.kind=lora",
-    'trainable.targets=["to_qkv", "to_out"]',
-    "trainable.rank=4",
+_KEYS = ("step", "batch", "loss", "grad_norm", "weight_norm", "update_ratio")
+_STEPS, _EVERY = 9, 3
+_CHANGES = (
+    "model.config={hidden_size=48, num_blocks=2, num_heads=4}",
+    f"training.steps={_STEPS}",
+    f"checkpoint.every={_EVERY}",
+    "checkpoint.keep=9",
+    "training.micro_batch_size=1",
 )
+_LAUNCHES = (
+    (4, ('parallel.strategy="hybrid"', "parallel.shard_size=2")),
+    (4, ('parallel.strategy="shard"', "parallel.sequence=2")),
+    (2, ("parallel.sequence=2", 'recompute.policy="all"')),
+)
+"""Each resumes where the one before was killed, and one process where the last was."""
 
 
-def _launch(command: list[str], recipe: Recipe, *program: str) -> subprocess.CompletedProcess[str]:
-    path = Path(f"{recipe.out}.toml")
-    path.write_text(config.dump(recipe))
-    return subprocess.run(
-        [*command, *program, "train", str(path)],
-        capture_output=True,
-        text=True,
-        env=os.environ,
-        cwd=path.parent,  # where it leaves what it has to tell
-        timeout=150,
-        check=False,
-    )
+def _forget(recipe: Recipe, after: int) -> None:
+    """As if the run had been killed after a step."""
+    run = RunDirectory(recipe.out)
+    for step in run.checkpoint_steps():
+        if step > after:
+            shutil.rmtree(run.checkpoint_path(step))
 
 
-def _saved(recipe: Recipe, step: int) -> dict[str, Any]:
-    path, saved = RunDirectory(recipe.out).checkpoint_path(step), {}
-    for name in ("model", "ema/main", "optimizer"):
-        dcp_to_torch_save(path / name, recipe.out / "saved.pt")
-        saved[name] = torch.load(recipe.out / "saved.pt", weights_only=False)
-    return saved
-
-
-def _rows(recipe: Recipe) -> list[list[Any]]:
-    rows: list[Any] = RunDirectory(recipe.out).metrics()
-    keys = ("step", "batch", "loss", "grad_norm", "weight_norm", "update_ratio")
-    return [[row[key] for key in keys] for row in rows]
+def _all_saved(recipe: Recipe, step: int) -> dict[str, Any]:
+    return {name: saved(recipe, step, name) for name in ("model", "ema/main", "optimizer")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "kind"),
-    [("shard", "full"), ("shard", "lora"), ("replicate", "module")],
-)
 def test_resumed_they_are_the_same(
-    small_recipe: Callable[..., Recipe],
-    own_module: Callable[[str], str],
-    on_two_processes: list[str],
-    tmp_path: Path,
-    strategy: str,
-    kind: str,
-) -> None:
-    """Metrics, weights, averages and optimizer, of all weights, LoRA and an added module."""
-    module = own_module("tokens + self.change(given)")
-    what = {"full": (), "lora": _ADAPTERS, "module": (f"trainable.module={module}",)}[kind]
-    changes = (*what, f"training.steps={_STEPS}", f"parallel.strategy={strategy}")
-    straight = small_recipe(*changes, f"out={tmp_path / 'straight'}")
-    ended = _launch(on_two_processes, straight, "-m", "longtake")
-    assert ended.returncode == 0, ended.stderr
-    stopped = small_recipe(*changes)
-    shutil.copytree(straight.out, stopped.out)
-    run = RunDirectory(stopped.out)
-    shutil.rmtree(run.checkpoint_path(_STEPS))  # as if it had been killed after step 6
-    run.recipe_path.write_text(config.dump(stopped))
-    ended = _launch(on_two_processes, stopped, "-m", "longtake")
-    assert ended.returncode == 0, ended.stderr
-    assert "6 steps since the checkpoint of step 6" in " ".join(ended.stderr.split())
-    assert _rows(stopped) == _rows(straight)
-    torch.testing.assert_close(_saved(stopped, _STEPS), _saved(straight, _STEPS), rtol=0, atol=0)
-
-
-@pytest.mark.slow
-def test_they_go_back_together(
     small_recipe: Callable[..., Recipe], on_two_processes: list[str], tmp_path: Path
 ) -> None:
-    """To the same checkpoint, round the same batches; killed after that, it ends the same."""
-    changes = (
+    """To the bit: metrics, weights, averages and optimizer."""
+    straight = small_recipe("parallel.strategy=shard", f"out={tmp_path / 'straight'}")
+    train_by(on_two_processes, straight)
+    stopped = small_recipe("parallel.strategy=shard")
+    shutil.copytree(straight.out, stopped.out)
+    _forget(stopped, after=6)
+    RunDirectory(stopped.out).recipe_path.write_text(config.dump(stopped))
+    output = train_by(on_two_processes, stopped)
+    assert "6 steps since the checkpoint of step 6" in " ".join(output.split())
+    assert rows(stopped, *_KEYS) == rows(straight, *_KEYS)
+    torch.testing.assert_close(_all_saved(stopped, 12), _all_saved(straight, 12), rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_they_roll_back_together(
+    small_recipe: Callable[..., Recipe], on_two_processes: list[str]
+) -> None:
+    """To the same checkpoint, without the same batches; killed after that, it ends the same."""
+    recipe = small_recipe(
         "parallel.strategy=shard",
         "guard.max_skips=0",
         "guard.warmup_steps=16",
@@ -97,10 +74,8 @@ def test_they_go_back_together(
         "checkpoint.every=10",
         "training.steps=50",
     )
-    recipe = small_recipe(*changes)
-    harm = ("-m", "longtake.faults.inject", "poison", "36")
-    ended = _launch(on_two_processes, recipe, *harm)
-    assert ended.returncode == 0, ended.stderr
+    poison = ("-m", "longtake.faults.inject", "poison", "36")
+    train_by(on_two_processes, recipe, program=poison, folder=recipe.out.parent)
     run = RunDirectory(recipe.out)
     (record,) = run.rollbacks()
     first, end = record["skipped"]
@@ -109,11 +84,37 @@ def test_they_go_back_together(
     audited = audit(run)
     assert audited.ok
     assert audited.num_skipped == end - first
-    rows, saved = _rows(recipe), _saved(recipe, 50)
-    for step in (40, 50):  # as if it had been killed right after it went back
-        shutil.rmtree(run.checkpoint_path(step))
-    ended = _launch(on_two_processes, recipe, *harm)
-    assert ended.returncode == 0, ended.stderr
+    found, weights = rows(recipe, *_KEYS), _all_saved(recipe, 50)
+    _forget(recipe, after=30)  # as if it had been killed right after the rollback
+    train_by(on_two_processes, recipe, program=poison, folder=recipe.out.parent)
     assert len(run.rollbacks()) == 1
-    assert _rows(recipe) == rows
-    torch.testing.assert_close(_saved(recipe, 50), saved, rtol=0, atol=0)
+    assert rows(recipe, *_KEYS) == found
+    torch.testing.assert_close(_all_saved(recipe, 50), weights, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_however_it_is_shared(
+    small_recipe: Callable[..., Recipe], on_processes: Callable[[int], list[str]], tmp_path: Path
+) -> None:
+    alone = small_recipe(*_CHANGES, f"out={tmp_path / 'alone'}")
+    train(alone, QUIET)
+    wanted = _numbers(alone)
+    for number, (count, changes) in enumerate(_LAUNCHES):
+        shared = small_recipe(*_CHANGES, *changes)
+        train_by(on_processes(count), shared)
+        assert _numbers(shared) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+        assert audit(RunDirectory(shared.out)).ok
+        _forget(shared, after=_EVERY * min(number + 1, 2))
+    assert train(small_recipe(*_CHANGES), QUIET).start_step == 2 * _EVERY
+    assert _numbers(shared) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    found = audit(RunDirectory(shared.out))
+    assert found.ok
+    assert found.end_step == _STEPS
+    averages = saved(shared, _STEPS, "ema/main"), saved(alone, _STEPS, "ema/main")
+    torch.testing.assert_close(*averages, rtol=1e-4, atol=1e-5)
+
+
+def _numbers(recipe: Recipe) -> list[float]:
+    found = rows(recipe, "step", "loss", "grad_norm", "weight_norm")
+    assert [row[0] for row in found] == list(range(1, _STEPS + 1))
+    return [number for row in found for number in row]

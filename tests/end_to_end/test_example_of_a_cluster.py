@@ -23,7 +23,6 @@ def test_it_has_the_size_that_it_says() -> None:
 
 
 def test_its_stages_grow() -> None:
-    """Three of them, each larger than the one before, and whole clips for the codec's 4 n + 1."""
     data = config.load(_EXAMPLE).data
     buckets = [stage.buckets or data.buckets for stage in data.stages]
     sizes = [max(shape.height * shape.width for shape in shapes) for shapes in buckets]
@@ -51,7 +50,6 @@ def test_its_presets_fit_its_codec(preset: str) -> None:
 
 
 def test_its_plan_is_of_this_recipe() -> None:
-    """The text beside it names the command, the recipe's size and its mesh."""
     plan = _EXAMPLE.with_suffix(".plan.txt").read_text()
     assert f"longtake plan examples/{_EXAMPLE.name} --processes 192 --per-node 8" in plan
     assert "1.14 B parameters, of which 1.14 B train (100.00%)" in plan

@@ -30,7 +30,6 @@ def _opening(path: Path) -> str:
 
 @pytest.mark.parametrize("path", _EXAMPLES, ids=_name)
 def test_an_example_is_a_recipe(path: Path) -> None:
-    """Its keys and classes exist, and its buckets are what codec and model can divide."""
     recipe = config.load(path)
     family(recipe.model.family)
     diffusers_class("codec.class_name", recipe.codec.class_name)
@@ -42,7 +41,6 @@ def test_an_example_is_a_recipe(path: Path) -> None:
 
 @pytest.mark.parametrize("path", _EXAMPLES, ids=_name)
 def test_an_example_says_how_to_run_it(path: Path) -> None:
-    """Its comment names itself, and verbs with the files that it means; nothing is left to fill."""
     recipe, opening = config.load(path), _opening(path)
     assert f"longtake train examples/{path.name}" in opening
     assert "Expected" in opening
@@ -59,7 +57,6 @@ def test_an_example_says_how_to_run_it(path: Path) -> None:
 
 
 def test_there_is_one_for_each_card() -> None:
-    """Named by what it trains, and by the memory that it is planned for."""
     assert [path.stem for path in _ON_CARDS] == [
         "flux_kontext_lora_48gb",
         "flux_kontext_module_48gb",
@@ -88,7 +85,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("path", _ON_CARDS, ids=_name)
 def test_an_example_is_planned_without_weights(path: Path) -> None:
-    """From the shipped architecture alone: all that shall train gets a gradient, and no trap."""
     step = outlined_step(config.load(path), device_named("h100"))
     gradients = check_gradients(step)
     trained = [name for name, p in step.parts.model.named_parameters() if p.requires_grad]

@@ -19,8 +19,6 @@ def _clips(lines: list[str]) -> list[str]:
 def test_a_loop_of_ones_own_goes_on_where_it_was(
     shapes_catalog: Path, warm: list[str], tmp_path: Path
 ) -> None:
-    """No clip twice in an epoch, over two calls and a catalog that grew in between."""
-
     def call(*arguments: object) -> subprocess.CompletedProcess[str]:
         command = [*warm, "1", str(_EXAMPLE), "clips.parquet", *map(str, arguments)]
         return subprocess.run(

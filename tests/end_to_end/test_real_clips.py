@@ -60,7 +60,6 @@ def folder(material: Path, longtake: _Longtake, tmp_path_factory: pytest.TempPat
 
 
 def test_training_used_several_shapes_and_finite_numbers(folder: Path) -> None:
-    """Clips of other aspect ratios are trained in other buckets; every step is written down."""
     lines = (folder / "runs/real_clips/metrics.jsonl").read_text().splitlines()
     metrics = [json.loads(line) for line in lines]
     assert [row["step"] for row in metrics] == [1, 2, 3, 4]
@@ -71,7 +70,6 @@ def test_training_used_several_shapes_and_finite_numbers(folder: Path) -> None:
 def test_a_sampled_video_decodes_again(
     folder: Path, longtake: _Longtake, size: dict[str, int]
 ) -> None:
-    """With the frames, the size and the frame rate that were asked for."""
     options = [str(part) for name, value in size.items() for part in (f"--{name}", value)]
     prompt = ("--prompt", _CAPTION, "--steps", 2, "--fps", 12, "--out", "out.mp4")
     written = longtake(folder, "sample", "runs/real_clips", *prompt, *options)
@@ -89,7 +87,6 @@ def test_a_sampled_video_decodes_again(
 
 
 def test_the_exported_pipeline_samples(folder: Path, longtake: _Longtake) -> None:
-    """In diffusers, from the folder alone, in the shape of the bucket."""
     pytest.importorskip("accelerate", reason="diffusers loads no WanPipeline without accelerate")
     from diffusers import WanPipeline
 
@@ -110,7 +107,6 @@ def test_the_exported_pipeline_samples(folder: Path, longtake: _Longtake) -> Non
 
 
 def test_the_released_model_is_fine_tuned_as_it_was_trained() -> None:
-    """All parts from one repository, 512 tokens of text, and a low learning rate."""
     recipe = config.load(_EXAMPLES / "wan_1_3b_full_80gb.toml")
     sources = {recipe.model.pretrained, recipe.codec.pretrained, recipe.text.pretrained}
     assert sources == {"Wan-AI/Wan2.1-T2V-1.3B-Diffusers"}

@@ -86,7 +86,6 @@ def _events(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_two_commands_train_it_within_its_memory(run: RunDirectory) -> None:
-    """The loss falls; half of the blocks are recomputed, and memory is what was predicted."""
     losses = run.losses()
     assert len(losses) == _STEPS
     assert np.mean(losses[-3:]) < 0.85 * losses[0]
@@ -102,7 +101,6 @@ def test_two_commands_train_it_within_its_memory(run: RunDirectory) -> None:
 def test_the_module_and_lora_have_learnt_and_nothing_else(
     folder: Path, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that trains has moved and is saved; the base is what it was, in the export as well."""
     monkeypatch.chdir(folder)
     before = assemble(run.recipe(), [], run.components_path).model
     names = {name for name, weight in before.named_parameters() if weight.requires_grad}
@@ -144,7 +142,6 @@ def _assert_only_targets_changed(before: nn.Module, exported: Path) -> None:
 def test_it_is_sampled_with_its_pictures(
     folder: Path, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one for the base and one for the module; another pose makes another picture."""
     made: list[NDArray[np.uint8]] = []
     for number in ("000", "001"):
         pictures = {"reference": "before/000.png", "pose": f"pose/{number}.png"}

@@ -24,7 +24,6 @@ _FILE = "model/__0_0.distcp"
 @pytest.mark.usefixtures("started_warm")
 @pytest.mark.parametrize("name", _NAMES)
 def test_a_drill_passes(unwatched: Sandbox, drill: Callable[..., DrillResult], name: str) -> None:
-    """Some steps are lost, and trained again bitwise the same."""
     result = drill(unwatched, name, bitwise=True)
     assert (result.samples_repeated, result.samples_missing, result.samples_skipped) == (0, 0, 0)
     assert result.steps_lost is not None

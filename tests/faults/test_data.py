@@ -59,7 +59,6 @@ def test_a_refusal_must_say_why_and_how_to_resume() -> None:
 def test_a_change_that_went_unnoticed_is_complained_of(
     site: TrainingSite, trained: TrainingSite
 ) -> None:
-    """The run trains the old clips in every epoch."""
     old = site.catalog()
     (site.clips / clips_at(trained, 15)[0].name).unlink()
     site.index()

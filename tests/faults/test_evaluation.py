@@ -145,7 +145,6 @@ def _complaints(site: TrainingSite) -> list[str]:
 
 
 def test_a_checkpoint_must_be_evaluated_once(site: TrainingSite, results: _Results) -> None:
-    """Whoever died over it before."""
     lost = ["step 50 was done 0 times, and told of 0 times", "the result of step 50 is not whole"]
     assert _complaints(site) == lost
     results.take(_LAST)
@@ -171,7 +170,6 @@ def test_a_result_must_be_whole_and_of_the_saved_weights(
 
 
 def test_nothing_may_be_left_over(site: TrainingSite, results: _Results) -> None:
-    """Half a result, a need, a result that was replaced."""
     folder = results.make(_LAST)
     shutil.copytree(folder, folder.with_name(f".{folder.name}.one-abc-0.partial"))
     shutil.copytree(folder, EvaluationDirectory(site.run).superseded_path(PRESET, _LAST, "abc"))

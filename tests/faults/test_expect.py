@@ -59,7 +59,6 @@ def test_an_undisturbed_run_passes(trained: TrainingSite) -> None:
 
 
 def test_repeated_and_missing_samples_are_complaints(site: TrainingSite) -> None:
-    """The audit, which goes by the plan, counts the same."""
     data = _ledger(site).read_bytes()
     for changed, complaint in (
         (data + data[:_RECORD_BYTES], "1 samples were repeated"),
@@ -147,7 +146,6 @@ def test_one_bit_of_what_was_saved_is_a_complaint(
 
 
 def test_the_state_of_the_next_step_is_compared(trained: TrainingSite, site: TrainingSite) -> None:
-    """How the checkpoint was saved is not."""
     assert saved_differences(site.run, trained.run) == []
     path = site.newest_file("trainer.json")
     trainer = json.loads(path.read_text())
@@ -192,7 +190,6 @@ def test_events_exit_codes_and_output_are_expected() -> None:
 
 
 def test_lost_steps_must_be_reported() -> None:
-    """By the event and by the output; without lost steps there is nothing to say."""
     eight, none = ObservedEvent({"lost_steps": 8}, 1.0), ObservedEvent({"lost_steps": 0}, 1.0)
     output = "8 steps since the checkpoint of\nstep 5"
     for lost, found, said in ((8, eight, output), (0, none, "")):

@@ -33,7 +33,6 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
 def test_a_process_says_where_it_hangs_before_it_does(
     start: Callable[[str], subprocess.Popen[bytes]], tmp_path: Path, how: str
 ) -> None:
-    """And does; another in the same folder does not."""
     process = start(how)
     hang = _wait_for_hang(tmp_path)
     lines = Path(faulty_processes.__file__).read_text().splitlines()

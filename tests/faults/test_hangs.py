@@ -46,7 +46,6 @@ def test_a_frozen_worker_is_named_and_replaced(
 def test_a_rank_in_a_collective_that_no_other_joins_is_named(
     watched: Sandbox, drill: Callable[..., DrillResult]
 ) -> None:
-    """And not the other, which waits for it in another collective."""
     result = drill(watched, "hung-rank-in-collective")
     assert "in in_collective (longtake/faults/inject.py:" in result.message
     assert result.detected_seconds is not None
@@ -60,7 +59,6 @@ def _complaints(diagnosis: dict[str, Any], hang: Hang = _DECODING, at: float = 2
 
 
 def test_a_right_diagnosis_passes() -> None:
-    """A process that was stopped from outside has no line to name."""
     assert _complaints(_DIAGNOSIS) == []
     stopped = Hang(7, 10.0, path="/clips/a.mp4")
     elsewhere = _DIAGNOSIS | {"suspects": [_SUSPECT | {"line": 3, "clip": "any"}]}

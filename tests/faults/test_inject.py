@@ -56,7 +56,6 @@ def test_a_trigger_is_active_until_the_run_goes_back_unless_it_lasts() -> None:
 
 
 def test_steps_before_the_fault_are_those_of_a_run_without_it(train_with: _Train) -> None:
-    """All steps are where the fault is another rank's."""
     plain, poisoned = train_with(None), train_with("poison")
     assert _losses(poisoned[:_AT]) == _losses(plain[:_AT])
     assert _losses(train_with("lose-gradient-on-rank-1")) == _losses(plain)
@@ -70,7 +69,6 @@ def test_poisoned_batches_have_a_far_higher_loss(train_with: _Train) -> None:
 
 
 def test_a_raised_rate_multiplies_the_updates_of_one_group(train_with: _Train) -> None:
-    """Relative to weights that grow by it."""
     plain, raised = (
         row["group_update_ratios"]
         for row in (train_with(None)[_AT + 1], train_with("raise-rate")[_AT + 1])
@@ -93,7 +91,6 @@ def test_a_nan_gradient_lets_the_guard_skip_one_update(train_with: _Train) -> No
 
 
 def test_slow_steps_compute_the_same(train_with: _Train) -> None:
-    """So do steps in which another rank hangs."""
     plain, late = train_with(None), train_with("slow-steps")
     assert _losses(late) == _losses(plain)
     assert all(row["step_seconds"] >= PACE_SECONDS for row in late[_AT:])

@@ -17,7 +17,6 @@ from longtake.node_dir import this_node
 @pytest.mark.usefixtures("started_warm")
 @pytest.mark.parametrize("name", ["clock-step-back", "dead-watcher"])
 def test_a_drill_passes(watched: Sandbox, drill: Callable[..., DrillResult], name: str) -> None:
-    """The shortest ones of a node."""
     result = drill(watched, name, bitwise=True)
     assert (result.samples_repeated, result.samples_missing) == (0, 0)
     assert result.detected_seconds is not None
@@ -40,7 +39,6 @@ def test_a_drill_of_ranks_passes(
 
 
 def test_a_slow_rank_must_be_named_with_how_slow_it_is() -> None:
-    """To five percentage points, in time."""
     good, bad = Evidence(), Evidence()
     expect_slow_rank(good, ObservedEvent({"rank": 1, "percent": 12.1}, 9.0), 1.0, 0.1)
     assert good.complaints == []

@@ -24,7 +24,6 @@ _AT = 20
 @pytest.mark.usefixtures("started_warm")
 @pytest.mark.parametrize("name", _SKIPS + _ROLLBACKS)
 def test_a_drill_passes(unwatched: Sandbox, drill: Callable[..., DrillResult], name: str) -> None:
-    """What is left out is counted, and nothing else is missing."""
     result = drill(unwatched, name)
     assert (result.samples_repeated, result.samples_missing) == (0, 0)
     assert result.detected_seconds is not None
@@ -72,7 +71,6 @@ def test_a_fault_that_the_guard_missed_is_complained_of(trained: TrainingSite) -
 
 
 def test_a_late_or_wrong_report_is_complained_of(site: TrainingSite, trained: TrainingSite) -> None:
-    """So is one that was not kept."""
     evidence = Evidence()
     _report(site, step=_AT + 3, reason="divergence", path="guard/none.json")
     expect_rollback(evidence, site, _AT, "spike", trained, within_steps=2)
@@ -88,7 +86,6 @@ def test_a_late_or_wrong_report_is_complained_of(site: TrainingSite, trained: Tr
 def test_a_rollback_past_the_fault_is_complained_of(
     site: TrainingSite, trained: TrainingSite
 ) -> None:
-    """So is one that excludes other batches; those that it excludes must be missing."""
     evidence = Evidence()
     _report(site, step=_AT, reason="spike")
     facts = {"time": now(), "from_step": 30, "reason": "spike", "message": ""}

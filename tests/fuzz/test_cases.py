@@ -534,7 +534,6 @@ _FOREIGN = [
 def test_a_named_input_ends_in_order(
     damage: Damage, command: Sequence[str], more: dict[str, Any], place: Path, check: _Check
 ) -> None:
-    """No traceback, no hang, nothing lost, no foreign code."""
     made, said = more.get("makes"), more.get("says", "")
     limits = {name: each for name, each in more.items() if name not in ("makes", "says")}
     damage(place)

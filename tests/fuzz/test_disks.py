@@ -47,7 +47,6 @@ def _full(folder: Path) -> Iterator[None]:
 def test_a_read_only_folder_of_a_run(
     folder: str, command: list[str], place: Path, check: _Check
 ) -> None:
-    """Nothing is lost; what cannot be written is named, if the command has to write it."""
     unevaluate(place)
     with _read_only(place / folder):
         ended = check(command, may_change=TRAINED, appended=LOGS)
@@ -59,7 +58,6 @@ def test_a_read_only_folder_of_a_run(
 
 @pytest.mark.parametrize("command", [_TRAIN, _EVALUATE], ids=["train", "evaluate"])
 def test_a_read_only_working_directory(command: list[str], place: Path, check: _Check) -> None:
-    """Recipe, catalog and run lie on a disk that cannot be written."""
     unevaluate(place)
     with _read_only(place):
         ended = check(command)

@@ -30,7 +30,6 @@ def _cases() -> list[Any]:
 def test_any_input_ends_in_order(
     generator: Generator, number: int, place: Path, check: Callable[..., Any]
 ) -> None:
-    """No traceback, no hang, nothing lost, no foreign code."""
     chance = random.Random(f"{_SEED}/{generator.__name__}/{number}")  # noqa: S311 - it is repeatable
     case = generator(chance, place)
     check(

@@ -46,7 +46,6 @@ def test_offloaded_updates_are_those_of_the_card(
 
 
 def test_offloaded_states_take_nothing_on_the_card() -> None:
-    """Masters and averages are fp32, on the CPU, also after they were loaded."""
     network = _network(torch.bfloat16)
     _train(network, MasterAdamW(network.parameters(), 1e-3), 1)
     optimizer = MasterAdamW(network.parameters(), 1e-3, offload=True)

@@ -117,7 +117,6 @@ def test_peaks_are_those_of_the_card(trained: str, dtype: str) -> None:
 
 
 def test_the_card_at_hand_has_its_own_memory() -> None:
-    """Whatever its name says of its model's."""
     card = device_for("cuda")
     assert card.target == "cuda"
     assert card.memory_bytes == torch.cuda.get_device_properties(0).total_memory

@@ -39,7 +39,6 @@ def test_cuda_follows_the_cpu_in_fp32(tmp_path: Path, shapes_catalog: Path) -> N
 
 
 def test_cuda_trains_and_samples_in_bf16(tmp_path: Path, shapes_catalog: Path) -> None:
-    """bf16 is what `auto` takes on a card that has it, and its checkpoint can be sampled there."""
     recipe = _recipe(tmp_path / "run", shapes_catalog, "cuda", "auto")
     losses = _losses(recipe)
     assert losses[-1] < losses[0]

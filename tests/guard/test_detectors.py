@@ -28,7 +28,6 @@ _LEVELS = st.floats(-3, 3)
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_healthy_run_has_no_verdict(healthy: Healthy, judged: Verdicts, seed: int) -> None:
-    """Two thousand steps with the drift of the weight norm of a real healthy run."""
     verdicts = judged(healthy(2000, seed))
     assert [verdict for verdict in verdicts if verdict != OK] == []
     assert len(verdicts) == 2000
@@ -92,7 +91,6 @@ def test_smaller_batches_may_be_wilder(healthy: Healthy, judged: Verdicts) -> No
 
 
 def test_a_new_run_is_compared_with_nothing(healthy: Healthy, judged: Verdicts) -> None:
-    """Before `warmup_steps` steps only NaN and inf are detected."""
     steps = healthy(64)
     wild = [replace(step, loss=step.loss * 10 ** (step.step % 7)) for step in steps]
     assert set(judged(wild)) == {OK}
@@ -118,7 +116,6 @@ def test_a_reported_rollback_is_a_new_beginning(healthy: Healthy) -> None:
 def test_units_and_names_do_not_matter(
     healthy: Healthy, louder: Louder, scales: tuple[float, ...], spiked: str, order: list[str]
 ) -> None:
-    """Scaling losses, gradients or weights, or shuffling the groups, changes no verdict."""
     steps = healthy(100)
     now = louder(steps[-1], 20.0 if spiked == "loss" else 1.0)
     now = replace(
@@ -183,7 +180,6 @@ def _arbitrary(draw: st.DrawFn, step: int) -> tuple[StepStatistics, str]:
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_numbers_have_a_verdict(data: st.DataObject) -> None:
-    """Any floats give a verdict, and equal ones an equal verdict."""
     pattern = [data.draw(_arbitrary(number)) for number in range(data.draw(st.integers(1, 6)))]
     history = History(_SMALL.window)
     for step in range(data.draw(st.integers(0, 150))):
@@ -296,7 +292,6 @@ def test_a_jump_in_the_middle_of_an_epoch_names_no_edge(healthy: Healthy, judged
 
 @pytest.mark.parametrize("over", [3, 10])
 def test_a_jump_may_take_a_few_steps(healthy: Healthy, judged: Verdicts, over: int) -> None:
-    """Found before it is complete, and traced to before it began."""
     verdicts = judged(_heavier(healthy(1500), _EPOCH, 5.0, over))
     assert (verdicts[-1].kind, verdicts[-1].reason) == ("roll_back", "edge_step")
     assert _EPOCH <= len(verdicts) - 1 <= _EPOCH + over
@@ -314,7 +309,6 @@ def test_jumps_of_any_size_and_sign_are_found(
 def test_a_jump_where_a_stage_begins_is_found_without_a_warm_up(
     healthy: Healthy, judged: Verdicts
 ) -> None:
-    """A stage's first weight norm is compared with those of the stage before."""
     steps = [
         replace(step, stage="hard", edge="stage hard begins" if step.step == 700 else None)
         if step.step >= 700
@@ -339,7 +333,6 @@ def test_short_epochs_do_not_make_every_jump_an_edges(healthy: Healthy, judged: 
 def test_updates_that_have_grown_are_the_reason_rather_than_the_place(
     healthy: Healthy, judged: Verdicts
 ) -> None:
-    """A raised learning rate moves the weights at once, and is reported as such."""
     steps = healthy(1500)
     moved = [
         replace(step, group_update_ratios={k: 20 * v for k, v in step.group_update_ratios.items()})
@@ -388,7 +381,6 @@ def _raised(step: StepStatistics, group: str, factor: float) -> StepStatistics:
 def test_a_learning_rate_that_was_raised_shows_in_the_updates(
     healthy: Healthy, judged: Verdicts, group: str, factor: float
 ) -> None:
-    """Within eight steps, by name of the group, and traced to the step of the first such update."""
     steps = healthy(_AT + 100)
     steps[_AT + 1 :] = [_raised(step, group, factor) for step in steps[_AT + 1 :]]
     verdicts = judged(steps)
@@ -420,7 +412,6 @@ def test_updates_that_have_shrunk_do_not_hide_a_raised_learning_rate(
 def test_updates_that_grow_little_by_little_are_found(
     healthy: Healthy, judged: Verdicts, percent: float
 ) -> None:
-    """They are compared with the whole history as well as with the newest steps."""
     steps = healthy(_AT + 300)
     steps[_AT:] = [
         _raised(step, "mlp", (1 + percent / 100) ** (step.step - _AT)) for step in steps[_AT:]
@@ -484,7 +475,6 @@ def test_skipped_steps_do_not_hide_a_raised_learning_rate(
 def test_a_loss_that_creeps_up_is_found(
     healthy: Healthy, judged: Verdicts, louder: Louder, percent: float
 ) -> None:
-    """Before it has doubled, without a spike; traced to near the beginning."""
     steps = healthy(1200)
     growth = math.log1p(percent / 100)
     steps[_AT:] = [louder(step, math.exp(growth * (step.step - _AT))) for step in steps[_AT:]]
@@ -512,14 +502,12 @@ def test_a_gradient_that_grows_while_the_loss_falls_is_fine(
 def test_a_short_bad_stretch_is_no_divergence(
     healthy: Healthy, judged: Verdicts, louder: Louder
 ) -> None:
-    """Six steps at 1.8 times the loss are chance."""
     steps = healthy(900)
     steps[_AT : _AT + 6] = [louder(step, 1.8) for step in steps[_AT : _AT + 6]]
     assert set(judged(steps)) == {OK}
 
 
 def test_updates_are_not_compared_before_the_warm_up(healthy: Healthy, judged: Verdicts) -> None:
-    """Before `warmup_steps` steps updates are not compared."""
     steps = [_raised(step, "mlp", 30.0) if step.step > 40 else step for step in healthy(63)]
     assert set(judged(steps, GuardSection())) == {OK}
 
@@ -532,7 +520,6 @@ def test_updates_are_not_compared_before_the_warm_up(healthy: Healthy, judged: V
 def test_a_loss_spike_is_found_at_its_own_step(
     healthy: Healthy, judged: Verdicts, louder: Louder, at: int, factor: float
 ) -> None:
-    """Also while the loss still falls fast; and no other step is."""
     steps = healthy(at + 20 if at < 1900 else 2000)
     steps[at] = louder(steps[at], factor)
     verdicts = judged(steps)
@@ -623,7 +610,6 @@ def test_too_many_skips_make_a_rollback_to_before_the_first(
 def test_skips_that_are_far_apart_do_not_add_up(
     healthy: Healthy, judged: Verdicts, louder: Louder
 ) -> None:
-    """Only those in close succession count."""
     steps = healthy(900)
     for at in range(100, 900, 50):
         steps[at] = louder(steps[at], 10.0)
@@ -670,7 +656,6 @@ def test_a_loss_that_runs_away_is_traced_to_where_it_began(
 def test_nan_in_the_window_does_not_hide_a_spike(
     healthy: Healthy, louder: Louder, lost: set[int], value: float
 ) -> None:
-    """With any share of NaN in the window a spike is found and a healthy step is not."""
     steps = healthy(200)
     history = History(_SECTION.window)
     for step in steps[:-1]:

@@ -20,7 +20,6 @@ def _steps(history: History) -> list[int]:
 
 
 def test_it_remembers_four_windows(healthy: Healthy) -> None:
-    """Older steps are forgotten, however long a run is."""
     history = History(32)
     for step in healthy(400):
         history = history.append(JudgedStep(step, "ok"))
@@ -31,7 +30,6 @@ def test_it_remembers_four_windows(healthy: Healthy) -> None:
 
 @pytest.mark.parametrize("length", [0, 5, 255, 256, 300])
 def test_histories_appended_to_the_same_one_are_independent(healthy: Healthy, length: int) -> None:
-    """Also when their shared storage is full, and when one was appended to before the other."""
     steps = healthy(302)
     shared = History(32)
     for step in steps[:length]:
@@ -49,7 +47,6 @@ def test_histories_appended_to_the_same_one_are_independent(healthy: Healthy, le
 def test_it_judges_after_a_resume_as_if_it_had_never_stopped(
     healthy: Healthy, history_of: Histories
 ) -> None:
-    """Through JSON and back, the verdict is the same to the last digit of its message."""
     steps = healthy(300)
     history = history_of(steps[:-1], at_200="skip")
     kept = json.dumps(history.as_json(), allow_nan=False)
@@ -62,26 +59,22 @@ def test_it_judges_after_a_resume_as_if_it_had_never_stopped(
 
 
 def test_it_is_small_in_checkpoints(healthy: Healthy, history_of: Histories) -> None:
-    """A full history is less than half a kilobyte a step."""
     history = history_of(healthy(600))
     assert len(history) == 512
     assert len(json.dumps(history.as_json())) < 512 * 512
 
 
 def test_an_empty_one_comes_back_empty() -> None:
-    """Of a run that is saved before its first step."""
     assert len(History.from_json(History(64).as_json(), 64)) == 0
 
 
 def test_another_window_takes_over_what_it_wants(healthy: Healthy, history_of: Histories) -> None:
-    """The recipe's window may change on resume."""
     kept = history_of(healthy(500)).as_json()
     assert _steps(History.from_json(kept, 32)) == list(range(500 - 128, 500))
     assert _steps(History.from_json(kept, 1000)) == list(range(500))
 
 
 def test_nan_and_infinity_pass_through_valid_json(healthy: Healthy) -> None:
-    """NaN and infinity, which JSON does not know, come back as what they were."""
     [step] = healthy(1)
     lost = replace(
         step,

@@ -52,7 +52,6 @@ def _plan(
 def test_it_restores_a_checkpoint_from_before_the_divergence(
     healthy: Healthy, history_of: Histories
 ) -> None:
-    """Step 300 was saved after it began; 8 batches are skipped on each side."""
     steps = healthy(311)
     assert _plan(steps, history_of(steps[:-1]), 290) == RollBack(200, (282, 319))
 
@@ -78,7 +77,6 @@ def test_batches_are_counted_apart_from_steps(healthy: Healthy, history_of: Hist
 
 
 def test_what_is_not_remembered_is_counted_back(healthy: Healthy) -> None:
-    """Without a history, as many batches back as steps."""
     steps = healthy(311)
     assert _plan(steps, History(128), 290) == RollBack(200, (282, 319))
 
@@ -87,7 +85,6 @@ def test_what_is_not_remembered_is_counted_back(healthy: Healthy) -> None:
 def test_without_a_checkpoint_from_before_it_says_so(
     healthy: Healthy, history_of: Histories, checkpoints: list[int]
 ) -> None:
-    """And what to do about it."""
     steps = healthy(311)
     said = _plan(steps, history_of(steps[:-1]), 290, checkpoints=checkpoints)
     assert isinstance(said, str)
@@ -99,7 +96,6 @@ def test_without_a_checkpoint_from_before_it_says_so(
 def test_it_gives_up_after_some_rollbacks_without_progress(
     healthy: Healthy, history_of: Histories
 ) -> None:
-    """Three times from about the same place, and a fourth would be no better."""
     steps = healthy(311)
     history = history_of(steps[:-1])
     two, three = [_before(305), _before(308)], [_before(305), _before(308), _before(300)]
@@ -113,7 +109,6 @@ def test_it_gives_up_after_some_rollbacks_without_progress(
 def test_progress_is_counted_from_the_furthest_step_that_was_given_up(
     healthy: Healthy, history_of: Histories
 ) -> None:
-    """500 steps beyond it make a new beginning; 499 do not."""
     steps = healthy(1001)
     history = history_of(steps[-301:-1])
     there = [800, 900]
@@ -126,7 +121,6 @@ def test_progress_is_counted_from_the_furthest_step_that_was_given_up(
 def test_progress_in_between_forgives_what_was_before(
     healthy: Healthy, history_of: Histories
 ) -> None:
-    """Old rollbacks of a long run do not add up."""
     steps = healthy(1001)
     history = history_of(steps[-301:-1])
     long_run = [_before(100), _before(110), _before(120), _before(700), _before(710)]

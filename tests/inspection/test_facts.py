@@ -33,7 +33,6 @@ from longtake.run_dir import RunDirectory
 
 
 def test_a_run_is_summed_up(told: RunDirectory) -> None:
-    """Steps, checkpoints with their damage, the newest row, verdicts and rollbacks."""
     facts = run_facts(told)
     assert (facts["family"], facts["steps"], facts["total_steps"]) == ("tubelet", 24, 40)
     assert (facts["state"], facts["abandoned_rows"]) == ("interrupted", 8)
@@ -80,7 +79,6 @@ def _make_old(run: RunDirectory) -> None:
 
 
 def test_a_run_that_has_just_begun(teller_of: Callable[[Path], Any], tmp_path: Path) -> None:
-    """Nothing is known yet, and nothing is missing either."""
     facts = run_facts(teller_of(tmp_path / "new").run)
     assert (facts["steps"], facts["newest"], facts["state"]) == (0, None, "running")
     assert (facts["checkpoints"], facts["verdicts"], facts["rollbacks"]) == ([], [], [])
@@ -90,7 +88,6 @@ def test_a_run_that_has_just_begun(teller_of: Callable[[Path], Any], tmp_path: P
 def test_a_folder_without_a_run_or_with_half_of_one_is_named(
     told: RunDirectory, tmp_path: Path
 ) -> None:
-    """Each with what is wrong."""
     with pytest.raises(RunError, match=r"nowhere is not a run directory"):
         run_facts(RunDirectory(tmp_path / "nowhere"))
     told.record_path.write_text("{}")
@@ -107,14 +104,12 @@ def test_checkpoints_that_a_rollback_gave_up_are_told_apart(killed: RunDirectory
 
 
 def test_only_the_runs_own_checkpoints_are_listed(told: RunDirectory) -> None:
-    """Not somebody's copy."""
     path = told.checkpoint_path(12)
     shutil.copytree(path, path.with_name(f"{path.name}.bak"))
     assert [each["step"] for each in run_facts(told)["checkpoints"]] == [12, 24]
 
 
 def test_the_suggested_sample_of_an_image_model_has_its_references(tmp_path: Path) -> None:
-    """Of a clip it was trained on, and a PNG: else the command would be refused."""
     clip = Clip(
         identity="0" * 32,
         media=Media("/clips/a cat.png"),
@@ -162,7 +157,6 @@ def _paths(catalog: Path) -> dict[str, str]:
 
 
 def test_rows_of_all_passes_are_there(told: RunDirectory) -> None:
-    """In the order in which they were trained, with all that metrics say."""
     facts = step_facts(told, 20, 2)
     rows = [(row["step"], row["batch"], row["abandoned"]) for row in facts["rows"]]
     first = [(18, 17, True), (19, 18, True), (20, 19, True)]
@@ -200,7 +194,6 @@ def test_a_step_shortly_before_a_verdict_has_its_own_clips(told: RunDirectory, s
 
 
 def test_the_newest_of_the_reports_of_a_step_is_shown(told: RunDirectory) -> None:
-    """The run came there twice."""
     path = told.guard_report_path(19, 0)
     told.write_guard_report(
         told.guard_report_path(19, 1), json.loads(path.read_bytes()) | {"roll_back": None}
@@ -211,7 +204,6 @@ def test_the_newest_of_the_reports_of_a_step_is_shown(told: RunDirectory) -> Non
 def test_elsewhere_clips_are_those_of_the_ledger(
     told: RunDirectory, seen: Seen, shapes_catalog: Path
 ) -> None:
-    """Of the batch that the step was trained on at last; captions are from the kept catalog."""
     facts = step_facts(told, 24, 2)
     clips = facts["clips"]
     assert facts["report"] is None
@@ -225,7 +217,6 @@ def test_elsewhere_clips_are_those_of_the_ledger(
 def test_clips_that_no_kept_catalog_has_are_named_by_what_is_known(
     told: RunDirectory, seen: Seen
 ) -> None:
-    """The beginnings of their identities, or all that the report says."""
     for path in told.catalogs_path.iterdir():
         path.unlink()
     samples = step_facts(told, 24, 1)["clips"]["samples"]
@@ -237,7 +228,6 @@ def test_clips_that_no_kept_catalog_has_are_named_by_what_is_known(
 
 
 def test_a_step_that_was_given_up_without_a_report_has_no_clips(killed: RunDirectory) -> None:
-    """Neither has a run without a ledger; a damaged one is an error."""
     for path in killed.guard_path.iterdir():
         path.unlink()
     clips = step_facts(killed, 20, 1)["clips"]
@@ -269,7 +259,6 @@ def test_events_are_at_the_steps_that_metrics_count(told: RunDirectory) -> None:
 
 
 def test_a_step_that_the_run_has_not_done_is_refused(told: RunDirectory, tmp_path: Path) -> None:
-    """With how far it is, and what to look at instead."""
     message = rf"run has done 24 steps so far.*step 25\. .*longtake show {told.path} --around 24"
     with pytest.raises(RunError, match=message):
         step_facts(told, 25, 5)
@@ -281,7 +270,6 @@ def test_a_step_that_the_run_has_not_done_is_refused(told: RunDirectory, tmp_pat
 
 
 def test_a_damaged_report_is_named(told: RunDirectory) -> None:
-    """What it lacks, and that the rest can be looked at without it."""
     path = told.guard_report_path(8, 0)
     path.write_text('{"step": 8}')
     with pytest.raises(RunError, match=r"step_00000008_0\.json cannot be read: verdict: .*move it"):
@@ -312,7 +300,6 @@ def test_what_is_of_a_step_is_placed_there_and_the_rest_by_its_time(told: RunDir
 
 
 def test_a_trouble_is_told_with_its_node(told: RunDirectory) -> None:
-    """Unless the sentence names it already."""
     _befall(told)
     stalled, stepped = _incidents(told)
     assert incident_sentence(stalled) == f"stalled: {_SENTENCE}"
@@ -322,7 +309,6 @@ def test_a_trouble_is_told_with_its_node(told: RunDirectory) -> None:
 
 
 def test_a_rank_that_failed_is_told_with_where_and_of_what(told: RunDirectory) -> None:
-    """In the step after those that were done."""
     facts = {
         "rank": 3,
         "world_size": 4,
@@ -342,7 +328,6 @@ def test_a_rank_that_failed_is_told_with_where_and_of_what(told: RunDirectory) -
 def test_the_newest_result_stands_for_a_preset(
     add_scores: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """With its alarms, and how many checkpoints have one."""
     run = RunDirectory(tmp_path)
     add_scores(run, "demo", 100)
     message = "brightness of demo rose 4 checkpoints in a row, +9 %"
@@ -361,7 +346,6 @@ def test_the_newest_result_stands_for_a_preset(
 
 
 def test_what_failed_is_told_until_there_is_a_result(tmp_path: Path) -> None:
-    """With the reason of its last attempt, and how many there were."""
     run = RunDirectory(tmp_path)
     claim = EvaluationDirectory(run).claim_path("low4s", 100, "abcd1234")
     for reason in ("no space left", "still none"):
@@ -374,5 +358,4 @@ def test_what_failed_is_told_until_there_is_a_result(tmp_path: Path) -> None:
 
 
 def test_a_run_that_nobody_evaluates_has_nothing_to_tell(tmp_path: Path) -> None:
-    """Not even an empty heading."""
     assert evaluated(RunDirectory(tmp_path)) == []

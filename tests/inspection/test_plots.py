@@ -56,7 +56,6 @@ def test_a_picture_shows_what_counts_and_what_was_abandoned(
 
 
 def test_a_picture_of_a_few_steps_has_only_these(told: RunDirectory, tmp_path: Path) -> None:
-    """Steps 1 to 8 were trained once, and nothing befell them."""
     out = tmp_path / "curves.png"
     draw_curves(told, out, 4, 4)
     assert _pixels_of(out, _COUNTS) > 50
@@ -109,7 +108,6 @@ def test_many_rollbacks_and_verdicts_fit(told: RunDirectory, tmp_path: Path) -> 
 
 
 def test_what_cannot_be_drawn_is_said(told: RunDirectory, tmp_path: Path) -> None:
-    """No such steps, no place to write to, no run."""
     with pytest.raises(RunError, match=r"has no metrics within 3 steps of step 90, so there"):
         draw_curves(told, tmp_path / "curves.png", 90, 3)
     with pytest.raises(RunError, match=r"nowhere/curves\.png cannot be written: No such file"):
@@ -119,7 +117,6 @@ def test_what_cannot_be_drawn_is_said(told: RunDirectory, tmp_path: Path) -> Non
 
 
 def test_glance_and_picture_show_them(told: RunDirectory, tmp_path: Path) -> None:
-    """In a lane of their own."""
     before = _strip(told, (1, 24))
     _befall(told)
     after = _strip(told, (1, 24))

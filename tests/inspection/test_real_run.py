@@ -42,7 +42,6 @@ def repaired(small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_repaired_run_is_shown(repaired: RunDirectory, tmp_path: Path) -> None:
-    """Verdicts, the rollback, both passes over the steps, and the clips of the batch."""
     facts = run_facts(repaired)
     assert (facts["state"], facts["steps"], facts["abandoned_rows"]) == ("finished", 20, 5)
     verdicts = [(each["step"], each["verdict"], each["reason"]) for each in facts["verdicts"]]

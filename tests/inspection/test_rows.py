@@ -33,7 +33,6 @@ _GOOD = {
 
 
 def test_what_counts_is_what_the_run_says_counts(told: RunDirectory) -> None:
-    """Rows that are not abandoned are the run's metrics, one for each step."""
     rows = read_rows(told)
     assert rows.kept.metrics() == told.metrics()
     assert rows.metrics() == told.metric_lines()
@@ -42,7 +41,6 @@ def test_what_counts_is_what_the_run_says_counts(told: RunDirectory) -> None:
 
 
 def test_each_time_that_the_run_went_forward_is_a_pass(told: RunDirectory) -> None:
-    """It went back once."""
     rows = read_rows(told)
     assert [(each.step[0], each.step[-1]) for each in rows.passes()] == [(1, 20), (13, 24)]
     assert rows[:0].passes() == []
@@ -180,7 +178,6 @@ def test_arrow_reads_what_the_loop_writes(
 def test_lines_longer_than_a_block_are_skipped(
     told: RunDirectory, ending: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With and without their newline; what follows is read."""
     monkeypatch.setattr(rows_module, "_BLOCK_BYTES", 2**17)
     data = told.metrics_path.read_bytes()
     told.metrics_path.write_bytes(data + b"[" * 2**20 + b"\n" + data + b"[" * 2**20 + ending)
@@ -229,7 +226,6 @@ def _same(rows: MetricRows, run: RunDirectory) -> bool:
 
 
 def test_only_new_lines_are_parsed(told: RunDirectory, cache: Path, parsed: list[int]) -> None:
-    """Nothing is written into the run, and damaged lines are still counted."""
     before = sorted(told.path.rglob("*"))
     _write(told, _GOOD, b"{", _with(step=2))
     assert _same(read_rows(told), told)

@@ -19,7 +19,6 @@ def _printed(tell: Callable[[Console, dict[str, Any]], None], facts: dict[str, A
 
 
 def test_a_glance_says_how_the_run_stands(told: RunDirectory) -> None:
-    """Its state first, and a line or more for each thing; then what to type."""
     lines = _printed(print_run, run_facts(told))
     assert lines[0] == f"{told.path}: tubelet, step 24 of 40, interrupted and saved"
     text = "\n".join(line.rstrip() for line in lines)
@@ -36,7 +35,6 @@ def test_a_glance_says_how_the_run_stands(told: RunDirectory) -> None:
 
 
 def test_what_is_inside_of_an_event_is_told_in_words() -> None:
-    """Tables, lists and long numbers, as people write them."""
     event = {
         "event": "cache_filled",
         "time": "2026-01-02T03:04:05+00:00",
@@ -47,7 +45,6 @@ def test_what_is_inside_of_an_event_is_told_in_words() -> None:
 
 
 def test_long_lists_are_shortened(told: RunDirectory) -> None:
-    """The newest are shown, and how many there were before."""
     for record in told.rollbacks() * 20:
         told.append_rollback(record)
     text = "\n".join(_printed(print_run, run_facts(told)))
@@ -62,7 +59,6 @@ def _cells(lines: list[str], step: int) -> list[list[str]]:
 
 
 def test_the_steps_around_one_are_a_table(told: RunDirectory) -> None:
-    """A gap where a sigma had no sample, and a word where a number is none."""
     lines = _printed(print_steps, step_facts(told, 20, 2))
     first, again = _cells(lines, 20)
     assert first[:2] == ["20", "19"]
@@ -79,7 +75,6 @@ def test_the_steps_around_one_are_a_table(told: RunDirectory) -> None:
 
 
 def test_clips_are_listed_with_their_captions_and_files(told: RunDirectory) -> None:
-    """By the guard with losses, by the ledger without; where there are none, with the reason."""
     for step, by in ((9, "as the guard saw them"), (24, "by the ledger")):
         facts = step_facts(told, step, 1)
         lines = _printed(print_steps, facts)
@@ -94,7 +89,6 @@ def test_clips_are_listed_with_their_captions_and_files(told: RunDirectory) -> N
 
 
 def test_why_there_are_no_clips_is_said(killed: RunDirectory) -> None:
-    """And where there are some."""
     for path in killed.guard_path.iterdir():
         path.unlink()
     lines = _printed(print_steps, step_facts(killed, 20, 1))
@@ -107,7 +101,6 @@ def test_why_there_are_no_clips_is_said(killed: RunDirectory) -> None:
 
 
 def test_text_that_looks_like_markup_is_printed_as_it_is(told: RunDirectory) -> None:
-    """Captions and messages may hold anything."""
     facts = step_facts(told, 9, 1)
     facts["clips"]["samples"][0]["caption"] = "a [red] ball [/b]"
     facts["report"]["verdict"]["message"] = "see [bold]"
@@ -117,7 +110,6 @@ def test_text_that_looks_like_markup_is_printed_as_it_is(told: RunDirectory) -> 
 
 
 def test_other_events_say_what_they_know() -> None:
-    """Whatever its kind, an event has its step and its facts."""
     event = {"event": "sample_rejected", "at": 4, "step": 3, "time": "", "reason": "no such file"}
     assert said(event) == "sample rejected at step 4: reason no such file"
     assert said({"event": "finished", "at": 9, "step": 9, "time": "", "by": None}) == (

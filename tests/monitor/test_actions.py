@@ -93,7 +93,6 @@ def test_a_frozen_decoding_process_is_ended_once_for_each_clip(stage: Any) -> No
 
 
 def test_all_decoding_processes_that_hang_are_ended(stage: Any) -> None:
-    """But one that moves is left alone, though it is suspected too."""
     scene = _Scene(stage, "restart-worker")
     one, two = stage.worker("freezes"), stage.worker("freezes", rank=1)
     suspects = [scene.suspect(pid) for pid in (one, two)]
@@ -117,7 +116,6 @@ def test_a_rank_is_ended_only_if_the_recipe_says_kill(stage: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["slow", "lost", "unknown"])
 def test_only_what_is_stuck_is_ended(stage: Any, kind: str) -> None:
-    """A rank that is merely slow goes on by itself."""
     scene = _Scene(stage, "kill")
     pid = stage.rank("sleeps")
     assert scene.act(scene.suspect(pid), kind=kind) == []
@@ -153,8 +151,6 @@ def test_another_process_of_the_same_number_is_not_ended(stage: Any) -> None:
 def test_a_kernel_without_handles_is_done_without(
     stage: Any, monkeypatch: pytest.MonkeyPatch, number: int, name: str
 ) -> None:
-    """The process is ended by its number, after a look at who has it; other errors are named."""
-
     def _fails(pid: int) -> int:
         raise OSError(number, os.strerror(number))
 

@@ -73,7 +73,6 @@ def test_a_stall_is_called_the_same_on_all_nodes(tmp_path: Path) -> None:
 
 
 def test_whoever_asks_second_finds_the_first_one_s_request(tmp_path: Path) -> None:
-    """Of two nodes that ask for the same at once one becomes the asker."""
     run = RunDirectory(tmp_path)
     first = _request(run, "stall_one_00000007_0")
     second: DumpRequest = {**first, "by": "gpu2"}
@@ -157,7 +156,6 @@ def test_a_watcher_lives_if_its_heartbeat_changes(tmp_path: Path) -> None:
 
 
 def test_one_watches_at_a_time(tmp_path: Path) -> None:
-    """The next one can, when the first has given back the lock; and says who holds it."""
     first, second = WatcherLock(tmp_path / "hearts"), WatcherLock(tmp_path / "hearts")
     assert first.acquire()
     assert not second.acquire()
@@ -308,7 +306,6 @@ def _hearts_here(run: RunDirectory) -> HeartbeatWriter:
 
 
 def test_every_node_with_a_watcher_answers(stage: Stage, run: RunDirectory) -> None:
-    """And those of all nodes that stand at the same line are one group."""
     _watched(stage, "gpu1", "gpu2")
     answers = dump_run(run, native=False)
     facts = group_processes(answers.dumps())
@@ -322,7 +319,6 @@ def test_every_node_with_a_watcher_answers(stage: Stage, run: RunDirectory) -> N
 def test_a_node_whose_watcher_does_not_live_is_not_waited_for(
     stage: Stage, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is found out within some seconds; what the others said is told."""
     monkeypatch.setattr("longtake.monitor.coordinator._ALIVE_SECONDS", 1.5)
     _, frozen = _watched(stage, "gpu1", "gpu2")
     os.kill(frozen.pid, signal.SIGSTOP)
@@ -334,7 +330,6 @@ def test_a_node_whose_watcher_does_not_live_is_not_waited_for(
 def test_a_watcher_that_lives_and_does_not_answer_is_named(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its heart beats, and that is all that is known of it."""
     monkeypatch.setattr("longtake.monitor.coordinator._ALIVE_SECONDS", 0.5)
     monkeypatch.setattr("longtake.monitor.coordinator._ASKED_SECONDS", 1.5)
     node, is_over = NodeDirectory(run, "gpu1"), threading.Event()
@@ -354,7 +349,6 @@ def test_a_watcher_that_lives_and_does_not_answer_is_named(
 
 
 def test_without_a_watcher_this_nodes_processes_are_read(run: RunDirectory) -> None:
-    """By the hearts that they have; at once, if nobody else could answer."""
     heart = _hearts_here(run)
     facts = group_processes(dump_run(run, native=False).dumps())
     assert facts["hosts"] == [socket.gethostname()]
@@ -367,7 +361,6 @@ def test_without_a_watcher_this_nodes_processes_are_read(run: RunDirectory) -> N
 def test_a_run_directory_that_cannot_be_written_is_read_here(
     run: RunDirectory, tmp_path: Path
 ) -> None:
-    """A full disk is when somebody wants to know where all are."""
     (run.path / "requests").write_text("not a folder")
     heart = _hearts_here(run)
     assert group_processes(dump_run(run, native=False).dumps())["launch"] == "abcdefgh"
@@ -375,7 +368,6 @@ def test_a_run_directory_that_cannot_be_written_is_read_here(
 
 
 def test_nobody_is_there(run: RunDirectory, tmp_path: Path) -> None:
-    """It is said, and where to look; a folder that is no run's is another mistake."""
     with pytest.raises(RunError, match=r"No process of .* runs: .*longtake show"):
         dump_run(run, native=False)
     with pytest.raises(RunError, match=r"is not a run directory: it has no recipe\.toml"):
@@ -383,7 +375,6 @@ def test_nobody_is_there(run: RunDirectory, tmp_path: Path) -> None:
 
 
 def test_a_process_that_cannot_be_asked() -> None:
-    """None of this number, or one that has ended."""
     with pytest.raises(RunError, match="There is no process 4194305 on this node"):
         dump_process_tree(2**22 + 1, native=False)
     process = subprocess.Popen(["true"])
@@ -395,7 +386,6 @@ def test_a_process_that_cannot_be_asked() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a moment")
 def test_another_users_process_is_not_asked() -> None:
-    """It says whose it is, and who could ask."""
     with subprocess.Popen(["sleep", "60"]) as process:
         os.seteuid(65534)
         try:

@@ -180,7 +180,6 @@ def test_a_decoding_process_that_gave_the_alarm_is_named_before_anyone_starves()
 
 
 def test_a_decoding_process_that_moves_is_slow() -> None:
-    """It is named all the same, as the one that is waited for."""
     rounds = [
         [
             _process(10, 0, _DATA, "data", world=1),
@@ -195,7 +194,6 @@ def test_a_decoding_process_that_moves_is_slow() -> None:
 
 
 def test_a_stopped_process_is_named_before_all_others() -> None:
-    """Also where its stack looks like that of a rank that waits."""
     for role in ("rank", "decode"):
         dump = _still(
             _process(10, 0, _SLEEP, "forward"),
@@ -216,7 +214,6 @@ def test_a_rank_that_waits_for_a_disk_in_all_rounds_is_named() -> None:
 
 
 def test_a_rank_that_sleeps_never_joined() -> None:
-    """Of two nodes, the rank that waits for nothing, at the line where it does."""
     first = _still(*(_process(rank, rank, _COLLECTIVE, "forward", world=8) for rank in range(4)))
     others = [_process(rank, rank, _COLLECTIVE, "forward", world=8) for rank in (4, 5, 7)]
     asleep = _process(6, 6, _SLEEP, "forward", world=8)
@@ -232,7 +229,6 @@ def test_a_rank_that_sleeps_never_joined() -> None:
 
 
 def test_a_rank_that_computes_is_slow() -> None:
-    """Its calls change between the rounds."""
     rounds = [
         [
             _process(10, 0, _COLLECTIVE, "collective"),
@@ -265,14 +261,12 @@ def test_in_a_collective_of_its_own_the_few_are_named_where_most_agree() -> None
 
 
 def test_all_at_the_same_place_is_the_link() -> None:
-    """No rank is to blame, and the sentence says where to look."""
     verdict = _judge(_still(*(_process(rank, rank, _COLLECTIVE, "collective") for rank in (0, 1))))
     assert (verdict.kind, verdict.suspects) == ("link", ())
     assert "All 2 ranks are in sum_over_ranks" in verdict.sentence
 
 
 def test_the_saver_s_thread_says_where_a_checkpoint_hangs() -> None:
-    """The rank whose thread waits for no other rank, with that thread's line."""
     waits = [*_FUTURE, ("wait", "/src/longtake/checkpoint/saver.py", 121), *_BASE]
     write = [("fsync", "/src/longtake/checkpoint/writing.py", 150)]
     joined = [_C10D, ("_gathered", "/src/longtake/checkpoint/writing.py", 52)]
@@ -287,7 +281,6 @@ def test_the_saver_s_thread_says_where_a_checkpoint_hangs() -> None:
 
 
 def test_a_rank_that_is_gone_is_lost() -> None:
-    """Whether only its record is left, or it went while the rounds were read."""
     waits, gone = _process(10, 0, _COLLECTIVE, "forward"), _process(11, 1, _SLEEP, "backward")
     verdict = _judge(_still(waits, missing=[gone["heartbeat"]]))
     assert (verdict.kind, verdict.suspects[0].pid, verdict.suspects[0].state) == ("lost", 11, "")
@@ -308,7 +301,6 @@ def test_a_node_that_does_not_answer_is_lost_if_its_ranks_are_missing() -> None:
 
 
 def test_a_process_alone_is_where_it_is() -> None:
-    """With nobody to wait for, whatever it does is what hangs; also if no calls could be read."""
     assert _judge(_still(_process(10, 0, _SLEEP, "forward", world=1))).suspects[0].line == 52
     unread = _judge(_still(_process(10, 0, [], "forward", world=1)))
     assert (unread.kind, unread.suspects[0].function) == ("stuck", "")
@@ -316,7 +308,6 @@ def test_a_process_alone_is_where_it_is() -> None:
 
 
 def test_one_that_burns_a_core_in_c_is_stuck_there() -> None:
-    """The calls of C tell where, if they were read; that it holds the GIL is said."""
     calls = [("av_read_frame", "/usr/lib/libavformat.so.60", 0), *_READ]
     rounds = [
         [
@@ -348,7 +339,6 @@ def test_ranks_at_the_same_line_of_which_one_is_elsewhere() -> None:
 
 
 def test_the_flight_recorder_names_a_rank_that_looks_like_all_others(tmp_path: Path) -> None:
-    """Its process stands where the others do, but it never joined."""
     entry = {
         "record_id": 1,
         "pg_id": 0,
@@ -373,13 +363,11 @@ def test_the_flight_recorder_names_a_rank_that_looks_like_all_others(tmp_path: P
 
 
 def test_nothing_at_all_is_unknown() -> None:
-    """A verdict is passed whatever there is."""
     assert _judge().kind == "unknown"
     assert _judge(_node()).kind == "unknown"
 
 
 def test_a_large_run_is_judged_in_seconds() -> None:
-    """2,000 ranks with 16 decoding processes each, all of which wait for one: it is found."""
     dumps = []
     for host in range(250):
         processes = []
@@ -524,7 +512,6 @@ def test_the_line_to_look_at_is_that_of_whoever_called_a_library() -> None:
 def test_files_of_libraries_are_known_by_where_they_lie(
     file: str, machinery: bool, short: str
 ) -> None:
-    """Python's own files and torch's are machinery; longtake's and the user's are not."""
     assert is_library_file(file) is machinery
     assert short_file(file) == short
 

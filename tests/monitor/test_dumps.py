@@ -94,7 +94,6 @@ def _await(found: Callable[[], Any]) -> Any:
 
 
 def test_every_process_is_found_and_says_where_it_is(folder: Path, start: Start) -> None:
-    """Ranks and decoding processes by their hearts, what they have started as helpers."""
     rank = start("rank", 3, "sleeps", "sleep", "600")
     worker = start("decode", 3, "holds")
     [helper] = descendants(rank)
@@ -119,7 +118,6 @@ def test_every_process_is_found_and_says_where_it_is(folder: Path, start: Start)
 
 
 def test_rounds_tell_who_moves(folder: Path, start: Start) -> None:
-    """A stopped one stands still and stays stopped; one that works has moved."""
     works, stopped = start("rank", 0, "works"), start("rank", 1, "sleeps")
     _await(lambda: stacks.dump_process(stopped, native=False).where.endswith("in sleeps"))
     os.kill(stopped, signal.SIGSTOP)
@@ -202,7 +200,6 @@ def test_whoever_is_gone_is_missed(folder: Path, start: Start) -> None:
 
 
 def test_a_process_and_what_it_has_started(start: Start) -> None:
-    """Without a run: whoever it is."""
     rank = start("rank", 2, "sleeps", "sleep", "600")
     until = time.monotonic() + 60  # it says that it beats before it sleeps
     while True:
@@ -238,7 +235,6 @@ def _dump_trace(*rounds: list[Seen], host: str = "here") -> NodeDump:
 
 
 def test_a_process_is_followed_through_the_rounds() -> None:
-    """By its number and node; one that came later or went earlier is seen in fewer."""
     first = _dump_trace([_process(7), _process(8)], [_process(7)], host="first")
     found = traces([first, _dump_trace([_process(7)], host="second")])
     assert [(each.host, each.pid, each.seconds) for each in found] == [
@@ -276,7 +272,6 @@ def test_a_heart_that_went_on_has_moved(later: Seen) -> None:
 
 
 def test_a_round_without_stacks_says_nothing() -> None:
-    """The last one that was read counts, and its heart."""
     read = _process(7, _thread(2, 1), _thread(9, name="decoding"), heartbeat=_heart())
     [found] = traces([_dump_trace([read], [_process(7, heartbeat=_heart(seconds=2.0))])])
     assert found.stack == (("f2", "a.py", 2), ("f1", "a.py", 1))
@@ -287,7 +282,6 @@ def test_a_round_without_stacks_says_nothing() -> None:
 
 
 def test_processor_time_is_a_share_of_the_time_between_rounds() -> None:
-    """1.0: one processor; nothing can be said of one round."""
     rounds = [[_process(7, cpu_seconds=seconds)] for seconds in (2.0, 3.0, 5.0)]
     assert [each.cpu_share for each in traces([_dump_trace(*rounds)])] == [1.0]
     assert [each.cpu_share for each in traces([_dump_trace(rounds[0])])] == [0.0]
@@ -301,7 +295,6 @@ def _at(path: Path, moment: float) -> None:
 
 
 def test_the_newest_answers_stay(tmp_path: Path) -> None:
-    """With what belongs to them; what rank 0 has left there is not a watcher's to take away."""
     node = NodeDirectory(RunDirectory(tmp_path), "gpu1")
     folder = node.dump_path("x").parent
     folder.mkdir(parents=True)
@@ -323,7 +316,6 @@ def test_the_newest_answers_stay(tmp_path: Path) -> None:
 
 
 def test_requests_of_days_ago_go(tmp_path: Path) -> None:
-    """But for stalls of the launch that runs, whose names are not to be given twice."""
     run = RunDirectory(tmp_path)
     prune_requests(run, "one")  # there is no folder
     for name, launch, days in (

@@ -110,7 +110,6 @@ def test_what_is_not_known_is_not_told(exporter: Exporter) -> None:
 
 
 def test_all_numbers_are_explained() -> None:
-    """Each number has an explanation, a name that Prometheus takes, and a unit or a kind in it."""
     ends = "seconds ppm watts celsius mhz bits bytes share total second stratum up rows xid inodes"
     others = {"open_files", "open_files_limit", "open_files_node", "load_average", "neighbours"}
     others |= {"gpu_is_lost", "disk_is_full", "disk_is_failing", "clock_is_synchronised"}
@@ -122,7 +121,6 @@ def test_all_numbers_are_explained() -> None:
 
 
 def test_port_in_use(exporter: Exporter) -> None:
-    """A port that another process has is a sentence to log, and the watcher goes on."""
     assert exporter.port is not None
     second = Exporter(exporter.port, "127.0.0.1")
     assert second.port is None
@@ -141,7 +139,6 @@ needs_prometheus = pytest.mark.skipif(
 
 @needs_prometheus
 def test_examples_are_valid() -> None:
-    """Prometheus' own tool takes the example configuration and its rules."""
     command = ["promtool", "check", "config", str(_EXAMPLES / "prometheus.yml")]
     said = subprocess.run(command, capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stdout + said.stderr
@@ -191,7 +188,6 @@ tests:
 
 @needs_prometheus
 def test_alerts_fire_on_what_they_name(tmp_path: Path) -> None:
-    """Silence, a missing watcher, a backward step, heat and a slow rank fire; others do not."""
     path = tmp_path / "tests.yml"
     path.write_text(_UNIT_TESTS.format(rules=_EXAMPLES / "alerts.yml"))
     command = ["promtool", "test", "rules", str(path)]
@@ -232,7 +228,6 @@ def _firing(address: str) -> set[str]:
 @pytest.mark.slow
 @needs_prometheus
 def test_real_prometheus(exporter: Exporter, prometheus: str) -> None:
-    """A real Prometheus scrapes a real exporter, and an alert of the example fires on a stall."""
     end = time.monotonic() + 60
     while "up" not in _series(prometheus) and time.monotonic() < end:
         time.sleep(0.3)

@@ -43,7 +43,6 @@ class _Opens:
 
 
 def test_a_pickle_that_imports_anything_is_refused(tmp_path: Path) -> None:
-    """The file and what it wanted are named, and nothing of it is run."""
     path = tmp_path / "rank_0"
     path.write_bytes(pickle.dumps({"entries": [_Opens()]}))
     with pytest.raises(FlightRecorderError, match=r"rank_0 .* it wants posix\.system"):
@@ -61,7 +60,6 @@ def test_a_pickle_that_imports_anything_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_dump_is_refused(tmp_path: Path, content: bytes) -> None:
-    """Whatever is wrong with it, the error names the file; other dumps are still read."""
     (tmp_path / "rank_0").write_bytes(content)
     (tmp_path / "rank_1").write_bytes(pickle.dumps({"entries": []}))
     with pytest.raises(FlightRecorderError, match="rank_0"):
@@ -72,7 +70,6 @@ def test_what_is_no_dump_is_refused(tmp_path: Path, content: bytes) -> None:
 
 
 def test_asking_passes_over_pipes_that_nobody_reads(tmp_path: Path) -> None:
-    """A reader gets one byte; no pipe, no reader and a full pipe are each passed over at once."""
     prefix = recorder_environment(tmp_path)["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
     for rank in (1, 2, 3):
         os.mkfifo(f"{prefix}{rank}.pipe")
@@ -112,7 +109,6 @@ def test_only_dumps_written_since_are_collected(tmp_path: Path) -> None:
 
 
 def test_what_dead_ranks_have_left_is_taken_away(tmp_path: Path) -> None:
-    """All of it, but not that of a rank of the same number that lives, and nothing else's."""
     for rank in (0, 1, 12):
         (tmp_path / f"{FLIGHT_FILE_PREFIX}{rank}").touch()
         os.mkfifo(tmp_path / f"{FLIGHT_PIPE_PREFIX}{rank}.pipe")
@@ -231,7 +227,6 @@ def test_roots_are_the_ranks_that_stopped(
 
 
 def test_all_at_the_same_collective_is_nobody_s_fault() -> None:
-    """Four ranks that have joined, of which none has finished: no root, and no one is missing."""
     dumps, _ = _dumps([0, 0], [(0, 1, 2, 3)], {}, 1)
     assert flight.analyse(dumps) == []
     for rank in dumps:
@@ -243,7 +238,6 @@ def test_all_at_the_same_collective_is_nobody_s_fault() -> None:
 
 
 def test_a_rank_that_alone_has_not_finished_is_a_root() -> None:
-    """Its card stalls: all others have done what it has joined."""
     dumps = {rank: _dump(rank, [0], [0], [(0, 1, 2)], int(rank != 1), 1) for rank in range(3)}
     assert flight.root_ranks(dumps) == (1,)
 
@@ -277,7 +271,6 @@ os._exit(0)
 
 @pytest.mark.slow
 def test_torch_s_own_recorder_is_understood(tmp_path: Path) -> None:
-    """Two real processes on gloo, of which one never joins the last collective of their group."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -63,7 +63,6 @@ def _until(found: Callable[[], Any], seconds: float = 120.0) -> Any:
 
 
 def test_real_node(node: NodeDirectory, watch: NodeHealth) -> None:
-    """A real node gives clocks, disks, memory and its ranks' steps, in JSON and in the journal."""
     heart = HeartbeatWriter(heartbeat_dir(node.run.path), "rank", rank=5)
     watch.start()
     _until(lambda: "steps_per_second:5" in watch.latest())

@@ -57,7 +57,6 @@ def _limit(pulse: Heartbeat, section: WatchSection = _SECTION) -> float | None:
 def test_a_settled_phase_may_take_a_multiple_of_the_longest(
     longest: float, factor: float, bounds: list[float]
 ) -> None:
-    """Between the recipe's bounds, and never less than it has taken unless max_seconds says so."""
     low, high = bounds
     section = WatchSection(factor=factor, min_seconds=low, max_seconds=high)
     limit = _limit(_pulse(longest={"forward": longest}), section)
@@ -180,7 +179,6 @@ def test_who_waited_for_another_has_time_to_go_on() -> None:
 
 
 def test_a_heart_has_moved_if_it_is_elsewhere_or_there_again() -> None:
-    """Another step of the same phase is another place."""
     before = _pulse("forward", 7.0, step=3)
     assert not has_moved(before, _pulse("forward", 9.0, step=3))
     assert has_moved(before, _pulse("forward", 9.0, step=4))
@@ -196,7 +194,6 @@ def _pulse_dead(
 
 
 def test_a_rank_that_was_seen_alive_is_missed_once() -> None:
-    """With what it was at; the first of a launch is told from those that may follow from it."""
     roll, (one, two) = LivenessTracker(), (_pulse_dead(1), _pulse_dead(2, rank=1))
     assert roll.dead_ranks([one, two], []) == []
     (lost,) = roll.dead_ranks([two], [one])
@@ -256,7 +253,6 @@ def test_what_was_killed_long_ago_is_no_reason() -> None:
 
 
 def test_several_that_die_at_once_are_one_alert() -> None:
-    """Which names all of them; of one alone the alert is what its event is."""
     roll = LivenessTracker()
     one, two, three = (_pulse_dead(number, rank=number) for number in (0, 2, 3))
     roll.dead_ranks([one, two, three], [])
@@ -269,7 +265,6 @@ def test_several_that_die_at_once_are_one_alert() -> None:
 
 
 def test_a_dead_rank_s_flight_recorder_goes_with_its_record(stage: Any) -> None:
-    """But not while another record of that rank is there: the files may be its own."""
     first = stage.rank("sleeps", launch="one")
     dump = stage.folder() / f"{FLIGHT_FILE_PREFIX}0"
     pipe = stage.folder() / f"{FLIGHT_PIPE_PREFIX}0.pipe"

@@ -53,7 +53,6 @@ def shared() -> Iterator[Path]:
 @_needs_root
 @pytest.mark.parametrize("made", ["longtake-0", "longtake-0/host-run"])
 def test_a_folder_that_another_user_made_is_refused(made: str, shared: Path) -> None:
-    """Hearts are not written there, no lock is taken, and who asks is told whose it is."""
     folder = shared / "longtake-0" / "host-run"
     if made != "longtake-0":
         (shared / "longtake-0").mkdir()
@@ -114,7 +113,6 @@ def test_links_in_the_folder_of_hearts_are_not_followed(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_request_is_refused_once(name: str, content: object, tmp_path: Path) -> None:
-    """And the good one beside it is found."""
     run = RunDirectory(tmp_path)
     good = {"time": now(), "by": "gpu1", "reason": "asked", "rounds": 2, "native": False}
     inbox = RequestQueue(NodeDirectory(run, "gpu1"))
@@ -131,7 +129,6 @@ def test_a_bad_request_is_refused_once(name: str, content: object, tmp_path: Pat
 
 
 def test_what_is_written_aside_never_goes_through_a_link(tmp_path: Path) -> None:
-    """A link that waits under the hidden name is replaced; appending to one is refused."""
     victim = tmp_path / "thesis"
     victim.write_text("mine")
     node = this_node(RunDirectory(tmp_path / "run"))

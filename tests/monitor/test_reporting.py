@@ -31,7 +31,6 @@ def disk(tmp_path: Path) -> Iterator[RunDirThread]:
 
 
 def test_a_hook_gets_all_events_in_order(tmp_path: Path, disk: RunDirThread) -> None:
-    """Each as one line of JSON on stdin."""
     alerts = AlertQueue(WatchSection(hook=f"cat >> {tmp_path}/got"), disk)
     events = [{"event": "stalled", "step": 7}, {"event": "went_on", "step": 7}]
     for event in events:
@@ -43,7 +42,6 @@ def test_a_hook_gets_all_events_in_order(tmp_path: Path, disk: RunDirThread) -> 
 def test_what_fails_is_said_and_does_not_stop_the_next(
     tmp_path: Path, disk: RunDirThread, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A hook that ends with an error."""
     hook = f'cat >> {tmp_path}/got; echo "no such pager" >&2; exit 3'
     alerts = AlertQueue(WatchSection(hook=hook), disk)
     alerts.put({"event": "stalled"})
@@ -56,7 +54,6 @@ def test_what_fails_is_said_and_does_not_stop_the_next(
 
 
 def test_a_hook_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
-    """After its time, also where it has started something that would hang on."""
     command = f"sleep 600 & echo $! > {tmp_path}/child; sleep 600"
     assert "took longer than 2 s" in run_hook(command, "{}", "stalled", 2.0)
     child = int((tmp_path / "child").read_text())
@@ -73,7 +70,6 @@ def test_a_hook_knows_the_event_and_need_not_read_it(tmp_path: Path) -> None:
 
 
 def test_alerts_never_wait(tmp_path: Path, disk: RunDirThread) -> None:
-    """Sending is instant while a hook hangs; what is too much is dropped."""
     alerts = AlertQueue(WatchSection(hook=f"touch {tmp_path}/begun; sleep 600"), disk)
     begun = time.monotonic()
     for number in range(150):
@@ -93,7 +89,6 @@ def test_a_hook_is_on_no_command_line(tmp_path: Path) -> None:
 
 
 def test_a_hook_that_no_shell_takes_is_said() -> None:
-    """A NUL character ends no thread."""
     assert "cannot be run" in run_hook("true\0", "{}", "x")
 
 

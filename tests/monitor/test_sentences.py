@@ -59,7 +59,6 @@ def _sentence(
 
 
 def test_a_worker_s_sentence_names_all_that_is_known() -> None:
-    """Node, process, rank, function, line, time, clip, rounds and use; then who waits for it."""
     waiting = WaitingRanks("data", (3,), 1), WaitingRanks("a collective", (0, 1, 2, 4), 2)
     assert _sentence(_WORKER, waiting=waiting) == (
         "gpu07: decode worker 4121 of rank 3 has been in read (longtake/data/decode.py:88) for "
@@ -110,12 +109,10 @@ def test_a_worker_s_sentence_names_all_that_is_known() -> None:
     ],
 )
 def test_each_kind_of_culprit_has_its_words(suspect: Suspect, expected: str) -> None:
-    """What it is, where, since when, and what it did or did not do meanwhile."""
     assert _sentence(suspect) == expected
 
 
 def test_further_suspects_and_the_flight_recorder_follow() -> None:
-    """Three more are named and the rest is counted."""
     more = [replace(_RANK, rank=rank, pid=rank) for rank in range(6)]
     missing = MissingIn("mine", "nccl:all_reduce", (1, 2)), MissingIn("x", "op", (4,), True)
     said = _sentence(_WORKER, *more, missing=missing, silent=("gpu09",))
@@ -131,7 +128,6 @@ def test_further_suspects_and_the_flight_recorder_follow() -> None:
     [([3], "3"), ([0, 1], "0-1"), ([0, 1, 2, 6, 8, 9], "0-2, 6, 8-9"), (list(range(900)), "0-899")],
 )
 def test_ranks_are_told_in_ranges(ranks: list[int], expected: str) -> None:
-    """Neighbours are told by the first and the last of them."""
     assert ranges(ranks) == expected
 
 
@@ -140,5 +136,4 @@ def test_ranks_are_told_in_ranges(ranks: list[int], expected: str) -> None:
     [(0.42, "0.4 s"), (12.4, "12 s"), (119.6, "120 s"), (250, "4 min 10 s"), (7500, "2 h 5 min")],
 )
 def test_times_are_told_as_people_do(seconds: float, expected: str) -> None:
-    """Seconds, minutes or hours, with no more digits than matter."""
     assert for_seconds(seconds) == expected

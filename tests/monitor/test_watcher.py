@@ -42,7 +42,6 @@ def _line_of(text: str) -> int:
 
 
 def test_a_rank_that_hangs_is_named_and_ended(stage: Any) -> None:
-    """By host, rank, line and time, in event, verdict and alert; then the last rank's death."""
     hook = f"cat >> {stage.path}/alerts"
     guilty, other = stage.rank("sleeps", rank=1), stage.rank("waits", rank=0)
     watcher = stage.watcher(action="kill", hook=hook)
@@ -75,7 +74,6 @@ def test_a_rank_that_hangs_is_named_and_ended(stage: Any) -> None:
 
 
 def test_a_frozen_decoding_process_is_ended_and_the_rank_goes_on(stage: Any) -> None:
-    """`restart-worker` ends the process, by its clip, and nothing else."""
     rank, worker = stage.rank("steps"), stage.worker("freezes")
     stage.watcher(action="restart-worker")
     (event,) = _until(lambda: stage.events("restarted_worker"))
@@ -118,7 +116,6 @@ def test_its_own_lateness_is_said_once_a_minute(stage: Any) -> None:
 
 
 def test_what_goes_on_again_is_told(stage: Any) -> None:
-    """The stall's event is followed by that of its end, with how long it lasted."""
     rank = stage.rank("pauses")
     stage.watcher(min_seconds=2.5)
     (stalled,) = _until(lambda: stage.events("stalled"))
@@ -131,7 +128,6 @@ def test_what_goes_on_again_is_told(stage: Any) -> None:
 
 
 def test_a_run_that_ends_well_leaves_nothing_to_tell(stage: Any) -> None:
-    """Only that it was watched; the last heartbeat says that all has ended, and the records go."""
     stage.rank("ends"), stage.rank("ends", rank=1)
     (stage.folder() / f"{FLIGHT_FILE_PREFIX}0").touch()
     os.mkfifo(stage.folder() / f"{FLIGHT_PIPE_PREFIX}1.pipe")
@@ -147,7 +143,6 @@ def test_a_run_that_ends_well_leaves_nothing_to_tell(stage: Any) -> None:
 
 
 def test_the_heartbeat_says_what_each_process_does(stage: Any) -> None:
-    """With the limit that it is under; about once a second, from a small process without torch."""
     rank, worker = stage.rank("waits"), stage.worker("idles")
     watcher = stage.watcher(min_seconds=30.0)
     first = _until(lambda: stage.node().read_heartbeat())
@@ -164,7 +159,6 @@ def test_the_heartbeat_says_what_each_process_does(stage: Any) -> None:
 
 @pytest.mark.slow
 def test_two_nodes_pass_one_verdict(stage: Any) -> None:
-    """Both are dumped, one tells, and the one that has the culprit acts."""
     for host in "ab":
         stage.watcher(host=host, action="kill", min_seconds=10.0)
     stage.rank("waits", rank=0, host="a")
@@ -206,7 +200,6 @@ def test_a_process_that_moves_on_during_the_dump_is_no_stall(stage: Any) -> None
 
 
 def test_anybody_s_request_is_answered(stage: Any) -> None:
-    """By a dump of all processes, without a verdict; once."""
     rank, worker = stage.rank("waits"), stage.worker("idles")
     stage.watcher(min_seconds=60.0)
     time.sleep(1.0)  # its first look at requests is over
@@ -231,7 +224,6 @@ def test_a_disk_that_hangs_stops_neither_watching_nor_alerting(stage: Any) -> No
 
 
 def test_a_full_disk_is_told_when_there_is_room(stage: Any) -> None:
-    """Events are kept until then; the alert goes out at once."""
     stage.rank("waits", rank=1)
     node = stage.node()
     hook = f"ulimit -S -f unlimited; cat >> {stage.path}/alerts"
@@ -309,7 +301,6 @@ def test_a_scheduler_s_signal_to_all_processes_is_only_noted(stage: Any) -> None
 
 
 def test_by_hand_a_signal_ends_it(stage: Any) -> None:
-    """Whoever has started it wants it to end."""
     stage.rank("waits")
     watcher = stage.watcher("--by-hand", min_seconds=60.0)
     watcher.send_signal(signal.SIGTERM)
@@ -331,7 +322,6 @@ def test_who_waits_for_the_place_ends_with_the_last_rank(stage: Any) -> None:
 
 
 def test_the_verb_watches_in_the_foreground(stage: Any) -> None:
-    """It says what it sees, and Ctrl-C ends it with a line."""
     command = [sys.executable, "-P", "-m", "longtake", "watch", str(stage.run.path)]
     process = subprocess.Popen(
         command, cwd=stage.path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -25,7 +25,6 @@ _ALONE = World(0, 0, 1, torch.device("cpu"), None)
 
 
 def test_alone_each_is_the_identity() -> None:
-    """One process needs no process group."""
     with join("cpu", ParallelSection(strategy="replicate")) as world:
         assert world == _ALONE
     assert sum_over_ranks({"loss": 0.1}, world) == {"loss": 0.1}
@@ -35,8 +34,6 @@ def test_alone_each_is_the_identity() -> None:
 
 
 def test_a_mistake_of_the_first_is_raised_as_it_is() -> None:
-    """Alone, the error keeps its class."""
-
     def work() -> None:
         raise RecipeError("no such thing")
 
@@ -45,14 +42,12 @@ def test_a_mistake_of_the_first_is_raised_as_it_is() -> None:
 
 
 def test_cuda_that_is_not_there_is_refused() -> None:
-    """The message counts the cards and says what to do."""
     rank = torch.cuda.device_count()
     with pytest.raises(RecipeError, match=rf"has {rank} CUDA cards.*training\.device=cpu"):
         pick_device("cuda", local_rank=rank)
 
 
 def test_two_ranks_agree(run_on_two_ranks: Callable[..., None]) -> None:
-    """Each rank of two real processes checks what it has been told."""
     run_on_two_ranks(__file__)
 
 

@@ -19,7 +19,6 @@ _TOTALS = [(12,), (13,), (7, 3), (5, 2)]
 
 @pytest.mark.parametrize(("total", "size"), [(12, 4), (13, 4), (3, 4), (0, 2), (7, 1)])
 def test_shares_are_even_but_for_one_token(total: int, size: int) -> None:
-    """All tokens belong to someone, and nobody has two more than another."""
     counts = shares(total, size)
     assert sum(counts) == total
     assert len(counts) == size
@@ -27,7 +26,6 @@ def test_shares_are_even_but_for_one_token(total: int, size: int) -> None:
 
 
 def test_three_ranks_attend_as_one(on_processes: Callable[[int], list[str]]) -> None:
-    """Outputs, and the gradients of all ranks' losses together, with uneven numbers of tokens."""
     ended = subprocess.run(
         [*on_processes(3), __file__],
         capture_output=True,

@@ -29,7 +29,6 @@ _PROFILES = [EmaProfile(name="fixed", decay=0.9), EmaProfile(name="power", width
 
 
 def test_alone_a_model_stays_as_it_is() -> None:
-    """No hooks and no DTensors where nobody shares."""
     model = nn.Sequential(nn.Linear(2, 2))
     apply_fsdp(model, list(model), _ALONE)
     set_gradient_sync(model, wanted=False)
@@ -39,7 +38,6 @@ def test_alone_a_model_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("max_norm", [0.1, 100.0])
 def test_gradients_are_clipped_to_a_norm(max_norm: float) -> None:
-    """A smaller one is left alone."""
     model = nn.Linear(2, 1, bias=False)
     model.weight.grad = torch.tensor([[3.0, 4.0]])
     clip_gradients(model, 5.0, max_norm)
@@ -69,7 +67,6 @@ def _gradients(model: nn.Module) -> Tensor:
 
 
 def test_two_ranks_have_the_gradients_of_one(run_on_two_ranks: Callable[..., None]) -> None:
-    """Sharded or replicated: gradients, their norm, and the averages of the weights."""
     run_on_two_ranks(__file__)
 
 

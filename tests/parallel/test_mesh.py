@@ -31,7 +31,6 @@ def _machine(monkeypatch: pytest.MonkeyPatch, cards: int) -> list[int]:
 def test_names_of_devices(
     wanted: str, cards: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The card that is meant becomes the current one, too."""
     chosen = _machine(monkeypatch, cards)
     device = pick_device(wanted)
     assert str(device) == expected
@@ -78,7 +77,6 @@ def test_segments_can_grow_unless_the_user_says_otherwise(
     ],
 )
 def test_what_is_no_device(wanted: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused with what there is to choose from."""
     _machine(monkeypatch, 2)
     with pytest.raises(RecipeError, match=message):
         pick_device(wanted)
