@@ -33,11 +33,11 @@ from longtake.data.loader import Loader
 from longtake.demo.shapes import write_clips
 from longtake.models.assemble import assemble
 from longtake.models.trainable import trained_state
+from longtake.optim.build import build_optimizers
+from longtake.optim.ema import Averages
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
 from longtake.training.allocator import keep_freed_memory
-from longtake.training.ema import Averages
-from longtake.training.optim import build_optimizers
 from longtake.training.resume import save_checkpoint
 from longtake.training.step import TrainingState, compute_gradients
 

@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from longtake import config
 from longtake.config import Recipe
 from longtake.models.losses import flow_losses
+from longtake.optim.build import build_optimizers
 from longtake.planner.activation_checkpointing import (
     POLICIES,
     BlockCall,
@@ -48,7 +49,6 @@ from longtake.planner.devices import Device, device_for
 from longtake.planner.measure import MeasuredMemory, measured
 from longtake.planner.solver import PolicySweep, find_best, sweep_policies
 from longtake.planner.trace import StepTrace, Subject, Tracer
-from longtake.training.optim import build_optimizers
 from longtake.training.optimizer_memory import foreach_bytes, optimizer_bytes
 from longtake.training.outlined import OutlinedStep, outlined_step
 

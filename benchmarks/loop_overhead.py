@@ -33,15 +33,15 @@ from longtake.data.loader import Loader
 from longtake.demo.shapes import write_clips
 from longtake.heartbeat import HeartbeatWriter, heartbeat_dir, heartbeat_session, set_phase
 from longtake.models.assemble import assemble
+from longtake.optim.build import build_optimizers
+from longtake.optim.ema import Averages
 from longtake.parallel.fsdp import squares
 from longtake.parallel.mesh import World
 from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
-from longtake.training.ema import Averages
 from longtake.training.gauge import Gauge
 from longtake.training.guarding import Guard
 from longtake.training.loop import Watch, train_steps
-from longtake.training.optim import build_optimizers
 from longtake.training.peak import PeakCheck
 from longtake.training.record import keep_record
 from longtake.training.run_lease import RunLease

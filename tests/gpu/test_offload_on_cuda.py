@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from longtake.optim import master_weights
+from longtake.optim.master_weights import MasterAdamW
 from longtake.planner.measure import measured
-from longtake.training import master
-from longtake.training.master import MasterAdamW
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card here")
 
@@ -35,7 +35,7 @@ def test_offloaded_updates_are_those_of_the_card(
     dtype: torch.dtype, most_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To fp32's rounding, in one batch or with the next one's gradients on their way."""
-    monkeypatch.setattr(master, "MOST_ELEMENTS", most_elements)
+    monkeypatch.setattr(master_weights, "MAX_BATCH_ELEMENTS", most_elements)
     networks = [_network(dtype), _network(dtype)]
     for network, offload in zip(networks, (False, True), strict=True):
         optimizer = MasterAdamW(network.parameters(), 1e-3, weight_decay=0.1, offload=offload)

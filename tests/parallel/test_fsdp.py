@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from longtake.config import EmaProfile, ParallelSection
+from longtake.optim.ema import Averages
 from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.fsdp import (
     apply_fsdp,
@@ -22,7 +23,6 @@ from longtake.parallel.fsdp import (
     squares,
 )
 from longtake.parallel.mesh import World, arranged, join
-from longtake.training.ema import Averages
 
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)
 _PROFILES = [EmaProfile(name="fixed", decay=0.9), EmaProfile(name="power", width=0.1)]

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from longtake.config import OptimizerSection
 from longtake.models.precision import Precision
+from longtake.optim import master_weights
+from longtake.optim.build import build_optimizers
 from longtake.planner.measure import measured
-from longtake.training import master
-from longtake.training.optim import build_optimizers
 from longtake.training.optimizer_memory import foreach_bytes, optimizer_bytes
 
 _CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def test_bytes_are_those_of_the_real_optimizer(
     kind: str, dtype: torch.dtype, precision: Precision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kept ones to the byte; those in passing to a percent, without a kernel's own."""
-    monkeypatch.setattr(master, "MOST_ELEMENTS", 10_000)
+    monkeypatch.setattr(master_weights, "MAX_BATCH_ELEMENTS", 10_000)
     network = _network(dtype)
     section = _section(kind=kind)
     predicted = optimizer_bytes(network, _blocks(network), section, precision, "cpu")
@@ -93,7 +93,7 @@ def test_tensors_are_rounded_up_as_on_a_card() -> None:
 
 
 def test_eight_bit_states_take_a_byte_per_number_and_their_scales() -> None:
-    """Small tensors keep fp32 states; what the large ones take is compared in test_eight_bit."""
+    """Small tensors keep fp32 states; what the large ones take is compared in tests/optim."""
     network = _network()
     predicted = optimizer_bytes(network, [], _section(kind="adamw8bit"), "bf16")
     eight_bit = 64 * 64 + 64 * 256

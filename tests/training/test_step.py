@@ -15,11 +15,11 @@ from longtake.data.loader import Loader
 from longtake.models.assemble import assemble
 from longtake.models.defaults import Defaults
 from longtake.models.text import NO_CAPTION
+from longtake.optim.build import build_optimizers
+from longtake.optim.ema import Averages
 from longtake.parallel.fsdp import clip_gradients, squares
 from longtake.parallel.mesh import World
-from longtake.training.ema import Averages
 from longtake.training.latent_cache import encode_captions
-from longtake.training.optim import build_optimizers
 from longtake.training.step import (
     TrainingState,
     apply_update,

@@ -3,11 +3,11 @@
 from longtake.config import Recipe
 from longtake.models.assemble import Components
 from longtake.models.precision import Precision
+from longtake.optim.build import build_optimizers
+from longtake.optim.ema import Averages
 from longtake.parallel.context_parallel import TokenSharing
 from longtake.parallel.fsdp import apply_fsdp
 from longtake.parallel.mesh import World
-from longtake.training.ema import Averages
-from longtake.training.optim import build_optimizers
 from longtake.training.step import TrainingState
 
 

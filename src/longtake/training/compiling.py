@@ -1,8 +1,6 @@
 """Compiled blocks (`training.compile`): torch.compile makes one program of each block's many."""
 
 import logging
-import os
-import shutil
 from functools import partial
 from typing import Any
 
@@ -12,9 +10,9 @@ from torch.utils._triton import has_triton
 from longtake.config import Recipe
 from longtake.errors import RecipeError
 from longtake.models.assemble import Components
+from longtake.optim.build import has_cpp_compiler
 from longtake.planner.activation_checkpointing import Options, run_block
 
-_COMPILERS = ("g++", "c++", "clang++", "gcc", "cc", "clang")
 _PROGRAMS_PER_SHAPE = 32
 """Programs that one shape of clips may need: for each kind of block and memory option, for the
 first block (whose input has no gradient) and the others, for a full and a smaller micro-batch."""
@@ -37,11 +35,6 @@ def refuse_missing_compiler(recipe: Recipe, device: torch.device) -> None:
             f"training.compile = true, but this machine has no {lacks}, which torch.compile needs. "
             "Install it, or --set training.compile=false."
         )
-
-
-def has_cpp_compiler() -> bool:
-    named = [os.environ.get(name, "") for name in ("CXX", "CC")]
-    return any(shutil.which(compiler) for compiler in (*named, *_COMPILERS) if compiler)
 
 
 def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from longtake.config import OptimizerSection
 from longtake.models.precision import Precision
-from longtake.training import muon
-from longtake.training.eight_bit import BLOCK
-from longtake.training.master import in_batches
-from longtake.training.optim import share_out
+from longtake.optim import muon
+from longtake.optim.build import EIGHT_BIT_BLOCK, choose_optimizers
+from longtake.optim.master_weights import in_batches
 
 _MAP_BYTES = 256 * 4
 """The table of a state's 256 levels; each state has its own."""
@@ -44,7 +43,7 @@ def optimizer_bytes(
     Returns:
         Bytes, exact for what is kept. `step` is exact but for what kernels take for themselves.
     """
-    adamw, eight_bit, matrices = share_out(model, blocks, section)
+    adamw, eight_bit, matrices = choose_optimizers(model, blocks, section)
     offloaded = section.offload and device_type != "cpu"
     sizes = _Sizes(granule)
     averages = sum(sizes.of(parameter, 4, 4) + sizes.rounded(4) for parameter in adamw)
@@ -83,7 +82,7 @@ class _Sizes:
         return self.of(parameter, 4) if needed else 0
 
     def eight_bit(self, parameter: Tensor) -> int:
-        scales = self.rounded(parameter.numel() // BLOCK * 4)
+        scales = self.rounded(parameter.numel() // EIGHT_BIT_BLOCK * 4)
         return 2 * (self.of(parameter, 1) + scales + self.rounded(_MAP_BYTES))
 
 

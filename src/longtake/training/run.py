@@ -27,6 +27,7 @@ from longtake.models.assemble import source_of, text_section
 from longtake.models.captions import review_captions
 from longtake.models.precision import Precision, choose_precision
 from longtake.models.pretrained import local_copies
+from longtake.optim.build import refuse_missing_torchao
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join
 from longtake.planner.devices import peak_flops
@@ -45,7 +46,6 @@ from longtake.training.build import build_state
 from longtake.training.card import free_memory
 from longtake.training.compile_cache import keep_compiled
 from longtake.training.compiling import compile_blocks, refuse_missing_compiler
-from longtake.training.eight_bit import refuse_missing_torchao
 from longtake.training.fit import Fit, run_blocks_by
 from longtake.training.gauge import Gauge
 from longtake.training.guarding import Guard

@@ -9,11 +9,11 @@ from longtake.config import Recipe
 from longtake.data.batch import Batch
 from longtake.data.loader import Loader
 from longtake.guard.history import StepStatistics
+from longtake.optim.build import schedule_factor
 from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.mesh import World
 from longtake.process import EXIT_CODES
 from longtake.training.gauge import Gauge
-from longtake.training.optim import schedule_factor
 from longtake.training.step import SampleLosses, TrainingState
 
 _QUARTERS = 4

@@ -20,11 +20,11 @@ from longtake.models.family import Conditioning
 from longtake.models.losses import Examples, flow_losses
 from longtake.models.precision import Precision
 from longtake.models.text import NO_CAPTION
+from longtake.optim.build import schedule_factor, set_learning_rates
+from longtake.optim.ema import Averages, masters_of
 from longtake.parallel.fsdp import clip_gradients, set_gradient_sync
 from longtake.parallel.mesh import World
-from longtake.training.ema import Averages, masters_of
 from longtake.training.latent_cache import encode_captions, encode_videos
-from longtake.training.optim import schedule_factor, set_learning_rates
 from longtake.training.own_work import OwnWork
 
 

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from longtake.config import ParallelSection
+from longtake.optim import master_weights
+from longtake.optim.master_weights import MasterAdamW
 from longtake.parallel.fsdp import apply_fsdp, full
 from longtake.parallel.mesh import World, join
-from longtake.training import master
-from longtake.training.master import MasterAdamW
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -83,7 +83,7 @@ def test_fp32_weights_move_as_with_torch(
     offload: bool, most_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the last bit, in one batch or many; where they lie beside their states without masters."""
-    monkeypatch.setattr(master, "MOST_ELEMENTS", most_elements)
+    monkeypatch.setattr(master_weights, "MAX_BATCH_ELEMENTS", most_elements)
     wanted, found = _network(torch.float32), _network(torch.float32)
     torchs = torch.optim.AdamW(wanted.parameters(), fused=True, **_SETTINGS)
     ours = MasterAdamW(found.parameters(), offload=offload, **_SETTINGS)

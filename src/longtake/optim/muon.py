@@ -1,4 +1,4 @@
-"""Muon: momentum whose every step is orthogonalised, for the matrices of a transformer."""
+"""Muon: momentum with orthogonalised steps, for the matrices of a transformer."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from longtake.training.master import Fp32Optimizer
+from longtake.optim.master_weights import Fp32Optimizer
 
 # The quintic of Keller Jordan's Muon: it lifts small singular values fast and leaves all of them
 # in about [0.7, 1.2], which serves as well as exactly 1.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
-_MOST_ELEMENTS = 2**27
-"""Of a batch: the gathered matrices, half a GiB in fp32, stand beside the model's own share."""
+_MAX_BATCH_ELEMENTS = 2**27
+"""Of a batch of gathered matrices, which take half a GiB in fp32 beside the model's shard."""
 
 
 class Muon(Fp32Optimizer):
@@ -80,18 +80,20 @@ class Muon(Fp32Optimizer):
         directions = [self._direction(parameter, group) for parameter in parameters]
         rows, columns = parameters[0].shape
         scale = max(1.0, rows / columns) ** 0.5
-        matrices = torch.stack([_whole(direction) for direction in directions])
+        matrices = torch.stack(
+            [each.full_tensor() if isinstance(each, DTensor) else each for each in directions]
+        )
         steps = orthogonalise(matrices.to(self._dtype), group["num_iterations"]).unbind()
         for parameter, step in zip(parameters, steps, strict=True):
             weight: Tensor = self.state[parameter].get("master", parameter)
             weight.mul_(1 - group["lr"] * group["weight_decay"])
             step = step.to(weight.dtype)
-            weight.add_(_laid_out_as(weight, step), alpha=-group["lr"] * scale)
+            weight.add_(_shard_like(weight, step), alpha=-group["lr"] * scale)
             if weight is not parameter:
                 parameter.copy_(weight)
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return the momentum after this step's gradient, in the parameter's layout."""
+        """The momentum after this step's gradient, in the parameter's layout."""
         assert parameter.grad is not None
         state = self.state[parameter]
         if "momentum_buffer" not in state:
@@ -105,7 +107,7 @@ class Muon(Fp32Optimizer):
 
 
 def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
-    """Return the nearest matrices, roughly, whose singular values are all 1.
+    """Roughly the nearest matrices whose singular values are all 1.
 
     The Newton-Schulz iteration of Keller Jordan's Muon, X <- aX + (bA + cA^2)X with A = XX^T, in
     the type of the matrices.
@@ -129,25 +131,21 @@ def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
 
 
 def in_batches(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return batches of equal shape and bounded size, in an order equal on every rank."""
+    """Batches of equal shape and bounded size, in an order equal on every rank."""
     groups: defaultdict[tuple[torch.Size, torch.device], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         groups[parameter.shape, parameter.device].append(parameter)
     batches = []
     for (shape, _), group in groups.items():
-        most = max(1, _MOST_ELEMENTS // shape.numel())
+        most = max(1, _MAX_BATCH_ELEMENTS // shape.numel())
         batches += [group[start : start + most] for start in range(0, len(group), most)]
     return batches
 
 
-def _whole(matrix: Tensor) -> Tensor:
-    return matrix.full_tensor() if isinstance(matrix, DTensor) else matrix
-
-
-def _laid_out_as(parameter: Tensor, matrix: Tensor) -> Tensor:
+def _shard_like(parameter: Tensor, matrix: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return matrix
-    # Every rank holds the same matrix already: take the own part of it, send nothing.
+    # Every rank holds the same matrix: it takes its own part and sends nothing.
     return distribute_tensor(
         matrix, parameter.device_mesh, parameter.placements, src_data_rank=None
     )

@@ -1,4 +1,4 @@
-"""Optimizers that count in fp32, whatever the weights are kept in and wherever they lie.
+"""Optimizers whose states are fp32, whatever the dtype and the device of the weights.
 
 A bf16 number has 8 significant bits: an update below 1/512 of a weight is rounded away, and at
 usual learning rates nearly all are. So each bf16 weight has an fp32 *master*, which is updated in
@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-MOST_ELEMENTS = 2**26
-"""Of a batch of weights that are updated together: their gradients in fp32 take 256 MiB."""
+MAX_BATCH_ELEMENTS = 2**26
+"""Of weights that are updated together; their gradients in fp32 take 256 MiB."""
 
 
 class Fp32Optimizer(torch.optim.Optimizer):
-    """An optimizer whose state is fp32, in the memory that it chose."""
+    """An optimizer whose state is fp32, on the device that `device_of` names."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -48,39 +48,39 @@ class Fp32Optimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state; without this torch would round it to the weights' dtype."""
+        """Load a state in fp32; torch would round it to the weights' dtype."""
         super().load_state_dict({**state_dict, "state": {}})
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         ours = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, parameter in zip(saved, ours, strict=True):
             if key in state_dict["state"]:
-                place = self.place(parameter)
+                device = self.device_of(parameter)
                 values = state_dict["state"][key].items()
-                state = {name: value.to(place, torch.float32) for name, value in values}
+                state = {name: value.to(device, torch.float32) for name, value in values}
                 self.state[parameter] = state
 
-    def place(self, parameter: Tensor) -> torch.device:
+    def device_of(self, parameter: Tensor) -> torch.device:
         return parameter.device
 
     def add_master(self, parameter: Tensor) -> Tensor:
-        """Return what is updated for a parameter: itself, or a new fp32 copy in its state."""
-        place = self.place(parameter)
-        if parameter.dtype == torch.float32 and parameter.device == place:
+        """The tensor that is updated for a parameter: itself, or a new fp32 copy in its state."""
+        device = self.device_of(parameter)
+        if parameter.dtype == torch.float32 and parameter.device == device:
             return parameter
-        master = parameter.detach().to(place, torch.float32)
+        master = parameter.detach().to(device, torch.float32)
         self.state[parameter]["master"] = master
         return master
 
 
 class MasterAdamW(Fp32Optimizer):
-    """AdamW for weights that are bf16, or whose updates are made in the computer's memory.
+    """AdamW for weights that are bf16, or whose updates are made in host memory.
 
     torch's own fused kernel makes the updates, so that fp32 weights move as with
     `torch.optim.AdamW(fused=True)`, to the last bit on the same device.
 
     The state of a parameter is AdamW's (`step`, `exp_avg`, `exp_avg_sq`), and `master` where the
-    weight itself cannot be updated, because it is not fp32 or lies elsewhere. All of it is fp32 and
-    sharded like the parameter.
+    weight itself cannot be updated, because it is not fp32 or on another device. All of it is fp32
+    and sharded like the parameter.
 
     Args:
         params: the weights, or groups of them.
@@ -88,9 +88,8 @@ class MasterAdamW(Fp32Optimizer):
         betas: shares of the running averages that a step keeps.
         eps: added to the denominator.
         weight_decay: decoupled.
-        offload: keep states and masters in the computer's memory, and update there; gradients go
-            there and weights come back through page-locked memory, while the processor works on
-            others.
+        offload: keep states and masters in host memory and update there. Gradients and weights are
+            copied through page-locked memory while the processor works on others.
     """
 
     def __init__(
@@ -107,21 +106,20 @@ class MasterAdamW(Fp32Optimizer):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )
 
-    def place(self, parameter: Tensor) -> torch.device:
+    def device_of(self, parameter: Tensor) -> torch.device:
         return torch.device("cpu") if self._offload else parameter.device
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Update the weights of a group that have a gradient."""
         for parameter in parameters:
             if not self.state[parameter]:
-                self._begin(parameter)
-        for batch in _arrived(in_batches(parameters), self._offload):
+                self._init_state(parameter)
+        for batch in _with_gradients(in_batches(parameters), self._offload):
             self._update(batch, group)
 
-    def _begin(self, parameter: Tensor) -> None:
+    def _init_state(self, parameter: Tensor) -> None:
         updated = self.add_master(parameter)
         self.state[parameter] |= {
-            "step": torch.zeros((), device=self.place(parameter)),
+            "step": torch.zeros((), device=self.device_of(parameter)),
             "exp_avg": torch.zeros_like(updated),
             "exp_avg_sq": torch.zeros_like(updated),
         }
@@ -152,24 +150,24 @@ class MasterAdamW(Fp32Optimizer):
         for parameter, master, gradient in zip(
             batch.parameters, masters, batch.gradients, strict=True
         ):
-            _hand_over(local(parameter), master, gradient)
+            _round_into(local(parameter), master, gradient)
 
 
 class _Batch(NamedTuple):
     parameters: Sequence[Tensor]
     gradients: Sequence[Tensor]
-    """This rank's parts of them, where the states lie."""
+    """This rank's shards of them, on the device of the states."""
 
 
 def in_batches(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return parameters in groups of at most MOST_ELEMENTS numbers of this rank, or of one."""
+    """Parameters in groups of at most MAX_BATCH_ELEMENTS numbers of this rank, or of one."""
     batches: list[list[Tensor]] = []
     room = 0
     for parameter in parameters:
         room -= local(parameter).numel()
         if not batches or room < 0:
             batches.append([])
-            room = MOST_ELEMENTS - local(parameter).numel()
+            room = MAX_BATCH_ELEMENTS - local(parameter).numel()
         batches[-1].append(parameter)
     return batches
 
@@ -178,9 +176,9 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _arrived(batches: Sequence[Sequence[Tensor]], offload: bool) -> Iterator[_Batch]:
-    """Each batch when its gradients are where the states lie; the next one's are on their way."""
-    on_their_way: deque[tuple[_Batch, torch.cuda.Event]] = deque()
+def _with_gradients(batches: Sequence[Sequence[Tensor]], offload: bool) -> Iterator[_Batch]:
+    """Each batch once its gradients are on the states' device; those of the next are copied."""
+    in_flight: deque[tuple[_Batch, torch.cuda.Event]] = deque()
     for parameters in batches:
         gradients = [
             local(parameter.grad) for parameter in parameters if parameter.grad is not None
@@ -188,34 +186,36 @@ def _arrived(batches: Sequence[Sequence[Tensor]], offload: bool) -> Iterator[_Ba
         if not offload or gradients[0].device.type == "cpu":
             yield _Batch(parameters, gradients)
             continue
-        on_their_way.append((_Batch(parameters, [_sent(part) for part in gradients]), _now()))
-        if len(on_their_way) == 2:
-            yield _first_of(on_their_way)
-    while on_their_way:
-        yield _first_of(on_their_way)
+        in_flight.append(
+            (_Batch(parameters, [_start_copy(part) for part in gradients]), _record_event())
+        )
+        if len(in_flight) == 2:
+            yield _wait_for_first(in_flight)
+    while in_flight:
+        yield _wait_for_first(in_flight)
 
 
-def _sent(gradient: Tensor) -> Tensor:
-    there = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True)
-    return there.copy_(gradient, non_blocking=True)
+def _start_copy(gradient: Tensor) -> Tensor:
+    pinned = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True)
+    return pinned.copy_(gradient, non_blocking=True)
 
 
-def _now() -> torch.cuda.Event:
+def _record_event() -> torch.cuda.Event:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
-def _first_of(on_their_way: deque[tuple[_Batch, torch.cuda.Event]]) -> _Batch:
-    batch, sent = on_their_way.popleft()
-    sent.synchronize()
+def _wait_for_first(in_flight: deque[tuple[_Batch, torch.cuda.Event]]) -> _Batch:
+    batch, copied = in_flight.popleft()
+    copied.synchronize()
     return batch
 
 
-def _hand_over(weight: Tensor, master: Tensor, gradient: Tensor) -> None:
-    """Round a master into its weight; over there through the gradient's page-locked memory."""
+def _round_into(weight: Tensor, master: Tensor, gradient: Tensor) -> None:
+    """Round a master into its weight; to a GPU through the gradient's page-locked memory."""
     if master.device != weight.device:
-        room = gradient.view(-1).view(weight.dtype)[: weight.numel()].view(weight.shape)
-        weight.copy_(room.copy_(master), non_blocking=True)
+        pinned = gradient.view(-1).view(weight.dtype)[: weight.numel()].view(weight.shape)
+        weight.copy_(pinned.copy_(master), non_blocking=True)
     elif master is not weight:
         weight.copy_(master)

@@ -1,4 +1,4 @@
-"""Running averages of the weights, in fp32 and laid out over the ranks like the model."""
+"""Exponential moving averages (EMA) of the weights, in fp32 and sharded like the model."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from longtake.config import EmaProfile
 from longtake.models.trainable import trained_state
-from longtake.training.master import local
+from longtake.optim.master_weights import local
 
 Masters = Mapping[Tensor, Tensor]
-"""By parameter, the fp32 tensor that an optimizer updates in its place."""
+"""The fp32 tensor that an optimizer updates in place of a parameter."""
 
 
 class Averages:
@@ -43,7 +43,7 @@ class Averages:
 
     @torch.no_grad()
     def update(self, num_updates: int, masters: Masters | None = None) -> None:
-        """Take in the weights after the `num_updates`-th update (counted from 1)."""
+        """Move the averages after the `num_updates`-th update (counted from 1)."""
         if not self._averages:
             return
         best = masters or {}
@@ -71,7 +71,7 @@ class Averages:
 
     @torch.no_grad()
     def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take over averages, from `states` of as many profiles and ranks; they are copied."""
+        """Copy averages from `states` of the same profiles and number of ranks."""
         for profile, averages in self._averages.items():
             for name, average in averages.items():
                 average.copy_(states[profile][name])
@@ -109,9 +109,9 @@ def gamma_of(width: float) -> float:
 
 
 def masters_of(optimizers: Iterable[Optimizer]) -> dict[Tensor, Tensor]:
-    """The fp32 tensors that optimizers update in the place of rounded weights, where these lie.
+    """The fp32 masters of rounded weights.
 
-    Masters that are offloaded are left out: they would have to come back for each update.
+    Offloaded masters are left out: they would have to be copied back for each update.
     """
     return {
         parameter: state["master"]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from longtake.config import EmaProfile
-from longtake.training.ema import Averages, beta_of, gamma_of, masters_of
-from longtake.training.master import MasterAdamW
+from longtake.optim.ema import Averages, beta_of, gamma_of, masters_of
+from longtake.optim.master_weights import MasterAdamW
 
 
 def _set(model: nn.Module, value: float) -> None:

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from longtake.config import ParallelSection
+from longtake.optim import muon
+from longtake.optim.muon import Muon, orthogonalise
 from longtake.parallel.fsdp import apply_fsdp
 from longtake.parallel.mesh import World, join
-from longtake.training import muon
-from longtake.training.muon import Muon, orthogonalise
 
 _SHAPES = [(24, 24), (96, 24), (96, 24), (24, 96), (24, 24), (7, 5)]
 
@@ -227,7 +227,7 @@ def test_batches_of_bounded_size_change_nothing(monkeypatch: pytest.MonkeyPatch)
         return [parameter.detach() for parameter in model.parameters()]
 
     together = step()
-    monkeypatch.setattr(muon, "_MOST_ELEMENTS", 1)
+    monkeypatch.setattr(muon, "_MAX_BATCH_ELEMENTS", 1)
     torch.testing.assert_close(step(), together)
 
 

@@ -1,0 +1,1 @@
+"""Optimizers, fp32 master weights and averages of the weights."""

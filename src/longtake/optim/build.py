@@ -1,0 +1,203 @@
+"""Chooses an optimizer for each trained parameter, and schedules their learning rates."""
+
+import importlib.util
+import logging
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import AdamW, Optimizer
+
+from longtake.config import OptimizerSection
+from longtake.errors import RecipeError
+from longtake.models.precision import Precision
+from longtake.optim.master_weights import MasterAdamW
+from longtake.optim.muon import Muon
+
+EIGHT_BIT_BLOCK = 256
+"""Numbers of an 8-bit state that share a scale."""
+_MIN_EIGHT_BIT_NUMBERS = 4096  # torchao keeps smaller states in fp32 as well
+_COMPILERS = ("g++", "c++", "clang++", "gcc", "cc", "clang")
+
+
+def build_optimizers(
+    model: nn.Module, blocks: Sequence[nn.Module], section: OptimizerSection, precision: Precision
+) -> list[Optimizer]:
+    """The optimizers of a model, each trained parameter in one of them.
+
+    AdamW updates what no other takes. Muon takes the blocks' matrices, 8-bit AdamW the parameters
+    that are large enough for it. Weights that are not fp32, or whose states are offloaded, are
+    updated in fp32 copies.
+
+    Raises:
+        RecipeError: an 8-bit optimizer is wanted, but torchao or a compiler is not installed.
+    """
+    chosen = choose_optimizers(model, blocks, section)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    rate, decay = section.muon_learning_rate, section.weight_decay
+    optimizers: list[Optimizer] = []
+    if chosen.adamw:
+        optimizers.append(_adamw(chosen.adamw, section))
+    if chosen.eight_bit:
+        optimizers.append(_eight_bit_adamw(chosen.eight_bit, section))
+    if chosen.muon:
+        optimizers.append(Muon(chosen.muon, lr=rate, weight_decay=decay, dtype=dtype))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["base_lr"] = float(group["lr"])
+    return optimizers
+
+
+class ParametersByOptimizer(NamedTuple):
+    adamw: list[nn.Parameter]
+    eight_bit: list[nn.Parameter]
+    muon: list[nn.Parameter]
+
+
+def choose_optimizers(
+    model: nn.Module, blocks: Sequence[nn.Module], section: OptimizerSection
+) -> ParametersByOptimizer:
+    """Which optimizer updates which trained parameter; they may be on the meta device."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
+    chosen = ParametersByOptimizer([], [], [])
+    for parameter in trained:
+        if section.kind == "muon" and id(parameter) in in_blocks and parameter.ndim == 2:
+            chosen.muon.append(parameter)
+        elif section.kind == "adamw8bit" and has_eight_bit_state(parameter):
+            chosen.eight_bit.append(parameter)
+        else:
+            chosen.adamw.append(parameter)
+    return chosen
+
+
+def _adamw(parameters: Sequence[nn.Parameter], section: OptimizerSection) -> Optimizer:
+    rate, betas, decay = section.learning_rate, section.betas, section.weight_decay
+    if section.offload or any(parameter.dtype != torch.float32 for parameter in parameters):
+        return MasterAdamW(parameters, rate, betas, weight_decay=decay, offload=section.offload)
+    return AdamW(parameters, lr=rate, betas=betas, weight_decay=decay, fused=True)
+
+
+# --- Learning rates ---------------------------------------------------------------------------
+
+
+def set_learning_rates(optimizers: Sequence[Optimizer], factor: float) -> None:
+    """Scale every optimizer's own learning rate by the schedule's factor."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            rate = group["base_lr"] * factor
+            if isinstance(group["lr"], Tensor):  # a compiled update reads it from there
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+
+def schedule_factor(step: int, steps: int, section: OptimizerSection) -> float:
+    """The learning rate of an update as a share of its full value, in [0, 1]."""
+    if step < section.warmup_steps:
+        return (step + 1) / (section.warmup_steps + 1)
+    done = (step - section.warmup_steps) / max(1, steps - 1 - section.warmup_steps)
+    remaining = {
+        "constant": 1.0,
+        "linear": 1 - done,
+        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+    }[section.schedule]
+    return section.final_factor + (1 - section.final_factor) * remaining
+
+
+# --- AdamW with 8-bit states ------------------------------------------------------------------
+# By torchao; after Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022).
+
+
+def refuse_missing_torchao(section: OptimizerSection) -> None:
+    """Check that an 8-bit optimizer could be built here; imports nothing.
+
+    Raises:
+        RecipeError: torchao is not installed, or there is no compiler for its update.
+    """
+    if section.kind != "adamw8bit":
+        return
+    if importlib.util.find_spec("torchao") is None:
+        raise RecipeError(
+            'optimizer.kind = "adamw8bit" needs torchao, which is not installed. Install it with: '
+            'pip install "longtake[eightbit]" (or: pip install torchao). Without it, '
+            "--set optimizer.kind=adamw --set optimizer.offload=true also keeps the optimizer's "
+            "states out of the GPU's memory."
+        )
+    if not has_cpp_compiler():
+        raise RecipeError(
+            'optimizer.kind = "adamw8bit" compiles its update when it first runs, and there is no '
+            "C++ compiler here. Install g++ (or set CXX), or take --set optimizer.kind=adamw."
+        )
+
+
+def has_cpp_compiler() -> bool:
+    """Whether torch.compile finds a C++ compiler: CXX, CC, or one of the usual names."""
+    named = [os.environ.get(name, "") for name in ("CXX", "CC")]
+    return any(shutil.which(compiler) for compiler in (*named, *_COMPILERS) if compiler)
+
+
+def has_eight_bit_state(parameter: Tensor) -> bool:
+    """Whether a parameter's states can be kept in 8 bits, on every rank."""
+    return all(
+        size >= _MIN_EIGHT_BIT_NUMBERS and size % EIGHT_BIT_BLOCK == 0
+        for size in _shard_sizes(parameter)
+    )
+
+
+def _shard_sizes(parameter: Tensor) -> list[int]:
+    """Numbers of a parameter on each rank; FSDP2 cuts its rows into parts of equal size."""
+    if not isinstance(parameter, DTensor):
+        return [parameter.numel()]
+    mesh, placements = parameter.device_mesh, parameter.placements
+    sharded = [mesh.size(dim) for dim, at in enumerate(placements) if isinstance(at, Shard)]
+    num_parts, (rows, *columns) = math.prod(sharded), parameter.shape
+    share = math.ceil(rows / num_parts)
+    parts = [min(share, max(0, rows - share * number)) for number in range(num_parts)]
+    return [part * math.prod(columns) for part in parts]
+
+
+def _eight_bit_adamw(parameters: Sequence[Tensor], section: OptimizerSection) -> Optimizer:
+    """AdamW by torchao for parameters that have 8-bit states.
+
+    bf16 weights have no fp32 copies: an update is rounded up or down at random, so that small ones
+    are not lost on average. The seed follows from the step alone: a resumed run rounds alike.
+    """
+    refuse_missing_torchao(section)
+    return _seeded_class()(
+        parameters,
+        lr=section.learning_rate,
+        betas=section.betas,
+        weight_decay=section.weight_decay,
+        block_size=EIGHT_BIT_BLOCK,
+        bf16_stochastic_round=True,
+    )
+
+
+def _seeded_class() -> Callable[..., Optimizer]:
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it lists kernels that are missing
+    # torch's advice to torchao: its tensors cannot name themselves to a cache of compiled code.
+    warnings.filterwarnings("ignore", ".*_stable_hash_for_caching", UserWarning)
+    from torchao.optim import AdamW8bit
+
+    class SeededAdamW8bit(AdamW8bit):  # type: ignore[misc]
+        """Draws the same numbers in a step, whether the run was interrupted before or not."""
+
+        @torch.no_grad()
+        def step(self, closure: Callable[[], float] | None = None) -> Any:
+            devices = {parameter.device for parameter in self.param_groups[0]["params"]}
+            gpus = [device for device in devices if device.type == "cuda"]
+            with torch.random.fork_rng(devices=gpus):
+                torch.manual_seed(self._steps_done())
+                return super().step(closure)
+
+        def _steps_done(self) -> int:
+            return max((int(state["step"]) for state in self.state.values()), default=0)
+
+    return SeededAdamW8bit

@@ -1,0 +1,308 @@
+"""Which optimizer updates which weights, how learning rates run, and AdamW with 8-bit states.
+
+Run by torchrun, this file is one of two ranks.
+"""
+
+import copy
+import importlib.util
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.optim import Optimizer
+
+from longtake.checkpoint import store
+from longtake.checkpoint.saver import keep_saver
+from longtake.config import CheckpointSection, OptimizerSection, ParallelSection
+from longtake.errors import RecipeError
+from longtake.optim.build import (
+    build_optimizers,
+    has_eight_bit_state,
+    refuse_missing_torchao,
+    schedule_factor,
+    set_learning_rates,
+)
+from longtake.optim.master_weights import MasterAdamW
+from longtake.optim.muon import Muon
+from longtake.parallel.fsdp import apply_fsdp, full
+from longtake.parallel.mesh import World, join
+from longtake.planner.measure import measured
+from longtake.run_dir import RunDirectory
+from longtake.training.optimizer_memory import optimizer_bytes
+
+_EIGHT_BIT = OptimizerSection(kind="adamw8bit", learning_rate=2e-3)
+_ALONE = World(0, 0, 1, torch.device("cpu"), None)
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
+)
+lets_torch_warn = pytest.mark.filterwarnings("ignore")  # compiling warns of parts that will go
+
+
+def _section(**values: Any) -> OptimizerSection:
+    return OptimizerSection.model_validate(values)
+
+
+@given(
+    steps=st.integers(1, 10_000),
+    warmup_steps=st.integers(0, 10_000),
+    final_factor=st.floats(0, 1),
+    schedule=st.sampled_from(["constant", "linear", "cosine"]),
+    data=st.data(),
+)
+def test_a_factor_is_a_share(
+    steps: int, warmup_steps: int, final_factor: float, schedule: str, data: st.DataObject
+) -> None:
+    """Whatever the recipe, no step's learning rate leaves [0, 1] of its full value."""
+    section = _section(warmup_steps=warmup_steps, final_factor=final_factor, schedule=schedule)
+    step = data.draw(st.integers(0, steps - 1))
+    assert 0 <= schedule_factor(step, steps, section) <= 1
+
+
+def test_the_warmup_rises_in_equal_parts_to_the_full_rate() -> None:
+    """Step warmup_steps is the first at the full rate; none has a rate of 0."""
+    section = _section(warmup_steps=3, schedule="constant")
+    factors = [schedule_factor(step, 10, section) for step in range(6)]
+    assert factors == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("schedule", "middle"), [("linear", 0.6), ("cosine", 0.6)])
+def test_a_descent_ends_at_the_final_factor(schedule: str, middle: float) -> None:
+    """The last update has the final factor, the middle one the mean of it and 1."""
+    section = _section(warmup_steps=10, schedule=schedule, final_factor=0.2)
+    assert schedule_factor(10, 111, section) == 1.0
+    assert schedule_factor(60, 111, section) == pytest.approx(middle)
+    assert schedule_factor(110, 111, section) == pytest.approx(0.2)
+
+
+def test_a_cosine_is_above_the_line_first_and_below_it_later() -> None:
+    """Half a cosine: cos(pi / 3) = 1 / 2, so after a third three quarters are left."""
+    section = _section(warmup_steps=0, schedule="cosine")
+    assert schedule_factor(30, 91, section) == pytest.approx(0.75)
+    assert schedule_factor(60, 91, section) == pytest.approx(0.25)
+
+
+class _Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.last = nn.Linear(8, 4)
+
+
+def test_muon_takes_the_blocks_matrices_and_adamw_the_rest() -> None:
+    """Each weight that trains is in exactly one optimizer; what is frozen is in none."""
+    model = _Network()
+    section = _section(kind="muon", learning_rate=1e-3, muon_learning_rate=0.05)
+    adamw, muon = build_optimizers(model, [model.block], section, "fp32")
+    assert isinstance(muon, Muon)
+    assert [id(p) for p in muon.param_groups[0]["params"]] == [id(model.block[0].weight)]
+    rest = {id(p) for p in adamw.param_groups[0]["params"]}
+    frozen = {id(p) for p in model.frozen.parameters()}
+    assert rest == {id(p) for p in model.parameters()} - frozen - {id(model.block[0].weight)}
+    assert (adamw.param_groups[0]["lr"], muon.param_groups[0]["lr"]) == (1e-3, 0.05)
+
+
+def test_adamw_alone_takes_all_that_trains() -> None:
+    """Without Muon there is one optimizer."""
+    model = _Network()
+    (adamw,) = build_optimizers(model, [model.block], _section(), "fp32")
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert len(adamw.param_groups[0]["params"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [(torch.bfloat16, {}), (torch.float32, {"offload": True}), (torch.bfloat16, {"kind": "muon"})],
+)
+def test_what_cannot_be_updated_in_place_has_masters(
+    dtype: torch.dtype, values: dict[str, Any]
+) -> None:
+    """bf16 weights, and offloaded ones, are no case for torch's AdamW."""
+    model = _Network().to(dtype)
+    optimizer = build_optimizers(model, [model.block], _section(**values), "fp32")[0]
+    assert isinstance(optimizer, MasterAdamW)
+    assert optimizer.param_groups[0]["betas"] == _section().betas
+
+
+def test_one_bf16_weight_among_fp32_ones_is_enough() -> None:
+    """LoRA in fp32 and a module in bf16, say: each is updated in fp32."""
+    model = _Network()
+    model.last.to(torch.bfloat16)
+    (optimizer,) = build_optimizers(model, [model.block], _section(), "fp32")
+    assert isinstance(optimizer, MasterAdamW)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with_masters = [p for p in optimizer.state if "master" in optimizer.state[p]]
+    assert [id(p) for p in with_masters] == [id(p) for p in model.last.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw8bit"])
+def test_only_adamw_is_offloaded(kind: str) -> None:
+    """The others' updates are made on the card; said when the recipe is read."""
+    with pytest.raises(ValidationError, match=f'not "{kind}", whose states stay on the card'):
+        _section(kind=kind, offload=True)
+
+
+def test_learning_rates_are_scaled_from_their_own_full_value() -> None:
+    """Scaling twice does not compound, and each optimizer keeps its own base."""
+    model = _Network()
+    section = _section(kind="muon", learning_rate=1e-3, muon_learning_rate=0.05)
+    optimizers = build_optimizers(model, [model.block], section, "fp32")
+    set_learning_rates(optimizers, 0.5)
+    set_learning_rates(optimizers, 0.1)
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    assert rates == pytest.approx([1e-4, 5e-3])
+
+
+def _perceptron(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(dtype)
+
+
+def _train(network: nn.Module, optimizers: list[Optimizer], num_steps: int) -> float:
+    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
+    loss = torch.zeros(())
+    for _ in range(num_steps):
+        predicted = network(x.to(next(network.parameters()).dtype)).float()
+        loss = (predicted - torch.sin(2 * x)).square().mean()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        network.zero_grad(set_to_none=True)
+    return float(loss.detach())
+
+
+def test_without_torchao_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one sentence with the command, before anything is built; other optimizers need none."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match=r"not installed.* pip install \"longtake\[eightbit\]\""):
+        refuse_missing_torchao(_EIGHT_BIT)
+    with pytest.raises(RecipeError, match="pip install"):
+        build_optimizers(_perceptron(), [], _EIGHT_BIT, "fp32")
+    refuse_missing_torchao(OptimizerSection())
+
+
+def test_without_a_compiler_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its update is compiled at the first step: too late to find that it cannot be."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(RecipeError, match=r"no C\+\+ compiler here"):
+        refuse_missing_torchao(_EIGHT_BIT)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((64, 64), True), ((4095,), False), ((4096,), True), ((3, 1366), False)]
+)
+def test_large_states_in_whole_blocks_are_kept_in_eight_bits(
+    shape: tuple[int, ...], expected: bool
+) -> None:
+    """At least 4096 numbers, in blocks of 256."""
+    assert has_eight_bit_state(torch.empty(shape, device="meta")) == expected
+
+
+@needs_torchao
+@lets_torch_warn
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_trains_within_its_bytes_and_goes_on_after_a_break(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Near AdamW's loss; a restored run ends with the same weights; nobody else's luck changes."""
+    network, reference = _perceptron(dtype), _perceptron()
+    optimizers = build_optimizers(network, [], _EIGHT_BIT, "fp32")
+    set_learning_rates(optimizers, 1.0)
+    with measured(torch.device("cpu")) as memory:
+        for parameter in network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for optimizer in optimizers:
+            optimizer.step()
+    gradients = sum(parameter.nbytes for parameter in network.parameters())
+    predicted = optimizer_bytes(network, [], _EIGHT_BIT, "fp32", "cpu").device
+    assert memory.end_bytes - gradients == pytest.approx(predicted, abs=64)
+    network.zero_grad(set_to_none=True)
+
+    luck = torch.get_rng_state()
+    _train(network, optimizers, 30)
+    assert torch.equal(torch.get_rng_state(), luck)
+    saved = copy.deepcopy(network.state_dict())
+    path = _save(network, optimizers, tmp_path, _ALONE)
+    loss = _train(network, optimizers, 30)
+
+    again = _perceptron(dtype)
+    again.load_state_dict(saved)
+    others = build_optimizers(again, [], _EIGHT_BIT, "fp32")
+    _load(again, others, path, _ALONE)
+    assert _train(again, others, 30) == loss
+    for one, other in zip(network.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+    usual = build_optimizers(reference, [], OptimizerSection(learning_rate=2e-3), "fp32")
+    first = _train(reference, usual, 1)
+    assert loss - _train(reference, usual, 59) < 0.05 * first
+
+
+@needs_torchao
+@lets_torch_warn
+@pytest.mark.slow
+def test_two_ranks_update_as_one(run_on_two_ranks: Callable[..., None], tmp_path: Path) -> None:
+    """Sharded weights have sharded 8-bit states, and save and restore them as such."""
+    run_on_two_ranks(__file__, str(tmp_path))
+
+
+def _save(network: nn.Module, optimizers: list[Optimizer], folder: Path, world: World) -> Path:
+    state = get_optimizer_state_dict(network, optimizers, options=_FLAT)
+    run = RunDirectory(folder)
+    with keep_saver(run, world, CheckpointSection(), start=0) as saver:
+        saver.save(1, {"optimizer": state}, {})
+    return run.checkpoint_path(1)
+
+
+def _load(network: nn.Module, optimizers: list[Optimizer], path: Path, world: World) -> None:
+    state = get_optimizer_state_dict(network, optimizers, options=_FLAT)
+    store.load_parts(path, {"optimizer": state}, world)
+    set_optimizer_state_dict(network, optimizers, state, options=_FLAT)
+
+
+def _check(world: World, folder: Path) -> None:
+    torch.manual_seed(0)
+    alone, sharded = (nn.Sequential(nn.Linear(64, 128), nn.MaxPool1d(2)) for _ in range(2))
+    sharded.load_state_dict(alone.state_dict())
+    apply_fsdp(sharded, [], world)
+    odd = distribute_tensor(torch.zeros(3, 4096), world.mesh, [Shard(0)])
+    assert has_eight_bit_state(odd) is True
+    assert (
+        has_eight_bit_state(distribute_tensor(torch.zeros(1, 4096), world.mesh, [Shard(0)]))
+        is False
+    )
+    one, two = (build_optimizers(each, [], _EIGHT_BIT, "fp32") for each in (alone, sharded))
+    _train(alone, one, 6)
+    _train(sharded, two, 3)
+    path = _save(sharded, two, folder, world)
+    third = build_optimizers(sharded, [], _EIGHT_BIT, "fp32")
+    _load(sharded, third, path, world)
+    _train(sharded, third, 3)
+    for mine, whole in zip(sharded.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(full(mine.detach()), whole.detach(), rtol=0, atol=1e-4)
+
+
+if __name__ == "__main__":
+    with join("cpu", ParallelSection(strategy="shard")) as world:
+        _check(world, Path(sys.argv[1]))
