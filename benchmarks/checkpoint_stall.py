@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from longtake import config
-from longtake.checkpoint.saver import Saver, keep_saver
+from longtake.checkpoint.store import Saver, keep_saver
 from longtake.config import CheckpointSection, Recipe
 from longtake.data.batch import Batch
 from longtake.data.index import index

@@ -27,7 +27,7 @@ from rich.console import Console
 from torch.distributed.fsdp import fully_shard
 
 from longtake import config
-from longtake.checkpoint.saver import keep_saver
+from longtake.checkpoint.store import keep_saver
 from longtake.config import ParallelSection, Recipe
 from longtake.data.batch import Batch
 from longtake.data.index import index

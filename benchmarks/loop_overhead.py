@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 
 from longtake import config
-from longtake.checkpoint.saver import keep_saver
+from longtake.checkpoint.store import keep_saver
 from longtake.config import Recipe
 from longtake.data.index import index
 from longtake.data.ledger import begin_launch, keep_ledger, stream_names

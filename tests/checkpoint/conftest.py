@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from longtake.checkpoint.saver import keep_saver
-from longtake.checkpoint.store import State
+from longtake.checkpoint.store import State, keep_saver
 from longtake.config import CheckpointSection
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory

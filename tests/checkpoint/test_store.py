@@ -1,20 +1,34 @@
-"""A checkpoint is whole or it does not exist; whatever is damaged is named."""
+"""Checkpoints are saved while training goes on, are whole or do not exist, and load as they were.
+
+Run by torchrun, this file is one of two ranks.
+"""
 
 import json
+import os
+import resource
 import shutil
-from collections.abc import Callable
-from contextlib import nullcontext
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 
-from longtake.checkpoint import manifest, store
-from longtake.checkpoint.writing import Company, write
+from longtake.checkpoint import files, store
+from longtake.checkpoint.store import SaveGroup, Saver, Staging, keep_saver, write
+from longtake.config import CheckpointSection, ParallelSection
 from longtake.errors import CheckpointError
 from longtake.evaluation_dir import ServerDirectory
-from longtake.parallel.mesh import World
+from longtake.parallel.collectives import gather_objects, sum_over_ranks, wait_for_all
+from longtake.parallel.fsdp import apply_fsdp, full
+from longtake.parallel.mesh import World, join
 from longtake.run_dir import RunDirectory
 
 MakeParts = Callable[..., dict[str, store.State]]
@@ -25,7 +39,7 @@ def _data_file(path: Path) -> Path:
     return path / "ema" / "main" / "__0_0.distcp"
 
 
-def _truncate(path: Path) -> None:
+def _truncate_the_average(path: Path) -> None:
     file = _data_file(path)
     file.write_bytes(file.read_bytes()[:-1])
 
@@ -42,7 +56,7 @@ def _garble_the_commitment(path: Path) -> None:
     (path / "COMMITTED").write_text('{"files": ')
 
 
-def _flip_a_bit(path: Path) -> None:
+def _flip_a_bit_of_the_average(path: Path) -> None:
     content = bytearray(_data_file(path).read_bytes())
     content[-1] ^= 1
     _data_file(path).write_bytes(content)
@@ -50,17 +64,17 @@ def _flip_a_bit(path: Path) -> None:
 
 def _garble_what_was_committed(path: Path) -> None:
     (path / "trainer.json").write_text('{"global_step": 2')
-    manifest.commit(path, manifest.describe(path, ["trainer.json"]))
+    files.commit(path, files.describe_files(path, ["trainer.json"]))
 
 
 _SEEN_AT_A_GLANCE: dict[Callable[[Path], None], str] = {
-    _truncate: "ema/main/__0_0.distcp has",
+    _truncate_the_average: "ema/main/__0_0.distcp has",
     _lose_a_file: "ema/main/__0_0.distcp is missing",
     _uncommit: "it has no COMMITTED",
     _garble_the_commitment: "COMMITTED cannot be read",
 }
 _SEEN_BY_READING: dict[Callable[[Path], None], str] = {
-    _flip_a_bit: "ema/main/__0_0.distcp has other bytes than were saved",
+    _flip_a_bit_of_the_average: "ema/main/__0_0.distcp has other bytes than were saved",
     _garble_what_was_committed: "trainer.json cannot be read",
 }
 
@@ -73,7 +87,7 @@ def test_what_was_saved_is_loaded(run: RunDirectory, make_parts: MakeParts) -> N
     store.load_parts(path, loaded)
     torch.testing.assert_close(loaded, make_parts(20.0), rtol=0, atol=0)
     assert loaded["model"]["weight"] is weight
-    assert store.load_trainer(path, store.Trainer) == {"global_step": 20}
+    assert files.load_trainer(path, files.Trainer) == {"global_step": 20}
 
 
 def test_saving_waits_for_no_cuda_stream(
@@ -85,7 +99,7 @@ def test_saving_waits_for_no_cuda_stream(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    write(run, 30, make_parts(30.0), {"global_step": 30}, Company(alone, None))
+    write(run, 30, make_parts(30.0), {"global_step": 30}, SaveGroup(alone, None))
     assert waits == []
 
 
@@ -97,15 +111,15 @@ def test_one_part_can_be_loaded_without_the_others(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("harm", [*_SEEN_AT_A_GLANCE, *_SEEN_BY_READING])
-def test_a_damaged_checkpoint_is_passed_over(
+def test_a_damaged_checkpoint_is_damaged(
     run: RunDirectory, alone: World, harm: Callable[[Path], None]
 ) -> None:
     """The newest whole one is found, and what was wrong with the one after it."""
     path = run.checkpoint_path(20)
     harm(path)
-    found, ((damaged, reason),) = store.newest_on_all(run, alone)
+    found, ((passed, reason),) = store.latest_checkpoint(run, alone)
     assert found == run.checkpoint_path(10)
-    assert damaged == path
+    assert passed == path
     assert reason.startswith((_SEEN_AT_A_GLANCE | _SEEN_BY_READING)[harm])
 
 
@@ -116,56 +130,56 @@ def test_what_is_seen_at_a_glance_is_refused(
     """Whoever reads it is told in a sentence what is wrong, and looks for another."""
     path = run.checkpoint_path(20)
     harm(path)
-    assert store.newest(run) == run.checkpoint_path(10)
-    for read in (store.verify, lambda path: store.load_parts(path, make_parts())):
-        with pytest.raises(CheckpointError, match=r"step_00000020 .*earlier") as raised:
-            read(path)
-        assert "\n" not in str(raised.value)
+    assert files.newest_whole(run) == run.checkpoint_path(10)
+    with pytest.raises(CheckpointError, match=r"step_00000020 .*earlier") as raised:
+        store.load_parts(path, make_parts())
+    assert "\n" not in str(raised.value)
 
 
 def test_who_samples_has_no_need_of_the_optimizer(run: RunDirectory) -> None:
     """A copy without it is whole enough, but nothing to train on from."""
     path = run.checkpoint_path(20)
     shutil.rmtree(path / "optimizer")
-    assert store.newest(run) == run.checkpoint_path(10)
-    assert store.newest(run, "ema/main") == path
-    assert store.newest(run, "ema/other") is None
-    assert store.load_trainer(path, store.Trainer) == {"global_step": 20}
+    assert files.newest_whole(run) == run.checkpoint_path(10)
+    assert files.newest_whole(run, "ema/main") == path
+    assert files.newest_whole(run, "ema/other") is None
+    assert files.load_trainer(path, files.Trainer) == {"global_step": 20}
     loaded = {"ema/main": {"weight": torch.zeros(64, 64)}}
     store.load_parts(path, loaded)
     assert torch.equal(loaded["ema/main"]["weight"], torch.full((64, 64), 21.0))
-    with pytest.raises(CheckpointError, match=r"optimizer/\.metadata is missing"):
-        store.verify(path)
+    damage = files.find_damage(path, checksums=False)
+    assert damage is not None
+    assert damage.startswith("optimizer/.metadata is missing")
 
 
 def test_there_may_be_none(tmp_path: Path, alone: World) -> None:
     """A run that was never saved has no newest checkpoint."""
     run = RunDirectory(tmp_path)
-    assert store.newest(run) is None
-    assert store.newest_on_all(run, alone) == (None, ())
+    assert files.newest_whole(run) is None
+    assert store.latest_checkpoint(run, alone) == (None, ())
 
 
 def test_all_may_be_damaged(run: RunDirectory, alone: World) -> None:
     """Then there is nothing to go on from, and all are told of, the newest first."""
     for step in (10, 20):
-        _flip_a_bit(run.checkpoint_path(step))
-    found, passed_over = store.newest_on_all(run, alone)
+        _flip_a_bit_of_the_average(run.checkpoint_path(step))
+    found, damaged = store.latest_checkpoint(run, alone)
     assert found is None
-    assert [run.step_of(path) for path, _ in passed_over] == [20, 10]
+    assert [run.step_of(path) for path, _ in damaged] == [20, 10]
 
 
 def test_later_ones_can_be_left_out_of_account(run: RunDirectory, alone: World) -> None:
     """A rollback goes to a step, or where that is damaged to one before it."""
-    assert store.newest_on_all(run, alone, at_most=19) == (run.checkpoint_path(10), ())
-    assert store.newest_on_all(run, alone, at_most=9) == (None, ())
-    assert store.newest_on_all(run, alone, at_most=20).path == run.checkpoint_path(20)
+    assert store.latest_checkpoint(run, alone, at_most=19) == (run.checkpoint_path(10), ())
+    assert store.latest_checkpoint(run, alone, at_most=9) == (None, ())
+    assert store.latest_checkpoint(run, alone, at_most=20).path == run.checkpoint_path(20)
 
 
 def test_somebodys_copy_is_no_checkpoint_of_the_run(run: RunDirectory, alone: World) -> None:
     """Whatever it is called."""
     for name in ("step_00000030.bak", "step_30", "step_x"):
         shutil.copytree(run.checkpoint_path(20), run.checkpoints_path / name)
-    assert store.newest_on_all(run, alone) == (run.checkpoint_path(20), ())
+    assert store.latest_checkpoint(run, alone) == (run.checkpoint_path(20), ())
 
 
 @pytest.mark.parametrize("name", ["model/.metadata", "model/__0_0.distcp", "trainer.json"])
@@ -180,7 +194,7 @@ def test_garbled_bytes_are_an_error_that_names_the_file(
 
     def load() -> None:
         if name == "trainer.json":
-            store.load_trainer(path, store.Trainer)
+            files.load_trainer(path, files.Trainer)
         store.load_parts(path, make_parts(), is_verified=is_verified)
 
     with pytest.raises(CheckpointError, match=name.split("/")[0]) as raised:
@@ -191,7 +205,7 @@ def test_garbled_bytes_are_an_error_that_names_the_file(
 
 def test_parts_that_are_not_read_may_be_damaged(run: RunDirectory) -> None:
     """A sampler does not wait for the checksums of what it does not load."""
-    _flip_a_bit(run.checkpoint_path(20))
+    _flip_a_bit_of_the_average(run.checkpoint_path(20))
     loaded = {"model": {"bias": torch.zeros(3)}}
     store.load_parts(run.checkpoint_path(20), loaded)
     assert loaded["model"]["bias"].tolist() == [20.0] * 3
@@ -214,13 +228,357 @@ def test_abandoned_steps_are_deleted(run: RunDirectory, save: Save, alone: World
     save(run, 30)
     heartbeat = {"server": "evaluator", "time": "2026-01-01", "needs": [30]}
     ServerDirectory(run, "evaluator").write_heartbeat(heartbeat)
-    store.abandon(run, 10)
+    files.delete_after(run, 10)
     assert [path.name for path in run.checkpoints_path.iterdir()] == ["step_00000010"]
-    assert store.newest_on_all(run, alone).path == run.checkpoint_path(10)
+    assert store.latest_checkpoint(run, alone).path == run.checkpoint_path(10)
 
 
 def test_a_checkpoint_says_what_is_in_it(run: RunDirectory) -> None:
     """Model, averages and optimizer lie apart, so that one can be left behind."""
-    files = json.loads((run.checkpoint_path(20) / "COMMITTED").read_text())["files"]
-    parts = {name.rpartition("/")[0] for name in files}
+    listed = json.loads((run.checkpoint_path(20) / "COMMITTED").read_text())["files"]
+    parts = {name.rpartition("/")[0] for name in listed}
     assert parts == {"model", "ema/main", "optimizer", ""}
+
+
+@contextmanager
+def _full_disk() -> Iterator[None]:
+    """No file may become longer than this: what is written fails as on a disk that is full."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+def _names(run: RunDirectory) -> list[str]:
+    return sorted(path.name for path in run.checkpoints_path.iterdir())
+
+
+@pytest.fixture
+def saver(run: RunDirectory, alone: World) -> Iterator[Saver]:
+    """A saver of a launch that goes on from step 20."""
+    saver = Saver(run, alone, CheckpointSection(), start=20)
+    yield saver
+    saver.close()
+
+
+def test_training_may_change_the_state_at_once(
+    run: RunDirectory, saver: Saver, make_parts: MakeParts
+) -> None:
+    """What is saved is the state when it was given, twice in a row."""
+    parts = make_parts(30.0)
+    for step in (30, 31):
+        for tensor in (parts["model"]["weight"], parts["optimizer"]["state.weight.step"]):
+            tensor.fill_(float(step))
+        saver.save(step, parts, {"global_step": step})
+        parts["model"]["weight"].zero_()
+    saver.wait()
+    for step in (30, 31):
+        loaded = make_parts()
+        store.load_parts(run.checkpoint_path(step), loaded)
+        assert set(loaded["model"]["weight"].flatten().tolist()) == {float(step)}
+        assert loaded["optimizer"]["state.weight.step"] == step
+
+
+def test_it_says_what_became_whole(run: RunDirectory, saver: Saver, make_parts: MakeParts) -> None:
+    """Each checkpoint once, when it is; nothing has failed."""
+    assert saver.finished() == []
+    saver.save(30, make_parts(), {"global_step": 30})
+    saver.save(40, make_parts(), {"global_step": 40})
+    saver.wait()
+    assert saver.finished() == [run.checkpoint_path(30), run.checkpoint_path(40)]
+    assert saver.finished() == []
+    assert not saver.failed
+    assert saver.take_failure() is None
+
+
+def test_it_can_be_waited_for(run: RunDirectory, alone: World, make_parts: MakeParts) -> None:
+    """Without a background the checkpoint is whole when training goes on."""
+    with keep_saver(run, alone, CheckpointSection(background=False), start=20) as saver:
+        saver.save(30, make_parts(30.0), {"global_step": 30})
+        assert saver.finished() == [run.checkpoint_path(30)]
+        assert store.latest_checkpoint(run, alone) == (run.checkpoint_path(30), ())
+
+
+def test_what_is_under_way_is_finished_whatever_happens(
+    run: RunDirectory, alone: World, make_parts: MakeParts
+) -> None:
+    """An error in training, or a Ctrl-C, costs no checkpoint."""
+    section = CheckpointSection()
+
+    def train() -> None:
+        with keep_saver(run, alone, section, start=20) as saver:
+            saver.save(30, make_parts(), {"global_step": 30})
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert store.latest_checkpoint(run, alone) == (run.checkpoint_path(30), ())
+
+
+def test_a_full_disk_is_one_sentence_and_harms_nothing(
+    run: RunDirectory, saver: Saver, alone: World, make_parts: MakeParts
+) -> None:
+    """It says what was lost and what to do; nothing is left in the way of the next save."""
+    with _full_disk():
+        saver.save(30, make_parts(), {"global_step": 30})
+        saver.wait()
+    assert saver.finished() == []
+    assert saver.failed
+    message = str(saver.take_failure())
+    assert f"The checkpoint of step 30 in {run.path} cannot be written" in message
+    assert "File too large" in message
+    assert "nothing is lost but the steps since step_00000020, which is whole" in message
+    assert "make room" in message
+    assert "\n" not in message
+    assert saver.take_failure() is None
+    assert _names(run) == ["step_00000010", "step_00000020"]
+    saver.save(40, make_parts(), {"global_step": 40})
+    saver.wait()
+    assert store.latest_checkpoint(run, alone) == (run.checkpoint_path(40), ())
+
+
+def test_a_link_to_nothing_in_place_of_a_checkpoint_is_named(
+    run: RunDirectory, saver: Saver, make_parts: MakeParts
+) -> None:
+    """A disk that is not mounted is no full disk; the link stays as it is."""
+    link = run.checkpoint_path(30)
+    link.symlink_to("/no/such/disk")
+    saver.save(30, make_parts(), {"global_step": 30})
+    saver.wait()
+    message = str(saver.take_failure())
+    assert f"({link} is a symbolic link to /no/such/disk, which does not exist)" in message
+    assert "restore what the link points to, or delete the link" in message
+    assert "make room" not in message
+    assert link.is_symlink()
+    assert _names(run) == ["step_00000010", "step_00000020", "step_00000030"]
+
+
+def test_the_first_save_may_fail(tmp_path: Path, alone: World, make_parts: MakeParts) -> None:
+    """Then there is nothing to go back to, and it says so."""
+    run = RunDirectory(tmp_path)
+    message = "there is no earlier one, so all steps so far are lost"
+    with (
+        pytest.raises(CheckpointError, match=message),
+        _full_disk(),
+        keep_saver(run, alone, CheckpointSection(), start=0) as saver,
+    ):
+        saver.save(10, make_parts(), {"global_step": 10})
+    assert _names(run) == []
+
+
+def test_a_save_that_was_killed_leaves_only_what_the_next_replaces(
+    run: RunDirectory, alone: World, save: Save
+) -> None:
+    """SIGKILL while it writes: the checkpoints before are whole, and its folder never was one."""
+    process = subprocess.Popen([sys.executable, __file__, str(run.path)])
+    aside, deadline = run.checkpoints_path / ".step_00000030.partial", time.monotonic() + 60
+    while not list(aside.rglob("*.distcp")):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+    assert _names(run) == [aside.name, "step_00000010", "step_00000020"]
+    assert store.latest_checkpoint(run, alone) == (run.checkpoint_path(20), ())
+    save(run, 25)
+    assert _names(run) == ["step_00000010", "step_00000020", "step_00000025"]
+
+
+def test_a_save_after_an_interrupted_one_works(run: RunDirectory, alone: World, save: Save) -> None:
+    """What an interrupted save of the same step has left is not taken for the new one's."""
+    aside = run.checkpoints_path / ".step_00000030.partial"
+    shutil.copytree(run.checkpoint_path(20), aside)
+    (aside / "model" / "stray").write_text("of the interrupted save")
+    path = save(run, 30)
+    assert store.latest_checkpoint(run, alone) == (path, ())
+    assert "stray" not in (path / "COMMITTED").read_text()
+    assert not aside.exists()
+
+
+def test_only_what_is_needed_is_kept(run: RunDirectory, save: Save) -> None:
+    """The newest, those that a server needs, a place to go back to; no leftovers."""
+    heartbeat = {"server": "evaluator", "time": "2026-01-01", "needs": [10]}
+    ServerDirectory(run, "evaluator").write_heartbeat(heartbeat)
+    for leftover in (".step_00000010.deleted", ".step_00000005.partial"):
+        (run.checkpoints_path / leftover / "model").mkdir(parents=True)
+    save(run, 30, keep=2)
+    assert _names(run) == ["step_00000010", "step_00000020", "step_00000030"]
+    save(run, 40, keep=1, reach=20)
+    assert _names(run) == ["step_00000010", "step_00000020", "step_00000030", "step_00000040"]
+    save(run, 50, keep=1)
+    assert _names(run) == ["step_00000010", "step_00000050"]
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path / "model" / "__0_0.distcp", 100)
+
+
+def _flip_a_bit(path: Path) -> None:
+    with (path / "model" / "__0_0.distcp").open("r+b") as file:
+        file.write(b"\xff")
+
+
+@pytest.mark.parametrize("harm", [_truncate, _flip_a_bit])
+def test_damaged_ones_go_when_there_is_a_whole_one_again(
+    run: RunDirectory, alone: World, save: Save, harm: Callable[[Path], None]
+) -> None:
+    """A launch that went on from before them neither counts nor keeps them."""
+    harm(save(run, 30))
+    save(run, 25, start=20, keep=1)
+    assert _names(run) == ["step_00000025"]
+    harm(save(run, 40))
+    save(run, 50, start=25, keep=3)
+    assert _names(run) == ["step_00000025", "step_00000050"]
+    assert store.latest_checkpoint(run, alone) == (run.checkpoint_path(50), ())
+
+
+def test_a_damaged_one_is_replaced_when_its_step_is_run_again(
+    run: RunDirectory, alone: World, save: Save
+) -> None:
+    """A run that went on from step 10 saves step 20 anew."""
+    _truncate(run.checkpoint_path(20))
+    save(run, 20, start=10)
+    assert store.latest_checkpoint(run, alone) == (run.checkpoint_path(20), ())
+    assert _names(run) == ["step_00000010", "step_00000020"]
+
+
+def test_two_ranks_save_as_one(
+    run_on_two_ranks: Callable[..., None], tmp_path: Path, alone: World
+) -> None:
+    """Shards of both, checksums of both; and one process can read what they have saved."""
+    run_on_two_ranks(__file__, str(tmp_path), "two")
+    run = RunDirectory(tmp_path)
+    path, damaged = store.latest_checkpoint(run, alone)
+    assert path == run.checkpoint_path(20)
+    assert damaged == ()
+    assert len(list((path / "model").glob("__*.distcp"))) == 2
+    network, expected = _network(), _network()
+    with torch.no_grad():
+        for parameter in expected.parameters():
+            parameter.fill_(20)
+    state = network.state_dict()
+    store.load_parts(path, {"model": state})
+    torch.testing.assert_close(state, expected.state_dict(), rtol=0, atol=0)
+
+
+def _network() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 5))
+
+
+def _save_as_one_of_two(folder: Path) -> None:
+    with join("cpu", ParallelSection(strategy="shard")) as world:
+        run, network = RunDirectory(folder), _network()
+        apply_fsdp(network, list(network.children()), world)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=0.0, weight_decay=0.0)
+        network(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+        with keep_saver(run, world, CheckpointSection(keep=1), start=0) as saver:
+            for step in (10, 20):
+                _fill(network, step)
+                states = get_optimizer_state_dict(network, optimizer)
+                saver.save(
+                    step,
+                    {"model": network.state_dict(), "optimizer": states},
+                    {"global_step": step},
+                )
+                _fill(network, -1)
+                for _ in range(100):  # training talks while it is saved
+                    assert sum_over_ranks({"one": 1}, world) == {"one": 2}
+            _check_that_all_learn_of_a_failure(saver, run, network, world)
+        found = store.latest_checkpoint(run, world)
+        assert found == (run.checkpoint_path(20), ())
+        _check_that_it_comes_back(run.checkpoint_path(20), network, world)
+
+
+def _check_that_all_learn_of_a_failure(
+    saver: Saver, run: RunDirectory, network: nn.Module, world: World
+) -> None:
+    """The disk of the second rank's node is full."""
+    saver.wait()
+    with nullcontext() if world.is_first else _full_disk():
+        saver.save(30, {"model": network.state_dict()}, {"global_step": 30})
+        saver.wait()
+    assert saver.failed
+    messages = gather_objects(str(saver.take_failure()), world)
+    assert messages[0] == messages[1]
+    assert "step 30" in messages[0]
+    assert "since step_00000020, which is whole" in messages[0]
+    wait_for_all(world)
+    assert _names(run) == ["step_00000020"]
+
+
+def _check_that_it_comes_back(path: Path, network: nn.Module, world: World) -> None:
+    state = network.state_dict()
+    assert isinstance(state["0.weight"], DTensor)
+    store.load_parts(path, {"model": state}, world, is_verified=True)
+    assert set(full(state["0.weight"]).flatten().tolist()) == {20.0}
+
+
+def _fill(network: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.fill_(value)
+
+
+def _save_until_killed(folder: Path) -> None:
+    """Eight parts of 64 MB: there is time to kill it."""
+    alone = World(0, 0, 1, torch.device("cpu"), None)
+    parts = {f"part{number}": {"weight": torch.zeros(2**24)} for number in range(8)}
+    with keep_saver(RunDirectory(folder), alone, CheckpointSection(), start=20) as saver:
+        saver.save(30, parts, {"global_step": 30})
+
+
+def _state() -> dict[str, object]:
+    weights = torch.arange(12.0).reshape(3, 4)
+    return {
+        "model": {
+            "weight": nn.Parameter(weights),
+            "transposed": weights.T,
+            "scalar": weights[0, 0],
+        },
+        "optimizer": {"lr": 1e-3, "betas": (0.9, 0.99), "seen": [1, 2], "none": None},
+    }
+
+
+def test_a_copy_stays_what_it_was() -> None:
+    """Training goes on changing tensors and lists in place."""
+    state = _state()
+    copied = Staging().copy(state)
+    with torch.no_grad():
+        state["model"]["weight"].zero_()  # type: ignore[index]
+    state["optimizer"]["seen"].append(3)  # type: ignore[index]
+    torch.testing.assert_close(copied, _detached(_state()), rtol=0, atol=0)
+
+
+def test_the_room_is_used_again() -> None:
+    """The second copy costs no memory, and has the second state's values."""
+    staging, state = Staging(), {"weight": torch.zeros(5)}
+    first: Tensor = staging.copy(state)["weight"]
+    state["weight"].fill_(1)
+    second: Tensor = staging.copy(state)["weight"]
+    assert second.data_ptr() == first.data_ptr()
+    assert second.tolist() == [1.0] * 5
+
+
+def test_a_state_may_change_its_form() -> None:
+    """Such as an optimizer's, which has no averages before its first step."""
+    staging = Staging()
+    staging.copy({"a": torch.zeros(2), "b": torch.zeros(2)})
+    copied = staging.copy({"a": torch.ones(3, dtype=torch.float64), "c": torch.ones(1)})
+    assert copied["a"].tolist() == [1.0] * 3
+    assert copied["a"].dtype == torch.float64
+    assert copied.keys() == {"a", "c"}
+
+
+def _detached(thing: object) -> object:
+    if isinstance(thing, dict):
+        return {key: _detached(value) for key, value in thing.items()}
+    return thing.detach() if isinstance(thing, Tensor) else thing
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        _save_as_one_of_two(Path(sys.argv[1]))
+    else:
+        _save_until_killed(Path(sys.argv[1]))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from longtake.checkpoint import manifest
+from longtake.checkpoint import files
 from longtake.errors import RecipeError
 from longtake.evaluation.reference_pictures import find_file
 from longtake.monitor.reporting import watch_target
@@ -47,7 +47,7 @@ def theirs(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 def _recommit(checkpoint: Path) -> None:
     """COMMITTED lies beside the files, so whoever changes them can change it."""
-    manifest.commit(checkpoint, manifest.describe(checkpoint, manifest.file_names(checkpoint)))
+    files.commit(checkpoint, files.describe_files(checkpoint, files.list_files(checkpoint)))
 
 
 _VERBS = {

@@ -24,11 +24,7 @@ _HEAVY = ("torch", "diffusers", "transformers", "peft", "torchao")
 # Modules and packages that may import those when they are imported; no other does, be it through
 # one of these. cli, and others that call them, import them inside functions.
 _MAY_IMPORT_TORCH = (
-    "checkpoint.reading",
-    "checkpoint.saver",
-    "checkpoint.staging",
     "checkpoint.store",
-    "checkpoint.writing",
     "cluster.checks_network",
     "cluster.checks_node",
     "cluster.checks_software",

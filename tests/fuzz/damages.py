@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from tests.fuzz.generators import take_permission
 from tests.fuzz.mutations import replace_with, unevaluate
 
-from longtake.checkpoint.manifest import commit, describe, file_names
+from longtake.checkpoint.files import commit, describe_files, list_files
 from longtake.data.table import FINGERPRINT_KEY
 
 Damage = Callable[[Path], object]
@@ -59,7 +59,7 @@ def recommit(name: str, text: bytes) -> Damage:
         folder = place / STEP
         (folder / name).write_bytes(text)
         (folder / "COMMITTED").unlink()
-        commit(folder, describe(folder, file_names(folder)))
+        commit(folder, describe_files(folder, list_files(folder)))
 
     return damage
 

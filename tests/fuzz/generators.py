@@ -151,7 +151,7 @@ def committed(chance: random.Random, place: Path) -> Case:
 
 def recommitted(chance: random.Random, place: Path) -> Case:
     """A file of a checkpoint that was damaged before its checksum was taken."""
-    from longtake.checkpoint.manifest import commit, describe, file_names
+    from longtake.checkpoint.files import commit, describe_files, list_files
 
     folder = place / "run" / "checkpoints" / "step_00000004"
     (folder / "COMMITTED").unlink()
@@ -162,7 +162,7 @@ def recommitted(chance: random.Random, place: Path) -> Case:
             damage_tree(chance, folder)
         case _:
             damage_tree(chance, folder, lambda _, path: path.write_bytes(hostile_pickle()))
-    commit(folder, describe(folder, file_names(folder)))
+    commit(folder, describe_files(folder, list_files(folder)))
     return chance.choice([_SAMPLE, _TRAIN, _EVALUATE])
 
 

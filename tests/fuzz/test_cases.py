@@ -144,8 +144,8 @@ _T2 = [
     _case("T2 records.py:147 events", add_lines(_EVENTS, [_DEEP_LIST, _DEEP_OBJECT]), _SHOW),
     _case("T2 records.py:69 run.json", set_text(_RUN_JSON, _DEEP_OBJECT), _SHOW),
     _case("T2 run_dir.py:324", set_text(_RUN_JSON, _DEEP_OBJECT), _TRAIN),
-    _case("T2 manifest.py:91", set_text(f"{STEP}/COMMITTED", _DEEP_OBJECT), _SAMPLE),
-    _case("T2 store.py:215", recommit("trainer.json", _DEEP_OBJECT), _TRAIN),
+    _case("T2 COMMITTED", set_text(f"{STEP}/COMMITTED", _DEEP_OBJECT), _SAMPLE),
+    _case("T2 trainer.json", recommit("trainer.json", _DEEP_OBJECT), _TRAIN),
     _case("T2 ledger.py:260", set_text(_LAUNCH, _DEEP_OBJECT), _AUDIT),
     _case("T2 glance.py:64", set_text("run/plan.json", _DEEP_OBJECT), _SHOW),
     _case("T2 verdicts.py:68", set_text(_REPORT, _DEEP_OBJECT), _AROUND),
@@ -286,7 +286,7 @@ _T6 = [
     ],
     _case("T6 words.py:68", _nothing, (*_TRAIN, "--set", "out=new"), file_bytes=900),
     *[
-        _case(f"T6 manifest.py:100 {name!r}", set_values(f"{STEP}/COMMITTED", files=names), command)
+        _case(f"T6 COMMITTED {name!r}", set_values(f"{STEP}/COMMITTED", files=names), command)
         for name, names in [
             ("nul", {"a\0b": {"size": 1, "sha256": "0"}}),
             ("surrogate", {"\ud800": {"size": 1, "sha256": "0"}}),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from longtake import config
-from longtake.checkpoint.manifest import commit, describe, file_names
+from longtake.checkpoint.files import commit, describe_files, list_files
 from longtake.data.batch import Batch
 from longtake.data.ledger import begin_launch, keep_ledger, stream_names
 from longtake.data.loader import Loader
@@ -134,7 +134,7 @@ class Teller:
         path = self.run.checkpoint_path(step)
         (path / "model").mkdir(parents=True)
         (path / "model" / "weights").write_bytes(bytes(num_bytes))
-        commit(path, describe(path, file_names(path)))
+        commit(path, describe_files(path, list_files(path)))
         self.run.append_event("checkpoint", step=step, path=path.name)
         return path
 

@@ -267,9 +267,9 @@ def test_all_at_the_same_place_is_the_link() -> None:
 
 
 def test_the_saver_s_thread_says_where_a_checkpoint_hangs() -> None:
-    waits = [*_FUTURE, ("wait", "/src/longtake/checkpoint/saver.py", 121), *_BASE]
-    write = [("fsync", "/src/longtake/checkpoint/writing.py", 150)]
-    joined = [_C10D, ("_gathered", "/src/longtake/checkpoint/writing.py", 52)]
+    waits = [*_FUTURE, ("wait", "/src/longtake/checkpoint/store.py", 121), *_BASE]
+    write = [("fsync", "/src/longtake/checkpoint/store.py", 150)]
+    joined = [_C10D, ("all_ranks", "/src/longtake/checkpoint/store.py", 52)]
     dump = _still(
         _process(10, 0, waits, "checkpoint", threads=[_thread("checkpoint_0", joined)]),
         _process(11, 1, waits, "checkpoint", threads=[_thread("checkpoint_0", write)]),
@@ -461,7 +461,7 @@ _WAIT = ("wait", f"{_LIB_WAIT}/threading.py", 327)
         ([_WAIT, _RESULT, ("wait", "/src/longtake/data/decoding.py", 120), _STEP], "data", "data"),
         ([_WAIT, _RESULT, _OWN], "forward", "lock"),
         ([_QUALIFIED, ("PixelPlaces.wait", "/src/longtake/data/d.py", 1), _STEP], "data", "data"),
-        ([_WAIT, ("wait", "/src/longtake/checkpoint/saver.py", 121)], "optimizer", "checkpoint"),
+        ([_WAIT, ("wait", "/src/longtake/checkpoint/store.py", 121)], "optimizer", "checkpoint"),
         (
             [("write", f"{_SITE_WAIT}/torch/distributed/checkpoint/filesystem.py", 5)],
             "x",

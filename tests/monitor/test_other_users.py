@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from longtake.checkpoint.deletion import delete
+from longtake.checkpoint.files import delete
 from longtake.errors import RunError
 from longtake.evaluation_dir import ServerDirectory
 from longtake.fsio import append_json, atomic_write, now, write_json

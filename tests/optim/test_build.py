@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from longtake.checkpoint import store
-from longtake.checkpoint.saver import keep_saver
+from longtake.checkpoint.store import keep_saver
 from longtake.config import CheckpointSection, OptimizerSection, ParallelSection
 from longtake.errors import RecipeError
 from longtake.optim.build import (

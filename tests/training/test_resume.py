@@ -17,7 +17,7 @@ from rich.console import Console
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from longtake import config
-from longtake.checkpoint import manifest, store
+from longtake.checkpoint import files
 from longtake.config import Recipe
 from longtake.data.audit import audit
 from longtake.data.catalog import Catalog
@@ -281,10 +281,10 @@ def test_the_recorded_precision_is_kept(small_recipe: Callable[..., Recipe]) -> 
     run = RunDirectory(recipe.out)
     shutil.rmtree(run.checkpoint_path(4))
     folder = run.checkpoint_path(2)
-    trainer = store.load_trainer(folder, store.SampledTrainer)
+    trainer = files.load_trainer(folder, files.SampledTrainer)
     other = {"bf16": "fp32", "fp32": "bf16"}[trainer["precision"]]
     write_json(folder / "trainer.json", trainer | {"precision": other})
-    manifest.commit(folder, manifest.describe(folder, manifest.file_names(folder)))
+    files.commit(folder, files.describe_files(folder, files.list_files(folder)))
     train(recipe, _QUIET)
     assert json.loads(run.record_path.read_text())["launches"][-1]["precision"] == other
 

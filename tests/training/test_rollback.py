@@ -160,7 +160,7 @@ def test_killed_while_it_goes_back_it_is_the_same(
     recipe = small_recipe(*_GUARD, "guard.max_skips=3", "checkpoint.keep=9")
     harm = (13, 14, 15, 16)
     monkeypatch.setattr(loop, "compute_gradients", _compute(harm))
-    monkeypatch.setattr("longtake.checkpoint.store.abandon", killed)
+    monkeypatch.setattr("longtake.checkpoint.files.delete_after", killed)
     with pytest.raises(_KilledError):
         train(recipe, _QUIET)
     assert RunDirectory(recipe.out).checkpoint_steps() == [5, 10, 15]

@@ -1,139 +1,94 @@
-"""What a run has saved: finds the newest whole checkpoint, loads from it, deletes what may go.
+"""Saves and loads checkpoints with torch's distributed checkpoint (DCP).
 
-A checkpoint is a folder that holds `model/`, `ema/<profile>/` and `optimizer/` apart (torch's
-distributed checkpoint format, so that another number of ranks can load it), `trainer.json`, and
-COMMITTED, which lists every file and is written last.
+A save is written aside in the background, renamed when it is whole, and verified before it is
+loaded. No pickle in a checkpoint can run code. Another number of ranks can load it.
 """
 
+import copy
+import io
 import logging
+import os
+import time
 import warnings
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple, TypeVar, cast
 
-from torch.distributed.checkpoint import state_dict_loader
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    filesystem,
+    metadata,
+    state_dict_loader,
+    state_dict_saver,
+)
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
-from typing_extensions import TypedDict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.serialization import _get_layout
 
-from longtake.checkpoint import manifest
-from longtake.checkpoint.deletion import delete, delete_unless_needed, needed_steps
-from longtake.checkpoint.reading import Planner, Reader
-from longtake.checkpoint.retention import doomed
+from longtake import heartbeat
+from longtake.checkpoint import files
+from longtake.checkpoint.files import FileEntry
 from longtake.config import CheckpointSection
-from longtake.errors import CheckpointError, RecordError
-from longtake.fsio import Count, remove_tree, require_record, with_other_fields
+from longtake.errors import CheckpointError, LongtakeError
+from longtake.fsio import flush_to_disk, open_regular, remove_tree, write_json
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
+from longtake.unpickle import RestrictedUnpickler
 
 State = dict[str, Any]
 """A (nested) dict of tensors; DTensors are saved and loaded in shards."""
 
-LINK_REMEDY = (
-    "mount or restore what the link points to, or delete the link, and start the same command again"
+_SAVE_TIMEOUT = timedelta(hours=24)
+_METADATA_CLASSES = (
+    "_MEM_FORMAT_ENCODING",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
 )
-"""What to do about a checkpoint that is a `dangling_link`."""
 
-_T = TypeVar("_T")
-
-
-@with_other_fields
-class Trainer(TypedDict):
-    """What every trainer.json says."""
-
-    global_step: Count
+T = TypeVar("T")
 
 
-class SampledTrainer(Trainer):
-    """What is needed to sample."""
-
-    precision: Literal["bf16", "fp32"]
+# --- Loading ----------------------------------------------------------------------------------
 
 
-class Found(NamedTuple):
-    """Which checkpoint a run goes on from."""
+class LatestCheckpoint(NamedTuple):
+    """The checkpoint that a run resumes from."""
 
     path: Path | None
     """None: there is no whole one."""
-    passed_over: tuple[tuple[Path, str], ...]
+    damaged: tuple[tuple[Path, str], ...]
     """Newer ones, the newest first, with what is wrong with each."""
 
 
-def newest_on_all(run: RunDirectory, world: World, at_most: int | None = None) -> Found:
-    """The newest checkpoint all of whose bytes are as they were saved; the same on every rank.
+def latest_checkpoint(
+    run: RunDirectory, world: World, at_most: int | None = None
+) -> LatestCheckpoint:
+    """The newest checkpoint whose checksums are right; the same on every rank.
 
     Args:
         run: the run directory, as rank 0 sees it.
         world: all ranks; they wait for rank 0, which reads the files.
-        at_most: leave later steps out of account, as if they were not there.
+        at_most: ignore later steps.
     """
-    found = _newest_verified(run, at_most) if world.is_first else Found(None, ())
-    return gather_objects(found, world, patiently=True)[0]
-
-
-def newest(run: RunDirectory, part: str = "") -> Path | None:
-    """The newest checkpoint whose files are there and as long as they were, or None.
-
-    With a `part`, such as `ema/main`, only that one and what is said of the training must be
-    there: who samples has no need of the optimizer.
-    """
-    within = (f"{part}/", "trainer.json") if part else ("",)
-    paths = (run.checkpoint_path(step) for step in reversed(run.checkpoint_steps()))
-    whole = (path for path in paths if all(_is_whole(path, each) for each in within))
-    return next(whole, None)
-
-
-def dangling_link(path: Path) -> str | None:
-    """What is wrong with a checkpoint that links to nothing, such as to an unmounted disk."""
-    if not path.is_symlink() or path.exists():
-        return None
-    return f"{path} is a symbolic link to {path.readlink()}, which does not exist"
-
-
-def refuse_dangling_links(run: RunDirectory, after_step: int) -> None:
-    """Refuse to train on towards a checkpoint that lies where nothing can be read or saved.
-
-    Raises:
-        CheckpointError: a checkpoint later than `after_step` is a symbolic link to nothing.
-    """
-    for step in run.checkpoint_folders():
-        found = dangling_link(run.checkpoint_path(step)) if step > after_step else None
-        if found is not None:
-            raise CheckpointError(
-                f"{found}. Training would go on from step {after_step} and could not save step "
-                f"{step} there: {LINK_REMEDY}."
-            )
-
-
-def verify(path: Path) -> None:
-    """Compare a checkpoint's files with the sizes that were committed.
-
-    Raises:
-        CheckpointError: a file is missing or has another size.
-    """
-    _refuse(path, manifest.damage(path, checksums=False))
-
-
-def verify_part(path: Path, name: str) -> None:
-    """Compare the checksums of one part of a checkpoint, such as `ema/main`.
-
-    Raises:
-        CheckpointError: a file is missing or has other bytes than were saved.
-    """
-    _refuse(path, manifest.damage(path, checksums=True, within=f"{name}/"))
-
-
-def load_trainer(path: Path, kind: type[_T]) -> _T:
-    """What the checkpoint was saved with as `trainer`, as a type that names what is needed.
-
-    Raises:
-        CheckpointError: the checkpoint is not whole, or lacks what is needed.
-    """
-    _refuse(path, manifest.damage(path, checksums=True, within="trainer.json"))
-    try:
-        return require_record(path / "trainer.json", kind)
-    except RecordError as error:
-        raise CheckpointError(f"{error} Use an earlier checkpoint.") from error
+    found = files.newest_verified(run, at_most) if world.is_first else (None, ())
+    return LatestCheckpoint(*gather_objects(found, world, patiently=True)[0])
 
 
 def load_parts(
@@ -143,78 +98,120 @@ def load_parts(
     *,
     is_verified: bool = False,
 ) -> None:
-    """Fill the given states in place from a checkpoint; resharded where the world is another.
+    """Fill the given states in place from a checkpoint, resharded if the world is another.
 
     Args:
         path: the checkpoint.
         parts: what to fill, by the part of the checkpoint: `model`, `ema/<profile>`, `optimizer`.
         world: all ranks, each of which calls this; None for a process that loads alone.
-        is_verified: whether the checksums of the files were compared already. Else those of these
-            parts are; the others need not be there.
+        is_verified: the checksums of the files were compared already. Else those of these parts
+            are; the others need not be there.
 
     Raises:
         CheckpointError: the checkpoint is not whole, or holds another model; some of the given
             tensors may have been filled.
     """
-    forget_hint_of_being_alone()
+    _silence_single_process_warning()
     logging.getLogger().addFilter(_is_no_warning_of_the_loader)
     alone = world is None or world.mesh is None
     for name, state in parts.items():
         if not is_verified:
-            verify_part(path, name)
+            files.verify_part(path, name)
         try:
             state_dict_loader.load(
-                state, storage_reader=Reader(path / name), planner=Planner(), no_dist=alone
+                state,
+                storage_reader=CheckpointReader(path / name),
+                planner=SafeLoadPlanner(),
+                no_dist=alone,
             )
-        except (Exception, CheckpointException) as error:  # torch raises whatever comes along
+        except (Exception, CheckpointException) as error:  # torch raises any exception
             raise CheckpointError(
                 f"{path / name} cannot be loaded into the model that the recipe describes: "
-                f"{last_line(error)}. Its files are damaged, or hold another model: take the "
+                f"{_last_line(error)}. Its files are damaged, or hold another model: take the "
                 "recipe that the run was started with, or an earlier checkpoint."
             ) from error
 
 
-def thin_out(
-    run: RunDirectory, saved: int, since: int, section: CheckpointSection, reach: int
-) -> None:
-    """Delete checkpoints that nobody needs, and what interrupted saves have left.
+def part_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of each entry of a part, by name; () where it is not a tensor.
 
-    Those that are not whole do not count, and go. So do those that are later than the step before
-    the one that was `saved`, which is `since`: the run went on from before them, because they are
-    damaged or because it went back; no server's needs keep these. What cannot be deleted now can be
-    after the next save.
+    Args:
+        folder: of the part. Its checksums must have been compared.
 
-    Rank 0 only, and never while a checkpoint is being saved.
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not what torch writes.
     """
-    folders = _folders(run)
-    gone = {
-        step
-        for step, path in folders.items()
-        if step != saved and (step > min(since, saved) or not _is_whole(path))
+    saved = CheckpointReader(folder).read_metadata().state_dict_metadata
+    return {name: tuple(getattr(each, "size", ())) for name, each in saved.items()}
+
+
+class CheckpointReader(FileSystemReader):
+    """Reads `.metadata` by an unpickler that allows only what torch writes there."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the checkpoint holds.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it is not what torch writes.
+        """
+        path = Path(self._get_metadata_path(kwargs.get("rank")))
+        with open_regular(path) as file:
+            try:
+                found = _checked(RestrictedUnpickler(file, _allowed_globals()).load())
+            except Exception as error:  # a damaged pickle can raise anything
+                raise ValueError(f"{path.name} cannot be read: {error}") from error
+        found.storage_meta = StorageMeta(load_id=self.load_id)
+        return found
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """Reads what is not a tensor, such as a learning rate, by torch's restricted unpickler."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put an object of the checkpoint where it belongs.
+
+        Raises:
+            pickle.UnpicklingError: it is neither plain data nor a tensor.
+        """
+        loaded = torch.load(value, weights_only=True)
+        name = read_item.dest_index.fqn
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
+
+
+def _checked(found: Any) -> Metadata:
+    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+        raise TypeError("it does not describe a checkpoint")
+    for each in found.storage_data.values():
+        name = str(each.relative_path)
+        if name != PurePath(name).name or name == "..":
+            raise ValueError(f"it names the file {name!r} outside the checkpoint")
+    return found
+
+
+def _no_path(*_parts: object) -> None:
+    """In place of the path at which a checkpoint was saved; nothing reads it."""
+
+
+@cache
+def _allowed_globals() -> Mapping[tuple[str, str], Any]:
+    named = {(metadata.__name__, name): getattr(metadata, name) for name in _METADATA_CLASSES}
+    dtypes = {
+        ("torch", name): each for name, each in vars(torch).items() if type(each) is torch.dtype
     }
-    unneeded = doomed(
-        folders.keys() - gone,
-        keep=section.keep,
-        keep_every=section.keep_every,
-        needed=needed_steps(run),
-        reach=reach,
-    )
-    delete(folders[step] for step in sorted(gone))
-    for step in unneeded:
-        delete_unless_needed(run, step)
-    for leftover in run.checkpoints_path.glob(".step_*"):
-        remove_tree(leftover)
-
-
-def abandon(run: RunDirectory, after_step: int) -> None:
-    """Delete all checkpoints later than a step: a run that went back there comes by otherwise.
-
-    They go even if an evaluation server needs them: the run saves these steps anew.
-
-    Rank 0 only, and never while a checkpoint is being saved.
-    """
-    later = {step: path for step, path in _folders(run).items() if step > after_step}
-    delete(later[step] for step in sorted(later, reverse=True))
+    return {
+        **named,
+        **dtypes,
+        (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+        ("torch", "Size"): torch.Size,
+        ("torch.serialization", "_get_layout"): _get_layout,
+        ("pathlib", "PosixPath"): _no_path,
+        ("pathlib._local", "PosixPath"): _no_path,  # Python 3.13
+    }
 
 
 def _is_no_warning_of_the_loader(record: logging.LogRecord) -> bool:
@@ -222,49 +219,383 @@ def _is_no_warning_of_the_loader(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR or record.pathname != state_dict_loader.__file__
 
 
-def forget_hint_of_being_alone() -> None:
-    """Silence torch's warning to whoever saves or loads in one process that this is what happens.
+def _silence_single_process_warning() -> None:
+    """Silence torch's warning that a single process saves or loads without torch.distributed.
 
     For good: filters belong to all threads, and saving has its own.
     """
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
-def last_line(error: BaseException) -> str:
-    """What torch's report on all ranks ends with, which is what went wrong."""
+def _last_line(error: BaseException) -> str:
+    """The last line of torch's report on all ranks, which says what went wrong."""
     return str(error).strip().splitlines()[-1].rstrip(".")
 
 
-def _newest_verified(run: RunDirectory, at_most: int | None) -> Found:
-    passed_over: list[tuple[Path, str]] = []
-    for step, path in sorted(_folders(run).items(), reverse=True):
-        if at_most is not None and step > at_most:
-            continue
-        reason = manifest.damage(path, checksums=True) or _unreadable_trainer(path)
-        if reason is None:
-            return Found(path, tuple(passed_over))
-        passed_over.append((path, reason))
-    return Found(None, tuple(passed_over))
+# --- Saving in the background -----------------------------------------------------------------
 
 
-def _folders(run: RunDirectory) -> dict[int, Path]:
-    """Folders of checkpoints by step, whole or not."""
-    paths = {step: run.checkpoint_path(step) for step in run.checkpoint_folders()}
-    return {step: path for step, path in paths.items() if path.is_dir()}
+class Saver:
+    """Writes checkpoints, one after another, in a thread of its own, and deletes older ones.
+
+    Every rank has one and makes the same calls in the same order.
+
+    Args:
+        run: the run directory.
+        world: all ranks.
+        section: the recipe's. Where `background` is false each save is waited for, and the state
+            is not copied.
+        start: the step that training resumes from. Later checkpoints are damaged, and are deleted
+            after the next whole one.
+        reach: how many steps a rollback must be able to go back; 0 for none.
+
+    Attributes:
+        failures_in_a_row: saves that have failed since one did not, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        world: World,
+        section: CheckpointSection,
+        *,
+        start: int,
+        reach: int = 0,
+    ) -> None:
+        self.world = world
+        self._run, self._section, self._reach = run, section, reach
+        group = (
+            None if world.mesh is None else dist.new_group(backend="gloo", timeout=_SAVE_TIMEOUT)
+        )
+        self._group = SaveGroup(world, group)
+        self._staging = Staging()
+        self._thread = ThreadPoolExecutor(1, "checkpoint", _prepare_thread, (world.device,))
+        self._pending: Future[Path] | None = None
+        self._since = start
+        self._begun = time.monotonic()
+        self._seconds = 0.0
+        self._finished: list[Path] = []
+        self._failure: BaseException | None = None
+        self.failures_in_a_row = 0
+        self._is_abandoned = False
+        _silence_single_process_warning()
+
+    def save(self, step: int, parts: Mapping[str, State], trainer: Mapping[str, Any]) -> None:
+        """Begin to save; returns when the state may change again.
+
+        A pending save is waited for. A save that fails sets `failed`.
+
+        Args:
+            step: global step.
+            parts: states by the folders in which they are saved.
+            trainer: what else is needed to resume, as JSON.
+        """
+        self.wait()
+        heartbeat.set_phase("checkpoint")
+        self._begun = time.monotonic()
+        given = self._staging.copy(parts) if self._section.background else parts
+        self._pending = self._thread.submit(self._save, step, given, trainer, self._since)
+        self._since = step
+        if not self._section.background:
+            self.wait()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `checkpoint.minutes` have passed since the last save; on rank 0, for all ranks.
+
+        It is false on other ranks: their clocks differ.
+        """
+        minutes = self._section.minutes
+        is_asked = minutes is not None and self.world.is_first
+        return is_asked and time.monotonic() - self._begun >= 60 * (minutes or 0)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save has failed, as far as this rank knows."""
+        self._collect()
+        return self._failure is not None
+
+    def finished(self) -> list[Path]:
+        """Checkpoints that became whole since the last call; on rank 0, none elsewhere."""
+        self._collect()
+        finished, self._finished = self._finished, []
+        return finished if self.world.is_first else []
+
+    def wait(self) -> None:
+        """Return when no save is pending."""
+        if self._pending is not None:
+            heartbeat.set_phase("save")
+            wait([self._pending])
+        self._collect()
+
+    def take_failure(self) -> CheckpointError | None:
+        """Why the last save failed, the same on every rank, and then forgotten; None: it did not.
+
+        All ranks call it; a pending save is waited for.
+        """
+        self.wait()
+        failure, self._failure = self._failure, None
+        reasons = gather_objects(None if failure is None else str(failure), self.world)
+        message = next((each for each in reasons if each is not None), None)
+        if failure is not None and not isinstance(failure, CheckpointError):
+            raise failure  # a defect of ours
+        return None if message is None else CheckpointError(message)
+
+    def abandon(self) -> None:
+        """Do not wait for a pending save if there are other ranks; alone, a save ends by itself."""
+        self._is_abandoned = self.world.mesh is not None
+
+    def close(self) -> None:
+        """Wait for a pending save, and end the thread."""
+        self._thread.shutdown(wait=not self._is_abandoned)
+        self._collect()
+
+    def _save(
+        self, step: int, parts: Mapping[str, State], trainer: Mapping[str, Any], since: int
+    ) -> Path:
+        begun = time.monotonic()
+        path = write(self._run, step, parts, trainer, self._group)
+        self._seconds = time.monotonic() - begun
+        if self.world.is_first:
+            files.prune(self._run, step, since, self._section, self._reach)
+        return path
+
+    def _collect(self) -> None:
+        """Note how a save has ended; only the thread that saves may run at the same time."""
+        if self._pending is None or not self._pending.done():
+            return
+        ended, self._pending = self._pending, None
+        error = ended.exception()
+        if error is None:
+            self._finished.append(ended.result())
+            heartbeat.record_duration("save", self._seconds)
+            self.failures_in_a_row = 0
+        else:
+            self.failures_in_a_row += 1
+            self._failure = error
 
 
-def _is_whole(path: Path, within: str = "") -> bool:
-    return manifest.damage(path, checksums=False, within=within) is None
+@contextmanager
+def keep_saver(
+    run: RunDirectory, world: World, section: CheckpointSection, *, start: int, reach: int = 0
+) -> Iterator[Saver]:
+    """A saver whose pending save is waited for at the end, also after an error and a Ctrl-C.
 
+    Except after a defect, or the loss of another rank: the save would not become whole, and others
+    wait for this process to end.
 
-def _refuse(path: Path, reason: str | None) -> None:
-    if reason is not None:
-        raise CheckpointError(f"{path} is damaged: {reason}. Use an earlier checkpoint.")
+    Its arguments are those of `Saver`.
 
-
-def _unreadable_trainer(path: Path) -> str | None:
+    Raises:
+        CheckpointError: on every rank, at the end of a block that ends well: a save has failed.
+    """
+    saver = Saver(run, world, section, start=start, reach=reach)
     try:
-        require_record(path / "trainer.json", Trainer)
-    except RecordError as error:
-        return f"trainer.json cannot be read: {error.reason}"
-    return None
+        yield saver
+        if error := saver.take_failure():
+            raise error
+    except Exception as error:
+        if not isinstance(error, LongtakeError):
+            saver.abandon()
+        raise
+    finally:
+        saver.close()
+
+
+def _prepare_thread(device: torch.device) -> None:
+    """Set the thread's GPU.
+
+    Its priority stays that of the training: a thread that waits for the processor holds Python's
+    lock meanwhile, and the training waits with it.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+class Staging:
+    """Copies states into host memory, which is kept for the next copy, so that training goes on.
+
+    torch's own stagers are not used: `BlockingAsyncStager` cannot keep its memory without a GPU,
+    and `DefaultStager` cannot copy the 8-bit states of an optimizer. The memory stays as large as
+    the largest state (of this rank: its shards) that was copied; it is page-locked for states on a
+    GPU.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def copy(self, parts: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of nested dicts of tensors and other values; the last copy is overwritten."""
+        copied: dict[str, Any] = self._copied(parts, "")
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()  # copies from a GPU are asynchronous
+        return copied
+
+    def _copied(self, value: Any, key: str) -> Any:
+        if isinstance(value, Mapping):
+            return {name: self._copied(each, f"{key}/{name}") for name, each in value.items()}
+        if isinstance(value, Tensor):
+            return self._copied_tensor(value.detach(), key)
+        return copy.deepcopy(value)
+
+    def _copied_tensor(self, tensor: Tensor, key: str) -> Tensor:
+        """Tensors made of tensors (DTensors, 8-bit states) are taken apart and put together."""
+        if not hasattr(tensor, "__tensor_flatten__"):
+            return self._buffer(tensor, key).copy_(tensor, non_blocking=True)
+        made = cast("Any", tensor)
+        names, context = made.__tensor_flatten__()
+        inner = {name: getattr(tensor, name) for name in names}  # among them a DTensor's mesh
+        for name, each in inner.items():
+            if isinstance(each, Tensor):
+                inner[name] = self._copied_tensor(each, f"{key}/{name}")
+        whole: Tensor = type(made).__tensor_unflatten__(
+            inner, context, tensor.shape, tensor.stride()
+        )
+        return whole
+
+    def _buffer(self, tensor: Tensor, key: str) -> Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+            buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self._buffers[key] = buffer
+        return buffer
+
+
+# --- Writing one checkpoint -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SaveGroup:
+    """Ranks that save together, through a process group that nothing else uses."""
+
+    world: World
+    group: dist.ProcessGroup | None
+    """None where the process is alone."""
+
+    def all_ranks(self, work: Callable[[], T]) -> list[T]:
+        """Let every rank do something, and wait for all; returns the results by rank.
+
+        Raises:
+            OSError: on every rank, if the work failed on any of them.
+        """
+        result: T | None = None
+        mistake: str | None = None
+        try:
+            result = work()
+        except Exception as error:  # of any kind: no rank may wait for this one for ever
+            mistake = str(error) if isinstance(error, OSError) else repr(error)
+        everyone: list[Any] = [(result, mistake)] * self.world.size
+        if self.group is not None:
+            dist.all_gather_object(everyone, (result, mistake), self.group)
+        for _, each in everyone:
+            if each is not None:
+                raise OSError(each)
+        return [each for each, _ in everyone]
+
+
+def write(
+    run: RunDirectory,
+    step: int,
+    parts: Mapping[str, State],
+    trainer: Mapping[str, Any],
+    group: SaveGroup,
+) -> Path:
+    """Write a checkpoint aside and rename it when it is whole; all ranks call it.
+
+    Args:
+        run: the run directory.
+        step: global step.
+        parts: states by the folders in which they are saved.
+        trainer: what else is needed to resume, as JSON.
+        group: all ranks.
+
+    Returns:
+        The whole checkpoint, which is on disk.
+
+    Raises:
+        CheckpointError: on every rank; it cannot be written. Nothing is left of it, and older
+            checkpoints are untouched.
+    """
+    whole = run.checkpoint_path(step)
+    aside = whole.with_name(f".{whole.name}.partial")
+    is_first, rank = group.world.is_first, group.world.rank
+    try:
+        group.all_ranks(lambda: _begin(aside, whole) if is_first else None)
+        for name, state in parts.items():
+            _write_part(aside / name, state, group.group)
+        described = group.all_ranks(lambda: files.describe_files(aside, _written_by(rank, aside)))
+        group.all_ranks(lambda: _commit(aside, whole, trainer, described) if is_first else None)
+    except (OSError, CheckpointException) as error:
+        if is_first:
+            remove_tree(aside)
+        raise CheckpointError(_describe_loss(run, step, error)) from error
+    return whole
+
+
+class _Disk(FileSystem):
+    """Raises that a disk is full, where torch raises that a file is shorter than it should be."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open a file; what is raised while it is open is the error that came first."""
+        with super().create_stream(path, mode) as stream:
+            try:
+                yield stream
+            except RuntimeError as error:
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
+
+
+def _begin(aside: Path, whole: Path) -> None:
+    if link := files.dangling_link(whole):
+        raise OSError(link)
+    remove_tree(aside)
+    aside.mkdir(parents=True)
+
+
+def _write_part(folder: Path, state: State, group: dist.ProcessGroup | None) -> None:
+    # Tensors are on the CPU already. With copy-ahead, torch would wait for the current CUDA stream,
+    # on which training has queued seconds of work, after every 10 MB.
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
+    writer.fs = _Disk()
+    alone = group is None
+    state_dict_saver.save(state, storage_writer=writer, process_group=group, no_dist=alone)
+
+
+def _written_by(rank: int, folder: Path) -> list[str]:
+    """Torch puts a rank's number before the names of its files."""
+    return [name for name in files.list_files(folder) if Path(name).match(f"__{rank}_*")]
+
+
+def _commit(
+    aside: Path, whole: Path, trainer: Mapping[str, Any], described: list[dict[str, FileEntry]]
+) -> None:
+    write_json(aside / "trainer.json", trainer)
+    entries = {name: entry for each in described for name, entry in each.items()}
+    rest = [name for name in files.list_files(aside) if name not in entries]
+    files.commit(aside, entries | files.describe_files(aside, rest))
+    for folder in (aside, *(path for path in aside.rglob("*") if path.is_dir())):
+        flush_to_disk(folder)
+    # There may be one already: its step is run again, because it is damaged.
+    replaced = files.hide(whole) if whole.exists() else None
+    aside.rename(whole)
+    flush_to_disk(whole.parent)
+    if replaced is not None:
+        remove_tree(replaced)
+
+
+def _describe_loss(run: RunDirectory, step: int, error: BaseException) -> str:
+    last = files.newest_whole(run)
+    lost = (
+        f"nothing is lost but the steps since {last.name}, which is whole"
+        if last is not None
+        else "there is no earlier one, so all steps so far are lost if the run ends now"
+    )
+    is_link = files.dangling_link(run.checkpoint_path(step)) is not None
+    remedy = files.LINK_REMEDY if is_link else "make room and start the same command again"
+    return (
+        f"The checkpoint of step {step} in {run.path} cannot be written "
+        f"({_last_line(error)}); {lost}: {remedy}."
+    )

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from longtake.checkpoint.deletion import take_away_unless_needed
-from longtake.checkpoint.manifest import committed, damage
+from longtake.checkpoint.files import delete_unless_needed, find_damage, read_committed
 from longtake.errors import LongtakeError, RecordError, RunError
 from longtake.evaluation.options import ServerOptions
 from longtake.evaluation.pending import PendingTasks
@@ -357,7 +356,7 @@ class Mirror:
         steps = mirror.checkpoint_steps()
         with self._folder.writing():
             going = sorted({*steps} - {*wanted} - {max(steps, default=0)})
-            return [step for step in going if take_away_unless_needed(mirror, step)]
+            return [step for step in going if delete_unless_needed(mirror, step)]
 
     def interrupt(self) -> None:
         """End what another thread waits for: it gets a RunError, and so does any later fetch."""
@@ -481,11 +480,11 @@ def _has_arrived(run: RemoteRun, step: int) -> bool:
 def _is_incomplete(folder: Path) -> bool:
     """Whether a pulled checkpoint lacks a file, but for the optimizer's state."""
     try:
-        names = committed(folder)
+        names = read_committed(folder)
     except (OSError, RecordError):
         return True
     parts = {name.partition("/")[0] + "/" * ("/" in name) for name in names} - {"optimizer/"}
-    return any(damage(folder, checksums=False, within=part) for part in sorted(parts))
+    return any(find_damage(folder, checksums=False, within=part) for part in sorted(parts))
 
 
 def _publish_checkpoint(mirror: RunDirectory, step: int) -> bool:
@@ -495,7 +494,7 @@ def _publish_checkpoint(mirror: RunDirectory, step: int) -> bool:
         OSError: it cannot be renamed.
     """
     place = mirror.checkpoint_path(step)
-    if place.exists() and not take_away_unless_needed(mirror, step):
+    if place.exists() and not delete_unless_needed(mirror, step):
         return False
     folder = _arriving(mirror, step)
     # It came with the source's time. Heartbeats here have the time of this file system's clock, and

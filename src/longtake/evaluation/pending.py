@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from longtake.checkpoint import manifest
+from longtake.checkpoint import files
 from longtake.config import EvaluationSection, Recipe
 from longtake.errors import LongtakeError, RecordError
 from longtake.evaluation.options import ServerOptions
@@ -148,7 +148,7 @@ class CommittedWeights:
         A key is the first digits of the sha256 of the listed checksums, by the files' names.
         """
         try:
-            listed = manifest.committed(path.parent)
+            listed = files.read_committed(path.parent)
         except FileNotFoundError:
             return cls(is_there=False)
         except RecordError as error:
@@ -179,7 +179,7 @@ def checkpoint_key(checkpoint: Path, weights: str) -> str | None:
 def find_damage(checkpoint: Path, weights: str, *, checksums: bool) -> str | None:
     """What is wrong with the files that sampling needs; None if nothing is."""
     parts = (f"{weights}/", "trainer.json")
-    found = (manifest.damage(checkpoint, checksums=checksums, within=part) for part in parts)
+    found = (files.find_damage(checkpoint, checksums=checksums, within=part) for part in parts)
     return next((each for each in found if each), None)
 
 
@@ -617,7 +617,7 @@ def _signatures(task: EvaluationTask) -> object:
 
 
 def _is_being_deleted(checkpoint: Path) -> bool:
-    """Whether a deletion has begun and may yet be undone; see `checkpoint.deletion`."""
+    """Whether a deletion has begun and may yet be undone; see `checkpoint.files`."""
     with suppress(OSError):
         hidden = checkpoint.with_name(f".{checkpoint.name}.deleted")
         return hidden.exists() or checkpoint.exists()

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import tomli_w
 
-from longtake.checkpoint.deletion import delete, needed_steps
+from longtake.checkpoint.files import Trainer, delete, load_trainer, needed_steps
 from longtake.config import TrackingSection
 from longtake.errors import RecipeError
 from longtake.evaluation.pending import checkpoint_key
@@ -507,15 +507,14 @@ def brighten(run: RunDirectory, times: int, brighter: float, apart: int) -> list
     """
     import torch
 
-    from longtake.checkpoint import store
-    from longtake.checkpoint.writing import Company, write
+    from longtake.checkpoint.store import SaveGroup, write
     from longtake.evaluation.sampling.studio import load_sampler
     from longtake.models.trainable import trained_state
     from longtake.parallel.mesh import World
 
     sampler = load_sampler(run.path, device="cpu")
     newest_step = sampler.step
-    trainer = store.load_trainer(run.checkpoint_path(newest_step), store.Trainer)
+    trainer = load_trainer(run.checkpoint_path(newest_step), Trainer)
     weights = load_sampler(run.path, ema=False, device="cpu").components.model
     ema = sampler.components.model
     weights.requires_grad_(True)  # a model that samples has no trained weights
@@ -526,7 +525,7 @@ def brighten(run: RunDirectory, times: int, brighter: float, apart: int) -> list
         with torch.no_grad():
             ema.get_parameter("tube_out.bias").add_(brighter)
         parts = {"model": dict(trained_state(weights)), sampler.weights: dict(trained_state(ema))}
-        write(run, step, parts, {**trainer, "global_step": step}, Company(alone, None))
+        write(run, step, parts, {**trainer, "global_step": step}, SaveGroup(alone, None))
     return steps
 
 

@@ -385,13 +385,12 @@ def _tensors(checkpoint: Path) -> dict[str, "Tensor"]:
     import torch
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from longtake.checkpoint.reading import Reader
-    from longtake.checkpoint.store import load_parts
+    from longtake.checkpoint.store import CheckpointReader, load_parts
 
     parts = {"model", *(f"ema/{path.name}" for path in (checkpoint / "ema").iterdir())}
     states: dict[str, dict[str, Any]] = {}
     for part in parts:
-        saved = Reader(checkpoint / part).read_metadata().state_dict_metadata
+        saved = CheckpointReader(checkpoint / part).read_metadata().state_dict_metadata
         sizes = {n: s.size for n, s in saved.items() if isinstance(s, TensorStorageMetadata)}
         states[part] = {name: torch.empty(size) for name, size in sizes.items()}
     load_parts(checkpoint, states)

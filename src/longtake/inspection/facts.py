@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from longtake.checkpoint.manifest import damage
+from longtake.checkpoint.files import find_damage
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.ledger import IDENTITY_BYTES, read_ledger, short_identity
@@ -153,7 +153,7 @@ def _checkpoints(run: RunDirectory, steps: int) -> list[dict[str, Any]]:
     found, has_rolled_back = [], bool(run.rollbacks())
     for step in run.checkpoint_steps():
         path = run.checkpoint_path(step)
-        what = damage(path, checksums=False)
+        what = find_damage(path, checksums=False)
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         facts = {"step": step, "bytes": size, "damage": what}
         found.append({**facts, "abandoned": has_rolled_back and step > steps})

@@ -547,7 +547,7 @@ _COLLECTIVE = re.compile(
     r"checkpoint/utils|checkpoint/_nested_dict)"
 )
 _OWN_COLLECTIVE = re.compile(r"/longtake/parallel/collectives\.py$")
-_SAVER = "/longtake/checkpoint/saver.py"
+_SAVER = "/longtake/checkpoint/store.py"
 _THREADS = re.compile(
     r"/(?:threading|queue|subprocess|selectors|concurrent/futures/\w+|multiprocessing/\w+)\.py$"
 )

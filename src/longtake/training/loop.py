@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from longtake import heartbeat
-from longtake.checkpoint.saver import Saver
+from longtake.checkpoint.store import Saver
 from longtake.config import Recipe
 from longtake.data.ledger import Ledger
 from longtake.data.loader import Loader

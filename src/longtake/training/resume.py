@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from longtake import config
 from longtake.checkpoint import store
-from longtake.checkpoint.saver import Saver
+from longtake.checkpoint.store import Saver
 from longtake.config import Recipe
 from longtake.data.loader import Loader
 from longtake.errors import DataError

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from longtake.checkpoint import store
+from longtake.checkpoint import files, store
 from longtake.config import Recipe
 from longtake.data.loader import Loader
 from longtake.errors import CheckpointError
@@ -48,8 +48,8 @@ def choose(
     chosen = from_first(plan() if world.is_first else "", world)
     if isinstance(chosen, str):
         return chosen
-    found, passed_over = store.newest_on_all(run, world, at_most=chosen.step)
-    record.damaged(passed_over, chosen.step)
+    found, damaged = store.latest_checkpoint(run, world, at_most=chosen.step)
+    record.damaged(damaged, chosen.step)
     if found is None or from_first(_plan_version(run, run.step_of(found)), world) != version:
         return f"Every checkpoint that it could go back to, up to {chosen.step}, is damaged."
     return replace(chosen, step=run.step_of(found))
@@ -65,7 +65,7 @@ _SINCE_THE_CHANGE = (
 def _plan_version(run: RunDirectory, step: int) -> int | None:
     """Which of the run's plans a checkpoint was trained by; None where it cannot be read."""
     try:
-        trainer = store.load_trainer(run.checkpoint_path(step), SavedTrainer)
+        trainer = files.load_trainer(run.checkpoint_path(step), SavedTrainer)
     except CheckpointError:
         return None
     return trainer["data"]["plan_version"]
@@ -98,7 +98,7 @@ def go_back(
     _abandon(run, chosen.step, world)
     path = run.checkpoint_path(chosen.step)
     skip_batches(loader, run, world)
-    loader.load_state_dict(store.load_trainer(path, SavedTrainer)["data"])
+    loader.load_state_dict(files.load_trainer(path, SavedTrainer)["data"])
     go_on_from(path, state, guard, gauge, world)
 
 
@@ -108,7 +108,7 @@ def skip_batches(loader: Loader, run: RunDirectory, world: World) -> None:
         loader.skip(*rolled_back["skipped"])
 
 
-def newest_kept(run: RunDirectory, world: World) -> store.Found:
+def newest_kept(run: RunDirectory, world: World) -> store.LatestCheckpoint:
     """The newest whole checkpoint of a state that no rollback gave up; all ranks call it.
 
     Others are deleted: they are there where a run was killed while it went back.
@@ -116,11 +116,11 @@ def newest_kept(run: RunDirectory, world: World) -> store.Found:
     Raises:
         CheckpointError: one of them cannot be deleted.
     """
-    found = store.newest_on_all(run, world)
+    found = store.latest_checkpoint(run, world)
     while (back_to := _given_up(found.path, run, world)) is not None:
         given_up = found.path
         _abandon(run, back_to, world)
-        found = store.newest_on_all(run, world)
+        found = store.latest_checkpoint(run, world)
         if found.path == given_up:
             raise CheckpointError(
                 f"{given_up} was given up when the run went back to step {back_to}, and cannot be "
@@ -133,11 +133,11 @@ def _given_up(path: Path | None, run: RunDirectory, world: World) -> int | None:
     """The step that the run went back to from beyond a checkpoint, after that was saved."""
     if path is None:
         return None
-    known = store.load_trainer(path, SavedTrainer)["num_rollbacks"]
+    known = files.load_trainer(path, SavedTrainer)["num_rollbacks"]
     since = from_first(run.rollbacks(), world)[known:]
     steps = (rolled_back["to_step"] for rolled_back in since)
     return next((step for step in steps if step < run.step_of(path)), None)
 
 
 def _abandon(run: RunDirectory, after_step: int, world: World) -> None:
-    first_does(lambda: store.abandon(run, after_step), world)
+    first_does(lambda: files.delete_after(run, after_step), world)

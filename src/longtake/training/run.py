@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 
 from longtake import heartbeat
-from longtake.checkpoint import store
-from longtake.checkpoint.saver import keep_saver
+from longtake.checkpoint import files
+from longtake.checkpoint.store import keep_saver
 from longtake.config import Recipe
 from longtake.data.files import refuse_missing
 from longtake.data.ledger import begin_launch, keep_ledger, stream_names
@@ -299,31 +299,31 @@ class _Found:
         return 0 if self.trainer is None else int(self.trainer["global_step"])
 
 
-def _none_is_whole(run: RunDirectory, passed_over: Sequence[tuple[Path, str]]) -> str:
-    path, reason = passed_over[0]
+def _none_is_whole(run: RunDirectory, damaged: Sequence[tuple[Path, str]]) -> str:
+    path, reason = damaged[0]
     return (
-        f"{run.path} has {len(passed_over)} checkpoints, and not one of them is whole; of the "
+        f"{run.path} has {len(damaged)} checkpoints, and not one of them is whole; of the "
         f"newest, {path.name}, {reason}. Restore one, or start anew beside this run with --fresh."
     )
 
 
 def _go_on(run: RunDirectory, recipe: Recipe, loader: Loader, world: World) -> _Found:
     """The run's newest whole checkpoint, with the loader brought there."""
-    path, passed_over = newest_kept(run, world)
-    if path is None and passed_over:
-        raise CheckpointError(_none_is_whole(run, passed_over))
-    trainer = None if path is None else store.load_trainer(path, SavedTrainer)
+    path, damaged = newest_kept(run, world)
+    if path is None and damaged:
+        raise CheckpointError(_none_is_whole(run, damaged))
+    trainer = None if path is None else files.load_trainer(path, SavedTrainer)
     skip_batches(loader, run, world)
     if trainer is not None:
         loader.load_state_dict(trainer["data"])
     step = 0 if trainer is None else trainer["global_step"]
-    first_does(lambda: store.refuse_dangling_links(run, step), world)
+    first_does(lambda: files.refuse_dangling_links(run, step), world)
     if world.is_first:
-        for damaged, reason in passed_over:
-            run.append_event("checkpoint_damaged", step=step, path=damaged.name, reason=reason)
+        for each, reason in damaged:
+            run.append_event("checkpoint_damaged", step=step, path=each.name, reason=reason)
     warnings = [
-        f"{damaged} is not whole ({reason}) and was passed over; training goes on from step {step}"
-        for damaged, reason in passed_over
+        f"{each} is not whole ({reason}) and was passed over; training goes on from step {step}"
+        for each, reason in damaged
     ]
     if trainer is not None:
         warnings += _what_was_lost(run, recipe, loader, step, world)

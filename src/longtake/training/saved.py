@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from longtake.checkpoint import store
+from longtake.checkpoint import files
 from longtake.config import Recipe
 from longtake.data.course import LoaderState
 from longtake.data.loader import Loader
@@ -18,7 +18,7 @@ from longtake.training.resume import recipe_fingerprint, restore
 from longtake.training.step import TrainingState
 
 
-class SavedTrainer(store.SampledTrainer):
+class SavedTrainer(files.SampledTrainer):
     """trainer.json: what is needed to resume."""
 
     data: LoaderState
@@ -50,7 +50,7 @@ def go_on_from(path: Path, state: TrainingState, guard: Guard, gauge: Gauge, wor
     Raises:
         CheckpointError: it is damaged, or belongs to another model.
     """
-    trainer = store.load_trainer(path, SavedTrainer)
+    trainer = files.load_trainer(path, SavedTrainer)
     restore(state, path, trainer["global_step"], world)
     guard.load(trainer["guard"])
     gauge.set_last_update(trainer["last_update"], world.size)

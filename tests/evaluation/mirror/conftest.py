@@ -9,7 +9,7 @@ import fsspec
 import pytest
 from tests.cluster.hosts import Cluster
 
-from longtake.checkpoint.manifest import commit, describe
+from longtake.checkpoint.files import commit, describe_files
 from longtake.fsio import append_json
 from longtake.run_dir import RunDirectory
 
@@ -43,7 +43,7 @@ class Trainer:
         names = ("model/.metadata", "model/__0_0.distcp", "optimizer/__0_0.distcp", "trainer.json")
         for name in names:
             write(folder / name, weights if name.endswith("distcp") else b"{}")
-        commit(folder, describe(folder, names))
+        commit(folder, describe_files(folder, names))
         return folder
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from longtake.checkpoint.deletion import STALE_SECONDS, needed_steps
+from longtake.checkpoint.files import STALE_SECONDS, needed_steps
 from longtake.errors import RunError
 from longtake.evaluation.mirror import (
     Mirror,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.cluster.hosts import Cluster
 
-from longtake.checkpoint.deletion import needed_steps
+from longtake.checkpoint.files import needed_steps
 from longtake.fsio import write_json
 from longtake.process import environment
 from longtake.run_dir import RunDirectory

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from longtake.checkpoint import manifest
+from longtake.checkpoint import files
 from longtake.evaluation.options import ServerOptions
 from longtake.evaluation.report import ServerReport
 from longtake.evaluation.server import EvaluationServer
@@ -82,7 +82,7 @@ def write_checkpoint(path: Path, content: bytes) -> Path:
         for name in ("__0_0.distcp", ".metadata"):
             (path / part / name).write_bytes(f"{part}/{name}".encode() + content)
     write_json(path / "trainer.json", {"global_step": int(path.name.removeprefix("step_"))})
-    manifest.commit(path, manifest.describe(path, manifest.file_names(path)))
+    files.commit(path, files.describe_files(path, files.list_files(path)))
     return path
 
 

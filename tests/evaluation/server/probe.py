@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from longtake import lease
-from longtake.checkpoint import manifest
+from longtake.checkpoint import files
 from longtake.errors import CheckpointError
 from longtake.evaluation.options import ServerOptions
 from longtake.evaluation.pending import EvaluationTask, Progress
@@ -72,10 +72,10 @@ def scores_of(step: int, key: str, server: str, preset: str = "probe") -> Scores
 def read_weights(checkpoint: Path, weights: str) -> str:
     """The sha256 of all bytes below `weights`, refused as a sampler refuses them."""
     for part in ("trainer.json", f"{weights}/"):
-        if damage := manifest.damage(checkpoint, checksums=True, within=part):
+        if damage := files.find_damage(checkpoint, checksums=True, within=part):
             raise CheckpointError(f"{checkpoint}: {damage}")
-    files = sorted((checkpoint / weights).rglob("*"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    paths = sorted((checkpoint / weights).rglob("*"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
 
 def main() -> None:

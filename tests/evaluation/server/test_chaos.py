@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from longtake.checkpoint import deletion, store
+from longtake.checkpoint import files
 from longtake.config import CheckpointSection, EvaluationSection
 from longtake.evaluation_dir import EvaluationDirectory, all_servers
 from longtake.lease import history
@@ -87,11 +87,11 @@ class _Retention(threading.Thread):
 
     def _thin_out(self, step: int, *, evaluated: bool) -> None:
         if (evaluated and self._chance.random() < 0.1) or self._is_needed_since_whole(step):
-            gone = deletion.delete_unless_needed(self._of, step)
+            gone = files.delete_unless_needed(self._of, step)
             (self.deleted if gone else self.refused).add(step)
         elif not evaluated and step % 20 == 0 and self._chance.random() < 0.02:
             path = self._of.checkpoint_path(step)
-            deletion.take_away(path).rename(path)
+            files.hide(path).rename(path)
 
     def _is_needed_since_whole(self, step: int) -> bool:
         """Such a step is needed until there is a result; every other one is tried."""
@@ -123,7 +123,7 @@ class _Trainer(threading.Thread):
             aside = self._save(RunDirectory(self._of.path / "aside"), step)
             aside.rename(self._of.checkpoint_path(step))
             _until(lambda step=step: self._is_seen(step))  # type: ignore[misc]
-            store.thin_out(self._of, step, step - 10, section, reach=0)
+            files.prune(self._of, step, step - 10, section, reach=0)
             begun = {path.name[:13] for path in (directory.path / "claims/probe").glob("*")}
             old = self._of.checkpoint_steps()[:-2]
             self.spared |= {each for each in old if f"step_{each:08d}" not in begun}
@@ -132,7 +132,7 @@ class _Trainer(threading.Thread):
         return {*self._of.checkpoint_steps()} - {*EvaluationDirectory(self._of).steps("probe")}
 
     def _is_seen(self, step: int) -> bool:
-        return step in deletion.needed_steps(self._of) or step not in self._waiting()
+        return step in files.needed_steps(self._of) or step not in self._waiting()
 
 
 def _until(is_so: Callable[[], bool]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from longtake import fsio
-from longtake.checkpoint.deletion import needed_steps
+from longtake.checkpoint.files import needed_steps
 from longtake.errors import DataError, PlanError, RecipeError
 from longtake.evaluation import claims
 from longtake.evaluation.claims import forget_server

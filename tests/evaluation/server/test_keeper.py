@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from longtake.checkpoint.deletion import needed_steps
-from longtake.checkpoint.store import abandon, thin_out
+from longtake.checkpoint.files import delete_after, needed_steps, prune
 from longtake.config import CheckpointSection
 from longtake.evaluation.options import parse_backlog
 from longtake.evaluation.pending import checkpoint_key
@@ -27,7 +26,7 @@ def _until(is_so: Callable[[], Any], what: str) -> None:
 
 
 def _thin_out(run: RunDirectory, saved: int) -> None:
-    thin_out(run, saved, saved - 10, CheckpointSection(keep=1), reach=0)
+    prune(run, saved, saved - 10, CheckpointSection(keep=1), reach=0)
 
 
 def _missed(run: RunDirectory) -> list[int]:
@@ -105,7 +104,7 @@ def test_a_run_that_went_back_has_missed_nothing(
 
     def work() -> None:
         _until(lambda: needed_steps(run) == {10, 20, 30}, "both are needed")
-        abandon(run, 10)
+        delete_after(run, 10)
         _until(lambda: needed_steps(run) == {10}, "they are needed no more")
         save(run, 20, b"saved anew")
 

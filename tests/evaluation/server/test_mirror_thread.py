@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from longtake.checkpoint.deletion import needed_steps
+from longtake.checkpoint.files import needed_steps
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.fsio import append_json
 from longtake.node_dir import read_events

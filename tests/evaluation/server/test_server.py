@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from longtake.checkpoint.deletion import needed_steps
+from longtake.checkpoint.files import needed_steps
 from longtake.evaluation.mirror import Mirror
 from longtake.evaluation.options import Backlog, parse_backlog
 from longtake.evaluation.pending import WantedPresets, waiting_steps

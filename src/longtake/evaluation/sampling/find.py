@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from longtake.checkpoint import store
+from longtake.checkpoint import files
 from longtake.errors import CheckpointError
 from longtake.run_dir import RunDirectory
 
@@ -40,7 +40,7 @@ def find_checkpoint(
         raise CheckpointError(
             f"{path} has no whole checkpoint of step {step}. Its checkpoints: {known}."
         )
-    found = run.checkpoint_path(step) if step is not None else store.newest(run, part)
+    found = run.checkpoint_path(step) if step is not None else files.newest_whole(run, part)
     if found is None:
         raise CheckpointError(
             f"{path} has no whole checkpoint yet. Train on with {run.command_to_go_on()}, or wait "

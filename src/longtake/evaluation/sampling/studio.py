@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from longtake.checkpoint import reading, store
+from longtake.checkpoint import files, store
 from longtake.config import EvaluationSection, Recipe
 from longtake.errors import CheckpointError, RecipeError
 from longtake.evaluation.presets import Preset, settings_for, weights_to_sample
@@ -87,9 +87,9 @@ class Studio:
         Raises:
             CheckpointError: it is not whole, is damaged, or is of another model.
         """
-        trainer = store.load_trainer(checkpoint, store.SampledTrainer)
+        trainer = files.load_trainer(checkpoint, files.SampledTrainer)
         state = self._state()
-        store.verify_part(checkpoint, weights)
+        files.verify_part(checkpoint, weights)
         _refuse_another_model(checkpoint / weights, state)
         store.load_parts(checkpoint, {weights: state}, is_verified=True)
         load_trained(self.components.model, state)
@@ -153,7 +153,7 @@ def _refuse_another_model(folder: Path, state: dict[str, Tensor]) -> None:
     What cannot be read is left to the loading, which says what is wrong with it.
     """
     try:
-        shapes = reading.shapes(folder)
+        shapes = store.part_shapes(folder)
     except (OSError, ValueError):
         return
     expected = {name: tuple(value.shape) for name, value in state.items()}

@@ -1,0 +1,432 @@
+"""The files of checkpoints: COMMITTED, damage, which are needed, and deletion. Torch-free.
+
+A checkpoint is a folder with `model/`, `ema/<profile>/`, `optimizer/` (torch's distributed
+checkpoints), `trainer.json`, and COMMITTED, which is written last.
+"""
+
+import hashlib
+import stat
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Final, Literal, NotRequired, TypeVar
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from longtake.config import CheckpointSection
+from longtake.errors import CheckpointError, RecordError
+from longtake.evaluation_dir import all_servers
+from longtake.fsio import (
+    Count,
+    InnerPath,
+    format_number,
+    open_regular,
+    parse_record,
+    read_regular,
+    remove_tree,
+    require_record,
+    with_other_fields,
+    write_json,
+)
+from longtake.run_dir import RunDirectory
+
+FORMAT: Final = 1
+STALE_SECONDS = 900.0
+"""A dead server's heartbeat counts until it is so much older than the newest COMMITTED."""
+LINK_REMEDY = (
+    "mount or restore what the link points to, or delete the link, and start the same command again"
+)
+"""What to do about a checkpoint that is a `dangling_link`."""
+
+_COMMITTED = "COMMITTED"
+_MAX_COMMITTED_BYTES = 64 * 2**20
+_CHECKSUM_THREADS = 4  # more would not read faster from one disk
+
+_T = TypeVar("_T")
+
+
+# --- COMMITTED and trainer.json ---------------------------------------------------------------
+
+
+class FileEntry(TypedDict):
+    bytes: Count
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class CommittedRecord(TypedDict):
+    format: NotRequired[format_number(FORMAT)]  # type: ignore[valid-type]
+    files: dict[InnerPath, FileEntry]
+
+
+@with_other_fields
+class Trainer(TypedDict):
+    """What every trainer.json holds."""
+
+    global_step: Count
+
+
+class SampledTrainer(Trainer):
+    """What is needed to sample."""
+
+    precision: Literal["bf16", "fp32"]
+
+
+def list_files(folder: Path) -> list[str]:
+    """Names of a checkpoint's files, sorted, without COMMITTED."""
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return sorted(str(path) for path in paths if str(path) != _COMMITTED)
+
+
+def describe_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
+    """Sizes and checksums of files, by their names in the folder.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    return {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": _checksum(folder / name)}
+        for name in names
+    }
+
+
+def commit(folder: Path, entries: Mapping[str, FileEntry]) -> None:
+    """Write COMMITTED; it is on disk when this returns.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_json(folder / _COMMITTED, {"format": FORMAT, "files": dict(sorted(entries.items()))})
+
+
+def read_committed(folder: Path) -> dict[str, FileEntry]:
+    """The files that COMMITTED lists, by their names in the folder.
+
+    Raises:
+        FileNotFoundError: there is no COMMITTED.
+        OSError: it cannot be read.
+        RecordError: it holds something else.
+    """
+    path = folder / _COMMITTED
+    return parse_record(read_regular(path, _MAX_COMMITTED_BYTES), CommittedRecord, path)["files"]
+
+
+def load_trainer(path: Path, kind: type[_T]) -> _T:
+    """trainer.json of a checkpoint, as a type that names what is needed.
+
+    Raises:
+        CheckpointError: the file is damaged, or lacks what is needed.
+    """
+    _refuse(path, find_damage(path, checksums=True, within="trainer.json"))
+    try:
+        return require_record(path / "trainer.json", kind)
+    except RecordError as error:
+        raise CheckpointError(f"{error} Use an earlier checkpoint.") from error
+
+
+# --- Damage -----------------------------------------------------------------------------------
+
+
+def find_damage(folder: Path, *, checksums: bool, within: str = "") -> str | None:
+    """What is wrong with a checkpoint's files, in words that name one of them; None: nothing.
+
+    Args:
+        folder: the checkpoint.
+        checksums: read all bytes, in a few threads, and compare checksums; else only sizes are
+            compared.
+        within: look only at files whose names begin so, such as `model/`.
+    """
+    try:
+        listed = read_committed(folder)
+    except FileNotFoundError:
+        return f"it has no {_COMMITTED}: its save was interrupted"
+    except OSError as error:
+        return f"{_COMMITTED} cannot be read: {error.strerror or error}"
+    except RecordError as error:
+        return f"{_COMMITTED} cannot be read: {error.reason}"
+    files = {name: entry for name, entry in listed.items() if name.startswith(within)}
+    if not files:
+        return f"it holds no {within or 'files'}"
+    found = [_wrong_size(folder / name, name, entry) for name, entry in files.items()]
+    if not any(found) and checksums:
+        with ThreadPoolExecutor(_CHECKSUM_THREADS) as threads:
+            found = list(
+                threads.map(lambda each: _wrong_bytes(folder / each[0], *each), files.items())
+            )
+    damaged = [each for each in found if each]
+    if not damaged:
+        return None
+    more = f", and {len(damaged) - 1} more of its files are damaged" * (len(damaged) > 1)
+    return damaged[0] + more
+
+
+def verify_part(path: Path, name: str) -> None:
+    """Compare the checksums of one part of a checkpoint, such as `ema/main`.
+
+    Raises:
+        CheckpointError: a file is missing or has other bytes than were saved.
+    """
+    _refuse(path, find_damage(path, checksums=True, within=f"{name}/"))
+
+
+def newest_whole(run: RunDirectory, part: str = "") -> Path | None:
+    """The newest checkpoint whose files have the sizes that were saved, or None.
+
+    With a `part`, such as `ema/main`, only that part and trainer.json must be there: sampling
+    needs no optimizer.
+    """
+    within = (f"{part}/", "trainer.json") if part else ("",)
+    paths = (run.checkpoint_path(step) for step in reversed(run.checkpoint_steps()))
+    whole = (path for path in paths if all(_is_whole(path, each) for each in within))
+    return next(whole, None)
+
+
+def newest_verified(
+    run: RunDirectory, at_most: int | None = None
+) -> tuple[Path | None, tuple[tuple[Path, str], ...]]:
+    """The newest checkpoint whose checksums are right; later ones, with what is wrong with each.
+
+    Steps after `at_most` are ignored.
+    """
+    damaged: list[tuple[Path, str]] = []
+    for step, path in sorted(_folders(run).items(), reverse=True):
+        if at_most is not None and step > at_most:
+            continue
+        reason = find_damage(path, checksums=True) or _unreadable_trainer(path)
+        if reason is None:
+            return path, tuple(damaged)
+        damaged.append((path, reason))
+    return None, tuple(damaged)
+
+
+def dangling_link(path: Path) -> str | None:
+    """What is wrong with a checkpoint that links to nothing, such as to an unmounted disk."""
+    if not path.is_symlink() or path.exists():
+        return None
+    return f"{path} is a symbolic link to {path.readlink()}, which does not exist"
+
+
+def refuse_dangling_links(run: RunDirectory, after_step: int) -> None:
+    """Refuse to train towards a checkpoint that cannot be saved where its link points.
+
+    Raises:
+        CheckpointError: a checkpoint later than `after_step` is a symbolic link to nothing.
+    """
+    for step in run.checkpoint_folders():
+        found = dangling_link(run.checkpoint_path(step)) if step > after_step else None
+        if found is not None:
+            raise CheckpointError(
+                f"{found}. Training would resume from step {after_step} and could not save step "
+                f"{step} there: {LINK_REMEDY}."
+            )
+
+
+def _wrong_size(path: Path, name: str, entry: FileEntry) -> str | None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    size = status.st_size
+    if not stat.S_ISREG(status.st_mode):
+        return f"{name} is no regular file"
+    if size != entry["bytes"]:
+        return f"{name} has {size:,} bytes, and had {entry['bytes']:,} when it was saved"
+    return None
+
+
+def _wrong_bytes(path: Path, name: str, entry: FileEntry) -> str | None:
+    try:
+        checksum = _checksum(path)
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    if checksum != entry["sha256"]:
+        return f"{name} has other bytes than were saved: its checksum (sha256) differs"
+    return None
+
+
+def _checksum(path: Path) -> str:
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _unreadable_trainer(path: Path) -> str | None:
+    try:
+        require_record(path / "trainer.json", Trainer)
+    except RecordError as error:
+        return f"trainer.json cannot be read: {error.reason}"
+    return None
+
+
+def _is_whole(path: Path, within: str = "") -> bool:
+    return find_damage(path, checksums=False, within=within) is None
+
+
+def _refuse(path: Path, reason: str | None) -> None:
+    if reason is not None:
+        raise CheckpointError(f"{path} is damaged: {reason}. Use an earlier checkpoint.")
+
+
+def _folders(run: RunDirectory) -> dict[int, Path]:
+    """Folders of checkpoints by step, whole or not."""
+    paths = {step: run.checkpoint_path(step) for step in run.checkpoint_folders()}
+    return {step: path for step, path in paths.items() if path.is_dir()}
+
+
+# --- Which are needed -------------------------------------------------------------------------
+
+
+def needed_steps(run: RunDirectory) -> set[int]:
+    """Steps that evaluation servers need: `needs` in their heartbeats, if these are fresh.
+
+    Freshness compares two times of the same file system: that of a heartbeat and that of the newest
+    COMMITTED. A heartbeat that cannot be read needs nothing.
+    """
+    oldest = _newest_commit_seconds(run) - STALE_SECONDS
+    needed: set[int] = set()
+    with suppress(OSError):
+        for server in all_servers(run):
+            with suppress(OSError):
+                is_fresh = server.heartbeat_path.stat().st_mtime > oldest
+                heartbeat = server.read_heartbeat() if is_fresh else None
+                needed |= set(heartbeat["needs"]) if heartbeat else set()
+    return needed
+
+
+def _newest_commit_seconds(run: RunDirectory) -> float:
+    """When the newest checkpoint was committed, by the files' times; 0 if there is none."""
+    times = []
+    for path in run.checkpoints_path.glob(f"step_*/{_COMMITTED}"):
+        with suppress(OSError):
+            times.append(path.stat().st_mtime)
+    return max(times, default=0.0)
+
+
+def unneeded_steps(
+    steps: Collection[int],
+    *,
+    keep: int,
+    keep_every: int | None,
+    needed: Iterable[int],
+    reach: int,
+) -> list[int]:
+    """Steps whose checkpoints may be deleted, ascending.
+
+    Args:
+        steps: those of all whole checkpoints.
+        keep: how many of the newest stay.
+        keep_every: every multiple of it stays.
+        needed: steps that evaluation servers need.
+        reach: how many steps before the newest one a rollback must be able to go; 0 for none. The
+            newest checkpoint that is that old stays, and so does the one that will take its place.
+    """
+    ascending = sorted(steps)
+    kept = {*ascending[-keep:], *needed, *_rollback_targets(ascending, reach)}
+    if keep_every is not None:
+        kept |= {step for step in ascending if step % keep_every == 0}
+    return [step for step in ascending if step not in kept]
+
+
+def _rollback_targets(ascending: list[int], reach: int) -> list[int]:
+    """The newest that is old enough, and the oldest that is not.
+
+    Without the second the first would have no successor: few of the newest are kept long enough
+    to become old, and the run could only go back to where it began.
+    """
+    if not reach or not ascending:
+        return []
+    border = ascending[-1] - reach
+    old = [step for step in ascending if step <= border]
+    young = [step for step in ascending if step > border]
+    return [*old[-1:], *young[:1]]
+
+
+# --- Deletion ---------------------------------------------------------------------------------
+
+
+def prune(
+    run: RunDirectory, saved: int, since: int, section: CheckpointSection, reach: int
+) -> None:
+    """Delete checkpoints that are not needed, and what interrupted saves have left.
+
+    Those that are not whole do not count, and are deleted. So are those later than `since`, the
+    step before the one that was `saved`: the run resumed from before them, because they are damaged
+    or because it rolled back; no server's needs keep these. What cannot be deleted now can be after
+    the next save.
+
+    Rank 0 only, and never while a checkpoint is being saved.
+    """
+    folders = _folders(run)
+    gone = {
+        step
+        for step, path in folders.items()
+        if step != saved and (step > min(since, saved) or not _is_whole(path))
+    }
+    unneeded = unneeded_steps(
+        folders.keys() - gone,
+        keep=section.keep,
+        keep_every=section.keep_every,
+        needed=needed_steps(run),
+        reach=reach,
+    )
+    delete(folders[step] for step in sorted(gone))
+    for step in unneeded:
+        with suppress(OSError):
+            delete_unless_needed(run, step)
+    for leftover in run.checkpoints_path.glob(".step_*"):
+        remove_tree(leftover)
+
+
+def delete_after(run: RunDirectory, step: int) -> None:
+    """Delete all checkpoints later than a step, to which the run rolls back.
+
+    They are deleted even if an evaluation server needs them: the run saves these steps anew.
+
+    Rank 0 only, and never while a checkpoint is being saved.
+    """
+    later = {each: path for each, path in _folders(run).items() if each > step}
+    delete(later[each] for each in sorted(later, reverse=True))
+
+
+def delete(paths: Iterable[Path]) -> None:
+    """Delete checkpoints; readers see each whole or not at all."""
+    for path in paths:
+        with suppress(OSError):
+            remove_tree(hide(path))
+
+
+def delete_unless_needed(run: RunDirectory, step: int) -> bool:
+    """Delete a checkpoint unless a server needs it; whether it is gone.
+
+    A server first writes that it needs a checkpoint, then looks whether it is there. So this looks
+    at the needs again after it has renamed the checkpoint, and renames it back if it is needed now.
+    A server that writes later finds it gone.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    if step in needed_steps(run):
+        return False
+    path = run.checkpoint_path(step)
+    try:
+        hidden = hide(path)
+    except FileNotFoundError:  # another process deleted it
+        return True
+    if step in needed_steps(run):
+        hidden.rename(path)
+        return False
+    remove_tree(hidden)
+    return True
+
+
+def hide(path: Path) -> Path:
+    """Rename a checkpoint to a name that no reader looks at, and return that.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    hidden = path.with_name(f".{path.name}.deleted")
+    remove_tree(hidden)  # left by a deletion that was interrupted
+    return path.rename(hidden)
