@@ -31,7 +31,7 @@ from longtake.data.batch import Batch
 from longtake.data.index import index
 from longtake.data.loader import Loader
 from longtake.demo.shapes import write_clips
-from longtake.models.assemble import assemble
+from longtake.models.build import assemble
 from longtake.models.trainable import trained_state
 from longtake.optim.build import build_optimizers
 from longtake.optim.ema import Averages

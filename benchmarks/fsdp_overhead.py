@@ -35,8 +35,8 @@ from longtake.data.ledger import begin_launch, keep_ledger, stream_names
 from longtake.data.loader import Loader
 from longtake.demo.shapes import write_clips
 from longtake.heartbeat import HeartbeatWriter, heartbeat_dir, heartbeat_session
-from longtake.models.assemble import Components, assemble, outline
-from longtake.models.losses import flow_losses
+from longtake.models.build import Components, assemble, outline
+from longtake.models.objective import flow_losses
 from longtake.parallel.collectives import from_first
 from longtake.parallel.mesh import World, join
 from longtake.process import StopSignal

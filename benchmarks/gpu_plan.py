@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 
 from longtake import config
 from longtake.config import Recipe
-from longtake.models.losses import flow_losses
+from longtake.models.objective import flow_losses
 from longtake.optim.build import build_optimizers
 from longtake.planner.activation_checkpointing import (
     POLICIES,

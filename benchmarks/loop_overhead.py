@@ -32,7 +32,7 @@ from longtake.data.ledger import begin_launch, keep_ledger, stream_names
 from longtake.data.loader import Loader
 from longtake.demo.shapes import write_clips
 from longtake.heartbeat import HeartbeatWriter, heartbeat_dir, heartbeat_session, set_phase
-from longtake.models.assemble import assemble
+from longtake.models.build import assemble
 from longtake.optim.build import build_optimizers
 from longtake.optim.ema import Averages
 from longtake.parallel.fsdp import squares

@@ -30,9 +30,9 @@ from longtake.demo.shapes import write_clips
 from longtake.evaluation.export import Format, export
 from longtake.evaluation.sampling.studio import Request, Sampler, settings_for
 from longtake.fsio import read_json_lines
-from longtake.models.assemble import assemble
+from longtake.models.build import assemble
 from longtake.models.codec import Codec
-from longtake.models.lora import lora_state
+from longtake.models.trainable import lora_state
 
 _PROMPT = "a \u201cred\u201d  circle, moving &amp; it\u2019s up"  # which Wan's pipeline cleans
 _WIDTH = 16  # of text encoders

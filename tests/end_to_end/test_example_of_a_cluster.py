@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from longtake import config
-from longtake.models.assemble import outline
+from longtake.models.build import outline
 from longtake.planner.devices import device_named
 from longtake.training.outlined import outlined_step
 

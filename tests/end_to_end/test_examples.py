@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from longtake import config
+from longtake.models.base import family
 from longtake.models.pretrained import diffusers_class, transformers_class
-from longtake.models.registry import family
 from longtake.planner.devices import device_named
 from longtake.training.gradients import check_gradients
 from longtake.training.outlined import outlined_step

@@ -13,9 +13,9 @@ from longtake import config
 from longtake.config import Recipe, TrainableSection
 from longtake.evaluation.export import export
 from longtake.evaluation.sampling.studio import Request, Sampler, load_sampler, settings_for
-from longtake.models.added import added_module
-from longtake.models.assemble import assemble
-from longtake.models.registry import family
+from longtake.models.added_module import added_module
+from longtake.models.base import family
+from longtake.models.build import assemble
 from longtake.training.run import train
 
 _STYLE = "examples.modules.style_residual:StyleResidual"

@@ -15,9 +15,8 @@ from longtake.config import TrainableSection
 from longtake.errors import RecipeError, RunError
 from longtake.evaluation.export import Format, export
 from longtake.evaluation.sampling.studio import Sampler
-from longtake.models.assemble import assemble
-from longtake.models.lora import lora_state
-from longtake.models.trainable import plain_copy
+from longtake.models.build import assemble
+from longtake.models.trainable import lora_state, plain_copy
 
 _CAPTIONS = ["a red ball"]
 _TEXT: dict[str, Any] = {

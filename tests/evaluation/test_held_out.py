@@ -14,9 +14,9 @@ from longtake.errors import DataError, PlanError
 from longtake.evaluation import held_out
 from longtake.evaluation.held_out import HeldOut
 from longtake.evaluation.sampling.studio import Sampler, load_sampler
-from longtake.models.assemble import Components
-from longtake.models.losses import Examples, flow_losses
-from longtake.models.precision import Precision
+from longtake.models.build import Components
+from longtake.models.numerics import Precision
+from longtake.models.objective import FlowBatch, flow_losses
 from longtake.run_dir import RunDirectory
 
 _SIGMAS = (0.1, 0.5, 0.9)
@@ -94,7 +94,7 @@ def test_what_does_not_fit_the_memory_is_computed_in_halves(
     whole, most = clips.loss(sampler, batch_size=7), [4]
 
     def small(
-        parts: Components, examples: Examples, precision: Precision, device: torch.device
+        parts: Components, examples: FlowBatch, precision: Precision, device: torch.device
     ) -> torch.Tensor:
         if len(examples.latents) > most[0]:
             raise torch.OutOfMemoryError

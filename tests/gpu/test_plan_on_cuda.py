@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from longtake import config
-from longtake.models.losses import flow_losses
+from longtake.models.objective import flow_losses
 from longtake.planner.activation_checkpointing import caller, options_of
 from longtake.planner.devices import Device, device_for
 from longtake.planner.measure import MeasuredMemory, measured

@@ -11,16 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from longtake.errors import ModelError, RecipeError
-from longtake.models.added import (
-    added_module,
-    attach,
-    block_names,
-    condition,
-    detach,
-    main_dtype,
-)
-from longtake.models.registry import family
-from longtake.models.tubelet_network import TubeletTransformer
+from longtake.models.added_module import added_module, attach, block_names, condition, detach
+from longtake.models.base import family
+from longtake.models.numerics import main_dtype
+from longtake.models.tubelet import TubeletTransformer
 
 _WIDTH = 12
 _BLOCKS = ["blocks.0", "blocks.2"]

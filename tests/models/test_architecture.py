@@ -13,14 +13,11 @@ from transformers import CLIPTextModel, T5EncoderModel, UMT5EncoderModel
 
 from longtake.config import ModelSection
 from longtake.errors import ModelError, RecipeError
-from longtake.models.added import main_dtype
-from longtake.models.architecture import (
-    SHIPPED,
-    build_transformer,
-    keep_weights_in,
-    on_meta,
-    part_config,
-)
+from longtake.models.deferred_init import build_transformer, on_meta
+from longtake.models.flux import Flux
+from longtake.models.numerics import keep_weights_in, main_dtype
+from longtake.models.release import SHIPPED, part_config
+from longtake.models.wan import Wan
 
 _FLUX = "black-forest-labs/FLUX.1-dev"
 _KONTEXT = "black-forest-labs/FLUX.1-Kontext-dev"
@@ -281,7 +278,13 @@ def test_a_wan_that_is_not_trained_says_what_it_is(
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
     (tmp_path / "model_index.json").write_text(json.dumps(pipeline))
     with pytest.raises(ModelError, match=message):
-        build_transformer(WanTransformer3DModel, _section(tmp_path), _FITTED, weights=weights)
+        build_transformer(
+            WanTransformer3DModel,
+            _section(tmp_path),
+            _FITTED,
+            weights=weights,
+            variants=Wan.variants,
+        )
 
 
 @pytest.mark.parametrize(
@@ -297,7 +300,9 @@ def test_a_flux_that_is_not_trained_says_what_it_is(
     config = {"_class_name": name, "in_channels": in_channels, "out_channels": 64}
     (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=message):
-        build_transformer(FluxTransformer2DModel, _section(tmp_path), {}, weights=False)
+        build_transformer(
+            FluxTransformer2DModel, _section(tmp_path), {}, weights=False, variants=Flux.variants
+        )
 
 
 def test_a_pipeline_with_one_transformer_passes(tmp_path: Path) -> None:

@@ -11,15 +11,8 @@ from torch import Tensor
 from longtake import config
 from longtake.config import Recipe
 from longtake.errors import RecipeError
-from longtake.models.assemble import (
-    Components,
-    assemble,
-    forward_flops,
-    latent_shape,
-    outline,
-    outline_conditioning,
-    training_conditioning,
-)
+from longtake.models.build import Components, assemble, latent_shape, outline
+from longtake.models.objective import forward_flops, outline_conditioning, training_conditioning
 
 _CAPTIONS = ["a red ball rolls left", "a blue square"]
 _KONTEXT: dict[str, Any] = {
@@ -229,7 +222,7 @@ def test_flops_count_the_references_tokens() -> None:
     [
         (
             {"data": {"references": {"pose": "{stem}.png"}}},
-            r"flux_kontext looks at a picture named reference .* data\.references\.reference = ",
+            r"flux_kontext needs a reference image named ref.* data\.references\.reference = ",
         ),
         (
             {"data": {"references": {"reference": "{stem}.png", "pose": "{stem}.png"}}},
@@ -237,7 +230,7 @@ def test_flops_count_the_references_tokens() -> None:
         ),
         (
             {"model": {"family": "flux"}},
-            r"has reference, which would be read .* family flux takes no picture, and there is no",
+            r"has reference, which would be read .* family flux takes no image, and there is no",
         ),
         (
             {"data": {"buckets": [{"num_frames": 1, "height": 16, "width": 23}]}},
@@ -249,7 +242,7 @@ def test_flops_count_the_references_tokens() -> None:
         ),
         (
             {"data": {"buckets": [{"num_frames": 9, "height": 16, "width": 24}]}},
-            r"FLUX makes images, not videos, but a bucket has 9 frames\. Set num_frames = 1",
+            r"FLUX Kontext makes images, not videos, but a bucket has 9 frames\. Set num_fr",
         ),
         (
             {"trainable": {"kind": "lora", "targets": ["to_qq"]}},

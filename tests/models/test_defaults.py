@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from longtake.config import ModelSection, Recipe, parse
-from longtake.models.assemble import text_section
-from longtake.models.defaults import Defaults
-from longtake.models.registry import family
+from longtake.models.base import Defaults, family
+from longtake.models.build import text_section
 
 _DEV = {"use_dynamic_shifting": True, "shift": 3.0, "base_shift": 0.5, "max_shift": 1.15}
 _SCHNELL = {"use_dynamic_shifting": False, "shift": 1.0, "base_shift": 0.5, "max_shift": 1.15}

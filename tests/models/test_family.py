@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from longtake.config import CodecSection, ModelSection, PooledSection, TextSection
-from longtake.models.architecture import keep_weights_in
+from longtake.models.base import Conditioning, Family, LatentShape, family
 from longtake.models.codec import outline_codec
-from longtake.models.family import Conditioning, Family, LatentShape
-from longtake.models.registry import family
+from longtake.models.numerics import keep_weights_in
 from longtake.models.text import outline_text
 
 _T5 = {"d_model": 12, "d_kv": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2}

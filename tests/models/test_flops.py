@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from longtake.models.flops import count_flops, training_flops
+from longtake.models.numerics import count_flops, training_flops
 
 DIT_SIZES = {"S": (12, 6, 64), "B": (12, 12, 64), "L": (24, 16, 64), "XL": (28, 16, 72)}
 """Blocks, heads and the width of a head of the four published sizes."""

@@ -10,10 +10,9 @@ from torch import Tensor
 from longtake.config import CodecSection, ModelSection, PooledSection, TextSection
 from longtake.errors import ModelError, RecipeError
 from longtake.flow.timesteps import build_sigmas
+from longtake.models.base import LatentShape
 from longtake.models.codec import Codec, PixelCodec, build_codec
-from longtake.models.family import LatentShape
-from longtake.models.flux import Flux, FluxKontext
-from longtake.models.flux_tokens import pack, picture_ids, unpack
+from longtake.models.flux import Flux, FluxKontext, image_ids, pack, unpack
 from longtake.models.text import PooledText, TextEncoder, build_text
 
 _CAPTIONS = ["a red ball rolls left", "a blue square"]
@@ -90,9 +89,9 @@ def test_tokens_and_ids_are_those_of_the_pipelines() -> None:
     assert torch.equal(unpack(tokens, 6, 8), latents)
     assert torch.equal(unpack(tokens, 6, 8)[:, :, 0], Pipeline._unpack_latents(tokens, 6, 8, 1))
     ids = Pipeline._prepare_latent_image_ids(2, 3, 4, "cpu", torch.float32)
-    assert torch.equal(picture_ids(latents, number=0), ids)
+    assert torch.equal(image_ids(latents, number=0), ids)
     ids[..., 0] = 1
-    assert torch.equal(picture_ids(latents, number=1), ids)
+    assert torch.equal(image_ids(latents, number=1), ids)
 
 
 @pytest.mark.parametrize("size", [(6, 8), (4, 10)])
@@ -102,7 +101,7 @@ def test_a_step_is_the_pipelines_step(family: Flux, size: tuple[int, int]) -> No
     import diffusers
 
     model, (noisy, sigmas, told) = _model(), _inputs(*size)
-    pipeline = getattr(diffusers, family._pipeline)(
+    pipeline = getattr(diffusers, family.pipeline_class)(
         diffusers.FlowMatchEulerDiscreteScheduler(),
         _codec().autoencoder,  # type: ignore[attr-defined]
         *[None] * 4,
@@ -258,7 +257,7 @@ def test_an_exported_pipeline_loads_and_samples(family: Flux, tmp_path: Path) ->
     text, codec = _text(), _codec()
     model = _model(text)
     family.export(model, codec, text, 3.0, 3.0, tmp_path)
-    pipeline = getattr(diffusers, family._pipeline).from_pretrained(tmp_path)
+    pipeline = getattr(diffusers, family.pipeline_class).from_pretrained(tmp_path)
     loaded = pipeline.transformer.state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
     pipeline.set_progress_bar_config(disable=True)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from longtake.config import Bucket, CodecSection
 from longtake.errors import RecipeError
-from longtake.models.codec import build_codec, outline_codec
-from longtake.models.image_codec import ImageCodec
+from longtake.models.codec import ImageCodec, build_codec, outline_codec
 
 _TINY: dict[str, Any] = {
     "block_out_channels": [4, 4, 4],

@@ -9,7 +9,7 @@ from torch import nn
 
 from longtake.config import TrainableSection
 from longtake.errors import RecipeError
-from longtake.models.imported import build_module
+from longtake.models.added_module import build_module
 
 _ROOT = Path(__file__).resolve().parents[2]
 _POSE = "examples.modules.pose_adapter:PoseAdapter"
@@ -52,10 +52,10 @@ def test_it_is_found_from_the_current_directory(monkeypatch: pytest.MonkeyPatch)
             r"pose_adapter\.py has no class PoseAdaptor; did you mean PoseAdapter\?",
         ),
         ("torch.nn.Linear:Linear", {}, r"torch\.nn has no module Linear; there are: .*utils"),
-        (_POSE, {"hidden": 8}, r"options\.hidden is no option of PoseAdapter; .*hidden_size"),
-        (_POSE, {"width": 8}, r"options\.width is no option of PoseAdapter"),
+        (_POSE, {"hidden": 8}, r"options\.hidden is not an option of PoseAdapter; .*hidden_size"),
+        (_POSE, {"width": 8}, r"options\.width is not an option of PoseAdapter"),
         (_POSE, {"hidden_size": "8"}, r"trainable\.options does not fit PoseAdapter\. TypeError"),
-        ("collections.abc:Sized", {}, r"'collections\.abc:Sized' is no torch\.nn\.Module"),
+        ("collections.abc:Sized", {}, r"'collections\.abc:Sized' is not a torch\.nn\.Module"),
         ("torch.nn:Linear", {}, r"no method prepare\(self, conditioning\)\. See AddedModule"),
     ],
 )

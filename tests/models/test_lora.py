@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from longtake.config import TrainableSection
 from longtake.errors import RecipeError
-from longtake.models.lora import add_lora, find_targets, lora_state, merge
+from longtake.models.trainable import add_lora, find_targets, lora_state, merge
 
 _SECTION = TrainableSection(kind="lora", rank=4)
 

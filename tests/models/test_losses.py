@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from longtake.config import Recipe
-from longtake.models.assemble import Components, assemble, latent_shape
-from longtake.models.losses import Examples, flow_losses
-from longtake.models.precision import Precision
+from longtake.models.build import Components, assemble, latent_shape
+from longtake.models.numerics import Precision
+from longtake.models.objective import FlowBatch, flow_losses
 
 _WAN = (
     "data.buckets=[{num_frames=5, height=32, width=32}]",
@@ -19,12 +19,12 @@ _WAN = (
 )
 
 
-def _asked(parts: Components, recipe: Recipe) -> Examples:
+def _asked(parts: Components, recipe: Recipe) -> FlowBatch:
     shape = latent_shape(parts.codec, recipe.data.buckets[0])
     generator = torch.Generator().manual_seed(0)
     latents, noise = torch.randn(2, 1, *shape, generator=generator)
     told = {name: value[:1] for name, value in parts.text.encode(["a red ball"]).items()}
-    return Examples(latents, noise, torch.tensor([0.5]), told)
+    return FlowBatch(latents, noise, torch.tensor([0.5]), told)
 
 
 @pytest.mark.parametrize(("dtype", "is_cast"), [("fp32", True), ("bf16", False)])

@@ -3,7 +3,7 @@
 import pytest
 
 from longtake.errors import ModelError
-from longtake.models.objective import refuse_other_objectives
+from longtake.models.release import refuse_other_objectives
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from longtake import config
 from longtake.config import Recipe
-from longtake.models import precision
-from longtake.models.precision import choose_precision
+from longtake.models import numerics
+from longtake.models.numerics import choose_precision
 from longtake.run_dir import RunDirectory
 from longtake.training.run import train
 
@@ -38,7 +38,7 @@ def test_a_cpu_uses_bf16_if_it_has_instructions_for_it(
     monkeypatch: pytest.MonkeyPatch, flags: str, limit: str, chosen: str
 ) -> None:
     """What oneDNN is forbidden to use does not count."""
-    monkeypatch.setattr(precision, "cpu_flags", lambda: frozenset(flags.split()))
+    monkeypatch.setattr(numerics, "cpu_flags", lambda: frozenset(flags.split()))
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     assert choose_precision("auto", _CPU) == chosen
     assert choose_precision("bf16", _CPU) == "bf16"
@@ -65,7 +65,7 @@ def test_all_ranks_must_have_bf16(
 
 def _train_as_one_of_two(path: Path) -> None:
     flags = {"avx512_bf16"} if os.environ["RANK"] == "0" else {"avx2"}
-    with patch.object(precision, "cpu_flags", lambda: frozenset(flags)):
+    with patch.object(numerics, "cpu_flags", lambda: frozenset(flags)):
         train(config.load(path), Console(quiet=True))
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from longtake.errors import RecipeError
-from longtake.models.registry import family
+from longtake.models.base import family
 from longtake.models.wan import Wan
 
 
@@ -26,7 +26,7 @@ def test_an_unknown_family_gets_the_nearest(name: str, hint: str) -> None:
 
 def test_importing_the_models_imports_no_heavy_library() -> None:
     """Loading diffusers or transformers takes seconds; a run on pixels and words needs neither."""
-    modules = ["registry", "family", "codec", "text", "wan", "flux", "assemble"]
+    modules = ["base", "wan", "flux", "tubelet", "build", "objective"]
     imports = ", ".join(f"longtake.models.{module}" for module in modules)
     code = f"import sys, {imports}; print({{'diffusers', 'transformers'}} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

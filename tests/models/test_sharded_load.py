@@ -13,10 +13,14 @@ from torch import nn
 from longtake import config
 from longtake.config import Recipe
 from longtake.errors import ModelError
-from longtake.models.architecture import keep_weights_in
-from longtake.models.assemble import Components, Source, assemble, source_of
-from longtake.models.stored import files_in
-from longtake.models.unfilled import can_be_filled, parameters_on_meta, slots_of
+from longtake.models.build import Components, Source, assemble, source_of
+from longtake.models.deferred_init import (
+    can_be_filled,
+    deferred_parameters,
+    files_in,
+    parameters_on_meta,
+)
+from longtake.models.numerics import keep_weights_in
 
 _CPU = torch.device("cpu")
 _SIZE = {
@@ -91,10 +95,10 @@ def test_what_is_read_later_is_what_is_loaded_at_once(
     model = {"family": "wan", "pretrained": str(_saved(tmp_path, stored, **how)), "dtype": dtype}
     recipe = _recipe(model=model, trainable=trainable)
     at_once, later = _assembled(recipe), _assembled(recipe, "files")
-    assert {each.stored for each in later.unfilled.slots} == set(
+    assert {each.stored for each in later.unfilled.parameters} == set(
         WanTransformer3DModel(**_SIZE).state_dict()
     )
-    assert all(each.parameter.is_meta for each in later.unfilled.slots)
+    assert all(each.parameter.is_meta for each in later.unfilled.parameters)
     expected, found = _values(at_once.model), _values(_filled(later))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -110,7 +114,7 @@ def test_weights_in_other_files_are_loaded_at_once(tmp_path: Path) -> None:
     where = _saved(tmp_path, safe_serialization=False)
     assert files_in(where / "transformer") is None
     parts = _assembled(_recipe(model={"family": "wan", "pretrained": str(where)}), "files")
-    assert not parts.unfilled.slots
+    assert not parts.unfilled.parameters
     assert not any(parameter.is_meta for parameter in parts.model.parameters())
 
 
@@ -165,7 +169,7 @@ def test_buffers_are_real_and_tied_weights_are_not_filled_later() -> None:
         model = _Tied()
     assert torch.equal(model.get_buffer("table"), torch.arange(4.0))
     assert model.first.weight.is_meta
-    assert not can_be_filled(slots_of(model), model, None)
+    assert not can_be_filled(deferred_parameters(model), model, None)
     assert not nn.Linear(2, 2).weight.is_meta
 
 
@@ -178,7 +182,7 @@ _ON_TWO_RANKS = """
     from diffusers import WanTransformer3DModel
     from longtake import config
     from longtake.config import ParallelSection
-    from longtake.models.assemble import assemble
+    from longtake.models.build import assemble
     from longtake.parallel.mesh import join
     from longtake.training.build import build_state
 
@@ -191,7 +195,7 @@ _ON_TWO_RANKS = """
     with join("cpu", ParallelSection(strategy="shard"), None) as world:
         before = resident()
         parts = assemble(recipe, ["x"], None, frozen_parts=False, weights="files")
-        size = sum(each.parameter.nbytes for each in parts.unfilled.slots)
+        size = sum(each.parameter.nbytes for each in parts.unfilled.parameters)
         build_state(parts, "fp32", recipe, world)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         (folder / f"grown_{world.rank}").write_text(f"{(peak - before) / size}")

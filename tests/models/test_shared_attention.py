@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from longtake.errors import ModelError
-from longtake.models.shared_attention import share_attention
+from longtake.models.base import share_attention
 
 
 class _Attention(nn.Module):

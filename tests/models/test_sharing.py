@@ -6,8 +6,7 @@ import pytest
 
 from longtake.config import Recipe
 from longtake.errors import RecipeError
-from longtake.models.assemble import outline
-from longtake.models.sharing import refuse_sharing
+from longtake.models.build import outline, refuse_sharing
 
 _HEADS = "model.config={hidden_size=48, num_blocks=1, num_heads=4}"
 
@@ -32,7 +31,7 @@ def test_an_added_module_is_refused(
     """It would see a part of the tokens and take it for all."""
     module = own_module("tokens")
     recipe = small_recipe(_HEADS, "parallel.sequence=2", f"trainable.module={module}")
-    with pytest.raises(RecipeError, match=r"my_adapter:Adapter looks at all tokens"):
+    with pytest.raises(RecipeError, match=r"my_adapter:Adapter reads all tokens"):
         refuse_sharing(outline(recipe), recipe)
 
 

@@ -13,10 +13,10 @@ from longtake.models.text import (
     PooledText,
     TextEncoder,
     TransformersText,
+    WordIds,
     build_text,
     outline_text,
 )
-from longtake.models.words import WordIds
 
 _CAPTIONS = ["a red ball rolls left", "A blue ball rolls right.", "a red square, turning"]
 _TINY: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
@@ -261,8 +261,7 @@ def test_two_encoders_embed_as_fluxs_pipeline(caption: str) -> None:
     pipeline = FluxPipeline(
         None,
         None,
-        text.pooled_encoder,
-        text.pooled_tokenizer,
+        *(text.pipeline_parts()[name] for name in ("text_encoder", "tokenizer")),
         text.encoder,
         text.tokenizer,
         None,

@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from longtake.config import TrainableSection
 from longtake.errors import RecipeError
-from longtake.models.added import ADDED, added_module, condition
-from longtake.models.registry import family
+from longtake.models.added_module import ADDED, added_module, condition
+from longtake.models.base import family
 from longtake.models.trainable import load_trained, make_trainable, plain_copy, trained_state
-from longtake.models.tubelet_network import TubeletTransformer
+from longtake.models.tubelet import TubeletTransformer
 
 _ROOT = Path(__file__).resolve().parents[2]
 _CHANNELS, _WIDTH = 4, 24

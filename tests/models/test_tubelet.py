@@ -11,8 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from longtake.errors import ModelError
-from longtake.models.tubelet_network import TubeletTransformer
-from longtake.models.tubes import from_tubes, to_tubes
+from longtake.models.tubelet import TubeletTransformer, from_tubes, to_tubes
 
 
 def _model(seed: int = 0) -> TubeletTransformer:

@@ -10,8 +10,8 @@ from torch import Tensor
 from longtake.config import CodecSection, ModelSection, TextSection
 from longtake.errors import RecipeError
 from longtake.flow.timesteps import build_sigmas
+from longtake.models.base import LatentShape
 from longtake.models.codec import AutoencoderCodec, PixelCodec, build_codec
-from longtake.models.family import LatentShape
 from longtake.models.text import TextEncoder, TransformersText, build_text
 from longtake.models.wan import Wan
 

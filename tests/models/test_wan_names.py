@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from longtake.models.wan_names import original_name
+from longtake.models.wan import original_name
 
 _SIZES: dict[str, Any] = {
     "num_attention_heads": 2,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longtake.config import RecomputeSection
-from longtake.models.precision import autocast
+from longtake.models.numerics import autocast
 from longtake.planner.activation_checkpointing import (
     OPTIONS,
     POLICIES,

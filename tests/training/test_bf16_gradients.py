@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from longtake.config import ParallelSection, Recipe
 from longtake.data.catalog import Catalog
 from longtake.data.loader import Loader
-from longtake.models.assemble import assemble
+from longtake.models.build import assemble
 from longtake.parallel.fsdp import apply_fsdp, full, set_gradient_sync
 from longtake.parallel.mesh import World, join
 from longtake.planner.devices import CPU

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from longtake.config import Recipe
 from longtake.errors import RecipeError
-from longtake.models.assemble import Components, assemble, latent_shape, outline_conditioning
+from longtake.models.build import Components, assemble, latent_shape
+from longtake.models.objective import outline_conditioning
 from longtake.planner.activation_checkpointing import OPTIONS, Option
 from longtake.training.compiling import compile_blocks, refuse_missing_compiler
 

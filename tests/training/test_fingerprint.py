@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from longtake.config import Recipe
-from longtake.models.assemble import assemble
+from longtake.models.build import assemble
 from longtake.training.latent_cache import codec_fingerprint, make_parts, text_fingerprint
 
 _Make = Callable[..., Recipe]

@@ -10,7 +10,7 @@ from torch import nn
 from longtake import config
 from longtake.config import Recipe
 from longtake.errors import CannotBePlannedError, PlanError
-from longtake.models.assemble import assemble
+from longtake.models.build import assemble
 from longtake.planner.activation_checkpointing import POLICIES, options_of
 from longtake.planner.devices import CPU, DEVICES, Device
 from longtake.training.card import Card

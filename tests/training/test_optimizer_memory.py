@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from longtake.config import OptimizerSection
-from longtake.models.precision import Precision
+from longtake.models.numerics import Precision
 from longtake.optim import master_weights
 from longtake.optim.build import build_optimizers
 from longtake.planner.measure import measured

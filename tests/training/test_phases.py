@@ -8,7 +8,7 @@ import torch
 
 from longtake import config
 from longtake.config import Recipe
-from longtake.models.assemble import assemble
+from longtake.models.build import assemble
 from longtake.planner.activation_checkpointing import options_of
 from longtake.planner.devices import CPU, device_named
 from longtake.training import phases

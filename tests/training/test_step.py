@@ -12,8 +12,8 @@ from longtake.config import Recipe
 from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
 from longtake.data.loader import Loader
-from longtake.models.assemble import assemble
-from longtake.models.defaults import Defaults
+from longtake.models.base import Defaults
+from longtake.models.build import assemble
 from longtake.models.text import NO_CAPTION
 from longtake.optim.build import build_optimizers
 from longtake.optim.ema import Averages

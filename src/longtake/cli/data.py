@@ -287,7 +287,7 @@ def _captions_reviewer(recipe: "Recipe") -> "ReviewCaptions":
 
     section = recipe.text
     if section.pretrained is not None and section.max_tokens is None:
-        from longtake.models.assemble import text_section  # which imports torch
+        from longtake.models.build import text_section  # which imports torch
 
         section = text_section(recipe)
     return partial(review_captions, section)

@@ -15,7 +15,7 @@ from torch import Tensor
 from longtake.errors import LongtakeError, ModelError, RecipeError
 from longtake.evaluation.measures import MEASURES, Video
 from longtake.formatting import first_line
-from longtake.models.imported import import_class
+from longtake.models.added_module import import_class
 from longtake.models.pretrained import quiet
 
 _SEE = "See Measure in longtake.evaluation.extra_measures."

@@ -22,9 +22,8 @@ from longtake.data.sample import sample_window
 from longtake.errors import DataError, PlanError
 from longtake.evaluation.sampling.memory import attempt
 from longtake.evaluation.sampling.studio import Sampler
-from longtake.models.assemble import training_conditioning
-from longtake.models.family import Conditioning
-from longtake.models.losses import Examples, flow_losses
+from longtake.models.base import Conditioning
+from longtake.models.objective import FlowBatch, flow_losses, training_conditioning
 from longtake.run_dir import RunDirectory
 
 _STEADY = {"windows": 1, "random_crop": False, "flip": 0.0}
@@ -221,7 +220,7 @@ def _computed(sampler: Sampler, batch: Sequence[Encoded], sigma: float) -> Tenso
     told = {
         name: torch.cat([each.told[name] for each in batch]).to(device) for name in batch[0].told
     }
-    examples = Examples(
+    examples = FlowBatch(
         latents,
         noise,
         torch.full((len(batch),), sigma, device=device),

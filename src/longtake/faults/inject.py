@@ -37,9 +37,9 @@ from longtake.faults.sandbox import (
     InjectionKind,
 )
 from longtake.guard.history import GROUPS
-from longtake.models.assemble import Components
-from longtake.models.losses import Examples, flow_losses
-from longtake.models.precision import Precision
+from longtake.models.build import Components
+from longtake.models.numerics import Precision
+from longtake.models.objective import FlowBatch, flow_losses
 from longtake.parallel.fsdp import local_shard
 from longtake.parallel.mesh import World
 from longtake.training import loop
@@ -57,7 +57,7 @@ class StepFunctions(NamedTuple):
 
     compute: Callable[[TrainingState, Batch, Recipe, World], SampleLosses] = compute_gradients
     update: Callable[[TrainingState, Recipe, float, float], float] = apply_update
-    losses: Callable[[Components, Examples, Precision, torch.device], Tensor] = flow_losses
+    losses: Callable[[Components, FlowBatch, Precision, torch.device], Tensor] = flow_losses
 
     def install(self) -> None:
         """Let this process's training call these."""
@@ -165,7 +165,7 @@ def hang_rank(trigger: Trigger, step: StepFunctions, how: Callable[[], None]) ->
         return step.compute(state, batch, recipe, world)
 
     def losses(
-        parts: Components, examples: Examples, precision: Precision, device: torch.device
+        parts: Components, examples: FlowBatch, precision: Precision, device: torch.device
     ) -> Tensor:
         if is_due:
             hang_once(how)
@@ -206,7 +206,7 @@ def _slowed(
         return step.compute(state, batch, recipe, world)
 
     def losses(
-        parts: Components, examples: Examples, precision: Precision, device: torch.device
+        parts: Components, examples: FlowBatch, precision: Precision, device: torch.device
     ) -> Tensor:
         found = step.losses(parts, examples, precision, device)
         time.sleep(seconds)

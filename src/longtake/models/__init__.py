@@ -1,1 +1,1 @@
-"""Model families behind one Protocol, and the codec and text encoder beside them."""
+"""Model families behind one Protocol, with their codecs and text encoders."""

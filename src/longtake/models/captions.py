@@ -1,4 +1,4 @@
-"""What becomes of captions before a text encoder reads them: cleaned, and cut; torch-free."""
+"""Captions before a text encoder: cleaned, and counted where it would truncate; torch-free."""
 
 import html
 from collections.abc import Callable, Sequence
@@ -11,21 +11,20 @@ from longtake.config import TextSection
 from longtake.errors import ModelError
 from longtake.models.pretrained import load_pretrained, locate
 
-MOST_COUNTED = 10_000
-"""Captions whose tokens are counted, evenly spaced; it takes a second or two."""
+MOST_COUNTED = 10_000  # captions, evenly spaced; takes a second or two
 
 
 @dataclass(frozen=True)
 class CaptionLengths:
-    """Tokens of captions, against the number that a text encoder reads."""
+    """Numbers of tokens of captions, and how many a text encoder reads."""
 
     max_tokens: int
-    num_counted: int  # different captions, at most MOST_COUNTED of them
+    num_counted: int  # distinct captions, at most MOST_COUNTED
     num_truncated: int  # of those counted
     longest: int  # tokens
 
     def warning(self) -> str | None:
-        """A sentence, if captions are truncated."""
+        """A sentence if captions are truncated."""
         if not self.num_truncated:
             return None
         return (
@@ -44,11 +43,10 @@ def caption_lengths(section: TextSection, captions: Sequence[str]) -> CaptionLen
     Raises:
         ModelError: there is no tokenizer.
     """
-    different = list(dict.fromkeys(captions))
-    step = -(-len(different) // MOST_COUNTED) or 1
-    counted = different[::step]
+    distinct = list(dict.fromkeys(captions))
+    counted = distinct[:: -(-len(distinct) // MOST_COUNTED) or 1]
     limit = section.num_tokens()
-    # A token is at least a byte, but for the end.
+    # Each token is at least a byte, except the end token.
     could_be_long = [each for each in counted if len(each.encode()) >= limit]
     counts = _counter(section)(could_be_long) if could_be_long else []
     return CaptionLengths(
@@ -62,9 +60,9 @@ def caption_lengths(section: TextSection, captions: Sequence[str]) -> CaptionLen
 def review_captions(
     section: TextSection, captions: Sequence[str]
 ) -> tuple[dict[str, int] | None, str | None]:
-    """Facts of `caption_lengths` as JSON, and a warning if there is something to say.
+    """`caption_lengths` as JSON, and a warning if captions are truncated.
 
-    Without the tokenizer there are no facts, and the warning says why.
+    Without a tokenizer there are no lengths, and the warning says why.
     """
     try:
         lengths = caption_lengths(section, captions)
@@ -84,9 +82,11 @@ def clean(caption: str) -> str:
 def _counter(section: TextSection) -> Callable[[Sequence[str]], list[int]]:
     """Maps captions to their numbers of tokens, special tokens included."""
     from tokenizers import Tokenizer
+    from tokenizers.pre_tokenizers import Whitespace
 
     if section.pretrained is None:
-        return _word_counter(ends=section.kind == "transformers")
+        split, ends = Whitespace().pre_tokenize_str, section.kind == "transformers"
+        return lambda captions: [len(split(caption)) + ends for caption in captions]
     cleaned = clean if section.pooled is None else str
     folder = locate(section.pretrained, section.tokenizer_subfolder) / section.tokenizer_subfolder
     file = folder / "tokenizer.json"
@@ -105,11 +105,3 @@ def _counter(section: TextSection) -> Callable[[Sequence[str]], list[int]]:
     return lambda captions: [
         len(each) for each in tokenizer.encode_batch([cleaned(each) for each in captions])
     ]
-
-
-def _word_counter(*, ends: bool) -> Callable[[Sequence[str]], list[int]]:
-    """For the vocabulary of a catalog's own words, which are split at spaces and punctuation."""
-    from tokenizers.pre_tokenizers import Whitespace
-
-    split = Whitespace().pre_tokenize_str
-    return lambda captions: [len(split(caption)) + ends for caption in captions]

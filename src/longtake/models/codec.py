@@ -1,24 +1,18 @@
 """From pixels to latents and back; frozen while the transformer trains."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from longtake.config import Bucket, CodecSection
-from longtake.errors import RecipeError
-from longtake.models.architecture import DTYPES, keep_weights_in, on_meta
-from longtake.models.image_codec import (
-    ALONE,
-    ImageCodec,
-    complete_image_config,
-    dtype_of,
-    refuse_odd,
-    tiled,
-    to_uint8,
-)
+from longtake.errors import RecipeError, SamplingError
+from longtake.models.deferred_init import on_meta
+from longtake.models.numerics import DTYPES, keep_weights_in
 from longtake.models.pretrained import (
     construct,
     defaults,
@@ -28,9 +22,14 @@ from longtake.models.pretrained import (
     refuse_unused,
 )
 
+NO_PATCH = (1, 1, 1)
+"""Latent frames, rows and columns of a token, where each pixel of a latent is one."""
+
 _CHUNK = 4
-"""diffusers' causal autoencoders encode the first frame, then pieces of four, and drop what is left
-over without a word, whatever their compression."""
+"""diffusers' causal autoencoders encode the first frame, then pieces of four, and drop the rest
+silently, whatever their compression."""
+
+_IMAGE_TILE = 512  # pixels; by default a tile is as large as the training images, such as 1024
 
 
 class Codec(Protocol):
@@ -39,12 +38,12 @@ class Codec(Protocol):
     channels: int
     """C of the latents."""
 
-    def latent_shape(self, bucket: Bucket, patch: Sequence[int] = ALONE) -> tuple[int, int, int]:
+    def latent_shape(self, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> tuple[int, int, int]:
         """(F', H', W') of a bucket's latents.
 
         Args:
             bucket: in pixels.
-            patch: latent frames, rows and columns that the model makes one token of.
+            patch: latent frames, rows and columns of one token of the model.
 
         Raises:
             RecipeError: codec or model cannot divide the bucket; names the nearest that both can.
@@ -52,14 +51,14 @@ class Codec(Protocol):
         ...
 
     def encode(self, videos: Tensor) -> Tensor:
-        """Latents of videos, normalised so that the transformer sees unit scale."""
+        """Latents of videos, normalised to the scale that the transformer was trained with."""
         ...
 
     def decode(self, latents: Tensor, *, tiles: bool = False) -> Tensor:
         """Videos, uint8, of latents.
 
-        In `tiles`, where the codec has any: pieces that overlap are decoded one after another and
-        blended, which takes less memory; seams may show.
+        With `tiles`, where the codec has them, overlapping pieces are decoded one after another and
+        blended: less memory, but seams may show.
 
         Raises:
             SamplingError: decoded pixels are NaN or infinite.
@@ -84,83 +83,32 @@ class PixelCodec:
 
     channels = 3
 
-    def latent_shape(self, bucket: Bucket, patch: Sequence[int] = ALONE) -> tuple[int, int, int]:
-        """The bucket's own shape; the model says itself what it cannot divide."""
+    def latent_shape(self, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> tuple[int, int, int]:
+        """The bucket's own shape; the family refuses what does not divide into its patches."""
         return bucket.num_frames, bucket.height, bucket.width
 
     def encode(self, videos: Tensor) -> Tensor:
-        """uint8 [0, 255] to fp32 [-1, 1]."""
-        return videos.float() / 127.5 - 1
+        return _to_unit_range(videos)
 
     def decode(self, latents: Tensor, *, tiles: bool = False) -> Tensor:
-        """fp32 [-1, 1] to uint8 [0, 255]; what lies outside is clamped."""
-        return to_uint8(latents)
+        return _to_uint8(latents)
 
     def modules(self) -> list[nn.Module]:
-        """None."""
         return []
 
     def to(self, device: torch.device) -> None:
-        """There is nothing to move."""
+        pass
 
     def save(self, folder: Path) -> None:
-        """There is nothing to save."""
+        pass
 
 
-class AutoencoderCodec:
-    """A frozen causal video autoencoder of diffusers, such as `AutoencoderKLWan`.
-
-    Latents are the posterior's mode, normalised per channel by the autoencoder's own
-    `latents_mean` and `latents_std`: (mode - mean) / std, which `WanPipeline` undoes before it
-    decodes.
-
-    Raises:
-        RecipeError: its configuration contradicts itself.
-    """
+class _Autoencoder:
+    """A frozen autoencoder of diffusers."""
 
     def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
         self.autoencoder = autoencoder.eval().requires_grad_(False)
         self._is_pretrained = is_pretrained
-        config: Any = autoencoder.config
-        self.channels: int = config["z_dim"]
-        self._mean = _per_channel(config, "latents_mean")
-        self._std = _per_channel(config, "latents_std")
-        self._temporal, self._spatial = _compression(config)
-
-    def latent_shape(self, bucket: Bucket, patch: Sequence[int] = ALONE) -> tuple[int, int, int]:
-        """F' = (F - 1) / temporal + 1, as causal video autoencoders have it; H / s, W / s."""
-        num_frames = self._nearest_frames(bucket.num_frames, patch[0])
-        refuse_odd(bucket, num_frames, self._spatial, patch, f" and {_CHUNK} n + 1 frames")
-        frames = self._latent_frames(bucket.num_frames)
-        return frames, bucket.height // self._spatial, bucket.width // self._spatial
-
-    def _latent_frames(self, num_frames: int) -> int:
-        return (num_frames - 1) // self._temporal + 1
-
-    def _nearest_frames(self, num_frames: int, patch: int) -> int:
-        known = range(1, num_frames + _CHUNK * (patch + 1), _CHUNK)
-        whole = [number for number in known if self._latent_frames(number) % patch == 0]
-        return min(whole or known, key=lambda number: abs(number - num_frames))
-
-    @torch.no_grad()
-    def encode(self, videos: Tensor) -> Tensor:
-        """Normalised latents."""
-        pixels = (videos.float() / 127.5 - 1).to(dtype_of(self.autoencoder))
-        encoded: Any = self.autoencoder.encode(pixels)  # type: ignore[operator]
-        latents: Tensor = encoded.latent_dist.mode().float()
-        return (latents - self._mean.to(latents)) / self._std.to(latents)
-
-    @torch.no_grad()
-    def decode(self, latents: Tensor, *, tiles: bool = False) -> Tensor:
-        """Videos of normalised latents.
-
-        Tiles are of 256 x 256 pixels, as in diffusers, 64 of them blended.
-        """
-        raw = latents.float() * self._std.to(latents) + self._mean.to(latents)
-        with tiled(self.autoencoder, tiles):
-            raw = raw.to(dtype_of(self.autoencoder))
-            decoded: Tensor = self.autoencoder.decode(raw).sample  # type: ignore[operator]
-        return to_uint8(decoded)
 
     def modules(self) -> list[nn.Module]:
         return [self.autoencoder]
@@ -173,41 +121,127 @@ class AutoencoderCodec:
             with quiet(self.autoencoder):
                 self.autoencoder.save_pretrained(folder / "vae")  # type: ignore[operator]
 
+    def _mode(self, pixels: Tensor) -> Tensor:
+        """The posterior's mode, fp32, of pixels in [-1, 1]."""
+        pixels = pixels.to(next(self.autoencoder.parameters()).dtype)
+        encoded: Any = self.autoencoder.encode(pixels)  # type: ignore[operator]
+        mode: Tensor = encoded.latent_dist.mode().float()
+        return mode
+
+    def _decoded(self, raw: Tensor, *, tiles: bool) -> Tensor:
+        """Pixels, uint8, of latents in the autoencoder's own scale."""
+        with _tiled(self.autoencoder, tiles):
+            raw = raw.to(next(self.autoencoder.parameters()).dtype)
+            decoded: Tensor = self.autoencoder.decode(raw).sample  # type: ignore[operator]
+        return _to_uint8(decoded)
+
+
+class AutoencoderCodec(_Autoencoder):
+    """A frozen causal video autoencoder of diffusers, such as `AutoencoderKLWan`.
+
+    Latents are (mode - latents_mean) / latents_std per channel, which `WanPipeline` undoes before
+    it decodes. Tiles are of 256 x 256 pixels, diffusers' default, 64 of them blended.
+
+    Raises:
+        RecipeError: its configuration contradicts itself.
+    """
+
+    def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
+        super().__init__(autoencoder, is_pretrained)
+        config: Any = autoencoder.config
+        self.channels: int = config["z_dim"]
+        self._mean = _per_channel(config, "latents_mean")
+        self._std = _per_channel(config, "latents_std")
+        self._temporal, self._spatial = _compression(config)
+
+    def latent_shape(self, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> tuple[int, int, int]:
+        """F' = (F - 1) / temporal + 1, as causal video autoencoders have it; H / s, W / s."""
+        known = range(1, bucket.num_frames + _CHUNK * (patch[0] + 1), _CHUNK)
+        whole = [number for number in known if self._latent_frames(number) % patch[0] == 0]
+        num_frames = min(whole or known, key=lambda number: abs(number - bucket.num_frames))
+        _refuse_odd(bucket, num_frames, self._spatial, patch, f" and {_CHUNK} n + 1 frames")
+        frames = self._latent_frames(bucket.num_frames)
+        return frames, bucket.height // self._spatial, bucket.width // self._spatial
+
+    def _latent_frames(self, num_frames: int) -> int:
+        return (num_frames - 1) // self._temporal + 1
+
+    @torch.no_grad()
+    def encode(self, videos: Tensor) -> Tensor:
+        latents = self._mode(_to_unit_range(videos))
+        return (latents - self._mean.to(latents)) / self._std.to(latents)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, *, tiles: bool = False) -> Tensor:
+        return self._decoded(
+            latents.float() * self._std.to(latents) + self._mean.to(latents), tiles=tiles
+        )
+
+
+class ImageCodec(_Autoencoder):
+    """A frozen `AutoencoderKL` of diffusers, such as FLUX.1's; frames are encoded one by one.
+
+    Latents are (mode - shift_factor) * scaling_factor, which FLUX's pipelines undo before they
+    decode. Tiles are of 512 x 512 pixels, 128 of them blended.
+    """
+
+    def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
+        super().__init__(autoencoder, is_pretrained)
+        config: Any = autoencoder.config
+        self.channels: int = config["latent_channels"]
+        self._shift: float = config["shift_factor"] or 0.0
+        self._scale: float = config["scaling_factor"]
+        self._spatial = 2 ** (len(config["block_out_channels"]) - 1)
+        autoencoder.tile_sample_min_size = _IMAGE_TILE  # type: ignore[assignment]
+        autoencoder.tile_latent_min_size = _IMAGE_TILE // self._spatial
+
+    def latent_shape(self, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> tuple[int, int, int]:
+        _refuse_odd(bucket, _nearest(bucket.num_frames, patch[0]), self._spatial, patch)
+        return bucket.num_frames, bucket.height // self._spatial, bucket.width // self._spatial
+
+    @torch.no_grad()
+    def encode(self, videos: Tensor) -> Tensor:
+        mode = self._mode(_to_unit_range(videos.transpose(1, 2).flatten(0, 1)))  # [B F, C, H', W']
+        return _by_clip((mode - self._shift) * self._scale, len(videos))
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, *, tiles: bool = False) -> Tensor:
+        frames = latents.transpose(1, 2).flatten(0, 1)
+        decoded = self._decoded(frames.float() / self._scale + self._shift, tiles=tiles)
+        return _by_clip(decoded, len(latents))
+
 
 def build_codec(section: CodecSection, made: Path | None = None) -> Codec:
     """The recipe's codec on the CPU.
 
     Args:
         section: of the recipe.
-        made: the folder where a run keeps frozen parts that it made itself, once it did.
+        made: the folder of frozen parts that the run made when it began; None when it begins.
 
     Raises:
         ModelError: the weights cannot be loaded.
         RecipeError: there is no such class, or it does not take the recipe's arguments.
     """
-    codec_class = _check(section)
+    codec_class = _codec_class(section)
     if codec_class is None:
         return PixelCodec()
-    found = diffusers_class("codec.class_name", section.class_name)
+    found, dtype = diffusers_class("codec.class_name", section.class_name), DTYPES[section.dtype]
     if section.pretrained is not None:
-        loaded = load_pretrained(
-            found, section.pretrained, section.subfolder, torch_dtype=DTYPES[section.dtype]
-        )
+        loaded = load_pretrained(found, section.pretrained, section.subfolder, torch_dtype=dtype)
         return codec_class(loaded, is_pretrained=True)
     if made is not None and (made / "vae").is_dir():
-        dtype = DTYPES[section.dtype]
         return codec_class(load_pretrained(found, str(made), "vae", torch_dtype=dtype))
     return codec_class(_random(found, section))
 
 
 def outline_codec(section: CodecSection) -> Codec:
-    """The same without weights, on the meta device: it knows shapes, but cannot encode.
+    """The recipe's codec on the meta device: it has shapes, but cannot encode.
 
     Raises:
         ModelError: a pretrained one's configuration cannot be found.
         RecipeError: there is no such class, or it does not take the recipe's arguments.
     """
-    codec_class = _check(section)
+    codec_class = _codec_class(section)
     if codec_class is None:
         return PixelCodec()
     found = diffusers_class("codec.class_name", section.class_name)
@@ -219,8 +253,8 @@ def outline_codec(section: CodecSection) -> Codec:
         return codec_class(_random(found, section))
 
 
-def _check(section: CodecSection) -> type[AutoencoderCodec | ImageCodec] | None:
-    """What wraps the section's autoencoder, whose keys fit together; None for pixels."""
+def _codec_class(section: CodecSection) -> type[AutoencoderCodec | ImageCodec] | None:
+    """The class that wraps the section's autoencoder; None for pixels."""
     given: dict[str, object] = {"pretrained": section.pretrained, "config": section.config}
     if section.kind == "pixels":
         refuse_unused("codec", given, 'codec.kind is "pixels"')
@@ -241,32 +275,29 @@ def _check(section: CodecSection) -> type[AutoencoderCodec | ImageCodec] | None:
 
 
 def _random(autoencoder_class: Any, section: CodecSection) -> Any:
-    """An autoencoder with random weights."""
-    config = section.config
+    known = defaults(autoencoder_class.__init__)
     is_of_images = autoencoder_class.__name__ == "AutoencoderKL"
-    values = (
-        complete_image_config(config) if is_of_images else _completed(autoencoder_class, config)
-    )
+    complete = _complete_image_config if is_of_images else _complete_video_config
+    values = complete(known, section.config, autoencoder_class.__name__)
     made = construct("codec.config", autoencoder_class, values)
     keep_weights_in(made, DTYPES[section.dtype])
     return made
 
 
-def _completed(autoencoder_class: Any, config: dict[str, Any]) -> dict[str, Any]:
+def _complete_video_config(
+    known: Mapping[str, Any], config: dict[str, Any], name: str
+) -> dict[str, Any]:
     """The recipe's arguments, and those that follow from them.
 
-    Random weights know no statistics of latents, and a pipeline reads the compression from the
+    Random weights have no statistics of latents, and a pipeline reads the compression from the
     config, where the class's defaults describe the released Wan 2.1 alone.
     """
-    known = defaults(autoencoder_class.__init__)
-    sizes = known | config
+    sizes = {**known, **config}
     try:
         temporal, spatial = _compression(sizes)
         channels = int(sizes["z_dim"])
     except (TypeError, ValueError) as error:
-        raise RecipeError(
-            f"codec.config does not fit {autoencoder_class.__name__}: {error}."
-        ) from error
+        raise RecipeError(f"codec.config does not fit {name}: {error}.") from error
     following = {
         "latents_mean": [0.0] * channels,
         "latents_std": [1.0] * channels,
@@ -274,6 +305,34 @@ def _completed(autoencoder_class: Any, config: dict[str, Any]) -> dict[str, Any]
         "scale_factor_spatial": spatial,
     }
     return {name: value for name, value in following.items() if name in known} | config
+
+
+def _complete_image_config(
+    known: Mapping[str, Any], config: dict[str, Any], name: str
+) -> dict[str, Any]:
+    """The recipe's arguments, and those that follow from them."""
+    sizes = {**known, **config}
+    widths, groups = sizes["block_out_channels"], sizes["norm_num_groups"]
+    is_list = isinstance(widths, list | tuple) and all(isinstance(w, int) for w in widths)
+    if not is_list or not widths:
+        raise RecipeError(
+            f"codec.config.block_out_channels = {widths!r}: expected a width for each stage, such "
+            "as [128, 256, 512, 512]."
+        )
+    if any(width % groups for width in widths):
+        raise RecipeError(
+            f"codec.config.block_out_channels {list(widths)} do not divide into norm_num_groups = "
+            f"{groups}. Choose multiples of it, or fewer groups."
+        )
+    following = {
+        "down_block_types": ["DownEncoderBlock2D"] * len(widths),
+        "up_block_types": ["UpDecoderBlock2D"] * len(widths),
+        "scaling_factor": 1.0,
+        "shift_factor": 0.0,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+    }
+    return following | config
 
 
 def _per_channel(config: Any, name: str) -> Tensor:
@@ -288,7 +347,7 @@ def _per_channel(config: Any, name: str) -> Tensor:
 
 
 def _compression(config: Any) -> tuple[int, int]:
-    """How many frames and how many rows one latent frame and row stand for."""
+    """Frames per latent frame, and rows per latent row."""
     halvings, levels = config["temperal_downsample"], config["dim_mult"]  # diffusers' spelling
     temporal = 2 ** sum(halvings)
     if len(halvings) != len(levels) - 1 or temporal > _CHUNK:
@@ -298,3 +357,59 @@ def _compression(config: Any) -> tuple[int, int]:
             f"at most two of them true, because time is encoded in pieces of {_CHUNK} frames."
         )
     return temporal, (config.get("patch_size") or 1) * 2 ** len(halvings)
+
+
+def _refuse_odd(
+    bucket: Bucket, num_frames: int, spatial: int, patch: Sequence[int], of_frames: str = ""
+) -> None:
+    """Refuse a bucket that codec and model together cannot divide; name the nearest that fits."""
+    rows, columns = (spatial * step for step in patch[1:])
+    height, width = _nearest(bucket.height, rows), _nearest(bucket.width, columns)
+    fits = Bucket(num_frames=num_frames, height=height, width=width)
+    if fits != bucket:
+        who = "the codec wants" if tuple(patch) == NO_PATCH else "codec and model want"
+        sizes = "height and width divisible by"
+        if rows != columns:
+            sizes = f"height divisible by {rows} and width by"
+        raise RecipeError(
+            f"data.buckets: {bucket} cannot be encoded: {who} {sizes} {columns}{of_frames}. "
+            f"The nearest that fits is {fits}."
+        )
+
+
+@contextmanager
+def _tiled(autoencoder: Any, wanted: bool) -> Iterator[None]:
+    """Have an autoencoder of diffusers work in tiles, if wanted, until the block ends."""
+    if not wanted:
+        yield
+        return
+    autoencoder.enable_tiling()
+    autoencoder.enable_slicing()
+    try:
+        yield
+    finally:
+        autoencoder.disable_tiling()
+        autoencoder.disable_slicing()
+
+
+def _nearest(size: int, step: int) -> int:
+    return max(1, round(size / step)) * step
+
+
+def _to_unit_range(videos: Tensor) -> Tensor:
+    """uint8 [0, 255] to fp32 [-1, 1]."""
+    return videos.float() / 127.5 - 1
+
+
+def _to_uint8(pixels: Tensor) -> Tensor:
+    """[-1, 1] to uint8 [0, 255], rounded and clamped."""
+    has_values = not isinstance(pixels, FakeTensor)  # as those of a plan have none
+    if has_values and not pixels.isfinite().all():  # they would become black or white
+        share = 1 - pixels.isfinite().double().mean().item()
+        raise SamplingError(f"{share:.2%} of the decoded pixels are NaN or infinite.")
+    return ((pixels.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+
+
+def _by_clip(images: Tensor, num_clips: int) -> Tensor:
+    """[B, C, F, H, W] from [B F, C, H, W]."""
+    return images.view(num_clips, -1, *images.shape[1:]).transpose(1, 2)

@@ -1,92 +1,86 @@
-"""What a checkpoint was trained for; refuses what longtake does not train.
+"""The training objective: a model's inputs, its loss, and the cost of a forward pass."""
 
-longtake trains velocities of one transformer from noisy latents, text and reference pictures.
-"""
+from dataclasses import dataclass
 
-from collections.abc import Mapping
-from typing import Any
+import torch
+from torch import Tensor, nn
 
-from longtake.errors import ModelError
-from longtake.models.pretrained import defaults
-
-_TARGETS = {
-    "epsilon": "the noise (epsilon)",
-    "v_prediction": "a mixture of noise and latents (v-prediction)",
-    "sample": "the latents themselves",
-}
-"""What diffusers' schedulers with a noise schedule of their own call `prediction_type`."""
+from longtake.config import Recipe
+from longtake.flow.path import interpolate, velocity, velocity_loss
+from longtake.models.base import Conditioning, LatentShape
+from longtake.models.build import Components
+from longtake.models.numerics import Precision, autocast, count_flops
 
 
-def refuse_other_objectives(scheduler: Mapping[str, Any] | None, where: str) -> None:
-    """Refuse a checkpoint whose scheduler says that it is no flow-matching model.
+@dataclass(frozen=True)
+class FlowBatch:
+    """Samples of one forward pass, and what their velocities are computed from."""
 
-    Raises:
-        ModelError: it predicts something else.
+    latents: Tensor  # [B, C, F, H, W]
+    noise: Tensor  # [B, C, F, H, W]
+    sigmas: Tensor  # [B]
+    conditioning: Conditioning
+
+
+def flow_losses(
+    parts: Components, batch: FlowBatch, precision: Precision, device: torch.device
+) -> Tensor:
+    """[B] fp32: the flow-matching loss of each sample.
+
+    A model whose weights are bf16 computes in it without autocast.
     """
-    if scheduler is None:
-        return
-    name = str(scheduler.get("_class_name", ""))
-    predicts = scheduler.get("prediction_type") or _default_prediction(name)
-    if name.startswith("FlowMatch") or predicts not in _TARGETS:
-        return
-    raise ModelError(
-        f"{where} predicts {_TARGETS[predicts]}, as its scheduler says ({name}, prediction_type "
-        f"{predicts}). longtake trains by flow matching, toward the velocity noise - latents: that "
-        "is another target, along another path of noise levels, so training would undo what this "
-        "checkpoint has learned. Start from a flow-matching checkpoint, such as Wan 2.1 or FLUX.1."
-    )
+    noisy = interpolate(batch.latents, batch.noise, batch.sigmas)
+    with autocast(precision if parts.dtype == torch.float32 else "fp32", device):
+        predicted = parts.predict_velocity(noisy, batch.sigmas, batch.conditioning)
+    return velocity_loss(predicted, velocity(batch.latents, batch.noise))
 
 
-def refuse_experts(pipeline: Mapping[str, Any], where: str) -> None:
-    """Refuse a transformer that serves a part of the noise levels only.
+def training_conditioning(
+    parts: Components, recipe: Recipe, conditioning: Conditioning
+) -> Conditioning:
+    """A model's conditioning in training: of a distilled one also `guidance` [B], the recipe's."""
+    if not parts.family.distils_guidance(parts.model):
+        return conditioning
+    return conditioning | guidance_of(conditioning, recipe.model.guidance)
 
-    Raises:
-        ModelError: the pipeline has two transformers, or a boundary between them.
+
+def guidance_of(conditioning: Conditioning, scale: float) -> Conditioning:
+    """`guidance` [B] fp32, one scale for every sample of a conditioning."""
+    like = next(iter(conditioning.values()))
+    return {"guidance": torch.full((len(like),), scale, device=like.device)}
+
+
+def outline_conditioning(
+    parts: Components, recipe: Recipe, shape: LatentShape, batch_size: int = 1
+) -> Conditioning:
+    """A model's conditioning in training, on the meta device, for samples of a shape.
+
+    Reference images have a clip's rows and columns.
     """
-    second = pipeline.get("transformer_2") or (None, None)
-    boundary = pipeline.get("boundary_ratio")
-    if second[0] is None and boundary is None:
-        return
-    told = "" if boundary is None else f" (boundary_ratio {boundary})"
-    raise ModelError(
-        f"{where} has two transformers, each for a part of the noise levels{told}, as Wan 2.2 A14B "
-        "has. longtake would train one of them on all noise levels, most of which it never serves. "
-        "Start from a model with one transformer, such as Wan-AI/Wan2.1-T2V-14B-Diffusers."
-    )
+    one = parts.text.outline()
+    for name in recipe.data.references:
+        one[f"{name}_latents"] = torch.empty(1, *shape._replace(num_frames=1), device="meta")
+    batch = {key: value.new_empty(batch_size, *value.shape[1:]) for key, value in one.items()}
+    return training_conditioning(parts, recipe, batch)
 
 
-_VARIANTS = {
-    ("WanTransformer3DModel", 2.25): "an image-to-video variant of Wan",
-    ("FluxTransformer2DModel", 6): "FLUX.1 Fill, an inpainting variant",
-    ("FluxTransformer2DModel", 2): "FLUX.1 Depth or Canny, a variant that takes a control image",
-}
-"""By class and in_channels / out_channels."""
+def forward_flops(parts: Components, recipe: Recipe, shape: LatentShape) -> int:
+    """Floating-point operations of one forward pass over one sample."""
+    inputs = {
+        "noisy_latents": torch.empty(1, *shape, device="meta"),
+        "sigmas": torch.empty(1, device="meta"),
+        **outline_conditioning(parts, recipe, shape),
+    }
+    return count_flops(_WithConditioning(parts), inputs)
 
 
-def refuse_further_inputs(
-    config: Mapping[str, Any], pipeline: Mapping[str, Any], where: str
-) -> None:
-    """Refuse a transformer that takes more channels than it returns: an image, a mask, a control.
+class _WithConditioning(nn.Module):
+    """A family's model as a module, so that its FLOPs can be counted through `forward`."""
 
-    Raises:
-        ModelError: it does.
-    """
-    takes, returns = config.get("in_channels"), config.get("out_channels")
-    if not takes or not returns or takes <= returns:  # FLUX's out_channels is None if equal
-        return
-    name = str(config.get("_class_name"))
-    variant = _VARIANTS.get((name, takes / returns), f"a variant of {name} with further inputs")
-    of_pipeline = f", {pipeline['_class_name']}" if "_class_name" in pipeline else ""
-    raise ModelError(
-        f"{where} is {variant} (in_channels {takes}, out_channels {returns}{of_pipeline}). "
-        "longtake trains text-to-video (Wan), text-to-image (FLUX.1-dev, FLUX.1-schnell) and "
-        "FLUX.1-Kontext. Start from one of these."
-    )
+    def __init__(self, parts: Components) -> None:
+        super().__init__()
+        self.model = parts.model
+        self.parts = parts
 
-
-def _default_prediction(name: str) -> object:
-    """What a scheduler's class predicts where its configuration says nothing."""
-    import diffusers
-
-    found = getattr(diffusers, name, None)
-    return None if found is None else defaults(found.__init__).get("prediction_type")
+    def forward(self, noisy_latents: Tensor, sigmas: Tensor, **conditioning: Tensor) -> Tensor:
+        return self.parts.predict_velocity(noisy_latents, sigmas, conditioning)

@@ -1,4 +1,7 @@
-"""Finds, builds and loads classes of diffusers and transformers, with errors a user can act on."""
+"""Finds, downloads and loads classes of diffusers and transformers, with errors a user can act on.
+
+Imports torch only with what it loads: captions are counted without it.
+"""
 
 import importlib
 import inspect
@@ -20,20 +23,17 @@ from longtake.formatting import did_you_mean, nearest
 _REPOSITORY_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _REACH_SECONDS = 10
 _WEIGHTS = re.compile(r"(?:diffusion_pytorch_model|pytorch_model|model)(.*)\.(?:safetensors|bin)")
-_VARIANT = re.compile(r"\.(\w+)")
-"""In what stands between the two: `.fp16` of `model.fp16-00001-of-00002.safetensors`."""
-_ABOUT = ("scheduler/scheduler_config.json", "model_index.json")
-"""Files of a pipeline that say what its transformer was trained for."""
+_VARIANT = re.compile(
+    r"\.(\w+)"
+)  # in group 1 above: .fp16 of model.fp16-00001-of-00002.safetensors
+_OBJECTIVE_FILES = ("scheduler/scheduler_config.json", "model_index.json")
 _ONE_FILE = (".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 _is_fetched: ContextVar[bool] = ContextVar("is_fetched", default=False)
 
 
 @contextmanager
 def local_copies() -> Iterator[None]:
-    """Take what the hub's cache on this node has, without asking the hub whether it has news.
-
-    For processes that build what another one has just fetched.
-    """
+    """Use the hub's local cache without a request to the hub; another process has downloaded."""
     token = _is_fetched.set(True)
     try:
         yield
@@ -92,7 +92,6 @@ def load_pretrained(loaded_class: Any, where: str, subfolder: str, **options: An
 
 
 def _refuse_unloadable(loaded_class: Any, folder: Path, where: str, subfolder: str) -> None:
-    """Refuse files of another class, or of a variant, which the library reports in its terms."""
     if not hasattr(loaded_class, "load_state_dict"):  # a tokenizer
         return
     config = folder / "config.json"
@@ -114,10 +113,10 @@ def _refuse_unloadable(loaded_class: Any, folder: Path, where: str, subfolder: s
 def refuse_other_class(
     config: Mapping[str, Any], model_class: Any, where: str, subfolder: str
 ) -> None:
-    """Refuse what was saved from another class: defaults would fill in what is not there.
+    """Refuse a configuration that was saved from another class; defaults would fill in the rest.
 
     Raises:
-        ModelError: the configuration names another class than the one that is wanted.
+        ModelError: the configuration names another class.
     """
     if hasattr(model_class, "load_config"):  # diffusers
         saved, wanted = config.get("_class_name"), model_class.__name__
@@ -139,16 +138,11 @@ def construct(key: str, built_class: Any, values: Mapping[str, Any]) -> Any:
     check_arguments(key, built_class.__init__, values)
     try:
         return built_class(**values)
-    except Exception as error:  # there is no end to how wrong sizes fail inside a constructor
-        said = f"{type(error).__name__}: {error}" if str(error) else _failed_line(error)
-        raise RecipeError(f"{key} does not fit {built_class.__name__}. {said}") from error
-
-
-def _failed_line(error: Exception) -> str:
-    """The line of code that failed, for an error without a message, such as an assertion's."""
-    code = traceback.extract_tb(error.__traceback__)[-1]
-    place = f"{Path(code.filename).name}, line {code.lineno}"
-    return f"{type(error).__name__} in {place}: {code.line}"
+    except Exception as error:  # wrong sizes fail inside constructors in any way
+        code = traceback.extract_tb(error.__traceback__)[-1]
+        line = f" in {Path(code.filename).name}, line {code.lineno}: {code.line}"
+        reason = f"{type(error).__name__}{f': {error}' if str(error) else line}"
+        raise RecipeError(f"{key} does not fit {built_class.__name__}. {reason}") from error
 
 
 def check_arguments(key: str, function: Callable[..., Any], values: Mapping[str, Any]) -> None:
@@ -166,9 +160,9 @@ def check_arguments(key: str, function: Callable[..., Any], values: Mapping[str,
 
 
 def defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    """Named arguments of a function (without self) and their defaults; empty where there is none.
+    """Named arguments of a function and their defaults (`Parameter.empty` if required).
 
-    `**kwargs` do not count: what disappears in them was most likely misspelt.
+    Neither self nor `**kwargs` count: what would vanish in them was most likely misspelt.
     """
     parameters = inspect.signature(function).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -191,26 +185,22 @@ def refuse_unused(section: str, values: Mapping[str, object], because: str) -> N
 
 @contextmanager
 def quiet(speaker: Any) -> Iterator[None]:
-    """Silence warnings and progress bars of the library that a class or object comes from.
+    """Silence warnings and progress bars of the library that a class or an object comes from.
 
-    What matters in them (weights that are missing) is raised instead; the rest of a load report
-    only hides the messages a user should read.
+    What matters in them (missing weights) is raised instead.
     """
-    voice = importlib.import_module(f"{_library(speaker)}.utils.logging")
-    verbosity, had_bars = voice.get_verbosity(), voice.is_progress_bar_enabled()
-    voice.set_verbosity(logging.ERROR)
-    voice.disable_progress_bar()
+    owner = speaker if inspect.isclass(speaker) else type(speaker)
+    library = owner.__module__.partition(".")[0]
+    log = importlib.import_module(f"{library}.utils.logging")
+    verbosity, had_bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity(logging.ERROR)
+    log.disable_progress_bar()
     try:
         yield
     finally:
-        voice.set_verbosity(verbosity)
+        log.set_verbosity(verbosity)
         if had_bars:
-            voice.enable_progress_bar()
-
-
-def _library(speaker: Any) -> str:
-    owner = speaker if inspect.isclass(speaker) else type(speaker)
-    return owner.__module__.partition(".")[0]
+            log.enable_progress_bar()
 
 
 def _class_of(module: ModuleType, key: str, name: str) -> Any:
@@ -223,16 +213,16 @@ def _class_of(module: ModuleType, key: str, name: str) -> Any:
 
 
 def locate(where: str, subfolder: str, files: str = "*") -> Path:
-    """The local folder that has the subfolder, downloaded where it must be.
+    """The local folder that has the subfolder, downloaded if `where` is a repository id.
 
     Args:
         where: a local folder or a repository id.
         subfolder: of it.
         files: which of the subfolder's files are downloaded, as a pattern. The configurations
-            of pipeline and scheduler always are: they say what a model was trained for.
+            of pipeline and scheduler always are: they state the training objective.
 
     Raises:
-        ModelError: there is none.
+        ModelError: there is no such folder or repository, or it cannot be downloaded.
     """
     folder = Path(where).expanduser()
     if not folder.is_dir():
@@ -248,7 +238,7 @@ def locate(where: str, subfolder: str, files: str = "*") -> Path:
                 f"There is no folder {where}. Expected a diffusers folder on disk, or a repository "
                 "id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers."
             )
-        folder = _download(where, [f"{subfolder}/{files}", *_ABOUT])
+        folder = _download(where, [f"{subfolder}/{files}", *_OBJECTIVE_FILES])
     if not (folder / subfolder).is_dir():
         present = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
         raise ModelError(
@@ -259,7 +249,6 @@ def locate(where: str, subfolder: str, files: str = "*") -> Path:
 
 
 def _download(repository: str, patterns: list[str]) -> Path:
-    """A repository's snapshot in the local cache, with the files of some patterns."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -310,7 +299,7 @@ def _gated(repository: str) -> ModelError:
 
 
 def _load(loaded_class: Any, folder: Path, options: dict[str, Any]) -> tuple[Any, list[str]]:
-    """What the folder holds, and names of tensors that it holds no values for."""
+    """The model or tokenizer, and names of tensors without values in the folder."""
     if not hasattr(loaded_class, "load_state_dict"):  # a tokenizer
         return loaded_class.from_pretrained(str(folder), local_files_only=True, **options), []
     model, report = loaded_class.from_pretrained(

@@ -1,33 +1,34 @@
-"""From captions to what the transformer is conditioned on."""
+"""From captions to what the transformer is conditioned on: encoders, or ids of words."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 
 from longtake.config import PooledSection, TextSection
-from longtake.errors import ModelError, RecipeError
+from longtake.errors import DataError, ModelError, RecipeError
 from longtake.formatting import reason_of
-from longtake.fsio import read_regular
-from longtake.models.architecture import DTYPES
+from longtake.fsio import read_regular, write_text
 from longtake.models.captions import clean
-from longtake.models.encoder import (
-    FIRST,
-    ONLY,
-    POOLED,
-    Encoder,
-    Place,
-    build_encoder,
-    outline_encoder,
+from longtake.models.deferred_init import on_meta
+from longtake.models.numerics import DTYPES, keep_weights_in
+from longtake.models.pretrained import (
+    construct,
+    load_pretrained,
+    quiet,
+    refuse_unused,
+    transformers_class,
 )
-from longtake.models.pretrained import refuse_unused
-from longtake.models.words import SPECIAL, WordIds, word_tokenizer
 
 NO_CAPTION = ""
-"""The unconditional one of classifier-free guidance: what a dropped caption is trained as."""
+"""The unconditional caption of classifier-free guidance, trained where captions are dropped."""
+
+_PAD, _UNKNOWN, _START, _END = "[PAD]", "[UNK]", "<s>", "</s>"
+_SPECIAL = (_PAD, _UNKNOWN, _END)  # in the order of their ids: padding is 0
 
 
 class TextEncoder(Protocol):
@@ -52,11 +53,11 @@ class TextEncoder(Protocol):
         ...
 
     def outline(self) -> dict[str, Tensor]:
-        """What `encode` gives for one caption, as shapes without values (on the meta device)."""
+        """What `encode` gives for one caption, on the meta device."""
         ...
 
     def unknown_words(self, caption: str) -> list[str]:
-        """Words of a caption that the encoder has never seen."""
+        """Words of a caption without a token; none where tokens are pieces of words."""
         ...
 
     def modules(self) -> list[nn.Module]:
@@ -72,91 +73,189 @@ class TextEncoder(Protocol):
         ...
 
 
+class WordIds:
+    """Ids of whole words, `token_ids` [B, T] int64; the model embeds them, and 0 is padding."""
+
+    embed_dim = None
+    pooled_dim = None
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, max_tokens: int, vocabulary_size: int = 0
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.max_tokens = max_tokens
+        self._device = torch.device("cpu")
+        self.vocabulary_size: int = tokenizer.get_vocab_size() if tokenizer else vocabulary_size
+
+    def encode(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        assert self._tokenizer is not None, "an outline cannot encode"
+        ids = torch.zeros(len(captions), self.max_tokens, dtype=torch.int64)
+        for row, encoded in zip(ids, self._tokenizer.encode_batch(list(captions)), strict=True):
+            found = encoded.ids[: self.max_tokens]
+            row[: len(found)] = torch.tensor(found, dtype=torch.int64)
+        return {"token_ids": ids.to(self._device)}
+
+    def outline(self) -> dict[str, Tensor]:
+        return {"token_ids": torch.empty(1, self.max_tokens, dtype=torch.int64, device="meta")}
+
+    def unknown_words(self, caption: str) -> list[str]:
+        return _unknown_words(self._tokenizer, caption) if self._tokenizer else []
+
+    def modules(self) -> list[nn.Module]:
+        return []
+
+    def to(self, device: torch.device) -> None:
+        self._device = device
+
+    def save(self, folder: Path) -> None:
+        assert self._tokenizer is not None, "an outline has no words to save"
+        (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
+        # The tokenizer's own `save` raises a bare Exception when the disk is full.
+        write_text(folder / "tokenizer" / "tokenizer.json", self._tokenizer.to_str(pretty=True))
+
+
+@dataclass(frozen=True)
+class _EncoderNames:
+    """How a recipe and a run directory call one of a model's text encoders."""
+
+    section: str  # of the recipe
+    encoder: str  # folder in a pipeline's layout
+    tokenizer: str  # folder in a pipeline's layout
+    special: tuple[str, ...] = _SPECIAL  # tokens of a vocabulary of words, in the order of ids
+
+
+_ONLY = _EncoderNames("text", "text_encoder", "tokenizer")
+_FIRST = _EncoderNames("text", "text_encoder_2", "tokenizer_2")  # beside a pooled encoder, as FLUX
+# CLIP takes an end token of id 2 for "the highest id", as its first release was configured.
+_POOLED = _EncoderNames("text.pooled", "text_encoder", "tokenizer", (_PAD, _UNKNOWN, _START, _END))
+
+
+class _Encoder:
+    """A frozen encoder of transformers and its tokenizer, which an outline lacks.
+
+    Raises:
+        RecipeError: the encoder does not take so many tokens.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        tokenizer: Any,
+        max_tokens: int,
+        names: _EncoderNames,
+        is_pretrained: bool = False,
+    ) -> None:
+        self.module = module.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.max_tokens = max_tokens
+        self.names = names
+        self._is_pretrained = is_pretrained
+        config: Any = module.config
+        longest = getattr(config, "max_position_embeddings", max_tokens)
+        if max_tokens > longest:
+            raise RecipeError(
+                f"{names.section}.max_tokens is {max_tokens}, but {type(module).__name__} reads "
+                f"{longest} at most. Set it to {longest} or less."
+            )
+        self.width: int = config.hidden_size
+        self.vocabulary_size: int = config.vocab_size if tokenizer is None else len(tokenizer)
+
+    def tokens(self, captions: Sequence[str]) -> Any:
+        """`input_ids` and `attention_mask`, each [B, T], on the module's device."""
+        assert self.tokenizer is not None, "an outline cannot encode"
+        return self.tokenizer(
+            list(captions),
+            padding="max_length",
+            max_length=self.max_tokens,
+            truncation=True,
+            return_attention_mask=True,
+            return_tensors="pt",
+        ).to(next(self.module.parameters()).device)
+
+    def unknown_words(self, caption: str) -> list[str]:
+        tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
+        if tokenizer is None or not isinstance(tokenizer.model, models.WordLevel):
+            return []
+        return _unknown_words(tokenizer, caption)
+
+    def save(self, folder: Path) -> None:
+        """Write module and tokenizer in a pipeline's layout, unless they are pretrained ones."""
+        if not self._is_pretrained:
+            assert self.tokenizer is not None, "an outline has no weights to save"
+            with quiet(self.module):
+                self.module.save_pretrained(folder / self.names.encoder)  # type: ignore[operator]
+                self.tokenizer.save_pretrained(folder / self.names.tokenizer)
+
+
 class TransformersText:
     """A frozen encoder of transformers, such as `UMT5EncoderModel`.
 
-    Encodes to `prompt_embeds` [B, T, D] fp32, zero where a caption has ended, as Wan's pipeline
-    has it. Wan attends to those zeros too, so that sampling with another `max_tokens` than it was
-    trained with (512 for the released weights) is not the same.
+    Encodes to `prompt_embeds` [B, T, D] fp32, zero after a caption's end, as Wan's pipeline does.
+    Wan attends to those zeros too: sampling with another `max_tokens` than in training (512 for the
+    released weights) is not the same.
     """
 
-    pooled_dim = None
+    pooled_dim: int | None = None
 
-    def __init__(self, words: Encoder) -> None:
-        self._words = words
-        self.encoder: nn.Module = words.module
-        self.tokenizer = words.tokenizer
-        self.max_tokens, self.embed_dim = words.max_tokens, words.width
-        self.vocabulary_size = words.vocabulary_size
+    def __init__(self, *encoders: _Encoder) -> None:
+        self._encoders = encoders
+        first = encoders[0]
+        self.encoder, self.tokenizer = first.module, first.tokenizer
+        self.max_tokens, self.embed_dim = first.max_tokens, first.width
+        self.vocabulary_size = first.vocabulary_size
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """`prompt_embeds` [B, T, D], cut or padded to T = max_tokens."""
-        tokens = self._words.tokens([clean(caption) for caption in captions])
+        tokens = self._encoders[0].tokens([clean(caption) for caption in captions])
         embeds = self.encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
         ended = tokens.attention_mask.unsqueeze(-1) == 0
         return {"prompt_embeds": embeds.float().masked_fill(ended, 0)}
 
     def outline(self) -> dict[str, Tensor]:
-        """`prompt_embeds` [1, T, D]."""
         return {"prompt_embeds": torch.empty(1, self.max_tokens, self.embed_dim, device="meta")}
 
     def unknown_words(self, caption: str) -> list[str]:
-        """Words without a token; none for an encoder whose tokens are pieces of words."""
-        return self._words.unknown_words(caption)
+        return self._encoders[0].unknown_words(caption)
 
     def modules(self) -> list[nn.Module]:
-        return [self.encoder]
+        return [each.module for each in self._encoders]
 
     def to(self, device: torch.device) -> None:
-        self._words.to(device)
+        for module in self.modules():
+            module.to(device)
 
     def save(self, folder: Path) -> None:
-        self._words.save(folder)
+        for each in self._encoders:
+            each.save(folder)
+
+    def pipeline_parts(self) -> dict[str, Any]:
+        """Encoders and tokenizers by their names in a pipeline of diffusers."""
+        named = [(each.names, each) for each in self._encoders]
+        encoders = {names.encoder: each.module for names, each in named}
+        return encoders | {names.tokenizer: each.tokenizer for names, each in named}
 
 
-class PooledText:
-    """FLUX.1's two frozen encoders: T5 for the words of a caption, CLIP for all of it at once.
+class PooledText(TransformersText):
+    """FLUX.1's two frozen encoders: T5 for the words of a caption, CLIP for the whole of it.
 
     Encodes to `prompt_embeds` [B, T, D] and `pooled_prompt_embeds` [B, P], both fp32. As in FLUX's
-    pipelines captions go in as they are, and T5 reads the padding like words.
+    pipelines captions are not cleaned, and T5 reads the padding like words.
     """
 
-    def __init__(self, words: Encoder, pooled: Encoder) -> None:
-        self._words, self._pooled = words, pooled
-        self.encoder, self.tokenizer = words.module, words.tokenizer
-        self.pooled_encoder, self.pooled_tokenizer = pooled.module, pooled.tokenizer
-        self.max_tokens, self.embed_dim = words.max_tokens, words.width
+    def __init__(self, first: _Encoder, pooled: _Encoder) -> None:
+        super().__init__(first, pooled)
         self.pooled_dim = pooled.width
-        self.vocabulary_size = words.vocabulary_size
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """`prompt_embeds` [B, T, D] and `pooled_prompt_embeds` [B, P]."""
-        embeds = self.encoder(self._words.tokens(captions).input_ids).last_hidden_state
-        pooled = self.pooled_encoder(self._pooled.tokens(captions).input_ids).pooler_output
-        return {"prompt_embeds": embeds.float(), "pooled_prompt_embeds": pooled.float()}
+        first, pooled = self._encoders
+        embeds = first.module(first.tokens(captions).input_ids).last_hidden_state
+        vector = pooled.module(pooled.tokens(captions).input_ids).pooler_output
+        return {"prompt_embeds": embeds.float(), "pooled_prompt_embeds": vector.float()}
 
     def outline(self) -> dict[str, Tensor]:
-        """`prompt_embeds` [1, T, D] and `pooled_prompt_embeds` [1, P]."""
-        return {
-            "prompt_embeds": torch.empty(1, self.max_tokens, self.embed_dim, device="meta"),
-            "pooled_prompt_embeds": torch.empty(1, self.pooled_dim, device="meta"),
-        }
-
-    def unknown_words(self, caption: str) -> list[str]:
-        return self._words.unknown_words(caption)
-
-    def modules(self) -> list[nn.Module]:
-        return [self.encoder, self.pooled_encoder]
-
-    def to(self, device: torch.device) -> None:
-        self._words.to(device)
-        self._pooled.to(device)
-
-    def save(self, folder: Path) -> None:
-        self._words.save(folder)
-        self._pooled.save(folder)
+        pooled = torch.empty(1, self._encoders[1].width, device="meta")
+        return super().outline() | {"pooled_prompt_embeds": pooled}
 
 
 def build_text(section: TextSection, captions: Iterable[str], made: Path | None) -> TextEncoder:
@@ -165,7 +264,7 @@ def build_text(section: TextSection, captions: Iterable[str], made: Path | None)
     Args:
         section: of the recipe.
         captions: of the catalog; a vocabulary is made of their words where none is given.
-        made: the folder where a run keeps frozen parts that it made itself, once it did.
+        made: the folder of frozen parts that the run made when it began; None when it begins.
 
     Raises:
         DataError: a vocabulary is wanted, but the captions hold no words.
@@ -175,24 +274,21 @@ def build_text(section: TextSection, captions: Iterable[str], made: Path | None)
     if section.kind == "words":
         _refuse_encoders(section)
         return WordIds(_vocabulary(section, captions, made), section.num_tokens())
+    if section.pooled is not None:
+        captions = list(captions)  # read twice
     dtype = DTYPES[section.kept_in()]
-    if section.pooled is None:
-        return TransformersText(
-            build_encoder(section, ONLY, captions, section.max_words, dtype, made)
-        )
-    captions = list(captions)
-    encoders = (
-        build_encoder(each, place, captions, section.max_words, dtype, made)
-        for each, place in _two(section, section.pooled)
-    )
-    return PooledText(*encoders)
+    encoders = [
+        _build_encoder(each, names, captions, section.max_words, dtype, made)
+        for each, names in _encoder_sections(section)
+    ]
+    return TransformersText(*encoders) if len(encoders) == 1 else PooledText(*encoders)
 
 
 def outline_text(section: TextSection) -> TextEncoder:
-    """The recipe's text encoder as far as it is known without weights, tokenizers or captions.
+    """The recipe's text encoder on the meta device: it has shapes, but cannot encode.
 
-    It cannot encode; encoders stand on the meta device, and a vocabulary of the catalog's words is
-    taken at its largest.
+    Needs neither weights nor tokenizers nor captions; a vocabulary of the catalog's words is taken
+    at its largest.
 
     Raises:
         ModelError: an encoder's configuration cannot be found.
@@ -200,16 +296,14 @@ def outline_text(section: TextSection) -> TextEncoder:
     """
     if section.kind == "words":
         _refuse_encoders(section)
-        size = section.max_words + len(SPECIAL)
+        size = section.max_words + len(_SPECIAL)
         return WordIds(None, section.num_tokens(), vocabulary_size=size)
     dtype = DTYPES[section.kept_in()]
-    if section.pooled is None:
-        return TransformersText(outline_encoder(section, ONLY, section.max_words, dtype))
-    encoders = (
-        outline_encoder(each, place, section.max_words, dtype)
-        for each, place in _two(section, section.pooled)
-    )
-    return PooledText(*encoders)
+    encoders = [
+        _outline_encoder(each, names, section.max_words, dtype)
+        for each, names in _encoder_sections(section)
+    ]
+    return TransformersText(*encoders) if len(encoders) == 1 else PooledText(*encoders)
 
 
 def _refuse_encoders(section: TextSection) -> None:
@@ -217,10 +311,13 @@ def _refuse_encoders(section: TextSection) -> None:
     refuse_unused("text", given, 'text.kind is "words"')
 
 
-def _two(
-    section: TextSection, pooled: PooledSection
-) -> list[tuple[TextSection | PooledSection, Place]]:
-    """Both encoders' sections; the second is from where the first is, unless it says otherwise."""
+def _encoder_sections(
+    section: TextSection,
+) -> list[tuple[TextSection | PooledSection, _EncoderNames]]:
+    """The section of each encoder; by default the second is from where the first is."""
+    pooled = section.pooled
+    if pooled is None:
+        return [(section, _ONLY)]
     if pooled.class_name != "CLIPTextModel":
         raise RecipeError(
             f"text.pooled.class_name: {pooled.class_name} gives no pooled vector that longtake "
@@ -228,21 +325,143 @@ def _two(
         )
     if pooled.pretrained is None and not pooled.config:
         pooled = pooled.model_copy(update={"pretrained": section.pretrained})
-    return [(section, FIRST), (pooled, POOLED)]
+    return [(section, _FIRST), (pooled, _POOLED)]
+
+
+def _build_encoder(
+    section: TextSection | PooledSection,
+    names: _EncoderNames,
+    captions: Iterable[str],
+    max_words: int,
+    dtype: torch.dtype,
+    made: Path | None,
+) -> _Encoder:
+    """An encoder that is pretrained, made earlier by the run, or random over its own words."""
+    from transformers import AutoTokenizer
+
+    encoder_class, where = _encoder_class(section, names), section.pretrained
+    if where is not None:
+        module = load_pretrained(encoder_class, where, section.subfolder, dtype=dtype)
+        tokenizer = load_pretrained(AutoTokenizer, where, section.tokenizer_subfolder)
+        return _Encoder(module, tokenizer, section.num_tokens(), names, is_pretrained=True)
+    if made is not None and (made / names.encoder).is_dir():
+        module = load_pretrained(encoder_class, str(made), names.encoder, dtype=dtype)
+        tokenizer = load_pretrained(AutoTokenizer, str(made), names.tokenizer)
+    else:
+        words = _word_tokenizer(captions, max_words, names.special)
+        tokenizer = _transformers_tokenizer(words, names, section.num_tokens())
+        module = _random(encoder_class, section, names, len(tokenizer))
+        keep_weights_in(module, dtype)
+    return _Encoder(module, tokenizer, section.num_tokens(), names)
+
+
+def _outline_encoder(
+    section: TextSection | PooledSection, names: _EncoderNames, max_words: int, dtype: torch.dtype
+) -> _Encoder:
+    encoder_class, where = _encoder_class(section, names), section.pretrained
+    if where is not None:
+        module = on_meta(encoder_class, where, section.subfolder)
+    else:
+        with torch.device("meta"):
+            module = _random(encoder_class, section, names, max_words + len(names.special))
+    keep_weights_in(module, dtype)
+    return _Encoder(module, None, section.num_tokens(), names, is_pretrained=where is not None)
+
+
+def _encoder_class(section: TextSection | PooledSection, names: _EncoderNames) -> Any:
+    key = names.section
+    found = transformers_class(f"{key}.class_name", section.class_name)
+    if getattr(found, "config_class", None) is None:
+        raise RecipeError(
+            f"{key}.class_name: {section.class_name} is not a model of transformers. Use an "
+            "encoder such as UMT5EncoderModel."
+        )
+    if section.pretrained is not None:
+        refuse_unused(key, {"config": section.config}, f"{key}.pretrained brings its own")
+    return found
+
+
+def _random(
+    encoder_class: Any,
+    section: TextSection | PooledSection,
+    names: _EncoderNames,
+    vocabulary_size: int,
+) -> nn.Module:
+    """An encoder with random weights over a vocabulary."""
+    key, special = f"{names.section}.config", names.special
+    fitted = {
+        "vocab_size": vocabulary_size,
+        "pad_token_id": special.index(_PAD),
+        "eos_token_id": special.index(_END),
+    }
+    if _START in special:
+        fitted |= {"bos_token_id": special.index(_START)}
+        fitted |= {"max_position_embeddings": section.num_tokens()}
+    config = construct(key, encoder_class.config_class, fitted | section.config)
+    try:
+        module: nn.Module = encoder_class(config)
+    except Exception as error:  # wrong sizes fail inside constructors in any way
+        raise RecipeError(f"{key} does not fit {section.class_name}: {error}.") from error
+    return module
+
+
+def _transformers_tokenizer(words: Tokenizer, names: _EncoderNames, max_tokens: int) -> Any:
+    """A tokenizer of transformers that ends captions, and begins them where the encoder wants."""
+    from transformers import PreTrainedTokenizerFast
+
+    framing = [token for token in names.special if token in (_START, _END)]
+    begin = f"{_START} " if _START in framing else ""
+    words.post_processor = processors.TemplateProcessing(
+        single=f"{begin}$A {_END}",
+        special_tokens=[(token, words.token_to_id(token)) for token in framing],
+    )
+    begins = {"bos_token": _START} if begin else {}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token=_PAD,
+        unk_token=_UNKNOWN,
+        eos_token=_END,
+        model_max_length=max_tokens,
+        **begins,
+    )
 
 
 def _vocabulary(section: TextSection, captions: Iterable[str], made: Path | None) -> Tokenizer:
+    """The run's own vocabulary once it has one, else of the most frequent words in captions."""
     saved = None if made is None else made / "tokenizer" / "tokenizer.json"
-    if saved is not None and saved.exists():
-        return _saved_tokenizer(saved)
-    return word_tokenizer(captions, section.max_words)
-
-
-def _saved_tokenizer(path: Path) -> Tokenizer:
+    if saved is None or not saved.exists():
+        return _word_tokenizer(captions, section.max_words, _SPECIAL)
     try:
-        return Tokenizer.from_str(read_regular(path).decode())
-    except Exception as error:  # it raises nothing more special
+        return Tokenizer.from_str(read_regular(saved).decode())
+    except Exception as error:  # tokenizers raises nothing more specific
         reason = reason_of(error)
         raise ModelError(
-            f"{path} cannot be read: {reason}. Restore it from another checkpoint of the run."
+            f"{saved} cannot be read: {reason}. Restore it from another checkpoint of the run."
         ) from error
+
+
+def _word_tokenizer(captions: Iterable[str], max_words: int, special: Sequence[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel(unk_token=_UNKNOWN))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=max_words + len(special), special_tokens=list(special), show_progress=False
+    )
+    tokenizer.train_from_iterator(captions, trainer)
+    if tokenizer.get_vocab_size() <= len(special):
+        raise DataError(
+            "The catalog's captions hold no words to make a vocabulary of. Give the clips captions "
+            "and index them again, or name a pretrained text encoder in text.pretrained."
+        )
+    return tokenizer
+
+
+def _unknown_words(tokenizer: Tokenizer, caption: str) -> list[str]:
+    """Words of a caption that a tokenizer of whole words does not know."""
+    unknown = tokenizer.token_to_id(_UNKNOWN)
+    encoded = tokenizer.encode(caption, add_special_tokens=False)
+    return [
+        caption[start:end]
+        for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True)
+        if token == unknown
+    ]

@@ -1,20 +1,28 @@
-"""What of a model is trained: all of it, low-rank updates (LoRA), or a module of the user's own."""
+"""What of a model is trained: all of it, low-rank updates (LoRA), or a module of the user's own.
+
+LoRA is peft's, and so are its names, which diffusers reads. A layer W becomes W + (alpha / rank)
+B A, where A is random and B zero: training starts from the very model that was loaded.
+"""
 
 import copy
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from longtake.config import TrainableSection
 from longtake.errors import RecipeError
-from longtake.models.added import ADDED, attach, block_names, detach, main_dtype
-from longtake.models.architecture import DTYPES
-from longtake.models.family import Family
-from longtake.models.imported import build_module
-from longtake.models.lora import add_lora, merge
-from longtake.models.unfilled import Slot, lent_memory
+from longtake.formatting import did_you_mean
+from longtake.models.added_module import ADDED, attach, block_names, build_module, detach
+from longtake.models.base import Family
+from longtake.models.deferred_init import DeferredParameter, placeholders_on_cpu
+from longtake.models.numerics import DTYPES, main_dtype
+
+_ADAPTER = "default"
 
 
 def make_trainable(
@@ -22,35 +30,37 @@ def make_trainable(
     family: Family,
     section: TrainableSection,
     latent_channels: int,
-    slots: Sequence[Slot] = (),
+    deferred: Sequence[DeferredParameter] = (),
 ) -> None:
-    """Freeze, adapt and extend a model as the recipe says.
+    """Freeze a model and add to it as the recipe says.
 
-    New weights follow from the last seed that torch was given alone, and not from how the model
-    came to its own. On torch's meta device all is done alike, without memory.
+    New weights depend on torch's last seed alone, not on how many numbers were drawn since. A model
+    on the meta device gets the same names and shapes, without memory.
+
+    Args:
+        model: of the family, on any device.
+        family: of the model.
+        section: the recipe's.
+        latent_channels: C of the codec's latents.
+        deferred: parameters on the meta device that get values later.
 
     Raises:
-        RecipeError: targets or blocks match nothing, the module cannot be had as it is named, or
+        RecipeError: targets or blocks match nothing, the module cannot be imported or built, or
             nothing is left to train.
     """
     base, dtype = section.base(), DTYPES.get(section.dtype) or main_dtype(model)
     blocks = block_names(model, family, section.blocks)
-    device = torch.device("cpu") if slots else next(model.parameters()).device
+    device = torch.device("cpu") if deferred else next(model.parameters()).device
     if base != "full":
         model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.default_generator.manual_seed(torch.initial_seed())
         if base == "lora":
-            with lent_memory(slots):
+            with placeholders_on_cpu(deferred):
                 add_lora(model, section.targets or family.lora_targets, section, dtype)
         if section.module is not None:
             module = build_module(section, family.width(model), blocks, latent_channels)
             attach(model, module.to(device, dtype), family, blocks, dtype)
-    _refuse_nothing(model, section)
-
-
-def _refuse_nothing(model: nn.Module, section: TrainableSection) -> None:
-    """Only an added module can leave nothing to train: all else has weights, or adds them."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RecipeError(
             f"trainable.module {section.module} trains nothing: the model is frozen, and so is "
@@ -62,8 +72,8 @@ def _refuse_nothing(model: nn.Module, section: TrainableSection) -> None:
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint must hold of a model: its state dict without frozen weights.
 
-    The tensors share the model's memory. Of an added module all is there, also what it has frozen
-    of itself: nothing else can make it again.
+    Of an added module it holds frozen weights too: nothing else can make them again. The tensors
+    share the model's memory.
     """
     frozen = {
         name
@@ -74,18 +84,133 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_trained(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Put a `trained_state` back into a model that was made trainable in the same way."""
+    """Load a `trained_state` into a model that was made trainable in the same way."""
     unexpected = model.load_state_dict(state, strict=False).unexpected_keys
     assert not unexpected, unexpected
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """The model as its family knows it: LoRA merged into the weights, without an added module.
+    """The model as its family builds it: LoRA merged into the weights, no added module.
 
-    It shares the memory of all that is not merged; the model itself stays as it is.
+    It shares the memory of what is not merged; the model itself is unchanged.
     """
     tensors = chain(model.parameters(), model.buffers())
     plain = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     detach(plain)
     merge(plain)
     return plain
+
+
+def add_lora(
+    model: nn.Module, targets: Sequence[str], section: TrainableSection, dtype: torch.dtype
+) -> None:
+    """Add low-rank updates to linear layers; only these require gradients from then on.
+
+    Args:
+        model: on any device, also on torch's meta device.
+        targets: last parts of layers' names, or patterns of whole names.
+        section: rank and alpha.
+        dtype: of A and B. If it is not the layer's, the layer's input is converted, and a copy is
+            kept for the backward pass.
+
+    Raises:
+        RecipeError: a target matches no linear layer.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    layers = find_targets(model, targets)
+    config = LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha or section.rank,
+        # A pattern: peft takes names in a list for the ends of further names.
+        target_modules="|".join(re.escape(name) for name in layers),
+    )
+    inject_adapter_in_model(config, model, _ADAPTER)
+    for _, layer in _layers(model):
+        layer.lora_A.to(dtype)  # peft's own choice differs by device
+        layer.lora_B.to(dtype)
+        # Under autocast peft would convert the input to fp32, and autocast would convert it back
+        # and keep that copy.
+        layer.cast_input_dtype_enabled = layer.get_base_layer().weight.dtype != dtype
+
+
+def find_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Names of the linear layers that targets match, in the model's order.
+
+    Raises:
+        RecipeError: a target matches none; names the nearest.
+    """
+    names = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    found = {target: {name for name in names if _matches(name, target)} for target in targets}
+    for target, matched in found.items():
+        if not matched:
+            raise RecipeError(_explain_unmatched(target, names, model))
+    return [name for name in names if any(name in matched for matched in found.values())]
+
+
+def lora_state(model: nn.Module) -> dict[str, Tensor]:
+    """What diffusers' `load_lora_weights` reads: A and B of every layer, without a prefix.
+
+    The scale alpha / rank is multiplied into B, because readers of such files assume 1. Empty for a
+    model without LoRA.
+    """
+    state = {}
+    for name, layer in _layers(model):
+        state[f"{name}.lora_A.weight"] = layer.lora_A[_ADAPTER].weight.detach()
+        state[f"{name}.lora_B.weight"] = (
+            layer.lora_B[_ADAPTER].weight.detach() * layer.scaling[_ADAPTER]
+        )
+    return state
+
+
+def adapter_config(model: nn.Module, base: str | None) -> Any:
+    """Peft's `LoraConfig` of `lora_state`, whose scale is 1; `base` names the pretrained model."""
+    host: Any = model
+    config = copy.deepcopy(host.peft_config[_ADAPTER])
+    config.lora_alpha, config.inference_mode = config.r, True
+    config.base_model_name_or_path = base
+    return config
+
+
+@torch.no_grad()
+def merge(model: nn.Module) -> None:
+    """Add LoRA to the weights, in new tensors, and remove it; names are those without LoRA."""
+    for name, layer in list(_layers(model)):
+        plain, a, b = layer.get_base_layer(), layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]
+        update = layer.scaling[_ADAPTER] * (b.weight.float() @ a.weight.float())
+        merged = (plain.weight.float() + update).to(plain.weight.dtype)
+        plain.weight = nn.Parameter(merged, requires_grad=False)
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, plain)
+    if hasattr(model, "peft_config"):
+        del model.peft_config
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    if not hasattr(model, "peft_config"):
+        return
+    from peft.tuners.lora import LoraLayer
+
+    for name, part in model.named_modules():
+        if isinstance(part, LoraLayer):
+            yield name, part
+
+
+def _matches(name: str, target: str) -> bool:
+    if "*" in target:
+        return fnmatchcase(name, target)
+    return name == target or name.endswith(f".{target}")
+
+
+def _explain_unmatched(target: str, layers: Sequence[str], model: nn.Module) -> str:
+    problem = f"trainable.targets: {target!r} matches no linear layer of the model; "
+    matched = [name for name, _ in model.named_modules() if name and _matches(name, target)]
+    if any(layer.startswith(f"{name}.") for name in matched for layer in layers):
+        return f"{problem}it has such layers inside: write {f'*{target}.*'!r} for all of them."
+    if "*" in target:
+        return problem + did_you_mean(
+            target, {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in layers}
+        )
+    num_parts = target.count(".") + 1
+    endings = {".".join(name.split(".")[-num_parts:]) for name in layers}
+    return problem + did_you_mean(target, {each for each in endings if not each[0].isdigit()})

@@ -1,7 +1,7 @@
 """Tubelet: longtake's own small text-to-video family, trained from scratch on a laptop if need be.
 
-It serves the demo, tests and drills. Clips are cut into tubes of some frames, rows and columns;
-tokens of the caption stand before the tokens of the clip, and every token attends to every other.
+It serves the demo, tests and drills. Clips are cut into tubes of some frames, rows and columns. The
+caption's tokens come before the clip's, and every token attends to every other.
 """
 
 import math
@@ -10,55 +10,47 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longtake.config import ModelSection, Shift
 from longtake.errors import ModelError, RecipeError
+from longtake.flow.path import velocity_from_latents
 from longtake.formatting import first_line
+from longtake.models.base import Conditioning, Defaults, LatentShape
 from longtake.models.codec import Codec
-from longtake.models.defaults import Defaults
-from longtake.models.family import Conditioning, LatentShape
+from longtake.models.deferred_init import Weights
 from longtake.models.pretrained import check_arguments
 from longtake.models.text import TextEncoder
-from longtake.models.tubelet_network import TUBE, TubeletTransformer
-from longtake.models.unfilled import Weights
 from longtake.parallel.context_parallel import TokenSharing
 
-
-def _tube(section: ModelSection) -> tuple[int, ...]:
-    """Frames, height and width of a tube.
-
-    Raises:
-        RecipeError: `patch_size` is no such three numbers.
-    """
-    tube = section.config.get("patch_size", TUBE)
-    is_list = isinstance(tube, list | tuple) and len(tube) == 3
-    if not is_list or not all(type(side) is int and 0 < side < 2**16 for side in tube):
-        raise RecipeError(
-            f"model.config.patch_size is {tube!r:.60}; expected frames, height and width of a tube "
-            f"such as {list(TUBE)}."
-        )
-    return tuple(tube)
+_TUBE = (8, 4, 4)  # frames, rows and columns, unless the recipe says otherwise
 
 
 class Tubelet:
-    """The family: it embeds a caption's word ids itself, and is built for one shape of clip."""
+    """Text to video; embeds a caption's word ids itself, and is built for one shape of clip."""
 
     references: tuple[str, ...] = ()
     lora_targets: tuple[str, ...] = ("to_qkv", "to_out")
 
     def patch(self, section: ModelSection) -> tuple[int, ...]:
-        return _tube(section)
+        tube = section.config.get("patch_size", _TUBE)
+        is_list = isinstance(tube, list | tuple) and len(tube) == 3
+        if not is_list or not all(type(side) is int and 0 < side < 2**16 for side in tube):
+            raise RecipeError(
+                f"model.config.patch_size is {tube!r:.60}; expected frames, height and width of a "
+                f"tube such as {list(_TUBE)}."
+            )
+        return tuple(tube)
 
     def check(self, section: ModelSection, shapes: Sequence[LatentShape]) -> None:
-        """One shape only, which must divide into tubes."""
         if len(set(shapes)) > 1:
             raise RecipeError(
                 f"data.buckets lists {len(set(shapes))} shapes, but the tubelet family learns a "
                 "position for every tube and is built for one shape. Keep one bucket."
             )
         _, *sizes = shapes[0]
-        tube = _tube(section)
+        tube = self.patch(section)
         fits = [max(1, round(size / step)) * step for size, step in zip(sizes, tube, strict=True)]
         if fits != sizes:
             raise RecipeError(
@@ -74,7 +66,6 @@ class Tubelet:
         *,
         weights: Weights = True,
     ) -> nn.Module:
-        """A `TubeletTransformer` with random weights."""
         if section.pretrained is not None:
             raise RecipeError("model.pretrained: the tubelet family has no pretrained weights.")
         if text.embed_dim is not None:
@@ -110,14 +101,13 @@ class Tubelet:
         cast("TubeletTransformer", model).block_caller = call
 
     def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
-        """The clip's and the caption's; every rank reads all of the caption before that."""
+        """The tokens of clip and caption; before that every rank reads the whole caption."""
         cast("TubeletTransformer", model).share_tokens(sharing)
 
     def num_heads(self, model: nn.Module) -> int:
         return cast("TubeletTransformer", model).caption_block.attention.num_heads
 
     def width(self, model: nn.Module) -> int:
-        """`hidden_size`."""
         return cast("TubeletTransformer", model).tube_in.out_features
 
     def block_tokens(self, output: Any) -> Tensor:
@@ -145,7 +135,6 @@ class Tubelet:
     def predict_velocity(
         self, model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """[B, C, F, H, W]."""
         velocity: Tensor = model(noisy_latents, sigmas, conditioning["token_ids"])
         return velocity
 
@@ -158,7 +147,6 @@ class Tubelet:
         bucket_shift: float,
         folder: Path,
     ) -> None:
-        """Diffusers has no such pipeline."""
         raise RecipeError(
             "diffusers has no pipeline for the tubelet family, so it cannot be exported. "
             "`longtake sample` samples it."
@@ -172,3 +160,279 @@ class Tubelet:
 
 def _clip(sizes: Sequence[int]) -> str:
     return f"{sizes[0]} frames of {sizes[2]}x{sizes[1]}"
+
+
+class TubeletTransformer(nn.Module):
+    """Predicts the velocity of noisy clips from their captions' tokens.
+
+    Inside, the network predicts the clean clip: it lies near few dimensions, so a narrow network
+    can represent it, and noise it cannot. `forward` converts it to the velocity.
+
+    Legend: B batch, C channels, F frames, H height, W width, T caption tokens, N tubes, D width
+    of a token.
+
+    Args:
+        num_frames: F of the clips it is built for.
+        height: H of them.
+        width: W of them.
+        vocabulary_size: how many token ids there are, 0 (padding) included.
+        channels: C of them.
+        patch_size: frames, rows and columns of a tube.
+        max_tokens: T at most; shorter captions are padded with 0.
+        hidden_size: D.
+        num_blocks: transformer blocks.
+        num_heads: attention heads of a block.
+        mlp_ratio: width of the inner layer of a block, in D.
+        residual_gate: what the gate of a residual branch starts at, before the caption and the
+            noise level modulate it.
+
+    Raises:
+        ModelError: the clips do not divide into tubes, or the width into heads.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_frames: int,
+        height: int,
+        width: int,
+        vocabulary_size: int,
+        channels: int = 3,
+        patch_size: tuple[int, int, int] = _TUBE,
+        max_tokens: int = 6,
+        hidden_size: int = 96,
+        num_blocks: int = 4,
+        num_heads: int = 3,
+        mlp_ratio: int = 4,
+        residual_gate: float = 0.5,
+    ) -> None:
+        super().__init__()
+        self.clip_shape = (channels, num_frames, height, width)
+        self.patch_size = patch_size
+        self.max_tokens = max_tokens
+        self.block_caller: Callable[..., Any] | None = None
+        self._sharing: TokenSharing | None = None
+        grid = _grid_of(self.clip_shape, patch_size)
+        _check_width(hidden_size, num_heads)
+        tube_size = channels * math.prod(patch_size)
+        self.tube_in = nn.Linear(tube_size, hidden_size)
+        self.positions = nn.Parameter(_sine_positions(grid, hidden_size))
+        self.token_embedding = nn.Embedding(vocabulary_size, hidden_size)
+        self.token_positions = nn.Parameter(torch.zeros(max_tokens, hidden_size))
+        self.caption_block = Block(hidden_size, num_heads, mlp_ratio, residual_gate)
+        self.condition = Condition(hidden_size)
+        self.blocks = nn.ModuleList(
+            Block(hidden_size, num_heads, mlp_ratio, residual_gate) for _ in range(num_blocks)
+        )
+        self.modulation_out = _zeroed(nn.Linear(hidden_size, 2 * hidden_size))
+        self.tube_out = _zeroed(nn.Linear(hidden_size, tube_size))
+        nn.init.normal_(self.token_embedding.weight, std=0.5)
+
+    def share_tokens(self, sharing: TokenSharing) -> None:
+        self._sharing = sharing
+        for block in self.blocks:
+            cast("Block", block).attention.sharing = sharing
+
+    def forward(self, noisy_latents: Tensor, sigmas: Tensor, token_ids: Tensor) -> Tensor:
+        """Return the velocity, noise minus clip.
+
+        Args:
+            noisy_latents: [B, C, F, H, W], `(1 - sigma) * latents + sigma * noise`.
+            sigmas: [B] in [0, 1], 1 being pure noise.
+            token_ids: [B, T] int64; 0 pads, and all zeros are the unconditional caption.
+
+        Returns:
+            [B, C, F, H, W] in float32.
+
+        Raises:
+            ModelError: clips or captions have another shape than the model is built for.
+        """
+        self._check_inputs(noisy_latents, token_ids)
+        tubes = to_tubes(noisy_latents, self.patch_size).to(self.tube_in.weight.dtype)
+        noise_level = self.condition.of_noise(sigmas)
+        words = self._read_caption(token_ids, noise_level)
+        condition = noise_level + self.condition.of_caption(words)
+        tokens = torch.cat([words, self.tube_in(tubes) + self.positions], dim=1)
+        tokens = self._through_blocks(tokens, condition)
+        shift, scale = self.modulation_out(condition)[:, None].chunk(2, dim=-1)
+        clip = self.tube_out(_normalise(tokens[:, words.shape[1] :]) * (1 + scale) + shift)
+        clip = from_tubes(clip.float(), self.patch_size, self.clip_shape)
+        return velocity_from_latents(noisy_latents.float(), clip, sigmas.float())
+
+    def _through_blocks(self, tokens: Tensor, condition: Tensor) -> Tensor:
+        if self._sharing is not None:
+            self._sharing.begin(tokens.shape[1])
+            tokens = self._sharing.cut(tokens, 1)
+        for block in self.blocks:
+            tokens = self._call(block, tokens, condition)
+        return tokens if self._sharing is None else self._sharing.gather(tokens, 1)
+
+    def _read_caption(self, token_ids: Tensor, noise_level: Tensor) -> Tensor:
+        """[B, max_tokens, D]."""
+        token_ids = F.pad(token_ids, (0, self.max_tokens - token_ids.shape[1]))
+        words = self.token_embedding(token_ids) + self.token_positions
+        return self._call(self.caption_block, words, noise_level)
+
+    def _call(self, block: nn.Module, *inputs: Tensor) -> Tensor:
+        call = self.block_caller if torch.is_grad_enabled() else None
+        tokens: Tensor = block(*inputs) if call is None else call(block, *inputs)
+        return tokens
+
+    def _check_inputs(self, noisy_latents: Tensor, token_ids: Tensor) -> None:
+        if tuple(noisy_latents.shape[1:]) != self.clip_shape:
+            raise ModelError(
+                f"a clip of shape {list(noisy_latents.shape[1:])} does not fit this tubelet "
+                f"transformer, which is built for {list(self.clip_shape)} (channels, frames, "
+                "height, width). Resize the clips or build the model for them."
+            )
+        if token_ids.shape[1] > self.max_tokens:
+            raise ModelError(
+                f"a caption of {token_ids.shape[1]} tokens does not fit this tubelet transformer, "
+                f"which reads at most {self.max_tokens}. Shorten it or raise max_tokens."
+            )
+
+
+class Block(nn.Module):
+    """Attention and a two-layer network, both modulated and gated by a condition [B, D].
+
+    After Peebles and Xie, "Scalable Diffusion Models with Transformers" (2023), with the gates
+    started open and the activation squared (So et al., "Primer", 2021).
+    """
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, mlp_ratio: int, residual_gate: float
+    ) -> None:
+        super().__init__()
+        self.residual_gate = residual_gate
+        self.modulation = _zeroed(nn.Linear(hidden_size, 6 * hidden_size))
+        self.attention = Attention(hidden_size, num_heads)
+        self.mlp_in = nn.Linear(hidden_size, mlp_ratio * hidden_size)
+        self.mlp_out = nn.Linear(mlp_ratio * hidden_size, hidden_size)
+
+    def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
+        modulation = self.modulation(condition)[:, None].chunk(6, dim=-1)
+        attention_shift, attention_scale, attention_gate, mlp_shift, mlp_scale, mlp_gate = (
+            modulation
+        )
+        modulated = _normalise(tokens) * (1 + attention_scale) + attention_shift
+        tokens = tokens + (self.residual_gate + attention_gate) * self.attention(modulated)
+        modulated = _normalise(tokens) * (1 + mlp_scale) + mlp_shift
+        inner = F.relu(self.mlp_in(modulated)).square()
+        moved: Tensor = tokens + (self.residual_gate + mlp_gate) * self.mlp_out(inner)
+        return moved
+
+
+class Attention(nn.Module):
+    """Attention of every token to every other, with normalised queries and keys."""
+
+    def __init__(self, hidden_size: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.sharing: TokenSharing | None = None
+        self.to_qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
+        self.to_out = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        num_clips, num_tokens, width = tokens.shape
+        heads = self.to_qkv(tokens).view(num_clips, num_tokens, 3, self.num_heads, -1)
+        heads = heads.permute(2, 0, 3, 1, 4)
+        query, key, value = (self.sharing.to_heads(heads) if self.sharing else heads).unbind()
+        query, key = _normalise(query) * query.shape[-1] ** -0.5, _normalise(key)
+        # Written out: at these sizes the fused kernel takes twice as long on a CPU in bfloat16.
+        mixed = (query @ key.mT).softmax(dim=-1).to(value.dtype) @ value
+        if self.sharing is not None:
+            mixed = self.sharing.to_tokens(mixed[None])[0]
+        out: Tensor = self.to_out(mixed.transpose(1, 2).reshape(num_clips, num_tokens, width))
+        return out
+
+
+class Condition(nn.Module):
+    """Embeds the noise level and the caption's words into vectors [B, D]."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.noise_in = nn.Linear(hidden_size, hidden_size)
+        self.noise_out = nn.Linear(hidden_size, hidden_size)
+        self.caption_out = nn.Linear(hidden_size, hidden_size)
+
+    def of_noise(self, sigmas: Tensor) -> Tensor:
+        """Sines of 1 to 1000 radians, taken in fp32."""
+        half = self.hidden_size // 2
+        frequencies = torch.logspace(0, 3, half, device=sigmas.device, dtype=torch.float32)
+        angles = sigmas.float()[:, None] * frequencies
+        waves = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        level: Tensor = self.noise_out(F.silu(self.noise_in(waves.to(self.noise_in.weight.dtype))))
+        return level
+
+    def of_caption(self, words: Tensor) -> Tensor:
+        pooled: Tensor = self.caption_out(_normalise(words.mean(dim=1)))
+        return pooled
+
+
+def _normalise(tokens: Tensor) -> Tensor:
+    """The kernel sums in fp32."""
+    return F.layer_norm(tokens, tokens.shape[-1:])
+
+
+def _zeroed(linear: nn.Linear) -> nn.Linear:
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+def _check_width(hidden_size: int, num_heads: int) -> None:
+    if hidden_size % num_heads or hidden_size % 6:
+        raise ModelError(
+            f"a hidden_size of {hidden_size} does not divide into {num_heads} heads and 6 parts "
+            "for the positions. Choose a multiple of both."
+        )
+
+
+def _grid_of(
+    clip_shape: tuple[int, int, int, int], patch_size: tuple[int, int, int]
+) -> tuple[int, int, int]:
+    """Tubes along frames, height and width."""
+    _, num_frames, height, width = clip_shape
+    extents = (num_frames, height, width)
+    for name, extent, patch in zip(("frames", "height", "width"), extents, patch_size, strict=True):
+        if extent < 1 or patch < 1 or extent % patch:
+            raise ModelError(
+                f"clips of {num_frames} frames of {height}x{width} do not divide into tubes of "
+                f"{' x '.join(map(str, patch_size))} (frames, height, width): {name} {extent} is "
+                f"not a multiple of {patch}. Choose another patch_size or clip size."
+            )
+    return num_frames // patch_size[0], height // patch_size[1], width // patch_size[2]
+
+
+def _sine_positions(grid: tuple[int, int, int], hidden_size: int) -> Tensor:
+    """[N, D]: a third of the width each for frame, row and column, as sines and cosines."""
+    sixth = hidden_size // 6
+    frequencies = 32.0 ** -(torch.arange(sixth) / sixth)
+    axes = torch.meshgrid(*[torch.arange(extent).float() for extent in grid], indexing="ij")
+    angles = [axis.reshape(-1, 1) * frequencies for axis in axes]
+    return torch.cat([wave for angle in angles for wave in (angle.sin(), angle.cos())], dim=-1)
+
+
+def to_tubes(clips: Tensor, patch_size: tuple[int, int, int]) -> Tensor:
+    """[B, N, values of a tube] from [B, C, F, H, W]."""
+    num_clips, channels, num_frames, height, _ = clips.shape
+    frames, rows, columns = patch_size
+    parts = clips.reshape(
+        num_clips, channels, num_frames // frames, frames, height // rows, rows, -1, columns
+    )
+    return parts.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(
+        num_clips, -1, channels * math.prod(patch_size)
+    )
+
+
+def from_tubes(
+    tubes: Tensor, patch_size: tuple[int, int, int], clip_shape: tuple[int, int, int, int]
+) -> Tensor:
+    """[B, C, F, H, W] from [B, N, values of a tube]."""
+    channels, num_frames, height, width = clip_shape
+    frames, rows, columns = patch_size
+    parts = tubes.reshape(
+        -1, num_frames // frames, height // rows, width // columns, channels, *patch_size
+    )
+    return parts.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(-1, *clip_shape)

@@ -16,7 +16,7 @@ from torch.optim import AdamW, Optimizer
 
 from longtake.config import OptimizerSection
 from longtake.errors import RecipeError
-from longtake.models.precision import Precision
+from longtake.models.numerics import Precision
 from longtake.optim.master_weights import MasterAdamW
 from longtake.optim.muon import Muon
 

@@ -95,7 +95,7 @@ def _checkpoint_bytes(recipe: Recipe) -> dict[str, int | str | None]:
 
 def _predicted(recipe: Recipe) -> int:
     """Weights, averages and the optimizer's states of all that trains; an estimate from above."""
-    from longtake.models.assemble import outline
+    from longtake.models.build import outline
     from longtake.models.trainable import trained_state
 
     trained = trained_state(outline(recipe).model)

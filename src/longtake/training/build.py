@@ -1,8 +1,8 @@
 """The training state at step 0: the model spread over the ranks, its optimizers and averages."""
 
 from longtake.config import Recipe
-from longtake.models.assemble import Components
-from longtake.models.precision import Precision
+from longtake.models.build import Components
+from longtake.models.numerics import Precision
 from longtake.optim.build import build_optimizers
 from longtake.optim.ema import Averages
 from longtake.parallel.context_parallel import TokenSharing

@@ -9,7 +9,7 @@ from torch.utils._triton import has_triton
 
 from longtake.config import Recipe
 from longtake.errors import RecipeError
-from longtake.models.assemble import Components
+from longtake.models.build import Components
 from longtake.optim.build import has_cpp_compiler
 from longtake.planner.activation_checkpointing import Options, run_block
 

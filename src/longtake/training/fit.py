@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from longtake.config import Bucket, Recipe
 from longtake.errors import CannotBePlannedError, LongtakeError, PlanError
 from longtake.formatting import format_size
-from longtake.models.assemble import Components
-from longtake.models.precision import Precision
+from longtake.models.build import Components
+from longtake.models.numerics import Precision
 from longtake.parallel.collectives import from_first
 from longtake.parallel.mesh import World
 from longtake.planner.activation_checkpointing import Options, caller, options_of

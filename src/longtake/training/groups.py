@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from longtake.models.added import ADDED
+from longtake.models.added_module import ADDED
 
 _ATTENTION = ("attn", "attention")
 _MLP = ("mlp", "ffn", "ff", "feed_forward", "proj_mlp", "proj_out")

@@ -19,7 +19,7 @@ import longtake
 from longtake import config
 from longtake.config import Recipe
 from longtake.fsio import read_json, write_json
-from longtake.models.precision import Precision
+from longtake.models.numerics import Precision
 from longtake.parallel.collectives import from_first
 from longtake.parallel.mesh import World
 from longtake.planner.devices import Target

@@ -41,7 +41,7 @@ from longtake.data.cache_fill import (
 from longtake.data.loader import Loader
 from longtake.errors import DataError, RecipeError
 from longtake.heartbeat import HeartbeatDir
-from longtake.models.assemble import assemble, outline, text_section
+from longtake.models.build import assemble, outline, text_section
 from longtake.models.codec import Codec, build_codec
 from longtake.models.pretrained import locate
 from longtake.models.text import NO_CAPTION, TextEncoder, build_text

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from longtake.config import OptimizerSection
-from longtake.models.precision import Precision
+from longtake.models.numerics import Precision
 from longtake.optim import muon
 from longtake.optim.build import EIGHT_BIT_BLOCK, choose_optimizers
 from longtake.optim.master_weights import in_batches

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from longtake.config import Bucket, Recipe
 from longtake.data.batch import num_places
-from longtake.models.assemble import Components, latent_shape, outline, outline_conditioning
-from longtake.models.losses import Examples, flow_losses
-from longtake.models.precision import Precision, choose_precision
-from longtake.models.sharing import refuse_sharing
+from longtake.models.build import Components, latent_shape, outline, refuse_sharing
+from longtake.models.numerics import Precision, choose_precision
+from longtake.models.objective import FlowBatch, flow_losses, outline_conditioning
 from longtake.parallel.fsdp import accumulate_in_fp32
 from longtake.parallel.mesh import shard_size
 from longtake.planner.devices import Device
@@ -122,16 +121,16 @@ def sequence_length(parts: Components, recipe: Recipe, bucket: Bucket) -> int:
 
 def _inputs_maker(
     parts: Components, recipe: Recipe, bucket: Bucket, batch_size: int
-) -> Callable[[], Examples]:
+) -> Callable[[], FlowBatch]:
     """Makes a micro-batch's tensors where it is called: without values in a trace."""
     shape = latent_shape(parts.codec, bucket)
     outlined = outline_conditioning(parts, recipe, shape, batch_size)
 
-    def make() -> Examples:
+    def make() -> FlowBatch:
         latents = torch.empty(batch_size, *shape)
         told: Mapping[str, Tensor] = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in outlined.items()
         }
-        return Examples(latents, torch.empty_like(latents), torch.empty(batch_size), dict(told))
+        return FlowBatch(latents, torch.empty_like(latents), torch.empty(batch_size), dict(told))
 
     return make

@@ -7,16 +7,9 @@ from longtake.config import Bucket, Recipe
 from longtake.data.loader import Loader
 from longtake.errors import RunError
 from longtake.formatting import escape
-from longtake.models.assemble import (
-    Components,
-    Source,
-    assemble,
-    fetch,
-    forward_flops,
-    latent_shape,
-    outline,
-)
-from longtake.models.flops import training_flops
+from longtake.models.build import Components, Source, assemble, fetch, latent_shape, outline
+from longtake.models.numerics import training_flops
+from longtake.models.objective import forward_flops
 from longtake.models.pretrained import local_copies
 from longtake.parallel.collectives import first_does, gather_objects
 from longtake.parallel.mesh import World

@@ -12,7 +12,7 @@ from longtake.config import Bucket, Recipe
 from longtake.data.batch import Batch
 from longtake.errors import PlanError
 from longtake.formatting import format_size
-from longtake.models.precision import is_out_of_memory
+from longtake.models.numerics import is_out_of_memory
 from longtake.parallel.mesh import World
 from longtake.planner.measure import measured
 from longtake.training.fit import Fit

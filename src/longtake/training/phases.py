@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from longtake.config import Bucket, Recipe
-from longtake.models.assemble import Components, latent_shape, outline, outline_conditioning
-from longtake.models.precision import autocast
+from longtake.models.build import Components, latent_shape, outline
+from longtake.models.numerics import autocast
+from longtake.models.objective import outline_conditioning
 from longtake.planner.devices import Device
 from longtake.planner.fake_tensors import CachedFakeMode
 from longtake.planner.trace import InferenceTrace, make_fake, trace_inference

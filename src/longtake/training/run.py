@@ -23,9 +23,9 @@ from longtake.errors import CheckpointError, DivergedError
 from longtake.guard.detectors import GuardVerdict
 from longtake.guard.history import MAX_WINDOWS
 from longtake.guard.rollback import RollBack
-from longtake.models.assemble import source_of, text_section
+from longtake.models.build import source_of, text_section
 from longtake.models.captions import review_captions
-from longtake.models.precision import Precision, choose_precision
+from longtake.models.numerics import Precision, choose_precision
 from longtake.models.pretrained import local_copies
 from longtake.optim.build import refuse_missing_torchao
 from longtake.parallel.collectives import first_does, from_first, gather_objects

@@ -15,10 +15,10 @@ from longtake import heartbeat
 from longtake.config import Recipe
 from longtake.data.batch import Batch
 from longtake.flow.timesteps import sample_sigmas
-from longtake.models.assemble import Components, training_conditioning
-from longtake.models.family import Conditioning
-from longtake.models.losses import Examples, flow_losses
-from longtake.models.precision import Precision
+from longtake.models.base import Conditioning
+from longtake.models.build import Components
+from longtake.models.numerics import Precision
+from longtake.models.objective import FlowBatch, flow_losses, training_conditioning
 from longtake.models.text import NO_CAPTION
 from longtake.optim.build import schedule_factor, set_learning_rates
 from longtake.optim.ema import Averages, masters_of
@@ -111,7 +111,7 @@ def skip_update(state: TrainingState) -> None:
     state.global_step += 1
 
 
-def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.device) -> Examples:
+def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.device) -> FlowBatch:
     """Latents, noise, sigmas and conditioning of a (micro-)batch.
 
     Encoded here and now, or, where the batch has them, as they come from a cache: the same to the
@@ -134,7 +134,7 @@ def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.devic
     is_dropped = uniform[:, 1] < (parts.defaults.caption_dropout if dropout is None else dropout)
     told = _conditioning(batch, is_dropped, parts, device)
     conditioning = training_conditioning(parts, recipe, told)
-    return Examples(latents, noise, sigmas.to(device, torch.float32), conditioning)
+    return FlowBatch(latents, noise, sigmas.to(device, torch.float32), conditioning)
 
 
 def _latents(batch: Batch, parts: Components, device: torch.device) -> Tensor:

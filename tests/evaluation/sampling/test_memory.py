@@ -16,9 +16,9 @@ from torch import Tensor
 from longtake.errors import PlanError
 from longtake.evaluation.sampling.memory import Memory, Way, attempt, device_with_room
 from longtake.evaluation.sampling.studio import Request, Sampler, load_sampler, settings_for
-from longtake.models.assemble import Components
+from longtake.models.base import Conditioning
+from longtake.models.build import Components
 from longtake.models.codec import PixelCodec
-from longtake.models.family import Conditioning
 
 _PROMPTS = ["a red circle moving up", "a blue square moving left", "a green cross moving down"]
 _REQUESTS = [Request(prompt, seed) for seed, prompt in enumerate([*_PROMPTS, _PROMPTS[0]])]

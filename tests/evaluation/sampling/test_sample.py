@@ -24,7 +24,7 @@ from longtake.evaluation.sampling.studio import (
 )
 from longtake.flow.solver import integrate
 from longtake.flow.timesteps import build_sigmas
-from longtake.models.assemble import assemble
+from longtake.models.build import assemble
 from longtake.models.codec import build_codec
 
 _PROMPT = "a red circle moving up"

@@ -15,7 +15,7 @@ from longtake.errors import DataError, RunError
 from longtake.evaluation.export import export
 from longtake.evaluation.sampling.studio import Request, Sampler, settings_for
 from longtake.evaluation.sampling.write import references_by_name
-from longtake.models.assemble import assemble
+from longtake.models.build import assemble
 
 _HEIGHT, _WIDTH = 16, 24
 _CAPTIONS = ["a red ball rolls left", "a blue square"]

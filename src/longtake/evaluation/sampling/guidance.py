@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from longtake.flow.solver import Velocity, guided
-from longtake.models.family import Conditioning
+from longtake.models.base import Conditioning
 
 Predict = Callable[[Tensor, Tensor, Conditioning], Tensor]
 """Maps noisy latents [B, C, F, H, W], sigmas [B] and conditioning to a velocity in fp32."""

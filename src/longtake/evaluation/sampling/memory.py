@@ -17,8 +17,8 @@ from torch import Tensor
 from longtake.config import Bucket
 from longtake.errors import PlanError
 from longtake.formatting import format_size
-from longtake.models.assemble import Components
-from longtake.models.precision import is_out_of_memory
+from longtake.models.build import Components
+from longtake.models.numerics import is_out_of_memory
 from longtake.parallel.mesh import pick_device
 
 T = TypeVar("T")

@@ -15,9 +15,10 @@ from longtake.evaluation.sampling.memory import Memory
 from longtake.evaluation.sampling.read_pictures import Request, read_pictures
 from longtake.flow.solver import integrate
 from longtake.flow.timesteps import build_sigmas
-from longtake.models.assemble import Components, guidance_of, latent_shape
-from longtake.models.family import Conditioning, LatentShape
-from longtake.models.precision import Precision, autocast
+from longtake.models.base import Conditioning, LatentShape
+from longtake.models.build import Components, latent_shape
+from longtake.models.numerics import Precision, autocast
+from longtake.models.objective import guidance_of
 from longtake.models.text import NO_CAPTION
 
 

@@ -12,8 +12,8 @@ from longtake.evaluation.sampling.find import find_checkpoint, find_run
 from longtake.evaluation.sampling.memory import Memory, device_with_room, refuse_too_large_parts
 from longtake.evaluation.sampling.read_pictures import Request
 from longtake.evaluation.sampling.sampler import Sampler, fitting_shape
-from longtake.models.assemble import assemble
-from longtake.models.family import Conditioning
+from longtake.models.base import Conditioning
+from longtake.models.build import assemble
 from longtake.models.trainable import load_trained, trained_state
 from longtake.parallel.mesh import pick_device
 from longtake.run_dir import RunDirectory

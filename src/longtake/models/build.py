@@ -1,4 +1,4 @@
-"""Builds all that a recipe names: family, transformer, codec and text encoder."""
+"""Builds the family, transformer, codec and text encoder that a recipe names."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,19 +12,21 @@ from torch import Tensor, nn
 from longtake.config import Bucket, PooledSection, Recipe, Shift, TextSection
 from longtake.errors import RecipeError
 from longtake.flow.timesteps import resolution_shift
-from longtake.models.added import condition, main_dtype
-from longtake.models.architecture import DTYPES, keep_weights_in
-from longtake.models.codec import Codec, build_codec, outline_codec
-from longtake.models.defaults import Defaults
-from longtake.models.family import Conditioning, Family, LatentShape
-from longtake.models.flops import count_flops
-from longtake.models.image_codec import ALONE
+from longtake.models.added_module import condition
+from longtake.models.base import Conditioning, Defaults, Family, LatentShape, family
+from longtake.models.codec import NO_PATCH, Codec, build_codec, outline_codec
+from longtake.models.deferred_init import (
+    NOTHING_DEFERRED,
+    DeferredWeights,
+    can_be_filled,
+    deferred_parameters,
+    files_in,
+    parameters_on_meta,
+)
+from longtake.models.numerics import DTYPES, keep_weights_in, main_dtype
 from longtake.models.pretrained import locate
-from longtake.models.registry import family
-from longtake.models.stored import files_in
 from longtake.models.text import TextEncoder, build_text, outline_text
 from longtake.models.trainable import make_trainable
-from longtake.models.unfilled import WHOLE, Unfilled, can_be_filled, parameters_on_meta, slots_of
 
 Part = Literal["text", "model", "codec"]
 PARTS: tuple[Part, ...] = ("text", "model", "codec")
@@ -40,24 +42,23 @@ class Components:
     codec: Codec
     text: TextEncoder
     defaults: Defaults
-    """What recipe keys that are unset stand for."""
-    unfilled: Unfilled = WHOLE
-    """What the model lacks, until it was spread over the ranks."""
+    unfilled: DeferredWeights = NOTHING_DEFERRED
+    """Parameters that get values when the model is sharded."""
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """What most of the model's weights are in: bf16 where the recipe keeps them so."""
+        """The dtype of most of the model's weights."""
         return main_dtype(self.model)
 
     def predict_velocity(
         self, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """The model's velocity, [B, C, F, H, W]."""
+        """The model's velocity, [B, C, F, H, W], with its added module if it has one."""
         condition(self.model, conditioning)
         return self.family.predict_velocity(self.model, noisy_latents, sigmas, conditioning)
 
     def shift(self, shift: Shift, bucket: Bucket) -> float:
-        """The recipe's shift of sigmas for clips of one shape."""
+        """The shift of sigmas, as a number, for clips of one shape."""
         shape = latent_shape(self.codec, bucket)
         return resolution_shift(
             shift,
@@ -68,7 +69,7 @@ class Components:
         )
 
     def bring(self, part: Part, device: torch.device) -> None:
-        """Move one part to a device and the others off it: their memory is never added up."""
+        """Move one part to a device and the others to the CPU: one of them is there at a time."""
         if device.type == "cpu":
             return
         held: dict[Part, nn.Module | Codec | TextEncoder]
@@ -82,7 +83,6 @@ class Components:
             held[part].to(device)
 
     def part_bytes(self) -> dict[Part, int]:
-        """Bytes of each part's weights."""
         modules = {
             "text": self.text.modules(),
             "model": [self.model],
@@ -96,8 +96,8 @@ def _num_bytes(module: nn.Module) -> int:
 
 
 Source = Literal["here", "files", "checkpoint"]
-"""Where a model gets its weights: at once and whole; or later, each rank its share of them, from
-the files of `model.pretrained`, or from a checkpoint that is loaded into it."""
+"""Where a model gets its weights: at once and whole; or later, each rank its shard, from the files
+of `model.pretrained` or from a checkpoint."""
 
 
 def assemble(
@@ -108,17 +108,16 @@ def assemble(
     frozen_parts: bool = True,
     weights: Source = "here",
 ) -> Components:
-    """Build every part on the CPU; random weights follow from the recipe's seed alone.
+    """Build every part on the CPU; random weights depend on the recipe's seed alone.
 
     Args:
-        recipe: the recipe; all that does not fit together in it is found here.
+        recipe: checked here for parts that do not fit together.
         captions: of the catalog, for a vocabulary (not read where the run has one).
         made: the folder of frozen parts that the run made when it began; None when it begins.
-        frozen_parts: without them codec and text encoders are outlines, which know shapes but
-            cannot encode: for a run whose latents and prompt embeddings are cached. Of words the
-            vocabulary is the real one.
-        weights: where the model gets them. Where it cannot get them later it has them at once, as
-            `unfilled` of what is returned tells.
+        frozen_parts: without them codec and text encoders have shapes but cannot encode, for a run
+            whose latents and prompt embeddings are cached; a vocabulary is the real one.
+        weights: where the model gets them. If it cannot get them later, it has them at once, and
+            `unfilled` is empty.
 
     Raises:
         RecipeError: the recipe's parts do not fit together.
@@ -132,14 +131,14 @@ def assemble(
         is_whole = frozen_parts or recipe.text.kind == "words"
         section = text_section(recipe)
         text = build_text(section, captions, made) if is_whole else outline_text(section)
-        torch.manual_seed(recipe.seed)  # the model's weights do not depend on the other parts'
+        torch.manual_seed(recipe.seed)  # the model's weights do not depend on the other parts
         model, unfilled = _build(chosen, recipe, shapes, text, weights)
         _finish(model, chosen, recipe, codec, unfilled)
     return Components(chosen, model, codec, text, chosen.defaults(recipe.model), unfilled)
 
 
 def fetch(recipe: Recipe, *, frozen_parts: bool = True) -> None:
-    """Download what a recipe names by repository ids, so that others on this node find it.
+    """Download what a recipe names by repository ids, for the other processes on this node.
 
     Raises:
         ModelError: a part cannot be found.
@@ -169,7 +168,7 @@ def text_section(recipe: Recipe) -> TextSection:
 
 
 def source_of(recipe: Recipe, *, resumed: bool) -> Source:
-    """Where a training's model gets its weights; a checkpoint has all that is trained."""
+    """Where a training's model gets its weights; a checkpoint holds the trained ones alone."""
     if resumed and recipe.trainable.base() == "full":
         return "checkpoint"
     return "here" if recipe.model.pretrained is None else "files"
@@ -181,29 +180,25 @@ def _build(
     shapes: Sequence[LatentShape],
     text: TextEncoder,
     weights: Source,
-) -> tuple[nn.Module, Unfilled]:
-    """The family's model, and what it lacks."""
-    files = _files(recipe) if weights == "files" else None
+) -> tuple[nn.Module, DeferredWeights]:
+    section, files = recipe.model, None
+    if weights == "files":
+        assert section.pretrained is not None
+        files = files_in(locate(section.pretrained, section.subfolder) / section.subfolder)
     if weights == "checkpoint" or files is not None:
         with parameters_on_meta():
-            model = chosen.build(recipe.model, shapes, text, weights="later")
-        slots = slots_of(model)
-        if can_be_filled(slots, model, files):
-            return model, Unfilled(slots, files)
-    return chosen.build(recipe.model, shapes, text), WHOLE
-
-
-def _files(recipe: Recipe) -> dict[str, Path] | None:
-    section = recipe.model
-    assert section.pretrained is not None
-    return files_in(locate(section.pretrained, section.subfolder) / section.subfolder)
+            model = chosen.build(section, shapes, text, weights="later")
+        deferred = deferred_parameters(model)
+        if can_be_filled(deferred, model, files):
+            return model, DeferredWeights(deferred, files)
+    return chosen.build(section, shapes, text), NOTHING_DEFERRED
 
 
 def outline(recipe: Recipe) -> Components:
-    """All parts on torch's meta device: shapes and dtypes at any size, no values, in seconds.
+    """All parts on torch's meta device: shapes and dtypes at any size, in seconds.
 
-    Neither weights nor a catalog are needed; a vocabulary of the catalog's words is taken at its
-    largest. The codec and the text encoders cannot encode.
+    Needs neither weights nor a catalog; a vocabulary of the catalog's words is taken at its
+    largest. Codec and text encoders cannot encode.
 
     Raises:
         RecipeError: the recipe's parts do not fit together.
@@ -220,33 +215,27 @@ def outline(recipe: Recipe) -> Components:
 
 
 def _check(recipe: Recipe, codec: Codec) -> tuple[Family, list[LatentShape]]:
-    """The family, and the shapes of its latents, which it can take."""
+    """The family and the shapes of its latents, which it can take."""
     chosen = family(recipe.model.family)
     for name in chosen.references:
         if name not in recipe.data.references:
             raise RecipeError(
-                f"The family {recipe.model.family} looks at a picture named {name} for each clip, "
-                f"but data.references does not have it. Say where it lies, such as "
+                f"The family {recipe.model.family} needs a reference image named {name} for each "
+                f"clip, but data.references does not have it. Name its files, such as "
                 f'data.references.{name} = "../{name}/{{stem}}.png".'
             )
-    _refuse_unused_references(chosen, recipe)
+    unused = [name for name in recipe.data.references if name not in chosen.references]
+    if unused and recipe.trainable.module is None:  # a module may use any of them
+        takes = ", ".join(chosen.references)
+        raise RecipeError(
+            f"data.references has {', '.join(unused)}, which would be read and then not used: the "
+            f"family {recipe.model.family} takes {takes or 'no image'}, and there is no "
+            "trainable.module. Remove it, or name the family or module that uses it."
+        )
     patch = chosen.patch(recipe.model)
     shapes = [latent_shape(codec, bucket, patch) for bucket in recipe.data.shapes()]
     chosen.check(recipe.model, shapes)
     return chosen, shapes
-
-
-def _refuse_unused_references(chosen: Family, recipe: Recipe) -> None:
-    """Refuse pictures that would be decoded and encoded, and then not looked at."""
-    unused = [name for name in recipe.data.references if name not in chosen.references]
-    if not unused or recipe.trainable.module is not None:  # which may use any of them
-        return
-    takes = ", ".join(chosen.references)
-    raise RecipeError(
-        f"data.references has {', '.join(unused)}, which would be read and then not used: the "
-        f"family {recipe.model.family} takes {takes or 'no picture'}, and there is no "
-        "trainable.module. Remove it, or name the family or module that uses it."
-    )
 
 
 def _finish(
@@ -254,48 +243,19 @@ def _finish(
     chosen: Family,
     recipe: Recipe,
     codec: Codec,
-    unfilled: Unfilled = WHOLE,
+    unfilled: DeferredWeights = NOTHING_DEFERRED,
 ) -> None:
     keep_weights_in(model, DTYPES[recipe.model.dtype])
-    make_trainable(model, chosen, recipe.trainable, codec.channels, unfilled.slots)
+    make_trainable(model, chosen, recipe.trainable, codec.channels, unfilled.parameters)
 
 
-def training_conditioning(
-    parts: Components, recipe: Recipe, conditioning: Conditioning
-) -> Conditioning:
-    """What the model is told in training: a distilled one also `guidance` [B], the recipe's."""
-    if not parts.family.distils_guidance(parts.model):
-        return conditioning
-    return conditioning | guidance_of(conditioning, recipe.model.guidance)
-
-
-def guidance_of(conditioning: Conditioning, scale: float) -> Conditioning:
-    """`guidance` [B] fp32: the same scale for every sample of a conditioning."""
-    like = next(iter(conditioning.values()))
-    return {"guidance": torch.full((len(like),), scale, device=like.device)}
-
-
-def outline_conditioning(
-    parts: Components, recipe: Recipe, shape: LatentShape, batch_size: int = 1
-) -> Conditioning:
-    """What the model is told in training about samples of a shape, on the meta device.
-
-    Pictures that go with a clip have its rows and columns.
-    """
-    told = parts.text.outline()
-    for name in recipe.data.references:
-        told[f"{name}_latents"] = torch.empty(1, *shape._replace(num_frames=1), device="meta")
-    told = {key: value.new_empty(batch_size, *value.shape[1:]) for key, value in told.items()}
-    return training_conditioning(parts, recipe, told)
-
-
-def latent_shape(codec: Codec, bucket: Bucket, patch: Sequence[int] = ALONE) -> LatentShape:
-    """Shape of one clip's latents in a bucket.
+def latent_shape(codec: Codec, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> LatentShape:
+    """Shape of the latents of one clip in a bucket.
 
     Args:
         codec: of the recipe.
         bucket: in pixels.
-        patch: the family's; without it the codec alone has to divide the bucket.
+        patch: the family's; without it only the codec has to divide the bucket.
 
     Raises:
         RecipeError: the bucket does not divide; names the nearest that does.
@@ -303,23 +263,31 @@ def latent_shape(codec: Codec, bucket: Bucket, patch: Sequence[int] = ALONE) -> 
     return LatentShape(codec.channels, *codec.latent_shape(bucket, patch))
 
 
-def forward_flops(parts: Components, recipe: Recipe, shape: LatentShape) -> int:
-    """Floating-point operations of one forward pass over one sample."""
-    inputs = {
-        "noisy_latents": torch.empty(1, *shape, device="meta"),
-        "sigmas": torch.empty(1, device="meta"),
-        **outline_conditioning(parts, recipe, shape),
-    }
-    return count_flops(_Asked(parts), inputs)
+def refuse_sharing(parts: Components, recipe: Recipe) -> None:
+    """Refuse a recipe whose ranks cannot share the model's tokens (`parallel.sequence`).
 
-
-class _Asked(nn.Module):
-    """A model as its family asks it, so that its FLOPs can be counted through `forward`."""
-
-    def __init__(self, parts: Components) -> None:
-        super().__init__()
-        self.model = parts.model
-        self.parts = parts
-
-    def forward(self, noisy_latents: Tensor, sigmas: Tensor, **conditioning: Tensor) -> Tensor:
-        return self.parts.predict_velocity(noisy_latents, sigmas, conditioning)
+    Raises:
+        RecipeError: heads do not divide, a clip has too few tokens, or an added module reads them.
+    """
+    size = recipe.parallel.sequence
+    if size == 1:
+        return
+    asked = f"parallel.sequence = {size}: so many processes share the tokens of each clip, "
+    if (heads := parts.family.num_heads(parts.model)) % size:
+        fits = ", ".join(str(n) for n in range(1, heads + 1) if not heads % n)
+        raise RecipeError(
+            f"{asked}and in attention each has some of the heads, but {size} does not divide the "
+            f"model's {heads} heads. Take one of {fits}."
+        )
+    if recipe.trainable.module is not None:
+        raise RecipeError(
+            f"{asked}but trainable.module {recipe.trainable.module} reads all tokens of a "
+            "clip after a block. Set parallel.sequence = 1, or leave the module out."
+        )
+    for bucket in recipe.data.shapes():
+        num_tokens = parts.family.num_tokens(parts.model, latent_shape(parts.codec, bucket))
+        if num_tokens < size:
+            raise RecipeError(
+                f"{asked}but a clip of {bucket} has only {num_tokens}. Take fewer processes for "
+                "it, or longer clips."
+            )

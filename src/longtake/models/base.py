@@ -1,0 +1,488 @@
+"""What a model family answers, and the base class of families whose transformer is diffusers'.
+
+A family is the one place that knows how an architecture differs from others. Everything outside it
+has latents [B, C, F, H, W], sigmas [B] (1 = pure noise) and the velocity, noise - latents.
+"""
+
+import importlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
+
+from torch import Tensor, nn
+
+from longtake.config import ModelSection, Shift
+from longtake.errors import ModelError, RecipeError
+from longtake.formatting import did_you_mean
+from longtake.models.codec import Codec
+from longtake.models.deferred_init import Weights, build_transformer
+from longtake.models.numerics import mixed_norms
+from longtake.models.pretrained import quiet
+from longtake.models.release import read_release, scheduler_shift
+from longtake.models.text import TextEncoder
+from longtake.parallel.context_parallel import SharedAttention, TokenSharing
+
+FAMILIES = {
+    "flux": "longtake.models.flux:Flux",
+    "flux_kontext": "longtake.models.flux:FluxKontext",
+    "tubelet": "longtake.models.tubelet:Tubelet",
+    "wan": "longtake.models.wan:Wan",
+}
+
+Conditioning = dict[str, Tensor]
+"""A model's inputs besides its noisy latents, each [B, ...].
+
+From text encoders `token_ids`, or `prompt_embeds` and `pooled_prompt_embeds`; of a reference image
+`<name>_latents` [B, C, 1, h, w]; for a guidance-distilled model `guidance` [B].
+"""
+
+
+class LatentShape(NamedTuple):
+    """Shape of one sample's latents."""
+
+    channels: int
+    num_frames: int
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Values of recipe keys that are unset."""
+
+    shift: Shift = 5.0  # of sampling
+    guidance_scale: float = 5.0
+    num_inference_steps: int = 30
+    caption_dropout: float = 0.1  # of a model that is sampled with classifier-free guidance
+    max_tokens: int = 512  # of a pretrained text encoder
+
+
+class Family(Protocol):
+    """One architecture: how to build and call it."""
+
+    references: tuple[str, ...]
+    """Names of the reference images that its conditioning must hold."""
+
+    lora_targets: tuple[str, ...]
+    """The linear layers that get LoRA unless the recipe names others: attention's projections."""
+
+    def patch(self, section: ModelSection) -> tuple[int, ...]:
+        """Latent frames, rows and columns of one token.
+
+        Raises:
+            RecipeError: the section's own are not three positive whole numbers.
+        """
+        ...
+
+    def check(self, section: ModelSection, shapes: Sequence[LatentShape]) -> None:
+        """Refuse shapes that the model cannot take, before anything is built.
+
+        Raises:
+            RecipeError: names the shape and the nearest that fits.
+        """
+        ...
+
+    def build(
+        self,
+        section: ModelSection,
+        shapes: Sequence[LatentShape],
+        text: TextEncoder,
+        *,
+        weights: Weights = True,
+    ) -> nn.Module:
+        """The model on the CPU, with random weights in fp32 or pretrained ones in the section's.
+
+        Without `weights` it is the same architecture on torch's meta device, made in seconds at any
+        size, and no file of weights is opened or downloaded. `later` is called within
+        `parameters_on_meta`: buffers are real, and pretrained weights are read afterwards.
+
+        Raises:
+            RecipeError: the model's arguments do not fit.
+            ModelError: pretrained weights, or their configuration, cannot be loaded.
+        """
+        ...
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The repeated blocks: units of sharding and recomputation, whose matrices Muon trains."""
+        ...
+
+    def call_blocks_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
+        """Have each block called as `call(block, *inputs)` wherever gradients are enabled.
+
+        `call` must return what `block(*inputs)` returns. A second `call` replaces the first.
+        """
+        ...
+
+    def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
+        """Have the ranks of a group share the tokens of each sample (context parallelism).
+
+        All ranks give the model equal inputs and get the whole output. Tokens that attend to each
+        other are cut before the first block and gathered after the last.
+        """
+        ...
+
+    def num_heads(self, model: nn.Module) -> int:
+        """Heads of the attention in which tokens of a sample attend to each other."""
+        ...
+
+    def width(self, model: nn.Module) -> int:
+        """D, the width of a token between blocks."""
+        ...
+
+    def block_tokens(self, output: Any) -> Tensor:
+        """The video's or images' tokens [B, T, D] in what one block returned."""
+        ...
+
+    def with_tokens(self, output: Any, tokens: Tensor) -> Any:
+        """What a block returned, with other tokens in the place of `block_tokens`."""
+        ...
+
+    def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
+        """Tokens of one sample's noisy latents."""
+        ...
+
+    def sequence_length(
+        self, model: nn.Module, shape: LatentShape, conditioning: Conditioning
+    ) -> int:
+        """Tokens of one sample that attend to each other; memory and time grow with them."""
+        ...
+
+    def defaults(self, section: ModelSection) -> Defaults:
+        """Values of unset recipe keys, by the section or the pretrained model's configuration.
+
+        Raises:
+            ModelError: the configuration of the pretrained model cannot be found.
+        """
+        ...
+
+    def distils_guidance(self, model: nn.Module) -> bool:
+        """Whether the guidance scale is an input (`guidance`), so that no second pass is needed."""
+        ...
+
+    def predict_velocity(
+        self, model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        """The velocity, [B, C, F, H, W], for latents of that shape and sigmas [B]."""
+        ...
+
+    def export(
+        self,
+        model: nn.Module,
+        codec: Codec,
+        text: TextEncoder,
+        shift: Shift,
+        bucket_shift: float,
+        folder: Path,
+    ) -> None:
+        """Write a diffusers pipeline folder that `from_pretrained` loads.
+
+        Args:
+            model: without LoRA layers.
+            codec: of the run.
+            text: of the run.
+            shift: of sampling, a number or a rule; the scheduler gets the rule if it has it.
+            bucket_shift: the shift at the run's first bucket, for a scheduler without the rule.
+            folder: to write.
+
+        Raises:
+            RecipeError: diffusers has no pipeline for this family, codec and text encoder.
+        """
+        ...
+
+    def comfyui_name(self, name: str, *, is_lora: bool) -> str:
+        """ComfyUI's name of a weight of the model or of its LoRA.
+
+        Raises:
+            RecipeError: ComfyUI has no such model.
+        """
+        ...
+
+
+class TransformerCall(NamedTuple):
+    """One call of a transformer of diffusers."""
+
+    inputs: dict[str, Any]
+    """Keyword arguments of its `forward`."""
+    read: Callable[[Any], Tensor]
+    """Makes [B, C, F, H, W] of the first value that it returns, in the model's own sign."""
+
+
+class DiffusersFamily(ABC):
+    """A family whose transformer and pipeline are diffusers'.
+
+    A subclass names them, and writes `fitted_config`, `call`, `share_tokens` and `scheduler`; the
+    other methods serve most transformers and are overridden where one differs. Code that needs the
+    model's own inputs (ids, masks, per-token timesteps, several references) belongs into `call`.
+    """
+
+    label: str
+    """Its name in messages."""
+    transformer_class: str
+    pipeline_class: str
+    codec_class: type[Any]
+    text_class: type[Any]
+    parts: str
+    """Codec and text encoders in words, for the message that others cannot be exported."""
+
+    block_lists: tuple[str, ...] = ("transformer_blocks",)
+    """Attributes of the transformer with its repeated blocks, in the order of the forward pass."""
+    tokens_at = 1
+    """Index of `block_tokens` in a tuple that a block returns; most return (text, image)."""
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    makes_videos = True
+    references: tuple[str, ...] = ()
+    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+    variants: ClassVar[Mapping[float, str]] = {}
+    """Variants that longtake does not train, by in_channels / out_channels of their transformer."""
+
+    time_scale = 1.0
+    """Timestep of sigma 1."""
+    negates = False
+    """Whether the transformer predicts latents - noise."""
+    default_shift: Shift = 5.0
+    """Where the release has no scheduler."""
+    guidance_scale = 5.0
+    num_inference_steps = 50
+
+    @abstractmethod
+    def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
+        """Arguments of the transformer that follow from codec and text encoder.
+
+        Raises:
+            RecipeError: the text encoder is not one that the family is conditioned on.
+        """
+
+    @abstractmethod
+    def call(
+        self,
+        model: Any,
+        noisy_latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Conditioning,
+    ) -> TransformerCall:
+        """How the transformer is called.
+
+        Args:
+            model: the transformer.
+            noisy_latents: [B, C, F, H, W] in the model's dtype.
+            timesteps: [B], by `timesteps`.
+            conditioning: in any floating dtype.
+
+        Raises:
+            ModelError: conditioning that the model needs is missing.
+        """
+
+    @abstractmethod
+    def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
+        """See `Family`; `share_attention` serves diffusers' attention modules."""
+
+    @abstractmethod
+    def scheduler(self, shift: Shift, bucket_shift: float) -> Any:
+        """The exported pipeline's scheduler, which visits the sigmas of `build_sigmas`."""
+
+    def check_config(self, config: Any) -> None:  # noqa: B027
+        """Refuse arguments that diffusers takes, and that fail at the first step.
+
+        Raises:
+            RecipeError: names them and what fits.
+        """
+
+    def timesteps(self, sigmas: Tensor) -> Tensor:
+        """The transformer's timesteps [B] of sigmas [B]."""
+        return sigmas if self.time_scale == 1 else sigmas * self.time_scale
+
+    def predict_velocity(
+        self, model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        transformer: Any = model
+        call = self.call(
+            transformer,
+            noisy_latents.to(transformer.dtype),
+            self.timesteps(sigmas),
+            conditioning,
+        )
+        with mixed_norms():
+            output = transformer(**call.inputs, return_dict=False)[0]
+        velocity = call.read(output)
+        return -velocity if self.negates else velocity
+
+    def patch(self, section: ModelSection) -> tuple[int, ...]:
+        return self.patch_size
+
+    def check(self, section: ModelSection, shapes: Sequence[LatentShape]) -> None:
+        patch = self.patch(section)
+        for shape in shapes:
+            if shape.num_frames != 1 and not self.makes_videos:
+                raise RecipeError(
+                    f"data.buckets: {self.label} makes images, not videos, but a bucket has "
+                    f"{shape.num_frames} frames. Set num_frames = 1."
+                )
+            sizes = (shape.num_frames, shape.height, shape.width)
+            fits = [max(1, round(n / step)) * step for n, step in zip(sizes, patch, strict=True)]
+            if fits != list(sizes):
+                raise RecipeError(
+                    f"data.buckets: latents of {self._sizes(sizes)} do not divide into "
+                    f"{self.label}'s patches of {self._sizes(patch)}. The nearest latents that do "
+                    f"are {self._sizes(fits)}: multiply height and width by the codec's "
+                    "compression to get the bucket's."
+                )
+
+    def _sizes(self, sizes: Sequence[int]) -> str:
+        frames = f"{sizes[0]} frames of " if self.makes_videos else ""
+        return f"{frames}{sizes[2]}x{sizes[1]}"
+
+    def build(
+        self,
+        section: ModelSection,
+        shapes: Sequence[LatentShape],
+        text: TextEncoder,
+        *,
+        weights: Weights = True,
+    ) -> nn.Module:
+        import diffusers
+
+        fitted = self.fitted_config(shapes[0].channels, text)
+        model_class = getattr(diffusers, self.transformer_class)
+        model = build_transformer(
+            model_class, section, fitted, weights=weights, variants=self.variants
+        )
+        self.check_config(model.config)
+        return model
+
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        lists: Any = (model.get_submodule(name) for name in self.block_lists)
+        return [block for blocks in lists for block in blocks]
+
+    def call_blocks_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
+        model.enable_gradient_checkpointing(call)  # type: ignore[operator]
+
+    def num_heads(self, model: nn.Module) -> int:
+        config: Any = model.config
+        return int(config.num_attention_heads)
+
+    def width(self, model: nn.Module) -> int:
+        config: Any = model.config
+        return int(config.num_attention_heads * config.attention_head_dim)
+
+    def block_tokens(self, output: Any) -> Tensor:
+        tokens: Tensor = output[self.tokens_at] if isinstance(output, tuple) else output
+        return tokens
+
+    def with_tokens(self, output: Any, tokens: Tensor) -> Any:
+        if not isinstance(output, tuple):
+            return tokens
+        return (*output[: self.tokens_at], tokens, *output[self.tokens_at + 1 :])
+
+    def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
+        return math.prod(shape[1:]) // math.prod(self.patch_size)
+
+    def sequence_length(
+        self, model: nn.Module, shape: LatentShape, conditioning: Conditioning
+    ) -> int:
+        """Tokens of the noisy latents alone, where text is cross-attended."""
+        return self.num_tokens(model, shape)
+
+    def defaults(self, section: ModelSection) -> Defaults:
+        """Shift by the release's scheduler; guidance scale and steps are the pipeline's."""
+        shift = scheduler_shift(read_release(section).scheduler, otherwise=self.default_shift)
+        return Defaults(shift, self.guidance_scale, self.num_inference_steps)
+
+    def distils_guidance(self, model: nn.Module) -> bool:
+        config: Any = model.config
+        return bool(config.get("guidance_embeds", False))
+
+    def export(
+        self,
+        model: nn.Module,
+        codec: Codec,
+        text: TextEncoder,
+        shift: Shift,
+        bucket_shift: float,
+        folder: Path,
+    ) -> None:
+        """Call the pipeline with max_sequence_length = the recipe's `text.max_tokens`."""
+        import diffusers
+
+        if type(codec) is not self.codec_class or type(text) is not self.text_class:
+            raise RecipeError(
+                f"A {self.pipeline_class} needs {self.parts}; this run has {type(codec).__name__} "
+                f"and {type(text).__name__}. `longtake sample` samples it."
+            )
+        frozen: Any = codec, text
+        pipeline = getattr(diffusers, self.pipeline_class)(
+            transformer=model,
+            vae=frozen[0].autoencoder,
+            scheduler=self.scheduler(shift, bucket_shift),
+            **frozen[1].pipeline_parts(),
+        )
+        with quiet(model), quiet(frozen[1].encoder):
+            pipeline.save_pretrained(folder)
+
+    def comfyui_name(self, name: str, *, is_lora: bool) -> str:
+        """The part of ComfyUI that a LoRA is for, and diffusers' name."""
+        return f"{'transformer.' if is_lora else ''}{name}"
+
+    def guidance(self, model: nn.Module, conditioning: Conditioning) -> Tensor | None:
+        """The guidance scales [B] of a guidance-distilled model; None for others."""
+        if not self.distils_guidance(model):
+            return None
+        if "guidance" not in conditioning:
+            raise ModelError(
+                f"This {self.label} is distilled for guidance, but its conditioning names no "
+                f"guidance scale (it has {', '.join(conditioning)}). Add guidance [B], such as "
+                f"{self.guidance_scale}."
+            )
+        return conditioning["guidance"]
+
+    def reference(self, conditioning: Conditioning, name: str) -> Tensor:
+        """The latents [B, C, 1, h, w] of a reference image."""
+        key = f"{name}_latents"
+        if key not in conditioning:
+            raise ModelError(
+                f"{self.label} looks at a reference image, but its conditioning has no {key} (it "
+                f"has {', '.join(conditioning)}). Name the images in data.references.{name}, and "
+                f"when sampling with --reference {name}=FILE."
+            )
+        return conditioning[key]
+
+
+def family(name: str) -> Family:
+    """The family of that name; its module is imported here.
+
+    Raises:
+        RecipeError: there is none; names the nearest.
+    """
+    if name not in FAMILIES:
+        hint = did_you_mean(name, FAMILIES, otherwise="no name is near.")
+        raise RecipeError(f"model.family {name!r} is unknown; {hint} Known: {', '.join(FAMILIES)}.")
+    module, _, class_name = FAMILIES[name].partition(":")
+    return cast("Family", getattr(importlib.import_module(module), class_name)())
+
+
+def share_attention(attention: nn.Module, sharing: TokenSharing) -> None:
+    """Have an attention module of diffusers exchange tokens for heads with the other ranks."""
+    module: Any = attention
+    module.set_processor(_SharingProcessor(module.processor, sharing))
+
+
+class _SharingProcessor:
+    """Calls another processor of diffusers with its attention shared by ranks."""
+
+    def __init__(self, processor: Any, sharing: TokenSharing) -> None:
+        self._processor = processor
+        self._sharing = sharing
+
+    def __call__(self, attn: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        shared = SharedAttention(self._sharing)
+        with shared:
+            mixed = self._processor(attn, *args, **kwargs)
+        if not shared.num_calls:
+            raise ModelError(
+                f"{type(self._processor).__name__} attends in another way than by torch's "
+                "scaled_dot_product_attention, so ranks cannot share its tokens. Set diffusers' "
+                'attention backend "native", or parallel.sequence = 1.'
+            )
+        return mixed

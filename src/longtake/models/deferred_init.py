@@ -1,0 +1,333 @@
+"""Models without weights, and their weights later: built at once at any size, filled per rank.
+
+A parameter without values is on torch's meta device. Buffers are real from the beginning: they hold
+what a constructor computes, such as tables of positions, and no file has them.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils.weak import WeakIdKeyDictionary
+
+from longtake.config import ModelSection
+from longtake.errors import ModelError, RecipeError
+from longtake.models.numerics import DTYPES, keep_weights_in
+from longtake.models.pretrained import (
+    construct,
+    load_pretrained,
+    locate,
+    quiet,
+    refuse_other_class,
+    refuse_unused,
+)
+from longtake.models.release import (
+    part_config,
+    read_config,
+    read_release,
+    refuse_experts,
+    refuse_further_inputs,
+    refuse_other_objectives,
+)
+
+Weights = bool | Literal["later"]
+"""Whether a model is built with weights; `later`: without, but ready to be filled."""
+
+_FILE = "diffusion_pytorch_model.safetensors"
+_READING_THREADS = 4  # a network disk answers several at a time
+_BYTES_PER_MAPPING = 2**25  # then a file is mapped anew: what was read would count as memory
+
+
+class DeferredParameter(NamedTuple):
+    """A parameter without values."""
+
+    module: nn.Module
+    name: str
+    stored: str
+    """Its name in the model as its family builds it, and in files of its weights."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        parameter = getattr(self.module, self.name)
+        assert isinstance(parameter, nn.Parameter)
+        return parameter
+
+
+@dataclass(frozen=True)
+class DeferredWeights:
+    """All parameters of a model that have no values yet."""
+
+    parameters: Sequence[DeferredParameter] = ()
+    files: Mapping[str, Path] | None = None
+    """The file of each, by its stored name; None: a checkpoint will fill them."""
+
+    def give_memory(self, model: nn.Module, device: torch.device) -> None:
+        """Replace meta tensors by zeros on a device, of each rank's shard alone."""
+        if self.parameters:
+            host: Any = model
+            host._apply(
+                lambda each: torch.zeros_like(each, device=device) if each.is_meta else each
+            )
+
+    def fill(self) -> None:
+        """Read the missing values from files, of each rank's shard alone, in the present dtype.
+
+        Raises:
+            ModelError: a file cannot be read.
+        """
+        if self.files is not None:
+            read_into({each.stored: each.parameter for each in self.parameters}, self.files)
+
+
+NOTHING_DEFERRED = DeferredWeights()
+
+
+def build_transformer(
+    model_class: Any,
+    section: ModelSection,
+    fitted: Mapping[str, int],
+    *,
+    weights: Weights,
+    variants: Mapping[float, str] | None = None,
+) -> nn.Module:
+    """A transformer of diffusers: pretrained in the section's dtype, or random in fp32.
+
+    Args:
+        model_class: of diffusers.
+        section: the recipe's.
+        fitted: arguments that follow from codec and text encoders, which it must have.
+        weights: whether to load or draw them.
+        variants: names of variants that are refused, by in_channels / out_channels.
+
+    Raises:
+        RecipeError: an argument is wrong, or the transformer takes other latents or captions.
+        ModelError: weights or configuration cannot be loaded, or longtake does not train it.
+    """
+    if section.pretrained is None:
+        with torch.device("cpu" if weights else "meta"):
+            model = construct("model.config", model_class, {**fitted, **section.config})
+    else:
+        refuse_unused("model", {"config": section.config}, "model.pretrained brings its own")
+        model = _pretrained(model_class, section, section.pretrained, weights, variants or {})
+    for name, expected in fitted.items():
+        if model.config[name] != expected:
+            raise RecipeError(
+                f"The transformer's {name} is {model.config[name]}, but codec and text encoder "
+                f"give {expected}. Use the codec and text encoder that belong to it."
+            )
+    built: nn.Module = model
+    return built
+
+
+def _pretrained(
+    model_class: Any, section: ModelSection, where: str, weights: Weights, variants: Any
+) -> Any:
+    folder = locate(where, section.subfolder) if weights else None
+    release = read_release(section)
+    refuse_other_class(release.config, model_class, where, section.subfolder)
+    refuse_other_objectives(release.scheduler, where)
+    refuse_experts(release.pipeline, where)
+    refuse_further_inputs(release, variants, where)
+    if folder is None:
+        return on_meta(model_class, where, section.subfolder)
+    if weights != "later":  # they pass through no other dtype than the one they will be kept in
+        dtype = DTYPES[section.dtype]
+        return load_pretrained(model_class, str(folder), section.subfolder, torch_dtype=dtype)
+    config = read_config(folder / section.subfolder / "config.json")
+    model: Any = _from_config(model_class, config, where, section.subfolder)
+    model.register_to_config(_name_or_path=str(folder / section.subfolder))  # as from_pretrained
+    return model.eval()
+
+
+def on_meta(model_class: Any, where: str, subfolder: str) -> nn.Module:
+    """A model of diffusers or transformers on the meta device, in the dtype its config names.
+
+    Raises:
+        ModelError: there is no configuration, or it does not fit the class.
+    """
+    config = part_config(where, subfolder)
+    refuse_other_class(config, model_class, where, subfolder)
+    with torch.device("meta"):
+        return _from_config(model_class, config, where, subfolder)
+
+
+def _from_config(model_class: Any, config: dict[str, Any], where: str, subfolder: str) -> nn.Module:
+    try:
+        with quiet(model_class):
+            if hasattr(model_class, "load_config"):  # diffusers
+                model: nn.Module = model_class.from_config(config)
+            else:
+                model = model_class(model_class.config_class.from_dict(config))
+    except Exception as error:  # wrong sizes fail inside constructors in any way
+        raise ModelError(
+            f"{where}: the configuration of its {subfolder} does not fit {model_class.__name__}: "
+            f"{error}. Check the class name and the folder."
+        ) from error
+    stored = config.get("torch_dtype") or config.get("dtype") or "float32"
+    keep_weights_in(model, getattr(torch, str(stored)))
+    return model
+
+
+def deferred_parameters(model: nn.Module) -> list[DeferredParameter]:
+    """The parameters of a model that have no values, by their present names."""
+    return [
+        DeferredParameter(module, name, f"{prefix}.{name}" if prefix else name)
+        for prefix, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.is_meta
+    ]
+
+
+def can_be_filled(
+    deferred: Iterable[DeferredParameter], model: nn.Module, files: Mapping[str, Path] | None
+) -> bool:
+    """Whether each parameter has one name and, if files are to fill it, its shape in them.
+
+    Buffers that are saved would come from files too; `fill` reads none.
+    """
+    shared = len(list(model.named_parameters(remove_duplicate=False)))
+    if shared != len(list(model.parameters())):
+        return False
+    if files is None:
+        return True
+    buffers = {name for name, _ in model.named_buffers()}
+    wanted = {each.stored: tuple(each.parameter.shape) for each in deferred}
+    if buffers & model.state_dict().keys() or not wanted.keys() <= files.keys():
+        return False
+    return _stored_shapes(files, wanted) == wanted
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Build modules whose parameters take neither memory nor time, whatever a constructor does."""
+    modules: Any = nn.Module
+    register = modules.register_parameter
+    known = WeakIdKeyDictionary()  # so that one parameter under two names stays one
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and not parameter.is_meta:
+            if parameter not in known:
+                empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                known[parameter] = empty
+            module._parameters[name] = known[parameter]
+
+    modules.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        modules.register_parameter = register
+
+
+@contextmanager
+def placeholders_on_cpu(deferred: Sequence[DeferredParameter]) -> Iterator[None]:
+    """Put parameters on the CPU meanwhile, in memory that nothing may read or write.
+
+    For code that adds weights beside them, on the device that they are on.
+    """
+    before: list[Tensor | None] = [each.module._parameters[each.name] for each in deferred]
+    for each in deferred:
+        like = each.parameter
+        empty = nn.Parameter(torch.empty_like(like, device="cpu"), like.requires_grad)
+        each.module._parameters[each.name] = empty
+    try:
+        yield
+    finally:
+        for each, parameter in zip(deferred, before, strict=True):
+            each.module._parameters[each.name] = parameter  # type: ignore[assignment]
+
+
+def files_in(folder: Path) -> dict[str, Path] | None:
+    """The safetensors file of each tensor by name, as `save_pretrained` of diffusers writes them.
+
+    None if weights are there in another format or not whole; then diffusers loads them.
+    """
+    try:
+        if (folder / _FILE).is_file():
+            with safe_open(folder / _FILE, framework="pt") as opened:
+                return dict.fromkeys(opened.keys(), folder / _FILE)
+        listed = json.loads((folder / f"{_FILE}.index.json").read_bytes())["weight_map"]
+        found = {str(name): folder / file for name, file in listed.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError):
+        return None
+    return found if all(file.is_file() for file in set(found.values())) else None
+
+
+def _stored_shapes(
+    files: Mapping[str, Path], names: Mapping[str, object]
+) -> dict[str, tuple[int, ...]] | None:
+    """The shapes of tensors by name, from the files' headers. None: a file cannot be read."""
+    shapes = {}
+    try:
+        for file, group in _by_file(files, names):
+            with safe_open(file, framework="pt") as opened:
+                shapes.update({name: tuple(opened.get_slice(name).get_shape()) for name in group})
+    except (OSError, SafetensorError):
+        return None
+    return shapes
+
+
+def read_into(tensors: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
+    """Fill tensors, in their own dtypes; of a DTensor this rank's shard.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+
+    def read(file: Path, names: Sequence[str]) -> None:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in names:
+                    _fill(tensors[name], opened.get_slice(name))
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise ModelError(
+                f"{file} cannot be read: {error}. Download or copy it again."
+            ) from error
+
+    batches = [
+        (file, names) for file, group in _by_file(files, tensors) for names in _cut(group, tensors)
+    ]
+    with ThreadPoolExecutor(_READING_THREADS) as threads:
+        list(threads.map(lambda each: read(*each), batches))
+
+
+def _by_file(
+    files: Mapping[str, Path], names: Mapping[str, object]
+) -> list[tuple[Path, list[str]]]:
+    ordered = sorted(names, key=lambda name: (files[name], name))
+    return [(file, list(group)) for file, group in groupby(ordered, key=lambda name: files[name])]
+
+
+def _cut(names: Sequence[str], tensors: Mapping[str, Tensor]) -> Iterator[Sequence[str]]:
+    """Names in groups of little more than `_BYTES_PER_MAPPING`."""
+    first = size = 0
+    for number, name in enumerate(names):
+        size += tensors[name].nbytes
+        if size >= _BYTES_PER_MAPPING:
+            yield names[first : number + 1]
+            first, size = number + 1, 0
+    if first < len(names):
+        yield names[first:]
+
+
+@torch.no_grad()
+def _fill(tensor: Tensor, stored: Any) -> None:
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(stored[...])
+        return
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    if all(shape):
+        part = tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
+        tensor.to_local().copy_(stored[part])

@@ -1,0 +1,125 @@
+"""Precision and cost of a model's arithmetic: dtypes of weights, autocast, operation counts."""
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
+
+from longtake.process import cpu_flags
+
+Precision = Literal["bf16", "fp32"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""By the names that recipes use."""
+
+_ISAS_WITHOUT_BF16 = frozenset(
+    {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
+)
+"""Values of ONEDNN_MAX_CPU_ISA with which oneDNN uses no bf16 instructions for matrix products."""
+
+
+def choose_precision(wanted: Literal["auto", "bf16", "fp32"], device: torch.device) -> Precision:
+    """The precision of the arithmetic; `auto` is bf16 where the device has instructions for it."""
+    if wanted != "auto":
+        return wanted
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    return "bf16" if cpu_has_bf16() else "fp32"
+
+
+def cpu_has_bf16() -> bool:
+    """Whether the processor has AMX or avx512_bf16, and oneDNN may use them.
+
+    Elsewhere oneDNN emulates bf16, which is slower than fp32.
+    """
+    limits = (os.environ.get(f"{name}_MAX_CPU_ISA", "") for name in ("ONEDNN", "DNNL"))
+    if any(limit.upper() in _ISAS_WITHOUT_BF16 for limit in limits):
+        return False
+    return not cpu_flags().isdisjoint({"amx_bf16", "avx512_bf16"})
+
+
+def autocast(precision: Precision, device: torch.device) -> torch.autocast:
+    """A context in which matrix products run in bf16, or nothing changes.
+
+    autocast's cache is off: a forward pass uses each weight once, and the cache would keep the bf16
+    copies of all weights until its end.
+    """
+    return torch.autocast(
+        device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False
+    )
+
+
+@contextmanager
+def mixed_norms() -> Iterator[None]:
+    """Silence torch's warning about norms with bf16 inputs and fp32 weights, usual under autocast.
+
+    torch has no fused kernel for them and says so at every launch.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
+        yield
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an operation failed because the device's or the computer's memory is used up."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def keep_weights_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert a model's weights in place, one by one: no two copies of the whole model exist.
+
+    What a class of diffusers lists in `_keep_in_fp32_modules` stays in fp32, as with
+    `from_pretrained(torch_dtype=...)`; transformers means fp16 only by its list of that name.
+    Buffers are not converted: bf16 is too coarse for the positions in them.
+    """
+    is_of_diffusers = hasattr(model, "load_config")
+    exact = set(getattr(model, "_keep_in_fp32_modules", None) or [] if is_of_diffusers else [])
+    for name, parameter in model.named_parameters():
+        kept = dtype if exact.isdisjoint(name.split(".")) else torch.float32
+        parameter.data = parameter.data.to(kept)
+
+
+def main_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of most of a model's weights."""
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def count_flops(module: nn.Module, inputs: Mapping[str, object]) -> int:
+    """Floating-point operations of one forward pass, without running it; a multiply-add is two.
+
+    Matrix products, convolutions and attention count, elementwise operations do not. Weights and
+    inputs are replaced by meta tensors: the module is unchanged, and its size does not matter. On a
+    CPU device torch's counter would miss fused attention.
+    """
+    named = chain(module.named_parameters(), module.named_buffers())
+    weights = {name: tensor.detach().to("meta") for name, tensor in named}
+    shapes = {
+        name: value.to("meta") if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        functional_call(module, weights, kwargs=shapes)
+    return int(counter.get_total_flops())
+
+
+def training_flops(forward: int, *, trains_all: bool = True) -> int:
+    """Floating-point operations of a training step: three times those of the forward pass.
+
+    The backward pass has two products for each of the forward pass: the gradients of inputs and of
+    weights. Where nearly all weights are frozen (LoRA, an added module) the second is missing:
+    twice. Recomputed activations do not count, so that utilisation (MFU) does not rise with them.
+    """
+    return (3 if trains_all else 2) * forward
