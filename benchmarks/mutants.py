@@ -141,13 +141,14 @@ def main() -> None:
     run.add_argument("name", help="under which the outcomes are kept: before, after")
     run.add_argument("--packages", help="only these, comma-separated names of the picked commit")
     run.add_argument("--workers", default="2")
+    run.add_argument("--tests", nargs="*", default=["tests"], help="only those of these paths")
     verbs.add_parser("report")
     asked = parser.parse_args()
     if asked.verb == "pick":
         _save({"mutants": [asdict(each) for each in pick(asked.tree)], "outcomes": {}})
     elif asked.verb == "run":
         packages = set(asked.packages.split(",")) if asked.packages else None
-        try_all(asked.tree.resolve(), asked.name, packages, asked.workers)
+        try_all(asked.tree.resolve(), asked.name, packages, asked.workers, asked.tests)
     else:
         _TABLE.write_text(report(_load()))
 
@@ -272,7 +273,9 @@ def _change(node: ast.expr, statement: ast.stmt) -> tuple[str, str] | None:
     return None
 
 
-def try_all(tree: Path, name: str, packages: set[str] | None, workers: str) -> None:
+def try_all(
+    tree: Path, name: str, packages: set[str] | None, workers: str, paths: Sequence[str]
+) -> None:
     """Try the mutants that a tree has and that were not tried under this name."""
     mutants = [Mutant(**each) for each in _load()["mutants"]]
     folder = tree / ".mutants"
@@ -284,7 +287,7 @@ def try_all(tree: Path, name: str, packages: set[str] | None, workers: str) -> N
         (folder / "found.json").write_text(json.dumps(found))
     found = {int(n): path for n, path in json.loads((folder / "found.json").read_text()).items()}
     if not (folder / "reach_done").exists():
-        _reach(tree, workers)
+        _reach(tree, workers, paths)
     tests = _Tests(tree)
     os.environ["PYTHONPATH"] = f"{tree / 'src'}{os.pathsep}{tree / '.mutants'}"
     sys.path[:0] = [str(tree), str(tree / "src")]
@@ -347,7 +350,7 @@ def _instrument(tree: Path, found: Mapping[int, Site]) -> None:
         file.write(_SWITCH)
 
 
-def _reach(tree: Path, workers: str) -> None:
+def _reach(tree: Path, workers: str, paths: Sequence[str]) -> None:
     """Run the quick tests once, and note which mutants they reach and how long they take."""
     folder = tree / ".mutants"
     (folder / "tests").unlink(missing_ok=True)
@@ -355,7 +358,7 @@ def _reach(tree: Path, workers: str) -> None:
     quick = [f"--ignore=tests/{each}" for each in _SKIPPED_FOLDERS]
     quick += [f"--ignore-glob=*{each}" for each in _SKIPPED_FILES]
     command = [sys.executable, "-m", "pytest", "-q", "-n", workers, "--dist", "loadfile"]
-    command += ["-m", "not slow", "-p", "note_durations", *quick, "tests"]
+    command += ["-m", "not slow", "-p", "note_durations", *quick, *paths]
     path = f"{tree / 'src'}{os.pathsep}{folder}"
     noted = {_REACHED: str(folder / "reached"), "LONGTAKE_MUTANTS_TESTS": str(folder / "tests")}
     subprocess.run(command, cwd=tree, check=False, env=os.environ | noted | {"PYTHONPATH": path})  # noqa: S603

@@ -272,6 +272,7 @@ def _run(job: _Job) -> None:
     if is_module:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
+        sys.path.append(str(Path(__file__).parents[1]))  # has `tests`
         runpy.run_path(name, run_name="__main__")
 
 

@@ -21,8 +21,6 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from longtake import config
-from longtake.config import Recipe
 from longtake.data import tasks
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Media
@@ -32,7 +30,7 @@ from longtake.data.indexing.probing import probe_all
 from longtake.data.scores import MotionScore
 from longtake.errors import ClipError, DataError
 
-pytestmark = pytest.mark.slow  # all of it: Ray is started once
+pytestmark = [pytest.mark.drill, pytest.mark.slow]
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -145,65 +143,6 @@ def test_what_cannot_be_scored_far_away_is_said(catalog: Path, call: Call) -> No
     code, _, error = call(*score, "own_scores:no_such")
     assert code == 2
     assert "has no function 'no_such'" in error
-
-
-@pytest.mark.usefixtures("ray")
-def test_prepared_clips_are_the_same_whatever_made_them(
-    catalog: Path, tmp_path: Path, call: Call
-) -> None:
-    """All but the catalog's column of the files' times."""
-    for name, on in (("here", ()), ("far", ("--on", "ray"))):
-        folder = tmp_path / name
-        code, answer, error = call(
-            *("data", "prepare", catalog, "--size", "16x16", "--out", folder, *on, "--json")
-        )
-        assert code == 0, error
-        assert (json.loads(answer)["prepared"], json.loads(answer)["reused"]) == (64, 0)
-    here, far = _contents(tmp_path / "here"), _contents(tmp_path / "far")
-    assert here.pop("catalog.parquet")
-    assert far.pop("catalog.parquet")
-    assert far == here
-    tables = [
-        pq.read_table(tmp_path / name / "catalog.parquet").drop_columns(["file_mtime_ns"])
-        for name in ("here", "far")
-    ]
-    assert tables[0].equals(tables[1], check_metadata=True)
-
-
-_CACHED = (
-    "data.buckets=[{num_frames=5, height=32, width=32}]",
-    "data.windows=1",
-    "data.flip=0.5",
-    "model.family=wan",
-    "model.config={num_layers=1, num_attention_heads=2, attention_head_dim=12, ffn_dim=16}",
-    "codec.kind=autoencoder",
-    "codec.config={base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, "
-    "temperal_downsample=[true]}",
-    "text.kind=transformers",
-    "text.config={d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2}",
-)
-
-
-@pytest.mark.usefixtures("ray")
-def test_caches_are_the_same_whatever_filled_them(
-    small_recipe: Callable[..., Recipe], catalog: Path, tmp_path: Path, call: Call
-) -> None:
-    path, facts = tmp_path / "recipe.toml", {}
-    Catalog.of(islice(Catalog.load(catalog).clips(), 12)).save(catalog)
-    for name, on in (("here", ()), ("far", ("--on", "ray"))):
-        path.write_text(
-            config.dump(
-                small_recipe(*_CACHED, f"data.catalog={catalog}", f"data.cache={tmp_path / name}")
-            )
-        )
-        code, answer, error = call("data", "cache", path, *on, "--json")
-        assert code == 0, error
-        facts[name] = json.loads(answer) | {"cache": "", "seconds": 0}
-    assert facts["far"] == facts["here"]
-    assert facts["far"]["latents"] == {"present": 0, "computed": 24}
-    assert _contents(tmp_path / "far") == _contents(tmp_path / "here")
-    code, answer, _ = call("data", "cache", path, "--on", "ray", "--json")
-    assert json.loads(answer)["latents"] == {"present": 24, "computed": 0}
 
 
 def _workers() -> list[psutil.Process]:

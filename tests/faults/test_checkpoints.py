@@ -1,7 +1,4 @@
-from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from longtake.faults.checkpoints import (
     expect_resumed_run,
@@ -10,24 +7,9 @@ from longtake.faults.checkpoints import (
     flip,
 )
 from longtake.faults.expect import Evidence
-from longtake.faults.registry import DrillResult
-from longtake.faults.sandbox import ObservedEvent, Sandbox, TrainingSite
+from longtake.faults.sandbox import ObservedEvent, TrainingSite
 
-_NAMES = (
-    *("kill", "kill-while-saving", "truncated-checkpoint", "bit-rot-in-checkpoint"),
-    "disk-full-while-saving",
-)
 _FILE = "model/__0_0.distcp"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("started_warm")
-@pytest.mark.parametrize("name", _NAMES)
-def test_a_drill_passes(unwatched: Sandbox, drill: Callable[..., DrillResult], name: str) -> None:
-    result = drill(unwatched, name, bitwise=True)
-    assert (result.samples_repeated, result.samples_missing, result.samples_skipped) == (0, 0, 0)
-    assert result.steps_lost is not None
-    assert result.detected_seconds is not None
 
 
 def test_a_flipped_bit_is_the_one_that_is_named(tmp_path: Path) -> None:

@@ -30,46 +30,12 @@ from longtake.faults.evaluation import (
     step_of,
 )
 from longtake.faults.expect import Evidence
-from longtake.faults.registry import DrillResult, all_faults, run_drill
+from longtake.faults.registry import all_faults, run_drill
 from longtake.faults.sandbox import Sandbox, TrainingSite
 from longtake.fsio import now, write_json
 from longtake.lease import Lease, Leases
 
 _LAST = 50
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("started_warm")
-@pytest.mark.parametrize(
-    "name", ["evaluator-killed-while-sampling", "checkpoint-deleted-under-evaluator"]
-)
-def test_a_drill_beside_training_passes(
-    unwatched: Sandbox, drill: Callable[..., DrillResult], name: str
-) -> None:
-    result = drill(unwatched, name, bitwise=True)
-    assert (result.samples_repeated, result.samples_missing) == (0, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("started_warm")
-def test_the_drill_of_a_half_synced_checkpoint_passes(
-    unwatched: Sandbox, drill: Callable[..., DrillResult]
-) -> None:
-    assert drill(unwatched, "half-synced-checkpoint").detected_seconds is not None
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("started_warm")
-def test_the_drill_of_brightness_passes(
-    unwatched: Sandbox, drill: Callable[..., DrillResult]
-) -> None:
-    assert "brightness of drill rose" in drill(unwatched, "brightness-drift").message
-
-
-@pytest.mark.slow
-def test_the_drill_of_a_tracker_passes(watched: Sandbox, drill: Callable[..., DrillResult]) -> None:
-    """Of the drills here this one starts its processes as a user does; the others fork theirs."""
-    assert drill(watched, "tracker-down", bitwise=True).detected_seconds is not None
 
 
 def test_without_wandb_the_drill_of_a_tracker_is_skipped(

@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -7,8 +6,7 @@ import pytest
 from longtake.faults.expect import Evidence
 from longtake.faults.faulty_processes import Hang
 from longtake.faults.hangs import expect_diagnosis, expect_restart
-from longtake.faults.registry import DrillResult
-from longtake.faults.sandbox import ObservedEvent, Sandbox
+from longtake.faults.sandbox import ObservedEvent
 
 _HANG = Hang(pid=7, at=10.0, file="/here/hangs.py", function="asleep", line=50)
 _DECODING = replace(_HANG, clip="c0ffee", path="/clips/a.mp4")
@@ -26,29 +24,6 @@ _DIAGNOSIS = {
     "waiting": [{"doing": "a collective", "ranks": [0], "host_count": 1}],
     "sentence": "gpu07: process 7 of rank 1 is in asleep (hangs.py:50), on a.mp4. Rank 0 waits.",
 }
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("started_warm")
-def test_a_frozen_worker_is_named_and_replaced(
-    watched: Sandbox, drill: Callable[..., DrillResult]
-) -> None:
-    """Though it holds the GIL, so that it cannot say where it is."""
-    result = drill(watched, "frozen-loader-worker-holding-gil", bitwise=True)
-    assert "in holding_gil (longtake/faults/faulty_processes.py:" in result.message
-    assert (result.samples_repeated, result.samples_missing) == (0, 0)
-    assert result.detected_seconds is not None
-    assert result.detected_seconds > 2
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("started_warm")
-def test_a_rank_in_a_collective_that_no_other_joins_is_named(
-    watched: Sandbox, drill: Callable[..., DrillResult]
-) -> None:
-    result = drill(watched, "hung-rank-in-collective")
-    assert "in in_collective (longtake/faults/inject.py:" in result.message
-    assert result.detected_seconds is not None
 
 
 def _complaints(diagnosis: dict[str, Any], hang: Hang = _DECODING, at: float = 20.0) -> list[str]:

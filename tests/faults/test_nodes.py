@@ -1,41 +1,11 @@
-from collections.abc import Callable
 from pathlib import Path
-
-import pytest
-from rich.console import Console
 
 from longtake.faults.expect import Evidence
 from longtake.faults.faulty_processes import CLOCK_FILE
 from longtake.faults.nodes import expect_clock_event, expect_disk_error, expect_slow_rank
-from longtake.faults.registry import DrillResult
-from longtake.faults.sandbox import ObservedEvent, Sandbox, TrainingSite
+from longtake.faults.sandbox import ObservedEvent, TrainingSite
 from longtake.fsio import write_json
 from longtake.node_dir import this_node
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("started_warm")
-@pytest.mark.parametrize("name", ["clock-step-back", "dead-watcher"])
-def test_a_drill_passes(watched: Sandbox, drill: Callable[..., DrillResult], name: str) -> None:
-    result = drill(watched, name, bitwise=True)
-    assert (result.samples_repeated, result.samples_missing) == (0, 0)
-    assert result.detected_seconds is not None
-
-
-@pytest.fixture(scope="module")
-def usual(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
-    """With the watcher's own limits."""
-    less = "tracking.tensorboard = false\n"
-    return Sandbox(tmp_path_factory.mktemp("usual"), Console(quiet=True), less)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "bitwise"), [("kill-rank", True), ("world-2-1-2", None)])
-def test_a_drill_of_ranks_passes(
-    usual: Sandbox, drill: Callable[..., DrillResult], name: str, bitwise: bool | None
-) -> None:
-    result = drill(usual, name, bitwise=bitwise)
-    assert (result.samples_repeated, result.samples_missing) == (0, 0)
 
 
 def test_a_slow_rank_must_be_named_with_how_slow_it_is() -> None:

@@ -10,6 +10,7 @@ from tests.cluster.private_slurm import SlurmJob, SlurmNotStartedError
 from longtake.faults.sandbox import SHORT_RECIPE, TrainingSite
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_a_job_that_cannot_succeed_is_not_requeued(shapes_catalog: Path, tmp_path: Path) -> None:
     """The preflight says what is wrong, before anything is trained; names may hold spaces."""

@@ -266,6 +266,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_flux_kontext_comes_out_as_it_is_known_to() -> None:
     """12 billion parameters, 8,704 tokens, LoRA of rank 16 in bf16: peaks of an independent trace.

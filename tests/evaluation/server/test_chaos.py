@@ -145,6 +145,7 @@ def _as_seen_by(events: list[dict[str, Any]], kind: str) -> list[int]:
     return [event["step"] for event in events if event["event"] == kind]
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_fifty_checkpoints_three_servers_and_kills_at_random(
     make_run: Callable[..., RunDirectory], save: Any, probing: Any, probe: Any
