@@ -314,7 +314,13 @@ def environment_page() -> str:
     return "\n".join(lines)
 
 
-_INTERNAL = {"LONGTAKE_HOOK", "LONGTAKE_LAUNCHER", "LONGTAKE_LOG", "LONGTAKE_WATCH_SECTION"}
+_INTERNAL = {
+    "LONGTAKE_HOOK",
+    "LONGTAKE_HOSTS",
+    "LONGTAKE_LAUNCHER",
+    "LONGTAKE_LOG",
+    "LONGTAKE_WATCH_SECTION",
+}
 
 PAGES = {
     "recipe.md": recipe_page,

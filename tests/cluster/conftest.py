@@ -1,8 +1,13 @@
-"""Sites of runs that several hosts train."""
+"""Hosts, recipes for their preflight, and sites of runs that several hosts train."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 from rich.console import Console
 from tests.cluster import hosts
+from tests.cluster.hosts import Cluster
 
 from longtake.faults.sandbox import Sandbox
 
@@ -14,3 +19,40 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
         pytest.skip(reason)
     less = "tracking.tensorboard = false\n"
     return Sandbox(tmp_path_factory.mktemp("cluster"), Console(quiet=True), less)
+
+
+@pytest.fixture(scope="module")
+def three_hosts(
+    namespaces: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """node0, node1 and node2, which share this machine's disk; tests leave them as they were."""
+    with namespaces.hosts(3, tmp_path_factory.mktemp("hosts"), with_ssh=True) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def write_recipe(shapes_catalog: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Writes a recipe of a small run in tmp_path/run; gives its path."""
+
+    def write(path: Path, learning_rate: str = "3e-3") -> Path:
+        path.write_text(
+            f"""
+            out = "{tmp_path / "run"}"
+            [data]
+            catalog = "{shapes_catalog}"
+            buckets = [{{ num_frames = 8, height = 32, width = 32 }}]
+            [model]
+            family = "tubelet"
+            config = {{ hidden_size = 48, num_blocks = 2 }}
+            [text]
+            max_tokens = 6
+            [optimizer]
+            learning_rate = {learning_rate}
+            [training]
+            steps = 12
+            batch_size = 4
+            """
+        )
+        return path
+
+    return write

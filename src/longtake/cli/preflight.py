@@ -11,7 +11,7 @@ from longtake.cli import say
 from longtake.cli.say import AsJson, Changes
 
 if TYPE_CHECKING:
-    from longtake.preflight.report import Report
+    from longtake.cluster.report import PreflightReport
 
 
 def preflight(
@@ -31,36 +31,39 @@ def preflight(
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=1, max=1e6, help="Seconds that a node, or a check, is waited for.")
+        float, typer.Option(min=1, max=1e6, help="Seconds to wait for a node or a check.")
     ] = 120.0,
     changes: Changes = None,
     as_json: AsJson = False,
     relayed: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
-    """Look at all nodes before a run: the same software, data and disks? Clocks, speed, links?
+    """Check all nodes before a run: the same software, data and disks? Clocks, speed, links?
 
-    Alone it looks at this machine. On several: with --nodes; or started like the training itself,
-    one process a node or more: `torchrun --nnodes 4 --nproc-per-node 1 … -m longtake preflight
+    Alone it checks this machine. On several: with --nodes; or started like the training itself,
+    one process per node or more: `torchrun --nnodes 4 --nproc-per-node 1 … -m longtake preflight
     RECIPE`, or `srun --ntasks-per-node 1 longtake preflight RECIPE`.
 
     Exit code 0 without errors (there may be warnings), 1 with errors, 2 for a mistake of the user.
     """
+    if relayed:
+        from longtake.cluster.over_ssh import preflight_on_node
+
+        preflight_on_node(recipe, changes or (), timeout)
     if nodes is not None:
-        from longtake.preflight.over_ssh import preflight_over_ssh
+        from longtake.cluster.over_ssh import preflight_over_ssh
 
-        named = [each.strip() for each in nodes.split(",") if each.strip()]
-        with say.console().status(f"Looking at {len(named)} nodes …"):
-            told = preflight_over_ssh(named, recipe, changes or (), timeout, ssh_option or ())
-        _tell(told, as_json=as_json)
-        raise typer.Exit(told["exit_status"])
-    from longtake.preflight.run import preflight as look
+        names = [each.strip() for each in nodes.split(",") if each.strip()]
+        with say.console().status(f"Checking {len(names)} nodes …"):
+            report = preflight_over_ssh(names, recipe, changes or (), timeout, ssh_option or ())
+        _show(report, as_json=as_json)
+        raise typer.Exit(report["exit_status"])
+    from longtake.cluster.preflight import preflight as check
 
-    found, hangs = look(recipe, changes or (), timeout)
-    status = 0
+    found, is_hanging = check(recipe, changes or (), timeout)
     if found is not None:
-        _tell(found, as_json=as_json or relayed)
-        status = 0 if relayed else found["exit_status"]
-    if hangs:
+        _show(found, as_json=as_json)
+    status = 0 if found is None else found["exit_status"]
+    if is_hanging:
         # Its thread is in the kernel, and waiting for it would be another hang.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -68,10 +71,10 @@ def preflight(
     raise typer.Exit(status)
 
 
-def _tell(found: "Report", *, as_json: bool) -> None:
+def _show(report: "PreflightReport", *, as_json: bool) -> None:
     if as_json:
-        say.result(found)
+        say.result(report)
         return
-    from longtake.preflight.tables import print_report
+    from longtake.cluster.report import print_report
 
-    print_report(say.stdout_console(), found)
+    print_report(say.stdout_console(), report)

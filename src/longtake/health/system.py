@@ -4,6 +4,7 @@ A number is called `name` or `name:device`, with its unit in the name.
 """
 
 import errno
+import math
 import os
 import re
 import threading
@@ -257,25 +258,26 @@ def write_sync_seconds(path: Path, num_bytes: int = _PROBE_BYTES) -> float:
     Raises:
         OSError: it cannot be written.
     """
+    content = os.urandom(num_bytes)  # a disk that compresses gains nothing
     start = time.monotonic()
     with path.open("wb") as file:
-        file.write(os.urandom(num_bytes))
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     return time.monotonic() - start
 
 
-def read_seconds(path: Path) -> float:
-    """How long reading a file takes, past the page cache where the disk heeds that.
+def read_seconds(path: Path, max_bytes: float = math.inf) -> float:
+    """How long reading a file, or its beginning, takes, past the page cache if the disk heeds that.
 
     Raises:
         OSError: it cannot be read.
     """
     with path.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        start = time.monotonic()
-        while file.read(2**20):
-            pass
+        start, left = time.monotonic(), max_bytes
+        while left > 0 and (piece := file.read(2**20)):
+            left -= len(piece)
         return time.monotonic() - start
 
 

@@ -1,0 +1,402 @@
+"""Checks of the network: devices, addresses, connections, clocks and links between nodes."""
+
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from longtake.cluster.findings import (
+    CheckContext,
+    CheckResult,
+    Facts,
+    FactsByNode,
+    Finding,
+    NodeMeasure,
+    Severity,
+    SkippedCheck,
+    far_from_median,
+    format_number,
+    median_of,
+    outliers_of,
+    same_everywhere,
+)
+from longtake.cluster.topology import fold_hosts
+from longtake.config import Recipe
+from longtake.health.network import Ethernet, InfiniBand
+
+# --- Network devices ------------------------------------------------------------------------------
+
+_DEVICE_ADVICE = "Look at the cable, the port of the switch, and ethtool or ibstat on that node."
+
+
+def measure_devices(context: CheckContext) -> Facts:
+    """State and speed of Ethernet interfaces and InfiniBand ports."""
+    return {
+        "ethernet": _by_device(Ethernet().sample()),
+        "infiniband": _by_device(InfiniBand().sample()),
+    }
+
+
+def judge_devices(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
+    result = CheckResult()
+    if not any(each["infiniband"] for each in facts.values()):
+        result.skipped.append(SkippedCheck("InfiniBand", "no InfiniBand device"))
+    for kind in ("ethernet", "infiniband"):
+        states = {
+            node: {device: _describe_device(numbers) for device, numbers in each[kind].items()}
+            for node, each in facts.items()
+        }
+        result.add(same_everywhere(kind, states, "warning", _DEVICE_ADVICE))
+    for node, each in facts.items():
+        down = [port for port, numbers in each["infiniband"].items() if not numbers.get("link_up")]
+        if down:
+            what = f"InfiniBand ports are down: {', '.join(down)}"
+            result.findings.append(Finding("warning", (node,), what, "ACTIVE", _DEVICE_ADVICE))
+    return result
+
+
+def _by_device(numbers: dict[str, float]) -> dict[str, dict[str, float]]:
+    devices: dict[str, dict[str, float]] = {}
+    for name, value in numbers.items():
+        number, _, device = name.partition(":")
+        devices.setdefault(device, {})[number] = value
+    return devices
+
+
+def _describe_device(numbers: dict[str, float]) -> str:
+    state = "up" if numbers.get("link_up") else "down"
+    bits = numbers.get("link_speed_bits_per_second")
+    return f"{state}, {bits / 1e9:g} Gbit/s" if bits else state
+
+
+# --- Addresses ------------------------------------------------------------------------------------
+# Gloo binds to the address of a node's own name. Where a distribution writes `127.0.1.1 gpu07` into
+# /etc/hosts, the other nodes connect to themselves, and all wait for a timeout.
+
+
+def measure_addresses(context: CheckContext) -> Facts:
+    """The addresses of the node's own name, and the interface that gloo uses."""
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        own = sorted({str(each[4][0]) for each in found})
+    except OSError:
+        own = []
+    return {"own": own, "interface": os.environ.get("GLOO_SOCKET_IFNAME", "")}
+
+
+def judge_addresses(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
+    """Of several nodes: who cannot be reached by others under its own name."""
+    if len(facts) < 2:
+        what = "addresses, clocks and links between nodes"
+        return CheckResult(skipped=[SkippedCheck(what, "one node")])
+    result = CheckResult()
+    for node, each in facts.items():
+        own = [ipaddress.ip_address(address.partition("%")[0]) for address in each["own"]]
+        if each["interface"] or not all(address.is_loopback for address in own):
+            continue
+        what = f"its own name resolves to {', '.join(each['own'])}"
+        finding = Finding(
+            "error",
+            (node,),
+            f"{what if own else 'its own name does not resolve'}: other nodes cannot connect to it",
+            "an address of the network between the nodes",
+            f"Correct the line of {node} in its /etc/hosts, or set GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME to the interface to use.",
+        )
+        result.findings.append(finding)
+    return result
+
+
+# --- Connection: the process group that the next checks use ---------------------------------------
+
+
+def connect(context: CheckContext, store: Any, *, use_nccl: bool) -> Facts:
+    """Connect all processes: gloo, and NCCL if each process has a GPU of its own."""
+    if use_nccl:
+        torch.cuda.set_device(context.process.local_rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if use_nccl else "gloo",
+        store=dist.PrefixStore("preflight/group", store),  # type: ignore[attr-defined]
+        rank=context.process.rank,
+        world_size=context.process.world_size,
+        timeout=timedelta(seconds=context.seconds),
+    )
+    dist.all_reduce(torch.zeros(1))
+    return {"backend": dist.get_backend()}
+
+
+# --- Clocks ---------------------------------------------------------------------------------------
+# Cristian's algorithm (Probabilistic clock synchronization, 1989): the asker notes when it asked
+# and when the answer came; the other clock is compared with the middle, and is off from it by at
+# most half the round trip. Of many questions the one with the shortest round trip counts.
+
+_NUM_QUESTIONS = 40
+_WARNING_SECONDS, _ERROR_SECONDS = 1e-3, 0.1
+_CLOCK_ADVICE = (
+    "Run chrony on every node with the same servers (`chronyc tracking`, `chronyc sources -v`); "
+    "let it step once: chronyc makestep."
+)
+
+
+def measure_clocks(context: CheckContext) -> Facts:
+    """On rank 0: by how many seconds each node's clock is ahead, and how uncertain that is."""
+    if not context.process.is_first:
+        _answer_clock()
+        return {}
+    others = zip(context.leaders[1:], context.hosts[1:], strict=True)
+    return {"offsets": {host: _ask_clock(leader) for leader, host in others}}
+
+
+def judge_clocks(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
+    """Whose clock is off from the median of all, or, of two, from the other."""
+    first = next((node for node, each in facts.items() if "offsets" in each), None)
+    if first is None or not facts[first]["offsets"]:
+        return CheckResult()
+    found: dict[str, list[float]] = {first: [0.0, 0.0], **facts[first]["offsets"]}
+    usual = median(offset for offset, _ in found.values()) if len(found) > 2 else 0.0
+    off = {node: (offset - usual, uncertainty) for node, (offset, uncertainty) in found.items()}
+    bad = {node: severity for node, each in off.items() if (severity := _clock_severity(*each))}
+    shown = {node: offset * 1000 for node, (offset, _) in off.items()}
+    result = CheckResult(measures=[NodeMeasure("clock ahead", "ms", shown, tuple(bad))])
+    of = "the median of all clocks" if len(found) > 2 else f"that of {fold_hosts([first])}"
+    for node, severity in bad.items():
+        offset, uncertainty = off[node]
+        side = "ahead of" if offset > 0 else "behind"
+        what = f"its clock is {_seconds(abs(offset))} {side} {of} (+-{_seconds(uncertainty)})"
+        result.findings.append(Finding(severity, (node,), what, "within 1 ms", _CLOCK_ADVICE))
+    return result
+
+
+def _clock_severity(offset: float, uncertainty: float) -> Severity | None:
+    certain = abs(offset) - uncertainty
+    if certain > _ERROR_SECONDS:
+        return "error"
+    return "warning" if certain > _WARNING_SECONDS else None
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1000:.3f} ms"
+
+
+def _ask_clock(peer: int) -> tuple[float, float]:
+    """Seconds by which a peer's clock is ahead, and half of the shortest round trip."""
+    best = (0.0, float("inf"))
+    answer = torch.zeros(1, dtype=torch.int64)
+    for _ in range(_NUM_QUESTIONS):
+        before = time.monotonic_ns()
+        asked = time.time_ns()
+        dist.send(torch.zeros(1, dtype=torch.int64), peer)
+        dist.recv(answer, peer)
+        round_trip = time.monotonic_ns() - before
+        if round_trip / 2e9 < best[1]:
+            best = ((int(answer.item()) - asked - round_trip // 2) / 1e9, round_trip / 2e9)
+    return best
+
+
+def _answer_clock() -> None:
+    question = torch.zeros(1, dtype=torch.int64)
+    for _ in range(_NUM_QUESTIONS):
+        dist.recv(question, 0)
+        dist.send(torch.tensor([time.time_ns()]), 0)
+
+
+# --- Links: each node sends to its neighbours in a ring, and back; then all reduce together -------
+# A link that is slow has two ends; a node that is slow has two slow links, and is named.
+
+_MIB = 2**20
+_NUM_BURSTS, _BURST_SECONDS, _MAX_SENDS = 3, 0.15, 64
+_LINK_FACTOR, _LINK_ERROR_FACTOR = 0.7, 0.3
+_NUM_ALL_REDUCES = 4
+_TO = " to "
+_MAX_SHOWN = 4
+_LINK_ADVICE = (
+    "Look at the devices, cables and switch port between them: ethtool, ibstat, iperf3, "
+    "ib_write_bw."
+)
+_NVLINK_ADVICE = "Look at nvidia-smi topo -m and nvidia-smi nvlink --status on that node."
+
+
+def measure_links(context: CheckContext) -> Facts:
+    """MB/s to the neighbours, of an all-reduce over all, and of one within this node."""
+    if not _has_nccl():
+        return _measure_links(context)
+    with torch.cuda.device(context.process.local_rank):  # the current device is per thread
+        return _measure_links(context)
+
+
+def _measure_links(context: CheckContext) -> Facts:
+    facts: Facts = {"to": {}, "all": _all_reduce(None), "within": _within_node(context)}
+    if context.process.rank not in context.leaders:
+        return facts
+    own = context.leaders.index(context.process.rank)
+    for pair in (pair for each in ring_rounds(len(context.leaders)) for pair in each):
+        if own in pair:
+            facts["to"] |= _both_ways(pair, own, context)
+    return facts
+
+
+def judge_links(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
+    """Which link is far below the median, or which node with all of its links."""
+    result = CheckResult()
+    speeds: dict[str, float] = {}
+    for node, each in facts.items():
+        speeds |= {f"{node}{_TO}{other}": speed for other, speed in each["to"].items()}
+    if speeds:
+        slow = outliers_of(speeds, "lower", _LINK_FACTOR)
+        result.measures.append(NodeMeasure("sending between nodes", "MB/s", speeds, slow))
+        result.findings += _judge_slow_links(speeds, slow)
+    if rates := {node: each["all"] for node, each in facts.items() if each.get("all")}:
+        result.measures.append(NodeMeasure("all-reduce over all", "MB/s", rates))
+    within = far_from_median(
+        "all-reduce within the node",
+        {node: each["within"] for node, each in facts.items() if each.get("within")},
+        unit="MB/s",
+        worse="lower",
+        factor=_LINK_FACTOR,
+        advice=_NVLINK_ADVICE,
+    )
+    result.add(within)
+    return result
+
+
+def _judge_slow_links(speeds: dict[str, float], slow: Sequence[str]) -> list[Finding]:
+    usual = median_of(speeds.values())
+    expected = f"at least {_LINK_FACTOR:g} times the median, {format_number(usual)} MB/s"
+    named: dict[tuple[str, ...], tuple[str, list[str]]] = {}
+    for node in _nodes_with_all_slow(speeds, slow):
+        links = [link for link in slow if node in link.split(_TO)]
+        shown = ", ".join(f"{speeds[link]:.0f} MB/s from {link}" for link in links[:_MAX_SHOWN])
+        named[node,] = f"all links of {node} are slow: {shown}", links
+    explained = {link for _, links in named.values() for link in links}
+    for link in (link for link in slow if link not in explained):
+        what = f"the link from {link} is slow: {speeds[link]:.0f} MB/s"
+        named[tuple(link.split(_TO))] = what, [link]
+    findings = []
+    for nodes, (what, links) in named.items():
+        is_error = min(speeds[link] for link in links) < _LINK_ERROR_FACTOR * usual
+        severity: Severity = "error" if is_error else "warning"
+        findings.append(Finding(severity, nodes, what, expected, _LINK_ADVICE))
+    return findings
+
+
+def _nodes_with_all_slow(speeds: dict[str, float], slow: Sequence[str]) -> list[str]:
+    """Nodes with several neighbours whose links are all slow, in one direction or both."""
+    found = []
+    for node in dict.fromkeys(end for link in slow for end in link.split(_TO)):
+        sending = [link for link in speeds if link.startswith(f"{node}{_TO}")]
+        receiving = [link for link in speeds if link.endswith(f"{_TO}{node}")]
+        ways = [each for each in (sending, receiving) if len(each) > 1]
+        if any(all(link in slow for link in each) for each in ways):
+            found.append(node)
+    return found
+
+
+def ring_rounds(count: int) -> Iterator[list[tuple[int, int]]]:
+    """Pairs of neighbours in a ring, in rounds in which no node is in two pairs."""
+    if count < 2:
+        return
+    pairs = [(each, (each + 1) % count) for each in range(count if count > 2 else 1)]
+    last = [pairs.pop()] if count > 2 and count % 2 else []
+    yield pairs[0::2]
+    yield from (each for each in (pairs[1::2], last) if each)
+
+
+def _both_ways(pair: tuple[int, int], own: int, context: CheckContext) -> dict[str, float]:
+    """MB/s of what this node sends to the other of a pair; one sends, then the other."""
+    other = pair[1] if own == pair[0] else pair[0]
+    peer, host = context.leaders[other], context.hosts[other]
+    found = {}
+    for sender in pair:
+        if sender == own:
+            found[host] = _send(peer)
+        else:
+            _receive(peer)
+    return found
+
+
+def _send(peer: int) -> float:
+    """MB/s of the best of some bursts: a bad link is bad in all of them, a busy node is not."""
+    load = torch.zeros(_load_bytes(), dtype=torch.uint8, device=_device())
+    reply = torch.zeros(1, device=load.device)
+    _send_burst(load, reply, peer, 1)  # the first one connects
+    once = _send_burst(load, reply, peer, 1)
+    num_sends = int(min(_MAX_SENDS, max(1, _BURST_SECONDS // once)))
+    dist.send(torch.tensor([float(num_sends)], device=load.device), peer)
+    seconds = min(_send_burst(load, reply, peer, num_sends) for _ in range(_NUM_BURSTS))
+    return len(load) * num_sends / 1e6 / seconds
+
+
+def _receive(peer: int) -> None:
+    load = torch.zeros(_load_bytes(), dtype=torch.uint8, device=_device())
+    reply, num_sends = torch.zeros(1, device=load.device), torch.zeros(1, device=load.device)
+    for _ in range(2):
+        _receive_burst(load, reply, peer, 1)
+    dist.recv(num_sends, peer)
+    for _ in range(_NUM_BURSTS):
+        _receive_burst(load, reply, peer, int(num_sends.item()))
+
+
+def _send_burst(load: torch.Tensor, reply: torch.Tensor, peer: int, num_sends: int) -> float:
+    """Seconds until a peer has received all, and has replied."""
+    begun = time.perf_counter()
+    for _ in range(num_sends):
+        dist.send(load, peer)
+    dist.recv(reply, peer)
+    reply.item()  # waits for the GPU
+    return time.perf_counter() - begun
+
+
+def _receive_burst(load: torch.Tensor, reply: torch.Tensor, peer: int, num_sends: int) -> None:
+    for _ in range(num_sends):
+        dist.recv(load, peer)
+    dist.send(reply, peer)
+
+
+def _all_reduce(group: dist.ProcessGroup | None) -> float:
+    """Bus bandwidth in MB/s: 2 (n - 1) / n of the bytes go over each process's link."""
+    load, size = torch.zeros(_load_bytes() // 4, device=_device()), dist.get_world_size(group)
+    dist.all_reduce(load, group=group)
+    _synchronize(load)
+    begun = time.perf_counter()
+    for _ in range(_NUM_ALL_REDUCES):
+        dist.all_reduce(load, group=group)
+    _synchronize(load)
+    seconds = (time.perf_counter() - begun) / _NUM_ALL_REDUCES
+    return 2 * (size - 1) / size * 4 * len(load) / 1e6 / seconds
+
+
+def _within_node(context: CheckContext) -> float | None:
+    """All-reduce bandwidth of the processes of this node; None: it has only one."""
+    found = None
+    for ranks in context.ranks if context.process.world_size > len(context.hosts) else ():
+        group = dist.new_group(list(ranks))  # all processes have to make each group
+        if context.process.rank in ranks and len(ranks) > 1:
+            found = _all_reduce(group)
+    return found
+
+
+def _synchronize(load: torch.Tensor) -> None:
+    if load.is_cuda:
+        torch.cuda.synchronize(load.device)
+
+
+def _device() -> torch.device:
+    """The GPU of this process if NCCL is used."""
+    if _has_nccl():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _has_nccl() -> bool:
+    return "nccl" in str(dist.get_backend_config())
+
+
+def _load_bytes() -> int:
+    return (256 if _device().type == "cuda" else 8) * _MIB

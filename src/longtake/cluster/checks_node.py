@@ -1,0 +1,309 @@
+"""Checks of a node by itself: host name, limits, stack dumps, time synchronization, compute."""
+
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from longtake import stacks
+from longtake.cluster.findings import (
+    CheckContext,
+    CheckResult,
+    Facts,
+    FactsByNode,
+    Finding,
+    NodeMeasure,
+    Severity,
+    SkippedCheck,
+    far_from_median,
+)
+from longtake.config import Recipe
+from longtake.formatting import format_size
+from longtake.health.clock import Chrony, KernelClock, time_daemons
+from longtake.health.network import InfiniBand
+from longtake.health.system import CgroupMemory, LoadProbe, disk_space, read_text
+from longtake.process import num_cores
+
+_GIB = 2**30
+
+
+# --- Host names: the folder of a node in the run directory is called by its host name -------------
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where the processes of one node share memory
+_HOST_NAME_ADVICE = (
+    "Give each node its own name and start again: hostnamectl set-hostname NAME, or the "
+    "container's: docker run --hostname NAME; in Kubernetes pods of a StatefulSet have their own."
+)
+
+
+def measure_host_name(context: CheckContext) -> Facts:
+    """The node's name, and which machine's memory it shares."""
+    try:
+        machine = f"{_BOOT_ID.read_text().strip()} {_SHARED_MEMORY.stat().st_dev}"
+    except OSError:
+        machine = f"of rank {context.process.rank}"  # unknown: it counts as a machine of its own
+    return {"name": socket.gethostname(), "machine": machine}
+
+
+def judge_host_names(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
+    """Processes that were started separately on one machine are one node, of one name."""
+    nodes = defaultdict(list)
+    for node, each in facts.items():
+        nodes[each["name"]].append(node)
+    result = CheckResult()
+    for name, some in nodes.items():
+        machines = {facts[node]["machine"] for node in some}
+        if len(machines) > 1:
+            what = (
+                f"{len(machines)} nodes are called {name}: their watchers would write to one "
+                f"folder, nodes/{name} in the run directory, and no message could distinguish them"
+            )
+            expected = "a host name that no other node has"
+            result.findings.append(Finding("error", tuple(some), what, expected, _HOST_NAME_ADVICE))
+    return result
+
+
+# --- Limits of the system -------------------------------------------------------------------------
+
+_MIN_OPEN_FILES = 4096
+_MIN_SHARED_BYTES = _GIB
+_UNLIMITED = -1
+
+
+def measure_limits(context: CheckContext) -> Facts:
+    """The limits; -1: unlimited."""
+    shared = disk_space(_SHARED_MEMORY).get("disk_size_bytes", 0)
+    memory = CgroupMemory().sample().get("cgroup_memory_limit_bytes")
+    machine = LoadProbe().sample()["memory_size_bytes"]
+    return {
+        "open files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "locked memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "shared memory": int(shared),
+        "memory": int(machine if memory is None else min(memory, machine)),
+        "has_infiniband": bool(InfiniBand().sample()),
+    }
+
+
+def judge_limits(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
+    memory = {node: each["memory"] / _GIB for node, each in facts.items()}
+    result = CheckResult(measures=[NodeMeasure("memory that may be used", "GiB", memory)])
+    if few := _below(facts, "open files", _MIN_OPEN_FILES):
+        what = f"{facts[few[0]]['open files']} files may be open at once"
+        advice = "ulimit -n 65536; for services LimitNOFILE=, for Docker --ulimit nofile=65536."
+        result.findings.append(Finding("warning", few, what, f"{_MIN_OPEN_FILES}", advice))
+    if small := _below(facts, "shared memory", _MIN_SHARED_BYTES):
+        size = format_size(facts[small[0]]["shared memory"])
+        what = f"shared memory has {size}, which NCCL may fill"
+        advice = "Docker: --shm-size 16g or --ipc host; Kubernetes: an emptyDir of medium Memory."
+        result.findings.append(Finding("warning", small, what, "1 GiB", advice))
+    # InfiniBand pins its buffers; without it nothing here is locked.
+    with_ports = {node: each for node, each in facts.items() if each["has_infiniband"]}
+    if not with_ports:
+        result.skipped.append(SkippedCheck("locked memory", "no InfiniBand device"))
+    if limited := _below(with_ports, "locked memory", sys.maxsize):
+        what = f"only {format_size(facts[limited[0]]['locked memory'])} may be locked"
+        advice = "ulimit -l unlimited; Docker: --ulimit memlock=-1; Slurm: PropagateResourceLimits."
+        expected = "unlimited, for InfiniBand"
+        result.findings.append(Finding("warning", limited, what, expected, advice))
+    return result
+
+
+def _below(facts: FactsByNode, name: str, least: int) -> tuple[str, ...]:
+    return tuple(
+        node for node, each in facts.items() if each[name] != _UNLIMITED and each[name] < least
+    )
+
+
+# --- Inspection: py-spy is really tried, as a watcher uses it -------------------------------------
+
+_CHILD = """
+import time
+from longtake.stacks import enable_stack_dumps
+
+def held_here():
+    time.sleep(60)
+
+enable_stack_dumps()
+print("ready", flush=True)
+held_here()
+"""
+_SYS_PTRACE = 19  # from linux/capability.h
+_PTRACE_ADVICE = (
+    "Start the container with --cap-add SYS_PTRACE (Kubernetes: securityContext.capabilities.add), "
+    "and with a seccomp profile that allows ptrace and process_vm_readv."
+)
+
+
+def measure_inspection(context: CheckContext) -> Facts:
+    """How the stacks of a child process can be read, and what decides that."""
+    child = subprocess.Popen(  # noqa: S603 - our own interpreter
+        [sys.executable, "-P", "-c", _CHILD], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        dump = stacks.dump_process(child.pid)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+    is_right = any(f.function == "held_here" for each in dump.threads for f in each.frames)
+    lines = (read_text(Path("/proc/self/status")) or "").splitlines()
+    status = dict(line.split(":", 1) for line in lines if ":" in line)
+    capabilities = int(status.get("CapEff", "0").strip() or "0", 16)
+    return {
+        "method": dump.method if is_right else "none",
+        "may_trace": bool(capabilities >> _SYS_PTRACE & 1),
+        "yama": read_text(Path("/proc/sys/kernel/yama/ptrace_scope")) or "",
+        "seccomp": status.get("Seccomp", "0").strip(),
+        "user": os.getuid(),
+    }
+
+
+def judge_inspection(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
+    result = CheckResult()
+    for node, each in facts.items():
+        if each["method"].startswith("py-spy"):
+            continue
+        reasons = [] if each["may_trace"] else ["CAP_SYS_PTRACE is missing"]
+        if each["yama"] not in ("", "0", "1"):
+            reasons.append(f"kernel.yama.ptrace_scope is {each['yama']}")
+        if each["seccomp"] != "0":
+            reasons.append("a seccomp filter is on")
+        what = (
+            f"py-spy cannot read a process ({'; '.join(reasons) or 'the reason is not known'}). "
+            "Hangs are still found, but stacks come from faulthandler, which shows neither C code "
+            "nor a process that is stopped"
+        )
+        expected = "py-spy can read processes"
+        result.findings.append(Finding("warning", (node,), what, expected, _PTRACE_ADVICE))
+    return result
+
+
+# --- Time synchronization -------------------------------------------------------------------------
+
+_MAX_NTP_OFFSET_SECONDS = 0.001
+_NO_SOURCE_STRATUM = 16
+_TIME_ADVICE = (
+    "Run chrony on every node, with the same servers, `makestep 1.0 3` (step only at the start) "
+    "and without any other program that sets the clock."
+)
+
+
+def measure_time_sync(context: CheckContext) -> Facts:
+    """Which programs set the clock, and what the kernel and chrony report."""
+    return {
+        "daemons": time_daemons(),
+        "kernel": KernelClock().sample(),
+        "chrony": Chrony().sample(),
+    }
+
+
+def judge_time_sync(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
+    """Finds clocks that no program sets, or two, or that are off by chrony's own account."""
+    result = CheckResult()
+    free = tuple(n for n, e in facts.items() if e["kernel"].get("clock_is_synchronised") == 0)
+    if free:
+        daemons = ", ".join(facts[free[0]]["daemons"])
+        running = f"running: {daemons}" if daemons else "no chronyd, ntpd or timesyncd is seen"
+        what = f"no program keeps the clock (adjtimex: not synchronised; {running})"
+        expected = "a clock that follows a source"
+        severity: Severity = "note" if len(facts) == 1 else "warning"
+        result.findings.append(Finding(severity, free, what, expected, _TIME_ADVICE))
+    several = tuple(node for node, each in facts.items() if len(each["daemons"]) > 1)
+    if several:
+        what = f"several programs set the clock: {', '.join(facts[several[0]]['daemons'])}"
+        result.findings.append(Finding("warning", several, what, "one", _TIME_ADVICE))
+    for node, each in facts.items():
+        offset = each["chrony"].get("clock_ntp_offset_seconds", 0.0)
+        if each["chrony"].get("clock_ntp_stratum") == _NO_SOURCE_STRATUM:
+            what = "chrony reaches no source"
+            result.findings.append(Finding("warning", (node,), what, "one", _TIME_ADVICE))
+        elif abs(offset) > _MAX_NTP_OFFSET_SECONDS:
+            what = f"chrony reports that the clock is off by {offset * 1000:+.3f} ms"
+            advice = "See chronyc sources -v."
+            result.findings.append(Finding("warning", (node,), what, "within 1 ms", advice))
+    return result
+
+
+# --- Compute: products of large matrices ----------------------------------------------------------
+
+_CPU_SIZE, _CPU_SECONDS, _CPU_FACTOR = 1024, 0.4, 0.6
+_GPU_SIZE, _GPU_SECONDS, _GPU_FACTOR = 8192, 1.0, 0.93
+_GPU_ERROR_FACTOR = 0.4
+_GPU_ADVICE = "Look at its temperature, power limit and clocks: nvidia-smi -q -d PERFORMANCE,POWER"
+_CPU_ADVICE = "Look for other programs (top), and at its clocks (cpupower frequency-info)."
+
+
+def measure_compute(context: CheckContext) -> Facts:
+    """TFLOP/s of this process's GPU in bf16; without one, of the node's cores in fp32."""
+    gpu = context.process.local_rank
+    if gpu < torch.cuda.device_count():
+        return {"on": "GPU", "tflops": _gpu_tflops(torch.device("cuda", gpu))}
+    if not context.process.is_node_leader:
+        return {"on": "none"}
+    torch.set_num_threads(num_cores())
+    return {"on": "CPU", "tflops": _cpu_tflops()}
+
+
+def judge_compute(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
+    rates = {
+        kind: {who: each["tflops"] for who, each in facts.items() if each["on"] == kind}
+        for kind in ("GPU", "CPU")
+    }
+    result = far_from_median(
+        "matrix products, GPU, bf16",
+        rates["GPU"],
+        unit="TFLOP/s",
+        worse="lower",
+        factor=_GPU_FACTOR,
+        error_factor=_GPU_ERROR_FACTOR,
+        advice=_GPU_ADVICE,
+    )
+    if not rates["GPU"]:
+        result.skipped.append(SkippedCheck("matrix products on GPUs", "no GPU"))
+    cores = far_from_median(
+        "matrix products, CPU, fp32",
+        rates["CPU"],
+        unit="TFLOP/s",
+        worse="lower",
+        factor=_CPU_FACTOR,
+        advice=_CPU_ADVICE,
+    )
+    result.add(cores)
+    return result
+
+
+def _cpu_tflops() -> float:
+    left, right = (torch.rand(_CPU_SIZE, _CPU_SIZE) for _ in range(2))
+    left @ right
+    taken, end = [], time.perf_counter() + _CPU_SECONDS
+    while time.perf_counter() < end:
+        begun = time.perf_counter()
+        left @ right
+        taken.append(time.perf_counter() - begun)
+    return 2 * _CPU_SIZE**3 / median(taken) / 1e12
+
+
+def _gpu_tflops(device: torch.device) -> float:
+    """The median of many products, without the first half, in which clocks settle."""
+    shape, taken = (_GPU_SIZE, _GPU_SIZE), list[float]()
+    with torch.cuda.device(device):  # events belong to the current device of the thread
+        left, right = (torch.rand(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
+        begun = time.perf_counter()
+        while time.perf_counter() - begun < _GPU_SECONDS:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            left @ right
+            end.record()
+            end.synchronize()
+            taken.append(start.elapsed_time(end) / 1000)
+    return 2 * _GPU_SIZE**3 / median(taken[len(taken) // 2 :]) / 1e12

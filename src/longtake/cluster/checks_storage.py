@@ -1,0 +1,402 @@
+"""Checks of disks: clips, space, the run directory and its speed. Imports no torch."""
+
+import hashlib
+import os
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+from longtake.cluster.findings import (
+    CheckContext,
+    CheckResult,
+    Facts,
+    FactsByNode,
+    Finding,
+    NodeMeasure,
+    Severity,
+    SkippedCheck,
+    far_from_median,
+    same_everywhere,
+)
+from longtake.config import Recipe
+from longtake.data.catalog import Catalog
+from longtake.errors import DataError, LongtakeError
+from longtake.formatting import first_line, format_size
+from longtake.health.system import disk_space, read_seconds, write_sync_seconds
+from longtake.run_dir import RunDirectory
+
+_MIB, _GIB = 2**20, 2**30
+
+# --- Dataset: the catalogs, and a sample of their files -------------------------------------------
+
+_SAMPLE = 64  # clips
+_READ_SECONDS, _READ_BYTES = 1.0, 64 * _MIB  # in all, and of each clip
+_MIN_READ_BYTES = 8 * _MIB
+_READ_FACTOR = 0.5
+_DATASET_ADVICE = (
+    "Mount the same disk at the same place on all nodes, or copy the clips and the catalog."
+)
+_READ_ADVICE = "Look at that node's mount options and its link to the storage."
+
+
+def measure_dataset(context: CheckContext) -> Facts:
+    """Of each catalog: its content, which clips of a sample exist and their sizes, read speed."""
+    if context.recipe is None:
+        return {}
+    sources = context.recipe.data.sources()
+    return {"catalogs": {name: _look_at_catalog(path) for name, path in sources.items()}}
+
+
+def judge_dataset(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
+    result = CheckResult()
+    for name in sorted({name for each in facts.values() for name in each.get("catalogs", {})}):
+        seen = {node: each["catalogs"][name] for node, each in facts.items() if each}
+        result.add(_judge_catalog(name, seen))
+    return result
+
+
+def _judge_catalog(name: str, seen: FactsByNode) -> CheckResult:
+    result = CheckResult()
+    for node, each in seen.items():
+        problem = each.get("problem")
+        if problem is None and each["missing"]:
+            count, sampled = len(each["missing"]), each["sampled"]
+            problem = (
+                f"{count} of {sampled} sampled clips do not exist, such as {each['missing'][0]}"
+            )
+        if problem is not None:
+            result.findings.append(Finding("error", (node,), problem, "", _DATASET_ADVICE))
+    compared = ("fingerprint", "clips", "sampled files")
+    same = {node: {k: each[k] for k in compared} for node, each in seen.items() if "clips" in each}
+    result.add(same_everywhere(f"dataset {name}", same, "error", _DATASET_ADVICE))
+    mounts = {node: {"filesystem": each["filesystem"]} for node, each in seen.items()}
+    result.differences += same_everywhere(f"dataset {name}", mounts, "note", "").differences
+    speeds = {node: each["read"] for node, each in seen.items() if each.get("read")}
+    if not speeds:
+        few = f"the sampled clips have less than {_MIN_READ_BYTES // _MIB} MiB"
+        result.skipped.append(SkippedCheck(f"reading clips of {name}", few))
+    read = far_from_median(
+        f"reading clips of {name}",
+        speeds,
+        unit="MB/s",
+        worse="lower",
+        factor=_READ_FACTOR,
+        advice=_READ_ADVICE,
+    )
+    result.add(read)
+    return result
+
+
+def _look_at_catalog(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"filesystem": _filesystem_of(path)}
+    try:
+        catalog = Catalog.load(path)
+    except DataError as error:
+        return {**found, "problem": str(error)}
+    # Clips spread over all by their identities: the same on every node.
+    rows = range(0, len(catalog), max(1, len(catalog) // _SAMPLE))
+    paths: list[str] = catalog.table["path"].take(list(rows)).to_pylist() if len(catalog) else []
+    sizes = {each: _size(each) for each in dict.fromkeys(paths)}
+    lines = "\n".join(f"{Path(each).name} {size}" for each, size in sizes.items())
+    return {
+        **found,
+        "fingerprint": catalog.fingerprint[:12],
+        "clips": str(len(catalog)),
+        "sampled files": hashlib.sha256(lines.encode()).hexdigest()[:12],
+        "sampled": len(sizes),
+        "missing": [each for each, size in sizes.items() if size is None],
+        "read": _read_speed({each: size for each, size in sizes.items() if size is not None}),
+    }
+
+
+def _size(path: str) -> int | None:
+    try:
+        return Path(path).stat().st_size
+    except OSError:
+        return None
+
+
+def _read_speed(sizes: dict[str, int]) -> float | None:
+    """MB/s of reading files past the page cache, for about a second; None: too few bytes."""
+    seconds, num_bytes = 0.0, 0
+    for path, size in sizes.items():
+        seconds += read_seconds(Path(path), _READ_BYTES)
+        num_bytes += min(size, _READ_BYTES)
+        if seconds > _READ_SECONDS:
+            return num_bytes / 1e6 / seconds
+    return num_bytes / 1e6 / seconds if num_bytes >= _MIN_READ_BYTES else None
+
+
+def _filesystem_of(path: Path) -> str:
+    """Kind and source of the file system that a path is, or would be, on: `nfs4 store:/clips`."""
+    wanted = path.absolute().resolve()
+    above = {str(each) for each in (wanted, *wanted.parents)}
+    found = [each for each in psutil.disk_partitions(all=True) if each.mountpoint in above]
+    if not found:
+        return "unknown"
+    # Of two that are mounted at one place the later one is seen.
+    nearest = max(enumerate(found), key=lambda each: (len(each[1].mountpoint), each[0]))[1]
+    return f"{nearest.fstype} {nearest.device}"
+
+
+# --- Disk space for checkpoints and temporary files -----------------------------------------------
+
+_SHORT_BYTES, _OUT_BYTES = 10 * _GIB, _GIB
+"""Free space that is a warning and an error, where it is not known how much is needed."""
+_MIN_FILES = 10_000
+_BYTES_IN_FP32 = 4
+_OPTIMIZER_BYTES = {"adamw": 8, "muon": 8, "adamw8bit": 2}
+"""Per weight in a checkpoint; Muon's matrices have 4, so it is an upper bound."""
+_SPACE_ADVICE = (
+    "Make room, name another folder with --set out=FOLDER, or keep fewer (checkpoint.keep)."
+)
+
+
+def measure_disk_space(context: CheckContext) -> Facts:
+    """Free space by folder; on rank 0 also the size of a checkpoint."""
+    folders = {"temporary files": Path(tempfile.gettempdir())}
+    if context.recipe is not None:
+        folders["run directory"] = context.recipe.out
+        if context.recipe.data.cache is not None:
+            folders["data.cache"] = context.recipe.data.cache
+    facts: Facts = {"folders": {name: _free(path) for name, path in folders.items()}}
+    if context.recipe is not None and context.process.is_first:
+        facts["checkpoint"] = _checkpoint_size(context.recipe)
+    return facts
+
+
+def judge_disk_space(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
+    """The kept checkpoints, and one that is being written, must fit."""
+    result = CheckResult()
+    known = next((each["checkpoint"] for each in facts.values() if "checkpoint" in each), None)
+    needed = None
+    if recipe is not None and known and known["bytes"]:
+        needed = known["bytes"] * (recipe.checkpoint.keep + 1)
+    if recipe is not None and needed is None and known:
+        why = f"size unknown: {known['source']}"
+        result.skipped.append(SkippedCheck("room for checkpoints", why))
+    for name in sorted({name for each in facts.values() for name in each["folders"]}):
+        free = {n: each["folders"][name] for n, each in facts.items() if name in each["folders"]}
+        result.add(_judge_folder(name, free, needed if name == "run directory" else None))
+    return result
+
+
+def _judge_folder(name: str, free: dict[str, dict[str, int]], needed: int | None) -> CheckResult:
+    short = tuple(node for node, each in free.items() if each["bytes"] < (needed or _SHORT_BYTES))
+    gib = {node: each["bytes"] / _GIB for node, each in free.items()}
+    result = CheckResult(measures=[NodeMeasure(f"free for {name}", "GiB", gib, short)])
+    if short:
+        least = min(free[node]["bytes"] for node in short)
+        what = f"{format_size(least)} are free for {name}"
+        expected = format_size(needed or _SHORT_BYTES)
+        expected += " for checkpoint.keep and one more" if needed else ""
+        severity: Severity = "error" if least < (needed or _OUT_BYTES) else "warning"
+        result.findings.append(Finding(severity, short, what, expected, _SPACE_ADVICE))
+    few = tuple(node for node, each in free.items() if 0 <= each["files"] < _MIN_FILES)
+    if few:
+        what = f"{min(free[node]['files'] for node in few)} more files fit on the disk of {name}"
+        result.findings.append(Finding("warning", few, what, f"{_MIN_FILES}", _SPACE_ADVICE))
+    return result
+
+
+def _free(path: Path) -> dict[str, int]:
+    """Free bytes and files of the disk of a path that may not exist yet; -1 files: no limit."""
+    folder = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    space = disk_space(folder)
+    return {"bytes": int(space["disk_free_bytes"]), "files": int(space.get("disk_free_inodes", -1))}
+
+
+def _checkpoint_size(recipe: Recipe) -> dict[str, int | str | None]:
+    """Bytes of a checkpoint, and how they are known."""
+    run = RunDirectory(recipe.out)
+    if steps := run.checkpoint_steps():
+        files = run.checkpoint_path(steps[-1]).rglob("*")
+        found = sum(path.stat().st_size for path in files if path.is_file())
+        return {"bytes": found, "source": f"the checkpoint of step {steps[-1]}"}
+    try:
+        return {"bytes": _predict_checkpoint(recipe), "source": "predicted from the model"}
+    except (LongtakeError, OSError, ImportError) as error:
+        return {"bytes": None, "source": first_line(error)}
+
+
+def _predict_checkpoint(recipe: Recipe) -> int:
+    """Bytes of trained weights, averages and optimizer states; an upper bound."""
+    from longtake.models.build import outline
+    from longtake.models.trainable import trained_state
+
+    num_weights = sum(value.numel() for value in trained_state(outline(recipe).model).values())
+    num_copies = 1 + len(recipe.ema.averages())
+    per_weight = _BYTES_IN_FP32 * num_copies + _OPTIMIZER_BYTES[recipe.optimizer.kind]
+    return num_weights * per_weight
+
+
+# --- Run directory: rank 0 leaves a file in it, which all other nodes must see --------------------
+
+RUN_DIRECTORY_ADVICE = (
+    "Put `out` on a disk that all nodes share (NFS, Lustre, ...), mounted at the same place, and "
+    "let the user that trains write there."
+)
+_SEE_SECONDS, _POLL_SECONDS = 5.0, 0.1
+_SHOWN_SECONDS, _SLOW_SECONDS = 0.5, 3.0  # until a new file is seen
+
+
+def leave_token(context: CheckContext) -> list[Path]:
+    """Create the run directory if needed, and leave the file in it; OSError if it cannot.
+
+    Returns:
+        The folders that were created, the deepest first.
+    """
+    if context.recipe is None:
+        return []
+    folder = context.recipe.out.absolute()
+    created = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    with _token_path(context).open("w") as file:
+        file.write(context.token)
+        file.flush()
+        os.fsync(file.fileno())
+    return created
+
+
+def remove_token(context: CheckContext, created: list[Path]) -> None:
+    """On rank 0: remove the files of this preflight, and the folders that were created for them."""
+    if context.recipe is None or not context.process.is_first:
+        return
+    with suppress(OSError):
+        for path in context.recipe.out.glob(f"{_token_path(context).name}*"):
+            path.unlink(missing_ok=True)
+        for folder in created:
+            folder.rmdir()
+
+
+def measure_run_directory(context: CheckContext) -> Facts:
+    """Whether and when this node sees the file, and whether it can write."""
+    if context.recipe is None:
+        return {}
+    folder = context.recipe.out
+    return {
+        "path": str(folder.absolute()),
+        "filesystem": _filesystem_of(folder),
+        "exists": folder.is_dir(),
+        "seen_after": _seconds_until_seen(_token_path(context), context.token),
+        "cannot_write": _try_to_write(context),
+    }
+
+
+def judge_run_directory(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
+    """Where no node has the folder it could not be created, which rank 0 has reported."""
+    seen = {node: each for node, each in facts.items() if each}
+    paths = {
+        node: {key: str(each[key]) for key in ("path", "filesystem")} for node, each in seen.items()
+    }
+    path_is_error: dict[str, Severity] = {"path": "error"}
+    result = same_everywhere("run directory", paths, "note", RUN_DIRECTORY_ADVICE, path_is_error)
+    is_somewhere = any(each["exists"] for each in seen.values())
+    for node, each in seen.items() if is_somewhere else ():
+        if problem := _run_directory_problem(each):
+            result.findings.append(Finding("error", (node,), problem, "", RUN_DIRECTORY_ADVICE))
+    late = {node: each["seen_after"] for node, each in seen.items() if each["seen_after"]}
+    slow = tuple(node for node, seconds in late.items() if seconds > _SLOW_SECONDS)
+    if slow:
+        what = f"a new file is seen only after {late[slow[0]]:.1f} s"
+        expected, advice = f"within {_SLOW_SECONDS:g} s", "Mount it with a shorter acdirmax=."
+        result.findings.append(Finding("note", slow, what, expected, advice))
+    if any(seconds > _SHOWN_SECONDS for seconds in late.values()):
+        result.measures.append(NodeMeasure("new file seen after", "s", late, slow))
+    return result
+
+
+def _run_directory_problem(each: Facts) -> str:
+    path = each["path"]
+    if not each["exists"]:
+        return f"{path} does not exist, though the first node created it: it is not shared"
+    if each["cannot_write"]:
+        return f"{path} cannot be written: {each['cannot_write']}"
+    if each["seen_after"] is None:
+        waited = f"{_SEE_SECONDS:g} s"
+        return f"{path} is another folder than on the first node: its file was not seen in {waited}"
+    return ""
+
+
+def _token_path(context: CheckContext) -> Path:
+    assert context.recipe is not None
+    return context.recipe.out / f".longtake_preflight_{context.token}"
+
+
+def _seconds_until_seen(path: Path, token: str) -> float | None:
+    """Seconds until a file is seen with a text in it; None: it is not."""
+    begun = time.monotonic()
+    while (waited := time.monotonic() - begun) < _SEE_SECONDS:
+        with suppress(OSError):
+            if path.read_text() == token:
+                return waited
+        if not path.parent.is_dir():
+            return None
+        time.sleep(_POLL_SECONDS)
+    return None
+
+
+def _try_to_write(context: CheckContext) -> str:
+    """Why no file can be written in the run directory; empty: it can."""
+    path = _token_path(context).with_suffix(f".{context.process.rank}")
+    try:
+        path.write_text(context.token)
+        path.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+# --- Speed of the run directory, on all nodes at once as for a checkpoint -------------------------
+
+_WRITE_SECONDS, _PROBE_BYTES, _MAX_WRITE_BYTES, _NUM_SYNCS = 1.0, 4 * _MIB, 64 * _MIB, 9
+_WRITE_FACTOR, _MIN_WRITE_MB = 0.5, 20.0
+_SYNC_FACTOR, _HARMLESS_SYNC_MS, _MAX_SYNC_MS = 3.0, 20.0, 500.0
+_SPEED_ADVICE = (
+    "Look at that node's mount and its link to the storage; checkpoints wait for the slowest."
+)
+
+
+def measure_disk_speed(context: CheckContext) -> Facts:
+    """MB/s of writing with an fsync at the end, and ms of an fsync after a small write."""
+    if context.recipe is None or not context.recipe.out.is_dir():
+        return {}
+    rank = context.process.rank
+    path = context.recipe.out / f".longtake_preflight_{context.token}_speed_{rank}"
+    try:
+        probe = write_sync_seconds(path, _PROBE_BYTES)
+        num_bytes = int(min(_MAX_WRITE_BYTES, _WRITE_SECONDS / probe * _PROBE_BYTES))
+        write = num_bytes / 1e6 / write_sync_seconds(path, num_bytes)
+        syncs = [write_sync_seconds(path) for _ in range(_NUM_SYNCS)]
+        return {"write": write, "sync_ms": 1000 * median(syncs)}
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def judge_disk_speed(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
+    result = far_from_median(
+        "writing to the run directory",
+        {node: each["write"] for node, each in facts.items() if each},
+        unit="MB/s",
+        worse="lower",
+        factor=_WRITE_FACTOR,
+        limit=_MIN_WRITE_MB,
+        advice=_SPEED_ADVICE,
+    )
+    syncs = far_from_median(
+        "fsync of the run directory",
+        {node: each["sync_ms"] for node, each in facts.items() if each},
+        unit="ms",
+        worse="higher",
+        factor=_SYNC_FACTOR,
+        harmless=_HARMLESS_SYNC_MS,
+        limit=_MAX_SYNC_MS,
+        advice=_SPEED_ADVICE,
+    )
+    result.add(syncs)
+    return result

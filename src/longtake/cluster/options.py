@@ -1,0 +1,115 @@
+"""What `longtake launch` starts: a recipe, on how many ranks of how many nodes, which meet where.
+
+Imports no torch: a login node submits a job, and a wrong option is refused at once.
+"""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from longtake import config
+from longtake.config import Recipe
+from longtake.errors import LongtakeError
+from longtake.run_dir import RunDirectory, beside
+from longtake.trust import load_recipe
+
+DEFAULT_PORT = 29400
+"""Port of the rendezvous if none is given: that of torchrun."""
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """A launch, on this node or as a Slurm job."""
+
+    path: Path  # of the recipe
+    changes: tuple[str, ...]  # of the recipe, `key=value`
+    recipe: Recipe  # with these changes
+    processes: str = "auto"  # ranks per node: a number, or one per GPU
+    nodes: tuple[int, int] = (1, 1)  # at least, and at most
+    endpoint: str = ""  # host:port of the rendezvous; empty: this node alone
+    run_id: str = "longtake"  # distinguishes launches that share a rendezvous
+    max_restarts: int = 3  # of all ranks, without a new checkpoint in between
+    tee: bool = True  # show the output of rank 0 on the terminal
+    trust: bool = False  # run code that a kept recipe names, also if others began its run
+
+    @property
+    def run(self) -> RunDirectory:
+        return RunDirectory(self.recipe.out)
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.nodes[0] < self.nodes[1]
+
+    @property
+    def train_arguments(self) -> list[str]:
+        """The arguments of `longtake` with which each rank is started."""
+        options = [part for change in self.changes for part in ("--set", change)]
+        return ["train", str(self.path), *options, *(["--trust"] if self.trust else [])]
+
+
+def load_for_all_ranks(
+    path: Path, changes: tuple[str, ...], *, fresh: bool, is_alone: bool, trust: bool = False
+) -> tuple[Recipe, tuple[str, ...]]:
+    """The recipe, and the changes with which every rank reads the same, also after a restart.
+
+    Args:
+        path: of the recipe.
+        changes: the user's.
+        fresh: train from scratch, in a new folder beside an existing run.
+        is_alone: only this process chooses that folder.
+        trust: run code that a kept recipe names, also if others began its run.
+
+    Raises:
+        LongtakeError: several nodes would each choose a folder; or the recipe cannot be read.
+    """
+    recipe = load_recipe(path, changes, trust=trust)
+    if not fresh:
+        return recipe, changes
+    if not is_alone:
+        raise LongtakeError(
+            "--fresh with several nodes: each node would choose a free folder by itself. Name one "
+            f"folder for all of them: --set {shlex.quote(f'out={recipe.out}-2')}."
+        )
+    changes = (*changes, f"out={beside(recipe.out)}")
+    return config.load(path, changes), changes
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """`4` is (4, 4), and `2:4` is (2, 4); LongtakeError if it is neither."""
+    found = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text)
+    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= low <= high:
+        raise LongtakeError(
+            f"--nnodes {text}: expected a number of nodes, such as 4, or the fewest and the most, "
+            "such as 2:4."
+        )
+    return low, high
+
+
+def parse_endpoint(text: str | None, nodes: tuple[int, int]) -> str:
+    """`host:port`, with a port; empty for a single node.
+
+    Raises:
+        LongtakeError: several nodes have no endpoint; or it is not HOST:PORT.
+    """
+    if text is None:
+        if nodes == (1, 1):
+            return ""
+        raise LongtakeError(
+            "Several nodes need an address to meet: --rdzv-endpoint HOST:PORT, the same on all of "
+            f"them, where HOST is one of them (port {DEFAULT_PORT} if you have no other)."
+        )
+    host, _, port = text.rpartition(":") if ":" in text else (text, "", str(DEFAULT_PORT))
+    if not host or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
+        raise LongtakeError(
+            f"--rdzv-endpoint {text}: expected HOST:PORT, such as node1:{DEFAULT_PORT}."
+        )
+    return f"{host}:{port}"
+
+
+def parse_processes(text: str) -> str:
+    """A number of ranks per node, or `auto`; LongtakeError if it is neither."""
+    if text != "auto" and not re.fullmatch("[1-9][0-9]{0,5}", text):
+        raise LongtakeError(f"--nproc-per-node {text}: expected a number of processes, or auto.")
+    return text

@@ -1,0 +1,320 @@
+"""The preflight of named nodes: it is started on each over ssh, and rank 0's report comes back.
+
+First every node is asked whether it can take part; the others continue without those that cannot.
+Each process gets its rank in the environment, as torchrun would give it, prints one JSON object,
+and ends with its stdin: nothing else tells it that ssh is gone.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple, NoReturn
+
+from longtake.cluster.findings import CheckResult, Finding, SkippedCheck
+from longtake.cluster.report import PreflightReport, make_report, with_verdict
+from longtake.cluster.topology import HOSTS_VARIABLE
+from longtake.errors import LongtakeError
+from longtake.process import LeftError, leave_on_signals, program
+
+_MAX_AT_ONCE = 64
+_CONNECT_SECONDS = 10
+_ASK_SECONDS = 30.0
+_MARGIN_SECONDS = 30.0  # beyond twice the time limit, for the start of Python and torch
+_OTHERS_SECONDS = 5.0  # after one process failed, for what the others report
+_CLEANUP_SECONDS = 5.0  # of a process whose ssh is gone
+_END_SECONDS = 8.0
+_POLL_SECONDS = 0.05
+_COMMAND_NOT_FOUND, _SSH_FAILED = 127, 255
+_PASSED_VARIABLES = ("PYTHONPATH", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA")
+_ASK = """
+import socket
+import longtake
+with socket.socket() as free:
+    free.bind(("", 0))
+    print(free.getsockname()[1])
+"""
+
+
+def preflight_over_ssh(
+    nodes: Sequence[str],
+    recipe: Path | None,
+    changes: Sequence[str],
+    seconds: float,
+    options: Sequence[str] = (),
+) -> PreflightReport:
+    """Check some nodes from here.
+
+    Args:
+        nodes: names for ssh; the others must resolve the first one too.
+        recipe: its path, on the nodes as here; None: check what every run needs.
+        changes: of the recipe.
+        seconds: how long to wait for a node or a check.
+        options: of ssh, such as `User=me`.
+
+    Returns:
+        The report of rank 0, and which nodes could not take part.
+
+    Raises:
+        LongtakeError: no node is named, or one twice; or there is no ssh here.
+    """
+    begun = time.monotonic()
+    if not nodes or len(set(nodes)) < len(nodes):
+        raise LongtakeError(
+            f"--nodes {','.join(nodes)}: expected names of nodes, each once, such as gpu00,gpu01."
+        )
+    ssh = _ssh_command(options)
+    ask = _on_node([sys.executable, "-P", "-c", _ASK], {})
+    answers = _run_on_all(ssh, dict.fromkeys(nodes, ask), _ASK_SECONDS)
+    there = [node for node in nodes if answers[node].status == 0]
+    findings = [_cannot_take_part(node, answers[node]) for node in nodes if node not in there]
+    report = None
+    if there:
+        port = int(answers[there[0]].out.split()[-1])
+        commands = _commands(there, port, recipe, changes, seconds)
+        limit = 2 * seconds + _MARGIN_SECONDS
+        outputs = _run_on_all(ssh, commands, limit, until_one_fails=True)
+        said = {node: _json_of(each.out) for node, each in outputs.items()}
+        report = next((each["report"] for each in said.values() if "report" in each), None)
+        findings += [] if report else _why_no_report(outputs, said, limit)
+    if report is None:
+        skipped = [SkippedCheck("everything else", "no node reported what it found")]
+        facts = [{"name": node, "processes": 0} for node in nodes]
+        name = None if recipe is None else str(recipe)
+        report = make_report(facts, 0, name, CheckResult(skipped=skipped), 0)
+    else:
+        absent = [node for node in nodes if node not in there]
+        report["nodes"] += [{"name": node, "processes": 0} for node in absent]
+    report["findings"] += [asdict(each) for each in findings]
+    return with_verdict({**report, "seconds": round(time.monotonic() - begun, 2)})
+
+
+# --- On the nodes ---------------------------------------------------------------------------------
+
+
+def preflight_on_node(recipe: Path | None, changes: Sequence[str], seconds: float) -> NoReturn:
+    """What is started on each node: prints `report`, or `error`, as JSON, and ends this process."""
+    from longtake.cluster.preflight import preflight
+    from longtake.cluster.rendezvous import SilentProcessError
+
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    answer: dict[str, Any] = {}
+    with leave_on_signals():
+        try:
+            report, _ = preflight(recipe, changes, seconds)
+            answer = {} if report is None else {"report": report}
+        except SilentProcessError as error:
+            answer = {"error": str(error), "silent": list(error.silent)}
+        except LongtakeError as error:
+            answer = {"error": str(error)}
+        except LeftError:
+            _kill_own_group()
+    print(json.dumps(answer), flush=True)  # noqa: T201 - read at the other end of ssh
+    # Not sys.exit: a check may hang in the kernel, and the thread above in read(2).
+    os._exit("error" in answer)
+
+
+def _end_with_stdin() -> None:
+    """When ssh is gone: clean up, by force after some seconds."""
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_CLEANUP_SECONDS)
+    _kill_own_group()
+
+
+def _kill_own_group() -> NoReturn:
+    """End this process and its children; sshd starts each command in a group of its own."""
+    is_own = os.getpgrp() == os.getpid()
+    os.kill(-os.getpid() if is_own else os.getpid(), signal.SIGKILL)
+    raise SystemExit(1)  # not reached
+
+
+def _commands(
+    nodes: Sequence[str], port: int, recipe: Path | None, changes: Sequence[str], seconds: float
+) -> dict[str, str]:
+    """The command of each node, a shell's; the first one serves the store where all meet."""
+    arguments = [] if recipe is None else [str(recipe)]
+    arguments += [word for each in changes for word in ("--set", each)]
+    command = program("longtake", "preflight", *arguments, "--timeout", f"{seconds:g}", "--relayed")
+    common = {
+        "WORLD_SIZE": str(len(nodes)),
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": nodes[0].rpartition("@")[2],
+        "MASTER_PORT": str(port),
+        HOSTS_VARIABLE: ",".join(nodes),
+    }
+    return {
+        node: _on_node(command, {**common, "RANK": str(rank), "GROUP_RANK": str(rank)})
+        for rank, node in enumerate(nodes)
+    }
+
+
+def _on_node(command: Sequence[str], variables: Mapping[str, str]) -> str:
+    """A command in this folder, with these variables and those that change how nodes connect."""
+    passed = {name: os.environ[name] for name in _PASSED_VARIABLES if os.environ.get(name)}
+    env = [f"{name}={value}" for name, value in {**passed, **variables}.items()]
+    return f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(['env', *env, *command])}"
+
+
+# --- ssh ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Output:
+    """What a command on a node printed; `status` is None if it had to be ended."""
+
+    status: int | None
+    out: str
+    error: str
+
+    @property
+    def last_line(self) -> str:
+        lines = [line.strip() for line in self.error.splitlines() if line.strip()]
+        return lines[-1] if lines else f"exit status {self.status}, without a message"
+
+
+class _RemoteCommand(NamedTuple):
+    process: "subprocess.Popen[bytes]"
+    out: IO[bytes]
+    error: IO[bytes]
+
+
+def _ssh_command(options: Sequence[str]) -> list[str]:
+    program = shutil.which("ssh")
+    if program is None:
+        raise LongtakeError(
+            "--nodes needs the ssh program, which is not installed here. Install it "
+            "(openssh-client), or start the preflight by torchrun or srun."
+        )
+    # BatchMode: ssh fails where it would ask for a password or about an unknown host's key. Options
+    # of the user come first and win.
+    ours = ("BatchMode=yes", f"ConnectTimeout={_CONNECT_SECONDS}", "ServerAliveInterval=5")
+    return [program, "-T", *(word for each in (*options, *ours) for word in ("-o", each))]
+
+
+def _run_on_all(
+    ssh: Sequence[str],
+    commands: Mapping[str, str],
+    seconds: float,
+    *,
+    until_one_fails: bool = False,
+) -> dict[str, _Output]:
+    """Run a command on each node, all at once."""
+    running = {node: _start([*ssh, "--", node, each]) for node, each in commands.items()}
+    end = time.monotonic() + seconds
+    try:
+        while (now := time.monotonic()) < end:
+            statuses = [each.process.poll() for each in running.values()]
+            if None not in statuses:
+                break
+            if until_one_fails and any(statuses):
+                end = min(end, now + _OTHERS_SECONDS)
+            time.sleep(_POLL_SECONDS)
+    finally:
+        with ThreadPoolExecutor(_MAX_AT_ONCE) as pool:
+            outputs = list(pool.map(_end, running.values()))
+    return dict(zip(running, outputs, strict=True))
+
+
+def _start(command: Sequence[str]) -> _RemoteCommand:
+    out, error = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - closed by _end
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=error)  # noqa: S603 - ssh, by its path
+    return _RemoteCommand(process, out, error)
+
+
+def _end(command: _RemoteCommand) -> _Output:
+    """The output of a command; one that still runs ends with its stdin, or is killed."""
+    status = command.process.poll()
+    assert command.process.stdin is not None
+    with suppress(OSError):
+        command.process.stdin.close()
+    try:
+        command.process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        command.process.kill()
+        command.process.wait()
+    texts = []
+    for file in (command.out, command.error):
+        with file:
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    return _Output(status, *texts)
+
+
+# --- What went wrong ------------------------------------------------------------------------------
+
+
+def _json_of(out: str) -> dict[str, Any]:
+    """The JSON object that a process printed; a login shell may have printed something before."""
+    start = f"\n{out}".rfind("\n{")
+    try:
+        found: dict[str, Any] = json.loads(out[start:] if start >= 0 else "")
+    except ValueError:
+        return {}
+    return found
+
+
+def _cannot_take_part(node: str, output: _Output) -> Finding:
+    if output.status is None:
+        what = f"it has not answered within {_ASK_SECONDS:g} s"
+        advice = f"Look at what hangs there: ssh {node}; its disks, and its load."
+        return Finding("error", (node,), what, "an answer", advice, "nodes")
+    what, advice = _explain(node, output.status, output)
+    return Finding("error", (node,), what, "", advice, "nodes")
+
+
+def _explain(node: str, status: int, output: _Output) -> tuple[str, str]:
+    """Why a command could not be run on a node, and what to do."""
+    error, last = output.error, output.last_line
+    if "Host key verification failed" in error or "IDENTIFICATION HAS CHANGED" in error:
+        advice = (
+            f"Connect once by hand (ssh {node}) and compare its key, or let ssh accept new ones: "
+            "--ssh-option StrictHostKeyChecking=accept-new."
+        )
+        return f"ssh does not know its host key, or knows another: {last}", advice
+    if status == _SSH_FAILED and "Permission denied" in error:
+        advice = "Put your public key into its ~/.ssh/authorized_keys; ssh must not have to ask."
+        return f"ssh is not let in without a password: {last}", advice
+    if status == _SSH_FAILED:
+        return f"it cannot be reached by ssh: {last}", f"Try: ssh -o BatchMode=yes {node} true."
+    if status == _COMMAND_NOT_FOUND or "No such file" in last:
+        advice = "The environment, and this folder, must be at the same path on all nodes."
+        return f"{sys.executable} or {Path.cwd()} does not exist there: {last}", advice
+    return f"longtake cannot be imported there: {last}", "Install longtake in that environment."
+
+
+def _why_no_report(
+    outputs: Mapping[str, _Output], said: Mapping[str, Mapping[str, Any]], limit: float
+) -> list[Finding]:
+    """Findings about the nodes that are the reason, not about those that waited for them."""
+    nodes = list(outputs)
+    silent = {nodes[rank] for each in said.values() for rank in each.get("silent", ())}
+    failed = {node for node, each in outputs.items() if each.status and "silent" not in said[node]}
+    unended = {node for node, each in outputs.items() if each.status is None}
+    causes = failed or (silent & unended) or silent or unended or set(nodes)
+    waited = next((each["error"] for each in said.values() if each.get("silent")), "")
+    findings = []
+    for node in (each for each in nodes if each in causes):
+        advice = "Start it there by hand: longtake preflight."
+        if error := said[node].get("error"):
+            what = f"it ended before there was a report: {error}"
+        elif outputs[node].status is not None:
+            what = f"it ended before there was a report: {outputs[node].last_line}"
+        else:
+            what = f"it has not ended within {limit:g} s, or was ended because of another"
+            what += f": {waited}" if waited else ""
+            advice = f"Look at what hangs there: ssh {node}; its disks, and its load."
+        findings.append(Finding("error", (node,), what, "", advice, "nodes"))
+    return findings

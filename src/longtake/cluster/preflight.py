@@ -1,0 +1,289 @@
+"""Checks all nodes before a run: the table of checks, and one process's way through them.
+
+Every stage ends when rank 0 has the facts of all processes. So nodes measure at the
+same time, and a process that does not come back is named with what it was doing.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from longtake import config
+from longtake.cluster import checks_network as network
+from longtake.cluster import checks_node as node
+from longtake.cluster import checks_software as software
+from longtake.cluster import checks_storage as storage
+from longtake.cluster.findings import (
+    Check,
+    CheckContext,
+    CheckResult,
+    Facts,
+    Finding,
+    SkippedCheck,
+)
+from longtake.cluster.rendezvous import Rendezvous, SilentProcessError
+from longtake.cluster.report import PreflightReport, make_report
+from longtake.cluster.topology import find_process, group_by_node
+from longtake.config import Recipe
+from longtake.errors import LongtakeError
+from longtake.formatting import first_line, join_words
+
+CHECKS: tuple[Check, ...] = (
+    Check("host names", node.measure_host_name, node.judge_host_names),
+    Check("environment", software.measure_environment, software.judge_environment),
+    Check("packages", software.measure_packages, software.judge_packages),
+    Check("code", software.measure_code, software.judge_code),
+    Check("recipe", software.measure_recipe, software.judge_recipe),
+    Check("dataset", storage.measure_dataset, storage.judge_dataset),
+    Check("disk space", storage.measure_disk_space, storage.judge_disk_space),
+    Check("limits", node.measure_limits, node.judge_limits),
+    Check("inspection", node.measure_inspection, node.judge_inspection),
+    Check("time sync", node.measure_time_sync, node.judge_time_sync),
+    Check("network devices", network.measure_devices, network.judge_devices),
+    Check("addresses", network.measure_addresses, network.judge_addresses),
+    Check("run directory", storage.measure_run_directory, storage.judge_run_directory, "together"),
+    Check("disk speed", storage.measure_disk_speed, storage.judge_disk_speed, "together"),
+    Check("compute", node.measure_compute, node.judge_compute, "together", each="rank"),
+    Check("clocks", network.measure_clocks, network.judge_clocks, "connected"),
+    Check("links", network.measure_links, network.judge_links, "connected", each="rank"),
+)
+"""In this order; consecutive checks that are `independent` are one stage."""
+
+_RUN_DIRECTORY = "run directory"
+_OWN_SHARE = 0.8
+"""Share of the time limit that the checks of a process take, so that it can report a hang."""
+_SECONDS_TO_LET_GO = 0.1  # see parallel.mesh.join
+
+
+@dataclass
+class _Measured:
+    """What was measured; by all on rank 0, elsewhere only by this process."""
+
+    checks: list[Check] = field(default_factory=list)
+    facts: dict[str, dict[str, Facts]] = field(default_factory=dict)
+    """By check, then by node or process."""
+    skipped: list[SkippedCheck] = field(default_factory=list)
+    is_hanging: bool = False
+
+    def judge(self, check: Check, recipe: Recipe | None) -> CheckResult:
+        """The result of a check, with an error for each node that could not measure."""
+        facts = self.facts[check.name]
+        good = {who: each for who, each in facts.items() if "failed" not in each}
+        result = check.judge(good, recipe) if good else CheckResult()
+        for who in facts.keys() - good.keys():
+            what = f"{check.name} could not be checked: {facts[who]['failed']}"
+            result.findings.append(Finding("error", (who,), what))
+        result.findings = [replace(each, check=check.name) for each in result.findings]
+        return result
+
+
+def preflight(
+    path: Path | None = None, changes: Sequence[str] = (), seconds: float = 120.0
+) -> tuple[PreflightReport | None, bool]:
+    """Check this node, or all nodes together with the processes that were started like this one.
+
+    Args:
+        path: of the recipe; None: check what every run needs.
+        changes: of the recipe, such as `training.steps=100`.
+        seconds: how long to wait for any process and any check.
+
+    Returns:
+        The report, on rank 0 only; and whether a check of this process still hangs, so that the
+        process has to end without waiting for its threads.
+
+    Raises:
+        LongtakeError: a process has not come, or rank 0 cannot be reached; for a single process:
+            the recipe cannot be used.
+    """
+    begun = time.monotonic()
+    rendezvous = Rendezvous(find_process(), seconds)
+    context = _context(rendezvous, path, changes)
+    measured, silent = _Measured(), list[Finding]()
+    created, not_writable = _leave_token(context)
+    try:
+        _measure_all(rendezvous, context, measured)
+    except SilentProcessError as error:
+        nodes = tuple(dict.fromkeys(context.node_of(rank) for rank in error.silent))
+        advice = "Look at what hangs there: longtake stacks --pid, ps, dmesg."
+        silent = [Finding("error", nodes, str(error), "an answer", advice, "silence")]
+    finally:
+        storage.remove_token(context, created)
+    report = None
+    if context.process.is_first:
+        result = CheckResult(skipped=list(measured.skipped))
+        for check in measured.checks:
+            result.add(measured.judge(check, context.recipe))
+        if not any(each.check == _RUN_DIRECTORY for each in result.findings):
+            result.findings += not_writable
+        result.findings += silent
+        name = None if path is None else str(path)
+        taken = time.monotonic() - begun
+        described = _describe_nodes(measured, context)
+        report = make_report(described, context.process.world_size, name, result, taken)
+    _leave(rendezvous, measured)
+    return report, measured.is_hanging
+
+
+def _context(rendezvous: Rendezvous, path: Path | None, changes: Sequence[str]) -> CheckContext:
+    process = rendezvous.process
+    recipe, problem = None, ""
+    if path is not None:
+        try:
+            recipe = config.load(path, changes)
+        except LongtakeError as error:
+            if process.world_size == 1:
+                raise
+            problem = str(error)
+    hosts, ranks = rendezvous.from_first("nodes", group_by_node(rendezvous.came))
+    own = next(each for each in ranks if process.rank in each)
+    return CheckContext(
+        process=replace(process, local_rank=own.index(process.rank)),
+        recipe=recipe,
+        recipe_path=path,
+        recipe_problem=problem,
+        token=rendezvous.from_first("token", secrets.token_hex(6)),
+        seconds=rendezvous.seconds,
+        hosts=hosts,
+        ranks=ranks,
+    )
+
+
+def _leave_token(context: CheckContext) -> tuple[list[Path], list[Finding]]:
+    """On rank 0: the folders that were created for the token, and why it could not be left."""
+    if not context.process.is_first:
+        return [], []
+    try:
+        return storage.leave_token(context), []
+    except OSError as error:
+        assert context.recipe is not None
+        what = f"{context.recipe.out} cannot be written: {error.strerror or error}"
+        nodes = (context.hosts[0],)
+        return [], [Finding("error", nodes, what, "", storage.RUN_DIRECTORY_ADVICE, _RUN_DIRECTORY)]
+
+
+def _measure_all(rendezvous: Rendezvous, context: CheckContext, measured: _Measured) -> None:
+    """Go through all stages; after SilentProcessError `measured` has what came before."""
+    for stage in _stages([check for check in CHECKS if check.when != "connected"]):
+        _measure_stage(stage, rendezvous, context, measured)
+    if rendezvous.store is None:
+        return
+    connected = [check for check in CHECKS if check.when == "connected"]
+    why = rendezvous.from_first("skip connection", _why_not_connected(measured, "addresses"))
+    if not why:
+        use_nccl = rendezvous.from_first("nccl", _has_gpu_each(measured, context))
+        join = partial(network.connect, store=rendezvous.store, use_nccl=use_nccl)
+        check = Check("connection", join, lambda *_: CheckResult(), "connected", each="rank")
+        _measure_stage([check], rendezvous, context, measured)
+        why = rendezvous.from_first("skip links", _why_not_connected(measured, "connection"))
+    if why:
+        names = join_words(check.name for check in connected)
+        measured.skipped.append(SkippedCheck(names, why))
+        return
+    for stage in _stages(connected):
+        _measure_stage(stage, rendezvous, context, measured)
+
+
+def _why_not_connected(measured: _Measured, name: str) -> str:
+    """On rank 0: why the connected checks are skipped after the check `name`; empty: they run."""
+    check = next((each for each in measured.checks if each.name == name), None)
+    if check is None or not measured.judge(check, None).findings:
+        return ""
+    return f"the check of {name} found errors, so not all processes can connect"
+
+
+def _has_gpu_each(measured: _Measured, context: CheckContext) -> bool:
+    """On rank 0: whether each process has a GPU of its own, so that NCCL can join them."""
+    gpus = {node: each.get("gpus", 0) for node, each in measured.facts["environment"].items()}
+    nodes = zip(context.hosts, context.ranks, strict=True)
+    return dist.is_nccl_available() and all(
+        gpus.get(host, 0) >= len(ranks) for host, ranks in nodes
+    )
+
+
+def _stages(checks: Sequence[Check]) -> list[list[Check]]:
+    stages: list[list[Check]] = []
+    for check in checks:
+        if check.when != "independent" or not stages or stages[-1][0].when != "independent":
+            stages.append([check])
+        else:
+            stages[-1].append(check)
+    return stages
+
+
+def _measure_stage(
+    stage: Sequence[Check], rendezvous: Rendezvous, context: CheckContext, measured: _Measured
+) -> None:
+    """Measure on this process, and collect the facts of all on rank 0."""
+    own: dict[str, Facts] = {}
+    end = time.monotonic() + _OWN_SHARE * rendezvous.seconds
+    for check in stage:
+        if check.each == "node" and not context.process.is_node_leader:
+            continue
+        rendezvous.doing(check.name)
+        left = end - time.monotonic()
+        own[check.name] = measure_within(left if len(stage) == 1 else left / 2, check, context)
+        measured.is_hanging |= "hangs" in own[check.name]
+    rendezvous.doing(f"waiting after {stage[-1].name}")
+    found = rendezvous.gather(f"stage/{stage[-1].name}", own)
+    measured.checks += stage
+    for check in stage:
+        name = context.name_of if check.each == "rank" else context.node_of
+        measured.facts[check.name] = {
+            name(rank): each[check.name] for rank, each in found.items() if check.name in each
+        }
+
+
+def measure_within(seconds: float, check: Check, context: CheckContext) -> Facts:
+    """The facts of a check; `{"failed": why}` if it raises or takes longer.
+
+    It runs in a thread, which is abandoned where it hangs, as on a disk that does not answer.
+    """
+    box: list[Facts] = []
+
+    def measure() -> None:
+        try:
+            box.append(check.measure(context))
+        except Exception as error:  # one check must not hide the others
+            box.append({"failed": f"{type(error).__name__}: {first_line(error)}"})
+
+    thread = threading.Thread(target=measure, name=check.name, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return box[0] if box else {"failed": f"it took longer than {seconds:.3g} s", "hangs": True}
+
+
+def _describe_nodes(measured: _Measured, context: CheckContext) -> list[dict[str, Any]]:
+    """For the report: each node's name, number of processes, versions and digests."""
+    described = []
+    for host, ranks in zip(context.hosts, context.ranks, strict=True):
+        facts = {name: each.get(host, {}) for name, each in measured.facts.items()}
+        described.append(
+            {
+                "name": host,
+                "processes": len(ranks),
+                "packages": facts.get("packages", {}).get("digest"),
+                "recipe": facts.get("recipe", {}).get("digest"),
+                "versions": facts.get("environment", {}).get("versions", {}),
+                "inspection": facts.get("inspection", {}).get("method"),
+                "clock_daemons": facts.get("time sync", {}).get("daemons"),
+            }
+        )
+    return described
+
+
+def _leave(rendezvous: Rendezvous, measured: _Measured) -> None:
+    """Leave the rendezvous and the process group in an order in which no process misses another."""
+    try:
+        rendezvous.close()
+    except SilentProcessError:
+        measured.is_hanging = True
+    if dist.is_initialized() and not measured.is_hanging:
+        dist.destroy_process_group()
+        time.sleep(_SECONDS_TO_LET_GO)

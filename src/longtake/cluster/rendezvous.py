@@ -1,0 +1,199 @@
+"""Where the processes of a preflight meet and exchange facts, so that a silent one gets a name.
+
+A key-value store of torch, not collectives: a collective that one process does not enter says
+nothing about that process; a missing key says who did not write it, and another key what that
+process was doing. Values are JSON.
+"""
+
+import ipaddress
+import json
+import socket
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from longtake.cluster.topology import ProcessInfo, fold_hosts
+from longtake.errors import LongtakeError
+from longtake.formatting import first_line
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_GOODBYE_SECONDS = 5.0
+_MARGIN_SECONDS = 10.0
+"""Other processes wait so much longer than rank 0, which decides who is silent."""
+_POLL_SECONDS = 1.0
+"""Longest wait inside torch, where no signal is handled."""
+_MAX_NAMED = 8
+_BACKLOG = 2048
+
+
+class SilentProcessError(LongtakeError):
+    """Processes did not answer in time.
+
+    Attributes:
+        silent: what each rank was doing; empty for a rank that never came. On other processes
+            than rank 0 there are no ranks.
+    """
+
+    def __init__(self, message: str, silent: dict[int, str]) -> None:
+        super().__init__(message)
+        self.silent = silent
+
+
+class Rendezvous:
+    """All processes of a preflight; a single one needs no store.
+
+    Args:
+        process: this one.
+        seconds: how long to wait for any process.
+
+    Attributes:
+        store: None for a single process.
+        came: on rank 0, by rank: the host and the number of the node.
+
+    Raises:
+        SilentProcessError: a process has not come in time.
+        LongtakeError: the store cannot be reached.
+    """
+
+    def __init__(self, process: ProcessInfo, seconds: float) -> None:
+        self.process = process
+        self.seconds = seconds
+        self.store = None if process.address is None else _store(process, seconds)
+        self.came: dict[int, tuple[str, str]] = {}
+        came = self.gather("arrival", (process.host, process.node))
+        self.came = {rank: (host, node) for rank, (host, node) in came.items()}
+
+    def doing(self, what: str) -> None:
+        """State what this process does next, for the case that it does not come back."""
+        if self.store is not None:
+            self.store.set(f"preflight/doing/{self.process.rank}", what)
+
+    def gather(self, name: str, facts: Any) -> dict[int, Any]:
+        """Collect facts (JSON) on rank 0; returns when those of all processes are there.
+
+        Returns:
+            On rank 0 the facts by rank; elsewhere nothing.
+
+        Raises:
+            SilentProcessError: on all processes, if the facts of one are missing.
+        """
+        if self.store is None:
+            return {0: facts}
+        self.store.set(f"preflight/{name}/{self.process.rank}", json.dumps(facts))
+        if not self.process.is_first:
+            if message := self._read(f"preflight/{name}/silent"):
+                raise SilentProcessError(message, {})
+            return {}
+        found, silent = self._collect(name)
+        if not self.came:
+            self.came = {rank: tuple(each) for rank, each in found.items()}  # names for the message
+        message = self._describe_silent(silent) if silent else ""
+        self.store.set(f"preflight/{name}/silent", json.dumps(message))
+        if silent:
+            raise SilentProcessError(message, silent)
+        return found
+
+    def from_first(self, name: str, value: Any) -> Any:
+        """The value (JSON) of rank 0, on every process; SilentProcessError without rank 0."""
+        if self.store is None:
+            return value
+        if self.process.is_first:
+            self.store.set(f"preflight/{name}", json.dumps(value))
+        return self._read(f"preflight/{name}")
+
+    def close(self) -> None:
+        """Leave once rank 0 has come here; the store may end afterwards."""
+        if self.store is None:
+            return
+        self.from_first("end", True)
+        self.store.set(f"preflight/bye/{self.process.rank}", "")
+        if self.process.serves_store:
+            end = time.monotonic() + _GOODBYE_SECONDS
+            for rank in range(self.process.world_size):
+                self._wait_for(f"preflight/bye/{rank}", end - time.monotonic())
+
+    def _collect(self, name: str) -> tuple[dict[int, Any], dict[int, str]]:
+        assert self.store is not None
+        end = time.monotonic() + self.seconds
+        found, silent = {}, {}
+        for rank in range(self.process.world_size):
+            key, doing = f"preflight/{name}/{rank}", f"preflight/doing/{rank}"
+            if self._wait_for(key, end - time.monotonic()):
+                found[rank] = json.loads(self.store.get(key))
+            else:
+                is_known = self.store.check([doing])
+                silent[rank] = bytes(self.store.get(doing)).decode() if is_known else ""
+        return found, silent
+
+    def _read(self, key: str) -> Any:
+        """A value of rank 0."""
+        assert self.store is not None
+        seconds = self.seconds + _MARGIN_SECONDS
+        if not self._wait_for(key, seconds):
+            message = f"Rank 0, which collects the facts, has not answered for {seconds:.0f} s."
+            raise SilentProcessError(message, {0: ""})
+        return json.loads(self.store.get(key))
+
+    def _wait_for(self, key: str, seconds: float) -> bool:
+        assert self.store is not None
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                if self.store.check([key]):
+                    return True
+                if (left := end - time.monotonic()) <= 0:
+                    return False
+                self.store.wait([key], timedelta(seconds=min(left, _POLL_SECONDS)))
+            except dist.DistStoreError:  # the timeout
+                continue
+            except RuntimeError:  # the connection is lost
+                return False
+
+    def _describe_silent(self, silent: dict[int, str]) -> str:
+        named = [self._name_silent(*each) for each in list(silent.items())[:_MAX_NAMED]]
+        more = f"; and {len(silent) - _MAX_NAMED} more" if len(silent) > _MAX_NAMED else ""
+        return f"Within {self.seconds:g} s there was no answer of {'; '.join(named)}{more}."
+
+    def _name_silent(self, rank: int, doing: str) -> str:
+        expected = self.process.expected_hosts
+        host = self.came[rank][0] if rank in self.came else None
+        if host is None and self.process.world_size == len(expected):
+            host = expected[rank]
+        name = f"{host} (rank {rank})" if host else f"rank {rank}"
+        if host is None and (absent := set(expected) - {host for host, _ in self.came.values()}):
+            name += f" (of the hosts {fold_hosts(absent)})"
+        return f"{name}, which was at: {doing}" if doing else f"{name}, which never came"
+
+
+def _store(process: ProcessInfo, seconds: float) -> "Store":
+    assert process.address is not None
+    host, port = process.address
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host,
+            port,
+            world_size=process.world_size,
+            is_master=process.serves_store,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+            master_listen_fd=_loopback_socket(host, port) if process.serves_store else None,
+        )
+    except (dist.DistError, OSError, RuntimeError) as error:
+        raise LongtakeError(
+            f"{process.host} (rank {process.rank}) cannot reach {host}:{port}, where all processes "
+            f"meet, within {seconds:g} s: {first_line(error)}. Let {process.host} resolve that "
+            "name, and let firewalls pass that port."
+        ) from error
+
+
+def _loopback_socket(host: str, port: int) -> int | None:
+    """A socket that only this machine reaches; None for other hosts: torch listens on all."""
+    try:
+        is_loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, which may be a loopback address on this host alone
+        is_loopback = host == "localhost"
+    return socket.create_server((host, port), backlog=_BACKLOG).detach() if is_loopback else None

@@ -1,0 +1,169 @@
+"""A Slurm job of a launch: the batch file, which people read and edit, and its submission."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from jinja2 import Environment, StrictUndefined
+
+from longtake.cluster.options import LaunchOptions
+from longtake.cluster.topology import FIRST_PORT, NUM_PORTS
+from longtake.errors import LongtakeError, RunError
+from longtake.fsio import make_writable, write_text
+
+_TEMPLATE = Path(__file__).with_name("job.sbatch")
+_COMMENTS: Final = {
+    "ntasks-per-node": "One launcher per node; it starts the ranks",
+    "signal": "To this shell, some time before the limit, so that all ranks can save",
+    "open-mode": "Each start appends to the same log",
+    "exclusive": "Whole nodes: decoding clips takes cores too",
+    "mem": "With all of their memory",
+}
+_MAX_REQUEUES = 3
+"""Starts of a job in a row that may leave no new checkpoint."""
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """What a job requests, and what it runs besides the ranks."""
+
+    gpus: int | None = None  # per node; None: no GPUs are requested
+    cpus: int | None = None  # cores per node; None: whole nodes with all of their memory
+    time: str | None = None  # the limit, as Slurm writes it; None: the partition's
+    flags: tuple[str, ...] = ()  # of sbatch, `name=value` or `name`; they replace ours
+    signal_seconds: int = 300  # before the limit, for saving
+    runs_preflight: bool = True
+    requeues: bool = True  # after the time limit and after failures
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """A launch as a Slurm job; `folder` is where it works, `python` its interpreter."""
+
+    launch: LaunchOptions
+    slurm: SlurmOptions = SlurmOptions()
+    folder: Path = field(default_factory=Path.cwd)
+    python: Path = Path(sys.executable)
+
+    @property
+    def run_path(self) -> Path:
+        return self.launch.recipe.out.absolute()
+
+    @property
+    def path(self) -> Path:
+        return self.run_path / "slurm" / "job.sbatch"
+
+    @property
+    def log(self) -> Path:
+        """Its output; `%j` is the number of the job."""
+        return self.run_path / "slurm" / "job_%j.log"
+
+    def script(self) -> str:
+        """The text of the batch file; LongtakeError if a flag or a name cannot be written in it."""
+        recipe = self.launch.path.absolute()
+        if any(ord(letter) < 32 for letter in f"{recipe}{self.run_path}{self.python}"):
+            raise LongtakeError(
+                f"A job cannot be written for {str(recipe)!r} and the run {str(self.run_path)!r}: "
+                "their names have control characters. Rename them."
+            )
+        template = Environment(  # noqa: S701 - no page: values are quoted for a shell
+            trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
+        ).from_string(_TEMPLATE.read_text(encoding="utf-8"))
+        text: str = template.render(
+            recipe=shlex.quote(str(recipe)),
+            changes=[shlex.quote(change) for change in self.launch.changes],
+            run=shlex.quote(str(self.run_path)),
+            python=shlex.quote(str(self.python)),
+            path=shlex.quote(str(self.path)),
+            directives=[
+                line for name, value in self._flags().items() for line in _directive(name, value)
+            ],
+            nodes=self.launch.nodes[1],
+            processes=shlex.quote(self.launch.processes),
+            cores="" if self.slurm.cpus is None else f" --cpus-per-task={self.slurm.cpus}",
+            max_restarts=self.launch.max_restarts,
+            max_requeues=_MAX_REQUEUES,
+            first_port=FIRST_PORT,
+            num_ports=NUM_PORTS,
+            runs_preflight=self.slurm.runs_preflight,
+            requeues=self.slurm.requeues,
+            trust=self.launch.trust,
+        )
+        return text
+
+    def write(self) -> None:
+        """Write the batch file; RunError if the run directory cannot be written."""
+        text = self.script()
+        try:
+            make_writable(self.path.parent)
+            write_text(self.path, text)
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be written: {error.strerror or error}.") from error
+
+    def submit(self) -> str:
+        """Submit the written file; returns the number of the job.
+
+        Raises:
+            LongtakeError: there is no Slurm here, or it refuses the job.
+        """
+        program = shutil.which("sbatch")
+        if program is None:
+            raise LongtakeError(
+                f"There is no sbatch here, so {self.path} was written and not submitted. Submit it "
+                "where Slurm is, or print it with --dry-run."
+            )
+        command = [program, "--parsable", str(self.path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - ours
+        if done.returncode:
+            raise LongtakeError(f"Slurm refuses {self.path}: {done.stderr.strip()}")
+        return done.stdout.strip().partition(";")[0]
+
+    def _flags(self) -> dict[str, str]:
+        """Flags of sbatch; a flag of the user replaces ours."""
+        slurm = self.slurm
+        flags = {
+            "job-name": self.run_path.name,
+            "chdir": str(self.folder),
+            "output": str(self.log),
+            "open-mode": "append",
+            "nodes": str(self.launch.nodes[1]),
+            "ntasks-per-node": "1",
+            "signal": f"B:USR1@{slurm.signal_seconds}",
+            "requeue" if slurm.requeues else "no-requeue": "",
+        }
+        flags |= {"time": slurm.time} if slurm.time else {}
+        flags |= {} if slurm.gpus is None else {"gpus-per-node": str(slurm.gpus)}
+        whole = {"exclusive": "", "mem": "0"}
+        flags |= whole if slurm.cpus is None else {"cpus-per-task": str(slurm.cpus)}
+        return {**flags, **dict(map(_parse_flag, slurm.flags))}
+
+
+def _parse_flag(flag: str) -> tuple[str, str]:
+    name, _, value = flag.lstrip("-").partition("=")
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+        raise LongtakeError(
+            f"--sbatch {flag}: expected a flag of sbatch, such as reservation=mine."
+        )
+    return name, value
+
+
+def _directive(name: str, value: str) -> Iterator[str]:
+    if "\n" in value or "\r" in value:
+        raise LongtakeError(f"sbatch's --{name} cannot hold a line break: {value!r}.")
+    if name in _COMMENTS:
+        yield f"# {_COMMENTS[name]}:"
+    yield f"#SBATCH --{name}{f'={_quoted(value)}' if value else ''}"
+
+
+def _quoted(value: str) -> str:
+    """As sbatch reads it: between double quotes, a backslash before each of them."""
+    if re.fullmatch(r"[\w@%+=:,./-]+", value):
+        return value
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

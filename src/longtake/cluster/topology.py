@@ -1,0 +1,183 @@
+"""Which process runs on which node, by the environment of torchrun, of Slurm or of neither.
+
+Also how lists of hosts are written, in Slurm's short form and in our messages. Imports no torch.
+"""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
+
+from longtake.errors import LongtakeError
+
+FIRST_PORT, NUM_PORTS = 20_000, 10_000
+"""Ports of our rendezvous in a Slurm job, which follow from its number."""
+HOSTS_VARIABLE: Final = "LONGTAKE_HOSTS"
+"""In the environment of a preflight over ssh: the hosts of all ranks, joined by commas."""
+
+_LOOPBACK = "127.0.0.1"
+_MAX_GROUPS = 4
+_MAX_SPANS = 8
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """A process among those that were started together."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0  # on its node; rank 0 there measures what the node's processes share
+    host: str = ""
+    node: str = ""  # number of the node, as torchrun or Slurm counts; empty: unknown
+    address: tuple[str, int] | None = None  # of the store where all meet; None: it is alone
+    serves_store: bool = False
+    expected_hosts: tuple[str, ...] = ()  # known before all have come; empty: unknown
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_node_leader(self) -> bool:
+        return self.local_rank == 0
+
+
+def find_process(environment: Mapping[str, str] | None = None) -> ProcessInfo:
+    """This process; `environment` replaces os.environ.
+
+    Raises:
+        LongtakeError: a variable that torchrun or Slurm sets is missing or is not a number.
+    """
+    env = os.environ if environment is None else environment
+    try:
+        if "RANK" in env and "WORLD_SIZE" in env:
+            return _started_by_torchrun(env)
+        if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+            return _started_by_slurm(env)
+    except (KeyError, ValueError) as error:
+        raise LongtakeError(
+            f"The environment of torchrun or Slurm is incomplete: {error}. Start it by torchrun, "
+            "by srun, with --nodes, or without any of their variables (RANK, WORLD_SIZE, SLURM_*)."
+        ) from error
+    return ProcessInfo(host=socket.gethostname())
+
+
+def _started_by_torchrun(env: Mapping[str, str]) -> ProcessInfo:
+    rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    if world_size == 1:
+        return ProcessInfo(host=socket.gethostname())
+    agent_serves = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return ProcessInfo(
+        rank=rank,
+        world_size=world_size,
+        local_rank=int(env.get("LOCAL_RANK", "0")),
+        host=socket.gethostname(),
+        node=env.get("GROUP_RANK", ""),
+        address=(env["MASTER_ADDR"], int(env["MASTER_PORT"])),
+        serves_store=rank == 0 and not agent_serves,
+        expected_hosts=tuple(filter(None, env.get(HOSTS_VARIABLE, "").split(","))),
+    )
+
+
+def _started_by_slurm(env: Mapping[str, str]) -> ProcessInfo:
+    rank, hosts = int(env["SLURM_PROCID"]), tuple(expand_hosts(env["SLURM_STEP_NODELIST"]))
+    port = FIRST_PORT + int(env.get("SLURM_JOB_ID", "0")) % NUM_PORTS
+    first = hosts[0] if len(hosts) > 1 else _LOOPBACK  # which no other machine can reach
+    return ProcessInfo(
+        rank=rank,
+        world_size=int(env["SLURM_STEP_NUM_TASKS"]),
+        local_rank=int(env["SLURM_LOCALID"]),
+        host=socket.gethostname(),
+        node=env.get("SLURM_NODEID", ""),
+        address=(env.get("MASTER_ADDR", first), int(env.get("MASTER_PORT", port))),
+        serves_store=rank == 0,
+        expected_hosts=hosts,
+    )
+
+
+def group_by_node(came: Mapping[int, tuple[str, str]]) -> tuple[list[str], list[list[int]]]:
+    """Names of the nodes, that of rank 0 first, and the ranks on each.
+
+    Args:
+        came: by rank, the name of the host and the number of the node, which may be empty. Of
+            several nodes of one name, such as containers, the later ones get a number.
+    """
+    together: dict[tuple[str, str], list[int]] = {}
+    for rank in sorted(came):
+        together.setdefault(came[rank], []).append(rank)
+    names: list[str] = []
+    for host, _ in together:
+        taken = sum(name == host or name.startswith(f"{host} (") for name in names)
+        names.append(f"{host} ({taken + 1})" if taken else host)
+    return names, list(together.values())
+
+
+def expand_hosts(text: str) -> Iterator[str]:
+    """The hosts of a list of Slurm, such as `gpu[01-03,07],login1`, in its order."""
+    if (program := shutil.which("scontrol")) and text:
+        command = [program, "show", "hostnames", text]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - fixed arguments
+        if done.returncode == 0:
+            yield from done.stdout.split()
+            return
+    for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
+        yield from _expand(part)
+
+
+def _expand(part: str) -> Iterator[str]:
+    """`a[1-2]b[3,4]` is a1b3, a1b4, a2b3, a2b4."""
+    found = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", part)
+    if found is None:
+        yield part
+        return
+    before, spans, after = found.groups()
+    for span in spans.split(","):
+        low, _, high = span.partition("-")
+        for number in range(int(low), int(high or low) + 1):
+            for rest in _expand(after):
+                yield f"{before}{number:0{len(low)}d}{rest}"
+
+
+def fold_hosts(hosts: Iterable[str]) -> str:
+    """Names on one short line; those that differ in their last number are folded: gpu[0-6,12]."""
+    ordered = sorted(
+        hosts, key=lambda name: [_by_number(part) for part in re.split(r"(\d+)", name)]
+    )
+    groups = [_fold(list(some)) for _, some in groupby(ordered, key=_around_number)]
+    more = len(groups) - _MAX_GROUPS
+    return ", ".join(groups[:_MAX_GROUPS]) + (f" and {more} groups more" if more > 0 else "")
+
+
+def _by_number(part: str) -> tuple[int, str]:
+    """Sorts gpu2 before gpu10."""
+    return (int(part), "") if part.isdecimal() else (-1, part)
+
+
+def _around_number(name: str) -> tuple[str, str]:
+    """What stands before and after the last number of a name."""
+    found = _last_number(name)
+    return (found[1], found[3]) if found else (name, "")
+
+
+def _last_number(name: str) -> "re.Match[str] | None":
+    return re.fullmatch(r"(.*?)(\d+)(\D*)", name)
+
+
+def _fold(names: Sequence[str]) -> str:
+    if len(names) < 3:
+        return ", ".join(names)
+    before, after = _around_number(names[0])
+    spans: list[list[str]] = []
+    for number in (found[2] for found in map(_last_number, names) if found):
+        if spans and int(number) == int(spans[-1][-1]) + 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    shown = [span[0] if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans]
+    shown = shown if len(shown) <= _MAX_SPANS else [*shown[:_MAX_SPANS], "..."]
+    return f"{before}[{','.join(shown)}]{after}"

@@ -1,1 +1,0 @@
-"""Whether the nodes are fit for a run, before it begins."""

@@ -1,0 +1,79 @@
+"""What is concluded from what a node measured of itself; what this machine measures is JSON."""
+
+from tests.cluster.build import severities
+
+from longtake.cluster.checks_node import (
+    judge_compute,
+    judge_host_names,
+    judge_inspection,
+    judge_limits,
+    judge_time_sync,
+)
+
+_GIB = 2**30
+
+
+def test_two_nodes_of_one_name() -> None:
+    """Nodes that share their host name are an error, with both and what to do; others are none.
+
+    Processes that were started apart on one machine share more than its name: they are one node.
+    """
+    one, other = ({"name": "gpu07", "machine": each} for each in ("m1 25", "m2 25"))
+    third = {"name": "gpu08", "machine": "m3 25"}
+    [finding] = judge_host_names({"gpu07": one, "gpu07 (2)": other, "gpu08": third}, None).findings
+    assert (finding.severity, finding.nodes) == ("error", ("gpu07", "gpu07 (2)"))
+    assert "2 nodes are called gpu07" in finding.what
+    assert "nodes/gpu07" in finding.what
+    assert "hostnamectl set-hostname" in finding.advice
+    assert not judge_host_names({"gpu07": one, "gpu07 (2)": one, "gpu08": third}, None).findings
+
+
+def test_limits_that_are_too_low() -> None:
+    """Few open files and a small /dev/shm are warnings; locked memory matters with InfiniBand."""
+    usual = {
+        "open files": 65536,
+        "locked memory": 8 * 2**20,
+        "shared memory": 64 * _GIB,
+        "memory": 512 * _GIB,
+        "has_infiniband": False,
+    }
+    low = usual | {"open files": 1024, "shared memory": 64 * 2**20, "has_infiniband": True}
+    result = judge_limits({"a": usual, "b": low}, None)
+    assert severities(result) == [("warning", ("b",))] * 3
+    assert "1024 files" in result.findings[0].what
+    assert "64.00 MiB" in result.findings[1].what
+    assert judge_limits({"a": usual}, None).skipped[0].why == "no InfiniBand device"
+
+
+def test_a_container_without_ptrace() -> None:
+    """The reason is given, and what is used instead of py-spy."""
+    facts = {"method": "none", "may_trace": False, "yama": "2", "seccomp": "2", "user": 1000}
+    fine = facts | {"method": "py-spy --native"}
+    [finding] = judge_inspection({"a": facts, "b": fine}, None).findings
+    assert (finding.severity, finding.nodes) == ("warning", ("a",))
+    for word in ("CAP_SYS_PTRACE", "ptrace_scope is 2", "seccomp", "faulthandler"):
+        assert word in finding.what
+
+
+def test_a_clock_that_no_program_keeps_or_two_or_that_is_off() -> None:
+    """On a single node the first is a note."""
+    kept = {"daemons": ["chronyd"], "kernel": {"clock_is_synchronised": 1.0}, "chrony": {}}
+    free = {"daemons": [], "kernel": {"clock_is_synchronised": 0.0}, "chrony": {}}
+    two = kept | {"daemons": ["chronyd", "ntpd"]}
+    off = kept | {"chrony": {"clock_ntp_offset_seconds": -0.02, "clock_ntp_stratum": 3.0}}
+    result = judge_time_sync({"a": kept, "b": free, "c": two, "d": off}, None)
+    assert severities(result) == [("warning", ("b",)), ("warning", ("c",)), ("warning", ("d",))]
+    assert "-20.000 ms" in result.findings[2].what
+    assert severities(judge_time_sync({"a": free}, None)) == [("note", ("a",))]
+
+
+def test_a_gpu_that_is_slower_than_the_others() -> None:
+    """7 % below the median is much for a GPU, and little for cores that others use too."""
+    gpus = {f"a:{n}": {"on": "GPU", "tflops": 700.0} for n in range(7)}
+    result = judge_compute(gpus | {"a:7": {"on": "GPU", "tflops": 640.0}}, None)
+    assert severities(result) == [("warning", ("a:7",))]
+    assert "640 TFLOP/s" in result.findings[0].what
+    cores = {"a": {"on": "CPU", "tflops": 1.0}, "b": {"on": "CPU", "tflops": 0.9}}
+    result = judge_compute(cores | {"b:1": {"on": "none"}}, None)
+    assert not result.findings
+    assert result.skipped[0].why == "no GPU"

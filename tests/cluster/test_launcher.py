@@ -1,0 +1,222 @@
+"""`longtake launch` with real ranks: stopped, killed, and with mistakes."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from longtake.faults.sandbox import ONE_THREAD, SHORT_RECIPE, TrainingSite
+from longtake.fsio import read_json_lines
+from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeats
+from longtake.process import environment, program
+
+_SECONDS = 300.0
+_RANKS = ("--nproc-per-node", "2")
+_QUICK = ("data.workers=0", "watch.enabled=false", "tracking.tensorboard=false")
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """Exit code and output of a launch."""
+
+    code: int
+    said: str
+
+
+def _launch(
+    site: TrainingSite, *options: str, then: Callable[["subprocess.Popen[str]"], None] | None = None
+) -> LaunchResult:
+    command = program("longtake", "launch", "recipe.toml", *_RANKS, *options)
+    for change in _QUICK:
+        command += ["--set", change]
+    with subprocess.Popen(
+        command,
+        cwd=site.folder,
+        env=environment(**ONE_THREAD),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        if then is not None:
+            then(process)
+        said, _ = process.communicate(timeout=_SECONDS)
+    return LaunchResult(process.returncode, said)
+
+
+def _ranks(site: TrainingSite) -> list[Heartbeat]:
+    found = read_heartbeats(heartbeat_dir(site.run.path))
+    return [heartbeat for heartbeat in found if heartbeat.role == "rank" and heartbeat.is_alive]
+
+
+def _listening(pid: int) -> list[str]:
+    """Addresses at which a process and all its descendants listen."""
+    top = psutil.Process(pid)
+    return [
+        f"{connection.laddr.ip} {process.name()}"
+        for process in (top, *top.children(recursive=True))
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+
+
+def _wait_for_rows(process: "subprocess.Popen[str]", site: TrainingSite, count: int) -> None:
+    until = time.monotonic() + _SECONDS
+    path = site.run.metrics_path
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def site(shapes_catalog: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingSite:
+    """A folder with a recipe, in which a run was begun, stopped, and then lost a rank."""
+    found = TrainingSite(tmp_path_factory.mktemp("site"))
+    found.write_recipe(SHORT_RECIPE.replace("data/catalog.parquet", str(shapes_catalog)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def stopped(site: TrainingSite) -> LaunchResult:
+    """A launch that got SIGUSR1, twice, as from a scheduler."""
+
+    def stop(process: "subprocess.Popen[str]") -> None:
+        _wait_for_rows(process, site, 3)
+        (site.folder / "listening").write_text("\n".join(_listening(process.pid)))
+        process.send_signal(signal.SIGUSR1)
+        process.send_signal(signal.SIGUSR1)
+
+    return _launch(site, then=stop)
+
+
+@pytest.fixture(scope="module")
+def restarted(site: TrainingSite, stopped: LaunchResult) -> LaunchResult:
+    """The next launch, one of whose ranks is killed."""
+    before = len(list(read_json_lines(site.run.metrics_path)))
+
+    def kill(process: "subprocess.Popen[str]") -> None:
+        _wait_for_rows(process, site, before + 8)
+        (victim,) = (heartbeat.pid for heartbeat in _ranks(site) if heartbeat.rank == 1)
+        os.kill(victim, signal.SIGKILL)
+
+    return _launch(site, then=kill)
+
+
+def _events(site: TrainingSite, kind: str) -> list[dict[str, object]]:
+    paths = [site.run.events_path, *site.run.path.glob("nodes/*/events.jsonl")]
+    found = [event for path in paths for event in read_json_lines(path)]
+    return [event for event in found if event["event"] == kind]
+
+
+@pytest.mark.slow
+def test_a_signal_lets_all_ranks_save(site: TrainingSite, stopped: LaunchResult) -> None:
+    """It is passed on to all of them; the exit code asks to run the launch again."""
+    assert stopped.code == os.EX_TEMPFAIL, stopped.said
+    (event,) = _events(site, "interrupted")
+    assert event["by"] == "SIGUSR1"
+    assert event["step"] in site.run.checkpoint_steps()
+
+
+@pytest.mark.slow
+def test_a_launch_on_one_node_listens_on_this_machine_only(
+    site: TrainingSite, stopped: LaunchResult
+) -> None:
+    """Neither the launcher nor a rank can be reached from the network; torch would unpickle."""
+    assert stopped.code == 75
+    listening = (site.folder / "listening").read_text().splitlines()
+    assert listening  # rank 0's store
+    assert [each for each in listening if not each.startswith("127.")] == []
+
+
+def test_a_killed_rank_is_named_and_the_run_goes_on(
+    site: TrainingSite, restarted: LaunchResult
+) -> None:
+    """On the terminal, in the log of the rank that waited for it, and in an event."""
+    assert restarted.code == 0, restarted.said
+    named = "Rank 1 of 2 on "
+    assert "killed by SIGKILL" in restarted.said
+    assert "All ranks are started again (1 of 3 times" in restarted.said
+    (event,) = _events(site, "rank_failed")
+    assert (event["rank"], event["kind"]) == (1, "killed")
+    (log,) = (
+        path
+        for path in site.run.path.glob("nodes/*/logs/*/rank_0000.log")
+        if "waited for it at step" in path.read_text()
+    )
+    assert named in log.read_text()
+    assert len(_events(site, "resumed")) == 2
+    assert site.run.metrics()[-1]["step"] == 50
+
+
+@pytest.mark.slow
+def test_each_rank_of_each_start_has_a_log(site: TrainingSite, restarted: LaunchResult) -> None:
+    """Two launches, one of which started its ranks twice; rank 0 was heard on the terminal too."""
+    logs = sorted(site.run.path.glob("nodes/*/logs/*/*.log"))
+    assert [path.name for path in logs] == ["rank_0000.log", "rank_0001.log"] * 3
+    assert "Done: step 50" in logs[-2].read_text()
+    assert "Done: step 50" in restarted.said
+    assert str(Path(*logs[-1].parts[-6:-2])) in restarted.said
+
+
+@pytest.mark.slow
+def test_a_mistake_is_not_tried_again(
+    site: TrainingSite, restarted: LaunchResult, tmp_path: Path
+) -> None:
+    """All ranks refuse it."""
+    ended = _launch(site, "--set", "data.catalog=gone.parquet", "--set", f"out={tmp_path / 'run'}")
+    assert ended.code == 2
+    assert "gone.parquet does not exist" in ended.said
+    assert "nothing is started again" in ended.said
+    assert "Traceback" not in ended.said
+    assert len(list(tmp_path.glob("run/nodes/*/logs/*"))) == 1
+
+
+_TOO_LARGE = """
+import os
+from torch import OutOfMemoryError, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+class Adapter(nn.Module):
+    def __init__(self, width, blocks, latent_channels):
+        super().__init__()
+        self.change = nn.Linear(width, width)
+        self.passes = 0
+
+    def prepare(self, conditioning):
+        return {}
+
+    def forward(self, block, tokens, prepared):
+        is_planned = isinstance(tokens, FakeTensor)
+        self.passes += not is_planned
+        if self.passes > 4 and os.environ["RANK"] == "1":
+            raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has ...")
+        return tokens + self.change(tokens)
+"""
+
+
+@pytest.mark.slow
+def test_out_of_memory_is_explained_and_not_tried_again(site: TrainingSite, tmp_path: Path) -> None:
+    """It names what was planned and what was measured; the same again would end the same way."""
+    (site.folder / "too_large.py").write_text(_TOO_LARGE)
+    within = (
+        "trainable.module=too_large:Adapter",
+        "recompute.memory=1GiB",
+        f"out={tmp_path / 'run'}",
+    )
+    ended = _launch(site, *(part for change in within for part in ("--set", change)))
+    assert ended.code == 2
+    assert re.search(r"Out of memory in step \d+ on rank 1 \(cpu\), .* 2\.00 GiB more", ended.said)
+    assert re.search(r"The plan .* predicts at most .* MiB of a budget of 952\.32 MiB", ended.said)
+    assert "The process took at most" in ended.said
+    assert "recompute.reserve above 0.07" in ended.said
+    assert "nothing is started again" in ended.said
+    assert "Traceback" not in ended.said
+    assert len(list(tmp_path.glob("run/nodes/*/logs/*"))) == 1

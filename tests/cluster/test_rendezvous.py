@@ -1,0 +1,90 @@
+"""How processes meet, and that a silent one is named in time. The store is torch's own."""
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from longtake.cluster.rendezvous import Rendezvous, SilentProcessError
+from longtake.cluster.topology import ProcessInfo
+from longtake.errors import LongtakeError
+
+_SECONDS = 1.0
+
+
+def _processes(count: int) -> list[ProcessInfo]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = ("127.0.0.1", free.getsockname()[1])
+    first = ProcessInfo(0, count, 0, "gpu0", "0", address, serves_store=True)
+    rest = [
+        replace(first, rank=rank, host=f"gpu{rank}", node=str(rank), serves_store=False)
+        for rank in range(1, count)
+    ]
+    return [first, *rest]
+
+
+def test_all_tell_the_first_and_the_first_tells_all() -> None:
+    """Facts come to rank 0 by rank, and nobody goes on before; a value of rank 0 comes to all."""
+
+    def take_part(process: ProcessInfo) -> tuple[dict[int, str], str]:
+        rendezvous = Rendezvous(process, 5.0)
+        told = rendezvous.gather("facts", f"of {process.host}")
+        word: str = rendezvous.from_first("word", f"by {process.host}")
+        rendezvous.close()
+        return told, word
+
+    with ThreadPoolExecutor(3) as pool:
+        first, second, third = pool.map(take_part, _processes(3))
+    assert first == ({0: "of gpu0", 1: "of gpu1", 2: "of gpu2"}, "by gpu0")
+    assert second == third == ({}, "by gpu0")
+
+
+def test_one_alone_waits_for_nobody() -> None:
+    """Without a store the first is all there is."""
+    rendezvous = Rendezvous(ProcessInfo(host="laptop"), _SECONDS)
+    assert rendezvous.gather("facts", [1]) == {0: [1]}
+    assert rendezvous.from_first("word", "x") == "x"
+    rendezvous.close()
+
+
+def test_a_process_that_does_not_come_back_is_named_with_what_it_did() -> None:
+    """Rank 0 says which node is silent and at what, within the time; the others hear of it."""
+    silent = threading.Event()
+
+    def take_part(process: ProcessInfo) -> str:
+        rendezvous = Rendezvous(process, _SECONDS)
+        if process.rank == 2:
+            rendezvous.doing("dataset")
+            silent.wait(600)
+            return ""
+        with pytest.raises(SilentProcessError) as raised:
+            rendezvous.gather("facts", process.rank)
+        return str(raised.value)
+
+    begun = time.monotonic()
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(take_part, process) for process in _processes(3)]
+        said = [each.result() for each in running[:2]]
+        silent.set()
+    assert said[0] == said[1]
+    assert "gpu2 (rank 2), which was at: dataset" in said[0]
+    assert time.monotonic() - begun < 60
+
+
+def test_a_process_that_never_comes_is_named() -> None:
+    """By its host, where Slurm or ssh says on which hosts there should be one."""
+    first = replace(_processes(2)[0], expected_hosts=("gpu0", "gpu1"))
+    with pytest.raises(SilentProcessError, match=r"gpu1 \(rank 1\).*never came") as raised:
+        Rendezvous(first, 0.2)
+    assert raised.value.silent == {1: ""}
+
+
+def test_a_first_process_that_cannot_be_reached() -> None:
+    """Nobody listens where all should meet: an error with address and name, within the time."""
+    second = _processes(2)[1]
+    with pytest.raises(LongtakeError, match=r"gpu1 \(rank 1\) cannot reach 127.0.0.1:\d+"):
+        Rendezvous(second, 0.2)
