@@ -278,6 +278,23 @@ def test_a_kept_process_that_cannot_be_started_is_tried_again(
     assert not (tmp_path / "elsewhere").exists()
 
 
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_kept_process_may_end_well(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With exit code 0 it is done; else it is replaced, here once."""
+    monkeypatch.setattr(process, "_SHORT_DELAY_SECONDS", 0.05)
+    count = "import pathlib, sys; p = pathlib.Path('log'); print(1, flush=True)"
+    program = f"{count}; sys.exit({code} if p.read_text() == '1\\n' else 0)"
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-c", program]
+    kept = KeptProcess("kept", command, tmp_path / "log", inside=tmp_path, until_success=True)
+    kept.start()
+    _until(lambda: kept.is_over)
+    assert kept.wait(60)
+    assert (tmp_path / "log").read_text() == ("1\n1\n" if code else "1\n")
+
+
 def test_a_program_that_ends_often_is_left_alone_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])

@@ -153,6 +153,7 @@ class KeptProcess:
         inside: a folder above `log`; it is not made, and once it is gone nothing is started.
         changes: of this process's environment.
         has_pipe: its stdin is a pipe, which `end` closes; else it is /dev/null.
+        until_success: it is not started again after it has ended with exit code 0.
     """
 
     def __init__(
@@ -164,9 +165,11 @@ class KeptProcess:
         inside: Path,
         changes: Mapping[str, str] | None = None,
         has_pipe: bool = False,
+        until_success: bool = False,
     ) -> None:
         self._name, self._command, self._log, self._inside = name, list(command), log, inside
         self._changes, self._has_pipe = dict(changes or {}), has_pipe
+        self._until_success = until_success
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
@@ -182,7 +185,10 @@ class KeptProcess:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is started any more: after `end`, or without the folder `inside`."""
+        """Whether nothing is started any more.
+
+        After `end`, after exit code 0 where that is the last, or without the folder `inside`.
+        """
         return self._is_over.is_set()
 
     def start(self) -> None:
@@ -208,8 +214,8 @@ class KeptProcess:
         delay = RestartDelay()
         while True:
             delay.started()
-            if self._process is not None:
-                self._process.wait()
+            if self._process is not None and self._process.wait() == 0 and self._until_success:
+                self.end()
             if self._is_over.wait(delay.seconds):
                 return
             with self._lock:

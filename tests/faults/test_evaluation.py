@@ -44,7 +44,7 @@ def test_without_wandb_the_drill_of_a_tracker_is_skipped(
     def refuse(section: TrackingSection) -> None:
         raise RecipeError("tracking.wandb needs W&B")
 
-    monkeypatch.setattr(evaluation, "refuse_missing_wandb", refuse)
+    monkeypatch.setattr(evaluation, "refuse_missing_packages", refuse)
     result = run_drill(all_faults()["tracker-down"], Sandbox(tmp_path, Console(quiet=True)))
     assert result.skipped == "W&B is not installed: pip install 'longtake[wandb]'"
 

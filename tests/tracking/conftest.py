@@ -9,12 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from longtake.config import Recipe
+from longtake.config import Recipe, TrackingSection
 from longtake.data.encode import write_video
 from longtake.evaluation_dir import EvaluationDirectory, Scores, cursor_path
+from longtake.lease import Lease
 from longtake.run_dir import Metrics, RunDirectory
 from longtake.tracking.feed import Feed
+from longtake.tracking.reader import Cursor
 from longtake.tracking.tensorboard import TensorBoard
 
 
@@ -90,19 +93,46 @@ def _write_scores(folder: Path, preset: str, step: int, key: str, names: list[st
     (folder / "scores.json").write_text(json.dumps(scores))
 
 
-@pytest.fixture(scope="session")
-def tell_tensorboard() -> Callable[..., None]:
-    """Tells TensorBoard what a run has gained, as a follower does between start and end."""
+@pytest.fixture
+def make_feed() -> Callable[..., Feed]:
+    """Makes the feed of a run's TensorBoard: `make_feed(run, lease)`."""
 
-    def tell(run: RunDirectory) -> None:
-        tracker = TensorBoard(run)
-        feed = Feed(run, tracker, cursor_path(run, tracker.name))
+    def make(run: RunDirectory, lease: Lease | None = None) -> Feed:
+        return Feed(run, "tensorboard", TensorBoard(run, TrackingSection()), lease)
+
+    return make
+
+
+@pytest.fixture
+def send_to_tensorboard(make_feed: Callable[..., Feed]) -> Callable[..., None]:
+    """Sends TensorBoard what a run has gained, as a follower does between start and end."""
+
+    def send(run: RunDirectory) -> None:
+        feed = make_feed(run)
         feed.start()
         feed.finish()
         assert feed.join(30.0)
         assert feed.is_over
 
-    return tell
+    return send
+
+
+@pytest.fixture(scope="session")
+def scalars() -> Callable[..., dict[int, float]]:
+    """A scalar of a run's TensorBoard by step: `scalars(run, "eval/demo/motion", "eval")`."""
+
+    def read(run: RunDirectory, tag: str = "train/loss", folder: str = ".") -> dict[int, float]:
+        path = run.tensorboard_path / folder
+        events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+        return {event.step: event.value for event in events.Scalars(tag)}
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def cursor() -> Callable[..., Cursor]:
+    """How far a run's tracker was sent: `cursor(run, "wandb")`."""
+    return lambda run, name="tensorboard": Cursor.load(cursor_path(run, name))
 
 
 @pytest.fixture(scope="session")
@@ -120,7 +150,7 @@ def until() -> Callable[..., None]:
 
 @pytest.fixture
 def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A W&B server that nobody can reach: nothing listens at its port."""
+    """A W&B server that cannot be reached: nothing listens at its port."""
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):

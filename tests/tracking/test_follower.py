@@ -1,165 +1,229 @@
-"""The follower as a process: one writes at a time, and what it has told outlives it."""
+"""One process at a time writes to a run's trackers, and what it has sent outlives it."""
 
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+import pytest
 
-from longtake.evaluation_dir import cursor_path, writer_path
-from longtake.lease import Leases, history
+from longtake.config import TrackingSection
+from longtake.evaluation_dir import writer_path
+from longtake.lease import Leases, history, kept, newest
 from longtake.run_dir import RunDirectory
-from longtake.tracking import cursor
-from longtake.tracking.process import Follower
-from longtake.tracking.turn import Turn
+from longtake.tracking import follower
+from longtake.tracking.follower import Follower, Followers, Shutdown, follow
+from longtake.tracking.reader import Cursor
+
+Scalars = Callable[..., dict[int, float]]
+
+_CHANGED = """
+import os, sys
+from longtake.tracking import follower
+{changes}
+os._exit(follower.main(sys.argv[1:]))
+"""
 
 
-def _steps(run: RunDirectory, tag: str = "train/loss", folder: str = ".") -> list[int]:
-    path = run.tensorboard_path / folder
-    events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
-    return [event.step for event in events.Scalars(tag)]
+def _changed(**changes: float) -> str:
+    """A program that is the follower with other constants."""
+    lines = [f"follower.{name} = {value}" for name, value in changes.items()]
+    return _CHANGED.format(changes="\n".join(lines))
 
 
 def _writer(run: RunDirectory) -> dict[str, Any]:
-    """The lease of who writes; empty if nobody does."""
-    newest = (history(writer_path(run)) or [{"ended": "never begun"}])[-1]
-    return {} if newest["ended"] else newest
+    """The lease of the process that writes; empty if none does."""
+    found = newest(writer_path(run)) or {"ended": "never begun"}
+    return {} if found["ended"] else found
 
 
-def _told(run: RunDirectory) -> int:
-    return cursor.load(cursor_path(run, "tensorboard")).metrics_offset
+def _roles(run: RunDirectory) -> list[str]:
+    return [each["role"] for each in history(writer_path(run))]
 
 
-def test_an_evaluators_follower_gives_way_to_the_trainers(
+# --- The process ------------------------------------------------------------------------------
+
+
+def test_an_evaluators_follower_ends_when_a_launch_begins(
     run: RunDirectory,
     add_steps: Callable[..., None],
     add_result: Callable[..., Path],
+    scalars: Scalars,
     until: Callable[..., None],
 ) -> None:
-    """One writes at a time; whoever comes next goes on where the one before has ended."""
+    """One writes at a time, and the next continues where the one before has ended."""
     evaluators, trainers = Follower(run, "evaluator"), Follower(run, "trainer")
     evaluators.start()
     until(lambda: _writer(run).get("role") == "evaluator")
     add_result(run, "demo", 6)
     trainers.start()
+    run.append_event("launched")
     until(lambda: _writer(run).get("role") == "trainer")
+    until(lambda: evaluators.is_over)
     add_steps(run, range(1, 40))
     trainers.close(30.0)
-    until(lambda: _writer(run).get("role") == "evaluator")
-    assert not (run.path / "tracking" / "wanted").exists()
     add_result(run, "demo", 12)
+    evaluators = Follower(run, "evaluator")
+    evaluators.start()
+    until(lambda: _writer(run).get("role") == "evaluator")
     evaluators.close(30.0)
-    assert _steps(run) == list(range(1, 40))
-    assert sorted(_steps(run, "eval/demo/motion", "eval")) == [6, 12]
-    roles = [each["role"] for each in history(writer_path(run))]
-    assert roles == ["evaluator", "trainer", "evaluator"]
+    assert list(scalars(run)) == list(range(1, 40))
+    assert sorted(scalars(run, "eval/demo/motion", "eval")) == [6, 12]
+    assert _roles(run) == ["evaluator", "trainer", "evaluator"]
+
+
+def test_a_trainers_follower_ends_only_at_a_later_launch(
+    run: RunDirectory, until: Callable[..., None]
+) -> None:
+    """Its own launch is none, and what cannot be sent is retried for a minute without another."""
+    run.tensorboard_path.write_text("in the way")
+    run.append_event("rolled_back", step=3, message="The loss rose.")
+    with Shutdown(None) as shutdown:
+        threading.Thread(target=lambda: _relaunch(run, shutdown, until), daemon=True).start()
+        assert follow(run, "trainer", TrackingSection(), shutdown)
+    assert shutdown.requested_seconds < follower._MAX_END_SECONDS
+    assert list(history(writer_path(run))[-1]["troubles"]) == ["tensorboard"]
+
+
+def _relaunch(run: RunDirectory, shutdown: Shutdown, until: Callable[..., None]) -> None:
+    run.append_event("launched")
+    try:
+        until(lambda: _writer(run).get("troubles"))
+    finally:
+        shutdown.request("a test")
+    while _writer(run):
+        time.sleep(0.2)
+        run.append_event("resumed")
+
+
+def test_an_evaluators_follower_ends_when_a_tracker_cannot_be_reached(
+    run: RunDirectory, add_steps: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another machine's may have a network or a key; the lease says what is wrong."""
+    monkeypatch.setattr(follower, "_MAX_TROUBLE_SECONDS", 0.1)
+    add_steps(run, range(1, 4))
+    run.tensorboard_path.write_text("in the way")
+    with Shutdown(None) as shutdown:
+        assert follow(run, "evaluator", TrackingSection(), shutdown)
+    (lease,) = history(writer_path(run))
+    assert (lease["ended"], list(lease["troubles"])) == ("released", ["tensorboard"])
 
 
 def test_a_trainers_end_does_not_wait_for_a_follower_that_cannot_write(
-    run: RunDirectory, add_steps: Callable[..., None], until: Callable[..., None]
+    run: RunDirectory,
+    add_steps: Callable[..., None],
+    cursor: Callable[..., Cursor],
+    until: Callable[..., None],
 ) -> None:
     """Another process has the lease and keeps it: the trainer's follower is left to itself."""
     add_steps(run, range(1, 5))
     other = Leases(20.0, {"role": "trainer", "caught_up": True}).take(writer_path(run))
     assert other is not None
-    follower = Follower(run, "trainer")
-    follower.start()
-    assert follower.pid is not None
-    follower.close(600.0)  # the test's own time limit ends a wait
-    assert psutil.pid_exists(follower.pid)
+    trainers = Follower(run, "trainer")
+    trainers.start()
+    assert trainers.pid is not None
+    trainers.close(600.0)  # the test's own time limit ends a wait
+    assert psutil.pid_exists(trainers.pid)
     other.end("released")
-    until(lambda: _told(run))
+    until(lambda: cursor(run).metrics_offset)
 
 
-def test_one_that_is_killed_is_replaced_and_nothing_is_told_twice(
-    run: RunDirectory, add_steps: Callable[..., None], until: Callable[..., None]
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_one_that_is_killed_is_replaced_and_nothing_is_sent_twice(
+    run: RunDirectory,
+    number: signal.Signals,
+    add_steps: Callable[..., None],
+    scalars: Scalars,
+    cursor: Callable[..., Cursor],
+    until: Callable[..., None],
 ) -> None:
-    """Within seconds; a second start is none."""
-    follower = Follower(run, "trainer")
-    follower.start()
-    follower.start()
+    """Schedulers signal all processes, and the training still saves."""
+    trainers = Follower(run, "trainer")
+    trainers.start()
+    trainers.start()
     add_steps(run, range(1, 20))
-    until(lambda: _told(run))
-    first = follower.pid
+    until(lambda: cursor(run).metrics_offset)
+    first = trainers.pid
     assert first is not None
-    os.kill(first, signal.SIGKILL)
+    os.kill(first, number)
     add_steps(run, range(20, 40))
-    until(lambda: follower.pid != first)
-    follower.close(30.0)
-    assert _steps(run) == list(range(1, 40))
-    assert [each["ended"] for each in history(writer_path(run))] == [None, "released"]
+    until(lambda: trainers.pid != first)
+    trainers.close(30.0)
+    assert list(scalars(run)) == list(range(1, 40))
+    released = None if number == signal.SIGKILL else "released"
+    assert [each["ended"] for each in history(writer_path(run))] == [released, "released"]
 
 
 def test_a_full_disk_keeps_it_waiting(
-    run: RunDirectory, add_steps: Callable[..., None], until: Callable[..., None]
+    run: RunDirectory,
+    add_steps: Callable[..., None],
+    scalars: Scalars,
+    cursor: Callable[..., Cursor],
+    until: Callable[..., None],
 ) -> None:
-    """The same process goes on when there is room again; what was in its way is said."""
+    """The same process continues when there is room again; the log says what was wrong."""
     in_the_way = run.path / "tracking" / "writer"
     in_the_way.parent.mkdir()
     in_the_way.write_text("")
-    follower = Follower(run, "trainer")
-    follower.start()
+    following = Follower(run, "trainer")
+    following.start()
     add_steps(run, range(1, 4))
     log = run.path / "tracking" / "follower.log"
     until(lambda: log.exists() and "cannot be written" in log.read_text())
-    first = follower.pid
+    first = following.pid
     in_the_way.unlink()
-    until(lambda: _told(run))
-    follower.close(30.0)
-    assert follower.pid == first
-    assert _steps(run) == [1, 2, 3]
+    until(lambda: cursor(run).metrics_offset)
+    following.close(30.0)
+    assert following.pid == first
+    assert list(scalars(run)) == [1, 2, 3]
 
 
 def test_it_ends_with_a_run_that_is_deleted(
-    run: RunDirectory, add_steps: Callable[..., None], until: Callable[..., None]
+    run: RunDirectory,
+    add_steps: Callable[..., None],
+    cursor: Callable[..., Cursor],
+    until: Callable[..., None],
 ) -> None:
     """Nothing of the run is made anew, and no other process is started."""
-    follower = Follower(run, "evaluator")
-    follower.start()
+    following = Follower(run, "evaluator")
+    following.start()
     add_steps(run, range(1, 20))
-    until(lambda: _told(run))
+    until(lambda: cursor(run).metrics_offset)
     shutil.rmtree(run.path)
-    until(lambda: follower.is_over)
-    assert follower.pid is not None
-    assert not psutil.pid_exists(follower.pid)
+    until(lambda: following.is_over)
+    assert following.pid is not None
+    assert not psutil.pid_exists(following.pid)
     assert not run.path.exists()
 
 
-_IMPATIENT = """
-import sys
-from longtake.tracking import follower
-from longtake.tracking.__main__ import leave, main
-follower._SECONDS_TO_GIVE_WAY = 0.2
-leave(main(sys.argv[1:]))
-"""
-
-
-def test_one_that_cannot_end_its_writing_gives_the_lease_to_nobody_while_it_lives(
+def test_one_that_cannot_end_its_writing_gives_the_lease_to_no_other_while_it_lives(
     run: RunDirectory, add_steps: Callable[..., None], until: Callable[..., None], tmp_path: Path
 ) -> None:
-    """Its process ends instead; then another has the lease."""
+    """It ends instead: two would write at a time, its thread and the next follower."""
     run.tensorboard_path.mkdir()
-    for second in range(int(time.time()), int(time.time()) + 600):  # it waits for a free one
+    for second in range(int(time.time()), int(time.time()) + 600):  # none is free to begin a file
         (run.tensorboard_path / f"events.out.tfevents.{second}.x").touch()
     add_steps(run, range(1, 4))
-    command = [sys.executable, "-c", _IMPATIENT, str(run.path), "--as", "evaluator"]
+    command = [sys.executable, "-c", _changed(_MAX_CLOSE_SECONDS=0.2)]
+    command += [str(run.path), "--as", "evaluator"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
-        trainers = Turn(run, "trainer")
+        leases = Leases(20.0, {"role": "trainer"})
         try:
             until(lambda: _writer(run))
-            until(lambda: trainers.take() is not None)
+            run.append_event("launched")
+            until(lambda: leases.take(writer_path(run)) is not None)
+            assert process.wait(30) == 1
         finally:
-            process.kill()  # it has ended
-            trainers.leave()
+            process.kill()
         assert process.stderr is not None
-        assert "does not come to its end" in process.stderr.read()
+        assert "tensorboard does not end in 0.2 s" in process.stderr.read()
     assert [each["ended"] for each in history(writer_path(run))] == [None, None]
 
 
@@ -167,36 +231,142 @@ _PARENT = """
 import sys, time
 from pathlib import Path
 from longtake.run_dir import RunDirectory
-from longtake.tracking.process import Follower
-follower = Follower(RunDirectory(Path(sys.argv[1])), "trainer")
-follower.start()
-print(follower.pid, flush=True)
+from longtake.tracking.follower import Follower
+following = Follower(RunDirectory(Path(sys.argv[1])), "trainer")
+following.start()
+print(following.pid, flush=True)
 time.sleep(60)
 """
 
 
-def test_it_outlives_a_killed_training_until_all_is_told(
-    run: RunDirectory, add_steps: Callable[..., None], until: Callable[..., None], tmp_path: Path
+def test_it_outlives_a_killed_training_until_all_is_sent(
+    run: RunDirectory,
+    add_steps: Callable[..., None],
+    scalars: Scalars,
+    until: Callable[..., None],
+    tmp_path: Path,
 ) -> None:
     """And no longer: the rows of a launch that was killed are there a moment later."""
     command = [sys.executable, "-c", _PARENT, str(run.path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path) as parent:
         assert parent.stdout is not None
-        follower = psutil.Process(int(parent.stdout.readline()))
+        process = psutil.Process(int(parent.stdout.readline()))
         add_steps(run, range(1, 30))
         parent.kill()
-    until(lambda: not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE)
-    assert _steps(run) == list(range(1, 30))
+    until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+    assert list(scalars(run)) == list(range(1, 30))
 
 
-def test_none_is_started_where_nothing_is_to_be_told(small_recipe: Callable[..., Any]) -> None:
-    """The recipe wants neither tracker: no process, no file."""
+def test_it_never_imports_torch_nor_what_is_not_wanted() -> None:
+    """Readers of a run do not wait for torch, nor for W&B."""
+    code = (
+        "import sys, longtake.tracking.follower, longtake.tracking.tensorboard;"
+        "sys.exit(bool({'torch', 'wandb', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- Who starts it ----------------------------------------------------------------------------
+
+
+def test_none_is_started_without_a_tracker(small_recipe: Callable[..., Any]) -> None:
+    """No process, no file."""
     recipe = small_recipe()
     run = RunDirectory(recipe.out)
     run.path.mkdir()
     run.create(recipe)
-    follower = Follower(run, "trainer")
-    follower.start()
-    assert follower.pid is None
-    follower.close()
+    following = Follower(run, "trainer")
+    following.start()
+    assert following.pid is None
+    following.close()
     assert not (run.path / "tracking").exists()
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation server looks all the time, and its followers end soon."""
+    code = _changed(_MAX_TROUBLE_SECONDS=0.2, _MAX_END_SECONDS=0.2)
+    monkeypatch.setattr(follower, "program", lambda _, *given: [sys.executable, "-c", code, *given])
+    monkeypatch.setattr(follower, "_SERVER_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(follower, "_FREE_SECONDS", 0.3)
+    monkeypatch.setattr(follower, "_QUIET_SECONDS", 0.3)
+
+
+def _serve(
+    followers: Followers, run: RunDirectory, is_so: Callable[[], object], seconds: float = 60
+) -> None:
+    """Look at a run again and again, as long as it exists, until something is so."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end
+        followers.serve([run] if run.exists() else [])
+        time.sleep(0.05)
+
+
+def _evaluated(cursor: Cursor) -> list[int]:
+    return sorted(step for _, step, _ in cursor.evaluations)
+
+
+@pytest.mark.usefixtures("brief")
+def test_a_server_starts_one_for_each_new_result_and_for_what_is_left_at_its_end(
+    run: RunDirectory, add_result: Callable[..., Path], cursor: Callable[..., Cursor]
+) -> None:
+    with Followers() as followers:
+        for count in (1, 2):
+            add_result(run, "demo", 10 * count)
+            _serve(followers, run, lambda: _evaluated(cursor(run))[count - 1 :])  # noqa: B023
+            _serve(followers, run, lambda: not _writer(run))
+        count = len(history(writer_path(run)))
+        add_result(run, "demo", 30)
+    assert _evaluated(cursor(run)) == [10, 20, 30]
+    assert len(history(writer_path(run))) == count + 1
+
+
+@pytest.mark.usefixtures("brief")
+def test_a_server_starts_none_while_another_has_the_lease_or_soon_after(
+    run: RunDirectory,
+    add_result: Callable[..., Path],
+    cursor: Callable[..., Cursor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A training's follower has precedence, and gets the lease when it ends and begins again."""
+    monkeypatch.setattr(follower, "_FREE_SECONDS", 1.5)
+    add_result(run, "demo", 10)
+    leases = Leases(1.0, {"role": "trainer", "caught_up": True})
+    with Followers() as followers:
+        for _ in range(2):
+            lease = leases.take(writer_path(run))
+            assert lease is not None
+            with kept(lease):
+                for _ in range(40):  # 2 s
+                    followers.serve([run])
+                    time.sleep(0.05)
+            lease.end("released")
+            followers.serve([run])
+        assert _roles(run) == ["trainer", "trainer"]
+        _serve(followers, run, lambda: _evaluated(cursor(run)) == [10])
+        assert _roles(run) == ["trainer", "trainer", "evaluator"]
+
+
+@pytest.mark.usefixtures("brief")
+def test_a_server_tries_a_tracker_again_that_could_not_be_reached(
+    run: RunDirectory, add_result: Callable[..., Path], cursor: Callable[..., Cursor]
+) -> None:
+    """Though nothing is new."""
+    run.tensorboard_path.write_text("in the way")
+    add_result(run, "demo", 10)
+    with Followers() as followers:
+        _serve(followers, run, lambda: len(history(writer_path(run))) == 2)
+        run.tensorboard_path.unlink()
+        _serve(followers, run, lambda: _evaluated(cursor(run)) == [10])
+
+
+@pytest.mark.usefixtures("brief")
+def test_a_run_that_is_deleted_does_not_come_back(run: RunDirectory) -> None:
+    """Its follower ends, and makes no folder anew."""
+    with Followers() as followers:
+        _serve(followers, run, lambda: _writer(run))
+        pid = history(writer_path(run))[-1]["pid"]
+        shutil.rmtree(run.path)
+        _serve(followers, run, lambda: not psutil.pid_exists(pid))
+    assert not run.path.exists()

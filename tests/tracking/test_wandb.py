@@ -9,16 +9,14 @@ from typing import Any
 
 import psutil
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from longtake.config import TrackingSection
-from longtake.errors import RecipeError
-from longtake.evaluation_dir import cursor_path, writer_path
+from longtake.evaluation_dir import writer_path
 from longtake.lease import history
 from longtake.run_dir import RunDirectory
-from longtake.tracking import cursor
-from longtake.tracking.process import Follower
-from longtake.tracking.wandb_access import missing_key, refuse_missing_wandb
+from longtake.tracking.follower import Follower
+from longtake.tracking.reader import Cursor
+from longtake.tracking.wandb import missing_key
 from longtake.tracking.wandb_file import WandbFile
 
 _OFFLINE = TrackingSection(wandb="offline")
@@ -40,9 +38,9 @@ def _is_rising(rows: list[dict[str, Any]]) -> bool:
     return numbers == sorted(set(numbers))
 
 
-def _tell(run: RunDirectory, section: TrackingSection, role: Any = "evaluator") -> None:
-    """What is new, by a follower that ends when it has told it."""
-    follower = Follower(run, role, section)
+def _send(run: RunDirectory, section: TrackingSection) -> None:
+    """Send what is new, by a follower that ends when it has."""
+    follower = Follower(run, "evaluator", section)
     follower.start()
     follower.close(60.0)
     _wait_for_end(follower)
@@ -73,7 +71,7 @@ def test_a_training_and_an_evaluator_write_one_run(
     trainers.close(30.0)
     until(lambda: history(writer_path(run))[-1]["ended"])
     add_result(run, "demo", 12)
-    _tell(run, _OFFLINE)
+    _send(run, _OFFLINE)
     assert len([rows for rows in _segments(run) if rows]) >= 2  # W&B may have been begun again
     rows = _rows(run)
     assert _is_rising(rows)
@@ -86,6 +84,7 @@ def test_a_training_and_an_evaluator_write_one_run(
     assert len(steps) + len(results) == len(rows)
     last = results[-1]
     assert (last["eval/demo/brightness"], last["eval/demo/held_out/mean"]) == (12.25, 0.5)
+    assert last["eval/demo/alarms"] == "brightness at 12"
     video = last["eval/demo/00_s0"]
     assert (video["_type"], video["caption"]) == ("video-file", "a red disc (seed 0)")
     (kept,) = run.path.glob(f"wandb/*run-*/files/{video['path']}")
@@ -98,9 +97,11 @@ def test_what_an_unreachable_server_has_missed_is_sent_later(
     run: RunDirectory,
     add_steps: Callable[..., None],
     add_result: Callable[..., Path],
+    scalars: Callable[..., dict[int, float]],
+    cursor: Callable[..., Cursor],
     until: Callable[..., None],
 ) -> None:
-    """TensorBoard has all of it meanwhile, and whoever ends the launch is not kept waiting."""
+    """TensorBoard has all of it meanwhile, and the end of the launch does not wait."""
     follower = Follower(run, "trainer", _ONLINE)
     follower.start()
     add_steps(run, range(1, 20))
@@ -111,13 +112,12 @@ def test_what_an_unreachable_server_has_missed_is_sent_later(
     follower.close(30.0)
     lease = history(writer_path(run))[-1]
     assert list(lease["troubles"]) == ["wandb"]
-    board = EventAccumulator(str(run.tensorboard_path), size_guidance={"scalars": 0}).Reload()
-    assert [event.step for event in board.Scalars("train/loss")] == list(range(1, 40))
-    assert cursor.load(cursor_path(run, "wandb")) == cursor.Position()
+    assert list(scalars(run)) == list(range(1, 40))
+    assert cursor(run, "wandb") == Cursor()
     assert follower.pid is not None
     os.kill(follower.pid, signal.SIGTERM)
     _wait_for_end(follower)
-    _tell(run, _OFFLINE)
+    _send(run, _OFFLINE)
     rows = _rows(run)
     assert [row["train/step"] for row in rows if "train/step" in row] == list(range(1, 40))
     assert [row["eval/checkpoint_step"] for row in rows if "eval/preset" in row] == [6]
@@ -146,22 +146,12 @@ def test_a_kill_neither_repeats_nor_loses_a_row(
     add_steps(run, range(190, 220), loss=2.0)
     follower.close(30.0)
     _wait_for_end(follower)
-    _tell(run, _OFFLINE)
+    _send(run, _OFFLINE)
     rows = _rows(run)
     assert _is_rising(rows)
     lines = run.metrics_path.read_text().splitlines()
     written = [json.loads(line)["step"] for line in lines]
     assert [row["train/step"] for row in rows] == written
-
-
-def test_it_is_said_before_the_first_step_that_wandb_is_not_installed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With what to do; without W&B in the recipe nothing is missed."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RecipeError, match=r"W&B is not installed.*longtake\[wandb\]"):
-        refuse_missing_wandb(_OFFLINE)
-    refuse_missing_wandb(TrackingSection())
 
 
 def test_a_missing_key_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

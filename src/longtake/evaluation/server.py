@@ -27,7 +27,6 @@ from longtake.evaluation.claims import (
     forget_server,
     format_error,
 )
-from longtake.evaluation.followers import Followers
 from longtake.evaluation.mirror import MirrorThread
 from longtake.evaluation.options import ServerOptions, find_runs
 from longtake.evaluation.pending import EvaluationTask, PendingTasks, waiting_steps
@@ -37,6 +36,7 @@ from longtake.fsio import now
 from longtake.process import StopSignal, num_cores
 from longtake.progress import phase_lines
 from longtake.run_dir import RunDirectory
+from longtake.tracking.follower import Followers
 from longtake.trust import is_mirror
 
 _BEAT_SECONDS = 1.0

@@ -44,10 +44,10 @@ from longtake.fsio import atomic_write, read_json_lines
 from longtake.lease import history, is_alive, newest
 from longtake.process import program, start
 from longtake.run_dir import RunDirectory
-from longtake.tracking import cursor
-from longtake.tracking.event_file import event_files, events_in
-from longtake.tracking.process import Follower
-from longtake.tracking.wandb_access import refuse_missing_wandb
+from longtake.tracking.follower import Follower
+from longtake.tracking.reader import Cursor
+from longtake.tracking.tensorboard import event_files, events_in
+from longtake.tracking.tracker import refuse_missing_packages
 
 PRESET = "drill"
 PROMPTS = 4  # sampled one by one, so that there is a first video while others are still to come
@@ -564,7 +564,7 @@ def _drifts(run: RunDirectory, step: int) -> list[Alarm]:
 )
 def tracker_down(sandbox: Sandbox) -> Evidence:
     try:
-        refuse_missing_wandb(TrackingSection(wandb="online"))
+        refuse_missing_packages(TrackingSection(wandb="online"))
     except RecipeError as error:
         raise NotPossibleHereError("W&B is not installed: pip install 'longtake[wandb]'") from error
     site, evidence = sandbox.fresh("tracker-down"), Evidence()
@@ -577,7 +577,7 @@ def tracker_down(sandbox: Sandbox) -> Evidence:
                 seen = time.monotonic() - process.began
                 break
         process.finish()
-    told = cursor.load(cursor_path(run, "wandb")).rows
+    told = Cursor.load(cursor_path(run, "wandb")).rows
     _follow_offline(run)
     evidence.expect(seen is not None, "nothing reports that W&B cannot be reached")
     expect_tracked(evidence, run, told)

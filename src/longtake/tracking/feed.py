@@ -1,6 +1,6 @@
-"""One tracker's share of the follower: what is new goes there until it has arrived.
+"""Sends one tracker what a run directory gains, until it has arrived.
 
-In a thread of its own, so that a tracker that cannot be reached keeps no other waiting.
+In a thread of its own, so that a tracker that cannot be reached delays no other.
 """
 
 import threading
@@ -8,59 +8,56 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
+from longtake.evaluation_dir import cursor_path
 from longtake.lease import Lease
 from longtake.run_dir import RunDirectory
-from longtake.tracking import cursor
-from longtake.tracking.cursor import Position
-from longtake.tracking.log import say
-from longtake.tracking.news import News, Reader, Record
-from longtake.tracking.refusals import Refusals
-from longtake.tracking.tracker import Tracker
+from longtake.tracking.reader import Cursor, UpdateReader
+from longtake.tracking.tracker import TrackedRecord, Tracker, log
 
 _POLL_SECONDS = 1.0
 _FIRST_PAUSE_SECONDS = 2.0
-_LONGEST_PAUSE_SECONDS = 120.0
-_SECONDS_BETWEEN_SAVES = 5.0  # of the cursor, while only rows come
+_MAX_PAUSE_SECONDS = 120.0
+_SAVE_SECONDS = 5.0  # between two saves of the cursor, while only rows come
+_MAX_FAILURES = 5
 
 
 class Feed:
-    """Tells one tracker of a run.
+    """Sends to one tracker.
 
     Args:
         run: the run.
-        tracker: to be told.
-        path: of its cursor.
-        lease: of the writer; nothing is noted when another has it. None: nobody else writes.
+        name: of the tracker.
+        tracker: the tracker.
+        lease: the writer's; the cursor stays where it is when another has it. None: there is no
+            other writer.
 
     Attributes:
-        name: the tracker's.
-        trouble: why it could not be told the last time; empty if it could.
-        is_over: whether it has been told everything, and was closed.
+        name: of the tracker.
+        trouble: why it could not be sent to at the last attempt; empty if it could.
+        is_over: whether it has everything, and was closed.
     """
 
     def __init__(
-        self, run: RunDirectory, tracker: Tracker, path: Path, lease: Lease | None = None
+        self, run: RunDirectory, name: str, tracker: Tracker, lease: Lease | None = None
     ) -> None:
-        self.name = tracker.name
-        self._tracker, self._path, self._lease = tracker, path, lease
-        self._reader, self._refusals = Reader(run), Refusals(tracker.name)
-        self._saved = self._kept = self._read = Position()
+        self.name, self.trouble, self.is_over = name, "", False
+        self._run, self._tracker, self._lease = run, tracker, lease
+        self._path, self._reader = cursor_path(run, name), UpdateReader(run)
+        self._saved = self._arrived = self._read = Cursor()
         self._saved_at = float("-inf")
-        self._marks: deque[Position] = deque()
+        self._sent: deque[Cursor] = deque()  # after what was sent, and may not have arrived
         self._next = 0
-        self._is_open = False
+        self._is_open = self._is_last = self._is_abandoned = False
         self._pause = _FIRST_PAUSE_SECONDS
-        self._is_last = self._is_abandoned = self._may_write = False
+        self._rejected: set[str] = set()
+        self._failure, self._num_failures = ("", ""), 0
         self._wake = threading.Event()
-        self.trouble = ""
-        self.is_over = False
-        self._thread = threading.Thread(target=self._keep_telling, name=tracker.name, daemon=True)
+        self._thread = threading.Thread(target=self._send_updates, name=name, daemon=True)
 
     def start(self) -> None:
         """Begin where the cursor says."""
-        self._saved = self._kept = self._read = cursor.load(self._path)
+        self._saved = self._arrived = self._read = Cursor.load(self._path)
         self._thread.start()
 
     def finish(self) -> None:
@@ -69,10 +66,9 @@ class Feed:
             self._is_last = True
             self._wake.set()
 
-    def end_now(self, *, may_write: bool) -> None:
-        """Let it end though it cannot be told now; not `may_write`: somebody else writes."""
-        self._is_abandoned, self._may_write = True, may_write
-        self.finish()
+    def end_now(self) -> None:
+        """Let it end after one more attempt; without one, where another process writes."""
+        self._is_abandoned = self._is_last = True
         self._wake.set()
 
     def join(self, seconds: float) -> bool:
@@ -85,11 +81,11 @@ class Feed:
         """Whether it is over, or nothing can be done about it now."""
         return self.is_over or bool(self.trouble)
 
-    def _keep_telling(self) -> None:
-        while not self._is_abandoned or self._may_write:
+    def _send_updates(self) -> None:
+        while not self._is_abandoned or self._may_write():
             is_last = self._is_last  # asked before it is read what there is
             try:
-                has_more = self._tell(thoroughly=is_last)
+                has_more = self._send(thoroughly=is_last)
                 if is_last and not has_more:
                     self._end()
                     return
@@ -98,103 +94,95 @@ class Feed:
                 self._recover(error)
                 if self._is_abandoned:
                     return
-                self._wait_longer()
-        self._leave()
+                self._wait(self._pause)
+                self._pause = min(2 * self._pause, _MAX_PAUSE_SECONDS)
+        self._close()
 
-    def _tell(self, *, thoroughly: bool) -> bool:
+    def _send(self, *, thoroughly: bool) -> bool:
         """Send what is new, and note what has arrived; whether there may be more."""
-        news = self._reader.read(self._read, thoroughly=thoroughly)
-        self._complain()
-        if news and not self._is_open:
-            self._next = self._tracker.open(self._read)
+        updates = self._reader.read(self._read, thoroughly=thoroughly)
+        while self._reader.warnings:
+            log(self._reader.warnings.pop(0))
+        if updates.records and not self._is_open:
+            self._next = self._tracker.open(self._read.rows)
             self._is_open = True
-        if news:
-            self._write(news)
-        if news.position != self._read:
-            self._read = replace(news.position, rows=self._next)
-            self._marks.append(self._read)
-        if self._marks:
-            self._commit(self._tracker.flush() if self._is_open else self._next)
+        for record in updates.records:
+            self._write(record)
+        if updates.cursor != self._read:
+            self._read = replace(updates.cursor, rows=self._next)
+            self._sent.append(self._read)
+        if self._sent:
+            self._note_arrival(self._tracker.flush() if self._is_open else self._next)
         self._save(at_once=thoroughly)
-        self._went_well()
-        return bool(news)
+        if self.trouble:
+            log(f"{self.name}: it can be reached again.")
+        self.trouble, self._pause = "", _FIRST_PAUSE_SECONDS
+        return bool(updates.records)
 
-    def _write(self, news: News) -> None:
-        for record in news.records():
-            if not self._refusals.is_given_up(record):
-                with self._refusals.noted(record):
-                    self._next += self._put(record)
+    def _write(self, record: TrackedRecord) -> None:
+        """Write a record, unless the tracker has rejected it several times for the same reason.
 
-    def _put(self, record: Record) -> bool:
-        match record:
-            case "row", row:
-                return self._tracker.write_row(self._next, row)
-            case "event", event:
-                return self._tracker.write_event(self._next, event)
-            case _, evaluation:
-                return self._tracker.write_evaluation(self._next, evaluation)
+        Such a record would delay all that come after it for ever. What the system reports, such as
+        a full disk, is not due to the record.
+        """
+        if self._rejected and repr(record) in self._rejected:
+            return
+        try:
+            self._next += self._tracker.write(self._next, record)
+        except Exception as error:
+            if not (isinstance(error, OSError) and error.errno is not None):
+                failure = repr(record), f"{type(error).__name__}: {error}"
+                self._num_failures = self._num_failures + 1 if failure == self._failure else 1
+                self._failure = failure
+                if self._num_failures == _MAX_FAILURES:
+                    self._rejected.add(failure[0])
+                    log(f"{self.name}: rejected, and left out ({failure[1]}): {failure[0][:300]}")
+            raise
 
-    def _commit(self, arrived: int) -> None:
-        """Move on to the last mark up to which everything has arrived."""
-        while self._marks and self._marks[0].rows <= arrived:
-            self._kept = self._marks.popleft()
+    def _note_arrival(self, arrived: int) -> None:
+        while self._sent and self._sent[0].rows <= arrived:
+            self._arrived = self._sent.popleft()
 
     def _save(self, *, at_once: bool) -> None:
-        """Move the cursor to what has arrived; while only rows come, not each time."""
-        has_results = self._kept.evaluations != self._saved.evaluations
-        is_time = time.monotonic() > self._saved_at + _SECONDS_BETWEEN_SAVES
-        is_due = at_once or has_results or is_time
-        if is_due and self._kept != self._saved and self._may_save():
-            cursor.save(self._path, self._kept)
-            self._saved, self._saved_at = self._kept, time.monotonic()
+        """Save how much has arrived; while only rows come, not each time."""
+        has_results = self._arrived.evaluations != self._saved.evaluations
+        is_due = at_once or has_results or time.monotonic() > self._saved_at + _SAVE_SECONDS
+        if is_due and self._arrived != self._saved and self._may_write():
+            self._arrived.save(self._path)
+            self._saved, self._saved_at = self._arrived, time.monotonic()
 
-    def _may_save(self) -> bool:
-        if self._is_abandoned and not self._may_write:
-            return False
-        return self._lease is None or self._lease.is_held
+    def _may_write(self) -> bool:
+        return self._lease is None or (self._lease.is_held and self._run.exists())
 
     def _end(self) -> None:
         if self._is_open:
             self._is_open = False
-            self._commit(self._tracker.close())
-        if self._marks:
-            raise OSError(f"{self.name} has closed without the last rows")
+            self._note_arrival(self._tracker.close())
+        if self._sent:
+            raise OSError(f"{self.name} was closed without the last rows")
         self._save(at_once=True)
         self.is_over = True
 
     def _recover(self, error: Exception) -> None:
-        """Begin again at what has arrived, after a while."""
+        """Begin again after what has arrived."""
         reason = f"{type(error).__name__}: {error}"
         if reason != self.trouble:
-            say(f"{self.name}: {reason}. It is tried again, and told then what it missed.")
+            log(f"{self.name}: {reason}. It is tried again, and then gets all that it missed.")
         self.trouble = reason
-        self._leave()
-        self._read = self._kept
+        self._close()
+        self._read = self._arrived
         self._reader.forget()
-        self._marks.clear()
+        self._sent.clear()
 
-    def _leave(self) -> None:
-        """Close the tracker, if it is open, whatever it says to that."""
+    def _close(self) -> None:
+        """Close the tracker if it is open, whatever that raises."""
         if self._is_open:
             self._is_open = False
             with suppress(Exception):
-                self._commit(self._tracker.close())
+                self._note_arrival(self._tracker.close())
         with suppress(OSError):
             self._save(at_once=True)
-
-    def _wait_longer(self) -> None:
-        self._wait(self._pause)
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
-
-    def _went_well(self) -> None:
-        if self.trouble:
-            say(f"{self.name}: it can be told again.")
-        self.trouble, self._pause = "", _FIRST_PAUSE_SECONDS
 
     def _wait(self, seconds: float) -> None:
         self._wake.wait(seconds)
         self._wake.clear()
-
-    def _complain(self) -> None:
-        while self._reader.complaints:
-            say(self._reader.complaints.pop(0))

@@ -1,106 +1,243 @@
-"""The follower: waits for its turn, tells the trackers, gives the turn back."""
+"""The follower: the one process that writes to a run's trackers, and who starts it.
 
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any
+`python -P -m longtake.tracking.follower RUN --as trainer` follows the run's files. It holds the
+lease `tracking/writer`. A training starts one; an evaluation server starts one for a run without.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
 
 from longtake.config import TrackingSection
-from longtake.evaluation_dir import cursor_path
-from longtake.lease import Lease, kept
-from longtake.run_dir import RunDirectory
+from longtake.errors import LongtakeError
+from longtake.evaluation_dir import EvaluationDirectory, writer_path
+from longtake.fsio import Tail
+from longtake.lease import Lease, Leases, is_alive, kept, newest
+from longtake.process import KeptProcess, StopSignal, program
+from longtake.run_dir import BEGINNINGS, RunDirectory
 from longtake.tracking.feed import Feed
-from longtake.tracking.log import say
-from longtake.tracking.shutdown import Shutdown
-from longtake.tracking.tracker import Tracker
-from longtake.tracking.turn import Role, Turn
+from longtake.tracking.tracker import log, make_trackers, wanted_trackers
 
-LONGEST_END_SECONDS = 60.0
-"""For how long after the end of a launch a tracker that cannot be reached is tried."""
+Role = Literal["trainer", "evaluator"]
 
+_LEASE_SECONDS = 20.0
 _LOOK_SECONDS = 0.5
-_SECONDS_TO_GIVE_WAY = 30.0
-_EVALUATORS_PATIENCE_SECONDS = 2.0
+_LOOK_SECONDS_AT_END = 0.05  # somebody waits
+_MAX_TROUBLE_SECONDS = 60.0  # an evaluator's follower ends then, since another may do better
+_MAX_END_SECONDS = 60.0  # after the end of a launch
+_MAX_CLOSE_SECONDS = 30.0
+_EVALUATOR_WAIT_SECONDS = 30.0  # for the lease, which seemed to be free
+_EVALUATOR_WAIT_SECONDS_AT_END = 2.0
+
+_POLL_SECONDS = 0.02
+_CATCH_UP_SECONDS = 10.0
+_SERVER_LOOK_SECONDS = 5.0
+_FREE_SECONDS = 30.0  # longer than a lease lasts without a beat
+_QUIET_SECONDS = 60.0
+_MAX_RETRY_SECONDS = 600.0
+# W&B: share nothing with a process above that uses it too; print and report nothing.
+_QUIET = {"WANDB_SERVICE": "", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
 
 
-def follow(run: RunDirectory, role: Role, section: TrackingSection, shutdown: Shutdown) -> None:
-    """Tell the trackers what the run's directory says, whenever it is this follower's turn.
+# --- The process ------------------------------------------------------------------------------
 
-    Returns when the end is requested and all are told, or cannot be; or without the run.
-    """
-    turn = Turn(run, role)
+
+def main(arguments: Sequence[str]) -> int:
+    """Follow a run; returns the exit code: 0, or 1 if another process is to take over."""
+    parser = argparse.ArgumentParser(prog="python -m longtake.tracking.follower")
+    parser.add_argument("run", type=Path, help="a run directory")
+    parser.add_argument("--as", dest="role", choices=get_args(Role), required=True)
+    text = "end after this process, or when it closes standard input"
+    parser.add_argument("--until-parent", type=int, metavar="PID", help=text)
+    parser.add_argument("--section", help="the recipe's `tracking`, as JSON")
+    parsed = parser.parse_args(arguments)
+    run = RunDirectory(parsed.run)
     try:
-        while run.exists():
-            lease = turn.take()
-            if lease is not None:
-                if _write_until_it_ends(lease, turn, run, section, shutdown):
-                    return
-            elif _is_too_late(role, shutdown):
-                return
-            shutdown.wait(_LOOK_SECONDS)
-    finally:
-        turn.leave()
+        given = parsed.section
+        section = TrackingSection.model_validate_json(given) if given else run.recipe().tracking
+        with Shutdown(parsed.until_parent) as shutdown:
+            is_over = follow(run, parsed.role, section, shutdown)
+        return 0 if is_over and not shutdown.is_immediate else 1
+    except Exception:
+        traceback.print_exc()
+        return 1
 
 
-def _is_too_late(role: Role, shutdown: Shutdown) -> bool:
-    """Whether to wait for the lease no more; at an evaluator's end, a trainer's follower has it."""
-    patience = LONGEST_END_SECONDS if role == "trainer" else _EVALUATORS_PATIENCE_SECONDS
-    return shutdown.is_requested and (shutdown.is_at_once or shutdown.requested_seconds > patience)
+class Shutdown(StopSignal):
+    """A request to send what there is, and to end: a signal, a byte in stdin, or the parent's end.
+
+    Args:
+        parent: the process that holds the other end of stdin; None: only signals request it.
+
+    Attributes:
+        is_immediate: a signal came: a tracker that cannot be reached now is not tried again.
+    """
+
+    def __init__(self, parent: int | None) -> None:
+        # SIGUSR1, a scheduler's warning, is for the parent, which ends soon by it.
+        super().__init__(
+            ignored=(signal.SIGUSR1,), on_signal=self._end_at_once, keeps_ignored=False
+        )
+        self.is_immediate = False
+        self._parent = parent
+        if parent is not None:
+            threading.Thread(target=self._listen, name="parent", daemon=True).start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so long, or until the request; shorter after it."""
+        if self._parent is not None and os.getppid() != self._parent:
+            self.request("the parent has ended")
+        if self.is_requested:
+            time.sleep(_LOOK_SECONDS_AT_END)
+            return True
+        return super().wait(seconds)
+
+    def _listen(self) -> None:
+        sys.stdin.buffer.read(1)  # a byte, or the end of the pipe
+        self.request("the parent requests it")
+
+    def _end_at_once(self, received: signal.Signals, is_first: bool) -> None:
+        self.is_immediate = True
 
 
-def _write_until_it_ends(
-    lease: Lease, turn: Turn, run: RunDirectory, section: TrackingSection, shutdown: Shutdown
-) -> bool:
-    """Write until the turn or the launch is over; whether this process is to end."""
-    paths = {each: cursor_path(run, each.name) for each in _trackers(run, section)}
-    feeds = [Feed(run, each, path, lease) for each, path in paths.items()]
+def follow(run: RunDirectory, role: Role, section: TrackingSection, shutdown: Shutdown) -> bool:
+    """Send the trackers what the run's directory gains, while this process holds the lease.
+
+    A trainer's follower waits for the lease and keeps it for as long as the training runs. An
+    evaluator's gives it back when a launch begins, or if a tracker cannot be reached for a minute.
+
+    Returns:
+        True when the run is gone, when everything is sent, or when what is left cannot be sent now.
+        False: a tracker does not end. Given back, the lease would have a second writer beside its
+        thread, so this process has to end while it has the lease.
+    """
+    leases = Leases(_LEASE_SECONDS, {"role": role, "caught_up": False})
+    launches = _Launches(run, role)
+    began, trouble = time.monotonic(), ""
+    while run.exists():
+        lease = None
+        try:
+            writer_path(run).parent.mkdir(exist_ok=True)  # not the run's, which may be deleted now
+            lease = leases.take(writer_path(run))
+        except OSError as error:  # a full disk, for as long as it lasts
+            if str(error) != trouble:
+                trouble = str(error)
+                log(f"{writer_path(run)} cannot be written: {error}")
+        if lease is not None:
+            is_over = _write(lease, run, role, section, launches, shutdown)
+            if is_over is not None:
+                return is_over
+        elif launches.has_begun(shutdown) or _is_too_late(role, began, shutdown):
+            return True
+        shutdown.wait(_LOOK_SECONDS)
+    return True
+
+
+class _Launches:
+    """Whether a launch begins whose own follower is to write.
+
+    For a trainer's follower that is one after its own launch, whose end was requested.
+    """
+
+    def __init__(self, run: RunDirectory, role: Role) -> None:
+        size = 0
+        with suppress(OSError):
+            size = run.events_path.stat().st_size
+        self._events = Tail(run.events_path, dict[str, Any], size)
+        self._is_over = role == "evaluator"
+
+    def has_begun(self, shutdown: Shutdown) -> bool:
+        was_over, self._is_over = self._is_over, self._is_over or shutdown.is_requested
+        with suppress(OSError):
+            kinds = [event.get("event") for event in self._events.read()]
+            return was_over and any(kind in BEGINNINGS for kind in kinds)
+        return False
+
+
+def _is_too_late(role: Role, began: float, shutdown: Shutdown) -> bool:
+    """Whether to wait no longer for the lease: the process that has it sends everything."""
+    if shutdown.is_requested:
+        is_trainer = role == "trainer"
+        seconds = _MAX_END_SECONDS if is_trainer else _EVALUATOR_WAIT_SECONDS_AT_END
+        return shutdown.is_immediate or shutdown.requested_seconds > seconds
+    return role == "evaluator" and time.monotonic() - began > _EVALUATOR_WAIT_SECONDS
+
+
+def _write(
+    lease: Lease,
+    run: RunDirectory,
+    role: Role,
+    section: TrackingSection,
+    launches: _Launches,
+    shutdown: Shutdown,
+) -> bool | None:
+    """Write until the lease is lost or given back; see `follow`. None: wait for it again."""
+    feeds = [Feed(run, *each, lease) for each in make_trackers(run, section).items()]
     with kept(lease):
         for feed in feeds:
             feed.start()
-        is_end = _wait(lease, turn, run, feeds, shutdown)
+        is_over = _wait(lease, run, role, feeds, launches, shutdown)
         for feed in feeds:
-            feed.end_now(may_write=lease.is_held and run.exists())
-        stuck = [feed for feed in feeds if not feed.join(_SECONDS_TO_GIVE_WAY)]
+            feed.end_now()
+        stuck = [feed.name for feed in feeds if not feed.join(_MAX_CLOSE_SECONDS)]
     if stuck:
-        names = ", ".join(feed.name for feed in stuck)
-        say(f"{names}: does not come to its end. This process ends instead, and with it its turn.")
-        return True  # given back, the lease would have a second writer beside these threads
+        log(f"{', '.join(stuck)} does not end in {_MAX_CLOSE_SECONDS:g} s. This process ends.")
+        return False
     if lease.is_held and run.exists():
         with suppress(OSError):
             lease.end("released", **_condition(feeds))
-    return is_end
+    return True if is_over or role == "evaluator" else None
 
 
 def _wait(
-    lease: Lease, turn: Turn, run: RunDirectory, feeds: Sequence[Feed], shutdown: Shutdown
+    lease: Lease,
+    run: RunDirectory,
+    role: Role,
+    feeds: Sequence[Feed],
+    launches: _Launches,
+    shutdown: Shutdown,
 ) -> bool:
-    """Return when another is to write (False), or after the end, when all is told (True)."""
-    said = _condition(feeds)
+    """Wait until the lease is lost (False), or this process is to end (True)."""
+    condition: dict[str, Any] = {"troubles": {}, "caught_up": False}
+    well_at = time.monotonic()
     while lease.is_held and run.exists():
         shutdown.wait(_LOOK_SECONDS)
-        is_ending = shutdown.is_requested
-        if turn.must_give_way(is_ending=is_ending):
-            return False
+        is_ending, now = shutdown.is_requested, time.monotonic()
+        if launches.has_begun(shutdown):
+            return True
         if is_ending:
             for feed in feeds:
                 feed.finish()
             if _is_done(feeds, shutdown):
                 return True
-        if (condition := _condition(feeds)) != said:
-            said = condition
+        elif role == "evaluator":
+            well_at = well_at if any(feed.trouble for feed in feeds) else now
+            if now - well_at > _MAX_TROUBLE_SECONDS:
+                return True
+        if (found := _condition(feeds)) != condition:
+            condition = found
             with suppress(OSError):  # a full disk: it is said later
-                lease.renew(**said)
+                lease.renew(**condition)
     return False
 
 
 def _is_done(feeds: Sequence[Feed], shutdown: Shutdown) -> bool:
     if all(feed.is_over for feed in feeds):
         return True
-    if shutdown.is_at_once:
+    if shutdown.is_immediate:
         return all(feed.is_settled for feed in feeds)
-    if shutdown.requested_seconds <= LONGEST_END_SECONDS:
+    if shutdown.requested_seconds <= _MAX_END_SECONDS:
         return False
     late = ", ".join(feed.name for feed in feeds if not feed.is_over)
-    say(f"{late}: not told everything. It is told when this run is followed again.")
+    log(f"{late}: not everything was sent. The rest is sent when this run is followed again.")
     return True
 
 
@@ -110,15 +247,215 @@ def _condition(feeds: Sequence[Feed]) -> dict[str, Any]:
     return {"troubles": troubles, "caught_up": all(feed.is_settled for feed in feeds)}
 
 
-def _trackers(run: RunDirectory, section: TrackingSection) -> list[Tracker]:
-    """Those that a recipe wants; what each needs is imported only then."""
-    found: list[Tracker] = []
-    if section.tensorboard:
-        from longtake.tracking.tensorboard import TensorBoard
+# --- Who starts it ----------------------------------------------------------------------------
 
-        found.append(TensorBoard(run))
-    if section.wandb != "off":
-        from longtake.tracking.wandb import Wandb
 
-        found.append(Wandb(run, section))
+class Follower:
+    """A run's follower, as a process of its own; one that fails is replaced.
+
+    Args:
+        run: the run.
+        role: who starts it.
+        section: its trackers; None: those of the run's recipe.
+
+    Raises:
+        RunError: there is no such run.
+        RecipeError: its recipe cannot be read.
+    """
+
+    def __init__(
+        self, run: RunDirectory, role: Role, section: TrackingSection | None = None
+    ) -> None:
+        section = run.recipe().tracking if section is None else section
+        self._run, self._is_wanted = run, bool(wanted_trackers(section))
+        options = ["--as", role, "--until-parent", str(os.getpid())]
+        options += ["--section", section.model_dump_json()]
+        self._kept = KeptProcess(
+            "follower",
+            program("longtake.tracking.follower", str(run.path.resolve()), *options),
+            run.path / "tracking" / "follower.log",
+            inside=run.path,
+            changes=_QUIET,
+            has_pipe=True,
+            until_success=True,
+        )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether none is started any more: it has ended well, `end` was called, or no run."""
+        return self._kept.is_over
+
+    @property
+    def pid(self) -> int | None:
+        return self._kept.pid
+
+    def start(self) -> None:
+        """Start it, in milliseconds, if it was not and there is a tracker."""
+        if self._is_wanted:
+            self._kept.start()
+        else:
+            self._kept.end()
+
+    def end(self) -> None:
+        """Say that nothing more will come; returns at once."""
+        self._kept.end()
+
+    def close(self, wait_seconds: float = _CATCH_UP_SECONDS) -> None:
+        """Say that nothing more will come, and wait until the trackers have all, or cannot.
+
+        While another process's follower writes, there is nothing to wait for: that one sends all.
+
+        Args:
+            wait_seconds: at most; the follower continues by itself, for a minute at most.
+        """
+        self.end()
+        end = time.monotonic() + wait_seconds
+        while self._kept.is_running and time.monotonic() < end:
+            writer = newest(writer_path(self._run))
+            if writer is not None and self._has_sent_what_it_can(writer):
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def _has_sent_what_it_can(self, writer: Mapping[str, Any]) -> bool:
+        """Whether the writer is this follower and has sent all, or is another process's."""
+        if writer["pid"] == self.pid:
+            return bool(writer.get("caught_up"))
+        return writer["ended"] is None and is_alive(writer) is not False
+
+
+@contextmanager
+def tracking_follower(run: RunDirectory, section: TrackingSection) -> Iterator[Follower]:
+    """A training's follower, to be started when there is a run.
+
+    It has 10 s to catch up when the block ends, and then continues by itself. It has none where an
+    unexpected error ends the block: other ranks wait for this process to end.
+    """
+    follower = Follower(run, "trainer", section)
+    seconds = 0.0
+    try:
+        yield follower
+        seconds = _CATCH_UP_SECONDS
+    except (LongtakeError, KeyboardInterrupt):
+        seconds = _CATCH_UP_SECONDS
+        raise
+    finally:
+        follower.close(seconds)
+
+
+class Followers:
+    """The followers that an evaluation server starts.
+
+    One is started when a run has something new, and its trackers have had no writer for 30 s: a
+    training's own follower has precedence. It ends when nothing new has come for a minute. At the
+    server's end what is left is sent at once.
+    """
+
+    def __init__(self) -> None:
+        self._of_run: dict[RunDirectory, _RunFollower] = {}
+
+    def serve(self, runs: Sequence[RunDirectory]) -> None:
+        """Start followers where there is something to send, and end those without.
+
+        Args:
+            runs: all runs; those that are missing were deleted.
+        """
+        for run in self._of_run.keys() - set(runs):
+            self._of_run.pop(run).end()
+        for run in runs:
+            self._of_run.setdefault(run, _RunFollower(run)).look()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for each in self._of_run.values():
+            each.start_for_rest()
+            each.end()
+        for each in self._of_run.values():  # they send what is left at the same time
+            each.close()
+
+
+class _RunFollower:
+    """The follower of one run, while there is one."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._follower: Follower | None = None
+        self._last: Follower | None = None
+        self._sent: object = None  # the state in which the last follower was started
+        self._state: object = None
+        self._writer: Mapping[str, Any] | None = None
+        self._state_since = self._writer_since = time.monotonic()
+        self._looked_at = float("-inf")
+        self._retry_seconds = _FREE_SECONDS
+
+    def look(self) -> None:
+        """Start a follower if there is something to send, or end it if nothing comes."""
+        now = time.monotonic()
+        if now - self._looked_at < _SERVER_LOOK_SECONDS:
+            return
+        self._looked_at = now
+        if (state := _state(self._run)) != self._state:
+            self._state, self._state_since = state, now
+        if (writer := newest(writer_path(self._run))) != self._writer:
+            self._writer, self._writer_since = writer, now
+        free_seconds = now - self._writer_since  # a writer that lives changes its record
+        if self._is_running():
+            if now - self._state_since > _QUIET_SECONDS:
+                self.end()
+        elif free_seconds > _FREE_SECONDS and state != self._sent:
+            self._start(state)
+            self._retry_seconds = _FREE_SECONDS
+        elif free_seconds > self._retry_seconds and _has_trouble(writer):
+            self._start(state)
+            self._retry_seconds = min(2 * self._retry_seconds, _MAX_RETRY_SECONDS)
+
+    def start_for_rest(self) -> None:
+        """Start a follower for what is left, unless there is one."""
+        state = _state(self._run)
+        is_new = state != self._sent or _has_trouble(newest(writer_path(self._run)))
+        if is_new and not self._is_running():
+            self._start(state)
+
+    def end(self) -> None:
+        """Let the follower send what is left, and end; returns at once."""
+        if self._follower is not None:
+            self._follower.end()
+            self._last, self._follower = self._follower, None
+
+    def close(self) -> None:
+        """Wait for the follower's end, for a while."""
+        if self._last is not None:
+            self._last.close()
+
+    def _is_running(self) -> bool:
+        return self._follower is not None and not self._follower.is_over
+
+    def _start(self, state: object) -> None:
+        """Try again later if the recipe cannot be read now, which others report."""
+        with suppress(LongtakeError):
+            self._follower = Follower(self._run, "evaluator")
+            self._follower.start()
+            self._sent = state
+
+
+def _has_trouble(writer: Mapping[str, Any] | None) -> bool:
+    """Whether the last follower could not reach a tracker."""
+    return writer is not None and bool(writer.get("troubles"))
+
+
+def _state(run: RunDirectory) -> dict[Path, tuple[int, int]]:
+    """Changes with each row, each event and each result."""
+    paths = [run.metrics_path, run.events_path]
+    with suppress(OSError):  # there are none yet
+        paths += EvaluationDirectory(run).path.iterdir()
+    found = {}
+    for path in paths:
+        with suppress(OSError):
+            status = path.stat()
+            found[path] = status.st_mtime_ns, status.st_size
     return found
+
+
+if __name__ == "__main__":
+    os._exit(main(sys.argv[1:]))  # a tracker's own threads would be waited for

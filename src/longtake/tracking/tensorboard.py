@@ -1,163 +1,232 @@
 """TensorBoard: event files below the run's `tensorboard`.
 
-    tensorboard/          train/...           a scalar for each number of each row
-    tensorboard/eval/     eval/<preset>/...   what was measured, its sheet, its alarms
-    tensorboard/events/   events/<kind>       what the run did besides, as text
-
-Whenever steps are about to be seen again (in a new file, after a rollback) TensorBoard is told to
-forget them; that goes for one folder only, so evaluations have one of their own.
+tensorboard/          train/...           a scalar for each number of each row
+tensorboard/eval/     eval/<preset>/...   what was measured, its pictures, its alarms
+tensorboard/events/   events/<event>      what else happened, as text
 """
 
-from collections.abc import Iterable, Mapping
-from datetime import datetime
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
 
+from longtake.config import TrackingSection
+from longtake.fsio import open_regular
 from longtake.run_dir import RunDirectory
-from longtake.tracking import summaries
-from longtake.tracking.cursor import Position
-from longtake.tracking.event_file import EventFile, event_files, events_in
-from longtake.tracking.news import Evaluation
-from longtake.tracking.tracker import scalars, words
+from longtake.tracking.tracker import TrackedRecord, wait_for_unused_second
 
-_NOT_SCALARS = ("step", "time")
+_PNG = b"\x89PNG\r\n\x1a\n"
+_PNG_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}  # by colour type
+_MAX_PICTURE_BYTES = 16 * 2**20
+_CRC_POLYNOMIAL = 0x82F63B78  # CRC-32C, reflected
+_CRC_MASK = 0xA282EAD8
 
 
 class TensorBoard:
-    """Each opening begins a new event file, when there is something to be written to it."""
+    """Begins new event files at each opening, when there is something to write to them."""
 
-    name = "tensorboard"
-
-    def __init__(self, run: RunDirectory) -> None:
+    def __init__(self, run: RunDirectory, section: TrackingSection) -> None:
         self._path = run.tensorboard_path
-        self._rows: _StepsFile | None = None
-        self._evaluations: _LastingFile | None = None
-        self._events: _LastingFile | None = None
+        self._files: dict[str, _EventFile] = {}
         self._next = 0
 
-    def open(self, position: Position) -> int:
-        """Begin; see `Tracker`."""
-        self._path.mkdir(exist_ok=True)  # not that of the run, which may be deleted now
-        self._rows = _StepsFile(self._path)
-        self._evaluations = _LastingFile(self._path / "eval")
-        self._events = _LastingFile(self._path / "events")
-        self._next = position.rows
-        return self._next
+    def open(self, first: int) -> int:
+        """See `Tracker`."""
+        self._path.mkdir(exist_ok=True)  # not the run's, which may be deleted now
+        self._files = {
+            "train": _StepsFile(self._path),
+            "eval": _OnceFile(self._path / "eval"),
+            "events": _OnceFile(self._path / "events"),
+        }
+        self._next = first
+        return first
 
-    def write_row(self, number: int, row: Mapping[str, Any]) -> bool:
-        """A scalar for each number of a row."""
-        assert self._rows is not None
-        values = {f"train/{name}": value for name, value in scalars(row) if _is_shown(name)}
-        self._rows.write(row["step"], row["time"], summaries.numbers(values))
-        self._next = number + 1
-        return True
-
-    def write_event(self, number: int, event: Mapping[str, Any]) -> bool:
-        """A line of text."""
-        assert self._events is not None
-        shown = summaries.text(f"events/{event['event']}", words(event))
-        at = datetime.fromisoformat(event["time"]).timestamp()
-        is_new = self._events.write(event.get("step") or 0, at, [shown])
-        self._next = number + is_new
-        return is_new
-
-    def write_evaluation(self, number: int, evaluation: Evaluation) -> bool:
-        """Its numbers, its sheet and its alarms, at the step of the checkpoint."""
-        assert self._evaluations is not None
-        preset, step, _ = evaluation.identity
-        is_new = self._evaluations.write(step, evaluation.time, _shown(preset, evaluation))
+    def write(self, number: int, record: TrackedRecord) -> bool:
+        """See `Tracker`; all of a record is one event."""
+        values = [Summary.Value(tag=tag, simple_value=each) for tag, each in record.scalars.items()]
+        values += [_text(tag, each) for tag, each in record.texts.items()]
+        for tag, file in record.media.items():
+            values += _picture(tag, file.path)
+        event = Event(summary=Summary(value=values), step=record.step, wall_time=record.time)
+        is_new = self._files[record.kind].write(event)
         self._next = number + is_new
         return is_new
 
     def flush(self) -> int:
         """Hand everything over to the operating system."""
-        for file in filter(None, (self._rows, self._evaluations, self._events)):
+        for file in self._files.values():
             file.flush()
         return self._next
 
     def close(self) -> int:
-        """Flush and close the event files."""
+        """See `Tracker`."""
         try:
             return self.flush()
         finally:
-            for file in filter(None, (self._rows, self._evaluations, self._events)):
+            for file in self._files.values():
                 file.close()
-            self._rows = self._evaluations = self._events = None
+            self._files = {}
 
 
-class _OnDemand:
-    """An event file that is made when there is something to be written to it."""
+class _EventFile:
+    """A file of records: a length, a protobuf, and their checksums, as in TFRecord files.
+
+    `tensorboard.summary.writer` writes the same, but its import takes more memory than all else
+    here. The file is made when there is something to write to it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._file: EventFile | None = None
+        self._file: BinaryIO | None = None
 
-    def put(self, event: Event) -> None:
+    def write(self, event: Event) -> bool:
+        """Append an event."""
         if self._file is None:
-            self._file = EventFile(self._folder)
-        self._file.put(event)
+            self._begin()
+        self._put(event)
+        return True
 
     def flush(self) -> None:
         if self._file is not None:
             self._file.flush()
 
     def close(self) -> None:
+        """Close it; what cannot be written any more is lost."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
+
+    def _begin(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        second = wait_for_unused_second(self._folder, "events.out.tfevents.{second}.*")
+        name = f"events.out.tfevents.{second:010d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (self._folder / name).open("wb")
+        try:
+            self._put(Event(wall_time=time.time(), file_version="brain.Event:2"))
+            self.flush()
+        except OSError:
+            self.close()
+            self._file = None
+            (self._folder / name).unlink()
+            raise
+
+    def _put(self, event: Event) -> None:
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        assert self._file is not None
+        self._file.write(length + _checksum(length) + data + _checksum(data))
 
 
-class _StepsFile(_OnDemand):
-    """Of steps, some of which may be run again."""
+class _StepsFile(_EventFile):
+    """Of steps, some of which may be run again: TensorBoard forgets those that come after.
+
+    It forgets them in this folder only, so that evaluations and events have folders of their own.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._last: int | None = None
 
-    def write(self, step: int, seconds: float, values: Iterable[Summary.Value]) -> None:
-        if self._last is None or step <= self._last:
+    def write(self, event: Event) -> bool:
+        if self._last is None or event.step <= self._last:
             start = SessionLog(status=SessionLog.START)
-            self.put(Event(session_log=start, step=step, wall_time=seconds))
-        self._last = step
-        self.put(Event(summary=Summary(value=values), step=step, wall_time=seconds))
+            super().write(Event(session_log=start, step=event.step, wall_time=event.wall_time))
+        self._last = event.step
+        return super().write(event)
 
 
-class _LastingFile(_OnDemand):
-    """Of what is written once, in any order of steps: all of one thing is one event."""
+class _OnceFile(_EventFile):
+    """Of what is written once, in any order of steps."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._there = {
-            (value.tag, event.step, round(event.wall_time, 3))
-            for path in event_files(folder)[-1:]
-            for event in events_in(path)
-            for value in event.summary.value
-        }
+        self._there = {name for path in event_files(folder)[-1:] for name in _names_in(path)}
 
-    def write(self, step: int, seconds: float, values: list[Summary.Value]) -> bool:
-        """Whether it was written; not if it was there, of a writer that was killed."""
-        names = {(value.tag, step, round(seconds, 3)) for value in values}
-        if not values or names <= self._there:
-            return False
-        self.put(Event(summary=Summary(value=values), step=step, wall_time=seconds))
-        return True
+    def write(self, event: Event) -> bool:
+        """Append an event, unless a writer that was killed has done so."""
+        names = _names(event)
+        return bool(names) and not names <= self._there and super().write(event)
 
 
-def _is_shown(name: str) -> bool:
-    return name not in _NOT_SCALARS
+def event_files(folder: Path) -> list[Path]:
+    """A folder's event files, the oldest first."""
+    return sorted(folder.glob("events.out.tfevents.*"))
 
 
-def _shown(preset: str, evaluation: Evaluation) -> list[Summary.Value]:
-    prefix = f"eval/{preset}"
-    values = {f"{prefix}/{name}": value for name, value in evaluation.scalars().items()}
-    shown = summaries.numbers(values)
-    alarms = [alarm["message"] for alarm in evaluation.scores["alarms"]]
-    if alarms:
-        shown.append(summaries.text(f"{prefix}/alarms", "\n\n".join(alarms)))
-    images = [(path.stem, path) for path, _ in evaluation.videos() if path.suffix == ".png"]
-    if evaluation.sheet is not None:
-        images.append(("sheet", evaluation.sheet))
-    pictures = (summaries.picture(f"{prefix}/{name}", path) for name, path in images)
-    return [*shown, *(each for each in pictures if each is not None)]
+def events_in(path: Path) -> Iterator[Event]:
+    """The whole events of a file; what was cut off or is damaged after them is left out."""
+    with open_regular(path) as file:
+        while len(header := file.read(12)) == 12:
+            if _checksum(header[:8]) != header[8:]:
+                return
+            (length,) = struct.unpack_from("<Q", header)
+            data = file.read(length + 4)
+            if len(data) < length + 4:
+                return
+            try:
+                event = Event.FromString(data[:-4])
+            except Exception:
+                return
+            yield event
+
+
+def _names_in(path: Path) -> set[tuple[str, int, float]]:
+    return {name for event in events_in(path) for name in _names(event)}
+
+
+def _names(event: Event) -> set[tuple[str, int, float]]:
+    time_ms = round(event.wall_time, 3)
+    return {(value.tag, event.step, time_ms) for value in event.summary.value}
+
+
+def _text(tag: str, lines: str) -> Summary.Value:
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+    tensor = TensorProto(dtype=DT_STRING, string_val=[lines.encode()], tensor_shape=shape)
+    plugin = SummaryMetadata.PluginData(plugin_name="text")
+    return Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin), tensor=tensor)
+
+
+def _picture(tag: str, path: Path) -> list[Summary.Value]:
+    """A PNG file as it is; nothing if it is another, or too large to be looked at there."""
+    if path.suffix != ".png" or path.stat().st_size > _MAX_PICTURE_BYTES:
+        return []
+    data = path.read_bytes()
+    if not data.startswith(_PNG) or len(data) < 26:
+        return []
+    width, height, _, colour = struct.unpack_from(">IIBB", data, 16)
+    channels = _PNG_CHANNELS.get(colour, 3)
+    image = Summary.Image(
+        width=width, height=height, colorspace=channels, encoded_image_string=data
+    )
+    return [Summary.Value(tag=tag, image=image)]
+
+
+def _crc_table() -> list[int]:
+    table = []
+    for value in range(256):
+        for _ in range(8):
+            value = (value >> 1) ^ _CRC_POLYNOMIAL if value & 1 else value >> 1
+        table.append(value)
+    return table
+
+
+_CRC_TABLE = _crc_table()
+
+
+def _checksum(data: bytes) -> bytes:
+    """The masked CRC-32C, as TFRecord files have it."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _CRC_TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", (((crc >> 15) | (crc << 17)) + _CRC_MASK) & 0xFFFFFFFF)

@@ -1,67 +1,139 @@
-"""What a tracker is: where rows, events and evaluations are written to."""
+"""What a tracker is, and which there are; imports no tracker's library.
 
+To add one: a module with a class of the protocol `Tracker`, its row in `TRACKERS`, and a key of the
+same name in `config.TrackingSection`.
+"""
+
+import json
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
-from longtake.tracking.cursor import Position
-from longtake.tracking.news import Evaluation
+from longtake.config import TrackingSection
+from longtake.errors import RecipeError
+from longtake.fsio import now
+from longtake.run_dir import RunDirectory
+
+
+class TrackerRow(NamedTuple):
+    """A row of `TRACKERS`."""
+
+    class_name: str  # in longtake.tracking.<key>; made with the run and the recipe's section
+    title: str
+    package: str  # that it imports
+    requirement: str  # that pip installs
+
+
+TRACKERS: Final = {
+    "tensorboard": TrackerRow("TensorBoard", "TensorBoard", "tensorboard", "tensorboard"),
+    "wandb": TrackerRow("Wandb", "W&B", "wandb", "longtake[wandb]"),
+}
+"""By their keys in the recipe's `tracking`, where false and "off" switch one off."""
+
+
+class MediaFile(NamedTuple):
+    """A picture (.png) or a video (.mp4)."""
+
+    path: Path
+    caption: str  # may be empty
+
+
+@dataclass(frozen=True)
+class TrackedRecord:
+    """What a tracker is sent: a line of metrics.jsonl, an event, or a checkpoint's evaluation.
+
+    Attributes:
+        kind: the first part of all its names.
+        step: of the training; an event that has none is of step 0.
+        time: seconds since 1970.
+        identity: facts that tell it from all others.
+        scalars: such as `train/loss` and `eval/<preset>/<measure>`.
+        texts: such as `events/<event>` and `eval/<preset>/alarms`; Markdown.
+        media: such as `eval/<preset>/sheet`.
+    """
+
+    kind: Literal["train", "events", "eval"]
+    step: int
+    time: float
+    identity: dict[str, Any]
+    scalars: dict[str, float] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    media: dict[str, MediaFile] = field(default_factory=dict)
 
 
 class Tracker(Protocol):
-    """One tracker; used by one thread. All of it may raise whatever its library raises."""
+    """A tracker. One thread uses it. All of it may raise whatever its library raises.
 
-    name: str
-    """Such as `tensorboard`; that of its cursor too."""
+    Every record has a number, which rises strictly over all openings, whichever process writes.
+    """
 
-    def open(self, position: Position) -> int:
-        """Make ready; returns the number of the next row, not less than `position.rows`.
+    def open(self, first: int) -> int:
+        """Begin to write.
 
-        What of the time after `position` has arrived all the same is not taken a second time.
-        """
-
-    def write_row(self, number: int, row: Mapping[str, Any]) -> bool:
-        """Take a line of metrics.jsonl; whether it was taken, and its number is used up."""
-
-    def write_event(self, number: int, event: Mapping[str, Any]) -> bool:
-        """Take a line of events.jsonl, likewise."""
-
-    def write_evaluation(self, number: int, evaluation: Evaluation) -> bool:
-        """Take a result, likewise."""
-
-    def flush(self) -> int:
-        """Send on its way what was taken.
+        A process that was killed may have written records from `first` on. `write` gets them
+        again.
 
         Returns:
-            The number below which all rows will be there whatever becomes of this process.
+            The number of the next record: `first`, or more where there are such.
+        """
+
+    def write(self, number: int, record: TrackedRecord) -> bool:
+        """Write a record; False if it was there already, and the number is still free."""
+
+    def flush(self) -> int:
+        """Send what was written.
+
+        Returns:
+            The number below which all records arrive, whatever becomes of this process.
         """
 
     def close(self) -> int:
-        """Flush and end; returns what `flush` does. It can be opened again."""
+        """Flush, and end; returns what `flush` does. It may be opened again."""
 
 
-def scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """All numbers of a row, those inside others by the names of both; without what is none."""
-    for name, value in row.items():
-        if isinstance(value, list):
-            value = {str(place): each for place, each in enumerate(value)}
-        if isinstance(value, dict):
-            yield from scalars(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float):
-            yield f"{prefix}{name}", value
+def wanted_trackers(section: TrackingSection) -> list[str]:
+    """The keys in `TRACKERS` that a recipe switches on."""
+    return [key for key in TRACKERS if getattr(section, key) not in (False, "off")]
 
 
-def words(event: Mapping[str, Any]) -> str:
-    """What an event says, in a line."""
-    facts = {name: value for name, value in event.items() if name not in ("event", "time")}
-    message = facts.pop("message", None)
-    listed = ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
-    return f"{message} ({listed})" if message else listed
+def make_trackers(run: RunDirectory, section: TrackingSection) -> dict[str, Tracker]:
+    """The trackers that a recipe wants, by their keys; only their modules are imported."""
+    found = {}
+    for key in wanted_trackers(section):
+        module = import_module(f"longtake.tracking.{key}")
+        found[key] = getattr(module, TRACKERS[key].class_name)(run, section)
+    return found
 
 
-def wait_for_a_second_of_its_own(folder: Path, pattern: str) -> int:
-    """Return the second (since 1970) that it is, when no file's name has it.
+def refuse_missing_packages(section: TrackingSection) -> None:
+    """Refuse a recipe that wants a tracker whose package is not installed.
+
+    Raises:
+        RecipeError: one is not.
+    """
+    for key in wanted_trackers(section):
+        row, value = TRACKERS[key], getattr(section, key)
+        if find_spec(row.package) is None:
+            off = "off" if isinstance(value, str) else "false"
+            raise RecipeError(
+                f"tracking.{key} = {json.dumps(value)}, and {row.title} is not installed. Install "
+                f"it with `pip install {row.requirement}`, or leave it with "
+                f"--set tracking.{key}={off}."
+            )
+
+
+def log(text: str) -> None:
+    """Write a line to tracking/follower.log, which is this process's stderr."""
+    sys.stderr.write(f"{now()} {text}\n")
+    sys.stderr.flush()
+
+
+def wait_for_unused_second(folder: Path, pattern: str) -> int:
+    """Wait until no file's name has the current second; returns it, since 1970.
 
     Trackers name files by seconds, and read them in that order.
 

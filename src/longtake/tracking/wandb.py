@@ -1,28 +1,26 @@
 """W&B: one run, written by one process at a time, each in a segment (a `.wandb` file) of its own.
 
-Every row has a number that never goes back, whoever writes it: W&B drops a row whose number is
-lower than the one before, and merges rows of the same number. Steps of the training and of
-checkpoints are axes of their own. What has arrived is read from the file that W&B writes: it hands
-rows over to another process, which may be killed before they are on disk.
+W&B drops a row whose number is lower than the one before, merges rows of the same number, and
+hands rows to another process, which may be killed: what has arrived is read from its file.
 """
 
+import netrc
+import os
 import re
 import shutil
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from longtake.config import TrackingSection
 from longtake.fsio import read_json
 from longtake.run_dir import RunDirectory
-from longtake.tracking.cursor import Position
-from longtake.tracking.log import say
-from longtake.tracking.news import Evaluation
-from longtake.tracking.tracker import scalars, wait_for_a_second_of_its_own, words
-from longtake.tracking.wandb_access import base_url, demand_answer, missing_key
+from longtake.tracking.tracker import TrackedRecord, log, wait_for_unused_second
 
 _AXES = {
     "train/*": "train/step",
@@ -37,12 +35,13 @@ _IDENTITY = (
 _FLUSH_SECONDS = 0.5
 _INIT_SECONDS = 20.0
 _FINISH_SECONDS = 20.0
+_ANSWER_SECONDS = 5.0
+_CLOUD_URL = "https://api.wandb.ai"
+_KEY_VARIABLES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 class Wandb:
     """Writes a run's rows to W&B, or to the run's folder `wandb` for `wandb sync`."""
-
-    name = "wandb"
 
     def __init__(self, run: RunDirectory, section: TrackingSection) -> None:
         self._run, self._section = run, section
@@ -50,10 +49,16 @@ class Wandb:
         self._already: set[tuple[Any, ...]] = set()
         self._has_failed = False
 
-    def open(self, position: Position) -> int:
-        """Begin a segment; see `Tracker`."""
+    def open(self, first: int) -> int:
+        """Begin a segment; see `Tracker`.
+
+        Raises:
+            ConnectionError: nothing can be sent now.
+        """
         if self._section.wandb == "online":
-            _demand_access(self._section)
+            if reason := missing_key(self._section):
+                raise ConnectionError(reason)
+            _require_answer(base_url())
         import wandb  # a second, and only where it is wanted
 
         from longtake.tracking.wandb_file import WandbFile, rows_from
@@ -62,74 +67,29 @@ class Wandb:
             wandb.teardown()  # its other process may be gone, or hang
         self._has_failed = True
         run_id = run_id_of(self._run)
-        unsure = rows_from(position.rows, self._run.path / "wandb", run_id)
-        self._already = {_identity(row) for row in unsure}
-        first = max((row["_step"] + 1 for row in unsure), default=position.rows)
+        rows = rows_from(first, self._run.path / "wandb", run_id)  # of a writer that was killed
+        self._already = {_identity(row) for row in rows}
+        first = max((row["_step"] + 1 for row in rows), default=first)
         wandb_run = self._begin(run_id)
         first = max(first, wandb_run.step if wandb_run.resumed else 0)
         self._segment = _Segment(wandb_run, WandbFile(Path(wandb_run.settings.sync_file)), first)
         self._has_failed = False
         return first
 
-    def _begin(self, run_id: str) -> Any:
-        folder = self._run.path / "wandb"
-        wait_for_a_second_of_its_own(folder, f"*run-%Y%m%d_%H%M%S-{run_id}")
-        with _nothing_left_of_a_failure(folder, run_id):
-            run = self._init(run_id)
-        for names, axis in _AXES.items():
-            run.define_metric(axis)
-            run.define_metric(names, step_metric=axis)
-        return run
-
-    def _init(self, run_id: str) -> Any:
-        import wandb
-
-        return wandb.init(
-            id=run_id,
-            project=self._section.project,
-            entity=self._section.entity,
-            name=self._section.name or self._run.path.resolve().name,
-            dir=str(self._run.path.resolve()),
-            resume="allow",
-            settings=_settings(self._section),
-        )
-
-    def write_row(self, number: int, row: Mapping[str, Any]) -> bool:
-        """Each number of a row, as `train/...`."""
-        return self._log(number, {f"train/{name}": value for name, value in scalars(row)})
-
-    def write_event(self, number: int, event: Mapping[str, Any]) -> bool:
-        """What an event says, as `events/<kind>`."""
-        at = datetime.fromisoformat(event["time"]).timestamp()
-        facts = {"events/step": event.get("step") or 0, "events/time": at}
-        return self._log(number, {**facts, f"events/{event['event']}": words(event)})
-
-    def write_evaluation(self, number: int, evaluation: Evaluation) -> bool:
-        """Its numbers, its sheet and its videos, as `eval/<preset>/...`."""
-        preset, step, key = evaluation.identity
-        facts: dict[str, Any] = {
-            "eval/checkpoint_step": step,
-            "eval/preset": preset,
-            "eval/key": key,
-            "eval/time": evaluation.time,
-        }
-        if _identity(facts) in self._already:
-            return False
-        measured = evaluation.scalars().items()
-        facts |= {f"eval/{preset}/{name}": value for name, value in measured}
-        return self._log(number, facts | _media(preset, evaluation))
-
-    def _log(self, number: int, facts: dict[str, Any]) -> bool:
+    def write(self, number: int, record: TrackedRecord) -> bool:
+        """See `Tracker`; a record is a row."""
         assert self._segment is not None
-        if _identity(facts) in self._already:
+        if _identity(record.identity) in self._already:
             return False
-        self._segment.run.log(facts, step=number, commit=True)
+        row = {**record.identity, f"{record.kind}/time": record.time}
+        row |= {**record.scalars, **record.texts, **_media(record)}
+        self._segment.run.log(row, step=number, commit=True)
         return True
 
     def flush(self) -> int:
         """See `Tracker`; W&B writes its file twice a second, of its own accord."""
         assert self._segment is not None
-        return self._segment.kept()
+        return self._segment.arrived()
 
     def close(self) -> int:
         """End the segment."""
@@ -141,10 +101,30 @@ class Wandb:
             segment.run.finish()
         except TimeoutError:
             folder = Path(segment.run.settings.sync_dir)
-            say(f"wandb: not all has arrived; to send it: wandb sync --include-online {folder}")
-            return segment.kept()
+            log(f"wandb: not all has arrived; to send it: wandb sync --include-online {folder}")
+            return segment.arrived()
         self._has_failed = False
-        return segment.kept()
+        return segment.arrived()
+
+    def _begin(self, run_id: str) -> Any:
+        import wandb
+
+        folder = self._run.path / "wandb"
+        wait_for_unused_second(folder, f"*run-%Y%m%d_%H%M%S-{run_id}")
+        with _nothing_left_of_a_failure(folder, run_id):
+            run = wandb.init(
+                id=run_id,
+                project=self._section.project,
+                entity=self._section.entity,
+                name=self._section.name or self._run.path.resolve().name,
+                dir=str(self._run.path.resolve()),
+                resume="allow",
+                settings=_settings(self._section),
+            )
+        for names, axis in _AXES.items():
+            run.define_metric(axis)
+            run.define_metric(names, step_metric=axis)
+        return run
 
 
 @dataclass
@@ -155,23 +135,11 @@ class _Segment:
     file: Any
     next: int
 
-    def kept(self) -> int:
+    def arrived(self) -> int:
         """The number after the last row that the file has."""
         for row in self.file.new_rows():
             self.next = row["_step"] + 1
         return self.next
-
-
-@contextmanager
-def _nothing_left_of_a_failure(folder: Path, run_id: str) -> Iterator[None]:
-    """Remove the folder of a segment that could not be begun; there may be one every 2 minutes."""
-    before = set(folder.glob(f"*run-*-{run_id}"))
-    try:
-        yield
-    except Exception:
-        for path in set(folder.glob(f"*run-*-{run_id}")) - before:
-            shutil.rmtree(path, ignore_errors=True)
-        raise
 
 
 def run_id_of(run: RunDirectory) -> str:
@@ -186,15 +154,61 @@ def run_id_of(run: RunDirectory) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", str(found))[-64:]
 
 
-def _demand_access(section: TrackingSection) -> None:
-    """Raises ConnectionError where nothing could be sent."""
-    if reason := missing_key(section):
-        raise ConnectionError(reason)
-    demand_answer(base_url())
+def missing_key(section: TrackingSection) -> str | None:
+    """What to say where a recipe wants W&B online and there is no key for it; None: there is."""
+    if section.wandb != "online" or _has_key():
+        return None
+    return (
+        f'tracking.wandb = "online", and there is no key for {base_url()} (neither WANDB_API_KEY '
+        "nor a line of netrc; `wandb login` writes one), so nothing is sent yet"
+    )
+
+
+def base_url() -> str:
+    """Where W&B is, as its own library finds it unless its settings files say otherwise."""
+    return os.environ.get("WANDB_BASE_URL", _CLOUD_URL).rstrip("/")
+
+
+def _has_key() -> bool:
+    if any(os.environ.get(name) for name in _KEY_VARIABLES):
+        return True
+    home = Path.home()
+    for path in filter(None, [os.environ.get("NETRC"), home / ".netrc", home / "_netrc"]):
+        with suppress(OSError, netrc.NetrcParseError):
+            if netrc.netrc(str(path)).authenticators(urlsplit(base_url()).hostname or ""):
+                return True
+    return False
+
+
+def _require_answer(url: str) -> None:
+    """Return if a server answers, whatever it says; W&B's own library would wait for minutes.
+
+    Raises:
+        ConnectionError: none does in 5 s. Proxies of the environment are used.
+    """
+    try:
+        urllib.request.urlopen(url, timeout=_ANSWER_SECONDS).close()  # noqa: S310 - the user's own
+    except urllib.error.HTTPError:
+        return
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ConnectionError(f"{url} cannot be reached: {reason}") from error
+
+
+@contextmanager
+def _nothing_left_of_a_failure(folder: Path, run_id: str) -> Iterator[None]:
+    """Remove the folder of a segment that could not be begun; there may be one every 2 minutes."""
+    before = set(folder.glob(f"*run-*-{run_id}"))
+    try:
+        yield
+    except Exception:
+        for path in set(folder.glob(f"*run-*-{run_id}")) - before:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
 
 
 def _settings(section: TrackingSection) -> Any:
-    """W&B takes no part in the process: no console, no code, no git, no statistics, no words."""
+    """W&B touches nothing else in the process: no console, code, git or statistics; no prints."""
     import wandb
 
     return wandb.Settings(
@@ -216,18 +230,15 @@ def _settings(section: TrackingSection) -> Any:
     )
 
 
-def _media(preset: str, evaluation: Evaluation) -> dict[str, Any]:
+def _media(record: TrackedRecord) -> dict[str, Any]:
     import wandb
 
-    found: dict[str, Any] = {
-        f"eval/{preset}/{path.stem}": wandb.Image(str(path), caption=caption)
+    return {
+        name: wandb.Image(str(path), caption=caption or None)
         if path.suffix == ".png"
         else wandb.Video(str(path), caption=caption, format="mp4")
-        for path, caption in evaluation.videos()
+        for name, (path, caption) in record.media.items()
     }
-    if evaluation.sheet is not None:
-        found[f"eval/{preset}/sheet"] = wandb.Image(str(evaluation.sheet))
-    return found
 
 
 def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:

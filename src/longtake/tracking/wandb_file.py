@@ -1,8 +1,7 @@
-"""Reads what W&B keeps of a run: its `.wandb` files, also while they are being written.
+"""Reads W&B's `.wandb` files, also while they are being written.
 
-A header of 7 bytes, and then the framing of LevelDB's logs: blocks of 32 KiB with chunks of
-checksum, length, kind and data; a record is one chunk, or a first, middle ones and a last. Each is
-a protobuf. (https://github.com/google/leveldb/blob/main/doc/log_format.md)
+After 7 bytes, the framing of LevelDB's logs: blocks of 32 KiB, chunks of checksum, length, kind and
+data; a record, a protobuf, is one chunk or several. (leveldb/doc/log_format.md)
 """
 
 import json

@@ -33,8 +33,9 @@ from longtake.parallel.mesh import World, join
 from longtake.planner.devices import peak_flops
 from longtake.process import STOP_SIGNALS, StopSignal, command
 from longtake.run_dir import EventKind, RunDirectory, beside
-from longtake.tracking.process import Follower
-from longtake.tracking.wandb_access import missing_key, refuse_missing_wandb
+from longtake.tracking.follower import Follower, tracking_follower
+from longtake.tracking.tracker import refuse_missing_packages
+from longtake.tracking.wandb import missing_key
 from longtake.training.allocator import keep_freed_memory
 from longtake.training.announce import (
     announce,
@@ -52,7 +53,6 @@ from longtake.training.guarding import Guard
 from longtake.training.kept_plan import keep_plan, plan_of
 from longtake.training.latent_cache import captions_of
 from longtake.training.loop import Ending, Watch, train_steps
-from longtake.training.mirroring import mirrored
 from longtake.training.parts import (
     assemble_around_cache,
     assemble_in_turn,
@@ -111,7 +111,7 @@ def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> Outcome:
     ):
         refuse_idle_ranks(recipe.training.batch_size, world.data_size)
         refuse_missing_torchao(recipe.optimizer)
-        refuse_missing_wandb(recipe.tracking)
+        refuse_missing_packages(recipe.tracking)
         refuse_missing_compiler(recipe, world.device)
         keep_compiled(recipe.training)
         if world.device.type == "cpu":
@@ -122,7 +122,7 @@ def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> Outcome:
         watcher.join(run, world)
         heartbeat.set_phase("open")
         with (
-            mirrored(run, recipe.tracking, world) as follower,
+            tracking_follower(run, recipe.tracking) as follower,
             closing(_open_data(run, recipe, world)) as loader,
         ):
             first_does(lambda: run.claim(recipe), world)
@@ -176,8 +176,8 @@ def _train(
         go_on_from(found.path, state, guard, gauge, world)
     heartbeat.set_phase("open")
     folder = _begin_ledger(loader, recipe, run, world)
-    follower.start()
     if world.is_first:
+        follower.start()
         keep_plan(plan, recipe, precision, run, world, free_bytes)
         truncated, said = _review_captions(recipe, loader)
         warnings += [*said, *plan.notes]

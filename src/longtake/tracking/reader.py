@@ -1,0 +1,265 @@
+"""Reads what a run directory has gained for a tracker: metrics, events, evaluations.
+
+A cursor says how far a tracker has been sent them. It is a small file, which is replaced after what
+it counts has arrived, so that the next process continues there.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from longtake.errors import RecordError
+from longtake.evaluation_dir import SCORES, EvaluationDirectory, Scores
+from longtake.fsio import (
+    Count,
+    parse_record,
+    read_new_records,
+    read_record,
+    read_regular,
+    write_json,
+)
+from longtake.run_dir import RunDirectory
+from longtake.tracking.tracker import MediaFile, TrackedRecord
+
+EVENTS = frozenset(
+    {"resumed", "data_changed", "suspected", "skipped", "rolled_back", "diverged", "interrupted"}
+)
+"""Kinds of events that trackers are sent; rows and evaluations say the rest."""
+
+_MAX_LINES = 1000  # at a time, so that they need little memory
+_RESCAN_SECONDS = 30.0
+_MAX_SECONDS_INCOMPLETE = 60.0
+
+Result = tuple[str, int, str]
+"""Preset, step and key: what tells an evaluation from all others."""
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """How far a tracker has been sent what a run directory holds.
+
+    Attributes:
+        metrics_offset: bytes of metrics.jsonl.
+        events_offset: bytes of events.jsonl.
+        rows: the number of the next record.
+        evaluations: those that it has.
+    """
+
+    metrics_offset: Count = 0
+    events_offset: Count = 0
+    rows: Count = 0
+    evaluations: frozenset[Result] = frozenset()
+
+    @staticmethod
+    def load(path: Path) -> "Cursor":
+        """The cursor in a file; the beginning if there is no file, or it is damaged."""
+        with suppress(RecordError):
+            return read_record(path, Cursor) or Cursor()
+        return Cursor()
+
+    def save(self, path: Path) -> None:
+        """Replace the file, which is on disk when this returns.
+
+        Raises:
+            OSError: it cannot be written; a run that was deleted is not made anew.
+        """
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, {**asdict(self), "evaluations": sorted(self.evaluations)})
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What has come since a cursor, in the order in which it is sent, and the cursor after it."""
+
+    records: list[TrackedRecord]
+    cursor: Cursor
+
+
+class UpdateReader:
+    """Reads a run directory for one tracker.
+
+    Attributes:
+        warnings: of what cannot be read, each once; the caller takes them out.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.warnings: list[str] = []
+        self._run, self._folder = run, EvaluationDirectory(run).path
+        self._warned: set[str] = set()
+        self._seen: dict[Path, int] = {}
+        self._scanned = float("-inf")
+        self._damaged: dict[Path, tuple[int, ...]] = {}  # as they were when they were read
+        self._incomplete: dict[Result, float] = {}
+
+    def read(self, cursor: Cursor, *, thoroughly: bool = False) -> Updates:
+        """What has come since; lines that are still being written wait.
+
+        Args:
+            cursor: up to where it was read.
+            thoroughly: look at each result's folder, though nothing seems to have come.
+        """
+        rows, metrics_offset = _lines_after(self._run.metrics_path, cursor.metrics_offset)
+        events, events_offset = _lines_after(self._run.events_path, cursor.events_offset)
+        found = [_row_record(row) for row in rows if _is_row(row)]
+        for event in events:
+            if str(event.get("event")) in EVENTS:
+                if _is_event(event):
+                    found.append(_event_record(event))
+                else:
+                    self._warn(f"{self._run.events_path}: lines that are no events are left out.")
+        results = {}
+        if self._may_have_come() or thoroughly:
+            results = self._results_after(cursor)
+            found += sorted(results.values(), key=lambda each: each.time)
+        evaluations = cursor.evaluations | results.keys() if results else cursor.evaluations
+        after = replace(
+            cursor,
+            metrics_offset=metrics_offset,
+            events_offset=events_offset,
+            evaluations=evaluations,
+        )
+        return Updates(found, after)
+
+    def forget(self) -> None:
+        """Look at all results again at the next reading."""
+        self._scanned = float("-inf")
+
+    def _results_after(self, cursor: Cursor) -> dict[Result, TrackedRecord]:
+        found = {}
+        for path in sorted(self._folder.glob("*/step_*/scores.json")):
+            scores = self._scores(path)
+            if scores is not None:
+                result = scores["preset"], scores["step"], scores["key"]
+                if result not in cursor.evaluations and self._may_be_sent(result, scores, path):
+                    found[result] = _evaluation_record(scores, path.parent)
+        return found
+
+    def _may_be_sent(self, result: Result, scores: Scores, path: Path) -> bool:
+        """Whether all its files are there, or have not come in a minute: they were deleted."""
+        if all((path.parent / name).is_file() for name in _files(scores)):
+            self._incomplete.pop(result, None)
+            return True
+        began = self._incomplete.setdefault(result, time.monotonic())
+        is_long = time.monotonic() > began + _MAX_SECONDS_INCOMPLETE
+        if is_long:
+            del self._incomplete[result]
+        return is_long
+
+    def _scores(self, path: Path) -> Scores | None:
+        """None where they cannot be read; damaged ones are read again once the file changes."""
+        try:
+            status = path.stat()
+            now = status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+            if self._damaged.get(path) == now:
+                return None
+            return parse_record(read_regular(path), SCORES, path)
+        except FileNotFoundError:  # it has just given way to a newer one
+            return None
+        except OSError as error:  # of the disk or the network: the next look may do better
+            self._warn(f"{path} cannot be read now: {error!r}")
+            return None
+        except RecordError as error:
+            self._damaged[path] = now
+            self._warn(f"{error} It is left out.")
+            return None
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            self.warnings.append(text)
+
+    def _may_have_come(self) -> bool:
+        """Whether a folder of results has changed; now and then yes, as clocks are coarse."""
+        seen = {}
+        with suppress(OSError):
+            seen = {each: each.stat().st_mtime_ns for each in self._folder.iterdir()}
+        is_late = time.monotonic() > self._scanned + _RESCAN_SECONDS
+        if seen == self._seen and not self._incomplete and not is_late:
+            return False
+        self._seen, self._scanned = seen, time.monotonic()
+        return True
+
+
+def _row_record(row: Mapping[str, Any]) -> TrackedRecord:
+    identity = {"train/step": row["step"], "train/time": row["time"]}
+    scalars = {f"train/{name}": value for name, value in _scalars(row)}
+    rest = {name: value for name, value in scalars.items() if name not in identity}
+    return TrackedRecord("train", row["step"], row["time"], identity, rest)
+
+
+def _event_record(event: Mapping[str, Any]) -> TrackedRecord:
+    facts = {name: value for name, value in event.items() if name not in ("event", "time")}
+    message = facts.pop("message", None)
+    text = ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
+    text = f"{message} ({text})" if message else text
+    step, seconds = event.get("step") or 0, datetime.fromisoformat(event["time"]).timestamp()
+    identity = {"events/step": step, "events/time": seconds}
+    return TrackedRecord(
+        "events", step, seconds, identity, texts={f"events/{event['event']}": text}
+    )
+
+
+def _evaluation_record(scores: Scores, folder: Path) -> TrackedRecord:
+    """A result with the files that are there now."""
+    preset, step = scores["preset"], scores["step"]
+    prefix = f"eval/{preset}"
+    measured: dict[str, float | None] = {**scores["measures"]}
+    measured |= {f"held_out/{sigma}": loss for sigma, loss in scores.get("held_out", {}).items()}
+    alarms = "\n\n".join(alarm["message"] for alarm in scores["alarms"])
+    return TrackedRecord(
+        "eval",
+        step,
+        datetime.fromisoformat(scores["time"]).timestamp(),
+        {"eval/preset": preset, "eval/checkpoint_step": step, "eval/key": scores["key"]},
+        {f"{prefix}/{name}": float(value) for name, value in measured.items() if value is not None},
+        {f"{prefix}/alarms": alarms} if alarms else {},
+        {
+            f"{prefix}/{Path(name).stem}": MediaFile(folder / name, caption)
+            for name, caption in _files(scores).items()
+            if (folder / name).is_file()
+        },
+    )
+
+
+def _files(scores: Scores) -> dict[str, str]:
+    """The files of a result, with what they show."""
+    videos = {each["file"]: f"{each['prompt']} (seed {each['seed']})" for each in scores["videos"]}
+    return {**videos, "sheet.png": ""}
+
+
+def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """All numbers of a row; one inside of a list or an object has the names of both."""
+    for name, value in row.items():
+        if isinstance(value, list):
+            value = {str(place): each for place, each in enumerate(value)}
+        if isinstance(value, dict):
+            yield from _scalars(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            yield f"{prefix}{name}", value
+
+
+def _is_row(row: Mapping[str, Any]) -> bool:
+    return isinstance(row.get("step"), int) and isinstance(row.get("time"), int | float)
+
+
+def _is_event(event: Mapping[str, Any]) -> bool:
+    """Whether it has a time, and its step, if any, is an integer."""
+    if not isinstance(event.get("step"), int | None):
+        return False
+    try:
+        datetime.fromisoformat(event["time"]).timestamp()
+    except (LookupError, TypeError, ValueError, ArithmeticError):
+        return False
+    return True
+
+
+def _lines_after(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    """Records from a byte on, and the byte after them; what is no record is left out."""
+    try:
+        return read_new_records(path, dict[str, Any], offset, _MAX_LINES)
+    except FileNotFoundError:
+        return [], offset
