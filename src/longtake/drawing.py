@@ -1,8 +1,7 @@
-"""What all pictures of longtake share: a few colours, and text in any writing system.
+"""Draws labelled grids of pictures, and text in any writing system, in the same few colours.
 
-DejaVu Sans, which comes with matplotlib, has Latin, Greek, Cyrillic and more. Other characters,
-such as Chinese ones, come from fonts of this machine: what fontconfig finds, else what lies in the
-usual folders. A character that no font has is drawn as a box, and that is said once.
+DejaVu Sans of matplotlib has Latin, Greek and Cyrillic letters. Other characters come from fonts
+of this machine; one that no font has is drawn as a box, and a line on stderr says so once.
 """
 
 import os
@@ -11,17 +10,32 @@ import subprocess
 import sys
 import unicodedata
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from PIL import ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont
+
+from longtake.errors import RunError
+from longtake.fsio import atomic_write
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PAPER, INK, PALE_INK, RULE = "#fcfcfa", "#22252a", "#767c85", "#e4e4df"
 SERIES = ("#1f4e8c", "#c8453b", "#2f8f5b", "#b7791f", "#6b4fa0", "#1f8a93", "#a23b72", "#6f7d2c")
-"""Colours of what is to be told apart, in the order in which they are used."""
+"""Colours that tell series apart, in the order in which they are used."""
+TITLE_SIZE, TEXT_SIZE, NOTE_SIZE = 22, 15, 13
+
+Size = tuple[int, int]
+"""Width and height in pixels."""
+
+_GREEN, _RED = SERIES[2], SERIES[1]
+_MARGIN, _LABEL_GAP, _TITLE_GAP, _HEADING_GAP = 28, 22, 10, 6
 
 _LEADING = 1.4  # line height over font size
 _FC_MATCH_SECONDS = 5.0
@@ -35,6 +49,187 @@ _SHOWN = 8
 _PROBE_SIZE = 12
 
 _missing_said = False
+
+
+@dataclass(frozen=True)
+class TextLine:
+    text: str
+    size: int = TEXT_SIZE
+    ink: str = INK
+
+
+@dataclass(frozen=True)
+class GridCell:
+    picture: Image.Image
+    gap: int = 0
+    """Pixels between this cell and what is left of it."""
+
+
+@dataclass(frozen=True)
+class GridRow:
+    """A label and, right of it, cells.
+
+    Attributes:
+        label: lines that fit `Grid.label_width`, see `wrapped_lines`.
+        cells: from left to right.
+        is_correct: draws a tick (True), a cross (False) or nothing (None) left of the label.
+    """
+
+    label: Sequence[TextLine]
+    cells: Sequence[GridCell]
+    is_correct: bool | None = None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Rows of pictures with labels left of them, on one page.
+
+    Attributes:
+        rows: at least one.
+        label_width: pixels of the labels.
+        title: above everything.
+        headings: lines above each cell.
+        footers: below each cell, by the name at the left, a text and whether it is an alarm.
+        mark_width: pixels left of the labels for ticks and crosses.
+        row_gap: pixels between two rows.
+        has_rules: draw a line between two rows.
+    """
+
+    rows: Sequence[GridRow]
+    label_width: int
+    title: str = ""
+    headings: Sequence[Sequence[TextLine]] = ()
+    footers: Mapping[str, Sequence[tuple[str, bool]]] = field(default_factory=dict)
+    mark_width: int = 0
+    row_gap: int = 26
+    has_rules: bool = True
+
+    def corner(self, row: int, cell: int) -> tuple[int, int]:
+        """Left and top of a cell's picture on the page."""
+        cells = self.rows[row].cells
+        before = sum(each.gap + each.picture.width for each in cells[:cell])
+        left = _MARGIN + self.mark_width + self.label_width + _LABEL_GAP + before + cells[cell].gap
+        return left, self._tops[row]
+
+    @property
+    def size(self) -> Size:
+        """Width and height of the page in pixels."""
+        widths = [round(text_width(self.title, TITLE_SIZE)) + _MARGIN]
+        for index, row in enumerate(self.rows):
+            last = len(row.cells) - 1
+            widths.append(self.corner(index, last)[0] + row.cells[last].picture.width)
+        bottom = self._tops[-1] + len(self.footers) * line_height(NOTE_SIZE)
+        return max(widths) + _MARGIN, bottom + _MARGIN - (0 if self.footers else self.row_gap)
+
+    def draw(self) -> Image.Image:
+        """The page in RGB."""
+        page, tops = Image.new("RGB", self.size, PAPER), self._tops
+        pen = ImageDraw.Draw(page)
+        _draw_lines(pen, (_MARGIN, _MARGIN), [TextLine(self.title, TITLE_SIZE)])
+        for cell, heading in enumerate(self.headings):
+            _draw_lines(pen, (self.corner(0, cell)[0], self._heading_top()), heading)
+        for index, row in enumerate(self.rows):
+            if index and self.has_rules:
+                rule = tops[index] - self.row_gap // 2
+                pen.line((_MARGIN, rule, page.width - _MARGIN, rule), fill=RULE)
+            _draw_mark(pen, (_MARGIN, tops[index]), row.is_correct)
+            _draw_lines(pen, (_MARGIN + self.mark_width, tops[index]), row.label)
+            for cell, each in enumerate(row.cells):
+                page.paste(each.picture, self.corner(index, cell))
+        self._draw_footers(pen, tops[-1])
+        return page
+
+    def _draw_footers(self, pen: ImageDraw.ImageDraw, top: int) -> None:
+        for name, values in self.footers.items():
+            draw_text(pen, (_MARGIN, top), name, NOTE_SIZE, PALE_INK)
+            for cell, (text, is_alarm) in enumerate(values):
+                left = self.corner(0, cell)[0]
+                draw_text(pen, (left, top), text, NOTE_SIZE, _RED if is_alarm else INK)
+                if is_alarm:  # a triangle: the font has none
+                    left += round(text_width(text, NOTE_SIZE)) + 7
+                    corners = [(left, top + 12), (left + 8, top + 12), (left + 4, top + 4)]
+                    pen.polygon(corners, fill=_RED)
+            top += line_height(NOTE_SIZE)
+
+    def _heading_top(self) -> int:
+        if not self.title:
+            return _MARGIN
+        return _MARGIN + line_height(TITLE_SIZE) + (_TITLE_GAP if self.headings else self.row_gap)
+
+    @cached_property
+    def _tops(self) -> list[int]:
+        """Tops of the rows, and where the next one would begin."""
+        heading = max(map(_height_of, self.headings), default=0)
+        tops = [self._heading_top() + heading + (_HEADING_GAP if self.headings else 0)]
+        for row in self.rows:
+            heights = [_height_of(row.label), *(cell.picture.height for cell in row.cells)]
+            tops.append(tops[-1] + max(heights) + self.row_gap)
+        return tops
+
+
+def wrapped_lines(text: str, width: int, size: int = TEXT_SIZE, ink: str = INK) -> list[TextLine]:
+    return [TextLine(line, size, ink) for line in wrap(text, size, width)]
+
+
+def side_by_side(pictures: Sequence[Image.Image], gap: int, background: str = PAPER) -> Image.Image:
+    """One picture of several, their upper edges in one line."""
+    width = sum(picture.width for picture in pictures) + gap * (len(pictures) - 1)
+    strip = Image.new("RGB", (width, max(picture.height for picture in pictures)), background)
+    left = 0
+    for picture in pictures:
+        strip.paste(picture, (left, 0))
+        left += picture.width + gap
+    return strip
+
+
+def resized(picture: Image.Image, size: Size) -> Image.Image:
+    """A picture in another size; one that is enlarged keeps its pixels sharp."""
+    if picture.size == size:
+        return picture
+    is_enlarged = size[0] >= 2 * picture.width
+    method = Image.Resampling.NEAREST if is_enlarged else Image.Resampling.LANCZOS
+    return picture.resize(size, method)
+
+
+def save_picture(picture: "Image.Image | Figure", path: Path) -> None:
+    """Write a PNG file aside and rename it.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    try:
+        with atomic_write(path) as aside:
+            if isinstance(picture, Image.Image):
+                picture.save(aside, format="PNG")
+            else:
+                picture.savefig(aside, format="png")
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def _draw_lines(
+    pen: ImageDraw.ImageDraw, place: tuple[int, int], lines: Sequence[TextLine]
+) -> None:
+    left, top = place
+    for line in lines:
+        draw_text(pen, (left, top), line.text, line.size, line.ink)
+        top += line_height(line.size)
+
+
+def _height_of(lines: Sequence[TextLine]) -> int:
+    return sum(line_height(line.size) for line in lines)
+
+
+def _draw_mark(pen: ImageDraw.ImageDraw, place: tuple[int, int], is_correct: bool | None) -> None:
+    """A tick or a cross, of lines: the font has neither."""
+    if is_correct is None:
+        return
+    strokes = (
+        [[(1, 10), (6, 15), (16, 4)]] if is_correct else [[(3, 4), (14, 15)], [(3, 15), (14, 4)]]
+    )
+    for stroke in strokes:
+        points = [(place[0] + x, place[1] + y) for x, y in stroke]
+        pen.line(points, _GREEN if is_correct else _RED, width=3, joint="curve")
 
 
 def draw_text(

@@ -15,8 +15,8 @@ import torch
 
 from longtake.checkpoint import files
 from longtake.errors import RecipeError
-from longtake.evaluation.reference_pictures import find_file
 from longtake.monitor.reporting import watch_target
+from longtake.sampling.reference_pictures import find_file
 
 Call = Callable[..., tuple[int, str, str]]
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from longtake.demo.oracle import Reading, read, shows
 from longtake.demo.shapes import COLOURS, DIRECTIONS, SHAPES, parse_caption, render, write_clips
 from longtake.errors import DataError
+from longtake.evaluation.extra_measures import load_extras, measure_extra
 
 _NOTHING = Reading(None, None, None)
 
@@ -142,3 +143,13 @@ def _decode(path: Path) -> NDArray[np.uint8]:
     with av.open(path) as container:
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     return np.stack(frames).astype(np.uint8)
+
+
+def test_a_preset_of_the_demo_can_name_it_and_its_mean_is_a_share() -> None:
+    """1 where all is as asked for, else 0; nothing for other prompts, and for single pictures."""
+    extras = load_extras(["longtake.demo.oracle:Adherence"])
+    clip = render("square", "red", "right", np.random.default_rng(0))
+    prompts = ["a red square moving right", "a blue square moving right", "a dog", "a red square"]
+    found, of_set = measure_extra(extras, [clip, clip, clip, clip[:1]], prompts, 8.0)
+    assert found == [{"adherence": 1.0}, {"adherence": 0.0}, {}, {}]
+    assert of_set == {}

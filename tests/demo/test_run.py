@@ -20,7 +20,6 @@ from rich.console import Console
 
 from longtake import config
 from longtake.config import Recipe
-from longtake.demo import beside
 from longtake.demo import run as demo
 from longtake.demo.shapes import held_out_captions
 from longtake.errors import RecipeChangedError, RecipeError
@@ -34,7 +33,7 @@ _SMALLER = (
     "watch.enabled=false",
     "tracking.tensorboard=false",
 )
-_SMALL = {"NUM_CLIPS": 200, "NUM_JUDGED": 24}
+_SMALL = {"NUM_CLIPS": 200, "NUM_CHECKED": 24}
 _PROGRAM = f"""
 from longtake import cli, config
 from longtake.demo import run
@@ -193,7 +192,7 @@ def test_each_checkpoint_is_sampled_beside_the_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By an evaluation server of its own; the page shows what came of each."""
-    monkeypatch.setattr(beside, "start", start_warm)
+    monkeypatch.setattr(demo, "start", start_warm)
     monkeypatch.setattr(demo, "NUM_CHECKPOINTS", 2)
     out = tmp_path / "run"
     shutil.copytree(finished / "data", out / "data")

@@ -9,9 +9,10 @@ from longtake import config
 from longtake.demo import run as demo
 from longtake.demo.oracle import read
 from longtake.demo.shapes import held_out_captions, parse_caption
-from longtake.evaluation.sampling.studio import Request, load_sampler, settings_for
-from longtake.evaluation.sampling.write import sample_in_batches
 from longtake.run_dir import RunDirectory
+from longtake.sampling.presets import Request, settings_for
+from longtake.sampling.sampler import load_sampler
+from longtake.sampling.videos import sample_in_batches
 from longtake.training.run import train
 
 _QUIET = Console(quiet=True)

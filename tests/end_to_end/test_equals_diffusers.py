@@ -28,11 +28,12 @@ from longtake.data.index import index
 from longtake.data.loader import Loader
 from longtake.demo.shapes import write_clips
 from longtake.evaluation.export import Format, export
-from longtake.evaluation.sampling.studio import Request, Sampler, settings_for
 from longtake.fsio import read_json_lines
 from longtake.models.build import assemble
 from longtake.models.codec import Codec
 from longtake.models.trainable import lora_state
+from longtake.sampling.presets import Request, settings_for
+from longtake.sampling.sampler import Sampler
 
 _PROMPT = "a \u201cred\u201d  circle, moving &amp; it\u2019s up"  # which Wan's pipeline cleans
 _WIDTH = 16  # of text encoders

@@ -13,8 +13,9 @@ from longtake import config
 from longtake.config import Recipe
 from longtake.errors import RecipeError, RunError
 from longtake.evaluation.export import export
-from longtake.evaluation.sampling.studio import Request, Sampler, load_sampler, settings_for
 from longtake.flow.timesteps import flux_shift
+from longtake.sampling.presets import Request, settings_for
+from longtake.sampling.sampler import Sampler, load_sampler
 from longtake.training.run import train
 
 _PROMPT = "a red circle moving up"

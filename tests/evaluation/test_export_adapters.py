@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from longtake import config
 from longtake.config import Recipe, TrainableSection
 from longtake.evaluation.export import export
-from longtake.evaluation.sampling.studio import Request, Sampler, load_sampler, settings_for
 from longtake.models.added_module import added_module
 from longtake.models.base import family
 from longtake.models.build import assemble
+from longtake.sampling.presets import Request, settings_for
+from longtake.sampling.sampler import Sampler, load_sampler
 from longtake.training.run import train
 
 _STYLE = "examples.modules.style_residual:StyleResidual"

@@ -14,9 +14,9 @@ from longtake import config
 from longtake.config import TrainableSection
 from longtake.errors import RecipeError, RunError
 from longtake.evaluation.export import Format, export
-from longtake.evaluation.sampling.studio import Sampler
 from longtake.models.build import assemble
 from longtake.models.trainable import lora_state, plain_copy
+from longtake.sampling.sampler import Sampler
 
 _CAPTIONS = ["a red ball"]
 _TEXT: dict[str, Any] = {

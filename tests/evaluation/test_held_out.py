@@ -13,11 +13,11 @@ from longtake.demo.shapes import write_clips
 from longtake.errors import DataError, PlanError
 from longtake.evaluation import held_out
 from longtake.evaluation.held_out import HeldOut
-from longtake.evaluation.sampling.studio import Sampler, load_sampler
 from longtake.models.build import Components
 from longtake.models.numerics import Precision
 from longtake.models.objective import FlowBatch, flow_losses
 from longtake.run_dir import RunDirectory
+from longtake.sampling.sampler import Sampler, load_sampler
 
 _SIGMAS = (0.1, 0.5, 0.9)
 

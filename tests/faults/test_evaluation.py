@@ -10,8 +10,6 @@ from rich.console import Console
 
 from longtake.config import TrackingSection
 from longtake.errors import RecipeError
-from longtake.evaluation.pending import checkpoint_key
-from longtake.evaluation.sampling.studio import load_sampler
 from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory
 from longtake.faults import evaluation
 from longtake.faults.evaluation import (
@@ -34,6 +32,8 @@ from longtake.faults.registry import all_faults, run_drill
 from longtake.faults.sandbox import Sandbox, TrainingSite
 from longtake.fsio import now, write_json
 from longtake.lease import Lease, Leases
+from longtake.sampling.claims import checkpoint_key
+from longtake.sampling.sampler import load_sampler
 
 _LAST = 50
 

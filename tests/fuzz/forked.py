@@ -33,7 +33,7 @@ _IMPORTED = (
     "longtake.evaluation.evaluator",
     "longtake.evaluation.server",
     "longtake.evaluation.export",
-    "longtake.evaluation.sampling.studio",
+    "longtake.sampling.sampler",
     "longtake.inspection.plots",
     "longtake.data.index",
     "longtake.data.audit",

@@ -8,7 +8,8 @@ import torch
 from rich.console import Console
 
 from longtake.config import Recipe
-from longtake.evaluation.sampling.studio import Request, Sampler, load_sampler
+from longtake.sampling.presets import Request
+from longtake.sampling.sampler import Sampler, load_sampler
 from longtake.training.run import train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card here")
@@ -50,9 +51,9 @@ def test_where_a_card_s_memory_ends_less_is_done_at_once(
     torch.cuda.reset_peak_memory_stats()
     wanted = sampler.sample(_REQUESTS, settings, bucket, guidance="batched")
     peak, total = torch.cuda.max_memory_reserved(), torch.cuda.get_device_properties(0).total_memory
-    sampler.memory.ways.clear()
+    sampler.memory.strategies.clear()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((kept + 0.6 * (peak - kept)) / total)
     found = sampler.sample(_REQUESTS, settings, bucket)
-    assert str(sampler.memory.ways[bucket]) != "all at once"
+    assert str(sampler.memory.strategies[bucket]) != "all at once"
     assert np.abs(wanted.astype(int) - found.astype(int)).max() <= 2

@@ -9,8 +9,9 @@ from rich.console import Console
 from longtake import config
 from longtake.config import Recipe
 from longtake.demo.run import demo_recipe
-from longtake.evaluation.sampling.studio import Request, load_sampler, settings_for
 from longtake.run_dir import RunDirectory
+from longtake.sampling.presets import Request, settings_for
+from longtake.sampling.sampler import load_sampler
 from longtake.training.run import train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card here")

@@ -192,10 +192,10 @@ def sample(
 ) -> None:
     """Sample videos from a run, with a contact sheet beside them."""
     with phase_lines(say.console(), "importing PyTorch") as enter:
-        from longtake.evaluation.sampling.find import find_run
-        from longtake.evaluation.sampling.read_pictures import refuse_other_pictures
-        from longtake.evaluation.sampling.studio import load_sampler, settings_for
-        from longtake.evaluation.sampling.write import check_out, references_by_name, write_samples
+        from longtake.sampling.presets import settings_for
+        from longtake.sampling.reference_pictures import refuse_other_pictures
+        from longtake.sampling.sampler import find_run, load_sampler
+        from longtake.sampling.videos import check_out, references_by_name, write_samples
 
         if any(_is_no_text(each) for each in prompt):
             raise typer.BadParameter("a prompt is not valid UTF-8")
@@ -243,7 +243,7 @@ def export(
     with phase_lines(say.console(), "importing PyTorch") as enter:
         from longtake.evaluation.export import check_export
         from longtake.evaluation.export import export as write
-        from longtake.evaluation.sampling.studio import find_run, load_sampler
+        from longtake.sampling.sampler import find_run, load_sampler
 
         check_export(find_run(run).recipe(), out, wanted)
         enter("loading the model")

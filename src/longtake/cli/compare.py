@@ -36,8 +36,7 @@ def compare(
 ) -> None:
     """Draw what checkpoints make of the same prompts: prompts down, checkpoints across."""
     with phase_lines(say.console(), "reading the results") as enter:
-        from longtake.evaluation.comparing.choose import choose
-        from longtake.evaluation.comparing.draw import check_out, draw
+        from longtake.evaluation.compare import check_out, choose, draw
 
         check_out(out)
         comparison = choose(runs, preset, prompts, _numbers(steps), columns)

@@ -1,1 +1,1 @@
-"""The demo: moving shapes, trained and judged from their own pixels."""
+"""The demo: a model of moving shapes, whose samples are checked by their pixels alone."""

@@ -1,22 +1,24 @@
-"""Reads from pixels alone what a clip of the shapes world shows.
+"""Reads from pixels alone what a clip of the shapes world shows, and whether its caption asks so.
 
-It measures whether a model draws what its caption asks for, so it must rather say nothing than
-guess: what is not one steady, coloured, known shape gives `None`, and `None` counts as wrong.
+It does not guess: what is not one steady object of a known shape, colour and direction gives
+`None`, and `None` counts as wrong.
 """
 
 import colorsys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longtake.demo.shapes import COLOURS, DIRECTIONS, SHAPES, coverage, parse_caption
+from longtake.errors import DataError
 
-# How far the object must stand out from its background, as a distance in RGB of [0, 1].
+# Between the object and its background, as a distance in RGB of [0, 1].
 _LEAST_CONTRAST = 0.35
-# The covered share of a frame: a cross of radius 6.5 is a tenth of 32x32, a square of 8 a fifth.
+# The object's share of a frame: a cross of radius 6.5 is a tenth of 32x32, a square of 8 a fifth.
 _LEAST_COVERED, _MOST_COVERED = 0.04, 0.4
-# The largest frame's object to the smallest one's: it may dip over the edge, not come and go.
+# Largest to smallest area of the object: it may cross the edge, but not appear and vanish.
 _MOST_AREA_RATIO = 1.6
 _LEAST_SATURATION = 0.4
 _MOST_HUE_ERROR = 22.0  # degrees; half the distance between two colours is 30
@@ -29,7 +31,7 @@ _MOST_STRAY = 0.2  # root mean square distance from a steady course, as a share 
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read; a field that cannot be told is `None`."""
+    """What a clip shows; a field that cannot be read is `None`."""
 
     shape: str | None
     colour: str | None
@@ -55,13 +57,39 @@ def read(frames: NDArray[np.uint8]) -> Reading:
 
 
 def shows(video: NDArray[np.uint8], caption: str) -> bool:
-    """Return whether shape, colour and direction of a clip are those that its caption asks for.
+    """Return whether shape, colour and direction of a clip are those of its caption.
 
     Raises:
         DataError: the caption is not of the shapes world.
     """
-    asked = parse_caption(caption)
-    return read(video) == Reading(asked.shape, asked.colour, asked.direction)
+    wanted = parse_caption(caption)
+    return read(video) == Reading(wanted.shape, wanted.colour, wanted.direction)
+
+
+class Adherence:
+    """1 if shape, colour and direction are those of the prompt, else 0; the mean is a share.
+
+    A measure for presets: `measures = ["longtake.demo.oracle:Adherence"]`. It is undefined for
+    prompts that are not of the shapes world and for images, in which nothing moves.
+    """
+
+    name = "adherence"
+
+    def __call__(
+        self, videos: Sequence[NDArray[np.uint8]], prompts: Sequence[str], fps: float
+    ) -> list[float | None]:
+        """Measure each video [F, H, W, 3] by its prompt."""
+        del fps
+        return [_adheres(video, prompt) for video, prompt in zip(videos, prompts, strict=True)]
+
+
+def _adheres(video: NDArray[np.uint8], prompt: str) -> float | None:
+    if len(video) < 2:
+        return None
+    try:
+        return float(shows(video, prompt))
+    except DataError:
+        return None
 
 
 def _border(pixels: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -74,7 +102,7 @@ def _border(pixels: NDArray[np.float64]) -> NDArray[np.float64]:
 def _object_colour(
     pixels: NDArray[np.float64], background: NDArray[np.float64]
 ) -> NDArray[np.float64] | None:
-    """Return the colour [3] of what stands out most, or None where nothing does."""
+    """Return the colour [3] of the pixels that contrast most; None if there is no contrast."""
     contrast = np.linalg.norm(pixels - background, axis=-1)
     peak = np.quantile(contrast, 0.97)
     if peak < _LEAST_CONTRAST:
@@ -86,11 +114,11 @@ def _object_colour(
 def _covered(
     pixels: NDArray[np.float64], background: NDArray[np.float64], object_rgb: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return how far each pixel lies on the way from background to object, [F, H, W] in [0, 1]."""
+    """Return each pixel's share of the object's colour against the background's, [F, H, W]."""
     way = object_rgb - background
     share = (pixels - background) @ way / max(float(way @ way), 1e-9)
     covered: NDArray[np.float64] = np.clip(share, 0.0, 1.0)
-    covered[covered < 0.25] = 0.0  # a sloping background and faint ghosts do not weigh in
+    covered[covered < 0.25] = 0.0  # ignore a sloping background and faint ghosts
     return covered
 
 
@@ -110,7 +138,7 @@ def _centroids(covered: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _shape(covered: NDArray[np.float64], centres: NDArray[np.float64]) -> str | None:
-    """Return the shape whose drawing at the same places agrees best, where one clearly does."""
+    """Return the shape whose drawing at the same places agrees best, if one clearly does."""
     agreements = {shape: _agreement(shape, covered, centres) for shape in SHAPES}
     best, second = sorted(agreements, key=agreements.__getitem__, reverse=True)[:2]
     lead = agreements[best] - agreements[second]
@@ -136,7 +164,7 @@ def _colour(object_rgb: NDArray[np.float64]) -> str | None:
 
 
 def _direction(centres: NDArray[np.float64], covered: NDArray[np.float64]) -> str | None:
-    """Return the direction of the straight line through the centroids, where there is one."""
+    """Return the direction of the straight line through the centroids, if there is one."""
     times = np.arange(len(centres)) - (len(centres) - 1) / 2
     step = times @ centres / (times @ times)
     travel = float(np.linalg.norm(step)) * (len(centres) - 1)

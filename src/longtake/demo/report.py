@@ -1,28 +1,29 @@
-"""What the demo shows at its end: numbers, a contact sheet, a loss plot, a page, a last screen."""
+"""Writes the demo's results: numbers, a contact sheet, a loss plot, a page; prints a summary."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jinja2 import Environment, StrictUndefined
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.panel import Panel
 
 from longtake.data.encode import write_video
-from longtake.demo.plots import loss_plot
+from longtake.drawing import save_picture
 from longtake.errors import RunError
-from longtake.evaluation.comparing.choose import MAX_COLUMNS, choose
-from longtake.evaluation.comparing.draw import draw_sheet
-from longtake.evaluation.sampling.sheet import SheetRow, contact_sheet
-from longtake.evaluation.sampling.studio import Sampler
+from longtake.evaluation.compare import choose, draw_sheet
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.formatting import escape, format_duration
 from longtake.fsio import write_json, write_text
 from longtake.process import command
 from longtake.run_dir import Metrics, RunDirectory
+from longtake.sampling.sampler import Sampler
+from longtake.sampling.videos import SheetRow, contact_sheet
 
 _PRESET = "demo"
 _VIDEOS, _CHECKPOINTS = "videos", "checkpoints.png"
@@ -30,33 +31,43 @@ _ENLARGED = 4
 """Videos on the page are enlarged, so that neither chroma subsampling nor a browser blurs them."""
 _TRAINED_ON_PAGE = 12
 _LAST_LOSSES = 100
+_LOG_SCALE_RATIO = 20.0
+"""From this quotient of the largest and the smallest loss on, the loss axis is logarithmic."""
+_RAW, _SMOOTH, _INK, _GRID = "#a9bfd8", "#1f4e8c", "#22252a", "#e4e4df"
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A generated video and the oracle's verdict."""
+class CheckedVideo:
+    """A sampled video, and whether it shows what its caption asks for.
+
+    Attributes:
+        is_held_out: no training clip showed this combination.
+        video: [F, H, W, 3].
+    """
 
     caption: str
     is_held_out: bool
-    """Whether no training clip showed this combination."""
     video: NDArray[np.uint8]
-    """[F, H, W, 3]"""
     is_right: bool
 
 
 def write_report(
-    run: RunDirectory, sampler: Sampler, judged: Sequence[Judged], clips: int, console: Console
+    run: RunDirectory,
+    sampler: Sampler,
+    videos: Sequence[CheckedVideo],
+    clips: int,
+    console: Console,
 ) -> dict[str, Any]:
     """Write summary.json, contact_sheet.png, loss.png and index.html; returns the summary.
 
-    And checkpoints.png, where each checkpoint was sampled too.
+    If each checkpoint was sampled too, also checkpoints.png.
 
     Raises:
         RunError: a file cannot be written.
     """
     metrics = [row for row in run.metrics() if row["loss"] is not None]
-    summary = _summarise(metrics, sampler, judged, clips)
-    shown = _for_the_page(judged)
+    summary = _summarise(metrics, sampler, videos, clips)
+    shown = _choose_shown(videos)
     steps = [row["step"] for row in metrics]
     losses = [row["loss"] or 0.0 for row in metrics]
     held_out = f"{summary['held_out_adherence']:.0%} of held-out prompts"
@@ -75,13 +86,13 @@ def write_report(
 
 
 def _summarise(
-    rows: Sequence[Metrics], sampler: Sampler, judged: Sequence[Judged], clips: int
+    rows: Sequence[Metrics], sampler: Sampler, videos: Sequence[CheckedVideo], clips: int
 ) -> dict[str, Any]:
     seconds = sum(row["step_seconds"] for row in rows)
     last = [row["loss"] or 0.0 for row in rows[-_LAST_LOSSES:]]
     return {
-        "adherence": _share(one.is_right for one in judged if not one.is_held_out),
-        "held_out_adherence": _share(one.is_right for one in judged if one.is_held_out),
+        "adherence": _share(one.is_right for one in videos if not one.is_held_out),
+        "held_out_adherence": _share(one.is_right for one in videos if one.is_held_out),
         "training_seconds": round(seconds, 1),
         "steps": sampler.step,
         "steps_per_second": round(len(rows) / seconds, 2),
@@ -89,7 +100,7 @@ def _summarise(
         "final_loss": round(float(np.mean(last)), 5),
         "clips": clips,
         "seed": sampler.recipe.seed,
-        "videos_judged": len(judged),
+        "videos_judged": len(videos),
     }
 
 
@@ -97,18 +108,18 @@ def _share(verdicts: Iterable[bool]) -> float:
     return round(float(np.mean(list(verdicts))), 4)
 
 
-def _for_the_page(judged: Sequence[Judged]) -> list[Judged]:
-    """One video of each held-out caption, and of some that were trained on."""
-    first = {one.caption: one for one in reversed(judged)}.values()
+def _choose_shown(videos: Sequence[CheckedVideo]) -> list[CheckedVideo]:
+    """One video of each held-out caption, and of some trained captions."""
+    first = {one.caption: one for one in reversed(videos)}.values()
     held_out = [one for one in first if one.is_held_out][::-1]
     trained = [one for one in first if not one.is_held_out][::-1]
-    # One less than an even stride, which would meet the same two colours again and again.
+    # Not an even stride, which would choose the same two colours again and again.
     stride = max(1, len(trained) // _TRAINED_ON_PAGE - 1)
     return held_out + trained[::stride][:_TRAINED_ON_PAGE]
 
 
 def _write_page(
-    run: RunDirectory, sampler: Sampler, shown: Sequence[Judged], summary: dict[str, Any]
+    run: RunDirectory, sampler: Sampler, shown: Sequence[CheckedVideo], summary: dict[str, Any]
 ) -> None:
     folder = run.path / _VIDEOS
     folder.mkdir(exist_ok=True)
@@ -122,8 +133,7 @@ def _write_page(
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(text)
     results = EvaluationDirectory(run).all_scores(_PRESET)
     if results:
-        chosen = choose([run.path], _PRESET, None, None, MAX_COLUMNS)
-        draw_sheet(chosen, run.path / _CHECKPOINTS)
+        draw_sheet(choose([run.path], _PRESET), run.path / _CHECKPOINTS)
     page = template.render(cards=cards, summary=summary, run=run.path.name, results=results)
     write_text(run.path / "index.html", page)
 
@@ -151,3 +161,62 @@ def _show_last_screen(run: RunDirectory, summary: dict[str, Any], console: Conso
         f"  {escape(command())} sample {path} --prompt 'a blue square moving up left' "
         "--out blue.mp4"
     )
+
+
+def loss_plot(
+    steps: Sequence[int],
+    losses: Sequence[float],
+    path: Path,
+    *,
+    title: str,
+    smoothed: bool = True,
+) -> None:
+    """Write a PNG of the loss over the steps: every value pale, their running mean dark.
+
+    NaN and infinite losses leave a gap. The file is written aside and renamed.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    assert 0 < len(steps) == len(losses), f"{len(steps)} steps and {len(losses)} losses"
+    values = np.asarray(losses, dtype=np.float64)
+    values = np.where(np.isfinite(values), values, np.nan)
+    figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    if smoothed:
+        axes.plot(steps, values, color=_RAW, linewidth=0.8, label="each step")
+        axes.plot(steps, smooth(values), color=_SMOOTH, linewidth=1.8, label="running mean")
+        axes.legend(frameon=False, labelcolor=_INK)
+    else:
+        axes.plot(steps, values, color=_SMOOTH, linewidth=1.2)
+    axes.set_yscale(axis_scale(values))
+    axes.set_title(title, loc="left", color=_INK)
+    axes.set_xlabel("global step (optimizer updates)", color=_INK)
+    axes.set_ylabel("velocity loss (mean square)", color=_INK)
+    axes.grid(color=_GRID, linewidth=0.7)
+    axes.margins(x=0.01)
+    axes.spines[["top", "right"]].set_visible(False)
+    save_picture(figure, path)
+
+
+def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return a running mean over about a 25th of the curve, of the same length.
+
+    The window is centred, so that the mean does not lag behind a falling loss, and shrinks at both
+    ends. NaN values are left out; a window of NaN values only gives NaN.
+    """
+    reach = len(values) // 50
+    weights = np.hanning(2 * reach + 3)[1:-1]  # without the two zeros at its ends
+    known = ~np.isnan(values)
+    total = np.convolve(np.where(known, values, 0.0), weights, mode="same")
+    weight = np.convolve(known.astype(np.float64), weights, mode="same")
+    means = np.full(len(values), np.nan)
+    np.divide(total, weight, out=means, where=weight > 1e-9)
+    return means
+
+
+def axis_scale(values: NDArray[np.float64]) -> str:
+    """Return "log" for positive values that span a factor of 20, else "linear"."""
+    finite = values[~np.isnan(values)]
+    wide = len(finite) and finite.min() > 0 and finite.max() / finite.min() >= _LOG_SCALE_RATIO
+    return "log" if wide else "linear"

@@ -1,8 +1,13 @@
-"""The demo from clips to page: every step of it is what a user's own run does."""
+"""The demo from clips to page; every step is what a user's own run does."""
 
 import shutil
 import statistics
+import subprocess
+import time
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,15 +18,16 @@ from longtake import config, heartbeat
 from longtake.config import Recipe
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
-from longtake.demo.beside import evaluated
 from longtake.demo.oracle import shows
-from longtake.demo.report import Judged, write_report
+from longtake.demo.report import CheckedVideo, write_report
 from longtake.demo.shapes import held_out_captions, training_captions, write_clips
 from longtake.errors import RecipeChangedError, RecipeError
-from longtake.evaluation.sampling.studio import Request, Sampler, load_sampler, settings_for
-from longtake.evaluation.sampling.write import sample_in_batches
+from longtake.process import program, start
 from longtake.progress import counted, phase_lines
 from longtake.run_dir import RunDirectory
+from longtake.sampling.presets import Request, settings_for
+from longtake.sampling.sampler import Sampler, load_sampler
+from longtake.sampling.videos import sample_in_batches
 from longtake.training.run import train
 from longtake.training.starting import starting_phase
 
@@ -30,15 +36,62 @@ NUM_CLIPS = 6000
 NUM_HELD_OUT_CLIPS = 48
 """Of captions that are not trained on: the loss on them is measured at each checkpoint."""
 NUM_CHECKPOINTS = 6
-NUM_JUDGED = 96
-"""Videos judged of the held-out captions, and as many of captions that were trained on."""
+NUM_CHECKED = 96
+"""Videos sampled and checked of the held-out captions, and as many of trained captions."""
 
 _BATCH_SIZE = 48
 _PACE_STEPS, _PACE_WARM_UP = 60, 20
+_EVALUATION_SECONDS = 300.0
+"""After the training, for the checkpoints that are not sampled yet."""
+_POLL_SECONDS = 0.1
+_TERMINATION_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class EvaluationProcess:
+    """An evaluation server that samples each checkpoint of one run, in a process of its own.
+
+    Attributes:
+        log: its output.
+    """
+
+    log: Path
+    _process: "subprocess.Popen[bytes]"
+
+    def finish(self, console: Console) -> None:
+        """Wait until every checkpoint is sampled; a failure of the server does not end the demo."""
+        begun = time.monotonic()
+        if self._process.poll() is None:
+            console.print("sampling the last checkpoints", highlight=False)
+        while self._process.poll() is None and time.monotonic() - begun < _EVALUATION_SECONDS:
+            time.sleep(_POLL_SECONDS)
+        if self._process.returncode != 0:
+            console.print(
+                f"not every checkpoint was sampled; see {self.log}", markup=False, highlight=False
+            )
+
+
+@contextmanager
+def evaluation_process(out: Path) -> Iterator[EvaluationProcess]:
+    """Sample each checkpoint of a run that is, or will be, in `out`, until the block ends."""
+    log = out / "evaluate.log"
+    with log.open("ab") as file:
+        # In its own session: Ctrl-C is for the training, whose end ends this process.
+        arguments = ("evaluate", str(out), "--follow", "--until-finished")
+        process = start(program("longtake", *arguments), file)
+    try:
+        yield EvaluationProcess(log, process)
+    finally:
+        process.terminate()  # it ends between two steps of its solver
+        try:
+            process.wait(_TERMINATION_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def demo_recipe(out: Path, steps: int, seed: int) -> Recipe:
-    """The recipe that ships beside this file, for a run directory of the user's choice."""
+    """The shipped recipe for a run directory."""
     text = resources.files("longtake.demo").joinpath("recipe.toml").read_text(encoding="utf-8")
     values = tomllib.loads(text)
     values |= {"out": str(out), "seed": seed}
@@ -58,21 +111,20 @@ def run_demo(
     console: Console,
     evaluate: bool = True,
 ) -> dict[str, Any] | None:
-    """Write clips, index them, train on them, sample, judge, and draw what came out.
+    """Write clips, index them, train on them, sample, check the samples, and write a report.
 
-    Called again after an interruption it goes on where it was; of a demo that is done it repeats
-    only the sampling.
+    Called again after an interruption it resumes; of a finished demo it repeats the sampling.
 
     Args:
         out: the run directory.
         steps: optimizer updates, 1500 by default; or
-        minutes: how long to train, which a new demo turns into steps by a short measurement.
+        minutes: how long to train; a short measurement converts them to steps of a new demo.
         seed: of the run and of its clips.
-        console: where a person looks.
-        evaluate: sample each checkpoint as well, by a server beside the training.
+        console: for progress and results.
+        evaluate: also sample each checkpoint during the training, by a second process.
 
     Returns:
-        What summary.json holds, or None if it was interrupted (what was done is kept).
+        Content of summary.json; None if it was interrupted (what was done is kept).
 
     Raises:
         RecipeError: both steps and minutes are given.
@@ -94,24 +146,23 @@ def run_demo(
     if not _train(recipe, evaluate, console):
         return None
     sampler = load_sampler(out, ema=True, device="auto")
-    judged = _judge(sampler, console)
-    return write_report(run, sampler, judged, len(Catalog.load(_catalog_path(run.path))), console)
+    videos = _sample_and_check(sampler, console)
+    return write_report(run, sampler, videos, len(Catalog.load(_catalog_path(run.path))), console)
 
 
 def _train(recipe: Recipe, evaluate: bool, console: Console) -> bool:
-    """Train to the end, with an evaluation server beside it; False if it was interrupted."""
-    heartbeat.restart_launch_timer()  # writing clips is no part of the training's start
+    """Train to the end, also sampling each checkpoint; False if it was interrupted."""
+    heartbeat.restart_launch_timer()  # writing clips is not part of the training's start
     if not evaluate:
         return _is_trained(recipe, console)
-    with evaluated(recipe.out) as evaluator:
+    with evaluation_process(recipe.out) as evaluation:
         if not _is_trained(recipe, console):
             return False
-        evaluator.finish(console)
+        evaluation.finish(console)
     return True
 
 
 def _is_trained(recipe: Recipe, console: Console) -> bool:
-    """Train to the end; False if it was interrupted."""
     with phase_lines(console, "starting", starting_phase):
         return train(recipe, console).interrupted_by is None
 
@@ -139,7 +190,7 @@ def _make_catalog(run: RunDirectory, seed: int, console: Console) -> None:
     catalog = _catalog_path(run.path)
     if run.exists() and catalog.exists():
         return
-    # Of the seed, because a demo that was stopped before its run began may have had another.
+    # Named by the seed: a demo that was stopped before its run began may have had another.
     folder = catalog.parent / f"clips_{seed}"
     with counted(console, "write clips") as advance:
         captions = write_clips(folder, NUM_CLIPS, seed, lambda done: advance(done, NUM_CLIPS))
@@ -151,9 +202,9 @@ def _make_catalog(run: RunDirectory, seed: int, console: Console) -> None:
 
 
 def _steps_within(minutes: float, out: Path, seed: int, console: Console) -> int | None:
-    """How many steps fit into some minutes, by a short run that is thrown away; None if stopped."""
+    """Number of steps in some minutes, by a short run that is deleted; None if interrupted."""
     aside = RunDirectory(out / "pace")
-    shutil.rmtree(aside.path, ignore_errors=True)  # of a measurement that was killed
+    shutil.rmtree(aside.path, ignore_errors=True)  # left by a measurement that was killed
     values = demo_recipe(out, _PACE_STEPS, seed).model_dump(mode="json", exclude_none=True)
     values["out"] = str(aside.path)
     try:
@@ -169,16 +220,16 @@ def _steps_within(minutes: float, out: Path, seed: int, console: Console) -> int
     return steps
 
 
-def _judge(sampler: Sampler, console: Console) -> list[Judged]:
-    """Sample held-out and trained captions, and let the oracle read what came out."""
+def _sample_and_check(sampler: Sampler, console: Console) -> list[CheckedVideo]:
+    """Sample held-out and trained captions, and check each video against its caption."""
     held_out, trained = held_out_captions(), training_captions()
-    wanted = [(held_out[i % len(held_out)], True, i // len(held_out)) for i in range(NUM_JUDGED)]
-    stride = len(trained) / NUM_JUDGED
-    wanted += [(trained[int(i * stride)], False, 0) for i in range(NUM_JUDGED)]
+    wanted = [(held_out[i % len(held_out)], True, i // len(held_out)) for i in range(NUM_CHECKED)]
+    stride = len(trained) / NUM_CHECKED
+    wanted += [(trained[int(i * stride)], False, 0) for i in range(NUM_CHECKED)]
     requests = [Request(caption, seed) for caption, _, seed in wanted]
     settings, bucket = settings_for(sampler.recipe)
     videos = sample_in_batches(sampler, requests, settings, bucket, _BATCH_SIZE, console)
     return [
-        Judged(caption, is_held_out, video, shows(video, caption))
+        CheckedVideo(caption, is_held_out, video, shows(video, caption))
         for (caption, is_held_out, _), video in zip(wanted, videos, strict=True)
     ]

@@ -14,18 +14,18 @@ from longtake.evaluation.analysis import (
     find_out_of_range,
     reference_of,
 )
-from longtake.evaluation.claims import NotHereError
 from longtake.evaluation.extra_measures import Measure, load_extras, measure_extra
 from longtake.evaluation.held_out import HeldOut
 from longtake.evaluation.measures import mean_of, measure
-from longtake.evaluation.pending import EvaluationTask, Progress, Signature, signature
+from longtake.evaluation.pending import Signature, signature
 from longtake.evaluation.report import ServerReport
-from longtake.evaluation.sampling.studio import Sampler, Studio
-from longtake.evaluation.sampling.write import sample_preset
 from longtake.evaluation_dir import Alarm, Scores, VideoScores
 from longtake.fsio import now
 from longtake.process import Stopped
 from longtake.run_dir import RunDirectory
+from longtake.sampling.claims import EvaluationTask, NotHereError, Progress
+from longtake.sampling.sampler import Sampler, SamplerLoader
+from longtake.sampling.videos import sample_preset
 
 
 class CheckpointEvaluator:
@@ -35,7 +35,7 @@ class CheckpointEvaluator:
     lacks that number.
 
     Args:
-        device: to sample on, as `Studio` takes it.
+        device: to sample on, as `SamplerLoader` takes it.
         server: the name of the server.
         report: receives what cannot be measured.
         recipe_of: the recipe by which a run is evaluated.
@@ -56,7 +56,7 @@ class CheckpointEvaluator:
         self._trust = trust
         self._recipe_of, self._on_device = recipe_of, on_device
         self._device, self._server, self._report = device, server, report
-        self._studio: Studio | None = None
+        self._loader: SamplerLoader | None = None
         self._recipe_read: Signature | None = None
         self._loaded: tuple[EvaluationTask, Sampler] | None = None
         self._held_out: tuple[HeldOut | None] | None = None
@@ -108,28 +108,28 @@ class CheckpointEvaluator:
     def _load(self, task: EvaluationTask) -> Sampler:
         """The checkpoint's sampler, which the presets of the same weights share."""
         if self._loaded is not None and _same_weights(self._loaded[0], task):
-            studio, sampler = self._studio_of(task.run), self._loaded[1]
+            loader, sampler = self._loader_of(task.run), self._loaded[1]
         else:
             self._loaded = None  # its model is about to be overwritten
-            studio = self._studio_of(task.run)
-            sampler = studio.load(task.checkpoint, task.preset.weights)
+            loader = self._loader_of(task.run)
+            sampler = loader.load(task.checkpoint, task.preset.weights)
             self._loaded = task, sampler
-        studio.check(task.preset)
+        loader.check(task.preset)
         return sampler
 
-    def _studio_of(self, run: RunDirectory) -> Studio:
-        """A studio of this run and its present recipe; no other stays in memory."""
+    def _loader_of(self, run: RunDirectory) -> SamplerLoader:
+        """The loader of this run and its present recipe; no other stays in memory."""
         recipe = signature(run.recipe_path)
-        if self._studio is None or self._studio.run != run or self._recipe_read != recipe:
-            self._studio, self._loaded, self._recipe_read = None, None, recipe
-            self._studio = Studio(run, self._device, trust=self._trust)
-            if self._studio.why_device:
-                self._report.say(self._studio.why_device)
+        if self._loader is None or self._loader.run != run or self._recipe_read != recipe:
+            self._loader, self._loaded, self._recipe_read = None, None, recipe
+            self._loader = SamplerLoader(run, self._device, trust=self._trust)
+            if self._loader.why_device:
+                self._report.say(self._loader.why_device)
             if self._on_device is not None:
-                self._on_device(self._studio.device.type)
+                self._on_device(self._loader.device.type)
                 self._on_device = None
             self._held_out = None  # its latents are another run's, or of another codec
-        return self._studio
+        return self._loader
 
     def _sample(
         self,

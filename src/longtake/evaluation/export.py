@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from longtake.config import Recipe
 from longtake.errors import RecipeError, RunError
-from longtake.evaluation.sampling.studio import Sampler
 from longtake.fsio import atomic_folder, atomic_write
 from longtake.models.added_module import added_module
 from longtake.models.trainable import adapter_config, lora_state, plain_copy
+from longtake.sampling.sampler import Sampler
 
 
 def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:

@@ -20,11 +20,10 @@ from longtake.data.order import derive
 from longtake.data.references import read, references_of
 from longtake.data.sample import sample_window
 from longtake.errors import DataError, PlanError
-from longtake.evaluation.sampling.memory import attempt
-from longtake.evaluation.sampling.studio import Sampler
 from longtake.models.base import Conditioning
 from longtake.models.objective import FlowBatch, flow_losses, training_conditioning
 from longtake.run_dir import RunDirectory
+from longtake.sampling.sampler import Sampler, try_within_memory
 
 _STEADY = {"windows": 1, "random_crop": False, "flip": 0.0}
 
@@ -193,7 +192,7 @@ def _losses(
         found: list[float] = _computed(sampler, batch, sigma).tolist()
         return found
 
-    found = attempt(compute)
+    found = try_within_memory(compute)
     if found is None and len(batch) == 1:
         raise PlanError(
             f"The loss of one held-out clip (latents of {list(batch[0].latents.shape[1:])}) does "

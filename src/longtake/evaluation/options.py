@@ -9,8 +9,8 @@ from pathlib import Path
 from longtake import config
 from longtake.config import EvaluationSection, Recipe
 from longtake.errors import LongtakeError, RunError
-from longtake.evaluation.presets import Tables, gather, refuse_unknown
 from longtake.run_dir import RunDirectory
+from longtake.sampling.presets import PresetTables, read_tables, refuse_unknown
 from longtake.trust import TrustError, load_recipe, refuse_foreign_code
 
 _EVERY = re.compile(r"every=([1-9][0-9]{0,11})")
@@ -158,15 +158,15 @@ class ServerOptions:
 
     def _refuse_unknown_presets(self) -> None:
         """Refuse a preset that none of the runs has, and an own file that cannot be read."""
-        tables: list[Tables] = []
+        tables: list[PresetTables] = []
         for run in find_runs(self.places):
             recipe, beside = None, None
             with suppress(LongtakeError):  # an error in one run holds up no other
                 recipe = self.recipe_of(run)
-                gather(recipe, run.path)
+                read_tables(recipe, run.path)
                 beside = run.path
             if recipe is not None:
-                tables.append(gather(recipe, beside, self.own_presets))
+                tables.append(read_tables(recipe, beside, self.own_presets))
         known = {name for each in tables for name in each.known}
         if tables:
             refuse_unknown(tables[0], (name for name in self.presets if name not in known))

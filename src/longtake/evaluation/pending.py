@@ -4,37 +4,32 @@ pending = committed checkpoints x presets - results of the same weights - given 
 from the run directory at each look, so that servers can be killed and started at any time.
 """
 
-import hashlib
-import json
 import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from longtake.checkpoint import files
 from longtake.config import EvaluationSection, Recipe
-from longtake.errors import LongtakeError, RecordError
+from longtake.errors import LongtakeError
 from longtake.evaluation.options import ServerOptions
-from longtake.evaluation.presets import Preset, find_preset, keep_preset, preset_names
 from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory, ServerEventKind
 from longtake.fsio import Tail
 from longtake.run_dir import BEGINNINGS, RunDirectory
+from longtake.sampling.claims import Claims, CommittedWeights, EvaluationTask, find_damage
+from longtake.sampling.presets import Preset, find_preset, keep_preset, preset_names
 from longtake.trust import TrustError
 
 if TYPE_CHECKING:
-    from longtake.evaluation.claims import Claims
     from longtake.evaluation.report import ServerReport
 
 _T = TypeVar("_T")
 
 Signature = tuple[int, int, int]
 """Time, size and inode of a file: it was changed or replaced if one of them differs."""
-Progress = Callable[[str, int, int], None]
-"""Called as work advances: what is done now, how much of it, of how much."""
 
 _COMMITTED = "COMMITTED"
 _ARRIVING_SECONDS = 15.0
@@ -47,53 +42,6 @@ _MISSED_ADVICE = (
     "Training saves faster than this evaluates. Raise checkpoint.keep or evaluation.hold_waiting, "
     "start more servers, or take --backlog newest."
 )
-
-
-@dataclass(frozen=True)
-class EvaluationTask:
-    """A checkpoint that is to be sampled with a preset.
-
-    Attributes:
-        key: identifies the weights, see `checkpoint_key`.
-        attempts: number of attempts that failed.
-        waited_seconds: since this server first saw it.
-    """
-
-    run: RunDirectory
-    preset: Preset
-    step: int
-    key: str
-    attempts: int = 0
-    waited_seconds: float = 0.0
-
-    @property
-    def checkpoint(self) -> Path:
-        """The checkpoint's folder."""
-        return self.run.checkpoint_path(self.step)
-
-    @property
-    def directory(self) -> EvaluationDirectory:
-        """Where results go."""
-        return EvaluationDirectory(self.run)
-
-    @property
-    def claim_path(self) -> Path:
-        """The lease of the server that works on it."""
-        return self.directory.claim_path(self.preset.name, self.step, self.key)
-
-    @property
-    def facts(self) -> dict[str, str | int]:
-        """What events say of it."""
-        return {"preset": self.preset.name, "step": self.step, "key": self.key}
-
-    def __str__(self) -> str:
-        return f"{self.run.path}: {self.preset.name} of step {self.step}"
-
-
-def preset_key(preset: Preset) -> str:
-    """Eight hexadecimal digits that change with the preset: attempts at another do not count."""
-    text = json.dumps(preset.as_record(), sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def signature(path: Path) -> Signature | None:
@@ -124,63 +72,6 @@ class StatCache:
     def keep_only(self, folders: Collection[str]) -> None:
         """Forget the files that lie in folders of other names."""
         self._known = {path: x for path, x in self._known.items() if path.parent.name in folders}
-
-
-@dataclass(frozen=True)
-class CommittedWeights:
-    """What COMMITTED says of a checkpoint's weights.
-
-    Attributes:
-        keys: by weights (`model`, `ema/` and the name of a profile); others than those have
-            another key.
-        is_there: whether there is a COMMITTED.
-        unreadable: why it cannot be read; None: it can, or is not there.
-    """
-
-    keys: Mapping[str, str] = field(default_factory=dict)
-    is_there: bool = True
-    unreadable: str | None = None
-
-    @classmethod
-    def read(cls, path: Path) -> "CommittedWeights":
-        """Read COMMITTED of a checkpoint, of which nothing else has to be there.
-
-        A key is the first digits of the sha256 of the listed checksums, by the files' names.
-        """
-        try:
-            listed = files.read_committed(path.parent)
-        except FileNotFoundError:
-            return cls(is_there=False)
-        except RecordError as error:
-            return cls(unreadable=error.reason)
-        except OSError as error:
-            return cls(unreadable=f"{error.strerror or error}")
-        sums: dict[str, list[str]] = defaultdict(list)
-        for name, entry in sorted(listed.items()):
-            part, _, rest = name.partition("/")
-            weights = f"ema/{rest.partition('/')[0]}" if part == "ema" else part
-            sums[weights].append(entry["sha256"])
-        keys = {
-            weights: hashlib.sha256("\n".join(each).encode()).hexdigest()[:8]
-            for weights, each in sums.items()
-        }
-        return cls(keys)
-
-
-def checkpoint_key(checkpoint: Path, weights: str) -> str | None:
-    """Eight hexadecimal digits that other weights of the same step do not have.
-
-    Returns:
-        None if there is no readable COMMITTED, or it lists no such weights.
-    """
-    return CommittedWeights.read(checkpoint / _COMMITTED).keys.get(weights)
-
-
-def find_damage(checkpoint: Path, weights: str, *, checksums: bool) -> str | None:
-    """What is wrong with the files that sampling needs; None if nothing is."""
-    parts = (f"{weights}/", "trainer.json")
-    found = (files.find_damage(checkpoint, checksums=checksums, within=part) for part in parts)
-    return next((each for each in found if each), None)
 
 
 class RunEnding:
@@ -340,7 +231,7 @@ class PendingTasks:
         server: str,
         options: ServerOptions,
         report: "ServerReport",
-        make_claims: Callable[[EvaluationSection], "Claims"],
+        make_claims: Callable[[EvaluationSection], Claims],
     ) -> None:
         self.run, self._options, self._report = run, options, report
         self.directory, self.ending = ServerDirectory(run, server), RunEnding(run)

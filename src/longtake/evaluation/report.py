@@ -10,10 +10,10 @@ from rich.console import Console
 
 from longtake.errors import LongtakeError
 from longtake.evaluation.measures import MEASURES
-from longtake.evaluation.pending import EvaluationTask, Progress
 from longtake.evaluation_dir import Scores
 from longtake.formatting import format_duration
 from longtake.progress import counted, phase_lines
+from longtake.sampling.claims import EvaluationTask, Progress
 from longtake.trust import TrustError
 
 _SHOWN = ("brightness", "motion")

@@ -17,25 +17,26 @@ from rich.console import Console
 
 from longtake.config import EvaluationSection
 from longtake.errors import RunError
-from longtake.evaluation.claims import (
-    AttemptOutcome,
-    Claim,
-    Claims,
-    Evaluate,
-    TaskProgress,
-    attempt,
-    forget_server,
-    format_error,
-)
 from longtake.evaluation.mirror import MirrorThread
 from longtake.evaluation.options import ServerOptions, find_runs
-from longtake.evaluation.pending import EvaluationTask, PendingTasks, waiting_steps
+from longtake.evaluation.pending import PendingTasks, waiting_steps
 from longtake.evaluation.report import ServerReport
 from longtake.evaluation_dir import Scores, ServerDirectory
 from longtake.fsio import now
 from longtake.process import StopSignal, num_cores
 from longtake.progress import phase_lines
 from longtake.run_dir import RunDirectory
+from longtake.sampling.claims import (
+    AttemptOutcome,
+    Claim,
+    Claims,
+    Evaluate,
+    EvaluationTask,
+    TaskProgress,
+    attempt,
+    forget_server,
+    format_error,
+)
 from longtake.tracking.follower import Followers
 from longtake.trust import is_mirror
 

@@ -20,7 +20,6 @@ import tomli_w
 from longtake.checkpoint.files import Trainer, delete, load_trainer, needed_steps
 from longtake.config import TrackingSection
 from longtake.errors import RecipeError
-from longtake.evaluation.pending import checkpoint_key
 from longtake.evaluation_dir import (
     Alarm,
     EvaluationDirectory,
@@ -44,6 +43,7 @@ from longtake.fsio import atomic_write, read_json_lines
 from longtake.lease import history, is_alive, newest
 from longtake.process import program, start
 from longtake.run_dir import RunDirectory
+from longtake.sampling.claims import checkpoint_key
 from longtake.tracking.follower import Follower
 from longtake.tracking.reader import Cursor
 from longtake.tracking.tensorboard import event_files, events_in
@@ -508,9 +508,9 @@ def brighten(run: RunDirectory, times: int, brighter: float, apart: int) -> list
     import torch
 
     from longtake.checkpoint.store import SaveGroup, write
-    from longtake.evaluation.sampling.studio import load_sampler
     from longtake.models.trainable import trained_state
     from longtake.parallel.mesh import World
+    from longtake.sampling.sampler import load_sampler
 
     sampler = load_sampler(run.path, device="cpu")
     newest_step = sampler.step

@@ -16,12 +16,12 @@ from longtake import lease
 from longtake.checkpoint import files
 from longtake.errors import CheckpointError
 from longtake.evaluation.options import ServerOptions
-from longtake.evaluation.pending import EvaluationTask, Progress
 from longtake.evaluation.report import ServerReport
 from longtake.evaluation.server import EvaluationServer, own_name
 from longtake.evaluation_dir import Scores, VideoScores
 from longtake.fsio import now
 from longtake.process import StopSignal
+from longtake.sampling.claims import EvaluationTask, Progress
 
 
 class Probe:

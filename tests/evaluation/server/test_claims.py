@@ -15,9 +15,6 @@ from rich.console import Console
 from longtake import fsio
 from longtake.checkpoint.files import needed_steps
 from longtake.errors import DataError, PlanError, RecipeError
-from longtake.evaluation import claims
-from longtake.evaluation.claims import forget_server
-from longtake.evaluation.pending import checkpoint_key
 from longtake.evaluation.report import ServerReport
 from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory
 from longtake.fsio import append_json, partial_path, write_json
@@ -25,6 +22,8 @@ from longtake.lease import history
 from longtake.node_dir import read_events
 from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
+from longtake.sampling import claims
+from longtake.sampling.claims import checkpoint_key, forget_server
 
 
 def _claims(run: RunDirectory, step: int, preset: str = "probe") -> list[dict[str, Any]]:

@@ -14,19 +14,19 @@ from PIL import Image
 from rich.console import Console
 
 from longtake.data.index import index
-from longtake.demo.adherence import Adherence
+from longtake.demo.oracle import Adherence
 from longtake.demo.shapes import write_clips
 from longtake.evaluation import evaluator
 from longtake.evaluation.evaluator import CheckpointEvaluator
 from longtake.evaluation.options import ServerOptions, parse_backlog
-from longtake.evaluation.pending import EvaluationTask
-from longtake.evaluation.presets import find_preset
 from longtake.evaluation.report import ServerReport, sentence
 from longtake.evaluation.server import EvaluationServer, own_name
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.lease import history
 from longtake.process import StopSignal, environment, program
 from longtake.run_dir import RunDirectory
+from longtake.sampling.claims import EvaluationTask
+from longtake.sampling.presets import find_preset
 
 _PRESETS = """
 [evaluation.presets.small]
@@ -37,7 +37,7 @@ num_inference_steps = 2
 seeds = [0, 1]
 prompts = ["a red circle moving down", "a blue circle moving right"]
 batch_size = 3
-measures = ["longtake.demo.adherence:Adherence"]
+measures = ["longtake.demo.oracle:Adherence"]
 
 [evaluation.presets.raw]
 num_inference_steps = 2
@@ -172,7 +172,7 @@ def test_a_measure_that_cannot_be_had_costs_nothing(
     run = _copy(served[0], tmp_path)
     path = "longtake.evaluation.extra_measures:ClipScore"
     recipe = run.recipe_path.read_text()
-    run.recipe_path.write_text(recipe.replace("longtake.demo.adherence:Adherence", path))
+    run.recipe_path.write_text(recipe.replace("longtake.demo.oracle:Adherence", path))
     server = _serve(run, presets=("small",))
     assert server.evaluated == []
     assert len(server.failed) == 1

@@ -10,12 +10,12 @@ import pytest
 from longtake.checkpoint.files import delete_after, needed_steps, prune
 from longtake.config import CheckpointSection
 from longtake.evaluation.options import parse_backlog
-from longtake.evaluation.pending import checkpoint_key
 from longtake.evaluation_dir import EvaluationDirectory, all_servers
 from longtake.fsio import write_json
 from longtake.lease import history
 from longtake.node_dir import read_events
 from longtake.run_dir import RunDirectory
+from longtake.sampling.claims import checkpoint_key
 
 
 def _until(is_so: Callable[[], Any], what: str) -> None:

@@ -10,12 +10,12 @@ import pytest
 from rich.console import Console
 
 from longtake.evaluation import pending
-from longtake.evaluation.claims import Claims
 from longtake.evaluation.options import ServerOptions
-from longtake.evaluation.pending import PendingTasks, RunEnding, checkpoint_key
+from longtake.evaluation.pending import PendingTasks, RunEnding
 from longtake.evaluation.report import ServerReport
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.run_dir import RunDirectory
+from longtake.sampling.claims import Claims, checkpoint_key
 
 _STEPS = range(10, 110, 10)
 

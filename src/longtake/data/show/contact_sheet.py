@@ -9,15 +9,30 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from longtake.data.pictures import BARE, save_picture
-from longtake.drawing import INK, PALE_INK, PAPER, RULE, SERIES, draw_text, line_height, wrap
+from longtake.drawing import (
+    INK,
+    NOTE_SIZE,
+    PALE_INK,
+    PAPER,
+    SERIES,
+    TEXT_SIZE,
+    Grid,
+    GridCell,
+    GridRow,
+    TextLine,
+    draw_text,
+    line_height,
+    side_by_side,
+    wrap,
+    wrapped_lines,
+)
 
 MAX_FRAMES = 6
 FRAME_HEIGHT = 120
 MAX_FRAME_WIDTH = 480
 
-_MARGIN, _ROW_GAP, _FRAME_GAP, _TEXT_WIDTH, _TEXT_GAP = 28, 26, 6, 260, 22
-_TEXT_SIZE, _NOTE_SIZE, _CAPTION_LINES = 15, 13, 4
-_FAILURE_WIDTH = 420
+_LABEL_WIDTH, _FRAME_GAP, _CAPTION_LINES = 260, 6, 4
+_FAILURE_WIDTH, _FAILURE_MARGIN = 420, 22
 _CAPTION_LETTERS = 1000  # more than fill the lines; a file may hold megabytes
 
 
@@ -53,63 +68,45 @@ def contact_sheet(path: Path, rows: Sequence[CropRow]) -> None:
         DataError: the file cannot be written.
     """
     assert rows
-    pictures = [_draw_row(row) for row in rows]
-    width = max(picture.width for picture in pictures) + 2 * _MARGIN
-    height = sum(picture.height + _ROW_GAP for picture in pictures) - _ROW_GAP + 2 * _MARGIN
-    sheet = Image.new("RGB", (width, height), PAPER)
-    pen = ImageDraw.Draw(sheet)
-    top = _MARGIN
-    for index, picture in enumerate(pictures):
-        if index:
-            rule = top - _ROW_GAP // 2
-            pen.line((_MARGIN, rule, width - _MARGIN, rule), fill=RULE)
-        sheet.paste(picture, (_MARGIN, top))
-        top += picture.height + _ROW_GAP
-    save_picture(sheet, path)
+    save_picture(Grid([_grid_row(row) for row in rows], _LABEL_WIDTH).draw(), path)
 
 
-def _draw_row(row: CropRow) -> Image.Image:
-    strip = _draw_strip(row) if len(row.frames) else _draw_failure(row.failure)
-    caption = wrap(row.caption[:_CAPTION_LETTERS], _TEXT_SIZE, _TEXT_WIDTH)
+def _grid_row(row: CropRow) -> GridRow:
+    caption = wrap(row.caption[:_CAPTION_LETTERS], TEXT_SIZE, _LABEL_WIDTH)
     if len(caption) > _CAPTION_LINES:
         caption = [*caption[: _CAPTION_LINES - 1], f"{caption[_CAPTION_LINES - 1][:-2]}…"]
-    lines = [(line, _TEXT_SIZE, SERIES[0]) for line in wrap(row.bucket, _TEXT_SIZE, _TEXT_WIDTH)]
-    lines += [(line, _TEXT_SIZE, INK) for line in caption]
+    label = wrapped_lines(row.bucket, _LABEL_WIDTH, ink=SERIES[0])
+    label += [TextLine(line) for line in caption]
     if row.kept is not None:
         share = f"{row.kept[2] * row.kept[3]:.0%} of the picture is kept"
-        lines += [(share, _NOTE_SIZE, PALE_INK)]
-    height = max(strip.height, sum(line_height(size) for _, size, _ in lines))
-    picture = Image.new("RGB", (_TEXT_WIDTH + _TEXT_GAP + strip.width, height), PAPER)
-    picture.paste(strip, (_TEXT_WIDTH + _TEXT_GAP, 0))
-    pen, top = ImageDraw.Draw(picture), 0
-    for line, size, ink in lines:
-        draw_text(pen, (0, top), line, size, ink)
-        top += line_height(size)
-    return picture
+        label.append(TextLine(share, NOTE_SIZE, PALE_INK))
+    strip = _draw_strip(row) if len(row.frames) else _draw_failure(row.failure)
+    return GridRow(label, [GridCell(strip)])
 
 
 def _draw_strip(row: CropRow) -> Image.Image:
+    """Frames side by side, each in the middle of the strip's height."""
     num_frames = len(row.frames)
     height, width = frame_size(*row.frames.shape[1:3])
     chosen = np.linspace(0, num_frames - 1, min(num_frames, MAX_FRAMES)).round().astype(int)
-    step = width + _FRAME_GAP
-    strip = Image.new("RGB", (step * len(chosen) - _FRAME_GAP, FRAME_HEIGHT), PAPER)
-    for place, index in enumerate(chosen):
+    pictures = []
+    for index in chosen:
         frame = Image.fromarray(np.ascontiguousarray(row.frames[index]))
         small = frame.resize((width, height), Image.Resampling.LANCZOS)
-        corner = (place * step, (FRAME_HEIGHT - height) // 2)
-        strip.paste(small if row.kept is None else _cropped(small, row.kept), corner)
-    return strip
+        picture = Image.new("RGB", (width, FRAME_HEIGHT), PAPER)
+        top = (FRAME_HEIGHT - height) // 2
+        picture.paste(small if row.kept is None else _cropped(small, row.kept), (0, top))
+        pictures.append(picture)
+    return side_by_side(pictures, _FRAME_GAP)
 
 
 def _draw_failure(reason: str) -> Image.Image:
-    """What stands where frames would be."""
     strip = Image.new("RGB", (_FAILURE_WIDTH, FRAME_HEIGHT), BARE)
     pen = ImageDraw.Draw(strip)
-    lines = wrap(f"Cannot be decoded: {reason}", _NOTE_SIZE, _FAILURE_WIDTH - 2 * _TEXT_GAP)
-    for number, line in enumerate(lines):
-        place = (_TEXT_GAP, _TEXT_GAP + number * line_height(_NOTE_SIZE))
-        draw_text(pen, place, line, _NOTE_SIZE, INK)
+    width = _FAILURE_WIDTH - 2 * _FAILURE_MARGIN
+    for number, line in enumerate(wrap(f"Cannot be decoded: {reason}", NOTE_SIZE, width)):
+        place = (_FAILURE_MARGIN, _FAILURE_MARGIN + number * line_height(NOTE_SIZE))
+        draw_text(pen, place, line, NOTE_SIZE, INK)
     return strip
 
 

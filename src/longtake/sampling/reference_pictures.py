@@ -1,7 +1,7 @@
-"""The pictures that a preset's videos go by, for a model that takes such; torch-free.
+"""Reference pictures of presets and samples, for a model that takes such; torch-free.
 
-A preset is known by what they show, not by where they lie. What the model sees of each is kept
-beside the preset's results, small, so that sheets can show it wherever the pictures are.
+A preset is identified by the content of its pictures, not by their paths. A small copy of each,
+cropped as the model sees it, is kept beside the results, so that sheets can show it anywhere.
 """
 
 import hashlib
@@ -10,11 +10,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from longtake.config import Bucket
-from longtake.errors import DataError, RecipeError, RunError
-from longtake.evaluation.sampling.read_pictures import read_picture
+from longtake.data.clip import Media
+from longtake.data.crop import Crop
+from longtake.data.references import Reference, read
+from longtake.errors import ClipError, DataError, RecipeError, RunError
 from longtake.fsio import atomic_write
 from longtake.run_dir import RunDirectory
 from longtake.trust import is_own
@@ -24,18 +28,13 @@ _KEPT_SIZE = 256, 256
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture that videos go by.
-
-    Attributes:
-        path: where it lies; an image or a video, of which the first frame counts.
-        content: the first 16 hexadecimal digits of its file's sha256.
-    """
-
     path: Path
+    """An image, or a video, of which the first frame counts."""
     content: str
+    """The first 16 hexadecimal digits of the file's sha256."""
 
     def refuse_change(self) -> None:
-        """Refuse the file if it has changed since.
+        """Refuse the file if it has changed since it was found.
 
         Raises:
             RunError: it has, or cannot be read any more.
@@ -67,46 +66,96 @@ def find_pictures(
     """The pictures of a preset.
 
     Args:
-        given: the files that it names.
-        names: of the pictures that the model goes by.
-        count: of the prompts.
-        bucket: the videos' size, to which they are cut.
-        folder: of the file that names them, where they are looked for first.
+        given: files by name.
+        names: the names in `data.references`.
+        count: number of prompts.
+        bucket: the videos' size.
+        folder: of the file that names the pictures; they are looked for there first.
 
     Raises:
-        RecipeError: there are others than those names, not as many as prompts, or a file is gone.
-        DataError: one is no picture.
+        RecipeError: names or number of the files are wrong, or a file is missing.
+        DataError: a file is no picture.
     """
     files = given or {}
     _refuse_others(files, names)
     return {name: _found(name, files[name], count, bucket, folder) for name in names}
 
 
-def content_of(path: Path) -> str:
-    """The first 16 hexadecimal digits of a file's sha256.
+def read_pictures(
+    references: Sequence[Mapping[str, Path]], names: Sequence[str], bucket: Bucket
+) -> dict[str, list[NDArray[np.uint8]]]:
+    """For each name a picture [3, 1, H, W] of each video.
+
+    Args:
+        references: each video's files by name.
+        names: the names in `data.references`.
+        bucket: the videos' size.
 
     Raises:
-        OSError: it cannot be read.
+        DataError: a video lacks a picture or has another one, or it cannot be read.
     """
+    for each in references:
+        refuse_other_pictures(each, names)
+    return {
+        name: [read_picture(each[name], bucket).transpose(2, 0, 1)[:, None] for each in references]
+        for name in names
+    }
+
+
+def read_picture(picture: Path, bucket: Bucket) -> NDArray[np.uint8]:
+    """[H, W, 3]: a picture, or a video's first frame, scaled and cropped to the bucket's size.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    wanted = Reference(
+        identity="",
+        media=Media(str(picture)),
+        clip_height=0,  # it is cropped in the middle, not like a clip
+        clip_width=0,
+        clip_crop=Crop(0, 0, 0, 0),
+        height=bucket.height,
+        width=bucket.width,
+        is_flipped=False,
+    )
+    try:
+        return np.ascontiguousarray(read(wanted)[:, 0].transpose(1, 2, 0))
+    except ClipError as error:
+        raise DataError(f"The picture {error.path} cannot be read: {error.reason}.") from error
+
+
+def refuse_other_pictures(given: Mapping[str, Path], names: Sequence[str]) -> None:
+    """Refuse reference images other than those that a model was trained with.
+
+    Raises:
+        DataError: one is missing, or is not among the names.
+    """
+    if set(given) == set(names):
+        return
+    if not names:
+        raise DataError(
+            f"This model takes no reference images, but {', '.join(given)} was given. Leave "
+            "--reference out."
+        )
+    advice = " ".join(f"--reference {name}=FILE" for name in names)
+    raise DataError(
+        f"This model takes the reference images {', '.join(names)}; given: "
+        f"{', '.join(given) or 'none'}. Give exactly those: {advice}."
+    )
+
+
+def content_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def kept_picture(preset_json: Path, number: int, name: str) -> Path:
-    """Where the small copy of a prompt's picture lies, whether it exists or not.
-
-    Args:
-        preset_json: of the preset.
-        number: of the prompt, from 0.
-        name: of the picture.
-    """
+    """Path of the small copy of the picture `name` of a prompt, counted from 0."""
     return preset_json.parent / "pictures" / f"{number:02d}_{name}.png"
 
 
 def keep_pictures(preset_json: Path, pictures: Pictures, bucket: Bucket) -> None:
-    """Write the small copies that are not there yet, cut as the model sees the pictures.
-
-    Sheets do without that of a picture which cannot be read any more.
+    """Write the small copies that do not exist; none of a picture that cannot be read any more.
 
     Raises:
         OSError: a copy cannot be written.
@@ -117,7 +166,10 @@ def keep_pictures(preset_json: Path, pictures: Pictures, bucket: Bucket) -> None
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with suppress(DataError):
-                    _keep(picture, bucket, path)
+                    small = Image.fromarray(read_picture(picture.path, bucket))
+                    small.thumbnail(_KEPT_SIZE)
+                    with atomic_write(path, by_many=True) as partial:
+                        small.save(partial, format="PNG")
 
 
 def _refuse_others(given: Mapping[str, object], names: Sequence[str]) -> None:
@@ -140,7 +192,7 @@ def _refuse_others(given: Mapping[str, object], names: Sequence[str]) -> None:
 def _found(
     name: str, files: Sequence[Path], count: int, bucket: Bucket, folder: Path | None
 ) -> tuple[Picture, ...]:
-    """One for each prompt; each file is read once."""
+    """One picture for each prompt; each file is read once."""
     key = f"references.{name}"
     if len(files) not in (1, count):
         raise RecipeError(
@@ -162,26 +214,19 @@ def _checked(path: Path, bucket: Bucket) -> Picture:
         ) from error
 
 
-def _keep(picture: Picture, bucket: Bucket, path: Path) -> None:
-    small = Image.fromarray(read_picture(picture.path, bucket))
-    small.thumbnail(_KEPT_SIZE)
-    with atomic_write(path, by_many=True) as partial:
-        small.save(partial, format="PNG")
-
-
 def find_file(key: str, file: Path, folder: Path | None) -> Path:
-    """Where a file is: beside the file that names it, else in the folder the command is run in.
+    """The path of a file: beside the file that names it, else in the current folder.
 
     Args:
-        key: that names it, for the error.
+        key: the key that names it, for the error.
         file: as it is named.
-        folder: of the file that names it, where there is one.
+        folder: of the file that names it.
 
     Raises:
-        RecipeError: it is in neither; or a run that somebody else began names a file outside of it.
+        RecipeError: it is in neither, or a run of another user names a file outside of the run.
     """
-    if folder is not None and _is_foreign(folder):
-        return _inside(key, file, folder)
+    if folder is not None and RunDirectory(folder).exists() and not is_own(RunDirectory(folder)):
+        return _find_inside(key, file, folder)
     here = Path.cwd()
     places = dict.fromkeys([here] if folder is None else [folder.absolute(), here])
     found = next((place / file for place in places if (place / file).is_file()), None)
@@ -195,12 +240,8 @@ def find_file(key: str, file: Path, folder: Path | None) -> Path:
     )
 
 
-def _is_foreign(folder: Path) -> bool:
-    return RunDirectory(folder).exists() and not is_own(RunDirectory(folder))
-
-
-def _inside(key: str, file: Path, folder: Path) -> Path:
-    """Others could have any file of this host read: what it says becomes a part of the results."""
+def _find_inside(key: str, file: Path, folder: Path) -> Path:
+    """Another user's run could name any file of this host, whose content the results would show."""
     found, top = (folder / file).resolve(), folder.resolve()
     if not found.is_relative_to(top):
         raise RecipeError(

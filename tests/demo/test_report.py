@@ -1,4 +1,4 @@
-"""Loss plots."""
+"""What the demo draws of its loss."""
 
 import math
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from longtake.demo.plots import axis_scale, loss_plot, smooth
+from longtake.demo.report import axis_scale, loss_plot, smooth
 from longtake.errors import RunError
 
 
@@ -101,7 +101,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_drawing_touches_no_global_state(tmp_path: Path) -> None:
     """pyplot, with its current figure and its choice of a window system, is never imported."""
     script = (
-        "import sys; from pathlib import Path; from longtake.demo.plots import loss_plot;"
+        "import sys; from pathlib import Path; from longtake.demo.report import loss_plot;"
         "loss_plot([1, 2], [1.0, 0.5], Path(sys.argv[1]), title='');"
         "sys.exit('matplotlib.pyplot' in sys.modules)"
     )

@@ -12,15 +12,15 @@ from PIL import Image
 from rich.console import Console
 
 from longtake import config
-from longtake.config import Recipe
-from longtake.errors import RecipeError, RunError
-from longtake.evaluation.presets import Preset, find_preset, keep_preset
-from longtake.evaluation.reference_pictures import kept_picture
-from longtake.evaluation.sampling.studio import Studio
-from longtake.evaluation.sampling.write import sample_preset
+from longtake.config import Bucket, Recipe
+from longtake.errors import DataError, RecipeError, RunError
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.fsio import read_json
 from longtake.run_dir import RunDirectory
+from longtake.sampling.presets import Preset, find_preset, keep_preset
+from longtake.sampling.reference_pictures import kept_picture, read_picture, read_pictures
+from longtake.sampling.sampler import SamplerLoader
+from longtake.sampling.videos import sample_preset
 from longtake.training.run import train
 
 _ONE = 'references.reference = ["a.png"]'
@@ -204,6 +204,39 @@ def test_what_is_no_table_of_files_is_refused_with_the_recipe(
         _recipe(tmp_path, table)
 
 
+_BUCKET = Bucket(num_frames=1, height=16, width=24)
+
+
+def test_a_picture_of_another_size_is_scaled_to_cover_and_cropped(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 24, 3), dtype=np.uint8)
+    border = np.zeros((16, 4, 3), np.uint8)
+    Image.fromarray(np.concatenate([border, pixels, border], axis=1)).save(tmp_path / "wide.png")
+    assert np.array_equal(read_picture(tmp_path / "wide.png", _BUCKET), pixels)
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "message"),
+    [
+        ([], ["reference"], r"takes the reference images reference; given: none\. Give exactly"),
+        (["pose"], ["reference"], r"takes the reference images reference; given: pose\."),
+        (["reference"], [], "takes no reference images, but reference was given"),
+    ],
+)
+def test_other_pictures_than_those_of_the_recipe_are_refused(
+    given: list[str], names: list[str], message: str, tmp_path: Path
+) -> None:
+    picture = _picture(tmp_path / "one.png", "red")
+    with pytest.raises(DataError, match=message):
+        read_pictures([dict.fromkeys(given, picture)], names, _BUCKET)
+
+
+def test_a_picture_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broken.png").write_text("no picture")
+    for name in ("broken.png", "gone.png"):
+        with pytest.raises(DataError, match=rf"The picture .*{name} cannot be read: "):
+            read_picture(tmp_path / name, _BUCKET)
+
+
 def test_a_model_with_an_added_module_is_sampled_by_its_pictures(
     tiny_flux: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -220,10 +253,10 @@ def test_a_model_with_an_added_module_is_sampled_by_its_pictures(
         'references.reference = ["val/red.png", "val/blue.png"]\n'
         'references.pose = ["val/pose.png"]\n'
     )
-    studio = Studio(run, "cpu")
-    preset = find_preset(studio.recipe, "kontext", run.path, presets)
-    studio.check(preset)
-    sampler = studio.load(run.checkpoint_path(1), preset.weights)
+    loader = SamplerLoader(run, "cpu")
+    preset = find_preset(loader.recipe, "kontext", run.path, presets)
+    loader.check(preset)
+    sampler = loader.load(run.checkpoint_path(1), preset.weights)
     first, second = sample_preset(sampler, preset, tmp_path)
     assert np.abs(first.video.astype(int) - second.video.astype(int)).mean() > 0.1
     with Image.open(tmp_path / "sheet.png") as sheet:

@@ -1,7 +1,7 @@
-"""What is sampled of each checkpoint: always the same prompts, seeds and settings; torch-free.
+"""Presets: prompts, seeds and settings that are sampled of each checkpoint; torch-free.
 
-Three places speak of presets, and the later one counts, key by key: what comes with longtake, the
-recipe's [evaluation.presets], and a file that the command names.
+Presets are defined in three places, and a key in a later one replaces the same key of an earlier
+one: those shipped with longtake, the recipe's [evaluation.presets], a file given with `--presets`.
 """
 
 import errno
@@ -20,31 +20,51 @@ from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.references import reference_path
 from longtake.errors import DataError, LongtakeError, RecipeError, RecordError, RunError
-from longtake.evaluation.reference_pictures import Pictures, find_file, find_pictures, keep_pictures
-from longtake.evaluation.sampling.read_pictures import Request
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.formatting import did_you_mean
 from longtake.fsio import parse_record, read_json, read_regular, write_json, write_once
 from longtake.run_dir import RunDirectory
+from longtake.sampling.reference_pictures import Pictures, find_file, find_pictures, keep_pictures
 
-_BATCH_SIZE = 4
-
-
-Table = Mapping[str, Any]
-"""What is said about one preset: keys of `PresetSection`."""
+DEFAULT = "default"
+"""The preset that is sampled if none is named."""
 
 _SHIPPED = Path(__file__).with_name("presets.toml")
+_SHIPPED_PROMPTS = Path(__file__).with_name("prompts")
+_BATCH_SIZE = 4
+_MIN_FPS, _MAX_FPS = 0.1, 1000
+_NUM_CAPTIONS = 4
+"""Prompts of the default preset from held-out captions, and as many from trained captions."""
+_MAX_CLIPS_READ = 1000
+_MAX_LINES_NAMED = 10
+
+Table = Mapping[str, Any]
+"""Keys of `PresetSection`."""
 
 
 @dataclass(frozen=True)
-class Tables:
-    """What is said about presets.
+class Request:
+    """One video to sample.
 
     Attributes:
-        known: all that there are, by name, with what is said about them in all places.
-        folders: of the file that says each key of each preset.
-        of_run: names of those in the recipe.
-        of_own: names of those that the command's own file speaks of.
+        references: files of the reference pictures by their names in `data.references`: images, or
+            videos, of which the first frame counts.
+    """
+
+    prompt: str
+    seed: int
+    references: Mapping[str, Path] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PresetTables:
+    """The tables of all places, merged.
+
+    Attributes:
+        known: the keys of each preset.
+        folders: for each key of each preset the folder of the file that sets it.
+        of_run: names of the presets in the recipe.
+        of_own: names of the presets in the file given with `--presets`.
     """
 
     known: dict[str, dict[str, Any]]
@@ -55,20 +75,18 @@ class Tables:
 
 @dataclass(frozen=True)
 class Preset:
-    """A set of videos that is sampled again and again.
+    """A set of videos that is sampled of each checkpoint.
 
     Attributes:
         name: of its folder below evaluations/.
-        prompts: what the videos show.
         seeds: each prompt is sampled with each of them.
-        settings: of the solver, and the frames a second.
         bucket: the videos' size.
         weights: `model`, or `ema/` and the name of a profile.
         batch_size: videos sampled at once.
         guidance: `auto`, `batched` or `two_passes`.
         decoding: `auto`, `whole` or `tiles`.
-        measures: further ones, each a class as module:Class.
-        references: pictures that the videos go by.
+        measures: additional measures, each as `module:Class`.
+        references: reference pictures, one for each prompt by name.
     """
 
     name: str
@@ -84,7 +102,7 @@ class Preset:
     references: Pictures = field(default_factory=dict, hash=False)
 
     def requests(self) -> list[Request]:
-        """All videos: of the first prompt with each seed, then of the next."""
+        """All videos, prompt by prompt; of each prompt one per seed."""
         return [
             Request(prompt, seed, {name: of[number].path for name, of in self.references.items()})
             for number, prompt in enumerate(self.prompts)
@@ -92,12 +110,12 @@ class Preset:
         ]
 
     def file_name(self, index: int) -> str:
-        """What the sample of `requests()[index]` is called: 00_s0.mp4; of one frame 00_s0.png."""
+        """File name of the sample of `requests()[index]`: 00_s0.mp4; of one frame 00_s0.png."""
         number, seed = divmod(index, len(self.seeds))
         return f"{number:02d}_s{self.seeds[seed]}{suffix_of(self.bucket)}"
 
     def as_record(self) -> dict[str, Any]:
-        """preset.json: all that decides what the videos show, and nothing else."""
+        """Content of preset.json: all that determines what the videos show, and nothing else."""
         pictures = {
             name: [each.content for each in of_prompts]
             for name, of_prompts in self.references.items()
@@ -113,7 +131,7 @@ class Preset:
         }
 
     def refuse_changed_pictures(self) -> None:
-        """Refuse to go by pictures that are not those it was found with.
+        """Refuse reference pictures that have changed since the preset was read.
 
         Raises:
             RunError: a file has changed, or is gone.
@@ -129,70 +147,56 @@ def preset_names(
     beside: Path | None = None,
     own: Path | None = None,
 ) -> list[str]:
-    """Names of the presets that are wanted, each once.
+    """Names of the presets to sample, each once.
 
     Args:
         recipe: of the run.
-        names: that the command gives. Without any: those in its own file, else the recipe's
-            `evaluation.run`, else all that the recipe has, else `default`.
+        names: given with `--preset`. If there are none: those in the file given with `--presets`,
+            else `evaluation.run`, else all in the recipe, else `default`.
         beside: the run directory.
-        own: a file of presets that the command names.
+        own: the file given with `--presets`.
 
     Raises:
         RecipeError: a file of presets is wrong.
     """
-    tables = gather(recipe, beside, own)
+    tables = read_tables(recipe, beside, own)
     wanted = names or tables.of_own or recipe.evaluation.run or tables.of_run or [DEFAULT]
     return list(dict.fromkeys(wanted))
 
 
-def refuse_unknown(tables: Tables, names: Iterable[str]) -> None:
-    """Refuse presets that nothing says anything about.
+def refuse_unknown(tables: PresetTables, names: Iterable[str]) -> None:
+    """Refuse presets that are defined nowhere.
 
     Raises:
-        RecipeError: there is one; names those that there are.
+        RecipeError: names the unknown preset and the known ones.
     """
+    known = sorted(tables.known)
     for name in names:
         if name not in tables.known:
-            raise RecipeError(_unknown(name, tables))
-
-
-def find_presets(
-    recipe: Recipe, names: Sequence[str], beside: Path | None, own: Path | None = None
-) -> list[Preset]:
-    """The presets that are wanted, as `preset_names` has it.
-
-    Raises:
-        RecipeError: a line for each that is unknown or wrong.
-    """
-    found, wrong = [], []
-    for name in preset_names(recipe, names, beside, own):
-        try:
-            found.append(find_preset(recipe, name, beside, own))
-        except RecipeError as error:
-            wrong.append(str(error))
-    if wrong:
-        raise RecipeError("\n".join(wrong))
-    return found
+            near = did_you_mean(name, known)
+            question = f"{near[0].upper()}{near[1:]} " if near.endswith("?") else ""
+            raise RecipeError(
+                f"There is no preset {name}. {question}There are: {', '.join(known)}."
+            )
 
 
 def find_preset(
     recipe: Recipe, name: str, beside: Path | None = None, own: Path | None = None
 ) -> Preset:
-    """One preset, with what it leaves out as the recipe has it.
+    """One preset; keys that it does not set are the recipe's.
 
-    Whether codec and model can take its size is known only with them: see `Studio.check`.
+    Whether codec and model can take its size is checked by `SamplerLoader.check`.
 
     Raises:
-        RecipeError: it is unknown, or something about it cannot be.
+        RecipeError: it is unknown, or a value is invalid.
     """
-    tables = gather(recipe, beside, own)
+    tables = read_tables(recipe, beside, own)
     refuse_unknown(tables, [name])
     try:
         section = PresetSection.model_validate(tables.known[name])
         if name == DEFAULT and section.prompts is None and section.prompts_file is None:
-            section = section.model_copy(update=from_captions(recipe, beside))
-        preset = _resolved(recipe, name, section, tables.folders[name])
+            section = section.model_copy(update=caption_prompts(recipe, beside))
+        preset = _build(recipe, name, section, tables.folders[name])
         refuse_unwritable(preset.bucket, preset.settings.fps)
     except LongtakeError as error:
         raise RecipeError(f"Preset {name}: {error}") from None
@@ -200,23 +204,23 @@ def find_preset(
 
 
 def keep_preset(directory: EvaluationDirectory, preset: Preset) -> None:
-    """Write preset.json, and what the model sees of its pictures, where they are not yet there.
+    """Write preset.json and small copies of the pictures unless they exist.
 
-    Where they are, nothing is written: a full disk takes nobody's preset away.
+    If they exist nothing is written, so that a full disk does not refuse the preset.
 
     Raises:
-        RecipeError: what was sampled under this name so far is another set.
-        RunError: they cannot be read, or written.
+        RecipeError: the results under this name are of another preset.
+        RunError: preset.json or a copy cannot be read or written.
     """
     path = directory.preset_path(preset.name)
     keep_record(path, preset.name, preset.as_record())
     try:
         keep_pictures(path, preset.references, preset.bucket)
     except OSError as error:
-        raise not_kept(path.with_name("pictures"), error) from error
+        raise _cannot_be_kept(path.with_name("pictures"), error) from error
 
 
-def _resolved(
+def _build(
     recipe: Recipe, name: str, section: PresetSection, folders: Mapping[str, Path | None]
 ) -> Preset:
     settings, bucket = settings_for(
@@ -238,7 +242,7 @@ def _resolved(
         seeds=tuple(dict.fromkeys(section.seeds or (0,))),
         settings=settings,
         bucket=bucket,
-        weights=_weights(recipe, section.ema),
+        weights=_preset_weights(recipe, section.ema),
         batch_size=section.batch_size or _BATCH_SIZE,
         guidance=section.guidance or "auto",
         decoding=section.decoding or "auto",
@@ -247,7 +251,105 @@ def _resolved(
     )
 
 
-def _weights(recipe: Recipe, profile: str | None) -> str:
+def read_tables(
+    recipe: Recipe, beside: Path | None = None, own: Path | None = None
+) -> PresetTables:
+    """Read and merge the tables of all places.
+
+    Args:
+        recipe: of the run.
+        beside: the run directory; files that the recipe names are looked for in it.
+        own: the file given with `--presets`.
+
+    Raises:
+        RecipeError: a file cannot be read, a key is unknown, or a value is invalid.
+    """
+    of_recipe = {
+        name: {key: value for key, value in section if value is not None}
+        for name, section in recipe.evaluation.presets.items()
+    }
+    of_own = _read_presets(own, recipe) if own is not None else {}
+    places: list[tuple[Path | None, Mapping[str, Table]]] = [
+        (_SHIPPED.parent, _shipped()),
+        (beside, of_recipe),
+        (own.parent if own is not None else None, of_own),
+    ]
+    known: dict[str, dict[str, Any]] = {}
+    folders: dict[str, dict[str, Path | None]] = {}
+    for folder, tables in places:
+        for name, table in tables.items():
+            known[name] = _merged(known.get(name, {}), table)
+            folders.setdefault(name, {}).update(dict.fromkeys(table, folder))
+    return PresetTables(known, folders, tuple(of_recipe), tuple(of_own))
+
+
+def _merged(before: Table, table: Table) -> dict[str, Any]:
+    """The keys of both; `prompts` and `prompts_file` replace each other."""
+    either = {"prompts", "prompts_file"}
+    kept = {key: v for key, v in before.items() if not (key in either and either & table.keys())}
+    return {**kept, **table}
+
+
+@cache
+def _shipped() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(_SHIPPED.read_text(encoding="utf-8"))
+
+
+def _read_presets(path: Path, recipe: Recipe) -> dict[str, dict[str, Any]]:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise RecipeError(
+            f"The presets {path} cannot be read: {error.strerror or error}."
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"The presets {path} are not valid TOML: {error}.") from None
+    for name, table in tables.items():
+        _refuse_unknown_keys(path, name, table)
+    values = recipe.model_dump(exclude_none=True)
+    values["evaluation"]["presets"] = tables
+    parsed = config.parse(values, source=str(path)).evaluation.presets
+    return {
+        name: {key: getattr(section, key) for key in tables[name]}
+        for name, section in parsed.items()
+    }
+
+
+def _refuse_unknown_keys(path: Path, name: str, table: object) -> None:
+    if not isinstance(table, dict):
+        raise RecipeError(
+            f"{path}: {name} stands outside of a preset's table. Write it below a line such as "
+            "[low4s]."
+        )
+    for key in table:
+        if key not in PresetSection.model_fields:
+            near = did_you_mean(key, PresetSection.model_fields)
+            raise RecipeError(f"{path}: {name}.{key} is not a key of a preset; {near}")
+
+
+def settings_for(
+    recipe: Recipe,
+    *,
+    num_frames: int | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    **changes: object,
+) -> tuple[SamplingSection, Bucket]:
+    """The recipe's [sampling] and first bucket, with the values that are not None.
+
+    Raises:
+        RecipeError: a value is out of range.
+    """
+    sizes = {"num_frames": num_frames, "height": height, "width": width}
+    values = recipe.model_dump(exclude_none=True)
+    values["sampling"] |= _given(changes)
+    values["data"]["buckets"] = [values["data"]["buckets"][0] | _given(sizes)]
+    changed = config.parse(values, source="The settings of this sampling")
+    return changed.sampling, changed.data.buckets[0]
+
+
+def _preset_weights(recipe: Recipe, profile: str | None) -> str:
+    """The part of a checkpoint that a preset samples: `model`, or `ema/` and a profile's name."""
     kept = [each.name for each in recipe.ema.averages()]
     wanted = recipe.ema.sampled() if profile is None else profile
     if wanted is None or wanted == "none":
@@ -265,119 +367,10 @@ def _weights(recipe: Recipe, profile: str | None) -> str:
     return f"ema/{wanted}"
 
 
-def _unknown(name: str, tables: Tables) -> str:
-    known = sorted(tables.known)
-    near, there = did_you_mean(name, known), f"There are: {', '.join(known)}."
-    question = f"{near[0].upper()}{near[1:]} " if near.endswith("?") else ""
-    return f"There is no preset {name}. {question}{there}"
-
-
-def gather(recipe: Recipe, beside: Path | None = None, own: Path | None = None) -> Tables:
-    """Read and merge all tables.
-
-    Args:
-        recipe: of the run.
-        beside: the run directory, where files that the recipe names may lie.
-        own: a file of presets that the command names.
-
-    Raises:
-        RecipeError: a file cannot be read, a key is unknown, or a value does not fit.
-    """
-    of_recipe = {name: _said(section) for name, section in recipe.evaluation.presets.items()}
-    of_own = _read_presets(own, recipe) if own is not None else {}
-    places: list[tuple[Path | None, Mapping[str, Table]]] = [
-        (_SHIPPED.parent, _shipped()),
-        (beside, of_recipe),
-        (own.parent if own is not None else None, of_own),
-    ]
-    known: dict[str, dict[str, Any]] = {}
-    folders: dict[str, dict[str, Path | None]] = {}
-    for folder, tables in places:
-        for name, table in tables.items():
-            known[name] = _merged(known.get(name, {}), table)
-            folders.setdefault(name, {}).update(dict.fromkeys(table, folder))
-    return Tables(known, folders, tuple(of_recipe), tuple(of_own))
-
-
-def _merged(before: Table, table: Table) -> dict[str, Any]:
-    """Prompts are given in one of two ways: the later one counts."""
-    either = {"prompts", "prompts_file"}
-    kept = {key: v for key, v in before.items() if not (key in either and either & table.keys())}
-    return {**kept, **table}
-
-
-def _said(section: PresetSection) -> dict[str, Any]:
-    """The keys of a section that say anything."""
-    values = {name: getattr(section, name) for name in PresetSection.model_fields}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-@cache
-def _shipped() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(_SHIPPED.read_text(encoding="utf-8"))
-
-
-def _read_presets(path: Path, recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """The tables of a file, each a preset."""
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise RecipeError(
-            f"The presets {path} cannot be read: {error.strerror or error}."
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RecipeError(f"The presets {path} are not valid TOML: {error}.") from None
-    for name, table in tables.items():
-        _refuse_unknown(path, name, table)
-    values = recipe.model_dump(exclude_none=True)
-    values["evaluation"]["presets"] = tables
-    parsed = config.parse(values, source=str(path)).evaluation.presets
-    return {
-        name: {key: getattr(section, key) for key in tables[name]}
-        for name, section in parsed.items()
-    }
-
-
-def _refuse_unknown(path: Path, name: str, table: object) -> None:
-    if not isinstance(table, dict):
-        raise RecipeError(
-            f"{path}: {name} stands outside of a preset's table. Write it below a line such as "
-            "[low4s]."
-        )
-    for key in table:
-        if key not in PresetSection.model_fields:
-            near = did_you_mean(key, PresetSection.model_fields)
-            raise RecipeError(f"{path}: {name}.{key} is not a key of a preset; {near}")
-
-
-_LEAST_FPS, _MOST_FPS = 0.1, 1000
-
-
-def settings_for(
-    recipe: Recipe,
-    *,
-    num_frames: int | None = None,
-    height: int | None = None,
-    width: int | None = None,
-    **changes: object,
-) -> tuple[SamplingSection, Bucket]:
-    """The recipe's sampling settings and first bucket, with whatever is not None changed.
-
-    Raises:
-        RecipeError: a value is out of range.
-    """
-    sizes = {"num_frames": num_frames, "height": height, "width": width}
-    values = recipe.model_dump(exclude_none=True)
-    values["sampling"] |= _given(changes)
-    values["data"]["buckets"] = [values["data"]["buckets"][0] | _given(sizes)]
-    changed = config.parse(values, source="The settings of this sampling")
-    return changed.sampling, changed.data.buckets[0]
-
-
 def weights_to_sample(
     recipe: Recipe, *, ema: bool | None = None, profile: str | None = None
 ) -> str:
-    """The part of a checkpoint that is sampled, `model` or `ema/` and a profile's name.
+    """The part of a checkpoint that options ask for: `model`, or `ema/` and a profile's name.
 
     Raises:
         RecipeError: the run keeps no such average.
@@ -402,12 +395,12 @@ def weights_to_sample(
 
 
 def suffix_of(bucket: Bucket) -> str:
-    """Of the files that samples are written to: a sample of one frame is an image."""
+    """`.png` for one frame, else `.mp4`."""
     return ".png" if bucket.num_frames == 1 else ".mp4"
 
 
 def refuse_unwritable(bucket: Bucket, fps: float) -> None:
-    """Refuse before the sampling what the encoder would refuse, or change in silence, after it.
+    """Refuse, before sampling, a size or frame rate that the video encoder would refuse or change.
 
     Raises:
         RecipeError: H.264 does not take the size or the frame rate. A PNG takes any.
@@ -420,10 +413,10 @@ def refuse_unwritable(bucket: Bucket, fps: float) -> None:
             f"{bucket} cannot be written as mp4: H.264 in 4:2:0 needs an even size, such as "
             f"{width}x{height}."
         )
-    if not _LEAST_FPS <= fps <= _MOST_FPS:
+    if not _MIN_FPS <= fps <= _MAX_FPS:
         raise RecipeError(
-            f"{fps:g} frames a second cannot be written as mp4: expected {_LEAST_FPS} to "
-            f"{_MOST_FPS}. Set --fps or sampling.fps."
+            f"{fps:g} frames a second cannot be written as mp4: expected {_MIN_FPS} to "
+            f"{_MAX_FPS}. Set --fps or sampling.fps."
         )
 
 
@@ -431,18 +424,13 @@ def _given(values: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-_OURS = Path(__file__).with_name("prompts")
-_SHOWN = 10
-"""Lines that an error names."""
-
-
 def find_prompts(section: PresetSection, bucket: Bucket, folder: Path | None) -> tuple[str, ...]:
-    """The prompts of a preset; where it names none, those that come with longtake.
+    """The prompts of a preset; if it sets none, the shipped ones for videos or for images.
 
     Args:
-        section: what is said about the preset.
-        bucket: the videos' size; images have other prompts.
-        folder: of the file that names the prompts file, which is looked for there first.
+        section: the preset's keys.
+        bucket: the videos' size.
+        folder: of the file that sets `prompts_file`; it is looked for there first.
 
     Raises:
         RecipeError: there is no such file, or prompts are empty.
@@ -450,7 +438,9 @@ def find_prompts(section: PresetSection, bucket: Bucket, folder: Path | None) ->
     if section.prompts_file is not None:
         return read_prompts(find_file("prompts_file", section.prompts_file, folder))
     if section.prompts is None:
-        return read_prompts(_OURS / ("images.txt" if bucket.num_frames == 1 else "videos.txt"))
+        return read_prompts(
+            _SHIPPED_PROMPTS / ("images.txt" if bucket.num_frames == 1 else "videos.txt")
+        )
     empty = [str(number) for number, each in enumerate(section.prompts) if not each.strip()]
     if empty:
         raise RecipeError(f"prompts[{', '.join(empty)}] are empty, counted from 0. Remove them.")
@@ -458,10 +448,10 @@ def find_prompts(section: PresetSection, bucket: Bucket, folder: Path | None) ->
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
-    """The prompts of a file, in its order, without the spaces around them.
+    """The lines of a file without the spaces around them.
 
     Raises:
-        RecipeError: the file is missing, empty, has empty lines, or is no UTF-8; names the lines.
+        RecipeError: the file is missing, empty, has empty lines or is not UTF-8; names the lines.
     """
     try:
         content = path.read_bytes()
@@ -477,9 +467,11 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     prompts = tuple(line.strip() for line in lines)
     empty = [str(number) for number, prompt in enumerate(prompts, 1) if not prompt]
     if empty:
-        more = ", ..." if len(empty) > _SHOWN else ""
+        more = ", ..." if len(empty) > _MAX_LINES_NAMED else ""
         which = (
-            f"lines {', '.join(empty[:_SHOWN])}{more} are" if empty[1:] else f"line {empty[0]} is"
+            f"lines {', '.join(empty[:_MAX_LINES_NAMED])}{more} are"
+            if empty[1:]
+            else f"line {empty[0]} is"
         )
         raise RecipeError(
             f"The prompts file {path} cannot be used: {which} empty. Write one prompt a line, "
@@ -501,23 +493,15 @@ def _decoded(content: bytes, path: Path) -> str:
         ) from None
 
 
-DEFAULT = "default"
-"""The preset that is sampled where nobody names one."""
+def caption_prompts(recipe: Recipe, run: Path | None) -> dict[str, Any]:
+    """`prompts` of the default preset, and `references` of a model that takes reference images.
 
-_OF_EACH = 4
-"""Held-out captions, and as many of clips that are trained on."""
-_MOST_LOOKED_AT = 1000
-
-
-def from_captions(recipe: Recipe, run: Path | None) -> dict[str, Any]:
-    """Keys of the preset: `prompts`, and `references` of a model that takes reference images.
-
-    What was sampled once stays: later catalogs of the run do not change it. Empty where no
-    caption is known here, so that prompts that come with longtake are sampled.
+    They are captions of held-out and of trained clips. Prompts that were sampled before are kept
+    if later catalogs differ. Empty if no caption is known; then the shipped prompts are sampled.
 
     Args:
         recipe: of the run.
-        run: its directory, which keeps copies of the catalogs that it was trained on.
+        run: its directory, which has copies of the catalogs that it was trained on.
     """
     if run is None:
         return {}
@@ -531,7 +515,7 @@ def from_captions(recipe: Recipe, run: Path | None) -> dict[str, Any]:
     clips = {
         clip.caption: clip
         for catalog in (*held_out, *trained)
-        for clip in islice(_captioned(catalog), _OF_EACH)
+        for clip in islice(_captioned(catalog), _NUM_CAPTIONS)
     }
     if not clips:
         return {}
@@ -545,13 +529,13 @@ def from_captions(recipe: Recipe, run: Path | None) -> dict[str, Any]:
 
 
 def _captioned(path: Path) -> Iterator[Clip]:
-    """Clips of a catalog with different captions, in its order; none where it cannot be read."""
+    """Clips of a catalog with different captions; none if it cannot be read."""
     try:
         catalog = Catalog.load(path)
     except DataError:
         return
     seen = set()
-    for row in range(min(len(catalog), _MOST_LOOKED_AT)):
+    for row in range(min(len(catalog), _MAX_CLIPS_READ)):
         clip = catalog.clip(row)
         if clip.caption and clip.caption.strip() and clip.caption not in seen:
             seen.add(clip.caption)
@@ -559,21 +543,16 @@ def _captioned(path: Path) -> Iterator[Clip]:
 
 
 def keep_record(path: Path, name: str, record: Mapping[str, Any]) -> None:
-    """Write a preset's record, unless it is there.
-
-    Args:
-        path: preset.json, which is read first: where it is there, nothing is written.
-        name: of the preset.
-        record: all that decides what its videos show.
+    """Write a preset's record to preset.json unless it exists.
 
     Raises:
-        RecipeError: another one is there.
-        RunError: it cannot be read, or written.
+        RecipeError: the record there is another one.
+        RunError: it cannot be read or written.
     """
     try:
         kept = _read_record(path) or _write_record(path, record)
     except OSError as error:
-        raise not_kept(path, error) from error
+        raise _cannot_be_kept(path, error) from error
     changed = [key for key in record.keys() | kept.keys() if record.get(key) != kept.get(key)]
     if changed:
         raise RecipeError(
@@ -584,17 +563,16 @@ def keep_record(path: Path, name: str, record: Mapping[str, Any]) -> None:
         )
 
 
-def not_kept(path: Path, error: OSError) -> RunError:
-    """What to raise where something of a preset cannot be read or written."""
+def _cannot_be_kept(path: Path, error: OSError) -> RunError:
     advice = " Make room." if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
     return RunError(f"{path} cannot be kept: {error.strerror or error}.{advice}")
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    """What is there; empty where nothing is, or what a loss of power has left.
+    """Empty if there is none, or only what a loss of power has left.
 
     Raises:
-        OSError: it is there, and cannot be read.
+        OSError: it cannot be read.
     """
     with suppress(FileNotFoundError, RecordError):
         return parse_record(read_regular(path), dict[str, Any], path)
@@ -602,7 +580,7 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def _write_record(path: Path, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Write it; returns what is there then, as somebody else may have been first."""
+    """Write it, and return what the file holds then: another process may have been first."""
     if not write_once(path, record) and not _read_record(path):
-        write_json(path, record, by_many=True)  # nothing can be read in what is there
+        write_json(path, record, by_many=True)  # what is there cannot be read
     return _read_record(path)

@@ -8,22 +8,23 @@ from typing import Any
 import pytest
 
 from longtake import config, fsio
-from longtake.config import Recipe
+from longtake.config import EmaSection, Recipe
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
 from longtake.demo.shapes import held_out_captions
 from longtake.errors import RecipeError, RunError
-from longtake.evaluation.presets import (
-    Preset,
-    find_preset,
-    find_presets,
-    keep_preset,
-    preset_names,
-    read_prompts,
-)
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.fsio import read_json
 from longtake.run_dir import RunDirectory
+from longtake.sampling.presets import (
+    Preset,
+    find_preset,
+    keep_preset,
+    preset_names,
+    read_prompts,
+    settings_for,
+    weights_to_sample,
+)
 
 _SHIPPED = ["default", "demo", "high4s", "image1024", "low16s", "low4s"]
 
@@ -77,7 +78,7 @@ def test_the_demos_prompts_are_never_trained_on(recipe: Recipe) -> None:
     """Eight captions of the shapes world that no training clip has."""
     preset = find_preset(recipe, "demo")
     assert set(preset.prompts) <= set(held_out_captions())
-    assert preset.measures == ("longtake.demo.adherence:Adherence",)
+    assert preset.measures == ("longtake.demo.oracle:Adherence",)
 
 
 def test_images_and_videos_have_prompts_of_their_own(recipe: Recipe) -> None:
@@ -93,7 +94,7 @@ def test_a_recipe_changes_only_what_it_says(tmp_path: Path) -> None:
         preset = find_preset(each, "low4s")
         assert _size(preset) == (101, 480, 832, 16.0)
         demo = find_preset(each, "demo")
-        assert demo.measures == ("longtake.demo.adherence:Adherence",)
+        assert demo.measures == ("longtake.demo.oracle:Adherence",)
 
 
 def test_later_places_win_key_by_key(tmp_path: Path) -> None:
@@ -148,18 +149,18 @@ def test_without_any_wish_captions_are_sampled(tmp_path: Path) -> None:
     recipe = _recipe(tmp_path / "run", f'evaluation.held_out = "{held_out}"')
     run = RunDirectory(tmp_path / "run")
     _catalog(run.catalogs_path / "0a.parquet", range(6))
-    (preset,) = find_presets(recipe, (), run.path)
+    preset = find_preset(recipe, "default", run.path)
     assert (preset.name, _size(preset)) == ("default", (8, 32, 48, 8.0))
     numbers = [*range(90, 94), *range(4)]
     assert preset.prompts == tuple(f"clip {number}" for number in numbers)
     keep_preset(EvaluationDirectory(run), preset)
     _catalog(run.catalogs_path / "00.parquet", range(20, 30))
-    assert find_presets(recipe, (), run.path) == [preset]
+    assert find_preset(recipe, "default", run.path) == preset
 
 
 def test_without_captions_prompts_come_with_longtake(recipe: Recipe, tmp_path: Path) -> None:
     """As of a mirror, which has no catalogs."""
-    (preset,) = find_presets(recipe, (), tmp_path)
+    preset = find_preset(recipe, "default", tmp_path)
     assert (preset.name, len(preset.prompts)) == ("default", 12)
 
 
@@ -285,17 +286,6 @@ def test_a_file_of_presets_that_is_wrong_is_named(
         find_preset(recipe, "low4s", None, tmp_path / "gone.toml")
 
 
-def test_each_wrong_preset_has_its_line(tmp_path: Path) -> None:
-    """All at once, so that nobody mends one after the other."""
-    recipe = _recipe(
-        tmp_path, "[evaluation.presets.a]\nheight = 3\n[evaluation.presets.b]\nfps=0.01"
-    )
-    with pytest.raises(RecipeError) as caught:
-        find_presets(recipe, ["a", "demo", "b"], tmp_path)
-    assert [line[:9] for line in str(caught.value).splitlines()] == ["Preset a:", "Preset b:"]
-    assert [each.name for each in find_presets(recipe, ["demo"], tmp_path)] == ["demo"]
-
-
 def test_requests_go_prompt_by_prompt_and_files_are_named_by_both(recipe: Recipe) -> None:
     """00_s0 and 00_s7 show the same prompt."""
     preset = _with(find_preset(recipe, "demo"), prompts=("a", "b"), seeds=(0, 7))
@@ -396,3 +386,55 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         read_prompts(tmp_path / "none.txt")
     with pytest.raises(RecipeError, match="cannot be read: Is a directory"):
         read_prompts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ema", "asked", "weights"),
+    [
+        ({}, {}, "ema/main"),
+        ({}, {"ema": True, "profile": "main"}, "ema/main"),
+        ({}, {"ema": False}, "model"),
+        ({"profiles": [{"name": "a", "decay": 0.9}, {"name": "b", "width": 0.1}]}, {}, "ema/a"),
+        ({"profiles": [{"name": "a", "decay": 0.9}], "sample_from": "a"}, {}, "ema/a"),
+        ({"enabled": False}, {}, "model"),
+        ({"enabled": False}, {"ema": False}, "model"),
+    ],
+)
+def test_which_weights_are_sampled(
+    ema: dict[str, Any], asked: dict[str, Any], weights: str, recipe: Recipe
+) -> None:
+    """Averaged ones where there are any, those that the recipe or the command names."""
+    changed = recipe.model_copy(update={"ema": EmaSection(**ema)})
+    assert weights_to_sample(changed, **asked) == weights
+
+
+@pytest.mark.parametrize(
+    ("ema", "asked", "message"),
+    [
+        ({}, {"profile": "wide"}, r"no EMA profile 'wide'\. It keeps: main\."),
+        ({"enabled": False}, {"profile": "main"}, r"no EMA profile 'main'\. It keeps: none\."),
+        ({"enabled": False}, {"ema": True}, r"keeps no averages .* Leave --ema out"),
+        ({}, {"ema": False, "profile": "main"}, r"--profile main .* but --no-ema asks"),
+    ],
+)
+def test_averages_that_the_run_does_not_keep_are_refused(
+    ema: dict[str, Any], asked: dict[str, Any], message: str, recipe: Recipe
+) -> None:
+    """By name, before any checkpoint is looked at."""
+    changed = recipe.model_copy(update={"ema": EmaSection(**ema)})
+    with pytest.raises(RecipeError, match=message):
+        weights_to_sample(changed, **asked)
+
+
+def test_settings_are_the_recipes_unless_given(recipe: Recipe) -> None:
+    """Only what is not None changes; what does not fit is named by its key in one line."""
+    settings, bucket = settings_for(recipe)
+    assert settings == recipe.sampling
+    assert bucket == recipe.data.buckets[0]
+    settings, bucket = settings_for(recipe, width=64, shift=None, solver="heun")
+    assert settings == recipe.sampling.model_copy(update={"solver": "heun"})
+    assert (bucket.num_frames, bucket.height, bucket.width) == (8, 32, 64)
+    with pytest.raises(RecipeError, match=r"sampling\.guidance_scale is nan; it should be a fin"):
+        settings_for(recipe, guidance_scale=float("nan"))
+    with pytest.raises(RecipeError, match=r"data\.buckets\.0\.height is -1; it should be greater"):
+        settings_for(recipe, height=-1)

@@ -1,32 +1,49 @@
-"""Samples requests in batches and writes what came out."""
+"""Samples requests in batches, and writes videos, pictures and contact sheets; torch-free."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 from rich.console import Console
 
 from longtake.config import Bucket, SamplingSection
 from longtake.data.encode import write_image, write_video
+from longtake.drawing import (
+    NOTE_SIZE,
+    PALE_INK,
+    Grid,
+    GridCell,
+    GridRow,
+    resized,
+    save_picture,
+    side_by_side,
+    wrapped_lines,
+)
 from longtake.errors import DataError, RunError
-from longtake.evaluation.presets import Preset, refuse_unwritable, suffix_of
-from longtake.evaluation.sampling.read_pictures import Request, read_picture
-from longtake.evaluation.sampling.sampler import Sampler
-from longtake.evaluation.sampling.sheet import SheetRow, contact_sheet, shown_frames
 from longtake.fsio import check_picture_name, make_writable
 from longtake.progress import counted
+from longtake.sampling.presets import Preset, Request, refuse_unwritable, suffix_of
+from longtake.sampling.reference_pictures import read_picture
+
+if TYPE_CHECKING:
+    from longtake.sampling.sampler import Sampler
+
+MAX_FRAMES = 8
+FRAME_HEIGHT = 96
+_FRAME_GAP, _REFERENCES_GAP = 6, 22
+_LABEL_WIDTH, _MARK_WIDTH = 250, 30
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledVideo:
     """A video that has been written.
 
     Attributes:
         index: of its request among the preset's.
-        request: what it shows.
-        path: its file.
         video: [F, H, W, 3].
     """
 
@@ -37,48 +54,51 @@ class Sampled:
 
 
 def sample_preset(
-    sampler: Sampler,
+    sampler: "Sampler",
     preset: Preset,
     folder: Path,
     on_step: Callable[[int, int], None] | None = None,
-) -> Iterator[Sampled]:
-    """Sample a preset's videos, and give each as soon as it is written; then write sheet.png.
+) -> Iterator[SampledVideo]:
+    """Sample a preset's videos, and yield each as soon as it is written; then write sheet.png.
 
-    Of what was given nothing is kept here but the frames that the sheet shows.
+    Of the videos only the frames that the sheet shows stay in memory.
 
     Args:
         sampler: of a checkpoint.
-        preset: what to sample; says the names of the files.
-        folder: where to write; it is there already.
-        on_step: told (done, in all) after each step of the solver. What it raises ends all this.
+        preset: what to sample.
+        folder: where to write; it must exist.
+        on_step: called with (done, total) after each step of the solver; its exceptions propagate.
 
     Raises:
         RecipeError: the codec or the model cannot divide the preset's size.
         PlanError: not even one video fits the memory.
-        RunError: a file cannot be written, or a picture that the preset goes by has changed.
+        RunError: a file cannot be written, or a reference picture has changed.
     """
     preset.refuse_changed_pictures()
     rows = []
     for index, request, video in _batches(sampler, preset, on_step):
         path = folder / preset.file_name(index)
-        _write(path, video, preset.settings.fps)
+        try:
+            _write(path, video, preset.settings.fps)
+        except DataError as error:  # a full disk, not a defect of the data
+            raise RunError(f"{error} Make room, or choose another place.") from error
         note = f"seed {request.seed}" if len(preset.seeds) > 1 else ""
-        pictures = _references(request, preset.bucket)
+        references = [read_picture(path, preset.bucket) for path in request.references.values()]
         shown = shown_frames(video).copy()
-        rows.append(SheetRow(request.prompt, shown, note=note, references=pictures))
-        yield Sampled(index, request, path, video)
+        rows.append(SheetRow(request.prompt, shown, note=note, references=references))
+        yield SampledVideo(index, request, path, video)
     title = f"{preset.name}, step {sampler.step}, {sampler.weights}"
     contact_sheet(rows, folder / "sheet.png", title=title)
 
 
 def _batches(
-    sampler: Sampler, preset: Preset, on_step: Callable[[int, int], None] | None
+    sampler: "Sampler", preset: Preset, on_step: Callable[[int, int], None] | None
 ) -> Iterator[tuple[int, Request, NDArray[np.uint8]]]:
     requests, size = preset.requests(), preset.batch_size
     steps, starts = sampler.num_steps(preset.settings), range(0, len(requests), size)
     for number, start in enumerate(starts):
 
-        def told(step: int, done: int = number * steps) -> None:
+        def on_batch_step(step: int, done: int = number * steps) -> None:
             if on_step is not None:
                 on_step(done + step, len(starts) * steps)
 
@@ -87,28 +107,14 @@ def _batches(
             batch,
             preset.settings,
             preset.bucket,
-            told,
+            on_batch_step,
             guidance=preset.guidance,
             decoding=preset.decoding,
         )
         yield from zip(range(start, start + size), batch, videos, strict=False)
 
 
-def _references(request: Request, bucket: Bucket) -> list[NDArray[np.uint8]]:
-    """The pictures that a video goes by, as the model sees them."""
-    return [read_picture(path, bucket) for path in request.references.values()]
-
-
 def _write(path: Path, video: NDArray[np.uint8], fps: float) -> None:
-    """Write a sample; a disk that is full says nothing against the data."""
-    try:
-        _encode(path, video, fps)
-    except DataError as error:
-        raise RunError(f"{error} Make room, or choose another place.") from error
-
-
-def _encode(path: Path, video: NDArray[np.uint8], fps: float) -> None:
-    """Write a sample as its file's name says: an image, or a video."""
     if path.suffix == ".png":
         write_image(path, video[0])
     else:
@@ -116,7 +122,7 @@ def _encode(path: Path, video: NDArray[np.uint8], fps: float) -> None:
 
 
 def sample_in_batches(
-    sampler: Sampler,
+    sampler: "Sampler",
     requests: Sequence[Request],
     settings: SamplingSection,
     bucket: Bucket,
@@ -139,7 +145,7 @@ def sample_in_batches(
 
 
 def write_samples(
-    sampler: Sampler,
+    sampler: "Sampler",
     prompts: Sequence[str],
     seed: int,
     settings: SamplingSection,
@@ -149,13 +155,10 @@ def write_samples(
     console: Console,
     references: Mapping[str, Path] | None = None,
 ) -> dict[str, list[str] | str]:
-    """Sample one video per prompt, and write them and a contact sheet.
-
-    All videos go by the same reference pictures, where the model goes by any.
+    """Sample one video per prompt, all with the same reference pictures, and write them.
 
     Returns:
-        `videos`, the files written (images of one frame are PNG), and `sheet`, the picture beside
-        them.
+        `videos`, the paths written (PNG for one frame), and `sheet`, the path of a contact sheet.
 
     Raises:
         RecipeError: H.264 does not take the size or frame rate, or the model not the size.
@@ -169,12 +172,19 @@ def write_samples(
             console.print(words, markup=False)
     requests = [Request(prompt, seed, references or {}) for prompt in prompts]
     videos = sample_in_batches(sampler, requests, settings, bucket, batch_size, console)
-    paths = _numbered(out, len(prompts))
+    paths = [out]
+    if len(prompts) > 1:
+        names = (f"{out.stem}_{index:02d}{out.suffix}" for index in range(len(prompts)))
+        paths = [out.with_name(name) for name in names]
     for path, video in zip(paths, videos, strict=True):
-        _encode(path, video, settings.fps)
+        _write(path, video, settings.fps)
     sheet = out.with_name(f"{out.stem}_sheet.png" if out.suffix == ".png" else f"{out.stem}.png")
     rows = [
-        SheetRow(request.prompt, video, references=_references(request, bucket))
+        SheetRow(
+            request.prompt,
+            video,
+            references=[read_picture(path, bucket) for path in request.references.values()],
+        )
         for request, video in zip(requests, videos, strict=True)
     ]
     contact_sheet(rows, sheet, title=f"{sampler.recipe.out.name}, step {sampler.step}")
@@ -182,11 +192,11 @@ def write_samples(
 
 
 def check_out(out: Path, bucket: Bucket) -> None:
-    """Make the folder of a sample, so that what cannot be written is known before the sampling.
+    """Create the folder of a sample before sampling starts.
 
     Raises:
-        RunError: it is not the name of an mp4 file (of one frame: of a PNG file), or its folder
-            cannot be made or written to.
+        RunError: `out` is not the name of an mp4 file (of one frame: of a PNG file), or its folder
+            cannot be created or written to.
     """
     suffix = suffix_of(bucket)
     if out.suffix != suffix:
@@ -206,10 +216,10 @@ def check_out(out: Path, bucket: Bucket) -> None:
 
 
 def references_by_name(given: Sequence[str]) -> dict[str, Path]:
-    """Pictures by name, of what was given as NAME=FILE.
+    """Reference pictures by name, from arguments of the form NAME=FILE.
 
     Raises:
-        RunError: it was given otherwise, or there is no such file.
+        RunError: an argument has another form, or there is no such file.
     """
     pictures = {}
     for each in given:
@@ -223,7 +233,65 @@ def references_by_name(given: Sequence[str]) -> dict[str, Path]:
     return pictures
 
 
-def _numbered(out: Path, count: int) -> list[Path]:
-    if count == 1:
-        return [out]
-    return [out.with_name(f"{out.stem}_{index:02d}{out.suffix}") for index in range(count)]
+@dataclass(frozen=True)
+class SheetRow:
+    """One clip of a contact sheet.
+
+    Attributes:
+        frames: [F, H, W, 3] uint8 RGB, at least one frame.
+        is_correct: draws a green tick (True), a red cross (False) or nothing (None).
+        note: small text below the caption, such as a measured value.
+        references: [H, W, 3] uint8 RGB each: reference pictures, drawn left of the clip.
+    """
+
+    caption: str
+    frames: NDArray[np.uint8]
+    is_correct: bool | None = None
+    note: str = ""
+    references: Sequence[NDArray[np.uint8]] = ()
+
+
+def contact_sheet(rows: Sequence[SheetRow], path: Path, *, title: str = "") -> None:
+    """Write a PNG with the caption and up to 8 evenly spaced frames of each clip.
+
+    Large frames shrink to 96 pixels of height; smaller ones are enlarged by whole factors to at
+    least that, so that their pixels stay visible. The file is written aside and renamed.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    assert rows, "a contact sheet needs at least one row"
+    drawn = list(map(_grid_row, rows))
+    grid = Grid(drawn, label_width=_LABEL_WIDTH, title=title, mark_width=_MARK_WIDTH)
+    save_picture(grid.draw(), path)
+
+
+def shown_frames(video: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Up to 8 evenly spaced frames [f, H, W, 3], first and last among them."""
+    chosen = np.linspace(0, len(video) - 1, min(len(video), MAX_FRAMES)).round().astype(int)
+    frames: NDArray[np.uint8] = video[chosen]
+    return frames
+
+
+def _grid_row(row: SheetRow) -> GridRow:
+    label = wrapped_lines(row.caption, _LABEL_WIDTH)
+    label += wrapped_lines(row.note, _LABEL_WIDTH, NOTE_SIZE, PALE_INK)
+    frames = _strip(row.frames)
+    if not row.references:
+        return GridRow(label, [GridCell(frames)], row.is_correct)
+    references = _strip(np.stack(row.references))
+    cells = [GridCell(references), GridCell(frames, gap=_REFERENCES_GAP)]
+    return GridRow(label, cells, row.is_correct)
+
+
+def _strip(frames: NDArray[np.uint8]) -> Image.Image:
+    """Up to 8 frames side by side."""
+    assert frames.dtype == np.uint8, f"frames are {frames.dtype}"
+    assert frames.ndim == 4 and len(frames), f"frames are {frames.shape}"  # noqa: PT018 - one shape
+    height, width = frames.shape[1:3]
+    size = max(1, round(width * FRAME_HEIGHT / height)), FRAME_HEIGHT
+    if height <= FRAME_HEIGHT:
+        factor = -(-FRAME_HEIGHT // height)
+        size = width * factor, height * factor
+    pictures = [Image.fromarray(np.ascontiguousarray(each)) for each in shown_frames(frames)]
+    return side_by_side([resized(each, size) for each in pictures], _FRAME_GAP)

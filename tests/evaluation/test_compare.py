@@ -14,14 +14,21 @@ from PIL import Image
 from longtake.cli.compare import compare as verb
 from longtake.data.decode import rgb
 from longtake.data.encode import write_video
+from longtake.drawing import Grid, Size
 from longtake.errors import RunError
-from longtake.evaluation.comparing.choose import Comparison, choose, spread
-from longtake.evaluation.comparing.draw import check_out, draw
-from longtake.evaluation.comparing.page import Page, fitting
-from longtake.evaluation.comparing.scenes import Scene
-from longtake.evaluation.reference_pictures import kept_picture
+from longtake.evaluation.compare import (
+    Comparison,
+    Scene,
+    check_out,
+    choose,
+    draw,
+    fitting,
+    grid_of,
+    spread,
+)
 from longtake.evaluation_dir import Alarm, EvaluationDirectory, Scores
 from longtake.run_dir import RunDirectory
+from longtake.sampling.reference_pictures import kept_picture
 
 _PROMPTS = ("a red circle moving up", "a blue square moving left", "a green cross")
 _FRAMES = 8
@@ -94,6 +101,17 @@ def _result(
 
 def _steps(comparison: Comparison) -> list[int]:
     return [column.scores["step"] for column in comparison.columns]
+
+
+def _grid(comparison: Comparison, size: Size, num_frames: int = 1) -> Grid:
+    """The page, with blank pictures for so many frames of each video."""
+    blank = Image.new("RGB", (num_frames * (size[0] + 3) - 3, size[1]))
+    cells = [[blank] * len(comparison.columns)] * len(comparison.scenes)
+    return grid_of(comparison, cells, size)
+
+
+def _even(size: Size) -> Size:
+    return size[0] + size[0] % 2, size[1] + size[1] % 2
 
 
 def _level(picture: NDArray[np.uint8], corner: tuple[int, int], size: tuple[int, int]) -> float:
@@ -223,13 +241,15 @@ def test_the_sheet_shows_each_video_where_it_belongs(tmp_path: Path) -> None:
     """Prompts down, checkpoints across; two frames of each, where there is room for them."""
     found = choose([_run(tmp_path / "a")], "p")
     draw(found, tmp_path / "sheet.png")
-    page = Page(found, fitting((24, 16), 6), 2)
+    size = fitting((24, 16), 6)
+    grid = _grid(found, size, num_frames=2)
     picture = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB"))
-    assert picture.shape[1::-1] == page.size
+    assert picture.shape[1::-1] == _even(grid.size)
     for row in range(3):
         for column, step in enumerate((100, 200, 300)):
             for number, brighter in enumerate((0, 56)):  # the first frame and the last
-                level = _level(picture, page.corner(row, column, number), page.frame)
+                left, top = grid.corner(row, column)
+                level = _level(picture, (left + number * (size[0] + 3), top), size)
                 assert level == pytest.approx(40 * row + step // 10 + 20 + brighter, abs=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "sheet.png"]
 
@@ -243,12 +263,13 @@ def test_the_pictures_that_the_model_goes_by_stand_left_of_what_it_makes(tmp_pat
     kept_picture(run / "evaluations/p/preset.json", 2, "reference").unlink()
     for name in ("sheet.png", "sheet.mp4"):
         draw(found, tmp_path / name)
-    page = Page(found, fitting((24, 16), 6), 2)
+    size = fitting((24, 16), 6)
+    grid = _grid(found, size, num_frames=2)
     picture = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB"))
-    assert picture.shape[1::-1] == page.size
-    assert _level(picture, page.reference_corner(0, 0), page.frame) == 150
-    assert _level(picture, page.reference_corner(1, 0), page.frame) > 240
-    level = _level(picture, page.corner(1, 2), page.frame)
+    assert picture.shape[1::-1] == _even(grid.size)
+    assert _level(picture, grid.corner(0, 0), size) == 150
+    assert _level(picture, grid.corner(1, 0), size) > 240
+    level = _level(picture, grid.corner(1, 3), size)
     assert level == pytest.approx(40 * 2 + 30 + 20, abs=3)
 
 
@@ -267,9 +288,9 @@ def test_one_picture_of_each_is_the_middle_one(tmp_path: Path) -> None:
     """With as many columns as pictures fit."""
     found = choose([_run(tmp_path / "a", range(10, 90, 10))], "p", "0")
     draw(found, tmp_path / "sheet.png")
-    page = Page(found, fitting((24, 16), 8))
+    size = fitting((24, 16), 8)
     picture = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB"))
-    level = _level(picture, page.corner(0, 7), page.frame)
+    level = _level(picture, _grid(found, size).corner(0, 7), size)
     assert level == pytest.approx(20 + 8 + 4 * 8, abs=3)
 
 
@@ -278,19 +299,20 @@ def test_in_the_film_all_videos_play_at_once(tmp_path: Path) -> None:
     first = _run(tmp_path / "a", (100,))
     found = choose([first, _run(tmp_path / "b", (100,), fps=4.0)], "p", "0:2")
     draw(found, tmp_path / "film.mp4")
-    page = Page(found, fitting((24, 16), 2))
+    size = fitting((24, 16), 2)
+    grid = _grid(found, size)
     with av.open(tmp_path / "film.mp4") as container:
         assert container.streams.video[0].codec_context.name == "h264"
         assert container.streams.video[0].average_rate == 8
         frames = [rgb(frame) for frame in container.decode(video=0)]
     assert len(frames) == 4 * 16
-    assert frames[0].shape[1::-1] == page.size
+    assert frames[0].shape[1::-1] == _even(grid.size)
     for number, frame in enumerate(frames[:16]):
-        quick = _level(frame, page.corner(1, 0), page.frame)
-        slow = _level(frame, page.corner(1, 1), page.frame)
+        quick = _level(frame, grid.corner(1, 0), size)
+        slow = _level(frame, grid.corner(1, 1), size)
         assert quick == pytest.approx(70 + 8 * min(number, 7), abs=4)
         assert slow == pytest.approx(70 + 8 * (number // 2), abs=4)
-    assert _level(frames[16], page.corner(1, 0), page.frame) == pytest.approx(70, abs=4)
+    assert _level(frames[16], grid.corner(1, 0), size) == pytest.approx(70, abs=4)
 
 
 def test_large_pictures_shrink_and_small_ones_grow_by_whole_factors() -> None:

@@ -1,25 +1,28 @@
-"""Claims on tasks, attempts at them, and how a result is published; torch-free.
+"""Evaluation tasks, claims on them, attempts at them, and publishing of results; torch-free.
 
-A claim is a lease for each task, whose files are the attempts at it. It ends as `done`, `failed`,
-`damaged` (the checkpoint is not as it was saved), `gone` (it was deleted), `missed` (deleted before
-anybody had begun) or `released`. A lease that did not end and has a successor was lost: its holder
-died. Failed and lost ones count as attempts.
+A claim is a lease on a task; the lease's files record the attempts. It ends as `done`, `failed`,
+`damaged`, `gone` (the checkpoint was deleted), `missed` (deleted before any attempt), `released`.
+A lease without an end that has a successor was lost: its holder died. It counts as an attempt.
 """
 
 import errno
+import hashlib
+import json
 import math
 import os
 import re
 import shutil
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from longtake.checkpoint import files
 from longtake.errors import (
     CheckpointError,
     DataError,
@@ -27,28 +30,120 @@ from longtake.errors import (
     ModelError,
     PlanError,
     RecipeError,
+    RecordError,
 )
-from longtake.evaluation.pending import (
-    EvaluationTask,
-    Progress,
-    checkpoint_key,
-    find_damage,
-    preset_key,
-)
-from longtake.evaluation.presets import keep_preset
-from longtake.evaluation_dir import Scores, all_servers
+from longtake.evaluation_dir import EvaluationDirectory, Scores, all_servers
 from longtake.fsio import write_json
 from longtake.lease import Lease, Leases, history, kept
 from longtake.process import Stopped, StopSignal
 from longtake.run_dir import RunDirectory
+from longtake.sampling.presets import Preset, keep_preset
 
+Progress = Callable[[str, int, int], None]
+"""Called with a name of the work that is under way, how much of it is done, and of how much."""
 AttemptEnding = Literal["done", "failed", "damaged", "gone", "released", "late"]
 
-_SECONDS_BETWEEN_LOOKS = 1.0
-_PAUSE_SECONDS = 600.0
-"""How long a preset that does not fit the memory is left alone; others may use the memory now."""
+_LEASE_CHECK_SECONDS = 1.0
+_OUT_OF_MEMORY_PAUSE_SECONDS = 600.0
+"""Before a preset that did not fit the memory is tried again: another process may have used it."""
+_MAX_TRACEBACK_LETTERS = 4000
 
-_TaskName = tuple[Path, str]
+
+@dataclass(frozen=True)
+class EvaluationTask:
+    """A checkpoint to sample with a preset.
+
+    Attributes:
+        key: identifies the weights, see `checkpoint_key`.
+        attempts: number of failed attempts.
+        waited_seconds: since this server first saw it.
+    """
+
+    run: RunDirectory
+    preset: Preset
+    step: int
+    key: str
+    attempts: int = 0
+    waited_seconds: float = 0.0
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.run.checkpoint_path(self.step)
+
+    @property
+    def directory(self) -> EvaluationDirectory:
+        return EvaluationDirectory(self.run)
+
+    @property
+    def claim_path(self) -> Path:
+        return self.directory.claim_path(self.preset.name, self.step, self.key)
+
+    @property
+    def facts(self) -> dict[str, str | int]:
+        """Fields of its events."""
+        return {"preset": self.preset.name, "step": self.step, "key": self.key}
+
+    def __str__(self) -> str:
+        return f"{self.run.path}: {self.preset.name} of step {self.step}"
+
+
+def preset_key(preset: Preset) -> str:
+    """Eight hexadecimal digits that change with the preset."""
+    text = json.dumps(preset.as_record(), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+@dataclass(frozen=True)
+class CommittedWeights:
+    """The weights that COMMITTED of a checkpoint lists.
+
+    Attributes:
+        keys: `checkpoint_key` by weights (`model`, or `ema/` and the name of a profile).
+        is_there: COMMITTED exists.
+        unreadable: why it cannot be read; None: it can, or does not exist.
+    """
+
+    keys: Mapping[str, str] = field(default_factory=dict)
+    is_there: bool = True
+    unreadable: str | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> "CommittedWeights":
+        """Read COMMITTED, of whose checkpoint no other file need exist."""
+        try:
+            listed = files.read_committed(path.parent)
+        except FileNotFoundError:
+            return cls(is_there=False)
+        except RecordError as error:
+            return cls(unreadable=error.reason)
+        except OSError as error:
+            return cls(unreadable=f"{error.strerror or error}")
+        sums: dict[str, list[str]] = defaultdict(list)
+        for name, entry in sorted(listed.items()):
+            part, _, rest = name.partition("/")
+            weights = f"ema/{rest.partition('/')[0]}" if part == "ema" else part
+            sums[weights].append(entry["sha256"])
+        keys = {
+            weights: hashlib.sha256("\n".join(each).encode()).hexdigest()[:8]
+            for weights, each in sums.items()
+        }
+        return cls(keys)
+
+
+def checkpoint_key(checkpoint: Path, weights: str) -> str | None:
+    """Eight hexadecimal digits of the sha256 of the weights' checksums, in the files' order.
+
+    Returns:
+        None if COMMITTED cannot be read, or lists no such weights.
+    """
+    return CommittedWeights.read(checkpoint / "COMMITTED").keys.get(weights)
+
+
+def find_damage(checkpoint: Path, weights: str, *, checksums: bool) -> str | None:
+    """What is wrong with the files that sampling reads; None: nothing."""
+    parts = (f"{weights}/", "trainer.json")
+    found = (files.find_damage(checkpoint, checksums=checksums, within=part) for part in parts)
+    return next((each for each in found if each), None)
 
 
 class NotHereError(PlanError):
@@ -60,7 +155,7 @@ class Attempts(NamedTuple):
 
     number: int
     is_final: bool
-    """No server shall try again."""
+    """No server may try again."""
 
 
 class Claim(NamedTuple):
@@ -69,7 +164,7 @@ class Claim(NamedTuple):
     task: EvaluationTask
     lease: Lease
     lost_by: str | None
-    """The server that died over the task just before."""
+    """The server that died while it held the lease before."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +174,11 @@ class AttemptOutcome:
     Attributes:
         how: `late`: another server has published the result, or has taken the task over.
         scores: of the result, if `done`.
-        reason: why it failed, for people.
-        is_final: no server shall try again.
-        is_hopeless_here: this server shall not try other checkpoints with this preset.
-        pause_seconds: not for so long; then it may be otherwise.
-        facts: more for the record.
+        reason: why it failed.
+        is_final: no server may try again.
+        is_hopeless_here: this server may not try other checkpoints with this preset ...
+        pause_seconds: ... for so long.
+        facts: more fields for the record.
     """
 
     how: AttemptEnding
@@ -99,9 +194,9 @@ class Evaluate(Protocol):
     """Samples and measures a checkpoint that is whole and needed."""
 
     def __call__(self, task: EvaluationTask, folder: Path, progress: Progress) -> Scores:
-        """Write a result's files, all but scores.json, to a folder.
+        """Write the files of a result except scores.json to a folder.
 
-        `progress` raises `Stopped` when the work is to be left; nothing may catch that.
+        `progress` raises `Stopped` to abandon the work; it must not be caught.
         """
 
 
@@ -117,10 +212,9 @@ class Claims:
 
     Args:
         server: its name.
-        lease_seconds: after so much silence, others take its work over.
-        max_attempts: how often a task is tried.
-        pause_seconds: how long a task rests after a failure, by this server's clock; after n
-            failures, n times as long.
+        lease_seconds: after so long without a beat, other servers take its tasks over.
+        max_attempts: of a task.
+        pause_seconds: between two attempts at a task; after n failures, n times as long.
     """
 
     def __init__(
@@ -129,33 +223,32 @@ class Claims:
         self._server, self._max, self._pause = server, max_attempts, pause_seconds
         self._seconds = lease_seconds
         self._leases: dict[str, Leases] = {}
-        self._own_failures: dict[_TaskName, int] = {}
-        self._rests: dict[_TaskName, tuple[int, float]] = {}
+        self._own_failures: dict[tuple[Path, str], int] = {}
+        self._rests: dict[tuple[Path, str], tuple[int, float]] = {}
         self._unwritten: list[_Ending] = []
         self._paused_until = -math.inf
 
     @property
     def are_paused(self) -> bool:
-        """Whether a claim could not be written a moment ago: no other is tried yet."""
+        """Whether a claim could not be written a short time ago, so that no other is tried yet."""
         return time.monotonic() < self._paused_until
 
     def is_like(self, other: "Claims") -> bool:
-        """Whether both have the same limits."""
         return (self._seconds, self._max) == (other._seconds, other._max)
 
     def attempts(self, task: EvaluationTask) -> Attempts:
-        """Earlier attempts, including those that could not be written down."""
+        """Earlier attempts, including those of this server that could not be recorded."""
         found = count_attempts(history(task.claim_path), preset_key(task.preset))
         number = max(found.number, self._own_failures.get(_name(task), 0))
         return Attempts(number, found.is_final or number >= self._max)
 
     def ending(self, task: EvaluationTask) -> tuple[str | None, str | None]:
-        """How the newest lease of a task ended, if it did, and whose it is, if there is one."""
+        """How the newest lease of a task ended (None: it has not), and its server."""
         newest = next(iter(history(task.claim_path)[-1:]), {})
         return newest.get("ended"), newest.get("server")
 
     def rests(self, task: EvaluationTask) -> bool:
-        """Whether a task that has failed is left alone for a while."""
+        """Whether a task that has failed must not be tried again yet."""
         if not task.attempts:
             return False
         number, since = self._rests.get(_name(task), (0, 0.0))
@@ -167,8 +260,8 @@ class Claims:
     def take(self, task: EvaluationTask) -> Claim | None:
         """Claim a task; None if another server has it.
 
-        What a dead server has written of the result is removed; its heartbeat is not, before this
-        server needs the checkpoint.
+        What a dead server has written of the result is removed. Its heartbeat stays until this
+        server needs the checkpoint, see `forget_server`.
 
         Raises:
             OSError: the claim cannot be written.
@@ -185,20 +278,20 @@ class Claims:
             return None
         before = history(task.claim_path)[: lease.number]
         lost = before[-1] if before and before[-1].get("ended") is None else None
-        if lost is not None:  # if its holder lives, it finds out soon
+        if lost is not None:  # if its holder is alive, it soon sees that the lease is lost
             folder = _partial_result_path(task, lease.number - 1, lost)
             shutil.rmtree(folder, ignore_errors=True)
         return Claim(task, lease, str(lost.get("server")) if lost else None)
 
     def end(self, claim: Claim, how: str, **facts: Any) -> None:
-        """Give a claim back; if that cannot be written, `settle` tries again later."""
+        """End a claim; if that cannot be written, `settle` tries again later."""
         if how == "failed":
             self._own_failures[_name(claim.task)] = claim.task.attempts + 1
         self._unwritten.append(_Ending(claim.lease, how, facts))
         self.settle()
 
     def settle(self) -> None:
-        """Write down how claims ended, where that was not possible before."""
+        """Record the endings that could not be written before."""
         for ending in list(self._unwritten):
             with suppress(OSError):
                 ending.lease.end(ending.how, **ending.facts)
@@ -206,10 +299,7 @@ class Claims:
 
 
 def count_attempts(records: Sequence[Mapping[str, Any]], preset: str) -> Attempts:
-    """Count the attempts among a lease's records, the first one first; pure.
-
-    `preset`: the `preset_key` of what is to be sampled; attempts at another do not count.
-    """
+    """Count the attempts at the preset with this `preset_key` in the records of a lease."""
     counted = [
         record
         for number, record in enumerate(records)
@@ -223,29 +313,29 @@ def count_attempts(records: Sequence[Mapping[str, Any]], preset: str) -> Attempt
 
 
 class TaskProgress:
-    """Keeps the lease while work advances, and ends the work when it is to be left.
+    """Keeps the lease while work advances, and ends the work on a stop request.
 
     Args:
         lease: of the task.
-        stop: whether the server shall end.
-        shown: what else receives progress.
+        stop: the server's.
+        shown: also receives progress.
     """
 
     def __init__(self, lease: Lease, stop: StopSignal, shown: Progress) -> None:
         self._lease, self._stop, self._shown = lease, stop, shown
-        self._looked = time.monotonic()
+        self._checked_at = time.monotonic()
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """See `Progress`.
 
         Raises:
-            Stopped: the server shall end, or another server has taken the task over.
+            Stopped: the server must end, or another server has taken the task over.
         """
         self._stop.check()
         self._lease.moved()
         self._shown(what, done, total)
-        if time.monotonic() - self._looked > _SECONDS_BETWEEN_LOOKS:
-            self._looked = time.monotonic()
+        if time.monotonic() - self._checked_at > _LEASE_CHECK_SECONDS:
+            self._checked_at = time.monotonic()
             if not self._lease.is_held:
                 raise Stopped
 
@@ -261,12 +351,12 @@ def attempt(
     """Evaluate a checkpoint that this process has claimed; never raises.
 
     Args:
-        claim: the claim, which the caller gives back.
-        needing: keeps the checkpoint from being deleted while it is entered; see `Keeper.needing`.
+        claim: the claim, which the caller ends.
+        needing: prevents the deletion of the checkpoint while it is entered.
         evaluate: samples and measures.
-        progress: what `evaluate` reports to.
+        progress: passed to `evaluate`.
         server: name of this server.
-        stuck_seconds: work that makes no progress for so long loses its lease.
+        stuck_seconds: without progress for so long, the lease is lost.
     """
     task, lease = claim.task, claim.lease
     try:
@@ -286,18 +376,18 @@ def attempt(
         return AttemptOutcome("done", scores) if is_first else AttemptOutcome("late")
     except Stopped:
         return AttemptOutcome("released" if lease.is_held else "late")
-    except Exception as error:  # whatever it is, the next checkpoint has a chance
+    except Exception as error:  # a defect too must not prevent other evaluations
         return _failed(task, lease, error)
 
 
 def forget_server(run: RunDirectory, name: str | None, own_name: str) -> None:
-    """Remove the heartbeat of a server that died over a task, and with it what that needs.
+    """Remove the heartbeat of a dead server, so that the checkpoints it needed may be deleted.
 
-    If it lives, it writes its heartbeat again within a second.
+    If it is alive it writes its heartbeat again within a second.
 
     Args:
         run: of the task.
-        name: what the lease says, which may be anything; None: no server died.
+        name: from the lease, which may hold any text; None: no server died.
         own_name: of this server.
     """
     for server in all_servers(run):
@@ -306,7 +396,6 @@ def forget_server(run: RunDirectory, name: str | None, own_name: str) -> None:
 
 
 def _is_published(task: EvaluationTask) -> bool:
-    """Whether another server has published the result since this one looked."""
     scores = task.directory.scores(task.preset.name, task.step)
     return scores is not None and scores["key"] == task.key
 
@@ -315,7 +404,7 @@ def _failed(task: EvaluationTask, lease: Lease, error: Exception) -> AttemptOutc
     if not lease.is_held:  # another server has taken it over, and removed what this one wrote
         return AttemptOutcome("late")
     if not isinstance(error, LongtakeError | OSError):
-        facts = {"traceback": "".join(traceback.format_exception(error))[-4000:]}
+        facts = {"traceback": "".join(traceback.format_exception(error))[-_MAX_TRACEBACK_LETTERS:]}
         reason = f"{type(error).__name__}: {error}"
         return AttemptOutcome("failed", reason=reason, facts=facts)
     if checkpoint_key(task.checkpoint, task.preset.weights) != task.key:
@@ -332,7 +421,7 @@ def _failed(task: EvaluationTask, lease: Lease, error: Exception) -> AttemptOutc
         reason=format_error(error),
         is_final=is_hopeless,
         is_hopeless_here=is_hopeless or isinstance(error, NotHereError),
-        pause_seconds=_PAUSE_SECONDS if may_pass else 0.0,
+        pause_seconds=_OUT_OF_MEMORY_PAUSE_SECONDS if may_pass else 0.0,
     )
 
 
@@ -362,7 +451,7 @@ def _damaged(task: EvaluationTask, found: str) -> str:
 
 @contextmanager
 def partial_result(task: EvaluationTask, lease: Lease) -> Iterator[Path]:
-    """A folder beside the result's to write it to; removed at the end, unless it was published.
+    """A folder to write a result to, beside the final one; removed unless it was published.
 
     Raises:
         OSError: it cannot be made.
@@ -379,7 +468,8 @@ def partial_result(task: EvaluationTask, lease: Lease) -> Iterator[Path]:
 def publish(task: EvaluationTask, lease: Lease, folder: Path, scores: Scores) -> bool:
     """Write scores.json and rename a result into place.
 
-    A result of other weights of that step is set aside, if the checkpoint still has these weights.
+    A result of other weights of that step is renamed to superseded/ if the checkpoint still has
+    the task's weights.
 
     Returns:
         False if another server was first, or has taken the task over.
@@ -401,7 +491,7 @@ def publish(task: EvaluationTask, lease: Lease, folder: Path, scores: Scores) ->
 
 
 def _make_way(task: EvaluationTask) -> bool:
-    """Set a result of other weights aside; whether there is no result in the way any more."""
+    """Rename a result of other weights; whether the result's path is free now."""
     whole = task.directory.result_path(task.preset.name, task.step)
     if not whole.exists():
         return True
@@ -420,14 +510,14 @@ def _make_way(task: EvaluationTask) -> bool:
 
 
 def _partial_result_path(task: EvaluationTask, number: int, record: Mapping[str, Any]) -> Path:
-    """Where the holder of a lease writes the result; no other process does."""
+    """The folder in which the holder of a lease, and no other process, writes the result."""
     whole = task.directory.result_path(task.preset.name, task.step)
     server = re.sub(r"[^\w.-]", "-", str(record.get("server")))[:100]  # others may have written it
     return whole.with_name(f".{whole.name}.{server}-{task.key}-{number}.partial")
 
 
 def _sync_files(folder: Path) -> None:
-    """Flush files to disk: a machine that loses its power leaves no result with empty files."""
+    """Flush files to disk, so that a power loss leaves no published result with empty files."""
     for path in folder.iterdir():
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -436,5 +526,5 @@ def _sync_files(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _name(task: EvaluationTask) -> _TaskName:
+def _name(task: EvaluationTask) -> tuple[Path, str]:
     return task.claim_path, preset_key(task.preset)

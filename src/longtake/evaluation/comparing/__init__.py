@@ -1,1 +1,0 @@
-"""Videos of several checkpoints, or runs, side by side."""

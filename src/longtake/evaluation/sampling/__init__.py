@@ -1,1 +1,0 @@
-"""From a checkpoint's weights to videos on the disk."""

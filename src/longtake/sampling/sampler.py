@@ -1,0 +1,640 @@
+"""Samples videos from checkpoints: weights, guidance, solver, codec, within the memory there is.
+
+`Sampler.sample` is a function of a loaded model, requests and settings. `SamplerLoader` loads the
+checkpoints of a run into one model, one after another.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from longtake.checkpoint import files, store
+from longtake.config import Bucket, EvaluationSection, Recipe, SamplingSection
+from longtake.errors import CheckpointError, PlanError, RecipeError, SamplingError
+from longtake.flow.solver import Velocity, guided, integrate
+from longtake.flow.timesteps import build_sigmas
+from longtake.formatting import format_size
+from longtake.models.base import Conditioning, LatentShape
+from longtake.models.build import Components, assemble, latent_shape
+from longtake.models.numerics import Precision, autocast, is_out_of_memory
+from longtake.models.objective import guidance_of
+from longtake.models.text import NO_CAPTION
+from longtake.models.trainable import load_trained, trained_state
+from longtake.parallel.mesh import pick_device
+from longtake.run_dir import RunDirectory
+from longtake.sampling.presets import Preset, Request, weights_to_sample
+from longtake.sampling.reference_pictures import read_pictures
+from longtake.trust import refuse_foreign_code
+
+T = TypeVar("T")
+
+_ACTIVATION_BYTES = 2 * 2**30
+"""Free GPU memory that `auto` wants beyond the weights of the largest part."""
+_PART_NAMES = {"text": "text encoder", "model": "model", "codec": "codec"}
+_USE_LESS = "Sample fewer frames or a smaller size, or use a GPU with more memory."
+
+
+@dataclass(frozen=True)
+class MemoryStrategy:
+    """How videos of one size are sampled in the memory there is.
+
+    Attributes:
+        two_passes: compute guidance in two passes.
+        at_once: videos that are denoised together; None: the whole batch.
+        tiles: decode in overlapping tiles.
+    """
+
+    two_passes: bool = False
+    at_once: int | None = None
+    tiles: bool = False
+
+    def __str__(self) -> str:
+        parts = [
+            "guidance in two passes" if self.two_passes else "",
+            f"{self.at_once} at a time" if self.at_once else "",
+            "decoded in tiles" if self.tiles else "",
+        ]
+        return ", ".join(filter(None, parts)) or "all at once"
+
+    def next_cheaper(
+        self, count: int, bucket: Bucket, *, may_split_guidance: bool
+    ) -> "MemoryStrategy":
+        """The strategy to try after this one did not fit `count` videos of a size.
+
+        Raises:
+            PlanError: there is none.
+        """
+        if may_split_guidance and not self.two_passes:
+            return replace(self, two_passes=True)
+        if count > 1:
+            return replace(self, at_once=(count + 1) // 2)
+        raise PlanError(f"One video of {bucket} does not fit the memory ({self}). {_USE_LESS}")
+
+
+@dataclass
+class MemoryFallback:
+    """Tries strategies until one fits, and starts from it the next time.
+
+    At first everything is tried at once; when memory runs out guidance in two passes, then half of
+    the videos at a time, and half of those; for decoding, tiles. No finished work is repeated.
+
+    Attributes:
+        strategies: what was found to fit, by the size of the videos.
+    """
+
+    strategies: dict[Bucket, MemoryStrategy] = field(default_factory=dict)
+
+    def denoise(
+        self,
+        denoise: Callable[[slice, bool], Tensor],
+        count: int,
+        bucket: Bucket,
+        *,
+        guidance: str,
+        uses_guidance: bool,
+    ) -> Tensor:
+        """Latents of all videos, denoised in parts that fit.
+
+        Args:
+            denoise: makes the latents of some of the videos, in two passes or not.
+            count: number of videos.
+            bucket: their size.
+            guidance: `auto`, `batched` or `two_passes`.
+            uses_guidance: whether two passes would need less memory.
+
+        Raises:
+            PlanError: not even one video fits.
+        """
+        may_split = uses_guidance and guidance == "auto"
+        strategy = self.strategies.get(bucket, MemoryStrategy())
+        if guidance != "auto":
+            strategy = replace(strategy, two_passes=guidance == "two_passes")
+        done: list[Tensor] = []
+        start = 0
+        while start < count:
+            end = min(count, start + (strategy.at_once or count))
+            latents = try_within_memory(denoise, slice(start, end), strategy.two_passes)
+            if latents is None:
+                strategy = strategy.next_cheaper(end - start, bucket, may_split_guidance=may_split)
+                continue
+            done.append(latents)
+            start = end
+        self.strategies[bucket] = strategy
+        return torch.cat(done)
+
+    def decode(self, decode: Callable[[bool], T], bucket: Bucket, *, decoding: str) -> T:
+        """The result of a function that decodes in tiles or not.
+
+        Args:
+            decode: receives whether to decode in tiles.
+            bucket: size of the video.
+            decoding: `auto`, `whole` or `tiles`.
+
+        Raises:
+            PlanError: it does not fit.
+        """
+        strategy = self.strategies.get(bucket, MemoryStrategy())
+        if decoding != "auto":
+            strategy = replace(strategy, tiles=decoding == "tiles")
+        decoded = try_within_memory(decode, strategy.tiles)
+        if decoded is None and decoding == "auto" and not strategy.tiles:
+            strategy = replace(strategy, tiles=True)
+            decoded = try_within_memory(decode, True)
+        if decoded is None:
+            in_tiles = ", even in tiles" if strategy.tiles else ' (decoding = "whole")'
+            raise PlanError(f"Decoding {bucket} does not fit the memory{in_tiles}. {_USE_LESS}")
+        self.strategies[bucket] = strategy
+        return decoded
+
+
+def try_within_memory(work: Callable[..., T], *arguments: object) -> T | None:
+    """The result of a function; None if memory ran out, and then what it held is freed."""
+    try:
+        return work(*arguments)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+    # Not in the except clause: there the traceback still references every tensor of its frames.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return None
+
+
+def refuse_too_large_parts(parts: Components, device: torch.device) -> None:
+    """Refuse a GPU whose memory does not hold the weights of the largest part.
+
+    Raises:
+        PlanError: names the part, and what would make it smaller.
+    """
+    if device.type != "cuda":
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    part, num_bytes = max(parts.part_bytes().items(), key=lambda each: each[1])
+    if num_bytes >= total:
+        raise PlanError(
+            f"The weights of the {_PART_NAMES[part]} take {format_size(num_bytes)}, but {device} "
+            f'has {format_size(total)}. Set {part}.dtype = "bf16", if it is not, or sample on a '
+            "GPU with more memory."
+        )
+
+
+def device_with_room(wanted: str, parts: Components) -> tuple[torch.device, str]:
+    """The device to sample on, and a sentence on why `auto` has chosen it.
+
+    `auto` is the GPU with most free memory if that holds the largest part and some activations,
+    else the CPU: another process may train on the GPU.
+
+    Raises:
+        RecipeError: there is no such device.
+    """
+    if wanted != "auto" or not torch.cuda.device_count():
+        return pick_device(wanted), ""
+    needed = max(parts.part_bytes().values()) + _ACTIVATION_BYTES
+    # By NVML: asked by CUDA, each GPU would first lose memory to a context.
+    free = [
+        torch.cuda.get_device_properties(index).total_memory - torch.cuda.device_memory_used(index)
+        for index in range(torch.cuda.device_count())
+    ]
+    most = max(range(len(free)), key=lambda index: free[index])
+    if free[most] >= needed:
+        why = f"samples on cuda:{most}, {format_size(free[most])} free"
+        return pick_device(f"cuda:{most}"), why
+    return pick_device("cpu"), (
+        f"samples on the CPU: it needs {format_size(needed)} on a GPU, and cuda:{most}, which has "
+        f"most, has {format_size(free[most])} free; --device cuda:{most} takes it all the same"
+    )
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """The conditioning of N videos, of which any part can be sampled on its own.
+
+    Attributes:
+        predict: maps noisy latents [B, C, F, H, W], sigmas [B] and conditioning to a velocity in
+            fp32.
+        conditional: conditioning with the prompts, each [N, ...].
+        unconditional: the same without prompts; None: one pass is enough.
+        scale: of classifier-free guidance.
+    """
+
+    predict: Callable[[Tensor, Tensor, Conditioning], Tensor]
+    conditional: Conditioning
+    unconditional: Conditioning | None
+    scale: float
+
+    def velocity(self, part: slice, *, two_passes: bool) -> Velocity:
+        """The guided velocity of some of the videos.
+
+        One pass for both halves takes twice the memory of two passes. Results are equal up to the
+        rounding of matrix products of another size.
+        """
+        conditional = {name: value[part] for name, value in self.conditional.items()}
+        if self.unconditional is None:
+            return lambda latents, sigma: self._predict(latents, sigma, conditional)
+        unconditional = {name: value[part] for name, value in self.unconditional.items()}
+        if two_passes:
+            return lambda latents, sigma: guided(
+                self._predict(latents, sigma, conditional),
+                self._predict(latents, sigma, unconditional),
+                self.scale,
+            )
+        both = {name: torch.cat([conditional[name], unconditional[name]]) for name in conditional}
+
+        def in_one_pass(latents: Tensor, sigma: float) -> Tensor:
+            first, second = self._predict(torch.cat([latents] * 2), sigma, both).chunk(2)
+            return guided(first, second, self.scale)
+
+        return in_one_pass
+
+    def _predict(self, latents: Tensor, sigma: float, conditioning: Conditioning) -> Tensor:
+        sigmas = torch.full((len(latents),), sigma, device=latents.device)
+        return self.predict(latents, sigmas, conditioning)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A model with trained weights.
+
+    Attributes:
+        components: text encoder, model and codec; on a GPU is only the one that works.
+        step: optimizer updates of the weights.
+        precision: in which the run is trained.
+        weights: which ones these are: `model`, or `ema/` and the name of a profile.
+        memory: what was found to fit the memory.
+        prompts: embeddings of each prompt, on the CPU.
+    """
+
+    components: Components
+    recipe: Recipe
+    step: int
+    device: torch.device
+    precision: Precision
+    weights: str = "model"
+    memory: MemoryFallback = field(default_factory=MemoryFallback)
+    prompts: dict[str, Conditioning] = field(default_factory=dict)
+
+    def sample(
+        self,
+        requests: Sequence[Request],
+        settings: SamplingSection,
+        bucket: Bucket,
+        on_step: Callable[[int], None] | None = None,
+        *,
+        guidance: str = "auto",
+        decoding: str = "auto",
+    ) -> NDArray[np.uint8]:
+        """Videos [N, F, H, W, 3]; each depends on its own request only.
+
+        Bitwise equal when repeated in the same batches. In other batches, or in two passes, some
+        values differ by one grey level: matrix products with one row per video are computed by
+        another kernel if there is only one row.
+
+        Args:
+            requests: what the videos show.
+            settings: of the solver.
+            bucket: the videos' size.
+            on_step: called after each step with the number of finished steps.
+            guidance: `batched`, `two_passes`, or `auto`: what fits the memory.
+            decoding: `whole`, `tiles`, or `auto`: what fits the memory.
+
+        Raises:
+            RecipeError: the codec or the model cannot divide the bucket.
+            ModelError: the model is built for another shape.
+            DataError: a request lacks a reference picture of the model, or it cannot be read.
+            PlanError: not even one video fits the memory.
+            SamplingError: latents or decoded pixels are NaN or infinite.
+        """
+        shape = fitting_shape(self.components, self.recipe, bucket)
+        noise = torch.stack([_noise(request.seed, shape) for request in requests]).to(self.device)
+        steps, count = self.num_steps(settings), len(requests)
+        sigmas = build_sigmas(steps, self.shift(settings, bucket))
+        scale = settings.guidance_scale
+        scale = self.components.defaults.guidance_scale if scale is None else scale
+        guide = self._guidance(requests, bucket, scale)
+
+        def denoise(part: slice, two_passes: bool) -> Tensor:
+            def on_part_step(step: int) -> None:
+                if on_step is not None:
+                    on_step((part.start * steps + (part.stop - part.start) * step) // count)
+
+            velocity = guide.velocity(part, two_passes=two_passes)
+            return integrate(velocity, noise[part], sigmas, settings.solver, on_part_step)
+
+        self.components.bring("model", self.device)
+        with torch.inference_mode():
+            latents = self.memory.denoise(
+                denoise,
+                count,
+                bucket,
+                guidance=guidance,
+                uses_guidance=guide.unconditional is not None,
+            )
+            self._refuse_non_finite(latents)
+            self.components.bring("codec", self.device)
+            videos = [self._decode(each[None], bucket, decoding) for each in latents]
+        return np.concatenate(videos)
+
+    def shift(self, settings: SamplingSection, bucket: Bucket) -> float:
+        """The shift of the sigmas that a bucket's videos are sampled with."""
+        return self.components.shift(settings.shift or self.components.defaults.shift, bucket)
+
+    def num_steps(self, settings: SamplingSection) -> int:
+        return settings.num_inference_steps or self.components.defaults.num_inference_steps
+
+    def unknown_words(self, prompt: str) -> list[str]:
+        """Words of a prompt that are not in the text encoder's vocabulary."""
+        return self.components.text.unknown_words(prompt)
+
+    def _refuse_non_finite(self, latents: Tensor) -> None:
+        """Raise instead of decoding latents that would become a black video."""
+        bad = int((~torch.isfinite(latents.flatten(1)).all(dim=1)).sum())
+        if not bad:
+            return
+        weights = self.components.model.parameters()
+        if all(torch.isfinite(each).all() for each in weights):
+            why = "The weights are finite: lower the guidance scale, or sample in fp32."
+        else:
+            why = "The weights hold NaN or inf: sample an earlier checkpoint (--step)."
+        raise SamplingError(
+            f"{bad} of {len(latents)} videos of step {self.step} ({self.weights}) have NaN or "
+            f"infinite latents; none was written. {why}"
+        )
+
+    def _decoding_error(self, latents: Tensor, error: SamplingError) -> str:
+        """The message for a video whose latents are finite."""
+        modules = self.components.codec.modules()
+        weights = [each for module in modules for each in module.parameters()]
+        largest = latents.abs().max().item()
+        if not all(torch.isfinite(each).all() for each in weights):
+            why = "The codec's weights hold NaN or inf: load them from another copy."
+        elif any(each.dtype != torch.float32 for each in weights):
+            why = f'The codec decodes in {self.recipe.codec.dtype}: set codec.dtype = "fp32".'
+        else:
+            why = "Sample another checkpoint (--step), or lower the guidance scale."
+        return (
+            f"Decoding a video of step {self.step} ({self.weights}) failed: {error} Its latents "
+            f"are finite, at most {largest:.3g} (1 is usual). None was written. {why}"
+        )
+
+    def _decode(self, latents: Tensor, bucket: Bucket, decoding: str) -> NDArray[np.uint8]:
+        """One video [1, F, H, W, 3], so that only one is in pixels on the device."""
+
+        def decode(tiles: bool) -> NDArray[np.uint8]:
+            try:
+                video = self.components.codec.decode(latents, tiles=tiles)
+            except SamplingError as error:
+                raise SamplingError(self._decoding_error(latents, error)) from None
+            return video.permute(0, 2, 3, 4, 1).cpu().numpy()
+
+        return self.memory.decode(decode, bucket, decoding=decoding)
+
+    def _guidance(self, requests: Sequence[Request], bucket: Bucket, scale: float) -> Guidance:
+        """Classifier-free guidance, unless the scale is an input of the model or at most 1."""
+        parts, pictures = self.components, self._encode_pictures(requests, bucket)
+        conditional = self._encode_text([request.prompt for request in requests]) | pictures
+        is_distilled = parts.family.distils_guidance(parts.model)
+        if is_distilled:
+            conditional |= guidance_of(conditional, scale)
+        if is_distilled or scale <= 1:
+            return Guidance(self._predict, conditional, None, scale)
+        unconditional = self._encode_text([NO_CAPTION] * len(requests)) | pictures
+        return Guidance(self._predict, conditional, unconditional, scale)
+
+    def _encode_text(self, prompts: Sequence[str]) -> Conditioning:
+        """Encodes each distinct prompt alone, so that its embeddings are always bitwise equal."""
+        for prompt in dict.fromkeys(prompts):
+            if prompt not in self.prompts:
+                self.components.bring("text", self.device)
+                embeddings = self.components.text.encode([prompt])
+                self.prompts[prompt] = {name: each.cpu() for name, each in embeddings.items()}
+        encoded = [self.prompts[each] for each in prompts]
+        return {
+            name: torch.cat([each[name] for each in encoded]).to(self.device) for name in encoded[0]
+        }
+
+    def _encode_pictures(self, requests: Sequence[Request], bucket: Bucket) -> Conditioning:
+        """`<name>_latents` [N, C, 1, h, w] of each name in `data.references`."""
+        references = [request.references for request in requests]
+        found = read_pictures(references, list(self.recipe.data.references), bucket)
+        if found:
+            self.components.bring("codec", self.device)
+        encode = self.components.codec.encode
+        return {
+            f"{name}_latents": torch.cat(
+                [encode(torch.from_numpy(each)[None].to(self.device)) for each in pictures]
+            )
+            for name, pictures in found.items()
+        }
+
+    def _predict(self, latents: Tensor, sigmas: Tensor, conditioning: Conditioning) -> Tensor:
+        # Weights in bf16 compute in bf16 without autocast, as in training.
+        precision = "fp32" if self.recipe.model.dtype == "bf16" else self.precision
+        with autocast(precision, self.device):
+            return self.components.predict_velocity(latents, sigmas, conditioning).float()
+
+
+def fitting_shape(components: Components, recipe: Recipe, bucket: Bucket) -> LatentShape:
+    """The shape of a video's latents.
+
+    Raises:
+        RecipeError: the codec or the model cannot divide the bucket; names the nearest that fits.
+    """
+    shape = latent_shape(components.codec, bucket, components.family.patch(recipe.model))
+    components.family.check(recipe.model, [shape])
+    return shape
+
+
+def _noise(seed: int, shape: LatentShape) -> Tensor:
+    """Noise of one video, drawn on the CPU so that it is equal on every device."""
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
+
+
+class SamplerLoader:
+    """Keeps a run's model, codec and text encoder in memory, and loads checkpoints into the model.
+
+    Args:
+        run: whose checkpoints are sampled.
+        device: `cpu`, `cuda`, one GPU such as `cuda:1`; `auto`: the GPU with most free memory, or
+            the CPU if no GPU has enough.
+        trust: run code that the run names, even if another user began it.
+
+    Raises:
+        RunError: there is no run, or it names code and another user began it.
+        RecipeError: the recipe's parts do not fit together, or there is no such device.
+        ModelError: a frozen part cannot be loaded.
+        PlanError: the weights of one part exceed the GPU's memory.
+    """
+
+    def __init__(self, run: RunDirectory, device: str = "auto", *, trust: bool = False) -> None:
+        self.run, self.recipe = run, run.recipe()
+        # Without presets: their measures are loaded elsewhere.
+        model_recipe = self.recipe.model_copy(update={"evaluation": EvaluationSection()})
+        refuse_foreign_code(run, trust=trust, recipe=model_recipe)
+        if device != "auto":
+            pick_device(device)  # refuses a missing device before anything is loaded
+        self.components = assemble(self.recipe, (), run.components_path)
+        self.device, self.why_device = device_with_room(device, self.components)
+        self._trained = frozenset(trained_state(self.components.model))
+        self._memory = MemoryFallback()
+        self._prompts: dict[str, Conditioning] = {}
+        self.components.model.eval().requires_grad_(False)
+        refuse_too_large_parts(self.components, self.device)
+
+    def check(self, preset: Preset) -> None:
+        """Refuse a preset whose size the codec or the model cannot divide.
+
+        Raises:
+            RecipeError: names the nearest size that both can take.
+        """
+        try:
+            fitting_shape(self.components, self.recipe, preset.bucket)
+        except RecipeError as error:
+            reason = str(error).removeprefix("data.buckets: ")
+            raise RecipeError(f"Preset {preset.name}: {reason}") from None
+
+    def load(self, checkpoint: Path, weights: str) -> Sampler:
+        """A sampler with a checkpoint's weights; the sampler of the previous call becomes invalid.
+
+        Of the checkpoint only those weights and trainer.json need exist. After an error another
+        checkpoint can be loaded.
+
+        Args:
+            checkpoint: its folder.
+            weights: `model`, or `ema/` and the name of a profile.
+
+        Raises:
+            CheckpointError: it is incomplete, damaged, or of another model.
+        """
+        trainer = files.load_trainer(checkpoint, files.SampledTrainer)
+        state = {
+            name: value
+            for name, value in self.components.model.state_dict().items()
+            if name in self._trained
+        }
+        files.verify_part(checkpoint, weights)
+        _refuse_another_model(checkpoint / weights, state)
+        store.load_parts(checkpoint, {weights: state}, is_verified=True)
+        load_trained(self.components.model, state)
+        return Sampler(
+            self.components,
+            self.recipe,
+            trainer["global_step"],
+            self.device,
+            trainer["precision"],
+            weights,
+            self._memory,
+            self._prompts,
+        )
+
+
+def load_sampler(
+    path: Path,
+    *,
+    step: int | None = None,
+    ema: bool | None = None,
+    profile: str | None = None,
+    device: str,
+    trust: bool = False,
+) -> Sampler:
+    """Load a sampler from a run directory or from one checkpoint folder.
+
+    Of the checkpoint only the weights and trainer.json need exist.
+
+    Args:
+        path: of the run or checkpoint.
+        step: which checkpoint of a run; the newest by default.
+        ema: sample averaged weights; None: if the run keeps any.
+        profile: of the averages; `ema.sample_from` by default.
+        device: see `SamplerLoader`.
+        trust: see `SamplerLoader`.
+
+    Raises:
+        RunError: there is no run, or it names code and another user began it.
+        RecipeError: the run keeps no such average.
+        CheckpointError: there is no whole checkpoint, or it is damaged.
+    """
+    recipe = find_run(path).recipe()
+    weights = weights_to_sample(recipe, ema=ema, profile=profile)
+    run, checkpoint = find_checkpoint(path, step, weights)
+    return SamplerLoader(run, device, trust=trust).load(checkpoint, weights)
+
+
+def _refuse_another_model(folder: Path, state: dict[str, Tensor]) -> None:
+    """Refuse weights of other names or shapes; loading refuses unreadable files."""
+    try:
+        shapes = store.part_shapes(folder)
+    except (OSError, ValueError):
+        return
+    expected = {name: tuple(value.shape) for name, value in state.items()}
+    if shapes != expected:
+        name = min(
+            (each for each in shapes | expected if shapes.get(each) != expected.get(each)),
+        )
+        has, wants = (list(each[name]) if name in each else "none" for each in (shapes, expected))
+        raise CheckpointError(
+            f"{folder} holds another model than the recipe describes: {name} is {has} there and "
+            f"{wants} by the recipe. Is it a checkpoint of another run?"
+        )
+
+
+def find_run(path: Path) -> RunDirectory:
+    """The run directory at a path, or the one that has it as a checkpoint."""
+    run = RunDirectory(path)
+    if path.absolute().parent.name == "checkpoints" and not run.exists():
+        return RunDirectory(path.absolute().parents[1])
+    return run
+
+
+def find_checkpoint(
+    path: Path, step: int | None = None, part: str = ""
+) -> tuple[RunDirectory, Path]:
+    """The run and the checkpoint at a path.
+
+    Args:
+        path: a run directory or one of its checkpoint folders.
+        step: which checkpoint of a run; the newest by default.
+        part: what of the newest must exist; all of it by default.
+
+    Raises:
+        RunError: there is no run.
+        CheckpointError: there is no checkpoint, or not of that step.
+    """
+    run = find_run(path)
+    if run.path != path:
+        _refuse_checkpoint(path, run, step)
+        return run, path
+    run.recipe()  # refuses another folder than a run directory
+    steps = run.checkpoint_steps()
+    if step is not None and step not in steps:
+        known = f"steps {', '.join(map(str, steps))}" if steps else "none"
+        raise CheckpointError(
+            f"{path} has no whole checkpoint of step {step}. Its checkpoints: {known}."
+        )
+    found = run.checkpoint_path(step) if step is not None else files.newest_whole(run, part)
+    if found is None:
+        raise CheckpointError(
+            f"{path} has no whole checkpoint yet. Train on with {run.command_to_go_on()}, or wait "
+            "for checkpoint.every steps or checkpoint.minutes."
+        )
+    return run, found
+
+
+def _refuse_checkpoint(checkpoint: Path, run: RunDirectory, step: int | None) -> None:
+    if step is not None:
+        raise CheckpointError(
+            f"{checkpoint} is one checkpoint already. Leave --step {step} out, or name the run: "
+            f"{run.path}."
+        )
+    if not checkpoint.is_dir():
+        raise CheckpointError(
+            f"There is no checkpoint {checkpoint}. The run has those of the steps: "
+            f"{run.checkpoint_steps() or 'none'}."
+        )

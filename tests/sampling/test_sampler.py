@@ -1,0 +1,710 @@
+"""Sampling: weights, noise, guidance, memory strategies, reference pictures, loading."""
+
+import re
+import shutil
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from longtake import config
+from longtake.config import CodecSection, Recipe
+from longtake.errors import CheckpointError, PlanError, RecipeError, RunError, SamplingError
+from longtake.evaluation.export import export
+from longtake.flow.solver import integrate
+from longtake.flow.timesteps import build_sigmas
+from longtake.models.base import Conditioning
+from longtake.models.build import Components, assemble
+from longtake.models.codec import PixelCodec, build_codec
+from longtake.run_dir import RunDirectory
+from longtake.sampling.presets import Preset, Request, find_preset, settings_for
+from longtake.sampling.sampler import (
+    MemoryFallback,
+    MemoryStrategy,
+    Sampler,
+    SamplerLoader,
+    device_with_room,
+    find_checkpoint,
+    load_sampler,
+    try_within_memory,
+)
+
+_PROMPTS = ["a red circle moving up", "a blue square moving left", "a green cross moving down"]
+_OTHERS = [Request(prompt, seed) for seed, prompt in enumerate(_PROMPTS[1:], 1)]
+_REQUESTS = [Request(prompt, seed) for seed, prompt in enumerate([*_PROMPTS, _PROMPTS[0]])]
+_STEPS = 3
+_HEIGHT, _WIDTH = 16, 24
+
+
+@pytest.fixture(scope="module")
+def sampler(tiny_run: Path) -> Sampler:
+    """The newest averaged weights of the tiny run."""
+    return load_sampler(tiny_run, device="cpu")
+
+
+def _sample(sampler: Sampler, *requests: Request, **changes: Any) -> NDArray[np.uint8]:
+    settings, bucket = settings_for(sampler.recipe, **changes)
+    return sampler.sample(requests or [Request(_PROMPTS[0], 0)], settings, bucket)
+
+
+def _apart(left: NDArray[np.uint8], right: NDArray[np.uint8]) -> int:
+    """The largest difference in grey levels."""
+    return int(np.abs(left.astype(int) - right.astype(int)).max())
+
+
+def _weights(sampler: Sampler) -> dict[str, Tensor]:
+    return sampler.components.model.state_dict()
+
+
+def test_a_video_has_the_buckets_shape(sampler: Sampler) -> None:
+    """[N, F, H, W, 3] in uint8, and more than one colour."""
+    videos = _sample(sampler, Request(_PROMPTS[0], 0), *_OTHERS)
+    assert videos.shape == (3, 8, 32, 32, 3)
+    assert videos.dtype == np.uint8
+    assert videos.std() > 5
+
+
+def test_a_video_of_nan_is_an_error(tiny_run: Path) -> None:
+    """It would be black, which can be what somebody asked for; scripts see it by the exit code."""
+    sampler = load_sampler(tiny_run, device="cpu")
+    with torch.no_grad():
+        next(sampler.components.model.parameters()).fill_(torch.nan)
+    with pytest.raises(SamplingError, match="The weights hold NaN or inf") as caught:
+        _sample(sampler)
+    assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "advice"),
+    [
+        ("weights", r"The codec's weights hold NaN or inf: load them from another copy\."),
+        ("bf16", r'The codec decodes in bf16: set codec\.dtype = "fp32"\.'),
+        ("fp32", r"Sample another checkpoint \(--step\), or lower the guidance scale\."),
+    ],
+)
+def test_nan_that_appears_in_decoding_is_an_error(
+    damage: str, advice: str, tiny_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its latents are finite, and the video would be black."""
+    sampler = load_sampler(tiny_run, device="cpu")
+    dtype: Literal["fp32", "bf16"] = "bf16" if damage == "bf16" else "fp32"
+    config = {"block_out_channels": [4], "norm_num_groups": 2, "latent_channels": 3}
+    codec = build_codec(
+        CodecSection(kind="autoencoder", class_name="AutoencoderKL", config=config, dtype=dtype)
+    )
+    [autoencoder] = codec.modules()
+    for weight in autoencoder.decoder.conv_out.parameters():  # type: ignore[union-attr]
+        weight.data.fill_(torch.nan if damage == "weights" else torch.finfo(weight.dtype).max)
+    recipe = sampler.recipe.model_copy(
+        update={"codec": sampler.recipe.codec.model_copy(update={"dtype": dtype})}
+    )
+    components = replace(sampler.components, codec=codec)
+    with pytest.raises(SamplingError, match=advice) as caught:
+        _sample(replace(sampler, components=components, recipe=recipe))
+    assert re.match(
+        r"Decoding a video of step 6 \(ema/\w+\) failed: \d+\.\d\d% of the decoded pixels are NaN "
+        r"or infinite\. Its latents are finite, at most \S+ \(1 is usual\)\. None was written\. ",
+        str(caught.value),
+    )
+    assert caught.value.exit_code == 1
+
+
+def test_the_same_seed_makes_the_same_video_whatever_stands_beside_it(sampler: Sampler) -> None:
+    """Bitwise when repeated; a matrix product may round otherwise at another batch size."""
+    request = Request(_PROMPTS[0], 0)
+    alone = _sample(sampler, request)
+    assert np.array_equal(alone, _sample(sampler, request))
+    first, last = _sample(sampler, request, *_OTHERS)[0], _sample(sampler, *_OTHERS, request)[-1]
+    assert _apart(alone[0], first) <= 1
+    assert _apart(alone[0], last) <= 1
+
+
+def test_another_seed_and_another_prompt_make_another_video(sampler: Sampler) -> None:
+    """Both the noise and the caption reach the model."""
+    first = _sample(sampler)
+    assert _apart(first, _sample(sampler, Request(_PROMPTS[0], 1))) > 10
+    assert _apart(first, _sample(sampler, Request("a blue square moving left", 0))) > 0
+
+
+@pytest.mark.parametrize("profile", ["fixed", "power"])
+def test_averaged_weights_follow_from_the_raw_ones(
+    profile: str, tiny_run: Path, tiny_recipe: Recipe
+) -> None:
+    """Recomputed from every step's raw weights by the profile's formula."""
+    captions = (tiny_run / "components").is_dir()
+    assert captions, "the vocabulary is kept with the run"
+    expected = assemble(tiny_recipe, (), tiny_run / "components").model.state_dict()
+    for step in range(1, 7):
+        raw = _weights(load_sampler(tiny_run, step=step, ema=False, device="cpu"))
+        ramped, power = min(0.8, (1 + step) / (10 + step)), (1 - 1 / step) ** (1 + 6.937204)
+        beta = {"fixed": ramped, "power": power}[profile]
+        expected = {k: beta * expected[k] + (1 - beta) * raw[k] for k in expected}
+        averaged = _weights(load_sampler(tiny_run, step=step, profile=profile, device="cpu"))
+        assert averaged.keys() == expected.keys()
+        for name, weight in averaged.items():
+            torch.testing.assert_close(weight, expected[name])
+        if step > 1:
+            assert any(not torch.equal(averaged[name], raw[name]) for name in raw)
+
+
+def test_a_sampler_knows_which_weights_it_has(tiny_run: Path) -> None:
+    """For whoever writes below a video what made it."""
+    assert load_sampler(tiny_run, device="cpu").weights == "ema/fixed"
+    assert load_sampler(tiny_run, profile="power", device="cpu").weights == "ema/power"
+    assert load_sampler(tiny_run, ema=False, device="cpu").weights == "model"
+
+
+def test_only_what_is_sampled_has_to_be_there(tiny_run: Path, tmp_path: Path) -> None:
+    """An evaluator may leave the rest behind; the weights themselves must be whole to the bit."""
+    copy = shutil.copytree(tiny_run, tmp_path / "copy")
+    newest = copy / "checkpoints" / "step_00000006"
+    for part in ("optimizer", "model", "ema/power"):
+        shutil.rmtree(newest / part)
+    assert load_sampler(copy, device="cpu").step == 6
+    assert load_sampler(newest, device="cpu").step == 6
+    with pytest.raises(CheckpointError, match="step_00000006 is damaged"):
+        load_sampler(newest, profile="power", device="cpu")
+    assert load_sampler(copy, profile="power", device="cpu").step == 5
+    shard = next((newest / "ema" / "fixed").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[-100] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match="step_00000006 is damaged"):
+        load_sampler(newest, device="cpu")
+
+
+def test_a_run_means_its_newest_checkpoint_and_a_checkpoint_itself(
+    tiny_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By run and step, by the checkpoint's folder, and from inside the folder of checkpoints."""
+    step_4 = tiny_run / "checkpoints" / "step_00000004"
+    assert find_checkpoint(tiny_run)[1].name == "step_00000006"
+    assert find_checkpoint(tiny_run, 4)[1] == step_4
+    run, found = find_checkpoint(step_4)
+    assert (run.path, found) == (tiny_run, step_4)
+    monkeypatch.chdir(step_4.parent)
+    run, found = find_checkpoint(Path("step_00000004"))
+    assert (run.path, found) == (tiny_run, Path("step_00000004"))
+    by_step = load_sampler(tiny_run, step=4, device="cpu")
+    by_folder = load_sampler(Path("step_00000004"), device="cpu")
+    assert by_step.step == by_folder.step == 4
+    assert np.array_equal(_sample(by_step), _sample(by_folder))
+
+
+def test_a_run_below_a_folder_named_checkpoints_is_a_run(tiny_run: Path, tmp_path: Path) -> None:
+    """People call their folders what they like."""
+    moved = shutil.copytree(tiny_run, tmp_path / "checkpoints" / "tiny")
+    assert find_checkpoint(moved)[0].path == moved
+    assert find_checkpoint(moved, 2)[1] == moved / "checkpoints" / "step_00000002"
+
+
+def test_what_is_no_whole_checkpoint_is_refused(tiny_run: Path, tmp_path: Path) -> None:
+    """No run, no such step, no such folder, and one whose save was cut off."""
+    with pytest.raises(RunError, match="is not a run directory"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint of step 9\. .* steps 1, 2, 3"):
+        find_checkpoint(tiny_run, 9)
+    with pytest.raises(CheckpointError, match=r"There is no checkpoint .*step_9"):
+        find_checkpoint(tiny_run / "checkpoints" / "step_9")
+    with pytest.raises(CheckpointError, match="is one checkpoint already"):
+        find_checkpoint(tiny_run / "checkpoints" / "step_00000001", 1)
+    copy = shutil.copytree(tiny_run, tmp_path / "copy")
+    next((copy / "checkpoints" / "step_00000006" / "ema" / "fixed").glob("*.distcp")).unlink()
+    assert find_checkpoint(copy)[1].name == "step_00000005"
+    with pytest.raises(CheckpointError, match=r"step_00000006 is damaged: ema/fixed/.* is missing"):
+        load_sampler(copy, step=6, device="cpu")
+
+
+def test_a_moved_run_samples_the_same(tiny_run: Path, tmp_path: Path, sampler: Sampler) -> None:
+    """Nothing is read from where the run or its catalog were."""
+    moved = shutil.copytree(tiny_run, tmp_path / "moved")
+    recipe = (moved / "recipe.toml").read_text()
+    (moved / "recipe.toml").write_text(recipe.replace(str(tiny_run.parents[1]), "/nowhere"))
+    there = load_sampler(moved, device="cpu")
+    assert str(there.recipe.out).startswith("/nowhere")
+    assert str(there.recipe.data.catalog).startswith("/nowhere")
+    assert np.array_equal(_sample(there), _sample(sampler))
+
+
+def test_guidance_is_used_above_1_only(sampler: Sampler) -> None:
+    """As in diffusers' pipelines: unconditional + scale * (conditional - unconditional)."""
+    plain = _sample(sampler, guidance_scale=1.0)
+    assert _apart(plain, _sample(sampler, guidance_scale=1.0 + 1e-6)) <= 1
+    assert _apart(plain, _sample(sampler, guidance_scale=0.0)) == 0
+    assert _apart(plain, _sample(sampler, guidance_scale=8.0)) > 1
+
+
+def test_without_guidance_it_integrates_the_models_velocity(sampler: Sampler) -> None:
+    """From the seed's noise along the shifted sigmas, decoded at the end: nothing else happens."""
+    parts = sampler.components
+    noise = torch.randn(1, 3, 8, 32, 32, generator=torch.Generator().manual_seed(5))
+    conditioning = parts.text.encode([_PROMPTS[0]])
+    with torch.inference_mode():
+        latents = integrate(
+            lambda x, sigma: parts.predict_velocity(x, torch.tensor([sigma]), conditioning),
+            noise,
+            build_sigmas(4, 3.0),
+        )
+    expected = parts.codec.decode(latents).permute(0, 2, 3, 4, 1).numpy()
+    video = _sample(sampler, Request(_PROMPTS[0], 5), guidance_scale=1.0)
+    assert _apart(expected, video) <= 1
+
+
+def test_heun_and_euler_come_to_the_same_video(sampler: Sampler) -> None:
+    """On the same sigmas they differ, and the less the finer these are."""
+
+    def difference(steps: int) -> float:
+        changes = {"num_inference_steps": steps, "shift": 1.0}
+        euler = _sample(sampler, solver="euler", **changes).astype(float)
+        heun = _sample(sampler, solver="heun", **changes).astype(float)
+        return float(np.abs(euler - heun).mean())
+
+    coarse, fine = difference(2), difference(192)
+    assert coarse > 1
+    assert fine < 0.1 * coarse
+
+
+class SmallCodec(PixelCodec):
+    """Has memory for tiles, or not even for those."""
+
+    def __init__(self, fits_tiles: bool = True) -> None:
+        self.asked: list[bool] = []
+        self._fits_tiles = fits_tiles
+
+    def decode(self, latents: Tensor, *, tiles: bool = False) -> Tensor:
+        """Decode in tiles only."""
+        self.asked.append(tiles)
+        if not (tiles and self._fits_tiles):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().decode(latents)
+
+
+@dataclass(frozen=True)
+class SmallGpu(Components):
+    """Components whose model has memory for so many videos in one pass."""
+
+    room: int = 0
+    error: Exception = field(default_factory=lambda: torch.OutOfMemoryError("CUDA out of memory."))
+    asked: list[int] = field(default_factory=list)
+
+    def predict_velocity(
+        self, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        """Refuse more, as a GPU does."""
+        self.asked.append(len(noisy_latents))
+        if len(noisy_latents) > self.room:
+            raise self.error
+        return super().predict_velocity(noisy_latents, sigmas, conditioning)
+
+
+def _on_small_gpu(sampler: Sampler, room: int, error: Exception | None = None) -> Sampler:
+    parts = {each.name: getattr(sampler.components, each.name) for each in fields(Components)}
+    gpu = SmallGpu(**parts, room=room)
+    if error is not None:
+        gpu = replace(gpu, error=error)
+    return replace(sampler, components=gpu, memory=MemoryFallback())
+
+
+def _with_codec(sampler: Sampler, codec: PixelCodec) -> Sampler:
+    return replace(
+        sampler, components=replace(sampler.components, codec=codec), memory=MemoryFallback()
+    )
+
+
+def _sample_all(
+    sampler: Sampler, on_step: Callable[[int], None] | None = None, **how: str
+) -> NDArray[np.uint8]:
+    settings, bucket = settings_for(sampler.recipe, num_inference_steps=_STEPS)
+    return sampler.sample(_REQUESTS, settings, bucket, on_step, **how)
+
+
+def _asked(sampler: Sampler) -> list[int]:
+    """Sizes of the model's batches since it was last asked for them, repetitions left out."""
+    assert isinstance(sampler.components, SmallGpu)
+    asked = sampler.components.asked
+    kept = [size for place, size in enumerate(asked) if not place or asked[place - 1] != size]
+    asked.clear()
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("room", "tried", "way"),
+    [
+        (8, [8], "all at once"),
+        (4, [8, 4], "guidance in two passes"),
+        (2, [8, 4, 2], "guidance in two passes, 2 at a time"),
+        (1, [8, 4, 2, 1], "guidance in two passes, 1 at a time"),
+    ],
+)
+def test_first_two_passes_then_fewer_at_once(
+    room: int, tried: list[int], way: str, sampler: Sampler
+) -> None:
+    """The videos differ by no more than rounding, and the next call begins with what worked."""
+    small = _on_small_gpu(sampler, room)
+    videos = _sample_all(small)
+    assert _asked(small) == tried
+    assert [str(each) for each in small.memory.strategies.values()] == [way]
+    assert _apart(videos, _sample_all(sampler)) <= 1
+    _sample_all(small)
+    assert _asked(small) == tried[-1:]
+
+
+def test_three_videos_are_halved_to_two_and_one(sampler: Sampler) -> None:
+    """Each is made once, and in order."""
+    small = _on_small_gpu(sampler, 2)
+    settings, bucket = settings_for(sampler.recipe, num_inference_steps=_STEPS)
+    videos = small.sample(_REQUESTS[:3], settings, bucket)
+    assert _asked(small) == [6, 3, 2, 1]
+    assert _apart(videos, sampler.sample(_REQUESTS[:3], settings, bucket)) <= 1
+
+
+def test_what_is_asked_for_is_kept_to(sampler: Sampler) -> None:
+    """`batched` never becomes two passes, `two_passes` never asks for both halves at once."""
+    small = _on_small_gpu(sampler, 2)
+    _sample_all(small, guidance="batched")
+    assert _asked(small) == [8, 4, 2]
+    small = _on_small_gpu(sampler, 8)
+    _sample_all(small, guidance="two_passes")
+    assert _asked(small) == [4]
+
+
+def test_a_video_that_does_not_fit_is_an_error_that_says_so(sampler: Sampler) -> None:
+    """Not a traceback of torch's; another size can be tried with the same sampler."""
+    small = _on_small_gpu(sampler, 0)
+    with pytest.raises(PlanError, match=r"One video of 8 frames of 32x32 does not fit .*two pass"):
+        _sample_all(small)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate"),
+    ],
+)
+def test_the_machines_own_memory_is_memory_too(error: Exception, sampler: Sampler) -> None:
+    """The CPU says it in other words."""
+    assert len(_sample_all(_on_small_gpu(sampler, 4, error))) == len(_REQUESTS)
+
+
+def test_any_other_error_is_raised(sampler: Sampler) -> None:
+    """A defect is not tried again in four ways."""
+    small = _on_small_gpu(sampler, 4, RuntimeError("shapes do not match"))
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        _sample_all(small)
+    assert _asked(small) == [8]
+
+
+def test_steps_are_counted_over_all_parts(sampler: Sampler) -> None:
+    """A progress bar neither runs past its end nor stops before it."""
+    told: list[int] = []
+    _sample_all(_on_small_gpu(sampler, 1), told.append)
+    assert told == sorted(told)
+    assert (len(told), told[-1]) == (len(_REQUESTS) * _STEPS, _STEPS)
+
+
+def test_whole_pictures_first_and_then_tiles(sampler: Sampler) -> None:
+    """Only the first video of all is tried whole; pixels are the same in either way."""
+    codec = SmallCodec()
+    small = _with_codec(sampler, codec)
+    videos = _sample_all(small)
+    assert codec.asked == [False, True, True, True, True]
+    assert np.array_equal(videos, _sample_all(sampler))
+    assert list(small.memory.strategies.values()) == [MemoryStrategy(tiles=True)]
+    with pytest.raises(PlanError, match=r'does not fit the memory .decoding = "whole"'):
+        _sample_all(small, decoding="whole")
+    with pytest.raises(PlanError, match="even in tiles"):
+        _sample_all(_with_codec(sampler, SmallCodec(fits_tiles=False)))
+
+
+def test_what_an_attempt_held_is_free_when_it_has_failed() -> None:
+    """The error's traceback keeps no tensor alive, else the next attempt would find no room."""
+
+    class Big:
+        """Stands for a tensor."""
+
+    found: list[weakref.ref[Big]] = []
+
+    def work() -> None:
+        big = Big()
+        found.append(weakref.ref(big))
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    assert try_within_memory(work) is None
+    assert found[0]() is None
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "device", "why"),
+    [
+        ([5, 70], "cuda:1", "samples on cuda:1, 70.00 GiB free"),
+        ([5, 20], "cpu", "samples on the CPU: it needs 30.00 GiB on a GPU, and cuda:1"),
+    ],
+)
+def test_auto_takes_the_gpu_with_most_free_memory(
+    free_gib: list[int], device: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training on GPU 0 is left alone; where no GPU has enough, the CPU samples."""
+    total = 80 * 2**30
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free_gib))
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    properties = SimpleNamespace(total_memory=total)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    used = [total - free * 2**30 for free in free_gib]
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda index: used[index])
+    parts: Any = SimpleNamespace(part_bytes=lambda: {"model": 28 * 2**30, "text": 11 * 2**30})
+    found, said = device_with_room("auto", parts)
+    assert str(found) == device
+    assert said.startswith(why)
+    assert device_with_room("cpu", parts) == (torch.device("cpu"), "")
+    assert chosen == ([1] if device == "cuda:1" else [])
+
+
+@pytest.fixture(scope="module")
+def studio(tiny_run: Path) -> SamplerLoader:
+    """Of the tiny run; every test leaves it usable."""
+    return SamplerLoader(RunDirectory(tiny_run), "cpu")
+
+
+def _preset(studio: SamplerLoader, **changes: Any) -> Preset:
+    found = find_preset(studio.recipe, "demo")
+    return Preset(**{**vars(found), "prompts": found.prompts[:1], **changes})
+
+
+def _video(sampler: Sampler, preset: Preset) -> NDArray[np.uint8]:
+    return sampler.sample(preset.requests(), preset.settings, preset.bucket)
+
+
+def _changed(run: Path, copy: Path, change: str) -> SamplerLoader:
+    """A studio of the same run, if its recipe had been another."""
+    recipe = config.changed(RunDirectory(run).recipe(), [change])
+    shutil.copytree(run / "components", copy / "components")
+    (copy / "recipe.toml").write_text(config.dump(recipe))
+    return SamplerLoader(RunDirectory(copy), "cpu")
+
+
+def test_only_weights_are_loaded_anew(studio: SamplerLoader, tiny_run: Path) -> None:
+    """Forth and back again: each load makes the same videos as a studio of its own."""
+    preset, run = _preset(studio), RunDirectory(tiny_run)
+    parts = studio.components
+    for step, weights in ((2, "model"), (6, "ema/power"), (2, "model")):
+        sampler = studio.load(run.checkpoint_path(step), weights)
+        assert (sampler.step, sampler.weights) == (step, weights)
+        assert sampler.components is parts
+        alone = load_sampler(
+            tiny_run,
+            step=step,
+            ema=weights != "model" and None,
+            device="cpu",
+            profile=weights.removeprefix("ema/") if weights != "model" else None,
+        )
+        assert np.array_equal(_video(sampler, preset), _video(alone, preset))
+
+
+def test_after_a_damaged_checkpoint_the_next_is_loaded(
+    studio: SamplerLoader, tiny_run: Path, tmp_path: Path
+) -> None:
+    """A failure says what is wrong, and leaves nothing of it behind."""
+    good = RunDirectory(tiny_run).checkpoint_path(4)
+    before = _video(studio.load(good, "model"), _preset(studio))
+    damaged = shutil.copytree(good, tmp_path / good.name)
+    shard = next((damaged / "model").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        studio.load(damaged, "model")
+    with pytest.raises(CheckpointError, match=r"is damaged|is missing"):
+        studio.load(tmp_path / "step_00000009", "model")
+    assert np.array_equal(_video(studio.load(good, "model"), _preset(studio)), before)
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["model.config.num_blocks=1", "model.config.num_blocks=3", "model.config.hidden_size=96"],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    change: str, tiny_run: Path, tmp_path: Path
+) -> None:
+    """Also one that has all that this model wants, and more."""
+    studio = _changed(tiny_run, tmp_path / "other", change)
+    with pytest.raises(CheckpointError, match="holds another model than the recipe") as caught:
+        studio.load(RunDirectory(tiny_run).checkpoint_path(1), "model")
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_of_an_average_that_is_not_there_are_missed(
+    studio: SamplerLoader, tiny_run: Path
+) -> None:
+    """By the name of the part."""
+    with pytest.raises(CheckpointError, match="ema/none"):
+        studio.load(RunDirectory(tiny_run).checkpoint_path(1), "ema/none")
+
+
+def test_a_size_that_the_model_cannot_divide_names_the_preset_and_the_nearest(
+    studio: SamplerLoader,
+) -> None:
+    """Before anything is loaded or sampled."""
+    bucket = studio.recipe.data.buckets[0]
+    studio.check(_preset(studio))
+    with pytest.raises(RecipeError, match=r"^Preset demo: 8 frames of 34x32 .* nearest .* 32x32"):
+        studio.check(_preset(studio, bucket=bucket.model_copy(update={"width": 34})))
+
+
+def test_a_card_that_is_not_there_is_refused(tiny_run: Path) -> None:
+    """One by its number, and what is no device at all."""
+    number = torch.cuda.device_count()
+    with pytest.raises(RecipeError, match=f"no card cuda:{number}: this machine has {number}"):
+        SamplerLoader(RunDirectory(tiny_run), f"cuda:{number}")
+    with pytest.raises(RecipeError, match="'gpu' is no device"):
+        SamplerLoader(RunDirectory(tiny_run), "gpu")
+
+
+def _flux_recipe(family: str = "flux_kontext", **model: Any) -> Recipe:
+    transformer = {
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "axes_dims_rope": [4, 4, 4],
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "guidance_embeds": True,
+    }
+    autoencoder = {
+        "block_out_channels": [4, 4],
+        "layers_per_block": 1,
+        "latent_channels": 4,
+        "norm_num_groups": 2,
+    }
+    clip = {
+        "hidden_size": 10,
+        "intermediate_size": 10,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    values = {
+        "out": "run",
+        "data": {
+            "catalog": "catalog.parquet",
+            "buckets": [{"num_frames": 1, "height": _HEIGHT, "width": _WIDTH}],
+            "references": {"reference": "{stem}.png"} if family == "flux_kontext" else {},
+        },
+        "model": {"family": family, "config": transformer | model},
+        "codec": {"kind": "autoencoder", "class_name": "AutoencoderKL", "config": autoencoder},
+        "text": {
+            "kind": "transformers",
+            "class_name": "T5EncoderModel",
+            "max_tokens": 8,
+            "config": {"d_model": 12, "d_kv": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2},
+            "pooled": {"config": clip},
+        },
+        "training": {"steps": 1, "batch_size": 1},
+        "sampling": {"num_inference_steps": 3, "guidance_scale": 4.0, "shift": 2.0},
+    }
+    return config.parse(values, source="test")
+
+
+def _flux_sampler(recipe: Recipe | None = None) -> Sampler:
+    recipe = recipe or _flux_recipe()
+    parts = assemble(recipe, ["a red ball rolls left", "a blue square"], None)
+    parts.model.eval()
+    return Sampler(parts, recipe, 0, torch.device("cpu"), "fp32")
+
+
+def _picture(path: Path, seed: int = 0, height: int = _HEIGHT, width: int = _WIDTH) -> Path:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Request:
+    """A request with its picture."""
+    return Request("a red ball", 3, {"reference": _picture(tmp_path / "one.png")})
+
+
+def test_a_distilled_model_is_told_the_scale_in_one_pass(asked: Request) -> None:
+    """Once a step, each request once; another scale makes another picture, and 1 is a scale."""
+    sampler = _flux_sampler()
+    sizes: list[int] = []
+    scales: list[list[float]] = []
+    model: Any = sampler.components.model
+
+    def watch(module: object, args: object, given: dict[str, Any]) -> None:
+        sizes.append(len(given["hidden_states"]))
+        scales.append(given["guidance"].tolist())
+
+    handle = model.register_forward_pre_hook(watch, with_kwargs=True)
+    at_four = _sample(sampler, asked, asked)
+    at_one = _sample(sampler, asked, asked, guidance_scale=1.0)
+    handle.remove()
+    assert sizes == [2] * 6
+    assert scales == [[4.0, 4.0]] * 3 + [[1.0, 1.0]] * 3
+    assert at_four.shape == (2, 1, _HEIGHT, _WIDTH, 3)
+    assert not np.array_equal(at_four, at_one)
+
+
+def test_one_that_is_not_distilled_is_guided_by_a_second_pass(asked: Request) -> None:
+    """Its picture goes with both halves of the batch."""
+    sampler = _flux_sampler(_flux_recipe(guidance_embeds=False))
+    sizes: list[int] = []
+    model: Any = sampler.components.model
+    model.register_forward_pre_hook(
+        lambda module, args, given: sizes.append(len(given["hidden_states"])), with_kwargs=True
+    )
+    _sample(sampler, asked)
+    assert sizes == [2] * 3
+
+
+def test_the_picture_matters_and_not_what_stands_beside_it(asked: Request, tmp_path: Path) -> None:
+    """Each request goes by its own."""
+    sampler = _flux_sampler()
+    Image.new("RGB", (_WIDTH, _HEIGHT), "white").save(tmp_path / "white.png")
+    other = Request("a red ball", 3, {"reference": tmp_path / "white.png"})
+    alone = _sample(sampler, asked)[0].astype(int)
+    together = _sample(sampler, other, asked).astype(int)
+    assert np.abs(together[1] - alone).mean() < 0.01
+    assert np.abs(together[0] - alone).mean() > 0.1
+
+
+@pytest.mark.parametrize("family", ["flux", "flux_kontext"])
+def test_the_exported_pipeline_makes_the_picture_that_longtake_makes(
+    family: str, tmp_path: Path
+) -> None:
+    """From the same noise, along the same sigmas, with the same guidance and picture."""
+    pytest.importorskip("accelerate", reason="diffusers loads pipelines through accelerate")
+    import diffusers
+
+    sampler = _flux_sampler(_flux_recipe(family))
+    export(sampler, tmp_path / "pipeline", "diffusers")
+    name = {"flux": "FluxPipeline", "flux_kontext": "FluxKontextPipeline"}[family]
+    pipeline = getattr(diffusers, name).from_pretrained(tmp_path / "pipeline")
+    pipeline.set_progress_bar_config(disable=True)
+    picture = _picture(tmp_path / "one.png")
+    given: dict[str, Any] = {}
+    if family == "flux_kontext":
+        given = {"image": Image.open(picture), "max_area": _HEIGHT * _WIDTH, "_auto_resize": False}
+    references = {"reference": picture} if given else {}
+    ours = _sample(sampler, Request("a red ball", 3, references))[0, 0]
+    noise = torch.randn(1, 4, 1, 8, 12, generator=torch.Generator().manual_seed(3))
+    packed = pipeline._pack_latents(noise[:, :, 0], 1, 4, 8, 12)
+    theirs = pipeline(
+        prompt="a red ball",
+        latents=packed,
+        height=_HEIGHT,
+        width=_WIDTH,
+        num_inference_steps=3,
+        guidance_scale=4.0,
+        max_sequence_length=8,
+        output_type="np",
+        **given,
+    ).images[0]
+    assert ours.std() > 5
+    assert np.abs(ours - 255 * theirs).max() <= 1
