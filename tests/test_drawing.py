@@ -1,4 +1,4 @@
-"""Text in lines, in any writing system."""
+"""Labelled grids of pictures, and text in any writing system."""
 
 from pathlib import Path
 
@@ -10,7 +10,22 @@ from matplotlib.figure import Figure
 from PIL import Image, ImageDraw
 
 from longtake import drawing
-from longtake.drawing import draw_text, figure_text, line_height, text_width, wrap
+from longtake.drawing import (
+    RULE,
+    Grid,
+    GridCell,
+    GridRow,
+    TextLine,
+    draw_text,
+    figure_text,
+    line_height,
+    resized,
+    save_picture,
+    side_by_side,
+    text_width,
+    wrap,
+)
+from longtake.errors import RunError
 
 _ACCENTS = "Ünïcödé naïve façade œuvre Жук ελληνικά – “a” … × ✓"  # noqa: RUF001
 
@@ -108,3 +123,85 @@ def test_a_word_wider_than_a_line_is_cut() -> None:
 def test_nothing_is_no_line() -> None:
     assert wrap("  ", 15, 120) == []
     assert line_height(15) > 15
+
+
+_GREEN, _RED = (47, 143, 91), (200, 69, 59)
+
+
+def _grey(level: int, width: int = 40, height: int = 30) -> Image.Image:
+    return Image.new("RGB", (width, height), (level, level, level))
+
+
+def _count(page: Image.Image, colour: tuple[int, int, int]) -> int:
+    return int((np.asarray(page) == colour).all(axis=-1).sum())
+
+
+def test_each_picture_is_whole_where_corner_says(tmp_path: Path) -> None:
+    """Rows may have pictures of other sizes and numbers, and labels higher than they are."""
+    rows = [
+        GridRow([TextLine("one")], [GridCell(_grey(11)), GridCell(_grey(22, 60, 90), gap=9)]),
+        GridRow([TextLine("line")] * 9, [GridCell(_grey(33, 200))]),
+        GridRow([], [GridCell(_grey(44))]),
+    ]
+    grid = Grid(rows, label_width=100, title="A title")
+    page = grid.draw()
+    assert page.size == grid.size
+    for row, line in enumerate(rows):
+        for number, cell in enumerate(line.cells):
+            left, top = grid.corner(row, number)
+            width, height = cell.picture.size
+            shown = page.crop((left, top, left + width, top + height))
+            assert np.array_equal(np.asarray(shown), np.asarray(cell.picture))
+            assert _count(page, cell.picture.getpixel((0, 0))) == width * height  # type: ignore[arg-type]
+
+
+def test_headings_and_footers_stand_at_their_cells_and_an_alarm_is_red() -> None:
+    row = GridRow([], [GridCell(_grey(11)), GridCell(_grey(22), gap=60)])
+    headings = [[TextLine("left")], [TextLine("right"), TextLine("below")]]
+    grid = Grid([row], 100, headings=headings, footers={"loss": [("0.5", False), ("0.7", True)]})
+    page = np.asarray(grid.draw())
+    second, top = grid.corner(0, 1)
+    dark = page.max(axis=-1) < 128
+    assert dark[:top, second : second + 60].any()
+    assert dark[:top, : second - 20].any()
+    red = np.argwhere((page == _RED).all(axis=-1))
+    assert red[:, 0].min() > top + 30
+    assert red[:, 1].min() >= second
+
+
+@pytest.mark.parametrize(
+    ("is_correct", "green", "red"),
+    [(True, True, False), (False, False, True), (None, False, False)],
+)
+def test_a_row_is_marked_left_of_its_label(is_correct: bool | None, green: bool, red: bool) -> None:
+    row = GridRow([TextLine("a caption")], [GridCell(_grey(0))], is_correct)
+    page = Grid([row], label_width=100, mark_width=30).draw()
+    left = page.crop((0, 0, 58, page.height))
+    assert (_count(left, _GREEN) > 20, _count(left, _RED) > 20) == (green, red)
+
+
+def test_a_wide_title_widens_the_page() -> None:
+    grid = Grid([GridRow([], [GridCell(_grey(0))])], label_width=100, title="wide " * 40)
+    margin = np.asarray(grid.draw())[:, -20:]
+    assert (margin == margin[0, 0]).all()
+
+
+def test_pictures_side_by_side_have_a_gap_between_them() -> None:
+    strip = np.asarray(side_by_side([_grey(11), _grey(22, 50, 40)], 3, RULE))
+    assert strip.shape == (40, 93, 3)
+    assert (strip[:30, :40] == 11).all()
+    assert (strip[:, 43:] == 22).all()
+    assert (strip[:, 40:43] == (0xE4, 0xE4, 0xDF)).all()
+
+
+def test_only_a_shrunk_picture_is_smoothed() -> None:
+    board = Image.fromarray((np.indices((8, 8)).sum(axis=0) % 2 * 255).astype(np.uint8))
+    assert set(np.unique(np.asarray(resized(board, (24, 24))))) == {0, 255}
+    assert len(np.unique(np.asarray(resized(board, (7, 7))))) > 2
+
+
+def test_a_picture_that_cannot_be_written_is_an_error_with_its_path(tmp_path: Path) -> None:
+    for picture in (_grey(0), Figure()):
+        with pytest.raises(RunError, match=r"sheet\.png cannot be written: No such file"):
+            save_picture(picture, tmp_path / "missing" / "sheet.png")
+    assert list(tmp_path.iterdir()) == []

@@ -245,19 +245,6 @@ def test_large_frames_shrink_in_proportion(tmp_path: Path) -> None:
     assert _area(sheet, (50, 50, 50)) == 2 * FRAME_HEIGHT * FRAME_HEIGHT
 
 
-@pytest.mark.parametrize(
-    ("is_correct", "green", "red"),
-    [(True, True, False), (False, False, True), (None, False, False)],
-)
-def test_the_mark_shows_the_verdict(
-    tmp_path: Path, is_correct: bool | None, green: bool, red: bool
-) -> None:
-    """A green tick, a red cross or nothing, left of the caption."""
-    row = SheetRow("a caption", _flat([0], 32, 32), is_correct)
-    left = _draw(tmp_path / "sheet.png", row)[:, :56]
-    assert (_area(left, _GREEN) > 20, _area(left, _RED) > 20) == (green, red)
-
-
 def test_a_long_caption_is_wrapped_beside_its_frames(tmp_path: Path) -> None:
     """Many words, or one endless one, make the row taller and never run into the frames."""
     short = _draw(tmp_path / "short.png", SheetRow("two words", _flat([0], 96, 96)))
@@ -284,13 +271,6 @@ def test_rows_of_unlike_clips_share_a_sheet(tmp_path: Path) -> None:
     assert tops == sorted(tops)
 
 
-def test_a_wide_title_widens_the_sheet(tmp_path: Path) -> None:
-    """No part of a title is cut off: the right margin stays empty."""
-    sheet = _draw(tmp_path / "sheet.png", SheetRow("", _flat([0], 32, 32)), title="wide " * 40)
-    margin = sheet[:, -20:]
-    assert (margin == margin[0, 0]).all()
-
-
 def test_a_real_clip(tmp_path: Path, material: Path) -> None:
     """A decoded video, 320 x 180 and landscape, fills eight places of 171 x 96."""
     with av.open(material / "videos/torchcodec/nasa_13013.mp4") as container:
@@ -299,11 +279,3 @@ def test_a_real_clip(tmp_path: Path, material: Path) -> None:
     frames: NDArray[np.uint8] = np.stack(images).astype(np.uint8)
     sheet = _draw(tmp_path / "sheet.png", SheetRow("a rocket", frames))
     assert sheet.shape[1] == 2 * 28 + 30 + 250 + 22 + 8 * 171 + 7 * 6
-
-
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    """A missing folder is the user's to mend, and nothing is left behind."""
-    path = tmp_path / "missing" / "sheet.png"
-    with pytest.raises(RunError, match=r"sheet\.png cannot be written: No such file"):
-        contact_sheet([SheetRow("", _flat([0], 8, 8))], path)
-    assert list(tmp_path.iterdir()) == []

@@ -135,7 +135,7 @@ def run_demo(
     run = RunDirectory(out)
     if minutes is not None and run.exists():
         steps = run.recipe().training.steps
-        console.print(f"{out} has begun with {steps} steps and goes on to them.", markup=False)
+        console.print(f"{out} holds a demo of {steps} steps and resumes it.", markup=False)
     _refuse_other_settings(run, demo_recipe(out, steps or DEFAULT_STEPS, seed))
     _make_catalog(run, seed, console)
     if minutes is not None and not run.exists():
