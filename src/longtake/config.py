@@ -601,41 +601,16 @@ class WatchSection(_Section):
     action: Literal["report", "restart-worker", "kill"] = "report"
     """`restart-worker`: end a decoding process that hangs; its clip is read again, and the run goes
     on. `kill`: that too, and end a rank that hangs, so that torchrun starts all ranks again."""
-    factor: float = Field(5.0, gt=1)
-    """A stall: a phase lasts so many times as long as it ever has in this launch."""
     min_seconds: float = Field(6.0, gt=0, le=_MAX_SECONDS)
-    """Nothing shorter is a stall."""
-    max_seconds: float = Field(600.0, gt=0, le=_MAX_SECONDS)
-    """Everything longer is, but for what comes before the first step."""
-    checkpoint_seconds: float = Field(120.0, gt=0, le=_MAX_SECONDS)
-    """Like `min_seconds`, of saving, going back and evaluating."""
-    first_steps_seconds: float = Field(300.0, gt=0, le=_MAX_SECONDS)
-    """Like `min_seconds`, of the first steps of a launch or of a shape of clips (compilation)."""
-    start_seconds: float = Field(1800.0, gt=0, le=_MAX_SECONDS)
-    """How long each part of what comes before the first step may take."""
-    rounds: int = Field(3, ge=2, le=10)
-    """How often all processes are dumped, to see what moves."""
-    round_seconds: float = Field(1.5, gt=0, le=_MAX_SECONDS)
-    """Between two rounds."""
+    """A stall: a phase lasts so long, and 5 times as long as it ever has in this launch."""
     hook: str | None = None
     """A shell command that is run at an alert, which it finds on stdin as one line of JSON. Put no
     secret into it: the run keeps the recipe. It finds the environment of the training."""
-    health_seconds: float = Field(10.0, ge=1, le=_MAX_SECONDS)
-    """Between two samples of the node's health."""
     exporter_host: str = "127.0.0.1"
     """Address at which the exporter listens; `0.0.0.0` for a Prometheus on another host. It tells
     host names, run paths and steps to whoever asks, so keep it inside a closed network."""
     exporter_port: int | None = Field(None, gt=0, lt=65536)
     """Where Prometheus finds each node's watcher; None: nowhere."""
-
-    @model_validator(mode="after")
-    def _bounds_are_ordered(self) -> Self:
-        if self.min_seconds > self.max_seconds:
-            raise ValueError(
-                f"watch.min_seconds {self.min_seconds:g} is more than watch.max_seconds "
-                f"{self.max_seconds:g}"
-            )
-        return self
 
 
 class ParallelSection(_Section):

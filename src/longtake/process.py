@@ -30,6 +30,9 @@ LAUNCHER_VARIABLE = "LONGTAKE_LAUNCHER"
 SECTION_VARIABLE = "LONGTAKE_WATCH_SECTION"
 """Passes the recipe's `watch` to a watcher, as JSON."""
 
+SETTINGS_VARIABLE = "LONGTAKE_WATCH_SETTINGS"
+"""Replaces constants of a watcher in tests and drills, as JSON."""
+
 EXIT_CODES: Final = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": os.EX_TEMPFAIL}
 """Exit code of a launch that such a signal has stopped.
 

@@ -181,12 +181,12 @@ def test_measures_that_a_mirror_names_are_not_imported(theirs: Path, call: Call)
 def test_the_hook_of_a_foreign_run_is_not_run(theirs: Path) -> None:
     recipe = theirs / "recipe.toml"
     recipe.write_text(recipe.read_text().replace("[watch]\n", '[watch]\nhook = "touch ran"\n'))
-    assert watch_target(theirs, by_hand=True).section.hook == "touch ran"
+    assert watch_target(theirs, by_hand=True).settings.hook == "touch ran"
     record = json.loads((theirs / "run.json").read_text())
     record["begun_by"]["uid"] += 1
     (theirs / "run.json").write_text(json.dumps(record))
-    assert watch_target(theirs, by_hand=True).section.hook is None
-    assert watch_target(theirs, by_hand=True, trust=True).section.hook == "touch ran"
+    assert watch_target(theirs, by_hand=True).settings.hook is None
+    assert watch_target(theirs, by_hand=True, trust=True).settings.hook == "touch ran"
 
 
 @pytest.mark.parametrize("key", ["prompts_file", "references"])

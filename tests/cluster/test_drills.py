@@ -3,6 +3,7 @@
 Hosts are network namespaces of this machine, each with a launcher, a rank and a watcher.
 """
 
+import json
 import signal
 import time
 from statistics import median
@@ -18,6 +19,7 @@ from longtake.faults.expect import Evidence
 from longtake.faults.nodes import wait_for_recovery
 from longtake.faults.sandbox import ON_TWO_RANKS, ObservedEvent, Sandbox
 from longtake.fsio import read_json_lines
+from longtake.process import SETTINGS_VARIABLE
 
 pytestmark = [pytest.mark.drill, pytest.mark.slow]
 
@@ -26,12 +28,7 @@ _REPORTED_SECONDS = 30.0
 _RATE, _RATE_BYTES = "8mbit", 1e6  # a tenth of what even this model's gradients need
 _LARGEST_RATE_ERROR = 0.4  # bytes on their way also wait at the other end of the link
 _SLOWER = 3.0
-_CUT_CHANGES = (
-    "watch.action=kill",
-    "watch.min_seconds=4",
-    "watch.round_seconds=0.5",
-    "watch.health_seconds=1",
-)
+_CUT_CHANGES = ("watch.action=kill", "watch.min_seconds=4")
 _SIGNAL_SECONDS = 120  # before the limit: Slurm looks twice a minute, in whole minutes
 
 
@@ -75,12 +72,14 @@ def test_two_of_three_nodes_train_on(sandbox: Sandbox) -> None:
     assert evidence.complaints == []
 
 
-def test_a_slow_link_is_named_with_its_rate(sandbox: Sandbox) -> None:
+def test_a_slow_link_is_named_with_its_rate(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though the steps of all ranks are slow; nothing is lost."""
+    monkeypatch.setenv(SETTINGS_VARIABLE, json.dumps({"health_seconds": 1.0}))
     site, evidence = sandbox.fresh("slow-link"), Evidence()
     undisturbed = sandbox.undisturbed_on_two_ranks
-    changes = (*ON_TWO_RANKS, "watch.health_seconds=1")
-    with hosts(3, site.folder) as cluster, Fleet(site.folder, cluster, "3", changes) as fleet:
+    with hosts(3, site.folder) as cluster, Fleet(site.folder, cluster, "3", ON_TWO_RANKS) as fleet:
         host = cluster.names[-1]
         fleet.wait_for_rows(_STEP)
         cluster.limit(host, _RATE)
@@ -139,8 +138,11 @@ def test_links_that_are_wrong_late_or_too_fast_are_complained_of() -> None:
     assert none.complaints == ["no event says that a link is slow"]
 
 
-def test_a_link_that_is_cut_is_named_and_the_run_recovers(sandbox: Sandbox) -> None:
+def test_a_link_that_is_cut_is_named_and_the_run_recovers(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank that waits for it is ended; when it is up again the run resumes, bitwise the same."""
+    monkeypatch.setenv(SETTINGS_VARIABLE, json.dumps({"health_seconds": 1.0}))
     site, evidence = sandbox.fresh("cut-link"), Evidence()
     undisturbed = sandbox.undisturbed_on_two_ranks
     changes = (*ON_TWO_RANKS, *_CUT_CHANGES)

@@ -1,5 +1,6 @@
 """Processes of a run that beat and hang, and watchers of them: real ones, with short limits."""
 
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,9 @@ import pytest
 
 from longtake.config import WatchSection
 from longtake.fsio import read_json_lines
+from longtake.monitor.observe import WatchSettings
 from longtake.node_dir import NodeDirectory
+from longtake.process import SETTINGS_VARIABLE
 from longtake.run_dir import RunDirectory
 
 _BEATING = Path(__file__).with_name("beating.py")
@@ -38,7 +41,7 @@ class Stage:
         self.run = RunDirectory(path / "run")
         self.run.path.mkdir()
         self.started: list[subprocess.Popen[str]] = []
-        self.section = WatchSection(min_seconds=1.0, round_seconds=0.3, rounds=2)
+        self.settings = WatchSettings(min_seconds=1.0, round_seconds=0.3, rounds=2)
 
     def folder(self, host: str = "node") -> Path:
         """Where a node's hearts are."""
@@ -70,19 +73,28 @@ class Stage:
         self, *options: str, host: str = "node", wait: bool = True, **changes: Any
     ) -> "subprocess.Popen[str]":
         """Start a node's watcher; returns when it watches."""
-        section = WatchSection(**{**self.section.model_dump(), **changes}).model_dump_json()
+        settings = WatchSettings(**{**self.settings.model_dump(), **changes}).model_dump()
+        users = {name: settings.pop(name) for name in WatchSection.model_fields}
+        section = WatchSection(**users).model_dump_json()
         where = ["--host", host, "--folder", str(self.folder(host)), "--section", section]
         program = ["-m", "longtake.monitor", str(self.run.path), *where, *options]
         before = len(self.events("watching", host)) if wait else 0
-        process = self.start([sys.executable, "-P", *program])
+        process = self.start(
+            [sys.executable, "-P", *program], **{SETTINGS_VARIABLE: json.dumps(settings)}
+        )
         if wait:
             wait_until(lambda: len(self.events("watching", host)) > before)
         return process
 
-    def start(self, command: list[str]) -> "subprocess.Popen[str]":
-        """Start something that is ended with the test."""
+    def start(self, command: list[str], **changes: str) -> "subprocess.Popen[str]":
+        """Start something that is ended with the test; `changes`: of its environment."""
         process = subprocess.Popen(
-            command, cwd=self.path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=self.path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **changes},
         )
         self.started.append(process)
         return process

@@ -23,11 +23,11 @@ class _Scene:
 
     def __init__(self, stage: Any, action: Literal["report", "restart-worker", "kill"]) -> None:
         self.stage = stage
-        section = stage.section.model_copy(update={"action": action})
-        post = WatchTarget(stage.run, section, "node", stage.folder())
+        settings = stage.settings.model_copy(update={"action": action})
+        post = WatchTarget(stage.run, settings, "node", stage.folder())
         self.request = cast("DumpRequest", {"reason": "stall"})
         self.disk = RunDirThread(post.node)
-        self.expectations = PhaseTimeouts(section)
+        self.expectations = PhaseTimeouts(settings)
         self.actions = StallActions(post, EventReporter(post, self.disk), self.expectations)
 
     def alarm(self, pid: int, **changes: Any) -> None:
@@ -195,7 +195,7 @@ def test_a_slow_save_has_twice_its_limit(stage: Any) -> None:
     """A rank that may still be saving is left alone until then, be it suspected or alarmed."""
     scene = _Scene(stage, "kill")
     scene.expectations = scene.actions._timeouts = PhaseTimeouts(
-        stage.section.model_copy(update={"checkpoint_seconds": 0.2, "start_seconds": 0.3})
+        stage.settings.model_copy(update={"checkpoint_seconds": 0.2, "start_seconds": 0.3})
     )
     pid = stage.rank("saves")
     scene.alarm(pid)
@@ -211,7 +211,7 @@ def test_a_decoding_process_that_computes_has_twice_its_limit(stage: Any) -> Non
     """A long decode keeps the same line of Python; who uses no processor is ended at once."""
     scene = _Scene(stage, "restart-worker")
     scene.expectations = scene.actions._timeouts = PhaseTimeouts(
-        stage.section.model_copy(update={"first_steps_seconds": 1.2, "min_seconds": 0.2})
+        stage.settings.model_copy(update={"first_steps_seconds": 1.2, "min_seconds": 0.2})
     )
     pid = stage.worker("freezes")
     assert scene.act(replace(scene.suspect(pid), cpu_share=0.95)) == []

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from longtake.config import WatchSection
 from longtake.errors import RunError
 from longtake.fsio import write_once
 from longtake.heartbeat import Heartbeat, HeartbeatWriter, Role, heartbeat_dir
@@ -29,7 +28,7 @@ from longtake.monitor.coordinator import (
     write_request,
 )
 from longtake.monitor.dumps import StackInterner, group_processes
-from longtake.monitor.observe import Overdue
+from longtake.monitor.observe import Overdue, WatchSettings
 from longtake.monitor.reporting import RunDirThread, WatchTarget
 from longtake.monitor.watcher import WatcherLock
 from longtake.node_dir import (
@@ -51,7 +50,7 @@ def _pulse(role: Role = "rank", rank: int = 0, step: int = 7) -> Heartbeat:
 
 
 def _request(run: RunDirectory, token: str, launch: str = "one", **fields: Any) -> DumpRequest:
-    post = WatchTarget(run, WatchSection(), "gpu1", run.path)
+    post = WatchTarget(run, WatchSettings(), "gpu1", run.path)
     request = stall_request(post, token, Overdue(_pulse(), 6.0), launch, 7)
     request.update(fields)  # type: ignore[typeddict-item]
     write_once(request_path(run, token), request)
@@ -134,7 +133,7 @@ def test_a_decoding_process_speaks_for_its_rank(tmp_path: Path) -> None:
     assert (run_step(ranks[0], ranks), run_step(worker, ranks)) == (7, 8)
     assert run_step(_pulse("decode", rank=5), ranks) == 8
     assert run_step(worker, [worker]) == 0
-    post = WatchTarget(RunDirectory(tmp_path), WatchSection(), "gpu1", tmp_path)
+    post = WatchTarget(RunDirectory(tmp_path), WatchSettings(), "gpu1", tmp_path)
     request = stall_request(post, "t", Overdue(worker, 6.0), "one", 8)
     stall = request["stall"]
     assert (stall["step"], stall["launch"], stall["role"]) == (8, "one", "decode")

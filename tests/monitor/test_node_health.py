@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from longtake.config import WatchSection
 from longtake.fsio import read_json_lines
 from longtake.health import clock
 from longtake.health import system as apart
@@ -28,6 +27,7 @@ from longtake.monitor.node_health import (
     full_disks,
     thin_out,
 )
+from longtake.monitor.observe import WatchSettings
 from longtake.monitor.outliers import SIGNALS, Outlier
 from longtake.monitor.sentences import clock_event
 from longtake.node_dir import NodeDirectory
@@ -47,7 +47,7 @@ def node(tmp_path: Path) -> NodeDirectory:
 @pytest.fixture
 def watch(node: NodeDirectory) -> Iterator[NodeHealth]:
     """One that samples five times a second, and is started by the test."""
-    often = WatchSection.model_construct(health_seconds=0.2)
+    often = WatchSettings.model_construct(health_seconds=0.2)
     found = NodeHealth(node.run, node, often, [node.run.path])
     yield found
     found.close()

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtake.config import WatchSection
 from longtake.heartbeat import Heartbeat, Phase, PhaseTiming, Role, read_heartbeats
 from longtake.monitor.observe import (
     LivenessTracker,
     PhaseTimeouts,
+    WatchSettings,
     alert_of,
     has_moved,
     remove_heartbeats,
 )
 from longtake.node_dir import FLIGHT_FILE_PREFIX, FLIGHT_PIPE_PREFIX
 
-_SECTION = WatchSection()
+_SECTION = WatchSettings()
 _ALL = ["data", "forward", "backward", "collective", "optimizer"]
 _NOW = 5000.0
 
@@ -43,7 +43,7 @@ def _pulse(
     return Heartbeat(*where, step, 20, phase, seconds, detail, "", settled, timings, 0.0, 0)
 
 
-def _limit(pulse: Heartbeat, section: WatchSection = _SECTION) -> float | None:
+def _limit(pulse: Heartbeat, section: WatchSettings = _SECTION) -> float | None:
     expectations = PhaseTimeouts(section)
     expectations.learn([pulse])
     return expectations.limit_of(pulse, _NOW)
@@ -58,7 +58,7 @@ def test_a_settled_phase_may_take_a_multiple_of_the_longest(
     longest: float, factor: float, bounds: list[float]
 ) -> None:
     low, high = bounds
-    section = WatchSection(factor=factor, min_seconds=low, max_seconds=high)
+    section = WatchSettings(factor=factor, min_seconds=low, max_seconds=high)
     limit = _limit(_pulse(longest={"forward": longest}), section)
     assert limit == max(low, min(factor * longest, high))
     assert limit >= min(longest, high)

@@ -101,8 +101,8 @@ def test_the_same_culprit_at_the_same_place_is_alerted_to_once(
     stage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In ten minutes; so is that it went on. All of it is written down."""
-    section = stage.section.model_copy(update={"hook": f"cat >> {stage.path}/alerts"})
-    post = WatchTarget(stage.run, section, "node", stage.folder())
+    settings = stage.settings.model_copy(update={"hook": f"cat >> {stage.path}/alerts"})
+    post = WatchTarget(stage.run, settings, "node", stage.folder())
     disk = RunDirThread(post.node)
     reporter, now = EventReporter(post, disk), [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])

@@ -24,10 +24,10 @@ def watch(
     if not run.is_dir():
         raise RunError(f"{run} is not a folder. Expected the `out` folder of a recipe.")
     target = watch_target(run, by_hand=True, trust=trust)
-    say.line(f"Watching {run} on {target.host}; action: {target.section.action}. Ctrl-C ends it.")
+    say.line(f"Watching {run} on {target.host}; action: {target.settings.action}. Ctrl-C ends it.")
     if not any(target.folder.glob("rank_*")):
         say.line("No rank of it runs on this node now: this waits for one.")
-    if target.section.hook is None and _names_a_hook(run):
+    if target.settings.hook is None and _names_a_hook(run):
         say.line("watch.hook is not run: this user did not begin the run here (see --trust).")
     watch_node(target)
 

@@ -29,7 +29,8 @@ from longtake.health.clock import STEP_SECONDS
 from longtake.node_dir import NodeEventKind, this_node
 from longtake.process import program, start
 
-_SLOW_CHANGES = ("data.workers=0", "watch.health_seconds=4", "training.steps=600")
+_SLOW_CHANGES = ("data.workers=0", "training.steps=600")
+_SLOW_SETTINGS = {"health_seconds": 4.0}
 _SLOW_RANK = 1
 _SLOW_FROM_STEP = 16
 _SLOW_WITHIN_SECONDS = 45.0
@@ -69,7 +70,7 @@ def _slow_rank(sandbox: Sandbox, name: str, kind: InjectionKind, share: float) -
     """Train until a rank is reported as slow."""
     site, evidence = sandbox.fresh(name), Evidence()
     inject = Injection(kind, _SLOW_FROM_STEP)
-    with site.launch(*_SLOW_CHANGES, ranks=2, inject=inject) as process:
+    with site.launch(*_SLOW_CHANGES, ranks=2, inject=inject, watch=_SLOW_SETTINGS) as process:
         process.wait_for_rows(_SLOW_FROM_STEP)
         began = process.polled_at
         found = process.wait_for_node_event("degraded", lambda event: "rank" in event)

@@ -6,12 +6,13 @@ All paths are relative, so a copy of the folder is another run at the same point
 train recipe.toml` in it repeats what the drill does.
 """
 
+import json
 import os
 import shutil
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +30,7 @@ from longtake.errors import RunError
 from longtake.faults.faulty_processes import Hang, read_hang
 from longtake.fsio import read_json_lines
 from longtake.node_dir import NodeDirectory, NodeEventKind
-from longtake.process import program, start
+from longtake.process import SETTINGS_VARIABLE, program, start
 from longtake.run_dir import EventKind, RunDirectory
 from longtake.stacks import descendants, facts, state_of
 
@@ -295,6 +296,7 @@ class TrainingProcess(RunObserver):
         inject: a fault inside the process.
         restarts: how often all ranks are started again after one failed, by `longtake launch`, or
             with an injection by torchrun.
+        watch: constants of the watcher that are replaced.
 
     Attributes:
         pid: of the training process, or of torchrun.
@@ -307,13 +309,15 @@ class TrainingProcess(RunObserver):
         ranks: int = 1,
         inject: Injection | None = None,
         restarts: int = 0,
+        watch: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__(folder, [gethostname()])
         module, *arguments = _program(ranks, inject, restarts)
         options = ["recipe.toml", *(part for change in changes for part in ("--set", change))]
         with self._log.open("wb") as log:
             command = program(module, *arguments, *options)
-            self._process = start(command, log, folder, **RANK_ENVIRONMENT)
+            changed = {SETTINGS_VARIABLE: json.dumps(watch)} if watch else {}
+            self._process = start(command, log, folder, **RANK_ENVIRONMENT, **changed)
         self.pid = self._process.pid
 
     def exit_code(self) -> int | None:
@@ -394,10 +398,15 @@ class TrainingSite:
         return TrainingSite(folder)
 
     def launch(
-        self, *changes: str, ranks: int = 1, inject: Injection | None = None, restarts: int = 0
+        self,
+        *changes: str,
+        ranks: int = 1,
+        inject: Injection | None = None,
+        restarts: int = 0,
+        watch: Mapping[str, float] | None = None,
     ) -> TrainingProcess:
         """Start `longtake train recipe.toml`, with `--set` for each change."""
-        return TrainingProcess(self.folder, changes, ranks, inject, restarts)
+        return TrainingProcess(self.folder, changes, ranks, inject, restarts, watch)
 
 
 class Sandbox:

@@ -27,7 +27,7 @@ class StallActions:
     def __init__(
         self, target: WatchTarget, reporter: EventReporter, timeouts: PhaseTimeouts
     ) -> None:
-        self._action = target.section.action
+        self._action = target.settings.action
         self._host, self._folder = target.host, target.folder
         self._reporter, self._timeouts = reporter, timeouts
         self._clips: set[str] = set()

@@ -100,7 +100,7 @@ def stall_request(
         time=now(),
         by=target.host,
         reason="stall",
-        rounds=target.section.rounds,
+        rounds=target.settings.rounds,
         native=True,
         stall=alarm,
     )
@@ -454,7 +454,7 @@ class DumpService:
             token,
             request["reason"],
             rounds=request["rounds"],
-            round_seconds=target.section.round_seconds,
+            round_seconds=target.settings.round_seconds,
             native=bool(request.get("native")),
         )
         copies = target.node.flight_path(token)

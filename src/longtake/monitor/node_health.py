@@ -17,7 +17,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from longtake.config import WatchSection
 from longtake.formatting import format_size
 from longtake.fsio import append_json, atomic_write, now
 from longtake.health import clock
@@ -46,6 +45,7 @@ from longtake.health.system import (
     ThreadedProbe,
 )
 from longtake.heartbeat import heartbeat_dir, read_heartbeats
+from longtake.monitor.observe import WatchSettings
 from longtake.monitor.outliers import (
     CHECKPOINT,
     SLOW,
@@ -72,7 +72,7 @@ class NodeHealth:
     Args:
         run: the run.
         node: this node's folder in it.
-        section: of the recipe.
+        settings: the watcher's.
         data_paths: folders of the data set, whose disks are measured.
     """
 
@@ -80,10 +80,10 @@ class NodeHealth:
         self,
         run: RunDirectory,
         node: NodeDirectory,
-        section: WatchSection,
+        settings: WatchSettings,
         data_paths: Sequence[Path] = (),
     ) -> None:
-        self._host, self._seconds = node.host, section.health_seconds
+        self._host, self._seconds = node.host, settings.health_seconds
         folder = heartbeat_dir(run.path)
         self._clock = Clock()
         self._peers = PeerNodes(run, node.host)

@@ -4,6 +4,7 @@ Limits are learnt from the launch itself: a phase may take a multiple of the lon
 was not seen yet, or is rare and long, has a constant limit.
 """
 
+import json
 import os
 import select
 import time
@@ -12,12 +13,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from longtake.config import WatchSection
 from longtake.formatting import join_words
 from longtake.heartbeat import Heartbeat, Phase, Role, read_heartbeat, read_heartbeats
 from longtake.monitor import flight_recorder
+from longtake.process import SETTINGS_VARIABLE
 from longtake.stacks import stack_file
 
 _STALE_SECONDS = 60.0  # for which the pages of dead decode workers are kept
@@ -224,13 +226,32 @@ class Overdue:
     limit: float
 
 
+class WatchSettings(WatchSection):
+    """The recipe's `watch`, and constants that only tests and drills change."""
+
+    factor: float = 5.0  # a stall: a phase lasts so many times as long as it ever has
+    max_seconds: float = 600.0  # all that is longer is a stall, but for what precedes step 1
+    checkpoint_seconds: float = 120.0  # like min_seconds, of saving, rolling back and evaluating
+    first_steps_seconds: float = 300.0  # like min_seconds, of a launch's and a shape's first steps
+    start_seconds: float = 1800.0  # for each phase that precedes step 1
+    rounds: int = 3  # dumps of all processes, to see which of them move
+    round_seconds: float = 1.5  # between two rounds
+    health_seconds: float = 10.0  # between two samples of the node's health
+
+    @classmethod
+    def of(cls, section: WatchSection) -> Self:
+        """The section with the constants, some of them replaced by `SETTINGS_VARIABLE`."""
+        changed = json.loads(os.environ.get(SETTINGS_VARIABLE, "{}"))
+        return cls(**{**section.model_dump(), **changed})
+
+
 class PhaseTimeouts:
     """How long each phase may take on this node in the current launch."""
 
-    def __init__(self, section: WatchSection) -> None:
+    def __init__(self, settings: WatchSettings) -> None:
         self.launch = ""  # empty: not known yet
         self.seconds_late = 0.0  # by which the watcher itself was late, in total
-        self._section = section
+        self._settings = settings
         self._longest: dict[tuple[Role, Phase], float] = {}
         self._windows: dict[tuple[int, int], int] = {}
         self._num_workers = 0
@@ -259,7 +280,7 @@ class PhaseTimeouts:
     def extend(self, seconds: float, now: float) -> None:
         """Extend all current limits by the seconds for which the watcher itself was late."""
         self.seconds_late += seconds
-        recent = [each for each in self._delays if now - each[0] < self._section.start_seconds]
+        recent = [each for each in self._delays if now - each[0] < self._settings.start_seconds]
         self._delays = [*recent, (now, seconds)]
 
     def stall_cleared(self, now: float) -> None:
@@ -274,7 +295,7 @@ class PhaseTimeouts:
         since = now - heartbeat.seconds
         limit = base + sum(seconds for at, seconds in self._delays if at >= since)
         if self._cleared_at is not None and since <= self._cleared_at:
-            limit = max(limit, self._cleared_at - since + self._section.min_seconds)
+            limit = max(limit, self._cleared_at - since + self._settings.min_seconds)
         return limit
 
     def overdue(self, heartbeats: Iterable[Heartbeat], now: float) -> list[Overdue]:
@@ -285,19 +306,19 @@ class PhaseTimeouts:
         return sorted(late, key=lambda each: -each.heartbeat.seconds)
 
     def _base_limit(self, heartbeat: Heartbeat) -> float | None:
-        section, phase = self._section, heartbeat.phase
+        settings, phase = self._settings, heartbeat.phase
         if phase in _UNLIMITED:
             return None
         if phase in _BEFORE_STEPS:
-            return section.start_seconds
+            return settings.start_seconds
         longest = self._longest.get((heartbeat.role, phase))
-        floor = section.checkpoint_seconds if phase in _RARE else section.min_seconds
-        usual = max(floor, min(section.factor * (longest or 0.0), section.max_seconds))
+        floor = settings.checkpoint_seconds if phase in _RARE else settings.min_seconds
+        usual = max(floor, min(settings.factor * (longest or 0.0), settings.max_seconds))
         if longest is None and phase in _OF_STATE:
             # The save at the end or at a signal waits until everything is written.
-            return max(section.checkpoint_seconds, section.start_seconds)
+            return max(settings.checkpoint_seconds, settings.start_seconds)
         is_known = longest is not None and heartbeat.is_settled and self._knows_decoding(phase)
-        return usual if is_known else max(usual, section.first_steps_seconds)
+        return usual if is_known else max(usual, settings.first_steps_seconds)
 
     def _knows_decoding(self, phase: Phase) -> bool:
         enough = max(_MIN_WINDOWS, _MIN_WINDOWS_PER_WORKER * self._num_workers)

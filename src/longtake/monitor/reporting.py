@@ -27,6 +27,7 @@ from longtake.errors import LongtakeError
 from longtake.formatting import printable_lines
 from longtake.fsio import now
 from longtake.heartbeat import heartbeat_dir
+from longtake.monitor.observe import WatchSettings
 from longtake.node_dir import NodeDirectory, NodeEventKind
 from longtake.run_dir import RunDirectory
 from longtake.trust import is_own
@@ -45,7 +46,7 @@ class WatchTarget:
     """One node of a run, as its watcher knows it."""
 
     run: RunDirectory
-    section: WatchSection
+    settings: WatchSettings
     host: str
     folder: Path  # the run's heartbeat folder on this node
     data: Sequence[Path] = ()  # folders whose disks are measured
@@ -87,7 +88,8 @@ def watch_target(
         if section.hook is not None and not trust and not is_own(directory):
             section = section.model_copy(update={"hook": None})
     host, folder = host or socket.gethostname(), folder or heartbeat_dir(run)
-    return WatchTarget(directory, section, host, folder, data, by_hand)
+    settings = WatchSettings.of(section)
+    return WatchTarget(directory, settings, host, folder, data, by_hand)
 
 
 class NoAnswerError(OSError):
@@ -197,7 +199,7 @@ class EventReporter:
     def __init__(self, target: WatchTarget, disk: RunDirThread) -> None:
         self._host, self._run = target.host, str(target.run.path.resolve())
         self._disk = disk
-        self._alerts = AlertQueue(target.section, disk)
+        self._alerts = AlertQueue(target.settings, disk)
         self._alerted: dict[tuple[Any, ...], float] = {}
         self._quiet_tokens: set[str] = set()
 

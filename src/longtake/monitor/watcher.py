@@ -155,9 +155,9 @@ class _Watcher:
         self._target = target
         self._disk = RunDirThread(target.node)
         self._reporter = EventReporter(target, self._disk)
-        self._timeouts = PhaseTimeouts(target.section)
+        self._timeouts = PhaseTimeouts(target.settings)
         self._service = DumpService(target, self._disk, self._reporter, self._timeouts)
-        self._health = NodeHealth(target.run, target.node, target.section, target.data)
+        self._health = NodeHealth(target.run, target.node, target.settings, target.data)
         self._exporter = self._open_exporter()
         self._scanner = HeartbeatScanner(target.folder)
         self._liveness, self._stale = LivenessTracker(), StaleHeartbeats()
@@ -198,9 +198,9 @@ class _Watcher:
         self._end()
 
     def _begin(self) -> None:
-        section, by_hand = self._target.section, self._target.by_hand
+        settings, by_hand = self._target.settings, self._target.by_hand
         names = ("action", "factor", "min_seconds", "max_seconds")
-        limits = {name: getattr(section, name) for name in names}
+        limits = {name: getattr(settings, name) for name in names}
         self._reporter.emit("watching", pid=os.getpid(), by_hand=by_hand, **limits)
         with suppress(OSError):  # afterwards the node's folder exists
             self._disk.ask(lambda: None, _BEGIN_SECONDS)
@@ -298,12 +298,12 @@ class _Watcher:
         return snapshot.now - self._ranks_at > _SECONDS_WITHOUT_RANK
 
     def _open_exporter(self) -> Any:
-        section = self._target.section
-        if section.exporter_port is None:
+        settings = self._target.settings
+        if settings.exporter_port is None:
             return None
         from longtake.monitor.exporter import Exporter  # 2 MiB that most watchers do not need
 
-        exporter = Exporter(section.exporter_port, section.exporter_host)
+        exporter = Exporter(settings.exporter_port, settings.exporter_host)
         if exporter.problem:
             self._reporter.log(exporter.problem)
         return exporter
