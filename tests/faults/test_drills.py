@@ -15,7 +15,7 @@ from longtake.fsio import read_json_lines
 pytestmark = pytest.mark.slow
 
 _UNWATCHED = "watch.enabled = false\ntracking.tensorboard = false\n"
-_WATCHED = "watch.min_seconds = 2.0\nwatch.round_seconds = 0.5\ntracking.tensorboard = false\n"
+_WATCHED = "watch.min_seconds = 2.0\ntracking.tensorboard = false\n"
 
 
 @pytest.fixture(scope="module")
