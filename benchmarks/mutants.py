@@ -16,6 +16,7 @@ import argparse
 import ast
 import contextlib
 import copy
+import fcntl
 import importlib
 import json
 import os
@@ -24,6 +25,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -140,6 +142,7 @@ def main() -> None:
     run.add_argument("tree", type=Path)
     run.add_argument("name", help="under which the outcomes are kept: before, after")
     run.add_argument("--packages", help="only these, comma-separated names of the picked commit")
+    run.add_argument("--also-in", type=Path, help="only those that this tree has, too")
     run.add_argument("--workers", default="2")
     run.add_argument("--tests", nargs="*", default=["tests"], help="only those of these paths")
     verbs.add_parser("report")
@@ -147,8 +150,15 @@ def main() -> None:
     if asked.verb == "pick":
         _save({"mutants": [asdict(each) for each in pick(asked.tree)], "outcomes": {}})
     elif asked.verb == "run":
-        packages = set(asked.packages.split(",")) if asked.packages else None
-        try_all(asked.tree.resolve(), asked.name, packages, asked.workers, asked.tests)
+        mutants = [Mutant(**each) for each in _load()["mutants"]]
+        packages = {each.package for each in mutants}
+        packages &= set(asked.packages.split(",")) if asked.packages else packages
+        wanted = {number for number, each in enumerate(mutants) if each.package in packages}
+        if asked.also_in:
+            wanted &= dict(_locate(mutants, asked.also_in)).keys()
+        tree = asked.tree.resolve()
+        prepare(tree, mutants, asked.workers, asked.tests)
+        try_all(tree, asked.name, sorted(wanted))
     else:
         _TABLE.write_text(report(_load()))
 
@@ -273,11 +283,8 @@ def _change(node: ast.expr, statement: ast.stmt) -> tuple[str, str] | None:
     return None
 
 
-def try_all(
-    tree: Path, name: str, packages: set[str] | None, workers: str, paths: Sequence[str]
-) -> None:
-    """Try the mutants that a tree has and that were not tried under this name."""
-    mutants = [Mutant(**each) for each in _load()["mutants"]]
+def prepare(tree: Path, mutants: Sequence[Mutant], workers: str, paths: Sequence[str]) -> None:
+    """Write the mutants into a tree and note which tests reach them, unless that was done."""
     folder = tree / ".mutants"
     if not folder.exists():
         sites = dict(_locate(mutants, tree))
@@ -285,22 +292,27 @@ def try_all(
         (folder / "reached").mkdir(parents=True)
         found = {number: site.path for number, site in sites.items()}
         (folder / "found.json").write_text(json.dumps(found))
-    found = {int(n): path for n, path in json.loads((folder / "found.json").read_text()).items()}
     if not (folder / "reach_done").exists():
         _reach(tree, workers, paths)
+
+
+def try_all(tree: Path, name: str, wanted: Sequence[int]) -> None:
+    """Try those that the tree has and that were not tried under this name."""
+    found = json.loads((tree / ".mutants" / "found.json").read_text())
     tests = _Tests(tree)
     os.environ["PYTHONPATH"] = f"{tree / 'src'}{os.pathsep}{tree / '.mutants'}"
     sys.path[:0] = [str(tree), str(tree / "src")]
     _import_others()
-    for number, mutant in enumerate(mutants):
-        outcomes = _load()["outcomes"].get(name, {})
-        if str(number) in outcomes or (packages is not None and mutant.package not in packages):
+    for number in map(str, wanted):
+        if number in _load()["outcomes"].get(name, {}):
             continue
-        outcome = "gone" if number not in found else tests.try_one(number, found[number])
-        print(f"{number}: {mutant.package} {mutant.function}: {outcome}", flush=True)  # noqa: T201
-        data = _load()
-        data["outcomes"].setdefault(name, {})[str(number)] = outcome
-        _save(data)
+        outcome = tests.try_one(int(number), found[number]) if number in found else "gone"
+        print(f"{number}: {outcome}", flush=True)  # noqa: T201
+        with (tree / ".mutants" / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            data = _load()
+            data["outcomes"].setdefault(name, {})[number] = outcome
+            _save(data)
 
 
 def _locate(mutants: Sequence[Mutant], tree: Path) -> Iterator[tuple[int, Site]]:
@@ -429,7 +441,7 @@ class _Tests:
         return tests, files
 
     def _run(self, number: int, tests: Sequence[str]) -> str:
-        log = self._tree / ".mutants" / "log"
+        log = self._tree / ".mutants" / f"log_{os.getpid()}"
         log.unlink(missing_ok=True)
         if (child := os.fork()) == 0:
             _be_pytest(self._tree, number, tests, log)
@@ -464,9 +476,13 @@ def _be_pytest(tree: Path, number: int, tests: Sequence[str], log: Path) -> None
     os.environ[_ACTIVE] = str(number)
     os.environ.pop(_REACHED, None)
     options = ["-x", "-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     code = 1
     try:
         code = int(pytest.main([*options, *tests]))
+    except BaseException:
+        traceback.print_exc()
+        raise
     finally:
         sys.stdout.flush()
         os._exit(code)
@@ -487,7 +503,7 @@ def _kill_all(child: int, *, is_gone: bool) -> None:
 def _import_others() -> None:
     """Import what takes long and is none of the code, once for all forked processes."""
     names = "torch torch.distributed torch._dynamo scipy.optimize peft pyarrow.parquet pydantic av"
-    for name in f"{names} matplotlib.pyplot hypothesis.stateful typer rich.table".split():
+    for name in f"{names} matplotlib.pyplot typer rich.table".split():
         importlib.import_module(name)
     diffusers = importlib.import_module("diffusers")
     for name in ("AutoencoderKLWan", "WanTransformer3DModel", "FluxTransformer2DModel"):

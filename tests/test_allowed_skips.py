@@ -22,13 +22,12 @@ def test_that_runs(): ...
 """
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "xdist"])
 @pytest.mark.parametrize(
-    ("lines", "failed"),
+    ("lines", "failed", "workers"),
     [
-        ("tests/test_it.py::test_by_*  there is no *", []),
-        ("tests/test_it.py::*  there is no sun", ["test_by_mark"]),
-        ("# nothing", ["test_by_mark", "test_by_call"]),
+        ("tests/test_it.py::test_by_*  there is no *", [], ()),
+        ("tests/test_it.py::*  there is no sun", ["test_by_mark"], ("-n", "1")),
+        ("# nothing", ["test_by_mark", "test_by_call"], ()),
     ],
     ids=["listed", "other reason", "not listed"],
 )

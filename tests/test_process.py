@@ -6,11 +6,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from tests.build import wait_until
 
 from longtake import process
 from longtake.process import (
@@ -30,13 +30,6 @@ from longtake.process import (
     read_stat,
     start_ticks,
 )
-
-
-def _until(is_so: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_periodic_work_is_done_until_the_block_ends() -> None:
@@ -239,9 +232,9 @@ def test_a_kept_process_is_replaced_until_its_end(
     first = kept.pid
     kept.start()
     assert kept.pid == first is not None
-    _until(lambda: log.exists() and log.read_text() == "begun\n")
+    wait_until(lambda: log.exists() and log.read_text() == "begun\n")
     os.kill(first, signal.SIGKILL)
-    _until(lambda: log.read_text() == "begun\nbegun\n")
+    wait_until(lambda: log.read_text() == "begun\nbegun\n")
     assert kept.pid != first
     assert kept.is_running
     kept.end()
@@ -272,7 +265,7 @@ def test_a_kept_process_that_cannot_be_started_is_tried_again(
     kept.start()
     assert kept.pid is None
     log.unlink()
-    _until(lambda: log.exists() and log.read_text().startswith("begun"))
+    wait_until(lambda: log.exists() and log.read_text().startswith("begun"))
     kept.end()
     assert kept.wait(60)
     assert not (tmp_path / "elsewhere").exists()
@@ -320,7 +313,7 @@ def test_a_process_is_identified_by_when_it_was_started() -> None:
     """A zombie is gone, whatever its program is called."""
     code = "import sys; open('/proc/self/comm', 'w').write('a) R (b'); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as child:
-        _until(lambda: (found := read_stat(child.pid)) and found.name == "a) R (b")
+        wait_until(lambda: (found := read_stat(child.pid)) and found.name == "a) R (b")
         found = read_stat(child.pid)
         assert found is not None
         assert (found.parent, found.is_gone) == (os.getpid(), False)
@@ -328,7 +321,7 @@ def test_a_process_is_identified_by_when_it_was_started() -> None:
         assert found.start_ticks >= (start_ticks(os.getpid()) or 0)
         assert 0 <= age_seconds(child.pid) < 600
         child.kill()
-        _until(lambda: (found := read_stat(child.pid)) and found.state == "Z")
+        wait_until(lambda: (found := read_stat(child.pid)) and found.state == "Z")
         assert start_ticks(child.pid) is None
     assert read_stat(child.pid) is None
 

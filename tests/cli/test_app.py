@@ -36,10 +36,6 @@ _MISTAKES = {
         "data index {clips} --captions {tmp}/none.jsonl --out {tmp}/c.parquet",
         r"The captions \S+none\.jsonl cannot be read: No such file",
     ),
-    "a catalog over another file": (
-        "data index {clips} --out {place}/file",
-        r"file exists and is not a catalog; it was not overwritten",
-    ),
     "a catalog below a file": (
         "data index {clips} --out {place}/file/c.parquet",
         r"The catalog \S+ cannot be written: (Not a directory|File exists)",
@@ -57,18 +53,9 @@ _MISTAKES = {
         r"There is no recipe \S+none\.toml\. `\S+ init` writes one",
     ),
     "a recipe that is no TOML": ("train {place}/file", r"The recipe \S+file is not valid TOML"),
-    "an unknown key in --set": (
-        "train {recipe} --set training.step=3",
-        r"training\.step is not a key of a recipe; did you mean training\.steps\?",
-    ),
-    "a --set that is none": ("train {recipe} --set faster", r"--set faster: expected key=value"),
     "a value out of range": (
         "train {recipe} --set training.steps=0",
         r"training\.steps is 0; it should be greater than 0",
-    ),
-    "an unknown family": (
-        "train {recipe} --set out={tmp}/run --set model.family=tublet",
-        r"model\.family 'tublet' is unknown; did you mean tubelet\?",
     ),
     "clips without captions": (
         "train {recipe} --set out={tmp}/run --set data.catalog={place}/silent.parquet",
@@ -119,10 +106,6 @@ _MISTAKES = {
         "sample {run} --step 1 --prompt red --out {tmp}/x.mp4",
         r"run has no whole checkpoint of step 1\. Its checkpoints: steps 2",
     ),
-    "a checkpoint that is not there": (
-        "sample {run}/checkpoints/step_00000001 --prompt red --out {tmp}/x.mp4",
-        r"There is no checkpoint \S+step_00000001\. The run has those of the steps: \[2\]",
-    ),
     "a checkpoint and a step": (
         "sample {run}/checkpoints/step_00000002 --step 2 --prompt red --out {tmp}/x.mp4",
         r"step_00000002 is one checkpoint already\. Leave --step 2 out, or name the run",
@@ -134,10 +117,6 @@ _MISTAKES = {
     "sampling to below a file": (
         "sample {run} --prompt red --out {place}/file/x.mp4",
         r"--out \S+file/x\.mp4 cannot be written: (Not a directory|File exists)\. Choose another",
-    ),
-    "an odd size": (
-        "sample {run} --prompt red --out {tmp}/x.mp4 --height 33",
-        r"8 frames of 32x33 cannot be written as mp4: .* even size, such as 32x34",
     ),
     "a size that the model does not divide": (
         "sample {run} --prompt red --out {tmp}/x.mp4 --width 34",
@@ -159,14 +138,6 @@ _MISTAKES = {
         "sample {run} --prompt red --out {tmp}/x.mp4 --reference pose.png",
         r"--reference pose\.png: expected NAME=FILE\. Give it like --reference reference=pict",
     ),
-    "a picture that the run does not go by": (
-        "sample {run} --prompt red --out {tmp}/x.mp4 --reference pose={place}/file",
-        r"takes no reference images, but pose was given\. Leave --reference out",
-    ),
-    "a frame rate that no video has": (
-        "sample {run} --prompt red --out {tmp}/x.mp4 --fps 1e-9",
-        r"1e-09 frames a second cannot be written as mp4: expected 0\.1 to 1000\.",
-    ),
     "exporting what diffusers does not have": (
         "export {run} --out {tmp}/pipeline",
         r"diffusers has no pipeline for the tubelet family, so it cannot be exported",
@@ -179,10 +150,6 @@ _MISTAKES = {
         "export {run} --profile main --no-ema --out {tmp}/pipeline",
         r"--profile main names an average, but --no-ema asks for the weights themselves",
     ),
-    "exporting LoRA that was not trained": (
-        "export {run} --format peft --out {tmp}/adapter",
-        r"--format peft holds LoRA alone, and this run trained none: trainable\.kind is full\.",
-    ),
     "exporting what ComfyUI does not have": (
         "export {run} --format comfyui --out {tmp}/x.safetensors",
         r"ComfyUI has no model of the tubelet family",
@@ -190,10 +157,6 @@ _MISTAKES = {
     "a folder for ComfyUI": (
         "export {run} --format comfyui --out {tmp}/x",
         r"--out \S+x: expected the name of a \.safetensors file, such as mine\.safetensors",
-    ),
-    "exporting over something": (
-        "export {run} --out {place}",
-        r"--out \S+ holds something already\. Name a new folder\.",
     ),
 }
 

@@ -1,7 +1,6 @@
 """Files of a run that hold something else than records: each verb ends well, or in one sentence."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -32,21 +31,6 @@ _LOGS = (
     "rollbacks.jsonl",
     "nodes/vm/events.jsonl",
     "evaluations/servers/vm-1/events.jsonl",
-)
-_FILES = (
-    *_LOGS,
-    "run.json",
-    "recipe.toml",
-    "guard/step_00000001_0.json",
-    "ledger/launch_0000/launch.json",
-    "ledger/launch_0000/rank_0000.bin",
-    "checkpoints/step_00000002/COMMITTED",
-    "checkpoints/step_00000002/trainer.json",
-    "evaluations/p/step_00000002/scores.json",
-    "evaluations/claims/p/step_00000002-0/0.json",
-    "nodes/vm/heartbeat.json",
-    "evaluations/servers/vm-1/heartbeat.json",
-    "plan.json",
 )
 
 
@@ -80,27 +64,6 @@ def test_lines_that_are_no_records_are_left_out(log: str, run: Path, call: Call)
     assert [code for code, _ in found] == [0, 0, 0, 0, 2]  # nothing was evaluated
     count = len(_LINES)
     assert f"{path}: {count} lines are no records and were left out." in found[0][1]
-
-
-@pytest.mark.parametrize("content", ["[]", "{}", "fifo"])
-@pytest.mark.parametrize("name", _FILES)
-def test_files_that_are_no_records_end_in_a_sentence_or_do_not_matter(
-    name: str, content: str, run: Path, call: Call
-) -> None:
-    path = run / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    if content == "fifo":
-        os.mkfifo(path)
-    elif content == "folder":
-        path.mkdir()
-    else:
-        path.write_text(content, encoding="utf-8")
-    for verb in (("show", run), ("data", "audit", run)):
-        code, _, stderr = call(*verb)
-        assert code in (0, 2)
-        assert code == 0 or stderr.startswith("longtake: ")
-        assert "Traceback" not in stderr
 
 
 def test_another_format_is_refused_in_a_sentence(run: Path, call: Call) -> None:

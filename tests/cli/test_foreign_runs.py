@@ -120,9 +120,13 @@ def _names_module(run: Path, module: str) -> None:
     recipe.write_text(text.replace("[trainable]\n", f'[trainable]\nmodule = "{module}"\n'))
 
 
-@pytest.mark.parametrize("verb", _VERBS)
 @pytest.mark.parametrize(
-    "place_of_module", ["theirs.evil", "theirs.package.evil", "theirs.ns.evil"]
+    ("verb", "place_of_module"),
+    [
+        *((verb, "theirs.evil") for verb in _VERBS),
+        ("sample", "theirs.package.evil"),
+        ("sample", "theirs.ns.evil"),
+    ],
 )
 def test_no_verb_imports_from_a_run(
     verb: str, place_of_module: str, theirs: Path, call: Call

@@ -225,6 +225,50 @@ def test_processes_share_what_is_planned(small: Callable[..., Path], plan: _Call
     assert together["ema"] == pytest.approx(alone["ema"] / 2, abs=1e-6)
 
 
+def test_a_mesh_is_planned_by_its_links(small: Callable[..., Path], call: _Call) -> None:
+    path = small(
+        "model.config={hidden_size=48, num_blocks=2}",
+        "parallel.strategy=shard",
+        "training.batch_size=8",
+        "training.precision=bf16",
+        "checkpoint.every=1000000",
+        "checkpoint.minutes=15",
+    )
+    options = ("--processes=8", "--per-node=4", "--link=1,0.01", "--device=h100")
+    code, out, _ = call("plan", path, *options, "--json")
+    assert code == 0
+    facts = json.loads(out)
+    mesh = facts["mesh"]
+    assert (facts["processes"], facts["per_node"]) == (8, 4)
+    assert mesh["link_gb_per_second"] == {"node": 1, "network": 0.01}
+    assert (mesh["ranks_of_a_copy"], mesh["copies"]) == (8, 1)
+    assert [row["what"] for row in mesh["sent"]] == ["weights", "gradients to shards"]
+    assert all(row["exposed_seconds"] <= row["seconds"] * 1.001 for row in mesh["sent"])
+    assert mesh["step_seconds"] > mesh["compute_seconds"] > 0
+    both = ["parallel.strategy=hybrid", "parallel.gather=bf16"]
+    assert [each["set"] for each in mesh["advice"]] == [both, both[:1], both[1:]]
+    assert mesh["advice"][-1]["step_seconds"] < mesh["step_seconds"]
+
+    code, out, err = call("plan", path, *options)
+    assert (code, err) == (0, "")
+    assert "8 processes on 2 nodes: one copy of the model, held by all together." in out
+    assert "every 1000000 steps and every 15 minutes: a crash loses at most 15:00 of" in out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["weights", "8", "the", "network"] in [row[:4] for row in rows]
+    assert "That is much. What would help, each by itself:" in out
+    assert "  --set parallel.strategy=hybrid --set parallel.gather=bf16: " in out
+
+
+def test_plan_refuses_what_train_would(small: Callable[..., Path], call: _Call) -> None:
+    path = small("parallel={strategy='hybrid', shard_size=3}", "training.batch_size=8")
+    code, out, err = call("plan", path, "--processes=4")
+    assert (code, out) == (2, "")
+    assert "parallel.shard_size = 3 processes, which would hold one copy of the model" in err
+    code, _, err = call("plan", path, "--processes=3", "--link=quick")
+    assert code == 2
+    assert err.startswith("longtake: The link 'quick' is none.")
+
+
 _MISTAKES = {
     "an unknown device": (
         "--device a600",
@@ -238,31 +282,6 @@ _MISTAKES = {
         "--memory 48",
         "examples/tiny_flux_module.toml: recompute.memory: '48' is no amount of memory; write it "
         "like 48GiB or 48GB.",
-    ),
-    "a budget below the weights": (
-        "--memory 4MiB",
-        "The model's weights alone take 7.40 MiB, but the budget for all tensors is 3.72 MiB. With "
-        "every block recomputed this recipe takes ... MiB (--memory), or a smaller model, or "
-        'model.dtype = "bf16".',
-    ),
-    "a module that cannot be imported": (
-        "--set trainable.module=examples.modules.pose_adaptor:PoseAdapter",
-        "trainable.module 'examples.modules.pose_adaptor:PoseAdapter': examples.modules has no "
-        "module pose_adaptor; did you mean pose_adapter?",
-    ),
-    "a target that matches nothing": (
-        "--set 'trainable.targets=[\"to_qq\"]'",
-        "trainable.targets: 'to_qq' matches no linear layer of the model; did you mean to_q?",
-    ),
-    "a picture that only the module asks for": (
-        "--set 'data.references={reference=\"{stem}.png\"}'",
-        "The model cannot be run (...KeyError: 'pose_latents'. A training step would fail in "
-        "the same way.",
-    ),
-    "blocks that match nothing": (
-        "--set 'trainable.blocks=[\"transformer_block.*\"]'",
-        "trainable.blocks: 'transformer_block.*' matches no block of the model; did you mean "
-        "transformer_blocks.0 or transformer_blocks.1?",
     ),
     "a resolution that the codec cannot divide": (
         "--set 'data.buckets=[{num_frames=1, height=65, width=64}]'",

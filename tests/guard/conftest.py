@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -24,12 +25,13 @@ def healthy() -> Callable[..., list[StepStatistics]]:
     drifts from 695 by 45 in 1,800 steps, cosine decay after a warm-up, epochs of 500 steps.
     """
 
-    def make(count: int, seed: int = 0, *, noise: float = 0.06) -> list[StepStatistics]:
+    @cache
+    def make(count: int, seed: int, noise: float) -> Sequence[StepStatistics]:
         rng = np.random.default_rng(seed)
         weights = 695 + np.cumsum(45 / 1800 * rng.normal(1, 0.4, count))
         return [_step(step, count, float(weights[step]), noise, rng) for step in range(count)]
 
-    return make
+    return lambda count, seed=0, *, noise=0.06: list(make(count, seed, noise))
 
 
 def _step(

@@ -26,7 +26,7 @@ _ANY = st.floats(width=64)
 _LEVELS = st.floats(-3, 3)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_healthy_run_has_no_verdict(healthy: Healthy, judged: Verdicts, seed: int) -> None:
     verdicts = judged(healthy(2000, seed))
     assert [verdict for verdict in verdicts if verdict != OK] == []
@@ -206,7 +206,7 @@ def test_any_numbers_have_a_verdict(data: st.DataObject) -> None:
         {"nonfinite_share": 1e-9},
     ],
 )
-@pytest.mark.parametrize("at", [0, 3, 200])
+@pytest.mark.parametrize("at", [0, 200])
 def test_a_step_with_nan_or_inf_is_skipped(
     healthy: Healthy, judged: Verdicts, lost: dict[str, Any], at: int
 ) -> None:
@@ -515,8 +515,7 @@ def test_updates_are_not_compared_before_the_warm_up(healthy: Healthy, judged: V
 # --- Spikes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", [64, 100, 700, 1999])
-@pytest.mark.parametrize("factor", [3.0, 10.0, 1e6])
+@pytest.mark.parametrize(("at", "factor"), [(64, 3.0), (100, 1e6), (700, 3.0), (1999, 10.0)])
 def test_a_loss_spike_is_found_at_its_own_step(
     healthy: Healthy, judged: Verdicts, louder: Louder, at: int, factor: float
 ) -> None:

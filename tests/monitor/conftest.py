@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.build import wait_until
 
 from longtake.config import WatchSection
 from longtake.fsio import read_json_lines
@@ -21,16 +21,6 @@ from longtake.process import SETTINGS_VARIABLE
 from longtake.run_dir import RunDirectory
 
 _BEATING = Path(__file__).with_name("beating.py")
-
-
-def wait_until(found: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """What `found` gives as soon as it gives anything; fails after so many seconds."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if value := found():
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"waited {seconds} s in vain")
 
 
 class Stage:

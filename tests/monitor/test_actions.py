@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Literal, cast
 
 import pytest
+from tests.build import wait_until
 
 from longtake.fsio import read_json_lines
 from longtake.heartbeat import Heartbeat, read_heartbeats
@@ -14,8 +15,6 @@ from longtake.monitor.diagnosis import StallDiagnosis, Suspect
 from longtake.monitor.observe import PhaseTimeouts
 from longtake.monitor.reporting import EventReporter, RunDirThread, WatchTarget
 from longtake.node_dir import DumpRequest
-
-from .conftest import wait_until
 
 
 class _Scene:

@@ -6,11 +6,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.build import wait_until
 
 from longtake.fsio import read_json_lines
 from longtake.health import clock
@@ -53,19 +53,10 @@ def watch(node: NodeDirectory) -> Iterator[NodeHealth]:
     found.close()
 
 
-def _until(found: Callable[[], Any], seconds: float = 120.0) -> Any:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if value := found():
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"waited {seconds} s in vain")
-
-
 def test_real_node(node: NodeDirectory, watch: NodeHealth) -> None:
     heart = HeartbeatWriter(heartbeat_dir(node.run.path), "rank", rank=5)
     watch.start()
-    _until(lambda: "steps_per_second:5" in watch.latest())
+    wait_until(lambda: "steps_per_second:5" in watch.latest())
     found = watch.latest()
     heart.close()
     heart.remove()
@@ -74,7 +65,7 @@ def test_real_node(node: NodeDirectory, watch: NodeHealth) -> None:
     assert f"disk_free_bytes:{node.run.path}" in found
     assert found["memory_available_bytes"] > 0
     assert json.loads(json.dumps(found)) == found
-    lines = _until(lambda: list(read_json_lines(node.health_path)))
+    lines = wait_until(lambda: list(read_json_lines(node.health_path)))
     assert {"time", "load_average"} <= lines[0].keys()
     assert watch.take_events() == []
 
@@ -91,7 +82,7 @@ def test_clock_that_is_set(watch: NodeHealth, monkeypatch: pytest.MonkeyPatch) -
     watch.start()
     time.sleep(0.3)
     back.set()
-    ((kind, fields),) = _until(watch.take_events, 5)
+    ((kind, fields),) = wait_until(watch.take_events, 5)
     assert kind == "clock_stepped"
     assert fields["seconds"] == pytest.approx(-2.013, abs=1e-4)
     assert fields["message"].startswith("gpu07: the clock was set back by 2.01")
@@ -127,7 +118,7 @@ def test_disk_that_hangs(watch: NodeHealth, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(apart, "HANGING_SECONDS", 0.7)
     monkeypatch.setattr(conditions, "HANGING_SECONDS", 0.7)
     watch.start()
-    ((kind, fields),) = _until(watch.take_events)
+    ((kind, fields),) = wait_until(watch.take_events)
     assert kind == "degraded"
     assert fields["reason"].startswith("looking at disk has been hanging for")
     assert watch.latest()["check_hangs_seconds:disk"] >= 0.7
@@ -166,7 +157,7 @@ def test_slow_rank_against_other_nodes(
     thread.start()
     watch.start()
     try:
-        ((kind, fields),) = _until(watch.take_events)
+        ((kind, fields),) = wait_until(watch.take_events)
     finally:
         done.set()
         thread.join()
@@ -313,7 +304,7 @@ def test_disk_full_is_an_event(watch: NodeHealth, monkeypatch: pytest.MonkeyPatc
         DiskProbe, "sample", lambda _: {"disk_is_full:run": 1.0, "disk_free_bytes:run": 0.0}
     )
     watch.start()
-    ((kind, fields),) = _until(watch.take_events)
+    ((kind, fields),) = wait_until(watch.take_events)
     assert kind == "disk_full"
     assert fields["path"].endswith("run")
     assert fields["free_gib"] == 0

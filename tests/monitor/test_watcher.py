@@ -8,12 +8,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tests.build import wait_until
 
 from longtake.fsio import now, read_json, write_once
 from longtake.heartbeat import read_heartbeats
@@ -27,15 +27,6 @@ from longtake.node_dir import (
 )
 
 
-def _until(found: Callable[[], Any], seconds: float = 60.0) -> Any:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if value := found():
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"waited {seconds} s in vain")
-
-
 def _line_of(text: str) -> int:
     lines = Path(__file__).with_name("beating.py").read_text().splitlines()
     return next(number for number, line in enumerate(lines, 1) if text in line) + 4
@@ -45,7 +36,7 @@ def test_a_rank_that_hangs_is_named_and_ended(stage: Any) -> None:
     hook = f"cat >> {stage.path}/alerts"
     guilty, other = stage.rank("sleeps", rank=1), stage.rank("waits", rank=0)
     watcher = stage.watcher(action="kill", hook=hook)
-    (stalled,) = _until(lambda: stage.events("stalled"))
+    (stalled,) = wait_until(lambda: stage.events("stalled"))
     suspect = stalled["suspects"][0]
     assert (stalled["kind"], stalled["step"], suspect["pid"]) == ("stuck", 11, guilty)
     assert (suspect["rank"], suspect["function"], suspect["line"]) == (
@@ -58,10 +49,10 @@ def test_a_rank_that_hangs_is_named_and_ended(stage: Any) -> None:
     assert (verdict["token"], verdict["sentence"]) == (stalled["token"], stalled["sentence"])
     assert read_json(request_path(stage.run, stalled["token"]))["by"] == "node"
     assert stage.node().dump_path(stalled["token"]).is_file()
-    (killed,) = _until(lambda: stage.events("killed_rank"))
+    (killed,) = wait_until(lambda: stage.events("killed_rank"))
     assert (killed["pid"], killed["rank"]) == (guilty, 1)
     assert stage.is_gone(guilty)
-    (died,) = _until(lambda: stage.events("rank_died"))
+    (died,) = wait_until(lambda: stage.events("rank_died"))
     assert (died["pid"], died["phase"], died["out_of_memory"]) == (guilty, "forward", False)
     stage.end(other)
     assert watcher.wait(60) == 0
@@ -76,7 +67,7 @@ def test_a_rank_that_hangs_is_named_and_ended(stage: Any) -> None:
 def test_a_frozen_decoding_process_is_ended_and_the_rank_goes_on(stage: Any) -> None:
     rank, worker = stage.rank("steps"), stage.worker("freezes")
     stage.watcher(action="restart-worker")
-    (event,) = _until(lambda: stage.events("restarted_worker"))
+    (event,) = wait_until(lambda: stage.events("restarted_worker"))
     assert (event["pid"], event["clip"], event["clip_path"]) == (worker, "bad", "/data/bad.mp4")
     assert stage.is_gone(worker)
     assert psutil.Process(rank).is_running()
@@ -88,7 +79,7 @@ def test_where_all_wait_for_each_other_one_rank_is_ended(stage: Any) -> None:
     """Nobody is to blame, and yet the job is to go on: whose heart gave the alarm it is."""
     pids = [stage.rank("waits", rank=rank) for rank in (0, 1)]
     stage.watcher(action="kill")
-    (killed,) = _until(lambda: stage.events("killed_rank"))
+    (killed,) = wait_until(lambda: stage.events("killed_rank"))
     (stalled,) = stage.events("stalled")
     assert (stalled["kind"], stalled["suspects"]) == ("link", [])
     assert killed["pid"] in pids
@@ -103,13 +94,13 @@ def test_its_own_lateness_is_said_once_a_minute(stage: Any) -> None:
     """On a machine that is too busy the log would fill; the heartbeat has the sum."""
     rank = stage.rank("waits")
     watcher = stage.watcher(min_seconds=60.0)
-    _until(lambda: stage.node().read_heartbeat())  # it looks, and can be late
+    wait_until(lambda: stage.node().read_heartbeat())  # it looks, and can be late
     for _ in range(2):
         watcher.send_signal(signal.SIGSTOP)
         time.sleep(1.5)
         watcher.send_signal(signal.SIGCONT)
         time.sleep(1.0)
-    _until(lambda: stage.node().read_heartbeat()["watch_seconds_late"] > 2.0)
+    wait_until(lambda: stage.node().read_heartbeat()["watch_seconds_late"] > 2.0)
     stage.end(rank)
     assert watcher.wait(60) == 0
     assert watcher.stdout.read().count("the watcher did not run for") == 1
@@ -118,11 +109,11 @@ def test_its_own_lateness_is_said_once_a_minute(stage: Any) -> None:
 def test_what_goes_on_again_is_told(stage: Any) -> None:
     rank = stage.rank("pauses")
     stage.watcher(min_seconds=2.5)
-    (stalled,) = _until(lambda: stage.events("stalled"))
-    beat = _until(lambda: (b := stage.node().read_heartbeat()).get("stalls") and b)
+    (stalled,) = wait_until(lambda: stage.events("stalled"))
+    beat = wait_until(lambda: (b := stage.node().read_heartbeat()).get("stalls") and b)
     assert (beat["stall"], beat["stalls"]) == (stalled["token"], 1)
     os.kill(rank, signal.SIGUSR1)
-    (event,) = _until(lambda: stage.events("went_on"))
+    (event,) = wait_until(lambda: stage.events("went_on"))
     assert (event["token"], event["rank"], event["phase"]) == (stalled["token"], 0, "forward")
     assert event["seconds"] >= stalled["limit"]
 
@@ -145,8 +136,8 @@ def test_a_run_that_ends_well_leaves_nothing_to_tell(stage: Any) -> None:
 def test_the_heartbeat_says_what_each_process_does(stage: Any) -> None:
     rank, worker = stage.rank("waits"), stage.worker("idles")
     watcher = stage.watcher(min_seconds=30.0)
-    first = _until(lambda: stage.node().read_heartbeat())
-    second = _until(lambda: (b := stage.node().read_heartbeat())["beat"] > first["beat"] and b)
+    first = wait_until(lambda: stage.node().read_heartbeat())
+    second = wait_until(lambda: (b := stage.node().read_heartbeat())["beat"] > first["beat"] and b)
     assert (second["pid"], second["launch"], second["host"]) == (watcher.pid, "abcd1234", "node")
     (entry,), (other,) = second["ranks"], second["workers"]
     assert (entry["pid"], entry["phase"], entry["limit"]) == (rank, "collective", 30.0)
@@ -163,7 +154,7 @@ def test_two_nodes_pass_one_verdict(stage: Any) -> None:
         stage.watcher(host=host, action="kill", min_seconds=10.0)
     stage.rank("waits", rank=0, host="a")
     guilty = stage.rank("sleeps", rank=1, host="b")
-    _until(lambda: stage.events("killed_rank", "b"))
+    wait_until(lambda: stage.events("killed_rank", "b"))
     stalled = [event for host in "ab" for event in stage.events("stalled", host)]
     assert len(stalled) == 1
     suspect = stalled[0]["suspects"][0]
@@ -179,9 +170,9 @@ def test_the_verdict_outlives_the_watcher_that_asked(stage: Any) -> None:
     asker = stage.watcher(host="b", min_seconds=2.0, round_seconds=2.0)
     stage.rank("sleeps", rank=1, host="b")
     stage.rank("waits", rank=0, host="a")
-    (path,) = _until(lambda: list(requests_path(stage.run).glob("[!.]*.json")))
+    (path,) = wait_until(lambda: list(requests_path(stage.run).glob("[!.]*.json")))
     asker.kill()
-    (stalled,) = _until(lambda: stage.events("stalled", "a"))
+    (stalled,) = wait_until(lambda: stage.events("stalled", "a"))
     assert stalled["token"] == path.stem
     verdict = read_json(diagnosis_path(stage.run, path.stem))
     assert (verdict["host"], verdict["silent_nodes"]) == ("a", ["b"])
@@ -191,11 +182,11 @@ def test_a_process_that_moves_on_during_the_dump_is_no_stall(stage: Any) -> None
     """No event and no alert; the file tells the other nodes that nothing is left to find out."""
     rank = stage.rank("pauses")
     stage.watcher(min_seconds=2.0, round_seconds=2.0)
-    (path,) = _until(lambda: list(requests_path(stage.run).glob("[!.]*.json")))
+    (path,) = wait_until(lambda: list(requests_path(stage.run).glob("[!.]*.json")))
     os.kill(rank, signal.SIGUSR1)
-    found = _until(lambda: read_json(diagnosis_path(stage.run, path.stem)))
+    found = wait_until(lambda: read_json(diagnosis_path(stage.run, path.stem)))
     assert (found["kind"], found["suspects"]) == ("cleared", [])
-    assert _until(lambda: stage.node().read_heartbeat()["stall"] == "")
+    assert wait_until(lambda: stage.node().read_heartbeat()["stall"] == "")
     assert stage.events("stalled") == stage.events("went_on") == []
 
 
@@ -205,7 +196,7 @@ def test_anybody_s_request_is_answered(stage: Any) -> None:
     time.sleep(1.0)  # its first look at requests is over
     request = {"token": "asked_1", "time": now(), "by": "laptop", "reason": "asked"}
     write_once(request_path(stage.run, "asked_1"), {**request, "rounds": 2, "native": False})
-    dump = _until(lambda: read_json(stage.node().dump_path("asked_1")))
+    dump = wait_until(lambda: read_json(stage.node().dump_path("asked_1")))
     assert len(dump["rounds"]) == 2
     assert {each["pid"] for each in dump["rounds"][0]["processes"]} >= {rank, worker}
     assert not diagnosis_path(stage.run, "asked_1").exists()
@@ -218,7 +209,7 @@ def test_a_disk_that_hangs_stops_neither_watching_nor_alerting(stage: Any) -> No
     aside = stage.node().path / ".heartbeat.partial.json"  # what it writes to next
     aside.unlink(missing_ok=True)
     os.mkfifo(aside)  # to which writing waits for ever
-    (event,) = _until(lambda: stage.alerts("stalled"))
+    (event,) = wait_until(lambda: stage.alerts("stalled"))
     assert event["suspects"][0]["pid"] == guilty
     assert stage.is_gone(guilty)
 
@@ -231,10 +222,10 @@ def test_a_full_disk_is_told_when_there_is_room(stage: Any) -> None:
     limits = resource.prlimit(watcher.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(watcher.pid, resource.RLIMIT_FSIZE, (0, limits[1]))
     stage.rank("dies")
-    _until(lambda: stage.alerts("disk_full") and stage.alerts("rank_died"))
+    wait_until(lambda: stage.alerts("disk_full") and stage.alerts("rank_died"))
     assert [e["event"] for e in _events(node)] == ["watching"]
     resource.prlimit(watcher.pid, resource.RLIMIT_FSIZE, limits)
-    kinds = _until(lambda: len(found := [e["event"] for e in _events(node)]) == 3 and found)
+    kinds = wait_until(lambda: len(found := [e["event"] for e in _events(node)]) == 3 and found)
     assert sorted(kinds) == ["disk_full", "rank_died", "watching"]
 
 
@@ -255,7 +246,7 @@ def test_one_waits_for_another_and_one_by_hand_says_who_watches(stage: Any) -> N
     time.sleep(0.5)
     first.send_signal(signal.SIGINT)
     assert first.wait(60) == 0
-    _until(lambda: len(stage.events("watching")) == 2)
+    wait_until(lambda: len(stage.events("watching")) == 2)
     second.send_signal(signal.SIGINT)
     assert second.wait(60) == 0
     assert [event["pid"] for event in stage.events("watching")] == [first.pid, second.pid]
@@ -266,9 +257,9 @@ def test_by_hand_it_follows_the_next_launch(stage: Any) -> None:
     """It does not end with a crash, and forgets what the launch before has taught."""
     watcher = stage.watcher("--by-hand")
     stage.rank("dies")
-    _until(lambda: stage.events("rank_died"))
+    wait_until(lambda: stage.events("rank_died"))
     stage.rank("sleeps", launch="efgh5678")
-    (stalled,) = _until(lambda: stage.events("stalled"))
+    (stalled,) = wait_until(lambda: stage.events("stalled"))
     assert stalled["launch"] == "efgh5678"
     assert {pulse.launch for pulse in read_heartbeats(stage.folder())} == {"efgh5678"}
     assert watcher.poll() is None
@@ -281,7 +272,7 @@ def test_it_goes_on_when_nobody_reads_what_it_says(stage: Any) -> None:
     watcher.stdout.close()
     watcher.send_signal(signal.SIGHUP)
     watcher.send_signal(signal.SIGUSR1)
-    assert _until(lambda: stage.events("stalled"))
+    assert wait_until(lambda: stage.events("stalled"))
     assert watcher.poll() is None
     stage.started.remove(watcher)
     watcher.kill()
@@ -293,7 +284,7 @@ def test_a_scheduler_s_signal_to_all_processes_is_only_noted(stage: Any) -> None
     rank = stage.rank("sleeps")
     watcher = stage.watcher()
     watcher.send_signal(signal.SIGTERM)
-    assert _until(lambda: stage.events("stalled"))
+    assert wait_until(lambda: stage.events("stalled"))
     assert watcher.poll() is None
     stage.end(rank)
     assert watcher.wait(60) == 0
