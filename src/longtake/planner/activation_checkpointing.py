@@ -46,10 +46,11 @@ ATTENTION = frozenset(
 
 
 def _save_attention(block: Block, *args: Any, **kwargs: Any) -> Any:
-    def contexts() -> Any:
-        return create_selective_checkpoint_contexts(_saves_attention)  # type: ignore[no-untyped-call]
+    return checkpoint(block, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
 
-    return checkpoint(block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+def _contexts() -> Any:  # torch.compile takes no nested function here
+    return create_selective_checkpoint_contexts(_saves_attention)  # type: ignore[no-untyped-call]
 
 
 def _saves_attention(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
