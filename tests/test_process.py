@@ -283,7 +283,7 @@ def test_a_kept_process_may_end_well(
     command = [sys.executable, "-c", program]
     kept = KeptProcess("kept", command, tmp_path / "log", inside=tmp_path, until_success=True)
     kept.start()
-    _until(lambda: kept.is_over)
+    wait_until(lambda: kept.is_over)
     assert kept.wait(60)
     assert (tmp_path / "log").read_text() == ("1\n1\n" if code else "1\n")
 
