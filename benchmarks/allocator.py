@@ -22,7 +22,7 @@ from longtake.data.index import index
 from longtake.demo.run import demo_recipe
 from longtake.demo.shapes import write_clips
 from longtake.run_dir import RunDirectory
-from longtake.training import run
+from longtake.training import train as training
 
 _RESULTS = Path(__file__).parent / "results" / "allocator.md"
 _WARM_UP = 40
@@ -56,13 +56,13 @@ def _in_a_process(way: str, steps: int) -> dict[str, float]:
 
 def _measure(is_kept: bool, steps: int) -> dict[str, float]:
     if not is_kept:
-        setattr(run, "keep_freed_memory", lambda: False)  # noqa: B010 - for mypy, not exported
+        setattr(training, "keep_freed_memory", lambda: False)  # noqa: B010 - for mypy, not exported
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         recipe = demo_recipe(out, steps, seed=0)
         captions = write_clips(out / "data" / "clips", 320, seed=0)
         index([captions.parent], captions=captions, out=recipe.data.sources()["catalog"])
-        run.train(recipe, Console(quiet=True))
+        training.train(recipe, Console(quiet=True))
         rows = RunDirectory(out).metrics()[_WARM_UP:]
     usage = resource.getrusage(resource.RUSAGE_SELF)
     median = statistics.median(row["step_seconds"] for row in rows)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -37,9 +38,10 @@ from longtake.optim.build import build_optimizers
 from longtake.optim.ema import Averages
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
-from longtake.training.allocator import keep_freed_memory
-from longtake.training.resume import save_checkpoint
-from longtake.training.step import TrainingState, compute_gradients
+from longtake.training.runtime import keep_freed_memory
+from longtake.training.session import Session, TrainingState
+from longtake.training.state import state_parts
+from longtake.training.step import compute_gradients
 
 _RESULTS = Path(__file__).parent / "results" / "checkpoint_stall.md"
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)
@@ -74,9 +76,10 @@ def main() -> None:
 def _compare(folder: Path, saves: int, steps: int) -> list[str]:
     recipe = _recipe(folder)
     state, batch = _state(recipe), _batch(recipe)
+    session = Session(recipe, RunDirectory(recipe.out), _ALONE, Console(quiet=True), "fp32")
 
     def step() -> float:
-        return _step(state, batch, recipe)
+        return _step(session, state, batch)
 
     baseline = statistics.median([step() for _ in range(_WARM_UP + steps)][_WARM_UP:])
     runs = {way: RunDirectory(folder / way) for way in ("waited", "background")}
@@ -117,7 +120,7 @@ def _cost_of(save: Callable[[], Callable[[], bool]], step: Callable[[], float], 
 
 
 def _save(saver: Saver, state: TrainingState) -> Callable[[], bool]:
-    save_checkpoint(saver, state, {})
+    saver.save(state.global_step, state_parts(state), {"global_step": state.global_step})
     return lambda: bool(saver.finished())
 
 
@@ -135,9 +138,9 @@ def _torch_save(folder: Path, state: TrainingState) -> Callable[[], bool]:
     return saving.done
 
 
-def _step(state: TrainingState, batch: Batch, recipe: Recipe) -> float:
+def _step(session: Session, state: TrainingState, batch: Batch) -> float:
     begun = time.perf_counter()
-    compute_gradients(state, batch, recipe, _ALONE)
+    compute_gradients(session, state, batch)
     for optimizer in state.optimizers:
         optimizer.step()
     state.components.model.zero_grad(set_to_none=True)
@@ -170,7 +173,7 @@ def _state(recipe: Recipe) -> TrainingState:
     parts = assemble(recipe, ["a red square moves left"], None)
     blocks = parts.family.blocks(parts.model)
     optimizers = build_optimizers(parts.model, blocks, recipe.optimizer, "fp32")
-    return TrainingState(parts, optimizers, Averages(parts.model, recipe.ema.averages()), "fp32")
+    return TrainingState(parts, optimizers, Averages(parts.model, recipe.ema.averages()))
 
 
 def _batch(recipe: Recipe) -> Batch:

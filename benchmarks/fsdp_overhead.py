@@ -42,13 +42,15 @@ from longtake.parallel.mesh import World, join
 from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
-from longtake.training.gauge import Gauge
-from longtake.training.guarding import Guard
-from longtake.training.loop import Watch, train_steps
+from longtake.training.guard_runner import GuardRunner
+from longtake.training.loop import train_steps
 from longtake.training.peak import PeakCheck
-from longtake.training.record import keep_record
+from longtake.training.record import keep_recorder
 from longtake.training.run_lease import RunLease
-from longtake.training.step import TrainingState, prepare
+from longtake.training.session import Session, TrainingState
+from longtake.training.state import Monitors
+from longtake.training.statistics import NormStats
+from longtake.training.step import prepare
 
 _RESULTS = Path(__file__).parent / "results" / "fsdp_overhead.md"
 _FOREVER = 10**6
@@ -158,7 +160,8 @@ def _as_rank(path: Path, steps: int, rounds: int) -> None:
             run.claim(recipe)
             run.create(recipe)
         loader = _Ready(recipe, world)
-        bare, state = _bare_parts(recipe, world), build_state(_parts(recipe), "fp32", recipe, world)
+        session = Session(recipe, run, world, Console(quiet=True), "fp32")
+        bare, state = _bare_parts(recipe, world), build_state(session, _parts(recipe))
         optimizer = torch.optim.AdamW(
             bare.model.parameters(), recipe.optimizer.learning_rate, fused=True
         )
@@ -167,7 +170,7 @@ def _as_rank(path: Path, steps: int, rounds: int) -> None:
         )
         loops: dict[str, Callable[[], list[float]]] = {
             "bare": lambda: _bare(bare, optimizer, loader, recipe, steps),
-            "longtake": lambda: _longtake(state, loader, heart, recipe, world, steps),
+            "longtake": lambda: _longtake(session, state, loader, heart, steps),
         }
         turns = []
         for number in range(rounds + 1):
@@ -236,14 +239,10 @@ def _bare(
 
 
 def _longtake(
-    state: TrainingState,
-    loader: Loader,
-    heart: HeartbeatWriter,
-    recipe: Recipe,
-    world: World,
-    steps: int,
+    session: Session, state: TrainingState, loader: Loader, heart: HeartbeatWriter, steps: int
 ) -> list[float]:
-    run, streams = RunDirectory(recipe.out), stream_names(recipe.data)
+    recipe, run, world = session.recipe, session.run, session.world
+    streams = stream_names(recipe.data)
     before = len(run.metrics())
     folder = from_first(
         begin_launch(run.ledger_path, 0, world.size, streams, loader.course.history)
@@ -253,19 +252,20 @@ def _longtake(
     )
     assert folder is not None
     blocks = state.components.family.blocks(state.components.model)
-    gauge, guard = Gauge(state.components.model, blocks), Guard(recipe.guard, run, world)
     peak = PeakCheck(None, recipe.data.buckets[0], world.device)
     short = recipe.model_copy(
         update={"training": recipe.training.model_copy(update={"steps": steps})}
     )
+    session = replace(session, recipe=short)
+    norms, guard = NormStats(state.components.model, blocks), GuardRunner(session)
     with (
         keep_saver(run, world, recipe.checkpoint, start=0) as saver,
-        keep_record(0, steps, {}, None, "", run, world, Console(quiet=True)) as record,
+        keep_recorder(session, "", 0, {}, None) as recorder,
         keep_ledger(folder, world.rank, streams) as ledger,
         heartbeat_session(heart),
     ):
-        watch = Watch(guard, gauge, saver, record, peak, StopSignal(), RunLease(None))
-        train_steps(replace(state, global_step=0), loader, ledger, watch, short, world)
+        monitors = Monitors(guard, norms, saver, recorder, peak, StopSignal(), RunLease(None))
+        train_steps(session, replace(state, global_step=0), loader, ledger, monitors)
     rows = list(run.metrics())[-steps:] if world.is_first else []
     assert not world.is_first or len(rows) >= min(before, steps)
     return [row["step_seconds"] for row in rows[1:]]

@@ -9,7 +9,7 @@ smaller clips first:
 - diffusers: what its training examples do in a step (the same sums written anew): noise and times
   drawn on the card, the flow-matching loss in fp32, `clip_grad_norm_`, `torch.optim.AdamW` as it
   is by default, `zero_grad`; with and without diffusers' own gradient checkpointing
-- longtake: `compute_gradients`, the gauge's sums, `apply_update` with fused AdamW; without
+- longtake: `compute_gradients`, the norms' sums, `apply_update` with fused AdamW; without
   recompute, with the plan's best, and with compiled blocks
 
 On several cards a last case shards Wan over them (the script starts itself by torchrun). After each
@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 from longtake import config
@@ -46,12 +47,13 @@ from longtake.parallel.mesh import World, join
 from longtake.planner.activation_checkpointing import Options, caller, options_of
 from longtake.planner.devices import CPU, Device, device_for
 from longtake.planner.solver import find_best, sweep_policies
-from longtake.training.build import build_state
-from longtake.training.compiling import compile_blocks
-from longtake.training.gauge import Gauge
+from longtake.run_dir import RunDirectory
+from longtake.training.build import build_state, compile_blocks
 from longtake.training.outlined import OutlinedStep, outlined_step
 from longtake.training.resident import fixed_of
-from longtake.training.step import TrainingState, apply_update, compute_gradients
+from longtake.training.session import Session, TrainingState
+from longtake.training.statistics import NormStats
+from longtake.training.step import apply_update, compute_gradients
 
 _RESULTS = Path(__file__).parent / "results" / "gpu_train.md"
 _EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -213,9 +215,9 @@ class Bench(NamedTuple):
     """A model on the device, and one batch for it."""
 
     step: OutlinedStep
+    session: Session
     state: TrainingState
     batch: Batch
-    world: World
     card: Device
     flops: float
     """Of a step of all ranks."""
@@ -225,6 +227,16 @@ class Bench(NamedTuple):
         """Of both."""
         return self.step.recipe
 
+    @property
+    def world(self) -> World:
+        """All ranks."""
+        return self.session.world
+
+
+def _session(step: OutlinedStep, world: World) -> Session:
+    run = RunDirectory(step.recipe.out)
+    return Session(step.recipe, run, world, Console(quiet=True), step.precision)
+
 
 def _measured(case: Case, until: float, asked: argparse.Namespace) -> Iterator[Row]:
     """Each way to train the case, as long as it fits and there is time."""
@@ -232,9 +244,10 @@ def _measured(case: Case, until: float, asked: argparse.Namespace) -> Iterator[R
     plans = dict(_plans(case.recipe(), card))
     step = _on_device(outlined_step(case.recipe(), card), device)
     world = World(0, 0, 1, device, None)
-    state = build_state(step.parts, step.precision, step.recipe, world)
+    session = _session(step, world)
+    state = build_state(session, step.parts)
     flops = _step_flops(step.recipe, step)
-    bench = Bench(step, state, _batch(step, device), world, card, flops)
+    bench = Bench(step, session, state, _batch(step, device), card, flops)
     for name, options in plans.items():
         theirs = {"none": "diffusers", "all": "diffusers, checkpointing"}
         if name in theirs and options is not None and _is_time(until, "eager"):
@@ -323,16 +336,16 @@ def _step_flops(recipe: Recipe, step: OutlinedStep) -> float:
 
 def _ours(name: str, options: Options | None, bench: Bench) -> Row:
     """The step of longtake's loop, from a batch to the update."""
-    state, recipe, world = bench.state, bench.recipe, bench.world
+    session, state = bench.session, bench.state
     _run_by(options or {}, bench)
     model = state.components.model
-    gauge = Gauge(model, state.components.family.blocks(model))
+    norms_of = NormStats(model, state.components.family.blocks(model))
 
     def one() -> None:
-        compute_gradients(state, bench.batch, recipe, world)
-        norms = gauge.norms(gauge.sums(), 1.0)
-        with gauge.of_update():
-            apply_update(state, recipe, norms.grad_norm, 1.0)
+        compute_gradients(session, state, bench.batch)
+        norms = norms_of.norms(norms_of.sums(), 1.0)
+        with norms_of.track_update():
+            apply_update(session, state, norms.grad_norm, 1.0)
 
     return _row(name, one, bench)
 
@@ -447,9 +460,10 @@ def _as_rank(out: Path, is_tiny: bool) -> None:
         recipe = changed.recipe().model_copy(update={"parallel": section})
         card = CPU if is_tiny else device_for("cuda")
         step = _on_device(outlined_step(recipe, card, world.size), world.device)
-        state = build_state(step.parts, step.precision, recipe, world)
+        session = _session(step, world)
+        state = build_state(session, step.parts)
         flops = _step_flops(recipe, step)
-        bench = Bench(step, state, _batch(step, world.device), world, card, flops)
+        bench = Bench(step, session, state, _batch(step, world.device), card, flops)
         row = _ours(f"longtake, all, {world.size} cards", _all(step), bench)
         if world.is_first:
             out.write_text(json.dumps(row), encoding="utf-8")

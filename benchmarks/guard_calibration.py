@@ -28,7 +28,7 @@ from longtake.fsio import read_json_lines
 from longtake.guard.detectors import OK, GuardVerdict, judge
 from longtake.guard.history import History, JudgedStep, StepStatistics
 from longtake.run_dir import Metrics, RunDirectory
-from longtake.training.run import train
+from longtake.training.train import train
 
 _RESULTS = Path(__file__).parent / "results" / "guard_calibration.md"
 _VERDICTS = ("skipped", "suspected")

@@ -39,13 +39,15 @@ from longtake.parallel.fsdp import squares
 from longtake.parallel.mesh import World
 from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
-from longtake.training.gauge import Gauge
-from longtake.training.guarding import Guard
-from longtake.training.loop import Watch, train_steps
+from longtake.training.guard_runner import GuardRunner
+from longtake.training.loop import train_steps
 from longtake.training.peak import PeakCheck
-from longtake.training.record import keep_record
+from longtake.training.record import keep_recorder
 from longtake.training.run_lease import RunLease
-from longtake.training.step import TrainingState, apply_update, compute_gradients
+from longtake.training.session import Session, TrainingState
+from longtake.training.state import Monitors
+from longtake.training.statistics import NormStats
+from longtake.training.step import apply_update, compute_gradients
 
 _RESULTS = Path(__file__).parent / "results" / "loop_overhead.md"
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)
@@ -174,19 +176,25 @@ def _state(recipe: Recipe) -> TrainingState:
     parts = assemble(recipe, captions, None)
     blocks = parts.family.blocks(parts.model)
     optimizers = build_optimizers(parts.model, blocks, recipe.optimizer, "fp32")
-    return TrainingState(parts, optimizers, Averages(parts.model, recipe.ema.averages()), "fp32")
+    return TrainingState(parts, optimizers, Averages(parts.model, recipe.ema.averages()))
 
 
 def _loader(recipe: Recipe) -> Loader:
     return Loader(recipe.data, batch_size=recipe.training.batch_size)
 
 
+def _session(recipe: Recipe) -> Session:
+    return Session(recipe, RunDirectory(recipe.out), _ALONE, Console(quiet=True), "fp32")
+
+
 def _bare(state: TrainingState, recipe: Recipe, steps: int) -> list[float]:
+    session = _session(recipe)
+
     def step(batch: object) -> None:
-        compute_gradients(state, batch, recipe, _ALONE)  # type: ignore[arg-type]
+        compute_gradients(session, state, batch)  # type: ignore[arg-type]
         gradients = [p.grad for p in state.components.model.parameters() if p.grad is not None]
         norm = float(squares(gradients).sum().sqrt())
-        apply_update(state, recipe, norm, 1.0)
+        apply_update(session, state, norm, 1.0)
 
     return _timed(_loader(recipe).batches(steps), step)
 
@@ -207,20 +215,20 @@ def _longtake(state: TrainingState, recipe: Recipe, steps: int) -> list[float]:
     streams = stream_names(recipe.data)
     folder = begin_launch(run.ledger_path, 0, 1, streams, loader.course.history)
     blocks = state.components.family.blocks(state.components.model)
-    gauge, guard = Gauge(state.components.model, blocks), Guard(recipe.guard, run, _ALONE)
     to_here = replace(state, global_step=0)
     peak = PeakCheck(None, recipe.data.buckets[0], _ALONE.device)
     short = recipe.model_copy(
         update={"training": recipe.training.model_copy(update={"steps": steps})}
     )
-    quiet = Console(quiet=True)
+    session = _session(short)
+    norms, guard = NormStats(state.components.model, blocks), GuardRunner(session)
     with (
         keep_saver(run, _ALONE, recipe.checkpoint, start=0) as saver,
-        keep_record(0, steps, {}, None, "", run, _ALONE, quiet) as record,
+        keep_recorder(session, "", 0, {}, None) as recorder,
         keep_ledger(folder, 0, streams) as ledger,
     ):
-        watch = Watch(guard, gauge, saver, record, peak, StopSignal(), RunLease(None))
-        train_steps(to_here, loader, ledger, watch, short, _ALONE)
+        monitors = Monitors(guard, norms, saver, recorder, peak, StopSignal(), RunLease(None))
+        train_steps(session, to_here, loader, ledger, monitors)
     rows = list(run.metrics())
     assert len(rows) >= min(before, steps)
     return [row["step_seconds"] for row in rows[1:]]

@@ -36,8 +36,8 @@ from longtake.planner.kernels import as_on_cuda
 from longtake.planner.measure import measured
 from longtake.planner.solver import BestOptions, PolicySweep, find_best, sweep_policies
 from longtake.planner.trace import StepTrace
-from longtake.training.allocator import keep_freed_memory
 from longtake.training.outlined import OutlinedStep, outlined_step
+from longtake.training.runtime import keep_freed_memory
 
 _RESULTS = Path(__file__).parent / "results" / "plan_accuracy.md"
 _MIB = 2**20

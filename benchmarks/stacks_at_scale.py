@@ -36,9 +36,9 @@ _THREAD = (
 )
 _TRAIN: Stack = (
     ("train_steps", f"{_OURS}training/loop.py", 77),
-    ("_train_through", f"{_OURS}training/run.py", 169),
-    ("_train", f"{_OURS}training/run.py", 137),
-    ("train", f"{_OURS}training/run.py", 94),
+    ("_train_with_rollbacks", f"{_OURS}training/train.py", 169),
+    ("_train", f"{_OURS}training/train.py", 137),
+    ("train", f"{_OURS}training/train.py", 94),
     ("train", f"{_OURS}cli/app.py", 120),
     ("get_callback.<locals>.wrapper", f"{_PACKAGES}typer/main.py", 1445),
     ("Context.invoke", f"{_PACKAGES}typer/_click/core.py", 490),

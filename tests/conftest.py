@@ -356,7 +356,7 @@ def tiny_recipe(shapes_catalog: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture(scope="session")
 def tiny_run(tiny_recipe: Recipe) -> Path:
     """The run directory of `tiny_recipe`, trained to its end; copy it to change it."""
-    from longtake.training.run import train
+    from longtake.training.train import train
 
     train(tiny_recipe, Console(quiet=True))
     return tiny_recipe.out

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 _IMPORTED = (
     "pytest",
     "longtake.cli.app",
-    "longtake.training.run",
+    "longtake.training.train",
     "longtake.faults.inject",
     "longtake.evaluation.evaluator",
     "longtake.evaluation.server",

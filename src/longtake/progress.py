@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from longtake import heartbeat
 from longtake.formatting import format_duration
 from longtake.run_dir import Metrics
 
@@ -20,6 +21,16 @@ _SECONDS_BETWEEN_LINES = 20.0
 _FEWEST_STEPS, _MOST_STEPS = 20, 1000  # by which the time left is told
 _SECONDS_OF_A_LONG_PHASE = 1.0
 _PHASE_LOOK_SECONDS = 0.1
+_STARTING_PHASES: dict[str, str] = {
+    "start": "importing PyTorch",
+    "rendezvous": "waiting for the other ranks",
+    "open": "opening catalog and run directory",
+    "plan": "planning memory",
+    "build": "building the model",
+    "load": "loading the checkpoint",
+    "cache": "filling the cache",
+    "data": "waiting for the first batch",
+}
 
 
 class StepProgress:
@@ -76,6 +87,11 @@ def step_progress(console: Console, start: int, total: int) -> Iterator[StepProg
     )
     with Progress(*columns, console=console, disable=_is_hidden(console)) as bar:
         yield StepProgress(console, bar, start, total)
+
+
+def starting_phase() -> str | None:
+    """What this process does before its first step, in words; None from then on."""
+    return _STARTING_PHASES.get(heartbeat.current_phase() or "start")
 
 
 @contextmanager

@@ -349,7 +349,7 @@ def test_a_second_ctrl_c_says_what_is_kept(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("longtake.training.run.train", interrupted)
+    monkeypatch.setattr("longtake.training.train.train", interrupted)
     code, _, err = call("train", place / "run" / "recipe.toml")
     assert code == 130
     assert "without saving: the newest checkpoint is of step 2. The same command resumes" in err

@@ -57,8 +57,6 @@ _MAY_NOT = (
     "faults.registry",
     "models.captions",
     "models.pretrained",
-    "training.compile_cache",
-    "training.failing",
 )
 _SECONDS = 60.0
 

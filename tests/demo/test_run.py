@@ -29,7 +29,7 @@ from longtake.run_dir import RunDirectory
 from longtake.sampling.presets import Request, settings_for
 from longtake.sampling.sampler import load_sampler
 from longtake.sampling.videos import sample_in_batches
-from longtake.training.run import train
+from longtake.training.train import train
 
 _STEPS = 30
 _SMALLER = (

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from rich.console import Console
 from tests.build import TINY_T5
 from torch import Tensor
 
@@ -26,14 +27,13 @@ from longtake.models.build import Components, assemble
 from longtake.parallel.fsdp import full
 from longtake.parallel.mesh import World, arranged, join
 from longtake.planner.activation_checkpointing import options_of
-from longtake.training.agree import agreed
-from longtake.training.build import build_state
-from longtake.training.compiling import compile_blocks
+from longtake.run_dir import RunDirectory
+from longtake.training.build import build_state, compile_blocks
 from longtake.training.fit import run_blocks_by
-from longtake.training.gauge import Gauge
 from longtake.training.latent_cache import captions_of
-from longtake.training.statistics import local_facts, reduce_facts
-from longtake.training.step import apply_update, compute_gradients
+from longtake.training.session import Session
+from longtake.training.statistics import NormStats, local_facts, reduce_statistics
+from longtake.training.step import apply_update, compute_gradients, drop_undecodable
 
 _STEPS = 4
 _RECIPE = """
@@ -182,20 +182,21 @@ def _train(parts: Components, recipe: Recipe, way: _Way, world: World) -> dict[s
         compile_blocks(options, parts, recipe)
     else:
         run_blocks_by(options, parts)
-    state = build_state(parts, "fp32", recipe, world)
-    gauge = Gauge(parts.model, parts.family.blocks(parts.model))
+    session = Session(recipe, RunDirectory(recipe.out), world, Console(quiet=True), "fp32")
+    state = build_state(session, parts)
+    norms = NormStats(parts.model, parts.family.blocks(parts.model))
     rank, size = world.data_rank, world.data_size
     loader = Loader(recipe.data, batch_size=4, seed=recipe.seed, rank=rank, world_size=size)
     rows = []
     for own_batch in loader.batches(loader.end_after(_STEPS)):
-        batch = agreed(own_batch, world)
-        samples = compute_gradients(state, batch, recipe, world)
+        batch = drop_undecodable(own_batch, world)
+        samples = compute_gradients(session, state, batch)
         local = local_facts(loader, stop=None, save_failed=False)
-        facts = reduce_facts(samples, batch, state, gauge, local, recipe, world)
+        facts = reduce_statistics(session, samples, batch, state, norms, local)
         seen = facts.statistics
         rows.append([seen.loss, seen.grad_norm, seen.weight_norm])
-        with gauge.of_update():
-            apply_update(state, recipe, seen.grad_norm, facts.scale)
+        with norms.track_update():
+            apply_update(session, state, seen.grad_norm, facts.scale)
     trained = ((name, p) for name, p in parts.model.named_parameters() if p.requires_grad)
     return {"": torch.tensor(rows), **{name: full(each.detach()) for name, each in trained}}
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,10 +26,12 @@ from longtake.parallel.fsdp import local_shard
 from longtake.parallel.mesh import World, _mesh, _sequence_group, join, shard_size
 from longtake.planner.activation_checkpointing import options_of
 from longtake.planner.devices import CPU
+from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
 from longtake.training.fit import run_blocks_by
 from longtake.training.outlined import OutlinedStep, outlined_step
 from longtake.training.resident import fixed_of, size_of
+from longtake.training.session import Session
 from longtake.training.step import apply_update, compute_gradients
 from longtake.training.traffic import traffic_of
 
@@ -175,7 +178,8 @@ def _count(recipe: Recipe, everyone: World) -> dict[str, dict[str, int]]:
     blocks = tuple(names[id(block)] for block in parts.family.blocks(parts.model))
     run_blocks_by(options_of(recipe.recompute.chosen(), blocks), parts)
     precision: Precision = "bf16" if recipe.training.precision == "bf16" else "fp32"
-    state = build_state(parts, precision, recipe, world)
+    session = Session(recipe, RunDirectory(recipe.out), world, Console(quiet=True), precision)
+    state = build_state(session, parts)
     loader = Loader(
         recipe.data,
         batch_size=recipe.training.batch_size,
@@ -184,10 +188,10 @@ def _count(recipe: Recipe, everyone: World) -> dict[str, dict[str, int]]:
     )
     (batch,) = loader.batches(1)
     with _counted(world.rank % world.sequence_size) as sent:
-        compute_gradients(state, batch, recipe, world)
+        compute_gradients(session, state, batch)
     gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
     held = {"weights": _size(parts.model.parameters()), "gradients": _size(gradients)}
-    apply_update(state, recipe, 1.0, 1.0)
+    apply_update(session, state, 1.0, 1.0)
     states = [each for optimizer in state.optimizers for each in optimizer.state.values()]
     held["optimizer"] = _size(tensor for each in states for tensor in each.values())
     averages = [each for each in state.ema.states()["main"].values() if isinstance(each, Tensor)]

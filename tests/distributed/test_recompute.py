@@ -16,7 +16,7 @@ from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World, join
 from longtake.training import fit as fit_module
 from longtake.training.fit import fit
-from longtake.training.run import train
+from longtake.training.train import train
 
 _SMALL = ("text.max_words=24", "training.steps=6")
 _WITHIN = (  # two samples a process fit with some recompute

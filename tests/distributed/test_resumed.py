@@ -13,7 +13,7 @@ from longtake import config
 from longtake.config import Recipe
 from longtake.data.audit import audit
 from longtake.run_dir import RunDirectory
-from longtake.training.run import train
+from longtake.training.train import train
 
 _KEYS = ("step", "batch", "loss", "grad_norm", "weight_norm", "update_ratio")
 _STEPS, _EVERY = 9, 3

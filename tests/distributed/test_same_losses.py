@@ -22,7 +22,7 @@ from longtake.config import Recipe
 from longtake.data.audit import audit
 from longtake.data.index import index
 from longtake.run_dir import RunDirectory
-from longtake.training.run import train
+from longtake.training.train import train
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ADAPTERS = (

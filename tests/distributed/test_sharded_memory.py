@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longtake import config
@@ -16,12 +17,14 @@ from longtake.parallel.mesh import World, arranged
 from longtake.planner.activation_checkpointing import options_of
 from longtake.planner.devices import CPU
 from longtake.planner.measure import measured
+from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
 from longtake.training.card import card_of
 from longtake.training.fit import run_blocks_by
 from longtake.training.latent_cache import captions_of
 from longtake.training.outlined import outlined_step
 from longtake.training.resident import memory_of, size_of
+from longtake.training.session import Session
 from longtake.training.step import compute_gradients, skip_update
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -66,10 +69,11 @@ def test_the_plan_knows_what_is_sharded(
     loader = Loader(recipe.data, batch_size=16, seed=0, rank=0, world_size=_RANKS)
     parts = assemble(recipe, captions_of(loader), None)
     run_blocks_by(options, parts)
-    state = build_state(parts, step.precision, recipe, world)
+    session = Session(recipe, RunDirectory(recipe.out), world, Console(quiet=True), step.precision)
+    state = build_state(session, parts)
     for batch in loader.batches(2):
         with measured(world.device) as memory:
-            compute_gradients(state, batch, recipe, world)
+            compute_gradients(session, state, batch)
         skip_update(state)
     # One gathered block too many is counted in the backward pass, and there are but six.
     assert 1 <= planned / memory.peak_bytes < 1.35

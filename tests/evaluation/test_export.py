@@ -16,7 +16,7 @@ from longtake.evaluation.export import export
 from longtake.flow.timesteps import flux_shift
 from longtake.sampling.presets import Request, settings_for
 from longtake.sampling.sampler import Sampler, load_sampler
-from longtake.training.run import train
+from longtake.training.train import train
 
 _PROMPT = "a red circle moving up"
 

@@ -17,7 +17,7 @@ from longtake.models.base import family
 from longtake.models.build import assemble
 from longtake.sampling.presets import Request, settings_for
 from longtake.sampling.sampler import Sampler, load_sampler
-from longtake.training.run import train
+from longtake.training.train import train
 
 _STYLE = "examples.modules.style_residual:StyleResidual"
 _PARTS: dict[str, Any] = {

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from longtake import config
 from longtake.faults.sandbox import TrainingSite
-from longtake.training.run import train
+from longtake.training.train import train
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from longtake.parallel.mesh import World
 from longtake.run_dir import Metrics, RunDirectory
 from longtake.training import loop
 from longtake.training import step as training_step
-from longtake.training.run import train
+from longtake.training.train import train
 
 _AT = 3
 _Train = Callable[[InjectionKind | None], list[Metrics]]
@@ -120,7 +120,8 @@ def test_steps_are_slow_from_a_step_on_and_ranks_by_their_share(
     for at, of_ranks in zip((_AT - 1, _AT), seconds, strict=True):
         for rank, wanted in enumerate(of_ranks):
             began, world = clock[0], World(rank, rank, 2, torch.device("cpu"), None)
-            step.compute(cast("Any", SimpleNamespace(global_step=at)), nothing, nothing, world)
+            session, state = SimpleNamespace(world=world), SimpleNamespace(global_step=at)
+            step.compute(cast("Any", session), cast("Any", state), nothing)
             step.losses(nothing, nothing, "fp32", torch.device("cpu"))
             assert clock[0] - began == pytest.approx(wanted)
 

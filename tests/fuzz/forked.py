@@ -29,7 +29,7 @@ from typing import Any
 
 _IMPORTED = (
     "longtake.cli.app",
-    "longtake.training.run",
+    "longtake.training.train",
     "longtake.evaluation.evaluator",
     "longtake.evaluation.server",
     "longtake.evaluation.export",

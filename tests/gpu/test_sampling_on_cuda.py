@@ -10,7 +10,7 @@ from rich.console import Console
 from longtake.config import Recipe
 from longtake.sampling.presets import Request
 from longtake.sampling.sampler import Sampler, load_sampler
-from longtake.training.run import train
+from longtake.training.train import train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card here")
 

@@ -12,7 +12,7 @@ from longtake.demo.run import demo_recipe
 from longtake.run_dir import RunDirectory
 from longtake.sampling.presets import Request, settings_for
 from longtake.sampling.sampler import load_sampler
-from longtake.training.run import train
+from longtake.training.train import train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card here")
 

@@ -11,11 +11,11 @@ from longtake.data.batch import Batch
 from longtake.inspection.facts import run_facts, step_facts
 from longtake.inspection.plots import draw_curves
 from longtake.inspection.tables import print_run, print_steps
-from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
 from longtake.training import loop
-from longtake.training.run import train
-from longtake.training.step import SampleLosses, TrainingState, compute_gradients
+from longtake.training.session import Session, TrainingState
+from longtake.training.step import SampleLosses, compute_gradients
+from longtake.training.train import train
 
 _HARM = (13, 14)
 """Batches with which the gradient is lost, the second of which is one too many."""
@@ -26,8 +26,8 @@ def repaired(small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatc
     """A run of 20 steps that left out one update, then went back from step 15 to step 10."""
     honest = compute_gradients
 
-    def compute(state: TrainingState, batch: Batch, recipe: Recipe, world: World) -> SampleLosses:
-        samples = honest(state, batch, recipe, world)
+    def compute(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
+        samples = honest(session, state, batch)
         if batch.step in _HARM:
             last = list(state.components.model.parameters())[-1]
             assert last.grad is not None

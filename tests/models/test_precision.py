@@ -17,7 +17,7 @@ from longtake.config import Recipe
 from longtake.models import numerics
 from longtake.models.numerics import choose_precision
 from longtake.run_dir import RunDirectory
-from longtake.training.run import train
+from longtake.training.train import train
 
 _CPU = torch.device("cpu")
 

@@ -184,7 +184,10 @@ _ON_TWO_RANKS = """
     from longtake.config import ParallelSection
     from longtake.models.build import assemble
     from longtake.parallel.mesh import join
+    from longtake.run_dir import RunDirectory
     from longtake.training.build import build_state
+    from longtake.training.session import Session
+    from rich.console import Console
 
     def resident():
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -196,7 +199,8 @@ _ON_TWO_RANKS = """
         before = resident()
         parts = assemble(recipe, ["x"], None, frozen_parts=False, weights="files")
         size = sum(each.parameter.nbytes for each in parts.unfilled.parameters)
-        build_state(parts, "fp32", recipe, world)
+        run = RunDirectory(recipe.out)
+        build_state(Session(recipe, run, world, Console(quiet=True), "fp32"), parts)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         (folder / f"grown_{world.rank}").write_text(f"{(peak - before) / size}")
         there = WanTransformer3DModel.from_pretrained(folder / "transformer").state_dict()

@@ -21,7 +21,7 @@ from longtake.sampling.presets import Preset, find_preset, keep_preset
 from longtake.sampling.reference_pictures import kept_picture, read_picture, read_pictures
 from longtake.sampling.sampler import SamplerLoader
 from longtake.sampling.videos import sample_preset
-from longtake.training.run import train
+from longtake.training.train import train
 
 _ONE = 'references.reference = ["a.png"]'
 _PATTERN = '"../before/{stem}.png"'

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 from longtake.config import ParallelSection, Recipe
@@ -14,9 +15,11 @@ from longtake.parallel.fsdp import apply_fsdp, full, set_gradient_sync
 from longtake.parallel.mesh import World, join
 from longtake.planner.devices import CPU
 from longtake.planner.measure import measured
+from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
 from longtake.training.outlined import outlined_step
 from longtake.training.resident import fixed_of
+from longtake.training.session import Session
 from longtake.training.step import compute_gradients
 
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)
@@ -96,12 +99,13 @@ def test_the_plan_counts_gradients_as_they_are_measured(
     trace = step.tracer.trace({})
     assert recipe.data.catalog is not None
     parts = assemble(recipe, Catalog.load(recipe.data.catalog).captions(), None)
-    state = build_state(parts, "fp32", recipe, _ALONE)
+    session = Session(recipe, RunDirectory(recipe.out), _ALONE, Console(quiet=True), "fp32")
+    state = build_state(session, parts)
     (batch,) = Loader(recipe.data, batch_size=8, seed=0).batches(1)
-    compute_gradients(state, batch, recipe, _ALONE)
+    compute_gradients(session, state, batch)
     parts.model.zero_grad(set_to_none=True)
     with measured(torch.device("cpu")) as memory:
-        compute_gradients(state, batch, recipe, _ALONE)
+        compute_gradients(session, state, batch)
     trained = [p for p in parts.model.parameters() if p.requires_grad]
     gradients = sum(4 * p.numel() for p in trained)
     assert fixed_of(step).gradients == gradients

@@ -21,7 +21,7 @@ from longtake.training.card import card_of, free_memory
 from longtake.training.fit import fit
 from longtake.training.forecast import forecast
 from longtake.training.relief import find_reliefs
-from longtake.training.run import train
+from longtake.training.train import train
 
 _Make = Callable[..., Recipe]
 _QUIET = Console(quiet=True)

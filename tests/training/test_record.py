@@ -18,8 +18,8 @@ from longtake.data.index import index
 from longtake.errors import DataError
 from longtake.fsio import read_json_lines
 from longtake.run_dir import Metrics, RunDirectory
-from longtake.training.resume import save_checkpoint
-from longtake.training.run import train
+from longtake.training.state import save_checkpoint
+from longtake.training.train import train
 
 _QUIET = Console(quiet=True)
 
@@ -193,7 +193,7 @@ def test_the_share_of_the_gpus_peak_is_recorded(
     small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LoRA costs two forward passes a step and not three; MFU follows from the data sheet."""
-    monkeypatch.setattr("longtake.training.run.peak_flops", lambda device, dtype: 1e12)
+    monkeypatch.setattr("longtake.training.train.peak_flops", lambda device, dtype: 1e12)
     counted = []
     for kind in ("full", "lora"):
         targets = ['trainable.targets=["to_qkv"]'] if kind == "lora" else []

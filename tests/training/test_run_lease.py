@@ -23,8 +23,8 @@ from longtake.node_dir import NodeDirectory, state
 from longtake.parallel.mesh import World, join
 from longtake.process import environment, program
 from longtake.run_dir import LAUNCH_VARIABLE, RunDirectory
-from longtake.training.run import train
 from longtake.training.run_lease import RunLease, hold_run
+from longtake.training.train import train
 
 _QUIET = Console(quiet=True)
 

@@ -1,5 +1,6 @@
-"""Where the seconds before the first step go: each part is measured, written down and shown."""
+"""What a launch reports: seconds before the first step, attention kernel, truncated captions."""
 
+import io
 import os
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from torch.nn.attention import SDPBackend
 
 import longtake
 from longtake import config
@@ -21,8 +24,8 @@ from longtake.inspection.tables import print_run, said
 from longtake.run_dir import RunDirectory
 from longtake.training import kept_plan
 from longtake.training.fit import Fit, fit
-from longtake.training.run import train
-from longtake.training.startup import slowest
+from longtake.training.startup import attention_backend, slow_attention, slowest
+from longtake.training.train import train
 
 _QUIET = Console(quiet=True)
 _PHASES: tuple[Phase, ...] = ("open", "build", "open", "forward")
@@ -197,3 +200,54 @@ def test_two_ranks_name_the_slower_one(
     (event,) = _events(RunDirectory(recipe.out), "started")
     assert set(event["slowest"].values()) <= {0, 1}
     assert event["seconds"]["rendezvous"] > 0
+
+
+_GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "capability", "name", "warns"),
+    [
+        (SDPBackend.CUDNN_ATTENTION, (9, 0), "cuDNN", False),
+        (SDPBackend.FLASH_ATTENTION, (9, 0), "FlashAttention-2", True),
+        (SDPBackend.FLASH_ATTENTION, (8, 6), "FlashAttention-2", False),
+    ],
+)
+def test_a_hopper_gpu_without_cudnn_is_warned_of(
+    chosen: SDPBackend,
+    capability: tuple[int, int],
+    name: str,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel is asked of torch itself."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, device, **given: empty(*shape, **given))
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_: chosen.value)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert attention_backend(_GPU) == name
+    assert ("1.6 times" in slow_attention(name, _GPU)) == warns
+
+
+def test_torch_can_be_asked() -> None:
+    """The function is torch's own, and not public."""
+    heads = torch.empty(1, 2, 256, 128)
+    assert SDPBackend(torch._fused_sdp_choice(heads, heads, heads)).name
+    assert attention_backend(torch.device("cpu")) is None
+    assert slow_attention(None, torch.device("cpu")) == ""
+
+
+@pytest.mark.parametrize("max_tokens", [3, 8])
+def test_truncated_captions_are_reported_at_the_start(
+    max_tokens: int, small_recipe: Callable[..., Recipe]
+) -> None:
+    """In a warning and an event with the counts; nothing is said if all fit."""
+    recipe = small_recipe(f"text.max_tokens={max_tokens}", "training.steps=1")
+    said = io.StringIO()
+    train(recipe, Console(file=said, width=500))
+    events = list(read_json_lines(RunDirectory(recipe.out).events_path))
+    found = [each for each in events if each["event"] == "captions_truncated"]
+    assert ("captions are truncated" in said.getvalue()) == bool(found) == (max_tokens == 3)
+    if found:
+        assert found[0]["num_truncated"] == found[0]["num_counted"] > 0
+        assert events[0]["event"] == "launched"

@@ -1,14 +1,21 @@
-"""One step: what is random follows from each sample's seed, and parts add up to the whole."""
+"""One step: what is random follows from seeds; parts add up to the whole; clips that ranks share.
 
+Run by torchrun, this file is one of two ranks.
+"""
+
+import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
-from longtake.config import Recipe
+from longtake.config import Bucket, ParallelSection, Recipe
 from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
 from longtake.data.loader import Loader
@@ -18,16 +25,24 @@ from longtake.models.text import NO_CAPTION
 from longtake.optim.build import build_optimizers
 from longtake.optim.ema import Averages
 from longtake.parallel.fsdp import clip_gradients, squares
-from longtake.parallel.mesh import World
+from longtake.parallel.mesh import World, join
+from longtake.run_dir import RunDirectory
 from longtake.training.latent_cache import encode_captions
+from longtake.training.session import Session, TrainingState
 from longtake.training.step import (
-    TrainingState,
+    ComputeTimer,
     apply_update,
     compute_gradients,
+    drop_undecodable,
     prepare,
+    seed_step,
 )
 
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)
+
+
+def _session(recipe: Recipe) -> Session:
+    return Session(recipe, RunDirectory(recipe.out), _ALONE, Console(quiet=True), "fp32")
 
 
 def _state(recipe: Recipe, tmp_path: Path) -> TrainingState:
@@ -36,7 +51,7 @@ def _state(recipe: Recipe, tmp_path: Path) -> TrainingState:
     parts = assemble(recipe, captions, tmp_path / "components")
     blocks = parts.family.blocks(parts.model)
     optimizers = build_optimizers(parts.model, blocks, recipe.optimizer, "fp32")
-    return TrainingState(parts, optimizers, Averages(parts.model, recipe.ema.averages()), "fp32")
+    return TrainingState(parts, optimizers, Averages(parts.model, recipe.ema.averages()))
 
 
 def _batches(recipe: Recipe, count: int) -> Iterator[Batch]:
@@ -62,8 +77,8 @@ def test_micro_batches_change_no_loss(
         recipe = small_recipe("training.batch_size=8", f"optimizer.kind={kind}", *micro)
         state, losses = _state(recipe, tmp_path), []
         for batch in _batches(recipe, 12):
-            losses.append(sum(compute_gradients(state, batch, recipe, _ALONE).losses) / 8)
-            apply_update(state, recipe, _norm(state), 1.0)
+            losses.append(sum(compute_gradients(_session(recipe), state, batch).losses) / 8)
+            apply_update(_session(recipe), state, _norm(state), 1.0)
         curves.append(losses)
     assert curves[1] == pytest.approx(curves[0], rel=1e-6, abs=1e-6)
     assert curves[2] == pytest.approx(curves[0], rel=1e-6, abs=1e-6)
@@ -112,7 +127,7 @@ def test_stand_ins_change_nothing(
     found = []
     for each in (_part(batch, [0, 1, 2, 3, 4]), padded):
         state = _state(recipe, tmp_path)
-        losses = compute_gradients(state, each, recipe, _ALONE).losses
+        losses = compute_gradients(_session(recipe), state, each).losses
         scale = recipe.training.batch_size / 5
         loss_sum = sum(
             weight * loss for weight, loss in zip(each.weights.tolist(), losses, strict=True)
@@ -136,8 +151,8 @@ def test_an_update_counts_and_drops_the_gradients(
     name, weight = list(state.components.model.named_parameters())[-1]
     before = weight.detach().clone()
     (batch,) = _batches(recipe, 1)
-    compute_gradients(state, batch, recipe, _ALONE)
-    assert apply_update(state, recipe, 1.0, 1.0) == pytest.approx(1e-3 / 5)
+    compute_gradients(_session(recipe), state, batch)
+    assert apply_update(_session(recipe), state, 1.0, 1.0) == pytest.approx(1e-3 / 5)
     assert state.global_step == 1
     assert _gradients(state) == []
     decay = 2 / 11
@@ -252,7 +267,82 @@ def test_latents_from_a_cache_are_taken_as_they_are(
     assert torch.equal(found.conditioning["prompt_embeds"], embeds)
     assert not torch.equal(embeds, cached.conditioning["prompt_embeds"])
     losses = [
-        compute_gradients(_state(recipe, tmp_path), each, recipe, _ALONE)
+        compute_gradients(_session(recipe), _state(recipe, tmp_path), each)
         for each in (batch, cached)
     ]
     assert losses[0] == losses[1]
+
+
+def test_a_clip_that_one_rank_cannot_decode_is_left_out_by_all_that_share_it(
+    run_on_two_ranks: Callable[..., None],
+) -> None:
+    """Each of them has the weights of both, and knows of all that was rejected."""
+    run_on_two_ranks(__file__)
+
+
+def test_alone_a_batch_is_what_it_was() -> None:
+    """Nobody else has its clips."""
+    batch = _batch([1.0, 0.0], (("ab", 1),))
+    assert drop_undecodable(batch, World(0, 0, 1, torch.device("cpu"), None)) is batch
+
+
+def _batch(weights: list[float], rejected: tuple[tuple[str, int], ...] = ()) -> Batch:
+    size = len(weights)
+    return Batch(
+        step=7,
+        stage="all",
+        source="catalog",
+        epoch=0,
+        begins_epoch=False,
+        bucket=Bucket(num_frames=1, height=8, width=8),
+        videos=torch.zeros(size, 3, 1, 8, 8, dtype=torch.uint8),
+        captions=("",) * size,
+        seeds=(0,) * size,
+        identities=("ab",) * size,
+        epochs=(0,) * size,
+        weights=torch.tensor(weights),
+        rejected=rejected,
+    )
+
+
+def _as_one_of_two() -> None:
+    with join("cpu", ParallelSection(sequence=2)) as world:
+        assert (world.data_rank, world.data_size) == (0, 1)
+        assert world.speaks_for_data == world.is_first
+        mine = [_batch([1, 0, 1, 1], (("aa", 1),)), _batch([1, 1, 1, 0], (("bb", 2),))][world.rank]
+        batch = drop_undecodable(mine, world)
+        assert batch.weights.tolist() == [1, 0, 1, 0]
+        assert batch.rejected == (("aa", 1), ("bb", 2))
+
+
+def test_only_measured_blocks_count_as_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 5.0, 7.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    timer = ComputeTimer(torch.device("cpu"))
+    for _ in range(2):
+        with timer.measure():
+            pass
+    assert timer.seconds() == 3.0
+
+
+def _drawn(seed: int, step: int, rank: int) -> tuple[float, float, float]:
+    seed_step(seed, step, rank)
+    return random.random(), float(np.random.random()), float(torch.rand(()))  # noqa: S311 - no secret
+
+
+def test_the_same_step_draws_the_same() -> None:
+    """Whatever was drawn in between."""
+    first = _drawn(0, 7, 1)
+    torch.rand(100)
+    assert _drawn(0, 7, 1) == first
+
+
+def test_other_steps_ranks_and_seeds_draw_otherwise() -> None:
+    """All three generators."""
+    draws = [_drawn(0, 7, 1), _drawn(0, 8, 1), _drawn(0, 7, 0), _drawn(1, 7, 1)]
+    for generator in zip(*draws, strict=True):
+        assert len(set(generator)) == len(draws)
+
+
+if __name__ == "__main__":
+    _as_one_of_two()

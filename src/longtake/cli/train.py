@@ -18,11 +18,11 @@ from longtake.process import (
     end_with,
     leave_on_signals,
 )
-from longtake.progress import phase_lines
+from longtake.progress import phase_lines, starting_phase
 
 if TYPE_CHECKING:
     from longtake.config import Recipe
-    from longtake.training.run import Outcome
+    from longtake.training.train import TrainOutcome
 
 Fresh = Annotated[
     bool,
@@ -46,7 +46,6 @@ def train(
     A signal lets it finish the step and save. Exit code 130 after SIGINT, 143 after SIGTERM, 75
     after SIGUSR1; 69 if another process was lost, and 2 if there is no use in trying again.
     """
-    from longtake.training.starting import starting_phase
     from longtake.trust import load_recipe
 
     loaded = load_recipe(recipe, changes or (), trust=trust)
@@ -58,7 +57,7 @@ def train(
             if launcher := os.environ.pop(LAUNCHER_VARIABLE, None):
                 # Nobody would start it again, nor end it: two launches would train one run.
                 end_with(int(launcher), by=signal.SIGTERM)
-            from longtake.training.run import train as train_recipe
+            from longtake.training.train import train as train_recipe
 
             outcome = train_recipe(loaded, say.console(), fresh=fresh)
     except LeftError as left:
@@ -84,7 +83,7 @@ def _say_what_is_kept(out: Path) -> None:
     say.line(f"Stopped at once, without saving: {kept}. The same command resumes from there.")
 
 
-def _say_how_to_go_on(outcome: "Outcome", out: Path, *, fresh: bool) -> None:
+def _say_how_to_go_on(outcome: "TrainOutcome", out: Path, *, fresh: bool) -> None:
     from longtake.run_dir import RunDirectory
 
     say.line(f"Stopped by {outcome.interrupted_by} after step {outcome.end_step}, which is saved.")
@@ -94,7 +93,7 @@ def _say_how_to_go_on(outcome: "Outcome", out: Path, *, fresh: bool) -> None:
     say.line(RunDirectory(out).command_to_go_on())
 
 
-def _say_what_was_done(outcome: "Outcome", recipe: "Recipe", *, as_json: bool) -> None:
+def _say_what_was_done(outcome: "TrainOutcome", recipe: "Recipe", *, as_json: bool) -> None:
     from longtake.inspection.facts import command_to_sample
     from longtake.run_dir import RunDirectory
 

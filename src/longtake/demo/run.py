@@ -23,13 +23,12 @@ from longtake.demo.report import CheckedVideo, write_report
 from longtake.demo.shapes import held_out_captions, training_captions, write_clips
 from longtake.errors import RecipeChangedError, RecipeError
 from longtake.process import program, start
-from longtake.progress import counted, phase_lines
+from longtake.progress import counted, phase_lines, starting_phase
 from longtake.run_dir import RunDirectory
 from longtake.sampling.presets import Request, settings_for
 from longtake.sampling.sampler import Sampler, load_sampler
 from longtake.sampling.videos import sample_in_batches
-from longtake.training.run import train
-from longtake.training.starting import starting_phase
+from longtake.training.train import train
 
 DEFAULT_STEPS = 1500
 NUM_CLIPS = 6000

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from longtake.config import Recipe
 from longtake.data import workers
 from longtake.data.batch import Batch
 from longtake.faults import faulty_processes
@@ -44,8 +43,9 @@ from longtake.parallel.fsdp import local_shard
 from longtake.parallel.mesh import World
 from longtake.training import loop
 from longtake.training import step as training_step
-from longtake.training.groups import groups_of
-from longtake.training.step import SampleLosses, TrainingState, apply_update, compute_gradients
+from longtake.training.session import Session, TrainingState
+from longtake.training.statistics import parameter_groups
+from longtake.training.step import SampleLosses, apply_update, compute_gradients
 
 _BRIGHTER = 8.0  # pixels of poisoned batches are multiplied by it
 _RANK = 1  # that hangs or is slow
@@ -55,8 +55,8 @@ _second_group: list[dist.ProcessGroup] = []
 class StepFunctions(NamedTuple):
     """The functions that a training step calls."""
 
-    compute: Callable[[TrainingState, Batch, Recipe, World], SampleLosses] = compute_gradients
-    update: Callable[[TrainingState, Recipe, float, float], float] = apply_update
+    compute: Callable[[Session, TrainingState, Batch], SampleLosses] = compute_gradients
+    update: Callable[[Session, TrainingState, float, float], float] = apply_update
     losses: Callable[[Components, FlowBatch, Precision, torch.device], Tensor] = flow_losses
 
     def install(self) -> None:
@@ -84,10 +84,10 @@ class Trigger:
 def poison(trigger: Trigger, step: StepFunctions) -> StepFunctions:
     """Make the pixels of a few batches far too bright."""
 
-    def compute(state: TrainingState, batch: Batch, recipe: Recipe, world: World) -> SampleLosses:
+    def compute(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
         if trigger.at <= batch.step < trigger.at + POISONED_BATCHES:
             batch = replace(batch, videos=batch.videos.float() * _BRIGHTER)
-        return step.compute(state, batch, recipe, world)
+        return step.compute(session, state, batch)
 
     return step._replace(compute=compute)
 
@@ -95,12 +95,12 @@ def poison(trigger: Trigger, step: StepFunctions) -> StepFunctions:
 def raise_rate(trigger: Trigger, step: StepFunctions) -> StepFunctions:
     """Multiply the updates of the attention's weights from a step on."""
 
-    def update(state: TrainingState, recipe: Recipe, grad_norm: float, scale: float) -> float:
+    def update(session: Session, state: TrainingState, grad_norm: float, scale: float) -> float:
         if not trigger.is_active(state.global_step):
-            return step.update(state, recipe, grad_norm, scale)
+            return step.update(session, state, grad_norm, scale)
         weights = _weights(state, ("attention",))
         before = [weight.clone() for weight in weights]
-        rate = step.update(state, recipe, grad_norm, scale)
+        rate = step.update(session, state, grad_norm, scale)
         for weight, old in zip(weights, before, strict=True):
             weight.lerp_(old, 1 - RATE_FACTOR)  # old + factor * (weight - old)
         return rate
@@ -112,13 +112,13 @@ def raise_norm(trigger: Trigger, step: StepFunctions) -> StepFunctions:
     """Make all weights a little larger in the update of one batch."""
     current_batch = -1
 
-    def compute(state: TrainingState, batch: Batch, recipe: Recipe, world: World) -> SampleLosses:
+    def compute(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
         nonlocal current_batch
         current_batch = batch.step
-        return step.compute(state, batch, recipe, world)
+        return step.compute(session, state, batch)
 
-    def update(state: TrainingState, recipe: Recipe, grad_norm: float, scale: float) -> float:
-        rate = step.update(state, recipe, grad_norm, scale)
+    def update(session: Session, state: TrainingState, grad_norm: float, scale: float) -> float:
+        rate = step.update(session, state, grad_norm, scale)
         if current_batch == trigger.at:
             for weight in _weights(state):
                 weight.mul_(NORM_FACTOR)
@@ -130,9 +130,9 @@ def raise_norm(trigger: Trigger, step: StepFunctions) -> StepFunctions:
 def lose_gradient(trigger: Trigger, step: StepFunctions, rank: int | None = None) -> StepFunctions:
     """Make one number of a gradient NaN in one step, on all ranks or on one."""
 
-    def compute(state: TrainingState, batch: Batch, recipe: Recipe, world: World) -> SampleLosses:
-        samples = step.compute(state, batch, recipe, world)
-        if state.global_step == trigger.at and rank in (None, world.rank):
+    def compute(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
+        samples = step.compute(session, state, batch)
+        if state.global_step == trigger.at and rank in (None, session.world.rank):
             gradient = state.components.model.get_parameter(NAN_PARAMETER).grad
             assert gradient is not None
             local_shard(gradient).view(-1)[0] = torch.nan  # after it was reduced over the ranks
@@ -156,13 +156,13 @@ def hang_rank(trigger: Trigger, step: StepFunctions, how: Callable[[], None]) ->
     """Let rank 1 hang in the forward pass of one step, once in a run."""
     is_due = False
 
-    def compute(state: TrainingState, batch: Batch, recipe: Recipe, world: World) -> SampleLosses:
+    def compute(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
         nonlocal is_due
         is_step = state.global_step == trigger.at
-        if is_step and how is in_collective and world.size > 1:
+        if is_step and how is in_collective and session.world.size > 1:
             _second_group.append(dist.new_group())  # the default group would mix up sums
-        is_due = is_step and world.rank == _RANK
-        return step.compute(state, batch, recipe, world)
+        is_due = is_step and session.world.rank == _RANK
+        return step.compute(session, state, batch)
 
     def losses(
         parts: Components, examples: FlowBatch, precision: Precision, device: torch.device
@@ -199,11 +199,11 @@ def _slowed(
     """Delay the forward pass by seconds, and then by a share of the time that it took."""
     began, seconds, share = 0.0, 0.0, 0.0
 
-    def compute(state: TrainingState, batch: Batch, recipe: Recipe, world: World) -> SampleLosses:
+    def compute(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
         nonlocal began, seconds, share
-        seconds, share = delay(state.global_step, world)
+        seconds, share = delay(state.global_step, session.world)
         began = time.perf_counter()
-        return step.compute(state, batch, recipe, world)
+        return step.compute(session, state, batch)
 
     def losses(
         parts: Components, examples: FlowBatch, precision: Precision, device: torch.device
@@ -237,8 +237,8 @@ INJECTIONS: dict[InjectionKind, Callable[[Trigger, StepFunctions], StepFunctions
 def _with_checksum(step: StepFunctions, path: Path) -> StepFunctions:
     """Write a checksum of this rank's weights to a file after each update."""
 
-    def update(state: TrainingState, recipe: Recipe, grad_norm: float, scale: float) -> float:
-        rate = step.update(state, recipe, grad_norm, scale)
+    def update(session: Session, state: TrainingState, grad_norm: float, scale: float) -> float:
+        rate = step.update(session, state, grad_norm, scale)
         whole = b"".join(weight.cpu().numpy().tobytes() for weight in _weights(state))
         path.write_text(sha256(whole).hexdigest(), encoding="utf-8")
         return rate
@@ -249,7 +249,7 @@ def _with_checksum(step: StepFunctions, path: Path) -> StepFunctions:
 def _weights(state: TrainingState, groups: Collection[str] = GROUPS) -> list[Tensor]:
     """This rank's shards of the trained weights of some groups."""
     model = state.components.model
-    group_of = groups_of(model, state.components.family.blocks(model))
+    group_of = parameter_groups(model, state.components.family.blocks(model))
     names = [name for name, group in group_of.items() if group in groups]
     return [local_shard(model.get_parameter(name).detach()) for name in names]
 

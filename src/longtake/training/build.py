@@ -1,31 +1,225 @@
-"""The training state at step 0: the model spread over the ranks, its optimizers and averages."""
+"""Builds model, codec, text encoder and optimizers on every rank, and creates the run directory."""
 
-from longtake.config import Recipe
-from longtake.models.build import Components
-from longtake.models.numerics import Precision
-from longtake.optim.build import build_optimizers
+import logging
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._triton import has_triton
+
+from longtake import heartbeat
+from longtake.config import Bucket, Recipe
+from longtake.data.loader import Loader
+from longtake.errors import RecipeError, RunError
+from longtake.formatting import escape
+from longtake.models.build import Components, Source, assemble, fetch, latent_shape, outline
+from longtake.models.numerics import training_flops
+from longtake.models.objective import forward_flops
+from longtake.models.pretrained import local_copies
+from longtake.optim.build import build_optimizers, has_cpp_compiler
 from longtake.optim.ema import Averages
+from longtake.parallel.collectives import first_does, gather_objects
 from longtake.parallel.context_parallel import TokenSharing
 from longtake.parallel.fsdp import apply_fsdp
 from longtake.parallel.mesh import World
-from longtake.training.step import TrainingState
+from longtake.planner.activation_checkpointing import Options, run_block
+from longtake.run_dir import RunDirectory
+from longtake.training.latent_cache import captions_of, fill_cache, make_parts
+from longtake.training.runtime import NodeWatcher
+from longtake.training.session import Session, TrainingState
+
+_PROGRAMS_PER_SHAPE = 32
+"""Programs that one shape of clips may need: for each kind of block and memory option, for the
+first block (whose input has no gradient) and the others, for a full and a smaller micro-batch."""
+_LIMIT_WARNING = "torch._dynamo hit config."
 
 
-def build_state(
-    parts: Components, precision: Precision, recipe: Recipe, world: World
-) -> TrainingState:
-    """The state at step 0; the model is changed in place, and comes on the CPU."""
+def build_components(
+    session: Session, loader: Loader, watcher: NodeWatcher, source: Source
+) -> Components:
+    """Build model, codec and text encoder; all ranks call it.
+
+    Rank 0 creates the run directory and the parts that are pretrained nowhere. With a cache, it is
+    filled first, and the model is built with codec and text encoder on the meta device.
+
+    Args:
+        session: the session.
+        loader: reads from the cache afterwards, if there is one.
+        watcher: started as soon as the run exists.
+        source: where the model's weights come from.
+    """
+    if session.recipe.data.cache is not None:
+        return _build_with_cache(session, loader, watcher, source)
+    recipe, run, world = session.recipe, session.run, session.world
+    captions = captions_of(loader)
+    made: list[Components] = []
+
+    def open_run() -> None:
+        fetch(recipe)
+        if run.exists():
+            return
+        with local_copies():
+            parts = assemble(recipe, captions, None, weights=source)
+        parts.codec.save(run.components_path)
+        parts.text.save(run.components_path)
+        run.create(recipe)
+        made.append(parts)
+
+    first_does(open_run, world)
+    _fetch_on_nodes(recipe, world)
+    with local_copies():
+        parts = made[0] if made else assemble(recipe, captions, run.components_path, weights=source)
+    parts.codec.to(world.device)
+    parts.text.to(world.device)
+    return parts
+
+
+def _build_with_cache(
+    session: Session, loader: Loader, watcher: NodeWatcher, source: Source
+) -> Components:
+    recipe, run, world, console = session.recipe, session.run, session.world, session.console
+    captions = captions_of(loader)
+
+    def open_run() -> None:
+        if not run.exists():
+            outline(recipe)  # errors before the run exists
+            make_parts(recipe, captions, run.components_path)
+            run.create(recipe)
+
+    first_does(open_run, world)
+    watcher.start()
+    heartbeat.set_phase("cache")
+    cache, report = fill_cache(recipe, loader, run.components_path, world, console)
+    loader.read_from(cache, report.failures, report.incidents)
+    if world.is_first:
+        console.print(escape(f"  cache {cache.folder}: {report}"), highlight=False)
+    heartbeat.set_phase("build")
+    first_does(lambda: fetch(recipe, frozen_parts=False), world)
+    _fetch_on_nodes(recipe, world, frozen_parts=False)
+    made = run.components_path
+    with local_copies():
+        return assemble(recipe, captions, made, frozen_parts=False, weights=source)
+
+
+def _fetch_on_nodes(recipe: Recipe, world: World, *, frozen_parts: bool = True) -> None:
+    """One rank of each node downloads what rank 0's node has; nothing where disks are shared.
+
+    All ranks wait for them.
+    """
+    if world.local_rank == 0:
+        with local_copies():
+            fetch(recipe, frozen_parts=frozen_parts)
+    gather_objects(None, world, patiently=True)
+
+
+def build_state(session: Session, parts: Components) -> TrainingState:
+    """The state at step 0: model sharded, optimizers, averages.
+
+    The model comes on the CPU and is changed in place.
+    """
+    recipe, world = session.recipe, session.world
     family, model = parts.family, parts.model
     model.train()
     blocks = family.blocks(model)
     if world.sequence_group is not None:
         family.share_tokens(model, TokenSharing(world.sequence_group))
-    in_bf16 = recipe.parallel.gather == "bf16" and precision == "bf16"
+    in_bf16 = recipe.parallel.gather == "bf16" and session.precision == "bf16"
     if world.mesh is None:
         parts.unfilled.give_memory(model, world.device)
     apply_fsdp(model, blocks, world, gather_in_bf16=in_bf16)
-    if world.mesh is not None:  # only now: of what was spread a rank needs room for its share
+    if world.mesh is not None:  # after sharding: a rank needs memory for its shard only
         parts.unfilled.give_memory(model, world.device)
     parts.unfilled.fill()
-    optimizers = build_optimizers(model, blocks, recipe.optimizer, precision)
-    return TrainingState(parts, optimizers, Averages(model, recipe.ema.averages()), precision)
+    optimizers = build_optimizers(model, blocks, recipe.optimizer, session.precision)
+    return TrainingState(parts, optimizers, Averages(model, recipe.ema.averages()))
+
+
+def count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:
+    """Operations of a step of all ranks on clips of each shape; empty if they cannot be counted."""
+    trains_all = recipe.trainable.base() == "full"
+    shapes = {bucket: latent_shape(parts.codec, bucket) for bucket in recipe.data.shapes()}
+    try:
+        return {
+            bucket: recipe.training.batch_size
+            * training_flops(forward_flops(parts, recipe, shape), trains_all=trains_all)
+            for bucket, shape in shapes.items()
+        }
+    except RuntimeError:  # a module that reads values cannot run on the meta device
+        return {}
+
+
+def missing_vocabulary(run: RunDirectory, recipe: Recipe, loader: Loader) -> list[str]:
+    """A warning if a resumed run's own tokenizer is missing and can be made again unchanged.
+
+    Raises:
+        RunError: it would be made of other captions, and give captions other token ids.
+    """
+    path = run.components_path / "tokenizer" / "tokenizer.json"
+    if recipe.text.pretrained is not None or path.exists():
+        return []
+    then = {
+        name: each["fingerprint"] for name, each in loader.course.history[0]["catalogs"].items()
+    }
+    now = {name: catalog.fingerprint for name, catalog in loader.catalogs.items()}
+    if then != now:
+        raise RunError(
+            f"{path} is missing. The run made its tokenizer from the captions that it began with, "
+            "and the catalog has changed since: another tokenizer gives captions other token ids, "
+            "which the model was not trained with. Restore the file, or start a new run with "
+            f"--set out={run.path}-2."
+        )
+    return [f"{path} is missing; the tokenizer is made again from the same captions"]
+
+
+# --- Compiled blocks --------------------------------------------------------------------------
+
+
+def refuse_missing_compiler(recipe: Recipe, device: torch.device) -> None:
+    """Refuse training.compile on a machine without compilers.
+
+    Raises:
+        RecipeError: a compiler is missing.
+    """
+    if not recipe.training.compile:
+        return
+    lacks = "" if has_cpp_compiler() else "C++ compiler (g++ or clang++)"
+    if device.type == "cuda" and not has_triton():
+        lacks = "Triton for its GPUs"
+    if lacks:
+        raise RecipeError(
+            f"training.compile = true, but this machine has no {lacks}, which torch.compile needs. "
+            "Install it, or --set training.compile=false."
+        )
+
+
+def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:
+    """Compile each block of a model, with its activation checkpointing.
+
+    Call it before the model is sharded: the gathering of weights is not compiled. Recomputation is,
+    because only the compiler knows what there is to save. A block with a graph break, such as
+    before the user's own module that reads values, is compiled in pieces.
+    """
+    config: Any = torch._dynamo.config
+    wanted = _PROGRAMS_PER_SHAPE * len(recipe.data.shapes())
+    config.recompile_limit = max(config.recompile_limit, wanted)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, wanted)
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_explain_limit)
+    names = dict(parts.model.named_modules())
+    for name, option in options.items():
+        block: Any = names[name]
+        block.forward = partial(run_block, option, block.forward)
+        block.compile(dynamic=False)
+
+
+def _explain_limit(record: logging.LogRecord) -> bool:
+    """Replace torch's warning that it compiles no further by one about the recipe."""
+    if str(record.msg).startswith(_LIMIT_WARNING):
+        limit = torch._dynamo.config.recompile_limit
+        record.args = None
+        record.msg = (
+            f"torch.compile has made {limit} programs of one function, its limit. Blocks with "
+            "other inputs run uncompiled from now on, which is slower. Train with fewer shapes of "
+            "clips (data.buckets), or with a training.batch_size that training.micro_batch_size "
+            "divides."
+        )
+    return True

@@ -16,7 +16,7 @@ from longtake.models.numerics import is_out_of_memory
 from longtake.parallel.mesh import World
 from longtake.planner.measure import measured
 from longtake.training.fit import Fit
-from longtake.training.step import TrainingState
+from longtake.training.session import TrainingState
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a run writes down about its steps, and shows to whoever is looking (rank 0)."""
+"""Writes metrics and events of a run's steps, and shows its progress (rank 0)."""
 
 import math
 import socket
@@ -21,29 +21,35 @@ from longtake.guard.detectors import GuardVerdict
 from longtake.guard.history import StepStatistics
 from longtake.guard.rollback import RollBack
 from longtake.parallel.collectives import gather_objects
-from longtake.parallel.mesh import World
 from longtake.progress import StepProgress, step_progress
-from longtake.run_dir import EventKind, Metrics, RunDirectory
+from longtake.run_dir import EventKind, Metrics
 from longtake.training.peak import PeakComparison
+from longtake.training.session import Session
 from longtake.training.startup import report_start
 
 
-class Record:
-    """Metrics and events of a run's steps; does nothing on ranks other than 0."""
+class Recorder:
+    """Metrics and events of a run's steps; does nothing on ranks other than 0.
+
+    Args:
+        session: the session.
+        launch: tells this launch from the others of the run.
+        step_flops: operations of a whole step, over all ranks, on clips of each shape.
+        peak_flops: those that one GPU could do in a second, if known.
+        progress: the display.
+    """
 
     def __init__(
         self,
+        session: Session,
+        launch: str,
         step_flops: Mapping[Bucket, int],
         peak_flops: float | None,
-        launch: str,
-        run: RunDirectory,
-        world: World,
         progress: StepProgress,
     ) -> None:
-        self._step_flops, self._peak_flops = step_flops, peak_flops
+        self._run, self._world = session.run, session.world
         self._launch = launch
-        self._run = run
-        self._world = world
+        self._step_flops, self._peak_flops = step_flops, peak_flops
         self._progress = progress
         self._step_began = time.perf_counter()
         self._data_seconds = 0.0
@@ -51,7 +57,7 @@ class Record:
         self._has_started = False
 
     def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches; notes how long each is waited for, and when an epoch begins."""
+        """The same batches; measures how long each is waited for, and records new epochs."""
         while True:
             heartbeat.set_phase("data")
             asked = time.perf_counter()
@@ -60,10 +66,10 @@ class Record:
             if batch is None:
                 return
             if self._world.is_first:
-                self._note_borders(batch)
+                self._record_epoch(batch)
             yield batch
 
-    def _note_borders(self, batch: Batch) -> None:
+    def _record_epoch(self, batch: Batch) -> None:
         where = {"step": batch.step, "stage": batch.stage, "source": batch.source}
         if batch.stage not in self._stages:
             self._stages.add(batch.stage)
@@ -75,12 +81,12 @@ class Record:
         self,
         batch: Batch,
         statistics: StepStatistics,
-        left_out: GuardVerdict | None,
+        skipped_by: GuardVerdict | None,
         learning_rate: float,
     ) -> None:
         """Write the step's metrics; its time includes the wait for data and the last save.
 
-        `left_out` is the verdict by which its update was not made.
+        `skipped_by` is the verdict by which its update was not made.
         """
         if not self._has_started:
             report_start(statistics.step, self._run, self._world)
@@ -91,8 +97,8 @@ class Record:
         metrics["launch"] = self._launch
         metrics["step_seconds"] = round(seconds, 6)
         metrics["data_seconds"] = round(self._data_seconds, 6)
-        if left_out is not None and left_out.kind != "ok":
-            metrics["verdict"] = left_out.kind
+        if skipped_by is not None and skipped_by.kind != "ok":
+            metrics["verdict"] = skipped_by.kind
         if (flops := self._step_flops.get(batch.bucket)) is not None:
             metrics["tflops_per_second"] = round(flops / seconds / 1e12, 6)
             if self._peak_flops is not None:
@@ -105,7 +111,7 @@ class Record:
     def verdict(
         self, verdict: GuardVerdict, statistics: StepStatistics, report: str | None, *, acts: bool
     ) -> None:
-        """Write down, and say, what the guard found, and whether it acts; `report` has more."""
+        """Record and show what the guard found and whether it acts; `report` has more."""
         if not self._world.is_first:
             return
         kind: EventKind = "skipped" if acts and verdict.kind == "skip" else "suspected"
@@ -122,14 +128,13 @@ class Record:
         aside = "" if acts else " (guard.mode: only reported)"
         self._progress.say(f"step {statistics.step + 1}: {verdict.message}{aside}")
 
-    def damaged(self, passed_over: Sequence[tuple[Path, str]], step: int) -> None:
-        """Write down, and say, which checkpoints a rollback to a step had to pass over."""
-        for path, reason in passed_over if self._world.is_first else ():
+    def damaged(self, checkpoints: Sequence[tuple[Path, str]], step: int) -> None:
+        """Record and show which damaged checkpoints a rollback to a step ignored."""
+        for path, reason in checkpoints if self._world.is_first else ():
             self._run.append_event("checkpoint_damaged", step=step, path=path.name, reason=reason)
             self._progress.say(f"{path.name} is not whole ({reason}) and was passed over")
 
     def rolled_back(self, verdict: GuardVerdict, chosen: RollBack, from_step: int) -> None:
-        """Write down, and say, that the run went back."""
         if not self._world.is_first:
             return
         first, end = chosen.skipped
@@ -146,30 +151,28 @@ class Record:
             f"{end - first} batches ({first} to {end - 1}) are skipped"
         )
 
-    def checkpoints(self, saved: Sequence[Path]) -> None:
-        """Write down which checkpoints are whole now."""
+    def saved(self, saved: Sequence[Path]) -> None:
         for path in saved:
             self._run.append_event("checkpoint", step=self._run.step_of(path), path=path.name)
 
     def save_failed(self, failure: CheckpointError | None) -> None:
-        """Write down, and say, that a checkpoint could not be written."""
         if failure is not None and self._world.is_first:
             self._run.append_event("checkpoint_failed", reason=str(failure))
             self._progress.say(f"{failure}")
 
     def data_troubles(self, batch: Batch, loader: Loader) -> None:
-        """Tell all ranks which clips could not be decoded; write down that and what hung.
+        """Tell all ranks which clips could not be decoded; record these and what hung.
 
         All ranks call it after the same steps.
         """
         mine = (socket.gethostname(), loader.failures, loader.incidents)
         for rank, (host, failures, incidents) in enumerate(gather_objects(mine, self._world)):
-            # Ranks that share a clip's tokens may all have failed at it.
-            news = {each: why for each, why in failures.items() if each not in loader.quarantined}
+            # Context-parallel ranks may all have failed at the same clip.
+            new = {each: why for each, why in failures.items() if each not in loader.quarantined}
             loader.quarantine(failures)
             if not self._world.is_first:
                 continue
-            for identity, reason in news.items():
+            for identity, reason in new.items():
                 facts = {"step": batch.step, "rank": rank, "identity": identity}
                 self._run.append_event("sample_rejected", **facts, reason=reason)
             for incident in incidents:
@@ -196,7 +199,7 @@ class Record:
         )
 
     def memory(self, batch: Batch, comparison: PeakComparison | None) -> None:
-        """Write down what a step's activations took, beside what was predicted, if measured."""
+        """Record the measured peak of a step's activations beside the predicted one."""
         if comparison is None:
             return
         predicted, measured = comparison.predicted_bytes, comparison.measured_bytes
@@ -214,28 +217,21 @@ class Record:
 
 
 @contextmanager
-def keep_record(
+def keep_recorder(
+    session: Session,
+    launch: str,
     start: int,
-    total: int,
     step_flops: Mapping[Bucket, int],
     peak_flops: float | None,
-    launch: str,
-    run: RunDirectory,
-    world: World,
-    console: Console,
-) -> Iterator[Record]:
-    """A record of the steps start .. total, with a progress display on rank 0.
-
-    `step_flops` are the operations of a whole step, over all ranks, on clips of each shape;
-    `peak_flops` those that one GPU could do in a second, where that is known.
-    """
-    quiet = console if world.is_first else Console(quiet=True)
-    with step_progress(quiet, start, total) as progress:
-        yield Record(step_flops, peak_flops, launch, run, world, progress)
+) -> Iterator[Recorder]:
+    """A recorder of the steps from `start` on, with a progress display on rank 0."""
+    quiet = session.console if session.world.is_first else Console(quiet=True)
+    with step_progress(quiet, start, session.recipe.training.steps) as progress:
+        yield Recorder(session, launch, step_flops, peak_flops, progress)
 
 
 def _row(batch: Batch, statistics: StepStatistics, learning_rate: float) -> Metrics:
-    """A step's metrics, but for what it took."""
+    """A step's metrics without its times."""
     return Metrics(
         step=statistics.step + 1,
         epoch=batch.epoch,
@@ -250,16 +246,16 @@ def _row(batch: Batch, statistics: StepStatistics, learning_rate: float) -> Metr
         weight_norm=_finite(statistics.weight_norm),
         update_ratio=_finite(statistics.update_ratio),
         nonfinite_share=statistics.nonfinite_share,
-        group_grad_norms=_each_finite(statistics.group_grad_norms),
-        group_weight_norms=_each_finite(statistics.group_weight_norms),
-        group_update_ratios=_each_finite(statistics.group_update_ratios),
+        group_grad_norms=_all_finite(statistics.group_grad_norms),
+        group_weight_norms=_all_finite(statistics.group_weight_norms),
+        group_update_ratios=_all_finite(statistics.group_update_ratios),
     )
 
 
-def _each_finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
+def _all_finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
     return {name: _finite(number) for name, number in numbers.items()}
 
 
 def _finite(number: float) -> float | None:
-    """The number with seven digits, more than which fp32 does not have; None if it is none."""
+    """The number with seven digits, as many as fp32 has; None if it is NaN or inf."""
     return float(f"{number:.7g}") if math.isfinite(number) else None

@@ -1,19 +1,23 @@
-"""What lies between the command and the first step, measured by part on every rank.
-
-The parts are the phases of each process's heart (`longtake.heartbeat`), so that what is measured is
-what a watcher would have seen.
-"""
+"""What a launch reports before and after its first step: settings, warnings, seconds by part."""
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch.nn.attention import SDPBackend
+
 from longtake import heartbeat
-from longtake.fsio import read_last_record
+from longtake.data.loader import Loader
+from longtake.formatting import escape, format_size, plural
+from longtake.fsio import read_last_record, skipped_lines
 from longtake.heartbeat import Phase
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
-from longtake.run_dir import BEGINNINGS, Metrics, RunDirectory, last_ending
+from longtake.run_dir import BEGINNINGS, EventKind, Metrics, RunDirectory, last_ending
+from longtake.training.fit import Fit
+from longtake.training.session import Session, TrainingState
 
 PARTS: dict[Phase, str] = {
     "start": "imports",
@@ -25,7 +29,138 @@ PARTS: dict[Phase, str] = {
     "load": "load",
     "data": "first_batch",
 }
-"""What the phases before the first step are called; all that comes then is the `first_step`."""
+"""Names of the heartbeat's phases before the first step; all later ones are the `first_step`."""
+_ATTENTION_NAMES = {
+    SDPBackend.FLASH_ATTENTION: "FlashAttention-2",
+    SDPBackend.CUDNN_ATTENTION: "cuDNN",
+    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
+    SDPBackend.MATH: "math",
+}
+
+
+def announce(
+    session: Session, state: TrainingState, loader: Loader, warnings: Sequence[str]
+) -> None:
+    """Record the launch and show its settings (rank 0)."""
+    recipe, run, world, console = session.recipe, session.run, session.world, session.console
+    step, device = state.global_step, str(world.device)
+    facts: dict[str, Any] = {
+        "world_size": world.size,
+        "device": device,
+        "precision": session.precision,
+    }
+    attention = attention_backend(world.device)
+    if attention is not None:
+        facts["attention"] = attention
+    lost = _lost_steps(run, step)
+    run.record_launch(start_step=step, **facts)
+    kind: EventKind = "resumed" if step else "launched"
+    run.append_event(kind, step=step, lost_steps=lost, seconds=parts_so_far(), **facts)
+    if loader.course.changes:
+        plan = {"policy": recipe.data.on_change, "plan_version": loader.course.plan.version}
+        run.append_event("data_changed", step=step, **plan, changes=loader.course.changes)
+    parameters = sum(parameter.numel() for parameter in state.components.model.parameters())
+    processes = f"{world.size} process{'es' if world.size > 1 else ''}"
+    size = f"{parameters / 1e6:.2f} M parameters"
+    steps = f"step {step} to {recipe.training.steps}"
+    console.print(
+        f"[bold]{escape(str(run.path))}[/bold]: {recipe.model.family}, {size}, "
+        f"{_describe_clips(loader)}, {steps}, {processes} on {device} in {session.precision}"
+        + ("" if attention is None else f", attention by {attention}"),
+        highlight=False,
+    )
+    for line in _describe_changes(session, loader, step, lost):
+        console.print(f"  {escape(line)}", highlight=False)
+    slow = slow_attention(attention, world.device)
+    for warning in (*warnings, *filter(None, [slow]), *skipped_lines()):
+        console.print(f"  [yellow]warning:[/yellow] {escape(warning)}", highlight=False)
+
+
+def _describe_changes(session: Session, loader: Loader, step: int, lost: int) -> list[str]:
+    """Steps that are trained again, changed data, and clips that are left out."""
+    lines = []
+    if lost:
+        since = f"the checkpoint of step {step}" if step else "the beginning"
+        steps = f"{lost} step{'s' * (lost > 1)}"
+        lines.append(f"{steps} since {since} had not been saved, and will be trained again")
+    if loader.course.changes:
+        policy = session.recipe.data.on_change
+        lines.append(f"changed, going on with {policy}: {loader.course.changes}")
+    for stage in loader.course.plan.stages:
+        for reason, count in sum(stage.dropped.values(), Counter()).most_common():
+            lines.append(f"{count} clips are left out of stage {stage.stage.name}: {reason}")
+    if loader.quarantined:
+        lines.append(
+            f"{len(loader.quarantined)} clips stay set aside because they could not be decoded; "
+            "data.retry_quarantined=true tries them again"
+        )
+    return lines
+
+
+def announce_plan(session: Session, plan: Fit, step: int) -> None:
+    """Record and show the recompute policy and its predicted memory (rank 0)."""
+    if plan.memory is None:
+        return
+    budget, counts = plan.budget_bytes, Counter(plan.options.values())
+    peak = plan.memory.step_peak_bytes
+    session.run.append_event(
+        "memory_planned",
+        step=step,
+        policy=plan.policy,
+        per_block=dict(counts),
+        options=dict(plan.options),
+        step_peak_gib=round(peak / 2**30, 4),
+        budget_gib=budget and round(budget / 2**30, 4),
+        overhead=plan.memory.overhead,
+    )
+    blocks = ", ".join(f"{count} {option}" for option, count in counts.items())
+    limit = "" if budget is None else f" of {format_size(budget)}"
+    session.console.print(
+        f"  memory: recompute policy {plan.policy} ({blocks}), "
+        f"{format_size(peak)}{limit} predicted",
+        highlight=False,
+    )
+
+
+def _lost_steps(run: RunDirectory, step: int) -> int:
+    """Later steps that were trained and of which no checkpoint is left."""
+    last, rollbacks = read_last_record(run.metrics_path, Metrics), run.rollbacks()
+    if last is None or (rollbacks and rollbacks[-1]["from_step"] == last["step"]):
+        return 0  # later steps were rolled back
+    return max(0, int(last["step"]) - step)
+
+
+def _describe_clips(loader: Loader) -> str:
+    """Clips and buckets of the stages that are still to come."""
+    parts = []
+    for stage in loader.course.plan.stages:
+        members = [stream.parts[-1].members for stream in stage.streams]
+        num_buckets = len({shape for each in members for shape in each.shapes})
+        clips = plural(sum(map(len, members)), "clip")
+        parts.append(f"{clips} in {plural(num_buckets, 'bucket')}")
+    return " then ".join(parts) or "no clips left"
+
+
+def attention_backend(device: torch.device) -> str | None:
+    """The attention kernel that torch chooses for bf16 and heads of 128; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    heads = torch.empty(1, 2, 256, 128, dtype=torch.bfloat16, device=device)
+    chosen = SDPBackend(torch._fused_sdp_choice(heads, heads, heads))
+    return _ATTENTION_NAMES.get(chosen, chosen.name)
+
+
+def slow_attention(backend: str | None, device: torch.device) -> str:
+    """A warning if a Hopper GPU runs another kernel than cuDNN's; else empty."""
+    if backend in (None, "cuDNN") or torch.cuda.get_device_capability(device) != (9, 0):
+        return ""
+    return (
+        f"attention runs by {backend}; on this GPU cuDNN's kernel is about 1.6 times as fast. "
+        "PyTorch uses it with cuDNN above 9.15, which its wheels for CUDA 13 bring."
+    )
+
+
+# --- Seconds from the command to the first step -----------------------------------------------
 
 
 def parts_so_far() -> dict[str, float]:
@@ -37,10 +172,10 @@ def parts_so_far() -> dict[str, float]:
 
 
 def report_start(step: int, run: RunDirectory, world: World) -> None:
-    """Write down how long this launch took to the end of its first step; all ranks call it.
+    """Record how long this launch took to the end of its first step; all ranks call it.
 
-    Rank 0 does, before it writes that step's metrics. Ranks wait for each other in most parts, so
-    that the slowest in one is most likely the one that the others waited for in the next.
+    Rank 0 calls it before it writes that step's metrics. Ranks wait for each other in most parts:
+    the others most likely waited for the slowest of one part in the next.
     """
     everyone = gather_objects(parts_so_far(), world)
     if world.is_first:
@@ -48,7 +183,7 @@ def report_start(step: int, run: RunDirectory, world: World) -> None:
 
 
 def slowest(everyone: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Of each part the longest that a rank took, and which; `total` of the slowest rank."""
+    """The longest time of each part, its rank, and the `total` of the slowest rank."""
     parts = {part: None for each in everyone for part in each}
     taken = {part: [each.get(part, 0.0) for each in everyone] for part in parts}
     return {
@@ -59,9 +194,9 @@ def slowest(everyone: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def _down_seconds(run: RunDirectory) -> float | None:
-    """Since the last step of the launch before, if a crash ended that one on this very host.
+    """Seconds since the last step of the launch before, if that crashed on this host.
 
-    Wall-clock times, as two processes have no other in common: of two hosts they would not do.
+    Wall-clock times of two hosts cannot be compared.
     """
     last = read_last_record(run.metrics_path, Metrics)
     hosts = [each["host"] for each in run.record()["launches"][-2:]]
@@ -72,9 +207,9 @@ def _down_seconds(run: RunDirectory) -> float | None:
 
 
 def _has_crashed(run: RunDirectory) -> bool:
-    """Whether the launch before this one has begun, and nobody wrote down its end."""
-    told = [each["event"] for each in run.events()]
-    beginnings = [at for at, kind in enumerate(told) if kind in BEGINNINGS]
+    """Whether the launch before this one began and has no event of its end."""
+    kinds = [each["event"] for each in run.events()]
+    beginnings = [at for at, kind in enumerate(kinds) if kind in BEGINNINGS]
     if len(beginnings) < 2:
         return False
-    return last_ending(told[: beginnings[-1]]) is None
+    return last_ending(kinds[: beginnings[-1]]) is None

@@ -1,63 +1,261 @@
-"""One collective a step: whatever ranks must agree on is decided from its result."""
+"""Norms of gradients, weights and updates, and the one collective of each step.
+
+Every rank decides from the same reduced numbers: verdict, stop and save.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor, nn
+
 from longtake import heartbeat
-from longtake.config import Recipe
 from longtake.data.batch import Batch
 from longtake.data.loader import Loader
-from longtake.guard.history import StepStatistics
+from longtake.guard.history import GROUPS, StepStatistics
+from longtake.models.added_module import ADDED
 from longtake.optim.build import schedule_factor
 from longtake.parallel.collectives import sum_over_ranks
+from longtake.parallel.fsdp import local_shard, num_copies, squares
 from longtake.parallel.mesh import World
 from longtake.process import EXIT_CODES
-from longtake.training.gauge import Gauge
-from longtake.training.step import SampleLosses, TrainingState
+from longtake.training.session import Session, TrainingState
+from longtake.training.step import SampleLosses
 
 _QUARTERS = 4
 _NO_LOSSES = {f"{what}.{quarter}": 0.0 for what in ("loss", "samples") for quarter in range(4)}
+_PROBES = 1024
+"""Numbers of each parameter, spread evenly over it, by which an update is measured: a copy of all
+weights would cost the memory of all weights. Exact for a parameter with no more numbers."""
+_ATTENTION = ("attn", "attention")
+_MLP = ("mlp", "ffn", "ff", "feed_forward", "proj_mlp", "proj_out")
+
+
+# --- Norms ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Facts:
+class Norms:
+    """Norms of a whole model, by group and of all groups together."""
+
+    grad_norm: float
+    weight_norm: float
+    update_ratio: float
+    """Norm of the last update over that of the weights; 0 where there was none."""
+    nonfinite_share: float
+    """Of the gradients' numbers, those that are NaN or infinite."""
+    group_grad_norms: dict[str, float]
+    group_weight_norms: dict[str, float]
+    group_update_ratios: dict[str, float]
+
+
+class NormStats:
+    """Measures one model: a pass over gradients and weights, and one wait for the device.
+
+    Args:
+        model: after it was sharded.
+        blocks: of the model.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        groups = parameter_groups(model, blocks)
+        self._parameters = [model.get_parameter(name) for name in groups]
+        self._group_of = [GROUPS.index(group) for group in groups.values()]
+        self.groups = tuple(group for group in GROUPS if group in groups.values())
+        self._copies = num_copies(model)
+        self._update: Tensor | Sequence[float] | None = None
+        self._probed: Tensor | None = None
+        shares = [local_shard(parameter) for parameter in self._parameters]
+        strides = [max(1, -(-each.numel() // _PROBES)) for each in shares]
+        self._strides = strides
+        sizes = [-(-each.numel() // stride) for each, stride in zip(shares, strides, strict=True)]
+        device = shares[0].device
+        stands_for = [each.numel() / max(1, size) for each, size in zip(shares, sizes, strict=True)]
+        repeats = torch.tensor(sizes)
+        self._probe_weight = torch.tensor(stands_for).repeat_interleave(repeats).to(device)
+        self._probe_group = torch.tensor(self._group_of).repeat_interleave(repeats).to(device)
+
+    @torch.no_grad()
+    def sums(self) -> dict[str, float]:
+        """This rank's part of all sums of squares, for `norms`; forgets the last update.
+
+        Call it when the gradients are there, before they are clipped.
+        """
+        gradients = [parameter.grad for parameter in self._parameters]
+        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        shards = [local_shard(gradient) for gradient in gradients if gradient is not None]
+        of_gradients, of_weights = (
+            squares(shards),
+            squares([local_shard(p) for p in self._parameters]),
+        )
+        update = self._taken_update(of_weights.device)
+        numbers = torch.cat([of_gradients.to(update.device), of_weights, update]).tolist()
+        end = len(present)
+        found = {"nonfinite": 0.0, "elements": float(sum(each.numel() for each in shards))}
+        if not all(map(math.isfinite, numbers[:end])):
+            found["nonfinite"] = float(sum(int((~each.isfinite()).sum()) for each in shards))
+        found |= self._by_group("gradient", present, numbers[:end])
+        weights = range(len(self._parameters))
+        found |= self._by_group("weight", weights, numbers[end : end + len(weights)])
+        found |= self._named("update", numbers[end + len(weights) :])
+        return {name: value / self._copies for name, value in found.items()}
+
+    def norms(self, sums: Mapping[str, float], scale: float) -> Norms:
+        """The whole model's norms, from `sums` added up over all ranks.
+
+        Args:
+            sums: of all ranks together.
+            scale: that the gradients will be multiplied with before they are clipped.
+        """
+        grads, weights, updates = (
+            {group: sums[f"{kind}.{group}"] for group in self.groups}
+            for kind in ("gradient", "weight", "update")
+        )
+        return Norms(
+            grad_norm=scale * _root(sum(grads.values())),
+            weight_norm=_root(sum(weights.values())),
+            update_ratio=_ratio(sum(updates.values()), sum(weights.values())),
+            nonfinite_share=sums["nonfinite"] / max(1.0, sums["elements"]),
+            group_grad_norms={group: scale * _root(each) for group, each in grads.items()},
+            group_weight_norms={group: _root(each) for group, each in weights.items()},
+            group_update_ratios={
+                group: _ratio(each, weights[group]) for group, each in updates.items()
+            },
+        )
+
+    def all_finite(self, world: World) -> bool:
+        """Whether all weights are finite; all ranks call it."""
+        mine = squares([local_shard(parameter) for parameter in self._parameters]).sum()
+        return math.isfinite(sum_over_ranks({"weights": float(mine)}, world)["weights"])
+
+    @contextmanager
+    def track_update(self) -> Iterator[None]:
+        """Measure the update that is made inside the block."""
+        before = self._probe() if self._probed is None else self._probed
+        yield
+        self._probed = self._probe()  # weights do not change before the next update
+        moved = self._probe_weight * (self._probed - before).square()
+        sums = torch.zeros(len(GROUPS), dtype=torch.float64, device=moved.device)
+        self._update = sums.index_add_(0, self._probe_group, moved.double())
+
+    def last_update(self) -> dict[str, float]:
+        """This rank's part of the last update's sums of squares, as in `sums`."""
+        update = self._taken_update(self._probe_weight.device)
+        self._update = update
+        named = self._named("update", update.tolist())
+        return {name: value / self._copies for name, value in named.items()}
+
+    def set_last_update(self, sums: Mapping[str, float], num_ranks: int) -> None:
+        """Restore `last_update`, added up over all ranks, with weights of a checkpoint."""
+        self._probed = None
+        by_group = [sums.get(f"update.{group}", 0.0) for group in GROUPS]
+        self._update = [self._copies * each / num_ranks for each in by_group]
+
+    @torch.no_grad()
+    def _probe(self) -> Tensor:
+        pairs = zip(self._parameters, self._strides, strict=True)
+        return torch.cat([local_shard(each).flatten()[::stride].float() for each, stride in pairs])
+
+    def _taken_update(self, device: torch.device) -> Tensor:
+        update, self._update = self._update, None
+        if isinstance(update, Tensor):
+            return update
+        return torch.tensor(update or [0.0] * len(GROUPS), dtype=torch.float64, device=device)
+
+    def _by_group(
+        self, kind: str, indices: Sequence[int], numbers: Sequence[float]
+    ) -> dict[str, float]:
+        sums = [0.0] * len(GROUPS)
+        for index, number in zip(indices, numbers, strict=True):
+            sums[self._group_of[index]] += number
+        return self._named(kind, sums)
+
+    def _named(self, kind: str, by_group: Sequence[float]) -> dict[str, float]:
+        return {f"{kind}.{group}": by_group[GROUPS.index(group)] for group in self.groups}
+
+
+def _root(square: float) -> float:
+    return math.sqrt(square) if square >= 0 else math.nan
+
+
+def _ratio(update: float, weight: float) -> float:
+    return _root(update / weight) if weight > 0 else 0.0
+
+
+# --- Groups of parameters ---------------------------------------------------------------------
+
+
+def parameter_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, str]:
+    """The group (`longtake.guard.history.GROUPS`) of each trained parameter, by its name.
+
+    `embedding`: what comes before and after the blocks; `added`: the user's own module; `other`:
+    norms and modulation of a block.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    in_blocks = tuple(f"{names[id(block)]}." for block in blocks)
+    return {
+        name: _group(name, in_blocks)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def _group(name: str, in_blocks: tuple[str, ...]) -> str:
+    if name.startswith(f"{ADDED}."):
+        return "added"
+    if not name.startswith(in_blocks):
+        return "embedding"
+    parts = name.split(".")
+    if any(word in part for part in parts for word in _ATTENTION):
+        return "attention"
+    if any(part == word or part.startswith(f"{word}_") for part in parts for word in _MLP):
+        return "mlp"
+    return "other"
+
+
+# --- The collective of a step -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepSummary:
     """What all ranks know about a step, the same on each."""
 
     statistics: StepStatistics
-    """What the guard judges by; of no use where not one sample was trained."""
+    """What the guard judges; meaningless if no sample was trained."""
     scale: float
     """Global batch size over the number of samples that were trained."""
     num_troubles: int
     """Clips that could not be decoded and decoders that were replaced, over all ranks."""
     stop: str | None
-    """The signal that asked a rank to stop, if one did; of several, the most pressing."""
+    """The signal by which a rank was asked to stop; of several, the most urgent."""
     save_failed: bool
     """Whether a checkpoint could not be written, on any rank."""
     save_due: bool
     """Whether `checkpoint.minutes` have passed, by the clock of rank 0."""
 
 
-def reduce_facts(
-    samples: SampleLosses,
+def reduce_statistics(
+    session: Session,
+    losses: SampleLosses,
     batch: Batch,
     state: TrainingState,
-    gauge: Gauge,
+    norms: NormStats,
     local: Mapping[str, float],
-    recipe: Recipe,
-    world: World,
-) -> Facts:
+) -> StepSummary:
     """Add up what each rank has measured; all ranks call it once a step.
 
     `local` are this rank's `local_facts`.
     """
     heartbeat.set_phase("collective")
-    losses = _losses(samples, batch) if world.speaks_for_data else _NO_LOSSES
-    sums = sum_over_ranks({**losses, **gauge.sums(), **local}, world)
+    world = session.world
+    by_sigma = _losses(losses, batch) if world.speaks_for_data else _NO_LOSSES
+    sums = sum_over_ranks({**by_sigma, **norms.sums(), **local}, world)
     num_samples = int(sum(sums[f"samples.{quarter}"] for quarter in range(_QUARTERS)))
-    scale = recipe.training.batch_size / max(1, num_samples)
-    return Facts(
-        statistics=_statistics(sums, num_samples, scale, batch, state, gauge, recipe),
+    scale = session.recipe.training.batch_size / max(1, num_samples)
+    return StepSummary(
+        statistics=_statistics(session, sums, num_samples, batch, state, norms.norms(sums, scale)),
         scale=scale,
         num_troubles=int(sums["troubles"]),
         stop=next((name for name in EXIT_CODES if sums[f"stop.{name}"]), None),
@@ -69,7 +267,7 @@ def reduce_facts(
 def local_facts(
     loader: Loader, *, stop: str | None, save_failed: bool, save_due: bool = False
 ) -> dict[str, float]:
-    """What this rank has to say besides numbers of the model; `stop`: the signal that it got."""
+    """This rank's facts beside numbers of the model; `stop`: the signal that it received."""
     troubles = len(loader.failures) + len(loader.incidents)
     signals = {f"stop.{name}": float(name == stop) for name in EXIT_CODES}
     return {"troubles": troubles, **signals, "save_failed": save_failed, "save_due": save_due}
@@ -92,16 +290,15 @@ def _losses(samples: SampleLosses, batch: Batch) -> dict[str, float]:
 
 
 def _statistics(
+    session: Session,
     sums: Mapping[str, float],
     num_samples: int,
-    scale: float,
     batch: Batch,
     state: TrainingState,
-    gauge: Gauge,
-    recipe: Recipe,
+    norms: Norms,
 ) -> StepStatistics:
-    norms = gauge.norms(sums, scale)
-    step, losses = state.global_step, [sums[f"loss.{quarter}"] for quarter in range(_QUARTERS)]
+    recipe, step = session.recipe, state.global_step
+    losses = [sums[f"loss.{quarter}"] for quarter in range(_QUARTERS)]
     factor = schedule_factor(max(0, step - 1), recipe.training.steps, recipe.optimizer)
     return StepStatistics(
         step=step,
@@ -131,7 +328,7 @@ def _means(sums: Sequence[float], counts: Sequence[float]) -> tuple[float, float
 
 
 def edge_of(batch: Batch) -> str | None:
-    """What begins with a batch, for people; None in the middle of an epoch, and at the run's."""
+    """Which epoch or stage begins with a batch, in words; None: none, or the run itself."""
     if not batch.begins_epoch or batch.step == 0:
         return None
     source = "" if batch.source == "catalog" else f" (catalog {batch.source})"

@@ -4,88 +4,140 @@ All that is random about a sample comes from the sample's own seed, drawn on the
 noise on any device, any number of ranks and any micro-batch size.
 """
 
+import random
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from longtake import heartbeat
 from longtake.config import Recipe
 from longtake.data.batch import Batch
+from longtake.data.order import derive
 from longtake.flow.timesteps import sample_sigmas
 from longtake.models.base import Conditioning
 from longtake.models.build import Components
-from longtake.models.numerics import Precision
 from longtake.models.objective import FlowBatch, flow_losses, training_conditioning
 from longtake.models.text import NO_CAPTION
 from longtake.optim.build import schedule_factor, set_learning_rates
-from longtake.optim.ema import Averages, masters_of
+from longtake.optim.ema import masters_of
+from longtake.parallel.collectives import gather_in_group
 from longtake.parallel.fsdp import clip_gradients, set_gradient_sync
 from longtake.parallel.mesh import World
 from longtake.training.latent_cache import encode_captions, encode_videos
-from longtake.training.own_work import OwnWork
-
-
-@dataclass
-class TrainingState:
-    """All that changes from step to step."""
-
-    components: Components
-    optimizers: list[Optimizer]
-    ema: Averages
-    precision: Precision
-    global_step: int = 0
-    """Steps done: an optimizer update each, but for those that had nothing to learn from or that
-    the guard left out."""
+from longtake.training.session import Session, TrainingState
 
 
 @dataclass(frozen=True)
 class SampleLosses:
-    """What came of each sample of this rank's share of a batch."""
+    """Losses of the samples of this rank's share of a batch."""
 
     losses: tuple[float, ...]
-    """[B]; of what stands in for a clip too."""
+    """[B], stand-ins included."""
     sigmas: tuple[float, ...]
     """[B]"""
-    work_seconds: float = field(default=0.0, compare=False)
-    """Of this rank's own work for them, in which it waited for no other."""
+    compute_seconds: float = field(default=0.0, compare=False)
+    """Time of this rank's own computation, without waiting for other ranks."""
 
 
-def compute_gradients(
-    state: TrainingState, batch: Batch, recipe: Recipe, world: World
-) -> SampleLosses:
+def drop_undecodable(batch: Batch, world: World) -> Batch:
+    """Drop clips that another rank of the same context-parallel group could not decode.
+
+    These ranks decode the same clips independently. All ranks call it.
+    """
+    if world.sequence_group is None:
+        return batch
+    everyone = gather_in_group((batch.weights.tolist(), batch.rejected), world.sequence_group)
+    weights = [min(of_one_place) for of_one_place in zip(*(w for w, _ in everyone), strict=True)]
+    rejected = dict.fromkeys(sample for _, samples in everyone for sample in samples)
+    return replace(batch, weights=torch.tensor(weights), rejected=tuple(rejected))
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed Python's, numpy's and torch's generators from the step, such as for dropout.
+
+    So there is no random state to save: a resumed run draws what it would have drawn, on the same
+    number of processes.
+    """
+    number = derive("step", seed, step, rank)
+    random.seed(number)
+    np.random.seed(number % 2**32)  # an older generator, but a user's module may use it
+    torch.default_generator.manual_seed(number)  # torch.manual_seed takes ten times as long
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed(number)
+
+
+def compute_gradients(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
     """Accumulate the gradients of this rank's share of a batch.
 
-    They are those of the sum of all ranks' weighted losses over the global batch size; what stands
-    in for a clip that is not there has weight 0.
+    They are those of the sum of all ranks' weighted losses over the global batch size; a stand-in
+    for a missing clip has weight 0.
     """
-    model = state.components.model
+    recipe, device = session.recipe, session.world.device
+    components = state.components
     found: list[Tensor] = []
-    work = OwnWork(world.device)
-    share = recipe.training.batch_size / world.data_size  # gradients are averaged over ranks
+    timer = ComputeTimer(device)
+    share = recipe.training.batch_size / session.world.data_size  # ranks average gradients
     micro_batches = list(_micro_batches(batch, recipe.training.micro_batch_size))
     for number, part in enumerate(micro_batches, start=1):
-        set_gradient_sync(model, wanted=number == len(micro_batches))
+        set_gradient_sync(components.model, wanted=number == len(micro_batches))
         heartbeat.set_phase("forward")
-        with work.counted():
-            examples = prepare(part, state.components, recipe, world.device)
-            losses = flow_losses(state.components, examples, state.precision, world.device)
+        with timer.measure():
+            examples = prepare(part, components, recipe, device)
+            losses = flow_losses(components, examples, session.precision, device)
         heartbeat.set_phase("backward")
-        weighted = losses * part.weights.to(world.device)
+        weighted = losses * part.weights.to(device)
         (weighted.sum() / share).backward()  # type: ignore[no-untyped-call]
         found.append(torch.stack([losses.detach(), examples.sigmas]))
-    losses, sigmas = torch.cat(found, dim=1).tolist()  # one wait for the device
-    return SampleLosses(tuple(losses), tuple(sigmas), work.seconds())
+    losses, sigmas = torch.cat(found, dim=1).tolist()  # waits for the device once
+    return SampleLosses(tuple(losses), tuple(sigmas), timer.seconds())
 
 
-def apply_update(state: TrainingState, recipe: Recipe, grad_norm: float, scale: float) -> float:
+class ComputeTimer:
+    """Adds up how long this rank computes without waiting for others: it tells slow ranks apart.
+
+    Only the forward pass is measured: all other parts of a step end in waiting for other ranks. If
+    the model is sharded the forward pass does too, and the time tells less.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Add the time of the block, as the device takes it."""
+        begun = time.perf_counter()
+        if self._is_cuda:
+            self._events.append((_cuda_event(), _cuda_event()))
+            self._events[-1][0].record()
+        yield
+        if self._is_cuda:
+            self._events[-1][1].record()
+        else:
+            self._seconds += time.perf_counter() - begun
+
+    def seconds(self) -> float:
+        """The sum; the device must have finished."""
+        milliseconds = sum(float(begin.elapsed_time(end)) for begin, end in self._events)
+        return self._seconds + milliseconds / 1e3
+
+
+def _cuda_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def apply_update(session: Session, state: TrainingState, grad_norm: float, scale: float) -> float:
     """Update weights and EMA from the gradients, and drop these.
 
     Args:
+        session: the session.
         state: with the gradients of `compute_gradients`.
-        recipe: the run's.
         grad_norm: of the mean loss's gradient, over all ranks.
         scale: global batch size over the number of samples that were trained, which makes the
             gradients those of the mean loss.
@@ -94,30 +146,34 @@ def apply_update(state: TrainingState, recipe: Recipe, grad_norm: float, scale: 
         The learning rate.
     """
     heartbeat.set_phase("optimizer")
-    clip_gradients(state.components.model, grad_norm, recipe.optimizer.max_grad_norm, scale)
-    factor = schedule_factor(state.global_step, recipe.training.steps, recipe.optimizer)
+    section, steps = session.recipe.optimizer, session.recipe.training.steps
+    clip_gradients(state.components.model, grad_norm, section.max_grad_norm, scale)
+    factor = schedule_factor(state.global_step, steps, section)
     set_learning_rates(state.optimizers, factor)
     for optimizer in state.optimizers:
         optimizer.step()
     state.components.model.zero_grad(set_to_none=True)
     state.global_step += 1
     state.ema.update(state.global_step, masters_of(state.optimizers))
-    return recipe.optimizer.learning_rate * factor
+    return section.learning_rate * factor
 
 
 def skip_update(state: TrainingState) -> None:
-    """Count a step that makes no update."""
+    """Count a step without an update."""
     state.components.model.zero_grad(set_to_none=True)
     state.global_step += 1
 
 
 def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.device) -> FlowBatch:
-    """Latents, noise, sigmas and conditioning of a (micro-)batch.
+    """Latents, noise, sigmas and conditioning of a (micro-)batch, in fp32.
 
-    Encoded here and now, or, where the batch has them, as they come from a cache: the same to the
-    bit. All is in fp32; a family casts what its model takes in bf16.
+    Latents and conditioning are encoded here, or come from a cache: the same bits.
     """
-    latents = _latents(batch, parts, device)
+    latents = (
+        batch.latents.to(device)
+        if batch.latents is not None
+        else encode_videos(parts.codec, batch.videos.to(device))
+    )
     draws = [_draw(seed, latents.shape[1:]) for seed in batch.seeds]
     noise = torch.stack([noise for noise, _ in draws]).to(device)
     uniform = torch.stack([uniform for _, uniform in draws])  # [B, 2]
@@ -132,34 +188,27 @@ def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.devic
     )
     dropout = recipe.data.caption_dropout
     is_dropped = uniform[:, 1] < (parts.defaults.caption_dropout if dropout is None else dropout)
-    told = _conditioning(batch, is_dropped, parts, device)
-    conditioning = training_conditioning(parts, recipe, told)
+    encoded = _conditioning(batch, is_dropped, parts, device)
+    conditioning = training_conditioning(parts, recipe, encoded)
     return FlowBatch(latents, noise, sigmas.to(device, torch.float32), conditioning)
-
-
-def _latents(batch: Batch, parts: Components, device: torch.device) -> Tensor:
-    """[B, C, F, H, W] in fp32."""
-    if batch.latents is not None:
-        return batch.latents.to(device)
-    return encode_videos(parts.codec, batch.videos.to(device))
 
 
 def _conditioning(
     batch: Batch, is_dropped: Tensor, parts: Components, device: torch.device
 ) -> Conditioning:
-    """What the model is told of captions, without those that are dropped, and of pictures."""
+    """Embeddings of captions, dropped ones replaced, and latents of reference pictures."""
     if batch.latents is not None:
-        told = dict(batch.conditioning)
+        encoded = dict(batch.conditioning)
         for name, none in batch.no_caption.items():
             where = is_dropped.reshape(-1, *[1] * (none.ndim - 1))
-            told[name] = torch.where(where, none, told[name])
-        return {name: tensor.to(device) for name, tensor in told.items()}
+            encoded[name] = torch.where(where, none, encoded[name])
+        return {name: tensor.to(device) for name, tensor in encoded.items()}
     pairs = zip(batch.captions, is_dropped.tolist(), strict=True)
     captions = [NO_CAPTION if drop else caption for caption, drop in pairs]
-    told = encode_captions(parts.text, captions)
+    encoded = encode_captions(parts.text, captions)
     for name, pictures in batch.references.items():
-        told[f"{name}_latents"] = encode_videos(parts.codec, pictures.to(device))
-    return told
+        encoded[f"{name}_latents"] = encode_videos(parts.codec, pictures.to(device))
+    return encoded
 
 
 def _draw(seed: int, shape: Sequence[int]) -> tuple[Tensor, Tensor]:

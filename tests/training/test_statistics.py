@@ -1,4 +1,4 @@
-"""Norms of gradients, weights and updates. Run by torchrun, this file is one of two ranks."""
+"""Norms of gradients, weights and updates, on one and two ranks. torchrun runs it as a rank."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from longtake.config import ParallelSection
 from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.fsdp import apply_fsdp, local_shard
 from longtake.parallel.mesh import World, join
-from longtake.training.gauge import Gauge, Norms
+from longtake.training.statistics import Norms, NormStats
 
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)
 
@@ -51,8 +51,10 @@ def _network() -> _Network:
     return network
 
 
-def _norms(network: nn.Module, gauge: Gauge, scale: float = 1.0, world: World = _ALONE) -> Norms:
-    return gauge.norms(sum_over_ranks(gauge.sums(), world), scale)
+def _norms(
+    network: nn.Module, stats: NormStats, scale: float = 1.0, world: World = _ALONE
+) -> Norms:
+    return stats.norms(sum_over_ranks(stats.sums(), world), scale)
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:
@@ -62,13 +64,13 @@ def _norm(tensors: Sequence[Tensor]) -> float:
 def test_norms_are_those_of_all_trained_tensors_together() -> None:
     """By group and in all; gradients as they will be after the scale; no frozen ones."""
     network = _network()
-    gauge = Gauge(network, list(network.blocks))
-    norms = _norms(network, gauge, scale=3.0)
+    stats = NormStats(network, list(network.blocks))
+    norms = _norms(network, stats, scale=3.0)
     trained = [p for p in network.parameters() if p.requires_grad]
     gradients = [p.grad for p in trained if p.grad is not None]
     assert norms.grad_norm == pytest.approx(3 * _norm(gradients), rel=1e-6)
     assert norms.weight_norm == pytest.approx(_norm(trained), rel=1e-6)
-    assert gauge.groups == ("embedding", "attention", "mlp", "other")
+    assert stats.groups == ("embedding", "attention", "mlp", "other")
     attention = network.get_parameter("blocks.0.attn.weight")
     assert norms.group_weight_norms["attention"] == pytest.approx(_norm([attention]), rel=1e-6)
     embedding = list(network.embed.parameters())
@@ -79,13 +81,13 @@ def test_norms_are_those_of_all_trained_tensors_together() -> None:
 def test_an_update_is_measured_where_it_was_made() -> None:
     """Exactly for small parameters, closely for larger ones; and forgotten when it was asked."""
     network = _network()
-    gauge = Gauge(network, list(network.blocks))
+    stats = NormStats(network, list(network.blocks))
     before = copy.deepcopy(network)
-    with gauge.of_update(), torch.no_grad():
+    with stats.track_update(), torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
-    kept = gauge.last_update()
-    norms = _norms(network, gauge)
+    kept = stats.last_update()
+    norms = _norms(network, stats)
     for group, names in {
         "embedding": ["embed.weight", "embed.bias"],
         "attention": ["blocks.0.attn.weight"],
@@ -95,9 +97,9 @@ def test_an_update_is_measured_where_it_was_made() -> None:
         moved = _norm([a - b for a, b in zip(new, old, strict=True)])
         exact = 0.05 if group == "attention" else 1e-6  # 3,600 numbers, of which 900 are probed
         assert norms.group_update_ratios[group] == pytest.approx(moved / _norm(new), rel=exact)
-    assert _norms(network, gauge).update_ratio == 0.0
-    gauge.set_last_update(kept, num_ranks=1)
-    assert _norms(network, gauge).group_update_ratios == norms.group_update_ratios
+    assert _norms(network, stats).update_ratio == 0.0
+    stats.set_last_update(kept, num_ranks=1)
+    assert _norms(network, stats).group_update_ratios == norms.group_update_ratios
 
 
 def test_numbers_that_are_none_are_counted() -> None:
@@ -106,8 +108,8 @@ def test_numbers_that_are_none_are_counted() -> None:
     gradient = network.embed.weight.grad
     assert gradient is not None
     gradient[0, :2] = torch.tensor([float("nan"), float("inf")])
-    gauge = Gauge(network, list(network.blocks))
-    norms = _norms(network, gauge)
+    stats = NormStats(network, list(network.blocks))
+    norms = _norms(network, stats)
     elements = sum(p.numel() for p in network.parameters() if p.requires_grad)
     assert norms.nonfinite_share == pytest.approx(2 / elements)
     assert torch.tensor(norms.grad_norm).isnan()
@@ -118,7 +120,7 @@ def test_without_gradients_the_norm_is_zero() -> None:
     """Nothing that trains was reached; the plan says so, and nothing breaks here."""
     network = _network()
     network.zero_grad(set_to_none=True)
-    assert _norms(network, Gauge(network, list(network.blocks))).grad_norm == 0.0
+    assert _norms(network, NormStats(network, list(network.blocks))).grad_norm == 0.0
 
 
 def test_two_ranks_measure_what_one_measures(run_on_two_ranks: Callable[..., None]) -> None:
@@ -133,29 +135,29 @@ def _check(world: World) -> None:
     apply_fsdp(spread_out, list(spread_out.blocks), world)
     samples = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
     spread_out(samples).pow(3).sum().backward()
-    gauges = [Gauge(each, list(each.blocks)) for each in (alone, spread_out)]
-    for network, gauge in zip((alone, spread_out), gauges, strict=True):
-        with gauge.of_update(), torch.no_grad():
+    measured = [NormStats(each, list(each.blocks)) for each in (alone, spread_out)]
+    for network, stats in zip((alone, spread_out), measured, strict=True):
+        with stats.track_update(), torch.no_grad():
             for parameter in network.parameters():
                 local_shard(parameter).mul_(1.5)
-    kept = sum_over_ranks(gauges[1].last_update(), world)
-    wanted = _norms(alone, gauges[0])
-    found = _norms(spread_out, gauges[1], world=world)
+    kept = sum_over_ranks(measured[1].last_update(), world)
+    wanted = _norms(alone, measured[0])
+    found = _norms(spread_out, measured[1], world=world)
     assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-5)
     assert found.weight_norm == pytest.approx(wanted.weight_norm, rel=1e-6)
-    for group in gauges[0].groups:
+    for group in measured[0].groups:
         assert found.group_update_ratios[group] == pytest.approx(
             wanted.group_update_ratios[group], rel=0.1
         )
-    gauges[1].set_last_update(kept, world.size)
-    again = _norms(spread_out, gauges[1], world=world)
+    measured[1].set_last_update(kept, world.size)
+    again = _norms(spread_out, measured[1], world=world)
     assert again.group_update_ratios == pytest.approx(found.group_update_ratios, rel=1e-12)
     assert len(gradients) == len(list(spread_out.parameters()))
     if world.rank == 1:
         lost = spread_out.get_parameter("blocks.0.attn.weight").grad
         assert lost is not None
         local_shard(lost)[0, 0] = float("nan")
-    lost_norms = _norms(spread_out, gauges[1], world=world)
+    lost_norms = _norms(spread_out, measured[1], world=world)
     assert 0 < lost_norms.nonfinite_share < 1e-3
     assert torch.tensor(lost_norms.grad_norm).isnan()
 

@@ -1,4 +1,4 @@
-"""What is said of gradients that are no numbers. Run by torchrun, this file is one of two ranks."""
+"""NaN and inf in gradients are located. Run by torchrun, this file is one of two ranks."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from longtake.config import ParallelSection
 from longtake.parallel.fsdp import apply_fsdp, full, squares
 from longtake.parallel.mesh import World, join
-from longtake.training.diverged import lost_gradients
+from longtake.training.guard_runner import describe_non_finite_gradients
 
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)
 
@@ -49,7 +49,7 @@ def test_names_parameters_their_blocks_and_how_much_is_lost(dtype: torch.dtype) 
     network = _with_gradients(dtype)
     for index, values in ((0, [float("nan")]), (1, [float("nan"), float("inf"), -float("inf")])):
         _gradient(network, f"blocks.{index}.weight")[0, : len(values)] = torch.tensor(values)
-    said = lost_gradients(network, list(network.blocks), _ALONE)
+    said = describe_non_finite_gradients(network, list(network.blocks), _ALONE)
     assert "the gradients of 2 of 9 trained parameters" in said
     named = (
         "blocks.1.weight (block 2 of 3), 1 NaN and 2 infinite of 16 numbers; "
@@ -63,18 +63,18 @@ def test_names_no_more_than_a_few() -> None:
     network = _with_gradients()
     for parameter in network.parameters():
         parameter.grad = torch.full_like(parameter, float("inf"))
-    said = lost_gradients(network, list(network.blocks), _ALONE)
+    said = describe_non_finite_gradients(network, list(network.blocks), _ALONE)
     assert "first: last.weight (outside the blocks), 4 infinite of 4 numbers; blocks.2." in said
     assert "9 of 9" in said
     assert said.endswith("blocks.2.weight (block 3 of 3), 16 infinite of 16 numbers and more.")
 
 
-def test_gradients_may_be_numbers_though_their_norm_is_none() -> None:
+def test_gradients_may_be_finite_though_their_norm_is_not() -> None:
     """1e30 squared is more than fp32 holds."""
     network = _with_gradients()
     _gradient(network, "last.weight").fill_(1e30)
     assert squares([_gradient(network, "last.weight")]).isinf().all()
-    assert "Each gradient is a finite number" in lost_gradients(
+    assert "Each gradient is finite" in describe_non_finite_gradients(
         network, list(network.blocks), _ALONE
     )
 
@@ -94,8 +94,8 @@ def _check(world: World) -> None:
     if world.rank == 1:
         share.to_local()[0, 0] = float("nan")
     _gradient(alone, "blocks.1.weight")[2, 0] = float("nan")
-    said = lost_gradients(sharded, list(sharded.blocks), world)
-    assert said == lost_gradients(alone, list(alone.blocks), _ALONE)
+    said = describe_non_finite_gradients(sharded, list(sharded.blocks), world)
+    assert said == describe_non_finite_gradients(alone, list(alone.blocks), _ALONE)
     assert "blocks.1.weight (block 2 of 3), 1 NaN of 16" in said
     assert (
         full(_gradient(sharded, "last.weight")).isfinite().all()

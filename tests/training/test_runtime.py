@@ -1,25 +1,29 @@
-"""A run is watched from its beginning to its end, whatever becomes of its watcher."""
+"""A run is watched to its end; freed memory and compiled code are kept."""
 
 import os
+import platform
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
-from longtake.config import Recipe
+from longtake.config import Recipe, TrainingSection
 from longtake.errors import DataError
 from longtake.fsio import read_json
 from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeat, read_heartbeats
 from longtake.node_dir import read_events, this_node
 from longtake.run_dir import RunDirectory
-from longtake.training import loop, run
-from longtake.training.own_work import OwnWork
-from longtake.training.run import train
-from longtake.training.step import TrainingState, apply_update
+from longtake.training import loop
+from longtake.training import train as training
+from longtake.training.runtime import keep_compiled_code
+from longtake.training.session import Session, TrainingState
+from longtake.training.step import apply_update
+from longtake.training.train import train
 
 _QUIET = Console(quiet=True)
 
@@ -27,10 +31,10 @@ _QUIET = Console(quiet=True)
 def _when(step: int, act: Callable[[Recipe], None]) -> Callable[..., float]:
     """The update, and something else before that of one step."""
 
-    def update(state: TrainingState, recipe: Recipe, grad_norm: float, scale: float) -> float:
+    def update(session: Session, state: TrainingState, grad_norm: float, scale: float) -> float:
         if state.global_step == step:
-            act(recipe)
-        return apply_update(state, recipe, grad_norm, scale)
+            act(session.recipe)
+        return apply_update(session, state, grad_norm, scale)
 
     return update
 
@@ -128,7 +132,7 @@ def test_who_ends_with_a_word_has_not_died(
         phases.append(pulse.phase)
         raise error
 
-    monkeypatch.setattr(run, "_train", fail)
+    monkeypatch.setattr(training, "find_resume_point", fail)
     recipe = small_recipe("watch.enabled=true")
     with pytest.raises(type(error)):
         train(recipe, _QUIET)
@@ -155,17 +159,6 @@ def test_a_fresh_run_has_its_heart_in_a_place_of_its_own(
     assert places == [False, True]
 
 
-def test_own_work_is_what_was_counted() -> None:
-    """And nothing between."""
-    work = OwnWork(torch.device("cpu"))
-    with work.counted():
-        time.sleep(0.02)
-    time.sleep(0.05)
-    with work.counted():
-        time.sleep(0.02)
-    assert 0.04 <= work.seconds() < 0.07
-
-
 def test_the_hook_is_not_on_the_watchers_command_line(
     small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,3 +174,62 @@ def test_the_hook_is_not_on_the_watchers_command_line(
     changes = ("watch.enabled=true", "watch.hook='echo s3cret'", "training.steps=4")
     train(small_recipe(*changes), _QUIET)
     assert ["s3cret" in each for each in lines] == [False, True]
+
+
+_FAULTS = """
+import resource, sys, torch
+from longtake.training.runtime import keep_freed_memory
+print(keep_freed_memory())
+def touch(): return torch.ones(4 * 2**20)  # 16 MiB: between glibc's threshold and its limit
+touch()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20): touch()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def _run(**variables: str) -> tuple[str, int]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | variables
+    command = [sys.executable, "-c", _FAULTS]
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    kept, faults = printed.stdout.split()
+    return kept, int(faults)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
+def test_blocks_are_used_again_unless_the_user_decides() -> None:
+    """Of twenty blocks of 4,096 pages in turn all are cleared by default, and few when kept."""
+    decided, default_faults = _run(MALLOC_TRIM_THRESHOLD_="131072")
+    kept, faults = _run()
+    assert (decided, kept) == ("False", "True")
+    assert faults < default_faults / 2
+
+
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def _section(*, compiles: bool) -> TrainingSection:
+    return TrainingSection(steps=1, batch_size=1, compile=compiles)
+
+
+def test_it_is_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And torch looks there."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    monkeypatch.setenv(_VARIABLE, "")  # so that it is put back
+    monkeypatch.delenv(_VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_compiled_code(_section(compiles=True))
+    assert cache_dir() == str(tmp_path / "longtake" / "compiled")
+
+
+@pytest.mark.parametrize(("compiles", "before"), [(False, None), (True, "/mine")])
+def test_the_environment_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, compiles: bool, before: str | None
+) -> None:
+    """Where it names a folder, or nothing is compiled."""
+    monkeypatch.setenv(_VARIABLE, before or "")
+    if before is None:
+        monkeypatch.delenv(_VARIABLE)
+    keep_compiled_code(_section(compiles=compiles))
+    assert os.environ.get(_VARIABLE) == before

@@ -1,4 +1,4 @@
-"""Compiled blocks compute what the others do; without a compiler it is said before the run."""
+"""Compiled blocks compute what the others do; a machine without a compiler is refused."""
 
 import copy
 import logging
@@ -17,7 +17,7 @@ from longtake.errors import RecipeError
 from longtake.models.build import Components, assemble, latent_shape
 from longtake.models.objective import outline_conditioning
 from longtake.planner.activation_checkpointing import OPTIONS, Option
-from longtake.training.compiling import compile_blocks, refuse_missing_compiler
+from longtake.training.build import compile_blocks, refuse_missing_compiler
 
 _CPU = torch.device("cpu")
 

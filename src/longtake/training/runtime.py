@@ -1,0 +1,187 @@
+"""What a rank keeps beside its training: heartbeat, watcher, freed memory and compiled code.
+
+The watcher (`longtake.monitor`) is a program of its own: it must survive this process.
+"""
+
+import ctypes
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from longtake.config import Recipe, TrainingSection
+from longtake.errors import LongtakeError, LostPeerError
+from longtake.failures import FailureKind, error_line, failure_of, find_failed_rank
+from longtake.heartbeat import (
+    HeartbeatWriter,
+    heartbeat_dir,
+    heartbeat_session,
+    make_private_dir,
+    read_heartbeat,
+)
+from longtake.node_dir import this_node
+from longtake.parallel.collectives import from_first
+from longtake.parallel.mesh import World, place_in_world
+from longtake.process import SECTION_VARIABLE, KeptProcess, program
+from longtake.run_dir import RunDirectory
+from longtake.stacks import enable_stack_dumps, stack_file
+
+_WATCHER_PROGRAM = "longtake.monitor"
+_SECONDS_TO_END = 3.0
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>
+_LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more
+_NEVER = 2**31 - 1
+
+
+# --- Heartbeat and watcher --------------------------------------------------------------------
+
+
+class NodeWatcher:
+    """Starts this node's watcher once the run exists, and again whenever it ends.
+
+    Args:
+        recipe: the run's.
+        writer: this process's heartbeat.
+        is_wanted: whether this process starts the watcher.
+
+    Attributes:
+        run: the run, as soon as it is known.
+    """
+
+    def __init__(self, recipe: Recipe, writer: HeartbeatWriter, *, is_wanted: bool) -> None:
+        self._section = recipe.watch
+        paths = [*recipe.data.sources().values(), *filter(None, [recipe.data.cache])]
+        self._data = sorted({path.resolve().parent for path in paths})
+        self._writer = writer
+        self._is_wanted = is_wanted
+        self.run: RunDirectory | None = None
+        self._enable_stack_dumps()
+        self._process: KeptProcess | None = None
+
+    def join(self, run: RunDirectory, world: World) -> None:
+        """Set the run and the launch; all ranks call it."""
+        self.run = run
+        if self._writer.path.parent != heartbeat_dir(run.path):
+            self._stacks.unlink(missing_ok=True)
+            self._writer.move_to(heartbeat_dir(run.path))
+            self._enable_stack_dumps()
+        self._writer.set_launch(from_first(secrets.token_hex(4), world))
+
+    def start(self) -> None:
+        """Start the watcher, if the run exists and it was not started yet."""
+        if self.run is None or not self.run.exists():
+            return
+        if self._is_wanted and self._process is None:
+            options = [part for path in self._data for part in ("--data", str(path))]
+            self._process = KeptProcess(
+                "watcher",
+                program(_WATCHER_PROGRAM, str(self.run.path.resolve()), *options),
+                this_node(self.run).log_path,
+                inside=self.run.path,
+                # Not an argument: other users of the node read command lines.
+                changes={SECTION_VARIABLE: self._section.model_dump_json()},
+            )
+            self._process.start()
+
+    def close(self, *, waits: bool = True) -> None:
+        """Let it end, as it does after the last rank of its node; wait a moment if `waits`."""
+        self._stacks.unlink(missing_ok=True)
+        if self._process is not None:
+            self._process.end()
+            self._process.wait(_SECONDS_TO_END if waits else 0)
+        elif not self._section.enabled or self._is_wanted or self.run is None:
+            self._writer.remove()  # no watcher does
+
+    def _enable_stack_dumps(self) -> None:
+        self._stacks = stack_file(self._writer.path.parent, os.getpid())
+        with suppress(OSError):  # py-spy may still be allowed
+            enable_stack_dumps(self._stacks)
+
+
+@contextmanager
+def watcher_process(recipe: Recipe) -> Iterator[NodeWatcher]:
+    """Write this process's heartbeat, from before the rendezvous until it has left the others.
+
+    Raises:
+        RunError: watch.enabled, and another user has made the folder of this user's processes.
+        LostPeerError: another rank was lost in the block, with what is known of it.
+    """
+    rank, local_rank, size = place_in_world()
+    if recipe.watch.enabled:
+        with suppress(OSError):  # without shared memory training works all the same
+            make_private_dir(heartbeat_dir(recipe.out))
+    writer = HeartbeatWriter(
+        heartbeat_dir(recipe.out), "rank", rank=rank, local_rank=local_rank, world_size=size
+    )
+    watcher = NodeWatcher(recipe, writer, is_wanted=recipe.watch.enabled and local_rank == 0)
+    waits = True
+    try:
+        with heartbeat_session(writer):
+            writer.set_phase("rendezvous")
+            try:
+                yield watcher
+            except LostPeerError as error:
+                waits = False  # the launcher starts all ranks again as soon as this one has ended
+                raise _with_failed_rank(error, writer, watcher.run) from error
+            except Exception as error:
+                _record_failure(error, writer, watcher.run)
+                raise
+    finally:
+        watcher.close(waits=waits)
+
+
+def _record_failure(error: Exception, writer: HeartbeatWriter, run: RunDirectory | None) -> None:
+    """Record why this rank ends, for the other ranks; call it before its heartbeat stops.
+
+    Nothing is recorded by a rank that is alone, or in a run that was not begun.
+    """
+    own = read_heartbeat(writer.path)
+    if own is not None and own.world_size > 1 and run is not None and run.exists():
+        kind: FailureKind = "error" if isinstance(error, LongtakeError) else "exception"
+        failure_of(own, kind, error_line(error)).record(run)
+
+
+def _with_failed_rank(
+    error: LostPeerError, writer: HeartbeatWriter, run: RunDirectory | None
+) -> LostPeerError:
+    """The same error, with what is known of the rank that was lost."""
+    own = read_heartbeat(writer.path)
+    found = None if own is None or run is None else find_failed_rank(run, own)
+    if own is None or found is None:
+        return error
+    return LostPeerError(
+        f"{found}\nRank {own.rank} waited for it at step {own.step}, and cannot go on."
+    )
+
+
+# --- This process -----------------------------------------------------------------------------
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc not to hand freed blocks back to the kernel; returns whether it accepts.
+
+    Each training step frees what the next one allocates again. By default glibc gives larger
+    blocks back, and the kernel then has to clear every page anew: a third of the demo's step
+    (`benchmarks/allocator.py`). Blocks above 32 MiB still go back. Without glibc, or if the user
+    has set MALLOC_* variables, nothing changes.
+    """
+    is_users_choice = any(name.startswith("MALLOC_") for name in os.environ)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if is_users_choice or mallopt is None:
+        return False
+    kept = mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD), mallopt(_TRIM_THRESHOLD, _NEVER)
+    return all(kept)
+
+
+def keep_compiled_code(section: TrainingSection) -> None:
+    """Let torch keep compiled code in the user's cache folder, which a reboot does not empty.
+
+    Does nothing if the environment names a folder, or nothing is compiled. Ranks and runs may share
+    one: torch finds compiled code by source, shapes, versions and processor.
+    """
+    if section.compile:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(home) / "longtake" / "compiled"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))

@@ -1,0 +1,338 @@
+"""Saves, resumes, restores and rolls back a run: weights, optimizers, EMA, data and guard.
+
+All that is random follows from the recipe's seed, so there is no random state to save.
+"""
+
+import hashlib
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from longtake import config, heartbeat
+from longtake.checkpoint import files, store
+from longtake.checkpoint.store import Saver
+from longtake.config import Recipe
+from longtake.data.course import LoaderState
+from longtake.data.ledger import damage as ledger_damage
+from longtake.data.loader import Loader
+from longtake.errors import CheckpointError, DivergedError
+from longtake.fsio import Count, now
+from longtake.guard.detectors import GuardVerdict
+from longtake.guard.history import HistoryColumns, StepStatistics
+from longtake.guard.rollback import RollBack, plan_rollback
+from longtake.models.trainable import load_trained, trained_state
+from longtake.parallel.collectives import first_does, from_first, sum_over_ranks
+from longtake.parallel.fsdp import gradients_of_any_dtype
+from longtake.parallel.mesh import World
+from longtake.process import StopSignal, command
+from longtake.run_dir import RolledBack, RunDirectory
+from longtake.training.build import missing_vocabulary
+from longtake.training.guard_runner import GuardRunner
+from longtake.training.peak import PeakCheck
+from longtake.training.record import Recorder
+from longtake.training.run_lease import RunLease
+from longtake.training.session import Session, TrainingState
+from longtake.training.statistics import NormStats
+
+# Flat, so that states of several optimizers can be saved together and resharded.
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_EMA = "ema"
+_NO_CHECKPOINT_SINCE_CHANGE = (
+    "There is no checkpoint between the last change of the data and the beginning of the trouble, "
+    "and it cannot go back beyond that change. Start a run of its own (--fresh), or make "
+    "checkpoint.every smaller."
+)
+
+
+@dataclass(frozen=True)
+class Monitors:
+    """What accompanies the steps of a launch."""
+
+    guard: GuardRunner
+    norms: NormStats
+    saver: Saver
+    recorder: Recorder
+    peak: PeakCheck
+    stop: StopSignal
+    lease: RunLease
+
+
+class SavedTrainer(files.SampledTrainer):
+    """trainer.json: what is needed to resume, beside weights, averages and optimizer states."""
+
+    data: LoaderState
+    guard: HistoryColumns
+    last_update: dict[str, float]
+    num_rollbacks: Count
+
+
+# --- Save -------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    session: Session, state: TrainingState, loader: Loader, monitors: Monitors
+) -> None:
+    """Begin to save all that the next step and its verdict depend on; all ranks call it.
+
+    Returns when the state may change again; the saver says how the save ends. Frozen weights are
+    not saved.
+    """
+    trainer = {
+        "global_step": state.global_step,
+        "precision": session.precision,
+        "world_size": session.world.size,
+        "data": loader.state_dict(),
+        "guard": monitors.guard.history.as_json(),
+        "last_update": sum_over_ranks(monitors.norms.last_update(), session.world),
+        "num_rollbacks": len(session.run.rollbacks()),
+        "recipe": recipe_fingerprint(session.recipe),
+    }
+    monitors.saver.save(state.global_step, state_parts(state), trainer)
+
+
+def state_parts(state: TrainingState) -> dict[str, store.State]:
+    """What is saved, by the folders of a checkpoint; it shares the state's memory."""
+    model = state.components.model
+    averages = {f"{_EMA}/{name}": each for name, each in state.ema.states().items()}
+    with gradients_of_any_dtype(model):
+        optimizer = get_optimizer_state_dict(model, state.optimizers, options=_FLAT)
+    return {"model": trained_state(model), **averages, "optimizer": optimizer}
+
+
+def recipe_fingerprint(recipe: Recipe) -> str:
+    """The checksum (sha256) of a recipe as it is written to a run directory."""
+    return hashlib.sha256(config.dump(config.kept(recipe)).encode()).hexdigest()
+
+
+# --- Resume -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a launch begins."""
+
+    path: Path | None
+    """A whole checkpoint, or None: from the first step."""
+    trainer: SavedTrainer | None
+    """Its trainer.json."""
+    warnings: tuple[str, ...]
+
+    @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return 0 if self.trainer is None else int(self.trainer["global_step"])
+
+
+def find_resume_point(
+    run: RunDirectory, recipe: Recipe, loader: Loader, world: World
+) -> ResumePoint:
+    """The run's newest whole checkpoint, with the loader brought there; all ranks call it.
+
+    Raises:
+        CheckpointError: no checkpoint is whole, or a rolled-back one cannot be deleted.
+        RunError: a file is missing without which the result would be wrong.
+    """
+    path, damaged = _latest_not_rolled_back(run, world)
+    if path is None and damaged:
+        newest, reason = damaged[0]
+        raise CheckpointError(
+            f"{run.path} has {len(damaged)} checkpoints, and not one of them is whole; of the "
+            f"newest, {newest.name}, {reason}. Restore one, or start anew beside this run with "
+            "--fresh."
+        )
+    trainer = None if path is None else files.load_trainer(path, SavedTrainer)
+    _restore_data(loader, trainer, run, world)
+    step = 0 if trainer is None else trainer["global_step"]
+    first_does(lambda: files.refuse_dangling_links(run, step), world)
+    if world.is_first:
+        for each, reason in damaged:
+            run.append_event("checkpoint_damaged", step=step, path=each.name, reason=reason)
+    warnings = [
+        f"{each} is not whole ({reason}) and was passed over; training goes on from step {step}"
+        for each, reason in damaged
+    ]
+    if trainer is not None:
+        first_does(lambda: warnings.extend(_find_losses(run, recipe, loader, step)), world)
+    return ResumePoint(path, trainer, tuple(warnings))
+
+
+def _find_losses(run: RunDirectory, recipe: Recipe, loader: Loader, step: int) -> list[str]:
+    """Record and name the missing files of a resumed run that training can do without (rank 0).
+
+    Raises:
+        RunError: the result would be wrong without them.
+    """
+    lost: list[str] = []
+    if (reason := ledger_damage(run.ledger_path)) is not None:
+        run.append_event("ledger_damaged", step=step, reason=reason)
+        lost.append(f"{reason} Training resumes; `longtake data audit` proves nothing")
+    return [*lost, *missing_vocabulary(run, recipe, loader)]
+
+
+def _latest_not_rolled_back(run: RunDirectory, world: World) -> store.LatestCheckpoint:
+    """The newest whole checkpoint of a state that no rollback abandoned; all ranks call it.
+
+    Abandoned ones are deleted: they are there if a run was killed while it rolled back.
+
+    Raises:
+        CheckpointError: one of them cannot be deleted.
+    """
+    found = store.latest_checkpoint(run, world)
+    while (back_to := _rolled_back_to(found.path, run, world)) is not None:
+        abandoned = found.path
+        first_does(lambda step=back_to: files.delete_after(run, step), world)  # type: ignore[misc]
+        found = store.latest_checkpoint(run, world)
+        if found.path == abandoned:
+            raise CheckpointError(
+                f"{abandoned} was given up when the run went back to step {back_to}, and cannot be "
+                f"deleted. Make {run.checkpoints_path} writable and start the same command again."
+            )
+    return found
+
+
+def _rolled_back_to(path: Path | None, run: RunDirectory, world: World) -> int | None:
+    """The earlier step to which the run rolled back after a checkpoint was saved, if it did."""
+    if path is None:
+        return None
+    known = files.load_trainer(path, SavedTrainer)["num_rollbacks"]
+    since = from_first(run.rollbacks(), world)[known:]
+    steps = (rolled_back["to_step"] for rolled_back in since)
+    return next((step for step in steps if step < run.step_of(path)), None)
+
+
+# --- Restore ----------------------------------------------------------------------------------
+
+
+def restore(
+    session: Session, path: Path, state: TrainingState, guard: GuardRunner, norms: NormStats
+) -> None:
+    """Restore training state, guard and norms from a whole checkpoint; all ranks call it.
+
+    Resuming and rolling back share it. The state may be of an earlier or a later step.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or belongs to another model.
+    """
+    trainer = files.load_trainer(path, SavedTrainer)
+    model = state.components.model
+    model.zero_grad(set_to_none=True)
+    parts = state_parts(state)
+    store.load_parts(path, parts, session.world, is_verified=True)
+    load_trained(model, parts["model"])
+    state.ema.load({name: parts[f"{_EMA}/{name}"] for name in state.ema.states()})
+    with gradients_of_any_dtype(model):
+        set_optimizer_state_dict(model, state.optimizers, parts["optimizer"], options=_FLAT)
+    state.global_step = trainer["global_step"]
+    guard.load(trainer["guard"])
+    norms.set_last_update(trainer["last_update"], session.world.size)
+
+
+def _restore_data(
+    loader: Loader, trainer: SavedTrainer | None, run: RunDirectory, world: World
+) -> None:
+    """Bring a loader to a checkpoint's step; it skips the batches that rollbacks exclude."""
+    for rolled_back in from_first(run.rollbacks(), world):
+        loader.skip(*rolled_back["skipped"])
+    if trainer is not None:
+        loader.load_state_dict(trainer["data"])
+
+
+# --- Roll back --------------------------------------------------------------------------------
+
+
+def roll_back(
+    session: Session,
+    verdict: GuardVerdict,
+    statistics: StepStatistics,
+    state: TrainingState,
+    loader: Loader,
+    monitors: Monitors,
+) -> None:
+    """Go back to a checkpoint from before the trouble, and exclude the batches it came with.
+
+    The rollback is on disk before anything changes: a run that is killed from then on, and resumed,
+    ends the same.
+
+    Raises:
+        DivergedError: the verdict is `stop`, or there is nothing to go back to.
+    """
+    run, world = session.run, session.world
+    chosen: RollBack | str = ""
+    if verdict.kind == "roll_back":
+        chosen = _choose_checkpoint(session, verdict, statistics, loader, monitors)
+    if isinstance(chosen, str):
+        raise _diverged(session, verdict, chosen, state.global_step)
+    heartbeat.set_phase("rollback")
+    from_step = state.global_step
+    record = RolledBack(
+        time=now(),
+        from_step=from_step,
+        to_step=chosen.step,
+        skipped=list(chosen.skipped),
+        reason=verdict.reason,
+        message=verdict.message,
+    )
+    first_does(lambda: run.append_rollback(record), world)
+    first_does(lambda: files.delete_after(run, chosen.step), world)
+    path = run.checkpoint_path(chosen.step)
+    _restore_data(loader, files.load_trainer(path, SavedTrainer), run, world)
+    restore(session, path, state, monitors.guard, monitors.norms)
+    monitors.recorder.rolled_back(verdict, chosen, from_step)
+
+
+def _choose_checkpoint(
+    session: Session,
+    verdict: GuardVerdict,
+    statistics: StepStatistics,
+    loader: Loader,
+    monitors: Monitors,
+) -> RollBack | str:
+    """Where to go back to, the same on every rank; or why the run can only stop.
+
+    A damaged checkpoint is passed over for an older one. One from before the data changed cannot
+    be used: batches had other numbers then.
+    """
+    run, world = session.run, session.world
+    version = loader.course.plan.version
+
+    def plan() -> RollBack | str:
+        steps = [step for step in run.checkpoint_steps() if _plan_version(run, step) == version]
+        if version and not any(step <= verdict.began for step in steps):
+            return _NO_CHECKPOINT_SINCE_CHANGE
+        history, before = monitors.guard.history, run.rollbacks()
+        return plan_rollback(verdict, history, statistics, steps, before, session.recipe.guard)
+
+    chosen = from_first(plan() if world.is_first else "", world)
+    if isinstance(chosen, str):
+        return chosen
+    found, damaged = store.latest_checkpoint(run, world, at_most=chosen.step)
+    monitors.recorder.damaged(damaged, chosen.step)
+    if found is None or from_first(_plan_version(run, run.step_of(found)), world) != version:
+        return f"Every checkpoint that it could go back to, up to {chosen.step}, is damaged."
+    return replace(chosen, step=run.step_of(found))
+
+
+def _plan_version(run: RunDirectory, step: int) -> int | None:
+    """Which of the run's plans a checkpoint was trained by; None if it cannot be read."""
+    try:
+        trainer = files.load_trainer(run.checkpoint_path(step), SavedTrainer)
+    except CheckpointError:
+        return None
+    return trainer["data"]["plan_version"]
+
+
+def _diverged(session: Session, verdict: GuardVerdict, why: str, step: int) -> DivergedError:
+    """Record that a run cannot repair itself; the error that ends it."""
+    run = session.run
+    if session.world.is_first:
+        facts: dict[str, Any] = {"reason": verdict.reason, "message": verdict.message, "why": why}
+        run.append_event("diverged", step=step, **facts)
+    look = f"{command()} show {shlex.quote(str(run.path))} --around {step}"
+    return DivergedError(" ".join(filter(None, [verdict.message, why, f"Look at it: {look}"])))

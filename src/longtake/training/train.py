@@ -1,0 +1,337 @@
+"""One run, from a recipe to its last checkpoint: builds the parts and owns their lifetimes."""
+
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from longtake import heartbeat
+from longtake.checkpoint.store import keep_saver
+from longtake.config import Bucket, Recipe
+from longtake.data.files import refuse_missing
+from longtake.data.ledger import begin_launch, keep_ledger, stream_names
+from longtake.data.loader import Loader
+from longtake.data.review import review
+from longtake.errors import DataError
+from longtake.guard.history import MAX_WINDOWS
+from longtake.models.build import source_of, text_section
+from longtake.models.captions import review_captions
+from longtake.models.numerics import Precision, choose_precision
+from longtake.models.pretrained import local_copies
+from longtake.optim.build import refuse_missing_torchao
+from longtake.parallel.collectives import first_does, from_first, gather_objects
+from longtake.parallel.mesh import World, join
+from longtake.planner.devices import peak_flops
+from longtake.process import STOP_SIGNALS, StopSignal
+from longtake.run_dir import EventKind, RunDirectory, beside
+from longtake.tracking.follower import Follower, tracking_follower
+from longtake.tracking.tracker import refuse_missing_packages
+from longtake.tracking.wandb import missing_key
+from longtake.training.build import (
+    build_components,
+    build_state,
+    compile_blocks,
+    count_flops,
+    refuse_missing_compiler,
+)
+from longtake.training.card import free_memory
+from longtake.training.fit import Fit, run_blocks_by
+from longtake.training.guard_runner import GuardRunner
+from longtake.training.kept_plan import keep_plan, plan_of
+from longtake.training.latent_cache import captions_of
+from longtake.training.loop import LoopExit, train_steps
+from longtake.training.peak import PeakCheck, refuse_out_of_memory
+from longtake.training.record import keep_recorder
+from longtake.training.run_lease import RunLease, hold_run
+from longtake.training.runtime import (
+    NodeWatcher,
+    keep_compiled_code,
+    keep_freed_memory,
+    watcher_process,
+)
+from longtake.training.session import Session, TrainingState
+from longtake.training.share import refuse_idle_ranks
+from longtake.training.startup import announce, announce_plan
+from longtake.training.state import (
+    Monitors,
+    ResumePoint,
+    find_resume_point,
+    restore,
+    roll_back,
+)
+from longtake.training.statistics import NormStats
+
+
+@dataclass(frozen=True)
+class TrainOutcome:
+    """How a launch ended."""
+
+    start_step: int
+    """Updates that were done before this launch."""
+    end_step: int
+    """Updates that are done now."""
+    training_seconds: float
+    """Wall-clock time of this launch's steps, saving included."""
+    interrupted_by: str | None
+    """The signal that ended it before the last step, if one did."""
+    rollbacks: int = 0
+    """Of this launch and those before."""
+    run: Path | None = None
+    """The run directory; with `fresh` it is not the recipe's."""
+
+
+@dataclass(frozen=True)
+class _Built:
+    """What is built before the first step."""
+
+    plan: Fit
+    state: TrainingState
+    guard: GuardRunner
+    norms: NormStats
+    step_flops: dict[Bucket, int]
+    ledger: Path
+
+
+def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> TrainOutcome:
+    """Train a recipe to its end, from its newest checkpoint if there is one.
+
+    Call it in one process, or in each that torchrun started.
+
+    Args:
+        recipe: what to train.
+        console: for people.
+        fresh: start a new run, in a folder beside the existing one.
+
+    Raises:
+        DivergedError: the run diverged, and rolling back did not help.
+        LongtakeError: an error in recipe, data or run directory; before the first step where it can
+            be known then.
+    """
+    # Ranks agree on the folder of a fresh run too late for torch's flight recorder.
+    records = None if fresh or not recipe.watch.enabled else heartbeat.heartbeat_dir(recipe.out)
+    with (
+        watcher_process(recipe) as watcher,
+        join(recipe.training.device, recipe.parallel, records) as world,
+    ):
+        _refuse_what_cannot_run(recipe, world)
+        keep_compiled_code(recipe.training)
+        if world.device.type == "cpu":
+            keep_freed_memory()
+        if fresh:
+            recipe = recipe.model_copy(update={"out": from_first(beside(recipe.out), world)})
+        run = RunDirectory(recipe.out)
+        watcher.join(run, world)
+        heartbeat.set_phase("open")
+        with (
+            tracking_follower(run, recipe.tracking) as follower,
+            closing(_open_data(run, recipe, world)) as loader,
+        ):
+            first_does(lambda: run.claim(recipe), world)
+            with hold_run(run, world, console) as lease:
+                point = find_resume_point(run, recipe, loader, world)
+                watcher.start()
+                precision = _choose_precision(recipe, point, world)
+                session = Session(recipe, run, world, console, precision)
+                built = _build(session, point, loader, watcher, follower)
+                return _train(session, built, loader, lease)
+
+
+def _refuse_what_cannot_run(recipe: Recipe, world: World) -> None:
+    refuse_idle_ranks(recipe.training.batch_size, world.data_size)
+    refuse_missing_torchao(recipe.optimizer)
+    refuse_missing_packages(recipe.tracking)
+    refuse_missing_compiler(recipe, world.device)
+
+
+def _open_data(run: RunDirectory, recipe: Recipe, world: World) -> Loader:
+    """The loader, at the first step; errors in the data are raised before the run exists."""
+    loader = Loader(
+        recipe.data,
+        batch_size=recipe.training.batch_size,
+        seed=recipe.seed,
+        rank=world.data_rank,
+        world_size=world.data_size,
+        kept=run.catalogs_path,
+        hearts=heartbeat.heartbeat_dir(run.path),
+    )
+    if not run.exists():
+        review(loader.course.plan, recipe.data, recipe.training.steps)
+    return loader
+
+
+def _choose_precision(recipe: Recipe, point: ResumePoint, world: World) -> Precision:
+    """The same on all ranks: bf16 if every one has it. A resumed run keeps its precision."""
+    wanted = recipe.training.precision
+    if wanted == "auto" and point.trainer is not None:
+        wanted = from_first(point.trainer["precision"], world)
+    everyone = gather_objects(choose_precision(wanted, world.device), world)
+    return "fp32" if "fp32" in everyone else "bf16"
+
+
+def _build(
+    session: Session,
+    point: ResumePoint,
+    loader: Loader,
+    watcher: NodeWatcher,
+    follower: Follower,
+) -> _Built:
+    """Plan, build and load all that is trained, in the order in which each can be refused."""
+    recipe, run, world, precision = session.recipe, session.run, session.world, session.precision
+    _refuse_other_plans(loader, world)
+    steps = recipe.training.steps
+    warnings = [*point.warnings, *review(loader.course.plan, recipe.data, steps)]
+    warnings += filter(None, [missing_key(recipe.tracking)])
+    if recipe.data.cache is None:
+        loader.begin(loader.end_after(steps - point.step))  # while the model is built and loaded
+    heartbeat.set_phase("plan")
+    free_bytes = free_memory(recipe, world)
+    plan = plan_of(recipe, precision, run, world, free_bytes)
+    heartbeat.set_phase("build")
+    if recipe.data.cache is None:  # filling a cache opens only the files that it lacks
+        warnings += _refuse_missing_files(loader, world)
+    source = source_of(recipe, resumed=point.path is not None)
+    parts = build_components(session, loader, watcher, source)
+    watcher.start()
+    step_flops = count_flops(parts, recipe)  # before the weights are sharded
+    if recipe.training.compile:
+        compile_blocks(plan.options, parts, recipe)
+    else:
+        run_blocks_by(plan.options, parts)
+    state = build_state(session, parts)
+    guard, norms = GuardRunner(session), NormStats(parts.model, parts.family.blocks(parts.model))
+    heartbeat.set_phase("load")
+    if point.path is not None:
+        restore(session, point.path, state, guard, norms)
+    heartbeat.set_phase("open")
+    ledger = _begin_ledger(session, loader)
+    if world.is_first:
+        follower.start()
+        keep_plan(plan, recipe, precision, run, world, free_bytes)
+        _announce(session, plan, state, loader, warnings)
+    return _Built(plan, state, guard, norms, step_flops, ledger)
+
+
+def _refuse_other_plans(loader: Loader, world: World) -> None:
+    """Check that all ranks would train the same; each has read the catalogs for itself.
+
+    Raises:
+        DataError: on every rank, if one of them has another plan, such as by an older copy of a
+            catalog on its node.
+    """
+    mine = (socket.gethostname(), loader.step, loader.course.plan.fingerprint)
+    everyone = gather_objects(mine, world)
+    other = [rank for rank, facts in enumerate(everyone) if facts[1:] != everyone[0][1:]]
+    if other:
+        hosts = sorted({everyone[rank][0] for rank in other})
+        raise DataError(
+            f"{len(other)} of {world.size} ranks (on {', '.join(hosts)}) would train other clips "
+            "than rank 0: they have read another catalog, or another checkpoint. Give all nodes "
+            "the same files, and start again."
+        )
+
+
+def _refuse_missing_files(loader: Loader, world: World) -> list[str]:
+    """Refuse data of which too many files are missing; warnings name the few that are."""
+    warnings: list[str] = []
+
+    def look() -> None:
+        for catalog in loader.catalogs.values():
+            warnings.extend(
+                refuse_missing(catalog, loader.data.max_quarantined_clips, loader.data.references)
+            )
+
+    first_does(look, world)
+    return warnings
+
+
+def _begin_ledger(session: Session, loader: Loader) -> Path:
+    """The folder of this launch's ledger, with what it will be audited against.
+
+    Only now does the run adopt changed keys of the recipe: everything that could refuse them has
+    looked at them.
+    """
+    run, world = session.run, session.world
+    made: list[Path] = []
+
+    def begin() -> None:
+        run.adopt(session.recipe)
+        loader.keep_catalogs()
+        names, history = stream_names(loader.data), loader.course.history
+        made.append(
+            begin_launch(run.ledger_path, loader.step, world.size, names, history, loader.skipped)
+        )
+
+    first_does(begin, world)
+    return from_first(made[0] if made else run.ledger_path, world)
+
+
+def _announce(
+    session: Session, plan: Fit, state: TrainingState, loader: Loader, warnings: Sequence[str]
+) -> None:
+    """Record and show the launch, truncated captions and the plan (rank 0)."""
+    with local_copies():
+        facts, truncated = review_captions(text_section(session.recipe), captions_of(loader))
+    notes = [*filter(None, [truncated]), *plan.notes]
+    announce(session, state, loader, [*warnings, *notes])
+    if truncated is not None and facts is not None:
+        session.run.append_event("captions_truncated", step=state.global_step, **facts)
+    announce_plan(session, plan, state.global_step)
+
+
+def _train(session: Session, built: _Built, loader: Loader, lease: RunLease) -> TrainOutcome:
+    run, world, state = session.run, session.world, built.state
+    start, begun = state.global_step, time.perf_counter()
+    with _monitors(session, built, lease) as monitors:
+        ended = _train_with_rollbacks(session, state, loader, monitors, built.ledger)
+    seconds = time.perf_counter() - begun
+    if world.is_first:
+        kind: EventKind = "interrupted" if ended.signal else "finished"
+        run.append_event(kind, step=state.global_step, seconds=round(seconds, 3), by=ended.signal)
+    rollbacks = len(from_first(run.rollbacks(), world))
+    return TrainOutcome(start, state.global_step, seconds, ended.signal, rollbacks, run.path)
+
+
+@contextmanager
+def _monitors(session: Session, built: _Built, lease: RunLease) -> Iterator[Monitors]:
+    """What accompanies the steps; a save that is under way is waited for at the end."""
+    recipe, run, world = session.recipe, session.run, session.world
+    # The prediction does not include encoders at work.
+    encodes = recipe.data.cache is None and recipe.codec.kind != "pixels"
+    predicted = built.plan.activation_bytes if world.is_first and not encodes else None
+    peak = PeakCheck(predicted, built.plan.bucket, world.device)
+    reach = MAX_WINDOWS * recipe.guard.window if recipe.guard.mode == "act" else 0
+    is_bf16 = "bf16" in (session.precision, recipe.model.dtype)
+    peak_rate = peak_flops(world.device, torch.bfloat16 if is_bf16 else torch.float32)
+    start = built.state.global_step
+    with (
+        StopSignal(STOP_SIGNALS, second="interrupt") as stop,
+        refuse_out_of_memory(built.plan, recipe, built.state, world),
+        keep_saver(run, world, recipe.checkpoint, reach=reach, start=start) as saver,
+        keep_recorder(session, lease.launch, start, built.step_flops, peak_rate) as recorder,
+    ):
+        yield Monitors(built.guard, built.norms, saver, recorder, peak, stop, lease)
+
+
+def _train_with_rollbacks(
+    session: Session, state: TrainingState, loader: Loader, monitors: Monitors, ledger_path: Path
+) -> LoopExit:
+    """Train to the end, rolling back as often as the guard demands and allows."""
+    names, saver, recorder = stream_names(session.recipe.data), monitors.saver, monitors.recorder
+    world = session.world
+    while True:
+        with keep_ledger(ledger_path, world.rank, names, counts=world.speaks_for_data) as ledger:
+            ended = train_steps(session, state, loader, ledger, monitors)
+        failure = saver.take_failure()  # waits for the last save
+        recorder.saved(saver.finished())
+        recorder.save_failed(failure)
+        if ended.statistics is None:
+            if failure is not None:
+                raise failure
+            return ended
+        roll_back(session, ended.verdict, ended.statistics, state, loader, monitors)
+        ledger_path = _begin_ledger(session, loader)
