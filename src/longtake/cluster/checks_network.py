@@ -17,10 +17,7 @@ from longtake.cluster.findings import (
     CheckResult,
     Facts,
     FactsByNode,
-    Finding,
-    NodeMeasure,
     Severity,
-    SkippedCheck,
     far_from_median,
     format_number,
     median_of,
@@ -47,7 +44,7 @@ def measure_devices(context: CheckContext) -> Facts:
 def judge_devices(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
     result = CheckResult()
     if not any(each["infiniband"] for each in facts.values()):
-        result.skipped.append(SkippedCheck("InfiniBand", "no InfiniBand device"))
+        result.skip("InfiniBand", "no InfiniBand device")
     for kind in ("ethernet", "infiniband"):
         states = {
             node: {device: _describe_device(numbers) for device, numbers in each[kind].items()}
@@ -58,7 +55,7 @@ def judge_devices(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
         down = [port for port, numbers in each["infiniband"].items() if not numbers.get("link_up")]
         if down:
             what = f"InfiniBand ports are down: {', '.join(down)}"
-            result.findings.append(Finding("warning", (node,), what, "ACTIVE", _DEVICE_ADVICE))
+            result.find("warning", (node,), what, "ACTIVE", _DEVICE_ADVICE)
     return result
 
 
@@ -93,24 +90,22 @@ def measure_addresses(context: CheckContext) -> Facts:
 
 def judge_addresses(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
     """Of several nodes: who cannot be reached by others under its own name."""
-    if len(facts) < 2:
-        what = "addresses, clocks and links between nodes"
-        return CheckResult(skipped=[SkippedCheck(what, "one node")])
     result = CheckResult()
+    if len(facts) < 2:
+        result.skip("addresses, clocks and links between nodes", "one node")
+        return result
     for node, each in facts.items():
         own = [ipaddress.ip_address(address.partition("%")[0]) for address in each["own"]]
         if each["interface"] or not all(address.is_loopback for address in own):
             continue
-        what = f"its own name resolves to {', '.join(each['own'])}"
-        finding = Finding(
-            "error",
-            (node,),
-            f"{what if own else 'its own name does not resolve'}: other nodes cannot connect to it",
-            "an address of the network between the nodes",
+        what = f"resolves to {', '.join(each['own'])}" if own else "does not resolve"
+        what = f"its own name {what}: other nodes cannot connect to it"
+        advice = (
             f"Correct the line of {node} in its /etc/hosts, or set GLOO_SOCKET_IFNAME and "
-            "NCCL_SOCKET_IFNAME to the interface to use.",
+            "NCCL_SOCKET_IFNAME to the interface to use."
         )
-        result.findings.append(finding)
+        expected = "an address of the network between the nodes"
+        result.find("error", (node,), what, expected, advice)
     return result
 
 
@@ -164,13 +159,14 @@ def judge_clocks(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
     off = {node: (offset - usual, uncertainty) for node, (offset, uncertainty) in found.items()}
     bad = {node: severity for node, each in off.items() if (severity := _clock_severity(*each))}
     shown = {node: offset * 1000 for node, (offset, _) in off.items()}
-    result = CheckResult(measures=[NodeMeasure("clock ahead", "ms", shown, tuple(bad))])
+    result = CheckResult()
+    result.measure("clock ahead", "ms", shown, tuple(bad))
     of = "the median of all clocks" if len(found) > 2 else f"that of {fold_hosts([first])}"
     for node, severity in bad.items():
         offset, uncertainty = off[node]
         side = "ahead of" if offset > 0 else "behind"
         what = f"its clock is {_seconds(abs(offset))} {side} {of} (+-{_seconds(uncertainty)})"
-        result.findings.append(Finding(severity, (node,), what, "within 1 ms", _CLOCK_ADVICE))
+        result.find(severity, (node,), what, "within 1 ms", _CLOCK_ADVICE)
     return result
 
 
@@ -250,10 +246,10 @@ def judge_links(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
         speeds |= {f"{node}{_TO}{other}": speed for other, speed in each["to"].items()}
     if speeds:
         slow = outliers_of(speeds, "lower", _LINK_FACTOR)
-        result.measures.append(NodeMeasure("sending between nodes", "MB/s", speeds, slow))
-        result.findings += _judge_slow_links(speeds, slow)
+        result.measure("sending between nodes", "MB/s", speeds, slow)
+        _judge_slow_links(result, speeds, slow)
     if rates := {node: each["all"] for node, each in facts.items() if each.get("all")}:
-        result.measures.append(NodeMeasure("all-reduce over all", "MB/s", rates))
+        result.measure("all-reduce over all", "MB/s", rates)
     within = far_from_median(
         "all-reduce within the node",
         {node: each["within"] for node, each in facts.items() if each.get("within")},
@@ -266,7 +262,7 @@ def judge_links(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
     return result
 
 
-def _judge_slow_links(speeds: dict[str, float], slow: Sequence[str]) -> list[Finding]:
+def _judge_slow_links(result: CheckResult, speeds: dict[str, float], slow: Sequence[str]) -> None:
     usual = median_of(speeds.values())
     expected = f"at least {_LINK_FACTOR:g} times the median, {format_number(usual)} MB/s"
     named: dict[tuple[str, ...], tuple[str, list[str]]] = {}
@@ -278,12 +274,10 @@ def _judge_slow_links(speeds: dict[str, float], slow: Sequence[str]) -> list[Fin
     for link in (link for link in slow if link not in explained):
         what = f"the link from {link} is slow: {speeds[link]:.0f} MB/s"
         named[tuple(link.split(_TO))] = what, [link]
-    findings = []
     for nodes, (what, links) in named.items():
         is_error = min(speeds[link] for link in links) < _LINK_ERROR_FACTOR * usual
         severity: Severity = "error" if is_error else "warning"
-        findings.append(Finding(severity, nodes, what, expected, _LINK_ADVICE))
-    return findings
+        result.find(severity, nodes, what, expected, _LINK_ADVICE)
 
 
 def _nodes_with_all_slow(speeds: dict[str, float], slow: Sequence[str]) -> list[str]:

@@ -19,10 +19,7 @@ from longtake.cluster.findings import (
     CheckResult,
     Facts,
     FactsByNode,
-    Finding,
-    NodeMeasure,
     Severity,
-    SkippedCheck,
     far_from_median,
 )
 from longtake.config import Recipe
@@ -68,7 +65,7 @@ def judge_host_names(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
                 f"folder, nodes/{name} in the run directory, and no message could distinguish them"
             )
             expected = "a host name that no other node has"
-            result.findings.append(Finding("error", tuple(some), what, expected, _HOST_NAME_ADVICE))
+            result.find("error", some, what, expected, _HOST_NAME_ADVICE)
     return result
 
 
@@ -94,26 +91,27 @@ def measure_limits(context: CheckContext) -> Facts:
 
 
 def judge_limits(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
+    result = CheckResult()
     memory = {node: each["memory"] / _GIB for node, each in facts.items()}
-    result = CheckResult(measures=[NodeMeasure("memory that may be used", "GiB", memory)])
+    result.measure("memory that may be used", "GiB", memory)
     if few := _below(facts, "open files", _MIN_OPEN_FILES):
         what = f"{facts[few[0]]['open files']} files may be open at once"
         advice = "ulimit -n 65536; for services LimitNOFILE=, for Docker --ulimit nofile=65536."
-        result.findings.append(Finding("warning", few, what, f"{_MIN_OPEN_FILES}", advice))
+        result.find("warning", few, what, f"{_MIN_OPEN_FILES}", advice)
     if small := _below(facts, "shared memory", _MIN_SHARED_BYTES):
         size = format_size(facts[small[0]]["shared memory"])
         what = f"shared memory has {size}, which NCCL may fill"
         advice = "Docker: --shm-size 16g or --ipc host; Kubernetes: an emptyDir of medium Memory."
-        result.findings.append(Finding("warning", small, what, "1 GiB", advice))
+        result.find("warning", small, what, "1 GiB", advice)
     # InfiniBand pins its buffers; without it nothing here is locked.
     with_ports = {node: each for node, each in facts.items() if each["has_infiniband"]}
     if not with_ports:
-        result.skipped.append(SkippedCheck("locked memory", "no InfiniBand device"))
+        result.skip("locked memory", "no InfiniBand device")
     if limited := _below(with_ports, "locked memory", sys.maxsize):
         what = f"only {format_size(facts[limited[0]]['locked memory'])} may be locked"
         advice = "ulimit -l unlimited; Docker: --ulimit memlock=-1; Slurm: PropagateResourceLimits."
         expected = "unlimited, for InfiniBand"
-        result.findings.append(Finding("warning", limited, what, expected, advice))
+        result.find("warning", limited, what, expected, advice)
     return result
 
 
@@ -184,7 +182,7 @@ def judge_inspection(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
             "nor a process that is stopped"
         )
         expected = "py-spy can read processes"
-        result.findings.append(Finding("warning", (node,), what, expected, _PTRACE_ADVICE))
+        result.find("warning", (node,), what, expected, _PTRACE_ADVICE)
     return result
 
 
@@ -217,20 +215,20 @@ def judge_time_sync(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
         what = f"no program keeps the clock (adjtimex: not synchronised; {running})"
         expected = "a clock that follows a source"
         severity: Severity = "note" if len(facts) == 1 else "warning"
-        result.findings.append(Finding(severity, free, what, expected, _TIME_ADVICE))
+        result.find(severity, free, what, expected, _TIME_ADVICE)
     several = tuple(node for node, each in facts.items() if len(each["daemons"]) > 1)
     if several:
         what = f"several programs set the clock: {', '.join(facts[several[0]]['daemons'])}"
-        result.findings.append(Finding("warning", several, what, "one", _TIME_ADVICE))
+        result.find("warning", several, what, "one", _TIME_ADVICE)
     for node, each in facts.items():
         offset = each["chrony"].get("clock_ntp_offset_seconds", 0.0)
         if each["chrony"].get("clock_ntp_stratum") == _NO_SOURCE_STRATUM:
             what = "chrony reaches no source"
-            result.findings.append(Finding("warning", (node,), what, "one", _TIME_ADVICE))
+            result.find("warning", (node,), what, "one", _TIME_ADVICE)
         elif abs(offset) > _MAX_NTP_OFFSET_SECONDS:
             what = f"chrony reports that the clock is off by {offset * 1000:+.3f} ms"
             advice = "See chronyc sources -v."
-            result.findings.append(Finding("warning", (node,), what, "within 1 ms", advice))
+            result.find("warning", (node,), what, "within 1 ms", advice)
     return result
 
 
@@ -255,30 +253,26 @@ def measure_compute(context: CheckContext) -> Facts:
 
 
 def judge_compute(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
-    rates = {
-        kind: {who: each["tflops"] for who, each in facts.items() if each["on"] == kind}
-        for kind in ("GPU", "CPU")
-    }
-    result = far_from_median(
-        "matrix products, GPU, bf16",
-        rates["GPU"],
-        unit="TFLOP/s",
-        worse="lower",
-        factor=_GPU_FACTOR,
-        error_factor=_GPU_ERROR_FACTOR,
-        advice=_GPU_ADVICE,
-    )
-    if not rates["GPU"]:
-        result.skipped.append(SkippedCheck("matrix products on GPUs", "no GPU"))
-    cores = far_from_median(
-        "matrix products, CPU, fp32",
-        rates["CPU"],
-        unit="TFLOP/s",
-        worse="lower",
-        factor=_CPU_FACTOR,
-        advice=_CPU_ADVICE,
-    )
-    result.add(cores)
+    result = CheckResult()
+    for on, dtype, factor, error_factor, advice in (
+        ("GPU", "bf16", _GPU_FACTOR, _GPU_ERROR_FACTOR, _GPU_ADVICE),
+        ("CPU", "fp32", _CPU_FACTOR, None, _CPU_ADVICE),
+    ):
+        rates = {who: each["tflops"] for who, each in facts.items() if each["on"] == on}
+        name = f"matrix products, {on}, {dtype}"
+        result.add(
+            far_from_median(
+                name,
+                rates,
+                unit="TFLOP/s",
+                worse="lower",
+                factor=factor,
+                error_factor=error_factor,
+                advice=advice,
+            )
+        )
+        if on == "GPU" and not rates:
+            result.skip("matrix products on GPUs", "no GPU")
     return result
 
 

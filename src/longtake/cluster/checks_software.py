@@ -22,9 +22,7 @@ from longtake.cluster.findings import (
     CheckResult,
     Facts,
     FactsByNode,
-    Finding,
     Severity,
-    SkippedCheck,
     same_everywhere,
 )
 from longtake.config import Recipe
@@ -73,7 +71,7 @@ def judge_environment(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
     exceptions: dict[str, Severity] = {"interpreter": "note"}
     result.add(same_everywhere("variables", variables, "warning", _VARIABLE_ADVICE, exceptions))
     if not any(each["gpus"] for each in facts.values()):
-        result.skipped.append(SkippedCheck("driver, CUDA and NCCL", "no GPU"))
+        result.skip("driver, CUDA and NCCL", "no GPU")
     return result
 
 
@@ -224,14 +222,15 @@ def measure_recipe(context: CheckContext) -> Facts:
 
 def judge_recipe(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
     if not any(facts.values()):
-        what = "recipe, dataset, run directory and disk space"
-        return CheckResult(skipped=[SkippedCheck(what, "no recipe was given")])
+        result = CheckResult()
+        result.skip("recipe, dataset, run directory and disk space", "no recipe was given")
+        return result
     keys = {node: each["keys"] for node, each in facts.items() if "keys" in each}
     result = same_everywhere("recipe", keys, "error", _RECIPE_ADVICE)
     for node, each in facts.items():
         if problem := each.get("problem"):
             what = f"the recipe cannot be used: {problem}"
-            result.findings.append(Finding("error", (node,), what, "", _RECIPE_ADVICE))
+            result.find("error", (node,), what, "", _RECIPE_ADVICE)
     return result
 
 

@@ -16,10 +16,7 @@ from longtake.cluster.findings import (
     CheckResult,
     Facts,
     FactsByNode,
-    Finding,
-    NodeMeasure,
     Severity,
-    SkippedCheck,
     far_from_median,
     same_everywhere,
 )
@@ -70,7 +67,7 @@ def _judge_catalog(name: str, seen: FactsByNode) -> CheckResult:
                 f"{count} of {sampled} sampled clips do not exist, such as {each['missing'][0]}"
             )
         if problem is not None:
-            result.findings.append(Finding("error", (node,), problem, "", _DATASET_ADVICE))
+            result.find("error", (node,), problem, "", _DATASET_ADVICE)
     compared = ("fingerprint", "clips", "sampled files")
     same = {node: {k: each[k] for k in compared} for node, each in seen.items() if "clips" in each}
     result.add(same_everywhere(f"dataset {name}", same, "error", _DATASET_ADVICE))
@@ -79,7 +76,7 @@ def _judge_catalog(name: str, seen: FactsByNode) -> CheckResult:
     speeds = {node: each["read"] for node, each in seen.items() if each.get("read")}
     if not speeds:
         few = f"the sampled clips have less than {_MIN_READ_BYTES // _MIB} MiB"
-        result.skipped.append(SkippedCheck(f"reading clips of {name}", few))
+        result.skip(f"reading clips of {name}", few)
     read = far_from_median(
         f"reading clips of {name}",
         speeds,
@@ -179,7 +176,7 @@ def judge_disk_space(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
         needed = known["bytes"] * (recipe.checkpoint.keep + 1)
     if recipe is not None and needed is None and known:
         why = f"size unknown: {known['source']}"
-        result.skipped.append(SkippedCheck("room for checkpoints", why))
+        result.skip("room for checkpoints", why)
     for name in sorted({name for each in facts.values() for name in each["folders"]}):
         free = {n: each["folders"][name] for n, each in facts.items() if name in each["folders"]}
         result.add(_judge_folder(name, free, needed if name == "run directory" else None))
@@ -189,18 +186,19 @@ def judge_disk_space(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
 def _judge_folder(name: str, free: dict[str, dict[str, int]], needed: int | None) -> CheckResult:
     short = tuple(node for node, each in free.items() if each["bytes"] < (needed or _SHORT_BYTES))
     gib = {node: each["bytes"] / _GIB for node, each in free.items()}
-    result = CheckResult(measures=[NodeMeasure(f"free for {name}", "GiB", gib, short)])
+    result = CheckResult()
+    result.measure(f"free for {name}", "GiB", gib, short)
     if short:
         least = min(free[node]["bytes"] for node in short)
         what = f"{format_size(least)} are free for {name}"
         expected = format_size(needed or _SHORT_BYTES)
         expected += " for checkpoint.keep and one more" if needed else ""
         severity: Severity = "error" if least < (needed or _OUT_BYTES) else "warning"
-        result.findings.append(Finding(severity, short, what, expected, _SPACE_ADVICE))
+        result.find(severity, short, what, expected, _SPACE_ADVICE)
     few = tuple(node for node, each in free.items() if 0 <= each["files"] < _MIN_FILES)
     if few:
         what = f"{min(free[node]['files'] for node in few)} more files fit on the disk of {name}"
-        result.findings.append(Finding("warning", few, what, f"{_MIN_FILES}", _SPACE_ADVICE))
+        result.find("warning", few, what, f"{_MIN_FILES}", _SPACE_ADVICE)
     return result
 
 
@@ -245,22 +243,21 @@ _SEE_SECONDS, _POLL_SECONDS = 5.0, 0.1
 _SHOWN_SECONDS, _SLOW_SECONDS = 0.5, 3.0  # until a new file is seen
 
 
-def leave_token(context: CheckContext) -> list[Path]:
+def leave_token(context: CheckContext, created: list[Path]) -> None:
     """Create the run directory if needed, and leave the file in it; OSError if it cannot.
 
-    Returns:
-        The folders that were created, the deepest first.
+    Folders that it creates are appended to `created`, the deepest first, before they exist: a
+    signal may come at any time.
     """
     if context.recipe is None:
-        return []
+        return
     folder = context.recipe.out.absolute()
-    created = [each for each in (folder, *folder.parents) if not each.exists()]
+    created += [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     with _token_path(context).open("w") as file:
         file.write(context.token)
         file.flush()
         os.fsync(file.fileno())
-    return created
 
 
 def remove_token(context: CheckContext, created: list[Path]) -> None:
@@ -270,7 +267,8 @@ def remove_token(context: CheckContext, created: list[Path]) -> None:
     with suppress(OSError):
         for path in context.recipe.out.glob(f"{_token_path(context).name}*"):
             path.unlink(missing_ok=True)
-        for folder in created:
+    for folder in created:
+        with suppress(OSError):
             folder.rmdir()
 
 
@@ -299,15 +297,15 @@ def judge_run_directory(facts: FactsByNode, recipe: Recipe | None) -> CheckResul
     is_somewhere = any(each["exists"] for each in seen.values())
     for node, each in seen.items() if is_somewhere else ():
         if problem := _run_directory_problem(each):
-            result.findings.append(Finding("error", (node,), problem, "", RUN_DIRECTORY_ADVICE))
+            result.find("error", (node,), problem, "", RUN_DIRECTORY_ADVICE)
     late = {node: each["seen_after"] for node, each in seen.items() if each["seen_after"]}
     slow = tuple(node for node, seconds in late.items() if seconds > _SLOW_SECONDS)
     if slow:
         what = f"a new file is seen only after {late[slow[0]]:.1f} s"
         expected, advice = f"within {_SLOW_SECONDS:g} s", "Mount it with a shorter acdirmax=."
-        result.findings.append(Finding("note", slow, what, expected, advice))
+        result.find("note", slow, what, expected, advice)
     if any(seconds > _SHOWN_SECONDS for seconds in late.values()):
-        result.measures.append(NodeMeasure("new file seen after", "s", late, slow))
+        result.measure("new file seen after", "s", late, slow)
     return result
 
 

@@ -6,7 +6,7 @@ row to `preflight.CHECKS`. Everything here can be JSON, is pure, and imports no 
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_high, median_low
 from typing import Any, Literal
@@ -83,14 +83,29 @@ class CheckResult:
     measures: list[NodeMeasure] = field(default_factory=list)
     skipped: list[SkippedCheck] = field(default_factory=list)
 
+    def find(
+        self,
+        severity: Severity,
+        nodes: Sequence[str],
+        what: str,
+        expected: str = "",
+        advice: str = "",
+    ) -> None:
+        self.findings.append(Finding(severity, tuple(nodes), what, expected, advice))
+
+    def measure(
+        self, name: str, unit: str, values: dict[str, float], outliers: Sequence[str] = ()
+    ) -> None:
+        self.measures.append(NodeMeasure(name, unit, values, tuple(outliers)))
+
+    def skip(self, what: str, why: str) -> None:
+        self.skipped.append(SkippedCheck(what, why))
+
     def add(self, other: "CheckResult") -> None:
         self.findings += other.findings
         self.differences += other.differences
         self.measures += other.measures
         self.skipped += other.skipped
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -168,7 +183,8 @@ def same_everywhere(
         Finding(
             severity,
             nodes,
-            _describe_differences(some),
+            "; ".join(map(_describe_difference, some[:_MAX_NAMED]))
+            + (f"; and {len(some) - _MAX_NAMED} more" if len(some) > _MAX_NAMED else ""),
             "the same on all nodes",
             "" if severity == "note" else advice,
         )
@@ -185,12 +201,6 @@ def _difference(group: str, name: str, by_node: Mapping[str, str]) -> NodeDiffer
     has_majority = len(ranked[0][1]) > len(ranked[1][1])
     values = {value: tuple(some) for value, some in ranked}
     return NodeDifference(group, name, ranked[0][0] if has_majority else None, values)
-
-
-def _describe_differences(some: Sequence[NodeDifference]) -> str:
-    described = "; ".join(map(_describe_difference, some[:_MAX_NAMED]))
-    more = len(some) - _MAX_NAMED
-    return f"{described}; and {more} more" if more > 0 else described
 
 
 def _describe_difference(each: NodeDifference) -> str:

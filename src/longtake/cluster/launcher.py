@@ -101,7 +101,9 @@ def launch(options: LaunchOptions, console: Console) -> int:
     else:
         for name in _INTERFACES:
             os.environ.setdefault(name, _LOOPBACK_INTERFACE)
-    _quiet_torch()
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     stop, ended = LaunchStop(), None
     try:
         with stop, _rendezvous(options, stop) as handler:
@@ -191,12 +193,6 @@ def _not_met(options: LaunchOptions, error: RendezvousError) -> str:
     )
 
 
-def _quiet_torch() -> None:
-    for name in logging.root.manager.loggerDict:
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
 # --- Ranks of this node ---------------------------------------------------------------------------
 
 
@@ -257,7 +253,9 @@ class Agent(LocalElasticAgent):
         if codes := failed_codes(ranks):
             killed = self._let_others_end(codes, ranks)
             codes |= {pid: code for pid, code in failed_codes(ranks).items() if pid not in killed}
-            self.ended = self._classify(codes, ranks)
+            by_rank = {ranks[pid]: self._as_stop_code(code) for pid, code in codes.items()}
+            failures = self._failures_on_all_nodes(ranks)
+            self.ended = classify_exit(by_rank, failures, self._logs.paths)
             self._decide_restarts(self.ended)
         elif self._stop.is_overdue:
             send_signal(ranks, signal.SIGKILL)
@@ -271,14 +269,13 @@ class Agent(LocalElasticAgent):
         pids = [worker.id for worker in worker_group.workers if worker.id]
         send_signal(pids, signal.SIGTERM)
         left, seconds = wait_for_end(pids, _STOP_SECONDS), _STOP_SECONDS
-        while self._are_saving(left) and seconds < SAVE_SECONDS:
+        while seconds < SAVE_SECONDS and any(
+            heartbeat.phase in _SAVING_PHASES for heartbeat in self._heartbeats(left)
+        ):
             left, seconds = wait_for_end(left, _STOP_SECONDS), seconds + _STOP_SECONDS
         send_signal(left, signal.SIGKILL)
         super()._stop_workers(worker_group)
         self._stop.end()
-
-    def _are_saving(self, pids: list[int]) -> bool:
-        return any(heartbeat.phase in _SAVING_PHASES for heartbeat in self._heartbeats(pids))
 
     def _let_others_end(self, codes: dict[int, int], ranks: dict[int, int]) -> list[int]:
         """Record the failure of ranks that were killed, and wait for the others.
@@ -307,11 +304,6 @@ class Agent(LocalElasticAgent):
                 error = f"the kernel killed it, or another process: out of memory; {error}"
             kind: FailureKind = "killed" if code < 0 else "ended"
             failure_of(heartbeat, kind, error, str(self._logs.paths[heartbeat.rank])).record(run)
-
-    def _classify(self, codes: dict[int, int], ranks: dict[int, int]) -> RanksExit:
-        by_rank = {ranks[pid]: self._as_stop_code(code) for pid, code in codes.items()}
-        logs = {rank: self._logs.paths[rank] for rank in ranks.values()}
-        return classify_exit(by_rank, self._failures_on_all_nodes(ranks), logs)
 
     def _as_stop_code(self, code: int) -> int:
         """A rank that the signal killed, before it could handle it, was stopped too."""

@@ -105,9 +105,11 @@ def preflight(
     begun = time.monotonic()
     rendezvous = Rendezvous(find_process(), seconds)
     context = _context(rendezvous, path, changes)
-    measured, silent = _Measured(), list[Finding]()
-    created, not_writable = _leave_token(context)
+    measured, created = _Measured(), list[Path]()
+    silent, not_writable = list[Finding](), list[Finding]()
     try:
+        if context.process.is_first:
+            not_writable = _leave_token(context, created)
         _measure_all(rendezvous, context, measured)
     except SilentProcessError as error:
         nodes = tuple(dict.fromkeys(context.node_of(rank) for rank in error.silent))
@@ -155,17 +157,16 @@ def _context(rendezvous: Rendezvous, path: Path | None, changes: Sequence[str]) 
     )
 
 
-def _leave_token(context: CheckContext) -> tuple[list[Path], list[Finding]]:
-    """On rank 0: the folders that were created for the token, and why it could not be left."""
-    if not context.process.is_first:
-        return [], []
+def _leave_token(context: CheckContext, created: list[Path]) -> list[Finding]:
+    """Why the token of the run directory could not be left."""
     try:
-        return storage.leave_token(context), []
+        storage.leave_token(context, created)
     except OSError as error:
         assert context.recipe is not None
         what = f"{context.recipe.out} cannot be written: {error.strerror or error}"
         nodes = (context.hosts[0],)
-        return [], [Finding("error", nodes, what, "", storage.RUN_DIRECTORY_ADVICE, _RUN_DIRECTORY)]
+        return [Finding("error", nodes, what, "", storage.RUN_DIRECTORY_ADVICE, _RUN_DIRECTORY)]
+    return []
 
 
 def _measure_all(rendezvous: Rendezvous, context: CheckContext, measured: _Measured) -> None:

@@ -91,7 +91,11 @@ class Rendezvous:
         found, silent = self._collect(name)
         if not self.came:
             self.came = {rank: tuple(each) for rank, each in found.items()}  # names for the message
-        message = self._describe_silent(silent) if silent else ""
+        message = ""
+        if silent:
+            named = [self._name_silent(*each) for each in list(silent.items())[:_MAX_NAMED]]
+            named += [f"and {len(silent) - _MAX_NAMED} more"] * (len(silent) > _MAX_NAMED)
+            message = f"Within {self.seconds:g} s there was no answer of {'; '.join(named)}."
         self.store.set(f"preflight/{name}/silent", json.dumps(message))
         if silent:
             raise SilentProcessError(message, silent)
@@ -152,11 +156,6 @@ class Rendezvous:
                 continue
             except RuntimeError:  # the connection is lost
                 return False
-
-    def _describe_silent(self, silent: dict[int, str]) -> str:
-        named = [self._name_silent(*each) for each in list(silent.items())[:_MAX_NAMED]]
-        more = f"; and {len(silent) - _MAX_NAMED} more" if len(silent) > _MAX_NAMED else ""
-        return f"Within {self.seconds:g} s there was no answer of {'; '.join(named)}{more}."
 
     def _name_silent(self, rank: int, doing: str) -> str:
         expected = self.process.expected_hosts

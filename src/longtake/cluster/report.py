@@ -4,6 +4,7 @@ Everything fits 80 columns, for two nodes or two hundred: most are alike, and th
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from statistics import median
 from typing import Any
@@ -37,21 +38,13 @@ def make_report(
     result: CheckResult,
     seconds: float,
 ) -> PreflightReport:
-    """The report of all checks.
-
-    Args:
-        nodes: of each its name, number of processes, versions and digests.
-        num_processes: of all nodes.
-        recipe: its path.
-        result: of all checks.
-        seconds: how long they took.
-    """
+    """The report of all checks; `nodes` are their names, numbers of processes and digests."""
     facts = {
         "longtake": __version__,
         "recipe": recipe,
         "nodes": nodes,
         "processes": num_processes,
-        **result.as_dict(),
+        **asdict(result),
         "seconds": round(seconds, 2),
     }
     return with_verdict(facts)
@@ -85,14 +78,11 @@ def print_report(console: Console, report: PreflightReport) -> None:
     """Print a report, 80 columns wide in a pipe."""
     if not console.is_terminal:
         console.width = _WIDTH
-    for part in map(_as_renderable, _parts(report)):
-        for line in console.render_lines(part, pad=False):
+    for part in _parts(report):
+        text = Text.from_markup(part) if isinstance(part, str) else part
+        for line in console.render_lines(text, pad=False):
             shown = [*_without_trailing_blanks(line), Segment.line()]
             console.print(Segments(shown), end="")
-
-
-def _as_renderable(part: RenderableType) -> RenderableType:
-    return Text.from_markup(part) if isinstance(part, str) else part
 
 
 def _without_trailing_blanks(line: list[Segment]) -> list[Segment]:
@@ -194,7 +184,9 @@ def _measures(measures: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> Re
             of_links.append(each)
             continue
         else:
-            cells = _spread(each)
+            values = list(each["values"].values())
+            cells = [format_number(value) for value in (min(values), median(values), max(values))]
+            cells.append(escape(fold_hosts(each["outliers"])))
         table.add_row(escape(f"{each['name']}, {each['unit']}"), *cells)
     for each in of_links:
         for link, value in each["values"].items():
@@ -207,12 +199,6 @@ def _cell(each: Mapping[str, Any], node: str) -> str:
         return "-"
     text = format_number(each["values"][node])
     return f"[bold yellow]{text}[/bold yellow]" if node in each["outliers"] else text
-
-
-def _spread(each: Mapping[str, Any]) -> list[str]:
-    values = list(each["values"].values())
-    spread = [format_number(value) for value in (min(values), median(values), max(values))]
-    return [*spread, escape(fold_hosts(each["outliers"]))]
 
 
 def _findings(findings: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:
