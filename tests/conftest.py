@@ -43,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     signal stays so in every process that is started.
     """
     config.pluginmanager.register(_beside("allowed_skips"))
+    config.pluginmanager.register(_beside("core_seconds").CoreSeconds())
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
