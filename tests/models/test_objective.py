@@ -1,43 +1,43 @@
-"""What is refused: a checkpoint that was trained toward another target than the velocity."""
+"""A step's loss and its precision."""
+
+from collections.abc import Callable
 
 import pytest
+import torch
 
-from longtake.errors import ModelError
-from longtake.models.release import refuse_other_objectives
+from longtake.config import Recipe
+from longtake.models.build import Components, assemble, latent_shape
+from longtake.models.numerics import Precision
+from longtake.models.objective import FlowBatch, flow_losses
 
-
-@pytest.mark.parametrize(
-    "scheduler",
-    [
-        None,
-        {},
-        {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0},
-        {"_class_name": "FlowMatchHeunDiscreteScheduler"},
-        {"_class_name": "UniPCMultistepScheduler", "prediction_type": "flow_prediction"},
-        {"_class_name": "SomebodysOwnScheduler"},
-    ],
+_WAN = (
+    "data.buckets=[{num_frames=5, height=32, width=32}]",
+    "model.family=wan",
+    "model.config={num_layers=1, num_attention_heads=2, attention_head_dim=12, ffn_dim=16}",
+    "text.kind=transformers",
+    "text.config={d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2}",
 )
-def test_flow_matching_and_the_unknown_pass(scheduler: dict[str, object] | None) -> None:
-    """Nothing is said against what says nothing of itself."""
-    refuse_other_objectives(scheduler, "somewhere")
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "target"),
-    [
-        ({"_class_name": "DDPMScheduler", "prediction_type": "epsilon"}, r"the noise \(epsilon\)"),
-        ({"_class_name": "DDPMScheduler"}, r"the noise \(epsilon\)"),
-        ({"_class_name": "UniPCMultistepScheduler"}, r"the noise \(epsilon\)"),
-        ({"_class_name": "CogVideoXDDIMScheduler", "prediction_type": "v_prediction"}, "a mixture"),
-        ({"_class_name": "MyOwn", "prediction_type": "v_prediction"}, "a mixture"),
-        ({"_class_name": "DDIMScheduler", "prediction_type": "sample"}, "the latents themselves"),
-    ],
-)
-def test_noise_and_v_prediction_are_refused(scheduler: dict[str, object], target: str) -> None:
-    """The sentence says what it predicts, who says so, and why that cannot be trained on."""
-    with pytest.raises(ModelError, match=f"somewhere predicts {target}.*as its scheduler") as said:
-        refuse_other_objectives(scheduler, "somewhere")
-    message = str(said.value)
-    assert str(scheduler["_class_name"]) in message
-    assert "toward the velocity noise - latents" in message
-    assert len(message.splitlines()) == 1
+def _asked(parts: Components, recipe: Recipe) -> FlowBatch:
+    shape = latent_shape(parts.codec, recipe.data.buckets[0])
+    generator = torch.Generator().manual_seed(0)
+    latents, noise = torch.randn(2, 1, *shape, generator=generator)
+    told = {name: value[:1] for name, value in parts.text.encode(["a red ball"]).items()}
+    return FlowBatch(latents, noise, torch.tensor([0.5]), told)
+
+
+@pytest.mark.parametrize(("dtype", "is_cast"), [("fp32", True), ("bf16", False)])
+def test_weights_in_bf16_are_not_cast_again(
+    dtype: str, is_cast: bool, small_recipe: Callable[..., Recipe]
+) -> None:
+    """Wan's first weight stays in fp32 all the same: what most of them are in decides."""
+    recipe = small_recipe(*_WAN, f"model.dtype={dtype}")
+    parts = assemble(recipe, ["a red ball"], None)
+    assert next(parts.model.parameters()).dtype == torch.float32
+    examples = _asked(parts, recipe)
+    precisions: tuple[Precision, ...] = ("fp32", "bf16")
+    exact, mixed = (
+        flow_losses(parts, examples, precision, torch.device("cpu")) for precision in precisions
+    )
+    assert (not torch.equal(exact, mixed)) == is_cast

@@ -77,11 +77,7 @@ class AddedModule(Protocol):
 def build_module(
     section: TrainableSection, width: int, blocks: Sequence[str], latent_channels: int
 ) -> nn.Module:
-    """The recipe's added module, with new weights.
-
-    Raises:
-        RecipeError: it cannot be imported, is not an `AddedModule`, or does not take the options.
-    """
+    """The recipe's added module, with new weights."""
     assert section.module is not None
     found = import_class(section.module)
     _check(found, section)
@@ -93,9 +89,7 @@ def build_module(
 def import_class(path: str, setting: str = "trainable.module") -> Any:
     """The class at "package.module:Class", found from the current directory first.
 
-    Args:
-        path: its name.
-        setting: the recipe key that names it.
+    `setting` is the recipe key that names it.
 
     Raises:
         RecipeError: there is none (names the nearest), or its file lies in a run directory.
@@ -222,7 +216,6 @@ def detach(model: nn.Module) -> None:
 
 
 def condition(model: nn.Module, conditioning: Conditioning) -> None:
-    """Give the added module, if there is one, the conditioning of the next forward pass."""
     attachment: _Attachment | None = getattr(model, "_attachment", None)
     if attachment is not None:
         attachment.conditioning = conditioning
@@ -234,11 +227,7 @@ def added_module(model: nn.Module) -> nn.Module | None:
 
 
 def block_names(model: nn.Module, family: Family, patterns: Sequence[str]) -> list[str]:
-    """Names of a model's blocks that patterns match, in the family's order.
-
-    Raises:
-        RecipeError: a pattern matches none; names the nearest.
-    """
+    """Names of a model's blocks that patterns match, in the family's order."""
     by_identity = {id(part): name for name, part in model.named_modules()}
     names = [by_identity[id(block)] for block in family.blocks(model)]
     for pattern in patterns:

@@ -252,7 +252,7 @@ class DiffusersFamily(ABC):
         """Arguments of the transformer that follow from codec and text encoder.
 
         Raises:
-            RecipeError: the text encoder is not one that the family is conditioned on.
+            RecipeError: the family cannot be conditioned on this text encoder.
         """
 
     @abstractmethod
@@ -263,13 +263,7 @@ class DiffusersFamily(ABC):
         timesteps: Tensor,
         conditioning: Conditioning,
     ) -> TransformerCall:
-        """How the transformer is called.
-
-        Args:
-            model: the transformer.
-            noisy_latents: [B, C, F, H, W] in the model's dtype.
-            timesteps: [B], by `timesteps`.
-            conditioning: in any floating dtype.
+        """How the transformer is called; `noisy_latents` come in its dtype, timesteps as [B].
 
         Raises:
             ModelError: conditioning that the model needs is missing.
@@ -284,14 +278,9 @@ class DiffusersFamily(ABC):
         """The exported pipeline's scheduler, which visits the sigmas of `build_sigmas`."""
 
     def check_config(self, config: Any) -> None:  # noqa: B027
-        """Refuse arguments that diffusers takes, and that fail at the first step.
-
-        Raises:
-            RecipeError: names them and what fits.
-        """
+        """Refuse arguments that diffusers takes, and that fail at the first step: RecipeError."""
 
     def timesteps(self, sigmas: Tensor) -> Tensor:
-        """The transformer's timesteps [B] of sigmas [B]."""
         return sigmas if self.time_scale == 1 else sigmas * self.time_scale
 
     def predict_velocity(
@@ -382,7 +371,6 @@ class DiffusersFamily(ABC):
     def sequence_length(
         self, model: nn.Module, shape: LatentShape, conditioning: Conditioning
     ) -> int:
-        """Tokens of the noisy latents alone, where text is cross-attended."""
         return self.num_tokens(model, shape)
 
     def defaults(self, section: ModelSection) -> Defaults:

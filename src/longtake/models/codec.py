@@ -235,12 +235,7 @@ def build_codec(section: CodecSection, made: Path | None = None) -> Codec:
 
 
 def outline_codec(section: CodecSection) -> Codec:
-    """The recipe's codec on the meta device: it has shapes, but cannot encode.
-
-    Raises:
-        ModelError: a pretrained one's configuration cannot be found.
-        RecipeError: there is no such class, or it does not take the recipe's arguments.
-    """
+    """The recipe's codec on the meta device: it has shapes, but cannot encode."""
     codec_class = _codec_class(section)
     if codec_class is None:
         return PixelCodec()

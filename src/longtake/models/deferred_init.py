@@ -80,11 +80,7 @@ class DeferredWeights:
             )
 
     def fill(self) -> None:
-        """Read the missing values from files, of each rank's shard alone, in the present dtype.
-
-        Raises:
-            ModelError: a file cannot be read.
-        """
+        """Read the missing values from files, of each rank's shard alone (ModelError)."""
         if self.files is not None:
             read_into({each.stored: each.parameter for each in self.parameters}, self.files)
 
@@ -100,19 +96,7 @@ def build_transformer(
     weights: Weights,
     variants: Mapping[float, str] | None = None,
 ) -> nn.Module:
-    """A transformer of diffusers: pretrained in the section's dtype, or random in fp32.
-
-    Args:
-        model_class: of diffusers.
-        section: the recipe's.
-        fitted: arguments that follow from codec and text encoders, which it must have.
-        weights: whether to load or draw them.
-        variants: names of variants that are refused, by in_channels / out_channels.
-
-    Raises:
-        RecipeError: an argument is wrong, or the transformer takes other latents or captions.
-        ModelError: weights or configuration cannot be loaded, or longtake does not train it.
-    """
+    """Pretrained in the section's dtype, or random in fp32; must have the arguments in `fitted`."""
     if section.pretrained is None:
         with torch.device("cpu" if weights else "meta"):
             model = construct("model.config", model_class, {**fitted, **section.config})
@@ -150,11 +134,7 @@ def _pretrained(
 
 
 def on_meta(model_class: Any, where: str, subfolder: str) -> nn.Module:
-    """A model of diffusers or transformers on the meta device, in the dtype its config names.
-
-    Raises:
-        ModelError: there is no configuration, or it does not fit the class.
-    """
+    """A model of diffusers or transformers on the meta device, in the dtype its config names."""
     config = part_config(where, subfolder)
     refuse_other_class(config, model_class, where, subfolder)
     with torch.device("meta"):
@@ -231,10 +211,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 @contextmanager
 def placeholders_on_cpu(deferred: Sequence[DeferredParameter]) -> Iterator[None]:
-    """Put parameters on the CPU meanwhile, in memory that nothing may read or write.
-
-    For code that adds weights beside them, on the device that they are on.
-    """
+    """Put parameters on the CPU, without values, for code that adds weights on their device."""
     before: list[Tensor | None] = [each.module._parameters[each.name] for each in deferred]
     for each in deferred:
         like = each.parameter
@@ -278,11 +255,7 @@ def _stored_shapes(
 
 
 def read_into(tensors: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
-    """Fill tensors, in their own dtypes; of a DTensor this rank's shard.
-
-    Raises:
-        ModelError: a file cannot be read.
-    """
+    """Fill tensors, in their own dtypes; of a DTensor this rank's shard."""
 
     def read(file: Path, names: Sequence[str]) -> None:
         try:

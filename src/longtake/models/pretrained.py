@@ -42,36 +42,21 @@ def local_copies() -> Iterator[None]:
 
 
 def diffusers_class(key: str, name: str) -> Any:
-    """A class of diffusers by name; `key` is the recipe key that names it.
-
-    Raises:
-        RecipeError: there is no such class; names the nearest.
-    """
+    """A class of diffusers by name; `key` is the recipe key that names it."""
     import diffusers
 
     return _class_of(diffusers, key, name)
 
 
 def transformers_class(key: str, name: str) -> Any:
-    """A class of transformers by name; `key` is the recipe key that names it.
-
-    Raises:
-        RecipeError: there is no such class; names the nearest.
-    """
+    """A class of transformers by name; `key` is the recipe key that names it."""
     import transformers
 
     return _class_of(transformers, key, name)
 
 
 def load_pretrained(loaded_class: Any, where: str, subfolder: str, **options: Any) -> Any:
-    """A model or tokenizer from a local folder or, downloaded and cached, a repository id.
-
-    A model of diffusers comes in fp32, one of transformers as it was stored, unless `options` say
-    otherwise: `torch_dtype` for diffusers, `dtype` for transformers.
-
-    Raises:
-        ModelError: nothing loadable is there, or the weights do not fill the model.
-    """
+    """A model or tokenizer from a local folder or, downloaded and cached, a repository id."""
     folder = locate(where, subfolder) / subfolder
     _refuse_unloadable(loaded_class, folder, where, subfolder)
     try:
@@ -113,11 +98,7 @@ def _refuse_unloadable(loaded_class: Any, folder: Path, where: str, subfolder: s
 def refuse_other_class(
     config: Mapping[str, Any], model_class: Any, where: str, subfolder: str
 ) -> None:
-    """Refuse a configuration that was saved from another class; defaults would fill in the rest.
-
-    Raises:
-        ModelError: the configuration names another class.
-    """
+    """Refuse a configuration that was saved from another class; defaults would fill in the rest."""
     if hasattr(model_class, "load_config"):  # diffusers
         saved, wanted = config.get("_class_name"), model_class.__name__
     else:
@@ -130,11 +111,7 @@ def refuse_other_class(
 
 
 def construct(key: str, built_class: Any, values: Mapping[str, Any]) -> Any:
-    """`built_class(**values)`, where the values come from the recipe's `key`.
-
-    Raises:
-        RecipeError: the class does not take these values.
-    """
+    """`built_class(**values)`, where the values come from the recipe's `key`."""
     check_arguments(key, built_class.__init__, values)
     try:
         return built_class(**values)
@@ -146,11 +123,7 @@ def construct(key: str, built_class: Any, values: Mapping[str, Any]) -> Any:
 
 
 def check_arguments(key: str, function: Callable[..., Any], values: Mapping[str, Any]) -> None:
-    """Refuse arguments that a function does not take by name.
-
-    Raises:
-        RecipeError: names the argument and the nearest that exists.
-    """
+    """Refuse arguments that a function does not take by name."""
     known = list(defaults(function))
     for name in values:
         if name not in known:
@@ -170,11 +143,7 @@ def defaults(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def refuse_unused(section: str, values: Mapping[str, object], because: str) -> None:
-    """Refuse keys of a recipe section that are set but would not be used.
-
-    Raises:
-        RecipeError: names the first of them.
-    """
+    """Refuse keys of a recipe section that are set but would not be used."""
     for name, value in values.items():
         if value:
             raise RecipeError(

@@ -34,11 +34,7 @@ class Release:
 
 
 def read_release(section: ModelSection) -> Release:
-    """The configurations of the model that a section starts from.
-
-    Raises:
-        ModelError: the configuration of a pretrained transformer cannot be found.
-    """
+    """The configurations of the model that a section starts from."""
     where = section.pretrained
     if where is None:
         return Release(section.config, None, {})
@@ -65,11 +61,7 @@ _read_repository = cache(_read_release)  # one request to the hub
 
 
 def part_config(where: str, subfolder: str) -> dict[str, Any]:
-    """The `config.json` of one part of a pipeline, from a folder, the shipped ones or the hub.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """The `config.json` of one part of a pipeline, from a folder, the shipped ones or the hub."""
     if where in SHIPPED and not Path(where).is_dir():
         parts = _shipped(SHIPPED[where])
         if subfolder in parts:
@@ -89,11 +81,7 @@ def _shipped(name: str) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a pipeline.
-
-    Raises:
-        ModelError: the file cannot be read, or holds something else.
-    """
+    """The object in a JSON file of a pipeline."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -124,11 +112,7 @@ _TARGETS = {
 
 
 def refuse_other_objectives(scheduler: Mapping[str, Any] | None, where: str) -> None:
-    """Refuse a checkpoint whose scheduler states another objective than flow matching.
-
-    Raises:
-        ModelError: it predicts something else than the velocity.
-    """
+    """Refuse a checkpoint whose scheduler states another objective than flow matching."""
     if scheduler is None:
         return
     name = str(scheduler.get("_class_name", ""))
@@ -149,11 +133,7 @@ def refuse_other_objectives(scheduler: Mapping[str, Any] | None, where: str) -> 
 
 
 def refuse_experts(pipeline: Mapping[str, Any], where: str) -> None:
-    """Refuse a pipeline with two transformers, or a boundary between them.
-
-    Raises:
-        ModelError: each transformer serves a part of the noise levels only.
-    """
+    """Refuse a pipeline with two transformers, or a boundary between them."""
     second = pipeline.get("transformer_2") or (None, None)
     boundary = pipeline.get("boundary_ratio")
     if second[0] is None and boundary is None:
@@ -167,16 +147,7 @@ def refuse_experts(pipeline: Mapping[str, Any], where: str) -> None:
 
 
 def refuse_further_inputs(release: Release, variants: Mapping[float, str], where: str) -> None:
-    """Refuse a transformer that takes more channels than it returns: an image, a mask, a control.
-
-    Args:
-        release: its configurations.
-        variants: names of a family's variants, by in_channels / out_channels.
-        where: it is, for the message.
-
-    Raises:
-        ModelError: it does; names the variant.
-    """
+    """Refuse a transformer that takes more channels than it returns (image, mask, control)."""
     takes, returns = release.config.get("in_channels"), release.config.get("out_channels")
     if not takes or not returns or takes <= returns:  # FLUX's out_channels is None if equal
         return

@@ -285,15 +285,7 @@ def build_text(section: TextSection, captions: Iterable[str], made: Path | None)
 
 
 def outline_text(section: TextSection) -> TextEncoder:
-    """The recipe's text encoder on the meta device: it has shapes, but cannot encode.
-
-    Needs neither weights nor tokenizers nor captions; a vocabulary of the catalog's words is taken
-    at its largest.
-
-    Raises:
-        ModelError: an encoder's configuration cannot be found.
-        RecipeError: there is no such class, or it does not take the recipe's arguments.
-    """
+    """The recipe's text encoder on the meta device: it has shapes, but cannot encode."""
     if section.kind == "words":
         _refuse_encoders(section)
         size = section.max_words + len(_SPECIAL)

@@ -32,21 +32,9 @@ def make_trainable(
     latent_channels: int,
     deferred: Sequence[DeferredParameter] = (),
 ) -> None:
-    """Freeze a model and add to it as the recipe says.
+    """Freeze a model and add to it as the recipe says, on any device, the meta device included.
 
-    New weights depend on torch's last seed alone, not on how many numbers were drawn since. A model
-    on the meta device gets the same names and shapes, without memory.
-
-    Args:
-        model: of the family, on any device.
-        family: of the model.
-        section: the recipe's.
-        latent_channels: C of the codec's latents.
-        deferred: parameters on the meta device that get values later.
-
-    Raises:
-        RecipeError: targets or blocks match nothing, the module cannot be imported or built, or
-            nothing is left to train.
+    New weights depend on torch's last seed alone, not on how many numbers were drawn since.
     """
     base, dtype = section.base(), DTYPES.get(section.dtype) or main_dtype(model)
     blocks = block_names(model, family, section.blocks)
@@ -104,17 +92,9 @@ def plain_copy(model: nn.Module) -> nn.Module:
 def add_lora(
     model: nn.Module, targets: Sequence[str], section: TrainableSection, dtype: torch.dtype
 ) -> None:
-    """Add low-rank updates to linear layers; only these require gradients from then on.
+    """Add low-rank updates in `dtype` to linear layers; only these require gradients then.
 
-    Args:
-        model: on any device, also on torch's meta device.
-        targets: last parts of layers' names, or patterns of whole names.
-        section: rank and alpha.
-        dtype: of A and B. If it is not the layer's, the layer's input is converted, and a copy is
-            kept for the backward pass.
-
-    Raises:
-        RecipeError: a target matches no linear layer.
+    If `dtype` is not a layer's, its input is converted, and a copy is kept for the backward pass.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -135,11 +115,7 @@ def add_lora(
 
 
 def find_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Names of the linear layers that targets match, in the model's order.
-
-    Raises:
-        RecipeError: a target matches none; names the nearest.
-    """
+    """Names of the linear layers that targets match, in the model's order."""
     names = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
     found = {target: {name for name in names if _matches(name, target)} for target in targets}
     for target, matched in found.items():

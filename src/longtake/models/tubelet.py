@@ -268,7 +268,6 @@ class TubeletTransformer(nn.Module):
         return tokens if self._sharing is None else self._sharing.gather(tokens, 1)
 
     def _read_caption(self, token_ids: Tensor, noise_level: Tensor) -> Tensor:
-        """[B, max_tokens, D]."""
         token_ids = F.pad(token_ids, (0, self.max_tokens - token_ids.shape[1]))
         words = self.token_embedding(token_ids) + self.token_positions
         return self._call(self.caption_block, words, noise_level)

@@ -1,5 +1,7 @@
-"""What putting a recipe's parts together promises: one seed, one model, and a plan of it before."""
+"""A recipe's parts: one seed, one model, a plan of it before, and what does not fit refused."""
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +13,14 @@ from torch import Tensor
 from longtake import config
 from longtake.config import Recipe
 from longtake.errors import RecipeError
-from longtake.models.build import Components, assemble, latent_shape, outline
+from longtake.models.build import (
+    Components,
+    assemble,
+    latent_shape,
+    outline,
+    refuse_sharing,
+    text_section,
+)
 from longtake.models.objective import forward_flops, outline_conditioning, training_conditioning
 
 _CAPTIONS = ["a red ball rolls left", "a blue square"]
@@ -283,3 +292,76 @@ def test_the_nearest_bucket_is_one_that_codec_and_model_take(
     with pytest.raises(RecipeError, match=f"divisible by 16.* nearest .* 1 frame of {nearest}.$"):
         outline(_recipe(data=buckets(width, height), codec=codec))
     outline(_recipe(data=buckets(*map(int, nearest.split("x"))), codec=codec))
+
+
+_HEADS = "model.config={hidden_size=48, num_blocks=1, num_heads=4}"
+
+
+def test_heads_that_divide_are_taken(small_recipe: Callable[..., Recipe]) -> None:
+    """Four heads for two and for four."""
+    for size in (1, 2, 4):
+        recipe = small_recipe(_HEADS, f"parallel.sequence={size}")
+        refuse_sharing(outline(recipe), recipe)
+
+
+def test_heads_that_do_not_divide_are_refused(small_recipe: Callable[..., Recipe]) -> None:
+    """The message has what would do."""
+    recipe = small_recipe(_HEADS, "parallel.sequence=3")
+    with pytest.raises(RecipeError, match=r"3 does not divide the model's 4 heads.* 1, 2, 4\."):
+        refuse_sharing(outline(recipe), recipe)
+
+
+def test_an_added_module_is_refused(
+    small_recipe: Callable[..., Recipe], own_module: Callable[[str], str]
+) -> None:
+    """It would see a part of the tokens and take it for all."""
+    module = own_module("tokens")
+    recipe = small_recipe(_HEADS, "parallel.sequence=2", f"trainable.module={module}")
+    with pytest.raises(RecipeError, match=r"my_adapter:Adapter reads all tokens"):
+        refuse_sharing(outline(recipe), recipe)
+
+
+def test_more_ranks_than_tokens_are_refused(small_recipe: Callable[..., Recipe]) -> None:
+    """Some would have nothing to do."""
+    one_tube = "data.buckets=[{num_frames=8, height=4, width=4}]"
+    recipe = small_recipe(_HEADS, "parallel.sequence=2", one_tube)
+    with pytest.raises(RecipeError, match=r"has only 1\. Take fewer processes"):
+        refuse_sharing(outline(recipe), recipe)
+
+
+def _schnell(folder: Path) -> str:
+    for name, values in {
+        "transformer/config.json": {"guidance_embeds": False},
+        "scheduler/scheduler_config.json": {"use_dynamic_shifting": False, "shift": 1.0},
+    }.items():
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(json.dumps(values))
+    return str(folder)
+
+
+def test_captions_are_as_long_as_the_release_expects(tmp_path: Path) -> None:
+    """512 tokens for a pretrained encoder, 256 for schnell, 64 for an encoder from scratch."""
+    schnell = _schnell(tmp_path)
+    wan = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+    found = {
+        (model, text): text_section(_with_text(name, model, text)).num_tokens()
+        for name, model, text in (
+            ("wan", wan, wan),
+            ("flux", schnell, schnell),
+            ("flux", schnell, None),
+            ("wan", None, wan),
+        )
+    }
+    assert list(found.values()) == [512, 256, 64, 512]
+    assert text_section(_with_text("wan", wan, wan, max_tokens=100)).num_tokens() == 100
+
+
+def _with_text(name: str, model: str | None, text: str | None, **changes: Any) -> Recipe:
+    values = {
+        "out": "run",
+        "data": {"catalog": "c.parquet", "buckets": [{"num_frames": 1, "height": 16, "width": 16}]},
+        "model": {"family": name, "pretrained": model},
+        "text": {"kind": "transformers", "pretrained": text, **changes},
+        "training": {"steps": 1, "batch_size": 1},
+    }
+    return config.parse(values, "test")

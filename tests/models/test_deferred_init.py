@@ -1,44 +1,56 @@
-"""What is known of a model before its weights: its architecture, at any size, without a network."""
+"""Models without weights, and weights that come later: the same as if they came at once."""
 
 import json
-import time
+from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import huggingface_hub
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, FluxTransformer2DModel, WanTransformer3DModel
+from torch import nn
 from transformers import CLIPTextModel, T5EncoderModel, UMT5EncoderModel
 
-from longtake.config import ModelSection
+from longtake import config
+from longtake.config import ModelSection, Recipe
 from longtake.errors import ModelError, RecipeError
-from longtake.models.deferred_init import build_transformer, on_meta
-from longtake.models.flux import Flux
+from longtake.models.build import Components, Source, assemble, source_of
+from longtake.models.deferred_init import (
+    build_transformer,
+    can_be_filled,
+    deferred_parameters,
+    files_in,
+    on_meta,
+    parameters_on_meta,
+)
 from longtake.models.numerics import keep_weights_in, main_dtype
-from longtake.models.release import SHIPPED, part_config
 from longtake.models.wan import Wan
 
 _FLUX = "black-forest-labs/FLUX.1-dev"
 _KONTEXT = "black-forest-labs/FLUX.1-Kontext-dev"
 _SMALL_WAN = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 _LARGE_WAN = "Wan-AI/Wan2.1-T2V-14B-Diffusers"
-_TINY: dict[str, Any] = {
+_FITTED = {"in_channels": 4, "out_channels": 4}
+_CPU = torch.device("cpu")
+_SIZE = {
     "num_attention_heads": 2,
     "attention_head_dim": 12,
     "ffn_dim": 16,
     "freq_dim": 8,
-    "num_layers": 1,
+    "num_layers": 2,
     "text_dim": 16,
+    "in_channels": 4,
+    "out_channels": 4,
 }
-_FITTED = {"in_channels": 4, "out_channels": 4}
 
 
-def _wan(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(0)
-    model = WanTransformer3DModel(**_TINY, **_FITTED)
+def _wan(folder: Path, dtype: torch.dtype = torch.float32, **how: Any) -> Any:
+    torch.manual_seed(7)
+    model: Any = WanTransformer3DModel(**_SIZE)
     keep_weights_in(model, dtype)
-    model.save_pretrained(folder / "transformer")
+    model.save_pretrained(folder / "transformer", **how)
     return model
 
 
@@ -182,29 +194,6 @@ def test_a_transformer_of_other_latents_is_refused_without_its_weights() -> None
         )
 
 
-@pytest.mark.usefixtures("no_hub")
-def test_what_is_neither_here_nor_shipped_nor_to_be_had_names_the_shipped() -> None:
-    """One sentence in seconds."""
-    began = time.monotonic()
-    with pytest.raises(ModelError, match="the hub cannot be reached") as said:
-        part_config("some/where", "transformer")
-    assert all(name in str(said.value) for name in SHIPPED)
-    assert len(str(said.value).splitlines()) == 1
-    assert time.monotonic() - began < 60
-
-
-def test_a_config_that_was_downloaded_before_needs_no_network(no_hub: None, tmp_path: Path) -> None:
-    """Nor do the weights have to be there."""
-    _wan(tmp_path / "model")
-    commit = tmp_path / "hub" / "models--some--where" / "snapshots" / ("0" * 40)
-    (commit / "transformer").mkdir(parents=True)
-    (tmp_path / "hub" / "models--some--where" / "refs").mkdir()
-    (tmp_path / "hub" / "models--some--where" / "refs" / "main").write_text("0" * 40)
-    text = (tmp_path / "model" / "transformer" / "config.json").read_text()
-    (commit / "transformer" / "config.json").write_text(text)
-    assert part_config("some/where", "transformer")["num_attention_heads"] == 2
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -221,12 +210,6 @@ def test_a_damaged_config_is_named(text: str | None, message: str, tmp_path: Pat
         (tmp_path / "transformer" / "config.json").write_text(text)
     with pytest.raises(ModelError, match=message):
         on_meta(WanTransformer3DModel, str(tmp_path), "transformer")
-
-
-def test_a_subfolder_that_a_shipped_model_lacks_is_named() -> None:
-    """With those that it has."""
-    with pytest.raises(ModelError, match=r"no subfolder text_encoder_2; it has transformer, vae"):
-        part_config(_SMALL_WAN, "text_encoder_2")
 
 
 @pytest.mark.parametrize(
@@ -287,27 +270,191 @@ def test_a_wan_that_is_not_trained_says_what_it_is(
         )
 
 
-@pytest.mark.parametrize(
-    ("in_channels", "message"),
-    [(384, "FLUX.1 Fill, an inpainting"), (128, "Depth or Canny"), (320, "with further inputs")],
-)
-def test_a_flux_that_is_not_trained_says_what_it_is(
-    in_channels: int, message: str, tmp_path: Path
+_CODEC = {"z_dim": 4, "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
+_ENCODER = {
+    "vocab_size": 256,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+}
+
+
+def _cached_recipe(**sections: Any) -> Recipe:
+    """Cached latents, so that neither codec nor text encoder is built with weights."""
+    values: dict[str, Any] = {
+        "out": "run",
+        "data": {"catalog": "c.parquet", "buckets": [{"num_frames": 5, "height": 16, "width": 16}]},
+        "model": {"family": "wan"},
+        "codec": {"kind": "autoencoder", "class_name": "AutoencoderKLWan", "config": _CODEC},
+        "text": {"kind": "transformers", "class_name": "UMT5EncoderModel", "config": _ENCODER},
+        "training": {"steps": 1, "batch_size": 1},
+    }
+    return config.parse(values | sections, "test")
+
+
+def _assembled(recipe: Recipe, weights: Source = "here") -> Components:
+    return assemble(recipe, ["a red ball"], None, frozen_parts=False, weights=weights)
+
+
+def _values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.state_dict()) | dict(model.named_buffers())
+
+
+def _filled(parts: Components) -> nn.Module:
+    parts.unfilled.give_memory(parts.model, _CPU)
+    parts.unfilled.fill()
+    return parts.model
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("how", [{}, {"max_shard_size": "10KB"}], ids=["a file", "many files"])
+@pytest.mark.parametrize("trainable", [{}, {"kind": "lora", "rank": 2}], ids=["all", "lora"])
+def test_what_is_read_later_is_what_is_loaded_at_once(
+    tmp_path: Path,
+    stored: torch.dtype,
+    dtype: str,
+    how: dict[str, Any],
+    trainable: dict[str, Any],
 ) -> None:
-    """Fill and Control take further channels."""
-    (tmp_path / "transformer").mkdir()
-    name = "FluxTransformer2DModel"
-    config = {"_class_name": name, "in_channels": in_channels, "out_channels": 64}
-    (tmp_path / "transformer" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=message):
-        build_transformer(
-            FluxTransformer2DModel, _section(tmp_path), {}, weights=False, variants=Flux.variants
-        )
+    """Bit by bit, in the same dtypes, with what is new from the seed and with the same buffers."""
+    _wan(tmp_path, stored, **how)
+    model = {"family": "wan", "pretrained": str(tmp_path), "dtype": dtype}
+    recipe = _cached_recipe(model=model, trainable=trainable)
+    at_once, later = _assembled(recipe), _assembled(recipe, "files")
+    assert {each.stored for each in later.unfilled.parameters} == set(
+        WanTransformer3DModel(**_SIZE).state_dict()
+    )
+    assert all(each.parameter.is_meta for each in later.unfilled.parameters)
+    expected, found = _values(at_once.model), _values(_filled(later))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+    wants = {name for name, each in later.model.named_parameters() if each.requires_grad}
+    assert wants == {name for name, each in at_once.model.named_parameters() if each.requires_grad}
+    assert dict(later.model.config) == dict(at_once.model.config)  # type: ignore[arg-type]
 
 
-def test_a_pipeline_with_one_transformer_passes(tmp_path: Path) -> None:
-    """As WanPipeline writes its index for Wan 2.1."""
+def test_weights_in_other_files_are_loaded_at_once(tmp_path: Path) -> None:
+    """Nothing is deferred then; diffusers reads more formats."""
+    _wan(tmp_path, safe_serialization=False)
+    assert files_in(tmp_path / "transformer") is None
+    there = {"family": "wan", "pretrained": str(tmp_path)}
+    parts = _assembled(_cached_recipe(model=there), "files")
+    assert not parts.unfilled.parameters
+    assert not any(parameter.is_meta for parameter in parts.model.parameters())
+
+
+def test_files_that_lack_a_tensor_fail_as_when_they_are_loaded_whole(tmp_path: Path) -> None:
+    """They do not fill the model: the error is that of loading it whole."""
+    from safetensors.torch import load_file, save_file
+
     _wan(tmp_path)
-    index = {"_class_name": "WanPipeline", "boundary_ratio": None, "transformer_2": [None, None]}
-    (tmp_path / "model_index.json").write_text(json.dumps(index))
-    build_transformer(WanTransformer3DModel, _section(tmp_path), _FITTED, weights=False)
+    file = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    del tensors["proj_out.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    recipe = _cached_recipe(model={"family": "wan", "pretrained": str(tmp_path)})
+    with pytest.raises(ModelError, match="leave 1 tensors of WanTransformer3DModel"):
+        _assembled(recipe, "files")
+
+
+def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
+    """It was whole when the model was built, and is not when its weights are read."""
+    _wan(tmp_path)
+    there = {"family": "wan", "pretrained": str(tmp_path)}
+    parts = _assembled(_cached_recipe(model=there), "files")
+    parts.unfilled.give_memory(parts.model, _CPU)
+    file = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ModelError, match=r"cannot be read: .* Download or copy it again"):
+        parts.unfilled.fill()
+
+
+def test_where_a_training_takes_its_weights_from() -> None:
+    """What is trained whole is in the checkpoint; a frozen base is not, and new weights nowhere."""
+    lora = {"kind": "lora"}
+    there = {"family": "wan", "pretrained": "somewhere"}
+    assert source_of(_cached_recipe(), resumed=False) == "here"
+    assert source_of(_cached_recipe(), resumed=True) == "checkpoint"
+    assert source_of(_cached_recipe(trainable=lora), resumed=True) == "here"
+    assert source_of(_cached_recipe(model=there), resumed=False) == "files"
+    assert source_of(_cached_recipe(model=there), resumed=True) == "checkpoint"
+    assert source_of(_cached_recipe(model=there, trainable=lora), resumed=True) == "files"
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+
+def test_buffers_are_real_and_tied_weights_are_not_filled_later() -> None:
+    """Two names of one tensor would become two tensors."""
+    with parameters_on_meta():
+        model = _Tied()
+    assert torch.equal(model.get_buffer("table"), torch.arange(4.0))
+    assert model.first.weight.is_meta
+    assert not can_be_filled(deferred_parameters(model), model, None)
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+_ON_TWO_RANKS = """
+    import os, resource, sys
+    from pathlib import Path
+
+    import torch
+    import torch.distributed as dist
+    from diffusers import WanTransformer3DModel
+    from longtake import config
+    from longtake.config import ParallelSection
+    from longtake.models.build import assemble
+    from longtake.parallel.mesh import join
+    from longtake.run_dir import RunDirectory
+    from longtake.training.build import build_state
+    from longtake.training.session import Session
+    from rich.console import Console
+
+    def resident():
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    folder = Path(sys.argv[1])
+    recipe = config.load(folder / "recipe.toml")
+    with join("cpu", ParallelSection(strategy="shard"), None) as world:
+        before = resident()
+        parts = assemble(recipe, ["x"], None, frozen_parts=False, weights="files")
+        size = sum(each.parameter.nbytes for each in parts.unfilled.parameters)
+        run = RunDirectory(recipe.out)
+        build_state(Session(recipe, run, world, Console(quiet=True), "fp32"), parts)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        (folder / f"grown_{world.rank}").write_text(f"{(peak - before) / size}")
+        there = WanTransformer3DModel.from_pretrained(folder / "transformer").state_dict()
+        for name, value in parts.model.state_dict().items():
+            plain = name.replace(".base_layer.", ".")
+            if plain in there:
+                assert torch.equal(value.full_tensor(), there[plain]), name
+        dist.barrier()
+"""
+
+
+def test_each_rank_reads_its_share(tmp_path: Path, run_on_two_ranks: Callable[..., None]) -> None:
+    """Of a model that two ranks share, neither ever has all of it in memory."""
+    large = {"ffn_dim": 16384, "num_layers": 6, "num_attention_heads": 16, "attention_head_dim": 32}
+    torch.manual_seed(0)
+    model: Any = WanTransformer3DModel(**(_SIZE | large))
+    model.save_pretrained(tmp_path / "transformer")
+    del model
+    there = {"family": "wan", "pretrained": str(tmp_path)}
+    recipe = _cached_recipe(model=there, trainable={"kind": "lora", "rank": 1}, ema={"decay": 0.0})
+    (tmp_path / "recipe.toml").write_text(config.dump(recipe))
+    (tmp_path / "ranks.py").write_text(dedent(_ON_TWO_RANKS))
+    run_on_two_ranks(str(tmp_path / "ranks.py"), str(tmp_path))
+    grown = [float((tmp_path / f"grown_{rank}").read_text()) for rank in range(2)]
+    assert all(0.3 < each < 0.75 for each in grown), grown

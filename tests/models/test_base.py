@@ -1,0 +1,440 @@
+"""What every family promises, and that the base class carries others than those there are."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longtake.config import CodecSection, ModelSection, PooledSection, Shift, TextSection
+from longtake.errors import ModelError, RecipeError
+from longtake.models.base import (
+    Conditioning,
+    Defaults,
+    DiffusersFamily,
+    Family,
+    LatentShape,
+    TransformerCall,
+    family,
+    share_attention,
+)
+from longtake.models.codec import outline_codec
+from longtake.models.numerics import keep_weights_in
+from longtake.models.text import TextEncoder, outline_text
+from longtake.models.wan import Wan
+from longtake.parallel.context_parallel import TokenSharing
+
+_T5 = {"d_model": 12, "d_kv": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2}
+_CLIP = {
+    "hidden_size": 10,
+    "intermediate_size": 10,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+_ENCODERS = {
+    "tubelet": TextSection(max_tokens=4, max_words=6),
+    "wan": TextSection(kind="transformers", config=_T5, max_tokens=4),
+    "flux": TextSection(
+        kind="transformers",
+        class_name="T5EncoderModel",
+        config=_T5,
+        max_tokens=4,
+        pooled=PooledSection(config=_CLIP),
+    ),
+}
+_MODELS: dict[str, dict[str, Any]] = {
+    "tubelet": {"hidden_size": 24, "num_blocks": 2, "num_heads": 2, "patch_size": [1, 2, 2]},
+    "wan": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "ffn_dim": 16,
+        "freq_dim": 8,
+        "num_layers": 2,
+    },
+    "flux": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 12,
+        "axes_dims_rope": [4, 4, 4],
+        "num_layers": 1,
+        "num_single_layers": 1,
+    },
+}
+_SHAPE = LatentShape(channels=3, num_frames=1, height=4, width=6)
+_CONDITIONING = {
+    "token_ids": torch.tensor([[3, 4, 0, 0]]),
+    "prompt_embeds": torch.linspace(-1, 1, 48).square().view(1, 4, 12),
+    "pooled_prompt_embeds": torch.linspace(-1, 1, 10).view(1, 10),
+    "reference_latents": torch.linspace(1, -1, 72).view(1, 3, 1, 4, 6),
+}
+_NAMES = ["tubelet", "wan", "flux", "flux_kontext"]
+
+
+class _Built(NamedTuple):
+    family: Family
+    model: nn.Module
+    name: str
+
+    def velocity(self) -> Tensor:
+        noisy = torch.linspace(-1, 1, 72).view(1, *_SHAPE)
+        return self.family.predict_velocity(
+            self.model, noisy, torch.tensor([0.5]), dict(_CONDITIONING)
+        )
+
+
+def _build(name: str, *, weights: bool = True) -> _Built:
+    torch.manual_seed(0)
+    chosen, kind = family(name), name.removesuffix("_kontext")
+    section = ModelSection(family=name, config=_MODELS[kind])
+    text = outline_text(_ENCODERS[kind])
+    model = chosen.build(section, [_SHAPE], text, weights=weights)
+    for parameter in model.parameters():
+        if weights and not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1)
+    return _Built(chosen, model, name)
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_every_block_is_called_by_the_function_that_is_given(name: str) -> None:
+    """Once each and in order, while gradients are enabled; and nothing else changes."""
+    built = _build(name)
+    expected = built.velocity().detach()
+    called: list[nn.Module] = []
+
+    def call(block: Callable[..., Any], *inputs: Any) -> Any:
+        assert isinstance(block, nn.Module)
+        called.append(block)
+        return block(*inputs)
+
+    built.family.call_blocks_by(built.model, call)
+    assert torch.equal(built.velocity(), expected)
+    assert called == list(built.family.blocks(built.model))
+    with torch.no_grad():
+        assert torch.equal(built.velocity(), expected)
+    assert len(called) == len(built.family.blocks(built.model))
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_a_second_function_replaces_the_first(name: str) -> None:
+    """So that a policy can be changed."""
+    built = _build(name)
+
+    def refuse(block: Callable[..., Any], *inputs: Any) -> Any:
+        raise AssertionError
+
+    built.family.call_blocks_by(built.model, refuse)
+    built.family.call_blocks_by(built.model, lambda block, *inputs: block(*inputs))
+    built.velocity()
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_tokens_can_be_taken_out_of_a_blocks_output_and_put_back(name: str) -> None:
+    """[B, T, D] of the family's width; what goes back in is what the next block sees."""
+    built = _build(name)
+    seen: list[Tensor] = []
+    expected = built.velocity().detach()
+
+    def double(module: nn.Module, inputs: object, output: Any) -> Any:
+        tokens = built.family.block_tokens(output)
+        seen.append(tokens)
+        return built.family.with_tokens(output, tokens * 2)
+
+    last = built.family.blocks(built.model)[-1]
+    handle = last.register_forward_hook(double)
+    changed = built.velocity()
+    handle.remove()
+    assert seen[0].shape[::2] == (1, built.family.width(built.model))
+    assert not torch.allclose(changed, expected)
+    num_tokens = built.family.num_tokens(built.model, _SHAPE)
+    assert seen[0].shape[1] == num_tokens + {"tubelet": 4, "flux_kontext": num_tokens}.get(name, 0)
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_weights_in_bf16_take_inputs_in_fp32(name: str) -> None:
+    """Latents, embeddings and references are cast at the family's edge; every weight trains."""
+    built = _build(name)
+    expected = built.velocity().detach()
+    keep_weights_in(built.model, torch.bfloat16)
+    velocity = built.velocity()
+    assert (velocity.float() - expected).norm() < 0.1 * expected.norm()
+    torch.autograd.backward(velocity.float().square().mean())
+    for parameter_name, weight in built.model.named_parameters():
+        assert weight.grad is not None, parameter_name
+        assert weight.grad.dtype == weight.dtype
+        assert weight.grad.any(), parameter_name
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_lora_targets_name_linear_layers_of_every_block(name: str) -> None:
+    """A recipe for LoRA needs to name none."""
+    built = _build(name)
+    for block in built.family.blocks(built.model):
+        linear = [key for key, each in block.named_modules() if isinstance(each, nn.Linear)]
+        found = [key for key in linear if key.endswith(tuple(built.family.lora_targets))]
+        assert found
+    every = {key for key, _ in built.model.named_modules()}
+    for target in built.family.lora_targets:
+        assert any(key.endswith(target) for key in every)
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_an_outline_is_the_same_model_without_its_values(name: str) -> None:
+    """Same names, shapes and dtypes, all on the meta device."""
+    real, outline = _build(name).model, _build(name, weights=False).model
+
+    def shapes(model: nn.Module) -> dict[str, Any]:
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        return {key: (tensor.shape, tensor.dtype) for key, tensor in tensors}
+
+    assert shapes(outline) == shapes(real)
+    assert {parameter.device.type for parameter in outline.parameters()} == {"meta"}
+
+
+def test_an_outlined_codec_and_text_answer_for_shapes() -> None:
+    """What the families are built from is there before any weight is."""
+    assert outline_text(_ENCODERS["flux"]).pooled_dim == 10
+    assert outline_text(_ENCODERS["wan"]).embed_dim == 12
+    assert outline_text(_ENCODERS["tubelet"]).vocabulary_size == 9
+    assert outline_codec(CodecSection()).channels == 3
+
+
+def test_a_family_is_found_by_name() -> None:
+    """The name is the recipe's `model.family`."""
+    assert isinstance(family("wan"), Wan)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("wann", r"did you mean wan\?"), ("qqq", r"no name is near\.")]
+)
+def test_an_unknown_family_gets_the_nearest(name: str, hint: str) -> None:
+    """And in any case all names there are."""
+    with pytest.raises(RecipeError, match=f"{hint} Known: flux, flux_kontext, tubelet, wan"):
+        family(name)
+
+
+def test_importing_the_models_imports_no_heavy_library() -> None:
+    """Loading diffusers or transformers takes seconds; a run on pixels and words needs neither."""
+    modules = ["base", "wan", "flux", "tubelet", "build", "objective"]
+    imports = ", ".join(f"longtake.models.{module}" for module in modules)
+    code = f"import sys, {imports}; print({{'diffusers', 'transformers'}} & {{*sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+class _Flux2(DiffusersFamily):
+    """FLUX.2 klein without references: normalised, patchified latents; ids of four coordinates."""
+
+    label = "FLUX.2"
+    transformer_class, pipeline_class = "Flux2Transformer2DModel", "Flux2KleinPipeline"
+    block_lists: tuple[str, ...] = ("transformer_blocks", "single_transformer_blocks")
+    patch_size, makes_videos = (1, 1, 1), False
+
+    def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
+        return {"in_channels": channels, "joint_attention_dim": text.embed_dim or 0}
+
+    def call(
+        self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> TransformerCall:
+        pipeline, image = diffusers.Flux2KleinPipeline, noisy_latents[:, :, 0]
+        text, size = conditioning["prompt_embeds"], image.shape[-2:]
+        inputs = {
+            "hidden_states": pipeline._pack_latents(image),
+            "img_ids": pipeline._prepare_latent_ids(image[:1]),
+            "encoder_hidden_states": text,
+            "txt_ids": pipeline._prepare_text_ids(text[:1]),
+            "timestep": timesteps,
+            "guidance": self.guidance(model, conditioning),
+        }
+        return TransformerCall(inputs, lambda out: out.mT.unflatten(2, size).unsqueeze(2))
+
+    def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
+        raise NotImplementedError
+
+    def scheduler(self, shift: Shift, bucket_shift: float) -> Any:
+        raise NotImplementedError
+
+
+class _ZImage(_Flux2):
+    """Z-Image: the other sign, time from noise, and lists of samples and of ragged captions."""
+
+    label = "Z-Image"
+    transformer_class, pipeline_class = "ZImageTransformer2DModel", "ZImagePipeline"
+    block_lists = ("noise_refiner", "context_refiner", "layers")
+    patch_size, negates = (1, 2, 2), True
+
+    def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
+        return {"in_channels": channels, "cap_feat_dim": text.embed_dim or 0}
+
+    def timesteps(self, sigmas: Tensor) -> Tensor:
+        return 1 - sigmas
+
+    def call(
+        self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> TransformerCall:
+        captions = zip(conditioning["prompt_embeds"], conditioning["num_tokens"], strict=True)
+        inputs = {
+            "x": list(noisy_latents),
+            "t": timesteps,
+            "cap_feats": [embeds[:length] for embeds, length in captions],
+        }
+        return TransformerCall(inputs, torch.stack)
+
+
+_AUTOENCODER: dict[str, Any] = {
+    "block_out_channels": (4, 4),
+    "layers_per_block": 1,
+    "latent_channels": 4,
+    "norm_num_groups": 2,
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+}
+_OTHERS: list[tuple[DiffusersFamily, LatentShape, dict[str, Any]]] = [
+    (
+        _Flux2(),
+        LatentShape(16, 1, 4, 6),
+        {
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "attention_head_dim": 16,
+            "num_attention_heads": 2,
+            "timestep_guidance_channels": 16,
+            "axes_dims_rope": (4, 4, 4, 4),
+            "guidance_embeds": False,
+        },
+    ),
+    (
+        _ZImage(),
+        LatentShape(4, 1, 4, 6),
+        {
+            "dim": 32,
+            "n_layers": 1,
+            "n_refiner_layers": 1,
+            "n_heads": 2,
+            "n_kv_heads": 2,
+            "axes_dims": [4, 6, 6],
+            "axes_lens": [64, 32, 32],
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("other", "shape", "config"), _OTHERS, ids=["FLUX.2", "Z-Image"])
+def test_the_base_class_carries_other_families(
+    other: DiffusersFamily, shape: LatentShape, config: dict[str, Any]
+) -> None:
+    """A step is that of diffusers' pipeline, from `call` and a few attributes alone."""
+    torch.manual_seed(0)
+    section = ModelSection(family="flux", config=config)
+    model: Any = other.build(section, [shape], outline_text(_ENCODERS["wan"])).eval()
+    for parameter in model.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1)
+    embeds, noisy = torch.randn(1, 4, 12), torch.randn(1, *shape)
+    is_flux2 = other.label == "FLUX.2"
+    vae: Any = diffusers.AutoencoderKLFlux2 if is_flux2 else diffusers.AutoencoderKL
+    pipeline = getattr(diffusers, other.pipeline_class)(
+        diffusers.FlowMatchEulerDiscreteScheduler(), vae(**_AUTOENCODER), None, None, model
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    pixels = 4 if is_flux2 else 2
+    expected = pipeline(
+        prompt_embeds=embeds if is_flux2 else list(embeds),
+        latents=noisy[:, :, 0].clone(),
+        height=pixels * shape.height,
+        width=pixels * shape.width,
+        sigmas=[0.7],
+        guidance_scale=1.0 if is_flux2 else 0.0,
+        output_type="latent",
+    ).images
+    given = {"prompt_embeds": embeds, "num_tokens": torch.tensor([4])}
+    velocity = other.predict_velocity(model, noisy, torch.tensor([0.7]), given)
+    if is_flux2:  # it gives latents of the autoencoder's own scale, whose statistics are 0 and 1
+        expected = pipeline._patchify_latents(expected)
+    found = (noisy - 0.7 * velocity)[:, :, 0]
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
+    blocks = other.blocks(model)
+    assert len(blocks) == (2 if is_flux2 else 3)
+    called: list[Any] = []
+
+    def call(block: Any, *inputs: Any) -> Any:
+        called.append(block)
+        return block(*inputs)
+
+    other.call_blocks_by(model, call)
+    again = other.predict_velocity(model, noisy, torch.tensor([0.7]), given)
+    assert torch.equal(again, velocity)
+    assert called == list(blocks)
+
+
+class _Attention(nn.Module):
+    processor: Any
+
+    def set_processor(self, processor: Any) -> None:
+        """As diffusers' have it."""
+        self.processor = processor
+
+
+def test_attention_that_cannot_be_shared_is_refused() -> None:
+    """Some of diffusers' attention backends do not go through torch's own function."""
+    attention = _Attention()
+    attention.processor = lambda attn, tokens: tokens
+    share_attention(attention, cast("Any", SimpleNamespace(size=2)))
+    with pytest.raises(ModelError, match=r'backend "native", or parallel\.sequence = 1'):
+        attention.processor(attention, torch.ones(1, 2, 3))
+
+
+_DEV = {"use_dynamic_shifting": True, "shift": 3.0, "base_shift": 0.5, "max_shift": 1.15}
+_SCHNELL = {"use_dynamic_shifting": False, "shift": 1.0, "base_shift": 0.5, "max_shift": 1.15}
+_UNIPC = {
+    "_class_name": "UniPCMultistepScheduler",
+    "flow_shift": 7.0,
+    "use_dynamic_shifting": False,
+}
+
+
+def _folder(folder: Path, scheduler: dict[str, Any], **config: Any) -> str:
+    for name, values in {
+        "transformer/config.json": config,
+        "scheduler/scheduler_config.json": scheduler,
+    }.items():
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(json.dumps(values))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "scheduler", "guidance_embeds", "expected"),
+    [
+        ("wan", _UNIPC, None, Defaults(7.0, 5.0, 50, 0.1, 512)),
+        ("flux", _DEV, True, Defaults("flux", 3.5, 28, 0.0, 512)),
+        ("flux_kontext", _DEV, True, Defaults("flux", 2.5, 28, 0.0, 512)),
+        ("flux", _SCHNELL, False, Defaults(1.0, 1.0, 4, 0.0, 256)),
+        ("flux", _DEV, False, Defaults("flux", 5.0, 28, 0.1, 512)),
+    ],
+)
+def test_defaults_are_those_of_the_release(
+    name: str,
+    scheduler: dict[str, Any],
+    guidance_embeds: bool | None,
+    expected: Defaults,
+    tmp_path: Path,
+) -> None:
+    """FLUX.1-schnell is told from a model that is not distilled by its scheduler."""
+    config = {} if guidance_embeds is None else {"guidance_embeds": guidance_embeds}
+    section = ModelSection(family=name, pretrained=_folder(tmp_path, scheduler, **config))
+    assert family(name).defaults(section) == expected
+
+
+@pytest.mark.parametrize(
+    ("repository", "shift"),
+    [("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 3.0), ("Wan-AI/Wan2.1-T2V-14B-Diffusers", 5.0)],
+)
+def test_shipped_releases_need_no_download(repository: str, shift: float) -> None:
+    """Their schedulers come with longtake."""
+    assert family("wan").defaults(ModelSection(family="wan", pretrained=repository)).shift == shift
