@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from longtake import config
 from longtake.config import Recipe
 from longtake.models import numerics
-from longtake.models.numerics import choose_precision, count_flops, training_flops
+from longtake.models.numerics import choose_precision, count_flops, main_dtype, training_flops
 from longtake.run_dir import RunDirectory
 from longtake.training.train import train
 
@@ -184,6 +184,12 @@ def test_all_ranks_must_have_bf16(
     )
     assert ended.returncode == 0, ended.stderr
     assert _recorded(recipe) == ["fp32"]
+
+
+def test_a_models_dtype_is_that_of_most_of_its_weights() -> None:
+    """A few norms that stay in fp32 do not count."""
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8).bfloat16())
+    assert main_dtype(model) == torch.bfloat16
 
 
 def _train_as_one_of_two(path: Path) -> None:
