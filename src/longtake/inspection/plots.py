@@ -11,9 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
 from numpy.typing import NDArray
 
-from longtake.drawing import INK, PALE_INK, PAPER, RULE, SERIES, figure_text
+from longtake.drawing import INK, PALE_INK, PAPER, RULE, SERIES, figure_text, save_picture
 from longtake.errors import RunError
-from longtake.fsio import atomic_write
 from longtake.inspection.facts import incidents, step_of, verdicts
 from longtake.inspection.rows import MetricRows, read_rows
 from longtake.inspection.tables import incident_words
@@ -83,7 +82,7 @@ def draw_curves(run: RunDirectory, path: Path, around: int | None, span: int) ->
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     beside = max(0.5, _MARGIN * (shown[1] - shown[0]))
     panels[-1].set_xlim(shown[0] - beside, shown[1] + beside)
-    _save(figure, path)
+    save_picture(figure, path)
 
 
 def _explain(top: Axes, panels: Sequence[Axes]) -> None:
@@ -185,14 +184,6 @@ def _title(run: RunDirectory, rows: MetricRows, around: int | None) -> str:
     if around is not None:
         return f"{name}, around step {around}"
     return f"{name}, {rows.step.max()} steps"
-
-
-def _save(figure: Figure, path: Path) -> None:
-    try:
-        with atomic_write(path) as aside:
-            figure.savefig(aside, format="png")
-    except OSError as error:
-        raise RunError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
 # --- The strip of marks above the panels ---------------------------------------------------------
