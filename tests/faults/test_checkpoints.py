@@ -46,7 +46,7 @@ def test_damage_must_be_reported_with_checkpoint_file_and_step() -> None:
     expect_warning(none, None, "step_00000010", _FILE, 15, output)
     assert none.complaints == [
         "no event says that a checkpoint is damaged",
-        "the output does not say 'training goes on from step 15'",
+        "the output does not say 'training resumes from step 15'",
     ]
     expect_warning(wrong, warning, "step_00000015", "optimizer/__0_0.distcp", 5, output)
     assert wrong.complaints == [

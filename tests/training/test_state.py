@@ -236,7 +236,7 @@ def test_a_run_goes_on_with_another_catalog(
     train(small_recipe("training.steps=5", constant), _QUIET)
     changed = constant, f"data.catalog={fewer}", f"data.on_change={policy}"
     train(small_recipe("training.steps=9", *changed), Console(soft_wrap=True))
-    assert f"changed, going on with {policy}: the catalog" in capsys.readouterr().out
+    assert f"changed, resuming with {policy}: the catalog" in capsys.readouterr().out
     again = constant, f"data.catalog={fewer}"
     recipe = small_recipe("training.steps=30", *again)
     train(recipe, Console(soft_wrap=True))

@@ -129,7 +129,7 @@ def load_trainer(path: Path, kind: type[_T]) -> _T:
 
 
 def find_damage(folder: Path, *, checksums: bool, within: str = "") -> str | None:
-    """What is wrong with a checkpoint's files, in words that name one of them; None: nothing.
+    """What is wrong with a checkpoint's files, as a sentence that names one; None: nothing.
 
     Args:
         folder: the checkpoint.

@@ -413,7 +413,7 @@ def _prepare_thread(device: torch.device) -> None:
 
 
 class Staging:
-    """Copies states into host memory, which is kept for the next copy, so that training goes on.
+    """Copies states into host memory, which is kept for the next copy, so that training continues.
 
     torch's own stagers are not used: `BlockingAsyncStager` cannot keep its memory without a GPU,
     and `DefaultStager` cannot copy the 8-bit states of an optimizer. The memory stays as large as
@@ -440,7 +440,7 @@ class Staging:
         return copy.deepcopy(value)
 
     def _copied_tensor(self, tensor: Tensor, key: str) -> Tensor:
-        """Tensors made of tensors (DTensors, 8-bit states) are taken apart and put together."""
+        """Tensors made of tensors (DTensors, 8-bit states) are split and put together again."""
         if not hasattr(tensor, "__tensor_flatten__"):
             return self._buffer(tensor, key).copy_(tensor, non_blocking=True)
         made = cast("Any", tensor)

@@ -219,4 +219,4 @@ def expect_warning(
         path, reason = warning.event["path"], warning.event["reason"]
         evidence.expect(path == checkpoint, f"it calls {path} damaged, and {checkpoint} is")
         evidence.expect(damaged in reason, f"the reason does not name {damaged}: {reason}")
-    evidence.expect_output(output, f"training goes on from step {older}")
+    evidence.expect_output(output, f"training resumes from step {older}")

@@ -1,4 +1,4 @@
-"""Runs the guard: judges each step before its update, explains NaN or inf, writes reports."""
+"""Runs the guard: a verdict on each step before its update, NaN and inf located, reports."""
 
 import math
 import socket

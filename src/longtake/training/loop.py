@@ -19,6 +19,12 @@ from longtake.training.step import (
     skip_update,
 )
 
+_LAST_UPDATE_LOST = (
+    "The update of step {step} has left numbers in the weights that are not finite, so they were "
+    "not saved. Start the same command again: it resumes from the newest checkpoint. If that ends "
+    "here again, lower optimizer.learning_rate in a run of its own (--fresh)."
+)
+
 
 @dataclass(frozen=True)
 class LoopExit:
@@ -44,12 +50,8 @@ def train_steps(
         RunError: another launch has taken the run over.
     """
     recipe, world = session.recipe, session.world
-    guard, norms, saver, recorder = (
-        monitors.guard,
-        monitors.norms,
-        monitors.saver,
-        monitors.recorder,
-    )
+    guard, norms, saver = monitors.guard, monitors.norms, monitors.saver
+    recorder = monitors.recorder
     end = loader.end_after(recipe.training.steps - state.global_step)
     for local_batch in recorder.timed(loader.batches(end)):
         monitors.lease.refuse_loss()
@@ -60,8 +62,7 @@ def train_steps(
             losses = compute_gradients(session, state, batch)  # forward, backward, accumulate
         recorder.memory(batch, monitors.peak.comparison)
 
-        stop, failed, due = monitors.stop.reason, saver.failed, saver.is_due
-        local = local_facts(loader, stop=stop, save_failed=failed, save_due=due)
+        local = local_facts(loader, monitors.stop.reason, saver.failed, saver.is_due)
         summary = reduce_statistics(session, losses, batch, state, norms, local)  # one all-reduce
         statistics = summary.statistics
         if summary.num_troubles:
@@ -96,12 +97,7 @@ def train_steps(
             if norms.all_finite(world):  # else the next step's verdict reports it
                 save_checkpoint(session, state, loader, monitors)
             elif is_last:
-                raise DivergedError(
-                    f"The update of step {state.global_step} has left numbers in the weights that "
-                    "are not finite, so they were not saved. Start the same command again: it "
-                    "resumes from the newest checkpoint. If that ends here again, lower "
-                    "optimizer.learning_rate in a run of its own (--fresh)."
-                )
+                raise DivergedError(_LAST_UPDATE_LOST.format(step=state.global_step))
         heartbeat.end_step(losses.compute_seconds)
         if summary.stop is not None:
             return LoopExit(signal=summary.stop)

@@ -33,7 +33,7 @@ class RunLease:
         return "" if self._lease is None else str(self._lease.record["token"])
 
     def refuse_loss(self) -> None:
-        """Refuse to go on if another launch has taken the run over.
+        """Refuse to continue if another launch has taken the run over.
 
         That happens to a process that was stopped, or cut off from the disk, for a minute.
 

@@ -85,7 +85,7 @@ def _describe_changes(session: Session, loader: Loader, step: int, lost: int) ->
         lines.append(f"{steps} since {since} had not been saved, and will be trained again")
     if loader.course.changes:
         policy = session.recipe.data.on_change
-        lines.append(f"changed, going on with {policy}: {loader.course.changes}")
+        lines.append(f"changed, resuming with {policy}: {loader.course.changes}")
     for stage in loader.course.plan.stages:
         for reason, count in sum(stage.dropped.values(), Counter()).most_common():
             lines.append(f"{count} clips are left out of stage {stage.stage.name}: {reason}")

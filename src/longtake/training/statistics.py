@@ -1,6 +1,6 @@
 """Norms of gradients, weights and updates, and the one collective of each step.
 
-Every rank decides from the same reduced numbers: verdict, stop and save.
+Every rank decides from the same reduced numbers: skip, roll back, stop, save.
 """
 
 import math
@@ -223,7 +223,7 @@ class StepSummary:
     """What all ranks know about a step, the same on each."""
 
     statistics: StepStatistics
-    """What the guard judges; meaningless if no sample was trained."""
+    """For the guard; meaningless if no sample was trained."""
     scale: float
     """Global batch size over the number of samples that were trained."""
     num_troubles: int
@@ -265,7 +265,7 @@ def reduce_statistics(
 
 
 def local_facts(
-    loader: Loader, *, stop: str | None, save_failed: bool, save_due: bool = False
+    loader: Loader, stop: str | None, save_failed: bool, save_due: bool = False
 ) -> dict[str, float]:
     """This rank's facts beside numbers of the model; `stop`: the signal that it received."""
     troubles = len(loader.failures) + len(loader.incidents)

@@ -98,7 +98,7 @@ def compute_gradients(session: Session, state: TrainingState, batch: Batch) -> S
 
 
 class ComputeTimer:
-    """Adds up how long this rank computes without waiting for others: it tells slow ranks apart.
+    """Adds up how long this rank computes without waiting for others, to identify slow ranks.
 
     Only the forward pass is measured: all other parts of a step end in waiting for other ranks. If
     the model is sharded the forward pass does too, and the time tells less.
