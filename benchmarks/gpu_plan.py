@@ -45,12 +45,11 @@ from longtake.planner.activation_checkpointing import (
     caller,
     options_of,
 )
-from longtake.planner.devices import Device, device_for
+from longtake.planner.devices import DeviceBudget, device_for
 from longtake.planner.measure import MeasuredMemory, measured
+from longtake.planner.memory import MetaStep, foreach_bytes, optimizer_bytes, outline_step
 from longtake.planner.solver import PolicySweep, find_best, sweep_policies
 from longtake.planner.trace import StepTrace, Subject, Tracer
-from longtake.training.optimizer_memory import foreach_bytes, optimizer_bytes
-from longtake.training.outlined import OutlinedStep, outlined_step
 
 _RESULTS = Path(__file__).parent / "results" / "gpu_plan.md"
 _EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -162,10 +161,10 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 def _model(
-    recipe: Recipe, card: Device, device: torch.device, budget_bytes: int | None = None
+    recipe: Recipe, card: DeviceBudget, device: torch.device, budget_bytes: int | None = None
 ) -> list[str]:
     """Every policy of a recipe, and its update; the best for half the way between the extremes."""
-    planned = outlined_step(recipe, card)
+    planned = outline_step(recipe, card)
     surveyed = sweep_policies(planned.tracer)
     peaks = [trace.peak_bytes for trace in surveyed.traces.values()]
     budget_bytes = budget_bytes or (min(peaks) + max(peaks)) // 2
@@ -175,12 +174,13 @@ def _model(
     if best := find_best(planned.tracer, surveyed, budget_bytes):
         counts = ", ".join(f"{count} {option}" for option, count in best.per_block().items())
         cases[f"best for {budget_bytes / _GIB:.2f} GiB: {counts}"] = best.options, best.traced
-    step = _on_device(outlined_step(recipe, card), device)
+    step = _on_device(outline_step(recipe, card), device)
+    num_parameters = sum(p.numel() for p in step.components.model.parameters())
     lines = [
-        f"{sum(p.numel() for p in step.parts.model.parameters()) / 1e9:.2f} billion parameters, "
+        f"{num_parameters / 1e9:.2f} billion parameters, "
         f"{surveyed.traces['none'].weight_bytes / _GIB:.3f} GiB.",
         "",
-        *_policies(cases, surveyed, step, device, room=card.memory_bytes),
+        *_policies(cases, surveyed, step, device, room=card.total_bytes),
         "",
         *_update(step, device),
         "",
@@ -194,7 +194,7 @@ def _model(
 def _policies(
     cases: Mapping[str, tuple[Options, StepTrace]],
     surveyed: PolicySweep,
-    step: OutlinedStep,
+    step: MetaStep,
     device: torch.device,
     room: int | None,
 ) -> list[str]:
@@ -238,7 +238,7 @@ def _compared(predicted: int, real: int) -> tuple[str, str, str]:
 
 
 def _once(
-    step: OutlinedStep, options: Options, device: torch.device
+    step: MetaStep, options: Options, device: torch.device
 ) -> Callable[[MeasuredMemory | None], None]:
     subject = step.tracer.subject
     subject.call_blocks_by(caller({subject.blocks[name]: each for name, each in options.items()}))
@@ -249,7 +249,7 @@ def _once(
         for tensor in (examples.latents, examples.noise, *examples.conditioning.values()):
             tensor.normal_()
         examples.sigmas.fill_(0.5)
-        loss = flow_losses(step.parts, examples, step.precision, device).mean()
+        loss = flow_losses(step.components, examples, step.precision, device).mean()
         if memory:
             memory.mark("forward")
         torch.autograd.backward(loss)
@@ -258,7 +258,7 @@ def _once(
     return once
 
 
-def _on_device(step: OutlinedStep, device: torch.device) -> OutlinedStep:
+def _on_device(step: MetaStep, device: torch.device) -> MetaStep:
     """The step with random weights, which are made where they are needed."""
 
     def real(tensor: Tensor) -> Tensor:
@@ -267,7 +267,7 @@ def _on_device(step: OutlinedStep, device: torch.device) -> OutlinedStep:
             return nn.Parameter(values, tensor.requires_grad)
         return values
 
-    for module in step.parts.model.modules():
+    for module in step.components.model.modules():
         for held in (cast("dict[str, Tensor | None]", module._parameters), module._buffers):
             for name, tensor in held.items():
                 if tensor is not None:
@@ -275,10 +275,10 @@ def _on_device(step: OutlinedStep, device: torch.device) -> OutlinedStep:
     return step
 
 
-def _update(step: OutlinedStep, device: torch.device) -> list[str]:
+def _update(step: MetaStep, device: torch.device) -> list[str]:
     """What the recipe's optimizer keeps and takes in passing, and what torch's default takes."""
-    model, section = step.parts.model, step.recipe.optimizer
-    blocks = step.parts.family.blocks(model)
+    model, section = step.components.model, step.recipe.optimizer
+    blocks = step.components.family.blocks(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     ours = optimizer_bytes(model, blocks, section, step.precision, device.type, granule=512)
 
@@ -343,7 +343,7 @@ def _kernels_of_flux(length: int = 8704, num_heads: int = 24) -> dict[str, Kerne
     }
 
 
-def _kernels(card: Device, device: torch.device) -> list[str]:
+def _kernels(card: DeviceBudget, device: torch.device) -> list[str]:
     lines = ["## Kernels, bf16", "", _KERNEL_COLUMNS, "|" + "---|" * 9]
     for name, kernel in _kernels_of_flux().items():
         try:
@@ -361,7 +361,7 @@ _KERNEL_COLUMNS = (
 )
 
 
-def _kernel_line(name: str, kernel: Kernel, card: Device, device: torch.device) -> str:
+def _kernel_line(name: str, kernel: Kernel, card: DeviceBudget, device: torch.device) -> str:
     """Its peak in forward and backward pass and what it keeps, beside its operands."""
     trace = Tracer(_subject(kernel), card).trace({})
     leaves = [torch.randn(shape, dtype=_BF16, device=device) for shape in kernel.shapes]

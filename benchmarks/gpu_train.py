@@ -45,12 +45,11 @@ from longtake.models.numerics import autocast
 from longtake.models.objective import forward_flops
 from longtake.parallel.mesh import World, join
 from longtake.planner.activation_checkpointing import Options, caller, options_of
-from longtake.planner.devices import CPU, Device, device_for
+from longtake.planner.devices import CPU, DeviceBudget, device_for
+from longtake.planner.memory import MetaStep, outline_step, static_memory
 from longtake.planner.solver import find_best, sweep_policies
 from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state, compile_blocks
-from longtake.training.outlined import OutlinedStep, outlined_step
-from longtake.training.resident import fixed_of
 from longtake.training.session import Session, TrainingState
 from longtake.training.statistics import NormStats
 from longtake.training.step import apply_update, compute_gradients
@@ -214,11 +213,11 @@ def _cells(case: str, row: Row) -> str:
 class Bench(NamedTuple):
     """A model on the device, and one batch for it."""
 
-    step: OutlinedStep
+    step: MetaStep
     session: Session
     state: TrainingState
     batch: Batch
-    card: Device
+    card: DeviceBudget
     flops: float
     """Of a step of all ranks."""
 
@@ -233,7 +232,7 @@ class Bench(NamedTuple):
         return self.session.world
 
 
-def _session(step: OutlinedStep, world: World) -> Session:
+def _session(step: MetaStep, world: World) -> Session:
     run = RunDirectory(step.recipe.out)
     return Session(step.recipe, run, world, Console(quiet=True), step.precision)
 
@@ -242,10 +241,10 @@ def _measured(case: Case, until: float, asked: argparse.Namespace) -> Iterator[R
     """Each way to train the case, as long as it fits and there is time."""
     card, device = (CPU, torch.device("cpu")) if asked.tiny else (device_for("cuda"), _cuda())
     plans = dict(_plans(case.recipe(), card))
-    step = _on_device(outlined_step(case.recipe(), card), device)
+    step = _on_device(outline_step(case.recipe(), card), device)
     world = World(0, 0, 1, device, None)
     session = _session(step, world)
-    state = build_state(session, step.parts)
+    state = build_state(session, step.components)
     flops = _step_flops(step.recipe, step)
     bench = Bench(step, session, state, _batch(step, device), card, flops)
     for name, options in plans.items():
@@ -259,8 +258,8 @@ def _measured(case: Case, until: float, asked: argparse.Namespace) -> Iterator[R
         fitting = [(name, plans[name]) for name in ("none", "best") if plans.get(name)]
         for name, options in fitting[:1]:
             assert options is not None
-            compile_blocks(options, step.parts, step.recipe)  # which run by the options, compiled
-            yield _ours(f"longtake, {name}, compiled", {}, bench)
+            compile_blocks(options, step.components, step.recipe)
+            yield _ours(f"longtake, {name}, compiled", {}, bench)  # they run by the options already
     del state, step, bench
     gc.collect()
     if not asked.tiny:
@@ -275,16 +274,16 @@ def _not_fitting(name: str) -> Row:
     return Row(f"longtake, {name}", 0.0, 0.0, 0.0, 0, "is predicted not to fit")
 
 
-def _plans(recipe: Recipe, card: Device) -> Iterator[tuple[str, Options | None]]:
+def _plans(recipe: Recipe, card: DeviceBudget) -> Iterator[tuple[str, Options | None]]:
     """How blocks are run; None where that is predicted not to fit the card."""
-    step = outlined_step(recipe, card)
-    surveyed, fixed = sweep_policies(step.tracer), fixed_of(step)
+    step = outline_step(recipe, card)
+    surveyed, fixed = sweep_policies(step.tracer), static_memory(step)
     names = tuple(step.tracer.subject.blocks)
     peaks = {name: trace.peak_bytes for name, trace in surveyed.traces.items()}
     half = (peaks["none"] + peaks["all"]) // 2
     room = peaks["none"]
-    if card.memory_bytes is not None:
-        room = int(_SHARE_OF_CARD * card.memory_bytes) - fixed.resident
+    if card.total_bytes is not None:
+        room = int(_SHARE_OF_CARD * card.total_bytes) - fixed.resident
     for name in ("none", "all"):
         yield name, options_of(name, names) if peaks[name] <= room else None
     best = find_best(step.tracer, surveyed, min(room, half))
@@ -314,7 +313,7 @@ def _timed(name: str, one: Callable[[], None], bench: Bench) -> Row:
         seconds.append(time.perf_counter() - begun)
     median, is_cuda = statistics.median(seconds), device.type == "cuda"
     tokens = bench.recipe.training.batch_size * bench.step.num_tokens
-    share = bench.flops / (median * bench.card.narrow_flops) / bench.world.size
+    share = bench.flops / (median * bench.card.bf16_flops) / bench.world.size
     peak = torch.cuda.max_memory_allocated(device) if is_cuda else 0
     return Row(name, median, tokens / median, share, peak)
 
@@ -326,7 +325,7 @@ def _wait(device: torch.device, reset: bool = False) -> None:
             torch.cuda.reset_peak_memory_stats(device)
 
 
-def _step_flops(recipe: Recipe, step: OutlinedStep) -> float:
+def _step_flops(recipe: Recipe, step: MetaStep) -> float:
     """Counted without weights: a model that is compiled or spread cannot be."""
     parts = outline(recipe)
     forward = forward_flops(parts, recipe, latent_shape(parts.codec, step.bucket))
@@ -387,7 +386,7 @@ def _run_by(options: Options, bench: Bench) -> None:
     bench.step.tracer.subject.call_blocks_by(call)
 
 
-def _batch(step: OutlinedStep, device: torch.device) -> Batch:
+def _batch(step: MetaStep, device: torch.device) -> Batch:
     """Latents and embeddings of so many samples, as a cache would give them."""
     with torch.device(device):
         examples = step.tracer.subject.make_inputs()
@@ -412,7 +411,7 @@ def _batch(step: OutlinedStep, device: torch.device) -> Batch:
     )
 
 
-def _on_device(step: OutlinedStep, device: torch.device) -> OutlinedStep:
+def _on_device(step: MetaStep, device: torch.device) -> MetaStep:
     """The step with random weights, which are made where they are needed."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -424,7 +423,7 @@ def _on_device(step: OutlinedStep, device: torch.device) -> OutlinedStep:
             return nn.Parameter(values, tensor.requires_grad)
         return values
 
-    for module in step.parts.model.modules():
+    for module in step.components.model.modules():
         for held in (cast("dict[str, Tensor | None]", module._parameters), module._buffers):
             for name, tensor in held.items():
                 if tensor is not None:
@@ -459,9 +458,9 @@ def _as_rank(out: Path, is_tiny: bool) -> None:
         changed = _of_batch(case, size)
         recipe = changed.recipe().model_copy(update={"parallel": section})
         card = CPU if is_tiny else device_for("cuda")
-        step = _on_device(outlined_step(recipe, card, world.size), world.device)
+        step = _on_device(outline_step(recipe, card, world.size), world.device)
         session = _session(step, world)
-        state = build_state(session, step.parts)
+        state = build_state(session, step.components)
         flops = _step_flops(recipe, step)
         bench = Bench(step, session, state, _batch(step, world.device), card, flops)
         row = _ours(f"longtake, all, {world.size} cards", _all(step), bench)
@@ -476,7 +475,7 @@ def _of_batch(case: Case, size: int) -> Case:
     return case._replace(changes=changes)
 
 
-def _all(step: OutlinedStep) -> Options:
+def _all(step: MetaStep) -> Options:
     return options_of("all", tuple(step.tracer.subject.blocks))
 
 

@@ -34,9 +34,9 @@ from longtake.planner.activation_checkpointing import POLICIES, Options, caller,
 from longtake.planner.devices import CPU
 from longtake.planner.kernels import as_on_cuda
 from longtake.planner.measure import measured
+from longtake.planner.memory import MetaStep, outline_step
 from longtake.planner.solver import BestOptions, PolicySweep, find_best, sweep_policies
 from longtake.planner.trace import StepTrace
-from longtake.training.outlined import OutlinedStep, outlined_step
 from longtake.training.runtime import keep_freed_memory
 
 _RESULTS = Path(__file__).parent / "results" / "plan_accuracy.md"
@@ -187,7 +187,7 @@ def main() -> None:
 
 
 def _result(case: Case) -> Result:
-    planned, real = outlined_step(case.recipe(), CPU), outlined_step(case.recipe(), CPU)
+    planned, real = outline_step(case.recipe(), CPU), outline_step(case.recipe(), CPU)
     names = tuple(planned.tracer.subject.blocks)
     surveyed = sweep_policies(planned.tracer)
     best = _best(planned, surveyed)
@@ -206,7 +206,7 @@ def _result(case: Case) -> Result:
     )
 
 
-def _best(step: OutlinedStep, surveyed: PolicySweep) -> BestOptions:
+def _best(step: MetaStep, surveyed: PolicySweep) -> BestOptions:
     """For a budget between what the most and the least economical policies take."""
     peaks = [trace.peak_bytes for trace in surveyed.traces.values()]
     best = find_best(step.tracer, surveyed, (max(peaks) + min(peaks)) // 2)
@@ -218,12 +218,12 @@ def _beside(trace: StepTrace) -> int:
     return trace.peak_bytes - trace.weight_bytes
 
 
-def _gradient_bytes(step: OutlinedStep) -> int:
-    parameters = step.parts.model.parameters()
+def _gradient_bytes(step: MetaStep) -> int:
+    parameters = step.components.model.parameters()
     return sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
 
 
-def _run(step: OutlinedStep, options: Options, case: Case) -> tuple[int, str]:
+def _run(step: MetaStep, options: Options, case: Case) -> tuple[int, str]:
     """Really run a step: bytes at its peak beside what was there, and a digest of its gradients."""
     subject = step.tracer.subject
     subject.call_blocks_by(caller({subject.blocks[name]: each for name, each in options.items()}))
@@ -239,7 +239,7 @@ def _run(step: OutlinedStep, options: Options, case: Case) -> tuple[int, str]:
     return memory.peak_bytes, digest.hexdigest()
 
 
-def _forward_and_backward(step: OutlinedStep) -> None:
+def _forward_and_backward(step: MetaStep) -> None:
     examples = step.tracer.subject.make_inputs()
     told = examples.conditioning.values()
     for number, tensor in enumerate((examples.latents, examples.noise, examples.sigmas, *told)):

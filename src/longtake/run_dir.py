@@ -347,7 +347,7 @@ class RunDirectory:
 
     @property
     def plan_path(self) -> Path:
-        """What was found out about the memory of a step, and under which circumstances."""
+        """The memory plan of a launch, and a checksum of what it depends on."""
         return self.path / "plan.json"
 
     @property

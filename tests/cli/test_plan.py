@@ -259,6 +259,21 @@ def test_a_mesh_is_planned_by_its_links(small: Callable[..., Path], call: _Call)
     assert "  --set parallel.strategy=hybrid --set parallel.gather=bf16: " in out
 
 
+def test_a_batch_that_does_not_divide_wastes_ranks(small: Callable[..., Path], call: _Call) -> None:
+    path = small("model.config={hidden_size=48, num_blocks=2}", "training.batch_size=6")
+    options = ("--processes=4", "--per-node=2", "--link=1,1", "--device=h100")
+    code, out, _ = call("plan", path, *options, "--json")
+    assert code == 0
+    mesh = json.loads(out)["mesh"]
+    (row,) = mesh["sent"]
+    assert (row["what"], row["ranks"], row["over"]) == ("gradients", 4, "network")
+    assert mesh["sent_bytes"] == row["bytes"] > 0
+    assert mesh["idle_share"] == pytest.approx(0.25)  # 6 clips in 8 places
+    _, out, _ = call("plan", path, *options)
+    assert "4 processes on 2 nodes: 4 copies of the model. Each GPU sends 1 GB" in out
+    assert "25.0% of all places stay empty" in out
+
+
 def test_plan_refuses_what_train_would(small: Callable[..., Path], call: _Call) -> None:
     path = small("parallel={strategy='hybrid', shard_size=3}", "training.batch_size=8")
     code, out, err = call("plan", path, "--processes=4")
@@ -266,7 +281,7 @@ def test_plan_refuses_what_train_would(small: Callable[..., Path], call: _Call) 
     assert "parallel.shard_size = 3 processes, which would hold one copy of the model" in err
     code, _, err = call("plan", path, "--processes=3", "--link=quick")
     assert code == 2
-    assert err.startswith("longtake: The link 'quick' is none.")
+    assert err.startswith("longtake: The link 'quick' cannot be read.")
 
 
 _MISTAKES = {

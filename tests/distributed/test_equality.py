@@ -27,9 +27,9 @@ from longtake.models.build import Components, assemble
 from longtake.parallel.fsdp import full
 from longtake.parallel.mesh import World, arranged, join
 from longtake.planner.activation_checkpointing import options_of
+from longtake.planner.plan import run_blocks
 from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state, compile_blocks
-from longtake.training.fit import run_blocks_by
 from longtake.training.latent_cache import captions_of
 from longtake.training.session import Session
 from longtake.training.statistics import NormStats, local_facts, reduce_statistics
@@ -181,7 +181,7 @@ def _train(parts: Components, recipe: Recipe, way: _Way, world: World) -> dict[s
     if way.compiles:
         compile_blocks(options, parts, recipe)
     else:
-        run_blocks_by(options, parts)
+        run_blocks(options, parts)
     session = Session(recipe, RunDirectory(recipe.out), world, Console(quiet=True), "fp32")
     state = build_state(session, parts)
     norms = NormStats(parts.model, parts.family.blocks(parts.model))

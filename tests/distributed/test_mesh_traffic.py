@@ -26,14 +26,13 @@ from longtake.parallel.fsdp import local_shard
 from longtake.parallel.mesh import World, _mesh, _sequence_group, join, shard_size
 from longtake.planner.activation_checkpointing import options_of
 from longtake.planner.devices import CPU
+from longtake.planner.memory import MetaStep, module_bytes, outline_step, static_memory
+from longtake.planner.mesh import traffic_of
+from longtake.planner.plan import run_blocks
 from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
-from longtake.training.fit import run_blocks_by
-from longtake.training.outlined import OutlinedStep, outlined_step
-from longtake.training.resident import fixed_of, size_of
 from longtake.training.session import Session
 from longtake.training.step import apply_update, compute_gradients
-from longtake.training.traffic import traffic_of
 
 _MODEL = "model.config={hidden_size=48, num_blocks=3, num_heads=4}"
 _LORA = ("trainable.kind=lora", "trainable.rank=2")
@@ -87,9 +86,7 @@ def test_as_many_bytes_are_sent_as_are_planned(
     )
     assert ended.returncode == 0, ended.stderr
     counted = json.loads((folder / "counted.json").read_text())
-    steps = [
-        outlined_step(config.load(folder / f"{n}.toml"), CPU, 4, 2) for n in range(len(_CASES))
-    ]
+    steps = [outline_step(config.load(folder / f"{n}.toml"), CPU, 4, 2) for n in range(len(_CASES))]
     sent = [each["sent"] for each in counted]
     planned = [_planned(step) for step in steps]
     assert dict(zip(_CASES, sent, strict=True)) == dict(zip(_CASES, planned, strict=True))
@@ -98,17 +95,17 @@ def test_as_many_bytes_are_sent_as_are_planned(
         assert each["held"] == pytest.approx(_held(step), rel=0.05), case
 
 
-def _held(step: OutlinedStep) -> dict[str, int]:
-    fixed = fixed_of(step)
+def _held(step: MetaStep) -> dict[str, int]:
+    fixed = static_memory(step)
     return {
-        "weights": size_of(step.parts.model) // step.num_shards,
+        "weights": module_bytes(step.components.model) // step.num_shards,
         "gradients": fixed.gradients,
         "optimizer": fixed.optimizer.device,
         "ema": fixed.ema,
     }
 
 
-def _planned(step: OutlinedStep) -> dict[str, int]:
+def _planned(step: MetaStep) -> dict[str, int]:
     recipe = step.recipe
     options = options_of(recipe.recompute.chosen(), tuple(step.tracer.subject.blocks))
     traffic = traffic_of(step, step.tracer.trace(options))
@@ -176,7 +173,7 @@ def _count(recipe: Recipe, everyone: World) -> dict[str, dict[str, int]]:
     parts = assemble(recipe, [_MANY_WORDS], None)
     names = {id(block): name for name, block in parts.model.named_modules()}
     blocks = tuple(names[id(block)] for block in parts.family.blocks(parts.model))
-    run_blocks_by(options_of(recipe.recompute.chosen(), blocks), parts)
+    run_blocks(options_of(recipe.recompute.chosen(), blocks), parts)
     precision: Precision = "bf16" if recipe.training.precision == "bf16" else "fp32"
     session = Session(recipe, RunDirectory(recipe.out), world, Console(quiet=True), precision)
     state = build_state(session, parts)

@@ -14,8 +14,8 @@ from longtake.config import ParallelSection, Recipe
 from longtake.errors import LongtakeError, PlanError, RecipeError
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World, join
-from longtake.training import fit as fit_module
-from longtake.training.fit import fit
+from longtake.planner import plan as plan_module
+from longtake.planner.plan import make_plan
 from longtake.training.train import train
 
 _SMALL = ("text.max_words=24", "training.steps=6")
@@ -60,8 +60,8 @@ def test_what_rank_0_finds_all_ranks_do(
 def _check(folder: Path, world: World) -> None:
     os.chdir(folder)
     if not world.is_first:  # only rank 0 looks
-        fit_module._try_to_fit = None  # type: ignore[assignment]
-    plan = fit(config.load(folder / "plan.toml"), "fp32", world)
+        plan_module._try_to_plan = None  # type: ignore[assignment]
+    plan = make_plan(config.load(folder / "plan.toml"), "fp32", world)
     assert plan.policy == "best"
     assert len(set(plan.options.values())) > 1
     _assert_same(plan, world)
@@ -73,7 +73,7 @@ def _check(folder: Path, world: World) -> None:
 
 def _refusal(path: Path, kind: type[LongtakeError], world: World) -> str:
     with pytest.raises(kind) as refused:
-        fit(config.load(path), "fp32", world)
+        make_plan(config.load(path), "fp32", world)
     return str(refused.value)
 
 

@@ -15,15 +15,13 @@ from longtake.data.loader import Loader
 from longtake.models.build import assemble
 from longtake.parallel.mesh import World, arranged
 from longtake.planner.activation_checkpointing import options_of
-from longtake.planner.devices import CPU
+from longtake.planner.devices import CPU, device_budget
 from longtake.planner.measure import measured
+from longtake.planner.memory import module_bytes, outline_step, policy_forecast
+from longtake.planner.plan import run_blocks
 from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
-from longtake.training.card import card_of
-from longtake.training.fit import run_blocks_by
 from longtake.training.latent_cache import captions_of
-from longtake.training.outlined import outlined_step
-from longtake.training.resident import memory_of, size_of
 from longtake.training.session import Session
 from longtake.training.step import compute_gradients, skip_update
 
@@ -62,13 +60,13 @@ def test_the_plan_knows_what_is_sharded(
     """Gradients are reduced block by block, unless they accumulate."""
     recipe = small_recipe(*_LARGE, *changes)
     world = arranged(one_of_many, recipe.parallel)
-    step = outlined_step(recipe, CPU, world_size=_RANKS)
+    step = outline_step(recipe, CPU, world_size=_RANKS)
     options = options_of("all", tuple(step.tracer.subject.blocks))
-    share = size_of(step.parts.model) // _RANKS
-    planned = memory_of("all", step.tracer.trace(options), step).peak_bytes - share
+    share = module_bytes(step.components.model) // _RANKS
+    planned = policy_forecast("all", step.tracer.trace(options), step).peak_bytes - share
     loader = Loader(recipe.data, batch_size=16, seed=0, rank=0, world_size=_RANKS)
     parts = assemble(recipe, captions_of(loader), None)
-    run_blocks_by(options, parts)
+    run_blocks(options, parts)
     session = Session(recipe, RunDirectory(recipe.out), world, Console(quiet=True), step.precision)
     state = build_state(session, parts)
     for batch in loader.batches(2):
@@ -93,9 +91,9 @@ def test_a_sharded_14b_fits_eight_gpus() -> None:
         "recompute.device=h100",
     )
     recipe = config.load(_ROOT / "examples" / "wan_14b_lora_80gb.toml", changes)
-    card = card_of(recipe, world_size=_RANKS)
-    step = outlined_step(recipe, card.device, world_size=_RANKS)
+    card = device_budget(recipe, world_size=_RANKS)
+    step = outline_step(recipe, card, world_size=_RANKS)
     traced = step.tracer.trace(options_of("all", tuple(step.tracer.subject.blocks)))
-    planned = memory_of("all", traced, step, budget_bytes=card.budget_bytes)
+    planned = policy_forecast("all", traced, step)
     assert planned.fits
     assert planned.step_peak_bytes == pytest.approx(58 * 2**30, rel=0.04)

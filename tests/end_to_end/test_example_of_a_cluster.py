@@ -7,7 +7,7 @@ import pytest
 from longtake import config
 from longtake.models.build import outline
 from longtake.planner.devices import device_named
-from longtake.training.outlined import outlined_step
+from longtake.planner.memory import outline_step
 
 _ROOT = Path(__file__).resolve().parents[2]
 _EXAMPLE = _ROOT / "examples" / "video_1_1b_192_h100.toml"
@@ -35,7 +35,7 @@ def test_its_stages_grow() -> None:
 
 def test_its_ranks_share_model_and_batch_as_it_says() -> None:
     """A copy of the model on each node of 8; two clips a card, all places taken."""
-    step = outlined_step(config.load(_EXAMPLE), device_named("h100"), 192, 8)
+    step = outline_step(config.load(_EXAMPLE), device_named("h100"), 192, 8)
     assert (step.num_shards, step.num_copies) == (8, 24)
     assert (step.micro_batch_size, step.num_micro_batches) == (2, 1)
     assert (step.bucket.num_frames, step.bucket.height) == (101, 720)

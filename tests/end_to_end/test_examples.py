@@ -10,8 +10,8 @@ from longtake import config
 from longtake.models.base import family
 from longtake.models.pretrained import diffusers_class, transformers_class
 from longtake.planner.devices import device_named
-from longtake.training.gradients import check_gradients
-from longtake.training.outlined import outlined_step
+from longtake.planner.forecast import check_gradients
+from longtake.planner.memory import outline_step
 
 _ROOT = Path(__file__).resolve().parents[2]
 _EXAMPLES = sorted((_ROOT / "examples").glob("*.toml"))
@@ -85,12 +85,12 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("path", _ON_CARDS, ids=_name)
 def test_an_example_is_planned_without_weights(path: Path) -> None:
-    step = outlined_step(config.load(path), device_named("h100"))
+    step = outline_step(config.load(path), device_named("h100"))
     gradients = check_gradients(step)
-    trained = [name for name, p in step.parts.model.named_parameters() if p.requires_grad]
+    trained = [name for name, p in step.components.model.named_parameters() if p.requires_grad]
     assert sorted(gradients.reached) == sorted(trained)
     assert len(trained) > 100
     assert not gradients.unreached
     assert not gradients.traps
-    billions = sum(p.numel() for p in step.parts.model.parameters()) / 1e9
+    billions = sum(p.numel() for p in step.components.model.parameters()) / 1e9
     assert any(0 <= billions - size < 0.1 for size in (11.9, 14.3, 1.4))

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from longtake import config
 from longtake.models.objective import flow_losses
 from longtake.planner.activation_checkpointing import caller, options_of
-from longtake.planner.devices import Device, device_for
+from longtake.planner.devices import DeviceBudget, device_for
 from longtake.planner.measure import MeasuredMemory, measured
-from longtake.training.outlined import OutlinedStep, outlined_step
+from longtake.planner.memory import MetaStep, outline_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card here")
 
@@ -30,7 +30,7 @@ _SIZES = {
 }
 
 
-def _outlined(trained: str, dtype: str, card: Device) -> OutlinedStep:
+def _outlined(trained: str, dtype: str, card: DeviceBudget) -> MetaStep:
     """FLUX Kontext with a few narrow blocks: a quarter of a gigabyte of activations in each."""
     values: dict[str, Any] = tomllib.loads(_EXAMPLE.read_text(encoding="utf-8"))
     del values["model"]["pretrained"]
@@ -38,10 +38,10 @@ def _outlined(trained: str, dtype: str, card: Device) -> OutlinedStep:
     values["data"]["buckets"] = [{"num_frames": 1, "height": 512, "width": 512}]
     values["training"] |= {"batch_size": 2, "micro_batch_size": 2}
     values["trainable"] = {"kind": trained}
-    return outlined_step(config.parse(values, source="test"), card)
+    return outline_step(config.parse(values, source="test"), card)
 
 
-def _filled(step: OutlinedStep, device: torch.device) -> OutlinedStep:
+def _filled(step: MetaStep, device: torch.device) -> MetaStep:
     generator = torch.Generator(device).manual_seed(0)
 
     def real(tensor: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def _filled(step: OutlinedStep, device: torch.device) -> OutlinedStep:
             return nn.Parameter(values, tensor.requires_grad)
         return values
 
-    for module in step.parts.model.modules():
+    for module in step.components.model.modules():
         for held in (cast("dict[str, Tensor | None]", module._parameters), module._buffers):
             for name, tensor in held.items():
                 if tensor is not None:
@@ -59,9 +59,7 @@ def _filled(step: OutlinedStep, device: torch.device) -> OutlinedStep:
     return step
 
 
-def _run(
-    step: OutlinedStep, policy: str, device: torch.device
-) -> tuple[MeasuredMemory, float, float]:
+def _run(step: MetaStep, policy: str, device: torch.device) -> tuple[MeasuredMemory, float, float]:
     """Memory of a second step, its loss, and the norm of its gradients."""
     subject = step.tracer.subject
     options = options_of(policy, tuple(subject.blocks))
@@ -75,7 +73,7 @@ def _run(
                 tensor.fill_(0.5)
             for tensor in examples.conditioning.values():
                 tensor.fill_(0.25)
-            loss = flow_losses(step.parts, examples, step.precision, device).mean()
+            loss = flow_losses(step.components, examples, step.precision, device).mean()
             memory.mark("forward")
             torch.autograd.backward(loss)
     gradients = [p.grad.float() for p in subject.model.parameters() if p.grad is not None]
@@ -83,7 +81,7 @@ def _run(
     return memory, float(loss), float(norm)
 
 
-def _num_large(step: OutlinedStep) -> int:
+def _num_large(step: MetaStep) -> int:
     """Tensors of a step that come from the allocator's large blocks, at least: one of a block."""
     return len(step.tracer.subject.blocks)
 
@@ -119,4 +117,4 @@ def test_peaks_are_those_of_the_card(trained: str, dtype: str) -> None:
 def test_the_card_at_hand_has_its_own_memory() -> None:
     card = device_for("cuda")
     assert card.target == "cuda"
-    assert card.memory_bytes == torch.cuda.get_device_properties(0).total_memory
+    assert card.total_bytes == torch.cuda.get_device_properties(0).total_memory

@@ -41,8 +41,8 @@ from longtake.optim.muon import Muon
 from longtake.parallel.fsdp import apply_fsdp, full
 from longtake.parallel.mesh import World, join
 from longtake.planner.measure import measured
+from longtake.planner.memory import optimizer_bytes
 from longtake.run_dir import RunDirectory
-from longtake.training.optimizer_memory import optimizer_bytes
 
 _EIGHT_BIT = OptimizerSection(kind="adamw8bit", learning_rate=2e-3)
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)

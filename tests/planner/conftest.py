@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from longtake import config
 from longtake.planner.activation_checkpointing import BlockCall, Option, caller
-from longtake.planner.devices import CPU, Device
+from longtake.planner.devices import CPU, DeviceBudget
 from longtake.planner.measure import MeasuredMemory, measured
+from longtake.planner.memory import MetaStep, outline_step
 from longtake.planner.trace import Subject
-from longtake.training.outlined import OutlinedStep, outlined_step
 
 _RECIPES = {
     "flux_kontext": """
@@ -68,7 +68,7 @@ config = { d_model = 16, d_kv = 8, d_ff = 16, num_layers = 1, num_heads = 2 }
 }
 
 MakeToy = Callable[..., Subject]
-MakeTiny = Callable[..., OutlinedStep]
+MakeTiny = Callable[..., MetaStep]
 RunReally = Callable[[Subject, Mapping[str, Option]], MeasuredMemory]
 
 
@@ -146,13 +146,17 @@ def tiny() -> MakeTiny:
     """Makes a step of a tiny FLUX Kontext or Wan, to be traced or, once `fill`ed, to be run."""
 
     def make(
-        family: str, kind: str = "lora", dtype: str = "fp32", device: Device = CPU, **training: Any
-    ) -> OutlinedStep:
+        family: str,
+        kind: str = "lora",
+        dtype: str = "fp32",
+        device: DeviceBudget = CPU,
+        **training: Any,
+    ) -> MetaStep:
         values = tomllib.loads(_RECIPES[family])
         values["model"]["dtype"] = dtype
         values["trainable"] = {"kind": kind, **({"rank": 4} if kind == "lora" else {})}
         values["training"] |= training
-        return outlined_step(config.parse(values, source="test"), device)
+        return outline_step(config.parse(values, source="test"), device)
 
     return make
 

@@ -23,8 +23,8 @@ def test_known_cards_are_found_by_name(name: str) -> None:
     assert card is DEVICES[name]
     assert card.target == "cuda"
     assert card.flops(torch.bfloat16) > card.flops(torch.float32) > card.bandwidth
-    assert card.memory_bytes is not None
-    assert card.memory_bytes > 22 * 2**30
+    assert card.total_bytes is not None
+    assert card.total_bytes > 22 * 2**30
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_any_gpu_is_given_by_its_figures(
 ) -> None:
     """In any order; a bandwidth that nobody gives is what is usual for the speed."""
     device = device_named(name)
-    assert device.memory_bytes == (None if memory_gib is None else memory_gib * 2**30)
+    assert device.total_bytes == (None if memory_gib is None else memory_gib * 2**30)
     assert device.flops(torch.bfloat16) == pytest.approx(flops)
     assert device.bandwidth == pytest.approx(bandwidth)
 
@@ -72,7 +72,7 @@ def test_this_processor_is_a_device() -> None:
     """So that a plan can be held against a run on a computer without a card."""
     assert device_named("cpu") is CPU
     assert CPU.target == "cpu"
-    assert CPU.memory_bytes is None
+    assert CPU.total_bytes is None
 
 
 def test_any_card_is_given_by_its_numbers() -> None:
@@ -83,7 +83,7 @@ def test_any_card_is_given_by_its_numbers() -> None:
     assert card.flops(torch.float32) == 39e12
     assert card.bandwidth == 2e12
     assert card.target == "cuda"
-    assert card.memory_bytes is None
+    assert card.total_bytes is None
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_recipes_without_a_card_in_their_name() -> None:
         assert at_hand is CPU
     else:
         assert at_hand.target == "cuda"
-        assert at_hand.memory_bytes == torch.cuda.get_device_properties(0).total_memory
+        assert at_hand.total_bytes == torch.cuda.get_device_properties(0).total_memory
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the card at hand is taken")

@@ -223,7 +223,9 @@ def test_autocast_chooses_the_types_that_cudas_chooses(tiny: Any, family: str) -
     with mode, torch.no_grad():
         examples = step.tracer.subject.make_inputs()
         with as_on_cuda(), torch.autocast("cpu", _BF16), calls:
-            step.parts.predict_velocity(examples.latents, examples.sigmas, examples.conditioning)
+            step.components.predict_velocity(
+                examples.latents, examples.sigmas, examples.conditioning
+            )
         compared = 0
         for (func, *_), (args, kwargs) in calls.seen.items():
             if func is Tensor.__getitem__:

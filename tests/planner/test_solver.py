@@ -245,11 +245,11 @@ from pathlib import Path
 from longtake import config
 from longtake.planner.devices import device_named
 from longtake.planner.solver import find_best, sweep_policies
-from longtake.training.outlined import outlined_step
+from longtake.planner.memory import outline_step
 
 begun = time.perf_counter()
 recipe = config.load(Path(sys.argv[1]), ["training.batch_size=1"])
-step = outlined_step(recipe, device_named("a6000"))
+step = outline_step(recipe, device_named("a6000"))
 found = sweep_policies(step.tracer)
 best = find_best(step.tracer, found, int(44.5 * 2**30))
 gib = lambda size: size / 2**30

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from longtake.planner.activation_checkpointing import OPTIONS, POLICIES, Option, options_of
-from longtake.planner.devices import CPU, Device, device_named
+from longtake.planner.devices import CPU, DeviceBudget, device_named
 from longtake.planner.trace import Subject, Tracer, seconds, tensors
 
 _TRAINED = {"everything": "", "the last block": "blocks.2", "the head": "head"}
@@ -196,7 +196,7 @@ def test_recomputing_takes_time_and_saves_memory(toy: Any) -> None:
     assert kept.seconds < recomputed.seconds <= 1.001 * (kept.seconds + forward)
 
 
-_DEVICE = Device("made up", "cuda", 1e12, 1e11, 1e10, None)
+_DEVICE = DeviceBudget("made up", "cuda", 1e12, 1e11, 1e10, None)
 _PRODUCTS, _ATTENTION, _TRAFFIC = 0.7, 0.5, 0.8
 _aten = torch.ops.aten
 

@@ -15,10 +15,9 @@ from longtake.parallel.fsdp import apply_fsdp, full, set_gradient_sync
 from longtake.parallel.mesh import World, join
 from longtake.planner.devices import CPU
 from longtake.planner.measure import measured
+from longtake.planner.memory import outline_step, static_memory
 from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
-from longtake.training.outlined import outlined_step
-from longtake.training.resident import fixed_of
 from longtake.training.session import Session
 from longtake.training.step import compute_gradients
 
@@ -95,7 +94,7 @@ def test_the_plan_counts_gradients_as_they_are_measured(
         f"trainable.kind={kind}", "model.dtype=bf16", "text.max_words=8", "ema.enabled=false",
         "training.batch_size=8", "training.micro_batch_size=4",
     )  # fmt: skip
-    step = outlined_step(recipe, CPU)
+    step = outline_step(recipe, CPU)
     trace = step.tracer.trace({})
     assert recipe.data.catalog is not None
     parts = assemble(recipe, Catalog.load(recipe.data.catalog).captions(), None)
@@ -108,7 +107,7 @@ def test_the_plan_counts_gradients_as_they_are_measured(
         compute_gradients(session, state, batch)
     trained = [p for p in parts.model.parameters() if p.requires_grad]
     gradients = sum(4 * p.numel() for p in trained)
-    assert fixed_of(step).gradients == gradients
+    assert static_memory(step).gradients == gradients
     assert sum(p.grad.nbytes for p in trained if p.grad is not None) == gradients
     assert memory.end_bytes == pytest.approx(gradients, rel=0.01)
     predicted = trace.peak_bytes - trace.weight_bytes

@@ -1,7 +1,6 @@
 """What a launch reports: seconds before the first step, attention kernel, truncated captions."""
 
 import io
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,16 +13,13 @@ import torch
 from rich.console import Console
 from torch.nn.attention import SDPBackend
 
-import longtake
 from longtake import config
 from longtake.config import Recipe
-from longtake.fsio import read_json_lines, write_json
+from longtake.fsio import read_json_lines
 from longtake.heartbeat import HeartbeatWriter, Phase, heartbeat_session, launch_seconds
 from longtake.inspection.facts import run_facts
 from longtake.inspection.tables import print_run, said
 from longtake.run_dir import RunDirectory
-from longtake.training import kept_plan
-from longtake.training.fit import Fit, fit
 from longtake.training.startup import attention_backend, slow_attention, slowest
 from longtake.training.train import train
 
@@ -143,48 +139,6 @@ def test_starts_are_shown(restarted: RunDirectory) -> None:
     for part in ("process and imports", "model is built", "since the last step before a crash"):
         assert part in shown
     assert "slowest rank" not in shown
-
-
-def test_what_was_planned_is_kept(
-    small_recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A restart does not plan again; in other circumstances, or with a damaged file, it does."""
-    asked = []
-
-    def count(*given: Any) -> Fit:
-        asked.append(given)
-        return fit(*given)
-
-    monkeypatch.setattr(kept_plan, "fit", count)
-    source = tmp_path / "package" / "__init__.py"
-    source.parent.mkdir()
-    source.write_text("")
-    monkeypatch.setattr(longtake, "__file__", str(source))
-    recipe = small_recipe("training.steps=2", "checkpoint.every=1", "recompute.policy=all")
-    run = RunDirectory(recipe.out)
-
-    def again() -> int:
-        subprocess.run(["rm", "-r", str(run.checkpoint_path(2))], check=True)
-        asked.clear()
-        kept_plan._code.cache_clear()
-        train(recipe, _QUIET)
-        return len(asked)
-
-    kept_plan._code.cache_clear()
-    train(recipe, _QUIET)
-    planned = _events(run, "memory_planned")
-    assert again() == 0
-    told = _events(run, "memory_planned")[-1]
-    assert {k: told[k] for k in ("policy", "options", "step_peak_gib")} == {
-        k: planned[0][k] for k in ("policy", "options", "step_peak_gib")
-    }
-    write_json(run.plan_path, {"circumstances": "others"})
-    assert again() == 1
-    os.utime(source, (0, 0))  # touched, but the same
-    assert again() == 0
-    source.write_text("changed = True")
-    assert again() == 1
-    kept_plan._code.cache_clear()
 
 
 def test_two_ranks_name_the_slower_one(

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from longtake.cli import say
-from longtake.cli.plan_mesh import mesh_facts
 from longtake.cli.plan_report import print_plan
 from longtake.cli.say import AsJson, Changes, Trust
 from longtake.progress import phase_lines
 
 if TYPE_CHECKING:
-    from longtake.training.forecast import Forecast
-    from longtake.training.phases import Phase
-    from longtake.training.relief import Relief
-    from longtake.training.resident import Fixed, PolicyForecast
+    from longtake.config import Recipe
+    from longtake.planner.forecast import Forecast, PhaseForecast, Suggestion
+    from longtake.planner.memory import PolicyForecast, StaticMemory
+    from longtake.planner.mesh import MeshForecast
 
 _GIB = 2**30
+_GB = 1e9
 
 
 def plan(
@@ -56,36 +56,23 @@ def plan(
     nothing fits or something would not train.
     """
     with phase_lines(say.console(), "importing PyTorch") as enter:
-        from longtake.data.review import review_catalogs
-        from longtake.training.card import card_of
-        from longtake.training.forecast import forecast
-        from longtake.training.links import links_named, links_of
-        from longtake.training.mesh_forecast import mesh_forecast
-        from longtake.training.phases import phases_of
-        from longtake.training.relief import find_reliefs
+        from longtake.planner.devices import device_budget
+        from longtake.planner.forecast import forecast
+        from longtake.planner.mesh import links_named, links_of, mesh_forecast
         from longtake.trust import load_recipe
 
         begun = time.perf_counter()
         given = [f'recompute.memory="{memory}"'] if memory else []
         given += [f'recompute.device="{device}"'] if device else []
         loaded = load_recipe(recipe, [*(changes or ()), *given], trust=trust)
-        card = card_of(loaded, world_size=processes)
-        if memory is None and (device or card.memory_bytes is None):
-            card = card.with_its_own_memory()
-        links = links_named(link, card.device) if link else links_of(card.device)
+        planned = device_budget(loaded, world_size=processes)
+        if memory is None and (device or planned.memory_bytes is None):
+            planned = planned.with_own_memory()
+        links = links_named(link, planned) if link else links_of(planned)
         enter("running a training step on tensors without values")
-        known = forecast(loaded, card, world_size=processes, per_node=per_node)
-        reliefs = find_reliefs(loaded, known, processes) if known.misses else []
-        mesh = mesh_forecast(known, links)
-        phases = phases_of(known.step, card)
-        seconds = round(time.perf_counter() - begun, 2)
-        facts = _as_dict(known, reliefs) | {
-            "phases": [_phase(each) for each in phases],
-            "checkpoint": {"every": loaded.checkpoint.every, "minutes": loaded.checkpoint.minutes},
-            "mesh": mesh_facts(mesh),
-            "data_warnings": review_catalogs(loaded),
-            "seconds": seconds,
-        }
+        known = forecast(loaded, planned, world_size=processes, per_node=per_node)
+        facts = _facts(loaded, known) | {"mesh": mesh_facts(mesh_forecast(known, links))}
+        facts["seconds"] = round(time.perf_counter() - begun, 2)
     if as_json:
         say.result(facts)
     else:
@@ -94,16 +81,31 @@ def plan(
         raise typer.Exit(1)
 
 
-def _as_dict(known: "Forecast", reliefs: list["Relief"]) -> dict[str, Any]:
-    card, step, gradients = known.card, known.step, known.gradients
+def _facts(recipe: "Recipe", known: "Forecast") -> dict[str, Any]:
+    """What the verb tells of one process, as JSON."""
+    from longtake.data.review import review_catalogs
+    from longtake.planner.forecast import forecast_phases, suggest_changes
+
+    suggestions = suggest_changes(known) if known.misses else []
+    every, minutes = recipe.checkpoint.every, recipe.checkpoint.minutes
+    return _forecast_facts(known) | {
+        "changes": [_suggestion(each) for each in suggestions],
+        "phases": [_phase(each) for each in forecast_phases(known.step)],
+        "checkpoint": {"every": every, "minutes": minutes},
+        "data_warnings": review_catalogs(recipe),
+    }
+
+
+def _forecast_facts(known: "Forecast") -> dict[str, Any]:
+    device, step, gradients = known.device, known.step, known.gradients
     return {
-        "device": card.device.name,
-        "memory_gib": _gib(card.memory_bytes),
-        "budget_gib": _gib(card.budget_bytes),
+        "device": device.name,
+        "memory_gib": _gib(device.memory_bytes),
+        "budget_gib": _gib(device.budget_bytes),
         "model": {
             "parameters": known.num_parameters,
             "trainable": known.num_trainable,
-            "tokens": known.num_tokens,
+            "tokens": known.step.num_tokens,
         },
         "bucket": step.bucket.model_dump(),
         "micro_batch_size": step.micro_batch_size,
@@ -113,12 +115,11 @@ def _as_dict(known: "Forecast", reliefs: list["Relief"]) -> dict[str, Any]:
         else step.precision,
         "processes": step.world_size,
         "per_node": step.per_node,
-        "fixed_gib": _fixed(known.fixed),
-        "host_gib": _gib(known.fixed.optimizer.host),
+        "fixed_gib": _static(known.static),
+        "host_gib": _gib(known.static.optimizer.host),
         "foreach_gib": _gib(known.foreach_bytes),
         "policies": [_row(row) for row in known.policies],
         "best": _best(known),
-        "changes": [_change(relief) for relief in reliefs],
         "gradients": {
             "trainable": len(gradients.reached) + len(gradients.unreached),
             "reached": len(gradients.reached),
@@ -131,14 +132,14 @@ def _as_dict(known: "Forecast", reliefs: list["Relief"]) -> dict[str, Any]:
     }
 
 
-def _fixed(fixed: "Fixed") -> dict[str, float | None]:
+def _static(static: "StaticMemory") -> dict[str, float | None]:
     return {
-        "weights": _gib(fixed.weights),
-        "gradients": _gib(fixed.gradients),
-        "optimizer": _gib(fixed.optimizer.device),
-        "inputs": _gib(fixed.inputs),
-        "ema": _gib(fixed.ema),
-        "encoders": _gib(fixed.encoders),
+        "weights": _gib(static.weights),
+        "gradients": _gib(static.gradients),
+        "optimizer": _gib(static.optimizer.device),
+        "inputs": _gib(static.inputs),
+        "ema": _gib(static.ema),
+        "encoders": _gib(static.encoders),
     }
 
 
@@ -157,7 +158,7 @@ def _best(known: "Forecast") -> dict[str, Any] | None:
     best, row = known.best, known.best_policy
     if best is None or row is None:
         return None
-    away = known.fixed.elsewhere
+    away = known.static.elsewhere
     return {
         **{key: value for key, value in _row(row).items() if key not in ("name", "peak_gib")},
         "per_block": best.per_block(),
@@ -168,17 +169,17 @@ def _best(known: "Forecast") -> dict[str, Any] | None:
     }
 
 
-def _change(relief: "Relief") -> dict[str, Any]:
+def _suggestion(suggestion: "Suggestion") -> dict[str, Any]:
     return {
-        "what": relief.what,
-        "set": list(relief.changes),
-        "policy": relief.policy,
-        "step_peak_gib": _gib(relief.step_peak_bytes),
-        "fits": relief.fits,
+        "what": suggestion.what,
+        "set": list(suggestion.changes),
+        "policy": suggestion.policy,
+        "step_peak_gib": _gib(suggestion.step_peak_bytes),
+        "fits": suggestion.fits,
     }
 
 
-def _phase(phase: "Phase") -> dict[str, Any]:
+def _phase(phase: "PhaseForecast") -> dict[str, Any]:
     return {
         "name": phase.name,
         "weights_gib": _gib(phase.weight_bytes),
@@ -190,3 +191,43 @@ def _phase(phase: "Phase") -> dict[str, Any]:
 
 def _gib(num_bytes: int | None) -> float | None:
     return None if num_bytes is None else round(num_bytes / _GIB, 6)
+
+
+def mesh_facts(mesh: "MeshForecast | None") -> dict[str, Any] | None:
+    """What is sent over which link, and whether it hides; None where one process is alone."""
+    if mesh is None:
+        return None
+    return {
+        "link_gb_per_second": {"node": mesh.links.node / _GB, "network": mesh.links.network / _GB},
+        "ranks_of_a_copy": mesh.num_shards,
+        "copies": mesh.num_copies,
+        "sent_bytes": mesh.num_bytes,
+        "sent": [
+            {
+                "what": row.what,
+                "ranks": row.ranks,
+                "over": row.over,
+                "bytes": row.num_bytes,
+                "seconds": _rounded(row.seconds),
+                "exposed_seconds": _rounded(row.exposed_seconds),
+            }
+            for row in mesh.sent
+        ],
+        "compute_seconds": _rounded(mesh.compute_seconds),
+        "step_seconds": _rounded(mesh.step_seconds),
+        "exposed_share": round(mesh.exposed_share, 4),
+        "idle_share": round(mesh.idle_share, 4),
+        "advice": [
+            {
+                "set": list(each.changes),
+                "step_seconds": _rounded(each.step_seconds),
+                "step_peak_gib": round(each.step_peak_bytes / _GIB, 6),
+                "fits": each.fits,
+            }
+            for each in mesh.advice
+        ],
+    }
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.5g}")

@@ -7,13 +7,12 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from longtake.cli.plan_mesh import of_mesh
-from longtake.formatting import escape, format_duration, format_size
+from longtake.formatting import escape, format_duration, format_short_duration, format_size
 
 _PIPE_WIDTH = 100
 _MOST_NAMES = 12
 _MUCH_MORE_THAN_ONE_GIB = 4
-"""Below it "the next GiB" would be another card."""
+"""Below it "the next GiB" would be another GPU."""
 _POLICIES = {
     "none": "nothing is recomputed",
     "all": "every block is",
@@ -34,10 +33,19 @@ _PHASES = {
     "model": ("model, sampling", "a video, one forward pass"),
     "decode": ("codec, decoding", "a video as a whole; tiles take less"),
 }
+_GB = 1e9
+_LITTLE_EXPOSED = 0.05
+_SENT_WHEN = {
+    "weights": "twice in each micro-batch",
+    "gradients to shards": "in the last one",
+    "gradients": "in the last one, between copies",
+    "tokens": "in each attention",
+}
+_LINKS = {"node": "a node's links", "network": "the network"}
 _LEGEND = (
     "forward: when the backward pass begins. peak: the most in forward and backward pass of the "
     "first step. with optimizer: the most in any later step, with all that stays in memory. time: "
-    "how much longer a step takes than without recompute, predicted from the card's figures."
+    "how much longer a step takes than without recompute, predicted from the GPU's data sheet."
 )
 
 
@@ -59,17 +67,17 @@ def _parts(recipe: str, facts: Mapping[str, Any]) -> Iterator[RenderableType]:
         yield _policies(facts)
         yield f"[dim]{_LEGEND}[/dim]"
         yield ""
-        yield from _verdict(facts)
+        yield from _result(facts)
         yield from _remarks(facts)
         yield from _phases(facts)
         if facts["mesh"]:
             yield ""
-            yield from of_mesh(facts["mesh"], facts["processes"], facts["per_node"])
+            yield from mesh_report(facts["mesh"], facts["processes"], facts["per_node"])
             yield _of_checkpoints(facts["checkpoint"], facts["mesh"]["step_seconds"])
     yield from _gradients(facts)
     for warning in facts["data_warnings"]:
         yield f"[yellow]data[/yellow] {escape(warning)}"
-    yield f"[dim]Predicted in {facts['seconds']:.1f} s; nothing was run on a card.[/dim]"
+    yield f"[dim]Predicted in {facts['seconds']:.1f} s; nothing was run on a GPU.[/dim]"
 
 
 def _of_model(facts: Mapping[str, Any]) -> str:
@@ -137,16 +145,16 @@ def _cells(row: Mapping[str, Any], scale: int) -> list[str]:
     return [row["name"], *sizes, f"+{row['overhead']:.1%}", fits]
 
 
-def _verdict(facts: Mapping[str, Any]) -> Iterator[str]:
+def _result(facts: Mapping[str, Any]) -> Iterator[str]:
     if facts["best"] is not None:
         yield _of_best(facts["best"])
         return
     yield "[red]Nothing fits.[/red] What would help, each by itself:"
     for change in facts["changes"]:
         settings = " ".join(f"--set '{each}'" for each in change["set"])
-        verdict = "[green]fits[/green]" if change["fits"] else "not enough"
+        result = "[green]fits[/green]" if change["fits"] else "not enough"
         yield (
-            f"  {escape(change['what'])}: {_size(change['step_peak_gib'])}, {verdict}  "
+            f"  {escape(change['what'])}: {_size(change['step_peak_gib'])}, {result}  "
             f"[dim]{escape(settings)}[/dim]"
         )
 
@@ -246,3 +254,64 @@ def _table(*columns: str) -> Table:
         is_text = number in (0, len(columns) - 1) or column == "fits"
         table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text)
     return table
+
+
+def mesh_report(mesh: Mapping[str, Any], processes: int, per_node: int) -> Iterator[RenderableType]:
+    """What each rank sends as a table, how much of it is exposed, and what would help."""
+    yield _mesh_opening(mesh, processes, per_node)
+    yield _mesh_table(mesh["sent"])
+    yield _exposed(mesh)
+    for each in mesh["advice"]:
+        settings = escape(" ".join(f"--set {change}" for change in each["set"]))
+        suffix = "" if each["fits"] is not False else ", [red]does not fit[/red]"
+        yield f"  {settings}: {format_short_duration(each['step_seconds'])} a step{suffix}"
+    if mesh["idle_share"]:
+        yield (
+            f"[yellow]note[/yellow] The batch does not divide: {mesh['idle_share']:.1%} of all "
+            "places stay empty, and their ranks compute for nothing."
+        )
+
+
+def _mesh_opening(mesh: Mapping[str, Any], processes: int, per_node: int) -> str:
+    nodes, link = -(-processes // per_node), mesh["link_gb_per_second"]
+    text = f"{processes} processes on {nodes} node{'s' * (nodes > 1)}: "
+    copies, ranks = mesh["copies"], mesh["ranks_of_a_copy"]
+    many = f"{copies} copies of the model" if copies > 1 else "one copy of the model"
+    held = (
+        f"{many}, each held by {ranks} together" if copies > 1 else f"{many}, held by all together"
+    )
+    text += held if ranks > 1 else many
+    text += f". Each GPU sends {link['node']:g} GB/s within its node"
+    return text + (f" and {link['network']:g} GB/s beyond." if nodes > 1 else ".")
+
+
+def _mesh_table(sent: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("each rank sends", "among", "over", "GB a step", "takes", "exposed", ""):
+        is_text = column in ("each rank sends", "over", "")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=column != "")
+    for row in sent:
+        table.add_row(
+            row["what"],
+            str(row["ranks"]),
+            _LINKS[row["over"]],
+            f"{row['bytes'] / _GB:.3g}",
+            format_short_duration(row["seconds"]),
+            format_short_duration(row["exposed_seconds"]),
+            _SENT_WHEN[row["what"]],
+        )
+    return table
+
+
+def _exposed(mesh: Mapping[str, Any]) -> str:
+    step, compute, share = mesh["step_seconds"], mesh["compute_seconds"], mesh["exposed_share"]
+    text = (
+        f"A step takes {format_short_duration(step)}, of which "
+        f"{format_short_duration(compute)} is compute: {format_short_duration(step - compute)} "
+        f"({share:.1%}) waits for other ranks."
+    )
+    if share < _LITTLE_EXPOSED:
+        return f"{text} The rest of what is sent hides behind compute."
+    if not mesh["advice"]:
+        return f"{text} [yellow]That is much[/yellow]: faster links, or more work for each rank."
+    return f"{text} [yellow]That is much.[/yellow] What would help, each by itself:"

@@ -1,4 +1,4 @@
-"""What a card can do: the figures that predicted times are made of."""
+"""Devices that are planned for: their data sheets, and what a plan may take of their memory."""
 
 import math
 import re
@@ -8,37 +8,54 @@ from typing import Literal
 
 import torch
 
-from longtake.config import memory_bytes
+from longtake import config
+from longtake.config import Recipe
 from longtake.errors import RecipeError
 from longtake.formatting import nearest
 
 Target = Literal["cuda", "cpu"]
+"""Whose kernels are predicted."""
 
 
 @dataclass(frozen=True)
-class Device:
-    """A card (or this computer's processor), by its maker's figures."""
+class DeviceBudget:
+    """A GPU, or this computer's processor, and what a plan may take of its memory."""
 
     name: str
     target: Target
-    """Whose kernels are predicted."""
-    narrow_flops: float
-    """Dense bf16 operations a second, summed in fp32."""
+    bf16_flops: float  # dense operations a second, summed in fp32
     fp32_flops: float
-    """fp32 operations a second."""
-    bandwidth: float
-    """Bytes a second between the chip and its memory."""
-    memory_bytes: int | None
+    bandwidth: float  # bytes a second between the chip and its memory
+    total_bytes: int | None  # the device's own memory, where it is known
+    memory_bytes: int | None = None  # what a plan may count on; None: there is no limit
+    reserve: float = 0.0  # share of it that is left to what no plan knows
+    nccl_bytes: int = 0  # left to NCCL beside that
 
     def flops(self, dtype: torch.dtype) -> float:
-        return self.narrow_flops if dtype.itemsize < 4 else self.fp32_flops
+        return self.bf16_flops if dtype.itemsize < 4 else self.fp32_flops
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """What all tensors may take."""
+        if self.memory_bytes is None:
+            return None
+        return max(0, int(self.memory_bytes * (1 - self.reserve)) - self.nccl_bytes)
+
+    def memory_for(self, tensor_bytes: int) -> int:
+        """The memory of a device on which so many bytes of tensors fit."""
+        return int((tensor_bytes + self.nccl_bytes) / (1 - self.reserve)) + 1
+
+    def with_own_memory(self) -> "DeviceBudget":
+        return replace(self, memory_bytes=self.total_bytes or self.memory_bytes)
 
 
 _MIB = 2**20
 _USUAL_BYTES = 24 * 2**30
-"""Of a GPU that is not here, where nobody says how much memory it has."""
+"""Of a GPU that is not here, where its memory is not given."""
 _ALMOST = 0.99
-"""A card of 48 GiB has a little less."""
+"""A GPU of 48 GiB has a little less."""
+_NCCL_BYTES = 3 * 2**29
+"""What NCCL's buffers take of a GPU where there are several ranks: 0.5 to 1.5 GiB."""
 
 # NVIDIA's data sheets and architecture whitepapers: dense bf16 with fp32 accumulation (half of what
 # is given with sparsity), fp32, memory bandwidth; memory as nvidia-smi shows it.
@@ -46,31 +63,31 @@ _ALMOST = 0.99
 #   Ada: Ada whitepaper (RTX 4090), L4, L40S and RTX 6000 Ada data sheets
 #   Hopper: H100 and H200 data sheets; Blackwell: HGX B200 data sheet, RTX Blackwell whitepaper
 _ALL = (
-    Device("a6000", "cuda", 154.8e12, 38.7e12, 768e9, 49140 * _MIB),
-    Device("h100", "cuda", 989.4e12, 66.9e12, 3.35e12, 81559 * _MIB),
-    Device("h100-pcie", "cuda", 756e12, 51.2e12, 2.0e12, 81559 * _MIB),
-    Device("h200", "cuda", 989.4e12, 66.9e12, 4.8e12, 143771 * _MIB),
-    Device("b200", "cuda", 2250e12, 75e12, 7.7e12, 183359 * _MIB),
-    Device("a100-40gb", "cuda", 312e12, 19.5e12, 1.555e12, 40960 * _MIB),
-    Device("a100-80gb", "cuda", 312e12, 19.5e12, 2.039e12, 81920 * _MIB),
-    Device("a10", "cuda", 125e12, 31.2e12, 600e9, 23028 * _MIB),
-    Device("l4", "cuda", 121e12, 30.3e12, 300e9, 23034 * _MIB),
-    Device("l40s", "cuda", 362.05e12, 91.6e12, 864e9, 46068 * _MIB),
-    Device("rtx-6000-ada", "cuda", 364.2e12, 91.1e12, 960e9, 49140 * _MIB),
-    Device("rtx3090", "cuda", 71e12, 35.6e12, 936e9, 24576 * _MIB),
-    Device("rtx4090", "cuda", 165.2e12, 82.6e12, 1.008e12, 24564 * _MIB),
-    Device("rtx5090", "cuda", 209.5e12, 104.8e12, 1.792e12, 32607 * _MIB),
+    DeviceBudget("a6000", "cuda", 154.8e12, 38.7e12, 768e9, 49140 * _MIB),
+    DeviceBudget("h100", "cuda", 989.4e12, 66.9e12, 3.35e12, 81559 * _MIB),
+    DeviceBudget("h100-pcie", "cuda", 756e12, 51.2e12, 2.0e12, 81559 * _MIB),
+    DeviceBudget("h200", "cuda", 989.4e12, 66.9e12, 4.8e12, 143771 * _MIB),
+    DeviceBudget("b200", "cuda", 2250e12, 75e12, 7.7e12, 183359 * _MIB),
+    DeviceBudget("a100-40gb", "cuda", 312e12, 19.5e12, 1.555e12, 40960 * _MIB),
+    DeviceBudget("a100-80gb", "cuda", 312e12, 19.5e12, 2.039e12, 81920 * _MIB),
+    DeviceBudget("a10", "cuda", 125e12, 31.2e12, 600e9, 23028 * _MIB),
+    DeviceBudget("l4", "cuda", 121e12, 30.3e12, 300e9, 23034 * _MIB),
+    DeviceBudget("l40s", "cuda", 362.05e12, 91.6e12, 864e9, 46068 * _MIB),
+    DeviceBudget("rtx-6000-ada", "cuda", 364.2e12, 91.1e12, 960e9, 49140 * _MIB),
+    DeviceBudget("rtx3090", "cuda", 71e12, 35.6e12, 936e9, 24576 * _MIB),
+    DeviceBudget("rtx4090", "cuda", 165.2e12, 82.6e12, 1.008e12, 24564 * _MIB),
+    DeviceBudget("rtx5090", "cuda", 209.5e12, 104.8e12, 1.792e12, 32607 * _MIB),
 )
 DEVICES = {device.name: device for device in _ALL}
 _FLOPS_PER_BYTE = 200
-"""Of a GPU whose bandwidth nobody gives; known ones have 75 to 420."""
+"""Of a GPU whose bandwidth is not given; known ones have 75 to 420."""
 _GIVEN = re.compile(r"([\d.]+(?:e\d+)?)\s*(gib|gb|mib|mb|tflops|pflops|gb/s|tb/s)")
 _UNITS = {"tflops": 1e12, "pflops": 1e15, "gb/s": 1e9, "tb/s": 1e12}
-CPU = Device("cpu", "cpu", 1e12, 5e11, 2e10, None)
-"""Only its memory is predicted in earnest; of its times, no more than their order."""
+CPU = DeviceBudget("cpu", "cpu", 1e12, 5e11, 2e10, None)
+"""Its memory is predicted; of its times, only their order."""
 
 
-def device_named(name: str) -> Device:
+def device_named(name: str) -> DeviceBudget:
     """A known GPU by its name, or any by its figures.
 
     Args:
@@ -78,7 +95,7 @@ def device_named(name: str) -> Device:
             bandwidth: `24GiB,165TFLOPS,1008GB/s`; or `FLOPS,BANDWIDTH`: `312e12,2.0e12`.
 
     Raises:
-        RecipeError: it is none of these; names the nearest.
+        RecipeError: it is not known; names the nearest.
     """
     wanted = name.strip().lower()
     known = {_plain(each): device for each, device in {**DEVICES, CPU.name: CPU}.items()}
@@ -99,8 +116,8 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _given(name: str, parts: Sequence[str]) -> Device | None:
-    """A device by figures with units, or by two numbers; None where it is neither."""
+def _given(name: str, parts: Sequence[str]) -> DeviceBudget | None:
+    """A device by figures with units, or by two numbers; None where it is neither of them."""
     figures: dict[str, float] = {}
     for part in parts:
         found = _GIVEN.fullmatch(part.strip())
@@ -111,7 +128,9 @@ def _given(name: str, parts: Sequence[str]) -> Device | None:
         if kind in figures:
             return None
         try:
-            value = memory_bytes(part) if kind == "memory" else float(found[1]) * _UNITS[unit]
+            value = (
+                config.memory_bytes(part) if kind == "memory" else float(found[1]) * _UNITS[unit]
+            )
         except (RecipeError, ValueError):
             return None
         figures[kind] = value
@@ -120,37 +139,70 @@ def _given(name: str, parts: Sequence[str]) -> Device | None:
     if not (0 < flops < math.inf and 0 < bandwidth < math.inf):
         return None
     memory = int(figures["memory"]) if "memory" in figures else None
-    return Device(name, "cuda", flops, flops / 8, bandwidth, memory)
+    return DeviceBudget(name, "cuda", flops, flops / 8, bandwidth, memory)
 
 
-def _by_numbers(name: str, parts: Sequence[str]) -> Device | None:
+def _by_numbers(name: str, parts: Sequence[str]) -> DeviceBudget | None:
     try:
         flops, bandwidth = map(float, parts)
     except ValueError:
         return None
     if not (0 < flops < math.inf and 0 < bandwidth < math.inf):
         return None
-    return Device(name, "cuda", flops, flops / 8, bandwidth, None)
+    return DeviceBudget(name, "cuda", flops, flops / 8, bandwidth, None)
 
 
-def device_for(training_device: str, memory_bytes: int | None = None) -> Device:
-    """What a recipe is planned for that names no card.
+def device_budget(
+    recipe: Recipe, target: Target | None = None, world_size: int = 1
+) -> DeviceBudget:
+    """The device that a recipe names, or that it would be trained on here, and its memory.
+
+    Args:
+        recipe: names a device and a memory, or neither.
+        target: whose kernels are run, where that is certain: in training.
+        world_size: processes of the launch.
+
+    Raises:
+        RecipeError: there is no such device.
+    """
+    section = recipe.recompute
+    memory = None if section.memory is None else config.memory_bytes(section.memory)
+    if section.device is not None:
+        device = device_named(section.device)
+    else:
+        device = device_for(target or recipe.training.device, memory)
+    target = target or device.target
+    nccl_bytes = _NCCL_BYTES if world_size > 1 and target == "cuda" else 0
+    return replace(
+        device,
+        target=target,
+        memory_bytes=memory,
+        reserve=section.reserve,
+        nccl_bytes=nccl_bytes,
+    )
+
+
+def device_for(training_device: str, memory_bytes: int | None = None) -> DeviceBudget:
+    """What a recipe that names no device is planned for.
 
     Args:
         training_device: of the recipe: `auto`, `cpu` or `cuda`.
-        memory_bytes: of the card, where the recipe says it.
+        memory_bytes: of the GPU, where the recipe says it.
 
     Returns:
-        This processor; or the card at hand; or, where a card is wanted and there is none, the
-        smallest known one of so much memory.
+        This processor; or the GPU of this computer; or, where a GPU is wanted and there is none,
+        the smallest known one of so much memory.
     """
     if training_device != "cpu" and torch.cuda.is_available():
-        return _card_at_hand()
+        properties = torch.cuda.get_device_properties(0)
+        unknown = DeviceBudget("", "cuda", 150e12, 40e12, 8e11, None)
+        speed = _of_label(properties.name) or unknown
+        return replace(speed, name=properties.name, total_bytes=properties.total_memory)
     if training_device != "cuda":
         return CPU
-    by_size = sorted(DEVICES.values(), key=lambda device: device.memory_bytes or 0)
+    by_size = sorted(DEVICES.values(), key=lambda device: device.total_bytes or 0)
     wanted = (memory_bytes or _USUAL_BYTES) * _ALMOST
-    return next((card for card in by_size if (card.memory_bytes or 0) >= wanted), by_size[-1])
+    return next((gpu for gpu in by_size if (gpu.total_bytes or 0) >= wanted), by_size[-1])
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -161,15 +213,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return None if known is None else known.flops(dtype)
 
 
-def _card_at_hand() -> Device:
-    """With the speed of a known card where its name says so, and the memory that it has."""
-    properties = torch.cuda.get_device_properties(0)
-    known = _of_label(properties.name)
-    speed = known or Device("", "cuda", 150e12, 40e12, 8e11, None)
-    return replace(speed, name=properties.name, memory_bytes=properties.total_memory)
-
-
-def _of_label(label: str) -> Device | None:
+def _of_label(label: str) -> DeviceBudget | None:
     """The known GPU that a driver's label means, such as "NVIDIA A100-SXM4-80GB"."""
     words = set(re.findall(r"[a-z0-9]+", label.lower()))
     named = [

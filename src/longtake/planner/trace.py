@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from longtake.errors import CannotBePlannedError
 from longtake.planner.activation_checkpointing import BlockCall, Options, caller, run_block
-from longtake.planner.devices import Device, Target
+from longtake.planner.devices import DeviceBudget, Target
 from longtake.planner.fake_tensors import CachedFakeMode, sent_bytes
 from longtake.planner.gradient_flow import GradientWatch
 from longtake.planner.kernels import (
@@ -121,7 +121,7 @@ class Tracer:
         CannotBePlannedError: its blocks do not run once each in their order.
     """
 
-    def __init__(self, subject: Subject, device: Device) -> None:
+    def __init__(self, subject: Subject, device: DeviceBudget) -> None:
         self.subject = subject
         self.device = device
         self._fake = CachedFakeMode()
@@ -210,7 +210,10 @@ class Tracer:
 
 
 def trace_inference(
-    mode: CachedFakeMode, modules: Sequence[nn.Module], run: Callable[[], object], device: Device
+    mode: CachedFakeMode,
+    modules: Sequence[nn.Module],
+    run: Callable[[], object],
+    device: DeviceBudget,
 ) -> InferenceTrace:
     """What `run` takes of a device without gradients; the modules' tensors are fake already."""
     tracker = MemoryTracker(device)
@@ -246,7 +249,7 @@ def make_fake(model: nn.Module) -> None:
 class MemoryTracker:
     """Follows every storage from allocation to release, and the time that operations take."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: DeviceBudget) -> None:
         self.current_bytes = 0
         self.marks: list[tuple[str, Span]] = []  # each name with the span that ends at it
         self.sent_bytes = 0
@@ -307,7 +310,7 @@ class MemoryTracker:
 
 
 def seconds(
-    operation: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, device: Device
+    operation: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, device: DeviceBudget
 ) -> float:
     """How long a device takes for one operation that makes or changes something."""
     packet = operation.overloadpacket if hasattr(operation, "overloadpacket") else operation

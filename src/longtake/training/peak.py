@@ -15,7 +15,7 @@ from longtake.formatting import format_size
 from longtake.models.numerics import is_out_of_memory
 from longtake.parallel.mesh import World
 from longtake.planner.measure import measured
-from longtake.training.fit import Fit
+from longtake.planner.plan import MemoryPlan
 from longtake.training.session import TrainingState
 
 
@@ -58,7 +58,7 @@ class PeakCheck:
 
 @contextmanager
 def refuse_out_of_memory(
-    plan: Fit, recipe: Recipe, state: TrainingState, world: World
+    plan: MemoryPlan, recipe: Recipe, state: TrainingState, world: World
 ) -> Iterator[None]:
     """Runs training; if memory is not enough for it, says what was planned and what was measured.
 
@@ -82,7 +82,7 @@ def _request(error: BaseException) -> str:
     return f", which asked for {found[1]} more" if found else ""
 
 
-def _planned(plan: Fit) -> str:
+def _planned(plan: MemoryPlan) -> str:
     if plan.memory is None:
         return f"Nothing was predicted (recompute.policy = {plan.policy})."
     budget = (
@@ -104,7 +104,7 @@ def _measured(device: torch.device) -> str:
     )
 
 
-def _advice(plan: Fit, recipe: Recipe) -> str:
+def _advice(plan: MemoryPlan, recipe: Recipe) -> str:
     if plan.budget_bytes is None:
         return (
             "Set recompute.memory to the device's memory, or lower training.micro_batch_size, and "

@@ -15,8 +15,8 @@ from longtake.fsio import read_last_record, skipped_lines
 from longtake.heartbeat import Phase
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World
+from longtake.planner.plan import MemoryPlan
 from longtake.run_dir import BEGINNINGS, EventKind, Metrics, RunDirectory, last_ending
-from longtake.training.fit import Fit
 from longtake.training.session import Session, TrainingState
 
 PARTS: dict[Phase, str] = {
@@ -97,7 +97,7 @@ def _describe_changes(session: Session, loader: Loader, step: int, lost: int) ->
     return lines
 
 
-def announce_plan(session: Session, plan: Fit, step: int) -> None:
+def announce_plan(session: Session, plan: MemoryPlan, step: int) -> None:
     """Record and show the recompute policy and its predicted memory (rank 0)."""
     if plan.memory is None:
         return

@@ -27,6 +27,8 @@ from longtake.optim.build import refuse_missing_torchao
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join
 from longtake.planner.devices import peak_flops
+from longtake.planner.memory import refuse_idle_ranks
+from longtake.planner.plan import MemoryPlan, free_memory, keep_plan, plan_for_training, run_blocks
 from longtake.process import STOP_SIGNALS, StopSignal
 from longtake.run_dir import EventKind, RunDirectory, beside
 from longtake.tracking.follower import Follower, tracking_follower
@@ -39,10 +41,7 @@ from longtake.training.build import (
     count_flops,
     refuse_missing_compiler,
 )
-from longtake.training.card import free_memory
-from longtake.training.fit import Fit, run_blocks_by
 from longtake.training.guard_runner import GuardRunner
-from longtake.training.kept_plan import keep_plan, plan_of
 from longtake.training.latent_cache import captions_of
 from longtake.training.loop import LoopExit, train_steps
 from longtake.training.peak import PeakCheck, refuse_out_of_memory
@@ -55,7 +54,6 @@ from longtake.training.runtime import (
     watcher_process,
 )
 from longtake.training.session import Session, TrainingState
-from longtake.training.share import refuse_idle_ranks
 from longtake.training.startup import announce, announce_plan
 from longtake.training.state import (
     Monitors,
@@ -89,7 +87,7 @@ class TrainOutcome:
 class _Built:
     """What is built before the first step."""
 
-    plan: Fit
+    plan: MemoryPlan
     state: TrainingState
     guard: GuardRunner
     norms: NormStats
@@ -190,7 +188,7 @@ def _build(
         loader.begin(loader.end_after(steps - point.step))  # while the model is built and loaded
     heartbeat.set_phase("plan")
     free_bytes = free_memory(recipe, world)
-    plan = plan_of(recipe, precision, run, world, free_bytes)
+    plan = plan_for_training(recipe, precision, run, world, free_bytes)
     heartbeat.set_phase("build")
     if recipe.data.cache is None:  # filling a cache opens only the files that it lacks
         warnings += _refuse_missing_files(loader, world)
@@ -201,7 +199,7 @@ def _build(
     if recipe.training.compile:
         compile_blocks(plan.options, parts, recipe)
     else:
-        run_blocks_by(plan.options, parts)
+        run_blocks(plan.options, parts)
     state = build_state(session, parts)
     guard, norms = GuardRunner(session), NormStats(parts.model, parts.family.blocks(parts.model))
     heartbeat.set_phase("load")
@@ -271,7 +269,11 @@ def _begin_ledger(session: Session, loader: Loader) -> Path:
 
 
 def _announce(
-    session: Session, plan: Fit, state: TrainingState, loader: Loader, warnings: Sequence[str]
+    session: Session,
+    plan: MemoryPlan,
+    state: TrainingState,
+    loader: Loader,
+    warnings: Sequence[str],
 ) -> None:
     """Record and show the launch, truncated captions and the plan (rank 0)."""
     with local_copies():

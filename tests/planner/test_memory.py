@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from longtake.config import OptimizerSection
+from longtake.errors import RecipeError
 from longtake.models.numerics import Precision
 from longtake.optim import master_weights
 from longtake.optim.build import build_optimizers
 from longtake.planner.measure import measured
-from longtake.training.optimizer_memory import foreach_bytes, optimizer_bytes
+from longtake.planner.memory import foreach_bytes, optimizer_bytes, refuse_idle_ranks
 
 _CPU = torch.device("cpu")
 
@@ -116,3 +117,9 @@ def test_torchs_default_would_take_another_copy_in_each_step() -> None:
         peaks[way] = memory.peak_bytes
     assert peaks["foreach"] == pytest.approx(foreach_bytes(network), rel=0.01)
     assert peaks["fused"] < 100
+
+
+def test_more_ranks_than_clips_are_refused() -> None:
+    refuse_idle_ranks(4, 4)
+    with pytest.raises(RecipeError, match=r"batch_size 4 cannot be shared by 5 .*parallel.sequen"):
+        refuse_idle_ranks(4, 5)

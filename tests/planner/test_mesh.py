@@ -1,32 +1,40 @@
 """What a plan says of a mesh: links, what hides behind compute, and what would help."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from longtake import config
-from longtake.cli.plan_mesh import mesh_facts, of_mesh
 from longtake.config import Recipe
+from longtake.data.batch import num_places
 from longtake.errors import RecipeError
 from longtake.planner.devices import CPU, DEVICES
-from longtake.training.card import Card
-from longtake.training.forecast import forecast
-from longtake.training.links import SHARE_OF_LINK, Links, links_named, links_of
-from longtake.training.mesh_forecast import MeshForecast, mesh_forecast
-from longtake.training.outlined import outlined_step
-from longtake.training.timeline import Timeline, Turn
+from longtake.planner.forecast import forecast
+from longtake.planner.memory import outline_step
+from longtake.planner.mesh import (
+    SHARE_OF_LINK,
+    BlockTiming,
+    Links,
+    MeshForecast,
+    StepTimeline,
+    idle_share,
+    links_named,
+    links_of,
+    mesh_forecast,
+)
 
 _Make = Callable[..., Recipe]
-_H100 = Card(DEVICES["h100"], None, 0.0)
+_H100 = DEVICES["h100"]
 _SHARED = Links(400e9, 50e9)
-_NOTHING = Turn(0.0, 0.0, 0.0, 0.0, 0.0)
+_NOTHING = BlockTiming(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def _line(turn: Turn, num_blocks: int = 10, num_micro_batches: int = 1) -> Timeline:
+def _line(turn: BlockTiming, num_blocks: int = 10, num_micro_batches: int = 1) -> StepTimeline:
     rest = replace(_NOTHING, gather=turn.gather, scatter=turn.scatter, reduce=turn.reduce)
-    return Timeline([turn] * num_blocks, rest, num_micro_batches, waits=0.0)
+    return StepTimeline([turn] * num_blocks, rest, num_micro_batches, waits=0.0)
 
 
 def test_links_are_those_of_the_device_or_given() -> None:
@@ -37,7 +45,7 @@ def test_links_are_those_of_the_device_or_given() -> None:
     assert links_named("300,12.5", DEVICES["a6000"]) == Links(300e9, 12.5e9)
     assert links_named("300", DEVICES["h100"]) == Links(300e9, 50e9)
     for wrong in ("", "fast", "1,2,3", "0", "450,-1", "inf"):
-        with pytest.raises(RecipeError, match=r"GB/s that one card sends .* such as 450,50"):
+        with pytest.raises(RecipeError, match=r"GB/s that one GPU sends .* such as 450,50"):
             links_named(wrong, CPU)
 
 
@@ -51,7 +59,7 @@ def test_cards_of_a_node_bear_together_what_leaves_it() -> None:
 
 def test_what_is_shorter_than_a_block_hides_behind_it() -> None:
     """All but what nothing is computed beside: the first gathers and the last reductions."""
-    line = _line(Turn(forward=1.0, backward=2.0, gather=0.4, scatter=0.5, reduce=0.1))
+    line = _line(BlockTiming(forward=1.0, backward=2.0, gather=0.4, scatter=0.5, reduce=0.1))
     assert line.compute_seconds() == pytest.approx(30)
     # The rest's and the first block's, before anything can begin; the last block's, between the
     # passes; at the end the first block's and the rest's reductions.
@@ -61,7 +69,7 @@ def test_what_is_shorter_than_a_block_hides_behind_it() -> None:
 
 def test_what_is_longer_than_a_block_sets_the_pace() -> None:
     """The link is never idle then, and compute waits for it."""
-    line = _line(Turn(forward=1.0, backward=2.0, gather=3.0, scatter=4.0, reduce=0.0))
+    line = _line(BlockTiming(forward=1.0, backward=2.0, gather=3.0, scatter=4.0, reduce=0.0))
     link = (10 + 1) * 3.0 + 10 * (3.0 + 4.0)
     assert link < line.seconds() < link + 4.0 + 3 * 2.0
     fast = line.without("scatter").seconds()
@@ -70,7 +78,7 @@ def test_what_is_longer_than_a_block_sets_the_pace() -> None:
 
 def test_only_the_last_micro_batch_reduces() -> None:
     """But each gathers, forward and backward."""
-    turn = Turn(forward=1.0, backward=1.0, gather=2.0, scatter=1.0, reduce=5.0)
+    turn = BlockTiming(forward=1.0, backward=1.0, gather=2.0, scatter=1.0, reduce=5.0)
     one, four = _line(turn).seconds(), _line(turn, num_micro_batches=4).seconds()
     gathering = _line(turn).without("scatter", "reduce").seconds()
     assert gathering < one
@@ -118,32 +126,25 @@ def test_what_would_help_is_what_comes_of_it(small_recipe: _Make) -> None:
     hidden = _planned(recipe, endless, 8, 4)
     assert (hidden.advice, hidden.num_bytes) == ((), found.num_bytes)
     assert hidden.step_seconds == pytest.approx(hidden.compute_seconds, rel=1e-3)
-
-
-def test_the_table_says_what_the_json_does(small_recipe: _Make) -> None:
-    """And that a batch which does not divide leaves places empty; alone there is nothing to say."""
-    recipe = small_recipe("text.max_words=24", "training.batch_size=6")
-    facts = mesh_facts(_planned(recipe, Links(1e9, 1e9), 4, 2))
-    assert facts is not None
-    facts = json.loads(json.dumps(facts))
-    (row,) = facts["sent"]
-    assert (row["what"], row["ranks"], row["over"]) == ("gradients", 4, "network")
-    assert facts["sent_bytes"] == row["bytes"] > 0
-    assert facts["idle_share"] == pytest.approx(0.25)  # 6 clips in 8 places
-    text = [str(line) for line in of_mesh(facts, 4, 2)]
-    assert text[0].startswith("4 processes on 2 nodes: 4 copies of the model. Each card sends 1 GB")
-    assert "25.0% of all places stay empty" in text[-1]
-    assert mesh_forecast(forecast(recipe, _H100), _SHARED) is None
+    assert mesh_forecast(forecast(recipe, _H100), slow) is None  # one process is alone
 
 
 def test_ranks_that_share_tokens_hold_a_part_of_the_activations(small_recipe: _Make) -> None:
     """Half of what blocks keep, and what they exchange instead."""
     recipe = small_recipe("text.max_words=24", "model.config={hidden_size=48, num_heads=4}")
     shared = config.changed(recipe, ["parallel.sequence=2"])
-    whole, half = outlined_step(recipe, CPU), outlined_step(shared, CPU, 2)
+    whole, half = outline_step(recipe, CPU), outline_step(shared, CPU, 2)
     assert whole.micro_batch_size == half.micro_batch_size
     traces = [step.tracer.trace({}) for step in (whole, half)]
     kept = [trace.forward_end_bytes - trace.weight_bytes for trace in traces]
     assert 0.45 < kept[1] / kept[0] < 0.75
     assert (traces[0].sent_bytes, traces[1].sent_bytes > 0) == (0, True)
     assert traces[1].seconds < 0.8 * traces[0].seconds
+
+
+@given(batch=st.integers(1, 512), ranks=st.integers(1, 64))
+def test_the_idle_share_is_that_of_empty_places(batch: int, ranks: int) -> None:
+    """Places hold the batch; one place less on each rank would not."""
+    assert num_places(batch, ranks) * ranks >= batch
+    assert (num_places(batch, ranks) - 1) * ranks < batch
+    assert idle_share(batch, ranks) == pytest.approx(1 - batch / (num_places(batch, ranks) * ranks))

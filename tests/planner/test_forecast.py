@@ -1,6 +1,7 @@
 """What a forecast promises: numbers that agree with each other, with the parts, and in time."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,18 @@ from longtake import config
 from longtake.config import Recipe
 from longtake.errors import CannotBePlannedError, PlanError
 from longtake.models.build import assemble
+from longtake.planner import forecast as forecast_module
 from longtake.planner.activation_checkpointing import POLICIES, options_of
-from longtake.planner.devices import CPU, DEVICES, Device
-from longtake.training.card import Card
-from longtake.training.forecast import forecast
-from longtake.training.gradients import check_gradients
-from longtake.training.outlined import outlined_step
-from longtake.training.resident import fixed_of, memory_of
+from longtake.planner.devices import CPU, DEVICES, DeviceBudget, device_budget
+from longtake.planner.forecast import (
+    PhaseForecast,
+    Suggestion,
+    check_gradients,
+    forecast,
+    forecast_phases,
+    suggest_changes,
+)
+from longtake.planner.memory import outline_step, policy_forecast, static_memory
 
 _Make = Callable[..., Recipe]
 _Write = Callable[[str], str]
@@ -41,9 +47,10 @@ _CASES = {  # and MiB in which only a mixture of options is the fastest
 }
 
 
-def _card(budget_mib: float | None = None, device: Device = CPU) -> Card:
+def _card(budget_mib: float | None = None, device: DeviceBudget = CPU) -> DeviceBudget:
     """All of whose memory is for tensors."""
-    return Card(device, None if budget_mib is None else int(budget_mib * _MIB), 0.0)
+    memory_bytes = None if budget_mib is None else int(budget_mib * _MIB)
+    return replace(device, memory_bytes=memory_bytes)
 
 
 @pytest.mark.parametrize("case", _CASES)
@@ -52,12 +59,12 @@ def test_numbers_agree_with_each_other(case: str, request: pytest.FixtureRequest
     fixture, changes, budget_mib = _CASES[case]
     recipe: Recipe = request.getfixturevalue(fixture)(*changes)
     known = forecast(recipe, _card(budget_mib))
-    budget = known.card.budget_bytes
+    budget = known.device.budget_bytes
     assert budget == int(budget_mib * _MIB)
     assert [row.name for row in known.policies] == list(POLICIES)
     for row in known.policies:
-        assert row.step_peak_bytes >= row.peak_bytes + known.fixed.resident
-        assert row.peak_bytes >= row.forward_end_bytes > known.fixed.weights + known.fixed.inputs
+        assert row.step_peak_bytes >= row.peak_bytes + known.static.resident
+        assert row.peak_bytes >= row.forward_end_bytes > known.static.weights + known.static.inputs
         assert row.fits == (row.step_peak_bytes <= budget)
         assert row.overhead is not None
         assert 0 <= row.overhead < 0.5  # a forward pass is half a step at most
@@ -87,7 +94,7 @@ def test_what_stays_in_memory_is_what_the_real_parts_take(small_recipe: _Make) -
     known = forecast(recipe, _card())
     parts = assemble(recipe, ["a red circle moving left"], None)
     trained = [p for p in parts.model.parameters() if p.requires_grad]
-    numbers, fixed = sum(p.numel() for p in trained), known.fixed
+    numbers, fixed = sum(p.numel() for p in trained), known.static
     assert known.num_parameters == sum(p.numel() for p in parts.model.parameters())
     assert known.num_trainable == numbers
     assert fixed.weights == _size(parts.model)
@@ -98,7 +105,7 @@ def test_what_stays_in_memory_is_what_the_real_parts_take(small_recipe: _Make) -
     assert fixed.resident == fixed.optimizer.device + fixed.ema + fixed.encoders
     latents, prompt = 4 * 3 * 16 * 16, 6 * 16
     assert fixed.inputs == 4 * 4 * (2 * latents + 1 + prompt)  # noise, and a sigma
-    assert known.num_tokens == 3 * 8 * 8
+    assert known.step.num_tokens == 3 * 8 * 8
 
 
 def _size(module: nn.Module) -> int:
@@ -109,9 +116,9 @@ def test_each_average_takes_its_place(small_recipe: _Make) -> None:
     """4 bytes for each number that trains, and nothing where none is kept."""
     widths = [f'{{name="w{number}", width=0.{number}}}' for number in (1, 2)]
     changes = [(), (f"ema.profiles=[{', '.join(widths)}]",), ("ema.enabled=false",)]
-    steps = [outlined_step(small_recipe(_FEW_WORDS, *each), CPU) for each in changes]
-    one, two, none = (fixed_of(step) for step in steps)
-    assert one.ema == 4 * sum(p.numel() for p in steps[0].parts.model.parameters())
+    steps = [outline_step(small_recipe(_FEW_WORDS, *each), CPU) for each in changes]
+    one, two, none = (static_memory(step) for step in steps)
+    assert one.ema == 4 * sum(p.numel() for p in steps[0].components.model.parameters())
     assert (two.ema, none.ema) == (2 * one.ema, 0)
     assert two.resident - one.resident == one.resident - none.resident == one.ema
 
@@ -130,10 +137,10 @@ def test_what_an_update_takes_is_a_limit_too(small_recipe: _Make) -> None:
     """Nothing fits where forward and backward pass would, but the optimizer's step would not."""
     recipe = small_recipe("training.batch_size=1", "optimizer.kind=muon")
     known = forecast(recipe, _card())
-    assert {row.step_peak_bytes for row in known.policies} == {known.fixed.update_bytes}
-    passes = max(row.peak_bytes for row in known.policies) + known.fixed.resident
-    assert known.fixed.update_bytes > passes
-    below = forecast(recipe, _card((known.fixed.update_bytes - 1) / _MIB))
+    assert {row.step_peak_bytes for row in known.policies} == {known.static.update_bytes}
+    passes = max(row.peak_bytes for row in known.policies) + known.static.resident
+    assert known.static.update_bytes > passes
+    below = forecast(recipe, _card((known.static.update_bytes - 1) / _MIB))
     assert below.misses
     assert below.best_policy is None
 
@@ -143,30 +150,33 @@ def test_the_largest_shape_and_one_processs_share_are_planned(tiny_flux: _Make) 
     shapes = [(32, 96), (64, 64), (32, 64)]
     each = ", ".join(f"{{num_frames=1, height={h}, width={w}}}" for h, w in shapes)
     recipe = tiny_flux(f"data.buckets=[{each}]", "training.batch_size=8")
-    step = outlined_step(recipe, CPU, world_size=2)
+    step = outline_step(recipe, CPU, world_size=2)
     assert (step.bucket.height, step.bucket.width) == (64, 64)
     assert (step.micro_batch_size, step.num_micro_batches) == (4, 1)
     recipe = tiny_flux("training.batch_size=8", "training.micro_batch_size=2")
-    step = outlined_step(recipe, CPU, world_size=2)
+    step = outline_step(recipe, CPU, world_size=2)
     assert (step.micro_batch_size, step.num_micro_batches) == (2, 2)
 
 
 def test_processes_that_share_a_model_hold_a_part_of_it_each(small_recipe: _Make) -> None:
     """Of what trains, too; two blocks are gathered at a time, also where each holds all of it."""
     recipe = small_recipe(_FEW_WORDS, "model.config={hidden_size=48, num_blocks=8}")
-    replicated = outlined_step(recipe, CPU, world_size=2)
+    replicated = outline_step(recipe, CPU, world_size=2)
     shared = config.changed(recipe, ["parallel.strategy=shard"])
-    sharded = outlined_step(shared, CPU, world_size=2)
-    whole, half = fixed_of(replicated), fixed_of(sharded)
-    weights = fixed_of(outlined_step(recipe, CPU)).weights
-    assert fixed_of(outlined_step(recipe, CPU)).elsewhere == 0
+    sharded = outline_step(shared, CPU, world_size=2)
+    whole, half = static_memory(replicated), static_memory(sharded)
+    weights = static_memory(outline_step(recipe, CPU)).weights
+    assert static_memory(outline_step(recipe, CPU)).elsewhere == 0
     assert whole.elsewhere < 0 < half.elsewhere
     assert half.weights + half.elsewhere == whole.weights + whole.elsewhere == weights
     assert weights / 2 < half.weights < weights < whole.weights
     assert half.ema == whole.ema / 2
     assert half.optimizer.device == whole.optimizer.device // 2
     trace = replicated.tracer.trace({})
-    theirs, mine = memory_of("none", trace, replicated), memory_of("none", trace, sharded)
+    theirs, mine = (
+        policy_forecast("none", trace, replicated),
+        policy_forecast("none", trace, sharded),
+    )
     assert mine.peak_bytes + half.elsewhere == theirs.peak_bytes + whole.elsewhere
     assert mine.step_peak_bytes == mine.peak_bytes + half.resident < theirs.step_peak_bytes
 
@@ -176,13 +186,13 @@ def test_an_offloaded_optimizer_leaves_the_card(small_recipe: _Make) -> None:
     card = _card(device=DEVICES["rtx4090"])
     inside = forecast(small_recipe(_FEW_WORDS), card)
     outside = forecast(small_recipe(_FEW_WORDS, "optimizer.offload=true"), card)
-    assert outside.fixed.optimizer.device == inside.fixed.optimizer.host == 0
-    assert outside.fixed.optimizer.host > inside.fixed.optimizer.device > 8 * inside.num_trainable
+    assert outside.static.optimizer.device == inside.static.optimizer.host == 0
+    assert outside.static.optimizer.host > inside.static.optimizer.device > 8 * inside.num_trainable
     saved = [
         before.step_peak_bytes - after.step_peak_bytes
         for before, after in zip(inside.policies, outside.policies, strict=True)
     ]
-    assert saved == [inside.fixed.optimizer.device] * len(POLICIES)
+    assert saved == [inside.static.optimizer.device] * len(POLICIES)
 
 
 def test_what_gets_no_gradient_is_named(small_recipe: _Make, own_module: _Write) -> None:
@@ -203,7 +213,7 @@ def test_what_gets_no_gradient_is_named(small_recipe: _Make, own_module: _Write)
 def test_notes_do_not_stop(tiny_flux: _Make) -> None:
     """LoRA in fp32 on a bf16 base, and recompute before what is trained, cost memory and time."""
     recipe = tiny_flux("model.dtype=bf16", "trainable.dtype=fp32")
-    gradients = check_gradients(outlined_step(recipe, CPU))
+    gradients = check_gradients(outline_step(recipe, CPU))
     (note,) = gradients.traps
     assert 'Set trainable.dtype = "model"' in note.fix
     assert not gradients.fatal
@@ -257,13 +267,13 @@ def test_a_model_that_does_not_run_is_refused(
 def test_a_budget_below_the_weights_is_refused(tiny_flux: _Make) -> None:
     """With what the weights take, what a step takes at least, and what to change."""
     with pytest.raises(PlanError) as refused:
-        forecast(tiny_flux(), Card(CPU, 7 * _MIB, 0.5))
-    step = outlined_step(tiny_flux(), CPU)
+        forecast(tiny_flux(), replace(CPU, memory_bytes=7 * _MIB, reserve=0.5))
+    step = outline_step(tiny_flux(), CPU)
     trace = step.tracer.trace(options_of("all", tuple(step.tracer.subject.blocks)))
-    least = memory_of("all", trace, step).step_peak_bytes / _MIB
+    least = policy_forecast("all", trace, step).step_peak_bytes / _MIB
     assert str(refused.value) == (
         "The model's weights alone take 7.40 MiB, but the budget for all tensors is 3.50 MiB. "
-        f"With every block recomputed this recipe takes {least:.2f} MiB: it wants a card of "
+        f"With every block recomputed this recipe takes {least:.2f} MiB: it wants a GPU of "
         f'{2 * least:.2f} MiB (--memory), or a smaller model, or model.dtype = "bf16".'
     )
 
@@ -277,3 +287,148 @@ def test_planning_leaves_no_trace(small_recipe: _Make) -> None:
     torch.testing.assert_close(torch.rand(4), expected, rtol=0, atol=0)
     assert torch.is_grad_enabled()
     assert torch.nn.functional.rms_norm.__module__ == "torch.nn.functional"
+
+
+_SMALL = "model.config={hidden_size=48, num_heads=2, num_blocks=1}"
+
+
+def _suggestions(recipe: Recipe, device: DeviceBudget) -> dict[str, Suggestion]:
+    return {each.what: each for each in suggest_changes(forecast(recipe, device))}
+
+
+def test_what_a_change_is_said_to_take_it_takes(small_recipe: _Make) -> None:
+    """To the byte, in a plan of the changed recipe; and it fits there if it was said to fit."""
+    bucket = "data.buckets=[{num_frames=8, height=96, width=128}]"
+    recipe, card = small_recipe(_FEW_WORDS, _SMALL, bucket), _card(57, DEVICES["rtx4090"])
+    found = _suggestions(recipe, card)
+    assert set(found) == {
+        "micro-batches of 2",
+        "8 frames of 96x64",
+        "LoRA instead of all weights",
+        "weights in bf16",
+        "optimizer states in the computer's memory",
+        "optimizer states in 8 bits (needs torchao)",
+    }
+    assert {suggestion.fits for suggestion in found.values()} == {True, False}
+    for suggestion in (
+        found["micro-batches of 2"],
+        found["optimizer states in 8 bits (needs torchao)"],
+    ):
+        changed = config.changed(recipe, suggestion.changes)
+        row = forecast(changed, card).policy(suggestion.policy)
+        assert (row.step_peak_bytes, row.fits) == (suggestion.step_peak_bytes, suggestion.fits)
+    sizes = [suggestion.step_peak_bytes for suggestion in found.values()]
+    assert sizes == sorted(sizes)
+
+
+def test_only_what_helps_is_offered(small_recipe: _Make) -> None:
+    """Small clips stay as they are, and what is 1 or in 8 bits; all together if nothing fits."""
+    lora = [_FEW_WORDS, _SMALL, "trainable.kind=lora", "model.dtype=bf16"]
+    lora.append("optimizer.kind=adamw8bit")
+    least = small_recipe(*lora, "trainable.rank=1", "training.batch_size=1")
+    assert _suggestions(least, _card(0.5)) == {}
+    found = _suggestions(small_recipe(*lora), _card(0.5))
+    assert list(found) == ["micro-batches of 2", "LoRA of rank 8", "all of these together"]
+    *alone, together = found.values()
+    assert not any(suggestion.fits for suggestion in alone)
+    assert together.changes == [change for suggestion in alone for change in suggestion.changes]
+    assert together.step_peak_bytes < alone[0].step_peak_bytes
+
+
+def test_videos_may_be_shorter_and_encoders_cached(small_recipe: _Make) -> None:
+    """Frames stay 4 n + 1, as video codecs want them; what cannot be divided is not offered."""
+    recipe = small_recipe(
+        "data.buckets=[{num_frames=9, height=96, width=128}]",
+        "model.family=wan",
+        "model.config={num_layers=1, num_attention_heads=2, attention_head_dim=16, ffn_dim=32}",
+        "codec.kind=autoencoder",
+        "codec.config={base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, "
+        "temperal_downsample=[true]}",
+        "text.kind=transformers",
+        "text.config={d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2}",
+        "training.batch_size=1",
+    )
+    found = _suggestions(recipe, _card(10))
+    assert found["5 frames of 128x96"].changes == [
+        "data.buckets=[{num_frames=5, height=96, width=128}]"
+    ]
+    assert found["cached latents and prompts"].changes == ["data.cache=cache", "data.windows=1"]
+
+
+def test_micro_batches_divide_what_a_process_has(small_recipe: _Make) -> None:
+    """Each of two processes has 5 of 10: micro-batches of 2 would leave one over."""
+    recipe = small_recipe(_FEW_WORDS, _SMALL, "training.batch_size=10")
+    known = forecast(recipe, _card(2), world_size=2)
+    assert known.step.micro_batch_size == 5
+    found = [each.what for each in suggest_changes(known)]
+    assert "LoRA instead of all weights" in found
+    assert not any("micro-batches" in what for what in found)
+
+
+_ROOT = Path(__file__).resolve().parents[2]
+_WAN = (
+    "data.buckets=[{num_frames=29, height=32, width=32}]",
+    "data.catalog=none.parquet",
+    "model.family=wan",
+    "model.config={num_layers=2, num_attention_heads=2, attention_head_dim=12, ffn_dim=16}",
+    "codec.kind=autoencoder",
+    "codec.config={base_dim=4, z_dim=4, dim_mult=[1, 1, 1], num_res_blocks=1, "
+    "temperal_downsample=[true, true]}",
+    "text.kind=transformers",
+    "text.config={d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2}",
+    "text.max_words=16",
+)
+
+
+def _phases(recipe: Recipe) -> dict[str, PhaseForecast]:
+    return {phase.name: phase for phase in forecast_phases(outline_step(recipe, CPU))}
+
+
+def test_each_part_counts_its_own_weights(small_recipe: Callable[..., Recipe]) -> None:
+    """Encoders in the step count beside all that training holds; with a cache they do not."""
+    recipe = small_recipe(*_WAN)
+    found = _phases(recipe)
+    assert list(found) == ["text", "encode", "step", "model", "decode"]
+    parts = assemble(recipe, ["a b c d e f g h i j k l m n o p"], None)
+    weights = parts.part_bytes()
+    assert found["text"].weight_bytes == weights["text"]
+    assert found["model"].weight_bytes == weights["model"]
+    assert found["encode"].weight_bytes == found["decode"].weight_bytes == weights["codec"]
+    assert found["step"].weight_bytes > sum(weights.values())  # averages and the optimizer too
+    assert all(phase.peak_bytes > phase.weight_bytes for phase in found.values())
+    cached = _phases(small_recipe(*_WAN, "data.cache=cache", "data.windows=1"))
+    assert list(cached) == ["text", "encode", "model", "decode"]
+    in_bf16 = _phases(small_recipe(*_WAN, "text.dtype=bf16", "codec.dtype=bf16"))
+    for name in ("text", "encode", "decode"):
+        assert in_bf16[name].weight_bytes == found[name].weight_bytes // 2
+        assert in_bf16[name].peak_bytes < found[name].peak_bytes
+
+
+def test_long_clips_follow_from_a_few_of_their_frames(
+    small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a trace of all of them."""
+    recipe = small_recipe(*_WAN)
+    short = _phases(recipe)
+    monkeypatch.setattr(forecast_module, "_MORE_FRAMES", 1000)
+    whole = _phases(recipe)
+    for name in ("encode", "decode"):
+        assert short[name].peak_bytes == pytest.approx(whole[name].peak_bytes, rel=0.02)
+        assert short[name].seconds == pytest.approx(whole[name].seconds, rel=0.02)
+
+
+@pytest.mark.slow
+def test_the_24_gb_example_fits_in_every_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filling the cache, training and sampling: text encoder, model and codec one after another."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    recipe = config.load(
+        _ROOT / "examples" / "wan_1_3b_lora_24gb.toml", ['recompute.memory="24GB"']
+    )
+    card = device_budget(recipe)
+    step = outline_step(recipe, card)
+    found = forecast_phases(step)
+    assert [phase.name for phase in found] == ["text", "encode", "model", "decode"]
+    assert all(phase.fits for phase in found)
+    trace = step.tracer.trace(options_of("all", tuple(step.tracer.subject.blocks)))
+    trained = policy_forecast("all", trace, step)
+    assert trained.fits

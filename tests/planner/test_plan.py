@@ -1,6 +1,8 @@
 """What `train` makes of a plan: it stops in time, keeps to it, and computes the same whatever."""
 
+import os
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,17 +12,18 @@ import pytest
 import torch
 from rich.console import Console
 
+import longtake
 from longtake import config
 from longtake.config import Recipe
 from longtake.errors import PlanError
-from longtake.fsio import read_json_lines
+from longtake.fsio import read_json_lines, write_json
 from longtake.parallel.mesh import World
+from longtake.planner import plan
 from longtake.planner.activation_checkpointing import POLICIES
+from longtake.planner.devices import device_budget
+from longtake.planner.forecast import forecast, suggest_changes
+from longtake.planner.plan import MemoryPlan, free_memory, make_plan
 from longtake.run_dir import RunDirectory
-from longtake.training.card import card_of, free_memory
-from longtake.training.fit import fit
-from longtake.training.forecast import forecast
-from longtake.training.relief import find_reliefs
 from longtake.training.train import train
 
 _Make = Callable[..., Recipe]
@@ -151,13 +154,13 @@ def test_what_cannot_fit_is_refused_with_what_would_help(small_recipe: _Make) ->
         train(recipe, _QUIET)
     assert not RunDirectory(recipe.out).exists()
     first, *changes = str(refused.value).splitlines()
-    known = forecast(recipe, card_of(recipe))
+    known = forecast(recipe, device_budget(recipe))
     least = known.least.step_peak_bytes / 2**20
     assert first == (
-        f"No recompute policy fits 4.00 MiB: the least, all, takes {least:.2f} MiB. Take a card of "
+        f"No recompute policy fits 4.00 MiB: the least, all, takes {least:.2f} MiB. Take a GPU of "
         f"{least:.2f} MiB. Or:"
     )
-    found = find_reliefs(recipe, known)
+    found = suggest_changes(known)
     assert changes == [
         f"  {relief.what}: {relief.step_peak_bytes / 2**20:.2f} MiB, "
         f"{'fits' if relief.fits else 'not enough'} (--set '{relief.changes[0]}')"
@@ -165,14 +168,14 @@ def test_what_cannot_fit_is_refused_with_what_would_help(small_recipe: _Make) ->
     ]
     assert {relief.fits for relief in found} == {True, False}
     fitting = next(relief for relief in found if relief.fits)
-    assert fit(config.changed(recipe, fitting.changes), "fp32", _ALONE).policy == "best"
+    assert make_plan(config.changed(recipe, fitting.changes), "fp32", _ALONE).policy == "best"
 
 
 def test_a_policy_that_does_not_fit_is_refused_with_one_that_does(small_recipe: _Make) -> None:
     """It is not said that nothing fits."""
     within = ("recompute.memory=7.6MiB", "recompute.reserve=0")
     with pytest.raises(PlanError) as refused:
-        fit(small_recipe(*_SMALL, *within, "recompute.policy=none"), "fp32", _ALONE)
+        make_plan(small_recipe(*_SMALL, *within, "recompute.policy=none"), "fp32", _ALONE)
     takes, fits = r"takes 8\.\d\d MiB", r"7\.\d\d MiB, and a step takes \d% longer"
     expected = (
         rf'recompute\.policy = "none" {takes}, but the budget for all tensors is 7\.60 MiB\. Set '
@@ -186,8 +189,8 @@ def test_two_processes_take_half_a_batch_each(small_recipe: _Make) -> None:
     within = ("recompute.policy=all", "recompute.memory=9MiB", "recompute.reserve=0")
     recipe = small_recipe(*_ONE_BLOCK, *within, "training.batch_size=8")
     half = small_recipe(*_ONE_BLOCK, *within, "training.batch_size=4")
-    plan = fit(recipe, "fp32", _OF_TWO)
-    alone = fit(half, "fp32", _ALONE)
+    plan = make_plan(recipe, "fp32", _OF_TWO)
+    alone = make_plan(half, "fp32", _ALONE)
     assert (plan.options, plan.activation_bytes) == (alone.options, alone.activation_bytes)
     assert plan.memory is not None
     assert alone.memory is not None
@@ -195,18 +198,18 @@ def test_two_processes_take_half_a_batch_each(small_recipe: _Make) -> None:
     assert plan.memory.peak_bytes > alone.memory.peak_bytes
     recipe = small_recipe(*_ONE_BLOCK, *within, "training.batch_size=24")
     with pytest.raises(PlanError, match=r"micro-batches of 6: "):
-        fit(recipe, "fp32", _OF_TWO)
+        make_plan(recipe, "fp32", _OF_TWO)
 
 
 def test_notes_are_handed_on_and_do_not_stop(tiny_flux: _Make) -> None:
     """What costs memory or time is said, of gradients and of the policy that is named."""
-    noted = fit(tiny_flux("model.dtype=bf16", "trainable.dtype=fp32"), "fp32", _ALONE)
+    noted = make_plan(tiny_flux("model.dtype=bf16", "trainable.dtype=fp32"), "fp32", _ALONE)
     (note,) = noted.notes
     assert note.startswith("transformer_blocks.0: Trainable weights in transformer_blocks.0, ")
     assert (noted.policy, noted.memory, noted.activation_bytes) == ("none", None, None)
     assert set(noted.options.values()) == {"keep"}
     last = ("trainable.kind=frozen", "trainable.blocks=['single_transformer_blocks.1']")
-    noted = fit(tiny_flux(*last, "recompute.policy=alternate"), "fp32", _ALONE)
+    noted = make_plan(tiny_flux(*last, "recompute.policy=alternate"), "fp32", _ALONE)
     said = "transformer_blocks.1: Recomputing transformer_blocks.1 saves 0 bytes"
     assert noted.notes[0].startswith(said)
     assert noted.memory is not None
@@ -218,12 +221,12 @@ def test_a_model_that_cannot_be_followed_may_train(
     """It is said that nobody looked at its gradients; only the best policy needs the look."""
     module = own_module("self.change(given) if tokens.mean() < 9 else tokens")
     recipe = small_recipe(*_SMALL, f"trainable.module={module}", "recompute.policy=all")
-    plan = fit(recipe, "fp32", _ALONE)
+    plan = make_plan(recipe, "fp32", _ALONE)
     (note,) = plan.notes
     assert note.startswith("Gradients are unchecked. The model cannot be planned (")
     assert (plan.memory, plan.activation_bytes) == (None, None)
     with pytest.raises(PlanError, match=r"^The model cannot be planned \("):
-        fit(config.changed(recipe, ["recompute={memory='9MiB'}"]), "fp32", _ALONE)
+        make_plan(config.changed(recipe, ["recompute={memory='9MiB'}"]), "fp32", _ALONE)
 
 
 _ON_GPU = World(0, 0, 1, torch.device("cuda", 0), None)
@@ -239,11 +242,11 @@ def test_without_a_memory_in_the_recipe_the_gpu_is_asked(
     assert free_memory(recipe, _ALONE) is None
     assert free_memory(small_recipe(*_SMALL, "recompute.memory=48GiB"), _ON_GPU) is None
     assert free_memory(recipe, _ON_GPU) == 2**30
-    plan = fit(recipe, "fp32", _ON_GPU, free_memory(recipe, _ON_GPU))
+    plan = make_plan(recipe, "fp32", _ON_GPU, free_memory(recipe, _ON_GPU))
     assert (plan.policy, set(plan.options.values())) == ("best", {"keep"})
     assert plan.budget_bytes == int(2**30 * 0.93)
     with pytest.raises(PlanError, match=r"1\.86 MiB"):
-        fit(recipe, "fp32", _ON_GPU, 2 * 2**20)
+        make_plan(recipe, "fp32", _ON_GPU, 2 * 2**20)
 
 
 def test_what_cannot_be_planned_trains_without_a_memory_in_the_recipe(
@@ -252,7 +255,7 @@ def test_what_cannot_be_planned_trains_without_a_memory_in_the_recipe(
     """A module that looks at values does so on a GPU too; a limit was not asked for."""
     module = own_module("tokens * 2 if tokens.sum() > 0 else self.change(given)")
     recipe = small_recipe(*_SMALL, f"trainable.module={module}")
-    plan = fit(recipe, "fp32", _ON_GPU, 2**30)
+    plan = make_plan(recipe, "fp32", _ON_GPU, 2**30)
     assert plan.policy == "none"
     assert "Gradients are unchecked" in plan.notes[0]
 
@@ -260,6 +263,48 @@ def test_what_cannot_be_planned_trains_without_a_memory_in_the_recipe(
 def test_several_gpus_leave_room_for_nccl(small_recipe: _Make) -> None:
     """7 % and 1.5 GiB; one GPU, and a CPU, have no NCCL."""
     recipe = small_recipe("recompute.memory=80GiB", "recompute.device=h100")
-    budgets = [card_of(recipe, world_size=size).budget_bytes for size in (1, 8)]
+    budgets = [device_budget(recipe, world_size=size).budget_bytes for size in (1, 8)]
     assert budgets == [int(80 * 2**30 * 0.93), int(80 * 2**30 * 0.93) - 3 * 2**29]
-    assert card_of(recipe, "cpu", world_size=8).budget_bytes == budgets[0]
+    assert device_budget(recipe, "cpu", world_size=8).budget_bytes == budgets[0]
+
+
+def test_what_was_planned_is_kept(
+    small_recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart does not plan again; under other conditions, or with a damaged file, it does."""
+    asked = []
+
+    def count(*given: Any) -> MemoryPlan:
+        asked.append(given)
+        return make_plan(*given)
+
+    monkeypatch.setattr(plan, "make_plan", count)
+    source = tmp_path / "package" / "__init__.py"
+    source.parent.mkdir()
+    source.write_text("")
+    monkeypatch.setattr(longtake, "__file__", str(source))
+    recipe = small_recipe("training.steps=2", "checkpoint.every=1", "recompute.policy=all")
+    run = RunDirectory(recipe.out)
+
+    def again() -> int:
+        subprocess.run(["rm", "-r", str(run.checkpoint_path(2))], check=True)
+        asked.clear()
+        plan._code_checksum.cache_clear()
+        train(recipe, _QUIET)
+        return len(asked)
+
+    plan._code_checksum.cache_clear()
+    train(recipe, _QUIET)
+    planned = _events(recipe, "memory_planned")
+    assert again() == 0
+    again_planned = _events(recipe, "memory_planned")[-1]
+    assert {k: again_planned[k] for k in ("policy", "options", "step_peak_gib")} == {
+        k: planned[0][k] for k in ("policy", "options", "step_peak_gib")
+    }
+    write_json(run.plan_path, {"key": "another"})
+    assert again() == 1
+    os.utime(source, (0, 0))  # touched, but the same
+    assert again() == 0
+    source.write_text("changed = True")
+    assert again() == 1
+    plan._code_checksum.cache_clear()

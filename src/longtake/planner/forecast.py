@@ -1,0 +1,503 @@
+"""Will it fit, and will everything train: the answer before the first step, without weights."""
+
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+import longtake
+from longtake import config
+from longtake.config import Bucket, Recipe
+from longtake.errors import CannotBePlannedError, LongtakeError, PlanError
+from longtake.formatting import first_line, format_size
+from longtake.models.build import Components, latent_shape, outline
+from longtake.models.numerics import autocast
+from longtake.models.objective import outline_conditioning
+from longtake.planner.activation_checkpointing import Options, options_of
+from longtake.planner.devices import DeviceBudget
+from longtake.planner.fake_tensors import CachedFakeMode
+from longtake.planner.gradient_traps import Trap, costly_policies, flow_traps, idle_recompute
+from longtake.planner.memory import (
+    MetaStep,
+    PolicyForecast,
+    StaticMemory,
+    foreach_bytes,
+    outline_step,
+    policy_forecast,
+    static_memory,
+)
+from longtake.planner.solver import BestOptions, PolicySweep, find_best, sweep_policies
+from longtake.planner.trace import InferenceTrace, StepTrace, make_fake, trace_inference
+
+_NOT_TRACED = ("optimizer.", "data.cache", "data.windows", "parallel.")
+"""Keys that do not change the operations of forward and backward pass on one rank."""
+_PIXELS = 32
+"""What heights and widths are rounded to: codecs and patches of the shipped models divide it."""
+_LEAST_PIXELS = 64
+_FEW_FRAMES, _MORE_FRAMES = 9, 13
+"""Autoencoders of videos work in chunks of 4 frames: what longer clips take grows linearly."""
+
+
+@dataclass(frozen=True)
+class GradientFlow:
+    """Which trainable parameters a backward pass reaches, by name."""
+
+    reached: Sequence[str]
+    unreached: Sequence[str]
+    traps: Sequence[Trap]
+
+    @property
+    def fatal(self) -> list[Trap]:
+        return [trap for trap in self.traps if trap.stops]
+
+    def refuse_fatal(self) -> None:
+        """Stop where something that should be trained would not be.
+
+        Raises:
+            PlanError: names it, and what to do.
+        """
+        if self.fatal:
+            raise PlanError("\n".join(["Not everything would train.", *map(str, self.fatal)]))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """All that is known about a step before it is run."""
+
+    device: DeviceBudget
+    step: MetaStep
+    static: StaticMemory
+    gradients: GradientFlow
+    traces: Mapping[str, StepTrace]
+    """Of every named policy; empty where a trap keeps the step from being traced."""
+    policies: Sequence[PolicyForecast]
+    best: BestOptions | None  # the fastest that fits; without a budget, everything kept
+    best_policy: PolicyForecast | None
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.step.components.model.parameters())
+
+    @property
+    def num_trainable(self) -> int:
+        model = self.step.components.model
+        return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+    @property
+    def misses(self) -> bool:
+        """Whether no policy fits."""
+        return bool(self.policies) and self.best is None
+
+    @property
+    def least(self) -> PolicyForecast:
+        return min(self.policies, key=lambda row: row.step_peak_bytes)
+
+    @property
+    def chosen(self) -> tuple[Options, StepTrace] | None:
+        """The best options, or the named policy that takes least; None where nothing is traced."""
+        if self.best is not None:
+            return self.best.options, self.best.traced
+        if not self.policies:
+            return None
+        return options_of(self.least.name, self.step.block_names), self.traces[self.least.name]
+
+    def policy(self, name: str) -> PolicyForecast:
+        """One policy's forecast; `best` where something fits."""
+        rows = [*self.policies, self.best_policy]
+        return next(row for row in rows if row is not None and row.name == name)
+
+    @property
+    def foreach_bytes(self) -> int:
+        """What torch's default, AdamW by foreach, would take beside the fused one; else 0."""
+        section = self.step.recipe.optimizer
+        is_plain = section.kind == "adamw" and not section.offload
+        return foreach_bytes(self.step.components.model) if is_plain else 0
+
+
+def forecast(
+    recipe: Recipe, device: DeviceBudget, *, world_size: int = 1, per_node: int | None = None
+) -> Forecast:
+    """Trace a recipe's step under every policy, find the best that fits, and look for traps.
+
+    The arguments are those of `outline_step`.
+
+    Raises:
+        RecipeError: the recipe's parts do not fit together.
+        PlanError: the model cannot be run on tensors without values, or its weights alone are
+            above the budget.
+    """
+    step = outline_step(recipe, device, world_size, per_node)
+    gradients = check_gradients(step)
+    if gradients.fatal:  # torch may not even get through such a step
+        return Forecast(device, step, static_memory(step), gradients, {}, [], None, None)
+    _refuse_below_weights(step)
+    sweep = sweep_policies(step.tracer)
+    traces = sweep.traces
+    traps = [*gradients.traps, *policy_traps(step, traces)]
+    best = _best(step, sweep)
+
+    def row(name: str, trace: StepTrace) -> PolicyForecast:
+        return policy_forecast(name, trace, step, sweep.overhead(trace))
+
+    return Forecast(
+        device=device,
+        step=step,
+        static=static_memory(step, traces["none"].input_bytes),
+        gradients=replace(gradients, traps=traps),
+        traces=traces,
+        policies=[row(name, trace) for name, trace in traces.items()],
+        best=best,
+        best_policy=None if best is None else row("best", best.traced),
+    )
+
+
+def check_gradients(step: MetaStep) -> GradientFlow:
+    """Which trainable parameters a step reaches, and what keeps it from the others.
+
+    Raises:
+        CannotBePlannedError: the model looks at values.
+        PlanError: the model's code fails.
+    """
+    try:
+        with _torch_is_quiet():
+            watch = step.tracer.watch_gradients()
+    except LongtakeError:
+        raise
+    except DataDependentOutputException as error:
+        raise CannotBePlannedError(
+            f"The model cannot be planned{_where(error)}: a tensor's value is asked for. A plan "
+            "runs the model on tensors that have a shape but no values, so it can follow no "
+            ".item() and no `if` on a tensor. Compute with tensors there, such as by torch.where."
+        ) from error
+    except Exception as error:  # a user's own module may raise anything
+        reason = first_line(error)
+        raise PlanError(
+            f"The model cannot be run{_where(error)}: {type(error).__name__}: {reason}. A training "
+            "step would fail in the same way."
+        ) from error
+    return GradientFlow(watch.reached(), watch.unreached(), flow_traps(watch))
+
+
+@contextmanager
+def _torch_is_quiet() -> Iterator[None]:
+    """Torch logs twenty lines of its own where a shape is wrong; the error says it better."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _where(error: Exception) -> str:
+    """The innermost line that is neither torch's nor longtake's."""
+    known = (*torch.__path__, *longtake.__path__)
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [frame for frame in frames if not frame.filename.startswith(known)]
+    if not places:
+        return ""
+    return f" ({places[-1].filename}, line {places[-1].lineno}: {places[-1].line})"
+
+
+def policy_traps(step: MetaStep, traces: Mapping[str, StepTrace]) -> list[Trap]:
+    """What the recipe's own policy recomputes for nothing, and policies that cost memory.
+
+    `traces` are by policy, `none` among them.
+    """
+    traps = costly_policies({name: trace.peak_bytes for name, trace in traces.items()})
+    policy, kept = step.recipe.recompute.chosen(), traces["none"]
+    if policy not in traces:
+        return traps
+    options = options_of(policy, step.block_names)
+    no_gradient = {
+        name: options[name] for name, block in kept.blocks.items() if block.backward is None
+    }
+    chosen = traces[policy].blocks
+    saved = {
+        name: (block.forward.end_bytes - block.forward.begin_bytes)
+        - (chosen[name].forward.end_bytes - chosen[name].forward.begin_bytes)
+        for name, block in kept.blocks.items()
+    }
+    return [*idle_recompute(no_gradient, saved), *traps]
+
+
+def _best(step: MetaStep, sweep: PolicySweep) -> BestOptions | None:
+    budget_bytes = step.device.budget_bytes
+    if budget_bytes is None:
+        return find_best(step.tracer, sweep, None)
+    static = static_memory(step, sweep.traces["none"].input_bytes)
+    if static.update_bytes > budget_bytes:
+        return None
+    return find_best(step.tracer, sweep, budget_bytes - static.resident + static.elsewhere)
+
+
+def _refuse_below_weights(step: MetaStep) -> None:
+    budget_bytes = step.device.budget_bytes
+    if budget_bytes is None or (weights := static_memory(step).weights) < budget_bytes:
+        return
+    traced = step.tracer.trace(options_of("all", step.block_names))
+    least = policy_forecast("all", traced, step).step_peak_bytes
+    raise PlanError(
+        f"The model's weights alone take {format_size(weights)}, but the budget for all tensors is "
+        f"{format_size(budget_bytes)}. With every block recomputed this recipe takes "
+        f"{format_size(least)}: it wants a GPU of {format_size(step.device.memory_for(least))} "
+        "(--memory), or a smaller model"
+        + (', or model.dtype = "bf16".' if step.recipe.model.dtype == "fp32" else ".")
+    )
+
+
+@dataclass(frozen=True)
+class ChangedStep:
+    """The step of a changed recipe, its blocks run as the forecast chose."""
+
+    step: MetaStep
+    trace: StepTrace
+    memory: PolicyForecast
+
+
+def what_if(known: Forecast, changes: Sequence[str]) -> ChangedStep | None:
+    """What a step takes after changes of its recipe, given as `--set` takes them.
+
+    Returns:
+        None: the changed recipe's parts do not fit together.
+    """
+    chosen, step = known.chosen, known.step
+    assert chosen is not None
+    options, trace = chosen
+    try:
+        recipe = config.changed(step.recipe, changes)
+        if all(change.startswith(_NOT_TRACED) for change in changes):
+            step = replace(step, recipe=recipe)
+        else:
+            step = outline_step(recipe, known.device, step.world_size, step.per_node)
+            trace = step.tracer.trace(options)
+    except LongtakeError:  # a smaller shape may not divide into the codec's or the model's
+        return None
+    name = "best" if known.best else known.least.name
+    return ChangedStep(step, trace, policy_forecast(name, trace, step))
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """One change of a recipe that does not fit, and the least that a step takes with it."""
+
+    what: str
+    changes: Sequence[str]  # as `--set` takes them
+    policy: str  # the recompute policy that takes least
+    step_peak_bytes: int
+    fits: bool
+
+    def __str__(self) -> str:
+        settings = " ".join(f"--set '{change}'" for change in self.changes)
+        result = "fits" if self.fits else "not enough"
+        return f"{self.what}: {format_size(self.step_peak_bytes)}, {result} ({settings})"
+
+
+def suggest_changes(known: Forecast) -> list[Suggestion]:
+    """What could be changed in a recipe that does not fit, the most helpful first.
+
+    If no single change is enough, the last one makes all of them together.
+    """
+    tried = [_suggestion(known, what, changes) for what, changes in _possible_changes(known)]
+    least = known.least.step_peak_bytes
+    helping = [each for each in tried if each and each.step_peak_bytes < least]
+    helping.sort(key=lambda suggestion: suggestion.step_peak_bytes)
+    if len(helping) < 2 or any(suggestion.fits for suggestion in helping):
+        return helping
+    together = _suggestion(known, "all of these together", _joined(helping))
+    return [*helping, together] if together else helping
+
+
+def _suggestion(known: Forecast, what: str, changes: Sequence[str]) -> Suggestion | None:
+    found = what_if(known, changes)
+    if found is None:
+        return None
+    memory = found.memory
+    return Suggestion(what, changes, memory.name, memory.step_peak_bytes, memory.fits is True)
+
+
+def _joined(suggestions: Sequence[Suggestion]) -> list[str]:
+    """All their changes, the more helpful where two change the same."""
+    changes: dict[str, str] = {}
+    for suggestion in suggestions:
+        keys = [change.partition("=")[0] for change in suggestion.changes]
+        is_free = not any(key in changes for key in keys)
+        if is_free and not ("optimizer.kind" in keys and "optimizer.offload" in changes):
+            changes |= dict(zip(keys, suggestion.changes, strict=True))
+    return list(changes.values())
+
+
+def _possible_changes(known: Forecast) -> Iterator[tuple[str, list[str]]]:
+    step, recipe = known.step, known.step.recipe
+    if step.micro_batch_size > 1:
+        half = step.micro_batch_size // 2
+        if step.micro_batch_size * step.num_micro_batches % half == 0:
+            yield f"micro-batches of {half}", [f"training.micro_batch_size={half}"]
+    yield from _smaller_clips(recipe.data.buckets)
+    if recipe.trainable.base() == "full":
+        yield "LoRA instead of all weights", ["trainable.kind=lora"]
+    elif recipe.trainable.base() == "lora" and recipe.trainable.rank > 1:
+        half = recipe.trainable.rank // 2
+        yield f"LoRA of rank {half}", [f"trainable.rank={half}"]
+    if recipe.model.dtype == "fp32":
+        yield "weights in bf16", ["model.dtype=bf16"]
+    if not recipe.optimizer.offload and recipe.optimizer.kind == "adamw":
+        if known.device.target == "cuda":
+            yield "optimizer states in the computer's memory", ["optimizer.offload=true"]
+        yield "optimizer states in 8 bits (needs torchao)", ["optimizer.kind=adamw8bit"]
+    if known.static.encoders:
+        yield "cached latents and prompts", ["data.cache=cache", "data.windows=1"]
+
+
+def _smaller_clips(buckets: Sequence[Bucket]) -> Iterator[tuple[str, list[str]]]:
+    def less(pixels: int) -> int:
+        """Three quarters, rounded; what is small already stays."""
+        return min(pixels, max(_LEAST_PIXELS, round(0.75 * pixels / _PIXELS) * _PIXELS))
+
+    def change(shapes: Sequence[Bucket]) -> tuple[str, list[str]]:
+        once = list(dict.fromkeys(shapes))
+        each = ", ".join(
+            f"{{num_frames={s.num_frames}, height={s.height}, width={s.width}}}" for s in once
+        )
+        return ", ".join(map(str, once)), [f"data.buckets=[{each}]"]
+
+    yield change(
+        [s.model_copy(update={"height": less(s.height), "width": less(s.width)}) for s in buckets]
+    )
+    if any(shape.num_frames > 1 for shape in buckets):
+        yield change(
+            [
+                shape.model_copy(update={"num_frames": (shape.num_frames // 2) // 4 * 4 + 1})
+                for shape in buckets
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class PhaseForecast:
+    """One part at work on one process: encoders and codec by themselves, or within the step."""
+
+    name: str
+    """`text`, `encode`, `step` (training, while encoders work), `model` or `decode`."""
+    weight_bytes: int
+    peak_bytes: int  # weights included; without workspaces of convolutions
+    seconds: float
+    """For one caption, clip or forward pass; in `step` for all of this process in one update."""
+    fits: bool | None  # None without a budget
+
+
+def forecast_phases(step: MetaStep) -> list[PhaseForecast]:
+    """Each phase of caching, training with encoders in the step, and sampling.
+
+    Clips are of the bucket with the most tokens, one at a time. A part that looks at values is left
+    out: it cannot be traced.
+    """
+    budget = step.device.budget_bytes
+    components = outline(step.recipe)
+    mode = CachedFakeMode(allow_non_fake_inputs=True)
+    found: dict[str, InferenceTrace] = {}
+    with mode:
+        modules = (*components.text.modules(), components.model, *components.codec.modules())
+        for module in modules:
+            make_fake(module.eval())
+        for name, trace in _phase_traces(mode, step, components):
+            try:
+                found[name] = trace()
+            except RuntimeError:
+                continue
+    if step.recipe.data.cache is None and (during := _encoding_in_step(step, found)):
+        found["step"] = during
+    order = [name for name in ("text", "encode", "step", "model", "decode") if name in found]
+    return [
+        PhaseForecast(
+            name,
+            found[name].weight_bytes,
+            found[name].peak_bytes,
+            found[name].seconds,
+            None if budget is None else found[name].peak_bytes <= budget,
+        )
+        for name in order
+    ]
+
+
+def _phase_traces(
+    mode: CachedFakeMode, step: MetaStep, components: Components
+) -> Iterator[tuple[str, Callable[[], InferenceTrace]]]:
+    device, texts, codecs = step.device, components.text.modules(), components.codec.modules()
+
+    def of_clip(work: Callable[[Components, Bucket], Tensor]) -> Callable[[], InferenceTrace]:
+        def of(num_frames: int) -> InferenceTrace:
+            part = step.bucket.model_copy(update={"num_frames": num_frames})
+            return trace_inference(mode, codecs, lambda: work(components, part), device)
+
+        return lambda: _extrapolated(of, step.bucket.num_frames)
+
+    if texts:
+        encode_caption = lambda: _encode_caption(components, step.recipe)  # noqa: E731
+        yield "text", lambda: trace_inference(mode, texts, encode_caption, device)
+    if codecs:
+        yield "encode", of_clip(_encode_clip)
+        yield "decode", of_clip(_decode_video)
+    model, denoise = components.model, lambda: _denoise(components, step)
+    yield "model", lambda: trace_inference(mode, [model], denoise, device)
+
+
+def _encode_caption(components: Components, recipe: Recipe) -> None:
+    pooled = recipe.text.pooled
+    lengths = [components.text.max_tokens, *([] if pooled is None else [pooled.max_tokens])]
+    for module, length in zip(components.text.modules(), lengths, strict=True):
+        tokens = torch.ones(1, length, dtype=torch.long)
+        module(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+
+
+def _encode_clip(components: Components, bucket: Bucket) -> Tensor:
+    shape = (1, 3, bucket.num_frames, bucket.height, bucket.width)
+    return components.codec.encode(torch.empty(shape, dtype=torch.uint8))
+
+
+def _decode_video(components: Components, bucket: Bucket) -> Tensor:
+    return components.codec.decode(torch.empty(1, *latent_shape(components.codec, bucket)))
+
+
+def _extrapolated(of: Callable[[int], InferenceTrace], num_frames: int) -> InferenceTrace:
+    """A trace of a clip; of a long one, extrapolated linearly from a few of its frames."""
+    if num_frames <= _MORE_FRAMES:
+        return of(num_frames)
+    few, more = of(_FEW_FRAMES), of(_MORE_FRAMES)
+    times = (num_frames - _MORE_FRAMES) / (_MORE_FRAMES - _FEW_FRAMES)
+    return InferenceTrace(
+        more.weight_bytes,
+        more.peak_bytes + round(times * (more.peak_bytes - few.peak_bytes)),
+        more.seconds + times * (more.seconds - few.seconds),
+    )
+
+
+def _denoise(components: Components, step: MetaStep) -> Tensor:
+    """One forward pass over one video, as sampling in two passes makes it."""
+    shape = latent_shape(components.codec, step.bucket)
+    conditioning = {
+        name: torch.empty(each.shape, dtype=each.dtype)
+        for name, each in outline_conditioning(components, step.recipe, shape).items()
+    }
+    precision = "fp32" if step.recipe.model.dtype == "bf16" else step.precision
+    with autocast(precision, torch.device("cpu")):
+        return components.predict_velocity(torch.empty(1, *shape), torch.empty(1), conditioning)
+
+
+def _encoding_in_step(step: MetaStep, found: Mapping[str, InferenceTrace]) -> InferenceTrace | None:
+    """A training step at the moment in which codec or text encoder works."""
+    encoding = [found[name] for name in ("text", "encode") if name in found]
+    if not encoding:
+        return None
+    static = static_memory(step)
+    there = static.weights + static.resident
+    if step.num_micro_batches > 1:
+        there += static.gradients
+    more = max(work.peak_bytes - work.weight_bytes for work in encoding)
+    num_clips = step.micro_batch_size * step.num_micro_batches
+    return InferenceTrace(there, there + more, num_clips * sum(work.seconds for work in encoding))

@@ -1,0 +1,364 @@
+"""What a step of a recipe holds of a device's memory: a step without values, and all around it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from longtake.config import Bucket, OptimizerSection, Recipe
+from longtake.data.batch import num_places
+from longtake.errors import RecipeError
+from longtake.models.build import Components, latent_shape, outline, refuse_sharing
+from longtake.models.numerics import Precision, choose_precision
+from longtake.models.objective import FlowBatch, flow_losses, outline_conditioning
+from longtake.optim import master_weights, muon
+from longtake.optim.build import EIGHT_BIT_BLOCK, choose_optimizers
+from longtake.parallel.fsdp import accumulate_in_fp32
+from longtake.parallel.mesh import shard_size
+from longtake.planner.devices import DeviceBudget
+from longtake.planner.fake_tensors import FakeTokenSharing
+from longtake.planner.trace import CUDA_ROUNDS_TO, StepTrace, Subject, Tracer
+
+_EIGHT_BIT_MAP_BYTES = 256 * 4
+"""The table of a state's 256 levels; each state has its own."""
+_EIGHT_BIT_STEP_BYTES = 8
+"""Per number of the largest parameter; measured on a CPU."""
+
+
+@dataclass(frozen=True)
+class MetaStep:
+    """A micro-batch's forward and backward pass without weights and values, ready to be traced."""
+
+    recipe: Recipe
+    components: Components  # on the meta device
+    tracer: Tracer
+    bucket: Bucket  # the shape of clips that makes most tokens: the others fit if it does
+    num_tokens: int  # of one sample of it that attend to each other, with text and references
+    precision: Precision
+    micro_batch_size: int
+    num_micro_batches: int  # of one process, for one update
+    world_size: int  # processes that share a batch
+    per_node: int  # of these, those of one node
+
+    @property
+    def num_shards(self) -> int:
+        """Processes that hold one copy of the model between them; 1 where each holds all of it."""
+        return shard_size(self.recipe.parallel, self.world_size, self.per_node)
+
+    @property
+    def num_copies(self) -> int:
+        return self.world_size // self.num_shards
+
+    @property
+    def device(self) -> DeviceBudget:
+        return self.tracer.device
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        return tuple(self.tracer.subject.blocks)
+
+    @property
+    def gathers_in_bf16(self) -> bool:
+        """Whether ranks send each other bf16 instead of fp32 weights."""
+        return self.recipe.parallel.gather == "bf16" and self.precision == "bf16"
+
+
+def outline_step(
+    recipe: Recipe, device: DeviceBudget, world_size: int = 1, per_node: int | None = None
+) -> MetaStep:
+    """A recipe's step at its largest bucket; neither catalog nor weights are needed.
+
+    Args:
+        recipe: whose model is built on the meta device.
+        device: whose kernels are predicted.
+        world_size: processes that share a batch, and the model where it is sharded.
+        per_node: of these, those of one node; None: all are on one.
+
+    Raises:
+        RecipeError: the recipe's parts do not fit together, or the processes cannot share a batch
+            or a model as it says.
+    """
+    per_node = min(per_node or world_size, world_size)
+    num_shards = shard_size(recipe.parallel, world_size, per_node)
+    data_size = world_size // recipe.parallel.sequence
+    refuse_idle_ranks(recipe.training.batch_size, data_size)
+    components = outline(recipe)
+    refuse_sharing(components, recipe)
+    family, model = components.family, components.model
+    if recipe.parallel.sequence > 1:
+        family.share_tokens(model, FakeTokenSharing(recipe.parallel.sequence))
+    model.train()
+    if world_size == 1:
+        accumulate_in_fp32(model)
+    local = num_places(recipe.training.batch_size, data_size)
+    micro = min(recipe.training.micro_batch_size or local, local)
+    lengths = {shape: _sequence_length(components, recipe, shape) for shape in recipe.data.shapes()}
+    bucket = max(lengths, key=lambda shape: lengths[shape])
+    precision = _precision(recipe, device)
+    names = {module: name for name, module in model.named_modules()}
+    is_bf16 = recipe.parallel.gather == "bf16" and precision == "bf16"
+    subject = Subject(
+        model=model,
+        blocks={names[block]: block for block in family.blocks(model)},
+        call_blocks_by=lambda call: family.call_blocks_by(model, call),
+        make_inputs=_inputs_maker(components, recipe, bucket, micro),
+        loss=lambda batch: flow_losses(components, batch, precision, torch.device("cpu")).mean(),
+        is_accumulating=local > micro,
+        num_shards=num_shards,
+        gathers_in_bf16=world_size > 1 and is_bf16,
+    )
+    return MetaStep(
+        recipe=recipe,
+        components=components,
+        tracer=Tracer(subject, device),
+        bucket=bucket,
+        num_tokens=lengths[bucket],
+        precision=precision,
+        micro_batch_size=micro,
+        num_micro_batches=-(-local // micro),
+        world_size=world_size,
+        per_node=per_node,
+    )
+
+
+def refuse_idle_ranks(batch_size: int, data_size: int) -> None:
+    """Refuse more ranks than clips.
+
+    Raises:
+        RecipeError: some ranks would never have a clip.
+    """
+    if batch_size < data_size:
+        raise RecipeError(
+            f"training.batch_size {batch_size} cannot be shared by {data_size} processes: each "
+            "needs a clip. Start fewer processes, let several share a clip's tokens "
+            "(parallel.sequence), or begin a run with a larger batch."
+        )
+
+
+def _precision(recipe: Recipe, device: DeviceBudget) -> Precision:
+    """What training would choose; every GPU that is planned for has bf16."""
+    wanted = recipe.training.precision
+    if wanted == "auto" and device.target == "cuda":
+        return "bf16"
+    return choose_precision(wanted, torch.device("cpu"))
+
+
+def _sequence_length(components: Components, recipe: Recipe, bucket: Bucket) -> int:
+    shape = latent_shape(components.codec, bucket)
+    conditioning = outline_conditioning(components, recipe, shape)
+    return components.family.sequence_length(components.model, shape, conditioning)
+
+
+def _inputs_maker(
+    components: Components, recipe: Recipe, bucket: Bucket, batch_size: int
+) -> Callable[[], FlowBatch]:
+    """Makes a micro-batch's tensors where it is called: without values in a trace."""
+    shape = latent_shape(components.codec, bucket)
+    outlined = outline_conditioning(components, recipe, shape, batch_size)
+
+    def make() -> FlowBatch:
+        latents = torch.empty(batch_size, *shape)
+        conditioning: Mapping[str, Tensor] = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in outlined.items()
+        }
+        noise, sigmas = torch.empty_like(latents), torch.empty(batch_size)
+        return FlowBatch(latents, noise, sigmas, dict(conditioning))
+
+    return make
+
+
+@dataclass(frozen=True)
+class OptimizerBytes:
+    """What the optimizers of a model take beside its weights and gradients."""
+
+    device: int  # kept there: running averages, and fp32 copies of weights that are not fp32
+    host: int  # kept in the computer's memory instead
+    step: int  # the most that an update takes on the device for a while
+
+
+def optimizer_bytes(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    section: OptimizerSection,
+    precision: Precision,
+    device_type: str = "cuda",
+    granule: int = 1,
+) -> OptimizerBytes:
+    """What `build_optimizers` will need for the same arguments; the model may be on meta.
+
+    Returns:
+        Bytes, exact for what is kept. `step` is exact but for what kernels take for themselves.
+    """
+    adamw, eight_bit, matrices = choose_optimizers(model, blocks, section)
+    offloaded = section.offload and device_type != "cpu"
+
+    def rounded(num_bytes: int) -> int:
+        return -(-num_bytes // granule) * granule
+
+    def masters(parameters: Sequence[Tensor], offloaded: bool = False) -> int:
+        """fp32 copies of weights that are not fp32, or lie elsewhere."""
+        needed = [p for p in parameters if offloaded or p.dtype != torch.float32]
+        return sum(rounded(4 * p.numel()) for p in needed)
+
+    adamw_states = sum(2 * rounded(4 * p.numel()) + rounded(4) for p in adamw)
+    adamw_states += masters(adamw, offloaded)
+    eight_bit_states = sum(
+        2
+        * (
+            rounded(p.numel())
+            + rounded(p.numel() // EIGHT_BIT_BLOCK * 4)
+            + rounded(_EIGHT_BIT_MAP_BYTES)
+        )
+        for p in eight_bit
+    )
+    muon_states = sum(rounded(4 * p.numel()) for p in matrices) + masters(matrices)
+    steps = [
+        _adamw_step_bytes(adamw, offloaded),
+        max((_EIGHT_BIT_STEP_BYTES * parameter.numel() for parameter in eight_bit), default=0),
+        _muon_step_bytes(matrices, 2 if precision == "bf16" else 4),
+    ]
+    on_host = adamw_states if offloaded else 0
+    kept = adamw_states + eight_bit_states + muon_states
+    return OptimizerBytes(kept - on_host, on_host, max(steps))
+
+
+def _adamw_step_bytes(parameters: Sequence[Tensor], offloaded: bool) -> int:
+    """Gradients that are not fp32 are converted to it, a batch at a time."""
+    if offloaded:  # in the computer's memory; but masters were made on the device, one by one
+        return max((4 * p.numel() for p in parameters if p.dtype != torch.float32), default=0)
+    rounded = (
+        sum(p.numel() for p in batch if p.grad_dtype != torch.float32)
+        for batch in master_weights.in_batches(parameters)
+    )
+    return max((4 * numbers for numbers in rounded), default=0)
+
+
+def _muon_step_bytes(parameters: list[nn.Parameter], width: int) -> int:
+    """Muon's steps in fp32, alone and stacked; then in the iteration's type x twice, and A, A^2."""
+    most = 0
+    for batch in muon.in_batches(parameters):
+        numbers, squares = sum(p.numel() for p in batch), sum(min(p.shape) ** 2 for p in batch)
+        copies = 2 if width == 4 else 3
+        most = max(most, 8 * numbers + copies * width * numbers + 2 * width * squares)
+    return most
+
+
+def foreach_bytes(model: nn.Module) -> int:
+    """What torch's own default, AdamW by `foreach`, would take in each step on the device.
+
+    It keeps the roots of all second moments at a time, which longtake's fused updates never do.
+    """
+    return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+
+
+@dataclass(frozen=True)
+class StaticMemory:
+    """What is in the device's memory whatever is recomputed, in bytes."""
+
+    weights: int
+    """Of the transformer, frozen ones included. On several processes: this one's shards, and what
+    is gathered at a time: two or three blocks, and what is outside of blocks."""
+    elsewhere: int
+    """Weights of the whole model that are not here, less what is gathered beside the shards."""
+    gradients: int
+    optimizer: OptimizerBytes
+    inputs: int  # latents, noise and conditioning of one micro-batch
+    ema: int  # the running averages, each in fp32
+    encoders: int  # codec and text encoders; none where data.cache keeps what they give
+
+    @property
+    def resident(self) -> int:
+        return self.optimizer.device + self.ema + self.encoders
+
+    @property
+    def update_bytes(self) -> int:
+        return self.weights + self.gradients + self.inputs + self.resident + self.optimizer.step
+
+
+@dataclass(frozen=True)
+class PolicyForecast:
+    """One policy's memory and time."""
+
+    name: str
+    forward_end_bytes: int  # when the backward pass begins: weights, inputs and activations
+    peak_bytes: int  # the most in forward and backward pass of the first step
+    step_peak_bytes: int  # the most in any later step, with all that stays in memory
+    overhead: float | None  # share of a step without recompute that it takes longer, if known
+    fits: bool | None  # None without a budget
+
+
+def static_memory(step: MetaStep, input_bytes: int = 0) -> StaticMemory:
+    """What is there whatever is recomputed."""
+    recipe, components, shards = step.recipe, step.components, step.num_shards
+    model, target = components.model, step.device.target
+    trained = [p for p in model.parameters() if p.requires_grad]
+    granule = CUDA_ROUNDS_TO if target == "cuda" else 1
+    optimizer = optimizer_bytes(
+        model, components.family.blocks(model), recipe.optimizer, step.precision, target, granule
+    )
+    frozen = [*components.codec.modules(), *components.text.modules()]
+    elsewhere = _elsewhere_bytes(step)
+    return StaticMemory(
+        weights=module_bytes(model, granule) - elsewhere,
+        elsewhere=elsewhere,
+        gradients=sum((p.grad_dtype or p.dtype).itemsize * p.numel() for p in trained) // shards,
+        optimizer=OptimizerBytes(
+            optimizer.device // shards, optimizer.host // shards, optimizer.step // shards
+        ),
+        inputs=input_bytes,
+        ema=len(recipe.ema.averages()) * sum(4 * p.numel() for p in trained) // shards,
+        encoders=0 if recipe.data.cache is not None else sum(map(module_bytes, frozen)),
+    )
+
+
+def policy_forecast(
+    policy: str, trace: StepTrace, step: MetaStep, overhead: float | None = None
+) -> PolicyForecast:
+    """What a traced step takes of the device, with all that is there beside it.
+
+    On several processes it is an estimate: of buffers of collectives, those of FSDP2 are counted.
+    """
+    static, budget_bytes = static_memory(step, trace.input_bytes), step.device.budget_bytes
+    peak = trace.peak_bytes - static.elsewhere
+    step_peak = max(static.resident + peak, static.update_bytes)
+    return PolicyForecast(
+        name=policy,
+        forward_end_bytes=trace.forward_end_bytes - static.elsewhere,
+        peak_bytes=peak,
+        step_peak_bytes=step_peak,
+        overhead=overhead,
+        fits=None if budget_bytes is None else step_peak <= budget_bytes,
+    )
+
+
+def module_bytes(module: nn.Module, granule: int = 1) -> int:
+    """Bytes of a module's parameters and buffers, each rounded up to multiples of `granule`."""
+    held = (*module.parameters(), *module.buffers())
+    return sum(-(-tensor.nbytes // granule) * granule for tensor in held)
+
+
+def gathered_itemsize(parameter: Tensor, step: MetaStep) -> int:
+    """Bytes of a parameter's number while FSDP2 has gathered it."""
+    return min(2, parameter.itemsize) if step.gathers_in_bf16 else parameter.itemsize
+
+
+def _elsewhere_bytes(step: MetaStep) -> int:
+    """What is not here while blocks are gathered.
+
+    FSDP2 gathers copies even where each process holds the whole model: of the block that runs and
+    of the next one. With shards it also keeps the buffer of the all-gather before.
+    """
+    if step.world_size == 1:
+        return 0
+
+    def gathered(module: nn.Module) -> int:
+        weights = sum(gathered_itemsize(p, step) * p.numel() for p in module.parameters())
+        return weights + sum(buffer.nbytes for buffer in module.buffers())
+
+    model = step.components.model
+    whole = module_bytes(model)
+    in_blocks = [gathered(block) for block in step.components.family.blocks(model)]
+    num_blocks = 3 if step.num_shards > 1 else 2
+    at_once = num_blocks * max(in_blocks) + gathered(model) - sum(in_blocks)
+    return whole - whole // step.num_shards - at_once

@@ -1,0 +1,428 @@
+"""What the ranks of a mesh send each other in a step, and how much of it hides behind compute.
+
+Bytes are those of ring algorithms, which no algorithm undercuts by more than a constant: of S bytes
+that n ranks gather or reduce-scatter, each sends (n - 1) / n S; all-reduced, twice that; exchanged
+all-to-all, (n - 1) / n of what it has (NVIDIA, nccl-tests, doc/PERFORMANCE.md).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from longtake.data.batch import num_places
+from longtake.errors import RecipeError
+from longtake.planner.devices import DeviceBudget
+from longtake.planner.forecast import Forecast, what_if
+from longtake.planner.memory import MetaStep, gathered_itemsize
+from longtake.planner.trace import StepTrace
+
+MUCH_EXPOSED = 0.05
+"""Of a step's time; below it there is nothing worth changing."""
+SHARE_OF_LINK = 0.8
+"""Of a data sheet's figure, what collectives of megabytes reach; usual on NVLink and InfiniBand."""
+_GB = 1e9
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes a second that one GPU can send while it receives as much."""
+
+    node: float  # to others of its node
+    network: float  # to other nodes: the GPU's own share of its node's network
+
+    def bandwidth(self, size: int, in_node: int) -> float:
+        """Bytes a second that each GPU of a group sends in one of its collectives.
+
+        In a ring all data passes each GPU; where the group is on several nodes, its GPUs of a node
+        bear what leaves the node together, each through its own network adapter, as NCCL's parallel
+        rings do (NVIDIA, nccl-tests, doc/PERFORMANCE.md: "bus bandwidth").
+        """
+        if size <= in_node:
+            return self.node * SHARE_OF_LINK
+        if in_node == 1:
+            return self.network * SHARE_OF_LINK
+        return min(self.node, in_node * self.network) * SHARE_OF_LINK
+
+
+# NVLink 4: 900 GB/s in both directions together, and a 400 Gb/s InfiniBand adapter (NDR) for each
+# GPU (NVIDIA's data sheets of H100, H200 and DGX H100). PCIe 4.0 x16: 31.5 GB/s in each direction,
+# of which copies between GPUs through the processor reach 25; and 100 Gb/s for four of them.
+_NVLINK = Links(450 * _GB, 50 * _GB)
+_PCIE = Links(25 * _GB, 3.125 * _GB)
+_NVLINK_3 = Links(300 * _GB, 25 * _GB)  # A100: 600 GB/s together; 200 Gb/s InfiniBand (HDR)
+_NVLINK_5 = Links(900 * _GB, 50 * _GB)  # B200: 1.8 TB/s together; 400 Gb/s InfiniBand
+_LOOPBACK = Links(2 * _GB, 1 * _GB)
+_OF_DEVICES = {
+    "h100pcie": _PCIE,
+    "h100": _NVLINK,
+    "h200": _NVLINK,
+    "b200": _NVLINK_5,
+    "a100": _NVLINK_3,
+}
+
+
+def links_of(device: DeviceBudget) -> Links:
+    """What GPUs of a kind are usually joined by; for an unknown one, PCIe."""
+    if device.target == "cpu":
+        return _LOOPBACK
+    label = device.name.lower().replace(" ", "").replace("-", "")
+    return next((links for name, links in _OF_DEVICES.items() if name in label), _PCIE)
+
+
+def links_named(text: str, device: DeviceBudget) -> Links:
+    """Links as `longtake plan --link` takes them: "450,50" or "450", in GB/s of each GPU.
+
+    Raises:
+        RecipeError: these are not one or two positive numbers.
+    """
+    try:
+        speeds = [float(part) for part in text.split(",")]
+    except ValueError:
+        speeds = []
+    if len(speeds) not in (1, 2) or not all(0 < speed < math.inf for speed in speeds):
+        raise RecipeError(
+            f"The link {text!r} cannot be read. Expected NODE[,NETWORK]: GB/s that one GPU sends "
+            "to others of its node and, after a comma, to other nodes, such as 450,50."
+        )
+    network = speeds[1] * _GB if len(speeds) == 2 else links_of(device).network
+    return Links(speeds[0] * _GB, network)
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    size: int
+    in_node: int  # of these, those of one node
+
+    def ring_bytes(self, num_bytes: int) -> int:
+        """What each rank sends where so many bytes are gathered or reduce-scattered."""
+        return num_bytes * (self.size - 1) // self.size
+
+    def seconds(self, sent_bytes: int, links: Links) -> float:
+        return sent_bytes / links.bandwidth(self.size, self.in_node) if sent_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class FsdpUnit:
+    """What FSDP2 gathers and reduces as one: a block, a part in another dtype, or the rest."""
+
+    block: str | None  # the block that it is or belongs to
+    is_rest: bool  # gathered once for forward and backward pass, as FSDP2 does with the root
+    weights: int  # bytes as gathered: each parameter padded to so many rows as divide
+    gradients: int  # bytes of what trains of it, padded too, as they are reduced
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that each rank sends in one step, by what for."""
+
+    shards: RankGroup
+    copies: RankGroup
+    sequence: RankGroup
+    forward: int  # weights, gathered for the forward pass of every micro-batch
+    backward: int  # and again for the backward pass: they are freed in between
+    scattered: int  # gradients that are summed into shards, once a step
+    reduced: int  # gradients that are all-reduced between copies of the model, once a step
+    tokens: int
+    """Exchanged for heads in attention, where ranks share the tokens of a clip (DeepSpeed Ulysses:
+    queries, keys, values and output, forward, backward and where a block is recomputed), and put
+    together after the last block. Read off the trace, in which the model's own code does it."""
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward + self.scattered + self.reduced + self.tokens
+
+
+def traffic_of(step: MetaStep, trace: StepTrace) -> Traffic:
+    """What the ranks of a step send each other.
+
+    Neighbours hold a copy of the model and share clips, so that as much as can be stays in a node.
+    """
+    sharing = step.recipe.parallel.sequence
+    shards = RankGroup(step.num_shards, min(step.num_shards, step.per_node))
+    copies = RankGroup(step.num_copies, max(1, step.per_node // step.num_shards))
+    units, times = fsdp_units(step), step.num_micro_batches
+
+    def gets_gradient(unit: FsdpUnit) -> bool:
+        return unit.block is None or trace.blocks[unit.block].backward is not None
+
+    again = [unit for unit in units if not unit.is_rest and gets_gradient(unit)]
+    # FSDP2 prefetches in the backward pass, also what then turns out to need no gradient
+    unused = [unit for unit in units if not unit.is_rest and not gets_gradient(unit)][-1:]
+    gradients = sum(unit.gradients for unit in units)
+    return Traffic(
+        shards=shards,
+        copies=copies,
+        sequence=RankGroup(sharing, min(sharing, step.per_node)),
+        forward=times * shards.ring_bytes(sum(unit.weights for unit in units)),
+        backward=times * shards.ring_bytes(sum(unit.weights for unit in (*again, *unused))),
+        scattered=shards.ring_bytes(gradients),
+        reduced=2 * copies.ring_bytes(gradients // shards.size),
+        tokens=times * trace.sent_bytes,
+    )
+
+
+def fsdp_units(step: MetaStep) -> list[FsdpUnit]:
+    """As `longtake.parallel.fsdp.apply_fsdp` makes them, in the order of the forward pass."""
+    model, blocks = step.components.model, step.tracer.subject.blocks
+    taken: set[Tensor] = set()
+    units: list[FsdpUnit] = []
+    for name, part in (*blocks.items(), (None, model)):
+        free = [p for p in part.parameters() if p not in taken]
+        dtypes = [p.dtype for p in free if p.requires_grad]
+        inner = list(_of_other_dtypes(part, dtypes[0], taken)) if dtypes else []
+        for held in (*inner, free):
+            mine = [p for p in held if p not in taken]
+            taken.update(mine)
+            units.append(_fsdp_unit(name, name is None and held is free, mine, step))
+    return units
+
+
+def _of_other_dtypes(
+    module: nn.Module, dtype: torch.dtype, taken: set[Tensor]
+) -> Iterator[list[nn.Parameter]]:
+    for child in module.children():
+        free = [p for p in child.parameters() if p not in taken]
+        dtypes = {p.dtype for p in free if p.requires_grad}
+        if dtype in dtypes or isinstance(child, nn.ModuleList):
+            yield from _of_other_dtypes(child, dtype, taken)
+        elif dtypes:
+            yield free
+
+
+def _fsdp_unit(
+    block: str | None, is_rest: bool, parameters: Sequence[nn.Parameter], step: MetaStep
+) -> FsdpUnit:
+    def padded(parameter: Tensor) -> int:
+        rows, shards = parameter.shape[0], step.num_shards
+        return -(-rows // shards) * shards * (parameter.numel() // rows)
+
+    return FsdpUnit(
+        block,
+        is_rest,
+        weights=sum(gathered_itemsize(p, step) * padded(p) for p in parameters),
+        gradients=sum(max(4, p.itemsize) * padded(p) for p in parameters if p.requires_grad),
+    )
+
+
+@dataclass(frozen=True)
+class BlockTiming:
+    """Seconds of one block, or of what is outside of blocks, in one micro-batch."""
+
+    forward: float
+    backward: float  # 0 where no gradient passes
+    gather: float  # of its weights, each time
+    scatter: float  # of its gradients into shards
+    reduce: float  # of its gradients between copies
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """One update: the blocks in their order, and all else.
+
+    The order is FSDP2's (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py): while one block
+    is computed the next one's weights are gathered, and in the backward pass the gradients of the
+    one before are reduced, both by one communicator, one after the other; all-reduces between
+    copies of the model use another one.
+    """
+
+    blocks: Sequence[BlockTiming]
+    rest: BlockTiming  # outside of blocks; its compute counts between forward and backward pass
+    num_micro_batches: int
+    waits: float  # seconds of one micro-batch in which compute waits for tokens of other ranks
+
+    def seconds(self) -> float:
+        between = self.without("scatter", "reduce").micro_batch_seconds()
+        last = self.micro_batch_seconds()
+        return (self.num_micro_batches - 1) * between + last + self.num_micro_batches * self.waits
+
+    def compute_seconds(self) -> float:
+        timings = (*self.blocks, self.rest)
+        return self.num_micro_batches * sum(each.forward + each.backward for each in timings)
+
+    def without(self, *names: str) -> "StepTimeline":
+        """The same where `gather`, `scatter`, `reduce` or `waits` take no time."""
+        waits = 0.0 if "waits" in names else self.waits
+        none = {name: 0.0 for name in names if name != "waits"}
+        blocks = [replace(timing, **none) for timing in self.blocks]
+        return replace(self, blocks=blocks, rest=replace(self.rest, **none), waits=waits)
+
+    def micro_batch_seconds(self) -> float:
+        """Forward and backward pass; streams of compute, shards and copies wait on each other."""
+        compute = link = self.rest.gather
+        begun = [0.0, 0.0]
+        for timing in self.blocks:
+            link = max(link, begun[-2]) + timing.gather
+            begun.append(max(compute, link))
+            compute = begun[-1] + timing.forward
+        return self._backward_end(compute + self.rest.forward, max(link, compute))
+
+    def _backward_end(self, compute: float, link: float) -> float:
+        """When all is reduced, from when the loss is known and the link is free."""
+        timings = [timing for timing in reversed(self.blocks) if timing.backward]
+        gathers = [*(timing.gather for timing in timings), 0.0]
+        ready = link = link + gathers[0]
+        scattered = across = 0.0
+        for timing, next_gather in zip(timings, gathers[1:], strict=True):
+            begun = max(compute, ready)
+            ready = link = max(link, begun) + next_gather
+            compute = max(begun + timing.backward, scattered)  # one reduction runs at a time
+            scattered = link = max(link, compute) + timing.scatter
+            across = max(across, link) + timing.reduce
+        link = max(link, compute) + self.rest.scatter
+        return max(compute, max(across, link) + self.rest.reduce)
+
+
+def timeline_of(step: MetaStep, trace: StepTrace, traffic: Traffic, links: Links) -> StepTimeline:
+    """The timeline of a step whose compute was traced, over these links."""
+    units = fsdp_units(step)
+
+    def timing(block: str | None) -> BlockTiming:
+        mine = [unit for unit in units if unit.block == block]
+        weights, gradients = sum(u.weights for u in mine), sum(u.gradients for u in mine)
+        shards, copies = traffic.shards, traffic.copies
+        reduced = 2 * copies.ring_bytes(gradients // shards.size)
+        return BlockTiming(
+            forward=0.0,
+            backward=0.0,
+            gather=shards.seconds(shards.ring_bytes(weights), links),
+            scatter=shards.seconds(shards.ring_bytes(gradients), links),
+            reduce=copies.seconds(reduced, links),
+        )
+
+    blocks = [
+        replace(
+            timing(name),
+            forward=block.forward.seconds,
+            backward=block.backward.seconds if block.backward else 0.0,
+        )
+        for name, block in trace.blocks.items()
+    ]
+    outside = trace.seconds - sum(each.forward + each.backward for each in blocks)
+    waits = traffic.sequence.seconds(traffic.tokens, links)
+    return StepTimeline(
+        blocks=blocks,
+        rest=replace(timing(None), forward=outside),
+        num_micro_batches=step.num_micro_batches,
+        waits=waits / step.num_micro_batches,
+    )
+
+
+@dataclass(frozen=True)
+class CommCost:
+    """What each rank sends in one step for one purpose."""
+
+    what: str
+    """weights, gradients to shards, gradients (between copies of the model), or tokens."""
+    ranks: int  # that take part in each collective
+    over: str  # the slowest of its links: node or network
+    num_bytes: int
+    seconds: float
+    exposed_seconds: float  # by so much a step would be shorter without it
+
+
+@dataclass(frozen=True)
+class MeshAdvice:
+    """One change of the recipe, and a step with it."""
+
+    changes: Sequence[str]  # as `--set` takes them
+    step_seconds: float
+    step_peak_bytes: int
+    fits: bool | None
+
+
+@dataclass(frozen=True)
+class MeshForecast:
+    """One update of all ranks, but for the optimizer."""
+
+    links: Links
+    num_shards: int
+    num_copies: int
+    sent: Sequence[CommCost]
+    compute_seconds: float
+    step_seconds: float
+    idle_share: float  # of all places of a batch, the empty ones, since it does not divide
+    advice: Sequence[MeshAdvice]
+    """What would make a step shorter, the best first; empty where little is exposed."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.num_bytes for each in self.sent)
+
+    @property
+    def exposed_share(self) -> float:
+        return 1 - self.compute_seconds / self.step_seconds if self.step_seconds else 0.0
+
+
+def mesh_forecast(known: Forecast, links: Links) -> MeshForecast | None:
+    """What a forecast's ranks send each other; None where one process is alone or never steps."""
+    if known.step.world_size == 1 or known.chosen is None:
+        return None
+    _, trace = known.chosen
+    found = _without_advice(known.step, trace, links)
+    if found.exposed_share < MUCH_EXPOSED:
+        return found
+    return replace(found, advice=_advice(known, found))
+
+
+def idle_share(batch_size: int, data_size: int) -> float:
+    """Share of all places that is empty; what a batch that does not divide wastes."""
+    return 1 - batch_size / (num_places(batch_size, data_size) * data_size)
+
+
+def _without_advice(step: MetaStep, trace: StepTrace, links: Links) -> MeshForecast:
+    traffic = traffic_of(step, trace)
+    line = timeline_of(step, trace, traffic, links)
+    whole = line.seconds()
+
+    def cost(what: str, num_bytes: int, group: RankGroup, name: str) -> CommCost:
+        exposed = whole - line.without(name).seconds()
+        over = "node" if group.size <= group.in_node else "network"
+        return CommCost(what, group.size, over, num_bytes, group.seconds(num_bytes, links), exposed)
+
+    weights = traffic.forward + traffic.backward
+    rows = [
+        cost("weights", weights, traffic.shards, "gather"),
+        cost("gradients to shards", traffic.scattered, traffic.shards, "scatter"),
+        cost("gradients", traffic.reduced, traffic.copies, "reduce"),
+        cost("tokens", traffic.tokens, traffic.sequence, "waits"),
+    ]
+    batch, sharing = step.recipe.training.batch_size, step.recipe.parallel.sequence
+    return MeshForecast(
+        links=links,
+        num_shards=step.num_shards,
+        num_copies=step.num_copies,
+        sent=[row for row in rows if row.num_bytes],
+        compute_seconds=line.compute_seconds(),
+        step_seconds=whole,
+        idle_share=idle_share(batch, step.world_size // sharing),
+        advice=(),
+    )
+
+
+def _advice(known: Forecast, found: MeshForecast) -> list[MeshAdvice]:
+    helping = []
+    for changes in _possible_changes(known.step):
+        changed = what_if(known, changes)
+        if changed is None:
+            continue
+        seconds = _without_advice(changed.step, changed.trace, found.links).step_seconds
+        if seconds < found.step_seconds:
+            memory = changed.memory
+            helping.append(MeshAdvice(changes, seconds, memory.step_peak_bytes, memory.fits))
+    return sorted(helping, key=lambda advice: (advice.fits is False, advice.step_seconds))
+
+
+def _possible_changes(step: MetaStep) -> Iterator[list[str]]:
+    section = step.recipe.parallel
+    if section.strategy == "shard" and step.world_size > step.per_node:
+        yield ["parallel.strategy=hybrid"]
+    is_fp32 = any(p.itemsize == 4 for p in step.components.model.parameters())
+    if step.num_shards > 1 and section.gather == "fp32" and step.precision == "bf16" and is_fp32:
+        yield ["parallel.gather=bf16"]
+        if section.strategy == "shard" and step.world_size > step.per_node:
+            yield ["parallel.strategy=hybrid", "parallel.gather=bf16"]
+    if step.num_micro_batches > 1:
+        yield [f"training.micro_batch_size={2 * step.micro_batch_size}"]

@@ -1,0 +1,269 @@
+"""What training makes of a forecast: it stops on a trap, chooses options, and keeps the plan."""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+import longtake
+from longtake import config
+from longtake.config import Bucket, Recipe
+from longtake.errors import CannotBePlannedError, LongtakeError, PlanError
+from longtake.formatting import format_size
+from longtake.fsio import read_json, write_json
+from longtake.models.build import Components
+from longtake.models.numerics import Precision
+from longtake.parallel.collectives import from_first, gather_objects
+from longtake.parallel.mesh import World
+from longtake.planner.activation_checkpointing import Options, caller, options_of
+from longtake.planner.devices import DeviceBudget, Target, device_budget
+from longtake.planner.forecast import (
+    Forecast,
+    check_gradients,
+    forecast,
+    policy_traps,
+    suggest_changes,
+)
+from longtake.planner.memory import MetaStep, PolicyForecast, outline_step, policy_forecast
+from longtake.planner.trace import StepTrace
+from longtake.run_dir import RunDirectory
+
+_LIBRARIES = ("torch", "diffusers", "transformers", "peft")
+_FREE_STEP_BYTES = 2**28
+"""Free memory is rounded down to multiples of this, so that restarts keep the plan."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How the blocks of a run are run, and what a step takes then."""
+
+    policy: str
+    options: Options
+    memory: PolicyForecast | None  # None: nothing is recomputed, and there is no budget
+    activation_bytes: int | None  # predicted peak of forward and backward pass beside the weights
+    bucket: Bucket  # the shape of clips that was planned for
+    notes: Sequence[str]  # traps that cost memory or time, but keep nothing from training
+    budget_bytes: int | None = None  # what tensors may take of the device
+
+
+def plan_for_training(
+    recipe: Recipe,
+    precision: Precision,
+    run: RunDirectory,
+    world: World,
+    free_bytes: int | None = None,
+) -> MemoryPlan:
+    """The plan that an earlier launch kept under equal conditions, or else a new one.
+
+    Args:
+        recipe: what is trained.
+        precision: that training has chosen.
+        run: where `keep_plan` keeps it.
+        world: all its ranks call this and get rank 0's answer.
+        free_bytes: free memory of the device, where the recipe names none (`free_memory`).
+
+    Raises:
+        PlanError: a trainable parameter would get no gradient, or no policy fits the memory.
+    """
+    kept = None
+    if world.is_first:
+        kept = _read_plan(run, _plan_key(recipe, precision, world, free_bytes))
+    return from_first(kept, world) or make_plan(recipe, precision, world, free_bytes)
+
+
+def make_plan(
+    recipe: Recipe, precision: Precision, world: World, free_bytes: int | None = None
+) -> MemoryPlan:
+    """Check that everything trains and fits; the arguments are those of `plan_for_training`.
+
+    Raises:
+        PlanError: a trainable parameter would get no gradient, or no policy fits the memory.
+    """
+    resolved = recipe.training.model_copy(update={"precision": precision})
+    wanted = recipe.model_copy(update={"training": resolved})
+    answer = None
+    if world.is_first and free_bytes is not None:
+        memory = {"memory": f"{free_bytes // 2**20}MiB"}
+        limited = wanted.recompute.model_copy(update=memory)
+        answer = _try_to_plan(wanted.model_copy(update={"recompute": limited}), world)
+    if world.is_first and (answer is None or isinstance(answer, CannotBePlannedError)):
+        answer = _try_to_plan(wanted, world)
+    answer = from_first(answer, world)
+    if isinstance(answer, LongtakeError):
+        raise answer
+    assert answer is not None
+    return answer
+
+
+def run_blocks(options: Options, components: Components) -> None:
+    """Have a model run its blocks by these options from now on."""
+    if all(option == "keep" for option in options.values()):
+        return
+    names = dict(components.model.named_modules())
+    call = caller({names[name]: option for name, option in options.items()})
+    components.family.call_blocks_by(components.model, call)
+
+
+def free_memory(recipe: Recipe, world: World) -> int | None:
+    """Free bytes of the GPU that has least, where the recipe names no memory; all ranks call it.
+
+    Returns:
+        None: on a CPU, or where the recipe says how much there is.
+    """
+    if recipe.recompute.memory is not None or world.device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(world.device)
+    return min(gather_objects(free, world)) // _FREE_STEP_BYTES * _FREE_STEP_BYTES
+
+
+def _training_device(recipe: Recipe, world: World) -> DeviceBudget:
+    target: Target = "cuda" if world.device.type == "cuda" else "cpu"
+    return device_budget(recipe, target, world.size)
+
+
+def _try_to_plan(recipe: Recipe, world: World) -> MemoryPlan | LongtakeError:
+    """Errors are returned, so that they can reach every rank."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    device = _training_device(recipe, world)
+    try:
+        if recipe.recompute.chosen() == "best":
+            return _best_plan(forecast(recipe, device, world_size=world.size, per_node=per_node))
+        return _named_plan(outline_step(recipe, device, world.size, per_node))
+    except LongtakeError as error:
+        return error
+
+
+def _best_plan(known: Forecast) -> MemoryPlan:
+    known.gradients.refuse_fatal()
+    if known.best is None:
+        raise _does_not_fit(known)
+    notes = [str(trap) for trap in known.gradients.traps]
+    return _plan(
+        known.step, "best", known.best.options, notes, known.best_policy, known.best.traced
+    )
+
+
+def _named_plan(step: MetaStep) -> MemoryPlan:
+    """A policy that the recipe names; memory is planned if something is recomputed or limited."""
+    policy = step.recipe.recompute.chosen()
+    options = options_of(policy, step.block_names)
+    try:
+        gradients = check_gradients(step)
+    except CannotBePlannedError as error:  # it may train all the same
+        return _plan(step, policy, options, [f"Gradients are unchecked. {error}"])
+    gradients.refuse_fatal()
+    notes = [str(trap) for trap in gradients.traps]
+    if policy == "none" and step.device.memory_bytes is None:
+        return _plan(step, policy, options, notes)
+    traces = {"none": step.tracer.trace({}), policy: step.tracer.trace(options)}
+    memory = policy_forecast(policy, traces[policy], step)
+    if memory.fits is False:
+        known = forecast(
+            step.recipe, step.device, world_size=step.world_size, per_node=step.per_node
+        )
+        raise _does_not_fit(known)
+    notes += [str(trap) for trap in policy_traps(step, traces)]
+    return _plan(step, policy, options, notes, memory, traces[policy])
+
+
+def _plan(
+    step: MetaStep,
+    policy: str,
+    options: Options,
+    notes: Sequence[str],
+    memory: PolicyForecast | None = None,
+    trace: StepTrace | None = None,
+) -> MemoryPlan:
+    return MemoryPlan(
+        policy=policy,
+        options=options,
+        memory=memory,
+        activation_bytes=None if trace is None else trace.peak_bytes - trace.weight_bytes,
+        bucket=step.bucket,
+        notes=notes,
+        budget_bytes=None if trace is None else step.device.budget_bytes,
+    )
+
+
+def _does_not_fit(known: Forecast) -> PlanError:
+    """What is missing, and what to change."""
+    device, policy = known.device, known.step.recipe.recompute.chosen()
+    assert device.budget_bytes is not None
+    budget = format_size(device.budget_bytes)
+    if (best := known.best_policy) is not None:
+        return PlanError(
+            f'recompute.policy = "{policy}" takes '
+            f"{format_size(known.policy(policy).step_peak_bytes)}, but the budget for all tensors "
+            f'is {budget}. Set recompute.policy = "best": {format_size(best.step_peak_bytes)}, and '
+            f"a step takes {best.overhead:.0%} longer than without recompute."
+        )
+    least = known.least.step_peak_bytes
+    text = (
+        f"No recompute policy fits {budget}: the least, {known.least.name}, takes "
+        f"{format_size(least)}. Take a GPU of {format_size(device.memory_for(least))}."
+    )
+    suggestions = [f"  {suggestion}" for suggestion in suggest_changes(known)]
+    return PlanError("\n".join([f"{text} Or:" if suggestions else text, *suggestions]))
+
+
+def keep_plan(
+    plan: MemoryPlan,
+    recipe: Recipe,
+    precision: Precision,
+    run: RunDirectory,
+    world: World,
+    free_bytes: int | None = None,
+) -> None:
+    """Write the plan into the run directory, so that a restart need not plan again (rank 0).
+
+    A module of the user's own is planned each time: what it consists of is not known here.
+    """
+    if recipe.trainable.module is None:
+        key = _plan_key(recipe, precision, world, free_bytes)
+        if read_json(run.plan_path).get("key") == key:
+            return
+        plan_as_json = TypeAdapter(MemoryPlan).dump_python(plan, mode="json")
+        with suppress(OSError):  # the next launch plans again
+            write_json(run.plan_path, {"key": key, "plan": plan_as_json})
+
+
+def _read_plan(run: RunDirectory, key: str) -> MemoryPlan | None:
+    kept = read_json(run.plan_path)
+    if kept.get("key") != key:
+        return None
+    try:
+        return TypeAdapter(MemoryPlan).validate_python(kept.get("plan"))
+    except ValidationError:
+        return None
+
+
+def _plan_key(recipe: Recipe, precision: Precision, world: World, free_bytes: int | None) -> str:
+    """A checksum of all that a plan depends on."""
+    facts = {
+        "recipe": config.dump(config.kept(recipe)),
+        "precision": precision,
+        "world": [world.size, os.environ.get("LOCAL_WORLD_SIZE")],
+        "device": asdict(_training_device(recipe, world)),
+        "free_bytes": free_bytes,
+        "versions": {name: metadata.version(name) for name in _LIBRARIES},
+        "code": _code_checksum(),
+    }
+    return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+
+
+@cache
+def _code_checksum() -> str:
+    """Of the package's own source files."""
+    folder = Path(longtake.__file__).parent
+    sources = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        sources.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
+    return sources.hexdigest()
