@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.evaluation.probe import scores_of
 
 from longtake.evaluation import pending
 from longtake.evaluation.options import ServerOptions
@@ -21,13 +22,13 @@ _STEPS = range(10, 110, 10)
 
 
 @pytest.fixture
-def view(run: RunDirectory, save: Any, probe: Any, monkeypatch: pytest.MonkeyPatch) -> PendingTasks:
+def view(run: RunDirectory, save: Any, monkeypatch: pytest.MonkeyPatch) -> PendingTasks:
     """Of a run of ten checkpoints that are evaluated, at which a server has looked before."""
     for step in _STEPS:
-        key = checkpoint_key(save(run, step), "ema/main")
+        key = str(checkpoint_key(save(run, step), "ema/main"))
         result = EvaluationDirectory(run).result_path("probe", step)
         result.mkdir(parents=True)
-        (result / "scores.json").write_text(json.dumps(probe.scores_of(step, key, "another")))
+        (result / "scores.json").write_text(json.dumps(scores_of(step, key, "another")))
     monkeypatch.setattr(pending, "_UNSETTLED_SECONDS", 0.0)
     for folder in (run.checkpoints_path, EvaluationDirectory(run).path / "probe"):
         os.utime(folder, (1, 1))  # so that whatever comes changes it

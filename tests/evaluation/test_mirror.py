@@ -7,9 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
+from tests.evaluation.build import Place, Trainer
+from tests.evaluation.probe import Probe
 
 from longtake.checkpoint.files import STALE_SECONDS, needed_steps
 from longtake.errors import RunError
@@ -22,13 +24,11 @@ from longtake.evaluation.mirror import (
     result_rules,
 )
 from longtake.evaluation.transports import Rsync, Rules, parse_address
-from longtake.evaluation_dir import ServerDirectory
-from longtake.fsio import write_json
+from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory
+from longtake.fsio import append_json, write_json
+from longtake.node_dir import read_events
 from longtake.run_dir import RunDirectory
 from longtake.trust import is_mirror
-
-if TYPE_CHECKING:
-    from tests.evaluation.mirror.conftest import Place, Trainer
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def mirror(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def source(place: "Place", mirror: Path) -> Iterator[Mirror]:
+def source(place: Place, mirror: Path) -> Iterator[Mirror]:
     """The runs, as a server reaches them."""
     with open_mirror(place.text, mirror, "vm-1") as source:
         yield source
@@ -66,7 +66,7 @@ def test_what_is_small_is_mirrored_and_what_nobody_samples_from_is_not(
     assert is_mirror(run.mirror.path)
 
 
-def test_a_run_itself_can_be_the_source(place: "Place", mirror: Path) -> None:
+def test_a_run_itself_can_be_the_source(place: Place, mirror: Path) -> None:
     """The address of a run makes the folder a run directory, not a folder of them."""
     with open_mirror(f"{place.text}/one [a]", mirror, "vm-1") as source:
         (run,) = source.look()
@@ -78,7 +78,7 @@ def test_a_run_itself_can_be_the_source(place: "Place", mirror: Path) -> None:
 
 
 def test_a_run_that_appears_later_is_found(
-    place: "Place", source: Mirror, train: "Callable[[Path], Trainer]"
+    place: Place, source: Mirror, train: Callable[[Path], Trainer]
 ) -> None:
     """The next look has it, and rows that were added since."""
     source.look()
@@ -102,7 +102,7 @@ def test_checkpoints_come_whole_without_the_optimizer_and_once(
 
 
 def test_half_a_checkpoint_is_not_shown_until_it_is_whole(
-    place: "Place", source: Mirror, train: "Callable[[Path], Trainer]"
+    place: Place, source: Mirror, train: Callable[[Path], Trainer]
 ) -> None:
     """COMMITTED is there and a file is short, as over somebody's own sync; then it grows."""
     file = place.folder / "one [a]" / "checkpoints" / "step_00000002" / "model" / "__0_0.distcp"
@@ -118,7 +118,7 @@ def test_half_a_checkpoint_is_not_shown_until_it_is_whole(
 
 
 def test_a_checkpoint_that_was_saved_anew_is_brought_anew(
-    place: "Place", source: Mirror, run: RemoteRun, train: "Callable[[Path], Trainer]"
+    place: Place, source: Mirror, run: RemoteRun, train: Callable[[Path], Trainer]
 ) -> None:
     """A run went back and came by again; but not while somebody reads what is here."""
     source.pull(run, [1, 2])
@@ -136,7 +136,7 @@ def test_a_checkpoint_that_was_saved_anew_is_brought_anew(
 
 
 def test_a_source_whose_clock_is_ahead_makes_no_heartbeat_stale(
-    place: "Place", source: Mirror, train: "Callable[[Path], Trainer]"
+    place: Place, source: Mirror, train: Callable[[Path], Trainer]
 ) -> None:
     """A heartbeat in the mirror is as old as its file; so is a checkpoint that came before it."""
     ahead = time.time() + 10 * STALE_SECONDS
@@ -152,7 +152,7 @@ def test_a_source_whose_clock_is_ahead_makes_no_heartbeat_stale(
 
 
 def test_a_checkpoint_that_is_deleted_meanwhile_leaves_nothing(
-    place: "Place", source: Mirror, run: RemoteRun
+    place: Place, source: Mirror, run: RemoteRun
 ) -> None:
     """It is passed over, others come, and what had come of it goes with the next look."""
     remains = run.mirror.checkpoints_path / ".pulling" / "step_00000001" / "model" / "x"
@@ -183,7 +183,7 @@ class Watching(Rsync):
 
 @pytest.mark.parametrize("place", ["rsync"], indirect=True)
 def test_checkpoints_are_needed_at_the_source_while_they_are_pulled(
-    place: "Place", mirror: Path
+    place: Place, mirror: Path
 ) -> None:
     """From before the first byte is asked for until all have come."""
     transport = Watching(place.folder)
@@ -195,7 +195,7 @@ def test_checkpoints_are_needed_at_the_source_while_they_are_pulled(
 
 
 def test_a_pull_writes_the_heartbeat_of_its_own_server_only(
-    place: "Place", source: Mirror, run: RemoteRun
+    place: Place, source: Mirror, run: RemoteRun
 ) -> None:
     there = RunDirectory(place.folder / "one [a]")
     for server in ("vm-1", "vm-2"):
@@ -230,7 +230,7 @@ def test_a_heartbeat_is_sent_again_as_long_as_a_pull_lasts(tmp_path: Path) -> No
     transport.close()
 
 
-def test_results_arrive_whole_at_the_source(place: "Place", source: Mirror, run: RemoteRun) -> None:
+def test_results_arrive_whole_at_the_source(place: Place, source: Mirror, run: RemoteRun) -> None:
     """Also what the server says of itself; neither half a result nor a claim does."""
     write_result(run.mirror, 1)
     half = run.mirror.evaluation_path("demo", 2)
@@ -250,9 +250,7 @@ def test_results_arrive_whole_at_the_source(place: "Place", source: Mirror, run:
     assert json.loads(place.read(f"one [a]/{_heartbeat('vm-1')}"))["needs"] == []  # there
 
 
-def test_what_was_pushed_is_not_pushed_again(
-    place: "Place", source: Mirror, run: RemoteRun
-) -> None:
+def test_what_was_pushed_is_not_pushed_again(place: Place, source: Mirror, run: RemoteRun) -> None:
     """What is deleted at the source is not sent while nothing is new here; a new result is."""
     first, second = (f"one [a]/evaluations/demo/step_0000000{step}/scores.json" for step in (1, 2))
     write_result(run.mirror, 1)
@@ -265,7 +263,7 @@ def test_what_was_pushed_is_not_pushed_again(
     assert second in place.names()
 
 
-def test_results_of_others_are_known_here(place: "Place", source: Mirror, run: RemoteRun) -> None:
+def test_results_of_others_are_known_here(place: Place, source: Mirror, run: RemoteRun) -> None:
     """What another server has brought to the source is not made again; what we claimed is ours."""
     there = RunDirectory(place.folder / "one [a]")
     for step in (1, 2):
@@ -279,7 +277,7 @@ def test_results_of_others_are_known_here(place: "Place", source: Mirror, run: R
     assert "us" in (run.mirror.evaluation_path("demo", 2) / "scores.json").read_text()
 
 
-def test_one_server_mirrors_at_a_time(place: "Place", source: Mirror, mirror: Path) -> None:
+def test_one_server_mirrors_at_a_time(place: Place, source: Mirror, mirror: Path) -> None:
     """Another that shares the mirror sees no runs to pull, until the first is done."""
     with open_mirror(place.text, mirror, "vm-2") as other:
         assert len(source.look()) == 1
@@ -299,7 +297,7 @@ def test_what_is_evaluated_is_forgotten_but_for_the_newest(source: Mirror, run: 
     assert run.mirror.checkpoint_steps() == [2]
 
 
-def test_a_run_of_ones_own_is_no_mirror(place: "Place", tmp_path: Path) -> None:
+def test_a_run_of_ones_own_is_no_mirror(place: Place, tmp_path: Path) -> None:
     """A folder that holds runs, or is the source, is refused."""
     for folder, text in ((tmp_path / "runs", place.text), (tmp_path / "own", place.text)):
         write_json_in(folder / "x" / "recipe.toml")
@@ -308,7 +306,7 @@ def test_a_run_of_ones_own_is_no_mirror(place: "Place", tmp_path: Path) -> None:
 
 
 def test_a_mirror_belongs_to_the_first_source_from_which_something_came(
-    place: "Place", tmp_path: Path
+    place: Place, tmp_path: Path
 ) -> None:
     """A typing error is not remembered."""
     open_mirror(f"{place.text}typo", tmp_path / "mirror", "vm-1").close()
@@ -319,7 +317,7 @@ def test_a_mirror_belongs_to_the_first_source_from_which_something_came(
 
 
 def test_a_source_that_is_not_there_is_told_in_a_sentence_and_tried_again(
-    tmp_path: Path, place: "Place", train: "Callable[[Path], Trainer]"
+    tmp_path: Path, place: Place, train: Callable[[Path], Trainer]
 ) -> None:
     """A folder of runs may be made later than the server is started."""
     with open_mirror(f"{place.text}/later", tmp_path / "mirror", "vm-1") as source:
@@ -379,3 +377,90 @@ def write_json_in(path: Path) -> None:
     """Write a file of no interest, with its folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("{}")
+
+
+# --- The server's thread ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def origin(make_run: Callable[..., RunDirectory], save: Any) -> RunDirectory:
+    """A run of two checkpoints, trained elsewhere."""
+    run = make_run("elsewhere/run")
+    for step in (10, 20):
+        save(run, step)
+    return run
+
+
+def test_what_is_wanted_is_brought_here_and_its_results_go_back(
+    origin: RunDirectory, serve: Any, tmp_path: Path
+) -> None:
+    """A second server, of a mirror that is empty again, finds the results there, and pulls none."""
+    mirror = tmp_path / "mirror"
+    server = serve(mirror, source=str(origin.path))
+    assert [each["step"] for each in server.evaluated] == [10, 20]
+    assert EvaluationDirectory(origin).steps("probe") == [10, 20]
+    pulled = [e["step"] for e in read_events(RunDirectory(mirror)) if e["event"] == "pulled"]
+    assert pulled == [10, 20]
+    assert needed_steps(origin) == set()
+    shutil.rmtree(mirror)
+    assert serve(mirror, source=str(origin.path)).evaluated == []
+    assert RunDirectory(mirror).checkpoint_steps() == []
+
+
+def test_it_follows_a_source_until_the_run_has_ended(
+    origin: RunDirectory, save: Any, serve: Any, tmp_path: Path
+) -> None:
+    """A checkpoint that comes with the end is brought here still, and nothing done is kept."""
+    append_json(origin.events_path, {"time": "1", "event": "launched"})
+
+    def work(task: Any, folder: Path, tick: Any) -> Any:
+        if task.step == 20 and not origin.checkpoint_path(30).exists():
+            save(origin, 30)
+            append_json(origin.events_path, {"time": "2", "event": "finished"})
+        return Probe()(task, folder, tick)
+
+    source, mirror = str(origin.path), tmp_path / "mirror"
+    options = {"follows": True, "until_finished": True, "every_seconds": 0.2}
+    server = serve(mirror, work, source=source, **options)
+    assert [each["step"] for each in server.evaluated] == [10, 20, 30]
+    assert EvaluationDirectory(origin).steps("probe") == [10, 20, 30]
+    assert RunDirectory(mirror).checkpoint_steps()[-1:] == [30]
+
+
+def test_what_was_brought_here_waits_though_the_source_has_deleted_it(
+    origin: RunDirectory, save: Any, serve: Any, tmp_path: Path
+) -> None:
+    """A mirror forgets what is evaluated; nothing that it has is missed."""
+    append_json(origin.events_path, {"time": "1", "event": "launched"})
+    source, mirror = str(origin.path), tmp_path / "mirror"
+
+    def until_here(step: int) -> None:
+        limit = time.monotonic() + 30
+        while step not in RunDirectory(mirror).checkpoint_steps():
+            assert time.monotonic() < limit, f"{step} never came"
+            time.sleep(0.02)
+
+    def work(task: Any, folder: Path, tick: Any) -> Any:
+        if task.step == 10:
+            until_here(20)
+            shutil.rmtree(origin.checkpoint_path(20))
+            for step in (30, 40):  # two more looks at the source
+                save(origin, step)
+                until_here(step)
+            append_json(origin.events_path, {"time": "2", "event": "finished"})
+        return Probe()(task, folder, tick)
+
+    options = {"follows": True, "until_finished": True, "every_seconds": 0.2}
+    server = serve(mirror, work, source=source, **options)
+    assert [each["step"] for each in server.evaluated] == [10, 20, 30, 40]
+    kinds = {event["event"] for event in read_events(RunDirectory(mirror))}
+    assert "evaluation_missed" not in kinds
+
+
+def test_a_source_that_is_not_there_is_told_of(
+    serve: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --follow the server ends."""
+    server = serve(tmp_path / "mirror", source=str(tmp_path / "nowhere"))
+    assert server.evaluated == []
+    assert "nowhere" in capsys.readouterr().out

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.build import wait_until
+from tests.evaluation.build import claims_of, leftovers, steps_in
+from tests.evaluation.probe import Probe, scores_of
 
 from longtake import fsio
 from longtake.checkpoint.files import needed_steps
@@ -26,19 +29,6 @@ from longtake.sampling import claims
 from longtake.sampling.claims import checkpoint_key, forget_server
 
 
-def _claims(run: RunDirectory, step: int, preset: str = "probe") -> list[dict[str, Any]]:
-    folders = (EvaluationDirectory(run).path / "claims" / preset).glob(f"step_{step:08d}-*")
-    return [record for folder in sorted(folders) for record in history(folder)]
-
-
-def _steps(run: RunDirectory, preset: str = "probe") -> list[int]:
-    return EvaluationDirectory(run).steps(preset)
-
-
-def _leftovers(run: RunDirectory) -> list[Path]:
-    return [*run.path.glob("evaluations/*/.*"), *map(run.checkpoint_path, needed_steps(run))]
-
-
 def test_a_checkpoint_that_arrives_is_left_alone_until_it_is_whole(
     run: RunDirectory, save: Any, serve: Any
 ) -> None:
@@ -49,7 +39,7 @@ def test_a_checkpoint_that_arrives_is_left_alone_until_it_is_whole(
     assert serve(run).evaluated == []
     weights.write_bytes(whole[:-1])
     assert serve(run).evaluated == []
-    assert _claims(run, 10) == []
+    assert claims_of(run, 10) == []
     weights.write_bytes(whole)
     assert len(serve(run).evaluated) == 1
 
@@ -68,7 +58,7 @@ def test_bytes_that_are_not_there_yet_are_no_attempt(
         serve(run)
     weights.write_bytes(whole)
     assert len(serve(run).evaluated) == 1
-    assert {record["ended"] for record in _claims(run, 10)} == {"damaged", "done"}
+    assert {record["ended"] for record in claims_of(run, 10)} == {"damaged", "done"}
 
 
 class _Failing:
@@ -87,30 +77,30 @@ class _Failing:
 
 
 def test_a_failure_goes_last_and_is_tried_so_often(
-    run: RunDirectory, save: Any, serve: Any, probe: Any
+    run: RunDirectory, save: Any, serve: Any
 ) -> None:
     """Three times by whichever servers; the others are done before the second."""
     for step in (10, 20, 30):
         save(run, step)
-    work = _Failing(probe.Probe(), RuntimeError("boom"), (10,))
+    work = _Failing(Probe(), RuntimeError("boom"), (10,))
     server = serve(run, work)
     assert work.tried == [10, 20, 30, 10, 10]
     assert server.failed == {f"{run.path}: probe of step 10"}
-    again = _Failing(probe.Probe(), RuntimeError("boom"), (10,))
+    again = _Failing(Probe(), RuntimeError("boom"), (10,))
     serve(run, again)
     assert again.tried == []
-    records = _claims(run, 10)
+    records = claims_of(run, 10)
     assert [(record["ended"], record["reason"]) for record in records] == [
         ("failed", "RuntimeError: boom")
     ] * 3
     assert "half.mp4" in records[0]["traceback"] or "raise self._error" in records[0]["traceback"]
     failed = [event for event in read_events(run) if event["event"] == "evaluation_failed"]
     assert [event["attempt"] for event in failed] == [1, 2, 3]
-    assert _leftovers(run) == []
+    assert leftovers(run) == []
 
 
 def test_a_preset_that_cannot_be_is_tried_once(
-    make_run: Callable[..., RunDirectory], save: Any, serve: Any, probe: Any, capsys: Any
+    make_run: Callable[..., RunDirectory], save: Any, serve: Any, capsys: Any
 ) -> None:
     """Of all its checkpoints; another preset goes on; when it is changed it is tried anew."""
     other = "[evaluation.presets.other]\nprompts = ['a blue circle']\n"
@@ -121,31 +111,29 @@ def test_a_preset_that_cannot_be_is_tried_once(
     def work(task: Any, folder: Path, tick: Any) -> Any:
         if task.preset.name == "other" and task.preset.prompts[0] == "a blue circle":
             raise RecipeError("33 cannot be divided by 8. Take 32.")
-        return probe.Probe()(task, folder, tick)
+        return Probe()(task, folder, tick)
 
     server = serve(run, work)
     assert [each["preset"] for each in server.evaluated] == ["probe", "probe"]
     assert capsys.readouterr().out.count("33 cannot be divided") == 1
-    assert [record["final"] for record in _claims(run, 10, "other")] == [True]
-    assert _claims(run, 20, "other") == []
+    assert [record["final"] for record in claims_of(run, 10, "other")] == [True]
+    assert claims_of(run, 20, "other") == []
     run.recipe_path.write_text(run.recipe_path.read_text().replace("a blue circle", "a red one"))
     assert [each["step"] for each in serve(run, work).evaluated] == [10, 20]
 
 
-def test_a_full_disk_is_not_the_presets_fault(
-    run: RunDirectory, save: Any, serve: Any, probe: Any
-) -> None:
+def test_a_full_disk_is_not_the_presets_fault(run: RunDirectory, save: Any, serve: Any) -> None:
     """An error that an OSError caused is tried again, whatever it is called."""
     save(run, 10)
     error = DataError("00_s0.mp4 cannot be written: No space left on device.")
     error.__cause__ = OSError(28, "No space left on device")
-    work = _Failing(probe.Probe(), error, (10,))
+    work = _Failing(Probe(), error, (10,))
     serve(run, work)
     assert work.tried == [10, 10, 10]
 
 
 def test_a_checkpoint_that_is_deleted_meanwhile_is_no_failure(
-    run: RunDirectory, save: Any, serve: Any, probe: Any
+    run: RunDirectory, save: Any, serve: Any
 ) -> None:
     """It ends as gone; the server goes on."""
     save(run, 10)
@@ -154,17 +142,15 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_no_failure(
     def work(task: Any, folder: Path, tick: Any) -> Any:
         if task.step == 10:
             shutil.rmtree(task.checkpoint)
-        return probe.Probe()(task, folder, tick)
+        return Probe()(task, folder, tick)
 
     server = serve(run, work)
     assert [each["step"] for each in server.evaluated] == [20]
     assert server.failed == set()
-    assert [record["ended"] for record in _claims(run, 10)] == ["gone"]
+    assert [record["ended"] for record in claims_of(run, 10)] == ["gone"]
 
 
-def test_what_failed_rests_while_a_server_follows(
-    run: RunDirectory, save: Any, serve: Any, probe: Any
-) -> None:
+def test_what_failed_rests_while_a_server_follows(run: RunDirectory, save: Any, serve: Any) -> None:
     """So that what was wrong, such as a full disk, has time to pass."""
     save(run, 10)
     append_json(run.events_path, {"time": "1", "event": "finished"})
@@ -174,7 +160,7 @@ def test_what_failed_rests_while_a_server_follows(
         tried.append(time.monotonic())
         if len(tried) == 1:
             raise OSError(28, "No space left on device")
-        return probe.Probe()(task, folder, tick)
+        return Probe()(task, folder, tick)
 
     server = serve(run, work, follows=True, until_finished=True, pause_seconds=0.4)
     assert len(server.evaluated) == 1
@@ -186,11 +172,10 @@ def test_a_preset_that_does_not_fit_the_memory_is_tried_again_later(
     make_run: Callable[..., RunDirectory],
     save: Any,
     serve: Any,
-    probe: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Others may use it just now: the preset rests, another goes on, and both are done."""
-    monkeypatch.setattr(claims, "_PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr(claims, "_OUT_OF_MEMORY_PAUSE_SECONDS", 0.5)
     run = make_run(more="[evaluation.presets.other]\nprompts = ['a blue circle']\n")
     for step in (10, 20):
         save(run, step)
@@ -202,14 +187,14 @@ def test_a_preset_that_does_not_fit_the_memory_is_tried_again_later(
             raise PlanError("One video does not fit the memory.")
         if len(tried) == 5:
             stop.request("all done")
-        return probe.Probe()(task, folder, lambda *said: None)
+        return Probe()(task, folder, lambda *said: None)
 
     server = serve(run, work, stop, follows=True, pause_seconds=0.0)
     assert [each[:2] for each in tried[:3]] == [("probe", 10), ("other", 10), ("other", 20)]
     assert {each[:2] for each in tried[3:]} == {("probe", 10), ("probe", 20)}
     assert tried[3][2] - tried[0][2] >= 0.5
     assert server.failed == set()
-    assert [record["final"] for record in _claims(run, 10) if record["ended"] == "failed"] == [
+    assert [record["final"] for record in claims_of(run, 10) if record["ended"] == "failed"] == [
         False
     ]
 
@@ -268,7 +253,7 @@ def test_a_preset_that_is_kept_is_served_from_a_full_disk(
     reason = "somewhere: No space left on device. Make room: it is tried again."
     assert f"probe of step 20 cannot be claimed: {reason}" in said
     assert "preset.json" not in said
-    assert _leftovers(run) == []
+    assert leftovers(run) == []
     assert [each["step"] for each in serve(run).evaluated] == [20]
 
 
@@ -282,17 +267,6 @@ def test_a_checkpoint_whose_commit_is_garbage_is_told_of(
     assert f"{run.checkpoint_path(10)}/COMMITTED cannot be read" in capsys.readouterr().out
 
 
-def _until(is_so: Callable[[], Any], what: str, seconds: float = 120.0) -> None:
-    limit = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < limit, f"waited {seconds} s until {what}"
-        time.sleep(0.02)
-
-
-def _as_seen_by(events: list[dict[str, Any]], kind: str) -> list[int]:
-    return [event["step"] for event in events if event["event"] == kind]
-
-
 def test_a_server_that_was_stopped_too_long_does_not_publish(
     run: RunDirectory, save: Any, probing: Any, serve: Any, tmp_path: Path
 ) -> None:
@@ -301,10 +275,10 @@ def test_a_server_that_was_stopped_too_long_does_not_publish(
     gate = tmp_path / "gate"
     directory = EvaluationDirectory(run)
     with probing(run, "--gate", str(gate), "--place", "another machine") as stopped:
-        _until(lambda: list(directory.path.glob("probe/.step_*/*.mp4")), "it samples")
+        wait_until(lambda: list(directory.path.glob("probe/.step_*/*.mp4")))
         os.kill(stopped.pid, signal.SIGSTOP)
         with probing(run) as other:
-            _until(lambda: directory.steps("probe"), "another has taken it over")
+            wait_until(lambda: directory.steps("probe"))
             other.terminate()
             assert other.wait(20) == 0
         first = directory.scores("probe", 10)
@@ -312,12 +286,12 @@ def test_a_server_that_was_stopped_too_long_does_not_publish(
         gate.touch()
         save(run, 20)
         os.kill(stopped.pid, signal.SIGCONT)
-        _until(lambda: directory.steps("probe") == [10, 20], "it goes on with the next")
+        wait_until(lambda: directory.steps("probe") == [10, 20])
         stopped.terminate()
         assert stopped.wait(20) == 0
     assert directory.scores("probe", 10) == first
     events = list(read_events(run))
-    assert _as_seen_by(events, "evaluated") == [10, 20]
+    assert steps_in(events, "evaluated") == [10, 20]
     lost = [event for event in events if event["event"] == "evaluation_lost"]
     assert [event["by"].endswith(f"-{stopped.pid}") for event in lost] == [True]
     assert not list(directory.path.glob("*/.*"))
@@ -332,7 +306,7 @@ def test_a_checkpoint_that_kills_its_servers_is_given_up(
     for _ in range(3):
         with probing(run, "--gate", str(tmp_path / "never")) as server:
             own = f"probe/.step_*-{server.pid}-*/*.mp4"
-            _until(lambda own=own: list(directory.path.glob(own)), "it samples")  # type: ignore[misc]
+            wait_until(lambda own=own: list(directory.path.glob(own)))  # type: ignore[misc]
             server.kill()
             server.wait(20)
     server = serve(run)
@@ -344,7 +318,7 @@ def test_a_checkpoint_that_kills_its_servers_is_given_up(
 
 
 def test_a_server_on_a_full_disk_goes_on_when_there_is_room(
-    make_run: Callable[..., RunDirectory], save: Any, serve: Any, probe: Any, tmp_path: Path
+    make_run: Callable[..., RunDirectory], save: Any, serve: Any, tmp_path: Path
 ) -> None:
     """Its partial result is removed, so that the small files fit; the checkpoint comes again."""
     disk = tmp_path / "disk"
@@ -364,7 +338,7 @@ def test_a_server_on_a_full_disk_goes_on_when_there_is_room(
             if task.step == 10 and not hog.exists() and task.attempts == 0:
                 hog.write_bytes(bytes(300_000))
                 (folder / "big.mp4").write_bytes(bytes(1_000_000))
-            return probe.Probe()(task, folder, tick)
+            return Probe()(task, folder, tick)
 
         server = serve(run, work)
         assert [each["step"] for each in server.evaluated] == [20, 10]
@@ -376,9 +350,7 @@ def test_a_server_on_a_full_disk_goes_on_when_there_is_room(
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_who_comes_second_drops_its_own(
-    run: RunDirectory, save: Any, serve: Any, probe: Any
-) -> None:
+def test_who_comes_second_drops_its_own(run: RunDirectory, save: Any, serve: Any) -> None:
     """A result that appears in the last moment stays; so does one of newer weights."""
     save(run, 10)
     save(run, 20)
@@ -387,11 +359,11 @@ def test_who_comes_second_drops_its_own(
     def work(task: Any, folder: Path, tick: Any) -> Any:
         if task.step == 20:  # the run went back, and another has evaluated what it saved anew
             save(run, 20, b"saved anew")
-        own = probe.Probe()(task, folder, tick) if task.step == 10 else {}
+        own: Any = Probe()(task, folder, tick) if task.step == 10 else {}
         whole = directory.result_path("probe", task.step)
         whole.mkdir(parents=True)
         key = task.key if task.step == 10 else checkpoint_key(task.checkpoint, task.preset.weights)
-        write_json(whole / "scores.json", probe.scores_of(task.step, key, "the first"))
+        write_json(whole / "scores.json", scores_of(task.step, str(key), "the first"))
         return own
 
     server = serve(run, work)
@@ -411,7 +383,7 @@ def test_what_waited_for_a_dead_server_is_needed_no_more(
     for step in (10, 20, 30):
         save(run, step)
     with probing(run, "--gate", str(tmp_path / "never")) as server:
-        _until(lambda: len(needed_steps(run)) > 1, "others wait")
+        wait_until(lambda: len(needed_steps(run)) > 1)
         server.kill()
         server.wait(20)
     (heartbeat,) = run.path.glob("evaluations/servers/*/heartbeat.json")

@@ -1,17 +1,47 @@
-"""Runs to mirror: folders as a training leaves them, with checkpoints of a few bytes."""
+"""Runs and checkpoints of a few bytes, the places where they are, and what servers leave there."""
 
-import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import fsspec
-import pytest
-from tests.cluster.hosts import Cluster
 
-from longtake.checkpoint.files import commit, describe_files
-from longtake.fsio import append_json
+from longtake.checkpoint.files import commit, describe_files, list_files, needed_steps
+from longtake.evaluation_dir import EvaluationDirectory
+from longtake.fsio import append_json, write_json
+from longtake.lease import history
 from longtake.run_dir import RunDirectory
+
+
+def claims_of(run: RunDirectory, step: int, preset: str = "probe") -> list[dict[str, Any]]:
+    """The leases of a task, the oldest first."""
+    folders = (EvaluationDirectory(run).path / "claims" / preset).glob(f"step_{step:08d}-*")
+    return [record for folder in sorted(folders) for record in history(folder)]
+
+
+def steps_of(run: RunDirectory, preset: str = "probe") -> list[int]:
+    """The steps that have a result."""
+    return EvaluationDirectory(run).steps(preset)
+
+
+def leftovers(run: RunDirectory) -> list[Path]:
+    """Partial results, and checkpoints that a server needs."""
+    return [*run.path.glob("evaluations/*/.*"), *map(run.checkpoint_path, needed_steps(run))]
+
+
+def steps_in(events: list[dict[str, Any]], kind: str) -> list[int]:
+    """The steps of the events of a kind."""
+    return [event["step"] for event in events if event["event"] == kind]
+
+
+def write_checkpoint(path: Path, content: bytes) -> Path:
+    """Write a checkpoint of the weights and of one average, and commit it."""
+    for part in ("model", "ema/main"):
+        (path / part).mkdir(parents=True, exist_ok=True)
+        for name in ("__0_0.distcp", ".metadata"):
+            (path / part / name).write_bytes(f"{part}/{name}".encode() + content)
+    write_json(path / "trainer.json", {"global_step": int(path.name.removeprefix("step_"))})
+    commit(path, describe_files(path, list_files(path)))
+    return path
 
 
 class Trainer:
@@ -98,34 +128,3 @@ class Place:
 
     def _paths(self) -> list[Path]:
         return [path for path in self.folder.rglob("*") if path.is_file()]
-
-
-@pytest.fixture(params=["rsync", "file", "memory"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    """A folder of one run, `one [a]`, with two checkpoints; reached in each way."""
-    if request.param == "rsync" and not shutil.which("rsync"):
-        pytest.skip("rsync is not installed")
-    place = Place(tmp_path / "runs", request.param)
-    trainer = Trainer(place.folder / "one [a]")
-    trainer.save(1)
-    trainer.save(2)
-    place.publish()
-    yield place
-    fsspec.filesystem("memory").store.clear()
-
-
-@pytest.fixture
-def train() -> Callable[[Path], Trainer]:
-    """Begins, or goes on with, a run in a folder."""
-    return Trainer
-
-
-@pytest.fixture(scope="module")
-def two_hosts(
-    namespaces: ModuleType, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Cluster]:
-    """node0, where runs are trained, and node1, where they are mirrored to."""
-    if not shutil.which("rsync"):
-        pytest.skip("rsync is not installed")
-    with namespaces.hosts(2, tmp_path_factory.mktemp("hosts"), with_ssh=True) as cluster:
-        yield cluster

@@ -10,30 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.build import wait_until
+from tests.evaluation.build import claims_of, leftovers, steps_of
+from tests.evaluation.probe import Probe, read_weights, scores_of
 
-from longtake.checkpoint.files import needed_steps
+from longtake.checkpoint.files import delete_after, needed_steps, prune
+from longtake.config import CheckpointSection
 from longtake.evaluation.mirror import Mirror
 from longtake.evaluation.options import Backlog, parse_backlog
 from longtake.evaluation.pending import WantedPresets, waiting_steps
-from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory
-from longtake.fsio import append_json
+from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory, all_servers
+from longtake.fsio import append_json, write_json
 from longtake.lease import history
 from longtake.node_dir import read_events
 from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
-
-
-def _claims(run: RunDirectory, step: int, preset: str = "probe") -> list[dict[str, Any]]:
-    folders = (EvaluationDirectory(run).path / "claims" / preset).glob(f"step_{step:08d}-*")
-    return [record for folder in sorted(folders) for record in history(folder)]
-
-
-def _steps(run: RunDirectory, preset: str = "probe") -> list[int]:
-    return EvaluationDirectory(run).steps(preset)
-
-
-def _leftovers(run: RunDirectory) -> list[Path]:
-    return [*run.path.glob("evaluations/*/.*"), *map(run.checkpoint_path, needed_steps(run))]
+from longtake.sampling.claims import checkpoint_key
 
 
 def test_each_checkpoint_is_evaluated_once(run: RunDirectory, save: Any, serve: Any) -> None:
@@ -42,22 +34,20 @@ def test_each_checkpoint_is_evaluated_once(run: RunDirectory, save: Any, serve: 
         save(run, step)
     assert [each["step"] for each in serve(run).evaluated] == [10, 20, 30]
     assert serve(run).evaluated == []
-    assert _steps(run) == [10, 20, 30]
-    assert [record["ended"] for record in _claims(run, 20)] == ["done"]
-    assert _leftovers(run) == []
+    assert steps_of(run) == [10, 20, 30]
+    assert [record["ended"] for record in claims_of(run, 20)] == ["done"]
+    assert leftovers(run) == []
     kinds = [event["event"] for event in read_events(run)]
     assert kinds == ["evaluating", "evaluated"] * 3
 
 
-def test_what_was_read_is_what_was_saved(
-    run: RunDirectory, save: Any, serve: Any, probe: Any
-) -> None:
+def test_what_was_read_is_what_was_saved(run: RunDirectory, save: Any, serve: Any) -> None:
     """The result names the bytes of the weights that the preset wants, and their key."""
     checkpoint = save(run, 10)
     serve(run)
     scores = EvaluationDirectory(run).scores("probe", 10)
     assert scores is not None
-    assert scores["videos"][0]["prompt"] == probe.read_weights(checkpoint, scores["weights"])
+    assert scores["videos"][0]["prompt"] == read_weights(checkpoint, scores["weights"])
 
 
 @pytest.mark.parametrize(
@@ -71,7 +61,7 @@ def test_a_backlog_says_which_of_them(
     for step in range(10, 60, 10):
         save(run, step)
     serve(run, backlog=parse_backlog(text))
-    assert _steps(run) == steps
+    assert steps_of(run) == steps
 
 
 def test_while_a_run_goes_on_its_newest_checkpoint_is_not_its_last() -> None:
@@ -95,12 +85,10 @@ def test_a_run_that_went_back_is_evaluated_anew(run: RunDirectory, save: Any, se
     assert before["key"] != after["key"]
     old = EvaluationDirectory(run).superseded_path("probe", 20, before["key"])
     assert json.loads((old / "scores.json").read_text()) == before
-    assert _steps(run) == [10, 20]
+    assert steps_of(run) == [10, 20]
 
 
-def test_who_is_asked_to_end_gives_its_work_back(
-    run: RunDirectory, save: Any, serve: Any, probe: Any
-) -> None:
+def test_who_is_asked_to_end_gives_its_work_back(run: RunDirectory, save: Any, serve: Any) -> None:
     """The claim is released, which counts for nothing, and nothing half is left."""
     save(run, 10)
     stop = StopSignal()
@@ -108,16 +96,16 @@ def test_who_is_asked_to_end_gives_its_work_back(
     def work(task: Any, folder: Path, tick: Any) -> Any:
         (folder / "half.mp4").write_text("half")
         stop.request("SIGTERM")
-        return probe.Probe()(task, folder, tick)
+        return Probe()(task, folder, tick)
 
     assert serve(run, work, stop, follows=True).evaluated == []
-    assert [record["ended"] for record in _claims(run, 10)] == ["released"]
-    assert _leftovers(run) == []
+    assert [record["ended"] for record in claims_of(run, 10)] == ["released"]
+    assert leftovers(run) == []
     assert len(serve(run).evaluated) == 1
 
 
 def test_runs_in_a_folder_are_found_and_take_turns(
-    make_run: Callable[..., RunDirectory], save: Any, serve: Any, tmp_path: Path, probe: Any
+    make_run: Callable[..., RunDirectory], save: Any, serve: Any, tmp_path: Path
 ) -> None:
     """One that appears later is found; one whose recipe is broken is told of; others go on."""
     first, second = make_run("runs/a"), make_run("runs/b")
@@ -132,11 +120,11 @@ def test_runs_in_a_folder_are_found_and_take_turns(
         if not late:
             late.append(make_run("runs/late"))
             save(late[0], 10)
-        return probe.Probe()(task, folder, tick)
+        return Probe()(task, folder, tick)
 
     server = serve(tmp_path / "runs", work)
     assert len(server.evaluated) == 5
-    assert [_steps(run) for run in (first, second, late[0], broken)] == [
+    assert [steps_of(run) for run in (first, second, late[0], broken)] == [
         [10, 20],
         [10, 20],
         [10],
@@ -145,7 +133,7 @@ def test_runs_in_a_folder_are_found_and_take_turns(
 
 
 def test_until_finished_waits_for_the_end_of_the_run_and_no_longer(
-    run: RunDirectory, save: Any, serve: Any, probe: Any
+    run: RunDirectory, save: Any, serve: Any
 ) -> None:
     """A checkpoint of the last moment is evaluated still."""
     append_json(run.events_path, {"time": "1", "event": "launched"})
@@ -155,15 +143,13 @@ def test_until_finished_waits_for_the_end_of_the_run_and_no_longer(
         if task.step == 10:
             save(run, 20)
             append_json(run.events_path, {"time": "2", "event": "finished"})
-        return probe.Probe()(task, folder, tick)
+        return Probe()(task, folder, tick)
 
     server = serve(run, work, follows=True, until_finished=True)
     assert [each["step"] for each in server.evaluated] == [10, 20]
 
 
-def test_a_server_says_once_a_second_what_it_does(
-    run: RunDirectory, save: Any, serve: Any, probe: Any
-) -> None:
+def test_a_server_says_once_a_second_what_it_does(run: RunDirectory, save: Any, serve: Any) -> None:
     """Its heartbeat names the checkpoint while it works, and says at the end that it ended."""
     save(run, 10)
     seen: list[Any] = []
@@ -177,7 +163,7 @@ def test_a_server_says_once_a_second_what_it_does(
             if heartbeat and (heartbeat.get("doing") or {}).get("done") == 3:
                 seen.append(heartbeat)
             time.sleep(0.02)
-        return probe.Probe()(task, folder, tick)
+        return Probe()(task, folder, tick)
 
     def server_name() -> str:
         (path,) = (run.path / "evaluations" / "servers").iterdir()
@@ -204,7 +190,7 @@ _SECOND = '[evaluation.presets.second]\nprompts = ["a blue circle"]\n'
 
 
 @pytest.fixture
-def done(probe: Any) -> Any:
+def done() -> Any:
     """Work that notes run, step and preset of what it does."""
 
     class Noting:
@@ -213,7 +199,7 @@ def done(probe: Any) -> Any:
 
         def __call__(self, task: Any, folder: Path, tick: Any) -> Any:
             self.tasks.append((task.run.path.name, task.step, task.preset.name))
-            return probe.Probe()(task, folder, tick)
+            return Probe()(task, folder, tick)
 
     return Noting()
 
@@ -312,7 +298,6 @@ def test_the_keeper_outlives_an_error(
     run: RunDirectory,
     save: Any,
     serve: Any,
-    probe: Any,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -327,7 +312,7 @@ def test_the_keeper_outlives_an_error(
         while task.step == 10 and 20 not in needed_steps(run):
             assert time.monotonic() < limit, "20 is never needed"
             time.sleep(0.01)
-        return probe.Probe()(task, folder, tick)
+        return Probe()(task, folder, tick)
 
     assert [each["step"] for each in serve(run, work).evaluated] == [10, 20]
     assert capsys.readouterr().out.count("unforeseen") == 1
@@ -382,3 +367,145 @@ def test_the_server_is_imported_without_torch() -> None:
     """It is imported inside the verb, before the options are checked."""
     code = "import sys, longtake.evaluation.server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- The keeper: checkpoints that wait are not deleted, up to a limit -------------------------
+
+
+def _thin_out(run: RunDirectory, saved: int) -> None:
+    prune(run, saved, saved - 10, CheckpointSection(keep=1), reach=0)
+
+
+def _missed(run: RunDirectory) -> list[int]:
+    return [event["step"] for event in read_events(run) if event["event"] == "evaluation_missed"]
+
+
+def _working_on_10(work: Callable[[], None]) -> Any:
+    """Work that does something else while it works on the first step."""
+
+    def worked(task: Any, folder: Path, tick: Any) -> Any:
+        if task.step == 10:
+            work()
+        return Probe()(task, folder, tick)
+
+    return worked
+
+
+def test_what_waits_outlives_the_rules_of_retention(
+    run: RunDirectory, save: Any, serve: Any
+) -> None:
+    """Four wait while one is sampled, of a run that keeps only its newest: none is lost."""
+    save(run, 10)
+
+    def work() -> None:
+        for step in (20, 30, 40, 50):
+            save(run, step)
+            wait_until(lambda step=step: step in needed_steps(run))  # type: ignore[misc]
+            _thin_out(run, step)
+        save(run, 60)
+        _thin_out(run, 60)
+
+    server = serve(run, _working_on_10(work))
+    assert [each["step"] for each in server.evaluated] == [10, 20, 30, 40, 50, 60]
+    assert _missed(run) == []
+    assert needed_steps(run) == set()
+    _thin_out(run, 60)
+    assert run.checkpoint_steps() == [60]
+
+
+def test_what_is_beyond_the_limit_is_told_once(
+    make_run: Callable[..., RunDirectory], save: Any, serve: Any, capsys: Any
+) -> None:
+    """In one line, with what to do about it, and an event; a second server says nothing of it."""
+    run = make_run()
+    recipe = run.recipe_path.read_text().replace("[evaluation]", "[evaluation]\nhold_waiting = 1")
+    run.recipe_path.write_text(recipe)
+    for step in (10, 20, 30, 40):
+        save(run, step)
+
+    def work() -> None:
+        wait_until(lambda: 20 in needed_steps(run))
+        assert needed_steps(run) == {10, 20}
+        save(run, 50)
+        _thin_out(run, 50)
+
+    server = serve(run, _working_on_10(work))
+    assert [each["step"] for each in server.evaluated] == [10, 20, 50]
+    assert _missed(run) == [30, 40]
+    said = capsys.readouterr().out
+    assert said.count("deleted before it was evaluated: probe of step 30, 40.") == 1
+    assert "evaluation.hold_waiting" in said
+    claims = EvaluationDirectory(run).path / "claims" / "probe"
+    ended = [[record["ended"] for record in history(path)] for path in sorted(claims.iterdir())]
+    assert ended == [["done"], ["done"], ["missed"], ["missed"], ["done"]]
+    assert serve(run).evaluated == []
+    assert _missed(run) == [30, 40]
+
+
+def test_a_run_that_went_back_has_missed_nothing(run: RunDirectory, save: Any, serve: Any) -> None:
+    """Nobody wants what it gave up; what it saves in its place is evaluated."""
+    for step in (10, 20, 30):
+        save(run, step)
+
+    def work() -> None:
+        wait_until(lambda: needed_steps(run) == {10, 20, 30})
+        delete_after(run, 10)
+        wait_until(lambda: needed_steps(run) == {10})
+        save(run, 20, b"saved anew")
+
+    server = serve(run, _working_on_10(work))
+    assert [each["step"] for each in server.evaluated] == [10, 20]
+    assert _missed(run) == []
+
+
+def test_what_another_server_has_done_is_needed_no_more(
+    run: RunDirectory, save: Any, serve: Any
+) -> None:
+    """While this one still works."""
+    save(run, 10)
+    checkpoint = save(run, 20)
+
+    def work() -> None:
+        wait_until(lambda: 20 in needed_steps(run))
+        result = EvaluationDirectory(run).result_path("probe", 20)
+        result.mkdir(parents=True)
+        key = str(checkpoint_key(checkpoint, "ema/main"))
+        write_json(result / "scores.json", scores_of(20, key, "another"))
+        wait_until(lambda: needed_steps(run) == {10})
+
+    assert [e["step"] for e in serve(run, _working_on_10(work)).evaluated] == [10]
+
+
+@pytest.mark.parametrize(("text", "needs"), [("all", {10, 20}), ("newest", {10})])
+def test_where_only_the_newest_is_wanted_no_checkpoint_is_promised(
+    run: RunDirectory, save: Any, serve: Any, text: str, needs: set[int]
+) -> None:
+    save(run, 10)
+    seen: list[set[int]] = []
+
+    def work() -> None:
+        save(run, 20)
+        wait_until(lambda: needed_steps(run) == needs)
+        wait_until(lambda: _num_beats(run) > first + 1)
+        seen.append(needed_steps(run))
+
+    def _num_beats(run: RunDirectory) -> int:
+        heartbeats = [server.read_heartbeat() for server in all_servers(run)]
+        return max((each.get("beat", 0) for each in heartbeats if each), default=0)
+
+    first = _num_beats(run)
+    serve(run, _working_on_10(work), backlog=parse_backlog(text))
+    assert seen == [needs]
+
+
+def test_a_heartbeat_that_was_removed_comes_back(run: RunDirectory, save: Any, serve: Any) -> None:
+    """Another server took this one for dead."""
+    save(run, 10)
+
+    def work() -> None:
+        (server,) = all_servers(run)
+        server.remove_heartbeat()
+        assert needed_steps(run) == set()
+        wait_until(lambda: needed_steps(run) == {10})
+
+    assert len(serve(run, _working_on_10(work)).evaluated) == 1

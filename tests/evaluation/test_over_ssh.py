@@ -1,25 +1,22 @@
 """Runs on another host: an sshd in a network of its own serves as the cluster."""
 
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from tests.cluster.hosts import Cluster
+from tests.evaluation.build import Trainer
 
 from longtake.checkpoint.files import needed_steps
 from longtake.fsio import write_json
 from longtake.process import environment
 from longtake.run_dir import RunDirectory
-
-if TYPE_CHECKING:
-    import subprocess
-
-    from tests.evaluation.mirror.conftest import Trainer
 
 _DRIVE = Path(__file__).with_name("drive.py")
 
@@ -51,7 +48,7 @@ class Pair:
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    def begin(self, *words: str) -> "subprocess.Popen[str]":
+    def begin(self, *words: str) -> subprocess.Popen[str]:
         """Begin to do something there."""
         return self.cluster.start("node1", self._command(None, words), env=environment())
 
@@ -74,7 +71,7 @@ class Pair:
 
 
 @pytest.fixture
-def pair(two_hosts: Cluster, tmp_path: Path, train: "Callable[[Path], Trainer]") -> Iterator[Pair]:
+def pair(two_hosts: Cluster, tmp_path: Path, train: Callable[[Path], Trainer]) -> Iterator[Pair]:
     """One run, `one`, with the checkpoints 1 and 2."""
     runs = tmp_path / "runs"
     runs.mkdir()
@@ -88,7 +85,7 @@ def pair(two_hosts: Cluster, tmp_path: Path, train: "Callable[[Path], Trainer]")
 
 @pytest.mark.slow
 def test_checkpoints_come_from_the_cluster_and_results_go_there(
-    pair: Pair, train: "Callable[[Path], Trainer]"
+    pair: Pair, train: Callable[[Path], Trainer]
 ) -> None:
     """Also one that was saved meanwhile, and a run that was begun; nothing asks for a password."""
     assert [step for step, _ in pair.act("pull", "1", "2")] == [1, 2]
@@ -119,7 +116,7 @@ def test_what_ssh_says_is_told_in_one_sentence(pair: Pair) -> None:
 
 @pytest.mark.slow
 def test_a_full_disk_is_told_of_and_what_is_there_stays(
-    pair: Pair, train: "Callable[[Path], Trainer]"
+    pair: Pair, train: Callable[[Path], Trainer]
 ) -> None:
     """Here, where the mirror is: the small checkpoint came, the large one did not."""
     train(pair.really / "one").save(4, bytes(3_000_000))
@@ -135,7 +132,7 @@ def test_a_full_disk_is_told_of_and_what_is_there_stays(
 
 @pytest.mark.slow
 def test_an_interrupted_pull_goes_on_where_it_was(
-    pair: Pair, train: "Callable[[Path], Trainer]"
+    pair: Pair, train: Callable[[Path], Trainer]
 ) -> None:
     """The cluster's rsync is killed midway: the checkpoint is needed there, and not shown here."""
     train(pair.really / "one").save(4, bytes(range(256)) * 40_000)
@@ -160,7 +157,7 @@ def test_an_interrupted_pull_goes_on_where_it_was(
 
 @pytest.mark.slow
 def test_a_cable_that_is_pulled_is_noticed_and_all_goes_on_when_it_is_back(
-    pair: Pair, train: "Callable[[Path], Trainer]"
+    pair: Pair, train: Callable[[Path], Trainer]
 ) -> None:
     """Within a minute, and nothing hangs."""
     train(pair.really / "one").save(4, bytes(range(256)) * 40_000)

@@ -10,6 +10,8 @@ from itertools import chain
 from typing import Any
 
 import pytest
+from tests.evaluation.build import steps_in
+from tests.evaluation.probe import read_weights
 
 from longtake.checkpoint import files
 from longtake.config import CheckpointSection, EvaluationSection
@@ -141,14 +143,10 @@ def _until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def _as_seen_by(events: list[dict[str, Any]], kind: str) -> list[int]:
-    return [event["step"] for event in events if event["event"] == kind]
-
-
 @pytest.mark.drill
 @pytest.mark.slow
 def test_fifty_checkpoints_three_servers_and_kills_at_random(
-    make_run: Callable[..., RunDirectory], save: Any, probing: Any, probe: Any
+    make_run: Callable[..., RunDirectory], save: Any, probing: Any
 ) -> None:
     """None is lost, none is done twice, no half one is read; nothing is left lying about.
 
@@ -197,19 +195,19 @@ def test_fifty_checkpoints_three_servers_and_kills_at_random(
 
     assert EvaluationDirectory(trained).steps("probe") == list(_TRAINED), "deleted before its turn"
     assert trainer.spared, "nothing ever had to wait"
-    assert not _as_seen_by(list(read_events(trained)), "evaluation_missed")
-    done = _as_seen_by(list(read_events(trained)), "evaluated")
+    assert not steps_in(list(read_events(trained)), "evaluation_missed")
+    done = steps_in(list(read_events(trained)), "evaluated")
     assert len(done) == len(set(done)), "done twice"
     assert directory.steps("probe") == list(_STEPS), "lost"
     for step in _STEPS:
         scores = directory.scores("probe", step)
         assert scores is not None
-        read = probe.read_weights(origin.checkpoint_path(step), scores["weights"])
+        read = read_weights(origin.checkpoint_path(step), scores["weights"])
         assert scores["videos"][0]["prompt"] == read
         folder = directory.result_path("probe", step)
         assert (folder / "00_s0.mp4").read_text() == read
     events = list(read_events(run))
-    evaluated = _as_seen_by(events, "evaluated")
+    evaluated = steps_in(events, "evaluated")
     assert len(evaluated) == len(set(evaluated)), "done twice"
     leases = [history(path) for path in (directory.path / "claims" / "probe").iterdir()]
     assert all([r["ended"] for r in each].count("done") <= 1 for each in leases)
@@ -217,7 +215,7 @@ def test_fifty_checkpoints_three_servers_and_kills_at_random(
     assert not list(directory.path.glob("*/superseded"))
     assert not list(directory.path.glob("*/.step_*")), "left half"
     assert kills == _KILLS
-    assert _as_seen_by(events, "evaluation_lost"), "no server was killed while it worked"
+    assert steps_in(events, "evaluation_lost"), "no server was killed while it worked"
     assert retention.refused, "no need was ever respected"
     assert retention.deleted
 

@@ -1,26 +1,28 @@
-"""Runs whose checkpoints are small, and servers that read them."""
+"""Runs that are served and mirrored, and the servers that do it."""
 
-import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import fsspec
 import pytest
 from rich.console import Console
+from tests.cluster.hosts import Cluster
+from tests.evaluation import probe
+from tests.evaluation.build import Place, Trainer, write_checkpoint
+from tests.evaluation.probe import Probe
 
-from longtake.checkpoint import files
 from longtake.evaluation.options import ServerOptions
 from longtake.evaluation.report import ServerReport
 from longtake.evaluation.server import EvaluationServer
-from longtake.fsio import write_json
 from longtake.process import StopSignal, environment
 from longtake.run_dir import RunDirectory
-
-_PROBE = Path(__file__).with_name("probe.py")
 
 _RECIPE = """
 out = "run"
@@ -45,17 +47,6 @@ Save = Callable[..., Path]
 Serve = Callable[..., EvaluationServer]
 
 
-@pytest.fixture(scope="session")
-def probe() -> Any:
-    """The module of the work that reads and nothing else."""
-    spec = importlib.util.spec_from_file_location("longtake_probe", _PROBE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., RunDirectory]:
     """Makes a run directory: `make_run("name", more)`, with more lines of its recipe."""
@@ -75,17 +66,6 @@ def run(make_run: Callable[..., RunDirectory]) -> RunDirectory:
     return make_run()
 
 
-def write_checkpoint(path: Path, content: bytes) -> Path:
-    """Write a checkpoint of the weights and of one average, and commit it."""
-    for part in ("model", "ema/main"):
-        (path / part).mkdir(parents=True, exist_ok=True)
-        for name in ("__0_0.distcp", ".metadata"):
-            (path / part / name).write_bytes(f"{part}/{name}".encode() + content)
-    write_json(path / "trainer.json", {"global_step": int(path.name.removeprefix("step_"))})
-    files.commit(path, files.describe_files(path, files.list_files(path)))
-    return path
-
-
 @pytest.fixture
 def save() -> Save:
     """Saves a checkpoint: `save(run, 10, b"its bytes")`."""
@@ -97,7 +77,7 @@ def save() -> Save:
 
 
 @pytest.fixture
-def serve(probe: Any) -> Serve:
+def serve() -> Serve:
     """Lets a server of this process serve: `serve(run, work, follows=True)`; gives it back."""
 
     def serve(
@@ -107,7 +87,7 @@ def serve(probe: Any) -> Serve:
         given = ServerOptions(places=(path,), look_seconds=0.02, **options)
         report = ServerReport(Console(width=400))  # prints, for capsys
         with stop or StopSignal() as entered:
-            server = EvaluationServer(given, work or probe.Probe(), report, entered)
+            server = EvaluationServer(given, work or Probe(), report, entered)
             server.serve()
         return server
 
@@ -121,7 +101,7 @@ def probing(tmp_path: Path) -> Callable[..., Any]:
     @contextmanager
     def probing(run: RunDirectory, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
         log = tmp_path / f"probe_{len(list(tmp_path.glob('probe_*')))}.log"
-        command = [sys.executable, "-P", str(_PROBE), str(run.path), *arguments]
+        command = [sys.executable, "-P", str(probe.__file__), str(run.path), *arguments]
         with log.open("wb") as file:
             process = subprocess.Popen(
                 command, stderr=file, stdout=file, cwd=tmp_path, env=environment()
@@ -135,3 +115,34 @@ def probing(tmp_path: Path) -> Callable[..., Any]:
             process.wait(30)
 
     return probing
+
+
+@pytest.fixture(params=["rsync", "file", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """A folder of one run, `one [a]`, with two checkpoints; reached in each way."""
+    if request.param == "rsync" and not shutil.which("rsync"):
+        pytest.skip("rsync is not installed")
+    place = Place(tmp_path / "runs", request.param)
+    trainer = Trainer(place.folder / "one [a]")
+    trainer.save(1)
+    trainer.save(2)
+    place.publish()
+    yield place
+    fsspec.filesystem("memory").store.clear()
+
+
+@pytest.fixture
+def train() -> Callable[[Path], Trainer]:
+    """Begins, or goes on with, a run in a folder."""
+    return Trainer
+
+
+@pytest.fixture(scope="module")
+def two_hosts(
+    namespaces: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """node0, where runs are trained, and node1, where they are mirrored to."""
+    if not shutil.which("rsync"):
+        pytest.skip("rsync is not installed")
+    with namespaces.hosts(2, tmp_path_factory.mktemp("hosts"), with_ssh=True) as cluster:
+        yield cluster
