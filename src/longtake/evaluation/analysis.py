@@ -202,7 +202,7 @@ def find_drift(
     gives. No alarm is given for a measure that has come nearer to what the training's clips have,
     for one that moved in a direction that is no failure (`bad` of `MEASURES`), nor for a user's
     own, which may be meant to rise. What counts is the row that ends at the highest step. Its
-    change is told as a share of `base`. A checkpoint that lacks a measure is passed over.
+    change is stated as a share of `base`. A checkpoint that lacks a measure is passed over.
 
     Args:
         preset: its name, for the message.
@@ -225,8 +225,8 @@ def find_drift(
         is_drift = is_drift and MEASURES[name].bad in ("both", "up" if share > 0 else "down")
         if is_drift and not _comes_nearer(name, row, reference):
             first_step, last_step = series[-len(row)][0], series[-1][0]
-            told = _told(preset, name, row, share)
-            message = f"{told} (from step {first_step} to {last_step})."
+            text = _drift_text(preset, name, row, share)
+            message = f"{text} (from step {first_step} to {last_step})."
             alarms.append(Alarm(measure=name, kind="drift", message=message))
     return alarms
 
@@ -260,7 +260,7 @@ def last_row(values: Sequence[float]) -> list[float]:
 
 
 def base(name: str, row: Sequence[float]) -> float:
-    """What a change of a measure is told as a share of.
+    """What a change of a measure is stated as a share of.
 
     Its first value, but not less than the measure's `floor`: near 0 any change would be a multiple.
     """
@@ -303,7 +303,7 @@ def _range(name: str, span: Spread) -> tuple[float, float]:
     return span.low - margin, span.high + margin
 
 
-def _told(preset: str, name: str, row: Sequence[float], share: float) -> str:
+def _drift_text(preset: str, name: str, row: Sequence[float], share: float) -> str:
     verb = "rose" if share > 0 else "fell"
     return f"{name} of {preset} {verb} {len(row) - 1} checkpoints in a row, {100 * share:+.0f} %"
 

@@ -36,8 +36,8 @@ def save_added_module(model: nn.Module, folder: Path) -> None:
     """
     module = added_module(model)
     if module is not None:
-        apart = {name: value.clone() for name, value in module.state_dict().items()}
-        save_weights(apart, folder / "added_module.safetensors")
+        weights = {name: value.clone() for name, value in module.state_dict().items()}
+        save_weights(weights, folder / "added_module.safetensors")
 
 
 def write_pipeline(sampler: Sampler, folder: Path) -> None:

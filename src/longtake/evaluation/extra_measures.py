@@ -186,7 +186,7 @@ class ClipScore:
     As in Hessel et al., "CLIPScore: a reference-free evaluation metric for image captioning"
     (2021), without their factor of 2.5; mean over at most 8 frames at equal distances. Where
     the environment's LONGTAKE_CLIP says lies a `CLIPModel` of transformers with its processor: a
-    folder, or an id on the hub. It runs on the CPU, beside whatever the card does.
+    folder, or an id on the hub. It runs on the CPU, beside the work of the GPU.
 
     Raises:
         RecipeError: LONGTAKE_CLIP is not set.

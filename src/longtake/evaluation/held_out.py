@@ -1,7 +1,7 @@
 """The flow-matching loss on clips that are not trained on, at fixed sigmas and with fixed noise.
 
-Each clip has one window, its middle, and one noise, which follows from its identity: whatever
-differs between two checkpoints is the weights' doing. No caption is dropped, nothing is mirrored.
+Each clip has one window, its middle, and one noise, which follows from its identity: two
+checkpoints differ by their weights only. No caption is dropped, no clip is mirrored.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,11 +29,11 @@ _STEADY = {"windows": 1, "random_crop": False, "flip": 0.0}
 
 
 class Encoded(NamedTuple):
-    """A clip as the model takes it, on the CPU, each tensor [1, ...]."""
+    """Inputs of the model for one clip, on the CPU; each tensor is [1, ...]."""
 
     latents: Tensor
     noise: Tensor
-    told: Conditioning
+    conditioning: Conditioning
 
 
 @dataclass
@@ -114,7 +114,7 @@ class HeldOut:
 
 
 def _refuse_trained(catalog: Catalog, recipe: Recipe, run: RunDirectory) -> None:
-    """Refuse clips that are trained on: what a model has seen says nothing of what it has not."""
+    """Refuse clips that are trained on: their loss says nothing about other clips."""
     for path in sorted(run.catalogs_path.glob("*.parquet")):
         is_trained = pc.is_in(catalog.identities, value_set=Catalog.load(path).identities)
         rows = [row for row, known in enumerate(is_trained.to_pylist()) if known]
@@ -150,13 +150,13 @@ def _encode(
     """All captions, then all pictures, so that no two encoders are on the device at once."""
     parts, device = sampler.components, sampler.device
     parts.bring("text", device)
-    told = [
+    captions = [
         {name: each.cpu() for name, each in parts.text.encode([clip.caption]).items()}
         for clip, _ in clips
     ]
     parts.bring("codec", device)
     encoded = []
-    for (clip, bucket), caption in zip(clips, told, strict=True):
+    for (clip, bucket), caption in zip(clips, captions, strict=True):
         encoded.append(_encode_pictures(clip, bucket, data, sampler, caption))
         if on_clip is not None:
             on_clip()
@@ -171,13 +171,13 @@ def _encode_pictures(
     window = sample_window(clip, bucket, data.model_copy(update=_STEADY), seed=0)
     video = torch.from_numpy(read(window))[None]
     latents = parts.codec.encode(video.to(device))
-    told = dict(caption)
+    conditioning = dict(caption)
     for name, reference in references_of(window, data.references).items():
         picture = torch.from_numpy(read(reference))[None]
-        told[f"{name}_latents"] = parts.codec.encode(picture.to(device))
+        conditioning[f"{name}_latents"] = parts.codec.encode(picture.to(device))
     generator = torch.Generator().manual_seed(derive("held_out", clip.identity))
     noise = torch.randn(latents.shape, generator=generator)
-    return Encoded(latents.cpu(), noise, {name: each.cpu() for name, each in told.items()})
+    return Encoded(latents.cpu(), noise, {name: each.cpu() for name, each in conditioning.items()})
 
 
 def _losses(
@@ -196,7 +196,7 @@ def _losses(
     if found is None and len(batch) == 1:
         raise PlanError(
             f"The loss of one held-out clip (latents of {list(batch[0].latents.shape[1:])}) does "
-            "not fit the memory. Take a card with more of it, or smaller buckets."
+            "not fit the memory. Take a GPU with more of it, or smaller buckets."
         )
     if found is None:
         middle = len(batch) // 2
@@ -216,13 +216,14 @@ def _computed(sampler: Sampler, batch: Sequence[Encoded], sigma: float) -> Tenso
         torch.cat([getattr(each, name) for each in batch]).to(device)
         for name in ("latents", "noise")
     )
-    told = {
-        name: torch.cat([each.told[name] for each in batch]).to(device) for name in batch[0].told
+    conditioning = {
+        name: torch.cat([each.conditioning[name] for each in batch]).to(device)
+        for name in batch[0].conditioning
     }
     examples = FlowBatch(
         latents,
         noise,
         torch.full((len(batch),), sigma, device=device),
-        training_conditioning(parts, sampler.recipe, told),
+        training_conditioning(parts, sampler.recipe, conditioning),
     )
     return flow_losses(parts, examples, sampler.precision, device).cpu()

@@ -320,7 +320,7 @@ class Known:
     Attributes:
         find: it, of a video's signals and its frames a second; None where it is not defined.
         unit: what its values are in.
-        floor: a value that is no longer small for it. Changes of smaller values are told as shares
+        floor: a value that is no longer small for it. Changes of smaller ones are stated as shares
             of this one: that a motion of 0.01 becomes 0.02 is no doubling that matters.
         bad: the direction in which a steady change is a known failure: `up`, `down`, `both`, or
             `none` where a change alone says nothing about quality.

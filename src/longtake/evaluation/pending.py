@@ -36,7 +36,7 @@ _ARRIVING_SECONDS = 15.0
 """A checkpoint whose files have not changed for so long is not being copied."""
 _RESCAN_SECONDS = 30.0
 _UNSETTLED_SECONDS = 1.0
-"""All is read for so long after a change: a folder's time is too coarse to tell two apart."""
+"""All is read for so long after a change, since a folder's time is coarse."""
 _SECONDS_UNTIL_READ_AGAIN = 15.0
 _MISSED_ADVICE = (
     "Training saves faster than this evaluates. Raise checkpoint.keep or evaluation.hold_waiting, "
@@ -426,7 +426,7 @@ class PendingTasks:
                 self._report.wrong(f"{path} cannot be read: {why}. Evaluated is what has one.")
 
     def _lasts(self, step: int, what: str, problem: str) -> bool:
-        """Whether a checkpoint's files have not changed for a while, or nobody waits for them."""
+        """Whether a checkpoint's files do not change any more, or the server does not wait."""
         before, now = self._arriving.get((step, what)), time.monotonic()
         if before is None or before[0] != problem:
             before = self._arriving[step, what] = problem, now

@@ -74,7 +74,7 @@ class ServerReport:
             if (f"{scope}", kind) not in self._errors:
                 self._errors.add((f"{scope}", kind))
                 text = kind if known else f"{kind}: {error}"
-                self.wrong(f"{scope}: {text.rstrip('.')}. It is tried again; the rest goes on.")
+                self.wrong(f"{scope}: {text.rstrip('.')}. It is tried again; other work continues.")
 
     def evaluated(self, task: EvaluationTask, scores: Scores) -> None:
         """Print a result."""

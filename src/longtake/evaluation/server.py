@@ -112,7 +112,7 @@ class EvaluationServer:
     Attributes:
         name: by which others know it.
         evaluated: scores of what it has made.
-        failed: tasks that it failed at, and that nobody has done since, as far as it knows.
+        failed: tasks that it failed at and that no server has done since, as far as it knows.
     """
 
     def __init__(

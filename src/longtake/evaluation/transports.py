@@ -183,7 +183,7 @@ _SILENCE_SECONDS = 300
 _KEPT_CONNECTION_SECONDS = 300
 _MAX_SOCKET_LENGTH = 80  # of a path: Linux takes 107, and ssh adds to it while it connects
 _OPTIONS = (
-    "-rs",  # no shell there takes names apart
+    "-rs",  # no shell there splits names
     "--partial-dir=.partial",  # in the folder of each file
     "--omit-dir-times",
     "--modify-window=-1",  # compares nanoseconds
@@ -299,7 +299,7 @@ class Rsync:
             raise rsync_error(self._address, process.returncode, stderr)
 
     def _ssh_command(self) -> list[str]:
-        """Ssh that asks nobody, and notices within 15 s that the other side is gone."""
+        """Ssh that asks no questions, and notices within 15 s that the other side is gone."""
         options = ["BatchMode=yes", f"ConnectTimeout={_CONNECT_SECONDS}"]
         options += ["ServerAliveInterval=5", "ServerAliveCountMax=3"]
         socket = f"{self._sockets}/ssh"
