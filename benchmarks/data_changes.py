@@ -40,10 +40,9 @@ import pyarrow as pa
 
 from longtake import __version__
 from longtake.config import DataSection, Stage
-from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
-from longtake.data.loader import Loader
+from longtake.data.loader import Batch, Loader
 from longtake.demo.shapes import HEIGHT, NUM_FRAMES, WIDTH, write_clips
 from longtake.errors import DataChangedError
 

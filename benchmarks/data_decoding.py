@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from longtake.data.clip import Media
 from longtake.data.decode_worker import DecodePool
-from longtake.data.indexing.probe import Probe, probe
+from longtake.data.probe import Probe, probe
 from longtake.data.window import Window, read_window
 from longtake.errors import ClipError
 

@@ -38,7 +38,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from longtake.data.order import Leg, permuted
+from longtake.data.order import EpochSpan, permuted
 
 Order = NDArray[np.int64]
 """[N] the place in the catalog of each sample of an epoch, in training order."""
@@ -71,7 +71,7 @@ def main() -> None:
 
 def _ours(size: int, seed: int) -> Order:
     """As a run trains: batches in their shuffled order."""
-    leg = Leg((size,), _BATCH, seed, num_epochs=1)
+    leg = EpochSpan((size,), _BATCH, seed, num_epochs=1)
     assert leg.num_batches is not None
     return np.concatenate([leg.batch(number).positions for number in range(leg.num_batches)])
 

@@ -50,10 +50,9 @@ import numpy as np
 import pyarrow as pa
 
 from longtake.config import Bucket, DataSection
-from longtake.data.catalog import Catalog
-from longtake.data.order import Leg
+from longtake.data.catalog import ASIDE_SCHEMA, Catalog
+from longtake.data.order import EpochSpan
 from longtake.data.plan import begin
-from longtake.data.table import ASIDE_SCHEMA
 
 _RESULTS = Path(__file__).parent / "results" / "data_resume.md"
 _BATCH, _SEED = 256, 7
@@ -136,7 +135,7 @@ def _order(clips: int) -> Iterator[Any]:
     sizes = tuple(int(share * clips) for share in shares)
     step = sum(sizes) // _BATCH * 7 // 2
     yield "ready"
-    yield Leg(sizes, _BATCH, _SEED).batch(step).positions
+    yield EpochSpan(sizes, _BATCH, _SEED).batch(step).positions
 
 
 def _plan(clips: int) -> Iterator[Any]:

@@ -29,10 +29,9 @@ from torch.distributed.fsdp import fully_shard
 from longtake import config
 from longtake.checkpoint.store import keep_saver
 from longtake.config import ParallelSection, Recipe
-from longtake.data.batch import Batch
 from longtake.data.index import index
 from longtake.data.ledger import begin_launch, keep_ledger, stream_names
-from longtake.data.loader import Loader
+from longtake.data.loader import Batch, Loader
 from longtake.demo.shapes import write_clips
 from longtake.heartbeat import HeartbeatWriter, heartbeat_dir, heartbeat_session
 from longtake.models.build import Components, assemble, outline
@@ -245,7 +244,7 @@ def _longtake(
     streams = stream_names(recipe.data)
     before = len(run.metrics())
     folder = from_first(
-        begin_launch(run.ledger_path, 0, world.size, streams, loader.course.history)
+        begin_launch(run.ledger_path, 0, world.size, streams, loader.plan_history.history)
         if world.is_first
         else None,
         world,

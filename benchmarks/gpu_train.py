@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from longtake import config
 from longtake.config import ParallelSection, Recipe
-from longtake.data.batch import Batch
+from longtake.data.loader import Batch
 from longtake.flow.timesteps import sample_sigmas
 from longtake.models.build import latent_shape, outline
 from longtake.models.numerics import autocast

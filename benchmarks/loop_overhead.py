@@ -213,7 +213,7 @@ def _longtake(state: TrainingState, recipe: Recipe, steps: int) -> list[float]:
     run, loader = RunDirectory(recipe.out), _loader(recipe)
     before = len(run.metrics())
     streams = stream_names(recipe.data)
-    folder = begin_launch(run.ledger_path, 0, 1, streams, loader.course.history)
+    folder = begin_launch(run.ledger_path, 0, 1, streams, loader.plan_history.history)
     blocks = state.components.family.blocks(state.components.model)
     to_here = replace(state, global_step=0)
     peak = PeakCheck(None, recipe.data.buckets[0], _ALONE.device)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from longtake.data import Bucket, DataSection, Loader
+from longtake.config import Bucket, DataSection
+from longtake.data.loader import Loader
 from longtake.errors import DataChangedError, LongtakeError
 
 

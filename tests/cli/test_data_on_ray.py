@@ -23,10 +23,9 @@ import pytest
 
 from longtake.data import tasks
 from longtake.data.catalog import Catalog
-from longtake.data.clip import Media
-from longtake.data.indexing.item import Item
-from longtake.data.indexing.probe import Probe
-from longtake.data.indexing.probing import probe_all
+from longtake.data.clip import Item, Media
+from longtake.data.index import probe_items
+from longtake.data.probe import Probe
 from longtake.data.scores import MotionScore
 from longtake.errors import ClipError, DataError
 
@@ -158,7 +157,7 @@ def _workers() -> list[psutil.Process]:
 
 def test_a_clip_that_hangs_its_decoder_costs_itself(ray: ModuleType, shapes_catalog: Path) -> None:
     items = [Item(clip.media) for clip in islice(Catalog.load(shapes_catalog).clips(), 4)]
-    outcomes = probe_all(items, on="ray", workers=1, silence_seconds=1.5)
+    outcomes = probe_items(items, on="ray", workers=1, silence_seconds=1.5)
     first = next(outcomes)
     (worker,) = _workers()
     worker.send_signal(signal.SIGSTOP)
@@ -174,7 +173,7 @@ def test_the_items_of_a_lost_worker_are_done_by_another(
     ray: ModuleType, shapes_catalog: Path
 ) -> None:
     items = [Item(clip.media) for clip in islice(Catalog.load(shapes_catalog).clips(), 4)]
-    outcomes = probe_all(items, on="ray", workers=1)
+    outcomes = probe_items(items, on="ray", workers=1)
     next(outcomes)
     (worker,) = _workers()
     worker.parent().kill()
@@ -192,7 +191,7 @@ def test_a_file_that_only_this_machine_sees_is_named(ray: ModuleType, shapes_cat
     path = f"/proc/self/fd/{descriptor}"
     items = [Item(Media(path))]
     with pytest.raises(DataError) as caught:
-        list(probe_all(items, on="ray", workers=1))
+        list(probe_items(items, on="ray", workers=1))
     os.close(descriptor)
     here = socket.gethostname()
     assert f"{path} is there on {here}, but not on {here}. Put it on a disk" in str(caught.value)

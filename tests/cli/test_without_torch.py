@@ -32,7 +32,6 @@ _MAY_IMPORT_TORCH = (
     "cluster.preflight",
     "cluster.ranks",
     "cluster.rendezvous",
-    "data.batch",
     "data.cache",
     "data.cache_fill",
     "data.loader",

@@ -1,21 +1,34 @@
 """The audit proves what a run consumed, and fails when a single record is wrong."""
 
-from collections.abc import Callable, Collection, Sequence
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow as pa
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from longtake import config
 from longtake.config import DataSection
 from longtake.data.audit import Audit, EpochAudit, audit
-from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
-from longtake.data.course import Course, keep_catalogs, resume, start
-from longtake.data.ledger import Ledger, begin_launch, keep_ledger, stream_names, with_crc
+from longtake.data.ledger import (
+    Ledger,
+    begin_launch,
+    keep_ledger,
+    read_ledger,
+    stream_names,
+    with_checksum,
+    with_crc,
+)
+from longtake.data.loader import Batch, Loader
 from longtake.data.plan import PlannedBatch
+from longtake.data.replan import PlanHistory, keep_catalogs, resume, start
 from longtake.errors import DataError
 from longtake.run_dir import RunDirectory
 
@@ -36,7 +49,7 @@ class _Run:
         self.recipe = config.parse(values, "test")
         self.directory = RunDirectory(path)
         self.directory.create(self.recipe)
-        self.course: Course | None = None
+        self.plan_history: PlanHistory | None = None
 
     def launch(
         self,
@@ -46,25 +59,25 @@ class _Run:
         lost: Collection[str] = (),
         batch_size: int = 4,
         **changes: Any,
-    ) -> Course:
+    ) -> PlanHistory:
         """Train some steps on so many ranks; clips that are lost cannot be decoded."""
         catalogs = catalog if isinstance(catalog, dict) else {"catalog": catalog}
         values = {**self.recipe.data.model_dump(exclude_none=True), **changes}
         data, kept = DataSection.model_validate(values), self.directory.catalogs_path
-        if self.course is None:
-            self.course = start(catalogs, data, batch_size, 0)
+        if self.plan_history is None:
+            self.plan_history = start(catalogs, data, batch_size, 0)
         else:
-            history = self.course.history
-            self.course = resume(history, steps.start, catalogs, data, batch_size, 0, kept)
-        keep_catalogs(self.course, catalogs, kept)
+            history = self.plan_history.history
+            self.plan_history = resume(history, steps.start, catalogs, data, batch_size, 0, kept)
+        keep_catalogs(self.plan_history, catalogs, kept)
         streams = stream_names(data)
-        ledger_path, history = self.directory.ledger_path, self.course.history
+        ledger_path, history = self.directory.ledger_path, self.plan_history.history
         folder = begin_launch(ledger_path, steps.start, world_size, streams, history)
         for rank in range(world_size):
             with keep_ledger(folder, rank, streams) as ledger:
                 for step in steps:
-                    _record(ledger, self.course.batch(step), rank, world_size, lost)
-        return self.course
+                    _record(ledger, self.plan_history.batch(step), rank, world_size, lost)
+        return self.plan_history
 
     def audit(self) -> Audit:
         return audit(self.directory)
@@ -255,8 +268,7 @@ def test_rejected_clips_are_not_missing(catalog_of: Callable[..., Catalog], tmp_
     assert _facts(found.epochs)[:2] == [(0, 20, True), (1, 20, True)]
 
 
-@pytest.mark.parametrize("step", [3, 5, 6])
-@pytest.mark.parametrize("policy", ["finish", "merge", "restart"])
+@pytest.mark.parametrize(("policy", "step"), [("finish", 3), ("merge", 5), ("restart", 6)])
 def test_a_run_whose_data_changed_twice_is_exact(
     catalog_of: Callable[..., Catalog], tmp_path: Path, policy: str, step: int
 ) -> None:
@@ -267,14 +279,14 @@ def test_a_run_whose_data_changed_twice_is_exact(
     run.launch(catalog_of(range(4, 30)), range(step, step + 3), 2, **second)
     run.launch(catalog_of(range(40, 60)), range(step + 3, step + 3), 2, **second)
     third: dict[str, Any] = {"on_change": policy, "batch_size": 2}
-    course = run.launch(catalog_of(range(15)), range(step + 3, step + 6), 2, **third)
+    plan_history = run.launch(catalog_of(range(15)), range(step + 3, step + 6), 2, **third)
     found = run.audit()
     assert found.ok
     assert found.end_step == step + 6
-    planned = sum(len(course.batch(each).rows) for each in range(step + 6))
+    planned = sum(len(plan_history.batch(each).rows) for each in range(step + 6))
     assert sum(each.seen for each in found.epochs) == planned
-    assert course.end_step is not None
-    run.launch(catalog_of(range(15)), range(step + 6, course.end_step), 1, **third)
+    assert plan_history.end_step is not None
+    run.launch(catalog_of(range(15)), range(step + 6, plan_history.end_step), 1, **third)
     found = run.audit()
     assert found.ok
     assert found.epochs[-1].epoch == 3
@@ -290,9 +302,9 @@ def test_a_run_whose_data_changed_in_its_last_epoch_is_exact(
     run = _Run(tmp_path, stages=[{"name": "only", "epochs": 1}])
     run.launch(catalog_of(range(22)), range(3))
     end: dict[str, Any] = {"on_change": policy}
-    course = run.launch(catalog_of(range(4, 30)), range(3, 3), **end)
-    assert course.end_step is not None
-    run.launch(catalog_of(range(4, 30)), range(3, course.end_step), **end)
+    plan_history = run.launch(catalog_of(range(4, 30)), range(3, 3), **end)
+    assert plan_history.end_step is not None
+    run.launch(catalog_of(range(4, 30)), range(3, plan_history.end_step), **end)
     assert run.audit().ok
 
 
@@ -302,11 +314,11 @@ def test_an_epoch_with_nothing_left_after_a_change_is_exact(
     """All that it had not seen was taken out of the catalog."""
     run = _Run(tmp_path, stages=[{"name": "only", "epochs": 2}])
     whole = catalog_of([1, 2, 4, 5, 7, 8])  # square ones, in one bucket
-    course = run.launch(whole, range(1))
-    seen = {whole.clip(int(row)).identity for row in course.batch(0).rows}
+    plan_history = run.launch(whole, range(1))
+    seen = {whole.clip(int(row)).identity for row in plan_history.batch(0).rows}
     left = Catalog.of(clip for clip in whole.clips() if clip.identity in seen)
-    course = run.launch(left, range(1, 1), on_change="merge")
-    assert course.end_step == 2
+    plan_history = run.launch(left, range(1, 1), on_change="merge")
+    assert plan_history.end_step == 2
     run.launch(left, range(1, 2), on_change="merge")
     found = run.audit()
     assert found.ok
@@ -338,3 +350,284 @@ def test_without_a_ledger_or_its_catalogs_nothing_is_proved(
     kept.unlink()
     with pytest.raises(DataError, match=rf"{kept.name} does not keep it"):
         run.audit()
+
+
+_NUM_CLIPS, _BATCH_SIZE = 26, 4  # of the fixture stills
+
+
+class _RolledBackRun:
+    """A run of some ranks in one process, that saves after every batch and can go back.
+
+    `kept` are the numbers of the batches that it trained and did not give up: a list that is cut
+    when the run goes back, and knows nothing of loaders and ledgers.
+    """
+
+    def __init__(self, path: Path, catalog: Path, **data: Any) -> None:
+        shape = {"num_frames": 1, "height": 16, "width": 16}
+        section = {"catalog": catalog, "buckets": [shape], "workers": 0, **data}
+        values = {
+            "out": str(path),
+            "data": section,
+            "model": {"family": "tubelet"},
+            "training": {"steps": 100, "batch_size": _BATCH_SIZE},
+        }
+        self.directory = RunDirectory(path)
+        self.recipe = config.parse(json.loads(json.dumps(values, default=str)), "test")
+        self.directory.create(self.recipe)
+        self.rolled_back: list[tuple[int, int]] = []
+        self.kept: list[int] = []
+        self.states: dict[int, dict[str, Any]] = {}
+        self.loaders: list[Loader] = []
+        self.start()
+
+    @property
+    def step(self) -> int:
+        """Updates that are done and were not given up."""
+        return len(self.kept)
+
+    def start(self, world_size: int = 1, step: int | None = None, **data: Any) -> None:
+        """Start as a new process, from the beginning or from a state; told of all rollbacks."""
+        section = DataSection.model_validate(
+            {**self.recipe.data.model_dump(exclude_none=True), **data}
+        )
+        self.loaders = [
+            Loader(
+                section,
+                batch_size=_BATCH_SIZE,
+                rank=rank,
+                world_size=world_size,
+                kept=self.directory.catalogs_path,
+            )
+            for rank in range(world_size)
+        ]
+        self._go_on_from(step)
+
+    def _go_on_from(self, step: int | None) -> None:
+        for loader in self.loaders:
+            for span in self.rolled_back:
+                loader.skip(*span)
+            if step is not None:
+                loader.load_state_dict(self.states[step])
+        self.kept = self.kept[: step or 0]
+        self.states = {at: state for at, state in self.states.items() if at <= (step or 0)}
+        first = self.loaders[0]
+        self.states.setdefault(self.step, json.loads(json.dumps(first.state_dict())))
+        first.keep_catalogs()
+        self.folder = begin_launch(
+            self.directory.ledger_path,
+            first.step,
+            len(self.loaders),
+            stream_names(first.data),
+            first.plan_history.history,
+            first.skipped,
+        )
+
+    def roll_back(self, step: int, span: tuple[int, int]) -> None:
+        """Within the process, to the state of an earlier step."""
+        self.rolled_back.append(span)
+        self._go_on_from(step)
+
+    def train(self, count: int) -> None:
+        """Train so many batches, or those that are left."""
+        names = stream_names(self.loaders[0].data)
+        ledgers = [keep_ledger(self.folder, n, names) for n in range(len(self.loaders))]
+        open_ledgers = [each.__enter__() for each in ledgers]
+        ends = [loader.end_after(count) for loader in self.loaders]
+        streams = [loader.batches(end) for loader, end in zip(self.loaders, ends, strict=True)]
+        for shares in zip(*streams, strict=True):
+            for ledger, share in zip(open_ledgers, shares, strict=True):
+                ledger.record(share)
+            self.kept.append(shares[0].step)
+            states = [json.dumps(loader.state_dict()) for loader in self.loaders]
+            assert len(set(states)) == 1
+            self.states[self.step] = json.loads(states[0])
+        for each in ledgers:
+            each.__exit__(None, None, None)
+
+    def audit(self) -> Audit:
+        return audit(self.directory)
+
+    def assert_is_exact(self) -> None:
+        """The ledger holds just the samples of the batches that count; the audit says the same."""
+        plan_history = self.loaders[0].plan_history
+        wanted: Counter[tuple[int, int]] = Counter()
+        for number in self.kept:
+            wanted.update((number, epoch) for epoch in plan_history.batch(number).epochs)
+        consumed = read_ledger(self.directory.ledger_path)
+        pairs = zip(consumed.step.tolist(), consumed.epoch.tolist(), strict=True)
+        assert Counter(pairs) == wanted
+        found = self.audit()
+        assert found.ok
+        assert found.end_step - found.num_skipped == self.step
+        assert {each.epoch: each.seen for each in found.epochs if each.seen} == Counter(
+            epoch for (_, epoch), count in wanted.items() for _ in range(count)
+        )
+        for each in found.epochs:
+            if each.is_over:
+                assert each.seen + each.skipped == _NUM_CLIPS
+
+
+def test_a_rollback_is_exact(stills: Path, tmp_path: Path) -> None:
+    """Innocent batches before the span are trained again, and nothing of the span is."""
+    run = _RolledBackRun(tmp_path, stills)
+    run.train(9)
+    run.roll_back(3, (5, 11))
+    run.train(6)
+    assert run.kept == [0, 1, 2, 3, 4, 11, 12, 13, 14]
+    run.assert_is_exact()
+    found = run.audit()
+    assert (found.end_step, found.num_skipped, found.num_abandoned) == (15, 6, 6 * 4)
+    assert [(e.seen, e.skipped, e.missing, e.is_over) for e in found.epochs] == [
+        (20, 6, 0, True),
+        (8, 18, 0, True),
+        (8, 0, 0, False),
+    ]
+
+
+def test_ranks_that_were_killed_after_a_rollback(stills: Path, tmp_path: Path) -> None:
+    """Half a record, and a step that not all ranks have done, are no part of the proof."""
+    run = _RolledBackRun(tmp_path, stills)
+    run.train(4)
+    run.start(2, step=4)
+    run.train(5)
+    run.roll_back(5, (6, 9))
+    run.train(3)
+    path = run.folder / "rank_0001.bin"
+    path.write_bytes(path.read_bytes()[:-20])
+    found = run.audit()
+    assert found.ok
+    assert (found.end_step, found.num_skipped) == (10, 3)
+    run.start(4, step=6)
+    run.train(4)
+    assert run.kept == [0, 1, 2, 3, 4, 5, 9, 10, 11, 12]
+    run.assert_is_exact()
+
+
+def _forge(run: _RolledBackRun, launch: int, **facts: Any) -> None:
+    path = run.directory.ledger_path / f"launch_{launch:04d}" / "launch.json"
+    path.write_text(json.dumps(with_checksum(json.loads(path.read_text()) | facts)))
+
+
+def test_a_skipped_batch_that_was_trained_is_found(stills: Path, tmp_path: Path) -> None:
+    """Its clips do not belong into the epoch, and a clip of it that comes twice is a repeat."""
+    run = _RolledBackRun(tmp_path, stills)
+    run.train(4)
+    _forge(run, 0, skipped=[[2, 3]])
+    found = run.audit()
+    assert not found.ok
+    assert [(e.seen, e.skipped, e.unplanned, e.repeated) for e in found.epochs] == [(16, 4, 4, 0)]
+    assert len(found.epochs[0].examples) == 4
+    path = run.folder / "rank_0000.bin"
+    path.write_bytes(path.read_bytes() + path.read_bytes()[2 * 64 : 3 * 64])
+    (epoch,) = run.audit().epochs
+    assert (epoch.unplanned, epoch.repeated) == (4, 4)
+
+
+def test_a_batch_that_was_not_trained_and_not_skipped_is_found(
+    stills: Path, tmp_path: Path
+) -> None:
+    """The span in the ledger is shorter than what was left out."""
+    run = _RolledBackRun(tmp_path, stills)
+    run.train(4)
+    run.roll_back(2, (2, 4))
+    run.train(2)
+    assert run.audit().ok
+    _forge(run, 1, skipped=[[2, 3]])
+    found = run.audit()
+    assert not found.ok
+    assert [(e.skipped, e.missing) for e in found.epochs] == [(4, 4)]
+
+
+@pytest.mark.parametrize("policy", ["merge", "finish", "restart"])
+def test_a_rollback_and_then_other_data(stills: Path, tmp_path: Path, policy: str) -> None:
+    """The catalogs of then say what was skipped; epochs that begin later are whole."""
+    catalog = Catalog.load(stills)
+    changed = tmp_path / "changed.parquet"
+    Catalog.of(list(catalog.clips())[4:]).save(changed)
+    run = _RolledBackRun(tmp_path, stills)
+    run.train(7)
+    run.roll_back(3, (4, 8))
+    run.train(2)
+    assert run.kept == [0, 1, 2, 3, 8]
+    run.start(2, step=5, catalog=changed, on_change=policy)
+    run.train(18)
+    found = run.audit()
+    assert found.ok
+    assert found.num_skipped == 4
+    whole = [epoch for epoch in found.epochs if epoch.is_over and epoch.epoch > 1]
+    assert {(epoch.seen, epoch.skipped) for epoch in whole} == {(_NUM_CLIPS - 4, 0)}
+    run.roll_back(12, (run.kept[12], run.kept[12] + 2))
+    run.train(4)
+    found = run.audit()
+    assert found.ok
+    assert found.num_skipped == 6
+
+
+def test_a_span_over_the_end_of_a_stage_that_is_made_longer(stills: Path, tmp_path: Path) -> None:
+    """Of the span only those batches count that there would have been."""
+    once, twice = ([{"name": "only", "epochs": number}] for number in (1, 2))
+    run = _RolledBackRun(tmp_path, stills, stages=once)
+    run.train(6)
+    run.roll_back(4, (5, 9))
+    run.train(9)
+    assert run.kept == [0, 1, 2, 3, 4]
+    assert run.audit().ok
+    run.start(2, step=5, stages=twice, on_change="merge")
+    run.train(9)
+    assert run.kept == [0, 1, 2, 3, 4, *range(9, 16)]
+    found = run.audit()
+    assert found.ok
+    assert (found.end_step, found.num_skipped) == (16, 2)
+    assert [(e.seen, e.skipped) for e in found.epochs] == [(18, 8), (26, 0)]
+
+
+_ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("train"), st.integers(1, 6), st.just(0)),
+        st.tuples(st.just("roll back"), st.integers(0, 6), st.integers(0, 5)),
+        st.tuples(st.just("resume"), st.integers(0, 6), st.sampled_from([1, 2, 4])),
+    ),
+    min_size=2,
+    max_size=7,
+)
+
+
+def _act(run: _RolledBackRun, action: tuple[str, int, int]) -> None:
+    """Roll back or resume by so many steps; a rolled-back span may begin before the checkpoint."""
+    kind, number, more = action
+    step = max(0, run.step - number)
+    if kind == "train":
+        run.train(number)
+    elif kind == "resume":
+        run.start(more, step)
+    else:
+        newest = run.kept[-1] if run.kept else 0
+        run.roll_back(step, (max(0, newest - more), newest + 2))
+
+
+@settings(max_examples=30, deadline=None)
+@given(actions=_ACTIONS)
+def test_any_run_is_exact(stills: Path, actions: Sequence[tuple[str, int, int]]) -> None:
+    """Any rollbacks and resumes, from any state, on any ranks: each clip once, minus the skipped.
+
+    A process that starts where another one is has the same state, and hands out the same.
+    """
+    with TemporaryDirectory() as folder:
+        run = _RolledBackRun(Path(folder), stills)
+        for action in [*actions, ("train", 4, 0)]:
+            _act(run, action)
+        run.assert_is_exact()
+        here, numbers = run.loaders[0].state_dict(), list(_numbers(run, 5))
+        run.start(2, run.step)
+        assert run.loaders[0].state_dict() == here
+        assert list(_numbers(run, 5)) == numbers
+        run.train(5)
+        assert run.kept[-5:] == numbers
+        run.assert_is_exact()
+
+
+def _numbers(run: _RolledBackRun, count: int) -> Iterator[int]:
+    """Of the batches that come next."""
+    loader = Loader(run.recipe.data, batch_size=_BATCH_SIZE, kept=run.directory.catalogs_path)
+    loader.load_state_dict(run.loaders[0].state_dict())
+    return (batch.step for batch in loader.batches(loader.end_after(count)))

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longtake.config import Bucket, DataSection
+from longtake.data.buckets import sample_window
 from longtake.data.cache import Cache, CacheEntry, ContentHashes, make_folder
 from longtake.data.catalog import Catalog
-from longtake.data.sample import sample_window
 from longtake.data.window import Window
 from longtake.errors import ClipError, DataError
 

@@ -70,7 +70,7 @@ def _length(caption: str) -> dict[str, Tensor]:
 
 
 def _fill(cache: Cache, data: DataSection, **named: Any) -> CacheReport:
-    missing = find_missing(cache, _loader(data).course.plan, **named)
+    missing = find_missing(cache, _loader(data).plan_history.plan, **named)
     report = CacheReport(present=missing.present)
     fill_prompts(cache, missing.captions, _length, report)
     fill_latents(cache, missing.clips, _means, report)
@@ -149,7 +149,7 @@ def test_progress_is_told(data: DataSection, tmp_path: Path) -> None:
     def tell(done: int, total: int) -> None:
         told.append((done, total))
 
-    plan = _loader(data).course.plan
+    plan = _loader(data).plan_history.plan
     missing = find_missing(cache, plan, progress=tell)
     assert told.pop() == (8, 8)
     fill_prompts(cache, missing.captions, _length, CacheReport(), tell)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longtake.data import table
+from longtake.data import catalog as catalog_module
 from longtake.data.catalog import Catalog, Duplicate, Rejection, Stamp
 from longtake.data.clip import Clip, Media, Timing
 from longtake.errors import DataError
@@ -118,7 +118,7 @@ def test_every_field_survives_saving_and_loading(tmp_path: Path, clips: list[Cli
     assert again == catalog
     assert again.rejected == tuple(rejected)
     assert again.duplicates == tuple(duplicates)
-    assert again.fingerprint == catalog.fingerprint == table.fingerprint_of(again.table)
+    assert again.fingerprint == catalog.fingerprint == catalog_module.fingerprint_of(again.table)
     assert os.listdir(tmp_path) == ["catalog.parquet"]  # noqa: PTH208 - hidden files too
 
 
@@ -214,7 +214,7 @@ def test_a_large_catalog_is_mapped_and_leaves_no_file(
     """Above the limit, rows lie in a file without a name, not on the heap, and read the same."""
     catalog = Catalog.of(map(_clip, range(5)))
     catalog.save(tmp_path / "catalog.parquet")
-    monkeypatch.setattr(table, "_MAP_ABOVE_ROWS", 4)
+    monkeypatch.setattr(catalog_module, "_MAP_ABOVE_ROWS", 4)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "spill"))
     (tmp_path / "spill").mkdir()
     before = pa.total_allocated_bytes()

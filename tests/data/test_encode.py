@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from longtake.data.clip import Media
 from longtake.data.encode import write_video
-from longtake.data.indexing.probe import probe
+from longtake.data.probe import probe
 from longtake.errors import DataError
 
 

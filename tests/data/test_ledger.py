@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from longtake.config import Bucket, DataSection
-from longtake.data.batch import Batch
-from longtake.data.course import Entry, Policy
 from longtake.data.ledger import (
     begin_launch,
     keep_ledger,
@@ -21,6 +19,8 @@ from longtake.data.ledger import (
     stream_names,
     with_checksum,
 )
+from longtake.data.loader import Batch
+from longtake.data.replan import PlanRecord
 from longtake.errors import DataError
 
 _STREAMS = ("a/catalog", "b/catalog")
@@ -59,9 +59,8 @@ def _batch(
     )
 
 
-def _entry(step: int) -> Entry:
-    policy: Policy = "start"
-    return Entry(step=step, policy=policy, batch_size=2, order={}, catalogs={}, plan="")
+def _entry(step: int) -> PlanRecord:
+    return PlanRecord(step=step, policy="start", batch_size=2, order={}, catalogs={}, plan="")
 
 
 def _launch(folder: Path, start: int, ranks: Sequence[Sequence[Batch]]) -> Path:

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from longtake.data.order import Leg, Slots, derive, permuted
+from longtake.data.order import BatchIndex, EpochSpan, derive, permuted
 
-_legs = st.builds(
-    Leg,
+_spans = st.builds(
+    EpochSpan,
     sizes=st.lists(st.integers(0, 12), min_size=1, max_size=4).filter(any).map(tuple),
     batch_size=st.integers(1, 9),
     seed=st.integers(0, 2**63 - 1),
@@ -29,106 +29,106 @@ _Sample = tuple[int, int, int]
 """(bucket, epoch, position)"""
 
 
-def _endless(leg: Leg) -> Leg:
-    return Leg(leg.sizes, leg.batch_size, leg.seed, leg.name, leg.first_epoch, None)
+def _endless(span: EpochSpan) -> EpochSpan:
+    return EpochSpan(span.sizes, span.batch_size, span.seed, span.name, span.first_epoch, None)
 
 
-def _samples(slots: Slots) -> list[_Sample]:
+def _samples(slots: BatchIndex) -> list[_Sample]:
     pairs = zip(slots.epochs.tolist(), slots.positions.tolist(), strict=True)
     return [(slots.bucket, epoch, position) for epoch, position in pairs]
 
 
-def _all(leg: Leg, epochs: range) -> Counter[_Sample]:
+def _all(span: EpochSpan, epochs: range) -> Counter[_Sample]:
     """Every clip of some epochs, once."""
     return Counter(
         (bucket, epoch, position)
-        for bucket, size in enumerate(leg.sizes)
+        for bucket, size in enumerate(span.sizes)
         for epoch in epochs
         for position in range(size)
     )
 
 
-def _same(one: Slots, other: Slots) -> bool:
+def _same(one: BatchIndex, other: BatchIndex) -> bool:
     facts = [(slots.epoch, slots.number, _samples(slots)) for slots in (one, other)]
     return facts[0] == facts[1]
 
 
 @settings(max_examples=80, deadline=None)
-@given(leg=_legs)
-def test_every_clip_is_consumed_once_per_epoch(leg: Leg) -> None:
-    """A leg that ends consumes exactly all of its epochs: nothing twice, nothing left out."""
-    assert leg.num_batches is not None
-    assert leg.num_epochs is not None
+@given(span=_spans)
+def test_every_clip_is_consumed_once_per_epoch(span: EpochSpan) -> None:
+    """A span that ends consumes exactly all of its epochs: nothing twice, nothing left out."""
+    assert span.num_batches is not None
+    assert span.num_epochs is not None
     found = Counter(
-        sample for index in range(leg.num_batches) for sample in _samples(leg.batch(index))
+        sample for index in range(span.num_batches) for sample in _samples(span.batch(index))
     )
-    assert found == _all(leg, range(leg.first_epoch, leg.first_epoch + leg.num_epochs))
+    assert found == _all(span, range(span.first_epoch, span.first_epoch + span.num_epochs))
 
 
 @settings(max_examples=60, deadline=None)
-@given(leg=_legs)
-def test_only_the_last_batch_of_a_bucket_is_smaller(leg: Leg) -> None:
+@given(span=_spans)
+def test_only_the_last_batch_of_a_bucket_is_smaller(span: EpochSpan) -> None:
     """It holds what is left over of all epochs together, and is counted in the last one."""
-    assert leg.num_batches is not None
-    assert leg.num_epochs is not None
-    batches = [leg.batch(index) for index in range(leg.num_batches)]
-    small = {each.bucket: each for each in batches if len(each.positions) != leg.batch_size}
-    assert sum(len(each.positions) != leg.batch_size for each in batches) == len(small)
-    rests = {b: leg.num_epochs * n % leg.batch_size for b, n in enumerate(leg.sizes)}
+    assert span.num_batches is not None
+    assert span.num_epochs is not None
+    batches = [span.batch(index) for index in range(span.num_batches)]
+    small = {each.bucket: each for each in batches if len(each.positions) != span.batch_size}
+    assert sum(len(each.positions) != span.batch_size for each in batches) == len(small)
+    rests = {b: span.num_epochs * n % span.batch_size for b, n in enumerate(span.sizes)}
     assert {bucket: len(each.positions) for bucket, each in small.items()} == {
         bucket: rest for bucket, rest in rests.items() if rest
     }
-    assert {each.epoch for each in small.values()} <= {leg.first_epoch + leg.num_epochs - 1}
+    assert {each.epoch for each in small.values()} <= {span.first_epoch + span.num_epochs - 1}
 
 
 @settings(max_examples=60, deadline=None)
-@given(leg=_legs, indices=st.lists(st.integers(0, 200), min_size=1, max_size=12))
-def test_a_batch_depends_on_nothing_but_its_number(leg: Leg, indices: list[int]) -> None:
+@given(span=_spans, indices=st.lists(st.integers(0, 200), min_size=1, max_size=12))
+def test_a_batch_depends_on_nothing_but_its_number(span: EpochSpan, indices: list[int]) -> None:
     """In any order of asking, and from a fresh object, the answer is the same."""
-    endless = _endless(leg)
+    endless = _endless(span)
     asked = {index: endless.batch(index) for index in indices}
     for index in sorted(indices):
-        assert len(asked[index].positions) == leg.batch_size
+        assert len(asked[index].positions) == span.batch_size
         assert _same(endless.batch(index), asked[index])
-        assert _same(_endless(leg).batch(index), asked[index])
+        assert _same(_endless(span).batch(index), asked[index])
 
 
 @settings(max_examples=60, deadline=None)
-@given(leg=_legs)
-def test_a_leg_that_ends_begins_like_an_endless_one(leg: Leg) -> None:
+@given(span=_spans)
+def test_a_span_that_ends_begins_like_an_endless_one(span: EpochSpan) -> None:
     """Before its last epoch, where it ends makes no difference."""
-    assert leg.num_epochs is not None
-    for index in range(leg.epoch_start(leg.first_epoch + leg.num_epochs - 1)):
-        assert _same(leg.batch(index), _endless(leg).batch(index))
+    assert span.num_epochs is not None
+    for index in range(span.epoch_start(span.first_epoch + span.num_epochs - 1)):
+        assert _same(span.batch(index), _endless(span).batch(index))
 
 
 @settings(max_examples=80, deadline=None)
-@given(leg=_legs, index=st.integers(0, 10**6), is_endless=st.booleans())
-def test_batches_and_epochs_agree(leg: Leg, index: int, is_endless: bool) -> None:
+@given(span=_spans, index=st.integers(0, 10**6), is_endless=st.booleans())
+def test_batches_and_epochs_agree(span: EpochSpan, index: int, is_endless: bool) -> None:
     """A batch lies between the start of its epoch and the start of the next."""
-    leg = _endless(leg) if is_endless else leg
-    if leg.num_batches is not None:
-        assert leg.num_epochs is not None
-        assert leg.epoch_of(leg.num_batches) == leg.first_epoch + leg.num_epochs
-        index %= leg.num_batches
-    epoch = leg.epoch_of(index)
-    assert leg.epoch_start(epoch) <= index < leg.epoch_start(epoch + 1)
-    slots = leg.batch(index)
-    assert (slots.epoch, slots.number) == (epoch, index - leg.epoch_start(epoch))
+    span = _endless(span) if is_endless else span
+    if span.num_batches is not None:
+        assert span.num_epochs is not None
+        assert span.epoch_of(span.num_batches) == span.first_epoch + span.num_epochs
+        index %= span.num_batches
+    epoch = span.epoch_of(index)
+    assert span.epoch_start(epoch) <= index < span.epoch_start(epoch + 1)
+    slots = span.batch(index)
+    assert (slots.epoch, slots.number) == (epoch, index - span.epoch_start(epoch))
 
 
 @settings(max_examples=80, deadline=None)
-@given(leg=_legs, data=st.data(), is_endless=st.booleans())
+@given(span=_spans, data=st.data(), is_endless=st.booleans())
 def test_what_is_left_is_what_was_not_consumed(
-    leg: Leg, data: st.DataObject, is_endless: bool
+    span: EpochSpan, data: st.DataObject, is_endless: bool
 ) -> None:
     """By brute force: consumed before a batch, and left at it, are all of the epochs so far."""
-    assert leg.num_batches is not None
-    index = data.draw(st.integers(0, leg.num_batches))
-    leg = _endless(leg) if is_endless else leg
-    found = Counter(sample for number in range(index) for sample in _samples(leg.batch(number)))
+    assert span.num_batches is not None
+    index = data.draw(st.integers(0, span.num_batches))
+    span = _endless(span) if is_endless else span
+    found = Counter(sample for number in range(index) for sample in _samples(span.batch(number)))
     consumed_epochs = {epoch for _, epoch, _ in found}
-    left = leg.left_at(index)
+    left = span.left_at(index)
     for epoch, buckets in left.items():
         assert any(map(len, buckets))
         found.update(
@@ -136,28 +136,28 @@ def test_what_is_left_is_what_was_not_consumed(
             for bucket, positions in enumerate(buckets)
             for position in positions.tolist()
         )
-    has_ended = leg.num_batches is not None and index == leg.num_batches
-    last = leg.epoch_of(index) - has_ended
+    has_ended = span.num_batches is not None and index == span.num_batches
+    last = span.epoch_of(index) - has_ended
     assert max(consumed_epochs | left.keys()) >= last
     # A batch of a bucket that is smaller than it may reach over several epochs.
     assert Counter({key: n for key, n in found.items() if key[1] <= last}) == _all(
-        leg, range(leg.first_epoch, last + 1)
+        span, range(span.first_epoch, last + 1)
     )
     assert max(found.values()) == 1
 
 
 def test_a_batch_may_hold_samples_of_many_epochs() -> None:
     """A bucket of two clips fills a batch of seven with three and a half epochs."""
-    leg = Leg((2,), batch_size=7, seed=0)
-    first, second = leg.batch(0), leg.batch(1)
+    span = EpochSpan((2,), batch_size=7, seed=0)
+    first, second = span.batch(0), span.batch(1)
     assert first.epochs.tolist() == [0, 0, 1, 1, 2, 2, 3]
     assert second.epochs.tolist() == [3, 4, 4, 5, 5, 6, 6]
     assert {first.positions[6], second.positions[0]} == {0, 1}
 
 
-def _epoch(number: int, seed: int = 0, name: str = "") -> list[Slots]:
-    leg = Leg((64, 32), 8, seed, name)
-    return [leg.batch(i) for i in range(leg.epoch_start(number), leg.epoch_start(number + 1))]
+def _epoch(number: int, seed: int = 0, name: str = "") -> list[BatchIndex]:
+    span = EpochSpan((64, 32), 8, seed, name)
+    return [span.batch(i) for i in range(span.epoch_start(number), span.epoch_start(number + 1))]
 
 
 def test_another_seed_name_or_epoch_is_another_order() -> None:
@@ -174,15 +174,17 @@ def test_another_seed_name_or_epoch_is_another_order() -> None:
         assert len(positions) == 4
 
 
-def _described(leg: Leg, count: int) -> list[tuple[int, int, int, list[int], list[int]]]:
-    batches = map(leg.batch, range(count))
+def _described(span: EpochSpan, count: int) -> list[tuple[int, int, int, list[int], list[int]]]:
+    batches = map(span.batch, range(count))
     return [
         (each.epoch, each.number, each.bucket, each.positions.tolist(), each.epochs.tolist())
         for each in batches
     ]
 
 
-_PINNED = Leg((5, 0, 3), batch_size=2, seed=7, name="all/catalog", first_epoch=1, num_epochs=3)
+_PINNED = EpochSpan(
+    (5, 0, 3), batch_size=2, seed=7, name="all/catalog", first_epoch=1, num_epochs=3
+)
 
 
 def test_the_order_itself_is_pinned() -> None:
@@ -203,7 +205,7 @@ def test_the_order_itself_is_pinned() -> None:
         (3, 3, 2, [2, 1], [3, 3]),
         (3, 4, 2, [0], [3]),
     ]
-    late = Leg((5, 0, 3), 2, 7).batch(10**6)
+    late = EpochSpan((5, 0, 3), 2, 7).batch(10**6)
     assert (late.bucket, late.positions.tolist()) == (0, [0, 2])
     assert permuted(np.arange(8), 8, 7, "clips", 0, 0).tolist() == [5, 3, 6, 4, 1, 0, 2, 7]
     assert derive(7, "sample", 3, "0123abcd") == 7305486378570158286
@@ -212,9 +214,9 @@ def test_the_order_itself_is_pinned() -> None:
 def test_the_order_is_the_same_in_another_process() -> None:
     """Python's salted hashes play no part."""
     code = (
-        "from longtake.data.order import Leg\n"
-        "leg = Leg((5, 0, 3), 2, 7, 'all/catalog', 1, 3)\n"
-        "print([leg.batch(index).positions.tolist() for index in range(13)])"
+        "from longtake.data.order import EpochSpan\n"
+        "span = EpochSpan((5, 0, 3), 2, 7, 'all/catalog', 1, 3)\n"
+        "print([span.batch(index).positions.tolist() for index in range(13)])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == str([each[3] for each in _described(_PINNED, 13)])
@@ -302,8 +304,8 @@ def test_the_measure_of_independence_finds_weak_shuffles(
 
 def test_the_order_of_batches_mixes_buckets() -> None:
     """Of a wide and a narrow bucket no half of an epoch has much more than its share."""
-    leg = Leg((60_000, 40_000), batch_size=10, seed=0)
-    buckets = np.array([leg.batch(index).bucket for index in range(0, 10_000, 10)])
+    span = EpochSpan((60_000, 40_000), batch_size=10, seed=0)
+    buckets = np.array([span.batch(index).bucket for index in range(0, 10_000, 10)])
     runs = 1 + np.count_nonzero(np.diff(buckets))
     share = buckets.mean()
     assert share == pytest.approx(0.4, abs=0.04)
@@ -312,12 +314,12 @@ def test_the_order_of_batches_mixes_buckets() -> None:
 
 def test_a_hundred_million_clips_cost_nothing() -> None:
     """A late batch, and a position in a late epoch, are found in small memory."""
-    leg = Leg((10**8 - 12_345, 12_345), batch_size=64, seed=0, num_epochs=50)
-    assert leg.num_batches is not None
-    leg.batch(0)
+    span = EpochSpan((10**8 - 12_345, 12_345), batch_size=64, seed=0, num_epochs=50)
+    assert span.num_batches is not None
+    span.batch(0)
     tracemalloc.start()
-    late = leg.batch(leg.num_batches - 2)
-    epoch = leg.epoch_of(leg.num_batches // 2)
+    late = span.batch(span.num_batches - 2)
+    epoch = span.epoch_of(span.num_batches // 2)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert epoch in (24, 25)
@@ -336,4 +338,4 @@ def test_a_derived_number_fits_every_generator(key: list[int | str]) -> None:
 def test_an_order_of_no_clips_is_a_defect(sizes: tuple[int, ...]) -> None:
     """Whoever sorts clips into buckets refuses that before."""
     with pytest.raises(AssertionError, match="no clips"):
-        Leg(sizes, 1, 0)
+        EpochSpan(sizes, 1, 0)

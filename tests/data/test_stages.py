@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from longtake.config import DataSection, Stage
 from longtake.data.catalog import Catalog
-from longtake.data.stages import Timeline, mixed, select, shares
+from longtake.data.stages import StageTimeline, mixed, select, shares
 from longtake.errors import DataError
 
 _CatalogOf = Callable[..., Catalog]
@@ -177,19 +177,19 @@ _lengths = st.lists(st.integers(1, 30), min_size=1, max_size=4)
 
 
 @st.composite
-def _timelines(draw: st.DrawFn) -> Timeline:
+def _timelines(draw: st.DrawFn) -> StageTimeline:
     """Stages at least as long as the ramps at their ends; the last may be endless."""
     lengths = draw(_lengths)
     ramps = [0, *(2 * draw(st.integers(0, 20)) for _ in lengths[1:])]
     for length, ramp, following in zip(lengths, ramps, [*ramps[1:], 0], strict=True):
         assume(length >= (ramp + following) // 2)
     is_endless = draw(st.booleans())
-    return Timeline((*lengths[:-1], None if is_endless else lengths[-1]), tuple(ramps))
+    return StageTimeline((*lengths[:-1], None if is_endless else lengths[-1]), tuple(ramps))
 
 
 @settings(max_examples=100, deadline=None)
 @given(timeline=_timelines())
-def test_every_batch_of_every_stage_comes_once(timeline: Timeline) -> None:
+def test_every_batch_of_every_stage_comes_once(timeline: StageTimeline) -> None:
     """Ramps mix stages; they take no batch away, bring none twice, and keep each one's order."""
     total = timeline.borders[-1] + 40 if timeline.total is None else timeline.total
     found: list[list[int]] = [[] for _ in timeline.lengths]
@@ -204,7 +204,7 @@ def test_every_batch_of_every_stage_comes_once(timeline: Timeline) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(timeline=_timelines())
-def test_outside_of_ramps_stages_do_not_mix(timeline: Timeline) -> None:
+def test_outside_of_ramps_stages_do_not_mix(timeline: StageTimeline) -> None:
     """A ramp lies half before the border and half after it."""
     total = timeline.borders[-1] + 40 if timeline.total is None else timeline.total
     for step in range(total):
@@ -218,7 +218,7 @@ def test_outside_of_ramps_stages_do_not_mix(timeline: Timeline) -> None:
 
 def test_a_ramps_share_rises_linearly() -> None:
     """From none to all, by parts of the ramp."""
-    timeline = Timeline((1000, 1000), (0, 400))
+    timeline = StageTimeline((1000, 1000), (0, 400))
     stages = [timeline.at(step)[0] for step in range(2000)]
     tenths = [np.mean(stages[800 + 40 * part : 840 + 40 * part]) for part in range(10)]
     np.testing.assert_allclose(tenths, np.arange(0.05, 1, 0.1), atol=0.026)
@@ -229,7 +229,7 @@ def test_a_ramps_share_rises_linearly() -> None:
 
 def test_without_a_ramp_a_stage_begins_at_its_border() -> None:
     """Borders are sums of lengths; an endless last stage goes on."""
-    timeline = Timeline((3, 2, None), (0, 0, 0))
+    timeline = StageTimeline((3, 2, None), (0, 0, 0))
     assert (timeline.borders, timeline.total) == ([0, 3, 5], None)
     assert [timeline.at(step) for step in (0, 2, 3, 4, 5, 1000)] == [
         (0, 0),
@@ -239,7 +239,7 @@ def test_without_a_ramp_a_stage_begins_at_its_border() -> None:
         (2, 0),
         (2, 995),
     ]
-    assert Timeline((), ()).total == 0
+    assert StageTimeline((), ()).total == 0
 
 
 _weights = st.lists(

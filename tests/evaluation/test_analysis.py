@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longtake.config import Bucket, Recipe
+from longtake.data.buckets import sample_window
 from longtake.data.catalog import Catalog
 from longtake.data.order import derive
-from longtake.data.sample import sample_window
 from longtake.data.window import read_window
 from longtake.evaluation import analysis
 from longtake.evaluation.analysis import (

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from longtake import config
-from longtake.data.sample import sample_window
+from longtake.data.buckets import sample_window
 from longtake.data.window import read_window
 from longtake.errors import ClipError
 from longtake.faults.data import (

@@ -13,7 +13,7 @@ from tests.fuzz.generators import take_permission
 from tests.fuzz.mutations import replace_with, unevaluate
 
 from longtake.checkpoint.files import commit, describe_files, list_files
-from longtake.data.table import FINGERPRINT_KEY
+from longtake.data.catalog import FINGERPRINT_KEY
 
 Damage = Callable[[Path], object]
 

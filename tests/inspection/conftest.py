@@ -10,9 +10,8 @@ import pytest
 
 from longtake import config
 from longtake.checkpoint.files import commit, describe_files, list_files
-from longtake.data.batch import Batch
 from longtake.data.ledger import begin_launch, keep_ledger, stream_names
-from longtake.data.loader import Loader
+from longtake.data.loader import Batch, Loader
 from longtake.fsio import now
 from longtake.run_dir import Metrics, RunDirectory
 
@@ -48,7 +47,7 @@ class Teller:
     def train(self, end: int, verdicts: dict[int, str]) -> None:
         """Go on to a step; some steps are judged badly."""
         loader, names = self.loader, stream_names(self.loader.data)
-        place = (loader.step, 1, names, loader.course.history, loader.skipped)
+        place = (loader.step, 1, names, loader.plan_history.history, loader.skipped)
         folder = begin_launch(self.run.ledger_path, *place)
         count = end - len(self.states) + 1
         with keep_ledger(folder, 0, names) as ledger:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longtake.config import Bucket
-from longtake.data.batch import Batch
+from longtake.data.loader import Batch
 from longtake.training.peak import PeakCheck, PeakComparison
 
 _CPU = torch.device("cpu")

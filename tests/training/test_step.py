@@ -16,9 +16,8 @@ from rich.console import Console
 from torch import Tensor
 
 from longtake.config import Bucket, ParallelSection, Recipe
-from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
-from longtake.data.loader import Loader
+from longtake.data.loader import Batch, Loader
 from longtake.models.base import Defaults
 from longtake.models.build import assemble
 from longtake.models.text import NO_CAPTION

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from longtake.config import Recipe
     from longtake.data.audit import Audit, EpochAudit
     from longtake.data.index import IndexReport
-    from longtake.data.show import ReviewCaptions
+    from longtake.data.summary import ReviewCaptions
 
 _MOST_SHOWN = 5
 
@@ -37,6 +37,14 @@ On = Annotated[
 MemoryGib = Annotated[
     float,
     typer.Option(min=2**-10, max=1024, help="Memory that decoding one file may take, in GiB."),
+]
+TimeoutSeconds = Annotated[
+    float,
+    typer.Option(
+        min=1,
+        max=1e6,
+        help="How long decoding one file may take, besides 1 s for each 64 KiB of it.",
+    ),
 ]
 
 
@@ -64,25 +72,18 @@ def index(
         bool, typer.Option("--fresh", help="Read all files again, the unchanged ones too.")
     ] = False,
     memory_gib: MemoryGib = 1.0,
-    timeout_seconds: Annotated[
-        float,
-        typer.Option(
-            min=1,
-            max=1e6,
-            help="How long decoding one file may take, besides 1 s for each 64 KiB of it.",
-        ),
-    ] = 60.0,
+    timeout_seconds: TimeoutSeconds = 60.0,
     as_json: AsJson = False,
 ) -> None:
     """Decode every clip once and write a catalog of those that can be trained on.
 
-    Again, it reads only what is new or changed; after Ctrl-C it goes on where it was.
+    The next call reads only new and changed files; after Ctrl-C it resumes.
     """
     from longtake.progress import counted, phase_lines
 
     with phase_lines(say.console(), "importing PyArrow and PyAV") as enter:
+        from longtake.data.decode import Limits
         from longtake.data.index import index as index_clips
-        from longtake.data.limits import Limits
         from longtake.data.tasks import connected
 
         def advance(done: int, total: int) -> None:
@@ -108,13 +109,13 @@ def index(
 
 
 def _say_indexed(report: "IndexReport", out: Path) -> None:
-    from longtake.data.indexing.sources import told
+    from longtake.data.sources import describe_ignored
 
     for rejection in report.rejected:
         say.line(f"  rejected: {printable(rejection.path)}: {printable(rejection.reason)}")
     for name in report.unmatched_captions:
         say.line(f"  no such clip, though a caption names it: {printable(name)}")
-    for sentence in told(report.passed_over, report.unreadable):
+    for sentence in describe_ignored(report.passed_over, report.unreadable):
         say.line(f"  {printable(sentence)}")
     if report.scores_dropped:
         say.line(f"  {report.scores_dropped} clips lost their scores: their captions changed")
@@ -262,8 +263,8 @@ def show(
 ) -> None:
     """Show a catalog, and which clips, buckets, crops and stages a recipe makes of it."""
     from longtake import config
-    from longtake.data.show import show as look_at
-    from longtake.data.show.tables import print_show
+    from longtake.data.summary import show as look_at
+    from longtake.data.summary_tables import print_show
     from longtake.progress import counted
 
     if recipe is None and changes:
@@ -387,7 +388,7 @@ def _say_audit(found: "Audit") -> None:
     exact = "Every clip was trained exactly as often as it should have been."
     if found.two_writers:
         say.line(
-            "NOT EXACT: what two launches wrote cannot be told apart. Resume from a checkpoint "
+            "NOT EXACT: what two launches wrote cannot be separated. Resume from a checkpoint "
             "before that, in a copy of the run."
         )
     else:

@@ -1,10 +1,10 @@
-"""The proof: what a run consumed, epoch by epoch, against what it should have.
+"""Compares what a run consumed, by its ledger, with what its plans say, epoch by epoch.
 
-What it consumed is the ledger's; what it should have follows from the catalogs that it kept and
-from its recipe. For an epoch that is over that is simply every clip of its stage, once.
+The plans are rebuilt from the catalogs that the run kept and from its recipe. A finished epoch
+should have consumed every clip of its stage once.
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,17 +15,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from longtake.config import Recipe
 from longtake.data.catalog import Catalog
-from longtake.data.course import Course, Entry, rebuild
 from longtake.data.ledger import Consumed, read_ledger, short_identity
-from longtake.data.plan import Part, Plan, Stream
-from longtake.data.skipped import Span
+from longtake.data.plan import Part, Stream
+from longtake.data.replan import PlanHistory, Span, rebuild
 from longtake.run_dir import RunDirectory
 
 Identities = NDArray[np.uint64]
-_Key = tuple[str, int]
-"""A stream (`stage/source`) and an epoch."""
+_Key = tuple[str, int]  # a stream (`stage/source`) and an epoch
 
 _EXAMPLES = 5
 
@@ -37,22 +34,16 @@ class EpochAudit:
     epoch: int
     stage: str
     source: str
-    seen: int
-    """Samples that were trained."""
-    repeated: int
-    """Of these, how many were not the first of their clip."""
-    missing: int
-    """Clips that should have been trained by now, and were neither trained nor rejected."""
-    rejected: int
-    """Clips that could not be decoded."""
-    skipped: int
-    """Clips of batches that were left out on purpose; nothing is owed of them."""
-    unplanned: int
-    """Samples that should not have been trained in this epoch."""
-    is_over: bool
-    """Whether all of the epoch should have been trained by now."""
-    examples: tuple[str, ...]
-    """Beginnings of the identities of clips that are repeated, missing or unplanned."""
+    seen: int  # samples that were trained
+    repeated: int  # of these, how many were not the first of their clip
+    missing: (
+        int  # clips that should have been trained by now, and were neither trained nor rejected
+    )
+    rejected: int  # clips that could not be decoded
+    skipped: int  # clips of batches that were skipped on purpose
+    unplanned: int  # samples that should not have been trained in this epoch
+    is_over: bool  # whether all of the epoch should have been trained by now
+    examples: tuple[str, ...]  # short identities of repeated, missing or unplanned clips
 
     @property
     def is_exact(self) -> bool:
@@ -64,14 +55,10 @@ class Audit:
     """What a run's ledger proves."""
 
     epochs: tuple[EpochAudit, ...]
-    end_step: int
-    """Steps that were trained and kept, or skipped: the number of the next batch."""
-    num_abandoned: int
-    """Samples of steps that were trained, then given up: the run went on from before them."""
-    num_skipped: int
-    """Steps among these that were left out on purpose."""
-    two_writers: tuple[str, ...]
-    """Where lines of two launches alternate in metrics.jsonl: both trained the run at a time."""
+    end_step: int  # steps that were trained and kept, or skipped: the number of the next batch
+    num_abandoned: int  # samples of trained steps from before which the run was resumed
+    num_skipped: int  # steps that were skipped on purpose
+    two_writers: tuple[str, ...]  # where lines of two launches alternate in metrics.jsonl
 
     @property
     def ok(self) -> bool:
@@ -80,14 +67,12 @@ class Audit:
 
 @dataclass
 class _Expected:
-    """What an epoch should have consumed; whole identities."""
+    """Identities that an epoch should have consumed."""
 
-    planned: list[pa.Array]
-    owed: list[pa.Array]
-    """What it must have consumed when it is over, whatever was planned."""
+    planned: list[pa.Array] = field(default_factory=list)
+    at_end: list[pa.Array] = field(default_factory=list)  # required at its end, by all plans
     is_over: bool = True
     skipped: list[pa.Array] = field(default_factory=list)
-    """What of it was not to be consumed after all."""
 
 
 def audit(run: RunDirectory) -> Audit:
@@ -99,14 +84,17 @@ def audit(run: RunDirectory) -> Audit:
     """
     recipe = run.recipe()
     consumed = read_ledger(run.ledger_path)
-    course = _course(consumed.history, recipe, run)
-    expected = _expected(course, consumed.end_step)
-    skipped = _skipped_steps(course, consumed.skipped, consumed.end_step)
-    _leave_out(expected, course, skipped)
+    plan_history = rebuild(consumed.history, {}, recipe.data, recipe.seed, run.catalogs_path)
+    expected = _expected_by_epoch(plan_history, consumed.end_step)
+    skipped = _skipped_steps(plan_history, consumed.skipped, consumed.end_step)
+    _exclude(expected, plan_history, skipped)
     found = _by_epoch(consumed)
+    order = {name: index for index, name in enumerate(consumed.streams)}
     epochs = [
-        _judge(key, expected.get(key), *found.get(key, (_NONE, _NONE)))
-        for key in sorted(expected.keys() | found.keys(), key=_in_order(consumed.streams))
+        _audit_epoch(key, expected.get(key), *found.get(key, (_NONE, _NONE)))
+        for key in sorted(
+            expected.keys() | found.keys(), key=lambda key: (order.get(key[0], len(order)), key[1])
+        )
     ]
     return Audit(
         tuple(epochs),
@@ -133,46 +121,40 @@ def _two_writers(run: RunDirectory) -> Iterator[str]:
 _NONE: Identities = np.empty(0, np.uint64)
 
 
-def _course(history: Sequence[Entry], recipe: Recipe, run: RunDirectory) -> Course:
-    return rebuild(history, {}, recipe.data, recipe.seed, run.catalogs_path)
-
-
-def _expected(course: Course, end_step: int) -> dict[_Key, _Expected]:
+def _expected_by_epoch(plan_history: PlanHistory, end_step: int) -> dict[_Key, _Expected]:
     """For each epoch that has begun, what it should have consumed before a step."""
-    ends = [plan.first_step for plan in course.plans[1:]]
+    ends = [plan.first_step for plan in plan_history.plans[1:]]
     expected: dict[_Key, _Expected] = {}
-    for plan, end in zip(course.plans, [*ends, end_step], strict=True):
-        for stream, count in _counted(plan, min(end, end_step)):
-            for part, epoch, identities, is_over in _consumed_of(stream, count):
-                name = f"{stream.stage}/{stream.source}"
-                entry = expected.setdefault((name, epoch), _Expected([], []))
-                entry.planned.append(identities)
-                entry.is_over, entry.owed = is_over, []  # the last plan that knows it says
-                if part.owed is not None:
-                    entry.owed = [_identities(part.catalog, part.owed.all_rows())]
+    for plan, end in zip(plan_history.plans, [*ends, end_step], strict=True):
+        end = min(end, end_step)
+        counts = plan.taken(end) if end > plan.first_step else []
+        for stage, taken in zip(plan.stages, counts, strict=False):
+            for stream, count in zip(stage.streams, taken, strict=True):
+                for part, epoch, identities, is_over in _consumed_of(stream, count):
+                    name = f"{stream.stage}/{stream.source}"
+                    entry = expected.setdefault((name, epoch), _Expected())
+                    entry.planned.append(identities)
+                    entry.is_over, entry.at_end = is_over, []  # as the last plan says
+                    if part.expected is not None:
+                        entry.at_end = [_identities(part.catalog, part.expected.all_rows())]
     return expected
 
 
-def _skipped_steps(course: Course, spans: Sequence[Span], end_step: int) -> list[int]:
+def _skipped_steps(plan_history: PlanHistory, spans: Sequence[Span], end_step: int) -> list[int]:
     steps = [step for first, end in spans for step in range(first, min(end, end_step))]
-    ends = [course.plan_at(step).end_step for step in steps]
+    ends = [plan_history.plan_at(step).end_step for step in steps]
     return [step for step, end in zip(steps, ends, strict=True) if end is None or step < end]
 
 
-def _leave_out(expected: dict[_Key, _Expected], course: Course, steps: Sequence[int]) -> None:
-    """Take the clips of some steps out of what their epochs should have consumed."""
+def _exclude(
+    expected: dict[_Key, _Expected], plan_history: PlanHistory, steps: Sequence[int]
+) -> None:
     for step in steps:
-        batch = course.batch(step)
+        batch = plan_history.batch(step)
         identities, epochs = _identities(batch.catalog, batch.rows), np.asarray(batch.epochs)
         for epoch in np.unique(epochs).tolist():
             key = (f"{batch.stage}/{batch.source}", epoch)
             expected[key].skipped.append(identities.filter(pa.array(epochs == epoch)))
-
-
-def _counted(plan: Plan, end: int) -> Iterator[tuple[Stream, int]]:
-    if end > plan.first_step:
-        for stage, counts in zip(plan.stages, plan.taken(end), strict=True):
-            yield from zip(stage.streams, counts, strict=True)
 
 
 def _consumed_of(stream: Stream, count: int) -> Iterator[tuple[Part, int, pa.Array, bool]]:
@@ -180,16 +162,17 @@ def _consumed_of(stream: Stream, count: int) -> Iterator[tuple[Part, int, pa.Arr
     for start, part in zip(stream.starts, stream.parts, strict=True):
         if count <= start:
             return
-        length = part.leg.num_batches
+        length = part.epoch_span.num_batches
         mine = count - start if length is None else min(count - start, length)
         for epoch, identities, is_over in _consumed_of_part(part, mine):
             yield part, epoch, identities, is_over
 
 
 def _consumed_of_part(part: Part, count: int) -> Iterator[tuple[int, pa.Array, bool]]:
-    left = part.leg.left_at(count)
+    span = part.epoch_span
+    left = span.left_at(count)
     everything = _identities(part.catalog, part.members.all_rows())
-    for epoch in range(part.leg.first_epoch, part.leg.epoch_of(count) + 1):
+    for epoch in range(span.first_epoch, span.epoch_of(count) + 1):
         if epoch in left:
             rows = [
                 np.delete(mine, positions)
@@ -198,7 +181,7 @@ def _consumed_of_part(part: Part, count: int) -> Iterator[tuple[int, pa.Array, b
             gone = _identities(part.catalog, np.concatenate(rows))
             if len(gone):
                 yield epoch, gone, False
-        elif part.leg.num_epochs is None or epoch < part.leg.first_epoch + part.leg.num_epochs:
+        elif span.num_epochs is None or epoch < span.first_epoch + span.num_epochs:
             yield epoch, everything, True
 
 
@@ -207,9 +190,9 @@ def _identities(catalog: Catalog, rows: NDArray[np.integer[Any]]) -> pa.Array:
 
 
 def _short(identities: Sequence[pa.Array], without: Sequence[pa.Array] = ()) -> Identities:
-    """[N] the beginnings of all identities, each identity once.
+    """[N] the short forms of all identities, each identity once.
 
-    Two identities that begin alike are there twice: so often may that beginning be trained.
+    A short form that two identities share is there twice, as it may be trained twice.
     """
     if not identities:
         return _NONE
@@ -218,9 +201,8 @@ def _short(identities: Sequence[pa.Array], without: Sequence[pa.Array] = ()) -> 
         unique = unique.filter(pc.invert(pc.is_in(unique, value_set=pa.concat_arrays(without))))
     if not len(unique):
         return _NONE
-    octets = np.frombuffer(
-        unique.buffers()[1], np.uint8, count=len(unique) * unique.type.byte_width
-    )
+    num_bytes = len(unique) * unique.type.byte_width
+    octets = np.frombuffer(unique.buffers()[1], np.uint8, count=num_bytes)
     return short_identity(octets.reshape(len(unique), -1))
 
 
@@ -238,17 +220,18 @@ def _by_epoch(consumed: Consumed) -> dict[_Key, tuple[Identities, Identities]]:
     return found
 
 
-def _judge(
+def _audit_epoch(
     key: _Key, expected: _Expected | None, trained: Identities, rejected: Identities
 ) -> EpochAudit:
     stage, _, source = key[0].rpartition("/")
     planned = _short(expected.planned, expected.skipped) if expected else _NONE
-    owed = _short(expected.owed, expected.skipped) if expected and expected.is_over else _NONE
+    at_end = _short(expected.at_end, expected.skipped) if expected and expected.is_over else _NONE
     unique, times = np.unique(trained, return_counts=True)
-    allowed = _times(unique, *np.unique(planned, return_counts=True))
+    counts = Counter(planned.tolist())
+    allowed = np.array([counts[each] for each in unique.tolist()], np.int64)
     repeated = np.repeat(unique, np.maximum(times - np.maximum(allowed, 1), 0))
     unplanned = unique[allowed == 0]
-    wanted = np.concatenate([planned, owed])
+    wanted = np.concatenate([planned, at_end])
     missing = np.setdiff1d(wanted, np.concatenate([unique, rejected]))
     examples = np.concatenate([repeated, missing, unplanned])[:_EXAMPLES]
     return EpochAudit(
@@ -264,13 +247,3 @@ def _judge(
         is_over=expected is not None and expected.is_over,
         examples=tuple(int(each).to_bytes(8, "little").hex()[:14] for each in examples),
     )
-
-
-def _times(keys: Identities, unique: Identities, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    found: dict[int, int] = defaultdict(int, zip(unique.tolist(), counts.tolist(), strict=True))
-    return np.array([found[key] for key in keys.tolist()], np.int64)
-
-
-def _in_order(streams: Sequence[str]) -> Any:
-    order = {name: index for index, name in enumerate(streams)}
-    return lambda key: (order.get(key[0], len(order)), key[1])

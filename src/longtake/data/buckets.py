@@ -1,6 +1,7 @@
-"""Which shape a clip is trained in: a pure function of the clip's record and the recipe."""
+"""Which bucket, window and seed a clip is trained with: pure functions of clip, recipe and seed."""
 
 import tempfile
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,26 +11,27 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from longtake.config import Bucket
+from longtake.config import Bucket, DataSection
 from longtake.data.catalog import Catalog
+from longtake.data.clip import Clip
+from longtake.data.order import derive
+from longtake.data.window import Crop, Window, crop
 
-Rows = NDArray[np.uint32]
-"""Rows of a catalog."""
+Rows = NDArray[np.uint32]  # of a catalog
 
 TOO_SHORT = "too short for every bucket"
 ONLY_STILLS = "a video that only buckets of 1 frame could take"
 
 _CHUNK = 2**20
-_MOST_ON_THE_HEAP = 2**18  # rows: a megabyte
+_MAX_ROWS_ON_HEAP = 2**18  # a megabyte; more are mapped from a file
 
 
 @dataclass(frozen=True)
-class Members:
+class BucketAssignment:
     """Clips of a catalog, sorted into buckets."""
 
     shapes: tuple[Bucket, ...]
-    rows: tuple[Rows, ...]
-    """For each bucket its clips, as rows of the catalog, ascending."""
+    rows: tuple[Rows, ...]  # for each bucket its clips, as rows of the catalog, ascending
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -44,12 +46,8 @@ class Members:
 
 def sort_into_buckets(
     catalog: Catalog, rows: Rows, shapes: Sequence[Bucket], stride: int, *, stills: bool = False
-) -> tuple[Members, Counter[str]]:
-    """Give every clip to its best bucket, as `choose` does.
-
-    Returns:
-        The buckets, and how many clips none of them takes, by reason.
-    """
+) -> tuple[BucketAssignment, Counter[str]]:
+    """Assign every clip to its best bucket, as `choose`; count those that fit none, by reason."""
     sizes = _Sizes.of(catalog)
     taken: list[list[Rows]] = [[] for _ in shapes]
     for start in range(0, len(rows), _CHUNK):
@@ -57,7 +55,7 @@ def sort_into_buckets(
         choice = _choose(sizes.at(chunk), shapes, stride, stills)
         for bucket, mine in enumerate(_grouped(chunk, choice, len(shapes))):
             taken[bucket].append(mine)
-    members = Members(tuple(shapes), _stored(taken))
+    members = BucketAssignment(tuple(shapes), _stored(taken))
     dropped = len(rows) - len(members)
     has_stills = any(shape.num_frames == 1 for shape in shapes)  # long enough for these are all
     return members, Counter({ONLY_STILLS if has_stills else TOO_SHORT: dropped} if dropped else {})
@@ -75,8 +73,6 @@ def choose(
 
 
 class _Sizes(NamedTuple):
-    """What decides the bucket of each of some clips."""
-
     frames: NDArray[Any]
     widths: NDArray[Any]
     heights: NDArray[Any]
@@ -92,17 +88,19 @@ class _Sizes(NamedTuple):
 def _choose(
     sizes: _Sizes, shapes: Sequence[Bucket], stride: int, stills: bool
 ) -> NDArray[np.int64]:
-    """As `choose`. Millions of clips have few sizes, and each of these is judged once."""
+    # Millions of clips have few different sizes; each is compared with the buckets once.
     spans = np.unique([1, 2, *(span(shape, stride) for shape in shapes)])  # 2: it is a video
     fits = np.searchsorted(spans, sizes.frames, side="right")  # how many spans are short enough
     key = (fits << 40) | (sizes.widths << 20) | sizes.heights
     kinds, which = np.unique(key, return_inverse=True)
     frames, side = np.concatenate([[0], spans])[kinds >> 40], 2**20 - 1
     different = _Sizes(frames, (kinds >> 20) & side, kinds & side)
-    return _judge(different, shapes, stride, stills)[which]
+    return _choose_for_sizes(different, shapes, stride, stills)[which]
 
 
-def _judge(sizes: _Sizes, shapes: Sequence[Bucket], stride: int, stills: bool) -> NDArray[np.int64]:
+def _choose_for_sizes(
+    sizes: _Sizes, shapes: Sequence[Bucket], stride: int, stills: bool
+) -> NDArray[np.int64]:
     frames, widths, heights = sizes
     best = np.full(len(frames), -1)
     distance = np.full((3, len(frames)), np.inf)
@@ -142,7 +140,7 @@ def _stored(taken: Sequence[Sequence[Rows]]) -> tuple[Rows, ...]:
     """One array for each bucket; many rows are mapped from a file without a name, off the heap."""
     ends = np.cumsum([0, *(sum(map(len, chunks)) for chunks in taken)])
     everything = [chunk.astype(np.uint32, copy=False) for chunks in taken for chunk in chunks]
-    if ends[-1] > _MOST_ON_THE_HEAP:
+    if ends[-1] > _MAX_ROWS_ON_HEAP:
         with tempfile.TemporaryFile() as file:
             for chunk in everything:
                 chunk.tofile(file)
@@ -151,3 +149,102 @@ def _stored(taken: Sequence[Sequence[Rows]]) -> tuple[Rows, ...]:
     else:
         rows = np.concatenate([np.empty(0, np.uint32), *everything])
     return tuple(rows[start:end] for start, end in pairwise(ends))
+
+
+_MIDDLE = 0.5
+
+
+def sample_seed(run_seed: int, stage: str, source: str, epoch: int, clip: Clip) -> int:
+    """The seed of a sample, independent of rank and step, but not of stage, source and epoch."""
+    return derive(run_seed, "sample", f"{stage}/{source}", epoch, clip.identity)
+
+
+def sample_window(clip: Clip, shape: Bucket, data: DataSection, seed: int) -> Window:
+    """The window of a sample: where it begins, how it is cut and whether it is mirrored."""
+    begins = starts(clip, shape, data)
+    start = begins[seed % len(begins)]
+    across, down = (_fraction(seed, axis) if data.random_crop else _MIDDLE for axis in "xy")
+    cut = crop(clip.height, clip.width, shape, across, down)
+    is_flipped = data.flip > 0 and _fraction(seed, "flip") < data.flip
+    return _window(clip, shape, data, start, cut, is_flipped=is_flipped)
+
+
+def all_windows(clip: Clip, shape: Bucket, data: DataSection) -> list[Window]:
+    """Every window that samples of a clip may have, where crops are not random."""
+    assert not data.random_crop
+    cut = crop(clip.height, clip.width, shape)
+    mirrored = [False, True] if 0 < data.flip < 1 else [data.flip == 1]
+    return [
+        _window(clip, shape, data, start, cut, is_flipped=is_flipped)
+        for start in starts(clip, shape, data)
+        for is_flipped in mirrored
+    ]
+
+
+def _window(
+    clip: Clip, shape: Bucket, data: DataSection, start: int, cut: Crop, *, is_flipped: bool
+) -> Window:
+    frames = range(start, start + span(shape, data.frame_stride), data.frame_stride)
+    return window_of(clip, frames, cut, shape.height, shape.width, is_flipped=is_flipped)
+
+
+def window_of(
+    clip: Clip, frames: range, cut: Crop, height: int, width: int, *, is_flipped: bool = False
+) -> Window:
+    """Some frames of a clip, scaled and then cut to a size."""
+    return Window(
+        identity=clip.identity,
+        media=clip.media,
+        kind=clip.kind,
+        stream_index=clip.stream_index,
+        rotation=clip.rotation,
+        source_height=clip.height,
+        source_width=clip.width,
+        start=frames.start,
+        num_frames=len(frames),
+        stride=frames.step,
+        timestamps=tuple(map(clip.timing.of, frames)) if clip.timing else (),
+        seek_to=_keyframe_before(clip, frames.start),
+        scaled_height=cut.scaled_height,
+        scaled_width=cut.scaled_width,
+        top=cut.top,
+        left=cut.left,
+        height=height,
+        width=width,
+        is_flipped=is_flipped,
+    )
+
+
+def starts(clip: Clip, shape: Bucket, data: DataSection) -> Sequence[int]:
+    """First frames of the windows of a bucket's length that are used of a clip, ascending.
+
+    All that it holds; with `data.windows` at most so many, from the first to the last at equal
+    distances. A single one lies in the middle.
+    """
+    last = num_starts(clip, shape, data.frame_stride) - 1
+    if data.windows is None or data.windows > last:
+        return range(last + 1)
+    if data.windows == 1:
+        return [last // 2]
+    gaps = data.windows - 1
+    return [(2 * number * last + gaps) // (2 * gaps) for number in range(data.windows)]
+
+
+def num_starts(clip: Clip, shape: Bucket, stride: int) -> int:
+    return clip.num_frames - span(shape, stride) + 1
+
+
+def is_only_window(clip: Clip, shape: Bucket, data: DataSection) -> bool:
+    return len(starts(clip, shape, data)) == 1 and not data.random_crop
+
+
+def _keyframe_before(clip: Clip, frame: int) -> int | None:
+    """The timestamp of the keyframe that decoding may begin at; None: from the beginning."""
+    place = bisect_right(clip.keyframes, frame)
+    if clip.timing is None or not place or clip.keyframes[place - 1] == 0:
+        return None
+    return clip.timing.of(clip.keyframes[place - 1])
+
+
+def _fraction(seed: int, what: str) -> float:
+    return float(derive(seed, what) / 2**63)

@@ -1,14 +1,14 @@
-"""Latents and prompt embeddings that were computed before: named, written and read.
+"""Latents and prompt embeddings that were computed once: names, files, reading.
 
     CACHE/latents/3f/3f09….safetensors      of a window of a clip
     CACHE/references/07/07b1….safetensors   of a further picture, cut as its clip is
     CACHE/prompts/a2/a2c1….safetensors      of a caption
     CACHE/hashes/5b27….jsonl                content hashes of further pictures, by path
     CACHE/encoders/90c1….jsonl              content hashes of encoders' weights, by path
-    CACHE/aside/                            what is being written
+    CACHE/aside/                            files that are being written
 
-A name is a hash of all that decides what the file holds: the content, how it is cut, and the
-encoder's fingerprint. So no entry is out of date, and several recipes and processes share a folder.
+A name is a hash of the content, the window and the encoder's fingerprint, so several recipes and
+processes share a folder.
 """
 
 import hashlib
@@ -23,8 +23,7 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import safetensors
 import torch
@@ -33,9 +32,8 @@ from torch import Tensor
 
 from longtake.config import Bucket, DataSection
 from longtake.data.clip import Clip, Media
-from longtake.data.indexing.probe import content_hash
-from longtake.data.references import Reference, references_of
-from longtake.data.window import Window
+from longtake.data.probe import content_hash
+from longtake.data.window import ReferencePicture, Window, references_of
 from longtake.data.workers import WorkerIncident
 from longtake.errors import ClipError, DataError, RecordError
 from longtake.fsio import make_writable, open_regular, read_records, read_regular
@@ -52,24 +50,17 @@ _Stamp = tuple[int, int]
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """One file of a cache.
+    """One file of a cache."""
 
-    Attributes:
-        path: where it lies, or would.
-        what: what it holds, for people.
-    """
-
-    path: Path
-    what: str
+    path: Path  # where it lies, or would
+    what: str  # what it holds, for people
 
     @property
     def key(self) -> str:
-        """What names it among all entries."""
         return self.path.stem
 
     @property
     def kind(self) -> str:
-        """`latents`, `references` or `prompts`."""
         return self.path.parents[1].name
 
     def is_whole(self) -> bool:
@@ -81,11 +72,7 @@ class CacheEntry:
             return False
 
     def read(self) -> dict[str, Tensor]:
-        """What was written.
-
-        Raises:
-            ClipError: it is not there, or is damaged; then it is removed, to be computed again.
-        """
+        """What was written."""
         try:
             data = read_regular(self.path)
         except FileNotFoundError as error:
@@ -101,11 +88,7 @@ class CacheEntry:
             raise ClipError(self.path, f"{self.what} is damaged in the cache: {error}") from error
 
     def write(self, tensors: Mapping[str, Tensor]) -> int:
-        """Write it, whole or not at all; returns the size in bytes.
-
-        Raises:
-            DataError: it cannot be written.
-        """
+        """Write it, whole or not at all; returns the size in bytes."""
         data = _packed(tensors, self.what)
         # Several processes may write it at once: each has a name of its own.
         aside = self.path.parents[2] / "aside" / f"{self.key}.{secrets.token_hex(4)}"
@@ -142,7 +125,6 @@ class Cache:
     no_caption: str  # what a dropped caption is encoded as
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what was read already."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @cached_property
@@ -169,7 +151,7 @@ class Cache:
         what = f"the latents of {window.media} from frame {window.start}"
         return self._entry("latents", self.codec, facts, what)
 
-    def reference(self, name: str, reference: Reference) -> CacheEntry:
+    def reference(self, name: str, reference: ReferencePicture) -> CacheEntry:
         """Where the latents of a further picture are.
 
         Raises:
@@ -183,12 +165,10 @@ class Cache:
         what = f"the latents of {name} {reference.media}"
         return self._entry("references", self.codec, facts, what)
 
-    def references(self, window: Window) -> dict[str, Reference]:
-        """The further pictures of a clip of which a window is trained on, by name."""
+    def references(self, window: Window) -> dict[str, ReferencePicture]:
         return references_of(window, self.data.references)
 
     def prompt(self, caption: str) -> CacheEntry:
-        """Where the embeddings of a caption are."""
         return self._entry("prompts", self.text, (caption,), f"the embeddings of {caption!r}")
 
     def _entry(self, kind: str, encoder: str, facts: tuple[object, ...], what: str) -> CacheEntry:
@@ -199,7 +179,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class _Content:
-    """What a sample is made of: its latents [C, F', H', W'], and what the model is told of it."""
+    """A sample: latents [C, F', H', W'] and the model's conditioning."""
 
     latents: Tensor
     conditioning: dict[str, Tensor]
@@ -216,32 +196,17 @@ class CachedSource:
         self._failures = failures
         self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="cache")
 
-    def places(self, shape: Bucket, num_places: int) -> "CachedBuffer":
-        """The empty places of one batch."""
+    def buffer(self, shape: Bucket, num_places: int) -> "CachedBuffer":
         return CachedBuffer(self, shape, num_places)
 
     def incidents(self) -> list[WorkerIncident]:
-        """None: there are no processes."""
         return []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self.threads.shutdown(wait=True, cancel_futures=True)
 
     def content(self, clip: Clip, window: Window) -> _Content:
-        """Read a sample.
-
-        Raises:
-            ClipError: the clip could not be decoded when the cache was filled, or the cache is
-                incomplete or damaged.
-        """
+        """Read a sample."""
         cache = self.cache
         entry = cache.latents(window)
         if failure := self._failures.get(entry.key):
@@ -256,39 +221,33 @@ class CachedSource:
 class CachedBuffer:
     """The samples of one batch."""
 
-    def __init__(self, feed: CachedSource, shape: Bucket, num_places: int) -> None:
-        self._feed = feed
+    def __init__(self, source: CachedSource, shape: Bucket, num_places: int) -> None:
+        self._source = source
         self._shape = shape
-        self._begun: dict[int, Future[_Content]] = {}
+        self._pending: dict[int, Future[_Content]] = {}
         self._filled: list[_Content | None] = [None] * num_places
 
     def begin(self, place: int, clip: Clip, window: Window) -> None:
-        """Start to read a sample."""
-        self._begun[place] = self._feed.threads.submit(self._feed.content, clip, window)
+        self._pending[place] = self._source.threads.submit(self._source.content, clip, window)
 
     def wait(self, place: int) -> None:
-        """Return when a place is filled, or will never be.
-
-        Raises:
-            ClipError: it cannot be.
-        """
-        self._filled[place] = self._begun.pop(place).result()
+        self._filled[place] = self._pending.pop(place).result()
 
     def copy(self, source: int, place: int) -> None:
-        """Fill a place like another one, which is filled."""
         self._filled[place] = self._filled[source]
 
     def fields(self) -> dict[str, Any]:
-        """`latents`, `conditioning` and `no_caption`."""
         contents = [each for each in self._filled if each is not None]
         assert len(contents) == len(self._filled)
-        told = [each.conditioning for each in contents]
-        no_caption = self._feed.cache.unconditional
+        conditioning = [each.conditioning for each in contents]
+        no_caption = self._source.cache.unconditional
         size = (len(contents), 3, 0, self._shape.height, self._shape.width)
         return {
             "videos": torch.empty(size, dtype=torch.uint8),
             "latents": torch.stack([each.latents for each in contents]),
-            "conditioning": {name: torch.stack([each[name] for each in told]) for name in told[0]},
+            "conditioning": {
+                name: torch.stack([each[name] for each in conditioning]) for name in conditioning[0]
+            },
             "no_caption": {name: each[None] for name, each in no_caption.items()},
         }
 
@@ -414,7 +373,7 @@ def _unpacked(data: bytes) -> dict[str, Tensor]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """[rows, bytes of a row] uint8: what torch calls equal may differ, such as 0 and -0."""
+    # bytes, as torch.equal does not distinguish 0 and -0
     return tensor.reshape(len(tensor), -1).view(torch.uint8)
 
 
@@ -441,7 +400,6 @@ def _digest(tensors: Mapping[str, Tensor], shapes: Mapping[str, list[Any]]) -> s
 
 
 def _header(file: BinaryIO) -> dict[str, Any] | None:
-    """The header of a safetensors file; None if the file has not the length that it says."""
     start = file.read(8)
     header = file.read(min(int.from_bytes(start, "little"), _MOST_HEADER_BYTES))
     return _parse(start, header, file.seek(0, 2))

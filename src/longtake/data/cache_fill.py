@@ -20,26 +20,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longtake.config import Bucket
+from longtake.data.buckets import all_windows
 from longtake.data.cache import Cache, CacheEntry, CacheFailure
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.decode_worker import DecodePool
 from longtake.data.plan import Plan
-from longtake.data.references import Reference, without_reference
-from longtake.data.sample import all_windows
 from longtake.data.tasks import run_tasks
-from longtake.data.window import Window
+from longtake.data.window import ReferencePicture, Window, reference_error
 from longtake.data.workers import Task, WorkerIncident
 from longtake.errors import ClipError, DataError
 from longtake.formatting import format_duration
 from longtake.heartbeat import HeartbeatDir
 
-EncodePixels = Callable[[NDArray[np.uint8]], Tensor]
-"""From [3, F, H, W] uint8 to latents [C, F', H', W']."""
-EncodeCaption = Callable[[str], dict[str, Tensor]]
-"""From a caption to a model's conditioning, each tensor without a batch dimension."""
-Progress = Callable[[int, int], object]
-"""Called with (done, in all)."""
+EncodePixels = Callable[[NDArray[np.uint8]], Tensor]  # [3, F, H, W] to latents [C, F', H', W']
+EncodeCaption = Callable[[str], dict[str, Tensor]]  # tensors without a batch dimension
+Progress = Callable[[int, int], object]  # called with (done, in all)
 
 CACHE_KINDS = ("latents", "references", "prompts")
 
@@ -91,7 +87,6 @@ class CacheReport:
     seconds: float = 0.0
 
     def wrote(self, entry: CacheEntry, num_bytes: int) -> None:
-        """Count an entry."""
         self.computed[entry.kind] += 1
         self.num_bytes += num_bytes
 
@@ -153,7 +148,7 @@ def find_missing(
         plan: what is to be trained.
         share: which of all clips and captions to look for.
         without: identities of clips that are not trained on.
-        progress: is told of clips.
+        progress: called with (clips done, clips in all).
     """
     rows = list(islice(_rows(plan), share.start, share.stop, share.step))
     captions = _captions(plan, cache.no_caption)[share]
@@ -245,7 +240,6 @@ class EncodeTask(Task[Sequence[CacheItem | str], CacheReport]):
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """The cache's, in which nodes write."""
         return (self.cache.folder / "aside",)
 
     def do(self, item: Sequence[CacheItem | str], progress: Callable[[], object]) -> CacheReport:
@@ -264,7 +258,6 @@ class EncodeTask(Task[Sequence[CacheItem | str], CacheReport]):
         )
 
     def reads(self, item: Sequence[CacheItem | str]) -> str:
-        """The first clip's file."""
         return "" if isinstance(item[0], str) else item[0].clip.media.path
 
 
@@ -301,7 +294,7 @@ class _Part(NamedTuple):
     """One thing that a sample is made of, and that the cache lacks."""
 
     name: str  # of a reference picture; "" is the clip itself
-    wanted: Window | Reference
+    wanted: Window | ReferencePicture
     pixels: Future[NDArray[np.uint8]]
 
 
@@ -347,18 +340,17 @@ def _look(cache: Cache, item: CacheItem, without: Container[str]) -> tuple[Count
     return present, is_missing
 
 
-def _wanted(cache: Cache, window: Window) -> dict[str, Window | Reference]:
-    """What a sample is made of: its clip by the name "", reference pictures by theirs."""
+def _wanted(cache: Cache, window: Window) -> dict[str, Window | ReferencePicture]:
     return {"": window, **cache.references(window)}
 
 
-def _entry(cache: Cache, name: str, wanted: Window | Reference) -> CacheEntry:
-    if isinstance(wanted, Reference):
+def _entry(cache: Cache, name: str, wanted: Window | ReferencePicture) -> CacheEntry:
+    if isinstance(wanted, ReferencePicture):
         return cache.reference(name, wanted)
     return cache.latents(wanted)
 
 
-def _whole(cache: Cache, name: str, wanted: Window | Reference) -> CacheEntry | None:
+def _whole(cache: Cache, name: str, wanted: Window | ReferencePicture) -> CacheEntry | None:
     """The entry, if it is there."""
     try:
         entry = _entry(cache, name, wanted)
@@ -384,7 +376,7 @@ def _finish(cache: Cache, job: _Job, encode: EncodePixels, report: CacheReport) 
         try:
             decoded, entry = pixels.result(), _entry(cache, name, wanted)
         except ClipError as error:
-            why = without_reference(job.window, name, error) if name else error
+            why = reference_error(job.window, name, error) if name else error
             failures.append(CacheFailure(job.window.identity, str(why.path), why.reason))
             continue
         if not entry.is_whole():  # another process may have been faster
@@ -395,5 +387,5 @@ def _finish(cache: Cache, job: _Job, encode: EncodePixels, report: CacheReport) 
 
 
 def _shuffled(items: Sequence[_T]) -> Iterable[_T]:
-    """In another order in each process, so that several share the work."""
+    # a random order in each process, so that several share the work
     return (items[int(number)] for number in np.random.default_rng().permutation(len(items)))

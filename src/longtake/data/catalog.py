@@ -1,17 +1,17 @@
-"""The catalog: one table of all clips that can be trained on, and of the files that cannot.
+"""The catalog: one Parquet table of all clips, and of the files that were rejected.
 
-`longtake.data.index` writes it; training only reads it. It is one Parquet file: the clips sorted
-by identity, then, with a `reason`, what was set aside (rejected files and further copies). Paths
-below the catalog's folder are stored relative to it, so a folder of clips with its catalog inside
-can be moved or copied. Columns stay columns: no Python object is made for each clip, and a large
-table is mapped from disk, so that all processes of a machine read it from the same memory.
+`longtake.data.index` writes it; training only reads it. Paths below its folder are stored relative
+to it. No Python object is made for each clip, and a large table is mapped from disk and shared.
 """
 
+import hashlib
+import math
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,34 +19,243 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from longtake.data.clip import Clip
-from longtake.data.table import (
-    ASIDE_SCHEMA,
-    ATTRIBUTE,
-    CLIP_SCHEMA,
-    FINGERPRINT_KEY,
-    ROWS_PER_GROUP,
-    SCHEMA_VERSION,
-    VERSION_KEY,
-    check_values,
-    clip_of,
-    fingerprint_of,
-    is_ascending,
-    one_array,
-    read,
-    relative,
-    row_of,
-    version_of,
-    with_attributes,
-)
+from longtake.data.clip import Clip, Media, Timing
 from longtake.errors import DataError
 from longtake.fsio import atomic_write, is_missing, open_regular
 
-_HOW: Final[dict[str, Any]] = {
-    "row_group_size": ROWS_PER_GROUP,
-    "compression": "zstd",
-    "write_page_checksum": True,
+SCHEMA_VERSION = 2
+_MAX_FLOAT = np.finfo(np.float64).max
+
+VERSION_KEY = b"longtake.catalog"
+FINGERPRINT_KEY = b"longtake.fingerprint"
+ATTRIBUTE = "attributes."
+CLIP_SCHEMA = pa.schema(
+    [
+        ("identity", pa.binary(16)),
+        ("path", pa.string()),  # of the file, or of the tar
+        ("member", pa.string()),
+        ("offset", pa.int64()),
+        ("num_bytes", pa.int64()),  # null: all of the file
+        ("kind", pa.string()),
+        ("caption", pa.string()),
+        ("num_frames", pa.int32()),
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+        ("fps", pa.float64()),
+        ("duration_seconds", pa.float64()),
+        ("stream_index", pa.int32()),
+        ("rotation", pa.int32()),
+        ("codec", pa.string()),
+        ("pix_fmt", pa.string()),
+        ("color_range", pa.string()),
+        ("color_transfer", pa.string()),
+        ("first_pts", pa.int64()),  # null: the timestamps cannot be relied on
+        ("pts_step", pa.int64()),
+        ("pts", pa.list_(pa.int64())),  # only where the spacing is uneven
+        ("keyframes", pa.list_(pa.int32())),
+        ("prepared_from", pa.string()),
+        ("file_bytes", pa.int64()),  # with the next: whether the file is still the same
+        ("file_mtime_ns", pa.int64()),
+    ]
+)
+ASIDE_SCHEMA = pa.schema(
+    [
+        ("identity", pa.binary(16)),  # of a further copy of a clip; rejected files have none
+        ("path", pa.string()),
+        ("file_bytes", pa.int64()),
+        ("file_mtime_ns", pa.int64()),
+        ("reason", pa.string()),
+    ]
+)
+_MAY_BE_NULL = ("num_bytes", "first_pts", "pts_step", "pts", "file_bytes", "file_mtime_ns")
+_MAX_PIXELS_A_SIDE, _MAX_FRAMES, _MAX_BYTES = 2**20 - 1, 2**30, 2**62
+_BOUNDS = {
+    "offset": (0, _MAX_BYTES),
+    "num_bytes": (1, _MAX_BYTES),
+    "num_frames": (1, _MAX_FRAMES),
+    "width": (1, _MAX_PIXELS_A_SIDE),
+    "height": (1, _MAX_PIXELS_A_SIDE),
+    "fps": (0, 1e9),
+    "duration_seconds": (0, 1e9),
+    "stream_index": (0, 2**16),
+    "first_pts": (-(2**61), 2**61),
+    "pts_step": (0, 2**61),
+    "file_bytes": (0, _MAX_BYTES),
 }
+_CHOICES = {"kind": ("image", "video"), "rotation": (0, 90, 180, 270)}
+_DECIDES_TRAINING = ("num_frames", "width", "height", "stream_index", "rotation")
+ROWS_PER_GROUP = 2**20
+_MAP_ABOVE_ROWS = 100_000  # some tens of MB
+
+
+def version_of(path: Path) -> str | None:
+    """Return the schema version of the catalog in a file, or None if there is no catalog."""
+    try:
+        if not path.is_file():  # opening a pipe would never end
+            return None
+        metadata: Mapping[bytes, bytes] = pq.read_schema(path).metadata or {}
+    except (OSError, ValueError, pa.ArrowException):
+        return None
+    version = metadata.get(VERSION_KEY)
+    return None if version is None else version.decode(errors="replace")
+
+
+def read(path: Path) -> pa.Table:
+    """Read all rows; a large table is mapped from a deleted temporary file."""
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        groups = range(file.metadata.num_row_groups)
+        schema = _disk_schema(file.schema_arrow)
+        folder = f"{path.resolve().parent}/"
+        if file.metadata.num_rows > _MAP_ABOVE_ROWS:
+            return _mapped(file, schema, folder)
+        tables = [_read_group(file, index, schema, folder) for index in groups]
+        return pa.concat_tables([schema.empty_table(), *tables]).combine_chunks()
+
+
+def _disk_schema(found: pa.Schema) -> pa.Schema:
+    missing = [name for name in CLIP_SCHEMA.names if name not in found.names]
+    if missing:
+        raise LookupError(f"it has no column {missing[0]}")
+    names = [name for name in found.names if name.startswith(ATTRIBUTE)]
+    schema = with_attributes(CLIP_SCHEMA, [name.removeprefix(ATTRIBUTE) for name in names])
+    return schema.append(ASIDE_SCHEMA.field("reason")).with_metadata(found.metadata)
+
+
+def _read_group(file: pq.ParquetFile, index: int, schema: pa.Schema, folder: str) -> pa.Table:
+    table = file.read_row_group(index).select(schema.names).cast(schema)
+    paths = table["path"]
+    absolute = pc.binary_join_element_wise(folder, paths, "")
+    paths = pc.if_else(pc.starts_with(paths, "/"), paths, absolute)
+    return table.set_column(table.column_names.index("path"), "path", paths).combine_chunks()
+
+
+def _mapped(file: pq.ParquetFile, schema: pa.Schema, folder: str) -> pa.Table:
+    with tempfile.NamedTemporaryFile(prefix="longtake-catalog-") as spill:
+        with pa.ipc.new_file(spill.name, schema) as writer:
+            for index in range(file.metadata.num_row_groups):
+                writer.write_table(_read_group(file, index, schema, folder))
+        pa.default_memory_pool().release_unused()
+        return pa.ipc.open_file(pa.memory_map(spill.name)).read_all()
+
+
+def check_values(table: pa.Table) -> None:
+    """Raise ValueError for a value that `data index` does not write."""
+    for name in CLIP_SCHEMA.names:
+        if name not in _MAY_BE_NULL and table[name].null_count:
+            raise ValueError(f"{table[name].null_count} clips have no {name}")
+    for name in table.column_names:
+        if name in _BOUNDS or name.startswith(ATTRIBUTE):
+            low, high = _BOUNDS.get(name, (-_MAX_FLOAT, _MAX_FLOAT))
+            is_in = pc.and_(pc.greater_equal(table[name], low), pc.less_equal(table[name], high))
+            _refuse(table, name, pc.invert(is_in))
+    for name, choices in _CHOICES.items():
+        known = pc.is_in(table[name], value_set=pa.array(choices, table[name].type))
+        _refuse(table, name, pc.invert(known))
+    _refuse(table, "path", pc.match_substring(table["path"], "\0"))
+    frames = table["num_frames"].to_numpy().astype(np.int64)
+    has_first, has_step = pc.is_valid(table["first_pts"]), pc.is_valid(table["pts_step"])
+    _refuse(table, "pts_step", pc.xor(has_first, has_step))
+    steps = table["pts_step"].fill_null(0).to_numpy().astype(np.float64)
+    _refuse(table, "pts_step", pa.array(steps * frames > 2**62))
+    _refuse(table, "keyframes", pa.array(_is_disordered(table, "keyframes", frames)))
+    lengths = pc.fill_null(pc.list_value_length(table["pts"]), 0).to_numpy()
+    is_wrong = (lengths > 0) & (lengths != frames)
+    _refuse(table, "pts", pa.array(is_wrong | _is_disordered(table, "pts", None)))
+
+
+def _refuse(table: pa.Table, name: str, is_wrong: Any) -> None:
+    """Raise for the first row of a mask that is set; null is not."""
+    row = pc.index(is_wrong, True).as_py()
+    if row >= 0:
+        value = table[name][row].as_py()
+        raise ValueError(f"a clip's {name.removeprefix(ATTRIBUTE)} is {value!r:.80}")
+
+
+def _is_disordered(table: pa.Table, name: str, limits: NDArray[np.int64] | None) -> NDArray[Any]:
+    """[N] whether a list of integers does not ascend or, with limits, is not below its row's."""
+    column = one_array(table[name])
+    rows = pc.list_parent_indices(column).to_numpy(zero_copy_only=False)
+    flat = pc.list_flatten(column)
+    if flat.null_count:
+        raise ValueError(f"a clip's {name} has gaps")
+    values = flat.to_numpy(zero_copy_only=False).astype(np.int64)
+    is_wrong = np.zeros(len(table), np.bool_)
+    is_wrong[rows[1:][(rows[1:] == rows[:-1]) & (values[1:] <= values[:-1])]] = True
+    if limits is not None:
+        is_wrong[rows[(values < 0) | (values >= limits[rows])]] = True
+    return is_wrong
+
+
+def relative(paths: pa.ChunkedArray, folder: str) -> pa.ChunkedArray:
+    below = pc.starts_with(paths, folder)
+    return pc.if_else(below, pc.utf8_slice_codeunits(paths, len(folder)), paths)
+
+
+def with_attributes(schema: pa.Schema, names: Iterable[str]) -> pa.Schema:
+    for name in names:
+        schema = schema.append(pa.field(ATTRIBUTE + name, pa.float64()))
+    return schema
+
+
+def row_of(clip: Clip, attribute_names: Iterable[str]) -> dict[str, Any]:
+    """Lay one clip out flat; without the stamps of its file."""
+    row = {name: getattr(clip, name, None) for name in CLIP_SCHEMA.names}
+    media, timing = clip.media, clip.timing
+    row |= {"path": media.path, "member": media.member, "offset": media.offset}
+    row |= {"identity": bytes.fromhex(clip.identity), "num_bytes": media.num_bytes}
+    if timing is not None:
+        row |= {"first_pts": timing.first, "pts_step": timing.step, "pts": timing.listed or None}
+    known = {name: value for name, value in clip.attributes.items() if not math.isnan(value)}
+    return row | {ATTRIBUTE + name: known.get(name) for name in attribute_names}
+
+
+def clip_of(row: dict[str, Any], attribute_names: Iterable[str]) -> Clip:
+    """Make a clip of one row, which is used up."""
+    media = Media(*(row.pop(name) for name in ("path", "member", "offset", "num_bytes")))
+    first, step, listed = (row.pop(name) for name in ("first_pts", "pts_step", "pts"))
+    attributes = {name: row.pop(ATTRIBUTE + name) for name in attribute_names}
+    del row["file_bytes"], row["file_mtime_ns"]
+    row["identity"] = row["identity"].hex()
+    row["keyframes"] = tuple(row["keyframes"])
+    row["timing"] = None if first is None else Timing(first, step, tuple(listed or ()))
+    row["attributes"] = {name: each for name, each in attributes.items() if each is not None}
+    return Clip(media=media, **row)
+
+
+def one_array(column: pa.ChunkedArray) -> pa.Array:
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def is_ascending(identities: pa.Array) -> bool:
+    """Whether each is above the one before, compared as big-endian halves of 64 bits."""
+    if identities.null_count:
+        return False
+    halves = np.frombuffer(_identity_bytes(identities), ">u8").reshape(-1, 2)
+    before, after = halves[:-1], halves[1:]
+    same = before[:, 0] == after[:, 0]
+    is_above = (before[:, 0] < after[:, 0]) | (same & (before[:, 1] < after[:, 1]))
+    return bool(is_above.all())
+
+
+def _identity_bytes(identities: pa.Array) -> memoryview:
+    start = identities.offset * 16
+    return memoryview(identities.buffers()[1] or b"")[start : start + 16 * len(identities)]
+
+
+def fingerprint_of(table: pa.Table) -> str:
+    """Hash column by column, so that it depends on the values only, not on how they lie."""
+    digest = hashlib.blake2b(f"catalog {SCHEMA_VERSION}\n".encode(), digest_size=16)
+    digest.update(len(table).to_bytes(8, "little"))
+    for chunk in table["identity"].chunks:
+        digest.update(_identity_bytes(chunk))
+    for name in _DECIDES_TRAINING:
+        digest.update(table[name].to_numpy().astype("<i8").tobytes())
+    captions = table["caption"]
+    digest.update(pc.binary_length(captions).to_numpy().astype("<i8").tobytes())
+    for chunk in filter(len, captions.chunks):
+        offsets = np.frombuffer(chunk.buffers()[1], np.int32)[chunk.offset :][: len(chunk) + 1]
+        digest.update(memoryview(chunk.buffers()[2] or b"")[offsets[0] : offsets[-1]])
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -63,7 +272,7 @@ class Duplicate:
 
 @dataclass(frozen=True)
 class Stamp:
-    """What tells without reading that a file is still the same."""
+    """Size and modification time of a file; if both are the same, it is not read again."""
 
     num_bytes: int
     mtime_ns: int
@@ -71,17 +280,12 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All clips, sorted by identity and each there once, and what was set aside.
+    """All clips, sorted by identity without duplicates, and the files that were left out."""
 
-    Attributes:
-        table: one row a clip, with the fields of `longtake.data.clip.Clip` as columns; `media`
-            and `timing` are laid out flat, and each attribute is a column `attributes.<name>`.
-        set_aside: one row for each rejected file and each further copy of a clip.
-        stored_fingerprint: of this table, where it is known already.
-    """
-
+    # One row for each clip: the fields of `Clip` as columns, `media` and `timing` flattened, and
+    # each attribute as a column `attributes.<name>`
     table: pa.Table
-    set_aside: pa.Table
+    set_aside: pa.Table  # one row for each rejected file and each further copy of a clip
     stored_fingerprint: str | None = field(default=None, compare=False, repr=False)
 
     def __len__(self) -> int:
@@ -95,19 +299,16 @@ class Catalog:
         duplicates: Iterable[Duplicate] = (),
         stamps: Mapping[str, Stamp] | None = None,
     ) -> "Catalog":
-        """Make a catalog of clips, in whatever order; no two have the same identity.
-
-        Args:
-            clips: what can be trained on.
-            rejected: what cannot.
-            duplicates: further copies of clips.
-            stamps: by `str(media)`, of the files that the entries were found in.
-        """
+        """Make a catalog of clips in any order; `stamps` of their files are by `str(media)`."""
         ordered = sorted(clips, key=lambda clip: clip.identity)
         names = sorted({name for clip in ordered for name in clip.attributes})
         known = stamps or {}
         rows = [row_of(clip, names) | _stamp_row(known.get(clip.path)) for clip in ordered]
-        aside = [*map(_rejection_row, rejected), *map(_duplicate_row, duplicates)]
+        aside: list[dict[str, Any]] = [vars(each) for each in rejected]
+        aside += [
+            {"path": each.path, "reason": "duplicate", "identity": bytes.fromhex(each.identity)}
+            for each in duplicates
+        ]
         aside = [row | _stamp_row(known.get(row["path"])) for row in aside]
         catalog = cls(
             pa.Table.from_pylist(rows, schema=with_attributes(CLIP_SCHEMA, names)),
@@ -136,9 +337,7 @@ class Catalog:
                 yield clip_of(row, self.attribute_names)
 
     def column(self, name: str) -> NDArray[Any]:
-        """One column as [N]: of the clips' fields, or an attribute by its bare name.
-
-        Attributes are float64, NaN where unknown.
+        """[N] a field of the clips, or an attribute by its bare name: float64, NaN where unknown.
 
         Raises:
             DataError: there is no such column.
@@ -154,13 +353,12 @@ class Catalog:
         return values
 
     def captions(self) -> list[str]:
-        """All captions; empty where none is known."""
         texts: list[str] = self.table["caption"].to_pylist()
         return texts
 
     @cached_property
     def identities(self) -> pa.Array:
-        """[N] the clips' identities as 16 bytes each, ascending."""
+        """[N] 16 bytes each, ascending."""
         return one_array(self.table["identity"])
 
     @cached_property
@@ -180,7 +378,7 @@ class Catalog:
         return Catalog(table, self.set_aside, self.stored_fingerprint)
 
     def relocated(self, other: "Catalog") -> "Catalog":
-        """The same clips; those that another catalog has too lie where it says."""
+        """The same clips with the paths that another catalog has for them."""
         where = pc.index_in(self.identities, value_set=other.identities)
         is_there, rows, table = pc.is_valid(where), pc.fill_null(where, 0), self.table
         if not len(other) or not pc.any(is_there).as_py():
@@ -192,10 +390,9 @@ class Catalog:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Names the training data: 32 hex digits over all that decides what is trained, and how.
+        """32 hex digits over identities, captions, and what decides buckets and windows.
 
-        That is each clip's identity and caption, and what its bucket and window follow from.
-        Neither paths nor attributes play a part, so a moved folder keeps its fingerprint.
+        Paths and attributes are not part of it, so a moved folder keeps its fingerprint.
         """
         return self.stored_fingerprint or fingerprint_of(self.table)
 
@@ -234,11 +431,7 @@ class Catalog:
         return replace(catalog, stored_fingerprint=fingerprint)
 
     def save(self, path: Path) -> None:
-        """Write the catalog as Parquet, aside first and renamed when whole.
-
-        Raises:
-            DataError: the file cannot be written.
-        """
+        """Write the catalog as Parquet; raise DataError if it cannot be written."""
         table = pa.concat_tables([self.table, self.set_aside], promote_options="default")
         paths = relative(table["path"], f"{path.parent.resolve()}/")
         table = table.set_column(table.column_names.index("path"), "path", paths)
@@ -246,7 +439,13 @@ class Catalog:
         try:
             with atomic_write(path) as aside:
                 table = table.replace_schema_metadata(marks)
-                pq.write_table(table, aside, **_HOW)
+                pq.write_table(
+                    table,
+                    aside,
+                    row_group_size=ROWS_PER_GROUP,
+                    compression="zstd",
+                    write_page_checksum=True,
+                )
         except OSError as error:
             raise cannot_write(path, error) from error
 
@@ -273,15 +472,6 @@ def _check_version(path: Path, remedy: str) -> None:
             f"The catalog {path} has format {version}, and this longtake reads format "
             f"{SCHEMA_VERSION}. {remedy}"
         )
-
-
-def _rejection_row(entry: Rejection) -> dict[str, Any]:
-    return {"path": entry.path, "reason": entry.reason}
-
-
-def _duplicate_row(entry: Duplicate) -> dict[str, Any]:
-    identity = bytes.fromhex(entry.identity)
-    return {"path": entry.path, "reason": "duplicate", "identity": identity}
 
 
 def _stamp_row(stamp: Stamp | None) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""One clip: what the catalog knows of a video or an image."""
+"""A clip, as the catalog knows it, and an item, as a source names it; imports nothing heavy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Literal
 
 Kind = Literal["video", "image"]
@@ -9,19 +10,12 @@ Kind = Literal["video", "image"]
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """Where the bytes of a clip lie: a file, or a member of an uncompressed tar.
+    """Where the bytes of a clip lie: a file, or a member of an uncompressed tar."""
 
-    Attributes:
-        path: absolute path of the file, or of the tar.
-        member: the name inside the tar; empty for a file of its own.
-        offset: where the member's bytes begin in the tar.
-        num_bytes: how many there are; None: all of the file.
-    """
-
-    path: str
-    member: str = ""
-    offset: int = 0
-    num_bytes: int | None = None
+    path: str  # absolute path of the file, or of the tar
+    member: str = ""  # the name inside the tar; empty for a file of its own
+    offset: int = 0  # where the member's bytes begin in the tar
+    num_bytes: int | None = None  # how many there are; None: all of the file
 
     def __str__(self) -> str:
         return f"{self.path}/{self.member}" if self.member else self.path
@@ -29,17 +23,11 @@ class Media:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Presentation timestamps of a clip's frames, in ticks of its stream's time base.
+    """Presentation timestamps of a clip's frames, in ticks of its stream's time base."""
 
-    Attributes:
-        first: of frame 0.
-        step: between two neighbours, where it is always the same; else 0.
-        listed: all of them, where they are not equally spaced; strictly ascending.
-    """
-
-    first: int
-    step: int
-    listed: tuple[int, ...] = ()
+    first: int  # of frame 0
+    step: int  # between two frames; 0 if it varies
+    listed: tuple[int, ...] = ()  # all of them if the step varies; strictly ascending
 
     def of(self, frame: int) -> int:
         return self.listed[frame] if self.listed else self.first + frame * self.step
@@ -47,48 +35,52 @@ class Timing:
 
 @dataclass(frozen=True)
 class Clip:
-    """One video, or one image (a clip of one frame), that can be trained on.
+    """One video, or one image (a clip of one frame), that can be trained on."""
 
-    Attributes:
-        identity: BLAKE2b-128 of the content as 32 hex digits; path and name play no part.
-        caption: what it shows; empty where none is known.
-        num_frames: frames that decoding yields, whatever the header says.
-        width: pixels of the upright picture.
-        height: pixels of the upright picture.
-        fps: average frame rate by the frames' timestamps; 0 for an image.
-        duration_seconds: from the first frame's start to the last one's end; 0 for an image.
-        stream_index: the video stream that is read, as an index into all streams.
-        rotation: degrees counterclockwise that turn a decoded frame upright: 0, 90, 180 or 270.
-        codec: FFmpeg's name of the compression format, such as `h264`; Pillow's for an image.
-        pix_fmt: FFmpeg's name of the decoded pixel format; Pillow's mode for an image.
-        color_range: `limited`, `full`, or empty where the file does not say.
-        color_transfer: `pq` and `hlg` are HDR; FFmpeg's name of any other, empty if unspecified.
-        timing: the frames' timestamps; None where the file's cannot be relied on to find frames.
-        keyframes: frames that decoding can begin at, as indices in presentation order, ascending.
-        prepared_from: identity of the clip that this one was transcoded from; else empty.
-        attributes: scores by name, such as `nouns`, that a curriculum can select by.
-    """
-
-    identity: str
+    identity: str  # BLAKE2b-128 of the content as 32 hex digits; path and name play no part
     media: Media
     kind: Kind
-    caption: str
-    num_frames: int
-    width: int
-    height: int
-    fps: float
-    duration_seconds: float
-    stream_index: int
-    rotation: int
-    codec: str
-    pix_fmt: str
-    color_range: str = ""
-    color_transfer: str = ""
-    timing: Timing | None = None
-    keyframes: tuple[int, ...] = ()
-    prepared_from: str = ""
-    attributes: Mapping[str, float] = field(default_factory=dict)
+    caption: str  # what it shows; empty where none is known
+    num_frames: int  # frames that decoding yields, whatever the header says
+    width: int  # pixels of the upright picture
+    height: int  # pixels of the upright picture
+    fps: float  # average frame rate by the frames' timestamps; 0 for an image
+    duration_seconds: float  # from the first frame's start to the last one's end; 0 for an image
+    stream_index: int  # the video stream that is read, as an index into all streams
+    rotation: int  # degrees counterclockwise that turn a decoded frame upright: 0, 90, 180 or 270
+    codec: str  # FFmpeg's name of the compression format, such as `h264`; Pillow's for an image
+    pix_fmt: str  # FFmpeg's name of the decoded pixel format; Pillow's mode for an image
+    color_range: str = ""  # `limited`, `full`, or empty where the file does not say
+    color_transfer: str = ""  # `pq` and `hlg` are HDR; FFmpeg's name of any other, or empty
+    timing: Timing | None = None  # None: the file's timestamps do not identify its frames
+    keyframes: tuple[int, ...] = ()  # indices in presentation order, ascending
+    prepared_from: str = ""  # identity of the clip that this one was transcoded from; else empty
+    attributes: Mapping[str, float] = field(default_factory=dict)  # scores by name, such as `nouns`
 
     @property
     def path(self) -> str:
         return str(self.media)
+
+
+# A GIF is decoded by FFmpeg whether it moves or not.
+_VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".m4v", ".ts", ".gif")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif")
+MEDIA_SUFFIXES = (*_VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One video or image that a source names."""
+
+    media: Media
+    caption: str | None = None  # None: its source has none
+    attributes: Mapping[str, float] = field(default_factory=dict)  # scores that its source gives
+
+    @property
+    def kind(self) -> Kind:
+        suffix = PurePath(self.media.member or self.media.path).suffix
+        return "image" if suffix.lower() in IMAGE_SUFFIXES else "video"
+
+
+def is_media(name: str) -> bool:
+    return PurePath(name).suffix.lower() in MEDIA_SUFFIXES

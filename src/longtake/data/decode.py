@@ -1,14 +1,19 @@
-"""Opens one video and decodes its frames, strictly.
+"""Decodes videos and images strictly, within limits of memory and time.
 
-Files are hostile until proven good: a header may promise frames that are not there, and a cut
-file may end without an error. So decoding is strict, one thread decodes one file, nothing but
-local files is ever opened (FFmpeg lets a local playlist refer to nothing else), and whatever goes
-wrong is a ClipError. PyAV keeps FFmpeg's own log off by default, and nothing here turns it on.
+Files are hostile until proven good. One thread decodes one file, nothing but local files is opened
+(FFmpeg lets a local playlist refer to nothing else), and every failure is a ClipError.
 """
 
+import io
+import os
+import resource
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 
 import av
@@ -19,10 +24,161 @@ from av.stream import Disposition
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
+from PIL import Image, ImageOps
 
 from longtake.data.clip import Media
-from longtake.data.limits import check_pixels, max_pixels, out_of_memory
 from longtake.errors import ClipError
+
+MEMORY_GIB = 1.0  # for decoding one file, unless a recipe or an option gives more
+SECONDS = 60.0  # for decoding one whole file, besides a second for each 64 KiB
+
+_BYTES_PER_PIXEL = 16  # RGBA, as decoded, laid over white and converted; or some reference frames
+_BYTES_PER_SECOND = 2**16  # a film of 2 hours and 1 GB may take 4.5 hours
+
+_memory_gib: ContextVar[float] = ContextVar("memory_gib", default=MEMORY_GIB)
+
+
+class OutOfTimeError(ClipError):
+    """Decoding a file took longer than it may; another machine may be faster."""
+
+
+def max_pixels() -> int:
+    return int(_memory_gib.get() * 2**30 / _BYTES_PER_PIXEL)
+
+
+def check_pixels(media: Media, width: int, height: int) -> None:
+    """Refuse a picture that is too large to be decoded."""
+    if width * height > max_pixels():
+        raise ClipError(
+            str(media),
+            f"has {width}x{height} pixels, and {max_pixels():,} are allowed in {_allowed()}",
+        )
+
+
+def out_of_memory() -> str:
+    return f"decoding it takes more than {_allowed()}"
+
+
+def _allowed() -> str:
+    return (
+        f"{_memory_gib.get():g} GiB of memory (raise data.sample_memory_gib in a recipe, or "
+        "--memory-gib of data index, prepare and score)"
+    )
+
+
+@contextmanager
+def pixels_limited(memory_gib: float) -> Iterator[None]:
+    """Limit the size of pictures only, as threads have no memory limit of their own."""
+    token = _memory_gib.set(memory_gib)
+    try:
+        yield
+    finally:
+        _memory_gib.reset(token)
+
+
+@contextmanager
+def memory_limited(memory_gib: float) -> Iterator[None]:
+    """Limit what this process may allocate beyond what it has, and the size of pictures.
+
+    Shared memory and mapped files do not count. What would go beyond it raises MemoryError, or
+    FFmpeg's ENOMEM.
+    """
+    _, hard = before = resource.getrlimit(resource.RLIMIT_DATA)
+    pages = int(Path("/proc/self/statm").read_bytes().split()[5])  # as RLIMIT_DATA counts them
+    soft = pages * os.sysconf("SC_PAGE_SIZE") + int(memory_gib * 2**30)
+    soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    try:
+        with pixels_limited(memory_gib):
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What decoding one file may cost."""
+
+    memory_gib: float = MEMORY_GIB
+    seconds: float = SECONDS  # besides a second for each 64 KiB of the file
+
+    def timed(self, media: Media, progress: Callable[[], object]) -> Callable[[], None]:
+        """Return `progress`, which raises OutOfTimeError once the file has taken too long."""
+        num_bytes = media.num_bytes
+        if num_bytes is None:
+            num_bytes = 0
+            with suppress(OSError):  # reading it will fail with the reason
+                num_bytes = Path(media.path).stat().st_size
+        seconds = self.seconds + num_bytes / _BYTES_PER_SECOND
+        end = time.monotonic() + seconds
+
+        def progress_in_time() -> None:
+            if time.monotonic() > end:
+                raise OutOfTimeError(
+                    str(media),
+                    f"was not decoded in {seconds:.0f} s: {self.seconds:g} s (raise "
+                    "--timeout-seconds of data index) and 1 s for each "
+                    f"{_BYTES_PER_SECOND // 1024} KiB of the file",
+                )
+            progress()
+
+        return progress_in_time
+
+
+DEFAULT = Limits()
+
+
+def read_image(media: Media) -> NDArray[np.uint8]:
+    """The picture as [H, W, 3] uint8 RGB, upright; raises ClipError."""
+    return decode_image(media)[0]
+
+
+def decode_image(media: Media) -> tuple[NDArray[np.uint8], str, str]:
+    """Return the pixels [H, W, 3], the format, and the mode that they were stored in.
+
+    Transparent pixels are laid over white, 16-bit grey is scaled to 8 bits, colours are taken as
+    sRGB. JPEGs with further pictures inside (MPO) give the first.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd metadata, and of sizes, which are checked
+            with Path(media.path).open("rb") as file:
+                file.seek(media.offset)
+                data = file.read(-1 if media.num_bytes is None else media.num_bytes)
+            with Image.open(io.BytesIO(data)) as image:
+                _check_image(media, image)
+                codec, mode = (image.format or "").lower(), image.mode
+                return np.asarray(_image_rgb(ImageOps.exif_transpose(image))), codec, mode
+    except ClipError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise ClipError(str(media), "too many pixels for one picture") from error
+    except MemoryError as error:
+        raise ClipError(str(media), f"not a readable image: {out_of_memory()}") from error
+    except Exception as error:  # a hostile file makes Pillow's parsers raise almost anything
+        reason = str(error).split(" <_io")[0] or type(error).__name__
+        raise ClipError(str(media), f"not a readable image: {reason}") from error
+
+
+def _check_image(media: Media, image: Image.Image) -> None:
+    check_pixels(media, image.width, image.height)
+    num_pictures = getattr(image, "n_frames", 1)
+    if num_pictures > 1 and image.format != "MPO":
+        raise ClipError(str(media), f"holds {num_pictures} pictures; make a video or images of it")
+    if image.mode in ("I", "F"):
+        raise ClipError(str(media), f"pixels of mode {image.mode} have no defined white")
+
+
+def _image_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16"):
+        grey = np.asarray(image).astype(np.uint32)
+        return Image.fromarray(((grey + 128) // 257).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image.convert("RGB")
+
 
 # Files and parts of files: a playlist may ask for http and much else.
 _PROTOCOLS = {"protocol_whitelist": "file,subfile"}
@@ -154,12 +310,10 @@ def _is_before(packet: "Packet[VideoStream]", timestamp: int | None) -> bool:
 
 
 def rgb(frame: VideoFrame) -> NDArray[np.uint8]:
-    """Convert to [H, W, 3]; PyAV's default of many threads gives the same, 50 times slower."""
     return np.asarray(frame.to_ndarray(format="rgb24", threads=1), dtype=np.uint8)
 
 
 def reason_of(error: BaseException) -> str:
-    """What an error says, without its class where it says anything."""
     if isinstance(error, MemoryError):
         return out_of_memory()
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -24,9 +24,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from longtake.data.limits import MEMORY_GIB, memory_limited, pixels_limited
-from longtake.data.references import Reference, read
-from longtake.data.window import Window
+from longtake.data.decode import MEMORY_GIB, memory_limited, pixels_limited
+from longtake.data.window import ReferencePicture, Window, read
 from longtake.data.workers import Reply, Task, WorkerIncident, WorkerPool
 from longtake.errors import ClipError, LongtakeError
 from longtake.heartbeat import HeartbeatDir, HeartbeatWriter
@@ -37,7 +36,7 @@ _SECONDS_BETWEEN_PROGRESS = 0.5
 _TRIM_EVERY = 100  # items
 
 
-class DecodeTask(Task[Window | Reference, NDArray[np.uint8]]):
+class DecodeTask(Task[Window | ReferencePicture, NDArray[np.uint8]]):
     """Reads windows of clips, and reference pictures, into shared memory."""
 
     start_hint = "; or decode in threads of this process: data.workers=0"
@@ -48,32 +47,18 @@ class DecodeTask(Task[Window | Reference, NDArray[np.uint8]]):
 
     def do(
         self,
-        item: Window | Reference,
+        item: Window | ReferencePicture,
         progress: Callable[[], object],
         out: NDArray[np.uint8] | None = None,
     ) -> NDArray[np.uint8]:
-        """Return the pixels, [3, F, H, W], in `out` or a new array."""
         return read(item, out)
 
-    def lost(self, item: Window | Reference, reason: str) -> NDArray[np.uint8]:
-        """Raise ClipError."""
+    def lost(self, item: Window | ReferencePicture, reason: str) -> NDArray[np.uint8]:
         raise ClipError(str(item.media), reason)
 
 
 class DecodePool:
-    """Reads windows, in the order in which they are submitted, each twice if the first time failed.
-
-    A network file system may hiccup once, and a worker may be killed for what is not the clip's
-    fault.
-
-    Args:
-        workers: how many processes. 0: a few threads of this process, which start at once and
-            which nothing watches: a decoder that hangs or crashes takes the program with it.
-        sample_timeout_seconds: how long one window may take.
-        memory_gib: how much memory decoding one may take; threads only limit the size of pictures.
-        threads: how many threads, if there are no workers.
-        heartbeats: where the workers write their heartbeats; None: nowhere.
-    """
+    """Reads windows in the order of submission, each a second time if the first failed."""
 
     def __init__(
         self,
@@ -86,7 +71,7 @@ class DecodePool:
     ) -> None:
         self._memory_gib = memory_gib
         self._threads: ThreadPoolExecutor | None = None
-        self._workers: WorkerPool[Window | Reference, NDArray[np.uint8]] | None = None
+        self._workers: WorkerPool[Window | ReferencePicture, NDArray[np.uint8]] | None = None
         if workers:
             task = DecodeTask(sample_timeout_seconds, memory_gib)
             self._workers = WorkerPool(
@@ -96,15 +81,11 @@ class DecodePool:
             self._threads = ThreadPoolExecutor(threads, thread_name_prefix="decode")
 
     def submit(
-        self, wanted: Window | Reference, out: NDArray[np.uint8] | None = None
+        self, wanted: Window | ReferencePicture, out: NDArray[np.uint8] | None = None
     ) -> Future[NDArray[np.uint8]]:
         """Return the future of the pixels, [3, F, H, W] uint8, in `out` or a new array.
 
         It raises ClipError if the window cannot be read, and DataError if no worker can be started.
-
-        Raises:
-            DataError: no worker can be started.
-            RuntimeError: the pool is closed.
         """
         if out is None:
             out = np.empty(wanted.shape, np.uint8)
@@ -114,11 +95,9 @@ class DecodePool:
         return self._threads.submit(_read_twice, wanted, out, self._memory_gib)
 
     def incidents(self) -> list[WorkerIncident]:
-        """Return the incidents of the workers since the last call."""
         return self._workers.incidents() if self._workers else []
 
     def decoding(self) -> dict[int, str]:
-        """Return the workers' process ids, and the identity of the clip that each decodes."""
         running = self._workers.running() if self._workers else {}
         return {pid: wanted.identity if wanted else "" for pid, wanted in running.items()}
 
@@ -194,18 +173,17 @@ def _reply(
 
 
 def _shared(memory: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """An array in shared memory, which the parent has made large enough."""
     return np.frombuffer(mmap.mmap(memory, int(np.prod(shape))), np.uint8).reshape(shape)
 
 
 def _trim() -> None:
-    """Hand freed memory back, in 2 ms: frames of ever other sizes leave holes, which add up."""
+    # Frames of varying sizes leave holes in the heap that add up; this returns them in 2 ms.
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's own
         trim(0)
 
 
 def _read_twice(
-    wanted: Window | Reference, out: NDArray[np.uint8], memory_gib: float
+    wanted: Window | ReferencePicture, out: NDArray[np.uint8], memory_gib: float
 ) -> NDArray[np.uint8]:
     with pixels_limited(memory_gib):
         try:

@@ -1,55 +1,198 @@
 """Decodes every file once, strictly, and writes the catalog of those that can be trained on.
 
-What is known already is not read again: an older catalog at the output tells of files whose path,
-size and time of change are the same, and a journal beside it (`longtake.data.indexing.journal`) of
-files that an index which was stopped had finished.
+Known files are not read again: the older catalog at the output has those whose path, size and
+modification time are the same, and a journal beside it those that an interrupted index finished.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
+from typing import Annotated, NotRequired, TypeVar
 
-from longtake.data.catalog import Catalog, Duplicate, Rejection, Stamp, cannot_write
-from longtake.data.clip import Clip
-from longtake.data.indexing.captions import is_sidecar, read_captions
-from longtake.data.indexing.item import Item
-from longtake.data.indexing.journal import Memory, ProbeJournal, stamp_of
-from longtake.data.indexing.probe import Probe
-from longtake.data.indexing.probing import probe_all
-from longtake.data.indexing.sources import Found, find
-from longtake.data.limits import DEFAULT, Limits
-from longtake.data.table import SCHEMA_VERSION, version_of
+from pydantic import AfterValidator, TypeAdapter
+from typing_extensions import TypedDict
+
+from longtake.data.catalog import (
+    SCHEMA_VERSION,
+    Catalog,
+    Duplicate,
+    Rejection,
+    Stamp,
+    cannot_write,
+    version_of,
+)
+from longtake.data.clip import Clip, Item, Media
+from longtake.data.decode import DEFAULT, Limits
+from longtake.data.probe import Probe, ProbeTask
+from longtake.data.sources import FoundMedia, find, is_sidecar, read_captions
+from longtake.data.tasks import run_tasks
+from longtake.data.workers import SILENCE_SECONDS
 from longtake.errors import ClipError, DataError
-from longtake.fsio import make_writable
+from longtake.fsio import Journal, make_writable
+
+_T = TypeVar("_T")
+_ROWS_AT_ONCE = 2**16  # that are made into probes: many at once is five times faster
+_PROBE_FIELDS = [field.name for field in fields(Probe)]
+_SHOWN = 5  # rejected files in a message
+_MAX_LINE_BYTES = 2**24  # of an hour of video with unevenly spaced frames
+
+
+class _Entry(TypedDict):
+    media: str
+    stamp: tuple[int, int]
+    reason: NotRequired[str]
+    probe: NotRequired[Probe]
+
+
+def _is_whole(entry: _Entry) -> _Entry:
+    probe = entry.get("probe")
+    if probe is None and "reason" not in entry:
+        raise ValueError("expected `probe` or `reason`")
+    sizes = () if probe is None else (probe.num_frames, probe.width, probe.height)
+    is_named = probe is None or re.fullmatch("[0-9a-f]{32}", probe.identity)
+    if not is_named or not all(0 < size < 2**31 for size in sizes):
+        raise ValueError("expected an identity of 32 hex digits and sizes below 2^31")
+    return entry
+
+
+_ENTRY: TypeAdapter[_Entry] = TypeAdapter(Annotated[_Entry, AfterValidator(_is_whole)])
+
+
+class ProbeJournal(Journal[_Entry]):
+    """A journal beside the catalog `out` of what was found in each file."""
+
+    def __init__(self, out: Path) -> None:
+        path = out.with_name(f".{out.name}.journal.jsonl")
+        super().__init__(path, _ENTRY, max_line_bytes=_MAX_LINE_BYTES)
+
+    def note(self, media: Media, stamp: Stamp, found: Probe | ClipError) -> None:
+        stamped = {"media": str(media), "stamp": [stamp.num_bytes, stamp.mtime_ns]}
+        if isinstance(found, ClipError):
+            self.add(stamped | {"reason": found.reason})
+        else:
+            self.add(stamped | {"probe": asdict(found)})
+
+    def known(self) -> dict[str, tuple[Stamp, Probe | ClipError]]:
+        """The results of an interrupted index, by `str(media)`."""
+        known: dict[str, tuple[Stamp, Probe | ClipError]] = {}
+        for entry in self.read():
+            name = entry["media"]
+            found = entry.get("probe") or ClipError(name, entry.get("reason", ""))
+            known[name] = Stamp(*entry["stamp"]), found
+        return known
+
+
+class KnownProbes:
+    """Results for unchanged files, from an older catalog and from a journal."""
+
+    def __init__(
+        self, catalog: Catalog | None, journal: dict[str, tuple[Stamp, Probe | ClipError]]
+    ) -> None:
+        self._journal = journal
+        self._catalog = catalog
+        self._rows: dict[str, tuple[Stamp, int]] = {}
+        self._reasons: dict[str, tuple[Stamp, str]] = {}
+        if catalog is not None:
+            self._remember(catalog)
+
+    def _remember(self, catalog: Catalog) -> None:
+        columns = ("path", "member", "identity", "file_bytes", "file_mtime_ns")
+        lists = [catalog.table[name].to_pylist() for name in columns]
+        rows = {identity: row for row, identity in enumerate(lists[2])}
+        for path, member, identity, num_bytes, mtime_ns in zip(*lists, strict=True):
+            if num_bytes is not None:
+                known = Stamp(num_bytes, mtime_ns), rows[identity]
+                self._rows[str(Media(path, member))] = known
+        for entry in catalog.set_aside.to_pylist():
+            if entry["file_bytes"] is None:
+                continue
+            stamp = Stamp(entry["file_bytes"], entry["file_mtime_ns"])
+            if entry["identity"] in rows:
+                self._rows[entry["path"]] = stamp, rows[entry["identity"]]
+            else:
+                self._reasons[entry["path"]] = stamp, entry["reason"]
+
+    def recall(self, stamps: Mapping[str, Stamp]) -> dict[str, Probe | ClipError]:
+        """The results for files with the same stamp as before, by `str(media)`."""
+        results: dict[str, Probe | ClipError] = {}
+        rows = {}
+        for name, stamp in stamps.items():
+            if (written := _same(self._journal, name, stamp)) is not None:
+                results[name] = written
+            elif (row := _same(self._rows, name, stamp)) is not None:
+                rows[name] = row
+            elif (reason := _same(self._reasons, name, stamp)) is not None:
+                results[name] = ClipError(name, reason)
+        return results | self._probes(rows)
+
+    def _probes(self, rows: Mapping[str, int]) -> dict[str, Probe | ClipError]:
+        if self._catalog is None:
+            return {}
+        probes: dict[str, Probe | ClipError] = {}
+        names = list(rows)
+        for start in range(0, len(names), _ROWS_AT_ONCE):
+            some = names[start : start + _ROWS_AT_ONCE]
+            table = self._catalog.table.take([rows[name] for name in some])
+            clips = Catalog(table, self._catalog.set_aside).clips()
+            for name, clip in zip(some, clips, strict=True):
+                probes[name] = Probe(**{field: getattr(clip, field) for field in _PROBE_FIELDS})
+        return probes
+
+
+def _same(known: Mapping[str, tuple[Stamp, _T]], name: str, stamp: Stamp) -> _T | None:
+    before = known.get(name)
+    return before[1] if before is not None and before[0] == stamp else None
+
+
+def stamp_of(path: str) -> Stamp | None:
+    """Size and modification time of a file; None if it cannot be accessed."""
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return None
+    return Stamp(status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class ProbeOutcome:
+    """The result for one item."""
+
+    item: Item
+    found: Probe | ClipError
+    is_lasting: bool = True  # whether the same bytes always give the same result
+
+
+def probe_items(
+    items: Sequence[Item],
+    *,
+    on: str | None = None,
+    workers: int | None = None,
+    silence_seconds: float = SILENCE_SECONDS,
+    limits: Limits = DEFAULT,
+) -> Generator[ProbeOutcome]:
+    """Probe every item and yield the results in the order of completion."""
+    task = ProbeTask(limits, silence_seconds)
+    with closing(run_tasks(task, items, on=on, workers=workers)) as results:
+        for number, (found, is_lasting) in results:
+            yield ProbeOutcome(items[number], found, is_lasting)
 
 
 @dataclass(frozen=True)
 class IndexReport:
-    """What `index` found.
+    """What `index` found."""
 
-    Attributes:
-        accepted: clips in the catalog.
-        rejected: files that cannot be trained on, by path.
-        duplicates: further files with the content of an accepted one; left out.
-        without_caption: accepted clips whose caption is empty.
-        unmatched_captions: media that the captions name but that are not among the files.
-        unchanged: files that were not read again, because they are as they were.
-        scores_dropped: clips whose older scores were forgotten, because their caption changed.
-        passed_over: how many files in the searched folders have another ending, by ending.
-        unreadable: folders that cannot be searched, with the reason.
-    """
-
-    accepted: int
-    rejected: list[Rejection]
-    duplicates: int
-    without_caption: int
-    unmatched_captions: list[str]
-    unchanged: int
-    scores_dropped: int
-    passed_over: dict[str, int]
-    unreadable: list[Rejection]
+    accepted: int  # clips in the catalog
+    rejected: list[Rejection]  # files that cannot be trained on, by path
+    duplicates: int  # further files with the content of an accepted one; left out
+    without_caption: int  # accepted clips whose caption is empty
+    unmatched_captions: list[str]  # media that the captions name but that were not found
+    unchanged: int  # files that were not read again
+    scores_dropped: int  # clips that lost their older scores, because their caption changed
+    passed_over: dict[str, int]  # files in the searched folders with another ending, by ending
+    unreadable: list[Rejection]  # folders that cannot be searched
 
 
 def index(
@@ -66,47 +209,58 @@ def index(
     """Decode every video and image once and write the catalog of those that can be trained on.
 
     Args:
-        sources: folders, media files, lists, tables and tars: see `longtake.data.indexing.sources`.
+        sources: folders, media files, lists, tables and tars: see `longtake.data.sources`.
         captions: JSONL with one `{"video": path, "caption": text}` per line, and nothing else
-            captions a clip. None: what the sources say (a table's column, a tar's .txt), else
+            captions a clip. None: the sources' captions (a table's column, a tar's .txt), else
             `captions.jsonl` in each source folder, else `clip.txt` next to `clip.mp4`. `sidecar`:
-            as None, without `captions.jsonl`. How clips are found by name: see `read_captions`.
+            as None, without `captions.jsonl`.
         out: the catalog to write. An older catalog there is replaced; its clips' scores are kept.
         on: where files are decoded; see `run_tasks`. The catalog is the same to the byte.
-        workers: processes that decode; by default as many as there are cores. 0: this process,
-            which a hostile file can then hang or crash.
+        workers: processes that decode; by default one for each core. 0: this process, which a
+            hostile file can then hang or crash.
         progress: called with (files done, files in all).
-        fresh: read every file again, whatever is known of it.
-        limits: what decoding one file may cost; a file that needs more is rejected.
+        fresh: read unchanged files again, too.
+        limits: for decoding one file; a file that needs more is rejected.
 
     Raises:
         DataError: a source or the captions cannot be read, nothing is found or can be decoded,
-            the catalog cannot be written (which is found out before decoding), or no worker can be
-            started.
+            the catalog cannot be written (checked before decoding), or no worker can be started.
     """
     check_out(out)
     found = find(sources)
     items, unmatched = _captioned(found, captions)
     before = _catalog_before(out)
-    seen = look_at(
+    probed = probe_all(
         items, out, on=on, workers=workers, progress=progress, fresh=fresh, limits=limits
     )
-    clips = _clips(items, seen)
-    rejected = _rejected(items, seen, found.refused)
+    results = [(item, probed.results[str(item.media)]) for item in items]
+    clips = [
+        Clip(
+            media=item.media, caption=item.caption or "", attributes=item.attributes, **vars(result)
+        )
+        for item, result in results
+        if isinstance(result, Probe)
+    ]
+    errors = [*found.refused, *(each for _, each in results if isinstance(each, ClipError))]
+    rejected = sorted(map(_rejection, errors), key=lambda each: each.path)
     if not clips:
-        seen.journal.remove()
-        raise DataError(_all_rejected(rejected))
+        probed.journal.remove()
+        shown = "".join(f"\n  {each.path}: {each.reason}" for each in rejected[:_SHOWN])
+        more = f"\n  and {len(rejected) - _SHOWN} more" if len(rejected) > _SHOWN else ""
+        raise DataError(
+            f"None of {len(rejected)} files can be trained on; no catalog was written.{shown}{more}"
+        )
     kept, duplicates = without_duplicates(clips)
     kept, scores_dropped = _with_scores(kept, before)
-    Catalog.of(kept, rejected, duplicates, seen.stamps).save(out)
-    seen.journal.remove()
+    Catalog.of(kept, rejected, duplicates, probed.stamps).save(out)
+    probed.journal.remove()
     return IndexReport(
         accepted=len(kept),
         rejected=rejected,
         duplicates=len(duplicates),
         without_caption=sum(not clip.caption for clip in kept),
         unmatched_captions=unmatched,
-        unchanged=seen.unchanged,
+        unchanged=probed.unchanged,
         scores_dropped=scores_dropped,
         passed_over=dict(found.passed_over),
         unreadable=[_rejection(error) for error in found.unreadable],
@@ -114,23 +268,16 @@ def index(
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What is known of items.
-
-    Attributes:
-        results: what came of each, by `str(media)`.
-        stamps: of their files, by `str(media)`.
-        unchanged: how many of them were not read again.
-        journal: remembers them; to be removed once a catalog does.
-    """
+class ProbeResults:
+    """The results for items, by `str(media)`."""
 
     results: dict[str, Probe | ClipError]
-    stamps: dict[str, Stamp]
-    unchanged: int
-    journal: ProbeJournal
+    stamps: dict[str, Stamp]  # of their files
+    unchanged: int  # number of items that were not read again
+    journal: ProbeJournal  # to be removed when the catalog is written
 
 
-def look_at(
+def probe_all(
     items: Sequence[Item],
     out: Path,
     *,
@@ -139,34 +286,36 @@ def look_at(
     progress: Callable[[int, int], None] | None = None,
     fresh: bool = False,
     limits: Limits = DEFAULT,
-) -> Seen:
+) -> ProbeResults:
     """Decode every item that neither the catalog at `out` nor its journal knows; see `index`."""
     journal = ProbeJournal(out)
     if fresh:
         journal.remove()
-    memory = Memory(None if fresh else _catalog_before(out), journal.known())
-    stamps = _stamps(items)
-    results = memory.recall(stamps)
-    seen = Seen(results, stamps, len(results), journal)
+    known = KnownProbes(None if fresh else _catalog_before(out), journal.known())
+    stamp_of_file = cache(stamp_of)  # once for a tar, not once for each member
+    found = {str(item.media): stamp_of_file(item.media.path) for item in items}
+    stamps = {name: stamp for name, stamp in found.items() if stamp is not None}
+    results = known.recall(stamps)
+    probed = ProbeResults(results, stamps, len(results), journal)
     with journal:
-        if progress is not None and seen.results:
-            progress(len(seen.results), len(items))
-        new = [item for item in items if str(item.media) not in seen.results]
-        with closing(probe_all(new, on=on, workers=workers, limits=limits)) as outcomes:
+        if progress is not None and probed.results:
+            progress(len(probed.results), len(items))
+        new = [item for item in items if str(item.media) not in probed.results]
+        with closing(probe_items(new, on=on, workers=workers, limits=limits)) as outcomes:
             for outcome in outcomes:
                 name = str(outcome.item.media)
-                seen.results[name] = outcome.found
+                probed.results[name] = outcome.found
                 if not outcome.is_lasting:
-                    del seen.stamps[name]
-                elif name in seen.stamps:
-                    seen.journal.note(outcome.item.media, seen.stamps[name], outcome.found)
+                    del probed.stamps[name]
+                elif name in probed.stamps:
+                    probed.journal.note(outcome.item.media, probed.stamps[name], outcome.found)
                 if progress is not None:
-                    progress(len(seen.results), len(items))
-    return seen
+                    progress(len(probed.results), len(items))
+    return probed
 
 
-def _captioned(found: Found, captions: Path | None) -> tuple[list[Item], list[str]]:
-    """Return the items with the captions that count, and the names that captions fit to none."""
+def _captioned(found: FoundMedia, captions: Path | None) -> tuple[list[Item], list[str]]:
+    """The items with their captions, and the names in the captions that match no item."""
     paths = {str(item.media): Path(str(item.media)) for item in found.items}
     texts, unmatched = read_captions(captions, found.folders, list(paths.values()))
     is_alone = captions is not None and not is_sidecar(captions)
@@ -181,39 +330,13 @@ def _captioned(found: Found, captions: Path | None) -> tuple[list[Item], list[st
 def _catalog_before(out: Path) -> Catalog | None:
     try:
         return Catalog.load(out) if version_of(out) == str(SCHEMA_VERSION) else None
-    except DataError:  # damaged: it is replaced, and nothing of it is believed
+    except DataError:  # damaged: it is replaced, and nothing of it is used
         return None
 
 
-def _stamps(items: Iterable[Item]) -> dict[str, Stamp]:
-    """The stamps of the items' files, by `str(media)`; without files that cannot be looked at."""
-    stamp_of_file = cache(stamp_of)  # a tar is asked once, not once for each member
-    found = {str(item.media): stamp_of_file(item.media.path) for item in items}
-    return {name: stamp for name, stamp in found.items() if stamp is not None}
-
-
-def _clips(items: Iterable[Item], seen: Seen) -> list[Clip]:
-    return [
-        Clip(
-            media=item.media, caption=item.caption or "", attributes=item.attributes, **vars(found)
-        )
-        for item in items
-        if isinstance(found := seen.results[str(item.media)], Probe)
-    ]
-
-
-def _rejected(items: Iterable[Item], seen: Seen, refused: Iterable[ClipError]) -> list[Rejection]:
-    found = (seen.results[str(item.media)] for item in items)
-    errors = [*refused, *(each for each in found if isinstance(each, ClipError))]
-    return sorted(map(_rejection, errors), key=lambda each: each.path)
-
-
 def _rejection(error: ClipError) -> Rejection:
-    return Rejection(_printable(str(error.path)), error.reason)
-
-
-def _printable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()
+    path = str(error.path).encode("utf-8", "backslashreplace").decode()  # it may not be UTF-8
+    return Rejection(path, error.reason)
 
 
 def without_duplicates(clips: Iterable[Clip]) -> tuple[list[Clip], list[Duplicate]]:
@@ -229,10 +352,7 @@ def without_duplicates(clips: Iterable[Clip]) -> tuple[list[Clip], list[Duplicat
 
 
 def _with_scores(clips: list[Clip], before: Catalog | None) -> tuple[list[Clip], int]:
-    """Give clips that were there before their scores and origin; count those that lose scores.
-
-    A score may be one of the caption, so a clip with another caption is to be scored again.
-    """
+    """Give known clips their scores and origin; count those whose scores go with their caption."""
     if before is None or not (before.attribute_names or any(before.column("prepared_from"))):
         return clips, 0
     rows = {identity.hex(): row for row, identity in enumerate(before.identities.to_pylist())}
@@ -248,12 +368,6 @@ def _with_scores(clips: list[Clip], before: Catalog | None) -> tuple[list[Clip],
             dropped += bool(old.attributes)
         clips[index] = clip
     return clips, dropped
-
-
-def _all_rejected(rejected: Sequence[Rejection]) -> str:
-    shown = "".join(f"\n  {each.path}: {each.reason}" for each in rejected[:5])
-    more = f"\n  and {len(rejected) - 5} more" if len(rejected) > 5 else ""
-    return f"None of {len(rejected)} files can be trained on; no catalog was written.{shown}{more}"
 
 
 def check_out(out: Path) -> None:

@@ -1,14 +1,7 @@
 """The ledger: which clips each optimizer step consumed, by identity.
 
-    ledger/launch_0000/launch.json       start step, world size, streams, the course's history, and
-                                         the batches that are skipped
-    ledger/launch_0000/rank_0000.bin     16 bytes a sample, appended after each update
-
-Every rank writes what it really trained on, from the batch in its hands and not from the plan, so
-that the two can be compared. Checksums in the records and in launch.json find
-every changed byte. A record is never changed: the records of a launch from the step on
-at which a later launch began were abandoned, and count no more. Steps are numbers of batches here:
-those of updates are others where a run went back and skipped some (a launch of its own, too).
+launch_0000/launch.json     start step, world size, streams, plans, skipped batches
+launch_0000/rank_0000.bin   16 bytes a sample, appended after each update
 """
 
 import errno
@@ -27,8 +20,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from longtake.config import DataSection
-from longtake.data.course import Entry, History
-from longtake.data.skipped import Skipped
+from longtake.data.replan import History, PlanRecord, SkippedRanges
 from longtake.errors import DataError, RecordError
 from longtake.fsio import (
     Count,
@@ -43,9 +35,12 @@ from longtake.fsio import (
 )
 
 if TYPE_CHECKING:
-    from longtake.data.batch import Batch  # which imports torch; an audit needs none
+    from longtake.data.loader import Batch  # which imports torch; an audit needs none
 
 IDENTITY_BYTES = 7
+# Every rank writes what it really trained, from its batch and not from the plan. Records are never
+# changed: those of a launch from the first step of a later launch on are abandoned. Steps are
+# numbers of batches, which differ from those of updates after a rollback.
 _RECORD = np.dtype(
     [
         ("identity", f"V{IDENTITY_BYTES}"),  # the first bytes of it
@@ -73,7 +68,7 @@ def _crc_table() -> bytes:
 
 
 _CRC = _crc_table()
-_CRC_START = 0xFF  # so that a record of zeros, as a power cut may leave, is none
+_CRC_START = 0xFF  # so that zeros, as a power cut may leave, are no valid record
 
 
 class _Launch(TypedDict):
@@ -85,42 +80,31 @@ class _Launch(TypedDict):
     streams: Annotated[list[str], Field(max_length=_MOST_STREAMS)]
     history: History
     skipped: list[Span]
-    checksum: str
-    """Of all the others, as `with_checksum` makes it."""
+    checksum: str  # of all the others, as `with_checksum` makes it
 
 
 @dataclass(frozen=True)
 class Consumed:
     """What a run consumed, abandoned steps left out. All arrays: [N], one entry a sample."""
 
-    identity: NDArray[np.uint64]
-    """The first bytes of it, as `short_identity` gives them."""
+    identity: NDArray[np.uint64]  # the first bytes of it, as `short_identity` gives them
     step: NDArray[np.int64]
-    stream: NDArray[np.int64]
-    """An index into `streams`."""
+    stream: NDArray[np.int64]  # an index into `streams`
     epoch: NDArray[np.int64]
-    is_rejected: NDArray[np.bool_]
-    """Planned, but it could not be decoded; not trained on."""
-    streams: tuple[str, ...]
-    """`stage/source` of each stream."""
-    end_step: int
-    """The step after the last one that all ranks have trained."""
-    num_abandoned: int
-    """Samples of steps that were trained and then given up."""
-    history: Sequence[Entry]
-    """Of the course of the newest launch."""
+    is_rejected: NDArray[np.bool_]  # planned, but it could not be decoded; not trained on
+    streams: tuple[str, ...]  # `stage/source` of each stream
+    end_step: int  # the step after the last one that all ranks have trained
+    num_abandoned: int  # samples of steps that were trained and then given up
+    history: Sequence[PlanRecord]  # of the newest launch
+    # [first, end) of the steps that were skipped on purpose, by the newest launch
     skipped: tuple[tuple[int, int], ...] = ()
-    """[first, end) of the steps that were left out on purpose, as the newest launch knew them."""
 
 
 class Ledger:
     """Appends what this rank consumed.
 
-    Args:
-        path: of the file.
-        streams: of the launch.
-        counts: whether this rank speaks of its clips; of ranks that share the tokens of the same
-            clips one does, and the others note only that the step is done.
+    `counts` is False for all but one of the ranks of a context-parallel group, which have the same
+    clips: those record only that a step is done.
     """
 
     def __init__(self, path: Path, streams: Sequence[str], *, counts: bool = True) -> None:
@@ -130,7 +114,7 @@ class Ledger:
         self._streams = {name: index for index, name in enumerate(streams)}
 
     def record(self, batch: "Batch") -> None:
-        """Note one step's samples, after its update.
+        """Record one step's samples, after its update.
 
         Raises:
             DataError: they cannot be written.
@@ -148,7 +132,7 @@ class Ledger:
         nothing = _packed("00" * IDENTITY_BYTES, 0, batch.step, _NOTHING)
         whole = (
             b"".join(lines) if self._counts else b""
-        ) or nothing  # so that the step is seen to be done
+        ) or nothing  # which records that the step is done
         with _writing(self._path):
             if self._file.write(whole) != len(whole):  # half a record would spoil all after it
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -173,7 +157,7 @@ def _writing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise DataError(
             f"The ledger {path} cannot be written: {error.strerror or error}. Make room or make it "
-            "writable, and start the same command again: it goes on from the newest checkpoint."
+            "writable, and run the same command again: it resumes from the newest checkpoint."
         ) from error
 
 
@@ -208,7 +192,6 @@ def keep_ledger(
 
 
 def stream_names(data: DataSection) -> list[str]:
-    """`stage/source` of all pairs of the recipe's stages and catalogs."""
     return [f"{stage.name}/{source}" for stage in data.curriculum() for source in data.sources()]
 
 
@@ -217,25 +200,25 @@ def begin_launch(
     start_step: int,
     world_size: int,
     streams: Sequence[str],
-    history: Sequence[Entry],
+    history: Sequence[PlanRecord],
     skipped: Sequence[tuple[int, int]] = (),
 ) -> Path:
-    """Make the folder of a new launch (rank 0), or of one that went back; returns it.
+    """Make the folder of a new launch, or of one after a rollback (rank 0); returns it.
 
     Args:
         ledger: the folder of all launches.
         start_step: number of the first batch, `Loader.step`.
         world_size: ranks that will keep a ledger.
         streams: `stream_names` of the recipe.
-        history: of the loader's course.
+        history: `Loader.plan_history.history`.
         skipped: `Loader.skipped`.
 
     Raises:
-        DataError: there are more streams than a record can tell apart, or it cannot be written.
+        DataError: there are more streams than a record can number, or it cannot be written.
     """
     if len(streams) > _MOST_STREAMS:
         raise DataError(
-            f"The recipe has {len(streams)} pairs of stage and catalog; the ledger can tell apart "
+            f"The recipe has {len(streams)} pairs of stage and catalog; the ledger can number "
             f"{_MOST_STREAMS}. Use fewer stages or catalogs."
         )
     number = max((_number(folder) + 1 for folder in _launch_folders(ledger)), default=0)
@@ -243,7 +226,7 @@ def begin_launch(
     facts: dict[str, Any] = {
         "format": FORMAT,
         # Before what is skipped: an earlier launch may have trained that, and gave it up.
-        "start_step": Skipped.of(skipped).before(start_step),
+        "start_step": SkippedRanges.of(skipped).first_skipped(start_step),
         "world_size": world_size,
         "streams": list(streams),
         "history": list(history),
@@ -287,7 +270,7 @@ def read_ledger(ledger: Path) -> Consumed:
         end_step=end_step,
         num_abandoned=num_abandoned,
         history=launches[-1]["history"],
-        skipped=Skipped.of(launches[-1]["skipped"]).spans,
+        skipped=SkippedRanges.of(launches[-1]["skipped"]).spans,
     )
 
 
@@ -334,7 +317,6 @@ def _launch_folders(ledger: Path) -> list[Path]:
 
 
 def _number(folder: Path) -> int:
-    """Of a launch's folder; -1: it is something else."""
     number = folder.name.removeprefix("launch_")
     is_one = number.isdecimal() and folder.name == f"launch_{int(number[:9]):04d}"
     return int(number) if is_one else -1

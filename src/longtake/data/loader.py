@@ -1,90 +1,111 @@
-"""Batches by global step, decoded ahead of the training, or read from a cache.
+"""Batches by global step, decoded ahead of training, or read from a cache.
 
-    loader = Loader(DataSection(catalog="clips.parquet", buckets=[…]), batch_size=8)
-    for batch in loader:
-        …                            # train on batch.videos, samples weighted by batch.weights
-        save(loader.state_dict())    # counts what was handed out, not what was prefetched
-
-What a step trains on is the course's business (`longtake.data.course`) and does not depend on
-ranks, workers or on where a run was resumed. Batches may be left out for good (`Loader.skip`): the
-others stay what they are. Nothing is ever made up for a clip that cannot be decoded: it is
-quarantined, and a real clip of the batch stands in for it with weight 0, so that shapes stay, no
-gradient comes of it, and no clip is trained twice in an epoch.
+A step's batch does not depend on ranks, workers or where the run was resumed. A clip that cannot be
+decoded is quarantined, and a real clip of the batch takes its place with weight 0.
 """
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from longtake.config import Bucket, DataSection
-from longtake.data.batch import Batch, num_places
+from longtake.data.buckets import is_only_window, sample_seed, sample_window
 from longtake.data.cache import Cache, CachedSource, CacheFailure
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
-from longtake.data.course import ORDER_VERSION, Course, keep_catalogs, resume, start
 from longtake.data.decode_worker import DecodePool
-from longtake.data.files import refuse_archives
 from longtake.data.plan import PlannedBatch
-from longtake.data.references import Reference, references_of, without_reference
-from longtake.data.sample import is_only_window, sample_seed, sample_window
-from longtake.data.skipped import Skipped, Span, begins_epoch
-from longtake.data.window import Window
+from longtake.data.plan_checks import refuse_archives
+from longtake.data.replan import (
+    ORDER_VERSION,
+    PlanHistory,
+    SkippedRanges,
+    Span,
+    begins_epoch,
+    keep_catalogs,
+    resume,
+    start,
+)
+from longtake.data.window import ReferencePicture, Window, reference_error, references_of
 from longtake.data.workers import WorkerIncident
 from longtake.errors import ClipError, DataError
 from longtake.heartbeat import HeartbeatDir
 
 
+def num_places(batch_size: int, data_size: int) -> int:
+    """Places of each data rank; fillers of weight 0 take those beyond the batch."""
+    return -(-batch_size // data_size)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's share of a global batch. Shapes: B local batch, F frames, H height, W width."""
+
+    step: int
+    stage: str
+    source: str  # the name of its catalog in the recipe
+    epoch: int
+    begins_epoch: bool  # whether this is the first step that is counted in the epoch
+    bucket: Bucket
+    videos: Tensor  # [B, 3, F, H, W] uint8; F = 0 with `latents`
+    captions: tuple[str, ...]  # [B]
+    # [B] seeds of noise, sigma and caption dropout, from the run's seed, the sample's stage and
+    # epoch and the clip's identity: the same on any world size
+    seeds: tuple[int, ...]
+    identities: tuple[str, ...]  # [B]
+    epochs: tuple[int, ...]  # [B] each sample's own epoch
+    weights: Tensor  # [B] float32: 1, or 0 for a filler (clip not decodable, smaller last batch)
+    rejected: tuple[tuple[str, int], ...]  # (identity, epoch) of clips that were not decodable
+    references: dict[str, Tensor] = field(default_factory=dict)  # by name, [B, 3, 1, H, W] uint8
+    latents: Tensor | None = None  # [B, C, F', H', W'] from a cache
+    # With `latents`: [B, ...] prompt embeddings, and `<name>_latents` of reference pictures
+    conditioning: dict[str, Tensor] = field(default_factory=dict)
+    no_caption: dict[str, Tensor] = field(default_factory=dict)  # embeddings, [1, ...]
+
+
 class BatchBuffer(Protocol):
-    """What fills the places of one batch."""
+    """Receives the samples of one batch, each at its place."""
 
     def begin(self, place: int, clip: Clip, window: Window) -> None:
-        """Start to fetch what a sample is made of."""
+        """Start to fetch a sample."""
         ...
 
     def wait(self, place: int) -> None:
-        """Return when a place that was begun is filled, or will never be.
-
-        Raises:
-            ClipError: it cannot be.
-        """
+        """Return when a sample is fetched; raise ClipError if it cannot be."""
         ...
 
     def copy(self, source: int, place: int) -> None:
-        """Fill a place like another one, which is filled."""
+        """Copy one sample to another place."""
         ...
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a `Batch` that all places together make."""
+        """The fields of the `Batch`."""
         ...
 
 
 class SampleSource(Protocol):
-    """Fetches what batches are made of, several at a time; is closed like a file."""
+    """Fetches samples, several at a time."""
 
-    def places(self, shape: Bucket, num_places: int) -> BatchBuffer:
-        """The empty places of one batch."""
+    def buffer(self, shape: Bucket, num_places: int) -> BatchBuffer:
+        """An empty batch."""
         ...
 
     def incidents(self) -> list[WorkerIncident]:
-        """What befell its processes since this was last asked."""
+        """Incidents of its processes since the last call."""
         ...
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def close(self) -> None:
+        """End its processes or threads."""
+        ...
 
 
 Pixels = NDArray[np.uint8]
@@ -92,182 +113,145 @@ Pixels = NDArray[np.uint8]
 
 @dataclass
 class FrameCache:
-    """Decoded pictures of which each epoch wants the same, kept while there is room."""
+    """Decoded pixels that every epoch uses again, kept while there is room."""
 
     room_bytes: float
-    pictures: dict[Window | Reference, Pixels] = field(default_factory=dict)
+    pictures: dict[Window | ReferencePicture, Pixels] = field(default_factory=dict)
 
-    def keep(self, wanted: Window | Reference, pixels: Pixels) -> None:
-        """Keep a copy: the pixels are those of a batch, which is not ours for long."""
+    def keep(self, wanted: Window | ReferencePicture, pixels: Pixels) -> None:
         if wanted not in self.pictures and pixels.nbytes <= self.room_bytes:
             self.room_bytes -= pixels.nbytes
             self.pictures[wanted] = pixels.copy()
 
 
 class DecodingSource:
-    """Decodes clips and their further pictures.
-
-    Args:
-        data: the recipe's section.
-        workers: processes that decode; 0: threads.
-        memory: what is known already.
-        hearts: where the workers say what they do; None: nowhere.
-    """
+    """Decodes clips and their reference pictures."""
 
     def __init__(
         self,
         data: DataSection,
         workers: int,
-        memory: FrameCache,
-        hearts: HeartbeatDir | None = None,
+        cache: FrameCache,
+        heartbeats: HeartbeatDir | None = None,
     ) -> None:
         self.data = data
-        self.memory = memory
-        limit = data.sample_timeout_seconds
-        self.pool = DecodePool(workers, limit, memory_gib=data.sample_memory_gib, heartbeats=hearts)
+        self.cache = cache
+        self.pool = DecodePool(
+            workers,
+            data.sample_timeout_seconds,
+            memory_gib=data.sample_memory_gib,
+            heartbeats=heartbeats,
+        )
+        self.incidents, self.close = self.pool.incidents, self.pool.close
 
-    def places(self, shape: Bucket, num_places: int) -> "PixelBuffer":
-        """The empty places of one batch."""
+    def buffer(self, shape: Bucket, num_places: int) -> "PixelBuffer":
         return PixelBuffer(self, shape, num_places)
 
-    def incidents(self) -> list[WorkerIncident]:
-        """What befell the pool's workers since this was last asked."""
-        return self.pool.incidents()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.pool.close()
-
-
-@dataclass(frozen=True)
-class _BegunPictures:
-    """Pictures of one place that are on their way."""
+class _PendingPixels(NamedTuple):
+    """What is being decoded for one place."""
 
     window: Window
-    is_kept: bool
-    """Whether they are to be remembered."""
-    asked: dict[str, tuple[Window | Reference, Future[Pixels]]]
-    """The clip itself by the name "", its further pictures by theirs."""
+    is_kept: bool  # in the frame cache
+    # by name; "" is the clip itself, the others are reference pictures
+    requested: dict[str, tuple[Window | ReferencePicture, Future[Pixels]]]
 
 
 class PixelBuffer:
-    """The pixels of one batch; each sample's are written to its place when they are there."""
+    """The pixels of one batch; each sample is decoded into its place."""
 
-    def __init__(self, feed: DecodingSource, shape: Bucket, num_places: int) -> None:
-        self._feed = feed
+    def __init__(self, source: DecodingSource, shape: Bucket, num_places: int) -> None:
+        self._source = source
         self._shape = shape
         height, width, frames = shape.height, shape.width, shape.num_frames
         self._videos = np.empty((num_places, 3, frames, height, width), np.uint8)
         self._references = {
             name: np.empty((num_places, 3, 1, height, width), np.uint8)
-            for name in feed.data.references
+            for name in source.data.references
         }
-        self._begun: dict[int, _BegunPictures] = {}
+        self._pending: dict[int, _PendingPixels] = {}
 
     def begin(self, place: int, clip: Clip, window: Window) -> None:
-        """Start to decode a window and the further pictures of its clip."""
-        data = self._feed.data
-        asked = {"": self._ask(window, self._videos[place])}
+        data = self._source.data
+        requested = {"": self._request(window, self._videos[place])}
         for name, reference in references_of(window, data.references).items():
-            asked[name] = self._ask(reference, self._references[name][place])
+            requested[name] = self._request(reference, self._references[name][place])
         is_kept = is_only_window(clip, self._shape, data)
-        self._begun[place] = _BegunPictures(window, is_kept, asked)
+        self._pending[place] = _PendingPixels(window, is_kept, requested)
 
-    def _ask(
-        self, wanted: Window | Reference, out: Pixels
-    ) -> tuple[Window | Reference, Future[Pixels]]:
-        if (remembered := self._feed.memory.pictures.get(wanted)) is None:
-            return wanted, self._feed.pool.submit(wanted, out)
-        out[...] = remembered
+    def _request(
+        self, wanted: Window | ReferencePicture, out: Pixels
+    ) -> tuple[Window | ReferencePicture, Future[Pixels]]:
+        if (cached := self._source.cache.pictures.get(wanted)) is None:
+            return wanted, self._source.pool.submit(wanted, out)
+        out[...] = cached
         pixels: Future[Pixels] = Future()
         pixels.set_result(out)
         return wanted, pixels
 
     def wait(self, place: int) -> None:
-        """Return when all pictures of a place are decoded, or will never be.
-
-        Raises:
-            ClipError: one of them cannot be; names it.
-        """
-        begun = self._begun[place]
+        window, is_kept, requested = self._pending[place]
         errors = []
-        for name, (wanted, future) in begun.asked.items():  # all: each may be written until then
+        for name, (wanted, future) in requested.items():  # all: each may be written until then
             try:
                 pixels = future.result()
             except ClipError as error:
-                errors.append(without_reference(begun.window, name, error) if name else error)
+                errors.append(reference_error(window, name, error) if name else error)
             else:
-                if begun.is_kept:
-                    self._feed.memory.keep(wanted, pixels)
+                if is_kept:
+                    self._source.cache.keep(wanted, pixels)
         if errors:
             raise errors[0]
 
     def copy(self, source: int, place: int) -> None:
-        """Fill a place like another one, which is filled."""
         for pixels in (self._videos, *self._references.values()):
             pixels[place] = pixels[source]
 
     def fields(self) -> dict[str, Any]:
-        """`videos`, and `references` by name."""
         references = {name: torch.from_numpy(each) for name, each in self._references.items()}
         return {"videos": torch.from_numpy(self._videos), "references": references}
 
 
-_MOST_CLIPS_AT_HAND = 2**14
+_MAX_CLIP_RECORDS = 2**14
 _REMEDY = "Are the files still where they were indexed? Run longtake data index again."
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """One place of this rank's share, on its way."""
-
+class _Sample(NamedTuple):
     clip: Clip
     epoch: int
     seed: int
 
 
+class _PendingBatch(NamedTuple):
+    planned: PlannedBatch
+    samples: list[_Sample | None]  # None: a place without a clip
+    buffer: BatchBuffer
+
+
 @dataclass
-class _UnderWay:
+class _Prefetch:
     """Batches that are being fetched, and what fetches them."""
 
-    feed: SampleSource
-    following: int
-    """The batch to begin next."""
-    waiting: "deque[_Begun]" = field(default_factory=deque)
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """A batch that is being filled; None stands for a place that has no clip to be filled with."""
-
-    planned: PlannedBatch
-    samples: list[_Sample | None]
-    places: BatchBuffer
+    source: SampleSource
+    following: int  # the batch to begin next
+    waiting: deque[_PendingBatch] = field(default_factory=deque)
 
 
 class Loader:
     """Decodes the batches of a run, this rank's slice of each.
 
-    On several ranks, whoever trains tells all of them after each step what some could not decode
-    (`failures`, `quarantine`), so that all leave out the same clips and have the same state.
+    On several ranks the training loop exchanges the clips that could not be decoded after each step
+    (`failures`, `quarantine`), so that all ranks exclude the same clips and have the same state.
 
     Args:
         data: the recipe's section: catalogs, buckets, stages, workers and so on.
         batch_size: samples per step over all ranks.
         seed: of the run.
         rank: this process's data-parallel index.
-        world_size: how many share each global batch; where it does not divide that, the last of
-            them have a place less to fill.
-        kept: the folder in which catalogs that were trained on are kept, without which a run
-            cannot go on after its data changed.
-        hearts: where decoding processes say what they do; None: nowhere.
+        world_size: data-parallel ranks; they need not divide the batch size.
+        kept: the folder of the catalogs that were trained on, which a run needs to resume after
+            its data changed.
+        heartbeats: folder for the heartbeats of decoding processes; None: none are written.
 
     Raises:
         DataError: a catalog cannot be read, the batch size does not fit, or further pictures are
@@ -283,7 +267,7 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         kept: Path | None = None,
-        hearts: Path | None = None,
+        heartbeats: Path | None = None,
     ) -> None:
         if batch_size < world_size:
             raise DataError(
@@ -292,85 +276,84 @@ class Loader:
             )
         self.data = data
         self.catalogs = {name: Catalog.load(path) for name, path in data.sources().items()}
-        self._course: Course | None = None
+        self._plan_history: PlanHistory | None = None
         self.quarantined: dict[str, str] = {}
         self._batch_size = batch_size
         self._seed = seed
         self._kept = kept
-        self.hearts = None if hearts is None else HeartbeatDir(hearts, rank)
+        self.heartbeats = None if heartbeats is None else HeartbeatDir(heartbeats, rank)
         local_size = num_places(batch_size, world_size)
         self._mine = range(rank * local_size, (rank + 1) * local_size)
         self._step = 0
-        self._told: tuple[Span, ...] = ()
-        self._skipped = Skipped()
-        self._memory = FrameCache(data.memory_gib * 2**30)
+        self._requested_skips: tuple[Span, ...] = ()
+        self._skipped = SkippedRanges()
+        self._frame_cache = FrameCache(data.memory_gib * 2**30)
         self._incidents: list[WorkerIncident] = []
         self._failures: dict[str, str] = {}
         self._clips: dict[tuple[int, int], Clip] = {}
         self._cached: tuple[Cache, Mapping[str, CacheFailure]] | None = None
-        self._ahead_of_time: _UnderWay | None = None
+        self._prefetch: _Prefetch | None = None
         for catalog in self.catalogs.values():
             refuse_archives(catalog, data.references)
 
     @property
-    def course(self) -> Course:
+    def plan_history(self) -> PlanHistory:
         """Which clips each step trains on; of a new run, unless a state was loaded.
 
         Raises:
             DataError: a stage selects nothing, or the stages do not fit together.
         """
-        if self._course is None:
-            self._course = start(self.catalogs, self.data, self._batch_size, self._seed)
-        return self._course
+        if self._plan_history is None:
+            self._plan_history = start(self.catalogs, self.data, self._batch_size, self._seed)
+        return self._plan_history
 
     @property
     def step(self) -> int:
-        """The number of the next batch: all before it have been handed out, or are skipped."""
+        """The number of the next batch: all before it have been returned, or are skipped."""
         return self._step
 
     @property
     def skipped(self) -> tuple[Span, ...]:
-        """[first, end) of the batches that were not and will not be handed out, ascending."""
         return self._skipped.spans
 
     def skip(self, first: int, end: int) -> None:
-        """Never hand out the batches `first` .. `end - 1`, as far as they are still to come.
+        """Skip the batches `first` .. `end - 1`, as far as they are still to come.
 
-        They count as consumed, whatever becomes of the data: their clips come again in the next
-        epoch and not before. Where the state of an earlier step is loaded, they are skipped from
-        there; say so before a state is loaded if the data may have changed since they were planned.
+        They count as consumed also if the data changes: their clips come again in the next epoch.
+        They remain skipped when the state of an earlier step is loaded. If the data may have
+        changed since they were planned, call this before a state is loaded.
 
         Raises:
             DataError: there are no such batches.
         """
-        self._told = Skipped.of([*self._told, (first, end)]).spans
+        self._requested_skips = SkippedRanges.of([*self._requested_skips, (first, end)]).spans
         self._skipped = self._skipped.with_([(first, end)], since=self._step)
-        self._step = self._skipped.past(self._step)
+        self._step = self._skipped.next_kept(self._step)
 
     def end_after(self, count: int) -> int:
-        """What `step` will be when so many more batches, or all there are, have been handed out."""
-        end, last = self._skipped.after(self._step, count), self.course.end_step
-        return end if last is None else min(end, max(self._step, self._skipped.past(last)))
+        """The value of `step` when `count` more batches, or all there are, have been returned."""
+        end, last = self._skipped.after(self._step, count), self.plan_history.end_step
+        return end if last is None else min(end, max(self._step, self._skipped.next_kept(last)))
 
     def state_dict(self) -> dict[str, Any]:
-        """All that another loader needs to go on from here: small, JSON, the same on all ranks."""
+        """The state from which another loader resumes: small, JSON, the same on all ranks."""
         return {
             "order_version": ORDER_VERSION,
             "global_step": self._step,
             "seed": self._seed,
-            "plan_version": self.course.plan.version,
-            **self.course.position(self._step),
-            "history": list(self.course.history),
+            "plan_version": self.plan_history.plan.version,
+            **self.plan_history.position(self._step),
+            "history": list(self.plan_history.history),
             "quarantined": {**self.quarantined, **self._failures},
             "skipped": [list(span) for span in self.skipped],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was taken, on any number of ranks and workers; skip what it skips.
+        """Resume from a state, on any number of ranks and workers; skip what it skips.
 
         Raises:
             DataChangedError: the data, the batch size or the stages have changed and
-                `data.on_change` is `refuse`; says what changed and how one can go on.
+                `data.on_change` is `refuse`; says what changed and how to resume.
             DataError: the state is not one of this loader's.
         """
         if state.get("order_version") != ORDER_VERSION or state["seed"] != self._seed:
@@ -381,9 +364,11 @@ class Loader:
                 "run was started with."
             )
         step: int = state["global_step"]
-        skipped = Skipped.of(state.get("skipped", ())).with_(self._told, since=step)
-        step = skipped.past(step)
-        self._course = resume(
+        skipped = SkippedRanges.of(state.get("skipped", ())).with_(
+            self._requested_skips, since=step
+        )
+        step = skipped.next_kept(step)
+        self._plan_history = resume(
             state["history"],
             step,
             self.catalogs,
@@ -403,49 +388,42 @@ class Loader:
         failures: Mapping[str, CacheFailure],
         incidents: Sequence[WorkerIncident] = (),
     ) -> None:
-        """Take latents and embeddings from a cache from now on, instead of decoding anything.
+        """Take latents and embeddings from a complete cache from now on, instead of decoding.
 
-        Order, seeds, epochs, weights and state stay what they are. A clip that could not be decoded
-        when the cache was filled is found out when its turn comes, as it would be by decoding.
-
-        Args:
-            cache: which holds all that this loader will ask for.
-            failures: by the key of a window's latents, why it could not be decoded.
-            incidents: what befell decoding processes while it was filled.
+        Order, seeds, epochs, weights and state do not change. A clip that could not be decoded when
+        the cache was filled (`failures`, by the key of a window's latents) is quarantined when its
+        step comes, as with decoding. `incidents` are those of filling the cache.
         """
         self._cached = cache, failures
         self._incidents += incidents
 
     def keep_catalogs(self) -> None:
-        """Keep copies of the catalogs that are trained on; one rank calls it, before it trains.
+        """Keep copies of the catalogs; one rank calls it, before training.
 
         Raises:
             DataError: they cannot be written.
         """
         if self._kept is not None:
-            keep_catalogs(self.course, self.catalogs, self._kept)
+            keep_catalogs(self.plan_history, self.catalogs, self._kept)
 
     @property
     def failures(self) -> dict[str, str]:
-        """Clips that only this rank knows it cannot decode: why, by identity."""
+        """Clips that this rank alone knows it cannot decode: the reason, by identity."""
         return dict(self._failures)
 
     def quarantine(self, clips: Mapping[str, str]) -> None:
-        """Take note of clips that some ranks could not decode: the same clips on every rank."""
+        """Exclude clips that some rank could not decode; call it with the same on every rank."""
         self.quarantined = dict(sorted({**self.quarantined, **clips}.items()))
         self._failures.clear()
 
     @property
     def incidents(self) -> list[WorkerIncident]:
-        """What befell this rank's decoding processes and was not cleared yet."""
         return list(self._incidents)
 
     def clear_incidents(self) -> None:
-        """Forget incidents that were written down."""
         self._incidents.clear()
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches from here on, to the end of the last stage."""
         return self.batches()
 
     def batches(self, end_step: int | None = None) -> Iterator[Batch]:
@@ -456,111 +434,98 @@ class Loader:
                 of a bucket can be decoded.
         """
         end = self._end(end_step)
-        begun, self._ahead_of_time = self._ahead_of_time, None
-        begun = begun or _UnderWay(self._feed(self.data.workers), self._step)
-        with begun.feed as feed:
+        prefetch, self._prefetch = self._prefetch, None
+        prefetch = prefetch or _Prefetch(self._source(self.data.workers), self._step)
+        with closing(prefetch.source) as source:
             while end is None or self._step < end:
-                self._begin_ahead(begun, end)
+                self._fill(prefetch, end)
                 self._refuse_too_many()
-                batch = self._assemble(begun.waiting.popleft())
-                self._incidents += feed.incidents()
-                self._step = self._skipped.past(self._step + 1)
+                batch = self._assemble(prefetch.waiting.popleft())
+                self._incidents += source.incidents()
+                self._step = self._skipped.next_kept(self._step + 1)
                 yield batch
 
     def begin(self, end_step: int | None = None) -> None:
-        """Start decoding processes, and with the first batches, while there is nobody to train yet.
+        """Start decoding the first batches while the model is still being built.
 
-        The next call of `batches` goes on with them. Nothing counts as handed out before. Call it
-        when the loader is where it is to begin; and then `batches` or `close`.
+        Call it after `load_state_dict` and `skip`; then call `batches` or `close`.
         """
         self.close()
         if self._cached is None:  # to read from a cache takes no time
-            self._ahead_of_time = _UnderWay(self._feed(self.data.workers), self._step)
-            self._begin_ahead(self._ahead_of_time, self._end(end_step))
+            self._prefetch = _Prefetch(self._source(self.data.workers), self._step)
+            self._fill(self._prefetch, self._end(end_step))
 
     def close(self) -> None:
-        """End what `begin` has started, if nobody came for it."""
-        begun, self._ahead_of_time = self._ahead_of_time, None
-        if begun is not None:
-            with begun.feed:
-                pass
+        """End what `begin` has started."""
+        prefetch, self._prefetch = self._prefetch, None
+        if prefetch is not None:
+            prefetch.source.close()
 
     def load(self, step: int) -> Batch:
-        """This rank's share of the batch of a global step, decoded here and now."""
-        with self._feed(workers=0) as feed:
-            return self._assemble(self._begin(step, feed))
+        """This rank's share of the batch of a global step, decoded in this process."""
+        with closing(self._source(workers=0)) as source:
+            return self._assemble(self._begin(step, source))
 
-    def _feed(self, workers: int) -> SampleSource:
+    def _source(self, workers: int) -> SampleSource:
         if self._cached is not None:
             return CachedSource(*self._cached)
-        return DecodingSource(self.data, workers, self._memory, self.hearts)
+        return DecodingSource(self.data, workers, self._frame_cache, self.heartbeats)
 
     def _end(self, end_step: int | None) -> int | None:
-        """The number of the first batch that is not wanted; None: there is no end."""
-        ends = [end for end in (end_step, self.course.end_step) if end is not None]
+        ends = [end for end in (end_step, self.plan_history.end_step) if end is not None]
         return min(ends) if ends else None
 
-    def _begin_ahead(self, begun: _UnderWay, end: int | None) -> None:
-        """Begin as many batches from here on as should be under way."""
-        waiting = begun.waiting
+    def _fill(self, prefetch: _Prefetch, end: int | None) -> None:
+        """Begin so many batches that no worker idles."""
+        waiting = prefetch.waiting
         if not waiting or waiting[0].planned.step != self._step:  # it was skipped since
             waiting.clear()
-            begun.following = self._step
-        while len(waiting) <= self._ahead() and (end is None or begun.following < end):
-            waiting.append(self._begin(begun.following, begun.feed))
-            begun.following = self._skipped.past(begun.following + 1)
+            prefetch.following = self._step
+        ahead = max(self.data.prefetch_batches, -(-(self.data.workers + 1) // len(self._mine)))
+        while len(waiting) <= ahead and (end is None or prefetch.following < end):
+            waiting.append(self._begin(prefetch.following, prefetch.source))
+            prefetch.following = self._skipped.next_kept(prefetch.following + 1)
 
-    def _ahead(self) -> int:
-        """Batches to keep under way: enough that no worker idles."""
-        return max(self.data.prefetch_batches, -(-(self.data.workers + 1) // len(self._mine)))
-
-    def _begin(self, step: int, feed: SampleSource) -> _Begun:
+    def _begin(self, step: int, source: SampleSource) -> _PendingBatch:
         """Start to fetch this rank's share of a batch."""
-        planned = self.course.batch(step)
-        places = feed.places(planned.bucket, len(self._mine))
-        samples = [
-            self._begin_place(planned, number, places, place)
-            for place, number in enumerate(self._mine)
-        ]
-        return _Begun(planned, samples, places)
-
-    def _begin_place(
-        self, planned: PlannedBatch, number: int, places: BatchBuffer, place: int
-    ) -> _Sample | None:
-        """Start with the sample of a number in the global batch, if there is one."""
-        if number >= len(planned.rows):
-            return None
-        clip = self._clip(planned.catalog, planned.rows[number])
-        if self._is_quarantined(clip):
-            return None
-        return self._fetch(clip, planned, planned.epochs[number], places, place)
+        planned = self.plan_history.batch(step)
+        buffer = source.buffer(planned.bucket, len(self._mine))
+        samples: list[_Sample | None] = [None] * len(self._mine)
+        for place, number in enumerate(self._mine):
+            if number < len(planned.rows):
+                clip = self._clip(planned.catalog, planned.rows[number])
+                if not self._is_quarantined(clip):
+                    samples[place] = self._fetch(
+                        clip, planned, planned.epochs[number], buffer, place
+                    )
+        return _PendingBatch(planned, samples, buffer)
 
     def _fetch(
-        self, clip: Clip, planned: PlannedBatch, epoch: int, places: BatchBuffer, place: int
+        self, clip: Clip, planned: PlannedBatch, epoch: int, buffer: BatchBuffer, place: int
     ) -> _Sample:
         seed = sample_seed(self._seed, planned.stage, planned.source, epoch, clip)
-        places.begin(place, clip, sample_window(clip, planned.bucket, self.data, seed))
+        buffer.begin(place, clip, sample_window(clip, planned.bucket, self.data, seed))
         return _Sample(clip, epoch, seed)
 
-    def _assemble(self, begun: _Begun) -> Batch:
-        """Wait for what fills a batch, and let stand-ins fill the places that have nothing."""
-        planned, places = begun.planned, begun.places
+    def _assemble(self, pending: _PendingBatch) -> Batch:
+        """Wait for the samples of a batch; fillers take the places of those that failed."""
+        planned, buffer = pending.planned, pending.buffer
         found = [
-            sample and self._fetched(sample, places, place)
-            for place, sample in enumerate(begun.samples)
+            sample and self._fetched(sample, buffer, place)
+            for place, sample in enumerate(pending.samples)
         ]
         filled = next((place for place, sample in enumerate(found) if sample), 0)
-        stand_in = found[filled] or self._stand_in(planned, places, filled)
+        filler = found[filled] or self._filler(planned, buffer, filled)
         for place, sample in enumerate(found):
             if sample is None and place != filled:
-                places.copy(filled, place)
-        samples = [sample or stand_in for sample in found]
+                buffer.copy(filled, place)
+        samples = [sample or filler for sample in found]
         return Batch(
             step=planned.step,
             stage=planned.stage,
             source=planned.source,
             epoch=planned.epoch,
-            begins_epoch=begins_epoch(planned, self.course, self._skipped),
+            begins_epoch=begins_epoch(planned, self.plan_history, self._skipped),
             bucket=planned.bucket,
             captions=tuple(sample.clip.caption for sample in samples),
             seeds=tuple(sample.seed for sample in samples),
@@ -568,16 +533,16 @@ class Loader:
             epochs=tuple(sample.epoch for sample in samples),
             weights=torch.tensor([float(sample is not None) for sample in found]),
             rejected=tuple(self._rejected(planned, found)),
-            **places.fields(),
+            **buffer.fields(),
         )
 
-    def _fetched(self, sample: _Sample, places: BatchBuffer, place: int) -> _Sample | None:
-        """The sample, when its place is filled; None if there is no way to fill it."""
-        # Since it was begun, an earlier batch or another rank may have failed at it. It is
-        # waited for all the same: until then it may be written to its place.
+    def _fetched(self, sample: _Sample, buffer: BatchBuffer, place: int) -> _Sample | None:
+        """The sample when it is fetched; None if it cannot be."""
+        # An earlier batch or another rank may have failed at it since. Wait for it nevertheless:
+        # until then it may be written to its place.
         is_out = self._is_quarantined(sample.clip)
         try:
-            places.wait(place)
+            buffer.wait(place)
         except ClipError as error:
             if not is_out:
                 self._failures[sample.clip.identity] = str(error)
@@ -592,13 +557,13 @@ class Loader:
                 clip = self._clip(planned.catalog, planned.rows[place])
                 yield clip.identity, planned.epochs[place]
 
-    def _stand_in(self, planned: PlannedBatch, places: BatchBuffer, place: int) -> _Sample:
-        """Any clip of the batch, or else of its bucket, that can be fetched; fills a place."""
+    def _filler(self, planned: PlannedBatch, buffer: BatchBuffer, place: int) -> _Sample:
+        """Fetch any decodable clip of the batch, or else of its bucket."""
         for row in self._candidates(planned):
             clip = self._clip(planned.catalog, row)
             if not self._is_quarantined(clip):
-                sample = self._fetch(clip, planned, planned.epoch, places, place)
-                if self._fetched(sample, places, place):
+                sample = self._fetch(clip, planned, planned.epoch, buffer, place)
+                if self._fetched(sample, buffer, place):
                     return sample
                 self._refuse_too_many()
         first = next(iter({**self.quarantined, **self._failures}.values()), "")
@@ -608,16 +573,16 @@ class Loader:
 
     def _candidates(self, planned: PlannedBatch) -> Iterator[np.uint32]:
         yield from planned.rows
-        for stream in self.course.plan_at(planned.step).streams():
+        for stream in self.plan_history.plan_at(planned.step).streams():
             for part in stream.parts:
                 if part.catalog is planned.catalog and planned.bucket in part.members.shapes:
                     yield from part.members.rows[part.members.shapes.index(planned.bucket)]
 
     def _clip(self, catalog: Catalog, row: np.uint32) -> Clip:
-        """A clip's record; making it takes longer than all else that is done for a sample here."""
+        # making a clip's record takes longer than all other work for a sample here
         key = (id(catalog), int(row))
         if key not in self._clips:
-            if len(self._clips) >= _MOST_CLIPS_AT_HAND:
+            if len(self._clips) >= _MAX_CLIP_RECORDS:
                 self._clips.clear()
             self._clips[key] = catalog.clip(int(row))
         return self._clips[key]

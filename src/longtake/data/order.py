@@ -1,12 +1,8 @@
 """The order of the data: pure functions of (sizes, batch size, seed, number of the batch).
 
-A `Leg` is a span of whole epochs over fixed buckets of clips. Each bucket is a stream of its clips,
-epoch after epoch, every epoch in its own keyed permutation, cut into batches. Inside a leg a batch
-may reach over an epoch's edge: a tail is carried into the next epoch, never dropped and never
-repeated. Where the leg ends, the tail of each bucket becomes a smaller last batch. Hence bucket b
-of n_b clips completes floor((e + 1) n_b / B) - floor(e n_b / B) batches in epoch e, and where an
-epoch begins has a closed form. Nothing is stored but these sizes: any batch of 10^8 clips is found
-as fast as the first one of ten.
+Each bucket of an `EpochSpan` is a stream of its clips, epoch after epoch, every epoch in its own
+keyed permutation, cut into batches; a tail is carried into the next epoch. Bucket b of n_b clips
+completes floor((e + 1) n_b / B) - floor(e n_b / B) batches in epoch e: any batch is found in O(1).
 """
 
 import hashlib
@@ -24,39 +20,28 @@ _NUM_ROUNDS = 12
 
 
 @dataclass(frozen=True)
-class Slots:
-    """Which clips one batch of a leg holds."""
+class BatchIndex:
+    """Which clips one batch of a span holds."""
 
-    epoch: int
-    """The epoch that this batch is counted in."""
-    number: int
-    """How many batches of that epoch come before it."""
+    epoch: int  # the epoch that this batch is counted in
+    number: int  # how many batches of that epoch come before it
     bucket: int
+    # [B] positions in the bucket's list of clips; fewer in the last batch of a bucket
     positions: Indices
-    """[B] positions in the bucket's list of clips; fewer in the last batch of a bucket."""
+    # [B] each sample's own epoch: at an epoch's edge one batch holds samples of two
     epochs: Indices
-    """[B] each sample's own epoch: at an epoch's edge one batch holds samples of two."""
 
 
 @dataclass(frozen=True)
-class Leg:
-    """Whole epochs over fixed buckets, as a list of batches that is never written down.
+class EpochSpan:
+    """Whole epochs over fixed buckets, as a list of batches that is never written down."""
 
-    Attributes:
-        sizes: clips of each bucket; buckets without clips are never visited.
-        batch_size: samples per batch over all ranks.
-        seed: of the run; another seed is another order.
-        name: sets the permutations of this leg apart from those of others.
-        first_epoch: the number that its first epoch goes by.
-        num_epochs: how many there are; None: it never ends.
-    """
-
-    sizes: tuple[int, ...]
-    batch_size: int
-    seed: int
-    name: str = ""
-    first_epoch: int = 0
-    num_epochs: int | None = None
+    sizes: tuple[int, ...]  # clips of each bucket; buckets without clips are never visited
+    batch_size: int  # samples per batch over all ranks
+    seed: int  # of the run; another seed is another order
+    name: str = ""  # gives this span other permutations than other spans
+    first_epoch: int = 0  # the number that its first epoch goes by
+    num_epochs: int | None = None  # how many there are; None: it never ends
 
     def __post_init__(self) -> None:
         assert self.batch_size > 0
@@ -65,7 +50,6 @@ class Leg:
 
     @cached_property
     def num_batches(self) -> int | None:
-        """Batches in all, the smaller last ones included; None: endless."""
         return None if self.num_epochs is None else self._begin(self.num_epochs)
 
     def epoch_start(self, epoch: int) -> int:
@@ -84,23 +68,18 @@ class Leg:
             epoch += 1
         return self.first_epoch + epoch
 
-    def batch(self, index: int) -> Slots:
-        """One of the leg's batches, by its number."""
+    def batch(self, index: int) -> BatchIndex:
+        """One of the span's batches, by its number."""
         assert self.num_batches is None or index < self.num_batches
         epoch = self.epoch_of(index)
         number = index - self.epoch_start(epoch)
         buckets, in_bucket = self._shuffled(epoch, np.array([number]))
         bucket, batch = int(buckets[0]), int(in_bucket[0])
         stream = np.arange(batch * self.batch_size, (batch + 1) * self.batch_size)
-        return Slots(epoch, number, bucket, *self._samples(bucket, stream))
+        return BatchIndex(epoch, number, bucket, *self._samples(bucket, stream))
 
     def left_at(self, index: int) -> dict[int, list[Indices]]:
-        """What has not been consumed when the batches before `index` have, of epochs begun.
-
-        Returns:
-            For each epoch up to the one that batch `index` is counted in, and for each bucket, the
-            positions that are still to come; epochs of which nothing is left are not there.
-        """
+        """Positions not consumed before batch `index`, by epoch that has begun and bucket."""
         ended = self.num_batches is not None and index >= self.num_batches
         epoch = self.epoch_of(index) - int(ended)
         done = index - self.epoch_start(epoch)
@@ -127,7 +106,7 @@ class Leg:
             yield own, positions[epochs == own]
 
     def _begin(self, local_epoch: int) -> int:
-        """Batches before an epoch that is counted from the leg's first."""
+        """Batches before an epoch that is counted from the span's first."""
         whole = sum(local_epoch * size // self.batch_size for size in self.sizes)
         if local_epoch != self.num_epochs:
             return whole
@@ -226,7 +205,7 @@ def _round_keys(key: tuple[int | str, ...]) -> NDArray[np.uint64]:
 
 
 def derive(*key: int | str) -> int:
-    """A 63-bit number from a key: the seed of everything random that belongs to that key."""
+    """A 63-bit number from a key: the seed of everything random that belongs to it."""
     return int.from_bytes(hashlib.blake2b(_text(key), digest_size=8).digest()) >> 1
 
 

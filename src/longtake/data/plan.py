@@ -2,8 +2,8 @@
 
     Plan      the curriculum from one step on, until the data or the recipe changes
     └─ Stage  a span of the timeline; its batches come from one or several catalogs, by weights
-       └─ Stream  one catalog's batches in one stage: legs, one after another
-          └─ Part  a leg (longtake.data.order) with the clips that it runs over
+       └─ Stream  one catalog's batches in one stage: parts, one after another
+          └─ Part  whole epochs (`EpochSpan`) with the clips that it runs over
 
 A plan is a pure function of catalogs, recipe and seed, and of what was still to come when it took
 over from the plan before it. `Plan.batch` asks nothing else than the step.
@@ -21,10 +21,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from longtake.config import Bucket, DataSection, Stage
-from longtake.data.buckets import Members, Rows
+from longtake.data.buckets import BucketAssignment, Rows
 from longtake.data.catalog import Catalog
-from longtake.data.order import Leg, Slots
-from longtake.data.stages import Timeline, mixed, select, shares
+from longtake.data.order import BatchIndex, EpochSpan
+from longtake.data.stages import StageTimeline, mixed, select, shares
 from longtake.errors import DataError
 
 
@@ -34,21 +34,15 @@ class PlannedBatch:
 
     step: int
     stage: str
-    source: str
-    """The name of the catalog in the recipe."""
-    stream: int
-    """Number of the (stage, source) pair in the plan."""
-    epoch: int
-    """The epoch of its stream that this step is counted in."""
-    number: int
-    """How many batches of that epoch come before it; after a change, how many since then."""
+    source: str  # the name of the catalog in the recipe
+    stream: int  # number of the (stage, source) pair in the plan
+    epoch: int  # the epoch of its stream that this step is counted in
+    number: int  # batches of that epoch before it; after a change, those since then
     begins_epoch: bool
     bucket: Bucket
     catalog: Catalog
-    rows: Rows
-    """[B] rows of the catalog; fewer than the batch size in the last batch of a bucket."""
-    epochs: Sequence[int]
-    """[B] each sample's own epoch: at an epoch's edge one batch holds samples of two."""
+    rows: Rows  # [B] rows of the catalog; fewer than the batch size in the last batch of a bucket
+    epochs: Sequence[int]  # [B] each sample's own epoch: a batch may hold samples of two
     batch_size: int
 
 
@@ -56,14 +50,13 @@ class PlannedBatch:
 class Part:
     """Epochs of a stream over one set of clips."""
 
-    leg: Leg
-    members: Members
+    epoch_span: EpochSpan
+    members: BucketAssignment
     catalog: Catalog
-    before: pa.Array | None = None
-    """Identities that plans before this one have consumed of the leg's (only) epoch."""
-    owed: Members | None = None
-    """All that the epoch must have consumed when it is over, by whichever plan; None: what was
-    planned. An audit holds the plans to it."""
+    before: pa.Array | None = None  # identities that earlier plans consumed of its only epoch
+    # All that the epoch must have consumed at its end, by all plans (the audit checks it); None:
+    # what was planned
+    expected: BucketAssignment | None = None
 
 
 @dataclass(frozen=True)
@@ -72,14 +65,10 @@ class OpenEpoch:
 
     epoch: int
     catalog: Catalog
-    left: Members
-    """What it has not consumed yet."""
-    consumed: pa.Array
-    """Identities that it has."""
-    is_tail: bool
-    """Whether only its tails are left: the next epoch is being counted already."""
-    owed: Members | None
-    """As in Part."""
+    left: BucketAssignment  # not consumed yet
+    consumed: pa.Array  # identities
+    is_tail: bool  # only its tails are left: the next epoch is being counted already
+    expected: BucketAssignment | None  # as in Part
 
 
 @dataclass(frozen=True)
@@ -88,42 +77,38 @@ class Stream:
 
     stage: str
     source: str
+    # The rests of epochs that began before the plan, then whole epochs, unless none are left
     parts: tuple[Part, ...]
-    """The rests of epochs that began before the plan, then whole epochs, unless none are left."""
-    first_epoch: int = 0
-    """The first of the whole epochs."""
+    first_epoch: int = 0  # the first of the whole epochs
 
     @cached_property
     def starts(self) -> list[int]:
         """The number of each part's first batch."""
         starts = [0]
         for part in self.parts[:-1]:
-            assert part.leg.num_batches is not None
-            starts.append(starts[-1] + part.leg.num_batches)
+            assert part.epoch_span.num_batches is not None
+            starts.append(starts[-1] + part.epoch_span.num_batches)
         return starts
 
     @property
     def num_batches(self) -> int | None:
-        """Batches in all; None: endless."""
-        last = self.parts[-1].leg.num_batches
+        last = self.parts[-1].epoch_span.num_batches
         return None if last is None else self.starts[-1] + last
 
-    def batch(self, index: int) -> tuple[Part, Slots]:
+    def batch(self, index: int) -> tuple[Part, BatchIndex]:
         place = bisect_right(self.starts, index) - 1
         part = self.parts[place]
-        return part, part.leg.batch(index - self.starts[place])
+        return part, part.epoch_span.batch(index - self.starts[place])
 
     def is_whole_at(self, index: int) -> bool:
-        """Whether batch `index` is one of the whole epochs, and not of a rest."""
         return self.parts[bisect_right(self.starts, index) - 1].before is None
 
     def epoch_at(self, index: int) -> int:
-        """The epoch that batch `index` is counted in; after the last batch, the one after it."""
         place = bisect_right(self.starts, index) - 1
-        return self.parts[place].leg.epoch_of(index - self.starts[place])
+        return self.parts[place].epoch_span.epoch_of(index - self.starts[place])
 
     def open_at(self, index: int) -> list[OpenEpoch]:
-        """What the epochs that have begun before batch `index`, or begin with it, still hold."""
+        """The epochs that begin before or with batch `index` and are not over then."""
         place = bisect_right(self.starts, index) - 1
         found = [_opened(self.parts[place], index - self.starts[place])]
         for part in self.parts[place + 1 :]:
@@ -140,41 +125,29 @@ class StagePlan:
     stage: Stage
     streams: tuple[Stream, ...]
     weights: tuple[float, ...]
-    dropped: Mapping[str, Counter[str]]
-    """By source: how many clips are left out, by reason."""
+    dropped: Mapping[str, Counter[str]]  # by source: how many clips are left out, by reason
 
     def place(self, index: int) -> tuple[int, int]:
         return mixed(index, self.weights) if len(self.streams) > 1 else (0, index)
 
     def taken(self, index: int) -> list[int]:
-        """How many batches each stream has given when the stage has given `index`."""
         return shares(index, self.weights) if len(self.streams) > 1 else [index]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All batches from one global step on.
+    """All batches from one global step on."""
 
-    Attributes:
-        version: how many plans came before it in the run.
-        first_step: the global step that it begins at.
-        stages: what is left of the curriculum then, in order.
-        timeline: of these stages, counted from `first_step`.
-        batch_size: samples per step over all ranks.
-        ended: stages that had begun and of which this plan has nothing left: by source, the epoch
-            that would be next, were they made longer.
-    """
-
-    version: int
-    first_step: int
-    stages: tuple[StagePlan, ...]
-    timeline: Timeline
-    batch_size: int
+    version: int  # how many plans came before it in the run
+    first_step: int  # the global step that it begins at
+    stages: tuple[StagePlan, ...]  # what is left of the curriculum then, in order
+    timeline: StageTimeline  # of these stages, counted from `first_step`
+    batch_size: int  # samples per step over all ranks
+    # Finished stages: by source, the epoch that would be next if they were made longer
     ended: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def end_step(self) -> int | None:
-        """The global step after its last; None: endless."""
         total = self.timeline.total
         return None if total is None else self.first_step + total
 
@@ -201,7 +174,6 @@ class Plan:
         )
 
     def streams(self) -> list[Stream]:
-        """The streams of all stages, as `PlannedBatch.stream` counts them."""
         return [stream for stage in self.stages for stream in stage.streams]
 
     def taken(self, step: int) -> list[list[int]]:
@@ -215,21 +187,18 @@ class Plan:
         for stage in self.stages:
             digest.update(repr((stage.stage.name, stage.weights)).encode())
             for part in (part for stream in stage.streams for part in stream.parts):
-                leg = part.leg
-                facts = (part.catalog.fingerprint, part.members.shapes, leg.sizes, leg.num_epochs)
+                span = part.epoch_span
+                facts = (part.catalog.fingerprint, part.members.shapes, span.sizes, span.num_epochs)
                 digest.update(repr(facts).encode())
                 for rows in part.members.rows:
                     digest.update(np.ascontiguousarray(rows).data)
-        digest.update(repr((self.timeline, self.batch_size)).encode())
+        lengths, ramps = self.timeline.lengths, self.timeline.ramps
+        timeline = f"Timeline({lengths=}, {ramps=})"
+        digest.update(f"({timeline}, {self.batch_size})".encode())
         return digest.hexdigest()
 
 
 def begin(catalogs: Mapping[str, Catalog], data: DataSection, batch_size: int, seed: int) -> Plan:
-    """The plan of a new run.
-
-    Raises:
-        DataError: a stage selects no clips, or is not as long as its ramps.
-    """
     stages = [fresh_stage(stage, catalogs, data, batch_size, seed) for stage in data.curriculum()]
     return assemble_plan(0, 0, stages, batch_size)
 
@@ -247,14 +216,14 @@ def fresh_stage(
     for source in weights:
         selection = select(catalogs[source], stage, data)
         dropped[source] = selection.dropped
-        leg = Leg(
+        span = EpochSpan(
             sizes=selection.members.sizes,
             batch_size=batch_size,
             seed=seed,
             name=f"{stage.name}/{source}",
             num_epochs=stage.epochs,
         )
-        part = Part(leg, selection.members, catalogs[source])
+        part = Part(span, selection.members, catalogs[source])
         streams.append(Stream(stage.name, source, (part,)))
     return StagePlan(stage, tuple(streams), tuple(weights.values()), dropped)
 
@@ -262,11 +231,7 @@ def fresh_stage(
 def stage_weights(
     stage: Stage, catalogs: Mapping[str, Catalog], data: DataSection
 ) -> dict[str, float]:
-    """The share of each catalog in a stage; those without a share are not there.
-
-    Raises:
-        DataError: none has a share, or several that have are to be counted in epochs.
-    """
+    """The share of each catalog in a stage, without those of share 0."""
     given = data.weights if stage.weights is None else stage.weights
     weights = {source: given.get(source, 1.0) for source in catalogs}
     weights = {source: weight for source, weight in weights.items() if weight > 0}
@@ -277,7 +242,7 @@ def stage_weights(
     if len(weights) > 1 and stage.epochs is not None:
         raise DataError(
             f"Stage {stage.name} mixes the catalogs {', '.join(weights)} by weights, and each has "
-            f"epochs of its own: epochs = {stage.epochs} says nothing there. Give the stage steps."
+            f"its own epochs: epochs = {stage.epochs} has no meaning there. Give the stage steps."
         )
     return weights
 
@@ -289,15 +254,15 @@ def assemble_plan(
     batch_size: int,
     lengths: Sequence[int | None] | None = None,
 ) -> Plan:
-    """Lay stages out on a timeline; `lengths` are their steps, where they are not the stages' own.
+    """Put stages on a timeline; `lengths` replace the stages' own numbers of steps.
 
     Raises:
-        DataError: a stage is shorter than the ramps at its two ends.
+        DataError: a stage is shorter than its ramps.
     """
     if lengths is None:
         lengths = [stage_length(each) for each in stages]
     ramps = [each.stage.ramp_steps // 2 * 2 for each in stages]
-    ramps[:1] = [0] * len(ramps[:1])  # there is nothing before the first, or no longer
+    ramps[:1] = [0] * len(ramps[:1])  # there is no stage before the first
     for stage, length, ramp, following in zip(stages, lengths, ramps, [*ramps, 0][1:], strict=True):
         if length is not None and length < (ramp + following) // 2:
             raise DataError(
@@ -306,7 +271,7 @@ def assemble_plan(
                 "make the stage longer."
             )
     return Plan(
-        version, first_step, tuple(stages), Timeline(tuple(lengths), tuple(ramps)), batch_size
+        version, first_step, tuple(stages), StageTimeline(tuple(lengths), tuple(ramps)), batch_size
     )
 
 
@@ -317,20 +282,15 @@ def stage_length(stage: StagePlan) -> int | None:
 
 
 def _opened(part: Part, index: int) -> list[OpenEpoch]:
-    """The epochs that a part has open at one of its batches."""
-    opened, counted = [], part.leg.epoch_of(index)
-    for epoch, positions in part.leg.left_at(index).items():
+    opened, counted = [], part.epoch_span.epoch_of(index)
+    for epoch, positions in part.epoch_span.left_at(index).items():
         rows = tuple(mine[where] for mine, where in zip(part.members.rows, positions, strict=True))
-        left = Members(part.members.shapes, rows)
-        consumed = _consumed(part, left)
+        left = BucketAssignment(part.members.shapes, rows)
+        identities = part.catalog.identities
+        mine, still = (identities.take(pa.array(each.all_rows())) for each in (part.members, left))
+        consumed = mine.filter(pc.invert(pc.is_in(mine, value_set=still)))
+        if part.before is not None:
+            consumed = pa.concat_arrays([part.before, consumed])
         is_tail = epoch < counted
-        opened.append(OpenEpoch(epoch, part.catalog, left, consumed, is_tail, part.owed))
+        opened.append(OpenEpoch(epoch, part.catalog, left, consumed, is_tail, part.expected))
     return opened
-
-
-def _consumed(part: Part, left: Members) -> pa.Array:
-    """Identities of a part's clips that are not left, and of those consumed before the plan."""
-    identities = part.catalog.identities
-    mine, still = (identities.take(pa.array(each.all_rows())) for each in (part.members, left))
-    gone = mine.filter(pc.invert(pc.is_in(mine, value_set=still)))
-    return gone if part.before is None else pa.concat_arrays([part.before, gone])

@@ -16,14 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
-from longtake.data.catalog import Catalog, Rejection
+from longtake.data.buckets import window_of
+from longtake.data.catalog import CLIP_SCHEMA, Catalog, Rejection
 from longtake.data.clip import Clip
-from longtake.data.crop import Crop
-from longtake.data.limits import DEFAULT, MEMORY_GIB, Limits
-from longtake.data.sample import window_of
-from longtake.data.table import CLIP_SCHEMA
+from longtake.data.decode import DEFAULT, MEMORY_GIB, Limits
 from longtake.data.tasks import in_order, run_tasks
-from longtake.data.window import Window, read_window
+from longtake.data.window import Crop, Window, read_window
 from longtake.data.workers import Task
 from longtake.errors import ClipError, DataError
 from longtake.formatting import nearest
@@ -33,12 +31,13 @@ if TYPE_CHECKING:
     from HanTa.HanoverTagger import HanoverTagger
 
 
-_CHUNK = 500
-"""Captions that one process tags at a time: about a second of work."""
+STEP_SECONDS = 1 / 8  # between two frames that are compared
+SHORT_SIDE = 64  # pixels of the compared frames
 
-_LONGEST = 32
-"""Letters of a word that the tagger sees: its time grows with their square, and a file's name or
-an address that got into a caption can have thousands."""
+_PASSAGES, _FRAMES = 4, 9  # up to 4 passages of 9 frames (a second), evenly spaced in a clip
+_LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # of R'G'B', ITU-R BT.601
+_CHUNK = 500  # captions that one process tags at a time: about a second of work
+_MAX_LETTERS = 32  # of a word: the tagger's time grows with their square
 
 _WORD = re.compile(r"\w+(?:[-'\u2019]\w+)*")
 # For the tagger a possessive 's is a token of its own, and so is every punctuation mark.
@@ -48,29 +47,19 @@ _LATIN = re.compile(r"[A-Za-z]")
 
 
 def num_words(caption: str) -> float:
-    """The length of a caption in words; NaN where there is no caption."""
     return float(len(_WORD.findall(caption))) if caption.strip() else math.nan
 
 
 def num_nouns(caption: str) -> float:
-    """The common and proper nouns of an English caption, each as often as it occurs.
-
-    Returns:
-        Their number; NaN, that is unknown, where there is no Latin letter to be tagged.
-    """
     return float(len(nouns(caption))) if _LATIN.search(caption) else math.nan
 
 
 def nouns(caption: str) -> list[str]:
-    """The nouns of an English caption as they are written, in order.
-
-    HanTa's English model is part of the package: every process finds the same. Its tags are the
-    British National Corpus's (CLAWS C5): NN0, NN1 and NN2 are common nouns, NP0 proper ones.
-    """
+    """The nouns of an English caption: HanTa's tags NN0, NN1, NN2 (common) and NP0 (proper)."""
     found = []
     for sentence in _SENTENCE_END.split(caption):
         tokens = _TOKEN.findall(sentence)
-        ends = [token[-_LONGEST:] for token in tokens]
+        ends = [token[-_MAX_LETTERS:] for token in tokens]
         tags = _tagger().tag_sent(ends, taglevel=0)  # level 0: no lemmas, which take longer
         found += [token for token, tag in zip(tokens, tags, strict=True) if tag[:2] in ("NN", "NP")]
     return found
@@ -79,16 +68,7 @@ def nouns(caption: str) -> list[str]:
 def nouns_of_all(
     captions: Sequence[str], *, on: str | None = None, workers: int | None = None
 ) -> Generator[float]:
-    """`num_nouns` of every caption, in their order.
-
-    Args:
-        captions: of which captions.
-        on: see `run_tasks`.
-        workers: processes that tag; Python lets only one thread at a time do so.
-
-    Raises:
-        DataError: no worker can be started, or workers crash at a caption.
-    """
+    """`num_nouns` of every caption, in their order."""
     chunks = [captions[start : start + _CHUNK] for start in range(0, len(captions), _CHUNK)]
     if len(chunks) < 2 and on is None:
         workers = 0  # starting another process takes longer
@@ -118,17 +98,6 @@ def _tagger() -> "HanoverTagger":
     return HanoverTagger("morphmodel_en.pgz")
 
 
-STEP_SECONDS = 1 / 8
-SHORT_SIDE = 64
-"""Pixels of the shorter side of the frames that are compared."""
-
-_PASSAGES = 4
-_FRAMES = 9
-"""A clip is looked at in up to 4 passages of 9 frames (a second), evenly spread over it."""
-
-_LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # of R'G'B', ITU-R BT.601
-
-
 @dataclass(frozen=True)
 class MotionScore(Task[Clip, float | ClipError]):
     """Score one clip by its motion."""
@@ -138,60 +107,35 @@ class MotionScore(Task[Clip, float | ClipError]):
 
     @property
     def memory_gib(self) -> float:  # type: ignore[override]  # it follows from the limits
-        """As the limits say."""
         return self.limits.memory_gib
 
     def do(self, item: Clip, progress: Callable[[], object]) -> float | ClipError:
-        """See `motion`."""
         try:
             return motion(item, self.limits.timed(item.media, progress))
         except ClipError as error:
             return error
 
     def lost(self, item: Clip, reason: str) -> ClipError:
-        """It is not scored."""
         return ClipError(item.path, reason)
 
     def reads(self, item: Clip) -> str:
-        """The clip's file, or its tar; an image is not even opened."""
         return item.media.path if item.num_frames > 1 else ""
 
 
 def motion(clip: Clip, progress: Callable[[], object] = lambda: None) -> float:
-    """The mean absolute luma difference between frames an eighth of a second apart.
+    """The mean absolute luma difference (0 to 255) of frames at a distance of 1/8 s.
 
-    VMAF's motion feature ("the average absolute pixel difference for the luminance component",
-    github.com/Netflix/vmaf, resource/doc/features.md), but an eighth of a second apart, so that a
-    clip scores alike at 24 and at 60 frames a second, and of small frames, which takes out noise
-    and grain as VMAF's blur does.
-
-    Distances are counted in frames, by the clip's average frame rate. A cut counts as what it is
-    for a model too: a large change.
-
-    Args:
-        clip: of which clip.
-        progress: called after each passage.
-
-    Returns:
-        Levels of 255: 0 for an image and a frozen video, 1 to 20 for most others.
-
-    Raises:
-        ClipError: the clip cannot be decoded.
+    It is VMAF's motion feature (github.com/Netflix/vmaf, resource/doc/features.md), but independent
+    of the frame rate, and of small frames, which removes noise as VMAF's blur does.
     """
     if clip.num_frames < 2:
         return 0.0
     changes = []
     for window in _windows(clip):
-        changes.append(_changes(read_window(window)))
+        luma = np.einsum("c,cfhw->fhw", _LUMA, read_window(window), dtype=np.float32)
+        changes.append(np.abs(np.diff(luma, axis=0)).mean(axis=(1, 2)))
         progress()
     return float(np.concatenate(changes).mean())
-
-
-def _changes(frames: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """The mean absolute luma difference of neighbours: [3, F, H, W] to [F - 1]."""
-    luma = np.einsum("c,cfhw->fhw", _LUMA, frames, dtype=np.float32)
-    changes: NDArray[np.float32] = np.abs(np.diff(luma, axis=0)).mean(axis=(1, 2))
-    return changes
 
 
 def _windows(clip: Clip) -> list[Window]:
@@ -200,51 +144,32 @@ def _windows(clip: Clip) -> list[Window]:
     last_start = clip.num_frames - 1 - (num_frames - 1) * stride
     passages = min(_PASSAGES, last_start // (num_frames * stride) + 1)
     starts = np.linspace(0, last_start, passages) if passages > 1 else [last_start // 2]
-    return [_window(clip, int(start), num_frames, stride) for start in starts]
-
-
-def _window(clip: Clip, start: int, num_frames: int, stride: int) -> Window:
     scale = min(1.0, SHORT_SIDE / min(clip.height, clip.width))
     height, width = max(1, round(clip.height * scale)), max(1, round(clip.width * scale))
-    frames = range(start, start + num_frames * stride, stride)
-    return window_of(clip, frames, Crop(height, width, top=0, left=0), height, width)
+    whole = Crop(height, width, top=0, left=0)
+    passages_frames = (range(int(s), int(s) + num_frames * stride, stride) for s in starts)
+    return [window_of(clip, frames, whole, height, width) for frames in passages_frames]
 
 
 @dataclass(frozen=True)
 class OwnScore(Task[Clip, float | ClipError]):
-    """Call somebody's function for one clip.
+    """Calls a user's function for one clip."""
 
-    Attributes:
-        by: `module:function`.
-        folder: where the module is looked for after all other places.
-    """
-
-    by: str
-    folder: str
+    by: str  # `module:function`
+    folder: str  # searched for the module last
     doing = "scoring"
     silence_seconds: float = 3600.0  # it reports no progress
 
     @cached_property
     def function(self) -> Callable[[Clip], Any]:
-        """What is called.
-
-        Raises:
-            DataError: there is no such function.
-        """
         return _find(self.by, self.folder)
 
     @property
     def version(self) -> str:
-        """Digits that name what the function's module says; empty where it has no file."""
         path = getattr(sys.modules.get(self.function.__module__), "__file__", None)
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12] if path else ""
 
     def do(self, item: Clip, progress: Callable[[], object]) -> float | ClipError:
-        """Call the function.
-
-        Raises:
-            DataError: the function raised an error, or returned no number.
-        """
         try:
             value = self.function(item)
         except ClipError as error:
@@ -262,11 +187,9 @@ class OwnScore(Task[Clip, float | ClipError]):
         return float(value)
 
     def lost(self, item: Clip, reason: str) -> ClipError:
-        """It is not scored."""
         return ClipError(item.path, reason)
 
     def reads(self, item: Clip) -> str:
-        """The clip's file, or its tar."""
         return item.media.path
 
 
@@ -312,31 +235,23 @@ _ROW: TypeAdapter[tuple[int, float]] = TypeAdapter(tuple[Count, float])
 
 @dataclass(frozen=True)
 class Scored:
-    """A catalog with one more attribute.
+    """A catalog with one more attribute."""
 
-    Attributes:
-        catalog: the same clips.
-        name: what the attribute is called.
-        values: [N] float64, in the catalog's order; NaN where unknown: a clip without a caption,
-            or one that failed.
-        failed: clips that could not be decoded, and why.
-        journal: what is kept of it until the catalog is written.
-    """
-
-    catalog: Catalog
-    name: str
+    catalog: Catalog  # the same clips
+    name: str  # what the attribute is called
+    # [N] float64, in the catalog's order; NaN where unknown: a clip without a caption, or one that
+    # failed
     values: NDArray[np.float64]
-    failed: tuple[Rejection, ...] = ()
+    failed: tuple[Rejection, ...] = ()  # clips that could not be decoded, and why
+    # what is kept of it until the catalog is written
     journal: Journal[tuple[int, float]] | None = field(default=None, compare=False, repr=False)
 
     def settle(self) -> None:
-        """Forget what was kept beside the catalog: it is written now."""
         if self.journal is not None:
             self.journal.remove()
 
     @property
     def num_known(self) -> int:
-        """How many clips have a score."""
         return int(np.count_nonzero(~np.isnan(self.values)))
 
 
@@ -369,7 +284,7 @@ def score(
 
     Raises:
         DataError: there is no such score or function, the name cannot be an attribute's, the
-            function returned no number or raised an error (a ClipError apart: that clip failed),
+            function returned no number or raised an error other than ClipError,
             or no worker can be started.
     """
     own = None if by in SCORES else _own(by)

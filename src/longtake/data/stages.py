@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from longtake.config import DataSection, Stage
-from longtake.data.buckets import ONLY_STILLS, Members, Rows, sort_into_buckets
+from longtake.data.buckets import ONLY_STILLS, BucketAssignment, Rows, sort_into_buckets
 from longtake.data.catalog import Catalog
 from longtake.errors import DataError
 
@@ -34,17 +34,15 @@ _COMPARE = {
 
 @dataclass(frozen=True)
 class Selection:
-    members: Members
-    dropped: Counter[str]
-    """How many clips are left out, by reason, in the order in which reasons are tried."""
+    members: BucketAssignment
+    dropped: Counter[str]  # clips by reason, in the order in which reasons are tried
 
 
 def select(catalog: Catalog, stage: Stage, data: DataSection) -> Selection:
     """The clips that meet all of a stage's conditions, sorted into its buckets.
 
     Raises:
-        DataError: a condition is malformed or names an attribute that the catalog lacks, or not
-            one clip is left; says what was left out, by count.
+        DataError: a condition is malformed or names an unknown attribute, or no clip is left.
     """
     captioned = pc.not_equal(catalog.table["caption"], "").to_numpy()
     kept = np.flatnonzero(captioned).astype(np.uint32)
@@ -69,11 +67,7 @@ def select(catalog: Catalog, stage: Stage, data: DataSection) -> Selection:
 
 
 def values(catalog: Catalog, name: str, data: DataSection) -> NDArray[Any]:
-    """[N] an attribute of all clips, by the name that recipes call it.
-
-    Raises:
-        DataError: there is no such attribute; says which there are.
-    """
+    """[N] an attribute of all clips, by the name that recipes call it."""
     if name == "difficulty":
         name = data.difficulty or _only_score(catalog)
     if name == "aspect":
@@ -92,11 +86,6 @@ def values(catalog: Catalog, name: str, data: DataSection) -> NDArray[Any]:
 
 
 def attribute_of(condition: str) -> str:
-    """The name of the attribute that a condition asks for.
-
-    Raises:
-        DataError: it is not a condition.
-    """
     return _parsed(condition)[0]
 
 
@@ -176,20 +165,16 @@ def _nothing_left(catalog: Catalog, stage: Stage, data: DataSection, dropped: Co
 
 
 @dataclass(frozen=True)
-class Timeline:
+class StageTimeline:
     """Which stage a step belongs to, and how many of its batches come before.
 
     A ramp of R steps lies half before and half after the border of two stages. Of its first j
     steps round(j^2 / 2R) belong to the later stage: its share rises linearly from none to all, and
     every batch of either stage is still trained exactly once.
-
-    Attributes:
-        lengths: steps of each stage; only the last may be None (endless).
-        ramps: even number of steps that each stage is mixed with the one before it.
     """
 
-    lengths: tuple[int | None, ...]
-    ramps: tuple[int, ...]
+    lengths: tuple[int | None, ...]  # steps of each stage; only the last may be None (endless)
+    ramps: tuple[int, ...]  # even number of steps that each stage is mixed with the one before it
 
     @property
     def borders(self) -> list[int]:
@@ -239,7 +224,7 @@ def mixed(index: int, weights: Sequence[float]) -> tuple[int, int]:
 def shares(count: int, weights: Sequence[float]) -> list[int]:
     """How many of the first `count` batches come from each source, as evenly as can be.
 
-    The first source has round(count w); what is left is shared among the others likewise. Exact
+    The first source has round(count w); the rest is shared among the others in the same way. Exact
     in integers, so that it is the same everywhere.
     """
     given = []

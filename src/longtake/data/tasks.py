@@ -29,8 +29,7 @@ from longtake.errors import DataError, LongtakeError
 from longtake.fsio import make_writable
 from longtake.process import code_digest, num_cores
 
-RAY_ATTEMPTS = 3
-"""How often an item is begun with whose Ray worker is lost."""
+RAY_ATTEMPTS = 3  # for an item whose Ray worker is lost
 
 _BATCH_SECONDS = 10.0
 _MAX_BATCH_ITEMS = 1000
@@ -62,17 +61,14 @@ def run_tasks(
     Items are taken as they are needed. Close the generator to stop before the end.
 
     Args:
-        task: what is done to each item.
-        items: that it is done to.
-        on: None: processes of this machine. `ray`: the Ray cluster that RAY_ADDRESS names or that
-            this machine belongs to, or else one of this machine alone. `ray://HOST:PORT`: the
-            cluster whose client server listens there.
-        workers: how many at a time; None: one for each core (with `uses_gpu`, each GPU). 0: this
-            process, which an item can then hang or crash.
+        task: what is done.
+        items: to which it is done.
+        on: `ray` (the cluster of RAY_ADDRESS, or else this machine), `ray://HOST:PORT`, or None:
+            processes of this machine.
+        workers: how many processes; by default one for each core. 0: this process.
 
     Raises:
-        DataError: no worker can be started, or the cluster cannot be used.
-        LongtakeError: the task raised it.
+        DataError: no worker can be started, or the cluster is lost.
     """
     if on is not None:
         with connected(on) as ray:
@@ -217,7 +213,6 @@ class ItemBatches(Generic[Item]):
         self._size = 1
 
     def ahead(self, count: int) -> int:
-        """Return how many items there still are; at most `count` or a few more."""
         self._ahead.extend(islice(self._waiting, max(0, count - len(self._ahead))))
         return len(self._ahead) + len(self._back)
 
@@ -229,7 +224,6 @@ class ItemBatches(Generic[Item]):
         return [self._ahead.popleft() for _ in range(min(self._size, len(self._ahead)))]
 
     def learn(self, seconds: float) -> None:
-        """Take into account how long an item took."""
         wanted = int(_BATCH_SECONDS / max(seconds, 1e-6))
         self._size = max(1, min(wanted, 2 * self._size, _MAX_BATCH_ITEMS))
 
@@ -244,7 +238,7 @@ class ItemBatches(Generic[Item]):
 
 
 class NodeSetup(NamedTuple):
-    """What a Ray worker is told at first."""
+    """The first message to a Ray worker."""
 
     task: Task[Any, Any]
     markers: list[Path]  # are there if the task's folders are the same ones
@@ -290,7 +284,6 @@ class NodeWorker:
         return _Answers(results, None, time.perf_counter() - begun)
 
     def close(self) -> None:
-        """End the process."""
         self._pool.close()
 
 

@@ -1,14 +1,17 @@
-"""Reads one window of a clip: the frames that are wanted, in the size that is wanted.
+"""Reads one window of a clip, or a reference picture, in the size that training wants.
 
-Decoding begins at a keyframe shortly before the window where the clip's timestamps are known, and
-the frames are recognised by their exact timestamps, so that it makes no difference to the result.
-swscale converts and scales each frame in one pass, into planes of red, green and blue: twice as
-fast as into interleaved pixels, with all of the chroma's resolution, and in the layout of a video.
+Decoding begins at a keyframe before the window where timestamps are known; frames are recognised
+by their exact timestamps. swscale converts and scales each frame in one pass, into RGB planes.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import PurePath
+from typing import Protocol
 
 import numpy as np
 from av.video.frame import VideoFrame
@@ -16,60 +19,69 @@ from av.video.reformatter import Interpolation, VideoReformatter
 from numpy.typing import NDArray
 from PIL import Image
 
-from longtake.data.clip import Kind, Media
-from longtake.data.decode import decoded, opened
-from longtake.data.image import read_image
+from longtake.config import STEM
+from longtake.data.clip import IMAGE_SUFFIXES, Kind, Media
+from longtake.data.decode import decoded, opened, read_image, rgb
+from longtake.data.probe import rotation_of
 from longtake.errors import ClipError
 
 _AGAIN = "index it again"
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """All that decides which pixels are read of a clip.
+@dataclass(frozen=True)
+class Crop:
+    """How a frame is scaled to cover a bucket's size and then cut to it."""
 
-    Attributes:
-        identity: of the clip.
-        media: where its bytes lie.
-        kind: whether it is a video, or an image (then only `media` and the sizes matter).
-        stream_index: the video stream, as an index into all streams.
-        rotation: degrees counterclockwise that turn a decoded frame upright: 0, 90, 180 or 270.
-        source_height: pixels of the upright picture, as it was indexed.
-        source_width: pixels of the upright picture, as it was indexed.
-        start: index of the first frame that is wanted.
-        num_frames: how many are wanted.
-        stride: distance between two of them.
-        timestamps: of the frames that are wanted, in ticks of the stream's time base, ascending;
-            empty: frames are counted from the beginning.
-        seek_to: timestamp of a keyframe to begin at; None: from the beginning.
-        scaled_height: pixels of the upright picture before it is cut.
-        scaled_width: pixels of the upright picture before it is cut.
-        top: rows that are cut off above.
-        left: columns that are cut off on the left.
-        height: rows that are kept.
-        width: columns that are kept.
-        is_flipped: whether the result is mirrored, left to right.
-    """
-
-    identity: str
-    media: Media
-    kind: Kind
-    stream_index: int
-    rotation: int
-    source_height: int
-    source_width: int
-    start: int
-    num_frames: int
-    stride: int
-    timestamps: tuple[int, ...]
-    seek_to: int | None
     scaled_height: int
     scaled_width: int
     top: int
     left: int
-    height: int
+
+
+class Size(Protocol):
+    """Anything with a height and a width in pixels, such as a bucket."""
+
+    @property
+    def height(self) -> int: ...
+
+    @property
+    def width(self) -> int: ...
+
+
+def crop(height: int, width: int, shape: Size, across: float = 0.5, down: float = 0.5) -> Crop:
+    """Scale to cover a shape, and cut at `across` and `down` (0 to 1; 0.5 is the middle)."""
+    scale = max(shape.height / height, shape.width / width)
+    scaled_height = max(shape.height, round(height * scale))
+    scaled_width = max(shape.width, round(width * scale))
+    top = max(0, math.ceil((scaled_height - shape.height + 1) * down) - 1)
+    left = max(0, math.ceil((scaled_width - shape.width + 1) * across) - 1)
+    return Crop(scaled_height, scaled_width, top, left)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Which pixels are read of a clip."""
+
+    identity: str  # of the clip
+    media: Media
+    kind: Kind  # for an image only `media` and the sizes matter
+    stream_index: int  # into all streams of the file
+    rotation: int  # degrees counterclockwise that turn a decoded frame upright: 0, 90, 180 or 270
+    source_height: int  # of the upright picture, as it was indexed
+    source_width: int
+    start: int  # index of the first frame
+    num_frames: int
+    stride: int  # distance between two frames
+    # of the frames, in ticks of the stream's time base, ascending; empty: frames are counted
+    timestamps: tuple[int, ...]
+    seek_to: int | None  # timestamp of a keyframe to begin at; None: from the beginning
+    scaled_height: int  # of the upright picture before it is cut
+    scaled_width: int
+    top: int  # rows that are cut off above
+    left: int  # columns that are cut off on the left
+    height: int  # rows that are kept
     width: int
-    is_flipped: bool
+    is_flipped: bool  # mirrored, left to right
 
     def __post_init__(self) -> None:
         assert min(self.start, self.num_frames - 1, self.stride - 1) >= 0
@@ -81,50 +93,37 @@ class Window:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """[3, F, H, W] of what is read."""
+        """[3, F, H, W]."""
         return 3, self.num_frames, self.height, self.width
 
 
 def read_window(window: Window, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-    """Decode a window, scaled (bicubic, antialiased) and cut.
-
-    Args:
-        window: what to read.
-        out: where to write it, [3, F, H, W]; None: a new array.
-
-    Returns:
-        [3, F, H, W] uint8 RGB, upright.
+    """Decode a window, scaled (bicubic, antialiased) and cut, as [3, F, H, W] uint8 RGB, upright.
 
     Raises:
-        ClipError: the file is gone, damaged, or not what its record says.
+        ClipError: the file is missing, damaged, or not what its record says.
     """
     video = np.empty(window.shape, dtype=np.uint8) if out is None else out
     assert video.shape == window.shape
     if window.kind == "image":
-        video[:, 0] = cut(window, _scaled_image(window).transpose(2, 0, 1))
-    else:
-        _read_video(window, video)
+        picture = read_image(window.media)
+        _check_size(window, *picture.shape[:2])
+        picture = _resized(picture, window.scaled_height, window.scaled_width)
+        video[:, 0] = _cut(window, picture.transpose(2, 0, 1))
+        return video
+    if window.seek_to is not None:
+        with suppress(ClipError):  # not every file can be decoded from its middle
+            _read_from(window, window.seek_to, video)
+            return video
+    _read_from(window, None, video)
     return video
 
 
-def _scaled_image(window: Window) -> NDArray[np.uint8]:
-    picture = read_image(window.media)
-    check_size(window, *picture.shape[:2])
-    size = (window.scaled_width, window.scaled_height)
-    if size == (window.source_width, window.source_height):
+def _resized(picture: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+    if picture.shape[:2] == (height, width):
         return picture
-    return np.asarray(Image.fromarray(picture).resize(size, Image.Resampling.BICUBIC))
-
-
-def _read_video(window: Window, video: NDArray[np.uint8]) -> None:
-    if window.seek_to is not None:
-        try:
-            _read_from(window, window.seek_to, video)
-        except ClipError:
-            pass  # not every file can be entered in its middle
-        else:
-            return
-    _read_from(window, None, video)
+    resized = Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC)
+    return np.asarray(resized)
 
 
 def _read_from(window: Window, seek_to: int | None, video: NDArray[np.uint8]) -> None:
@@ -153,7 +152,7 @@ def _read_from(window: Window, seek_to: int | None, video: NDArray[np.uint8]) ->
 
 
 def _at(window: Window, frames: Iterator[VideoFrame]) -> Iterator[VideoFrame]:
-    """The frames that carry the wanted timestamps; none may be missing."""
+    """The frames with the wanted timestamps; none may be missing."""
     for wanted in window.timestamps:
         for frame in frames:
             if frame.pts is None or frame.pts >= wanted:
@@ -172,14 +171,19 @@ def _planes(
     """Red, green and blue of one frame, each [height, width]."""
     is_turned = window.rotation in (90, 270)
     upright = (frame.width, frame.height) if is_turned else (frame.height, frame.width)
-    check_size(window, *upright)
+    _check_size(window, *upright)
     height, width = window.scaled_height, window.scaled_width
+    # Without scaling, swscale's fast path loses columns after the 16th: in FFmpeg 8.1 on x86 the
+    # last 8 of 568 columns of yuv420p are not written in gbrp. ACCURATE_RND avoids that path.
+    interpolation = Interpolation.BICUBIC
+    if frame.width % 16:
+        interpolation |= Interpolation.ACCURATE_RND
     scaled = reformatter.reformat(
         frame,
         width=height if is_turned else width,
         height=width if is_turned else height,
         format="gbrp",
-        interpolation=_interpolation(frame),
+        interpolation=interpolation,
         threads=1,  # many give the same, 50 times slower
     )
     green, blue, red = (
@@ -188,31 +192,102 @@ def _planes(
         ]
         for plane in scaled.planes
     )
-    return [cut(window, np.rot90(plane, window.rotation // 90)) for plane in (red, green, blue)]
+    return [_cut(window, np.rot90(plane, window.rotation // 90)) for plane in (red, green, blue)]
 
 
-def _interpolation(frame: VideoFrame) -> Interpolation:
-    """Bicubic; without scaling swscale has a fast way, by which it forgets columns after the 16th.
-
-    Seen in FFmpeg 8.1 on x86 from yuv420p to gbrp: of 568 columns the last 8 are never written.
-    ACCURATE_RND, which costs nothing where frames are scaled, keeps it from the fast way.
-    """
-    if frame.width % 16:
-        return Interpolation.BICUBIC | Interpolation.ACCURATE_RND
-    return Interpolation.BICUBIC
-
-
-def cut(window: Window, picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _cut(window: Window, picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """[..., height, width] of [..., scaled_height, scaled_width]."""
-    kept = picture[
-        ...,
-        window.top : window.top + window.height,
-        window.left : window.left + window.width,
-    ]
+    rows = slice(window.top, window.top + window.height)
+    kept = picture[..., rows, window.left : window.left + window.width]
     return kept[..., ::-1] if window.is_flipped else kept
 
 
-def check_size(window: Window, height: int, width: int) -> None:
+def _check_size(window: Window, height: int, width: int) -> None:
     if (height, width) != (window.source_height, window.source_width):
         indexed = f"was indexed with {window.source_width}x{window.source_height}"
         raise ClipError(str(window.media), f"has {width}x{height} pixels, {indexed}; {_AGAIN}")
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePicture:
+    """Which pixels are read of a reference picture (`data.references`).
+
+    A picture of the clip's own size is scaled, cut and mirrored as the clip is. Any other size is
+    scaled to cover, cut in the middle, and mirrored if the clip is.
+    """
+
+    identity: str  # of the clip
+    media: Media  # an image, or a video, of which the first frame is read
+    clip_height: int  # of the upright clip
+    clip_width: int
+    clip_crop: Crop
+    height: int  # rows that are kept
+    width: int
+    is_flipped: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """[3, 1, H, W]."""
+        return 3, 1, self.height, self.width
+
+
+def reference_path(clip_path: str, pattern: str) -> str:
+    path = PurePath(clip_path)
+    return os.path.normpath(path.parent / pattern.replace(STEM, path.stem))
+
+
+def references_of(window: Window, patterns: Mapping[str, str]) -> dict[str, ReferencePicture]:
+    """The reference pictures of a window's clip, by name."""
+    cut = Crop(window.scaled_height, window.scaled_width, window.top, window.left)
+    return {
+        name: ReferencePicture(
+            identity=window.identity,
+            media=Media(reference_path(window.media.path, pattern)),
+            clip_height=window.source_height,
+            clip_width=window.source_width,
+            clip_crop=cut,
+            height=window.height,
+            width=window.width,
+            is_flipped=window.is_flipped,
+        )
+        for name, pattern in patterns.items()
+    }
+
+
+def reference_error(window: Window, name: str, error: ClipError) -> ClipError:
+    return ClipError(str(window.media), f"its {name}, {error.path}: {error.reason}")
+
+
+def read(
+    wanted: Window | ReferencePicture, out: NDArray[np.uint8] | None = None
+) -> NDArray[np.uint8]:
+    """Decode a window or a reference picture into `out`, or a new array, [3, F, H, W] uint8 RGB.
+
+    Raises:
+        ClipError: the file is missing, damaged, or not what its record says.
+    """
+    if isinstance(wanted, Window):
+        return read_window(wanted, out)
+    picture = np.empty(wanted.shape, np.uint8) if out is None else out
+    assert picture.shape == wanted.shape
+    picture[:, 0] = _fitted(wanted, _upright(wanted.media)).transpose(2, 0, 1)
+    return picture
+
+
+def _upright(media: Media) -> NDArray[np.uint8]:
+    if PurePath(media.path).suffix.lower() in IMAGE_SUFFIXES:
+        return read_image(media)
+    with opened(media) as (container, stream):
+        for frame in decoded(media, container, stream):
+            return np.rot90(rgb(frame), rotation_of(media, frame) // 90)
+    raise ClipError(str(media), "holds no frame")
+
+
+def _fitted(reference: ReferencePicture, picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    height, width, _ = picture.shape
+    is_same_size = (height, width) == (reference.clip_height, reference.clip_width)
+    how = reference.clip_crop if is_same_size else crop(height, width, reference)
+    picture = _resized(picture, how.scaled_height, how.scaled_width)
+    rows = slice(how.top, how.top + reference.height)
+    kept = picture[rows, how.left : how.left + reference.width]
+    return kept[:, ::-1] if reference.is_flipped else kept

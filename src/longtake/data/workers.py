@@ -59,27 +59,17 @@ class Task(ABC, Generic[Item, Result]):
     start_hint: str = ""  # what else to try where no process can be started
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the values of cached properties."""
         of_class = {name: getattr(type(self), name, None) for name in vars(self)}
         made = {name for name, value in of_class.items() if isinstance(value, cached_property)}
         return {name: value for name, value in vars(self).items() if name not in made}
 
     @abstractmethod
     def do(self, item: Item, progress: Callable[[], object]) -> Result:
-        """Return the result of an item; call `progress` often, so that slow is not taken for stuck.
-
-        Raises:
-            ClipError: this item failed: `lost` gives its result.
-            LongtakeError: no item can be done; it ends the work.
-        """
+        """Return the result of an item; call `progress` often, or it is taken for stuck."""
 
     @abstractmethod
     def lost(self, item: Item, reason: str) -> Result:
-        """Return the result of an item that failed, or that its process hung or crashed at.
-
-        Raises:
-            LongtakeError: the work cannot do without it.
-        """
+        """Return the result of an item that failed, or that its process hung or crashed at."""
 
     def reads(self, item: Item) -> str:
         """Return the file that an item is read from, which every machine must see; empty: none."""
@@ -104,25 +94,18 @@ class WorkerIncident:
 
     @property
     def identity(self) -> str:
-        """Identity of the clip that it was decoding; empty: none."""
         return getattr(self.item, "identity", "")
 
     @property
     def path(self) -> str:
-        """Path of that clip."""
         return str(getattr(self.item, "media", ""))
 
 
 class WorkerPool(Generic[Item, Result]):
-    """Runs a task in processes, which begin with items in the order of their submission.
+    """Runs a task in `count` processes, in the order of submission.
 
-    Args:
-        task: what the processes do.
-        count: how many processes.
-        attempts: how often an item is begun with until it is lost.
-        num_buffers: pieces of shared memory of each process: 2 for `submit(out=...)`, else 0.
-        heartbeats: where each process writes its heartbeat; items then have `identity` and `media`.
-        cwd: where the processes run; None: where this one does.
+    An item is tried `attempts` times. With `num_buffers` (for each process) results are arrays,
+    which are passed in shared memory.
     """
 
     def __init__(
@@ -151,19 +134,7 @@ class WorkerPool(Generic[Item, Result]):
         self._supervisor.start()
 
     def submit(self, item: Item, out: NDArray[Any] | None = None) -> Future[Any]:
-        """Return the future of an item's result; it can be cancelled until a worker begins with it.
-
-        Args:
-            item: what to work on.
-            out: a contiguous array that the task fills, of `item.shape`; it is the result.
-
-        The future raises what `Task.lost` raises, the LongtakeError that `Task.do` raised, and
-        DataError if no process can be started.
-
-        Raises:
-            DataError: no process can be started.
-            RuntimeError: the pool is closed.
-        """
+        """Return the future of an item's result; it can be cancelled until a worker begins."""
         job = _Job(item, out, Future())
         with self._lock:
             if self._end:
@@ -173,13 +144,11 @@ class WorkerPool(Generic[Item, Result]):
         return job.future
 
     def incidents(self) -> list[WorkerIncident]:
-        """Return the incidents since the last call."""
         with self._lock:
             happened, self._incidents = self._incidents, []
         return happened
 
     def running(self) -> dict[int, Item | None]:
-        """Return the process ids of the workers, and what each works on."""
         jobs = {each.pid: each.job for each in tuple(self._workers)}
         return {pid: job.item if job else None for pid, job in jobs.items()}
 
@@ -220,7 +189,7 @@ class WorkerPool(Generic[Item, Result]):
                     self._on_message(worker)
                 for worker in [each for each in self._workers if each.is_silent()]:
                     self._on_silence(worker)
-        except Exception as error:  # whoever waits for an item has to get it
+        except Exception as error:  # futures must not wait forever
             self._stop(error)
         finally:
             self._fail_all()
@@ -241,7 +210,7 @@ class WorkerPool(Generic[Item, Result]):
                     worker.begin(job, self._task.silence_seconds)
                 except ConnectionError:  # it has ended, and its connection will say so
                     self._put_first(job)
-                except Exception as error:  # such as no memory; for whoever waits for the item
+                except Exception as error:  # such as no memory; the future raises it
                     job.fail(error)
 
     def _next(self) -> "_Job | None":
@@ -414,7 +383,7 @@ class _Worker:
         blocked = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
-            self._process = subprocess.Popen(  # noqa: S603 - ourselves
+            self._process = subprocess.Popen(  # noqa: S603 - our own program
                 program(*PROGRAM, *map(str, start.heartbeats or ("", 0)), *numbers),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -435,7 +404,6 @@ class _Worker:
 
     @property
     def stderr(self) -> Path:
-        """The file to which it writes its stacks (SIGUSR2, or a crash) and other last words."""
         return Path(f"/proc/self/fd/{self._stderr}")
 
     @property
@@ -447,11 +415,7 @@ class _Worker:
         return is_late and not self.connection.poll()
 
     def begin(self, job: _Job, silence_seconds: float) -> None:
-        """Let it begin with an item.
-
-        Raises:
-            ConnectionError: the process has ended.
-        """
+        """Let it begin with an item."""
         number = None
         if job.out is not None:
             number = self.buffer = (self.buffer + 1) % len(self._buffers)
@@ -476,12 +440,7 @@ class _Worker:
         return out
 
     def end(self, patience_seconds: float = 0.0) -> tuple[int | None, str]:
-        """Kill it if it still runs after so many seconds, and give everything back.
-
-        Returns:
-            Its exit status (minus the signal's number, if a signal ended it; None: it waits for a
-            device and cannot be killed yet), and what it wrote to stderr.
-        """
+        """Kill it if it still runs after so many seconds, and give everything back."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(patience_seconds)
         self._process.kill()

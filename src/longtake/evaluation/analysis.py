@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
 from longtake.config import Bucket, Recipe
-from longtake.data.buckets import span
+from longtake.data.buckets import sample_window, span
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
 from longtake.data.decode import opened
 from longtake.data.order import derive
-from longtake.data.sample import sample_window
 from longtake.data.window import read_window
 from longtake.errors import ClipError, DataError, RecordError
 from longtake.evaluation.measures import MEASURES, measure

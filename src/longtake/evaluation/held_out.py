@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from longtake.config import Bucket, DataSection, Recipe
-from longtake.data.buckets import choose
+from longtake.data.buckets import choose, sample_window
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.order import derive
-from longtake.data.references import read, references_of
-from longtake.data.sample import sample_window
+from longtake.data.window import read, references_of
 from longtake.errors import DataError, PlanError
 from longtake.models.base import Conditioning
 from longtake.models.objective import FlowBatch, flow_losses, training_conditioning

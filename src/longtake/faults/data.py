@@ -10,9 +10,9 @@ from typing import Literal
 import numpy as np
 
 from longtake.data.catalog import Catalog
-from longtake.data.change import compare
 from longtake.data.index import index
 from longtake.data.ledger import read_ledger
+from longtake.data.replan import compare
 from longtake.demo.shapes import write_clips
 from longtake.faults.expect import Evidence, clips_at, identities_of
 from longtake.faults.faulty_processes import Hang

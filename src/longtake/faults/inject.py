@@ -23,7 +23,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from longtake.data import workers
-from longtake.data.batch import Batch
+from longtake.data.loader import Batch
 from longtake.faults import faulty_processes
 from longtake.faults.faulty_processes import hang_once
 from longtake.faults.sandbox import (

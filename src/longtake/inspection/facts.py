@@ -18,7 +18,7 @@ from longtake.checkpoint.files import find_damage
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.ledger import IDENTITY_BYTES, read_ledger, short_identity
-from longtake.data.references import reference_path
+from longtake.data.window import reference_path
 from longtake.errors import DataError, RecordError, RunError
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.fsio import require_record

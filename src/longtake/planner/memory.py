@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from longtake.config import Bucket, OptimizerSection, Recipe
-from longtake.data.batch import num_places
+from longtake.data.loader import num_places
 from longtake.errors import RecipeError
 from longtake.models.build import Components, latent_shape, outline, refuse_sharing
 from longtake.models.numerics import Precision, choose_precision

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from longtake.data.batch import num_places
+from longtake.data.loader import num_places
 from longtake.errors import RecipeError
 from longtake.planner.devices import DeviceBudget
 from longtake.planner.forecast import Forecast, what_if

@@ -18,7 +18,7 @@ from longtake import config
 from longtake.config import Bucket, PresetSection, Recipe, SamplingSection
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
-from longtake.data.references import reference_path
+from longtake.data.window import reference_path
 from longtake.errors import DataError, LongtakeError, RecipeError, RecordError, RunError
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.formatting import did_you_mean

@@ -16,8 +16,7 @@ from PIL import Image
 
 from longtake.config import Bucket
 from longtake.data.clip import Media
-from longtake.data.crop import Crop
-from longtake.data.references import Reference, read
+from longtake.data.window import Crop, ReferencePicture, read
 from longtake.errors import ClipError, DataError, RecipeError, RunError
 from longtake.fsio import atomic_write
 from longtake.run_dir import RunDirectory
@@ -108,7 +107,7 @@ def read_picture(picture: Path, bucket: Bucket) -> NDArray[np.uint8]:
     Raises:
         DataError: it cannot be read.
     """
-    wanted = Reference(
+    wanted = ReferencePicture(
         identity="",
         media=Media(str(picture)),
         clip_height=0,  # it is cropped in the middle, not like a clip

@@ -158,7 +158,8 @@ def missing_vocabulary(run: RunDirectory, recipe: Recipe, loader: Loader) -> lis
     if recipe.text.pretrained is not None or path.exists():
         return []
     then = {
-        name: each["fingerprint"] for name, each in loader.course.history[0]["catalogs"].items()
+        name: each["fingerprint"]
+        for name, each in loader.plan_history.history[0]["catalogs"].items()
     }
     now = {name: catalog.fingerprint for name, catalog in loader.catalogs.items()}
     if then != now:

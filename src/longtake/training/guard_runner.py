@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longtake.data.batch import Batch
+from longtake.data.loader import Batch
 from longtake.fsio import now
 from longtake.guard.detectors import OK, GuardVerdict, judge
 from longtake.guard.history import History, JudgedStep, StepStatistics

@@ -195,14 +195,14 @@ def fill_cache(
     with counted(shown, "cache: look") as advance:
         missing = find_missing(
             cache,
-            loader.course.plan,
+            loader.plan_history.plan,
             share=slice(world.rank, None, world.size),
             without=loader.quarantined,
             progress=advance,
         )
     mine = CacheReport(present=missing.present)
     if on is None:
-        _encode_here(cache, missing, recipe, made, world.device, shown, mine, loader.hearts)
+        _encode_here(cache, missing, recipe, made, world.device, shown, mine, loader.heartbeats)
     else:
         _encode_on(cache, missing, recipe, made, shown, mine, on, workers)
     report = CacheReport(incidents=mine.incidents)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from longtake.config import Bucket, Recipe
-from longtake.data.batch import Batch
+from longtake.data.loader import Batch
 from longtake.errors import PlanError
 from longtake.formatting import format_size
 from longtake.models.numerics import is_out_of_memory

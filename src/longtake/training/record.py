@@ -11,8 +11,7 @@ from rich.console import Console
 
 from longtake import heartbeat
 from longtake.config import Bucket
-from longtake.data.batch import Batch
-from longtake.data.loader import Loader
+from longtake.data.loader import Batch, Loader
 from longtake.data.workers import WorkerIncident
 from longtake.errors import CheckpointError
 from longtake.formatting import format_size

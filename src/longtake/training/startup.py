@@ -56,9 +56,9 @@ def announce(
     run.record_launch(start_step=step, **facts)
     kind: EventKind = "resumed" if step else "launched"
     run.append_event(kind, step=step, lost_steps=lost, seconds=parts_so_far(), **facts)
-    if loader.course.changes:
-        plan = {"policy": recipe.data.on_change, "plan_version": loader.course.plan.version}
-        run.append_event("data_changed", step=step, **plan, changes=loader.course.changes)
+    if loader.plan_history.changes:
+        plan = {"policy": recipe.data.on_change, "plan_version": loader.plan_history.plan.version}
+        run.append_event("data_changed", step=step, **plan, changes=loader.plan_history.changes)
     parameters = sum(parameter.numel() for parameter in state.components.model.parameters())
     processes = f"{world.size} process{'es' if world.size > 1 else ''}"
     size = f"{parameters / 1e6:.2f} M parameters"
@@ -83,10 +83,10 @@ def _describe_changes(session: Session, loader: Loader, step: int, lost: int) ->
         since = f"the checkpoint of step {step}" if step else "the beginning"
         steps = f"{lost} step{'s' * (lost > 1)}"
         lines.append(f"{steps} since {since} had not been saved, and will be trained again")
-    if loader.course.changes:
+    if loader.plan_history.changes:
         policy = session.recipe.data.on_change
-        lines.append(f"changed, resuming with {policy}: {loader.course.changes}")
-    for stage in loader.course.plan.stages:
+        lines.append(f"changed, resuming with {policy}: {loader.plan_history.changes}")
+    for stage in loader.plan_history.plan.stages:
         for reason, count in sum(stage.dropped.values(), Counter()).most_common():
             lines.append(f"{count} clips are left out of stage {stage.stage.name}: {reason}")
     if loader.quarantined:
@@ -133,7 +133,7 @@ def _lost_steps(run: RunDirectory, step: int) -> int:
 def _describe_clips(loader: Loader) -> str:
     """Clips and buckets of the stages that are still to come."""
     parts = []
-    for stage in loader.course.plan.stages:
+    for stage in loader.plan_history.plan.stages:
         members = [stream.parts[-1].members for stream in stage.streams]
         num_buckets = len({shape for each in members for shape in each.shapes})
         clips = plural(sum(map(len, members)), "clip")

@@ -19,9 +19,9 @@ from longtake import config, heartbeat
 from longtake.checkpoint import files, store
 from longtake.checkpoint.store import Saver
 from longtake.config import Recipe
-from longtake.data.course import LoaderState
 from longtake.data.ledger import damage as ledger_damage
 from longtake.data.loader import Loader
+from longtake.data.replan import LoaderState
 from longtake.errors import CheckpointError, DivergedError
 from longtake.fsio import Count, now
 from longtake.guard.detectors import GuardVerdict
@@ -300,7 +300,7 @@ def _choose_checkpoint(
     be used: batches had other numbers then.
     """
     run, world = session.run, session.world
-    version = loader.course.plan.version
+    version = loader.plan_history.plan.version
 
     def plan() -> RollBack | str:
         steps = [step for step in run.checkpoint_steps() if _plan_version(run, step) == version]

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from longtake import heartbeat
-from longtake.data.batch import Batch
-from longtake.data.loader import Loader
+from longtake.data.loader import Batch, Loader
 from longtake.guard.history import GROUPS, StepStatistics
 from longtake.models.added_module import ADDED
 from longtake.optim.build import schedule_factor

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longtake import heartbeat
 from longtake.config import Recipe
-from longtake.data.batch import Batch
+from longtake.data.loader import Batch
 from longtake.data.order import derive
 from longtake.flow.timesteps import sample_sigmas
 from longtake.models.base import Conditioning

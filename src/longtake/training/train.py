@@ -13,10 +13,9 @@ from rich.console import Console
 from longtake import heartbeat
 from longtake.checkpoint.store import keep_saver
 from longtake.config import Bucket, Recipe
-from longtake.data.files import refuse_missing
 from longtake.data.ledger import begin_launch, keep_ledger, stream_names
 from longtake.data.loader import Loader
-from longtake.data.review import review
+from longtake.data.plan_checks import refuse_missing, review
 from longtake.errors import DataError
 from longtake.guard.history import MAX_WINDOWS
 from longtake.models.build import source_of, text_section
@@ -155,10 +154,10 @@ def _open_data(run: RunDirectory, recipe: Recipe, world: World) -> Loader:
         rank=world.data_rank,
         world_size=world.data_size,
         kept=run.catalogs_path,
-        hearts=heartbeat.heartbeat_dir(run.path),
+        heartbeats=heartbeat.heartbeat_dir(run.path),
     )
     if not run.exists():
-        review(loader.course.plan, recipe.data, recipe.training.steps)
+        review(loader.plan_history.plan, recipe.data, recipe.training.steps)
     return loader
 
 
@@ -182,7 +181,7 @@ def _build(
     recipe, run, world, precision = session.recipe, session.run, session.world, session.precision
     _refuse_other_plans(loader, world)
     steps = recipe.training.steps
-    warnings = [*point.warnings, *review(loader.course.plan, recipe.data, steps)]
+    warnings = [*point.warnings, *review(loader.plan_history.plan, recipe.data, steps)]
     warnings += filter(None, [missing_key(recipe.tracking)])
     if recipe.data.cache is None:
         loader.begin(loader.end_after(steps - point.step))  # while the model is built and loaded
@@ -221,7 +220,7 @@ def _refuse_other_plans(loader: Loader, world: World) -> None:
         DataError: on every rank, if one of them has another plan, such as by an older copy of a
             catalog on its node.
     """
-    mine = (socket.gethostname(), loader.step, loader.course.plan.fingerprint)
+    mine = (socket.gethostname(), loader.step, loader.plan_history.plan.fingerprint)
     everyone = gather_objects(mine, world)
     other = [rank for rank, facts in enumerate(everyone) if facts[1:] != everyone[0][1:]]
     if other:
@@ -259,7 +258,7 @@ def _begin_ledger(session: Session, loader: Loader) -> Path:
     def begin() -> None:
         run.adopt(session.recipe)
         loader.keep_catalogs()
-        names, history = stream_names(loader.data), loader.course.history
+        names, history = stream_names(loader.data), loader.plan_history.history
         made.append(
             begin_launch(run.ledger_path, loader.step, world.size, names, history, loader.skipped)
         )

@@ -21,10 +21,8 @@ from longtake.data.catalog import Catalog, Duplicate, Rejection
 from longtake.data.clip import Clip, Media, Timing
 from longtake.data.index import index
 from longtake.data.plan import Plan, begin
-from longtake.data.show import show
-from longtake.data.show.holdings import show_catalog
-from longtake.data.show.outline import show_plan
-from longtake.data.show.tables import print_show
+from longtake.data.summary import catalog_stats, plan_summary, show
+from longtake.data.summary_tables import print_show
 from longtake.errors import DataError
 
 WIDE = {"num_frames": 9, "height": 32, "width": 64}
@@ -67,7 +65,7 @@ def planned(catalog: Catalog, recipe: Recipe) -> tuple[Plan, dict[str, Any]]:
     """A plan, and what is shown of it; JSON throughout."""
     catalogs = dict.fromkeys(recipe.data.sources(), catalog)
     plan = begin(catalogs, recipe.data, recipe.training.batch_size, recipe.seed)
-    facts = show_plan(plan, recipe)
+    facts = plan_summary(plan, recipe)
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
     return plan, facts
 
@@ -154,7 +152,7 @@ def test_tails_are_those_of_the_order(
     catalog = Catalog.of(clip(number, width=width) for number, width in enumerate(widths))
     data = {"stages": [{"name": "one", "epochs": epochs}]}
     plan, facts = planned(catalog, recipe_of(data, 1, batch_size))
-    leg = plan.stages[0].streams[0].parts[0].leg
+    span = plan.stages[0].streams[0].parts[0].epoch_span
     assert plan.end_step is not None
     batches = [plan.batch(step) for step in range(plan.end_step)]
     for number, bucket in enumerate(facts["buckets"]):
@@ -165,7 +163,7 @@ def test_tails_are_those_of_the_order(
         ]
         assert bucket["last_batch"] == (min(mine) if mine else None)
         if epochs > 1:
-            left = leg.left_at(leg.epoch_start(1)).get(0)
+            left = span.left_at(span.epoch_start(1)).get(0)
             assert bucket["tail"] == (len(left[number]) if left else 0)
             assert bucket["batches_per_epoch"] == bucket["kept"] / batch_size
 
@@ -251,7 +249,7 @@ def test_a_refusal_is_shown_with_what_is_behind_it() -> None:
     assert drift["distance"] is None
     assert drift["is_above_limit"]
     assert "Stages are too different" in facts["refusal"]
-    assert any("mean num_frames goes from 10 to 20" in said for said in facts["warnings"])
+    assert any("mean num_frames changes from 10 to 20" in said for said in facts["warnings"])
     early = recipe_of({"stages": [{"name": "only", "epochs": 1}]}, steps=100)
     _, facts = planned(Catalog.of(clips), early)
     assert "The stages end after step 5" in facts["refusal"]
@@ -270,7 +268,7 @@ def test_a_catalog_is_counted() -> None:
     ]
     rejected = [Rejection("/clips/a.mp4", "is empty"), Rejection("/clips/b.mp4", "is empty")]
     catalog = Catalog.of(clips, rejected, [Duplicate("/clips/c.mp4", clips[0].identity)])
-    facts = show_catalog(catalog)
+    facts = catalog_stats(catalog)
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
     told = {"clips": 4, "videos": 3, "images": 1, "frames": 31, "captioned": 3, "duplicates": 1}
     told |= {"hdr": 1, "variable_frame_rate": 1, "unreliable_timestamps": 1}
@@ -309,7 +307,7 @@ def test_the_catalog_that_is_named_takes_the_place_of_the_recipes(tmp_path: Path
     assert result["clips"] == 7
     assert [each["clips"] for each in result["catalogs"].values()] == [5, 7]
     assert [entry["clips"] for entry in result["stages"]] == [5, 7]
-    with pytest.raises(DataError, match=r"c is none of the recipe's catalogs: a \("):
+    with pytest.raises(DataError, match=r"c is not one of the recipe's catalogs: a \("):
         show(tmp_path / "c", two)
 
 

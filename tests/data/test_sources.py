@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from longtake.data.indexing.item import Item
-from longtake.data.indexing.sources import find, told
+from longtake.data.clip import Item
+from longtake.data.sources import describe_ignored, find
 from longtake.errors import DataError
 
 
@@ -297,7 +297,7 @@ def test_a_folder_says_what_it_passes_over(another_user: Path) -> None:
     assert [(error.path, error.reason) for error in found.unreadable] == [
         (folder / "locked", "Permission denied")
     ]
-    assert told(found.passed_over, found.unreadable) == [
+    assert describe_ignored(found.passed_over, found.unreadable) == [
         "4 files have another ending and were left out: 2 .flv, 1 .heic, 1 no ending.",
         f"1 folder cannot be read: {folder / 'locked'} (Permission denied).",
     ]

@@ -1,12 +1,7 @@
-"""Reads lists and tables that name media.
+"""Reads lists, tables and WebDataset tars that name media: .txt, .csv, .jsonl, .parquet and .tar.
 
-    .txt                   one path per line
-    .csv .jsonl .parquet   paths in a column `video`, `image`, `path` or `file`; captions, if any,
-                           in `caption` or `text`; every other numeric column is an attribute
-
-Paths are relative to the folder that the list lies in. What a clip's file says itself (its size,
-its frames) is measured, never believed: columns with those names are passed over. So are columns of
-integers of 2**53 and more: they are ids, which a float cannot hold. NaN and infinity are unknown.
+Paths are relative to the list's folder. What a clip's file says itself (size, frames) is measured,
+not taken from a table; integers of 2**53 and more are ids and no scores. Tars are read in place.
 """
 
 import codecs
@@ -14,29 +9,32 @@ import csv
 import dataclasses
 import math
 import os
+import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pydantic import TypeAdapter
 
-from longtake.data.clip import Clip, Media
-from longtake.data.indexing.item import Item
-from longtake.errors import DataError, RecordError
+from longtake.data.clip import Clip, Item, Media, is_media
+from longtake.errors import ClipError, DataError, RecordError
 from longtake.fsio import MAX_LINE_BYTES, MAX_LINE_DEPTH, is_there, open_regular, parse_record
 
 PATH_COLUMNS = ("video", "image", "path", "file")
 CAPTION_COLUMNS = ("caption", "text")
-MAX_ATTRIBUTES = 1000
-"""Numbers of different names that a catalog's clips can have."""
+MAX_ATTRIBUTES = 1000  # names of scores in a catalog
 
 MEASURED = {field.name for field in dataclasses.fields(Clip)} | {"offset", "num_bytes", "member"}
 
 _MAX_EXACT = 2**53
+_MAX_TEXT_BYTES = 2**20  # of a caption, a .json, or a header that names a member
+_END_BYTES = 2**20  # of padding after the last member of a tar
+_ANY = TypeAdapter[Any](Any)
 _SURE_ROWS = 1_000_000  # so many may lie in a few bytes; of more, each takes at least one
 _UNKNOWN = ("", "na", "n/a", "nan", "-nan", "null", "none", "#n/a")
 _WORDS = dict.fromkeys(_UNKNOWN, None) | {"true": 1.0, "false": 0.0}
@@ -44,26 +42,19 @@ _WORDS = dict.fromkeys(_UNKNOWN, None) | {"true": 1.0, "false": 0.0}
 
 @dataclasses.dataclass(frozen=True)
 class _Table:
-    """The columns of a table that count, all of the same length.
+    """The columns of a table that are used, by name, all of the same length."""
 
-    Attributes:
-        names: of all columns.
-        texts: of columns of text, by name; None where there is none.
-        numbers: of numeric columns, by name; None where it is unknown.
-        types: of columns that are neither, by name.
-    """
-
-    names: Sequence[str]
+    names: Sequence[str]  # of all columns
     texts: dict[str, list[str | None]]
     numbers: dict[str, list[float | None]]
-    types: dict[str, str]
+    types: dict[str, str]  # of columns that are neither texts nor numbers
 
 
 def read_listing(path: Path) -> list[Item]:
-    """Return what a list or a table names, in its order.
+    """The items of a list or a table, in its order.
 
     Raises:
-        DataError: it cannot be read, has no column of paths, or names files that are not there.
+        DataError: it cannot be read, has no column of paths, or names missing files.
     """
     items = _read_list(path) if path.suffix.lower() == ".txt" else _read_table(path)
     missing = [item.media.path for item in items if not is_there(Path(item.media.path))]
@@ -130,9 +121,8 @@ def _read(path: Path, reader: Callable[[Path], _Table]) -> _Table:
 
 
 def _read_csv(path: Path) -> _Table:
-    """Read it strictly: a quote that is not closed is an error, and takes no rows with it."""
     with open_regular(path) as binary, codecs.getreader("utf-8-sig")(binary) as file:
-        reader = csv.reader(file, strict=True)
+        reader = csv.reader(file, strict=True)  # an unclosed quote must not swallow rows
         rows: list[list[str]] = []
         try:
             for row in reader:
@@ -157,7 +147,7 @@ def _read_csv(path: Path) -> _Table:
 
 
 def _parsed(texts: Iterable[str]) -> list[float | None] | None:
-    """The numbers of a column; None: it is no column of numbers."""
+    """The numbers of a column; None if it has others."""
     values: list[float | None] = []
     for text in texts:
         word = text.strip().lower()
@@ -165,18 +155,20 @@ def _parsed(texts: Iterable[str]) -> list[float | None] | None:
             value = _WORDS[word] if word in _WORDS else float(word)
         except ValueError:
             return None
-        if "_" in word or (value is not None and _is_id(word, value)):
+        is_id = value is not None and abs(value) >= _MAX_EXACT and word.lstrip("+-").isdecimal()
+        if "_" in word or is_id:
             return None
         values.append(_finite(value))
     return values if any(value is not None for value in values) else None
 
 
-def _is_id(word: str, value: float) -> bool:
-    return abs(value) >= _MAX_EXACT and word.lstrip("+-").isdecimal()
-
-
 def _read_jsonl(path: Path) -> _Table:
-    rows = [_row(path, *line) for line in _lines(path)]
+    rows: list[dict[str, Any]] = []
+    for number, line in _lines(path):
+        try:
+            rows.append(parse_record(line, dict[str, Any], path, MAX_LINE_DEPTH))
+        except RecordError as error:
+            raise _unreadable(path, f"line {number}: {error.reason}") from error
     names = list(dict.fromkeys(name for row in rows for name in row))
     texts: dict[str, list[str | None]] = {}
     numbers: dict[str, list[float | None]] = {}
@@ -189,13 +181,14 @@ def _read_jsonl(path: Path) -> _Table:
                 types[name] = type(other).__name__
             elif any(values):
                 texts[name] = [each or None for each in values]
-        elif _may_be_score(name) and (found := _numbers(values)) is not None:
-            numbers[name] = found
+        elif _may_be_score(name):
+            found = [score_of(value) for value in values]
+            if any(value is not None for value in found):
+                numbers[name] = found
     return _Table([*texts, *types], texts, numbers, types)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file, with their numbers; the last may lack its newline."""
     with open_regular(path) as file:
         for number in count(1):
             line = file.readline(MAX_LINE_BYTES + 1)
@@ -209,21 +202,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        return parse_record(line, dict[str, Any], path, MAX_LINE_DEPTH)
-    except RecordError as error:
-        raise _unreadable(path, f"line {number}: {error.reason}") from error
-
-
-def _numbers(values: Iterable[object]) -> list[float | None] | None:
-    """The numbers among a column's values; None: there are none."""
-    found = [score_of(value) for value in values]
-    return found if any(value is not None for value in found) else None
-
-
 def score_of(value: object) -> float | None:
-    """What a table or a .json says, as a score; None: it is no number, an id, or not finite."""
+    """A value of a table or a .json as a score; None: it is no number, an id, or not finite."""
     if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) >= _MAX_EXACT):
         return None
     return _finite(float(value))
@@ -242,7 +222,8 @@ def _read_parquet(path: Path) -> _Table:
         fields = {name: file.schema_arrow.field(name).type for name in names}
         wanted = [name for name in names if _is_text(name) or _is_numeric(name, fields[name])]
         table = file.read(wanted)
-    texts = {name: table[name].to_pylist() for name in wanted if _is_string(fields[name])}
+    strings = pa.string(), pa.large_string()
+    texts = {name: table[name].to_pylist() for name in wanted if fields[name] in strings}
     numbers = {name: _floats(table[name]) for name in wanted if _is_numeric(name, fields[name])}
     return _Table(
         names,
@@ -258,10 +239,6 @@ def _floats(column: pa.ChunkedArray) -> list[float | None] | None:
         if any(abs(bound or 0) >= _MAX_EXACT for bound in bounds.values()):
             return None
     return [_finite(value) for value in column.cast(pa.float64()).to_pylist()]
-
-
-def _is_string(kind: Any) -> bool:
-    return any(test(kind) for test in (pa.types.is_string, pa.types.is_large_string))
 
 
 def _is_numeric(name: str, kind: Any) -> bool:
@@ -316,3 +293,130 @@ def _texts(path: Path, table: _Table, name: str) -> list[str | None]:
 
 def _unreadable(path: Path, why: object) -> DataError:
     return DataError(f"{path} cannot be read: {str(why).rstrip('.')}.")
+
+
+def read_tar(path: Path) -> list[Item]:
+    """The media of a tar, in its order.
+
+    Members with the same key (the name up to the first dot of its last part) are one sample: its
+    videos and images are captioned by its .txt, or by `caption` or `text` of its .json.
+
+    Raises:
+        ClipError: it is no uncompressed tar, is cut short or damaged, or holds no media.
+    """
+    try:
+        members = _members(path)
+        texts, entries = _beside(path, members)
+    except RecordError as error:
+        reason = f"{error.path}: {error.reason}"
+        raise ClipError(path, f"not a readable tar: {reason}") from error
+    except RecursionError as error:
+        raise ClipError(path, "not a readable tar: too many headers for one member") from error
+    except (OSError, tarfile.TarError, LookupError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ClipError(path, f"not a readable tar: {reason}") from error
+    media = [member for member in members if is_media(member.name)]
+    if not media:
+        raise ClipError(path, f"no video or image among its {len(members)} members")
+    items = [_item(path, member, texts, entries) for member in media]
+    names = {name for item in items for name in item.attributes}
+    if len(names) > MAX_ATTRIBUTES:
+        raise ClipError(
+            path, f"its .json files name {len(names):,} numbers; at most {MAX_ATTRIBUTES:,} can be"
+        )
+    return items
+
+
+class _Member(tarfile.TarInfo):
+    """Checks the size in a header, as tarfile reads and seeks by it."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        found = super().frombuf(buf, encoding, errors)
+        if found.size < 0:
+            raise tarfile.ReadError(f"a member of {found.size} bytes")
+        if found.type in _HEADERS and found.size > _MAX_TEXT_BYTES:
+            raise tarfile.ReadError(f"a header of {found.size:,} bytes")
+        return found
+
+
+_HEADERS = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
+
+
+def _members(path: Path) -> list[tarfile.TarInfo]:
+    with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:", tarinfo=_Member) as tar:
+        members, before = [], -1
+        while (member := tar.next()) is not None:
+            if tar.offset <= before:  # an extended header may name a negative size, too
+                raise ValueError(f"the member after byte {before} does not end behind it")
+            before = tar.offset
+            if not any(part.startswith(".") for part in Path(member.name).parts):
+                members.append(member)
+        end = tar.offset
+        file.seek(end)
+        padding = file.read(_END_BYTES)
+    if not padding:
+        raise ValueError("it ends without an end marker, so it is cut short")
+    if padding.strip(b"\0"):
+        raise ValueError(f"damaged at byte {end}, or several tars in one file")
+    wanted = [
+        each for each in members if is_media(each.name) or each.name.endswith((".txt", ".json"))
+    ]
+    for member in wanted:
+        if not member.isreg() or member.issparse():
+            raise ValueError(f"{member.name} is not a plain file")
+    if len({member.name for member in wanted}) < len(wanted):
+        raise ValueError("two members have the same name")
+    return wanted
+
+
+def _beside(
+    path: Path, members: Iterable[tarfile.TarInfo]
+) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+    """The contents of all .txt, and of all .json that are objects, by key."""
+    texts, entries = {}, {}
+    with open_regular(path) as file:
+        for member in members:
+            if is_media(member.name):
+                continue
+            if member.size > _MAX_TEXT_BYTES:
+                raise ValueError(
+                    f"{member.name} has {member.size:,} bytes; a text has at most "
+                    f"{_MAX_TEXT_BYTES:,}"
+                )
+            file.seek(member.offset_data)
+            data = file.read(member.size).removeprefix(codecs.BOM_UTF8)
+            if member.name.endswith(".txt"):
+                texts[_key(member.name)] = data.decode().strip()
+            elif isinstance(entry := parse_record(data, _ANY, Path(member.name)), dict):
+                entries[_key(member.name)] = entry
+    return texts, entries
+
+
+def _item(
+    path: Path,
+    member: tarfile.TarInfo,
+    texts: Mapping[str, str],
+    entries: Mapping[str, dict[str, Any]],
+) -> Item:
+    key = _key(member.name)
+    entry = entries.get(key, {})
+    captions = [texts.get(key), *(entry.get(name) for name in CAPTION_COLUMNS)]
+    values = ((name, score_of(value)) for name, value in entry.items() if name not in MEASURED)
+    numbers = {name: value for name, value in values if value is not None}
+    return Item(
+        Media(str(path), member.name, member.offset_data, member.size),
+        next((text.strip() for text in captions if isinstance(text, str)), None),
+        numbers,
+    )
+
+
+def _key(name: str) -> str:
+    folder, _, last = name.rpartition("/")
+    return f"{folder}/{last.split('.')[0]}"

@@ -1,4 +1,4 @@
-"""Reads one video file from its first byte to its last frame, and tells what is in it."""
+"""Reads one video or image from its first byte to its last frame, and returns what is in it."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +12,18 @@ from av.video.frame import VideoFrame
 from av.video.reformatter import ColorRange
 from av.video.stream import VideoStream
 
-from longtake.data.clip import Kind, Media, Timing
-from longtake.data.decode import decoded, opened, reason_of, rgb
+from longtake.data.clip import Item, Kind, Media, Timing
+from longtake.data.decode import (
+    DEFAULT,
+    Limits,
+    OutOfTimeError,
+    decode_image,
+    decoded,
+    opened,
+    reason_of,
+    rgb,
+)
+from longtake.data.workers import SILENCE_SECONDS, Task
 from longtake.errors import ClipError
 
 _COLOR_RANGES = {int(ColorRange.MPEG): "limited", int(ColorRange.JPEG): "full"}
@@ -70,29 +80,22 @@ class _Span:
     fps: float
 
 
-def _nothing() -> None:
-    """Nobody watches."""
-
-
-def probe(media: Media, alive: Callable[[], object] = _nothing) -> Probe:
+def probe(media: Media, progress: Callable[[], object] = lambda: None) -> Probe:
     """Decode the whole file and return what is in it.
 
     The first video stream that is not a cover picture is taken. A file that ends early without an
     error is found by time: it is refused when its frames end before the declared end by more than
     2.5 frame intervals and more than 5 % of the declared duration. Frame counts in headers are not
     compared, because edit lists and dropped lead-in frames make them differ in good files.
-
-    Raises:
-        ClipError: the file cannot be read, holds no video, is damaged or is cut short.
     """
-    identity = content_hash(media, alive)
+    identity = content_hash(media, progress)
     with opened(media) as (container, stream):
         frames = decoded(media, container, stream)
         first = next(frames, None)
         if first is None:
             raise ClipError(str(media), "no frame could be decoded")
         rgb(first)  # what cannot become RGB cannot be trained on
-        last, pts, keyframes = _read_on(media, first, frames, alive)
+        last, pts, keyframes = _read_on(media, first, frames, progress)
         span = _span(media, stream, first, last, len(pts))
         _check_whole(media, container, stream, span)
         rotation = rotation_of(media, first)
@@ -116,12 +119,8 @@ def probe(media: Media, alive: Callable[[], object] = _nothing) -> Probe:
         )
 
 
-def content_hash(media: Media, alive: Callable[[], object] = _nothing) -> str:
-    """BLAKE2b-128 of the bytes as 32 hex digits; where they lie plays no part.
-
-    Raises:
-        ClipError: there is no such file, it is empty, ends early, or cannot be read.
-    """
+def content_hash(media: Media, progress: Callable[[], object] = lambda: None) -> str:
+    """BLAKE2b-128 of the bytes as 32 hex digits; where they lie plays no part."""
     path = Path(media.path)
     digest, num_read = hashlib.blake2b(digest_size=16), 0
     try:
@@ -130,7 +129,7 @@ def content_hash(media: Media, alive: Callable[[], object] = _nothing) -> str:
         for piece in _pieces(media):
             digest.update(piece)
             num_read += len(piece)
-            alive()
+            progress()
     except OSError as error:
         raise ClipError(str(media), f"cannot be read: {reason_of(error)}") from error
     if num_read < (media.num_bytes or 0):
@@ -153,7 +152,7 @@ def _pieces(media: Media) -> Iterator[bytes]:
 
 
 def _read_on(
-    media: Media, first: VideoFrame, frames: Iterator[VideoFrame], alive: Callable[[], object]
+    media: Media, first: VideoFrame, frames: Iterator[VideoFrame], progress: Callable[[], object]
 ) -> tuple[VideoFrame, list[int | None], tuple[int, ...]]:
     """Decode to the end; return the last frame, all timestamps, and which are keyframes."""
     last, pts = first, [first.pts]
@@ -164,7 +163,7 @@ def _read_on(
         if last.key_frame:
             keyframes.append(len(pts))
         pts.append(last.pts)
-        alive()
+        progress()
     return last, pts, tuple(keyframes)
 
 
@@ -229,12 +228,60 @@ def _declared_end(container: InputContainer, stream: VideoStream, start: float) 
 
 
 def rotation_of(media: Media, frame: VideoFrame) -> int:
-    """Degrees counterclockwise, from FFmpeg's display matrix (av_display_rotation_get).
-
-    Raises:
-        ClipError: it is no multiple of 90.
-    """
+    """Degrees counterclockwise, by FFmpeg's display matrix; ClipError if no multiple of 90."""
     rotation = frame.rotation % 360
     if rotation % 90:
         raise ClipError(str(media), f"is to be shown turned by {rotation} degrees; only quarters")
     return rotation
+
+
+def probe_image(media: Media) -> Probe:
+    """Decode the image and return what is in it."""
+    identity = content_hash(media)
+    pixels, codec, mode = decode_image(media)
+    height, width, _ = pixels.shape
+    return Probe(
+        identity=identity,
+        kind="image",
+        num_frames=1,
+        width=width,
+        height=height,
+        fps=0.0,
+        duration_seconds=0.0,
+        stream_index=0,
+        rotation=0,
+        codec=codec,
+        pix_fmt=mode,
+        keyframes=(0,),
+    )
+
+
+@dataclass(frozen=True)
+class ProbeTask(Task[Item, tuple[Probe | ClipError, bool]]):
+    """Probes one file; also returns whether the same bytes always give the same result."""
+
+    limits: Limits = DEFAULT
+    silence_seconds: float = SILENCE_SECONDS
+
+    @property
+    def memory_gib(self) -> float:  # type: ignore[override]  # it follows from the limits
+        return self.limits.memory_gib
+
+    def do(self, item: Item, progress: Callable[[], object]) -> tuple[Probe | ClipError, bool]:
+        try:
+            str(item.media).encode()  # what is no text cannot be written into a catalog
+            progress = self.limits.timed(item.media, progress)
+            is_image = item.kind == "image"
+            return probe_image(item.media) if is_image else probe(item.media, progress), True
+        except UnicodeEncodeError:
+            return ClipError(str(item.media), "its name is not valid UTF-8; rename it"), True
+        except OutOfTimeError as error:
+            return ClipError(error.path, error.reason), False
+        except ClipError as error:
+            return error, True
+
+    def lost(self, item: Item, reason: str) -> tuple[Probe | ClipError, bool]:
+        return ClipError(str(item.media), reason), False
+
+    def reads(self, item: Item) -> str:
+        return item.media.path

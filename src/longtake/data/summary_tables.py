@@ -27,7 +27,7 @@ _LEGEND = (
 
 
 def print_show(console: Console, result: Mapping[str, Any]) -> None:
-    """Print what `longtake.data.show.show` returned, at least 100 columns wide in a pipe."""
+    """Print what `longtake.data.summary.show` returned, at least 100 columns wide in a pipe."""
     if not console.is_terminal:
         console.width = max(console.width, _PIPE_WIDTH)
     catalogs = result.get("catalogs", {"": result})
@@ -43,7 +43,7 @@ def print_catalog(console: Console, facts: Mapping[str, Any], name: str = "") ->
     """Print what a catalog holds; `name` is what a recipe calls it."""
     called = f"Catalog {name}: {facts['catalog']}" if name else f"Catalog {facts['catalog']}"
     _title(console, called)
-    _print(console, f"{_said_of_clips(facts)}\n")
+    _print(console, f"{_clips_sentence(facts)}\n")
     _print(console, _properties(facts))
     if facts["clips"]:
         _print(console, _numbers(facts))
@@ -54,7 +54,13 @@ def print_catalog(console: Console, facts: Mapping[str, Any], name: str = "") ->
 def print_plan(console: Console, facts: Mapping[str, Any]) -> None:
     """Print what a recipe makes of its catalogs."""
     _title(console, "Plan")
-    _print(console, f"{_said_of_steps(facts)}\n")
+    planned = facts["planned_steps"]
+    stages = "the last stage has no end" if planned is None else f"the stages have {planned:,}"
+    _print(
+        console,
+        f"Training ends after {facts['steps']:,} steps of {facts['batch_size']:,} clips; "
+        f"{stages}.\n",
+    )
     _print(console, _stages(facts))
     if len(facts["timeline"]) > 1:
         _print(console, _timeline(facts))
@@ -63,35 +69,34 @@ def print_plan(console: Console, facts: Mapping[str, Any]) -> None:
     for entry in facts["stages"]:
         catalog = f", catalog {entry['source']}" if len(sources) > 1 else ""
         _title(console, f"Stage {entry['stage']}{catalog}")
-        _print_stage(console, entry)
+        _print(console, _buckets(entry))
+        if entry["dropped"] and len(entry["buckets"]) > 1:
+            _print(console, _drops(entry))
+        if entry["dropped"]:
+            _print(console, _examples(entry))
     if facts["drift"]:
         _title(console, "Drift from stage to stage")
         _print(console, _drift(facts))
     if facts["warnings"]:
         _title(console, "Warnings", "yellow")
-        _print(console, _bullets(facts["warnings"]))
+        grid = Table.grid(padding=(0, 1))
+        for sentence in facts["warnings"]:
+            grid.add_row("-", escape(sentence))
+        _print(console, grid)
     if facts["refusal"]:
         _title(console, "Training would refuse to begin", "red")
         _print(console, escape(facts["refusal"]))
 
 
-def _print_stage(console: Console, entry: Mapping[str, Any]) -> None:
-    _print(console, _buckets(entry))
-    if entry["dropped"] and len(entry["buckets"]) > 1:
-        _print(console, _drops(entry))
-    if entry["dropped"]:
-        _print(console, _examples(entry))
-
-
-def _said_of_clips(facts: Mapping[str, Any]) -> str:
+def _clips_sentence(facts: Mapping[str, Any]) -> str:
     count, seconds = facts["clips"], facts["hours"] * 3600
-    said = [
+    parts = [
         f"{count:,} clips: {facts['videos']:,} videos ({format_duration(seconds)}, "
         f"{facts['frames'] - facts['images']:,} frames) and {facts['images']:,} images",
         f"{facts['captioned']:,} with a caption, {count - facts['captioned']:,} without",
         f"{facts['duplicates']:,} duplicates left out, {len(facts['rejected']):,} files rejected",
     ]
-    return "; ".join(said) + "."
+    return "; ".join(parts) + "."
 
 
 def _properties(facts: Mapping[str, Any]) -> Table:
@@ -99,7 +104,7 @@ def _properties(facts: Mapping[str, Any]) -> Table:
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
     sizes = {f"{size['width']}x{size['height']}": size["clips"] for size in facts["sizes"]}
-    told = {
+    counted = {
         "sizes": sizes,
         "aspect ratios": facts["aspects"],
         "codecs": facts["codecs"],
@@ -108,7 +113,7 @@ def _properties(facts: Mapping[str, Any]) -> Table:
         "colour transfer": facts["color_transfers"],
         "rotation": {f"{angle}°": count for angle, count in facts["rotations"].items()},
     }
-    for name, counts in told.items():
+    for name, counts in counted.items():
         grid.add_row(name, _listed(counts, facts["clips"]))
     special = {
         "HDR": facts["hdr"],
@@ -155,14 +160,6 @@ def _rejections(facts: Mapping[str, Any]) -> Table:
     return table
 
 
-def _said_of_steps(facts: Mapping[str, Any]) -> str:
-    planned = facts["planned_steps"]
-    stages = "the last stage has no end" if planned is None else f"the stages have {planned:,}"
-    return (
-        f"Training ends after {facts['steps']:,} steps of {facts['batch_size']:,} clips; {stages}."
-    )
-
-
 def _stages(facts: Mapping[str, Any]) -> Table:
     names = ("share", "begins", "steps", "epochs", "clips", "kept", "dropped")
     table = _table("stage", "catalog", numbers=names)
@@ -191,17 +188,14 @@ def _timeline(facts: Mapping[str, Any]) -> Table:
     """One line a stage: how high its share of the batches is, from the first step to the last."""
     grid = Table.grid(padding=(0, 2))
     for stage, shares in facts["timeline"].items():
-        bars = "".join(_LEVELS[_level(share)] for share in shares)
+        levels = (max(round(share * (len(_LEVELS) - 1)), int(share > 0)) for share in shares)
+        bars = "".join(_LEVELS[level] for level in levels)
         grid.add_row(f"  {escape(stage)}", bars)
     width = len(next(iter(facts["timeline"].values())))
     planned = facts["planned_steps"]
     end = facts["steps"] if planned is None else min(facts["steps"], planned)
     grid.add_row("", f"0{f'step {end:,}':>{max(0, width - 1)}}")
     return grid
-
-
-def _level(share: float) -> int:
-    return max(round(share * (len(_LEVELS) - 1)), int(share > 0))
 
 
 def _buckets(entry: Mapping[str, Any]) -> Table:
@@ -288,13 +282,6 @@ def _number(value: float | None) -> str:
 
 def _short(path: str) -> str:
     return "/".join(PurePath(path).parts[-2:])
-
-
-def _bullets(sentences: Sequence[str]) -> Table:
-    grid = Table.grid(padding=(0, 1))
-    for sentence in sentences:
-        grid.add_row("-", escape(sentence))
-    return grid
 
 
 def _title(console: Console, text: str, colour: str = "default") -> None:

@@ -1,0 +1,709 @@
+"""How a run resumes after its data changed, and the small record from which its plans are rebuilt.
+
+The record is part of a checkpoint: for each plan the step at which it began, what it was made from
+(fingerprints, batch size, stages) and the policy. Catalogs that were trained on are kept.
+"""
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, NotRequired, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+from pydantic import AfterValidator, Field, ValidationError
+from typing_extensions import TypedDict
+
+from longtake.config import DataSection, Stage
+from longtake.data.buckets import BucketAssignment
+from longtake.data.catalog import Catalog
+from longtake.data.order import EpochSpan
+from longtake.data.plan import (
+    OpenEpoch,
+    Part,
+    Plan,
+    PlannedBatch,
+    StagePlan,
+    Stream,
+    assemble_plan,
+    begin,
+    fresh_stage,
+    stage_length,
+    stage_weights,
+)
+from longtake.data.stages import select
+from longtake.errors import DataChangedError, DataError
+from longtake.fsio import Count, FileName, with_other_fields
+from longtake.fsio import Span as SpanRecord
+
+ORDER_VERSION = 2  # of the functions that order clips; another version gives another order
+
+_ORDER_KEYS = {"buckets", "frame_stride", "stages", "weights", "difficulty"}
+_EXAMPLES = 3
+
+Span = tuple[int, int]  # [first, end)
+Policy = Literal["finish", "merge", "restart"]
+
+
+@dataclass(frozen=True)
+class SkippedRanges:
+    """Numbers of batches that are never trained."""
+
+    spans: tuple[Span, ...] = ()  # ascending, not empty, not adjacent
+
+    @classmethod
+    def of(cls, spans: Iterable[Iterable[int]]) -> Self:
+        """The union of spans in any order, which may overlap.
+
+        Raises:
+            DataError: a span ends before it begins, or begins before the first batch.
+        """
+        merged: list[Span] = []
+        for first, end in sorted(tuple(span) for span in spans):
+            if not 0 <= first <= end:
+                raise DataError(
+                    f"Batches {first} to {end} cannot be skipped: expected the number of the first "
+                    "one, at least 0, and the number after the last one, not below it."
+                )
+            if merged and first <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+            elif first < end:
+                merged.append((first, end))
+        return cls(tuple(merged))
+
+    def with_(self, spans: Iterable[Span], since: int) -> "SkippedRanges":
+        """Add further spans, cut to the batches from `since` on."""
+        cut = ((max(first, since), max(end, since)) for first, end in spans)
+        return SkippedRanges.of([*self.spans, *cut])
+
+    def __len__(self) -> int:
+        return sum(end - first for first, end in self.spans)
+
+    def __contains__(self, number: object) -> bool:
+        return any(number in range(first, end) for first, end in self.spans)
+
+    def next_kept(self, number: int) -> int:
+        """The first number from `number` on that is not skipped."""
+        return next((end for first, end in self.spans if first <= number < end), number)
+
+    def first_skipped(self, number: int) -> int:
+        """Where the span begins that contains or ends at `number`, or else `number`."""
+        return next((first for first, end in self.spans if first <= number <= end), number)
+
+    def after(self, number: int, count: int) -> int:
+        """The number of the next batch when `count` batches from `number` on are done."""
+        number = self.next_kept(number)
+        for first, end in self.spans:
+            if number < first <= number + count:
+                number, count = end, count - (first - number)
+        return number + count
+
+
+@dataclass(frozen=True)
+class CatalogDifference:
+    """How two catalogs differ, by identity."""
+
+    added: int
+    removed: int
+    recaptioned: int  # clips in both, with another caption
+    reshaped: int  # clips in both, with another frame count, size, stream or rotation
+    replaced: int  # paths in both, with another content; counted in `added` and `removed`, too
+    examples: tuple[str, ...]
+
+    def __str__(self) -> str:
+        counts = (
+            f"{self.added} clips added, {self.removed} removed, {self.recaptioned} with another "
+            f"caption, {self.reshaped} of another shape"
+        )
+        replaced = f"; {self.replaced} files have another content" if self.replaced else ""
+        return counts + replaced + "".join(f"\n    {example}" for example in self.examples)
+
+
+def compare(old: Catalog, new: Catalog) -> CatalogDifference:
+    """How a catalog differs from an older one."""
+    added, removed = _without(new, old), _without(old, new)
+    both_old = np.flatnonzero(pc.is_in(old.identities, value_set=new.identities).to_numpy(False))
+    both_new = np.flatnonzero(pc.is_in(new.identities, value_set=old.identities).to_numpy(False))
+    texts = [
+        catalog.table["caption"].take(pa.array(rows))
+        for catalog, rows in ((old, both_old), (new, both_new))
+    ]
+    recaptioned = np.flatnonzero(pc.not_equal(*texts).to_numpy())
+    reshaped = np.zeros(len(both_old), bool)
+    for name in ("num_frames", "width", "height", "stream_index", "rotation"):
+        reshaped |= old.column(name)[both_old] != new.column(name)[both_new]
+    paths = [
+        {catalog.clip(int(row)).path for row in rows} if len(rows) <= 10**5 else set()
+        for catalog, rows in ((new, added), (old, removed))
+    ]
+    examples = [
+        *_examples("added", new, added),
+        *_examples("removed", old, removed),
+        *_examples("changed", new, both_new[recaptioned]),
+        *_examples("changed", new, both_new[reshaped]),
+    ]
+    return CatalogDifference(
+        added=len(added),
+        removed=len(removed),
+        recaptioned=len(recaptioned),
+        reshaped=int(reshaped.sum()),
+        replaced=len(paths[0] & paths[1]),
+        examples=tuple(examples),
+    )
+
+
+def replan(
+    plans: Sequence[Plan],
+    step: int,
+    policy: Policy,
+    catalogs: Mapping[str, Catalog],
+    data: DataSection,
+    batch_size: int,
+    seed: int,
+) -> Plan:
+    """The plan that follows a run's newest plan from a global step on.
+
+    `finish` ends open epochs as they were and begins the next ones on the new catalogs; `merge`
+    trains in the rest of an open epoch exactly those clips of the new catalog that it has not
+    consumed; `restart` begins the next epochs. A finished stage is repeated only if it is longer.
+
+    Raises:
+        DataChangedError: the current stage, or a catalog that it has begun, is no longer used.
+        DataError: a stage selects no clips, or is shorter than its ramps.
+    """
+    progress = _progress_by_stage(plans, step)
+    following = _remaining_stages(plans, step, data)
+    context = _Context(len(plans), policy, catalogs, data, batch_size, seed)
+    stages: list[StagePlan] = []
+    lengths: list[int | None] = []
+    ended: dict[str, dict[str, int]] = {}
+    for stage in following:
+        taken_over, length, next_epochs = context.take_over(stage, progress.get(stage.name))
+        if length is None or length > 0:
+            stages.append(taken_over)
+            lengths.append(length)
+        else:
+            ended[stage.name] = next_epochs
+    if len(stages) > 1 and lengths[0] is not None:  # a change shortly before a ramp shortens it
+        ramp = min(stages[1].stage.ramp_steps, 2 * lengths[0])
+        stages[1] = replace(stages[1], stage=_with_ramp(stages[1].stage, ramp))
+    return replace(assemble_plan(context.version, step, stages, batch_size, lengths), ended=ended)
+
+
+# A stream and the number of its trained batches; or the next epoch, if no epoch is open.
+_StreamProgress = tuple[Stream, int] | int
+
+
+@dataclass(frozen=True)
+class _StageProgress:
+    """How much of a stage a run has trained, over all plans."""
+
+    steps: int
+    streams: Mapping[str, _StreamProgress]  # by source
+    active: frozenset[str]  # sources that the newest plan still trains on in this stage
+
+
+def _progress_by_stage(plans: Sequence[Plan], step: int) -> dict[str, _StageProgress]:
+    ends = [*(plan.first_step for plan in plans[1:]), step]
+    found: dict[str, _StageProgress] = {}
+    for plan, end in zip(plans, ends, strict=True):
+        for stage, counts in zip(plan.stages, plan.taken(end), strict=True):
+            before = found.get(stage.stage.name, _StageProgress(0, {}, frozenset()))
+            mine = {s.source: (s, n) for s, n in zip(stage.streams, counts, strict=True)}
+            begun = frozenset(source for source, (_, count) in mine.items() if count)
+            streams = {**before.streams, **mine}
+            found[stage.stage.name] = _StageProgress(before.steps + sum(counts), streams, begun)
+        for name, next_epochs in plan.ended.items():
+            before = found.get(name, _StageProgress(0, {}, frozenset()))
+            found[name] = _StageProgress(
+                before.steps, {**before.streams, **next_epochs}, frozenset()
+            )
+    return found
+
+
+def _remaining_stages(plans: Sequence[Plan], step: int, data: DataSection) -> tuple[Stage, ...]:
+    """The recipe's stages from the run's current or last one on."""
+    newest = next(plan for plan in reversed(plans) if plan.stages)
+    end = newest.end_step if newest.end_step is not None else step
+    lengths = zip(newest.stages, newest.taken(min(step, end)), newest.timeline.lengths, strict=True)
+    unfinished = [old.stage.name for old, counts, n in lengths if n is None or sum(counts) < n]
+    current = next(iter(unfinished), newest.stages[-1].stage.name)
+    names = [stage.name for stage in data.curriculum()]
+    if current not in names:
+        raise DataChangedError(
+            f"The run is in stage {current}, which is no longer among data.stages: "
+            f"{', '.join(names)}. Keep a stage of that name, or start a new run with "
+            "--set out=FOLDER."
+        )
+    return data.curriculum()[names.index(current) :]
+
+
+def _with_ramp(stage: Stage, ramp_steps: int) -> Stage:
+    return stage.model_copy(update={"ramp_steps": ramp_steps})
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What a following plan is made from."""
+
+    version: int
+    policy: Policy
+    catalogs: Mapping[str, Catalog]
+    data: DataSection
+    batch_size: int
+    seed: int
+
+    def take_over(
+        self, stage: Stage, done: _StageProgress | None
+    ) -> tuple[StagePlan, int | None, dict[str, int]]:
+        """The rest of a stage, its number of steps, and the next epoch of each of its sources."""
+        if done is None:
+            fresh = fresh_stage(stage, self.catalogs, self.data, self.batch_size, self.seed)
+            return fresh, stage_length(fresh), {}
+        if done.steps:
+            stage = _with_ramp(stage, 0)  # it has begun, too
+        continued, next_epochs = self._continue_stage(stage, done)
+        if stage.steps is not None:
+            return continued, stage.steps - done.steps, next_epochs
+        return continued, stage_length(continued) if continued.streams else 0, next_epochs
+
+    def _continue_stage(
+        self, stage: Stage, done: _StageProgress
+    ) -> tuple[StagePlan, dict[str, int]]:
+        weights = stage_weights(stage, self.catalogs, self.data)
+        self._refuse_unfinished(stage, done, weights)
+        streams, shares, dropped, next_epochs = [], [], {}, {}
+        for source, weight in weights.items():
+            selection = select(self.catalogs[source], stage, self.data)
+            before = done.streams.get(source)
+            parts, next_epochs[source] = self._parts(source, stage, selection.members, before)
+            if parts:
+                streams.append(Stream(stage.name, source, tuple(parts), next_epochs[source]))
+                shares.append(weight)
+                dropped[source] = selection.dropped
+        return StagePlan(stage, tuple(streams), tuple(shares), dropped), next_epochs
+
+    def _refuse_unfinished(
+        self, stage: Stage, done: _StageProgress, sources: Collection[str]
+    ) -> None:
+        gone = ", ".join(sorted(done.active - set(sources)))
+        new = ", ".join(sorted(set(sources) - done.streams.keys()))
+        if gone and new and self.policy != "restart":
+            raise DataChangedError(
+                f"Stage {stage.name} no longer trains on the catalog {gone}, but on {new}, whose "
+                "epochs would begin anew: what they have in common would be repeated. If it is the "
+                f"same data, keep its name: data.catalogs = {{ {gone} = PATH, … }}. If it is not, "
+                "resume with data.on_change=restart."
+            )
+        if gone and self.policy == "finish":
+            raise DataChangedError(
+                f"Stage {stage.name} no longer trains on {gone}, so the epoch there cannot be "
+                "finished. Keep it with its weight until the epoch is over, or resume with "
+                "data.on_change=merge or restart, which leave it as it is."
+            )
+
+    def _parts(
+        self,
+        source: str,
+        stage: Stage,
+        members: BucketAssignment,
+        progress: _StreamProgress | None,
+    ) -> tuple[list[Part], int]:
+        """The rests of open epochs and the whole epochs after them; and the first whole epoch."""
+        begun, following = _begun(progress)
+        parts = []
+        for epoch in begun:
+            is_newest = epoch.epoch == following - 1 and not epoch.is_tail
+            part = self._rest(source, stage, epoch, members, is_newest=is_newest)
+            if part is not None:
+                parts.append(part)
+        left = None if stage.epochs is None else stage.epochs - following
+        if left is None or left > 0:
+            span = self._epoch_span(f"{stage.name}/{source}", members, following, left)
+            parts.append(Part(span, members, self.catalogs[source]))
+        return parts, following
+
+    def _rest(
+        self,
+        source: str,
+        stage: Stage,
+        epoch: OpenEpoch,
+        members: BucketAssignment,
+        *,
+        is_newest: bool,
+    ) -> Part | None:
+        """What remains of an open epoch; None: nothing."""
+        catalog, expected = self.catalogs[source], None
+        if self.policy == "restart":
+            return None
+        if self.policy == "finish":
+            catalog, rest, expected = epoch.catalog, epoch.left, epoch.expected
+        elif is_newest:
+            rest, expected = _filtered(catalog, members, drop=epoch.consumed), members
+        else:
+            left = epoch.catalog.identities.take(pa.array(epoch.left.all_rows()))
+            rest = _filtered(catalog, members, keep=left)
+        if not len(rest):
+            return None
+        span = self._epoch_span(f"{stage.name}/{source}", rest, epoch.epoch, 1)
+        return Part(span, rest, catalog, epoch.consumed, expected)
+
+    def _epoch_span(
+        self, name: str, members: BucketAssignment, epoch: int, num_epochs: int | None
+    ) -> EpochSpan:
+        name = f"{name}/{self.version}"
+        return EpochSpan(members.sizes, self.batch_size, self.seed, name, epoch, num_epochs)
+
+
+def _begun(progress: _StreamProgress | None) -> tuple[list[OpenEpoch], int]:
+    """The open epochs of a stream, and the first epoch that it has not begun."""
+    if progress is None or isinstance(progress, int):
+        return [], progress or 0
+    stream, index = progress
+    epochs = stream.open_at(index)
+    if not stream.is_whole_at(index):
+        return [each for each in epochs if each.epoch < stream.first_epoch], stream.first_epoch
+    newest = max((each.epoch for each in epochs if len(each.consumed)), default=-1)
+    begun = [each for each in epochs if each.epoch <= newest]
+    if begun:
+        return begun, newest + 1
+    return [], epochs[0].epoch if epochs else stream.epoch_at(index)
+
+
+def _filtered(
+    catalog: Catalog, members: BucketAssignment, *, keep: pa.Array = None, drop: pa.Array = None
+) -> BucketAssignment:
+    """The assigned clips that are among `keep`, or that are not among `drop`."""
+    rows = []
+    for mine in members.rows:
+        identities = catalog.identities.take(pa.array(mine))
+        is_named = pc.is_in(identities, value_set=keep if drop is None else drop).to_numpy(False)
+        rows.append(mine[is_named if drop is None else ~is_named])
+    return BucketAssignment(members.shapes, tuple(rows))
+
+
+def _without(one: Catalog, other: Catalog) -> NDArray[np.integer[Any]]:
+    return np.flatnonzero(~pc.is_in(one.identities, value_set=other.identities).to_numpy(False))
+
+
+def _examples(what: str, catalog: Catalog, rows: NDArray[np.integer[Any]]) -> list[str]:
+    clips = [catalog.clip(int(row)) for row in rows[:_EXAMPLES]]
+    return [f"{what}: {clip.identity[:12]} {clip.path}" for clip in clips]
+
+
+class CatalogNames(TypedDict):
+    fingerprint: str
+    edition: FileName
+
+
+class PlanRecord(TypedDict):
+    """How one plan began."""
+
+    step: Count
+    policy: Literal["start"] | Policy
+    batch_size: Annotated[int, Field(ge=1, le=2**24)]
+    order: dict[str, Any]
+    catalogs: dict[str, CatalogNames]
+    plan: str  # its fingerprint
+
+
+def _ascends(history: list[PlanRecord]) -> list[PlanRecord]:
+    if any((entry["policy"] == "start") != (place == 0) for place, entry in enumerate(history)):
+        raise ValueError("expected that the first plan starts the run, and no other")
+    if any(after["step"] < before["step"] for before, after in pairwise(history)):
+        raise ValueError("expected plans in the order of their steps")
+    return history
+
+
+History = Annotated[list[PlanRecord], Field(min_length=1), AfterValidator(_ascends)]
+
+
+@with_other_fields
+class LoaderState(TypedDict):
+    """What `Loader.state_dict` returns."""
+
+    order_version: int
+    global_step: Count
+    seed: int
+    plan_version: Count
+    history: History
+    quarantined: dict[str, str]
+    skipped: NotRequired[list[SpanRecord]]
+
+
+@dataclass(frozen=True)
+class PlanHistory:
+    """The plans of a run, the newest last."""
+
+    plans: tuple[Plan, ...]
+    history: tuple[PlanRecord, ...]  # one entry for each plan
+    changes: str = ""  # a text: what changed if the newest plan was made just now; else empty
+    is_current: bool = True  # whether the present catalogs, not only kept ones, give this plan
+
+    @property
+    def plan(self) -> Plan:
+        return self.plans[-1]
+
+    @property
+    def end_step(self) -> int | None:
+        return self.plan.end_step
+
+    def batch(self, step: int) -> PlannedBatch:
+        return self.plan_at(step).batch(step)
+
+    def plan_at(self, step: int) -> Plan:
+        return self.plans[bisect_right([plan.first_step for plan in self.plans], step) - 1]
+
+    def position(self, step: int) -> dict[str, Any]:
+        """The position before a step. The end of an epoch is the begin of the next: (e + 1, 0)."""
+        plan = self.plan
+        cursors = {
+            f"{stream.stage}/{stream.source}": count
+            for stage, counts in zip(plan.stages, plan.taken(step), strict=True)
+            for stream, count in zip(stage.streams, counts, strict=True)
+        }
+        if plan.end_step is not None and step >= plan.end_step:
+            return {"stage": None, "epoch": None, "step_in_epoch": 0, "cursors": cursors}
+        planned = plan.batch(step)
+        at = {"stage": planned.stage, "epoch": planned.epoch, "step_in_epoch": planned.number}
+        return {**at, "cursors": cursors}
+
+
+def start(
+    catalogs: Mapping[str, Catalog], data: DataSection, batch_size: int, seed: int
+) -> PlanHistory:
+    plan = begin(catalogs, data, batch_size, seed)
+    return PlanHistory((plan,), (_entry(plan, "start", catalogs, data),))
+
+
+def resume(
+    history: Sequence[PlanRecord],
+    step: int,
+    catalogs: Mapping[str, Catalog],
+    data: DataSection,
+    batch_size: int,
+    seed: int,
+    kept: Path | None,
+) -> PlanHistory:
+    """The plans of a run that resumes at a step, with a new plan if the data changed.
+
+    Raises:
+        DataChangedError: something changed and `on_change` is `refuse`, or an older catalog that
+            is needed is not kept.
+        DataError: the new data cannot be planned.
+    """
+    changes = _describe(history[-1], catalogs, data, batch_size, kept)
+    if changes and data.on_change == "refuse":
+        raise DataChangedError(_refusal(changes, step))
+    plan_history = rebuild(history, catalogs, data, seed, kept)
+    if not changes and not plan_history.is_current:
+        changes = ["attributes of the clips have changed, and stages select by them"]
+    if not changes:
+        return plan_history
+    if data.on_change == "refuse":
+        raise DataChangedError(_refusal(changes, step))
+    plan = replan(plan_history.plans, step, data.on_change, catalogs, data, batch_size, seed)
+    entry = _entry(plan, data.on_change, catalogs, data)
+    return PlanHistory((*plan_history.plans, plan), (*history, entry), "\n  ".join(changes))
+
+
+def rebuild(
+    history: Sequence[PlanRecord],
+    catalogs: Mapping[str, Catalog],
+    data: DataSection,
+    seed: int,
+    kept: Path | None,
+) -> PlanHistory:
+    """The plans that a history records, from the present catalogs or else the kept ones.
+
+    Raises:
+        DataChangedError: a catalog that was trained on is neither present nor kept.
+    """
+    plans: list[Plan] = []
+    is_current = True
+    for entry in history:
+        plan, is_current = _rebuild(plans, entry, catalogs, data, seed, kept)
+        plans.append(plan)
+    return PlanHistory(tuple(plans), tuple(history), is_current=is_current)
+
+
+def keep_catalogs(plan_history: PlanHistory, catalogs: Mapping[str, Catalog], folder: Path) -> None:
+    """Keep a copy of each catalog that the newest plan uses, or was made from."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"Catalogs cannot be kept in {folder}: {error.strerror or error}. Make room or make it "
+            "writable, or choose another folder for the run."
+        ) from error
+    parts = [part for stream in plan_history.plan.streams() for part in stream.parts]
+    needed = [*catalogs.values(), *(part.catalog for part in parts)]
+    for catalog in {id(catalog): catalog for catalog in needed}.values():
+        path = folder / f"{edition(catalog)}.parquet"
+        if not path.exists():
+            catalog.save(path)
+
+
+def edition(catalog: Catalog) -> str:
+    """Names a catalog's content with all its attributes; 32 hex digits."""
+    digest = hashlib.blake2b(catalog.fingerprint.encode(), digest_size=16)
+    for name in sorted(catalog.attribute_names):
+        digest.update(name.encode())
+        digest.update(catalog.column(name).tobytes())
+    return digest.hexdigest()
+
+
+def _rebuild(
+    plans: Sequence[Plan],
+    entry: PlanRecord,
+    catalogs: Mapping[str, Catalog],
+    data: DataSection,
+    seed: int,
+    kept: Path | None,
+) -> tuple[Plan, bool]:
+    """The plan that a record describes, and whether the present catalogs give it."""
+    section = data.model_copy(update=_parsed_order(entry))
+    batch_size, policy = entry["batch_size"], entry["policy"]
+    for use_kept in (False, True):
+        then = _catalogs_of(entry, catalogs, kept, use_kept=use_kept)
+        try:
+            if plans and policy != "start":
+                plan = replan(plans, entry["step"], policy, then, section, batch_size, seed)
+            else:
+                plan = begin(then, section, batch_size, seed)
+        except DataError:  # such as a score that was removed
+            if use_kept:
+                raise
+            continue
+        if plan.fingerprint == entry["plan"]:
+            return plan, not use_kept
+    raise DataChangedError(
+        f"The plan that the run followed from step {entry['step']} on cannot be made again from "
+        f"its catalogs ({', '.join(map(str, data.sources().values()))}): attributes that its "
+        "stages select by have changed. Restore them, or start a new run with --set out=FOLDER."
+    )
+
+
+def _describe(
+    last: PlanRecord,
+    catalogs: Mapping[str, Catalog],
+    data: DataSection,
+    batch_size: int,
+    kept: Path | None,
+) -> list[str]:
+    """The changes since the newest record, a line each."""
+    lines = []
+    then = last["catalogs"]
+    for source in {**then, **catalogs}:
+        if source not in catalogs:
+            lines.append(f"the catalog {source} is no longer used")
+        elif source not in then:
+            lines.append(f"the catalog {source} is new ({len(catalogs[source])} clips)")
+        elif then[source]["fingerprint"] != catalogs[source].fingerprint:
+            path = _kept_path(kept, then[source]["edition"])
+            difference = "its clips have changed"
+            if path is not None and path.exists():
+                difference = str(compare(Catalog.load(path), catalogs[source]))
+            lines.append(f"the catalog {data.sources()[source]}: {difference}")
+    order = _order(data)
+    for key in order:
+        if order[key] != last["order"].get(key):
+            lines.append(f"data.{key} was {last['order'].get(key)!r} and is {order[key]!r}")
+    if batch_size != last["batch_size"]:
+        lines.append(f"training.batch_size was {last['batch_size']} and is {batch_size}")
+    return lines
+
+
+def _refusal(changes: Sequence[str], step: int) -> str:
+    listed = "\n  ".join(changes)
+    return (
+        f"What is trained on has changed since step {step}:\n  {listed}\n"
+        "To continue without a decision would repeat some clips and miss others. Restore what was "
+        "there, or set data.on_change, such as by --set data.on_change=merge:\n"
+        "  merge     train in the rest of the epoch exactly what it has not seen\n"
+        "  finish    end the epoch as it was, then continue with what is new\n"
+        "  restart   begin the next epoch at once"
+    )
+
+
+def _entry(
+    plan: Plan,
+    policy: Literal["start"] | Policy,
+    catalogs: Mapping[str, Catalog],
+    data: DataSection,
+) -> PlanRecord:
+    return {
+        "step": plan.first_step,
+        "policy": policy,
+        "batch_size": plan.batch_size,
+        "order": _order(data),
+        "catalogs": {
+            source: {"fingerprint": catalog.fingerprint, "edition": edition(catalog)}
+            for source, catalog in catalogs.items()
+        },
+        "plan": plan.fingerprint,
+    }
+
+
+def _order(data: DataSection) -> dict[str, Any]:
+    return data.model_dump(mode="json", include=_ORDER_KEYS)
+
+
+def _parsed_order(entry: PlanRecord) -> dict[str, Any]:
+    then = dict.fromkeys(entry["catalogs"], "kept")  # weights name the catalogs of that time
+    try:
+        section = DataSection.model_validate({"catalogs": then, **entry["order"]})
+    except ValidationError as error:
+        raise DataError(
+            f"What the run's state says of the order of clips at step {entry['step']} is no such "
+            f"record: {error.errors()[0]['msg']}. Restore an earlier checkpoint or the ledger."
+        ) from None
+    return {key: getattr(section, key) for key in _ORDER_KEYS}
+
+
+def _catalogs_of(
+    entry: PlanRecord, catalogs: Mapping[str, Catalog], kept: Path | None, *, use_kept: bool
+) -> dict[str, Catalog]:
+    """The catalogs of a record: the present ones where they hold the same clips."""
+    found = {}
+    for source, names in entry["catalogs"].items():
+        now, path = catalogs.get(source), _kept_path(kept, names["edition"])
+        is_same = now is not None and now.fingerprint == names["fingerprint"]
+        if now is not None and is_same and not (use_kept and path is not None and path.exists()):
+            found[source] = now
+        elif path is not None and path.exists():
+            found[source] = Catalog.load(path)
+            for catalog in catalogs.values():
+                found[source] = found[source].relocated(catalog)
+        else:
+            raise DataChangedError(
+                f"The catalog {source} held other clips at step {entry['step']} (fingerprint "
+                f"{names['fingerprint']}), and to resume, what it held then is needed. "
+                f"{path or 'No folder'} does not keep it. Restore the catalog, or start a new run."
+            )
+    return found
+
+
+def _kept_path(kept: Path | None, name: str) -> Path | None:
+    return None if kept is None else kept / f"{name}.parquet"
+
+
+def begins_epoch(planned: PlannedBatch, plan_history: PlanHistory, skipped: SkippedRanges) -> bool:
+    """Whether a batch is the first of its epoch, or the first that is not skipped."""
+    left, step, earlier = planned.number, planned.step, planned
+    epoch = planned.stage, planned.source, planned.epoch
+    if left > len(skipped):
+        return False
+    while left:
+        step -= 1
+        earlier = plan_history.batch(step)
+        if (earlier.stage, earlier.source, earlier.epoch) == epoch:
+            if step not in skipped:
+                return False
+            left -= 1
+    return earlier.begins_epoch

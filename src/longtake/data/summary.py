@@ -1,0 +1,465 @@
+"""What `longtake data show` reports as JSON: a catalog's clips, and what a recipe trains on."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from longtake.config import Bucket, DataSection, Recipe, Stage
+from longtake.data.buckets import Rows, sort_into_buckets
+from longtake.data.catalog import Catalog
+from longtake.data.plan import Plan, StagePlan, Stream, begin
+from longtake.data.plan_checks import drifts, review
+from longtake.data.stages import select
+from longtake.errors import DataError
+
+MOST_SIZES = 20  # picture sizes that are listed; of more, the most frequent
+NUM_EXAMPLES = 3  # paths for each reason to drop clips
+TIMELINE_SPANS = 60  # spans of the timeline, or one a step if there are fewer
+
+_ASPECTS = ((9, 16), (2, 3), (3, 4), (1, 1), (4, 3), (3, 2), (16, 9), (21, 9))
+_QUANTILES = dict(
+    zip(
+        ("min", "q5", "q25", "median", "q75", "q95", "max"),
+        (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0),
+        strict=True,
+    )
+)
+_HDR = pa.array(["pq", "hlg"])
+
+
+def catalog_stats(catalog: Catalog) -> dict[str, Any]:
+    """Count and measure a catalog's clips.
+
+    Returns:
+        JSON-able. Counts are of clips (identical files are one), the most frequent value first;
+        `aspects` are by the nearest of some common ones; `numbers` and `attributes` have for each
+        name `known` (of how many clips), quantiles, mean and std, null where nothing is known.
+    """
+    table = catalog.table
+    kinds = _counted(table["kind"])
+    is_video = pc.equal(table["kind"], "video").to_numpy().astype(bool)
+    return {
+        "clips": len(catalog),
+        "videos": kinds.get("video", 0),
+        "images": kinds.get("image", 0),
+        "hours": float(catalog.column("duration_seconds").sum()) / 3600,
+        "frames": int(catalog.column("num_frames").sum(dtype=np.int64)),
+        "captioned": _count(pc.not_equal(table["caption"], "")),
+        "duplicates": len(catalog.duplicates),
+        "rejected": [{"path": each.path, "reason": each.reason} for each in catalog.rejected],
+        "reject_reasons": dict(Counter(each.reason for each in catalog.rejected).most_common()),
+        "hdr": _count(pc.is_in(table["color_transfer"], value_set=_HDR)),
+        "variable_frame_rate": _count(pc.is_valid(table["pts"])),
+        "unreliable_timestamps": int(
+            np.count_nonzero(is_video & table["first_pts"].is_null().to_numpy())
+        ),
+        "prepared": _count(pc.not_equal(table["prepared_from"], "")),
+        "sizes": _sizes(catalog),
+        "aspects": _aspects(catalog),
+        "codecs": _counted(table["codec"]),
+        "pixel_formats": _counted(table["pix_fmt"]),
+        "color_ranges": _counted(table["color_range"]),
+        "color_transfers": _counted(table["color_transfer"]),
+        "rotations": {str(angle): n for angle, n in _counted(table["rotation"]).items()},
+        "numbers": _numbers(catalog, is_video),
+        "attributes": {name: spread(catalog.column(name)) for name in catalog.attribute_names},
+    }
+
+
+def spread(values: NDArray[Any]) -> dict[str, Any]:
+    """Quantiles, mean and standard deviation of the finite values."""
+    known = values[np.isfinite(values)].astype(np.float64)
+    if not len(known):
+        return {"known": 0, **dict.fromkeys([*_QUANTILES, "mean", "std"])}
+    quantiles = np.quantile(known, list(_QUANTILES.values())).tolist()
+    return {
+        "known": len(known),
+        **dict(zip(_QUANTILES, quantiles, strict=True)),
+        "mean": float(known.mean()),
+        "std": float(known.std()),
+    }
+
+
+def _numbers(catalog: Catalog, is_video: NDArray[np.bool_]) -> dict[str, Any]:
+    # Of videos only: an image has neither length nor rate.
+    lengths = pc.list_value_length(catalog.table["keyframes"]).to_numpy()
+    frames = catalog.column("num_frames")
+    return {
+        "num_frames": spread(frames[is_video]),
+        "duration_seconds": spread(catalog.column("duration_seconds")[is_video]),
+        "fps": spread(catalog.column("fps")[is_video]),
+        "frames_per_keyframe": spread((frames / np.maximum(lengths, 1))[is_video]),
+    }
+
+
+def _sizes(catalog: Catalog) -> list[dict[str, int]]:
+    widths, heights = (catalog.column(name).astype(np.int64) for name in ("width", "height"))
+    different, counts = np.unique(widths << 32 | heights, return_counts=True)
+    most = np.argsort(-counts, kind="stable")[:MOST_SIZES]
+    return [
+        {"width": int(size >> 32), "height": int(size & 0xFFFFFFFF), "clips": int(count)}
+        for size, count in zip(different[most], counts[most], strict=True)
+    ]
+
+
+def _aspects(catalog: Catalog) -> dict[str, int]:
+    aspects = np.log(catalog.column("width") / catalog.column("height"))
+    known = np.log([width / height for width, height in _ASPECTS])
+    nearest = np.searchsorted((known[1:] + known[:-1]) / 2, aspects)
+    counts = np.bincount(nearest, minlength=len(_ASPECTS)).tolist()
+    return {f"{w}:{h}": n for (w, h), n in zip(_ASPECTS, counts, strict=True) if n}
+
+
+def _counted(column: pa.ChunkedArray) -> dict[Any, int]:
+    rows = pc.value_counts(column).to_pylist()
+    return {row["values"]: row["counts"] for row in sorted(rows, key=lambda row: -row["counts"])}
+
+
+def _count(mask: pa.ChunkedArray) -> int:
+    return int(pc.sum(mask).as_py() or 0)
+
+
+_ANY_CLIP = Bucket(num_frames=1, height=16, width=16)
+
+
+@dataclass(frozen=True)
+class ClipAssignment:
+    """The bucket of each clip of a catalog in one stage, and the reason if it is dropped."""
+
+    shapes: tuple[Bucket, ...]  # the stage's buckets
+    reasons: tuple[str, ...]  # why clips are dropped, in the order in which reasons are tried
+    # [N] index of each clip's bucket, also if it is dropped. A clip that no bucket takes belongs to
+    # that of the nearest aspect ratio, then of the nearest size, then of the fewest frames.
+    home: NDArray[np.int16]
+    code: NDArray[np.int16]  # [N] index of the reason why it is dropped; -1: it is trained on
+    # [N] whether a bucket that would crop a clip less was not used as the clip is too short for it
+    is_displaced: NDArray[np.bool_]
+
+    @cached_property
+    def counts(self) -> NDArray[np.int64]:
+        """[buckets, 1 + reasons] clips of each bucket: trained on, then dropped by reason."""
+        shape = (len(self.shapes), 1 + len(self.reasons))
+        flat = self.home.astype(np.int64) * shape[1] + self.code + 1
+        return np.bincount(flat, minlength=shape[0] * shape[1]).reshape(shape)
+
+    def kept(self, bucket: int) -> Rows:
+        return np.flatnonzero((self.home == bucket) & (self.code < 0)).astype(np.uint32)
+
+    def dropped(self, reason: int) -> Rows:
+        return np.flatnonzero(self.code == reason).astype(np.uint32)
+
+
+def assign_clips(catalog: Catalog, stage: Stage, data: DataSection) -> ClipAssignment:
+    shapes = stage.buckets or data.buckets
+    code = np.full(len(catalog), -1, np.int16)
+    reasons: list[str] = []
+    known: Counter[str] = Counter()
+    is_left = np.ones(len(catalog), bool)
+    for rows, dropped in _step_by_step(catalog, stage, data):
+        still = np.zeros(len(catalog), bool)
+        still[rows] = True
+        for reason in dropped - known:  # one, or none if this step drops no clip
+            code[is_left & ~still] = len(reasons)
+            reasons.append(reason)
+        is_left, known = still, dropped
+    stills = data.stills_from_videos
+    best = _best(catalog, dict(enumerate(shapes)), data.frame_stride, stills=stills)
+    nearest = _nearest(catalog, shapes, stills)
+    home = np.where(best < 0, nearest, best)
+    is_closer = _off(catalog, shapes, nearest) < _off(catalog, shapes, home)
+    return ClipAssignment(shapes, tuple(reasons), home, code, is_closer & is_left)
+
+
+def _step_by_step(
+    catalog: Catalog, stage: Stage, data: DataSection
+) -> Iterator[tuple[Rows, Counter[str]]]:
+    """What is left, and what was dropped by reason, after each further condition of a stage.
+
+    `select`, which training calls, is called here with fewer conditions, so both agree.
+    """
+    anything: dict[str, Any] = {"buckets": (_ANY_CLIP,), "drop_hardest": 0.0}
+    steps = [anything | {"where": stage.where[:n]} for n in range(len(stage.where) + 1)]
+    lenient = data.model_copy(update={"stills_from_videos": True})
+    asked = [*((step, lenient) for step in [*steps, {"buckets": (_ANY_CLIP,)}]), ({}, data)]
+    for step, section in asked:
+        selection = select(catalog, stage.model_copy(update=step), section)
+        yield selection.members.all_rows(), selection.dropped
+
+
+def _nearest(catalog: Catalog, shapes: Sequence[Bucket], stills: bool) -> NDArray[np.int16]:
+    """[N] the best bucket of every clip if it were long enough.
+
+    For a video: of the buckets with several frames, unless all buckets take videos.
+    """
+    brief = [shape.model_copy(update={"num_frames": 1}) for shape in shapes]
+    order = sorted(range(len(shapes)), key=lambda index: shapes[index].num_frames)
+    nearest = _best(catalog, {index: brief[index] for index in order}, 1, stills=True)
+    of_videos = {index: brief[index] for index in order if shapes[index].num_frames > 1}
+    if stills or len(of_videos) in (0, len(shapes)):
+        return nearest
+    is_video = catalog.column("num_frames") > 1
+    return np.where(is_video, _best(catalog, of_videos, 1, stills=True), nearest)
+
+
+def _best(
+    catalog: Catalog, shapes: Mapping[int, Bucket], stride: int, *, stills: bool
+) -> NDArray[np.int16]:
+    everyone = np.arange(len(catalog), dtype=np.uint32)
+    members, _ = sort_into_buckets(catalog, everyone, list(shapes.values()), stride, stills=stills)
+    best = np.full(len(catalog), -1, np.int16)
+    for index, rows in zip(shapes, members.rows, strict=True):
+        best[rows] = index
+    return best
+
+
+def _off(
+    catalog: Catalog, shapes: Sequence[Bucket], bucket: NDArray[np.int16]
+) -> NDArray[np.float64]:
+    """[N] distance of each clip's aspect ratio from its bucket's, rounded to 1 %."""
+    aspects = np.log(catalog.column("width") / catalog.column("height"))
+    wanted = np.log([shape.width / shape.height for shape in shapes])
+    off: NDArray[np.float64] = np.round(np.abs(aspects - wanted[bucket]), 2)
+    return off
+
+
+def plan_summary(plan: Plan, recipe: Recipe) -> dict[str, Any]:
+    """Describe what a new run trains on.
+
+    Returns:
+        JSON-able, with these keys.
+
+        stages: for each catalog of each stage: `stage`, `source` (the catalog's name), `share` of
+            the stage's batches, `first_step`, `steps` (null: endless), `ramp_steps`,
+            `trained_steps` of this catalog until training ends, `epochs` that these make, `clips`,
+            `selected`, `dropped` {reason: clips}, `examples` {reason: paths} and `buckets`.
+        buckets: those of the first stage. Each has `num_frames`, `height`, `width` and, of all
+            clips, each in one bucket: `clips` = `kept` + `dropped`, the latter by `reasons`;
+            `displaced` of the kept (too short for a bucket that would crop them less),
+            `batches_per_epoch`, `tail` (clips of the first epoch carried into the next),
+            `last_batch` (samples of the last batch; null: endless), and of the kept clips the mean
+            `share_cut`, the mean `scale` and how many are `enlarged`.
+        timeline: for each stage its share of the batches in up to 60 spans of the training.
+        drift: how clips differ from the stage before; `distance` is null where all were alike.
+        warnings, refusal: sentences; why training would refuse to begin, or null.
+        steps, planned_steps, batch_size: of the training, of all stages (null: endless), samples.
+    """
+    steps = recipe.training.steps
+    stages = [
+        entry
+        for number, stage in enumerate(plan.stages)
+        for entry in _streams(plan, number, stage, recipe)
+    ]
+    refusal = None
+    try:
+        warnings = review(plan, recipe.data, steps)
+    except DataError as error:  # shown together with what led to it
+        refusal = str(error)
+        lenient = recipe.data.model_copy(update={"on_drift": "warn"})
+        warnings = review(plan, lenient, _end(plan, steps))
+    first = plan.stages[0].stage.name
+    return {
+        "stages": stages,
+        "buckets": [
+            {"stage": entry["stage"], "source": entry["source"], **bucket}
+            for entry in stages
+            if entry["stage"] == first
+            for bucket in entry["buckets"]
+        ],
+        "timeline": _timeline(plan, steps),
+        "drift": [
+            {
+                **asdict(drift),
+                "distance": drift.distance if math.isfinite(drift.distance) else None,
+                "is_above_limit": drift.distance > recipe.data.drift_limit,
+            }
+            for drift in drifts(plan)
+        ],
+        "warnings": [*warnings, *_poor_fits(stages)],
+        "refusal": refusal,
+        "steps": steps,
+        "planned_steps": plan.end_step,
+        "batch_size": plan.batch_size,
+    }
+
+
+def _streams(plan: Plan, number: int, stage: StagePlan, recipe: Recipe) -> Iterator[dict[str, Any]]:
+    end = _end(plan, recipe.training.steps)
+    trained, total = plan.taken(end)[number], sum(stage.weights)
+    for stream, weight, count in zip(stage.streams, stage.weights, trained, strict=True):
+        catalog = stream.parts[-1].catalog
+        assignment = assign_clips(catalog, stage.stage, recipe.data)
+        buckets = [_bucket(plan, stream, assignment, i) for i in range(len(assignment.shapes))]
+        dropped = dict(
+            zip(assignment.reasons, assignment.counts[:, 1:].sum(0).tolist(), strict=True)
+        )
+        span = stream.parts[-1].epoch_span
+        epochs = count * plan.batch_size / sum(span.sizes)
+        if span.num_epochs is not None and count == span.num_batches:
+            epochs = float(span.num_epochs)  # the last batches are smaller
+        yield {
+            "stage": stream.stage,
+            "source": stream.source,
+            "share": weight / total,
+            "first_step": plan.timeline.borders[number],
+            "steps": plan.timeline.lengths[number],
+            "ramp_steps": plan.timeline.ramps[number],
+            "trained_steps": count,
+            "epochs": epochs,
+            "clips": len(catalog),
+            "selected": sum(bucket["kept"] for bucket in buckets),
+            "dropped": dropped,
+            "examples": {
+                name: [catalog.clip(int(row)).path for row in assignment.dropped(i)[:NUM_EXAMPLES]]
+                for i, name in enumerate(assignment.reasons)
+            },
+            "buckets": buckets,
+        }
+
+
+def _end(plan: Plan, steps: int) -> int:
+    return steps if plan.end_step is None else min(steps, plan.end_step)
+
+
+def _bucket(plan: Plan, stream: Stream, assignment: ClipAssignment, index: int) -> dict[str, Any]:
+    catalog, epochs = stream.parts[-1].catalog, stream.parts[-1].epoch_span
+    rows, shape = assignment.kept(index), assignment.shapes[index]
+    kept, *dropped = assignment.counts[index].tolist()
+    last = None
+    if epochs.num_epochs is not None and kept:
+        last = epochs.num_epochs * kept % plan.batch_size or plan.batch_size
+    return {
+        **shape.model_dump(),
+        "clips": kept + sum(dropped),
+        "kept": kept,
+        "dropped": sum(dropped),
+        "reasons": {name: n for name, n in zip(assignment.reasons, dropped, strict=True) if n},
+        "displaced": int(np.count_nonzero(assignment.is_displaced[rows])),
+        "batches_per_epoch": kept / plan.batch_size,
+        "tail": kept % plan.batch_size,
+        "last_batch": last,
+        **_fit(catalog, rows, shape),
+    }
+
+
+def _fit(catalog: Catalog, rows: Rows, shape: Bucket) -> dict[str, Any]:
+    """How clips are scaled to cover a bucket and cut to it."""
+    if not len(rows):
+        return {"share_cut": None, "scale": None, "enlarged": 0, "enlarged_by": None}
+    across = shape.width / catalog.column("width")[rows]
+    down = shape.height / catalog.column("height")[rows]
+    scale = np.maximum(across, down)
+    enlarged = scale[scale > 1]
+    return {
+        "share_cut": float(1 - (np.minimum(across, down) / scale).mean()),
+        "scale": float(scale.mean()),
+        "enlarged": len(enlarged),
+        "enlarged_by": float(enlarged.mean()) if len(enlarged) else None,
+    }
+
+
+def _timeline(plan: Plan, steps: int) -> dict[str, list[float]]:
+    end = _end(plan, steps)
+    spans = min(end, TIMELINE_SPANS)
+    edges = [end * place // spans for place in range(spans + 1)]
+    taken = np.array([plan.timeline.taken(edge) for edge in edges])
+    shares = np.diff(taken, axis=0) / np.diff(edges)[:, None]
+    return {stage.stage.name: shares[:, i].tolist() for i, stage in enumerate(plan.stages)}
+
+
+def _poor_fits(stages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    is_one = len({entry["source"] for entry in stages}) == 1
+    for entry in stages:
+        buckets = entry["buckets"]
+        where = f"stage {entry['stage']}" + ("" if is_one else f", catalog {entry['source']}")
+        kept = sum(bucket["kept"] for bucket in buckets)
+        if enlarged := sum(bucket["enlarged"] for bucket in buckets):
+            times = sum(bucket["enlarged"] * (bucket["enlarged_by"] or 0) for bucket in buckets)
+            yield (
+                f"{where}: {enlarged:,} of {kept:,} clips are smaller than their bucket and are "
+                f"enlarged, {times / enlarged:.2f} times on average"
+            )
+        if displaced := sum(bucket["displaced"] for bucket in buckets):
+            yield (
+                f"{where}: {displaced:,} of {kept:,} clips are too short for the bucket that would "
+                "crop them least, and are cut to another"
+            )
+
+
+ReviewCaptions = Callable[[Sequence[str]], tuple[dict[str, int] | None, str | None]]
+"""Maps captions to facts, None if they cannot be known, and a warning, if there is one."""
+
+
+def show(
+    path: Path,
+    recipe: Recipe | None = None,
+    out: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    review_captions: ReviewCaptions | None = None,
+) -> dict[str, Any]:
+    """Describe a catalog, and what a recipe would train on.
+
+    A recipe of one catalog is shown with the catalog at `path` in its place. Of a recipe of
+    several, `path` has to be one, and all of them are shown.
+
+    Args:
+        path: the catalog.
+        recipe: what is planned; None: only the catalog is shown.
+        out: a folder to draw pictures in; None: none are drawn.
+        progress: called with (pictures done, pictures in all).
+        review_captions: counts the tokens of all captions that the recipe trains on.
+
+    Returns:
+        JSON-able: `catalog` (the path), the keys of `catalog_stats` and `plan_summary`, `captions`
+        (facts of `review_captions`), `catalogs` (by name, if several) and `pictures` (paths).
+
+    Raises:
+        DataError: a catalog cannot be read, a stage selects nothing, or `path` is not one of the
+            recipe's catalogs.
+        RunError: a picture cannot be written.
+    """
+    paths = {"catalog": path} if recipe is None else _paths(path, recipe)
+    catalogs = {name: Catalog.load(each) for name, each in paths.items()}
+    facts = {
+        name: {"catalog": str(paths[name]), **catalog_stats(catalog)}
+        for name, catalog in catalogs.items()
+    }
+    mine = next(name for name, each in paths.items() if each.resolve() == path.resolve())
+    result = {**facts[mine], "catalog": str(path), "pictures": []}
+    if len(facts) > 1:
+        result["catalogs"] = facts
+    plan = None
+    if recipe is not None:
+        plan = begin(catalogs, recipe.data, recipe.training.batch_size, recipe.seed)
+        result |= plan_summary(plan, recipe)
+        if review_captions is not None:
+            captions = [text for catalog in catalogs.values() for text in catalog.captions()]
+            result["captions"], warning = review_captions(captions)
+            result["warnings"] += [warning] if warning else []
+    if out is not None:
+        from longtake.data.figures import write_pictures  # matplotlib takes a second
+
+        written = write_pictures(out, catalogs[mine], plan, recipe, progress)
+        result["pictures"] = list(map(str, written))
+    return result
+
+
+def _paths(path: Path, recipe: Recipe) -> dict[str, Path]:
+    paths = recipe.data.sources()
+    if len(paths) == 1:
+        return dict.fromkeys(paths, path)
+    if path.resolve() not in {each.resolve() for each in paths.values()}:
+        known = ", ".join(f"{name} ({each})" for name, each in paths.items())
+        raise DataError(
+            f"{path} is not one of the recipe's catalogs: {known}. Name one of these; or set "
+            "data.catalogs and data.weights with --set."
+        )
+    return paths
