@@ -99,7 +99,7 @@ def test_json_says_all_that_others_read(plan: _Call) -> None:
     assert best["overhead_with_another_gib"] == 0
     assert facts["gradients"] == {"trainable": 40, "reached": 40, "unreached": []}
     assert facts["traps"] == []
-    assert 0 < facts["seconds"] < 60
+    assert facts["seconds"] > 0
 
 
 def test_the_table_can_be_read(plan: _Call) -> None:

@@ -39,7 +39,6 @@ def _outcome(subject: Subject, options: Mapping[nn.Module, Option]) -> list[Tens
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_options_are_the_same_to_the_bit(toy: Any, option: Option, dropout: float) -> None:
-    """Loss and gradients do not depend on the option, also where no module shows its dropout."""
     subject = toy("cpu", dropout=dropout)
     kept = _outcome(subject, {})
     recomputed = _outcome(subject, dict.fromkeys(subject.blocks.values(), option))
@@ -48,14 +47,12 @@ def test_options_are_the_same_to_the_bit(toy: Any, option: Option, dropout: floa
 
 
 def test_mixtures_are_the_same_to_the_bit(toy: Any) -> None:
-    """Each block by another option; those that are not named are kept."""
     subject = toy("cpu", dropout=0.1, num_blocks=4)
     mixed = dict(zip(subject.blocks.values(), OPTIONS, strict=False))
     assert all(map(torch.equal, _outcome(subject, {}), _outcome(subject, mixed)))
 
 
 def test_an_added_dropout_is_drawn_again(toy: Any) -> None:
-    """What is hooked onto a block, without being a part of it, is recomputed as it was."""
     subject = toy("cpu")
     for block in subject.blocks.values():
         block.register_forward_hook(lambda _, __, tokens: F.dropout(tokens, 0.5))
@@ -64,7 +61,6 @@ def test_an_added_dropout_is_drawn_again(toy: Any) -> None:
 
 
 def test_under_autocast_no_bf16_copies_of_weights_are_kept(toy: Any) -> None:
-    """A forward pass of recomputed blocks keeps their inputs, and what it makes of weights not."""
     subject = toy("cpu", num_blocks=8, width=128)
     tokens = torch.randn(1, 10, 6)
     subject.call_blocks_by(caller(dict.fromkeys(subject.blocks.values(), "recompute")))
@@ -95,7 +91,6 @@ class _Ran(TorchDispatchMode):
 def test_save_attention_computes_attention_once(
     toy: Any, option: Option, attentions: int, others: int
 ) -> None:
-    """Its kernel runs again only under `recompute`; all else runs again under both."""
     subject = toy("cpu", num_blocks=1)
     tokens = torch.randn(2, 40, 32, requires_grad=True)
     with _Ran() as ran:
@@ -106,7 +101,6 @@ def test_save_attention_computes_attention_once(
 
 
 def test_without_gradients_nothing_is_kept(toy: Any) -> None:
-    """In evaluation each option is the block itself."""
     subject = toy("cpu", num_blocks=1)
     block, tokens = subject.blocks["blocks.0"], torch.randn(2, 40, 32)
     with torch.no_grad():
@@ -148,7 +142,6 @@ _SHORT = {"keep": "k", "recompute": "r", "save-attention": "s"}
     }.items(),
 )
 def test_what_each_policy_does(policy: str, expected: str) -> None:
-    """Each block by its name, in the model's order."""
     options = options_of(policy, _BLOCKS)
     assert tuple(options) == _BLOCKS
     assert "".join(_SHORT[option] for option in options.values()) == expected
@@ -156,11 +149,9 @@ def test_what_each_policy_does(policy: str, expected: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_model_may_have_one_block(policy: str) -> None:
-    """No policy needs two of them."""
     assert len(options_of(policy, ("only",))) == 1
 
 
 def test_recipes_know_every_policy() -> None:
-    """What a recipe can name, besides those that are found: `auto` and `best`."""
     for policy in POLICIES:
         assert RecomputeSection.model_validate({"policy": policy}).chosen() == policy

@@ -18,7 +18,6 @@ from longtake.planner.devices import (
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_known_cards_are_found_by_name(name: str) -> None:
-    """However it is written; each faster in bf16 than in fp32, and of more than 22 GiB."""
     card = device_named(f" {name.upper()} ")
     assert card is DEVICES[name]
     assert card.target == "cuda"
@@ -38,7 +37,6 @@ def test_known_cards_are_found_by_name(name: str) -> None:
 def test_any_gpu_is_given_by_its_figures(
     name: str, memory_gib: int | None, flops: float, bandwidth: float
 ) -> None:
-    """In any order; a bandwidth that nobody gives is what is usual for the speed."""
     device = device_named(name)
     assert device.total_bytes == (None if memory_gib is None else memory_gib * 2**30)
     assert device.flops(torch.bfloat16) == pytest.approx(flops)
@@ -64,19 +62,16 @@ def test_any_gpu_is_given_by_its_figures(
     ],
 )
 def test_the_gpu_at_hand_is_known_by_its_drivers_label(label: str, name: str | None) -> None:
-    """Others get figures that are usual."""
     assert _of_label(label) is (None if name is None else DEVICES[name])
 
 
 def test_this_processor_is_a_device() -> None:
-    """So that a plan can be held against a run on a computer without a card."""
     assert device_named("cpu") is CPU
     assert CPU.target == "cpu"
     assert CPU.total_bytes is None
 
 
 def test_any_card_is_given_by_its_numbers() -> None:
-    """bf16 operations and bytes a second; its memory is not known."""
     card = device_named("312e12, 2.0e12")
     assert card.flops(torch.bfloat16) == 312e12
     assert card.flops(torch.float16) == 312e12
@@ -91,7 +86,6 @@ def test_any_card_is_given_by_its_numbers() -> None:
     [("h10", "h100"), ("a600", "a6000"), ("rtx409", "rtx4090"), ("cpus", "cpu"), ("", None)],
 )
 def test_unknown_ones_are_refused_with_the_nearest(name: str, nearest: str | None) -> None:
-    """One sentence that also names all others, and how to give numbers."""
     with pytest.raises(RecipeError) as raised:
         device_named(name)
     said = str(raised.value)
@@ -115,13 +109,11 @@ def test_unknown_ones_are_refused_with_the_nearest(name: str, nearest: str | Non
     ],
 )
 def test_numbers_have_to_be_two_and_positive(name: str) -> None:
-    """Anything else is no card."""
     with pytest.raises(RecipeError, match="is not known"):
         device_named(name)
 
 
 def test_recipes_without_a_card_in_their_name() -> None:
-    """A processor where one is wanted; the card at hand, with the memory that it really has."""
     assert device_for("cpu") is CPU
     at_hand = device_for("auto")
     if not torch.cuda.is_available():
@@ -131,7 +123,7 @@ def test_recipes_without_a_card_in_their_name() -> None:
         assert at_hand.total_bytes == torch.cuda.get_device_properties(0).total_memory
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the card at hand is taken")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU at hand is taken")
 @pytest.mark.parametrize(
     ("gib", "name"),
     [(None, "rtx4090"), (24, "rtx4090"), (48, "a6000"), (80, "h100"), (141, "h200"), (999, "b200")],
@@ -139,12 +131,10 @@ def test_recipes_without_a_card_in_their_name() -> None:
 def test_a_card_that_is_not_here_is_the_smallest_with_the_memory(
     gib: int | None, name: str
 ) -> None:
-    """Where a recipe wants a card and there is none, its memory says which it may be."""
     assert device_for("cuda", None if gib is None else gib * 2**30) is DEVICES[name]
 
 
 def test_the_peak_of_a_known_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the driver's name of it; of others, and of CPUs, no utilisation is told."""
     name = ["NVIDIA H100 80GB HBM3"]
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name=name[0])

@@ -61,7 +61,6 @@ def tracers(request: pytest.FixtureRequest, tiny: Any, toy: Any) -> tuple[Tracer
 def test_any_mixture_is_traced_as_without_memory(
     tracers: tuple[Tracer, Tracer], data: st.DataObject
 ) -> None:
-    """Each byte, second and name of a trace is the same, whatever earlier traces have left."""
     tracer, reference = tracers
     names = list(tracer.subject.blocks)
     options = {name: data.draw(st.sampled_from(OPTIONS), label=name) for name in names}
@@ -91,7 +90,6 @@ _CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 @pytest.mark.parametrize("call", _CALLS.values(), ids=_CALLS)
 def test_results_are_torchs(call: Callable[[Tensor, Tensor], Any]) -> None:
-    """Shape, type and sharing of storage, also where other calls were remembered before."""
     with FakeTensorMode():
         expected = _facts(call)
     FakeTensorMode.cache_clear()  # a named tuple is a plain one when it comes from there
@@ -102,7 +100,6 @@ def test_results_are_torchs(call: Callable[[Tensor, Tensor], Any]) -> None:
 
 
 def test_errors_come_every_time() -> None:
-    """CachedFakeMode that do not fit and values that are asked for are refused again."""
     with CachedFakeMode():
         for _ in range(2):
             tensor = torch.empty(3, 4)

@@ -55,7 +55,6 @@ def _card(budget_mib: float | None = None, device: DeviceBudget = CPU) -> Device
 
 @pytest.mark.parametrize("case", _CASES)
 def test_numbers_agree_with_each_other(case: str, request: pytest.FixtureRequest) -> None:
-    """Peaks lie above what they are peaks of; the best plan fits, is true, and is the fastest."""
     fixture, changes, budget_mib = _CASES[case]
     recipe: Recipe = request.getfixturevalue(fixture)(*changes)
     known = forecast(recipe, _card(budget_mib))
@@ -89,7 +88,6 @@ def test_numbers_agree_with_each_other(case: str, request: pytest.FixtureRequest
 
 
 def test_what_stays_in_memory_is_what_the_real_parts_take(small_recipe: _Make) -> None:
-    """To the byte: weights, trained ones, EMA, both averages of AdamW, codec and text encoder."""
     recipe = small_recipe(*_WAN_LORA, "text.max_words=4")
     known = forecast(recipe, _card())
     parts = assemble(recipe, ["a red circle moving left"], None)
@@ -113,7 +111,6 @@ def _size(module: nn.Module) -> int:
 
 
 def test_each_average_takes_its_place(small_recipe: _Make) -> None:
-    """4 bytes for each number that trains, and nothing where none is kept."""
     widths = [f'{{name="w{number}", width=0.{number}}}' for number in (1, 2)]
     changes = [(), (f"ema.profiles=[{', '.join(widths)}]",), ("ema.enabled=false",)]
     steps = [outline_step(small_recipe(_FEW_WORDS, *each), CPU) for each in changes]
@@ -124,7 +121,6 @@ def test_each_average_takes_its_place(small_recipe: _Make) -> None:
 
 
 def test_without_a_limit_everything_is_kept(small_recipe: _Make) -> None:
-    """And nothing is said to fit or not."""
     known = forecast(small_recipe(_FEW_WORDS), _card())
     assert known.best is not None
     assert set(known.best.options.values()) == {"keep"}
@@ -134,7 +130,6 @@ def test_without_a_limit_everything_is_kept(small_recipe: _Make) -> None:
 
 
 def test_what_an_update_takes_is_a_limit_too(small_recipe: _Make) -> None:
-    """Nothing fits where forward and backward pass would, but the optimizer's step would not."""
     recipe = small_recipe("training.batch_size=1", "optimizer.kind=muon")
     known = forecast(recipe, _card())
     assert {row.step_peak_bytes for row in known.policies} == {known.static.update_bytes}
@@ -146,7 +141,6 @@ def test_what_an_update_takes_is_a_limit_too(small_recipe: _Make) -> None:
 
 
 def test_the_largest_shape_and_one_processs_share_are_planned(tiny_flux: _Make) -> None:
-    """Clips of other shapes fit if those with the most tokens do."""
     shapes = [(32, 96), (64, 64), (32, 64)]
     each = ", ".join(f"{{num_frames=1, height={h}, width={w}}}" for h, w in shapes)
     recipe = tiny_flux(f"data.buckets=[{each}]", "training.batch_size=8")
@@ -159,7 +153,6 @@ def test_the_largest_shape_and_one_processs_share_are_planned(tiny_flux: _Make) 
 
 
 def test_processes_that_share_a_model_hold_a_part_of_it_each(small_recipe: _Make) -> None:
-    """Of what trains, too; two blocks are gathered at a time, also where each holds all of it."""
     recipe = small_recipe(_FEW_WORDS, "model.config={hidden_size=48, num_blocks=8}")
     replicated = outline_step(recipe, CPU, world_size=2)
     shared = config.changed(recipe, ["parallel.strategy=shard"])
@@ -182,7 +175,6 @@ def test_processes_that_share_a_model_hold_a_part_of_it_each(small_recipe: _Make
 
 
 def test_an_offloaded_optimizer_leaves_the_card(small_recipe: _Make) -> None:
-    """Its states are not in the prediction of the device's memory, but in that of the host's."""
     card = _card(device=DEVICES["rtx4090"])
     inside = forecast(small_recipe(_FEW_WORDS), card)
     outside = forecast(small_recipe(_FEW_WORDS, "optimizer.offload=true"), card)
@@ -196,7 +188,6 @@ def test_an_offloaded_optimizer_leaves_the_card(small_recipe: _Make) -> None:
 
 
 def test_what_gets_no_gradient_is_named(small_recipe: _Make, own_module: _Write) -> None:
-    """And everything else is not; such a step is not traced any further."""
     module = own_module("tokens + self.first(tokens) * prepared['style']")
     known = forecast(small_recipe(f"trainable.module={module}"), _card(1))
     names = ["added_module.second.weight", "added_module.second.bias"]
@@ -211,7 +202,6 @@ def test_what_gets_no_gradient_is_named(small_recipe: _Make, own_module: _Write)
 
 
 def test_notes_do_not_stop(tiny_flux: _Make) -> None:
-    """LoRA in fp32 on a bf16 base, and recompute before what is trained, cost memory and time."""
     recipe = tiny_flux("model.dtype=bf16", "trainable.dtype=fp32")
     gradients = check_gradients(outline_step(recipe, CPU))
     (note,) = gradients.traps
@@ -233,7 +223,6 @@ def test_notes_do_not_stop(tiny_flux: _Make) -> None:
 def test_a_model_that_asks_for_values_cannot_be_planned(
     small_recipe: _Make, own_module: _Write, tmp_path: Path
 ) -> None:
-    """The message says where it does, and what to do instead."""
     line = "self.change(given) if tokens.mean() > 0 else tokens"
     recipe = small_recipe(f"trainable.module={own_module(line)}")
     with pytest.raises(CannotBePlannedError) as refused:
@@ -256,7 +245,6 @@ def test_a_model_that_asks_for_values_cannot_be_planned(
 def test_a_model_that_does_not_run_is_refused(
     small_recipe: _Make, own_module: _Write, tmp_path: Path, returned: str, reason: str
 ) -> None:
-    """Before there are weights; with the line, and the reason that its own code has."""
     recipe = small_recipe(f"trainable.module={own_module(returned)}")
     with pytest.raises(PlanError) as refused:
         forecast(recipe, _card())
@@ -265,7 +253,6 @@ def test_a_model_that_does_not_run_is_refused(
 
 
 def test_a_budget_below_the_weights_is_refused(tiny_flux: _Make) -> None:
-    """With what the weights take, what a step takes at least, and what to change."""
     with pytest.raises(PlanError) as refused:
         forecast(tiny_flux(), replace(CPU, memory_bytes=7 * _MIB, reserve=0.5))
     step = outline_step(tiny_flux(), CPU)
@@ -279,7 +266,6 @@ def test_a_budget_below_the_weights_is_refused(tiny_flux: _Make) -> None:
 
 
 def test_planning_leaves_no_trace(small_recipe: _Make) -> None:
-    """Random numbers that are drawn after it are those without it, and autograd is on."""
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
@@ -297,7 +283,6 @@ def _suggestions(recipe: Recipe, device: DeviceBudget) -> dict[str, Suggestion]:
 
 
 def test_what_a_change_is_said_to_take_it_takes(small_recipe: _Make) -> None:
-    """To the byte, in a plan of the changed recipe; and it fits there if it was said to fit."""
     bucket = "data.buckets=[{num_frames=8, height=96, width=128}]"
     recipe, card = small_recipe(_FEW_WORDS, _SMALL, bucket), _card(57, DEVICES["rtx4090"])
     found = _suggestions(recipe, card)
@@ -322,7 +307,6 @@ def test_what_a_change_is_said_to_take_it_takes(small_recipe: _Make) -> None:
 
 
 def test_only_what_helps_is_offered(small_recipe: _Make) -> None:
-    """Small clips stay as they are, and what is 1 or in 8 bits; all together if nothing fits."""
     lora = [_FEW_WORDS, _SMALL, "trainable.kind=lora", "model.dtype=bf16"]
     lora.append("optimizer.kind=adamw8bit")
     least = small_recipe(*lora, "trainable.rank=1", "training.batch_size=1")
@@ -336,7 +320,6 @@ def test_only_what_helps_is_offered(small_recipe: _Make) -> None:
 
 
 def test_videos_may_be_shorter_and_encoders_cached(small_recipe: _Make) -> None:
-    """Frames stay 4 n + 1, as video codecs want them; what cannot be divided is not offered."""
     recipe = small_recipe(
         "data.buckets=[{num_frames=9, height=96, width=128}]",
         "model.family=wan",
@@ -356,7 +339,6 @@ def test_videos_may_be_shorter_and_encoders_cached(small_recipe: _Make) -> None:
 
 
 def test_micro_batches_divide_what_a_process_has(small_recipe: _Make) -> None:
-    """Each of two processes has 5 of 10: micro-batches of 2 would leave one over."""
     recipe = small_recipe(_FEW_WORDS, _SMALL, "training.batch_size=10")
     known = forecast(recipe, _card(2), world_size=2)
     assert known.step.micro_batch_size == 5
@@ -385,7 +367,6 @@ def _phases(recipe: Recipe) -> dict[str, PhaseForecast]:
 
 
 def test_each_part_counts_its_own_weights(small_recipe: Callable[..., Recipe]) -> None:
-    """Encoders in the step count beside all that training holds; with a cache they do not."""
     recipe = small_recipe(*_WAN)
     found = _phases(recipe)
     assert list(found) == ["text", "encode", "step", "model", "decode"]
@@ -407,7 +388,6 @@ def test_each_part_counts_its_own_weights(small_recipe: Callable[..., Recipe]) -
 def test_long_clips_follow_from_a_few_of_their_frames(
     small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a trace of all of them."""
     recipe = small_recipe(*_WAN)
     short = _phases(recipe)
     monkeypatch.setattr(forecast_module, "_MORE_FRAMES", 1000)
@@ -419,7 +399,6 @@ def test_long_clips_follow_from_a_few_of_their_frames(
 
 @pytest.mark.slow
 def test_the_24_gb_example_fits_in_every_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Filling the cache, training and sampling: text encoder, model and codec one after another."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     recipe = config.load(
         _ROOT / "examples" / "wan_1_3b_lora_24gb.toml", ['recompute.memory="24GB"']

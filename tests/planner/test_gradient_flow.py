@@ -143,7 +143,6 @@ def _make_fake(model: nn.Module) -> None:
 @pytest.mark.parametrize("architecture", ["flux", "wan"])
 @pytest.mark.parametrize("kind", ["real", "fake"])
 def test_no_trap_where_all_is_well(kind: str, architecture: str, what: str, recompute: str) -> None:
-    """Frozen bases, LoRA, added modules and recompute block by block train as they should."""
     build, make_inputs = _ARCHITECTURES[architecture]
     model = build().bfloat16()
     _train(model, what, torch.bfloat16)
@@ -160,7 +159,6 @@ def test_no_trap_where_all_is_well(kind: str, architecture: str, what: str, reco
 @pytest.mark.parametrize("architecture", ["flux", "wan"])
 @pytest.mark.parametrize("kind", ["real", "fake"])
 def test_lora_in_reentrant_regions_is_found(kind: str, architecture: str) -> None:
-    """The whole of it gets no gradient, as whoever wraps these models so finds out too late."""
     build, make_inputs = _ARCHITECTURES[architecture]
     model = build()
     _train(model, "lora", torch.float32)
@@ -177,7 +175,6 @@ def test_lora_in_reentrant_regions_is_found(kind: str, architecture: str) -> Non
 
 
 def test_lora_in_fp32_on_a_bf16_base_is_found() -> None:
-    """One copy for each adapted layer, of the size of what flows into it."""
     model, inputs = _wan().bfloat16(), _wan_inputs(torch.bfloat16)
     _train(model, "lora", torch.float32)
     [trap] = flow_traps(_watched(model, inputs))
@@ -189,7 +186,6 @@ def test_lora_in_fp32_on_a_bf16_base_is_found() -> None:
 
 
 def test_gradients_are_the_same_to_the_bit() -> None:
-    """Watching changes nothing of what is computed."""
     gradients = []
     for watching in (False, True):
         torch.manual_seed(0)
@@ -202,7 +198,6 @@ def test_gradients_are_the_same_to_the_bit() -> None:
 
 
 def test_nothing_of_the_watch_is_left() -> None:
-    """Neither in the model nor in torch, also where the step failed."""
     model = _wan()
     before = torch.utils.checkpoint._checkpoint_without_reentrant_generator
     with pytest.raises(ZeroDivisionError), GradientWatch(model, _blocks(model)):
@@ -217,7 +212,6 @@ def test_nothing_of_the_watch_is_left() -> None:
 
 
 def test_a_gradient_of_an_earlier_step_does_not_count() -> None:
-    """Reached is what this backward pass reached."""
     model, inputs = _wan(), _wan_inputs(torch.float32)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -228,7 +222,6 @@ def test_a_gradient_of_an_earlier_step_does_not_count() -> None:
 
 
 def test_a_module_that_fails_and_is_called_again() -> None:
-    """Where the forward pass is stays known after an exception that somebody catches."""
 
     class Careful(nn.Module):
         def __init__(self) -> None:
@@ -302,7 +295,6 @@ def _doubled(value: Tensor) -> Tensor:
 def test_what_is_upstream(
     weights: tuple[nn.Parameter, nn.Parameter], function: Callable[[Tensor], Tensor]
 ) -> None:
-    """Whatever happens to values, where they come from is remembered."""
     with _upstream(weights) as provenance, torch.no_grad():
         product = torch.ones(3, 3) @ weights[1]
         assert provenance.of(function(product)) == _B
@@ -311,7 +303,6 @@ def test_what_is_upstream(
 
 
 def test_what_is_not_upstream(weights: tuple[nn.Parameter, nn.Parameter]) -> None:
-    """New tensors of a shape have nothing of the values."""
     with _upstream(weights) as provenance:
         product = torch.ones(3, 3) @ weights[0]
         assert provenance.of(torch.zeros_like(product)) == 0
@@ -320,7 +311,6 @@ def test_what_is_not_upstream(weights: tuple[nn.Parameter, nn.Parameter]) -> Non
 
 
 def test_where_a_gradient_was_lost(weights: tuple[nn.Parameter, nn.Parameter]) -> None:
-    """Each place once, with what lost its gradient there; what carries none cannot lose any."""
     with _upstream(weights) as provenance:
         product = (torch.ones(3, 3) @ weights[0]).detach() @ weights[1]
         mask = product > 0

@@ -152,7 +152,6 @@ def _pose_in_dataclass(model: Model, tokens: Tensor) -> Side:
 
 
 def test_a_reentrant_region_that_is_handed_no_gradient(traps_of: Any) -> None:
-    """All that runs in such regions stays untrained, and one trap says so for all of them."""
     assert len(_untrained(Model(_each(reentrant=True)))) == 8
     watch, [trap] = traps_of(Model(_each(reentrant=True)))
     assert len(watch.unreached()) == 8
@@ -168,7 +167,6 @@ def test_a_reentrant_region_that_is_handed_no_gradient(traps_of: Any) -> None:
 def test_a_reentrant_region_that_is_handed_gradient_in_a_container(
     traps_of: Any, side: Any
 ) -> None:
-    """A dict's or dataclass's tensors count for nothing: the branch they come from starves too."""
     run = _each(reentrant=True, side=side)
     assert "side.weight" in _untrained(Model(run, side=True))
     _, [trap] = traps_of(Model(run, side=True))
@@ -178,7 +176,6 @@ def test_a_reentrant_region_that_is_handed_gradient_in_a_container(
 
 
 def test_a_container_that_is_gone_back_through_twice(traps_of: Any) -> None:
-    """Where torch gives up over it, the trap says why; where nobody else needs it, all is well."""
     run = _each(reentrant=True, first=1, side=_pose_in_dict)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         _untrained(Model(run, side=True))
@@ -198,7 +195,6 @@ def test_a_container_that_is_gone_back_through_twice(traps_of: Any) -> None:
 
 
 def test_a_captured_tensor_that_is_gone_back_through_twice(traps_of: Any) -> None:
-    """A tensor that a region's function has from outside does the same harm."""
 
     def run(model: Model, tokens: Tensor) -> Tensor:
         pose = model.side(tokens).square()
@@ -216,7 +212,6 @@ def test_a_captured_tensor_that_is_gone_back_through_twice(traps_of: Any) -> Non
 
 
 def test_an_error_that_is_not_about_recompute_is_raised(traps_of: Any) -> None:
-    """Only what a trap explains is kept back."""
 
     def run(model: Model, tokens: Tensor) -> Tensor:
         tokens = model.blocks[0](tokens)
@@ -228,7 +223,6 @@ def test_an_error_that_is_not_about_recompute_is_raised(traps_of: Any) -> None:
 
 
 def test_requires_grad_on_what_a_region_gives(traps_of: Any) -> None:
-    """It lets the last region train and hides that all before it does not."""
 
     def run(model: Model, tokens: Tensor) -> Tensor:
         for block in model.blocks:
@@ -247,7 +241,6 @@ def test_requires_grad_on_what_a_region_gives(traps_of: Any) -> None:
 
 @pytest.mark.parametrize("how", ["method", "attribute"])
 def test_requires_grad_on_a_detached_tensor(traps_of: Any, how: str) -> None:
-    """Both ways to ask for it are seen, and what detached the tensor is named."""
 
     def ask(tokens: Tensor) -> Tensor:
         leaf = tokens.detach()
@@ -267,7 +260,6 @@ def test_requires_grad_on_a_detached_tensor(traps_of: Any, how: str) -> None:
 
 
 def test_requires_grad_before_anything_trained(traps_of: Any) -> None:
-    """It loses nothing and costs memory: a note; asked of an input it is nobody's business."""
 
     def run(model: Model, tokens: Tensor) -> Tensor:
         return _each(reentrant=True)(model, tokens.requires_grad_())
@@ -285,7 +277,6 @@ def test_requires_grad_before_anything_trained(traps_of: Any) -> None:
 
 
 def test_one_reentrant_region_for_all_blocks(traps_of: Any) -> None:
-    """Nothing is trained at all."""
     assert len(_untrained(Model(_all_at_once(reentrant=True)))) == 8
     _, [trap] = traps_of(Model(_all_at_once(reentrant=True)))
     assert trap.stops
@@ -294,7 +285,6 @@ def test_one_reentrant_region_for_all_blocks(traps_of: Any) -> None:
 
 
 def test_one_region_for_all_blocks_saves_no_memory(traps_of: Any) -> None:
-    """All of it is computed again at once; block by block, the peak is far lower."""
     at_once, one_by_one = _all_at_once(reentrant=False), _each(reentrant=False)
     usual = _peak_bytes(Model(_plain, width=64))
     assert _peak_bytes(Model(at_once, width=64)) > 0.95 * usual
@@ -306,7 +296,6 @@ def test_one_region_for_all_blocks_saves_no_memory(traps_of: Any) -> None:
 
 
 def test_regions_within_a_region_are_recomputed_one_by_one(traps_of: Any) -> None:
-    """So the outer one does no harm, whatever it holds."""
 
     def run(model: Model, tokens: Tensor) -> Tensor:
         def inner(tokens: Tensor) -> Tensor:
@@ -319,7 +308,6 @@ def test_regions_within_a_region_are_recomputed_one_by_one(traps_of: Any) -> Non
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_first_block_that_is_frozen(traps_of: Any, first: int) -> None:
-    """It hands on no gradient, so "every block but the first" trains nothing either."""
     run = _each(reentrant=True, first=first)
     assert len(_untrained(Model(run, frozen_blocks=1))) == 6
     _, [trap] = traps_of(Model(run, frozen_blocks=1))
@@ -357,7 +345,6 @@ def test_recompute_before_the_first_trainable_parameter() -> None:
 
 
 def test_recompute_where_everything_is_trained_or_nothing_is_recomputed() -> None:
-    """There is nothing to say."""
     assert idle_recompute({"a": "recompute"}, {"a": 8}) == []
     assert idle_recompute({"a": "keep"}, {"a": 0}) == []
 
@@ -375,7 +362,6 @@ class Added(nn.Module):
 
 
 def test_a_region_of_an_added_module_says_after_which_block(traps_of: Any) -> None:
-    """The module is the same after each of its blocks."""
 
     def model() -> Model:
         made = Model(_plain, frozen_blocks=4)
@@ -392,7 +378,6 @@ def test_a_region_of_an_added_module_says_after_which_block(traps_of: Any) -> No
 
 
 def test_a_policy_that_costs_memory() -> None:
-    """Keeping matmuls' outputs of frozen layers keeps what autograd would not."""
 
     def lora(model: Model, tokens: Tensor) -> Tensor:
         return _low_rank(model, tokens, lambda block, tokens: block(tokens))
@@ -410,7 +395,6 @@ def test_a_policy_that_costs_memory() -> None:
 
 
 def test_policies_that_cost_memory_share_a_note() -> None:
-    """Of those that cost next to nothing more nothing is said."""
     peaks = {"none": 2**30, "all": 2**30 + 2**20, "alternate": 2**31, "save-attention": 3 * 2**29}
     [trap] = costly_policies(peaks)
     assert '1.00 GiB, are: "alternate" by 1.00 GiB, "save-attention" by 512.00 MiB.' in trap.trap
@@ -442,7 +426,6 @@ def _keeping_matmuls(block: Callable[[Tensor], Tensor], tokens: Tensor) -> Tenso
 
 
 def test_fp32_weights_on_a_16_bit_base(traps_of: Any) -> None:
-    """Each trained layer keeps an fp32 copy of its input, of just the size that the trap names."""
 
     def run(model: Model, tokens: Tensor) -> Tensor:
         for block in model.blocks:
@@ -465,7 +448,6 @@ def test_fp32_weights_on_a_16_bit_base(traps_of: Any) -> None:
 
 
 def test_one_copy_for_several_layers(traps_of: Any) -> None:
-    """It is counted once; and without frozen weights in 16 bits there is nothing to change."""
 
     def run(model: Model, tokens: Tensor) -> Tensor:
         copy: Tensor = tokens.bfloat16().float()
@@ -496,7 +478,6 @@ def test_one_copy_for_several_layers(traps_of: Any) -> None:
     ],
 )
 def test_gradient_that_is_cut_off(traps_of: Any, cut: Any, says: str) -> None:
-    """What cut it off is named, and what stays untrained for it."""
 
     def run(model: Model, tokens: Tensor) -> Tensor:
         return _after(model, tokens, cut)
@@ -511,7 +492,6 @@ def test_gradient_that_is_cut_off(traps_of: Any, cut: Any, says: str) -> None:
 
 
 def test_gradient_that_is_cut_off_before_a_reentrant_region(traps_of: Any) -> None:
-    """Both are told, and a block that is trained is not called frozen."""
 
     def run(model: Model, tokens: Tensor) -> Tensor:
         tokens = model.blocks[0](tokens).detach()
@@ -526,7 +506,6 @@ def test_gradient_that_is_cut_off_before_a_reentrant_region(traps_of: Any) -> No
 
 
 def test_what_a_reentrant_region_drops(traps_of: Any) -> None:
-    """Gradients are off in it only for now: that is no reason for anything."""
 
     def run(model: Model, tokens: Tensor) -> Tensor:
         def region(tokens: Tensor) -> Tensor:
@@ -542,7 +521,6 @@ def test_what_a_reentrant_region_drops(traps_of: Any) -> None:
 
 
 def test_a_region_where_gradients_are_off_anyway(traps_of: Any) -> None:
-    """It is not to blame."""
 
     def run(model: Model, tokens: Tensor) -> Tensor:
         with torch.no_grad():
@@ -557,7 +535,6 @@ def test_a_region_where_gradients_are_off_anyway(traps_of: Any) -> None:
 
 
 def test_modules_that_run_without_gradient(traps_of: Any) -> None:
-    """The module whose own code switches gradients off is named, not those that it calls."""
 
     class Frozen(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -581,7 +558,6 @@ def test_modules_that_run_without_gradient(traps_of: Any) -> None:
 
 
 def test_what_the_forward_pass_does_not_use(traps_of: Any) -> None:
-    """A part that is not called, and one whose result is dropped, are told apart."""
 
     def run(model: Model, tokens: Tensor) -> Tensor:
         model.blocks[3](tokens)
@@ -599,7 +575,6 @@ def test_what_the_forward_pass_does_not_use(traps_of: Any) -> None:
 
 
 def test_a_few_leftovers_in_a_block_that_trains(traps_of: Any) -> None:
-    """Some models are built so: that is no reason to stop."""
 
     def run(model: Model, tokens: Tensor) -> Tensor:
         last: Any = model.blocks[3]

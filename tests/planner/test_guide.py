@@ -10,7 +10,6 @@ _GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "memory.md"
 
 
 def test_every_example_says_what_the_guide_shows() -> None:
-    """Each `python` block prints the `text` block after it, but for line breaks."""
     shown = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", _GUIDE.read_text(), re.DOTALL)
     assert len(shown) == _GUIDE.read_text().count("```python")
     names: dict[str, Any] = {"__name__": "guide"}

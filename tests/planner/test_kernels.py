@@ -54,7 +54,6 @@ def _fused_rms_norm() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [_BF16, torch.float32])
 @pytest.mark.parametrize("has_weight", [True, False])
 def test_rms_norm_keeps_what_torchs_derivative_keeps(dtype: torch.dtype, has_weight: bool) -> None:
-    """The input, one number for each row, and the weight; not what its parts would keep."""
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (32,), weight if has_weight else None, 1e-6)
@@ -68,7 +67,6 @@ def test_rms_norm_keeps_what_torchs_derivative_keeps(dtype: torch.dtype, has_wei
 
 
 def test_rms_norm_gives_gradients_of_the_right_shapes() -> None:
-    """Of input and weight, or of the one that trains."""
     with FakeTensorMode(), as_on_cuda():
         x, weight = _leaves(_HEADS, (32,))
         torch.autograd.backward(F.rms_norm(x, (32,), weight).sum())
@@ -82,7 +80,6 @@ def test_rms_norm_gives_gradients_of_the_right_shapes() -> None:
 
 @pytest.mark.parametrize("is_masked", [True, False])
 def test_attention_keeps_what_a_flash_kernel_keeps(is_masked: bool) -> None:
-    """Queries, keys, values, output and a number for each row; no scores. As the CPU's kernel."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = torch.zeros(96, 96, dtype=query.dtype) if is_masked else None
@@ -115,7 +112,6 @@ def test_attention_keeps_what_a_flash_kernel_keeps(is_masked: bool) -> None:
 def test_takes_the_kernel_that_cuda_takes(
     dtype: torch.dtype, channels: int, mask: str | None, expected: str
 ) -> None:
-    """Flash in half precision without a mask and up to 256 channels, else memory-efficient."""
     with FakeTensorMode(), as_on_cuda():
         query, key = _leaves((1, 2, 8, channels), (1, 2, 16, channels), dtype=dtype)
         masks = {
@@ -133,7 +129,6 @@ def test_takes_the_kernel_that_cuda_takes(
 
 @pytest.mark.parametrize("is_masked", [True, False])
 def test_heads_can_share_keys(is_masked: bool) -> None:
-    """enable_gqa: flash keeps shared keys once, and gradients have the keys' shape."""
     with FakeTensorMode(), as_on_cuda():
         query, key, value = _leaves((1, 8, 64, 32), (1, 2, 64, 32), (1, 2, 64, 32))
         mask = torch.zeros(64, 64, dtype=_BF16) if is_masked else None
@@ -164,7 +159,6 @@ def test_torchs_functions_come_back(fails: bool) -> None:
 
 
 def test_stand_ins_hold_in_recompute() -> None:
-    """A block that is computed again in the backward pass finds them there: shapes alone do it."""
     with FakeTensorMode(), as_on_cuda():
         (x,) = _leaves(_HEADS)
         again = torch.utils.checkpoint.checkpoint(
@@ -253,7 +247,6 @@ def test_norms_widen_under_autocast() -> None:
 
 
 def test_flash_backward_takes_sums_and_copies() -> None:
-    """Queries' gradient in fp32 and a number for each row, whole tiles; and gaps are filled."""
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
     query = torch.empty(2, 300, 4, 40, dtype=_BF16, device="meta").transpose(1, 2)
     sums = 4 * 2 * 4 * 384 * (64 + 1)

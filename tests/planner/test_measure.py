@@ -10,7 +10,6 @@ CPU = torch.device("cpu")
 
 
 def test_counts_bytes_of_known_tensors_exactly() -> None:
-    """Peak, end, and total and peak at each mark, to the byte."""
     with measured(CPU) as memory:
         kept = torch.empty(1000, dtype=torch.float32)
         passing = torch.empty(500, dtype=torch.bfloat16)
@@ -27,7 +26,6 @@ def test_counts_bytes_of_known_tensors_exactly() -> None:
 
 
 def test_ignores_what_is_older_than_the_measurement() -> None:
-    """Freeing an older tensor, even one that an earlier measurement saw, subtracts nothing."""
     with measured(CPU):
         older = torch.empty(1000)
     with measured(CPU) as memory:
@@ -46,7 +44,6 @@ def test_sees_the_temporaries_inside_an_operation() -> None:
 
 
 def test_measures_forward_and_backward() -> None:
-    """A mark between forward and backward parts activations from gradients."""
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
     x = torch.randn(16, 32)
     with measured(CPU) as memory:
@@ -63,7 +60,6 @@ def test_measures_forward_and_backward() -> None:
 
 
 def test_measurements_are_repeatable() -> None:
-    """The same work gives the same numbers each time."""
 
     def work() -> tuple[int, int]:
         layer = nn.MultiheadAttention(32, 4, batch_first=True)

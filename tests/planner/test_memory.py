@@ -46,7 +46,6 @@ def _fill_gradients(network: nn.Module) -> None:
 def test_bytes_are_those_of_the_real_optimizer(
     kind: str, dtype: torch.dtype, precision: Precision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kept ones to the byte; those in passing to a percent, without a kernel's own."""
     monkeypatch.setattr(master_weights, "MAX_BATCH_ELEMENTS", 10_000)
     network = _network(dtype)
     section = _section(kind=kind)
@@ -76,7 +75,6 @@ def test_a_model_without_values_will_do() -> None:
 
 @pytest.mark.parametrize(("dtype", "per_number"), [(torch.float32, 8), (torch.bfloat16, 12)])
 def test_offloaded_states_are_in_the_computers_memory(dtype: torch.dtype, per_number: int) -> None:
-    """fp32 weights have copies there too: the ones that are updated."""
     network = _network(dtype)
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     numbers, steps = sum(parameter.numel() for parameter in trained), 4 * len(trained)
@@ -94,7 +92,6 @@ def test_tensors_are_rounded_up_as_on_a_card() -> None:
 
 
 def test_eight_bit_states_take_a_byte_per_number_and_their_scales() -> None:
-    """Small tensors keep fp32 states; what the large ones take is compared in tests/optim."""
     network = _network()
     predicted = optimizer_bytes(network, [], _section(kind="adamw8bit"), "bf16")
     eight_bit = 64 * 64 + 64 * 256
@@ -104,7 +101,6 @@ def test_eight_bit_states_take_a_byte_per_number_and_their_scales() -> None:
 
 
 def test_torchs_default_would_take_another_copy_in_each_step() -> None:
-    """AdamW by foreach; longtake's fused one takes nothing worth mentioning."""
     network = _network()
     trained: list[Tensor] = [each for each in network.parameters() if each.requires_grad]
     peaks = {}

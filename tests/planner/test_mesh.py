@@ -38,7 +38,6 @@ def _line(turn: BlockTiming, num_blocks: int = 10, num_micro_batches: int = 1) -
 
 
 def test_links_are_those_of_the_device_or_given() -> None:
-    """In GB/s of one card; the network's may be left out."""
     assert links_of(DEVICES["h200"]) == Links(450e9, 50e9)
     assert links_of(replace(DEVICES["h100"], name="NVIDIA H100 80GB HBM3")).node == 450e9
     assert links_of(DEVICES["a6000"]).node < 32e9
@@ -50,7 +49,6 @@ def test_links_are_those_of_the_device_or_given() -> None:
 
 
 def test_cards_of_a_node_bear_together_what_leaves_it() -> None:
-    """Eight network cards are as fast as NVLink; one alone is itself."""
     assert _SHARED.bandwidth(8, 8) == SHARE_OF_LINK * 400e9
     assert _SHARED.bandwidth(64, 8) == SHARE_OF_LINK * 400e9
     assert _SHARED.bandwidth(16, 4) == SHARE_OF_LINK * 200e9
@@ -58,7 +56,6 @@ def test_cards_of_a_node_bear_together_what_leaves_it() -> None:
 
 
 def test_what_is_shorter_than_a_block_hides_behind_it() -> None:
-    """All but what nothing is computed beside: the first gathers and the last reductions."""
     line = _line(BlockTiming(forward=1.0, backward=2.0, gather=0.4, scatter=0.5, reduce=0.1))
     assert line.compute_seconds() == pytest.approx(30)
     # The rest's and the first block's, before anything can begin; the last block's, between the
@@ -68,7 +65,6 @@ def test_what_is_shorter_than_a_block_hides_behind_it() -> None:
 
 
 def test_what_is_longer_than_a_block_sets_the_pace() -> None:
-    """The link is never idle then, and compute waits for it."""
     line = _line(BlockTiming(forward=1.0, backward=2.0, gather=3.0, scatter=4.0, reduce=0.0))
     link = (10 + 1) * 3.0 + 10 * (3.0 + 4.0)
     assert link < line.seconds() < link + 4.0 + 3 * 2.0
@@ -77,7 +73,6 @@ def test_what_is_longer_than_a_block_sets_the_pace() -> None:
 
 
 def test_only_the_last_micro_batch_reduces() -> None:
-    """But each gathers, forward and backward."""
     turn = BlockTiming(forward=1.0, backward=1.0, gather=2.0, scatter=1.0, reduce=5.0)
     one, four = _line(turn).seconds(), _line(turn, num_micro_batches=4).seconds()
     gathering = _line(turn).without("scatter", "reduce").seconds()
@@ -95,7 +90,6 @@ def _planned(recipe: Recipe, links: Links, world_size: int, per_node: int) -> Me
 
 
 def test_what_would_help_is_what_comes_of_it(small_recipe: _Make) -> None:
-    """Each change's seconds are those of a plan with it; what hides is no reason for advice."""
     few = ("text.max_words=24", "model.config={hidden_size=48, num_blocks=2}")
     sharded = ("parallel.strategy=shard", "training.batch_size=24", "training.precision=bf16")
     recipe = small_recipe(*few, *sharded, "training.micro_batch_size=1")
@@ -130,7 +124,6 @@ def test_what_would_help_is_what_comes_of_it(small_recipe: _Make) -> None:
 
 
 def test_ranks_that_share_tokens_hold_a_part_of_the_activations(small_recipe: _Make) -> None:
-    """Half of what blocks keep, and what they exchange instead."""
     recipe = small_recipe("text.max_words=24", "model.config={hidden_size=48, num_heads=4}")
     shared = config.changed(recipe, ["parallel.sequence=2"])
     whole, half = outline_step(recipe, CPU), outline_step(shared, CPU, 2)
@@ -144,7 +137,6 @@ def test_ranks_that_share_tokens_hold_a_part_of_the_activations(small_recipe: _M
 
 @given(batch=st.integers(1, 512), ranks=st.integers(1, 64))
 def test_the_idle_share_is_that_of_empty_places(batch: int, ranks: int) -> None:
-    """Places hold the batch; one place less on each rank would not."""
     assert num_places(batch, ranks) * ranks >= batch
     assert (num_places(batch, ranks) - 1) * ranks < batch
     assert idle_share(batch, ranks) == pytest.approx(1 - batch / (num_places(batch, ranks) * ranks))

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
+from tests.build import QUIET, events, rows
 
 import longtake
 from longtake import config
 from longtake.config import Recipe
 from longtake.errors import PlanError
-from longtake.fsio import read_json_lines, write_json
+from longtake.fsio import write_json
 from longtake.parallel.mesh import World
 from longtake.planner import plan
 from longtake.planner.activation_checkpointing import POLICIES
@@ -27,7 +27,6 @@ from longtake.run_dir import RunDirectory
 from longtake.training.train import train
 
 _Make = Callable[..., Recipe]
-_QUIET = Console(quiet=True)
 _CPU = torch.device("cpu")
 _ALONE, _OF_TWO = World(0, 0, 1, _CPU, None), World(0, 0, 2, _CPU, None)
 _SMALL = ("text.max_words=24", "training.steps=4")
@@ -43,11 +42,6 @@ def exact() -> Iterator[None]:
     yield
     torch.backends.mkldnn.set_flags(_enabled=True)  # type: ignore[no-untyped-call]
     torch.set_num_threads(threads)
-
-
-def _curve(recipe: Recipe) -> list[tuple[float, float]]:
-    rows: list[Any] = list(RunDirectory(recipe.out).metrics())
-    return [(row["loss"], row["grad_norm"]) for row in rows]
 
 
 _TRAPS = {
@@ -79,16 +73,15 @@ _TRAPS = {
 def test_a_trap_stops_before_there_is_a_run(
     trap: str, small_recipe: _Make, own_module: Callable[[str], str]
 ) -> None:
-    """The message names the block and the fix; once that is made, the same recipe trains."""
     returned, message = _TRAPS[trap]
     recipe = small_recipe(*_SMALL, f"trainable.module={own_module(returned)}")
     with pytest.raises(PlanError) as refused:
-        train(recipe, _QUIET)
+        train(recipe, QUIET)
     assert str(refused.value) == message
     assert not RunDirectory(recipe.out).exists()
     assert [path for path in recipe.out.rglob("*") if path.is_file()] == []
     own_module("checkpoint(self.change, given, use_reentrant=False)")
-    assert train(recipe, _QUIET).end_step == 4
+    assert train(recipe, QUIET).end_step == 4
 
 
 _WITHIN = {  # a budget in which only a mixture of options is the fastest
@@ -102,25 +95,24 @@ _WITHIN = {  # a budget in which only a mixture of options is the fastest
 def test_every_policy_trains_the_same_and_takes_what_was_predicted(
     case: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """Losses and gradient norms are the same to the bit; memory is within 1 % of the plan's."""
     fixture, changes, memory, policies = _WITHIN[case]
     make: _Make = request.getfixturevalue(fixture)
 
     def run(name: str, *more: str) -> Recipe:
         recipe = make(*changes, *more, f"out={tmp_path / name}")
-        train(recipe, _QUIET)
+        train(recipe, QUIET)
         return recipe
 
     plain = run("none")
-    assert len(_curve(plain)) == 4
-    assert _events(plain, "memory_planned") == _events(plain, "memory_measured") == []
+    assert len(rows(plain, "loss", "grad_norm")) == 4
+    assert events(plain, "memory_planned") == events(plain, "memory_measured") == []
     within = (f"recompute.memory={memory}", "recompute.reserve=0")
     runs = {policy: run(policy, f"recompute.policy={policy}") for policy in policies}
     for policy, recipe in (runs | {"best": run("best", *within)}).items():
-        assert _curve(recipe) == _curve(plain)
-        (planned,) = _events(recipe, "memory_planned")
+        assert rows(recipe, "loss", "grad_norm") == rows(plain, "loss", "grad_norm")
+        (planned,) = events(recipe, "memory_planned")
         assert (planned["step"], planned["policy"]) == (0, policy)
-        (measured,) = _events(recipe, "memory_measured")
+        (measured,) = events(recipe, "memory_measured")
         assert measured["step"] == 2
         assert abs(measured["error"]) <= 0.01
         assert measured["measured_gib"] < planned["step_peak_gib"]
@@ -131,27 +123,20 @@ def test_every_policy_trains_the_same_and_takes_what_was_predicted(
     assert Counter(planned["options"].values()) == planned["per_block"]
 
 
-def _events(recipe: Recipe, kind: str) -> list[dict[str, Any]]:
-    events = read_json_lines(RunDirectory(recipe.out).events_path)
-    return [event for event in events if event["event"] == kind]
-
-
-def test_a_run_goes_on_with_another_policy(small_recipe: _Make, tmp_path: Path) -> None:
-    """On a smaller card, say: the losses are those of the card it began on."""
+def test_a_run_resumes_with_another_policy(small_recipe: _Make, tmp_path: Path) -> None:
     changes = ("text.max_words=24", "optimizer.schedule=constant")
     whole = small_recipe(*changes, "training.steps=4", f"out={tmp_path / 'whole'}")
-    train(whole, _QUIET)
-    train(small_recipe(*changes, "training.steps=2"), _QUIET)
+    train(whole, QUIET)
+    train(small_recipe(*changes, "training.steps=2"), QUIET)
     rest = small_recipe(*changes, "training.steps=4", "recompute.policy=all")
-    assert train(rest, _QUIET).start_step == 2
-    assert _curve(rest) == _curve(whole)
+    assert train(rest, QUIET).start_step == 2
+    assert rows(rest, "loss", "grad_norm") == rows(whole, "loss", "grad_norm")
 
 
 def test_what_cannot_fit_is_refused_with_what_would_help(small_recipe: _Make) -> None:
-    """Before there is a run; each change with what it takes and how to make it."""
     recipe = small_recipe(*_ONE_BLOCK, "recompute.memory=4MiB", "recompute.reserve=0")
     with pytest.raises(PlanError) as refused:
-        train(recipe, _QUIET)
+        train(recipe, QUIET)
     assert not RunDirectory(recipe.out).exists()
     first, *changes = str(refused.value).splitlines()
     known = forecast(recipe, device_budget(recipe))
@@ -172,7 +157,6 @@ def test_what_cannot_fit_is_refused_with_what_would_help(small_recipe: _Make) ->
 
 
 def test_a_policy_that_does_not_fit_is_refused_with_one_that_does(small_recipe: _Make) -> None:
-    """It is not said that nothing fits."""
     within = ("recompute.memory=7.6MiB", "recompute.reserve=0")
     with pytest.raises(PlanError) as refused:
         make_plan(small_recipe(*_SMALL, *within, "recompute.policy=none"), "fp32", _ALONE)
@@ -185,7 +169,6 @@ def test_a_policy_that_does_not_fit_is_refused_with_one_that_does(small_recipe: 
 
 
 def test_two_processes_take_half_a_batch_each(small_recipe: _Make) -> None:
-    """Their plan is that of half the batch, with what is gathered beside it."""
     within = ("recompute.policy=all", "recompute.memory=9MiB", "recompute.reserve=0")
     recipe = small_recipe(*_ONE_BLOCK, *within, "training.batch_size=8")
     half = small_recipe(*_ONE_BLOCK, *within, "training.batch_size=4")
@@ -202,7 +185,6 @@ def test_two_processes_take_half_a_batch_each(small_recipe: _Make) -> None:
 
 
 def test_notes_are_handed_on_and_do_not_stop(tiny_flux: _Make) -> None:
-    """What costs memory or time is said, of gradients and of the policy that is named."""
     noted = make_plan(tiny_flux("model.dtype=bf16", "trainable.dtype=fp32"), "fp32", _ALONE)
     (note,) = noted.notes
     assert note.startswith("transformer_blocks.0: Trainable weights in transformer_blocks.0, ")
@@ -218,7 +200,6 @@ def test_notes_are_handed_on_and_do_not_stop(tiny_flux: _Make) -> None:
 def test_a_model_that_cannot_be_followed_may_train(
     small_recipe: _Make, own_module: Callable[[str], str]
 ) -> None:
-    """It is said that nobody looked at its gradients; only the best policy needs the look."""
     module = own_module("self.change(given) if tokens.mean() < 9 else tokens")
     recipe = small_recipe(*_SMALL, f"trainable.module={module}", "recompute.policy=all")
     plan = make_plan(recipe, "fp32", _ALONE)
@@ -235,7 +216,6 @@ _ON_GPU = World(0, 0, 1, torch.device("cuda", 0), None)
 def test_without_a_memory_in_the_recipe_the_gpu_is_asked(
     small_recipe: _Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is free on it is the limit, and the fastest plan that fits is chosen."""
     free = [2**30 + 5]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 80 * 2**30))
     recipe = small_recipe(*_SMALL)
@@ -252,7 +232,6 @@ def test_without_a_memory_in_the_recipe_the_gpu_is_asked(
 def test_what_cannot_be_planned_trains_without_a_memory_in_the_recipe(
     small_recipe: _Make, own_module: Callable[[str], str]
 ) -> None:
-    """A module that looks at values does so on a GPU too; a limit was not asked for."""
     module = own_module("tokens * 2 if tokens.sum() > 0 else self.change(given)")
     recipe = small_recipe(*_SMALL, f"trainable.module={module}")
     plan = make_plan(recipe, "fp32", _ON_GPU, 2**30)
@@ -261,7 +240,6 @@ def test_what_cannot_be_planned_trains_without_a_memory_in_the_recipe(
 
 
 def test_several_gpus_leave_room_for_nccl(small_recipe: _Make) -> None:
-    """7 % and 1.5 GiB; one GPU, and a CPU, have no NCCL."""
     recipe = small_recipe("recompute.memory=80GiB", "recompute.device=h100")
     budgets = [device_budget(recipe, world_size=size).budget_bytes for size in (1, 8)]
     assert budgets == [int(80 * 2**30 * 0.93), int(80 * 2**30 * 0.93) - 3 * 2**29]
@@ -271,7 +249,6 @@ def test_several_gpus_leave_room_for_nccl(small_recipe: _Make) -> None:
 def test_what_was_planned_is_kept(
     small_recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A restart does not plan again; under other conditions, or with a damaged file, it does."""
     asked = []
 
     def count(*given: Any) -> MemoryPlan:
@@ -290,14 +267,14 @@ def test_what_was_planned_is_kept(
         subprocess.run(["rm", "-r", str(run.checkpoint_path(2))], check=True)
         asked.clear()
         plan._code_checksum.cache_clear()
-        train(recipe, _QUIET)
+        train(recipe, QUIET)
         return len(asked)
 
     plan._code_checksum.cache_clear()
-    train(recipe, _QUIET)
-    planned = _events(recipe, "memory_planned")
+    train(recipe, QUIET)
+    planned = events(recipe, "memory_planned")
     assert again() == 0
-    again_planned = _events(recipe, "memory_planned")[-1]
+    again_planned = events(recipe, "memory_planned")[-1]
     assert {k: again_planned[k] for k in ("policy", "options", "step_peak_gib")} == {
         k: planned[0][k] for k in ("policy", "options", "step_peak_gib")
     }

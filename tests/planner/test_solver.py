@@ -71,7 +71,6 @@ def _all_peaks(costs: BlockCosts) -> list[float]:
 @given(st.integers(0, 10_000))
 @settings(max_examples=20, deadline=None)
 def test_peaks_are_those_of_the_moments_of_a_step(seed: int) -> None:
-    """The linear program's peak is what a walk through the step finds."""
     given_costs = _random_costs(seed)
     predicted = [given_costs.peak_bytes(options) for options in _MIXTURES]
     assert predicted == pytest.approx(_all_peaks(given_costs), rel=1e-12)
@@ -80,7 +79,6 @@ def test_peaks_are_those_of_the_moments_of_a_step(seed: int) -> None:
 @given(st.integers(0, 10_000), st.integers(-10, 110))
 @settings(max_examples=40, deadline=None)
 def test_finds_the_fastest_of_all_mixtures(seed: int, percent: int) -> None:
-    """Within the gap of the best of all 3^5 and within the budget; None exactly if none fits."""
     given_costs = _random_costs(seed)
     peaks = _all_peaks(given_costs)
     budget = min(peaks) + percent / 100 * (max(peaks) - min(peaks))
@@ -99,7 +97,6 @@ def test_finds_the_fastest_of_all_mixtures(seed: int, percent: int) -> None:
 @given(st.integers(0, 10_000))
 @settings(max_examples=10, deadline=None)
 def test_more_memory_never_costs_time(seed: int) -> None:
-    """Of two budgets the larger one's plan is no slower, but for the gap."""
     given_costs = _random_costs(seed)
     peaks = _all_peaks(given_costs)
     times = []
@@ -123,7 +120,6 @@ def _toy_costs(subject: Any) -> BlockCosts:
 
 
 def test_all_the_room_there_is_buys_all_the_time(toy: Any) -> None:
-    """With room for everything nothing is computed again; without any room there is no plan."""
     toy_costs = _toy_costs(toy(num_blocks=5))
     roomy = fastest(toy_costs, 1e12)
     assert roomy == dict.fromkeys(toy_costs.names, "keep")
@@ -131,7 +127,6 @@ def test_all_the_room_there_is_buys_all_the_time(toy: Any) -> None:
 
 
 def test_traced_costs_are_what_was_traced(toy: Any) -> None:
-    """Uniform mixtures come out as their own traces, to the byte."""
     subject = toy(num_blocks=4)
     toy_costs, tracer = _toy_costs(subject), Tracer(subject, CPU)
     for policy in ("none", "save-attention", "all"):
@@ -142,7 +137,6 @@ def test_traced_costs_are_what_was_traced(toy: Any) -> None:
 
 
 def test_blocks_upstream_of_what_trains_save_nothing(toy: Any) -> None:
-    """The plan has no use for recomputing them: they keep nothing and have no backward pass."""
     toy_costs = _toy_costs(toy(trained="blocks.3", num_blocks=5))
     assert (toy_costs.saved[:3] == 0).all()
     assert (toy_costs.backward[:3] == 0).all()
@@ -186,7 +180,6 @@ _MODELS = pytest.mark.parametrize(
 def test_any_mixture_is_the_sum_of_its_blocks(
     surveyed: tuple[Tracer, PolicySweep], data: st.DataObject
 ) -> None:
-    """The peak composed of single blocks is within 0.5 % of the mixture's own trace."""
     tracer, found = surveyed
     names = list(tracer.subject.blocks)
     options = {name: data.draw(st.sampled_from(OPTIONS), label=name) for name in names}
@@ -199,7 +192,6 @@ def test_any_mixture_is_the_sum_of_its_blocks(
 def test_the_best_fits_and_is_no_slower_than_what_fits(
     surveyed: tuple[Tracer, PolicySweep],
 ) -> None:
-    """Its trace is within the budget; no named policy that fits is faster."""
     tracer, found = surveyed
     peaks = {policy: trace.peak_bytes for policy, trace in found.traces.items()}
     for share in (0.0, 0.3, 0.7, 1.0):
@@ -217,7 +209,6 @@ def test_the_best_fits_and_is_no_slower_than_what_fits(
 
 @pytest.mark.parametrize("surveyed", ["toy blocks"], indirect=True)
 def test_what_fits_nowhere_has_no_plan(surveyed: tuple[Tracer, PolicySweep]) -> None:
-    """Not below what weights and inputs take; and with all room nothing is computed again."""
     tracer, found = surveyed
     trace = found.traces["none"]
     assert find_best(tracer, found, trace.weight_bytes + trace.input_bytes) is None
@@ -230,7 +221,6 @@ def test_what_fits_nowhere_has_no_plan(surveyed: tuple[Tracer, PolicySweep]) -> 
 
 @pytest.mark.parametrize("surveyed", ["toy blocks"], indirect=True)
 def test_a_survey_has_every_policy(surveyed: tuple[Tracer, PolicySweep]) -> None:
-    """Times are relative to a step without recompute."""
     tracer, found = surveyed
     assert set(found.traces) == set(POLICIES)
     assert found.overhead(found.traces["none"]) == 0

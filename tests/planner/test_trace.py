@@ -74,7 +74,6 @@ def test_families_are_foreseen(
 
 
 def test_traces_leave_nothing_behind(toy: Any) -> None:
-    """The same trace again is the same, and no parameter has a gradient after it."""
     subject = toy()
     tracer = Tracer(subject, CPU)
     first = tracer.trace({})
@@ -84,7 +83,6 @@ def test_traces_leave_nothing_behind(toy: Any) -> None:
 
 
 def test_gradients_of_earlier_micro_batches_are_there(toy: Any) -> None:
-    """They count from the begin; the step ends with as much as one that makes them."""
     anew = Tracer(toy(), CPU).trace({})
     added = Tracer(toy(is_accumulating=True), CPU).trace({})
     gradients = anew.weight_bytes
@@ -96,7 +94,6 @@ def test_gradients_of_earlier_micro_batches_are_there(toy: Any) -> None:
 
 @pytest.mark.usefixtures("without_onednn")
 def test_accumulating_is_foreseen(toy: Any, really: Any) -> None:
-    """The second micro-batch's peak beside the gradients of the first."""
     planned, real = toy(is_accumulating=True), toy("cpu")
     options = options_of("alternate", tuple(planned.blocks))
     trace = Tracer(planned, CPU).trace(options)
@@ -108,7 +105,6 @@ def test_accumulating_is_foreseen(toy: Any, really: Any) -> None:
 
 
 def test_names_who_gets_a_gradient(toy: Any) -> None:
-    """What trains but has no part in the loss is unreached."""
     subject = toy(trained="blocks.1")
     subject.model.idle = nn.Linear(3, 3, device="meta")
     trace = Tracer(subject, CPU).trace({})
@@ -118,7 +114,6 @@ def test_names_who_gets_a_gradient(toy: Any) -> None:
 
 
 def test_where_nothing_trains_no_gradient_passes(toy: Any) -> None:
-    """A step without a backward pass ends as its forward pass did."""
     trace = Tracer(toy(trained="nothing"), CPU).trace({})
     assert all(block.backward is None for block in trace.blocks.values())
     assert not trace.reached
@@ -126,7 +121,6 @@ def test_where_nothing_trains_no_gradient_passes(toy: Any) -> None:
 
 
 def test_a_frozen_front_has_no_backward_pass(toy: Any) -> None:
-    """Gradients go back to the first block that trains, and no further."""
     trace = Tracer(toy(trained="blocks.1"), CPU).trace({})
     passes = {name: block.backward is not None for name, block in trace.blocks.items()}
     assert passes == {"blocks.0": False, "blocks.1": True, "blocks.2": True}
@@ -134,7 +128,6 @@ def test_a_frozen_front_has_no_backward_pass(toy: Any) -> None:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_frozen_blocks_in_front_keep_nothing(toy: Any, option: Option) -> None:
-    """Whatever is done with blocks upstream of the first that trains saves nothing."""
     subject = toy(trained="blocks.2")
     options: Mapping[str, Option] = dict.fromkeys(("blocks.0", "blocks.1"), option)
     trace = Tracer(subject, CPU).trace(options)
@@ -145,7 +138,6 @@ def test_frozen_blocks_in_front_keep_nothing(toy: Any, option: Option) -> None:
 
 
 def test_shared_and_buffered_tensors_count_once() -> None:
-    """A tied weight stays one, and buffers count with the weights."""
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -177,7 +169,6 @@ def test_shared_and_buffered_tensors_count_once() -> None:
 
 
 def test_cuda_hands_out_multiples_of_512_bytes(toy: Any) -> None:
-    """Weights, inputs and gradients of a card are rounded up one by one."""
     subject = toy()
     sizes = [parameter.nbytes for parameter in subject.model.parameters()]
     trace = Tracer(subject, device_named("a6000")).trace({})
@@ -187,7 +178,6 @@ def test_cuda_hands_out_multiples_of_512_bytes(toy: Any) -> None:
 
 
 def test_recomputing_takes_time_and_saves_memory(toy: Any) -> None:
-    """As much again as forward passes take, less what the last block's end is not needed for."""
     subject = toy()
     tracer, names = Tracer(subject, CPU), tuple(subject.blocks)
     kept, recomputed = (tracer.trace(options_of(policy, names)) for policy in ("none", "all"))
@@ -211,25 +201,21 @@ def _seconds(operation: Any, *args: Any) -> float:
 
 @pytest.mark.parametrize(("dtype", "flops"), [(torch.bfloat16, 1e12), (torch.float32, 1e11)])
 def test_a_product_takes_its_arithmetic(dtype: torch.dtype, flops: float) -> None:
-    """Two operations for each of m x k x n, at a share of the data sheet's figure."""
     took = _seconds(_aten.mm.default, _meta(600, 500, dtype=dtype), _meta(500, 400, dtype=dtype))
     assert took == pytest.approx(2 * 600 * 500 * 400 / (flops * _PRODUCTS))
 
 
 def test_a_thin_product_takes_its_traffic() -> None:
-    """Where there is little arithmetic, operands and result are moved all the same."""
     took = _seconds(_aten.mm.default, _meta(1, 500), _meta(500, 400))
     assert took == pytest.approx(2 * (500 + 500 * 400 + 400) / (1e10 * _TRAFFIC))
 
 
 def test_a_copy_takes_its_traffic() -> None:
-    """Read once and written once."""
     took = _seconds(_aten.clone.default, _meta(1000, 30))
     assert took == pytest.approx(2 * 2 * 1000 * 30 / (1e10 * _TRAFFIC))
 
 
 def test_joining_takes_the_traffic_of_all_parts() -> None:
-    """Tensors in a list are read, too."""
     took = _seconds(_aten.cat.default, [_meta(700, 30), _meta(300, 30)])
     assert took == pytest.approx(2 * 2 * 1000 * 30 / (1e10 * _TRAFFIC))
 
@@ -242,13 +228,11 @@ def test_joining_takes_the_traffic_of_all_parts() -> None:
     ],
 )
 def test_attention_takes_two_products_on_any_device(operation: Any) -> None:
-    """Queries by keys and scores by values, for each head; also by the CPU's kernel."""
     took = _seconds(operation, *[_meta(2, 3, 1000, 64)] * 3)
     assert took == pytest.approx(2 * 2 * 2 * 3 * 1000 * 1000 * 64 / (1e12 * _ATTENTION))
 
 
 def test_attentions_backward_pass_takes_five_products() -> None:
-    """Scores again, and four gradients: 2.5 times the forward pass."""
     query = _meta(2, 3, 1000, 64)
     forward = _seconds(_aten._scaled_dot_product_flash_attention.default, query, query, query)
     rows = _meta(2, 3, 1000, dtype=torch.float32)
@@ -261,7 +245,6 @@ def test_attentions_backward_pass_takes_five_products() -> None:
 
 
 def test_finds_the_tensors_of_a_result() -> None:
-    """Alone, among others, in a list, or none."""
     one, other = torch.ones(1), torch.ones(2)
     assert tensors(one)[0] is one
     assert [id(tensor) for tensor in tensors((one, None, 3, other))] == [id(one), id(other)]

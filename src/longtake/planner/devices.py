@@ -190,8 +190,8 @@ def device_for(training_device: str, memory_bytes: int | None = None) -> DeviceB
         memory_bytes: of the GPU, where the recipe says it.
 
     Returns:
-        This processor; or the GPU of this computer; or, where a GPU is wanted and there is none,
-        the smallest known one of so much memory.
+        This processor; or this computer's GPU; or, where a GPU is wanted that is not here, the
+        smallest known one of so much memory.
     """
     if training_device != "cpu" and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)

@@ -187,7 +187,7 @@ def _holds_everything(watch: GradientWatch, region: RecomputeRegion) -> bool:
 
 
 def _gone_twice(watch: GradientWatch) -> Trap:
-    """Such a region does not stop at what is no argument: it takes apart what made that, too."""
+    """Such a region does not stop at captured tensors: it frees the graph that made them, too."""
     alive = [region for region in watch.regions if region.reentrant and region.carries_grad]
     names = [_name(region) for region in alive if region.hidden] or [_name(each) for each in alive]
     return Trap(

@@ -36,9 +36,9 @@ class Links:
     def bandwidth(self, size: int, in_node: int) -> float:
         """Bytes a second that each GPU of a group sends in one of its collectives.
 
-        In a ring all data passes each GPU; where the group is on several nodes, its GPUs of a node
-        bear what leaves the node together, each through its own network adapter, as NCCL's parallel
-        rings do (NVIDIA, nccl-tests, doc/PERFORMANCE.md: "bus bandwidth").
+        In a ring all data passes each GPU. Where the group is on several nodes, its GPUs of a node
+        share what leaves the node, each through its own network adapter, as in NCCL's parallel
+        rings (NVIDIA, nccl-tests, doc/PERFORMANCE.md: "bus bandwidth").
         """
         if size <= in_node:
             return self.node * SHARE_OF_LINK

@@ -1,8 +1,8 @@
 """Runs one training step on tensors without values, and records the memory and time it would take.
 
-The model's own code is run, forward and backward, with autograd as it is: whatever it saves, frees
-or recomputes is seen, whoever wrote the model. Each operation's result has a shape and no memory; a
-storage lives exactly as long as it would in a real run.
+The model's own code is run, forward and backward, with autograd as it is, so that all it saves,
+frees or recomputes is seen. Each operation's result has a shape and no memory; a storage lives
+exactly as long as it would in a real run.
 """
 
 import weakref
