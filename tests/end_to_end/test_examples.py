@@ -1,13 +1,17 @@
 """The examples are recipes, say how they are run, and can be planned without weights."""
 
+import json
 import re
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from longtake import config
+from longtake.data.catalog import Catalog
 from longtake.models.base import family
+from longtake.models.build import outline
 from longtake.models.pretrained import diffusers_class, transformers_class
 from longtake.planner.devices import device_named
 from longtake.planner.forecast import check_gradients
@@ -94,3 +98,92 @@ def test_an_example_is_planned_without_weights(path: Path) -> None:
     assert not gradients.traps
     billions = sum(p.numel() for p in step.components.model.parameters()) / 1e9
     assert any(0 <= billions - size < 0.1 for size in (11.9, 14.3, 1.4))
+
+
+# --- a run on 24 nodes --------------------------------------------------------------------------
+
+_CLUSTER = _ROOT / "examples" / "video_1_1b_192_h100.toml"
+
+
+def test_the_cluster_s_recipe_has_the_size_that_it_says() -> None:
+    """1.0 to 1.2 billion parameters, from scratch, all of them trained."""
+    recipe = config.load(_CLUSTER)
+    assert recipe.model.pretrained is None
+    parameters = list(outline(recipe).model.parameters())
+    assert 1.0e9 < sum(parameter.numel() for parameter in parameters) < 1.2e9
+    assert all(parameter.requires_grad for parameter in parameters)
+
+
+def test_the_stages_of_the_cluster_s_recipe_grow() -> None:
+    data = config.load(_CLUSTER).data
+    buckets = [stage.buckets or data.buckets for stage in data.stages]
+    sizes = [max(shape.height * shape.width for shape in shapes) for shapes in buckets]
+    assert sizes == sorted(set(sizes))
+    assert len(sizes) == 3
+    assert data.stages[0].where == ("nouns <= q70",)
+    for shape in data.shapes():
+        assert (shape.num_frames % 4, shape.height % 16, shape.width % 16) == (1, 0, 0)
+
+
+def test_ranks_of_the_cluster_share_model_and_batch_as_it_says() -> None:
+    """A copy of the model on each node of 8; two clips a card, all places taken."""
+    step = outline_step(config.load(_CLUSTER), device_named("h100"), 192, 8)
+    assert (step.num_shards, step.num_copies) == (8, 24)
+    assert (step.micro_batch_size, step.num_micro_batches) == (2, 1)
+    assert (step.bucket.num_frames, step.bucket.height) == (101, 720)
+
+
+@pytest.mark.parametrize("preset", ["low4s", "high4s"])
+def test_the_cluster_s_presets_fit_its_codec(preset: str) -> None:
+    """They are what comes along, but for frames and rows that do not divide."""
+    changed = config.load(_CLUSTER).evaluation.presets[preset]
+    assert changed.num_frames == 101
+    assert (changed.height or 720) % 16 == 0
+
+
+def test_the_cluster_s_plan_is_of_its_recipe() -> None:
+    plan = _CLUSTER.with_suffix(".plan.txt").read_text()
+    assert f"longtake plan examples/{_CLUSTER.name} --processes 192 --per-node 8" in plan
+    assert "1.14 B parameters, of which 1.14 B train (100.00%)" in plan
+    assert "192 processes on 24 nodes: 24 copies of the model, each held by 8 together." in plan
+    assert "Gradient reaches 663 of 663 trainable parameters." in plan
+
+
+# --- a loop of one's own -------------------------------------------------------------------------
+
+_OWN_LOOP = _ROOT / "examples" / "own_loop.py"
+
+
+def _clips(lines: list[str]) -> list[str]:
+    return [clip for line in lines for clip in line.partition("clips ")[2].split()]
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_goes_on_where_it_was(
+    shapes_catalog: Path, warm: list[str], tmp_path: Path
+) -> None:
+    def call(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [*warm, "1", str(_OWN_LOOP), "clips.parquet", *map(str, arguments)]
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+        )
+
+    catalog = Catalog.load(shapes_catalog)
+    clips = list(catalog.clips())
+    Catalog.of(clips[:48]).save(tmp_path / "clips.parquet")
+    first = call("--steps", 7)
+    assert first.returncode == 0, first.stderr
+    catalog.save(tmp_path / "clips.parquet")
+    refused = call("--steps", 9)
+    assert refused.returncode == 1
+    assert "16 clips added" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert refused.stderr.endswith("--on-change merge (or another).\n")
+    second = call("--steps", 9, "--on-change", "merge")
+    assert second.returncode == 0, second.stderr
+    lines = [*first.stdout.splitlines(), *second.stdout.splitlines()]
+    assert [line.split()[1] for line in lines] == [str(step) for step in range(16)]
+    seen = _clips(lines)
+    assert len(seen) == len(set(seen)) == 64
+    state = json.loads((tmp_path / "own_loop.json").read_text())
+    assert (state["global_step"], state["epoch"], state["step_in_epoch"]) == (16, 1, 0)
