@@ -305,52 +305,30 @@ def ring_rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 def _both_ways(pair: tuple[int, int], own: int, context: CheckContext) -> dict[str, float]:
     """MB/s of what this node sends to the other of a pair; one sends, then the other."""
     other = pair[1] if own == pair[0] else pair[0]
-    peer, host = context.leaders[other], context.hosts[other]
-    found = {}
-    for sender in pair:
-        if sender == own:
-            found[host] = _send(peer)
-        else:
-            _receive(peer)
-    return found
+    speeds = {each: _time_link(context.leaders[other], is_sender=each == own) for each in pair}
+    return {context.hosts[other]: speeds[own]}
 
 
-def _send(peer: int) -> float:
+def _time_link(peer: int, *, is_sender: bool) -> float:
     """MB/s of the best of some bursts: a bad link is bad in all of them, a busy node is not."""
     load = torch.zeros(_load_bytes(), dtype=torch.uint8, device=_device())
-    reply = torch.zeros(1, device=load.device)
-    _send_burst(load, reply, peer, 1)  # the first one connects
-    once = _send_burst(load, reply, peer, 1)
-    num_sends = int(min(_MAX_SENDS, max(1, _BURST_SECONDS // once)))
-    dist.send(torch.tensor([float(num_sends)], device=load.device), peer)
-    seconds = min(_send_burst(load, reply, peer, num_sends) for _ in range(_NUM_BURSTS))
-    return len(load) * num_sends / 1e6 / seconds
-
-
-def _receive(peer: int) -> None:
-    load = torch.zeros(_load_bytes(), dtype=torch.uint8, device=_device())
     reply, num_sends = torch.zeros(1, device=load.device), torch.zeros(1, device=load.device)
-    for _ in range(2):
-        _receive_burst(load, reply, peer, 1)
-    dist.recv(num_sends, peer)
-    for _ in range(_NUM_BURSTS):
-        _receive_burst(load, reply, peer, int(num_sends.item()))
+    forth, back = (dist.send, dist.recv) if is_sender else (dist.recv, dist.send)
 
+    def burst(count: int) -> float:
+        """Seconds until the receiver has all, and the sender its reply."""
+        begun = time.perf_counter()
+        for _ in range(count):
+            forth(load, peer)
+        back(reply, peer)
+        reply.item()  # waits for the GPU
+        return time.perf_counter() - begun
 
-def _send_burst(load: torch.Tensor, reply: torch.Tensor, peer: int, num_sends: int) -> float:
-    """Seconds until a peer has received all, and has replied."""
-    begun = time.perf_counter()
-    for _ in range(num_sends):
-        dist.send(load, peer)
-    dist.recv(reply, peer)
-    reply.item()  # waits for the GPU
-    return time.perf_counter() - begun
-
-
-def _receive_burst(load: torch.Tensor, reply: torch.Tensor, peer: int, num_sends: int) -> None:
-    for _ in range(num_sends):
-        dist.recv(load, peer)
-    dist.send(reply, peer)
+    burst(1)  # the first one connects
+    num_sends.fill_(min(_MAX_SENDS, max(1, _BURST_SECONDS // burst(1))))
+    forth(num_sends, peer)  # both use the sender's number
+    count = int(num_sends.item())
+    return len(load) * count / 1e6 / min(burst(count) for _ in range(_NUM_BURSTS))
 
 
 def _all_reduce(group: dist.ProcessGroup | None) -> float:
