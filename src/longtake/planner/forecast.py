@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import longtake
@@ -428,23 +428,24 @@ def forecast_phases(step: MetaStep) -> list[PhaseForecast]:
 def _phase_traces(
     mode: CachedFakeMode, step: MetaStep, components: Components
 ) -> Iterator[tuple[str, Callable[[], InferenceTrace]]]:
-    device, texts, codecs = step.device, components.text.modules(), components.codec.modules()
+    texts, codecs = components.text.modules(), components.codec.modules()
+
+    def trace(modules: Sequence[nn.Module], run: Callable[[], object]) -> InferenceTrace:
+        return trace_inference(mode, modules, run, step.device)
 
     def of_clip(work: Callable[[Components, Bucket], Tensor]) -> Callable[[], InferenceTrace]:
         def of(num_frames: int) -> InferenceTrace:
             part = step.bucket.model_copy(update={"num_frames": num_frames})
-            return trace_inference(mode, codecs, lambda: work(components, part), device)
+            return trace(codecs, lambda: work(components, part))
 
         return lambda: _extrapolated(of, step.bucket.num_frames)
 
     if texts:
-        encode_caption = lambda: _encode_caption(components, step.recipe)  # noqa: E731
-        yield "text", lambda: trace_inference(mode, texts, encode_caption, device)
+        yield "text", lambda: trace(texts, lambda: _encode_caption(components, step.recipe))
     if codecs:
         yield "encode", of_clip(_encode_clip)
         yield "decode", of_clip(_decode_video)
-    model, denoise = components.model, lambda: _denoise(components, step)
-    yield "model", lambda: trace_inference(mode, [model], denoise, device)
+    yield "model", lambda: trace([components.model], lambda: _denoise(components, step))
 
 
 def _encode_caption(components: Components, recipe: Recipe) -> None:
