@@ -19,13 +19,14 @@ from longtake.config import CheckpointSection
 from longtake.evaluation.mirror import Mirror
 from longtake.evaluation.options import Backlog, parse_backlog
 from longtake.evaluation.pending import WantedPresets, waiting_steps
-from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory, all_servers
+from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory, all_servers, cursor_path
 from longtake.fsio import append_json, write_json
 from longtake.lease import history
 from longtake.node_dir import read_events
 from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
 from longtake.sampling.claims import checkpoint_key
+from longtake.tracking.reader import Cursor
 
 
 def test_each_checkpoint_is_evaluated_once(run: RunDirectory, save: Any, serve: Any) -> None:
@@ -361,6 +362,25 @@ def test_a_full_disk_does_not_fail_the_end_of_a_mirroring(
     monkeypatch.setattr(Mirror, "close", failing)
     server = serve(tmp_path / "mirror", source=str(origin.path))
     assert [each["step"] for each in server.evaluated] == [10]
+
+
+def test_trackers_have_all_results_when_a_server_has_ended(
+    run: RunDirectory, save: Any, serve: Any
+) -> None:
+    """It serves for less than the 30 s for which it leaves the trackers to a training."""
+    recipe = run.recipe_path.read_text()
+    run.recipe_path.write_text(recipe.replace("tensorboard = false", "tensorboard = true"))
+    for step in (10, 20):
+        save(run, step)
+
+    def work(task: Any, folder: Path, tick: Any) -> Any:
+        (folder / "sheet.png").touch()
+        return Probe()(task, folder, tick)
+
+    serve(run, work)
+    path = cursor_path(run, "tensorboard")
+    found = wait_until(lambda: Cursor.load(path).evaluations)  # soon, unless the machine is busy
+    assert sorted(step for _, step, _ in found) == [10, 20]
 
 
 def test_the_server_is_imported_without_torch() -> None:
