@@ -6,6 +6,7 @@ All that is random follows from the recipe's seed, so there is no random state t
 import hashlib
 import shlex
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,7 @@ def _latest_not_rolled_back(run: RunDirectory, world: World) -> store.LatestChec
     found = store.latest_checkpoint(run, world)
     while (back_to := _rolled_back_to(found.path, run, world)) is not None:
         abandoned = found.path
-        first_does(lambda step=back_to: files.delete_after(run, step), world)  # type: ignore[misc]
+        first_does(partial(files.delete_after, run, back_to), world)
         found = store.latest_checkpoint(run, world)
         if found.path == abandoned:
             raise CheckpointError(
@@ -280,7 +281,7 @@ def roll_back(
         message=verdict.message,
     )
     first_does(lambda: run.append_rollback(record), world)
-    first_does(lambda: files.delete_after(run, chosen.step), world)
+    first_does(partial(files.delete_after, run, chosen.step), world)
     path = run.checkpoint_path(chosen.step)
     _restore_data(loader, files.load_trainer(path, SavedTrainer), run, world)
     restore(session, path, state, monitors.guard, monitors.norms)
