@@ -176,7 +176,7 @@ def _state(recipe: Recipe) -> TrainingState:
 
 
 def _batch(recipe: Recipe) -> Batch:
-    loader = Loader(recipe.data, batch_size=recipe.training.batch_size, seed=0)
+    loader = Loader(recipe.data, batch_size=recipe.training.global_batch_size, seed=0)
     (batch,) = loader.batches(1)
     return batch
 
@@ -212,7 +212,7 @@ def _report(
         "longtake's saves have checksums (sha256) of all files; torch's has none.",
         "",
         "All cores are the training's here, so what the thread computes it takes from the steps. A "
-        "training whose work is on a card leaves it cores of its own; that was not measured.",
+        "training whose work is on a GPU leaves it cores of its own; that was not measured.",
     ]
 
 

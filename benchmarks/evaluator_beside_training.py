@@ -41,13 +41,13 @@ data.buckets = [{{ num_frames = 8, height = 32, width = 32 }}]
 data.workers = 0
 model.family = "tubelet"
 text.max_tokens = 6
-flow.mean = 2.0
+flow.logit_mean = 2.0
 model.config = {{ hidden_size = 96, num_blocks = 4 }}
 sampling.num_inference_steps = 20
 sampling.guidance_scale = 2.0
 sampling.shift = 6.0
 training.steps = {steps}
-training.batch_size = 16
+training.global_batch_size = 16
 training.device = "cpu"
 training.precision = "fp32"
 checkpoint.every = {every}
@@ -137,10 +137,10 @@ def _started(folder: Path, verb: str, *arguments: str) -> "Iterator[subprocess.P
 def _evaluations(run: RunDirectory, used: Sequence[tuple[float, float]]) -> list[Evaluation]:
     [server] = all_servers(run)
     events = list(read_json_lines(server.events_path))
-    claimed = {e["step"]: _seconds(e["time"]) for e in events if e["event"] == "evaluating"}
+    claimed = {e["step"]: _seconds(e["time"]) for e in events if e["event"] == "evaluation_started"}
     found = []
     for event in events:
-        if event["event"] != "evaluated":
+        if event["event"] != "evaluation_finished":
             continue
         step, done = event["step"], _seconds(event["time"])
         committed = (run.checkpoint_path(step) / "COMMITTED").stat().st_mtime

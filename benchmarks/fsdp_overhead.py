@@ -185,7 +185,7 @@ class _Ready(Loader):
     def __init__(self, recipe: Recipe, world: World) -> None:
         super().__init__(
             recipe.data,
-            batch_size=recipe.training.batch_size,
+            batch_size=recipe.training.global_batch_size,
             rank=world.data_rank,
             world_size=world.data_size,
         )

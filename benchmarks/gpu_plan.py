@@ -1,4 +1,4 @@
-"""Predicted against really allocated memory and measured time, on a CUDA card.
+"""Predicted against really allocated memory and measured time, on a CUDA GPU.
 
     python benchmarks/gpu_plan.py [--budget 44.5] [--only kernels small large]
 
@@ -6,15 +6,15 @@ Three things, each predicted without weights or values and then really run:
 
 - kernels: what attention, norms and products take, and how long they run
 - small: FLUX Kontext and Wan with a few narrow blocks, under every recompute policy and the best
-- large: FLUX.1 Kontext itself, 12 billion random weights made on the card, at 1024x1024 with a
+- large: FLUX.1 Kontext itself, 12 billion random weights made on the GPU, at 1024x1024 with a
   reference; LoRA of rank 16 in bf16, as in examples/flux_kontext_lora_48gb.toml
 
 After small and large the optimizer's update. Memory is `torch.cuda.max_memory_allocated`; times are
 medians of three after one to warm up. A policy that is predicted not to fit is left out. Prints the
-tables and writes them to benchmarks/results/gpu_plan.md. Under eight minutes on one card of 80 GB.
+tables and writes them to benchmarks/results/gpu_plan.md. Under eight minutes on one GPU of 80 GB.
 
 It needs torch, diffusers, transformers, peft, accelerate, safetensors, tokenizers, pydantic,
-tomli-w, numpy and scipy, and no clips and no weights. Without a card it says so and ends.
+tomli-w, numpy and scipy, and no clips and no weights. Without a GPU it says so and ends.
 """
 
 import argparse
@@ -57,7 +57,7 @@ _GIB = 2**30
 _SHARE_OF_CARD = 0.93
 _LARGE = "flux_kontext_lora_48gb.toml"
 _SECTIONS = ("kernels", "small", "large")
-_NOTHING = """# Predicted against measured on a card
+_NOTHING = """# Predicted against measured on a GPU
 
 `python benchmarks/gpu_plan.py`
 
@@ -66,7 +66,7 @@ _NOTHING = """# Predicted against measured on a card
 All that `longtake plan` says about a GPU is a prediction. How its traces fare against the CPU's
 allocator, and what stands in for CUDA's kernels against torch's own derivatives, is in
 [plan_accuracy.md](plan_accuracy.md). What CUDA's kernels take for a moment is read off their
-source, and times are a roofline of the card's data sheet.
+source, and times are a roofline of the GPU's data sheet.
 """
 
 _HEADS = {"num_attention_heads": 8, "attention_head_dim": 128}
@@ -92,33 +92,33 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=_SECTIONS, default=_SECTIONS)
     asked = parser.parse_args()
     if not torch.cuda.is_available():
-        _skip("torch finds no CUDA card here")
+        _skip("torch finds no CUDA GPU here")
         return
-    begun, card, device = time.perf_counter(), device_for("cuda"), torch.device("cuda")
+    begun, gpu, device = time.perf_counter(), device_for("cuda"), torch.device("cuda")
     lines = [
-        "# Predicted against measured on a card",
+        "# Predicted against measured on a GPU",
         "",
         f"`python benchmarks/gpu_plan.py`, {torch.cuda.get_device_name()}, torch "
-        f"{torch.__version__}; predicted by the data sheet of {card.name}. Memory is that of "
+        f"{torch.__version__}; predicted by the data sheet of {gpu.name}. Memory is that of "
         "tensors, beside weights, in GiB; times are those of forward and backward pass.",
         "",
     ]
     if "kernels" in asked.only:
-        lines += _kernels(card, device)
+        lines += _kernels(gpu, device)
     if "small" in asked.only:
         for case in itertools.product(_SMALL, ("full", "lora"), ("bf16", "autocast")):
-            lines += [f"## Small {', '.join(case)}", "", *_model(_small(*case), card, device)]
+            lines += [f"## Small {', '.join(case)}", "", *_model(_small(*case), gpu, device)]
     if "large" in asked.only:
-        recipe = config.load(_EXAMPLES / _LARGE, ("training.batch_size=1",))
+        recipe = config.load(_EXAMPLES / _LARGE, ("training.global_batch_size=1",))
         budget = int(asked.budget * _GIB)
-        lines += ["## FLUX.1 Kontext, LoRA, bf16", "", *_model(recipe, card, device, budget)]
+        lines += ["## FLUX.1 Kontext, LoRA, bf16", "", *_model(recipe, gpu, device, budget)]
     lines += [f"{time.perf_counter() - begun:.0f} s for everything.", ""]
     _RESULTS.write_text("\n".join(lines), encoding="utf-8")
     print("\n".join(lines))  # noqa: T201
 
 
 def _skip(reason: str) -> None:
-    """Say so, and write it down unless a card's figures are there already."""
+    """Say so, and write it down unless a GPU's figures are there already."""
     print(f"Skipped: {reason}. What is said about GPUs is predicted, not measured.")  # noqa: T201
     if not _RESULTS.exists() or "Nothing was measured" in _RESULTS.read_text(encoding="utf-8"):
         _RESULTS.write_text(_NOTHING.format(reason=reason), encoding="utf-8")
@@ -161,10 +161,10 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 def _model(
-    recipe: Recipe, card: DeviceBudget, device: torch.device, budget_bytes: int | None = None
+    recipe: Recipe, gpu: DeviceBudget, device: torch.device, budget_bytes: int | None = None
 ) -> list[str]:
     """Every policy of a recipe, and its update; the best for half the way between the extremes."""
-    planned = outline_step(recipe, card)
+    planned = outline_step(recipe, gpu)
     surveyed = sweep_policies(planned.tracer)
     peaks = [trace.peak_bytes for trace in surveyed.traces.values()]
     budget_bytes = budget_bytes or (min(peaks) + max(peaks)) // 2
@@ -174,13 +174,13 @@ def _model(
     if best := find_best(planned.tracer, surveyed, budget_bytes):
         counts = ", ".join(f"{count} {option}" for option, count in best.per_block().items())
         cases[f"best for {budget_bytes / _GIB:.2f} GiB: {counts}"] = best.options, best.traced
-    step = _on_device(outline_step(recipe, card), device)
+    step = _on_device(outline_step(recipe, gpu), device)
     num_parameters = sum(p.numel() for p in step.components.model.parameters())
     lines = [
         f"{num_parameters / 1e9:.2f} billion parameters, "
         f"{surveyed.traces['none'].weight_bytes / _GIB:.3f} GiB.",
         "",
-        *_policies(cases, surveyed, step, device, room=card.total_bytes),
+        *_policies(cases, surveyed, step, device, room=gpu.total_bytes),
         "",
         *_update(step, device),
         "",
@@ -343,12 +343,12 @@ def _kernels_of_flux(length: int = 8704, num_heads: int = 24) -> dict[str, Kerne
     }
 
 
-def _kernels(card: DeviceBudget, device: torch.device) -> list[str]:
+def _kernels(gpu: DeviceBudget, device: torch.device) -> list[str]:
     lines = ["## Kernels, bf16", "", _KERNEL_COLUMNS, "|" + "---|" * 9]
     for name, kernel in _kernels_of_flux().items():
         try:
-            lines.append(_kernel_line(name, kernel, card, device))
-        except RuntimeError as error:  # a backend that this card does not have
+            lines.append(_kernel_line(name, kernel, gpu, device))
+        except RuntimeError as error:  # a backend that this GPU does not have
             lines.append(f"| {name} | {str(error).strip().splitlines()[0]} |")
         torch.cuda.empty_cache()
     return [*lines, ""]
@@ -361,9 +361,9 @@ _KERNEL_COLUMNS = (
 )
 
 
-def _kernel_line(name: str, kernel: Kernel, card: DeviceBudget, device: torch.device) -> str:
+def _kernel_line(name: str, kernel: Kernel, gpu: DeviceBudget, device: torch.device) -> str:
     """Its peak in forward and backward pass and what it keeps, beside its operands."""
-    trace = Tracer(_subject(kernel), card).trace({})
+    trace = Tracer(_subject(kernel), gpu).trace({})
     leaves = [torch.randn(shape, dtype=_BF16, device=device) for shape in kernel.shapes]
 
     def once(memory: MeasuredMemory | None) -> None:

@@ -1,4 +1,4 @@
-"""Speed and memory of training steps on a CUDA card, against diffusers' own training example.
+"""Speed and memory of training steps on a CUDA GPU, against diffusers' own training example.
 
     python benchmarks/gpu_train.py [--only wan flux] [--minutes 7.5] [--eager] [--tiny]
 
@@ -7,14 +7,14 @@ with random weights, and latents and prompt embeddings as they come from a cache
 smaller clips first:
 
 - diffusers: what its training examples do in a step (the same sums written anew): noise and times
-  drawn on the card, the flow-matching loss in fp32, `clip_grad_norm_`, `torch.optim.AdamW` as it
+  drawn on the GPU, the flow-matching loss in fp32, `clip_grad_norm_`, `torch.optim.AdamW` as it
   is by default, `zero_grad`; with and without diffusers' own gradient checkpointing
 - longtake: `compute_gradients`, the norms' sums, `apply_update` with fused AdamW; without
   recompute, with the plan's best, and with compiled blocks
 
-On several cards a last case shards Wan over them (the script starts itself by torchrun). After each
+On several GPUs a last case shards Wan over them (the script starts itself by torchrun). After each
 row all that is known is written to benchmarks/results/gpu_train.md, so that a run that is cut off
-leaves what it has. It needs no clips and no weights, and ends within eight minutes. Without a card
+leaves what it has. It needs no clips and no weights, and ends within eight minutes. Without a GPU
 it says so and ends; `--tiny` runs every path with small sizes on the CPU, and writes nothing.
 """
 
@@ -61,14 +61,14 @@ _SHARE_OF_CARD = 0.9
 _TIMED = 4
 _LEAST_SECONDS = {"eager": 25.0, "compiled": 90.0, "case": 30.0}
 """What must be left of the time to begin another."""
-_NOTHING = """# Training steps on a card
+_NOTHING = """# Training steps on a GPU
 
 `python benchmarks/gpu_train.py`
 
 **Nothing was measured on a GPU**: {reason}. The script's paths were run on a CPU (`--tiny`).
 """
 _MFU = (
-    "MFU = FLOPs of a step / (seconds x the card's dense bf16 FLOP/s). FLOPs of a step = B f F: "
+    "MFU = FLOPs of a step / (seconds x the GPU's dense bf16 FLOP/s). FLOPs of a step = B f F: "
     "F = those of one sample's forward pass, a multiply-add being two, counted in products, "
     "convolutions and attention by torch's FlopCounterMode; f = 3 where all weights train (one "
     "product forward, two backward), f = 2 for LoRA (the gradients of frozen "
@@ -148,7 +148,7 @@ def main() -> None:
         _as_rank(asked.rank_of, asked.tiny)
         return
     if not asked.tiny and not torch.cuda.is_available():
-        _skip("torch finds no CUDA card here")
+        _skip("torch finds no CUDA GPU here")
         return
     until = time.monotonic() + 60 * asked.minutes
     report = _Report(asked.tiny)
@@ -159,7 +159,7 @@ def main() -> None:
                 for row in _measured(cases[kind], until, asked):
                     report.add(cases[kind].name, row)
     if asked.tiny or torch.cuda.device_count() > 1:
-        for row in _on_all_cards(asked.tiny, until):
+        for row in _on_all_gpus(asked.tiny, until):
             report.add("Wan, sharded", row)
 
 
@@ -194,7 +194,7 @@ class _Report:
             _RESULTS.write_text("\n".join(self._lines()) + "\n", encoding="utf-8")
 
     def _lines(self) -> Iterator[str]:
-        yield from ("# Training steps on a card", "")
+        yield from ("# Training steps on a GPU", "")
         yield f"`python benchmarks/gpu_train.py`, {torch.cuda.get_device_name()}, torch "
         yield f"{torch.__version__}. Medians of {_TIMED} steps after two to warm up."
         yield from ("", _MFU, "")
@@ -217,7 +217,7 @@ class Bench(NamedTuple):
     session: Session
     state: TrainingState
     batch: Batch
-    card: DeviceBudget
+    gpu: DeviceBudget
     flops: float
     """Of a step of all ranks."""
 
@@ -239,14 +239,14 @@ def _session(step: MetaStep, world: World) -> Session:
 
 def _measured(case: Case, until: float, asked: argparse.Namespace) -> Iterator[Row]:
     """Each way to train the case, as long as it fits and there is time."""
-    card, device = (CPU, torch.device("cpu")) if asked.tiny else (device_for("cuda"), _cuda())
-    plans = dict(_plans(case.recipe(), card))
-    step = _on_device(outline_step(case.recipe(), card), device)
+    gpu, device = (CPU, torch.device("cpu")) if asked.tiny else (device_for("cuda"), _cuda())
+    plans = dict(_plans(case.recipe(), gpu))
+    step = _on_device(outline_step(case.recipe(), gpu), device)
     world = World(0, 0, 1, device, None)
     session = _session(step, world)
     state = build_state(session, step.components)
     flops = _step_flops(step.recipe, step)
-    bench = Bench(step, session, state, _batch(step, device), card, flops)
+    bench = Bench(step, session, state, _batch(step, device), gpu, flops)
     for name, options in plans.items():
         theirs = {"none": "diffusers", "all": "diffusers, checkpointing"}
         if name in theirs and options is not None and _is_time(until, "eager"):
@@ -274,16 +274,16 @@ def _not_fitting(name: str) -> Row:
     return Row(f"longtake, {name}", 0.0, 0.0, 0.0, 0, "is predicted not to fit")
 
 
-def _plans(recipe: Recipe, card: DeviceBudget) -> Iterator[tuple[str, Options | None]]:
-    """How blocks are run; None where that is predicted not to fit the card."""
-    step = outline_step(recipe, card)
+def _plans(recipe: Recipe, gpu: DeviceBudget) -> Iterator[tuple[str, Options | None]]:
+    """How blocks are run; None where that is predicted not to fit the GPU."""
+    step = outline_step(recipe, gpu)
     surveyed, fixed = sweep_policies(step.tracer), static_memory(step)
     names = tuple(step.tracer.subject.blocks)
     peaks = {name: trace.peak_bytes for name, trace in surveyed.traces.items()}
     half = (peaks["none"] + peaks["all"]) // 2
     room = peaks["none"]
-    if card.total_bytes is not None:
-        room = int(_SHARE_OF_CARD * card.total_bytes) - fixed.resident
+    if gpu.total_bytes is not None:
+        room = int(_SHARE_OF_CARD * gpu.total_bytes) - fixed.resident
     for name in ("none", "all"):
         yield name, options_of(name, names) if peaks[name] <= room else None
     best = find_best(step.tracer, surveyed, min(room, half))
@@ -312,8 +312,8 @@ def _timed(name: str, one: Callable[[], None], bench: Bench) -> Row:
         _wait(device)
         seconds.append(time.perf_counter() - begun)
     median, is_cuda = statistics.median(seconds), device.type == "cuda"
-    tokens = bench.recipe.training.batch_size * bench.step.num_tokens
-    share = bench.flops / (median * bench.card.bf16_flops) / bench.world.size
+    tokens = bench.recipe.training.global_batch_size * bench.step.num_tokens
+    share = bench.flops / (median * bench.gpu.bf16_flops) / bench.world.size
     peak = torch.cuda.max_memory_allocated(device) if is_cuda else 0
     return Row(name, median, tokens / median, share, peak)
 
@@ -330,7 +330,7 @@ def _step_flops(recipe: Recipe, step: MetaStep) -> float:
     parts = outline(recipe)
     forward = forward_flops(parts, recipe, latent_shape(parts.codec, step.bucket))
     passes = 3 if recipe.trainable.base() == "full" else 2
-    return recipe.training.batch_size * passes * forward
+    return recipe.training.global_batch_size * passes * forward
 
 
 def _ours(name: str, options: Options | None, bench: Bench) -> Row:
@@ -435,8 +435,8 @@ def _cuda() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _on_all_cards(is_tiny: bool, until: float) -> Iterator[Row]:
-    """Wan, sharded over all cards: torchrun starts this file once for each."""
+def _on_all_gpus(is_tiny: bool, until: float) -> Iterator[Row]:
+    """Wan, sharded over all GPUs: torchrun starts this file once for each."""
     count, left = 2 if is_tiny else torch.cuda.device_count(), until - time.monotonic()
     if left < _LEAST_SECONDS["compiled"]:
         return
@@ -452,18 +452,18 @@ def _on_all_cards(is_tiny: bool, until: float) -> Iterator[Row]:
 
 def _as_rank(out: Path, is_tiny: bool) -> None:
     case = (_TINY if is_tiny else _CASES)["wan"][0]
-    section = ParallelSection(strategy="shard", gather="bf16")
+    section = ParallelSection(strategy="shard", param_dtype="bf16")
     with join("cpu" if is_tiny else "cuda", section) as world:
         size = case.batch_size * world.size
         changed = _of_batch(case, size)
         recipe = changed.recipe().model_copy(update={"parallel": section})
-        card = CPU if is_tiny else device_for("cuda")
-        step = _on_device(outline_step(recipe, card, world.size), world.device)
+        gpu = CPU if is_tiny else device_for("cuda")
+        step = _on_device(outline_step(recipe, gpu, world.size), world.device)
         session = _session(step, world)
         state = build_state(session, step.components)
         flops = _step_flops(recipe, step)
-        bench = Bench(step, session, state, _batch(step, world.device), card, flops)
-        row = _ours(f"longtake, all, {world.size} cards", _all(step), bench)
+        bench = Bench(step, session, state, _batch(step, world.device), gpu, flops)
+        row = _ours(f"longtake, all, {world.size} GPUs", _all(step), bench)
         if world.is_first:
             out.write_text(json.dumps(row), encoding="utf-8")
 

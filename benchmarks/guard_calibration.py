@@ -31,7 +31,7 @@ from longtake.run_dir import Metrics, RunDirectory
 from longtake.training.train import train
 
 _RESULTS = Path(__file__).parent / "results" / "guard_calibration.md"
-_VERDICTS = ("skipped", "suspected")
+_VERDICTS = ("skipped", "anomaly_detected")
 _PLACES = (0.1, 0.35, 0.6, 0.85)
 """Of a run, where faults begin."""
 _REACH = 100
@@ -131,7 +131,7 @@ def recorded_steps(run: RunDirectory) -> list[StepStatistics]:
     factors = [0.0, *(row["learning_rate"] / base for row in rows)]
     epochs = [0, *(row["epoch"] for row in rows)]
     return [
-        _statistics(row, factor, epoch, recipe.training.batch_size)
+        _statistics(row, factor, epoch, recipe.training.global_batch_size)
         for row, factor, epoch in zip(rows, factors, epochs, strict=False)
     ]
 

@@ -180,7 +180,7 @@ def _state(recipe: Recipe) -> TrainingState:
 
 
 def _loader(recipe: Recipe) -> Loader:
-    return Loader(recipe.data, batch_size=recipe.training.batch_size)
+    return Loader(recipe.data, batch_size=recipe.training.global_batch_size)
 
 
 def _session(recipe: Recipe) -> Session:

@@ -7,7 +7,7 @@ bf16 and under autocast, whole batches and micro-batches, under every recompute 
 one for a budget between the least and the most. Each step is predicted without weights or values,
 and then really run, forward and backward, while the profiler counts what the allocator hands out.
 Gradients are compared to the bit over all policies. Then what stands in for CUDA's kernels in a
-prediction is held against what torch itself can say of them without a card.
+prediction is held against what torch itself can say of them without a GPU.
 
 oneDNN is off: its scratchpads depend on the processor. Prints the tables and writes them to
 benchmarks/results/plan_accuracy.md. Under three minutes on two quiet CPU cores.
@@ -307,7 +307,7 @@ def _line(result: Result) -> str:
 
 
 def _stand_ins() -> list[str]:
-    """What stands in for CUDA's kernels, against what torch says of them without a card."""
+    """What stands in for CUDA's kernels, against what torch says of them without a GPU."""
     rows = []
     for what, function, shape, truth, source in _KEPT:
         with FakeTensorMode(), as_on_cuda():
@@ -316,15 +316,15 @@ def _stand_ins() -> list[str]:
     return [
         "# Stand-ins for CUDA's kernels",
         "",
-        "For a card the same traces are made with operations that keep what CUDA's kernels keep. "
-        "How far that can be checked without a card (in bf16):",
+        "For a GPU the same traces are made with operations that keep what CUDA's kernels keep. "
+        "How far that can be checked without a GPU (in bf16):",
         "",
         "| | bytes kept | in truth | which is |",
         "|---|---|---|---|",
         *rows,
         "",
         "CUDA's attention also keeps the state of its random numbers, 16 or 24 bytes. What "
-        "its kernels take for a moment, and how long they run, only a card can tell: "
+        "its kernels take for a moment, and how long they run, only a GPU can tell: "
         "[gpu_plan.md](gpu_plan.md).",
     ]
 

@@ -91,13 +91,13 @@ config = { hidden_size = 48, num_blocks = 2 }
 [text]
 max_tokens = 6
 [flow]
-mean = 2.0
+logit_mean = 2.0
 [optimizer]
 learning_rate = 3e-3
 warmup_steps = 4
 [training]
 steps = 12
-batch_size = 4
+global_batch_size = 4
 device = "cpu"
 precision = "fp32"
 [ema]
@@ -212,7 +212,7 @@ def tiny_flux(
         f"data.cache={pairs / 'cache'}",
         "data.workers=0",
         "training.steps=4",
-        "training.batch_size=2",
+        "training.global_batch_size=2",
         "recompute={}",
     )
     path = _ROOT / "examples" / "tiny_flux_module.toml"

@@ -27,7 +27,7 @@ config = { width = 128, layers = 4 }
 
 [training]
 steps = 1000
-batch_size = 8
+global_batch_size = 8
 """
 
 
@@ -81,7 +81,7 @@ def test_a_byte_order_mark_is_passed_over(path: Path) -> None:
         ("optimizer.learning_rat=1", "optimizer.learning_rate"),
         ("training.learning_rate=1", "optimizer.learning_rate"),
         ("sampling.steps=1", "sampling.num_inference_steps"),
-        ("data.batch_size=1", "training.batch_size"),
+        ("data.batch_size=1", "training.global_batch_size"),
         ("fps=1", "sampling.fps"),
     ],
 )
@@ -98,7 +98,7 @@ def test_an_unknown_key_in_the_file_is_named(path: Path) -> None:
     path.write_text("sede = 1\n" + text + "batchsize = 1\n")
     assert _message(path).splitlines() == [
         "data.buckets.0.heigt is not a key of a recipe; did you mean data.buckets.height?",
-        "  training.batchsize is not a key of a recipe; did you mean training.batch_size?",
+        "  training.batchsize is not a key of a recipe; did you mean training.global_batch_size?",
         "  sede is not a key of a recipe; did you mean seed?",
     ]
 
@@ -126,7 +126,7 @@ def test_where_nothing_is_near_the_known_keys_are_listed(path: Path) -> None:
             "data.caption_dropout=1.5",
             "data.caption_dropout is 1.5; it should be less than or equal to 1.",
         ),
-        ("flow.mean=nan", "flow.mean is nan; it should be a finite number."),
+        ("flow.logit_mean=nan", "flow.logit_mean is nan; it should be a finite number."),
         (
             "optimizer.kind=sgd",
             "optimizer.kind is 'sgd'; it should be 'adamw', 'muon' or 'adamw8bit'.",
@@ -144,7 +144,7 @@ def test_where_nothing_is_near_the_known_keys_are_listed(path: Path) -> None:
         ("out=3", "out is 3; it should be a path in quotes."),
         (
             "training.micro_batch_size=3",
-            "training.micro_batch_size 3 does not divide training.batch_size 8.",
+            "training.micro_batch_size 3 does not divide training.global_batch_size 8.",
         ),
     ],
 )
@@ -280,7 +280,7 @@ _CHANGES: dict[str, object] = {
     "data.sample_timeout_seconds": 7.0,
     "data.workers": 7,
     "data.prefetch_batches": 7,
-    "data.memory_gib": 7.0,
+    "data.frame_cache_gib": 7.0,
     "data.sample_memory_gib": 7.0,
     "data.stills_from_videos": True,
     "data.max_quarantined_clips": 7,
@@ -291,7 +291,7 @@ _CHANGES: dict[str, object] = {
     "flow.shift": 7.0,
     "optimizer.learning_rate": 7.0,
     "training.steps": 7,
-    "training.batch_size": 16,
+    "training.global_batch_size": 16,
     "training.micro_batch_size": 4,
     "training.device": "cpu",
     "training.precision": "fp32",
@@ -448,7 +448,7 @@ def test_a_preset_s_name_and_keys_are_checked(presets: Any, message: str) -> Non
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("training.batch_size=2147483648", "it should be less than or equal to 65536"),
+        ("training.global_batch_size=2147483648", "it should be less than or equal to 65536"),
         ("training.steps=1" + "0" * 30, "it should be less than or equal to 1000000000"),
         ("training.steps=1" + "0" * 5000, "it should be a valid integer"),
         ("data.prefetch_batches=1000000000", "it should be less than or equal to 1000"),

@@ -36,7 +36,7 @@ def test_of_many_who_write_once_one_succeeds(tmp_path: Path) -> None:
 def test_nodes_are_counted_as_people_count(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     for host in ("gpu10", "gpu2", "head"):
-        NodeDirectory(run, host).append_event("watching")
+        NodeDirectory(run, host).append_event("watcher_started")
     assert [node.host for node in all_nodes(run)] == ["gpu2", "gpu10", "head"]
     assert all_nodes(RunDirectory(tmp_path / "none")) == []
 

@@ -78,7 +78,7 @@ def test_another_recipe_is_refused_and_nothing_changes(tmp_path: Path) -> None:
         run.claim(_recipe(run.path, steps=20, batch_size=4))
     assert str(caught.value) == (
         f"{run.path} holds a run of another recipe, which is never overwritten. They differ in\n"
-        "  training.batch_size: 2 there, 4 now\n"
+        "  training.global_batch_size: 2 there, 4 now\n"
         "  training.steps: 10 there, 20 now\n"
         "To go on with what is new, say how: --set data.on_change=merge (in the rest of the epoch "
         "exactly what it has not seen), finish (end the epoch as it was) or restart (begin the "

@@ -219,7 +219,7 @@ class DataSection(_Section):
     picture may have 64 million pixels for each GiB."""
     prefetch_batches: int = Field(3, gt=0, le=1000)
     """Batches decoded ahead of the training step."""
-    memory_gib: float = Field(1.0, ge=0, le=2**16)
+    frame_cache_gib: float = Field(1.0, ge=0, le=2**16)
     """Room, in each process, for decoded clips that are one window long; others are read anew."""
     max_quarantined_clips: int = Field(16, ge=0, le=_MAX_STEPS)
     """Clips that may fail to decode, over all ranks, before the run stops."""
@@ -459,11 +459,11 @@ class TextSection(_Section):
 class FlowSection(_Section):
     """Which noise levels are trained; sigma = 1 is pure noise."""
 
-    sigmas: Literal["uniform", "logit_normal", "mode", "cosmap"] = "logit_normal"
-    mean: float = Field(0.0, ge=-1000, le=1000)
+    timestep_sampling: Literal["uniform", "logit_normal", "mode", "cosmap"] = "logit_normal"
+    logit_mean: float = Field(0.0, ge=-1000, le=1000)
     """Mean of the logit-normal; above 0 leans toward noise."""
-    std: float = Field(1.0, gt=0, le=1000)
-    scale: float = Field(1.29, ge=-1, le=1.7519)
+    logit_std: float = Field(1.0, gt=0, le=1000)
+    mode_scale: float = Field(1.29, ge=-1, le=1.7519)
     """Scale of the mode distribution."""
     shift: Shift = 1.0
     """Moves the sampled sigmas toward noise: a factor, or a rule that follows the resolution."""
@@ -484,9 +484,9 @@ class OptimizerSection(_Section):
     betas: Annotated[tuple[_Beta, _Beta], _FromList] = (0.9, 0.99)
     weight_decay: float = Field(0.0, ge=0)
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
-    """What follows the warm-up: a plateau, or a descent to `final_factor` at the last step."""
+    """What follows the warm-up: a plateau, or a descent to `min_lr_ratio` at the last step."""
     warmup_steps: int = Field(100, ge=0, le=_MAX_STEPS)
-    final_factor: float = Field(0.0, ge=0, le=1)
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
     max_grad_norm: float = Field(1.0, gt=0)
 
     @model_validator(mode="after")
@@ -494,7 +494,7 @@ class OptimizerSection(_Section):
         if self.offload and self.kind != "adamw":
             raise ValueError(
                 f'optimizer.offload works with optimizer.kind = "adamw", not "{self.kind}", whose '
-                "states stay on the card: choose one of the two"
+                "states stay on the GPU: choose one of the two"
             )
         return self
 
@@ -504,7 +504,7 @@ class TrainingSection(_Section):
 
     steps: int = Field(gt=0, le=_MAX_STEPS)
     """Optimizer updates."""
-    batch_size: int = Field(gt=0, le=_MAX_BATCH)
+    global_batch_size: int = Field(gt=0, le=_MAX_BATCH)
     """Clips per update over all processes."""
     micro_batch_size: int | None = Field(None, gt=0, le=_MAX_BATCH)
     """Clips per forward pass and process; gradients are accumulated up to the batch size."""
@@ -522,14 +522,14 @@ class EmaProfile(_Section):
     """Of a folder in checkpoints, and what `--profile` takes."""
     decay: float | None = Field(None, ge=0, lt=1)
     """Exponential: its half-life is ln 0.5 / ln decay updates."""
-    width: float | None = Field(None, gt=0, lt=0.28)
+    sigma_rel: float | None = Field(None, gt=0, lt=0.28)
     """Power function (EDM2): the standard deviation of its weights over time, as a share of the
     training so far, such as 0.05."""
 
     @model_validator(mode="after")
     def _is_one_kind(self) -> Self:
-        if (self.decay is None) == (self.width is None):
-            raise ValueError(f"EMA profile {self.name} needs either a decay or a width")
+        if (self.decay is None) == (self.sigma_rel is None):
+            raise ValueError(f"EMA profile {self.name} needs either decay or sigma_rel")
         return self
 
 
@@ -621,12 +621,12 @@ class ParallelSection(_Section):
     holds a part, and groups of `shard_size` processes hold all of it between them."""
     shard_size: int | None = Field(None, gt=1, le=_MAX_BATCH)
     """Of `hybrid`: processes that hold one copy of the model; unset: those of a node."""
-    gather: Literal["fp32", "bf16"] = "fp32"
+    param_dtype: Literal["fp32", "bf16"] = "fp32"
     """What weights kept in fp32 are gathered in for the arithmetic where it is bf16: `bf16` halves
     what sharded ranks send each other, and rounds norms' weights too. Gradients are reduced in
     fp32 either way."""
-    sequence: int = Field(1, gt=0, le=_MAX_BATCH)
-    """Processes that share the tokens of each clip, for clips too long for one card; it must
+    context: int = Field(1, gt=0, le=_MAX_BATCH)
+    """Processes that share the tokens of each clip, for clips too long for one GPU; it must
     divide the number of processes and the model's attention heads."""
 
     @model_validator(mode="after")
@@ -783,10 +783,11 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _micro_batches_divide(self) -> Self:
-        micro, batch = self.training.micro_batch_size, self.training.batch_size
+        micro, batch = self.training.micro_batch_size, self.training.global_batch_size
         if micro is not None and batch % micro:
             raise ValueError(
-                f"training.micro_batch_size {micro} does not divide training.batch_size {batch}"
+                f"training.micro_batch_size {micro} does not divide "
+                f"training.global_batch_size {batch}"
             )
         return self
 
@@ -802,7 +803,7 @@ MAY_CHANGE_ON_RESUME = (
     "data.sample_timeout_seconds",
     "data.sample_memory_gib",
     "data.prefetch_batches",
-    "data.memory_gib",
+    "data.frame_cache_gib",
     "data.cache",
     "data.max_quarantined_clips",
     "data.retry_quarantined",
@@ -828,7 +829,7 @@ DECIDES_ORDER = (
     "data.stages",
     "data.weights",
     "data.difficulty",
-    "training.batch_size",
+    "training.global_batch_size",
     "training.steps",
 )
 """Keys that may change on resume where `data.on_change` says how to go on; of the last, because

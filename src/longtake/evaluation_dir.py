@@ -46,13 +46,13 @@ _READS = 2
 """A file that another host replaces each second may be gone while it is read over NFS."""
 
 ServerEventKind = Literal[
-    "evaluating",
-    "evaluated",
+    "evaluation_started",
+    "evaluation_finished",
     "evaluation_failed",
     "evaluation_lost",
     "evaluation_missed",
-    "drifting",
-    "pulled",
+    "drift_alert",
+    "checkpoint_synced",
     "pull_failed",
 ]
 

@@ -49,9 +49,9 @@ from longtake.lease import is_alive, newest
 from longtake.run_dir import EVENT, Metrics, RunDirectory, last_ending
 
 NodeEventKind = Literal[
-    "watching",
+    "watcher_started",
     "stalled",
-    "went_on",
+    "stall_cleared",
     "restarted_worker",
     "killed_rank",
     "rank_died",
@@ -387,7 +387,9 @@ def _is_stalled(run: RunDirectory, holder: Mapping[str, Any]) -> bool:
     for event in merge(*found, key=lambda event: str(event["time"])):
         if event["event"] == "stalled" and str(event["time"]) > holder["time"]:
             stall = event
-        elif event["event"] == "went_on" and stall and event.get("token") == stall.get("token"):
+        elif (
+            event["event"] == "stall_cleared" and stall and event.get("token") == stall.get("token")
+        ):
             stall = None
     if stall is None:
         return False

@@ -74,7 +74,7 @@ EventKind = Literal[
     "checkpoint",
     "checkpoint_failed",
     "checkpoint_damaged",
-    "suspected",
+    "anomaly_detected",
     "skipped",
     "rolled_back",
     "diverged",
@@ -253,7 +253,7 @@ EVENT: Final = by_field(
     {
         "started": _Started,
         "skipped": _Judged,
-        "suspected": _Judged,
+        "anomaly_detected": _Judged,
         "rolled_back": _WentBack,
         "stage": _Stage,
         "epoch": _Epoch,

@@ -27,7 +27,7 @@ max_tokens = 6
 learning_rate = 1e-3
 [training]
 steps = 2
-batch_size = 4
+global_batch_size = 4
 precision = "fp32"
 [sampling]
 num_inference_steps = 2

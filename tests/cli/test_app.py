@@ -194,7 +194,10 @@ def test_a_recipe_with_an_unknown_key_is_refused(place: Path, tmp_path: Path, ca
     recipe.write_text((place / "recipe.toml").read_text().replace("batch_size", "batchsize"))
     code, _, err = call("train", recipe)
     assert code == 2
-    assert "training.batchsize is not a key of a recipe; did you mean training.batch_size?" in err
+    assert (
+        "training.batchsize is not a key of a recipe; did you mean training.global_batch_size?"
+        in err
+    )
 
 
 def test_a_refused_recipe_leaves_the_run_as_it_was(place: Path, call: Call) -> None:

@@ -90,7 +90,7 @@ def test_another_recipe_says_what_is_evaluated(place: Path, tmp_path: Path, call
     recipe.write_text(f"{text}num_inference_steps = 3\n{more}")
     code, out, err = call("evaluate", run, "--recipe", recipe, "--device", "cpu", "--json")
     assert code == 0, err
-    (scores,) = json.loads(out)["evaluated"]
+    (scores,) = json.loads(out)["evaluation_finished"]
     assert (scores["preset"], scores["settings"]["num_inference_steps"]) == ("mine", 3)
     code, _, err = call("evaluate", run, "--recipe", tmp_path / "none.toml")
     assert code == 2

@@ -72,7 +72,9 @@ def small(small_recipe: Callable[..., Recipe], tmp_path: Path) -> Callable[..., 
 
 
 def test_json_says_all_that_others_read(plan: _Call) -> None:
-    code, out, _ = plan(_TINY_FLUX, "--json", "--set", "training.batch_size=2", "--memory=29MiB")
+    code, out, _ = plan(
+        _TINY_FLUX, "--json", "--set", "training.global_batch_size=2", "--memory=29MiB"
+    )
     assert code == 0
     facts = json.loads(out)
     _assert_typed(facts, _TYPES)
@@ -103,7 +105,7 @@ def test_json_says_all_that_others_read(plan: _Call) -> None:
 
 
 def test_the_table_can_be_read(plan: _Call) -> None:
-    settings = ("--set", "training.batch_size=2", "--memory=33MiB", "--device=rtx4090")
+    settings = ("--set", "training.global_batch_size=2", "--memory=33MiB", "--device=rtx4090")
     code, out, err = plan(_TINY_FLUX, *settings)
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -130,7 +132,9 @@ def test_the_table_can_be_read(plan: _Call) -> None:
 def test_what_does_not_fit_exits_1_with_what_would_help(
     small: Callable[..., Path], plan: _Call
 ) -> None:
-    recipe = small("recompute={memory='6MiB', reserve=0, device='h100'}", "training.batch_size=8")
+    recipe = small(
+        "recompute={memory='6MiB', reserve=0, device='h100'}", "training.global_batch_size=8"
+    )
     code, out, _ = plan(recipe, "--json")
     assert code == 1
     facts = json.loads(out)
@@ -182,7 +186,7 @@ def test_what_would_not_train_exits_1(
 def test_memory_and_device_are_taken_as_they_are_given(
     small: Callable[..., Path], plan: _Call
 ) -> None:
-    """GiB are not GB; a named card has memory of its own, and any other is told by its speed."""
+    """GiB are not GB; a named GPU has memory of its own, and any other is told by its speed."""
     recipe = small("recompute={memory='1GiB', device='h200'}")
     given = {
         ("--memory=48GiB",): (48, 48 * 0.93),
@@ -206,7 +210,7 @@ def test_a_bucket_that_gets_no_clip_is_said_once_the_catalog_is_there(
     shapes = (
         "data.buckets=[{num_frames=1, height=64, width=64}, {num_frames=1, height=96, width=32}]"
     )
-    changes = ("--set", "training.batch_size=2", "--set", shapes)
+    changes = ("--set", "training.global_batch_size=2", "--set", shapes)
     _, out, _ = plan(
         _TINY_FLUX, "--json", *changes, "--set", f"data.catalog={pairs / 'few.parquet'}"
     )
@@ -229,7 +233,7 @@ def test_a_mesh_is_planned_by_its_links(small: Callable[..., Path], call: _Call)
     path = small(
         "model.config={hidden_size=48, num_blocks=2}",
         "parallel.strategy=shard",
-        "training.batch_size=8",
+        "training.global_batch_size=8",
         "training.precision=bf16",
         "checkpoint.every=1000000",
         "checkpoint.minutes=15",
@@ -245,7 +249,7 @@ def test_a_mesh_is_planned_by_its_links(small: Callable[..., Path], call: _Call)
     assert [row["what"] for row in mesh["sent"]] == ["weights", "gradients to shards"]
     assert all(row["exposed_seconds"] <= row["seconds"] * 1.001 for row in mesh["sent"])
     assert mesh["step_seconds"] > mesh["compute_seconds"] > 0
-    both = ["parallel.strategy=hybrid", "parallel.gather=bf16"]
+    both = ["parallel.strategy=hybrid", "parallel.param_dtype=bf16"]
     assert [each["set"] for each in mesh["advice"]] == [both, both[:1], both[1:]]
     assert mesh["advice"][-1]["step_seconds"] < mesh["step_seconds"]
 
@@ -256,11 +260,11 @@ def test_a_mesh_is_planned_by_its_links(small: Callable[..., Path], call: _Call)
     rows = [line.split() for line in out.splitlines()]
     assert ["weights", "8", "the", "network"] in [row[:4] for row in rows]
     assert "That is much. What would help, each by itself:" in out
-    assert "  --set parallel.strategy=hybrid --set parallel.gather=bf16: " in out
+    assert "  --set parallel.strategy=hybrid --set parallel.param_dtype=bf16: " in out
 
 
 def test_a_batch_that_does_not_divide_wastes_ranks(small: Callable[..., Path], call: _Call) -> None:
-    path = small("model.config={hidden_size=48, num_blocks=2}", "training.batch_size=6")
+    path = small("model.config={hidden_size=48, num_blocks=2}", "training.global_batch_size=6")
     options = ("--processes=4", "--per-node=2", "--link=1,1", "--device=h100")
     code, out, _ = call("plan", path, *options, "--json")
     assert code == 0
@@ -275,7 +279,7 @@ def test_a_batch_that_does_not_divide_wastes_ranks(small: Callable[..., Path], c
 
 
 def test_plan_refuses_what_train_would(small: Callable[..., Path], call: _Call) -> None:
-    path = small("parallel={strategy='hybrid', shard_size=3}", "training.batch_size=8")
+    path = small("parallel={strategy='hybrid', shard_size=3}", "training.global_batch_size=8")
     code, out, err = call("plan", path, "--processes=4")
     assert (code, out) == (2, "")
     assert "parallel.shard_size = 3 processes, which would hold one copy of the model" in err

@@ -50,7 +50,7 @@ def write_recipe(shapes_catalog: Path, tmp_path: Path) -> Callable[..., Path]:
             learning_rate = {learning_rate}
             [training]
             steps = 12
-            batch_size = 4
+            global_batch_size = 4
             """
         )
         return path

@@ -133,7 +133,7 @@ def test_a_change_is_refused_with_names_and_counts(
     assert message.count("added: ") == 3
     assert message.count("changed: ") == 3
     assert message.count("removed: ") == 2
-    assert "training.batch_size was 4 and is 2" in message
+    assert "training.global_batch_size was 4 and is 2" in message
     for policy in ("merge", "finish", "restart"):
         assert f"\n  {policy} " in message
 
@@ -191,7 +191,7 @@ def test_a_chain_of_changes_is_rebuilt_from_the_record(
         "finish",
         "merge",
     ]
-    assert "training.batch_size was 3 and is 2" in plan_history.changes
+    assert "training.global_batch_size was 3 and is 2" in plan_history.changes
     assert plan_history.end_step is not None
     _train(plan_history, range(step, plan_history.end_step), 1, oracle)
     oracle.check()

@@ -64,7 +64,7 @@ def recipe_of(data: dict[str, Any], steps: int = 20, batch_size: int = 4) -> Rec
 def planned(catalog: Catalog, recipe: Recipe) -> tuple[Plan, dict[str, Any]]:
     """A plan, and what is shown of it; JSON throughout."""
     catalogs = dict.fromkeys(recipe.data.sources(), catalog)
-    plan = begin(catalogs, recipe.data, recipe.training.batch_size, recipe.seed)
+    plan = begin(catalogs, recipe.data, recipe.training.global_batch_size, recipe.seed)
     facts = plan_summary(plan, recipe)
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
     return plan, facts

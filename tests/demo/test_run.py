@@ -33,7 +33,7 @@ from longtake.training.train import train
 
 _STEPS = 30
 _SMALLER = (
-    "training.batch_size=8",
+    "training.global_batch_size=8",
     "sampling.num_inference_steps=4",
     "watch.enabled=false",
     "tracking.tensorboard=false",

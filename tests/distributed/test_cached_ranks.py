@@ -62,7 +62,12 @@ def test_two_ranks_train_from_a_cache_as_from_pixels(
     index([clips], captions=clips / "captions.jsonl", out=catalog, workers=0)
     damaged = sorted(clips.glob("*.mp4"))[7]
     damaged.write_bytes(damaged.read_bytes()[:300])
-    changes = (*_WAN, f"data.catalog={catalog}", "training.batch_size=32", "training.steps=6")
+    changes = (
+        *_WAN,
+        f"data.catalog={catalog}",
+        "training.global_batch_size=32",
+        "training.steps=6",
+    )
     plain = small_recipe(*changes, f"out={tmp_path / 'plain'}")
     run_verb(plain, "train")
     cached = small_recipe(*changes, f"data.cache={tmp_path / 'cache'}")

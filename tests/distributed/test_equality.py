@@ -46,7 +46,7 @@ learning_rate = 3e-3
 warmup_steps = 2
 [training]
 steps = 4
-batch_size = 4
+global_batch_size = 4
 micro_batch_size = 1
 device = "cpu"
 precision = "fp32"

@@ -48,7 +48,7 @@ _CASES: Mapping[str, tuple[str, ...]] = {
     "shard, bf16 weights": ("parallel.strategy=shard", "model.dtype=bf16"),
     "shard, gathered in bf16": (
         "parallel.strategy=shard",
-        "parallel.gather=bf16",
+        "parallel.param_dtype=bf16",
         "training.precision=bf16",
     ),
     "hybrid": ("parallel={strategy='hybrid', shard_size=2}", "training.micro_batch_size=1"),
@@ -62,7 +62,7 @@ _NONE = {"gathered": 0, "scattered": 0, "reduced": 0, "tokens": 0}
 
 
 def _recipe(make: Callable[..., Recipe], case: str) -> Recipe:
-    return make("text.max_words=24", _MODEL, "training.batch_size=8", *_CASES[case])
+    return make("text.max_words=24", _MODEL, "training.global_batch_size=8", *_CASES[case])
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +168,8 @@ def _count(recipe: Recipe, everyone: World) -> dict[str, dict[str, int]]:
     """What a step sends and what a rank holds after it."""
     section = recipe.parallel
     mesh = _mesh("cpu", 4, shard_size(section, 4, of_node=2))
-    group = _sequence_group("cpu", 4, section.sequence)
-    world = World(everyone.rank, 0, 4, everyone.device, mesh, section.sequence, group)
+    group = _sequence_group("cpu", 4, section.context)
+    world = World(everyone.rank, 0, 4, everyone.device, mesh, section.context, group)
     parts = assemble(recipe, [_MANY_WORDS], None)
     names = {id(block): name for name, block in parts.model.named_modules()}
     blocks = tuple(names[id(block)] for block in parts.family.blocks(parts.model))
@@ -179,7 +179,7 @@ def _count(recipe: Recipe, everyone: World) -> dict[str, dict[str, int]]:
     state = build_state(session, parts)
     loader = Loader(
         recipe.data,
-        batch_size=recipe.training.batch_size,
+        batch_size=recipe.training.global_batch_size,
         rank=world.data_rank,
         world_size=world.data_size,
     )

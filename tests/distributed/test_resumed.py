@@ -26,8 +26,8 @@ _CHANGES = (
 )
 _LAUNCHES = (
     (4, ('parallel.strategy="hybrid"', "parallel.shard_size=2")),
-    (4, ('parallel.strategy="shard"', "parallel.sequence=2")),
-    (2, ("parallel.sequence=2", 'recompute.policy="all"')),
+    (4, ('parallel.strategy="shard"', "parallel.context=2")),
+    (2, ("parallel.context=2", 'recompute.policy="all"')),
 )
 """Each resumes where the one before was killed, and one process where the last was."""
 

@@ -98,10 +98,10 @@ def test_lost_clips_are_named_once_and_a_signal_saves(
     lost = _lose(clips, 6)
     recipe = small_recipe(
         f"data.catalog={clips}",
-        "training.batch_size=32",
+        "training.global_batch_size=32",
         "training.steps=1000",
         "checkpoint.every=1000",
-        "data.memory_gib=0",
+        "data.frame_cache_gib=0",
     )
     run, process = RunDirectory(recipe.out), start_training(torchrun, recipe)
     wait_until(
@@ -135,7 +135,7 @@ def test_stand_ins_weigh_nothing_on_two_processes(
     changes = (
         f"data.catalog={clips}",
         "data.stages=[{name='a', epochs=1}, {name='b', epochs=1}]",
-        "training.batch_size=20",  # 64 = 3 x 20 + 4, all on the first rank
+        "training.global_batch_size=20",  # 64 = 3 x 20 + 4, all on the first rank
         "training.steps=8",
     )
     alone = small_recipe(*changes, f"out={tmp_path / 'alone'}")
@@ -180,9 +180,9 @@ def test_a_mistake_that_the_first_finds_ends_both(
 def test_a_batch_that_cannot_be_shared_is_refused(
     small_recipe: Callable[..., Recipe], on_two_processes: list[str]
 ) -> None:
-    output = train_by(on_two_processes, small_recipe("training.batch_size=1"), fails=True)
-    assert "training.batch_size 1 cannot be shared by 2 processes" in output
-    assert "parallel.sequence" in output
+    output = train_by(on_two_processes, small_recipe("training.global_batch_size=1"), fails=True)
+    assert "training.global_batch_size 1 cannot be shared by 2 processes" in output
+    assert "parallel.context" in output
 
 
 def test_ranks_save_together_when_minutes_have_passed(

@@ -30,7 +30,7 @@ _RANKS = 8
 _LARGE = (
     "model.config={hidden_size=288, num_blocks=6}",
     "text.max_words=24",
-    "training.batch_size=16",
+    "training.global_batch_size=16",
     "recompute.policy=all",
     "parallel.strategy=shard",
 )
@@ -49,7 +49,7 @@ def one_of_many() -> Iterator[World]:
     "changes",
     [
         (),
-        ("training.precision=bf16", "parallel.gather=bf16"),
+        ("training.precision=bf16", "parallel.param_dtype=bf16"),
         ("training.micro_batch_size=1",),
     ],
     ids=["one micro-batch", "bf16 between ranks", "accumulated"],
@@ -84,15 +84,15 @@ def test_a_sharded_14b_fits_eight_gpus() -> None:
         "trainable.kind=full",
         "model.dtype=fp32",
         "parallel.strategy=shard",
-        "parallel.gather=bf16",
-        "training.batch_size=8",
+        "parallel.param_dtype=bf16",
+        "training.global_batch_size=8",
         "training.micro_batch_size=1",
         "recompute.memory=79.65GiB",
         "recompute.device=h100",
     )
     recipe = config.load(_ROOT / "examples" / "wan_14b_lora_80gb.toml", changes)
-    card = device_budget(recipe, world_size=_RANKS)
-    step = outline_step(recipe, card, world_size=_RANKS)
+    gpu = device_budget(recipe, world_size=_RANKS)
+    step = outline_step(recipe, gpu, world_size=_RANKS)
     traced = step.tracer.trace(options_of("all", tuple(step.tracer.subject.blocks)))
     planned = policy_forecast("all", traced, step)
     assert planned.fits

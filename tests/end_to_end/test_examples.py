@@ -60,7 +60,7 @@ def test_an_example_says_how_to_run_it(path: Path) -> None:
         assert f"`{'before' if name == 'reference' else name}`" in opening
 
 
-def test_there_is_one_for_each_card() -> None:
+def test_there_is_one_for_each_gpu() -> None:
     assert [path.stem for path in _ON_CARDS] == [
         "flux_kontext_lora_48gb",
         "flux_kontext_module_48gb",
@@ -126,7 +126,7 @@ def test_the_stages_of_the_cluster_s_recipe_grow() -> None:
 
 
 def test_ranks_of_the_cluster_share_model_and_batch_as_it_says() -> None:
-    """A copy of the model on each node of 8; two clips a card, all places taken."""
+    """A copy of the model on each node of 8; two clips a GPU, all places taken."""
     step = outline_step(config.load(_CLUSTER), device_named("h100"), 192, 8)
     assert (step.num_shards, step.num_copies) == (8, 24)
     assert (step.micro_batch_size, step.num_micro_batches) == (2, 1)

@@ -72,7 +72,7 @@ def _train_and_evaluate(recipe: Recipe, folder: Path, warm: list[str]) -> list[i
         evaluator.kill()
         evaluator.wait()
     assert evaluator.returncode == 0, complaints
-    return [scores["step"] for scores in json.loads(said)["evaluated"]]
+    return [scores["step"] for scores in json.loads(said)["evaluation_finished"]]
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ buckets = [{ num_frames = 8, height = 32, width = 32 }]
 family = "tubelet"
 [training]
 steps = 100
-batch_size = 4
+global_batch_size = 4
 [tracking]
 tensorboard = false
 [evaluation]

@@ -196,7 +196,7 @@ def test_fifty_checkpoints_three_servers_and_kills_at_random(
     assert EvaluationDirectory(trained).steps("probe") == list(_TRAINED), "deleted before its turn"
     assert trainer.spared, "nothing ever had to wait"
     assert not steps_in(list(read_events(trained)), "evaluation_missed")
-    done = steps_in(list(read_events(trained)), "evaluated")
+    done = steps_in(list(read_events(trained)), "evaluation_finished")
     assert len(done) == len(set(done)), "done twice"
     assert directory.steps("probe") == list(_STEPS), "lost"
     for step in _STEPS:
@@ -207,7 +207,7 @@ def test_fifty_checkpoints_three_servers_and_kills_at_random(
         folder = directory.result_path("probe", step)
         assert (folder / "00_s0.mp4").read_text() == read
     events = list(read_events(run))
-    evaluated = steps_in(events, "evaluated")
+    evaluated = steps_in(events, "evaluation_finished")
     assert len(evaluated) == len(set(evaluated)), "done twice"
     leases = [history(path) for path in (directory.path / "claims" / "probe").iterdir()]
     assert all([r["ended"] for r in each].count("done") <= 1 for each in leases)
@@ -229,5 +229,5 @@ def _that_have_begun(
 ) -> list["subprocess.Popen[bytes]"]:
     """Those that have claimed something: to kill one that starts proves nothing."""
     events = chain.from_iterable(map(read_events, runs))
-    active = {event["server"] for event in events if event["event"] == "evaluating"}
+    active = {event["server"] for event in events if event["event"] == "evaluation_started"}
     return [each for each in servers if any(name.endswith(f"-{each.pid}") for name in active)]

@@ -291,7 +291,7 @@ def test_a_server_that_was_stopped_too_long_does_not_publish(
         assert stopped.wait(20) == 0
     assert directory.scores("probe", 10) == first
     events = list(read_events(run))
-    assert steps_in(events, "evaluated") == [10, 20]
+    assert steps_in(events, "evaluation_finished") == [10, 20]
     lost = [event for event in events if event["event"] == "evaluation_lost"]
     assert [event["by"].endswith(f"-{stopped.pid}") for event in lost] == [True]
     assert not list(directory.path.glob("*/.*"))

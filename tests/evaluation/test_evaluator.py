@@ -294,6 +294,6 @@ def test_the_command_serves_a_run_and_ends(served: Any, tmp_path: Path) -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    (scores,) = json.loads(ended.stdout)["evaluated"]
+    (scores,) = json.loads(ended.stdout)["evaluation_finished"]
     assert scores["preset"] == "mine"
     assert "mine of step 6: 1 video in" in ended.stderr

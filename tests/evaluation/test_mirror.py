@@ -399,7 +399,9 @@ def test_what_is_wanted_is_brought_here_and_its_results_go_back(
     server = serve(mirror, source=str(origin.path))
     assert [each["step"] for each in server.evaluated] == [10, 20]
     assert EvaluationDirectory(origin).steps("probe") == [10, 20]
-    pulled = [e["step"] for e in read_events(RunDirectory(mirror)) if e["event"] == "pulled"]
+    pulled = [
+        e["step"] for e in read_events(RunDirectory(mirror)) if e["event"] == "checkpoint_synced"
+    ]
     assert pulled == [10, 20]
     assert needed_steps(origin) == set()
     shutil.rmtree(mirror)

@@ -39,7 +39,7 @@ def test_each_checkpoint_is_evaluated_once(run: RunDirectory, save: Any, serve: 
     assert [record["ended"] for record in claims_of(run, 20)] == ["done"]
     assert leftovers(run) == []
     kinds = [event["event"] for event in read_events(run)]
-    assert kinds == ["evaluating", "evaluated"] * 3
+    assert kinds == ["evaluation_started", "evaluation_finished"] * 3
 
 
 def test_what_was_read_is_what_was_saved(run: RunDirectory, save: Any, serve: Any) -> None:

@@ -58,7 +58,7 @@ class _Results:
 
     def take(self, step: int, server: str = "one") -> Lease:
         """A claim that is not ended."""
-        ServerDirectory(self._run, server).append_event("evaluating", step=step)
+        ServerDirectory(self._run, server).append_event("evaluation_started", step=step)
         owner = {"server": server, "place": None}  # as if on another machine
         claim = self._directory.claim_path(PRESET, step, self._key(step))
         leases = Leases(1e-6, owner)
@@ -69,7 +69,7 @@ class _Results:
     def make(self, step: int, server: str = "one") -> Path:
         """A whole result."""
         self.take(step, server).end("done")
-        ServerDirectory(self._run, server).append_event("evaluated", step=step)
+        ServerDirectory(self._run, server).append_event("evaluation_finished", step=step)
         folder = self._directory.result_path(PRESET, step)
         folder.mkdir(parents=True, exist_ok=True)
         files = [f"{number:02}_s0.mp4" for number in range(PROMPTS)]

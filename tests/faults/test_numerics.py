@@ -89,4 +89,4 @@ def test_ranks_that_differ_or_are_not_named_are_complained_of(
 
 def _report(site: TrainingSite, step: int, reason: str, path: str = "recipe.toml") -> None:
     facts = {"step": step, "reason": reason, "message": "The loss is high.", "report": path}
-    site.run.append_event("suspected", **facts)
+    site.run.append_event("anomaly_detected", **facts)

@@ -22,7 +22,7 @@ max_tokens = 6
 learning_rate = 1e-3
 [training]
 steps = 6
-batch_size = 2
+global_batch_size = 2
 device = "cpu"
 precision = "fp32"
 [checkpoint]
@@ -135,7 +135,7 @@ def _add_node(run: Path, node: Path) -> None:
     }
     write_json(node / "heartbeat.json", beat)
     append_json(node / "health.jsonl", {"time": now(), "cpu_load": 0.5, "disk_free_bytes": 10**9})
-    append_json(node / "events.jsonl", {"time": now(), "event": "watching", "pid": 4241})
+    append_json(node / "events.jsonl", {"time": now(), "event": "watcher_started", "pid": 4241})
     stalled = {"kind": "stuck", "step": 3, "token": "t_1", "verdict": "stalls/t_1.json"}
     sentence = {"sentence": "rank 0 hangs", "suspects": [{"rank": 0, "host": HOST, "pid": 4242}]}
     append_json(node / "events.jsonl", {"time": now(), "event": "stalled", **stalled, **sentence})

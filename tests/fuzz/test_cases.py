@@ -368,7 +368,7 @@ def _beaten_by(server: str) -> Damage:
         folder.mkdir(parents=True)
         record = {"server": server, "pid": 4242, "beat": 3, "time": "2026-05-01T12:00:00+00:00"}
         (folder / "heartbeat.json").write_text(json.dumps(record))
-        event = {"event": "evaluating", "server": server, "step": 4, "preset": "tiny"}
+        event = {"event": "evaluation_started", "server": server, "step": 4, "preset": "tiny"}
         (folder / "events.jsonl").write_text(json.dumps({**event, "time": record["time"]}) + "\n")
 
     return damage

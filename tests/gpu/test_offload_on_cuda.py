@@ -10,7 +10,7 @@ from longtake.optim import master_weights
 from longtake.optim.master_weights import MasterAdamW
 from longtake.planner.measure import measured
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card here")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 
 _CARD = torch.device("cuda", 0)
 
@@ -31,7 +31,7 @@ def _train(network: nn.Sequential, optimizer: MasterAdamW, num_steps: int) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("most_elements", [2**26, 1000])
-def test_offloaded_updates_are_those_of_the_card(
+def test_offloaded_updates_are_those_of_the_gpu(
     dtype: torch.dtype, most_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To fp32's rounding, in one batch or with the next one's gradients on their way."""
@@ -45,7 +45,7 @@ def test_offloaded_updates_are_those_of_the_card(
         torch.testing.assert_close(one, other)
 
 
-def test_offloaded_states_take_nothing_on_the_card() -> None:
+def test_offloaded_states_take_nothing_on_the_gpu() -> None:
     network = _network(torch.bfloat16)
     _train(network, MasterAdamW(network.parameters(), 1e-3), 1)
     optimizer = MasterAdamW(network.parameters(), 1e-3, offload=True)

@@ -1,4 +1,4 @@
-"""What a plan says of a card, against that card; skipped where there is none.
+"""What a plan says of a GPU, against that GPU; skipped where there is none.
 
 `benchmarks/gpu_plan.py` measures the same at full size.
 """
@@ -18,7 +18,7 @@ from longtake.planner.devices import DeviceBudget, device_for
 from longtake.planner.measure import MeasuredMemory, measured
 from longtake.planner.memory import MetaStep, outline_step
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card here")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 
 _EXAMPLE = Path(__file__).parents[2] / "examples" / "flux_kontext_lora_48gb.toml"
 _SIZES = {
@@ -30,7 +30,7 @@ _SIZES = {
 }
 
 
-def _outlined(trained: str, dtype: str, card: DeviceBudget) -> MetaStep:
+def _outlined(trained: str, dtype: str, gpu: DeviceBudget) -> MetaStep:
     """FLUX Kontext with a few narrow blocks: a quarter of a gigabyte of activations in each."""
     values: dict[str, Any] = tomllib.loads(_EXAMPLE.read_text(encoding="utf-8"))
     del values["model"]["pretrained"]
@@ -38,7 +38,7 @@ def _outlined(trained: str, dtype: str, card: DeviceBudget) -> MetaStep:
     values["data"]["buckets"] = [{"num_frames": 1, "height": 512, "width": 512}]
     values["training"] |= {"batch_size": 2, "micro_batch_size": 2}
     values["trainable"] = {"kind": trained}
-    return outline_step(config.parse(values, source="test"), card)
+    return outline_step(config.parse(values, source="test"), gpu)
 
 
 def _filled(step: MetaStep, device: torch.device) -> MetaStep:
@@ -89,15 +89,15 @@ def _num_large(step: MetaStep) -> int:
 @pytest.mark.parametrize(
     ("trained", "dtype"), [("lora", "bf16"), ("full", "bf16"), ("lora", "fp32"), ("full", "fp32")]
 )
-def test_peaks_are_those_of_the_card(trained: str, dtype: str) -> None:
+def test_peaks_are_those_of_the_gpu(trained: str, dtype: str) -> None:
     """Forward's end and peak beside the weights to 3 %, in bf16 and under autocast.
 
     Loss and gradients are the same whatever is recomputed, but for the order of attention's sums.
     """
-    card, device = device_for("cuda"), torch.device("cuda")
+    gpu, device = device_for("cuda"), torch.device("cuda")
     planned, real = (
-        _outlined(trained, dtype, card),
-        _filled(_outlined(trained, dtype, card), device),
+        _outlined(trained, dtype, gpu),
+        _filled(_outlined(trained, dtype, gpu), device),
     )
     outcomes = []
     for policy in ("none", "all", "save-attention"):
@@ -114,7 +114,7 @@ def test_peaks_are_those_of_the_card(trained: str, dtype: str) -> None:
     assert outcomes[2] == pytest.approx(outcomes[0], rel=1e-2)
 
 
-def test_the_card_at_hand_has_its_own_memory() -> None:
-    card = device_for("cuda")
-    assert card.target == "cuda"
-    assert card.total_bytes == torch.cuda.get_device_properties(0).total_memory
+def test_the_gpu_at_hand_has_its_own_memory() -> None:
+    gpu = device_for("cuda")
+    assert gpu.target == "cuda"
+    assert gpu.total_bytes == torch.cuda.get_device_properties(0).total_memory

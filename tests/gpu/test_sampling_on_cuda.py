@@ -1,4 +1,4 @@
-"""Sampling on a card: the same videos, also where its memory ends; skipped where there is none."""
+"""Sampling on a GPU: the same videos, also where its memory ends; skipped where there is none."""
 
 from collections.abc import Callable, Iterator
 
@@ -12,14 +12,14 @@ from longtake.sampling.presets import Request
 from longtake.sampling.sampler import Sampler, load_sampler
 from longtake.training.train import train
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card here")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 
 _REQUESTS = [Request("a red circle moving up", seed) for seed in range(32)]
 
 
 @pytest.fixture
 def sampler(small_recipe: Callable[..., Recipe]) -> Sampler:
-    """Of a small model, trained on the CPU, on the card."""
+    """Of a small model, trained on the CPU, on the GPU."""
     recipe = small_recipe("training.steps=6", "data.buckets=[{num_frames=8,height=64,width=64}]")
     train(recipe, Console(quiet=True))
     return load_sampler(recipe.out, device="cuda")
@@ -27,12 +27,12 @@ def sampler(small_recipe: Callable[..., Recipe]) -> Sampler:
 
 @pytest.fixture
 def whole_memory() -> Iterator[None]:
-    """Give back what a test has taken of the card's memory from itself."""
+    """Give back what a test has taken of the GPU's memory from itself."""
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_a_card_makes_the_videos_that_a_cpu_makes(sampler: Sampler) -> None:
+def test_a_gpu_makes_the_videos_that_a_cpu_makes(sampler: Sampler) -> None:
     """The noise is drawn on the CPU; what is left is rounding."""
     recipe = sampler.recipe
     settings, bucket = recipe.sampling, recipe.data.buckets[0]
@@ -41,7 +41,7 @@ def test_a_card_makes_the_videos_that_a_cpu_makes(sampler: Sampler) -> None:
     assert np.abs(here.astype(int) - there.astype(int)).mean() < 1
 
 
-def test_where_a_card_s_memory_ends_less_is_done_at_once(
+def test_where_a_gpu_s_memory_ends_less_is_done_at_once(
     sampler: Sampler, whole_memory: None
 ) -> None:
     """Half of what a batch takes is enough for the same videos, to a grey level or two."""

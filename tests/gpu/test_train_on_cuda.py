@@ -14,7 +14,7 @@ from longtake.sampling.presets import Request, settings_for
 from longtake.sampling.sampler import load_sampler
 from longtake.training.train import train
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA card here")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 
 _STEPS = 8
 

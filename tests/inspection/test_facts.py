@@ -248,7 +248,7 @@ def _events(facts: dict[str, Any]) -> list[tuple[str, int]]:
 def test_events_are_at_the_steps_that_metrics_count(told: RunDirectory) -> None:
     """A verdict is about the step that it stopped, an epoch begins with the step of its batch."""
     assert _events(step_facts(told, 9, 2)) == [("skipped", 9)]
-    went_back = [("suspected", 20), ("rolled_back", 12)]
+    went_back = [("anomaly_detected", 20), ("rolled_back", 12)]
     assert _events(step_facts(told, 20, 1)) == went_back
     assert _events(step_facts(told, 12, 1)) == [("checkpoint", 12), went_back[1]]
     end = [("epoch", 24), ("checkpoint", 24), ("interrupted", 24)]
@@ -286,7 +286,7 @@ def _incidents(run: RunDirectory) -> list[dict[str, Any]]:
 
 def _befall(run: RunDirectory) -> None:
     node = NodeDirectory(run, "gpu07")
-    node.append_event("watching", pid=1)
+    node.append_event("watcher_started", pid=1)
     node.append_event("stalled", step=4, sentence=_SENTENCE)
     node.append_event("clock_stepped", seconds=-2.5, message="the clock went back by 2.5 s")
 

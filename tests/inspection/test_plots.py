@@ -34,7 +34,7 @@ def _size(path: Path) -> tuple[int, int]:
 
 def _befall(run: RunDirectory) -> None:
     node = NodeDirectory(run, "gpu07")
-    node.append_event("watching", pid=1)
+    node.append_event("watcher_started", pid=1)
     node.append_event("stalled", step=4, sentence=_SENTENCE)
     node.append_event("clock_stepped", seconds=-2.5, message="the clock went back by 2.5 s")
 

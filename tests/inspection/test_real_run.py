@@ -58,7 +58,7 @@ def test_a_repaired_run_is_shown(repaired: RunDirectory, tmp_path: Path) -> None
     assert facts["rows"][2]["grad_norm"] is None
     assert [event["event"] for event in facts["events"]][:3] == [
         "skipped",
-        "suspected",
+        "anomaly_detected",
         "rolled_back",
     ]
     report, clips = facts["report"], facts["clips"]

@@ -68,12 +68,12 @@ class Stage:
         section = WatchSection(**users).model_dump_json()
         where = ["--host", host, "--folder", str(self.folder(host)), "--section", section]
         program = ["-m", "longtake.monitor", str(self.run.path), *where, *options]
-        before = len(self.events("watching", host)) if wait else 0
+        before = len(self.events("watcher_started", host)) if wait else 0
         process = self.start(
             [sys.executable, "-P", *program], **{SETTINGS_VARIABLE: json.dumps(settings)}
         )
         if wait:
-            wait_until(lambda: len(self.events("watching", host)) > before)
+            wait_until(lambda: len(self.events("watcher_started", host)) > before)
         return process
 
     def start(self, command: list[str], **changes: str) -> "subprocess.Popen[str]":

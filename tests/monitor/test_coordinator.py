@@ -117,7 +117,7 @@ def test_what_was_asked_just_before_is_answered(tmp_path: Path) -> None:
         _request(run, token, launch="zero", reason=reason)
     long_ago = request_path(run, "asked_late").stat().st_mtime - 60.0
     os.utime(request_path(run, "asked_old"), (long_ago, long_ago))
-    node.append_event("watching")
+    node.append_event("watcher_started")
     node.dump_path("asked_answered").parent.mkdir()
     node.dump_path("asked_answered").touch()
     assert [each["token"] for each in RequestQueue(node).look("one")] == ["asked_late"]

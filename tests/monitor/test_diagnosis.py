@@ -329,13 +329,13 @@ def test_one_that_burns_a_core_in_c_is_stuck_there() -> None:
 
 
 def test_ranks_at_the_same_line_of_which_one_is_elsewhere() -> None:
-    """Python does not show a wait for the card; where most ranks stand, they are taken to wait."""
-    card = [("compute_gradients", "/src/longtake/training/step.py", 78), *_BASE]
-    ranks = [_process(rank, rank, card, "backward", world=4) for rank in range(3)]
+    """Python does not show a wait for the GPU; where most ranks stand, they are taken to wait."""
+    gpu = [("compute_gradients", "/src/longtake/training/step.py", 78), *_BASE]
+    ranks = [_process(rank, rank, gpu, "backward", world=4) for rank in range(3)]
     verdict = _judge(_still(*ranks, _process(3, 3, _SLEEP, "forward", world=4)))
     assert [each.rank for each in verdict.suspects] == [3]
     assert verdict.waiting[0].doing == "the device"
-    assert _judge(_still(*ranks, _process(3, 3, card, "backward", world=4))).kind == "link"
+    assert _judge(_still(*ranks, _process(3, 3, gpu, "backward", world=4))).kind == "link"
 
 
 def test_the_flight_recorder_names_a_rank_that_looks_like_all_others(tmp_path: Path) -> None:
@@ -354,8 +354,8 @@ def test_the_flight_recorder_names_a_rank_that_looks_like_all_others(tmp_path: P
         entries = [] if rank == 2 else [entry]
         (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps({"entries": entries}))
     (tmp_path / "rank_9").write_bytes(b"damaged")
-    card = [("compute_gradients", "/src/longtake/training/step.py", 78), *_BASE]
-    dump = _still(*(_process(rank, rank, card, "backward", world=3) for rank in range(3)))
+    gpu = [("compute_gradients", "/src/longtake/training/step.py", 78), *_BASE]
+    dump = _still(*(_process(rank, rank, gpu, "backward", world=3) for rank in range(3)))
     verdict = _judge(dump, flights={"gpu07": tmp_path, "gpu08": tmp_path / "none"})
     assert [each.rank for each in verdict.suspects] == [2]
     assert (verdict.missing_in[0].op, verdict.missing_in[0].ranks) == ("nccl:all_reduce", (2,))
@@ -482,7 +482,7 @@ def test_calls_tell_what_is_waited_for(
 
 
 def test_the_driver_s_calls_tell_a_wait_for_the_device() -> None:
-    """Python does not show that `.item()` waits for a card; C's calls do, where they were read."""
+    """Python does not show that `.item()` waits for a GPU; C's calls do, where they were read."""
     native = (("cuStreamSynchronize", "libcuda.so.1", 0),)
     assert classify_wait((_OWN, _STEP), "forward", native) == "device"
     assert classify_wait((_OWN, _STEP), "forward", (("read", "libc.so.6", 0),)) == "nothing"

@@ -128,7 +128,7 @@ def test_what_dead_ranks_have_left_is_taken_away(tmp_path: Path) -> None:
 
 
 # A run of made-up ranks: a program is a list of collectives, each of a group. A rank enqueues its
-# collectives ahead of its card, which does them in order, each when all members have come to it.
+# collectives ahead of its GPU, which does them in order, each when all members have come to it.
 
 
 def _dumps(

@@ -32,7 +32,7 @@ def disk(tmp_path: Path) -> Iterator[RunDirThread]:
 
 def test_a_hook_gets_all_events_in_order(tmp_path: Path, disk: RunDirThread) -> None:
     alerts = AlertQueue(WatchSection(hook=f"cat >> {tmp_path}/got"), disk)
-    events = [{"event": "stalled", "step": 7}, {"event": "went_on", "step": 7}]
+    events = [{"event": "stalled", "step": 7}, {"event": "stall_cleared", "step": 7}]
     for event in events:
         alerts.put(event)
     alerts.close(10.0)
@@ -45,7 +45,7 @@ def test_what_fails_is_said_and_does_not_stop_the_next(
     hook = f'cat >> {tmp_path}/got; echo "no such pager" >&2; exit 3'
     alerts = AlertQueue(WatchSection(hook=hook), disk)
     alerts.put({"event": "stalled"})
-    alerts.put({"event": "went_on"})
+    alerts.put({"event": "stall_cleared"})
     alerts.close(10.0)
     disk.close(2.0)
     said = capsys.readouterr().out
@@ -115,7 +115,7 @@ def test_the_same_culprit_at_the_same_place_is_alerted_to_once(
     ):
         now[0] = at
         reporter.emit("stalled", **_stalled(token, **changes))
-        reporter.emit("went_on", token=token)
+        reporter.emit("stall_cleared", token=token)
     for _ in range(2):
         reporter.emit("stalled", **{**_stalled("nobody"), "suspects": []})
     monkeypatch.undo()
@@ -123,6 +123,6 @@ def test_the_same_culprit_at_the_same_place_is_alerted_to_once(
     disk.close(10.0)
     told = ["first", "elsewhere", "later"]
     assert [each["token"] for each in stage.alerts("stalled")] == [*told, "nobody", "nobody"]
-    assert [each["token"] for each in stage.alerts("went_on")] == told
+    assert [each["token"] for each in stage.alerts("stall_cleared")] == told
     assert len(stage.events("stalled")) == 7
-    assert len(stage.events("went_on")) == 5
+    assert len(stage.events("stall_cleared")) == 5

@@ -113,7 +113,7 @@ def test_what_goes_on_again_is_told(stage: Any) -> None:
     beat = wait_until(lambda: (b := stage.node().read_heartbeat()).get("stalls") and b)
     assert (beat["stall"], beat["stalls"]) == (stalled["token"], 1)
     os.kill(rank, signal.SIGUSR1)
-    (event,) = wait_until(lambda: stage.events("went_on"))
+    (event,) = wait_until(lambda: stage.events("stall_cleared"))
     assert (event["token"], event["rank"], event["phase"]) == (stalled["token"], 0, "forward")
     assert event["seconds"] >= stalled["limit"]
 
@@ -128,7 +128,7 @@ def test_a_run_that_ends_well_leaves_nothing_to_tell(stage: Any) -> None:
     kinds = [
         json.loads(line)["event"] for line in stage.node().events_path.read_text().splitlines()
     ]
-    assert kinds == ["watching"]
+    assert kinds == ["watcher_started"]
     assert stage.node().read_heartbeat()["ended"]
     assert not stage.folder().exists()
 
@@ -187,7 +187,7 @@ def test_a_process_that_moves_on_during_the_dump_is_no_stall(stage: Any) -> None
     found = wait_until(lambda: read_json(diagnosis_path(stage.run, path.stem)))
     assert (found["kind"], found["suspects"]) == ("cleared", [])
     assert wait_until(lambda: stage.node().read_heartbeat()["stall"] == "")
-    assert stage.events("stalled") == stage.events("went_on") == []
+    assert stage.events("stalled") == stage.events("stall_cleared") == []
 
 
 def test_anybody_s_request_is_answered(stage: Any) -> None:
@@ -223,10 +223,10 @@ def test_a_full_disk_is_told_when_there_is_room(stage: Any) -> None:
     resource.prlimit(watcher.pid, resource.RLIMIT_FSIZE, (0, limits[1]))
     stage.rank("dies")
     wait_until(lambda: stage.alerts("disk_full") and stage.alerts("rank_died"))
-    assert [e["event"] for e in _events(node)] == ["watching"]
+    assert [e["event"] for e in _events(node)] == ["watcher_started"]
     resource.prlimit(watcher.pid, resource.RLIMIT_FSIZE, limits)
     kinds = wait_until(lambda: len(found := [e["event"] for e in _events(node)]) == 3 and found)
-    assert sorted(kinds) == ["disk_full", "rank_died", "watching"]
+    assert sorted(kinds) == ["disk_full", "rank_died", "watcher_started"]
 
 
 def _events(node: Any) -> list[dict[str, Any]]:
@@ -246,10 +246,10 @@ def test_one_waits_for_another_and_one_by_hand_says_who_watches(stage: Any) -> N
     time.sleep(0.5)
     first.send_signal(signal.SIGINT)
     assert first.wait(60) == 0
-    wait_until(lambda: len(stage.events("watching")) == 2)
+    wait_until(lambda: len(stage.events("watcher_started")) == 2)
     second.send_signal(signal.SIGINT)
     assert second.wait(60) == 0
-    assert [event["pid"] for event in stage.events("watching")] == [first.pid, second.pid]
+    assert [event["pid"] for event in stage.events("watcher_started")] == [first.pid, second.pid]
 
 
 @pytest.mark.slow
@@ -308,7 +308,7 @@ def test_who_waits_for_the_place_ends_with_the_last_rank(stage: Any) -> None:
     assert second.poll() is None
     stage.end(rank)  # whether it has seen the rank alive or not
     assert second.wait(50) == 0  # and does not wait the minute in which a rank might appear
-    assert stage.events("watching") == []
+    assert stage.events("watcher_started") == []
     lock.release()
 
 
@@ -325,4 +325,4 @@ def test_the_verb_watches_in_the_foreground(stage: Any) -> None:
     process.send_signal(signal.SIGINT)
     assert "ended by SIGINT" in process.stdout.read()
     assert process.wait(60) == 0
-    assert stage.events("watching", socket.gethostname())[0]["by_hand"]
+    assert stage.events("watcher_started", socket.gethostname())[0]["by_hand"]

@@ -61,15 +61,15 @@ def _section(**values: Any) -> OptimizerSection:
 @given(
     steps=st.integers(1, 10_000),
     warmup_steps=st.integers(0, 10_000),
-    final_factor=st.floats(0, 1),
+    min_lr_ratio=st.floats(0, 1),
     schedule=st.sampled_from(["constant", "linear", "cosine"]),
     data=st.data(),
 )
 def test_a_factor_is_a_share(
-    steps: int, warmup_steps: int, final_factor: float, schedule: str, data: st.DataObject
+    steps: int, warmup_steps: int, min_lr_ratio: float, schedule: str, data: st.DataObject
 ) -> None:
     """Whatever the recipe, no step's learning rate leaves [0, 1] of its full value."""
-    section = _section(warmup_steps=warmup_steps, final_factor=final_factor, schedule=schedule)
+    section = _section(warmup_steps=warmup_steps, min_lr_ratio=min_lr_ratio, schedule=schedule)
     step = data.draw(st.integers(0, steps - 1))
     assert 0 <= schedule_factor(step, steps, section) <= 1
 
@@ -84,7 +84,7 @@ def test_the_warmup_rises_in_equal_parts_to_the_full_rate() -> None:
 @pytest.mark.parametrize(("schedule", "middle"), [("linear", 0.6), ("cosine", 0.6)])
 def test_a_descent_ends_at_the_final_factor(schedule: str, middle: float) -> None:
     """The last update has the final factor, the middle one the mean of it and 1."""
-    section = _section(warmup_steps=10, schedule=schedule, final_factor=0.2)
+    section = _section(warmup_steps=10, schedule=schedule, min_lr_ratio=0.2)
     assert schedule_factor(10, 111, section) == 1.0
     assert schedule_factor(60, 111, section) == pytest.approx(middle)
     assert schedule_factor(110, 111, section) == pytest.approx(0.2)
@@ -156,8 +156,8 @@ def test_one_bf16_weight_among_fp32_ones_is_enough() -> None:
 
 @pytest.mark.parametrize("kind", ["muon", "adamw8bit"])
 def test_only_adamw_is_offloaded(kind: str) -> None:
-    """The others' updates are made on the card; said when the recipe is read."""
-    with pytest.raises(ValidationError, match=f'not "{kind}", whose states stay on the card'):
+    """The others' updates are made on the GPU; said when the recipe is read."""
+    with pytest.raises(ValidationError, match=f'not "{kind}", whose states stay on the GPU'):
         _section(kind=kind, offload=True)
 
 

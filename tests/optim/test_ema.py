@@ -24,7 +24,7 @@ def _decay(decay: float, name: str = "main") -> EmaProfile:
 
 
 def _width(width: float, name: str = "main") -> EmaProfile:
-    return EmaProfile(name=name, width=width)
+    return EmaProfile(name=name, sigma_rel=width)
 
 
 def _averaged(values: Sequence[float], *profiles: EmaProfile) -> list[float]:

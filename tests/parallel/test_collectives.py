@@ -43,7 +43,7 @@ def test_a_mistake_of_the_first_is_raised_as_it_is() -> None:
 
 def test_cuda_that_is_not_there_is_refused() -> None:
     rank = torch.cuda.device_count()
-    with pytest.raises(RecipeError, match=rf"has {rank} CUDA cards.*training\.device=cpu"):
+    with pytest.raises(RecipeError, match=rf"has {rank} CUDA GPUs.*training\.device=cpu"):
         pick_device("cuda", local_rank=rank)
 
 
@@ -90,7 +90,7 @@ def _check_that_no_descriptors_are_left_open(world: World) -> None:
 
 
 def _check_that_groups_have_the_timeout_of_all(world: World) -> None:
-    shared = arranged(world, ParallelSection(sequence=2)).sequence_group
+    shared = arranged(world, ParallelSection(context=2)).sequence_group
     assert shared is not None
     every = dist.distributed_c10d._get_default_group()
     found, wanted = (group._get_backend(world.device).options._timeout for group in (shared, every))

@@ -88,7 +88,7 @@ def _check_that_no_more_is_sent_than_used(sharing: TokenSharing) -> None:
 
 
 if __name__ == "__main__":
-    with join("cpu", ParallelSection(sequence=3)) as entered:
+    with join("cpu", ParallelSection(context=3)) as entered:
         assert entered.sequence_group is not None
         for each in _TOTALS:
             _check(entered, TokenSharing(entered.sequence_group), each)

@@ -25,7 +25,7 @@ from longtake.parallel.fsdp import (
 from longtake.parallel.mesh import World, arranged, join
 
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)
-_PROFILES = [EmaProfile(name="fixed", decay=0.9), EmaProfile(name="power", width=0.1)]
+_PROFILES = [EmaProfile(name="fixed", decay=0.9), EmaProfile(name="power", sigma_rel=0.1)]
 
 
 def test_alone_a_model_stays_as_it_is() -> None:

@@ -1,4 +1,4 @@
-"""Which device a name means, on machines with and without cards."""
+"""Which device a name means, on machines with and without GPUs."""
 
 import os
 
@@ -9,16 +9,16 @@ from longtake.errors import RecipeError
 from longtake.parallel.mesh import pick_device
 
 
-def _machine(monkeypatch: pytest.MonkeyPatch, cards: int) -> list[int]:
-    """A machine with so many cards, as far as torch says; returns what became the current one."""
+def _machine(monkeypatch: pytest.MonkeyPatch, gpus: int) -> list[int]:
+    """A machine with so many GPUs, as far as torch says; returns what became the current one."""
     chosen: list[int] = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     return chosen
 
 
 @pytest.mark.parametrize(
-    ("wanted", "cards", "expected"),
+    ("wanted", "gpus", "expected"),
     [
         ("cpu", 2, "cpu"),
         ("auto", 0, "cpu"),
@@ -29,9 +29,9 @@ def _machine(monkeypatch: pytest.MonkeyPatch, cards: int) -> list[int]:
     ],
 )
 def test_names_of_devices(
-    wanted: str, cards: int, expected: str, monkeypatch: pytest.MonkeyPatch
+    wanted: str, gpus: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = _machine(monkeypatch, cards)
+    chosen = _machine(monkeypatch, gpus)
     device = pick_device(wanted)
     assert str(device) == expected
     assert chosen == ([device.index] if device.type == "cuda" else [])
@@ -68,8 +68,8 @@ def test_segments_can_grow_unless_the_user_says_otherwise(
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ("cuda:2", r"no card cuda:2: this machine has 2 CUDA cards, counted from 0"),
-        ("cuda:", "'cuda:' is no device. Expected auto, cpu, cuda, or one card"),
+        ("cuda:2", r"no GPU cuda:2: this machine has 2 CUDA GPUs, counted from 0"),
+        ("cuda:", "'cuda:' is no device. Expected auto, cpu, cuda, or one GPU"),
         ("cuda:-1", "is no device"),
         ("auto:1", "is no device"),
         ("mps", "is no device"),

@@ -1,4 +1,4 @@
-"""What cards can do, by name or by numbers."""
+"""What GPUs can do, by name or by numbers."""
 
 from types import SimpleNamespace
 
@@ -17,13 +17,13 @@ from longtake.planner.devices import (
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_known_cards_are_found_by_name(name: str) -> None:
-    card = device_named(f" {name.upper()} ")
-    assert card is DEVICES[name]
-    assert card.target == "cuda"
-    assert card.flops(torch.bfloat16) > card.flops(torch.float32) > card.bandwidth
-    assert card.total_bytes is not None
-    assert card.total_bytes > 22 * 2**30
+def test_known_gpus_are_found_by_name(name: str) -> None:
+    gpu = device_named(f" {name.upper()} ")
+    assert gpu is DEVICES[name]
+    assert gpu.target == "cuda"
+    assert gpu.flops(torch.bfloat16) > gpu.flops(torch.float32) > gpu.bandwidth
+    assert gpu.total_bytes is not None
+    assert gpu.total_bytes > 22 * 2**30
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ def test_this_processor_is_a_device() -> None:
     assert CPU.total_bytes is None
 
 
-def test_any_card_is_given_by_its_numbers() -> None:
-    card = device_named("312e12, 2.0e12")
-    assert card.flops(torch.bfloat16) == 312e12
-    assert card.flops(torch.float16) == 312e12
-    assert card.flops(torch.float32) == 39e12
-    assert card.bandwidth == 2e12
-    assert card.target == "cuda"
-    assert card.total_bytes is None
+def test_any_gpu_is_given_by_its_numbers() -> None:
+    gpu = device_named("312e12, 2.0e12")
+    assert gpu.flops(torch.bfloat16) == 312e12
+    assert gpu.flops(torch.float16) == 312e12
+    assert gpu.flops(torch.float32) == 39e12
+    assert gpu.bandwidth == 2e12
+    assert gpu.target == "cuda"
+    assert gpu.total_bytes is None
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_numbers_have_to_be_two_and_positive(name: str) -> None:
         device_named(name)
 
 
-def test_recipes_without_a_card_in_their_name() -> None:
+def test_recipes_without_a_gpu_in_their_name() -> None:
     assert device_for("cpu") is CPU
     at_hand = device_for("auto")
     if not torch.cuda.is_available():
@@ -128,9 +128,7 @@ def test_recipes_without_a_card_in_their_name() -> None:
     ("gib", "name"),
     [(None, "rtx4090"), (24, "rtx4090"), (48, "a6000"), (80, "h100"), (141, "h200"), (999, "b200")],
 )
-def test_a_card_that_is_not_here_is_the_smallest_with_the_memory(
-    gib: int | None, name: str
-) -> None:
+def test_a_gpu_that_is_not_here_is_the_smallest_with_the_memory(gib: int | None, name: str) -> None:
     assert device_for("cuda", None if gib is None else gib * 2**30) is DEVICES[name]
 
 

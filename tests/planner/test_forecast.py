@@ -47,7 +47,7 @@ _CASES = {  # and MiB in which only a mixture of options is the fastest
 }
 
 
-def _card(budget_mib: float | None = None, device: DeviceBudget = CPU) -> DeviceBudget:
+def _gpu(budget_mib: float | None = None, device: DeviceBudget = CPU) -> DeviceBudget:
     """All of whose memory is for tensors."""
     memory_bytes = None if budget_mib is None else int(budget_mib * _MIB)
     return replace(device, memory_bytes=memory_bytes)
@@ -57,7 +57,7 @@ def _card(budget_mib: float | None = None, device: DeviceBudget = CPU) -> Device
 def test_numbers_agree_with_each_other(case: str, request: pytest.FixtureRequest) -> None:
     fixture, changes, budget_mib = _CASES[case]
     recipe: Recipe = request.getfixturevalue(fixture)(*changes)
-    known = forecast(recipe, _card(budget_mib))
+    known = forecast(recipe, _gpu(budget_mib))
     budget = known.device.budget_bytes
     assert budget == int(budget_mib * _MIB)
     assert [row.name for row in known.policies] == list(POLICIES)
@@ -89,7 +89,7 @@ def test_numbers_agree_with_each_other(case: str, request: pytest.FixtureRequest
 
 def test_what_stays_in_memory_is_what_the_real_parts_take(small_recipe: _Make) -> None:
     recipe = small_recipe(*_WAN_LORA, "text.max_words=4")
-    known = forecast(recipe, _card())
+    known = forecast(recipe, _gpu())
     parts = assemble(recipe, ["a red circle moving left"], None)
     trained = [p for p in parts.model.parameters() if p.requires_grad]
     numbers, fixed = sum(p.numel() for p in trained), known.static
@@ -121,7 +121,7 @@ def test_each_average_takes_its_place(small_recipe: _Make) -> None:
 
 
 def test_without_a_limit_everything_is_kept(small_recipe: _Make) -> None:
-    known = forecast(small_recipe(_FEW_WORDS), _card())
+    known = forecast(small_recipe(_FEW_WORDS), _gpu())
     assert known.best is not None
     assert set(known.best.options.values()) == {"keep"}
     assert known.best.overhead == 0
@@ -130,12 +130,12 @@ def test_without_a_limit_everything_is_kept(small_recipe: _Make) -> None:
 
 
 def test_what_an_update_takes_is_a_limit_too(small_recipe: _Make) -> None:
-    recipe = small_recipe("training.batch_size=1", "optimizer.kind=muon")
-    known = forecast(recipe, _card())
+    recipe = small_recipe("training.global_batch_size=1", "optimizer.kind=muon")
+    known = forecast(recipe, _gpu())
     assert {row.step_peak_bytes for row in known.policies} == {known.static.update_bytes}
     passes = max(row.peak_bytes for row in known.policies) + known.static.resident
     assert known.static.update_bytes > passes
-    below = forecast(recipe, _card((known.static.update_bytes - 1) / _MIB))
+    below = forecast(recipe, _gpu((known.static.update_bytes - 1) / _MIB))
     assert below.misses
     assert below.best_policy is None
 
@@ -143,11 +143,11 @@ def test_what_an_update_takes_is_a_limit_too(small_recipe: _Make) -> None:
 def test_the_largest_shape_and_one_processs_share_are_planned(tiny_flux: _Make) -> None:
     shapes = [(32, 96), (64, 64), (32, 64)]
     each = ", ".join(f"{{num_frames=1, height={h}, width={w}}}" for h, w in shapes)
-    recipe = tiny_flux(f"data.buckets=[{each}]", "training.batch_size=8")
+    recipe = tiny_flux(f"data.buckets=[{each}]", "training.global_batch_size=8")
     step = outline_step(recipe, CPU, world_size=2)
     assert (step.bucket.height, step.bucket.width) == (64, 64)
     assert (step.micro_batch_size, step.num_micro_batches) == (4, 1)
-    recipe = tiny_flux("training.batch_size=8", "training.micro_batch_size=2")
+    recipe = tiny_flux("training.global_batch_size=8", "training.micro_batch_size=2")
     step = outline_step(recipe, CPU, world_size=2)
     assert (step.micro_batch_size, step.num_micro_batches) == (2, 2)
 
@@ -174,10 +174,10 @@ def test_processes_that_share_a_model_hold_a_part_of_it_each(small_recipe: _Make
     assert mine.step_peak_bytes == mine.peak_bytes + half.resident < theirs.step_peak_bytes
 
 
-def test_an_offloaded_optimizer_leaves_the_card(small_recipe: _Make) -> None:
-    card = _card(device=DEVICES["rtx4090"])
-    inside = forecast(small_recipe(_FEW_WORDS), card)
-    outside = forecast(small_recipe(_FEW_WORDS, "optimizer.offload=true"), card)
+def test_an_offloaded_optimizer_leaves_the_gpu(small_recipe: _Make) -> None:
+    gpu = _gpu(device=DEVICES["rtx4090"])
+    inside = forecast(small_recipe(_FEW_WORDS), gpu)
+    outside = forecast(small_recipe(_FEW_WORDS, "optimizer.offload=true"), gpu)
     assert outside.static.optimizer.device == inside.static.optimizer.host == 0
     assert outside.static.optimizer.host > inside.static.optimizer.device > 8 * inside.num_trainable
     saved = [
@@ -189,7 +189,7 @@ def test_an_offloaded_optimizer_leaves_the_card(small_recipe: _Make) -> None:
 
 def test_what_gets_no_gradient_is_named(small_recipe: _Make, own_module: _Write) -> None:
     module = own_module("tokens + self.first(tokens) * prepared['style']")
-    known = forecast(small_recipe(f"trainable.module={module}"), _card(1))
+    known = forecast(small_recipe(f"trainable.module={module}"), _gpu(1))
     names = ["added_module.second.weight", "added_module.second.bias"]
     assert list(known.gradients.unreached) == names
     assert set(known.gradients.reached) == {
@@ -210,7 +210,7 @@ def test_notes_do_not_stop(tiny_flux: _Make) -> None:
 
     last = "trainable.blocks=['single_transformer_blocks.*']"
     recipe = tiny_flux("trainable.kind=frozen", last, "recompute.policy=all")
-    known = forecast(recipe, _card())
+    known = forecast(recipe, _gpu())
     assert not known.gradients.fatal
     assert known.policies
     note = known.gradients.traps[0]
@@ -226,7 +226,7 @@ def test_a_model_that_asks_for_values_cannot_be_planned(
     line = "self.change(given) if tokens.mean() > 0 else tokens"
     recipe = small_recipe(f"trainable.module={own_module(line)}")
     with pytest.raises(CannotBePlannedError) as refused:
-        forecast(recipe, _card())
+        forecast(recipe, _gpu())
     assert str(refused.value) == (
         f"The model cannot be planned ({tmp_path}/my_adapter.py, line 21: return {line}): a "
         "tensor's value is asked for. A plan runs the model on tensors that have a shape but no "
@@ -247,7 +247,7 @@ def test_a_model_that_does_not_run_is_refused(
 ) -> None:
     recipe = small_recipe(f"trainable.module={own_module(returned)}")
     with pytest.raises(PlanError) as refused:
-        forecast(recipe, _card())
+        forecast(recipe, _gpu())
     where = f"{tmp_path}/my_adapter.py, line 21: return {returned}"
     assert str(refused.value).startswith(f"The model cannot be run ({where}): {reason}")
 
@@ -269,7 +269,7 @@ def test_planning_leaves_no_trace(small_recipe: _Make) -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    forecast(small_recipe(), _card(device=DEVICES["a6000"]))
+    forecast(small_recipe(), _gpu(device=DEVICES["a6000"]))
     torch.testing.assert_close(torch.rand(4), expected, rtol=0, atol=0)
     assert torch.is_grad_enabled()
     assert torch.nn.functional.rms_norm.__module__ == "torch.nn.functional"
@@ -284,8 +284,8 @@ def _suggestions(recipe: Recipe, device: DeviceBudget) -> dict[str, Suggestion]:
 
 def test_what_a_change_is_said_to_take_it_takes(small_recipe: _Make) -> None:
     bucket = "data.buckets=[{num_frames=8, height=96, width=128}]"
-    recipe, card = small_recipe(_FEW_WORDS, _SMALL, bucket), _card(57, DEVICES["rtx4090"])
-    found = _suggestions(recipe, card)
+    recipe, gpu = small_recipe(_FEW_WORDS, _SMALL, bucket), _gpu(57, DEVICES["rtx4090"])
+    found = _suggestions(recipe, gpu)
     assert set(found) == {
         "micro-batches of 2",
         "8 frames of 96x64",
@@ -300,7 +300,7 @@ def test_what_a_change_is_said_to_take_it_takes(small_recipe: _Make) -> None:
         found["optimizer states in 8 bits (needs torchao)"],
     ):
         changed = config.changed(recipe, suggestion.changes)
-        row = forecast(changed, card).policy(suggestion.policy)
+        row = forecast(changed, gpu).policy(suggestion.policy)
         assert (row.step_peak_bytes, row.fits) == (suggestion.step_peak_bytes, suggestion.fits)
     sizes = [suggestion.step_peak_bytes for suggestion in found.values()]
     assert sizes == sorted(sizes)
@@ -309,9 +309,9 @@ def test_what_a_change_is_said_to_take_it_takes(small_recipe: _Make) -> None:
 def test_only_what_helps_is_offered(small_recipe: _Make) -> None:
     lora = [_FEW_WORDS, _SMALL, "trainable.kind=lora", "model.dtype=bf16"]
     lora.append("optimizer.kind=adamw8bit")
-    least = small_recipe(*lora, "trainable.rank=1", "training.batch_size=1")
-    assert _suggestions(least, _card(0.5)) == {}
-    found = _suggestions(small_recipe(*lora), _card(0.5))
+    least = small_recipe(*lora, "trainable.rank=1", "training.global_batch_size=1")
+    assert _suggestions(least, _gpu(0.5)) == {}
+    found = _suggestions(small_recipe(*lora), _gpu(0.5))
     assert list(found) == ["micro-batches of 2", "LoRA of rank 8", "all of these together"]
     *alone, together = found.values()
     assert not any(suggestion.fits for suggestion in alone)
@@ -329,9 +329,9 @@ def test_videos_may_be_shorter_and_encoders_cached(small_recipe: _Make) -> None:
         "temperal_downsample=[true]}",
         "text.kind=transformers",
         "text.config={d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2}",
-        "training.batch_size=1",
+        "training.global_batch_size=1",
     )
-    found = _suggestions(recipe, _card(10))
+    found = _suggestions(recipe, _gpu(10))
     assert found["5 frames of 128x96"].changes == [
         "data.buckets=[{num_frames=5, height=96, width=128}]"
     ]
@@ -339,8 +339,8 @@ def test_videos_may_be_shorter_and_encoders_cached(small_recipe: _Make) -> None:
 
 
 def test_micro_batches_divide_what_a_process_has(small_recipe: _Make) -> None:
-    recipe = small_recipe(_FEW_WORDS, _SMALL, "training.batch_size=10")
-    known = forecast(recipe, _card(2), world_size=2)
+    recipe = small_recipe(_FEW_WORDS, _SMALL, "training.global_batch_size=10")
+    known = forecast(recipe, _gpu(2), world_size=2)
     assert known.step.micro_batch_size == 5
     found = [each.what for each in suggest_changes(known)]
     assert "LoRA instead of all weights" in found
@@ -403,8 +403,8 @@ def test_the_24_gb_example_fits_in_every_phase(monkeypatch: pytest.MonkeyPatch) 
     recipe = config.load(
         _ROOT / "examples" / "wan_1_3b_lora_24gb.toml", ['recompute.memory="24GB"']
     )
-    card = device_budget(recipe)
-    step = outline_step(recipe, card)
+    gpu = device_budget(recipe)
+    step = outline_step(recipe, gpu)
     found = forecast_phases(step)
     assert [phase.name for phase in found] == ["text", "encode", "model", "decode"]
     assert all(phase.fits for phase in found)

@@ -1,4 +1,4 @@
-"""What stands in for CUDA's kernels, against what torch says of them without a card."""
+"""What stands in for CUDA's kernels, against what torch says of them without a GPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -186,7 +186,7 @@ class _Calls(TorchFunctionMode):
 
 @contextmanager
 def _cuda_autocast() -> Iterator[None]:
-    """torch.autocast("cuda") switches itself off where there is no card; the switch works."""
+    """torch.autocast("cuda") switches itself off where there is no GPU; the switch works."""
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", _BF16)
     try:
@@ -200,7 +200,7 @@ def test_autocast_chooses_the_types_that_cudas_chooses(tiny: Any, family: str) -
     """Every function that a model calls under autocast gives the type that torch gives on CUDA.
 
     On CUDA tensors without values torch's own autocast can be asked, as long as no gradient is
-    wanted; indexing needs a real card.
+    wanted; indexing needs a real GPU.
     """
     step = tiny(family, precision="bf16", device=device_named("a6000"))
     mode, calls = step.tracer._fake, _Calls()

@@ -85,7 +85,7 @@ def test_offloaded_states_are_in_the_computers_memory(dtype: torch.dtype, per_nu
     assert optimizer_bytes(network, [], _section(offload=True), "bf16", "cpu") == kept
 
 
-def test_tensors_are_rounded_up_as_on_a_card() -> None:
+def test_tensors_are_rounded_up_as_on_a_gpu() -> None:
     """CUDA's allocator gives each tensor a multiple of 512 bytes."""
     network = nn.Linear(100, 1)  # 400 and 4 bytes
     assert optimizer_bytes(network, [], _section(), "fp32", granule=512).device == 6 * 512

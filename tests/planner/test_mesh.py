@@ -48,7 +48,7 @@ def test_links_are_those_of_the_device_or_given() -> None:
             links_named(wrong, CPU)
 
 
-def test_cards_of_a_node_bear_together_what_leaves_it() -> None:
+def test_gpus_of_a_node_bear_together_what_leaves_it() -> None:
     assert _SHARED.bandwidth(8, 8) == SHARE_OF_LINK * 400e9
     assert _SHARED.bandwidth(64, 8) == SHARE_OF_LINK * 400e9
     assert _SHARED.bandwidth(16, 4) == SHARE_OF_LINK * 200e9
@@ -91,15 +91,19 @@ def _planned(recipe: Recipe, links: Links, world_size: int, per_node: int) -> Me
 
 def test_what_would_help_is_what_comes_of_it(small_recipe: _Make) -> None:
     few = ("text.max_words=24", "model.config={hidden_size=48, num_blocks=2}")
-    sharded = ("parallel.strategy=shard", "training.batch_size=24", "training.precision=bf16")
+    sharded = (
+        "parallel.strategy=shard",
+        "training.global_batch_size=24",
+        "training.precision=bf16",
+    )
     recipe = small_recipe(*few, *sharded, "training.micro_batch_size=1")
     slow = Links(1e9, 0.1e9)
     found = _planned(recipe, slow, 8, 4)
     assert found.exposed_share > 0.5
     assert {tuple(each.changes) for each in found.advice} == {
         ("parallel.strategy=hybrid",),
-        ("parallel.gather=bf16",),
-        ("parallel.strategy=hybrid", "parallel.gather=bf16"),
+        ("parallel.param_dtype=bf16",),
+        ("parallel.strategy=hybrid", "parallel.param_dtype=bf16"),
         ("training.micro_batch_size=2",),
     }
     seconds = [each.step_seconds for each in found.advice]
@@ -125,7 +129,7 @@ def test_what_would_help_is_what_comes_of_it(small_recipe: _Make) -> None:
 
 def test_ranks_that_share_tokens_hold_a_part_of_the_activations(small_recipe: _Make) -> None:
     recipe = small_recipe("text.max_words=24", "model.config={hidden_size=48, num_heads=4}")
-    shared = config.changed(recipe, ["parallel.sequence=2"])
+    shared = config.changed(recipe, ["parallel.context=2"])
     whole, half = outline_step(recipe, CPU), outline_step(shared, CPU, 2)
     assert whole.micro_batch_size == half.micro_batch_size
     traces = [step.tracer.trace({}) for step in (whole, half)]

@@ -170,8 +170,8 @@ def test_a_policy_that_does_not_fit_is_refused_with_one_that_does(small_recipe: 
 
 def test_two_processes_take_half_a_batch_each(small_recipe: _Make) -> None:
     within = ("recompute.policy=all", "recompute.memory=9MiB", "recompute.reserve=0")
-    recipe = small_recipe(*_ONE_BLOCK, *within, "training.batch_size=8")
-    half = small_recipe(*_ONE_BLOCK, *within, "training.batch_size=4")
+    recipe = small_recipe(*_ONE_BLOCK, *within, "training.global_batch_size=8")
+    half = small_recipe(*_ONE_BLOCK, *within, "training.global_batch_size=4")
     plan = make_plan(recipe, "fp32", _OF_TWO)
     alone = make_plan(half, "fp32", _ALONE)
     assert (plan.options, plan.activation_bytes) == (alone.options, alone.activation_bytes)
@@ -179,7 +179,7 @@ def test_two_processes_take_half_a_batch_each(small_recipe: _Make) -> None:
     assert alone.memory is not None
     assert plan.memory.fits
     assert plan.memory.peak_bytes > alone.memory.peak_bytes
-    recipe = small_recipe(*_ONE_BLOCK, *within, "training.batch_size=24")
+    recipe = small_recipe(*_ONE_BLOCK, *within, "training.global_batch_size=24")
     with pytest.raises(PlanError, match=r"micro-batches of 6: "):
         make_plan(recipe, "fp32", _OF_TWO)
 

@@ -238,7 +238,7 @@ from longtake.planner.solver import find_best, sweep_policies
 from longtake.planner.memory import outline_step
 
 begun = time.perf_counter()
-recipe = config.load(Path(sys.argv[1]), ["training.batch_size=1"])
+recipe = config.load(Path(sys.argv[1]), ["training.global_batch_size=1"])
 step = outline_step(recipe, device_named("a6000"))
 found = sweep_policies(step.tracer)
 best = find_best(step.tracer, found, int(44.5 * 2**30))

@@ -559,10 +559,10 @@ def test_a_size_that_the_model_cannot_divide_names_the_preset_and_the_nearest(
         studio.check(_preset(studio, bucket=bucket.model_copy(update={"width": 34})))
 
 
-def test_a_card_that_is_not_there_is_refused(tiny_run: Path) -> None:
+def test_a_gpu_that_is_not_there_is_refused(tiny_run: Path) -> None:
     """One by its number, and what is no device at all."""
     number = torch.cuda.device_count()
-    with pytest.raises(RecipeError, match=f"no card cuda:{number}: this machine has {number}"):
+    with pytest.raises(RecipeError, match=f"no GPU cuda:{number}: this machine has {number}"):
         SamplerLoader(RunDirectory(tiny_run), f"cuda:{number}")
     with pytest.raises(RecipeError, match="'gpu' is no device"):
         SamplerLoader(RunDirectory(tiny_run), "gpu")

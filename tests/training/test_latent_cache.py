@@ -195,7 +195,7 @@ def test_videos_train_from_a_cache_as_from_pixels(
     small_recipe: _Make, straight: _Make, tmp_path: Path, further: list[str]
 ) -> None:
     """Windows, mirrored or not, with captions dropped: equal to the bit, whatever is saved."""
-    changes = ("training.batch_size=6", *further)
+    changes = ("training.global_batch_size=6", *further)
     plain = straight(*changes)
     cached = small_recipe(*_VIDEOS, *changes, _cache_of(tmp_path))
     train(cached, _QUIET)
@@ -248,7 +248,7 @@ def test_real_clips_of_all_shapes_train_from_a_cache(
         "data.windows=3",
         "data.workers=2",
         "training.steps=8",
-        "training.batch_size=2",
+        "training.global_batch_size=2",
     )
     plain = small_recipe(*changes, f"out={tmp_path / 'plain'}")
     train(plain, _QUIET)
@@ -329,8 +329,8 @@ def test_a_full_cache_needs_neither_clips_nor_encoders(
     shutil.copytree(shapes_catalog.parent, folder)
     catalog = folder / "catalog.parquet"
     index([folder / "clips"], captions=folder / "clips/captions.jsonl", out=catalog, workers=0)
-    plain = straight("training.batch_size=6")
-    changes = (*_VIDEOS, "training.batch_size=6", f"data.catalog={catalog}")
+    plain = straight("training.global_batch_size=6")
+    changes = (*_VIDEOS, "training.global_batch_size=6", f"data.catalog={catalog}")
     cached = small_recipe(*changes, _cache_of(tmp_path))
     facts = cache_ahead(cached, _QUIET)
     assert facts["latents"] == {"present": 0, "computed": 64}
@@ -425,8 +425,8 @@ def test_damaged_entries_are_computed_again(
     small_recipe: _Make, straight: _Make, tmp_path: Path
 ) -> None:
     """Truncated ones before the first step, so that training is what it would have been."""
-    plain = straight("training.batch_size=6")
-    cached = small_recipe(*_VIDEOS, "training.batch_size=6", _cache_of(tmp_path))
+    plain = straight("training.global_batch_size=6")
+    cached = small_recipe(*_VIDEOS, "training.global_batch_size=6", _cache_of(tmp_path))
     cache_ahead(cached, _QUIET)
     whole = {path: path.read_bytes() for path in _entries(cached)}
     latents, prompts = _entries(cached, "latents"), _entries(cached, "prompts")
@@ -439,7 +439,7 @@ def test_damaged_entries_are_computed_again(
 
 def test_an_entry_that_rots_is_never_trained_on(small_recipe: _Make, tmp_path: Path) -> None:
     """Its clip is left out and named, as a damaged clip is; the next launch has it again."""
-    changes = (*_VIDEOS, "data.flip=0.0", "data.windows=1", "training.batch_size=8")
+    changes = (*_VIDEOS, "data.flip=0.0", "data.windows=1", "training.global_batch_size=8")
     # One epoch: whoever reads the entry a second time finds that it was removed.
     cached = small_recipe(*changes, _cache_of(tmp_path), "training.steps=2")
     cache_ahead(cached, _QUIET)
@@ -488,7 +488,12 @@ def test_clips_that_cannot_be_decoded_are_left_out_as_in_training(
     small_recipe: _Make, damaged: Path, tmp_path: Path
 ) -> None:
     """At the same steps, for the same reasons, in the same state; and after a resume too."""
-    changes = (*_VIDEOS, f"data.catalog={damaged}", "training.batch_size=8", "training.steps=8")
+    changes = (
+        *_VIDEOS,
+        f"data.catalog={damaged}",
+        "training.global_batch_size=8",
+        "training.steps=8",
+    )
     plain = small_recipe(*changes, f"out={tmp_path / 'plain'}")
     train(plain, _QUIET)
     assert len(_rejected(plain)) == 4
@@ -517,7 +522,7 @@ def test_a_decoder_that_hangs_while_the_cache_is_filled_is_written_down(
         "data.sample_timeout_seconds=1",
         "data.windows=1",
         "data.flip=0.0",
-        "training.batch_size=16",
+        "training.global_batch_size=16",
         "training.steps=1",
     )
     train(recipe, _QUIET)

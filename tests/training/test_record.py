@@ -31,7 +31,9 @@ def _events(recipe: Recipe, kind: str) -> list[dict[str, Any]]:
 
 def test_a_step_has_one_row_of_numbers(small_recipe: Callable[..., Recipe]) -> None:
     """The documented keys; times that add up to the wall's; as many FLOPs in every step."""
-    recipe = small_recipe("training.steps=20", "training.batch_size=8", "checkpoint.every=100")
+    recipe = small_recipe(
+        "training.steps=20", "training.global_batch_size=8", "checkpoint.every=100"
+    )
     began = time.time()
     outcome = train(recipe, _QUIET)
     run = RunDirectory(recipe.out)
@@ -86,7 +88,7 @@ def test_a_save_is_no_wait_for_data(
 
 def test_epochs_and_checkpoints_are_events(small_recipe: Callable[..., Recipe]) -> None:
     """64 clips in batches of 32 make an epoch of two steps; without a curriculum one stage."""
-    recipe = small_recipe("training.batch_size=32", "training.steps=5", "checkpoint.every=2")
+    recipe = small_recipe("training.global_batch_size=32", "training.steps=5", "checkpoint.every=2")
     train(recipe, _QUIET)
     assert [(e["epoch"], e["step"]) for e in _events(recipe, "epoch")] == [(0, 0), (1, 2), (2, 4)]
     assert [(e["stage"], e["step"]) for e in _events(recipe, "stage")] == [("all", 0)]
@@ -97,7 +99,9 @@ def test_epochs_and_checkpoints_are_events(small_recipe: Callable[..., Recipe]) 
 def test_stages_are_events(small_recipe: Callable[..., Recipe]) -> None:
     """Each where its first step is, with its catalog; epochs are counted in each anew."""
     stages = "[{name='a', epochs=1}, {name='b', steps=1}, {name='c'}]"
-    recipe = small_recipe("training.batch_size=32", "training.steps=5", f"data.stages={stages}")
+    recipe = small_recipe(
+        "training.global_batch_size=32", "training.steps=5", f"data.stages={stages}"
+    )
     train(recipe, _QUIET)
     found = [(e["stage"], e["source"], e["step"]) for e in _events(recipe, "stage")]
     assert found == [("a", "catalog", 0), ("b", "catalog", 2), ("c", "catalog", 3)]
@@ -121,7 +125,10 @@ def test_clips_that_are_gone_are_named_once(
 ) -> None:
     """Training goes on without them, over epochs; each has one event with its reason."""
     recipe = small_recipe(
-        f"data.catalog={clips}", "training.batch_size=32", "training.steps=6", "data.memory_gib=0"
+        f"data.catalog={clips}",
+        "training.global_batch_size=32",
+        "training.steps=6",
+        "data.frame_cache_gib=0",
     )
     outcome = train(recipe, _QUIET)
     assert outcome.end_step == 6
@@ -146,7 +153,9 @@ def test_a_step_of_which_nothing_can_be_decoded_is_counted_and_learns_nothing(
     lost = sorted((clips.parent / "clips").glob("*.mp4"))[1:12]
     for path in lost:
         path.unlink()
-    recipe = small_recipe(f"data.catalog={clips}", "training.batch_size=1", "training.steps=64")
+    recipe = small_recipe(
+        f"data.catalog={clips}", "training.global_batch_size=1", "training.steps=64"
+    )
     train(recipe, _QUIET)
     run = RunDirectory(recipe.out)
     assert len(run.metrics()) == 64 - 14
@@ -171,7 +180,11 @@ def test_too_many_damaged_clips_end_the_run(
     """The recipe's limit is kept, and the message names it."""
     for path in sorted((clips.parent / "clips").glob("*.mp4"))[:3]:
         path.write_bytes(path.read_bytes()[:200])
-    changes = ("training.batch_size=32", "data.max_quarantined_clips=5", "data.memory_gib=0")
+    changes = (
+        "training.global_batch_size=32",
+        "data.max_quarantined_clips=5",
+        "data.frame_cache_gib=0",
+    )
     recipe = small_recipe(f"data.catalog={clips}", *changes)
     with pytest.raises(DataError, match=r"data\.max_quarantined_clips = 5"):
         train(recipe, _QUIET)

@@ -205,7 +205,7 @@ def test_a_run_says_whether_it_is_running_stalled_dead_or_finished(
     node = NodeDirectory(run, "vm")
     node.append_event("stalled", token="t", step=2, sentence="it hangs")
     assert state(run).kind == "stalled"
-    node.append_event("went_on", token="t", step=2)
+    node.append_event("stall_cleared", token="t", step=2)
     assert state(run).kind == "running"
     path.write_text(json.dumps({**record, "started": 1}))  # a process with this pid that is gone
     assert state(run).kind == "dead"

@@ -67,7 +67,7 @@ def test_a_watcher_that_dies_is_replaced_and_nothing_is_left(
     recipe = small_recipe("watch.enabled=true")
     train(recipe, _QUIET)
     events = [event["event"] for event in read_events(RunDirectory(recipe.out))]
-    assert (events.count("watching"), events.count("finished")) == (2, 1)
+    assert (events.count("watcher_started"), events.count("finished")) == (2, 1)
     assert not events.count("rank_died")
     _until(lambda: not _watcher(recipe) and not heartbeat_dir(recipe.out).exists())
 
@@ -209,7 +209,7 @@ _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def _section(*, compiles: bool) -> TrainingSection:
-    return TrainingSection(steps=1, batch_size=1, compile=compiles)
+    return TrainingSection(steps=1, global_batch_size=1, compile=compiles)
 
 
 def test_it_is_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

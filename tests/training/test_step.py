@@ -54,7 +54,7 @@ def _state(recipe: Recipe, tmp_path: Path) -> TrainingState:
 
 
 def _batches(recipe: Recipe, count: int) -> Iterator[Batch]:
-    loader = Loader(recipe.data, batch_size=recipe.training.batch_size, seed=recipe.seed)
+    loader = Loader(recipe.data, batch_size=recipe.training.global_batch_size, seed=recipe.seed)
     return loader.batches(count)
 
 
@@ -73,7 +73,7 @@ def test_micro_batches_change_no_loss(
     """Gradients that are accumulated over parts of a batch are the batch's."""
     curves = []
     for micro in ((), ("training.micro_batch_size=4",), ("training.micro_batch_size=2",)):
-        recipe = small_recipe("training.batch_size=8", f"optimizer.kind={kind}", *micro)
+        recipe = small_recipe("training.global_batch_size=8", f"optimizer.kind={kind}", *micro)
         state, losses = _state(recipe, tmp_path), []
         for batch in _batches(recipe, 12):
             losses.append(sum(compute_gradients(_session(recipe), state, batch).losses) / 8)
@@ -118,7 +118,7 @@ def test_stand_ins_change_nothing(
     small_recipe: Callable[..., Recipe], tmp_path: Path, micro: tuple[str, ...]
 ) -> None:
     """Loss, norm and gradient are those of the smaller batch without them, wherever they lie."""
-    recipe = small_recipe("training.batch_size=8", "optimizer.max_grad_norm=0.05", *micro)
+    recipe = small_recipe("training.global_batch_size=8", "optimizer.max_grad_norm=0.05", *micro)
     (batch,) = _batches(recipe, 1)
     order = [0, 4, 1, 4, 2, 3, 4, 4]  # the fifth stands in for three others
     padded = _part(batch, order)
@@ -127,7 +127,7 @@ def test_stand_ins_change_nothing(
     for each in (_part(batch, [0, 1, 2, 3, 4]), padded):
         state = _state(recipe, tmp_path)
         losses = compute_gradients(_session(recipe), state, each).losses
-        scale = recipe.training.batch_size / 5
+        scale = recipe.training.global_batch_size / 5
         loss_sum = sum(
             weight * loss for weight, loss in zip(each.weights.tolist(), losses, strict=True)
         )
@@ -165,7 +165,7 @@ def test_a_samples_randomness_is_its_own(
     small_recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
     """Noise, sigma and caption dropout follow a sample's seed into any other batch."""
-    recipe = small_recipe("training.batch_size=32", "data.caption_dropout=0.5")
+    recipe = small_recipe("training.global_batch_size=32", "data.caption_dropout=0.5")
     parts = _state(recipe, tmp_path).components
     (batch,) = _batches(recipe, 1)
     order = torch.randperm(32, generator=torch.Generator().manual_seed(0)).tolist()[:20]
@@ -185,7 +185,7 @@ def test_noise_is_standard_normal_and_sigmas_lie_in_their_range(
     small_recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
     """Over a batch of 64, 1.5 million numbers; no sigma is outside [0, 1]."""
-    recipe = small_recipe("training.batch_size=64", "flow.mean=0")
+    recipe = small_recipe("training.global_batch_size=64", "flow.logit_mean=0")
     parts = _state(recipe, tmp_path).components
     (batch,) = _batches(recipe, 1)
     examples = prepare(batch, parts, recipe, _ALONE.device)
@@ -207,7 +207,7 @@ _ENCODED = (
     "temperal_downsample=[true]}",
     "text.kind=transformers",
     "text.config={d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4}",
-    "training.batch_size=7",
+    "training.global_batch_size=7",
 )
 
 
@@ -247,7 +247,7 @@ def test_latents_from_a_cache_are_taken_as_they_are(
     small_recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
     """With the embeddings of no caption where one is dropped; noise and sigmas as from pixels."""
-    halves = "training.batch_size=6", "training.micro_batch_size=2"
+    halves = "training.global_batch_size=6", "training.micro_batch_size=2"
     recipe = small_recipe(*_ENCODED, "data.caption_dropout=0.5", *halves)
     parts = _state(recipe, tmp_path).components
     (batch,) = _batches(recipe, 1)
@@ -305,7 +305,7 @@ def _batch(weights: list[float], rejected: tuple[tuple[str, int], ...] = ()) -> 
 
 
 def _as_one_of_two() -> None:
-    with join("cpu", ParallelSection(sequence=2)) as world:
+    with join("cpu", ParallelSection(context=2)) as world:
         assert (world.data_rank, world.data_size) == (0, 1)
         assert world.speaks_for_data == world.is_first
         mine = [_batch([1, 0, 1, 1], (("aa", 1),)), _batch([1, 1, 1, 0], (("bb", 2),))][world.rank]

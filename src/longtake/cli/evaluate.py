@@ -89,7 +89,7 @@ def evaluate(
         say.result(ended)
     elif ended["stopped_by"]:
         say.line(f"Stopped by {ended['stopped_by']}.")
-    elif not (ended["evaluated"] or ended["failed"] or ended["wrong"]):
+    elif not (ended["evaluation_finished"] or ended["failed"] or ended["wrong"]):
         say.line(_NOTHING)
     if ended["stopped_by"]:
         raise typer.Exit(128 + signal.Signals[ended["stopped_by"]])

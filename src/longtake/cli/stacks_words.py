@@ -23,7 +23,7 @@ _DOING = {
     "checkpoint": "saving a checkpoint",
     "save": "waiting for a checkpoint",
     "rollback": "going back",
-    "evaluate": "evaluating",
+    "evaluate": "evaluation_started",
     "idle": "idle",
     "decode": "decoding",
     "ended": "at its end",

@@ -287,7 +287,7 @@ class Loader:
         self._step = 0
         self._requested_skips: tuple[Span, ...] = ()
         self._skipped = SkippedRanges()
-        self._frame_cache = FrameCache(data.memory_gib * 2**30)
+        self._frame_cache = FrameCache(data.frame_cache_gib * 2**30)
         self._incidents: list[WorkerIncident] = []
         self._failures: dict[str, str] = {}
         self._clips: dict[tuple[int, int], Clip] = {}

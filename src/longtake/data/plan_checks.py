@@ -105,7 +105,7 @@ def review_catalogs(recipe: Recipe) -> list[str]:
         return []
     try:
         catalogs = {name: Catalog.load(path) for name, path in data.sources().items()}
-        plan = begin(catalogs, data, training.batch_size, recipe.seed)
+        plan = begin(catalogs, data, training.global_batch_size, recipe.seed)
         return review(plan, data, training.steps)
     except DataError as error:
         return [f"training would refuse its data: {error}"]

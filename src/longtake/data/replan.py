@@ -615,7 +615,7 @@ def _describe(
         if order[key] != last["order"].get(key):
             lines.append(f"data.{key} was {last['order'].get(key)!r} and is {order[key]!r}")
     if batch_size != last["batch_size"]:
-        lines.append(f"training.batch_size was {last['batch_size']} and is {batch_size}")
+        lines.append(f"training.global_batch_size was {last['batch_size']} and is {batch_size}")
     return lines
 
 

@@ -438,7 +438,7 @@ def show(
         result["catalogs"] = facts
     plan = None
     if recipe is not None:
-        plan = begin(catalogs, recipe.data, recipe.training.batch_size, recipe.seed)
+        plan = begin(catalogs, recipe.data, recipe.training.global_batch_size, recipe.seed)
         result |= plan_summary(plan, recipe)
         if review_captions is not None:
             captions = [text for catalog in catalogs.values() for text in catalog.captions()]

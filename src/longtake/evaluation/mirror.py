@@ -616,7 +616,9 @@ class MirrorThread:
                 return
             for pulled in mirror.pull(remote, [step]):
                 facts = {"step": pulled.step, "bytes": pulled.bytes}
-                pending.log("pulled", source=source, **facts, seconds=round(pulled.seconds, 3))
+                pending.log(
+                    "checkpoint_synced", source=source, **facts, seconds=round(pulled.seconds, 3)
+                )
         # What is here already waits for its turn, even if it is no longer there.
         mirror.prune(remote.mirror, {*steps, *(task.step for task in pending.look())})
         pending.report_missed(source=source)

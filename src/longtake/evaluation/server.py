@@ -89,7 +89,7 @@ def evaluate(options: ServerOptions, device: str, console: Console) -> dict[str,
     return {
         "server": server.name,
         "stopped_by": stop.reason,
-        "evaluated": server.evaluated,
+        "evaluation_finished": server.evaluated,
         "failed": sorted(server.failed),
         "wrong": report.num_wrong,
     }
@@ -216,7 +216,7 @@ class EvaluationServer:
 
     def _work_on(self, pending: PendingTasks, claim: Claim) -> None:
         task, keeper = claim.task, self._keeper
-        pending.log("evaluating", **task.facts)
+        pending.log("evaluation_started", **task.facts)
         with keeper.working_on(task), self._report.progress_bar(task) as bar:
 
             def show(what: str, done: int, total: int) -> None:
@@ -253,10 +253,10 @@ class EvaluationServer:
         self.evaluated.append(scores)
         self.failed.discard(str(task))
         facts: dict[str, Any] = {"seconds": scores["seconds"], "alarms": len(scores["alarms"])}
-        pending.log("evaluated", **task.facts, **facts)
+        pending.log("evaluation_finished", **task.facts, **facts)
         for alarm in scores["alarms"]:
             if alarm["kind"] == "drift":
-                pending.log("drifting", **task.facts, **alarm)
+                pending.log("drift_alert", **task.facts, **alarm)
         self._report.evaluated(task, scores)
         self._mirror.push_soon()
 

@@ -155,7 +155,9 @@ def _attempts(run: RunDirectory, step: int) -> list[dict[str, Any]]:
 
 def expect_evaluated_once(evidence: Evidence, run: RunDirectory, steps: Iterable[int]) -> None:
     """Expect one whole result of each of some checkpoints, and no remains of others."""
-    told = Counter(each["step"] for each in server_events(run) if each["event"] == "evaluated")
+    told = Counter(
+        each["step"] for each in server_events(run) if each["event"] == "evaluation_finished"
+    )
     for step in steps:
         ends = [each["ended"] for each in _attempts(run, step)]
         evidence.expect(
@@ -266,7 +268,7 @@ def two_evaluators(sandbox: Sandbox) -> Evidence:
 
 def expect_shared(evidence: Evidence, run: RunDirectory, servers: Sequence[str]) -> "Counter[str]":
     """Expect that each server evaluated something; returns how many checkpoints each did."""
-    evaluated = (each for each in server_events(run) if each["event"] == "evaluated")
+    evaluated = (each for each in server_events(run) if each["event"] == "evaluation_finished")
     shares = Counter(each["server"] for each in evaluated)
     for server in servers:
         evidence.expect(shares[server] > 0, f"server {server} has evaluated nothing")
@@ -354,7 +356,9 @@ def expect_held(evidence: Evidence, run: RunDirectory, seen: HeldCheckpoints) ->
         len(seen.deleted) == _DELETIONS,
         f"{len(seen.deleted)} checkpoints were deleted under the server, not {_DELETIONS}",
     )
-    claimed = sorted({each["step"] for each in server_events(run) if each["event"] == "evaluating"})
+    claimed = sorted(
+        {each["step"] for each in server_events(run) if each["event"] == "evaluation_started"}
+    )
     ends = {step: _ends(run, step) for step in claimed}
     for step, found in ends.items():
         # The run's retention may be faster than a claim, but must keep what is held.
@@ -394,13 +398,13 @@ def half_synced_checkpoint(sandbox: Sandbox) -> Evidence:
     _copy(trainer, run, late, weights="half")
     _copy(trainer, run, early)
     with EvaluatorProcess(site, "--presets", _PRESETS, "--follow") as server:
-        server.wait_for_report("evaluated", early)
+        server.wait_for_report("evaluation_finished", early)
         is_untouched = not _attempts(run, late)
         _copy(trainer, run, late, weights="garbled")
         server.wait_for_report("evaluation_failed", late)
         _copy(trainer, run, late)
         at = time.monotonic()
-        server.wait_for_report("evaluated", late)
+        server.wait_for_report("evaluation_finished", late)
         seconds = time.monotonic() - at
         os.kill(server.pid, signal.SIGTERM)
         server.finish(expected=128 + signal.SIGTERM)

@@ -141,7 +141,9 @@ class Evidence:
             f"longtake data audit counts {found} and the drill {ours} ({', '.join(names)})",
         )
         self.steps_lost = steps_given_up(run)
-        self.samples_skipped = counts.skipped + len(steps_skipped(run)) * recipe.training.batch_size
+        self.samples_skipped = (
+            counts.skipped + len(steps_skipped(run)) * recipe.training.global_batch_size
+        )
 
     def expect_equal(
         self, run: RunDirectory, undisturbed: RunDirectory, until: int | None = None

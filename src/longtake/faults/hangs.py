@@ -122,7 +122,7 @@ def hung_rank_stopped(sandbox: Sandbox) -> Evidence:
         hang = process.wait_for_hang()
         sentence = _expect_rank_named(evidence, process, site, hang)
         os.kill(hang.pid, signal.SIGCONT)
-        cleared = process.wait_for_node_event("went_on")
+        cleared = process.wait_for_node_event("stall_cleared")
         process.finish()
         _expect_one_stall(evidence, process)
     evidence.expect(cleared is not None, "no event says that the stall ended")

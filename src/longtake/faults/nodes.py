@@ -250,7 +250,7 @@ def dead_watcher(sandbox: Sandbox) -> Evidence:
         pid = process.wait_for_watcher()
         os.kill(pid, signal.SIGKILL)
         at = time.monotonic()
-        found = process.wait_for_node_event("watching", lambda event: event["pid"] != pid)
+        found = process.wait_for_node_event("watcher_started", lambda event: event["pid"] != pid)
         process.finish()
     none = f"no watcher has replaced process {pid}"
     evidence.expect_event(found, at, none, within=_NEW_WATCHER_SECONDS)

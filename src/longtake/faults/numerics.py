@@ -184,7 +184,7 @@ def expect_skip(evidence: Evidence, site: TrainingSite, at: int, undisturbed: Tr
 def guard_reports(run: RunDirectory) -> list[dict[str, Any]]:
     """Events of what the guard found, oldest first."""
     events = read_json_lines(run.events_path)
-    return [event for event in events if event["event"] in ("skipped", "suspected")]
+    return [event for event in events if event["event"] in ("skipped", "anomaly_detected")]
 
 
 def relative_end_loss(run: RunDirectory, undisturbed: RunDirectory) -> float:

@@ -88,16 +88,16 @@ out = "run"
 data.catalog = "data/catalog.parquet"
 data.buckets = [{{ num_frames = 8, height = 32, width = 32 }}]
 data.workers = 2
-data.memory_gib = 0                 # so that every epoch decodes every clip
+data.frame_cache_gib = 0                 # so that every epoch decodes every clip
 data.sample_timeout_seconds = {SAMPLE_TIMEOUT_SECONDS}
 model.family = "tubelet"
 model.config = {{ hidden_size = 48, num_blocks = 2 }}
 text.max_tokens = 6
-flow.mean = 2.0
+flow.logit_mean = 2.0
 optimizer.learning_rate = 3e-3
 optimizer.warmup_steps = 4
 training.steps = {steps}
-training.batch_size = {BATCH_SIZE}
+training.global_batch_size = {BATCH_SIZE}
 training.device = "cpu"
 training.precision = "fp32"
 ema.decay = 0.9

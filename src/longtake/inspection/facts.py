@@ -36,7 +36,7 @@ _BATCH_EVENTS = ("stage", "epoch", "sample_rejected", "decoder_stalled", "decode
 """Their `step` is the number of a batch."""
 _NEXT_STEP_EVENTS = ("stalled", "rank_died", "rank_failed", "killed_rank", "restarted_worker")
 """Their `step` counts the steps that were done before; they happened in the next."""
-_VERDICT_EVENTS = ("skipped", "suspected")
+_VERDICT_EVENTS = ("skipped", "anomaly_detected")
 INCIDENT_EVENTS = (
     *_NEXT_STEP_EVENTS,
     *("decoder_stalled", "decoder_died", "clock_stepped", "clock_slewed", "degraded"),

@@ -86,7 +86,7 @@ def print_steps(console: Console, facts: Mapping[str, Any]) -> None:
 def said(event: Mapping[str, Any]) -> str:
     """What an event says, in a line for people."""
     kind, step = event["event"], event.get("at")
-    if kind in ("skipped", "suspected"):
+    if kind in ("skipped", "anomaly_detected"):
         return f"step {step}: {_words(event['verdict'])}: {event['message']}"
     if kind == "rolled_back":
         first, end = event["skipped"]

@@ -471,6 +471,6 @@ class _SharingProcessor:
             raise ModelError(
                 f"{type(self._processor).__name__} attends in another way than by torch's "
                 "scaled_dot_product_attention, so ranks cannot share its tokens. Set diffusers' "
-                'attention backend "native", or parallel.sequence = 1.'
+                'attention backend "native", or parallel.context = 1.'
             )
         return mixed

@@ -264,15 +264,15 @@ def latent_shape(codec: Codec, bucket: Bucket, patch: Sequence[int] = NO_PATCH) 
 
 
 def refuse_sharing(parts: Components, recipe: Recipe) -> None:
-    """Refuse a recipe whose ranks cannot share the model's tokens (`parallel.sequence`).
+    """Refuse a recipe whose ranks cannot share the model's tokens (`parallel.context`).
 
     Raises:
         RecipeError: heads do not divide, a clip has too few tokens, or an added module reads them.
     """
-    size = recipe.parallel.sequence
+    size = recipe.parallel.context
     if size == 1:
         return
-    asked = f"parallel.sequence = {size}: so many processes share the tokens of each clip, "
+    asked = f"parallel.context = {size}: so many processes share the tokens of each clip, "
     if (heads := parts.family.num_heads(parts.model)) % size:
         fits = ", ".join(str(n) for n in range(1, heads + 1) if not heads % n)
         raise RecipeError(
@@ -282,7 +282,7 @@ def refuse_sharing(parts: Components, recipe: Recipe) -> None:
     if recipe.trainable.module is not None:
         raise RecipeError(
             f"{asked}but trainable.module {recipe.trainable.module} reads all tokens of a "
-            "clip after a block. Set parallel.sequence = 1, or leave the module out."
+            "clip after a block. Set parallel.context = 1, or leave the module out."
         )
     for bucket in recipe.data.shapes():
         num_tokens = parts.family.num_tokens(parts.model, latent_shape(parts.codec, bucket))

@@ -35,7 +35,7 @@ from longtake.trust import is_own
 _T = TypeVar("_T")
 _MAX_LINES = 1000
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_QUIET: frozenset[NodeEventKind] = frozenset({"watching", "clock_slewed"})
+_QUIET: frozenset[NodeEventKind] = frozenset({"watcher_started", "clock_slewed"})
 _SECONDS_BETWEEN_EQUAL_ALERTS = 600.0
 _HOOK_SECONDS = 10.0
 _MAX_ALERTS = 100
@@ -233,7 +233,7 @@ class EventReporter:
     def _is_known(self, kind: NodeEventKind, fields: dict[str, Any]) -> bool:
         """Whether people know of this cause at this place, or were not told of what is over."""
         token = str(fields.get("token", ""))
-        if kind == "went_on":
+        if kind == "stall_cleared":
             return token in self._quiet_tokens
         if kind != "stalled" or not fields.get("suspects"):
             return False

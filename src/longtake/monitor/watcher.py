@@ -201,7 +201,7 @@ class _Watcher:
         settings, by_hand = self._target.settings, self._target.by_hand
         names = ("action", "factor", "min_seconds", "max_seconds")
         limits = {name: getattr(settings, name) for name in names}
-        self._reporter.emit("watching", pid=os.getpid(), by_hand=by_hand, **limits)
+        self._reporter.emit("watcher_started", pid=os.getpid(), by_hand=by_hand, **limits)
         with suppress(OSError):  # afterwards the node's folder exists
             self._disk.ask(lambda: None, _BEGIN_SECONDS)
         self._service.start()
@@ -397,7 +397,7 @@ class StallDetector:
         if self._service.outcome(stall.token) == "stalled" and stall.is_asker and after:
             seconds = round(stall.seconds + snapshot.now - stall.at, 1)
             self._reporter.emit(
-                "went_on",
+                "stall_cleared",
                 token=stall.token,
                 **{name: getattr(before, name) for name in ("role", "rank", "pid", "phase")},
                 step=run_step(before, snapshot.living),

@@ -108,7 +108,7 @@ def schedule_factor(step: int, steps: int, section: OptimizerSection) -> float:
         "linear": 1 - done,
         "cosine": 0.5 * (1 + math.cos(math.pi * done)),
     }[section.schedule]
-    return section.final_factor + (1 - section.final_factor) * remaining
+    return section.min_lr_ratio + (1 - section.min_lr_ratio) * remaining
 
 
 # --- AdamW with 8-bit states ------------------------------------------------------------------

@@ -88,12 +88,12 @@ def beta_of(profile: EmaProfile, num_updates: int) -> float:
     i^gamma, whatever the run's length (Karras et al., "Analyzing and Improving the Training
     Dynamics of Diffusion Models", 2023, section 3.1).
     """
-    if profile.width is None:
+    if profile.sigma_rel is None:
         assert profile.decay is not None, profile
         return min(profile.decay, (1 + num_updates) / (10 + num_updates))
     if num_updates <= 1:
         return 0.0
-    return math.exp((gamma_of(profile.width) + 1) * math.log1p(-1 / num_updates))
+    return math.exp((gamma_of(profile.sigma_rel) + 1) * math.log1p(-1 / num_updates))
 
 
 @cache

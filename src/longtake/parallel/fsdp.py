@@ -25,7 +25,7 @@ def apply_fsdp(
 ) -> None:
     """Shard (or replicate) each block and then the rest onto the device; alone, just move it.
 
-    The model comes on the CPU: a card never holds more of it than its share and one block.
+    The model comes on the CPU: a GPU never holds more of it than its share and one block.
 
     Parameters become DTensors of the dtype that they have. Their gradients are added up over ranks
     in fp32. The arithmetic's precision is autocast's business, the same on one process and on many.

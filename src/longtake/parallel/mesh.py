@@ -91,7 +91,7 @@ def join(device: Device, section: ParallelSection, records: Path | None = None) 
             for; None: they record nothing.
 
     Raises:
-        RecipeError: CUDA is asked for where there is none, or too few cards for the processes; or
+        RecipeError: CUDA is asked for where there is none, or too few GPUs for the processes; or
             their number does not divide as the section wants it.
         LostPeerError: another process ended while this one waited for it.
     """
@@ -152,8 +152,8 @@ def _meeting(rank: int, size: int) -> dict[str, Any]:
 def arranged(world: World, section: ParallelSection) -> World:
     """The same ranks, sharing model and clips as a section says; a collective of all of them."""
     mesh = _mesh(world.device.type, world.size, shard_size(section, world.size))
-    group = _sequence_group(world.device.type, world.size, section.sequence)
-    return replace(world, mesh=mesh, sequence_size=section.sequence, sequence_group=group)
+    group = _sequence_group(world.device.type, world.size, section.context)
+    return replace(world, mesh=mesh, sequence_size=section.context, sequence_group=group)
 
 
 def _tells_of_a_lost_peer(error: RuntimeError) -> bool:
@@ -174,27 +174,27 @@ def pick_device(wanted: str, local_rank: int = 0) -> torch.device:
     """The device a process runs on.
 
     Args:
-        wanted: `cpu`; `cuda`: the card of this process; `auto`: the same where there is a card,
-            else the CPU; `cuda:1`: that very card, counted from 0.
+        wanted: `cpu`; `cuda`: the GPU of this process; `auto`: the same where there is a GPU,
+            else the CPU; `cuda:1`: that very GPU, counted from 0.
         local_rank: the process's number on this machine.
 
     Raises:
-        RecipeError: CUDA is asked for where there is none, or has no card for this process.
+        RecipeError: CUDA is asked for where there is none, or has no GPU for this process.
     """
     _use_expandable_segments()
-    cards = torch.cuda.device_count()
-    if wanted == "cpu" or (wanted == "auto" and not cards):
+    gpus = torch.cuda.device_count()
+    if wanted == "cpu" or (wanted == "auto" and not gpus):
         return torch.device("cpu")
     kind, colon, number = wanted.partition(":")
     if kind not in ("auto", "cuda") or (colon and (kind == "auto" or not number.isdecimal())):
         raise RecipeError(
-            f"{wanted!r} is no device. Expected auto, cpu, cuda, or one card, such as cuda:1."
+            f"{wanted!r} is no device. Expected auto, cpu, cuda, or one GPU, such as cuda:1."
         )
-    card = int(number) if colon else local_rank
-    if card >= cards:
-        raise RecipeError(_no_card(wanted, local_rank, cards))
-    torch.cuda.set_device(card)
-    return torch.device("cuda", card)
+    gpu = int(number) if colon else local_rank
+    if gpu >= gpus:
+        raise RecipeError(_no_gpu(wanted, local_rank, gpus))
+    torch.cuda.set_device(gpu)
+    return torch.device("cuda", gpu)
 
 
 def _use_expandable_segments() -> None:
@@ -206,15 +206,15 @@ def _use_expandable_segments() -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-def _no_card(wanted: str, local_rank: int, cards: int) -> str:
+def _no_gpu(wanted: str, local_rank: int, gpus: int) -> str:
     if ":" in wanted:
         return (
-            f"There is no card {wanted}: this machine has {cards} CUDA cards, counted from 0. "
+            f"There is no GPU {wanted}: this machine has {gpus} CUDA GPUs, counted from 0. "
             "Choose another, or cpu."
         )
     return (
         f"training.device = {wanted!r} and local rank {local_rank}, but this machine has "
-        f"{cards} CUDA cards. Start at most one process per card, or --set training.device=cpu."
+        f"{gpus} CUDA GPUs. Start at most one process per GPU, or --set training.device=cpu."
     )
 
 
@@ -229,9 +229,9 @@ def shard_size(section: ParallelSection, size: int, of_node: int | None = None) 
     Raises:
         RecipeError: the number of processes does not divide so.
     """
-    if size % section.sequence:
+    if size % section.context:
         raise RecipeError(
-            f"parallel.sequence = {section.sequence} does not divide the {size} "
+            f"parallel.context = {section.context} does not divide the {size} "
             f"process{'es' * (size > 1)} of this launch. Start a multiple of it, or change it."
         )
     if section.strategy != "hybrid":

@@ -61,7 +61,7 @@ class MetaStep:
     @property
     def gathers_in_bf16(self) -> bool:
         """Whether ranks send each other bf16 instead of fp32 weights."""
-        return self.recipe.parallel.gather == "bf16" and self.precision == "bf16"
+        return self.recipe.parallel.param_dtype == "bf16" and self.precision == "bf16"
 
 
 def outline_step(
@@ -81,23 +81,23 @@ def outline_step(
     """
     per_node = min(per_node or world_size, world_size)
     num_shards = shard_size(recipe.parallel, world_size, per_node)
-    data_size = world_size // recipe.parallel.sequence
-    refuse_idle_ranks(recipe.training.batch_size, data_size)
+    data_size = world_size // recipe.parallel.context
+    refuse_idle_ranks(recipe.training.global_batch_size, data_size)
     components = outline(recipe)
     refuse_sharing(components, recipe)
     family, model = components.family, components.model
-    if recipe.parallel.sequence > 1:
-        family.share_tokens(model, FakeTokenSharing(recipe.parallel.sequence))
+    if recipe.parallel.context > 1:
+        family.share_tokens(model, FakeTokenSharing(recipe.parallel.context))
     model.train()
     if world_size == 1:
         accumulate_in_fp32(model)
-    local = num_places(recipe.training.batch_size, data_size)
+    local = num_places(recipe.training.global_batch_size, data_size)
     micro = min(recipe.training.micro_batch_size or local, local)
     lengths = {shape: _sequence_length(components, recipe, shape) for shape in recipe.data.shapes()}
     bucket = max(lengths, key=lambda shape: lengths[shape])
     precision = _precision(recipe, device)
     names = {module: name for name, module in model.named_modules()}
-    is_bf16 = recipe.parallel.gather == "bf16" and precision == "bf16"
+    is_bf16 = recipe.parallel.param_dtype == "bf16" and precision == "bf16"
     subject = Subject(
         model=model,
         blocks={names[block]: block for block in family.blocks(model)},
@@ -130,9 +130,9 @@ def refuse_idle_ranks(batch_size: int, data_size: int) -> None:
     """
     if batch_size < data_size:
         raise RecipeError(
-            f"training.batch_size {batch_size} cannot be shared by {data_size} processes: each "
-            "needs a clip. Start fewer processes, let several share a clip's tokens "
-            "(parallel.sequence), or begin a run with a larger batch."
+            f"training.global_batch_size {batch_size} cannot be shared by {data_size} processes: "
+            "each needs a clip. Start fewer processes, let several share a clip's tokens "
+            "(parallel.context), or begin a run with a larger batch."
         )
 
 

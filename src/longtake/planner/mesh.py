@@ -140,7 +140,7 @@ def traffic_of(step: MetaStep, trace: StepTrace) -> Traffic:
 
     Neighbours hold a copy of the model and share clips, so that as much as can be stays in a node.
     """
-    sharing = step.recipe.parallel.sequence
+    sharing = step.recipe.parallel.context
     shards = RankGroup(step.num_shards, min(step.num_shards, step.per_node))
     copies = RankGroup(step.num_copies, max(1, step.per_node // step.num_shards))
     units, times = fsdp_units(step), step.num_micro_batches
@@ -389,7 +389,7 @@ def _without_advice(step: MetaStep, trace: StepTrace, links: Links) -> MeshForec
         cost("gradients", traffic.reduced, traffic.copies, "reduce"),
         cost("tokens", traffic.tokens, traffic.sequence, "waits"),
     ]
-    batch, sharing = step.recipe.training.batch_size, step.recipe.parallel.sequence
+    batch, sharing = step.recipe.training.global_batch_size, step.recipe.parallel.context
     return MeshForecast(
         links=links,
         num_shards=step.num_shards,
@@ -420,9 +420,14 @@ def _possible_changes(step: MetaStep) -> Iterator[list[str]]:
     if section.strategy == "shard" and step.world_size > step.per_node:
         yield ["parallel.strategy=hybrid"]
     is_fp32 = any(p.itemsize == 4 for p in step.components.model.parameters())
-    if step.num_shards > 1 and section.gather == "fp32" and step.precision == "bf16" and is_fp32:
-        yield ["parallel.gather=bf16"]
+    if (
+        step.num_shards > 1
+        and section.param_dtype == "fp32"
+        and step.precision == "bf16"
+        and is_fp32
+    ):
+        yield ["parallel.param_dtype=bf16"]
         if section.strategy == "shard" and step.world_size > step.per_node:
-            yield ["parallel.strategy=hybrid", "parallel.gather=bf16"]
+            yield ["parallel.strategy=hybrid", "parallel.param_dtype=bf16"]
     if step.num_micro_batches > 1:
         yield [f"training.micro_batch_size={2 * step.micro_batch_size}"]

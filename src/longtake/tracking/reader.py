@@ -26,7 +26,15 @@ from longtake.run_dir import RunDirectory
 from longtake.tracking.tracker import MediaFile, TrackedRecord
 
 EVENTS = frozenset(
-    {"resumed", "data_changed", "suspected", "skipped", "rolled_back", "diverged", "interrupted"}
+    {
+        "resumed",
+        "data_changed",
+        "anomaly_detected",
+        "skipped",
+        "rolled_back",
+        "diverged",
+        "interrupted",
+    }
 )
 """Kinds of events that trackers are sent; rows and evaluations say the rest."""
 

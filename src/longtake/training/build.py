@@ -123,7 +123,7 @@ def build_state(session: Session, parts: Components) -> TrainingState:
     blocks = family.blocks(model)
     if world.sequence_group is not None:
         family.share_tokens(model, TokenSharing(world.sequence_group))
-    in_bf16 = recipe.parallel.gather == "bf16" and session.precision == "bf16"
+    in_bf16 = recipe.parallel.param_dtype == "bf16" and session.precision == "bf16"
     if world.mesh is None:
         parts.unfilled.give_memory(model, world.device)
     apply_fsdp(model, blocks, world, gather_in_bf16=in_bf16)
@@ -140,7 +140,7 @@ def count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:
     shapes = {bucket: latent_shape(parts.codec, bucket) for bucket in recipe.data.shapes()}
     try:
         return {
-            bucket: recipe.training.batch_size
+            bucket: recipe.training.global_batch_size
             * training_flops(forward_flops(parts, recipe, shape), trains_all=trains_all)
             for bucket, shape in shapes.items()
         }
@@ -220,7 +220,7 @@ def _explain_limit(record: logging.LogRecord) -> bool:
         record.msg = (
             f"torch.compile has made {limit} programs of one function, its limit. Blocks with "
             "other inputs run uncompiled from now on, which is slower. Train with fewer shapes of "
-            "clips (data.buckets), or with a training.batch_size that training.micro_batch_size "
-            "divides."
+            "clips (data.buckets), or with a training.global_batch_size that "
+            "training.micro_batch_size divides."
         )
     return True

@@ -91,7 +91,7 @@ def cache_ahead(
             "how many spans of each clip it holds, such as --set data.windows=1."
         )
     with _world(recipe, on) as world:
-        loader = Loader(recipe.data, batch_size=recipe.training.batch_size, seed=recipe.seed)
+        loader = Loader(recipe.data, batch_size=recipe.training.global_batch_size, seed=recipe.seed)
         run = RunDirectory(recipe.out)
         if run.exists():
             first_does(lambda: run.claim(recipe), world)

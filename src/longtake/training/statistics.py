@@ -252,7 +252,7 @@ def reduce_statistics(
     by_sigma = _losses(losses, batch) if world.speaks_for_data else _NO_LOSSES
     sums = sum_over_ranks({**by_sigma, **norms.sums(), **local}, world)
     num_samples = int(sum(sums[f"samples.{quarter}"] for quarter in range(_QUARTERS)))
-    scale = session.recipe.training.batch_size / max(1, num_samples)
+    scale = session.recipe.training.global_batch_size / max(1, num_samples)
     return StepSummary(
         statistics=_statistics(session, sums, num_samples, batch, state, norms.norms(sums, scale)),
         scale=scale,

@@ -81,7 +81,7 @@ def compute_gradients(session: Session, state: TrainingState, batch: Batch) -> S
     components = state.components
     found: list[Tensor] = []
     timer = ComputeTimer(device)
-    share = recipe.training.batch_size / session.world.data_size  # ranks average gradients
+    share = recipe.training.global_batch_size / session.world.data_size  # ranks average gradients
     micro_batches = list(_micro_batches(batch, recipe.training.micro_batch_size))
     for number, part in enumerate(micro_batches, start=1):
         set_gradient_sync(components.model, wanted=number == len(micro_batches))
@@ -180,10 +180,10 @@ def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.devic
     flow = recipe.flow
     sigmas = sample_sigmas(
         uniform[:, 0],
-        flow.sigmas,
-        mean=flow.mean,
-        std=flow.std,
-        scale=flow.scale,
+        flow.timestep_sampling,
+        mean=flow.logit_mean,
+        std=flow.logit_std,
+        scale=flow.mode_scale,
         shift=parts.shift(flow.shift, batch.bucket),
     )
     dropout = recipe.data.caption_dropout

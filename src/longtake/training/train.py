@@ -139,7 +139,7 @@ def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> TrainOutc
 
 
 def _refuse_what_cannot_run(recipe: Recipe, world: World) -> None:
-    refuse_idle_ranks(recipe.training.batch_size, world.data_size)
+    refuse_idle_ranks(recipe.training.global_batch_size, world.data_size)
     refuse_missing_torchao(recipe.optimizer)
     refuse_missing_packages(recipe.tracking)
     refuse_missing_compiler(recipe, world.device)
@@ -149,7 +149,7 @@ def _open_data(run: RunDirectory, recipe: Recipe, world: World) -> Loader:
     """The loader, at the first step; errors in the data are raised before the run exists."""
     loader = Loader(
         recipe.data,
-        batch_size=recipe.training.batch_size,
+        batch_size=recipe.training.global_batch_size,
         seed=recipe.seed,
         rank=world.data_rank,
         world_size=world.data_size,
