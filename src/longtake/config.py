@@ -278,15 +278,12 @@ class DataSection(_Section):
         return self
 
     def sources(self) -> dict[str, Path]:
-        """The catalogs' paths by name; a single one goes by the name `catalog`."""
         return dict(self.catalogs) if self.catalog is None else {"catalog": self.catalog}
 
     def curriculum(self) -> tuple[Stage, ...]:
-        """The stages; where there are none, one over all clips."""
         return self.stages or (Stage(name="all"),)
 
     def shapes(self) -> tuple[Bucket, ...]:
-        """All shapes that any stage trains in, each once."""
         shapes = [shape for stage in self.curriculum() for shape in stage.buckets or self.buckets]
         return tuple(dict.fromkeys(shapes))
 
@@ -360,7 +357,6 @@ class TrainableSection(_Section):
         return self
 
     def base(self) -> Literal["full", "lora", "frozen"]:
-        """What of the family's own model is trained."""
         return self.kind or ("full" if self.module is None else "frozen")
 
 
@@ -389,7 +385,6 @@ class RecomputeSection(_Section):
         return self
 
     def chosen(self) -> str:
-        """The policy, where `auto` is resolved."""
         if self.policy != "auto":
             return self.policy
         return "none" if self.memory is None else "best"
@@ -420,7 +415,6 @@ class PooledSection(_Section):
     max_tokens: int = Field(77, gt=0, le=2**16)
 
     def num_tokens(self) -> int:
-        """Tokens that captions are cut or padded to."""
         return self.max_tokens
 
 
@@ -446,13 +440,11 @@ class TextSection(_Section):
     """FLUX's second encoder. With it padding is encoded like words, as FLUX's pipelines do it."""
 
     def num_tokens(self) -> int:
-        """Tokens that captions are cut or padded to."""
         if self.max_tokens is not None:
             return self.max_tokens
         return 64 if self.pretrained is None else 512
 
     def kept_in(self) -> Literal["fp32", "bf16"]:
-        """The dtype, where an unset one is resolved."""
         return self.dtype or ("fp32" if self.pretrained is None else "bf16")
 
 
@@ -560,13 +552,11 @@ class EmaSection(_Section):
         return self
 
     def averages(self) -> tuple[EmaProfile, ...]:
-        """The profiles that are kept; none where averaging is off."""
         if not self.enabled:
             return ()
         return self.profiles or (EmaProfile(name="main", decay=self.decay),)
 
     def sampled(self) -> str | None:
-        """The name of the profile that is sampled; None where there is none."""
         first = next(iter(self.averages()), None)
         return self.sample_from or (first.name if first else None)
 
@@ -875,12 +865,10 @@ def parse(values: Mapping[str, Any], source: str) -> Recipe:
 
 
 def dump(recipe: Recipe) -> str:
-    """The whole recipe as TOML, defaults written out (keys that are None are left out)."""
     return tomli_w.dumps(recipe.model_dump(exclude_none=True))
 
 
 def kept(recipe: Recipe) -> Recipe:
-    """A recipe as a run keeps it: without what was decided for one launch only."""
     once = {"on_change": "refuse", "retry_quarantined": False}
     return recipe.model_copy(update={"data": recipe.data.model_copy(update=once)})
 
@@ -906,7 +894,6 @@ def _is_longer(old: Recipe, new: Recipe) -> bool:
 
 
 def decides_order(key: str) -> bool:
-    """Whether a key is one that may change where `data.on_change` says how to go on."""
     return _is_among(key, DECIDES_ORDER)
 
 
@@ -977,7 +964,6 @@ def _parse_value(text: str) -> object:
 
 
 def _explain_all(details: Sequence[ErrorDetails]) -> list[str]:
-    """One sentence for each problem; a list is not blamed for what is wrong with its items."""
     blamed = {detail["loc"][:end] for detail in details for end in range(len(detail["loc"]))}
     said = (_explain(each) for each in details if not each["loc"] or each["loc"] not in blamed)
     return list(dict.fromkeys(said))[:_MAX_PROBLEMS]
@@ -1011,7 +997,6 @@ def _repr(value: object) -> str:
 
 
 def _first(error: Exception) -> str:
-    """What an error says first: Python adds advice for programmers to some."""
     return _short(str(error).partition(";")[0].rstrip("."), 200)
 
 

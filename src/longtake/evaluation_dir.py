@@ -147,35 +147,27 @@ class EvaluationDirectory:
 
     @property
     def path(self) -> Path:
-        """The folder of all presets' results."""
         return self.run.path / "evaluations"
 
     def preset_path(self, preset: str) -> Path:
-        """preset.json, whether it exists or not."""
         return self.path / preset / "preset.json"
 
     def reference_path(self, preset: str) -> Path:
-        """reference.json, whether it exists or not."""
         return self.path / preset / "reference.json"
 
     def result_path(self, preset: str, step: int) -> Path:
-        """The folder of a result, whether it exists or not."""
         return self.run.evaluation_path(preset, step)
 
     def superseded_path(self, preset: str, step: int, key: str) -> Path:
-        """Where a result goes whose checkpoint was saved anew with other weights."""
         return self.path / preset / "superseded" / f"step_{step:08d}-{key}"
 
     def claim_path(self, preset: str, step: int, key: str) -> Path:
-        """The lease of who samples a checkpoint."""
         return self.path / "claims" / preset / f"step_{step:08d}-{key}"
 
     def presets(self) -> list[str]:
-        """Names of those that have results."""
         return sorted({path.parents[1].name for path in self.path.glob("*/step_*/scores.json")})
 
     def steps(self, preset: str) -> list[int]:
-        """Steps of which there is a whole result, ascending."""
         names = (path.parent.name for path in (self.path / preset).glob("step_*/scores.json"))
         steps = (name.removeprefix("step_") for name in names)
         return sorted(int(step) for step in steps if step.isdecimal())
@@ -193,7 +185,6 @@ class EvaluationDirectory:
         return found if is_it else None
 
     def all_scores(self, preset: str) -> list[Scores]:
-        """Of each checkpoint that was evaluated, by step."""
         found = (self.scores(preset, step) for step in self.steps(preset))
         return [each for each in found if each is not None]
 
@@ -212,17 +203,14 @@ class ServerDirectory:
 
     @property
     def path(self) -> Path:
-        """The server's folder."""
         return EvaluationDirectory(self.run).path / "servers" / self.name
 
     @property
     def events_path(self) -> Path:
-        """One JSON object per event."""
         return self.path / "events.jsonl"
 
     @property
     def heartbeat_path(self) -> Path:
-        """What the server does, and which checkpoints it needs."""
         return self.path / "heartbeat.json"
 
     def append_event(self, kind: ServerEventKind, /, **fields: Any) -> None:
@@ -269,15 +257,12 @@ def all_servers(run: RunDirectory) -> list[ServerDirectory]:
 
 
 def writer_path(run: RunDirectory) -> Path:
-    """The lease of the process that writes to the trackers."""
     return run.path / "tracking" / "writer"
 
 
 def cursor_path(run: RunDirectory, tracker: str) -> Path:
-    """How far a tracker has been told (writer: who has that lease)."""
     return run.path / "tracking" / f"{tracker}.json"
 
 
 def server_events(run: RunDirectory) -> Iterator[list[dict[str, Any]]]:
-    """The events of each server, the oldest first."""
     return (read_records(server.events_path, EVENT) for server in all_servers(run))

@@ -82,7 +82,6 @@ def failure_of(
 
 
 def error_line(error: BaseException) -> str:
-    """An exception's type and message on one line, as at the end of a traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     message = " ".join(lines)[:_MAX_CHARS]
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
@@ -95,7 +94,6 @@ def describe_signal(number: int) -> str:
 
 
 def failures_of_launch(run: RunDirectory, launch: str) -> list[RankFailure]:
-    """The failures of a launch on all nodes, the first one first."""
     events = [event for node in all_nodes(run) for event in _events(node)]
     events = [event for event in events if event.get("launch") == launch]
     return [RankFailure.from_event(e) for e in sorted(events, key=lambda e: str(e["time"]))]

@@ -16,7 +16,6 @@ _UNSAFE_IN_A_LINE: Final = re.compile(f"[{_SPECIAL}\ud800-\udfff\t\n]")
 
 
 def plural(number: int, noun: str, many: str = "") -> str:
-    """A number of things: 1 clip, 2 clips, 6,000 clips."""
     return f"{number:,} {noun if number == 1 else many or f'{noun}s'}"
 
 
@@ -55,7 +54,6 @@ def join_words(words: Iterable[object], last: str = "and") -> str:
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = _NEAR) -> str | None:
-    """The known name that a misspelt one resembles most; None: it resembles none."""
     return next(iter(get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
@@ -84,13 +82,11 @@ def did_you_mean(
 
 
 def first_line(error: BaseException, max_length: int = 300) -> str:
-    """The first line of an error's message; its class's name if that is empty."""
     line = str(error).strip().partition("\n")[0][:max_length].rstrip()
     return line or type(error).__name__
 
 
 def reason_of(error: Exception) -> str:
-    """Why something failed, without the path that an OSError or a RecordError names."""
     reason = getattr(error, "reason", None) or getattr(error, "strerror", None)
     return reason if isinstance(reason, str) else first_line(error)
 
@@ -104,12 +100,10 @@ def printable(text: object) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """`printable` for several lines: tabs and newlines stay."""
     return _UNSAFE.sub(_spelled, text)
 
 
 def escape(text: object) -> str:
-    """`printable` where rich reads markup."""
     from rich.markup import escape as escape_markup
 
     return escape_markup(printable(text))

@@ -66,7 +66,6 @@ with_other_fields: Final[Callable[[type[_T]], type[_T]]] = with_config(ConfigDic
 
 
 def is_file_name(text: str) -> bool:
-    """Whether a text can name a file in a folder: it leads nowhere else, and has no NUL."""
     return text not in ("", ".", "..") and "/" not in text and "\0" not in text
 
 
@@ -144,12 +143,10 @@ def by_field(name: str, kinds: Mapping[str, Any], other: Any) -> TypeAdapter[dic
 
 
 def now() -> str:
-    """Wall-clock time for people to read, ISO 8601 in UTC; never subtracted from another."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def file_time() -> str:
-    """Wall-clock time as a part of file names, in UTC."""
     return datetime.now(UTC).strftime("%Y%m%dT%H%M%S_%f")
 
 
@@ -201,7 +198,6 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def partial_path(path: Path, unique: str = "") -> Path:
-    """Where a file is written before it has its name; `unique` tells writers apart."""
     return path.with_name(f".{path.stem}{unique}.partial{path.suffix}")
 
 
@@ -228,12 +224,10 @@ def append_json(path: Path, record: Mapping[str, Any], *, durably: bool = False)
 
 
 def write_json(path: Path, record: Mapping[str, Any], *, by_many: bool = False) -> None:
-    """`write_text` of a JSON object."""
     write_text(path, _as_text(record), by_many=by_many)
 
 
 def write_text(path: Path, text: str, *, by_many: bool = False) -> None:
-    """Replace a file by `atomic_write`; it is on disk before it has its name."""
     with atomic_write(path, by_many=by_many) as partial:
         _write_durably(partial, text, path)
 
@@ -315,7 +309,6 @@ def remove_tree(path: Path) -> None:
 
 
 def is_linked(path: Path, top: Path) -> bool:
-    """Whether a path, or a folder between it and `top`, is a link."""
     return any(each.is_symlink() for each in (path, *path.parents) if each.is_relative_to(top))
 
 
@@ -414,7 +407,6 @@ def read_regular(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
 
 
 def is_missing(error: OSError) -> bool:
-    """Whether an error says that there is no such file or folder."""
     return isinstance(error, FileNotFoundError | NotADirectoryError)
 
 
@@ -472,7 +464,6 @@ def check_record(value: Any, kind: Kind[_T], path: Path) -> _T:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty if there is none, or it cannot be read."""
     with suppress(RecordError):
         return read_record(path, dict[str, Any]) or {}
     return {}
@@ -503,7 +494,6 @@ def _records(lines: Iterable[bytes | None], kind: Kind[_T], path: Path) -> list[
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """`read_records` of any JSON objects."""
     return read_records(path, dict[str, Any])
 
 
@@ -524,7 +514,6 @@ def read_lines(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[byt
 
 
 def note_skipped_lines(path: Path, num_skipped: int) -> None:
-    """Let `skipped_lines` name a file that a reader outside of this module has read."""
     _num_skipped[path] = num_skipped
 
 
@@ -690,7 +679,6 @@ class Journal(Generic[_T]):
             self._file = None
 
     def remove(self) -> None:
-        """Delete the file."""
         self.close()
         self._path.unlink(missing_ok=True)
 

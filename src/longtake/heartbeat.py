@@ -131,7 +131,6 @@ class Heartbeat:
 
     @property
     def is_alive(self) -> bool:
-        """Whether this very process still runs; a zombie does not."""
         return start_ticks(self.pid) == self.started
 
     def as_dict(self) -> dict[str, Any]:
@@ -218,17 +217,14 @@ class HeartbeatWriter:
                 page.work_count += 1
 
     def set_launch(self, launch: str) -> None:
-        """State the launch: eight characters, equal on all its ranks."""
         with self._writing() as page:
             page.launch = launch.encode()[:8]
 
     def record_duration(self, phase: Phase, seconds: float) -> None:
-        """State how long something beside the phases took, for which a phase may wait later."""
         with self._writing():
             self._add_duration(phase, int(seconds * 1e9))
 
     def count_from_process_start(self) -> None:
-        """Add the time before this writer was made, importing code, to the phase `start`."""
         age = int(age_seconds(self._page.pid) * 1e9)
         self._launch_ns["start"] = age - (time.monotonic_ns() - self._page.since_ns)
 
@@ -241,17 +237,14 @@ class HeartbeatWriter:
         return {phase: nanoseconds / 1e9 for phase, nanoseconds in taken.items()}
 
     def close(self) -> None:
-        """State that the process ends without a failure; the watcher removes the page."""
         self.set_phase("ended")
 
     def remove(self) -> None:
-        """Remove the page, and the folder with the last page."""
         self.path.unlink(missing_ok=True)
         with suppress(OSError):
             self.path.parent.rmdir()
 
     def move_to(self, folder: Path) -> None:
-        """Keep the page in another folder from now on."""
         self.remove()
         self.path = folder / self.path.name
         self._share()
@@ -289,7 +282,6 @@ def _first(text: str) -> bytes:
 
 
 def _last(text: str) -> bytes:
-    """The end of a path says more than its beginning."""
     return text.encode(errors="replace")[-_CLIP_BYTES:]
 
 
@@ -339,7 +331,6 @@ def heartbeat_session(writer: HeartbeatWriter) -> Iterator[HeartbeatWriter]:
 
 
 def restart_launch_timer() -> None:
-    """Let `launch_seconds` of the next session count from its beginning, not from process start."""
     global _is_first_session
     _is_first_session = False
 
@@ -350,12 +341,10 @@ def set_phase(phase: Phase) -> None:
 
 
 def current_phase() -> Phase | None:
-    """The phase of this process; None without a session."""
     return None if _writer is None else _writer.phase
 
 
 def launch_seconds() -> dict[Phase, float]:
-    """Seconds of each phase of this process before its first step was done."""
     return {} if _writer is None else _writer.launch_seconds()
 
 

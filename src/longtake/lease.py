@@ -47,27 +47,23 @@ class LeaseRecord(TypedDict):
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    """The `LeaseRecord`s of all who have had a lease, the first one first."""
     found = (_read(folder / f"{number}.json") for number in range(_count(folder)))
     return [dict(each) for each in found if each]
 
 
 def newest(folder: Path) -> dict[str, Any] | None:
-    """The record of whoever took the lease last; None if there is none that can be read."""
     number = _count(folder)
     record = _read(folder / f"{number - 1}.json") if number else None
     return None if record is None else dict(record)
 
 
 def is_alive(record: Mapping[str, Any]) -> bool | None:
-    """Whether the holder's process exists; None: it is of another machine or container."""
     if record["started"] is None or record["place"] != pid_namespace():
         return None
     return bool(start_ticks(record["pid"]) == record["started"])
 
 
 def has_same_owner(record: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
-    """Whether the holder has one of the owner's facts, such as its launch or job."""
     return any(value and record.get(name) == value for name, value in owner.items())
 
 
@@ -104,7 +100,6 @@ class Lease:
                 self._renewed = boot_seconds()
 
     def moved(self) -> None:
-        """Note that the work goes on: `kept` renews no lease over which its holder hangs."""
         self._moved = time.monotonic()
 
     def end(self, how: str, **facts: Any) -> None:
@@ -199,7 +194,6 @@ def _read(path: Path) -> LeaseRecord | None:
 
 
 def _count(folder: Path) -> int:
-    """How many files a lease has; they are numbered without gaps, and others do not count."""
     names = {path.name for path in folder.glob("[!.]*.json")} if folder.is_dir() else set()
     return next(number for number in count() if f"{number}.json" not in names)
 

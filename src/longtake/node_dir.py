@@ -198,63 +198,50 @@ class NodeDirectory:
 
     @property
     def path(self) -> Path:
-        """The node's folder."""
         return nodes_path(self.run) / self.host
 
     @property
     def heartbeat_path(self) -> Path:
-        """What each process of the node does."""
         return self.path / "heartbeat.json"
 
     @property
     def health_path(self) -> Path:
-        """One JSON object per sample of the node's health."""
         return self.path / "health.jsonl"
 
     @property
     def events_path(self) -> Path:
-        """One JSON object per event that the node's watcher saw."""
         return self.path / "events.jsonl"
 
     @property
     def log_path(self) -> Path:
-        """What the node's watcher said."""
         return self.path / "watcher.log"
 
     @property
     def logs_path(self) -> Path:
-        """What ranks said, by the time of their start."""
         return self.path / "logs"
 
     def rank_log_path(self, time: str, rank: int) -> Path:
-        """Where a rank's log of a start lies; `time`: of that start, as `fsio.file_time`."""
         return self.logs_path / time / f"rank_{rank:04d}.log"
 
     def dump_path(self, token: str) -> Path:
-        """Where the node's answer to a request lies, whether there is one or not."""
         return self.path / "stacks" / f"{token}.json"
 
     def flight_path(self, token: str) -> Path:
-        """Where flight recorders' dumps that belong to an answer lie, as rank_<rank>."""
         return self.path / "stacks" / f"{token}.fr"
 
     def append_event(self, kind: NodeEventKind, /, **fields: Any) -> None:
-        """Append one line to the node's events.jsonl."""
         self.path.mkdir(parents=True, exist_ok=True)
         append_json(self.events_path, {"time": now(), "event": kind, "host": self.host, **fields})
 
     def events(self) -> list[dict[str, Any]]:
-        """What the node's watcher saw, the oldest first."""
         return read_records(self.events_path, EVENT)
 
     def write_heartbeat(self, record: Mapping[str, Any]) -> None:
-        """Replace heartbeat.json; it need not outlive a power cut."""
         self.path.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.heartbeat_path) as aside, aside.open("x", encoding="utf-8") as file:
             json.dump(record, file)
 
     def read_heartbeat(self) -> dict[str, Any]:
-        """The node's heartbeat.json; empty if there is none, or it is no such record."""
         with suppress(RecordError):
             return dict(read_record(self.heartbeat_path, _NodeHeartbeat) or {})
         return {}
@@ -268,62 +255,51 @@ class NodeDirectory:
 
 
 def read_dump(path: Path) -> NodeDump | None:
-    """A node's answer to a request; None if there is none that can be read."""
     with suppress(RecordError):
         return read_record(path, NodeDump)
     return None
 
 
 def nodes_path(run: RunDirectory) -> Path:
-    """The folder of nodes' folders."""
     return run.path / "nodes"
 
 
 def this_node(run: RunDirectory) -> NodeDirectory:
-    """The folder of the node that this process runs on."""
     return NodeDirectory(run, socket.gethostname())
 
 
 def all_nodes(run: RunDirectory) -> list[NodeDirectory]:
-    """The nodes that have a folder, by name (gpu2 before gpu10)."""
     folder = nodes_path(run)
     hosts = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     return [NodeDirectory(run, host) for host in sorted(hosts, key=_natural)]
 
 
 def node_heartbeats(run: RunDirectory) -> dict[str, dict[str, Any]]:
-    """The heartbeat.json of each node that has one, by host."""
     found = {node.host: node.read_heartbeat() for node in all_nodes(run)}
     return {host: record for host, record in found.items() if record}
 
 
 def beat_of(heartbeat: Mapping[str, Any]) -> tuple[object, object]:
-    """What is never the same in two heartbeats of a node that were written one after the other."""
     return heartbeat.get("pid"), heartbeat.get("beat")
 
 
 def has_beaten(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> bool:
-    """Whether a watcher has written between two readings of its heartbeat: it lives."""
     return bool(after) and (not before or beat_of(before) != beat_of(after or {}))
 
 
 def requests_path(run: RunDirectory) -> Path:
-    """The folder of requests for dumps."""
     return run.path / "requests"
 
 
 def request_path(run: RunDirectory, token: str) -> Path:
-    """Where a request lies."""
     return requests_path(run) / f"{token}.json"
 
 
 def diagnosis_path(run: RunDirectory, token: str) -> Path:
-    """Where the diagnosis from all nodes' dumps lies."""
     return run.path / "stalls" / f"{token}.json"
 
 
 def read_events(run: RunDirectory) -> Iterator[dict[str, Any]]:
-    """The run's own events, its nodes' and its evaluation servers', by the times they bear."""
     found = [run.events(), *(node.events() for node in all_nodes(run)), *server_events(run)]
     return merge(*found, key=lambda event: str(event["time"]))
 

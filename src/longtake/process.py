@@ -71,12 +71,10 @@ def command(name: str = "longtake") -> str:
 
 
 def program(module: str, *arguments: str) -> list[str]:
-    """The command that runs one of our modules; files of the working folder never shadow ours."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment with `changes`, and with longtake in PYTHONPATH."""
     paths = [str(_PACKAGES), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **changes}
 
@@ -203,12 +201,10 @@ class KeptProcess:
             self._thread.start()
 
     def end(self) -> None:
-        """Start it no more, and close its pipe; returns at once and sends no signal."""
         with self._lock:
             self._stop_keeping()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for its end, after `end`; whether it has ended."""
         if self._thread is not None:
             self._thread.join(seconds)
         return not self.is_running
@@ -346,7 +342,6 @@ class StopSignal:
 
     @property
     def requested_seconds(self) -> float:
-        """Seconds since the first request; 0 without one."""
         return 0.0 if self._requested_at is None else time.monotonic() - self._requested_at
 
     def request(self, reason: str, patience_seconds: float = 0.0) -> None:
@@ -371,7 +366,6 @@ class StopSignal:
         return self.wanted
 
     def check(self) -> None:
-        """Raise `Stopped` if a stop is wanted."""
         if self.wanted:
             raise Stopped(self.reason)
 
@@ -476,7 +470,6 @@ def read_stat(pid: int) -> ProcessStat | None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process was started, in clock ticks since boot; None: it is gone, or a zombie."""
     found = read_stat(pid)
     return None if found is None or found.is_gone else found.start_ticks
 
@@ -490,7 +483,6 @@ def age_seconds(pid: int) -> float:
 
 
 def boot_seconds() -> float:
-    """Seconds since boot, including those in which the machine was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

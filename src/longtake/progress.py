@@ -90,7 +90,6 @@ def step_progress(console: Console, start: int, total: int) -> Iterator[StepProg
 
 
 def starting_phase() -> str | None:
-    """What this process does before its first step, in words; None from then on."""
     return _STARTING_PHASES.get(heartbeat.current_phase() or "start")
 
 
@@ -156,7 +155,6 @@ def counted(console: Console, label: str) -> Iterator[Callable[[int, int], None]
 
 
 def _is_hidden(console: Console) -> bool:
-    """Whether nobody could see a bar; then none is drawn, and no thread redraws it."""
     return console.quiet or not console.is_terminal
 
 

@@ -327,87 +327,69 @@ class RunDirectory:
 
     @property
     def recipe_path(self) -> Path:
-        """The resolved recipe."""
         return self.path / "recipe.toml"
 
     @property
     def record_path(self) -> Path:
-        """Who launched what, when and where."""
         return self.path / "run.json"
 
     @property
     def events_path(self) -> Path:
-        """One JSON object per event."""
         return self.path / "events.jsonl"
 
     @property
     def metrics_path(self) -> Path:
-        """One JSON object per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def plan_path(self) -> Path:
-        """The memory plan of a launch, and a checksum of what it depends on."""
         return self.path / "plan.json"
 
     @property
     def components_path(self) -> Path:
-        """Frozen parts made for this run."""
         return self.path / "components"
 
     @property
     def tensorboard_path(self) -> Path:
-        """TensorBoard's event files."""
         return self.path / "tensorboard"
 
     @property
     def checkpoints_path(self) -> Path:
-        """The folder of checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def ledger_path(self) -> Path:
-        """What each step consumed."""
         return self.path / "ledger"
 
     @property
     def lease_path(self) -> Path:
-        """Who trains the run now, and who did before."""
         return self.path / "lease"
 
     @property
     def catalogs_path(self) -> Path:
-        """Copies of the catalogs that were trained on."""
         return self.path / "catalogs"
 
     @property
     def rollbacks_path(self) -> Path:
-        """One JSON object per rollback."""
         return self.path / "rollbacks.jsonl"
 
     @property
     def guard_path(self) -> Path:
-        """What the guard saw around its verdicts."""
         return self.path / "guard"
 
     def guard_report_path(self, step: int, number: int) -> Path:
-        """Where the report of a verdict lies; `number` counts those of one step."""
         return self.guard_path / f"step_{step:08d}_{number}.json"
 
     def stack_path(self, host: str, name: str) -> Path:
-        """Where a dump of a process's stacks lies, whether there is one or not."""
         return self.path / "nodes" / host / "stacks" / f"{name}.json"
 
     def checkpoint_path(self, step: int) -> Path:
-        """Where the checkpoint of a step lies, whether it exists or not."""
         return self.checkpoints_path / f"step_{step:08d}"
 
     def step_of(self, checkpoint: Path) -> int:
-        """The step of a checkpoint of this run."""
         return int(checkpoint.name.removeprefix("step_"))
 
     def evaluation_path(self, preset: str, step: int) -> Path:
-        """Where the videos sampled from a checkpoint lie, whether there are any or not."""
         return self.path / "evaluations" / preset / f"step_{step:08d}"
 
     def checkpoint_folders(self) -> list[int]:
@@ -423,12 +405,10 @@ class RunDirectory:
         )
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps of all whole checkpoints, ascending."""
         steps = self.checkpoint_folders()
         return [step for step in steps if (self.checkpoint_path(step) / "COMMITTED").exists()]
 
     def exists(self) -> bool:
-        """Whether a run was begun here."""
         return self.recipe_path.is_file()
 
     def recipe(self) -> Recipe:
@@ -556,7 +536,6 @@ class RunDirectory:
             ) from error
 
     def events(self) -> list[dict[str, Any]]:
-        """The run's own events, the oldest first."""
         return read_records(self.events_path, EVENT)
 
     def append_event(self, kind: EventKind, **fields: Any) -> None:
@@ -588,7 +567,6 @@ class RunDirectory:
             append_json(self.rollbacks_path, rolled_back, durably=True)
 
     def rollbacks(self) -> list[RolledBack]:
-        """All rollbacks, the oldest first."""
         return read_records(self.rollbacks_path, RolledBack)
 
     def write_guard_report(self, path: Path, report: Mapping[str, Any]) -> None:
@@ -611,11 +589,9 @@ class RunDirectory:
             append_json(self.metrics_path, metrics)
 
     def losses(self) -> list[float]:
-        """The loss of each step that counts and has one, by step."""
         return [row["loss"] for row in self.metrics() if row["loss"] is not None]
 
     def metric_lines(self) -> list[Metrics]:
-        """All lines of metrics.jsonl in the order in which they were written."""
         return read_records(self.metrics_path, Metrics)
 
     def metrics(self) -> list[Metrics]:

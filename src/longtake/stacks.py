@@ -88,7 +88,6 @@ class StackDump:
 
     @property
     def where(self) -> str:
-        """The innermost Python line of the main thread, as `file.py:12 in function`; or empty."""
         frames = self.threads[0].frames if self.threads else ()
         return next((str(frame) for frame in frames if frame.file.endswith(".py")), "")
 
@@ -127,7 +126,6 @@ def enable_stack_dumps(file: Path | None = None) -> None:
 
 
 def stack_file(folder: Path, pid: int) -> Path:
-    """The file in a run's heartbeat folder to which a rank writes its stacks at SIGUSR2."""
     return folder / f"stacks_{pid}.txt"
 
 
@@ -294,7 +292,6 @@ def _by_signal(pid: int, file: Path) -> str:
 
 
 def common_calls(stacks: Sequence[Stack]) -> Stack:
-    """The calls that are equal in all stacks, counted from the outermost."""
     outermost_first = zip(*(reversed(stack) for stack in stacks), strict=False)
     same = takewhile(lambda calls: len(set(calls)) == 1, outermost_first)
     return tuple(calls[0] for calls in same)[::-1]
@@ -314,22 +311,18 @@ def _without_native(calls: Stack) -> Stack:
 
 
 def native_stack(thread: Mapping[str, Any]) -> Stack:
-    """The C calls below a thread's innermost Python call; empty: none are known."""
     return tuple(takewhile(lambda call: not is_python_file(call[1]), map(_call, thread["frames"])))
 
 
 def is_python_file(file: str) -> bool:
-    """Whether it is Python code: a module, or such as <string>, <frozen posixpath>."""
     return file.endswith(".py") or file.startswith("<")
 
 
 def user_frame(calls: Stack) -> Call | None:
-    """The innermost call outside of Python's and torch's own code: of a wait, its caller."""
     return next((call for call in calls if not is_library_file(call[1])), None)
 
 
 def is_library_file(file: str) -> bool:
-    """Whether a file is the standard library's, or of a package whose lines say little."""
     if packages := _PACKAGES.match(file):
         return file[packages.end() :].startswith(_LIBRARIES)
     return _STANDARD.match(file) is not None
@@ -368,7 +361,6 @@ def facts(pid: int) -> ProcessFacts | None:
 
 
 def state_of(pid: int) -> str:
-    """See `StackDump.state`."""
     stat = read_stat(pid)
     return stat.state if stat else ""
 

@@ -74,7 +74,6 @@ class SampledTrainer(Trainer):
 
 
 def list_files(folder: Path) -> list[str]:
-    """Names of a checkpoint's files, sorted, without COMMITTED."""
     paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return sorted(str(path) for path in paths if str(path) != _COMMITTED)
 
@@ -201,7 +200,6 @@ def newest_verified(
 
 
 def dangling_link(path: Path) -> str | None:
-    """What is wrong with a checkpoint that links to nothing, such as to an unmounted disk."""
     if not path.is_symlink() or path.exists():
         return None
     return f"{path} is a symbolic link to {path.readlink()}, which does not exist"
@@ -270,7 +268,6 @@ def _refuse(path: Path, reason: str | None) -> None:
 
 
 def _folders(run: RunDirectory) -> dict[int, Path]:
-    """Folders of checkpoints by step, whole or not."""
     paths = {step: run.checkpoint_path(step) for step in run.checkpoint_folders()}
     return {step: path for step, path in paths.items() if path.is_dir()}
 
@@ -391,7 +388,6 @@ def delete_after(run: RunDirectory, step: int) -> None:
 
 
 def delete(paths: Iterable[Path]) -> None:
-    """Delete checkpoints; readers see each whole or not at all."""
     for path in paths:
         with suppress(OSError):
             remove_tree(hide(path))

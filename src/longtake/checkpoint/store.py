@@ -215,7 +215,6 @@ def _allowed_globals() -> Mapping[tuple[str, str], Any]:
 
 
 def _is_no_warning_of_the_loader(record: logging.LogRecord) -> bool:
-    """Filter torch's warnings, with tracebacks, of metadata about which it raises an error too."""
     return record.levelno >= logging.ERROR or record.pathname != state_dict_loader.__file__
 
 
@@ -228,7 +227,6 @@ def _silence_single_process_warning() -> None:
 
 
 def _last_line(error: BaseException) -> str:
-    """The last line of torch's report on all ranks, which says what went wrong."""
     return str(error).strip().splitlines()[-1].rstrip(".")
 
 
@@ -311,12 +309,10 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether a save has failed, as far as this rank knows."""
         self._collect()
         return self._failure is not None
 
     def finished(self) -> list[Path]:
-        """Checkpoints that became whole since the last call; on rank 0, none elsewhere."""
         self._collect()
         finished, self._finished = self._finished, []
         return finished if self.world.is_first else []
@@ -342,11 +338,9 @@ class Saver:
         return None if message is None else CheckpointError(message)
 
     def abandon(self) -> None:
-        """Do not wait for a pending save if there are other ranks; alone, a save ends by itself."""
         self._is_abandoned = self.world.mesh is not None
 
     def close(self) -> None:
-        """Wait for a pending save, and end the thread."""
         self._thread.shutdown(wait=not self._is_abandoned)
         self._collect()
 
@@ -565,7 +559,6 @@ def _write_part(folder: Path, state: State, group: dist.ProcessGroup | None) -> 
 
 
 def _written_by(rank: int, folder: Path) -> list[str]:
-    """Torch puts a rank's number before the names of its files."""
     return [name for name in files.list_files(folder) if Path(name).match(f"__{rank}_*")]
 
 

@@ -111,7 +111,6 @@ def _calls(
 
 
 def _unread(member: Mapping[str, Any]) -> Iterator[Text]:
-    """What /proc says, where no stack could be read."""
     waits = re.search(r"^wchan: (\w*[a-z]\w*)", member["raw"], re.MULTILINE)
     where = f"in the kernel's {waits[1]}" if waits else f"state {member['state']}"
     yield Text(f"  its stacks could not be read; it is {where}", style="dim")

@@ -303,7 +303,6 @@ def ring_rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _both_ways(pair: tuple[int, int], own: int, context: CheckContext) -> dict[str, float]:
-    """MB/s of what this node sends to the other of a pair; one sends, then the other."""
     other = pair[1] if own == pair[0] else pair[0]
     speeds = {each: _time_link(context.leaders[other], is_sender=each == own) for each in pair}
     return {context.hosts[other]: speeds[own]}
@@ -360,7 +359,6 @@ def _synchronize(load: torch.Tensor) -> None:
 
 
 def _device() -> torch.device:
-    """The GPU of this process if NCCL is used."""
     if _has_nccl():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -203,7 +203,6 @@ def _judge_folder(name: str, free: dict[str, dict[str, int]], needed: int | None
 
 
 def _free(path: Path) -> dict[str, int]:
-    """Free bytes and files of the disk of a path that may not exist yet; -1 files: no limit."""
     folder = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
     space = disk_space(folder)
     return {"bytes": int(space["disk_free_bytes"]), "files": int(space.get("disk_free_inodes", -1))}

@@ -50,7 +50,6 @@ class NodeDifference:
 
     @property
     def outliers(self) -> tuple[str, ...]:
-        """Nodes that differ from the majority; all nodes without a majority."""
         return tuple(
             node for value, nodes in self.values.items() if value != self.majority for node in nodes
         )
@@ -123,7 +122,6 @@ class CheckContext:
 
     @property
     def leaders(self) -> list[int]:
-        """The first rank of each node, in the order of `hosts`."""
         return [each[0] for each in self.ranks]
 
     def node_of(self, rank: int) -> str:
@@ -131,7 +129,6 @@ class CheckContext:
         return next(host for host, ranks in nodes if rank in ranks)
 
     def name_of(self, rank: int) -> str:
-        """The name of a process: that of its node, with a number if the node has several."""
         ranks = next(list(each) for each in self.ranks if rank in each)
         return self.node_of(rank) + (f":{ranks.index(rank)}" if len(ranks) > 1 else "")
 
@@ -163,13 +160,6 @@ def same_everywhere(
     """Compare each fact with the majority of the nodes.
 
     Facts that differ on the same nodes, equally severely, are one finding.
-
-    Args:
-        name: what the facts are, such as packages.
-        facts: by node and name.
-        severity: of a difference.
-        advice: for warnings and errors.
-        exceptions: other severities, by the name of the fact.
     """
     differences = []
     for fact in sorted({fact for each in facts.values() for fact in each}):
@@ -224,19 +214,7 @@ def far_from_median(
     harmless: float | None = None,
     limit: float | None = None,
 ) -> CheckResult:
-    """Compare a number of each node with the median: a measure, and a warning about outliers.
-
-    Args:
-        name: what was measured.
-        values: by node or process; without any there is no result.
-        unit: of the values.
-        worse: the side on which a value is bad.
-        factor: a value is bad beyond so many times the median.
-        advice: of the finding.
-        error_factor: beyond so many times the median it is an error.
-        harmless: values on the good side of this are never bad.
-        limit: values on the bad side of this are bad even where all nodes are alike.
-    """
+    """Compare a number of each node with the median: a measure, and a warning about outliers."""
     if not values:
         return CheckResult()
     outliers = outliers_of(values, worse, factor)
@@ -269,7 +247,6 @@ def outliers_of(
 
 
 def median_of(values: Iterable[float], worse: Literal["lower", "higher"] = "lower") -> float:
-    """The median; of an even number of values the better one of the two in the middle."""
     return median_high(values) if worse == "lower" else median_low(values)
 
 

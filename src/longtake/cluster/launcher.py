@@ -126,7 +126,6 @@ def launch(options: LaunchOptions, console: Console) -> int:
 
 
 def count_processes(text: str) -> int:
-    """`8` is 8, and `auto` one per GPU, or one without GPUs."""
     return max(1, torch.cuda.device_count()) if text == "auto" else int(text)
 
 
@@ -218,11 +217,7 @@ def _agent(
 
 
 class Agent(LocalElasticAgent):
-    """Starts the ranks of this node, again where that helps, until they have ended.
-
-    Attributes:
-        ended: how the ranks of this node last ended; None: all with exit code 0.
-    """
+    """Starts the ranks of this node, again where that helps, until they have ended."""
 
     def __init__(
         self,
@@ -278,11 +273,7 @@ class Agent(LocalElasticAgent):
         self._stop.end()
 
     def _let_others_end(self, codes: dict[int, int], ranks: dict[int, int]) -> list[int]:
-        """Record the failure of ranks that were killed, and wait for the others.
-
-        Returns:
-            Those that did not end, and were killed.
-        """
+        """Record the failure of ranks that were killed, and wait for the others."""
         if self._stop.first_signal is None:
             self._record_failures(codes, ranks)
         is_stop = self._stop.first_signal is not None or any(map(is_stop_code, codes.values()))

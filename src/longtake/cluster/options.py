@@ -43,7 +43,6 @@ class LaunchOptions:
 
     @property
     def train_arguments(self) -> list[str]:
-        """The arguments of `longtake` with which each rank is started."""
         options = [part for change in self.changes for part in ("--set", change)]
         return ["train", str(self.path), *options, *(["--trust"] if self.trust else [])]
 
@@ -109,7 +108,6 @@ def parse_endpoint(text: str | None, nodes: tuple[int, int]) -> str:
 
 
 def parse_processes(text: str) -> str:
-    """A number of ranks per node, or `auto`; LongtakeError if it is neither."""
     if text != "auto" and not re.fullmatch("[1-9][0-9]{0,5}", text):
         raise LongtakeError(f"--nproc-per-node {text}: expected a number of processes, or auto.")
     return text

@@ -135,7 +135,6 @@ def _end_with_stdin() -> None:
 
 
 def _kill_own_group() -> NoReturn:
-    """End this process and its children; sshd starts each command in a group of its own."""
     is_own = os.getpgrp() == os.getpid()
     os.kill(-os.getpid() if is_own else os.getpid(), signal.SIGKILL)
     raise SystemExit(1)  # not reached
@@ -162,7 +161,6 @@ def _commands(
 
 
 def _on_node(command: Sequence[str], variables: Mapping[str, str]) -> str:
-    """A command in this folder, with these variables and those that change how nodes connect."""
     passed = {name: os.environ[name] for name in _PASSED_VARIABLES if os.environ.get(name)}
     env = [f"{name}={value}" for name, value in {**passed, **variables}.items()]
     return f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(['env', *env, *command])}"

@@ -33,15 +33,7 @@ _USER_ERROR, _LOST_PEER = LongtakeError.exit_code, LostPeerError.exit_code
 
 
 class RankLogs(LogsSpecs):
-    """One log per rank and start in the run directory.
-
-    Args:
-        node: of the ranks.
-        tee: show the log of rank 0 on stderr too.
-
-    Attributes:
-        paths: of the newest start, by rank.
-    """
+    """One log per rank and start in the run directory."""
 
     def __init__(self, node: NodeDirectory, *, tee: bool) -> None:
         super().__init__()
@@ -131,7 +123,6 @@ def _is_running(pid: int) -> bool:
 
 
 def _wait_result(pid: int) -> "os.waitid_result | None":
-    """How a child ended, which leaves it waitable; ChildProcessError if it was waited for."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
@@ -139,9 +130,6 @@ class LaunchStop(StopSignal):
     """A request to stop this launch; while it is entered, signals are passed on to the ranks.
 
     A signal while no rank runs, such as during the rendezvous, raises `SignalException`.
-
-    Attributes:
-        is_urgent: a second Ctrl-C came: the ranks are killed without saving.
     """
 
     def __init__(self) -> None:
@@ -159,7 +147,6 @@ class LaunchStop(StopSignal):
         return self.requested_seconds > SAVE_SECONDS
 
     def hold(self) -> None:
-        """Keep a signal until `begin`: ranks are being started."""
         self._is_held = True
 
     def begin(self, pids: Iterable[int]) -> None:
@@ -196,13 +183,7 @@ class RanksExit:
 def classify_exit(
     codes: Mapping[int, int], failures: Sequence[RankFailure], logs: Mapping[int, Path]
 ) -> RanksExit:
-    """Decide how ranks ended.
-
-    Args:
-        codes: exit codes other than 0, by rank; negative for signals.
-        failures: of the same launch on all nodes, the first one first.
-        logs: of the ranks of this node.
-    """
+    """Decide how ranks ended."""
     stops = [code for code in codes.values() if code in _STOP_CODES]
     if failures and failures[0].kind == "error":
         return RanksExit(_USER_ERROR, "mistake", str(failures[0]))
@@ -218,7 +199,6 @@ def classify_exit(
 
 
 def is_stop_code(code: int) -> bool:
-    """Whether `longtake train` ends with this code after a signal, with everything saved."""
     return code in _STOP_CODES
 
 

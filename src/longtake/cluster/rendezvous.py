@@ -44,20 +44,7 @@ class SilentProcessError(LongtakeError):
 
 
 class Rendezvous:
-    """All processes of a preflight; a single one needs no store.
-
-    Args:
-        process: this one.
-        seconds: how long to wait for any process.
-
-    Attributes:
-        store: None for a single process.
-        came: on rank 0, by rank: the host and the number of the node.
-
-    Raises:
-        SilentProcessError: a process has not come in time.
-        LongtakeError: the store cannot be reached.
-    """
+    """All processes of a preflight; a single one needs no store."""
 
     def __init__(self, process: ProcessInfo, seconds: float) -> None:
         self.process = process
@@ -68,19 +55,11 @@ class Rendezvous:
         self.came = {rank: (host, node) for rank, (host, node) in came.items()}
 
     def doing(self, what: str) -> None:
-        """State what this process does next, for the case that it does not come back."""
         if self.store is not None:
             self.store.set(f"preflight/doing/{self.process.rank}", what)
 
     def gather(self, name: str, facts: Any) -> dict[int, Any]:
-        """Collect facts (JSON) on rank 0; returns when those of all processes are there.
-
-        Returns:
-            On rank 0 the facts by rank; elsewhere nothing.
-
-        Raises:
-            SilentProcessError: on all processes, if the facts of one are missing.
-        """
+        """Collect facts (JSON) on rank 0; returns when those of all processes are there."""
         if self.store is None:
             return {0: facts}
         self.store.set(f"preflight/{name}/{self.process.rank}", json.dumps(facts))

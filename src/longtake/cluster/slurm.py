@@ -61,7 +61,6 @@ class BatchJob:
 
     @property
     def log(self) -> Path:
-        """Its output; `%j` is the number of the job."""
         return self.run_path / "slurm" / "job_%j.log"
 
     def script(self) -> str:

@@ -48,11 +48,7 @@ class ProcessInfo:
 
 
 def find_process(environment: Mapping[str, str] | None = None) -> ProcessInfo:
-    """This process; `environment` replaces os.environ.
-
-    Raises:
-        LongtakeError: a variable that torchrun or Slurm sets is missing or is not a number.
-    """
+    """This process; `environment` replaces os.environ."""
     env = os.environ if environment is None else environment
     try:
         if "RANK" in env and "WORLD_SIZE" in env:
@@ -101,12 +97,7 @@ def _started_by_slurm(env: Mapping[str, str]) -> ProcessInfo:
 
 
 def group_by_node(came: Mapping[int, tuple[str, str]]) -> tuple[list[str], list[list[int]]]:
-    """Names of the nodes, that of rank 0 first, and the ranks on each.
-
-    Args:
-        came: by rank, the name of the host and the number of the node, which may be empty. Of
-            several nodes of one name, such as containers, the later ones get a number.
-    """
+    """Names of the nodes, that of rank 0 first, and the ranks on each."""
     together: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(came):
         together.setdefault(came[rank], []).append(rank)
@@ -154,12 +145,10 @@ def fold_hosts(hosts: Iterable[str]) -> str:
 
 
 def _by_number(part: str) -> tuple[int, str]:
-    """Sorts gpu2 before gpu10."""
     return (int(part), "") if part.isdecimal() else (-1, part)
 
 
 def _around_number(name: str) -> tuple[str, str]:
-    """What stands before and after the last number of a name."""
     found = _last_number(name)
     return (found[1], found[3]) if found else (name, "")
 

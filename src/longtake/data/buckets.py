@@ -155,7 +155,6 @@ _MIDDLE = 0.5
 
 
 def sample_seed(run_seed: int, stage: str, source: str, epoch: int, clip: Clip) -> int:
-    """The seed of a sample, independent of rank and step, but not of stage, source and epoch."""
     return derive(run_seed, "sample", f"{stage}/{source}", epoch, clip.identity)
 
 

@@ -358,7 +358,6 @@ class Catalog:
 
     @cached_property
     def identities(self) -> pa.Array:
-        """[N] 16 bytes each, ascending."""
         return one_array(self.table["identity"])
 
     @cached_property

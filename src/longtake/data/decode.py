@@ -129,7 +129,6 @@ DEFAULT = Limits()
 
 
 def read_image(media: Media) -> NDArray[np.uint8]:
-    """The picture as [H, W, 3] uint8 RGB, upright; raises ClipError."""
     return decode_image(media)[0]
 
 

@@ -288,7 +288,6 @@ def frame_size(height: int, width: int) -> tuple[int, int]:
 
 
 def contact_sheet(path: Path, rows: Sequence[CropRow]) -> None:
-    """Draw up to 6 evenly spaced frames of each clip; what the crop cuts off is pale."""
     save_picture(Grid([_grid_row(row) for row in rows], _LABEL_WIDTH).draw(), path)
 
 

@@ -51,11 +51,7 @@ class _Table:
 
 
 def read_listing(path: Path) -> list[Item]:
-    """The items of a list or a table, in its order.
-
-    Raises:
-        DataError: it cannot be read, has no column of paths, or names missing files.
-    """
+    """The items of a list or a table, in its order."""
     items = _read_list(path) if path.suffix.lower() == ".txt" else _read_table(path)
     missing = [item.media.path for item in items if not is_there(Path(item.media.path))]
     if missing:
@@ -203,7 +199,6 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def score_of(value: object) -> float | None:
-    """A value of a table or a .json as a score; None: it is no number, an id, or not finite."""
     if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) >= _MAX_EXACT):
         return None
     return _finite(float(value))
@@ -300,9 +295,6 @@ def read_tar(path: Path) -> list[Item]:
 
     Members with the same key (the name up to the first dot of its last part) are one sample: its
     videos and images are captioned by its .txt, or by `caption` or `text` of its .json.
-
-    Raises:
-        ClipError: it is no uncompressed tar, is cut short or damaged, or holds no media.
     """
     try:
         members = _members(path)

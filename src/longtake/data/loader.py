@@ -42,7 +42,6 @@ from longtake.heartbeat import HeartbeatDir
 
 
 def num_places(batch_size: int, data_size: int) -> int:
-    """Places of each data rank; fillers of weight 0 take those beyond the batch."""
     return -(-batch_size // data_size)
 
 
@@ -309,7 +308,6 @@ class Loader:
 
     @property
     def step(self) -> int:
-        """The number of the next batch: all before it have been returned, or are skipped."""
         return self._step
 
     @property
@@ -331,7 +329,6 @@ class Loader:
         self._step = self._skipped.next_kept(self._step)
 
     def end_after(self, count: int) -> int:
-        """The value of `step` when `count` more batches, or all there are, have been returned."""
         end, last = self._skipped.after(self._step, count), self.plan_history.end_step
         return end if last is None else min(end, max(self._step, self._skipped.next_kept(last)))
 
@@ -408,11 +405,9 @@ class Loader:
 
     @property
     def failures(self) -> dict[str, str]:
-        """Clips that this rank alone knows it cannot decode: the reason, by identity."""
         return dict(self._failures)
 
     def quarantine(self, clips: Mapping[str, str]) -> None:
-        """Exclude clips that some rank could not decode; call it with the same on every rank."""
         self.quarantined = dict(sorted({**self.quarantined, **clips}.items()))
         self._failures.clear()
 
@@ -456,13 +451,11 @@ class Loader:
             self._fill(self._prefetch, self._end(end_step))
 
     def close(self) -> None:
-        """End what `begin` has started."""
         prefetch, self._prefetch = self._prefetch, None
         if prefetch is not None:
             prefetch.source.close()
 
     def load(self, step: int) -> Batch:
-        """This rank's share of the batch of a global step, decoded in this process."""
         with closing(self._source(workers=0)) as source:
             return self._assemble(self._begin(step, source))
 

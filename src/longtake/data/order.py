@@ -205,7 +205,6 @@ def _round_keys(key: tuple[int | str, ...]) -> NDArray[np.uint64]:
 
 
 def derive(*key: int | str) -> int:
-    """A 63-bit number from a key: the seed of everything random that belongs to it."""
     return int.from_bytes(hashlib.blake2b(_text(key), digest_size=8).digest()) >> 1
 
 

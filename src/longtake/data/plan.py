@@ -254,11 +254,7 @@ def assemble_plan(
     batch_size: int,
     lengths: Sequence[int | None] | None = None,
 ) -> Plan:
-    """Put stages on a timeline; `lengths` replace the stages' own numbers of steps.
-
-    Raises:
-        DataError: a stage is shorter than its ramps.
-    """
+    """Put stages on a timeline; `lengths` replace the stages' own numbers of steps."""
     if lengths is None:
         lengths = [stage_length(each) for each in stages]
     ramps = [each.stage.ramp_steps // 2 * 2 for each in stages]

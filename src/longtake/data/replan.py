@@ -58,11 +58,7 @@ class SkippedRanges:
 
     @classmethod
     def of(cls, spans: Iterable[Iterable[int]]) -> Self:
-        """The union of spans in any order, which may overlap.
-
-        Raises:
-            DataError: a span ends before it begins, or begins before the first batch.
-        """
+        """The union of spans in any order, which may overlap."""
         merged: list[Span] = []
         for first, end in sorted(tuple(span) for span in spans):
             if not 0 <= first <= end:
@@ -77,7 +73,6 @@ class SkippedRanges:
         return cls(tuple(merged))
 
     def with_(self, spans: Iterable[Span], since: int) -> "SkippedRanges":
-        """Add further spans, cut to the batches from `since` on."""
         cut = ((max(first, since), max(end, since)) for first, end in spans)
         return SkippedRanges.of([*self.spans, *cut])
 
@@ -88,11 +83,9 @@ class SkippedRanges:
         return any(number in range(first, end) for first, end in self.spans)
 
     def next_kept(self, number: int) -> int:
-        """The first number from `number` on that is not skipped."""
         return next((end for first, end in self.spans if first <= number < end), number)
 
     def first_skipped(self, number: int) -> int:
-        """Where the span begins that contains or ends at `number`, or else `number`."""
         return next((first for first, end in self.spans if first <= number <= end), number)
 
     def after(self, number: int, count: int) -> int:
@@ -171,10 +164,6 @@ def replan(
     `finish` ends open epochs as they were and begins the next ones on the new catalogs; `merge`
     trains in the rest of an open epoch exactly those clips of the new catalog that it has not
     consumed; `restart` begins the next epochs. A finished stage is repeated only if it is longer.
-
-    Raises:
-        DataChangedError: the current stage, or a catalog that it has begun, is no longer used.
-        DataError: a stage selects no clips, or is shorter than its ramps.
     """
     progress = _progress_by_stage(plans, step)
     following = _remaining_stages(plans, step, data)
@@ -490,13 +479,7 @@ def resume(
     seed: int,
     kept: Path | None,
 ) -> PlanHistory:
-    """The plans of a run that resumes at a step, with a new plan if the data changed.
-
-    Raises:
-        DataChangedError: something changed and `on_change` is `refuse`, or an older catalog that
-            is needed is not kept.
-        DataError: the new data cannot be planned.
-    """
+    """The plans of a run that resumes at a step, with a new plan if the data changed."""
     changes = _describe(history[-1], catalogs, data, batch_size, kept)
     if changes and data.on_change == "refuse":
         raise DataChangedError(_refusal(changes, step))
@@ -519,11 +502,7 @@ def rebuild(
     seed: int,
     kept: Path | None,
 ) -> PlanHistory:
-    """The plans that a history records, from the present catalogs or else the kept ones.
-
-    Raises:
-        DataChangedError: a catalog that was trained on is neither present nor kept.
-    """
+    """The plans that a history records, from the present catalogs or else the kept ones."""
     plans: list[Plan] = []
     is_current = True
     for entry in history:

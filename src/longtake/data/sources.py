@@ -39,12 +39,7 @@ class FoundMedia:
 
 
 def find(sources: Sequence[Path]) -> FoundMedia:
-    """Return all media that the sources name.
-
-    Raises:
-        DataError: a source is missing or cannot be read, a list names missing files, two sources
-            caption one file differently, or there is nothing at all.
-    """
+    """Return all media that the sources name."""
     folders, items, tars = [], [], set()
     passed_over, unreadable = Counter[str](), list[ClipError]()
     for source in sources:
@@ -165,19 +160,7 @@ class _CaptionLine(NamedTuple):
 def read_captions(
     captions: Path | None, folders: Sequence[Path], videos: Sequence[Path]
 ) -> tuple[dict[Path, str], list[str]]:
-    """The caption of each video that has one, and the names that match no video.
-
-    Args:
-        captions: JSONL with one `{"video": path, "caption": text}` per line (or `image`, `path`,
-            `file`); a path is relative to the JSONL's folder or to one of `folders`, or else a file
-            name that is there only once. None: `captions.jsonl` in each folder, and `clip.txt` next
-            to `clip.mp4` for videos that it does not name. `sidecar`: only `clip.txt`.
-        folders: absolute paths of the folders that were searched.
-        videos: absolute paths of the video files.
-
-    Raises:
-        DataError: a file cannot be read, a line is malformed, or a video has two captions.
-    """
+    """The caption of each video that has one, and the names that match no video."""
     texts: dict[Path, str] = {}
     unmatched: list[str] = []
     tables = [captions] if captions and not is_sidecar(captions) else []

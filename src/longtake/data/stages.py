@@ -39,11 +39,7 @@ class Selection:
 
 
 def select(catalog: Catalog, stage: Stage, data: DataSection) -> Selection:
-    """The clips that meet all of a stage's conditions, sorted into its buckets.
-
-    Raises:
-        DataError: a condition is malformed or names an unknown attribute, or no clip is left.
-    """
+    """The clips that meet all of a stage's conditions, sorted into its buckets."""
     captioned = pc.not_equal(catalog.table["caption"], "").to_numpy()
     kept = np.flatnonzero(captioned).astype(np.uint32)
     dropped: Counter[str] = Counter({NO_CAPTION: len(catalog) - len(kept)})

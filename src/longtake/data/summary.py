@@ -37,13 +37,7 @@ _HDR = pa.array(["pq", "hlg"])
 
 
 def catalog_stats(catalog: Catalog) -> dict[str, Any]:
-    """Count and measure a catalog's clips.
-
-    Returns:
-        JSON-able. Counts are of clips (identical files are one), the most frequent value first;
-        `aspects` are by the nearest of some common ones; `numbers` and `attributes` have for each
-        name `known` (of how many clips), quantiles, mean and std, null where nothing is known.
-    """
+    """Count and measure a catalog's clips."""
     table = catalog.table
     kinds = _counted(table["kind"])
     is_video = pc.equal(table["kind"], "video").to_numpy().astype(bool)
@@ -146,7 +140,6 @@ class ClipAssignment:
 
     @cached_property
     def counts(self) -> NDArray[np.int64]:
-        """[buckets, 1 + reasons] clips of each bucket: trained on, then dropped by reason."""
         shape = (len(self.shapes), 1 + len(self.reasons))
         flat = self.home.astype(np.int64) * shape[1] + self.code + 1
         return np.bincount(flat, minlength=shape[0] * shape[1]).reshape(shape)
@@ -234,23 +227,20 @@ def _off(
 def plan_summary(plan: Plan, recipe: Recipe) -> dict[str, Any]:
     """Describe what a new run trains on.
 
-    Returns:
-        JSON-able, with these keys.
-
-        stages: for each catalog of each stage: `stage`, `source` (the catalog's name), `share` of
-            the stage's batches, `first_step`, `steps` (null: endless), `ramp_steps`,
-            `trained_steps` of this catalog until training ends, `epochs` that these make, `clips`,
-            `selected`, `dropped` {reason: clips}, `examples` {reason: paths} and `buckets`.
-        buckets: those of the first stage. Each has `num_frames`, `height`, `width` and, of all
-            clips, each in one bucket: `clips` = `kept` + `dropped`, the latter by `reasons`;
-            `displaced` of the kept (too short for a bucket that would crop them less),
-            `batches_per_epoch`, `tail` (clips of the first epoch carried into the next),
-            `last_batch` (samples of the last batch; null: endless), and of the kept clips the mean
-            `share_cut`, the mean `scale` and how many are `enlarged`.
-        timeline: for each stage its share of the batches in up to 60 spans of the training.
-        drift: how clips differ from the stage before; `distance` is null where all were alike.
-        warnings, refusal: sentences; why training would refuse to begin, or null.
-        steps, planned_steps, batch_size: of the training, of all stages (null: endless), samples.
+    stages: for each catalog of each stage: `stage`, `source` (the catalog's name), `share` of
+        the stage's batches, `first_step`, `steps` (null: endless), `ramp_steps`,
+        `trained_steps` of this catalog until training ends, `epochs` that these make, `clips`,
+        `selected`, `dropped` {reason: clips}, `examples` {reason: paths} and `buckets`.
+    buckets: those of the first stage. Each has `num_frames`, `height`, `width` and, of all
+        clips, each in one bucket: `clips` = `kept` + `dropped`, the latter by `reasons`;
+        `displaced` of the kept (too short for a bucket that would crop them less),
+        `batches_per_epoch`, `tail` (clips of the first epoch carried into the next),
+        `last_batch` (samples of the last batch; null: endless), and of the kept clips the mean
+        `share_cut`, the mean `scale` and how many are `enlarged`.
+    timeline: for each stage its share of the batches in up to 60 spans of the training.
+    drift: how clips differ from the stage before; `distance` is null where all were alike.
+    warnings, refusal: sentences; why training would refuse to begin, or null.
+    steps, planned_steps, batch_size: of the training, of all stages (null: endless), samples.
     """
     steps = recipe.training.steps
     stages = [

@@ -59,16 +59,6 @@ def run_tasks(
     """Yield the number of each item, counted from 0, and its result, in the order of completion.
 
     Items are taken as they are needed. Close the generator to stop before the end.
-
-    Args:
-        task: what is done.
-        items: to which it is done.
-        on: `ray` (the cluster of RAY_ADDRESS, or else this machine), `ray://HOST:PORT`, or None:
-            processes of this machine.
-        workers: how many processes; by default one for each core. 0: this process.
-
-    Raises:
-        DataError: no worker can be started, or the cluster is lost.
     """
     if on is not None:
         with connected(on) as ray:
@@ -254,11 +244,7 @@ class _Answers(NamedTuple):
 
 
 class NodeWorker:
-    """Runs a task in a process of this node, watched here; runs itself in a Ray worker.
-
-    Raises:
-        DataError: a folder is another one here.
-    """
+    """Runs a task in a process of this node, watched here; runs itself in a Ray worker."""
 
     def __init__(self, pickled: bytes) -> None:
         self._task, markers, cwd = pickle.loads(pickled)  # noqa: S301 - a NodeSetup, of our driver

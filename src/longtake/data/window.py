@@ -93,7 +93,6 @@ class Window:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """[3, F, H, W]."""
         return 3, self.num_frames, self.height, self.width
 
 
@@ -196,7 +195,6 @@ def _planes(
 
 
 def _cut(window: Window, picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """[..., height, width] of [..., scaled_height, scaled_width]."""
     rows = slice(window.top, window.top + window.height)
     kept = picture[..., rows, window.left : window.left + window.width]
     return kept[..., ::-1] if window.is_flipped else kept
@@ -227,7 +225,6 @@ class ReferencePicture:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """[3, 1, H, W]."""
         return 3, 1, self.height, self.width
 
 

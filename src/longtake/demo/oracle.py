@@ -57,11 +57,6 @@ def read(frames: NDArray[np.uint8]) -> Reading:
 
 
 def shows(video: NDArray[np.uint8], caption: str) -> bool:
-    """Return whether shape, colour and direction of a clip are those of its caption.
-
-    Raises:
-        DataError: the caption is not of the shapes world.
-    """
     wanted = parse_caption(caption)
     return read(video) == Reading(wanted.shape, wanted.colour, wanted.direction)
 
@@ -78,7 +73,6 @@ class Adherence:
     def __call__(
         self, videos: Sequence[NDArray[np.uint8]], prompts: Sequence[str], fps: float
     ) -> list[float | None]:
-        """Measure each video [F, H, W, 3] by its prompt."""
         del fps
         return [_adheres(video, prompt) for video, prompt in zip(videos, prompts, strict=True)]
 
@@ -93,7 +87,6 @@ def _adheres(video: NDArray[np.uint8], prompt: str) -> float | None:
 
 
 def _border(pixels: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the outermost pixels of all frames, [N, 3]."""
     inner = np.zeros(pixels.shape[1:3], dtype=bool)
     inner[1:-1, 1:-1] = True
     return pixels[:, ~inner].reshape(-1, 3)

@@ -61,9 +61,6 @@ def write_report(
     """Write summary.json, contact_sheet.png, loss.png and index.html; returns the summary.
 
     If each checkpoint was sampled too, also checkpoints.png.
-
-    Raises:
-        RunError: a file cannot be written.
     """
     metrics = [row for row in run.metrics() if row["loss"] is not None]
     summary = _summarise(metrics, sampler, videos, clips)
@@ -174,9 +171,6 @@ def loss_plot(
     """Write a PNG of the loss over the steps: every value pale, their running mean dark.
 
     NaN and infinite losses leave a gap. The file is written aside and renamed.
-
-    Raises:
-        RunError: the file cannot be written.
     """
     assert 0 < len(steps) == len(losses), f"{len(steps)} steps and {len(losses)} losses"
     values = np.asarray(losses, dtype=np.float64)
@@ -216,7 +210,6 @@ def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def axis_scale(values: NDArray[np.float64]) -> str:
-    """Return "log" for positive values that span a factor of 20, else "linear"."""
     finite = values[~np.isnan(values)]
     wide = len(finite) and finite.min() > 0 and finite.max() / finite.min() >= _LOG_SCALE_RATIO
     return "log" if wide else "linear"

@@ -48,11 +48,7 @@ _TERMINATION_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class EvaluationProcess:
-    """An evaluation server that samples each checkpoint of one run, in a process of its own.
-
-    Attributes:
-        log: its output.
-    """
+    """An evaluation server that samples each checkpoint of one run, in a process of its own."""
 
     log: Path
     _process: "subprocess.Popen[bytes]"

@@ -63,11 +63,7 @@ class Combination:
 
 
 def parse_caption(caption: str) -> Combination:
-    """Return the combination that a caption of this world asks for.
-
-    Raises:
-        DataError: the sentence is not of this world.
-    """
+    """Return the combination that a caption of this world asks for."""
     combination = _by_caption().get(caption)
     if combination is None:
         raise DataError(
@@ -79,12 +75,10 @@ def parse_caption(caption: str) -> Combination:
 
 
 def training_captions() -> list[str]:
-    """Return the 168 captions that training clips show, always in the same order."""
     return [combination.caption for combination, held_out in _world() if not held_out]
 
 
 def held_out_captions() -> list[str]:
-    """Return the 24 captions that no training clip shows, always in the same order."""
     return [combination.caption for combination, held_out in _world() if held_out]
 
 
@@ -146,12 +140,7 @@ def _distance(
 
 
 def render(shape: str, colour: str, direction: str, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Draw one clip; `rng` decides size, speed, place, tint and background.
-
-    Returns:
-        [8, 32, 32, 3] uint8 RGB: an anti-aliased object of radius 6.5 to 8 pixels that passes near
-        the centre at 1.2 to 1.7 pixels a frame, before a dark and slightly sloping background.
-    """
+    """Draw one clip; `rng` decides size, speed, place, tint and background."""
     step = np.array(DIRECTIONS[direction]) / np.hypot(*DIRECTIONS[direction])
     speed, radius = rng.uniform(1.2, 1.7), rng.uniform(6.5, 8.0)
     middle = np.array([WIDTH - 1, HEIGHT - 1]) / 2 + rng.uniform(-1.5, 1.5, size=2)

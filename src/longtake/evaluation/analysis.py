@@ -41,12 +41,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Reference:
-    """Measures of clips that were trained on.
-
-    Attributes:
-        num_clips: how many were measured.
-        measures: the spread of each measure.
-    """
+    """Measures of clips that were trained on."""
 
     num_clips: int
     measures: Mapping[str, Spread]
@@ -60,16 +55,7 @@ def reference_of(
     fps: float,
     on_clip: Callable[[], None] | None = None,
 ) -> tuple[Reference | None, str]:
-    """The reference of a preset, kept or made; None with a remark where the clips are not here.
-
-    Args:
-        run: whose catalogs' copies say where clips lie.
-        recipe: the run's; says how clips are read, and how many.
-        preset: its name.
-        bucket: its size.
-        fps: frames a second that its videos are shown at.
-        on_clip: called before each clip that is decoded; not at all where a reference is kept.
-    """
+    """The reference of a preset, kept or made; None with a remark where the clips are not here."""
     path = EvaluationDirectory(run).reference_path(preset)
     asked = {
         "bucket": bucket.model_dump(),
@@ -202,14 +188,6 @@ def find_drift(
     for one that moved in a direction that is no failure (`bad` of `MEASURES`), nor for a user's
     own, which may be meant to rise. What counts is the row that ends at the highest step. Its
     change is stated as a share of `base`. A checkpoint that lacks a measure is passed over.
-
-    Args:
-        preset: its name, for the message.
-        history: the measures of each result, in any order.
-        steps: of each; of two of the same step the later one counts.
-        checkpoints: how often in a row it has to rise; that takes one result more.
-        change: by which share in all.
-        reference: of the training's clips, where it is known.
     """
     assert len(history) == len(steps)
     rows = dict(zip(steps, history, strict=True))
@@ -297,7 +275,6 @@ def find_out_of_range(
 
 
 def _range(name: str, span: Spread) -> tuple[float, float]:
-    """What 98 % of the training's clips have, and a margin on both sides."""
     margin = max(_MARGIN * (span.high - span.low), MEASURES[name].floor)
     return span.low - margin, span.high + margin
 
@@ -315,11 +292,7 @@ Video = NDArray[np.uint8]
 
 
 class Reread(Sequence[Video]):
-    """A sequence of videos, [F, H, W, 3] each.
-
-    Args:
-        paths: their files.
-    """
+    """A sequence of videos, [F, H, W, 3] each."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths

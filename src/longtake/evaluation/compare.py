@@ -80,7 +80,6 @@ def files_by_scene(scores: Scores) -> dict[Scene, str]:
 
 
 def prompt_number(file: str) -> int:
-    """Number of a video's prompt, from 0, in its file name, see `Preset.file_name`."""
     return int(file.partition("_")[0])
 
 
@@ -88,9 +87,6 @@ def of_prompts(scenes: Sequence[Scene], wanted: str | None) -> list[Scene]:
     """The scenes of the prompts in a range such as 0:4, 2: or 3; all if it is None.
 
     The same prompt with other reference pictures counts as another.
-
-    Raises:
-        RunError: the range is invalid, or there are no such prompts.
     """
     known = list(dict.fromkeys(scene._replace(seed=0) for scene in scenes))
     chosen = set(known if wanted is None else _within(known, wanted))
@@ -113,11 +109,7 @@ def _within(known: Sequence[Scene], wanted: str) -> Sequence[Scene]:
 
 @dataclass(frozen=True)
 class Column:
-    """What was sampled from one checkpoint.
-
-    Attributes:
-        titles: lines above the column.
-    """
+    """What was sampled from one checkpoint."""
 
     run: RunDirectory
     scores: Scores
@@ -125,7 +117,6 @@ class Column:
 
     @property
     def measures(self) -> dict[str, float]:
-        """Its measures, and the mean held-out loss."""
         held_out = self.scores.get("held_out", {})
         loss = {"held-out loss": held_out["mean"]} if "mean" in held_out else {}
         return {**self.scores["measures"], **loss}
@@ -140,7 +131,6 @@ class Column:
         return folder / files_by_scene(self.scores)[scene]
 
     def picture(self, scene: Scene, name: str) -> Path:
-        """Path of the small copy of a reference picture, whether it exists or not."""
         preset = EvaluationDirectory(self.run).preset_path(self.scores["preset"])
         return kept_picture(preset, prompt_number(files_by_scene(self.scores)[scene]), name)
 
@@ -163,7 +153,6 @@ class Comparison:
 
     @property
     def pictures(self) -> tuple[str, ...]:
-        """Names of the reference pictures."""
         return tuple(dict.fromkeys(name for scene in self.scenes for name, _ in scene.pictures))
 
     def measures(self) -> dict[str, list[tuple[float | None, bool]]]:
@@ -378,11 +367,7 @@ def draw_sheet(comparison: Comparison, out: Path) -> None:
 
 
 def draw_film(comparison: Comparison, out: Path) -> None:
-    """Write an mp4 (H.264) in which all videos play at once; short ones several times.
-
-    Raises:
-        RunError: it cannot be written, or a video cannot be read.
-    """
+    """Write an mp4 (H.264) in which all videos play at once; short ones several times."""
     columns, rows = comparison.columns, len(comparison.scenes)
     first = columns[0].video(comparison.scenes[0])
     size = fitting(size_of(first), len(columns) + len(comparison.pictures), rows)
@@ -397,13 +382,7 @@ def draw_film(comparison: Comparison, out: Path) -> None:
 
 
 def grid_of(comparison: Comparison, cells: Sequence[Sequence[Image.Image]], size: Size) -> Grid:
-    """The page of a comparison.
-
-    Args:
-        comparison: what is drawn.
-        cells: pictures of each column, row by row.
-        size: of one picture.
-    """
+    """The page of a comparison."""
     names = comparison.pictures
     # A reference picture stands close to the next one; a column keeps more distance.
     gaps = [0] + [_FRAME_GAP] * (len(names) - 1) if names else []
@@ -438,7 +417,6 @@ def grid_of(comparison: Comparison, cells: Sequence[Sequence[Image.Image]], size
 
 
 def _reference(column: Column, scene: Scene, name: str, size: Size) -> Image.Image:
-    """The copy of a reference picture; blank if there is none."""
     path = column.picture(scene, name)
     return copied_picture(path, size) if path.is_file() else Image.new("RGB", size, PAPER)
 
@@ -508,21 +486,11 @@ def fitting(size: Size, across: int, down: int = 1) -> Size:
 
 
 def size_of(path: Path) -> Size:
-    """Width and height of a video.
-
-    Raises:
-        RunError: it cannot be read.
-    """
     with _reading(path) as (_, stream):
         return stream.codec_context.width, stream.codec_context.height
 
 
 def num_frames(path: Path) -> int:
-    """The number of frames that can be decoded; the header may name another one.
-
-    Raises:
-        RunError: it cannot be read.
-    """
     with _reading(path) as (container, stream):
         return sum(1 for _ in decoded(Media(str(path)), container, stream))
 
@@ -530,11 +498,7 @@ def num_frames(path: Path) -> int:
 def read_frames(
     path: Path, size: Size, only: frozenset[int] | None = None
 ) -> Iterator[Image.Image]:
-    """The frames of a video in this size, or only those of some numbers, counted from 0.
-
-    Raises:
-        RunError: it cannot be read.
-    """
+    """The frames of a video in this size, or only those of some numbers, counted from 0."""
     with _reading(path) as (container, stream):
         for number, frame in enumerate(decoded(Media(str(path)), container, stream)):
             if only is None or number in only:
@@ -542,11 +506,7 @@ def read_frames(
 
 
 def chosen_frames(path: Path, size: Size, count: int) -> list[Image.Image]:
-    """The middle frame, or `count` evenly spaced ones, the first and the last among them.
-
-    Raises:
-        RunError: the video cannot be read.
-    """
+    """The middle frame, or `count` evenly spaced ones, the first and the last among them."""
     total = num_frames(path)
     numbers = [total // 2]
     if count > 1:
@@ -557,11 +517,7 @@ def chosen_frames(path: Path, size: Size, count: int) -> list[Image.Image]:
 
 
 def copied_picture(path: Path, size: Size) -> Image.Image:
-    """The kept copy of a reference picture in this size.
-
-    Raises:
-        RunError: it cannot be read.
-    """
+    """The kept copy of a reference picture in this size."""
     try:
         with open_regular(path) as file, Image.open(file) as picture:
             return resized(picture.convert("RGB"), size)

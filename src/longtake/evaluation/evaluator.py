@@ -33,14 +33,6 @@ class CheckpointEvaluator:
 
     Sampling takes longest. So no error after it loses the videos: it is reported, and the result
     lacks that number.
-
-    Args:
-        device: to sample on, as `SamplerLoader` takes it.
-        server: the name of the server.
-        report: receives what cannot be measured.
-        recipe_of: the recipe by which a run is evaluated.
-        on_device: called once with the type of the device that is used.
-        trust: run code that a run names, even if another user began it.
     """
 
     def __init__(
@@ -92,11 +84,7 @@ class CheckpointEvaluator:
         return scores if held_out is None else {**scores, "held_out": held_out}
 
     def _extras_of(self, task: EvaluationTask) -> list[Measure]:
-        """The preset's own measures, loaded before any video is sampled.
-
-        Raises:
-            NotHereError: one cannot be loaded here; another server may have what it needs.
-        """
+        """The preset's own measures, loaded before any video is sampled."""
         names = task.preset.measures
         if names not in self._extras:
             try:
@@ -185,7 +173,6 @@ class CheckpointEvaluator:
         return loss
 
     def _held_out_of(self, run: RunDirectory, recipe: Recipe) -> HeldOut | None:
-        """Its clips, opened once; where they cannot be, again at the next checkpoint."""
         if self._held_out is None:
             self._held_out = (HeldOut.open(recipe, run),)
         return self._held_out[0]
@@ -245,7 +232,6 @@ class _Stopwatch:
         self.seconds[name] = round(taken, 3)
 
     def lap(self, name: str) -> None:
-        """Note the time since the beginning, the first time this is called."""
         self.seconds.setdefault(name, round(time.perf_counter() - self._begun, 3))
 
 

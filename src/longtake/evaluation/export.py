@@ -17,11 +17,6 @@ from longtake.sampling.sampler import Sampler
 
 
 def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file; no two of the tensors may share memory.
-
-    Raises:
-        OSError: it cannot be written.
-    """
     whole = {name: value.detach().contiguous() for name, value in weights.items()}
     save_file(whole, path, {"format": "pt"})
 
@@ -30,9 +25,6 @@ def save_added_module(model: nn.Module, folder: Path) -> None:
     """Write `added_module.safetensors`, under the module's own names; nothing without a module.
 
     No other tool has a place for it.
-
-    Raises:
-        OSError: it cannot be written.
     """
     module = added_module(model)
     if module is not None:
@@ -41,12 +33,7 @@ def save_added_module(model: nn.Module, folder: Path) -> None:
 
 
 def write_pipeline(sampler: Sampler, folder: Path) -> None:
-    """Write a folder that `from_pretrained` loads.
-
-    Raises:
-        RecipeError: diffusers has no pipeline for the run's family, codec and text encoder.
-        OSError: it cannot be written.
-    """
+    """Write a folder that `from_pretrained` loads."""
     parts, recipe = sampler.components, sampler.recipe
     at_bucket = sampler.shift(recipe.sampling, recipe.data.buckets[0])
     shift = recipe.sampling.shift or parts.defaults.shift
@@ -61,11 +48,7 @@ PREFIX = "base_model.model."
 
 
 def write_adapter(sampler: Sampler, folder: Path) -> None:
-    """Write a folder that `peft.PeftModel.from_pretrained(base_model, folder)` loads.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a folder that `peft.PeftModel.from_pretrained(base_model, folder)` loads."""
     model = sampler.components.model
     named = {f"{PREFIX}{name}": value for name, value in lora_state(model).items()}
     save_weights(named, folder / "adapter_model.safetensors")
@@ -73,15 +56,7 @@ def write_adapter(sampler: Sampler, folder: Path) -> None:
 
 
 def write_comfyui_file(sampler: Sampler, path: Path) -> str:
-    """Write a safetensors file, in the dtype that the weights are kept in.
-
-    Returns:
-        Where it belongs.
-
-    Raises:
-        RecipeError: ComfyUI has no such model.
-        OSError: it cannot be written.
-    """
+    """Write a safetensors file, in the dtype that the weights are kept in."""
     parts = sampler.components
     lora = lora_state(parts.model)
     weights = lora or plain_copy(parts.model).state_dict()

@@ -48,11 +48,7 @@ class Measure(Protocol):
 
 
 def load_extra(path: str) -> Measure:
-    """The measure that "package.module:Class" names, made without arguments.
-
-    Raises:
-        RecipeError: there is no such class, it is no measure, or it cannot be made.
-    """
+    """The measure that "package.module:Class" names, made without arguments."""
     made = made_of(path)
     name = getattr(made, "name", None)
     if not isinstance(name, str) or not name.isidentifier() or not callable(made):
@@ -65,11 +61,7 @@ def load_extra(path: str) -> Measure:
 
 
 def made_of(path: str) -> Any:
-    """What "package.module:Class" names, made without arguments.
-
-    Raises:
-        RecipeError: there is no such class, or it cannot be made.
-    """
+    """What "package.module:Class" names, made without arguments."""
     if ":" not in path:
         raise RecipeError(
             f"The measure {path!r} is no name of a class; write it as package.module:Class."
@@ -87,11 +79,7 @@ def made_of(path: str) -> Any:
 
 
 def load_extras(paths: Sequence[str]) -> list[Measure]:
-    """The measures that a preset names.
-
-    Raises:
-        RecipeError: as `load_extra`; or two have the same name, or one that is ours.
-    """
+    """The measures that a preset names."""
     extras: dict[str, Measure] = {}
     for path in paths:
         extra = load_extra(path)
@@ -107,15 +95,7 @@ def load_extras(paths: Sequence[str]) -> list[Measure]:
 def measure_extra(
     extras: Sequence[Measure], videos: Sequence[Video], prompts: Sequence[str], fps: float
 ) -> tuple[list[dict[str, float]], dict[str, float]]:
-    """What further measures say of a preset's videos.
-
-    Returns:
-        The numbers of each video, and those of all together; without what is not defined or no
-        finite number.
-
-    Raises:
-        RecipeError: a measure fails, or returns what is no measure of these videos.
-    """
+    """What further measures say of a preset's videos."""
     of_each: list[dict[str, float]] = [{} for _ in videos]
     of_set: dict[str, float] = {}
     for extra in extras:
@@ -157,16 +137,7 @@ def _finite(name: str, value: float | None) -> dict[str, float]:
 
 
 def setting(measure: str, variable: str, what: str) -> str:
-    """The value of a variable.
-
-    Args:
-        measure: the measure that asks.
-        variable: its name.
-        what: what it has to hold.
-
-    Raises:
-        RecipeError: it is not set; says what to do.
-    """
+    """The value of a variable."""
     value = os.environ.get(variable, "")
     if not value:
         raise RecipeError(
@@ -187,10 +158,6 @@ class ClipScore:
     (2021), without their factor of 2.5; mean over at most 8 frames at equal distances. Where
     the environment's LONGTAKE_CLIP says lies a `CLIPModel` of transformers with its processor: a
     folder, or an id on the hub. It runs on the CPU, beside the work of the GPU.
-
-    Raises:
-        RecipeError: LONGTAKE_CLIP is not set.
-        ModelError: there is no such model.
     """
 
     name = "clip_score"
@@ -214,7 +181,6 @@ class ClipScore:
     def __call__(
         self, videos: Sequence[Video], prompts: Sequence[str], fps: float
     ) -> list[float | None]:
-        """The score of each video."""
         del fps
         pairs = zip(videos, prompts, strict=True)
         return [self._score(video, prompt) for video, prompt in pairs]
@@ -259,17 +225,7 @@ def frechet_distance(one: Features, other: Features) -> float:
 
 
 class Extractor:
-    """Makes features of videos with a network of the user's.
-
-    Args:
-        place: a TorchScript file, or package.module:Class of an nn.Module that is made without
-            arguments. It is given [1, 3, F, H, W] fp32 in [0, 1], one video at a time, and returns
-            a tensor of its features, of whatever shape.
-
-    Raises:
-        RecipeError: there is no such class.
-        ModelError: there is no such file, or it is no TorchScript.
-    """
+    """Makes features of videos with a network of the user's."""
 
     def __init__(self, place: str) -> None:
         self._network: Any = made_of(place) if ":" in place else _load(Path(place))
@@ -277,7 +233,6 @@ class Extractor:
             self._network.eval()
 
     def __call__(self, videos: Sequence[Video]) -> Features:
-        """[N, D] features of N videos."""
         return np.stack([self._features(videos[number]) for number in range(len(videos))])
 
     @torch.inference_mode()
@@ -292,10 +247,6 @@ class FrechetDistance:
 
     The environment says what makes features, LONGTAKE_FEATURES (see `Extractor`), and where those
     of real videos lie, LONGTAKE_REAL_FEATURES: a .npy file of [N, D], made by the same.
-
-    Raises:
-        RecipeError: one of them is not set, or names what is not there.
-        ModelError: what is there cannot be used.
     """
 
     name = "frechet_distance"

@@ -37,13 +37,7 @@ class Encoded(NamedTuple):
 
 @dataclass
 class HeldOut:
-    """Clips whose loss is measured, encoded once: codec and text encoder are not trained.
-
-    Attributes:
-        recipe: the run's.
-        clips: with the bucket of each.
-        encoded: as many of them as were needed so far.
-    """
+    """Clips whose loss is measured, encoded once: codec and text encoder are not trained."""
 
     recipe: Recipe
     clips: Sequence[tuple[Clip, Bucket]]
@@ -51,12 +45,7 @@ class HeldOut:
 
     @classmethod
     def open(cls, recipe: Recipe, run: RunDirectory) -> "HeldOut | None":
-        """The recipe's held-out clips; None where it names no catalog of them.
-
-        Raises:
-            DataError: the catalog cannot be read, holds clips that are trained on, or none that
-                fits a bucket.
-        """
+        """The recipe's held-out clips; None where it names no catalog of them."""
         path = recipe.evaluation.held_out
         if path is None:
             return None
@@ -75,17 +64,7 @@ class HeldOut:
     def loss(
         self, sampler: Sampler, batch_size: int = 4, on_batch: Callable[[], None] | None = None
     ) -> dict[str, float]:
-        """The mean loss over the clips at each sigma of the recipe, and the `mean` of these.
-
-        Args:
-            sampler: with the weights that are judged.
-            batch_size: clips at once; the numbers do not depend on it, but for rounding.
-            on_batch: called after each batch.
-
-        Raises:
-            DataError: a clip cannot be decoded.
-            PlanError: not even one clip fits the memory.
-        """
+        """The mean loss over the clips at each sigma of the recipe, and the `mean` of these."""
         found: dict[str, float] = {}
         for sigma in self.recipe.evaluation.sigmas:
             losses = [

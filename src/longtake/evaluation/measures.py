@@ -70,7 +70,6 @@ class Signals:
 
 
 def luma_of(frame: Video) -> Pixels:
-    """[H, W] luma of a frame [H, W, 3], 0 to 255."""
     luma: Pixels = frame.astype(np.float32) @ _LUMA
     return luma
 
@@ -110,25 +109,21 @@ def _change(before: Video, after: Video) -> float:
 
 
 def brightness(signals: Signals, fps: float) -> float:
-    """Mean luma over all frames, 0 (black) to 255 (white)."""
     del fps
     return float(signals.luma.mean())
 
 
 def contrast(signals: Signals, fps: float) -> float:
-    """Standard deviation of the luma in a frame, mean over frames; 0 to 127.5."""
     del fps
     return float(signals.contrast.mean())
 
 
 def saturation(signals: Signals, fps: float) -> float:
-    """Mean saturation over all pixels, as in HSV; 0 (grey) to 1."""
     del fps
     return float(signals.saturation.mean())
 
 
 def brightness_slope(signals: Signals, fps: float) -> float | None:
-    """Slope of the line that fits the frames' luma best; grey levels a second. None: one frame."""
     luma = signals.luma
     times = np.arange(len(luma)) - (len(luma) - 1) / 2
     return float(times @ luma / (times @ times)) * fps if len(luma) > 1 else None
@@ -167,7 +162,6 @@ def frame_change(signals: Signals, fps: float) -> float | None:
 
 
 def duplicate_frames(signals: Signals, fps: float) -> float | None:
-    """Share of neighbours whose mean absolute difference is below half a grey level; 0 to 1."""
     del fps
     return float(np.mean(signals.change < _SAME)) if len(signals.change) else None
 
@@ -193,13 +187,11 @@ def cuts(signals: Signals) -> list[int]:
 
 
 def scene_jumps(signals: Signals, fps: float) -> float | None:
-    """How many cuts there are; None where fewer than three frames are there to tell by."""
     del fps  # however long it takes, a cut is one
     return float(len(cuts(signals))) if len(signals.change) > 1 else None
 
 
 def largest_jump(signals: Signals, fps: float) -> float | None:
-    """The largest mean absolute difference of neighbours, 0 to 255; None: one frame."""
     del fps
     return float(signals.change.max()) if len(signals.change) else None
 
@@ -315,16 +307,7 @@ def _blurred(values: Pixels) -> Pixels:
 
 @dataclass(frozen=True)
 class Known:
-    """One measure of ours.
-
-    Attributes:
-        find: it, of a video's signals and its frames a second; None where it is not defined.
-        unit: what its values are in.
-        floor: a value that is no longer small for it. Changes of smaller ones are stated as shares
-            of this one: that a motion of 0.01 becomes 0.02 is no doubling that matters.
-        bad: the direction in which a steady change is a known failure: `up`, `down`, `both`, or
-            `none` where a change alone says nothing about quality.
-    """
+    """One measure of ours."""
 
     find: Callable[[Signals, float], float | None]
     unit: str
@@ -353,9 +336,6 @@ def measure(video: Video, fps: float) -> dict[str, float]:
     Args:
         video: [F, H, W, 3] uint8 RGB.
         fps: frames a second that it is shown at; motion and brightness_slope are per second.
-
-    Returns:
-        By name, finite; without those that are not defined, such as the motion of one frame.
     """
     signals = Signals.of(video)
     found = {name: known.find(signals, fps) for name, known in MEASURES.items()}
@@ -363,7 +343,6 @@ def measure(video: Video, fps: float) -> dict[str, float]:
 
 
 def mean_of(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each measure over the videos that have it."""
     names = dict.fromkeys(name for each in measured for name in each)
     values = {name: [each[name] for each in measured if name in each] for name in names}
     return {name: sum(found) / len(found) for name, found in values.items()}

@@ -81,31 +81,19 @@ CHECKPOINT_RULES: Rules = ("- /optimizer/",)
 
 @dataclass(frozen=True)
 class RemoteRun:
-    """A run at the source, and its mirror.
-
-    Attributes:
-        name: its folder below the source; "" if the source is the run.
-        mirror: where it is mirrored to. It begins without checkpoints.
-        index: the completion markers of the source: its checkpoints, of which only COMMITTED is
-            here, are those of the source.
-    """
+    """A run at the source, and its mirror."""
 
     name: str
     mirror: RunDirectory
     index: RunDirectory
 
     def below(self, folder: str) -> str:
-        """A folder of the run, as it is called below the source."""
         return f"{self.name}/{folder}" if self.name else folder
 
 
 @dataclass(frozen=True)
 class Pulled:
-    """A checkpoint that has arrived.
-
-    Attributes:
-        seconds: how long it took; since the last interruption, if there was one.
-    """
+    """A checkpoint that has arrived."""
 
     step: int
     bytes: int
@@ -121,11 +109,7 @@ def marker_rules() -> Rules:
 
 
 def record_rules(runs: Sequence[tuple[str, RunDirectory]]) -> Rules:
-    """Rules for what is mirrored besides checkpoints and completion markers.
-
-    Args:
-        runs: names below the source ("" for the source itself), and their mirrors.
-    """
+    """Rules for what is mirrored besides checkpoints and completion markers."""
     rules = [_HIDDEN]
     for name, mirror in runs:
         top = f"/{literal(name)}/" if name else "/"
@@ -146,12 +130,10 @@ def result_rules(evaluations: Path) -> Rules:
 
 
 def score_rules() -> Rules:
-    """Rules for scores.json of each result in a folder of evaluations."""
     return (_HIDDEN, *only(["/*/step_*/scores.json"]))
 
 
 def heartbeat_rules(server: str) -> Rules:
-    """Rules for the heartbeat of a server, in a folder of evaluations."""
     return only([f"/servers/{literal(server)}/heartbeat.json"])
 
 
@@ -164,11 +146,7 @@ def _claimed_results(mirror: RunDirectory) -> list[str]:
 
 
 class MirrorFolder:
-    """The folder that runs are mirrored into, for one source and by one process at a time.
-
-    Raises:
-        RunError: it holds a run of its own, or mirrors another source; or is the source.
-    """
+    """The folder that runs are mirrored into, for one source and by one process at a time."""
 
     def __init__(self, path: Path, address: Address) -> None:
         self.path, self.index = path, path / _INDEX
@@ -198,11 +176,7 @@ class MirrorFolder:
             )
 
     def take(self, until: ExitStack) -> bool:
-        """Whether it is this process that mirrors, now and until the stack is closed.
-
-        Raises:
-            RunError: the folder cannot be written.
-        """
+        """Whether it is this process that mirrors, now and until the stack is closed."""
         if self._lease is not None and self._lease.is_held:
             return True
         with self.writing():
@@ -225,11 +199,7 @@ class MirrorFolder:
         ]
 
     def publish_markers(self, run: RemoteRun) -> None:
-        """Copy the completion markers of results and of the run into the mirror, after the rest.
-
-        Raises:
-            OSError: one cannot be written.
-        """
+        """Copy the completion markers of results and of the run into the mirror, after the rest."""
         claimed = {Path(each) for each in _claimed_results(run.mirror)}
         for marker in run.index.path.glob("evaluations/*/step_*/scores.json"):
             name = marker.relative_to(run.index.path)
@@ -239,11 +209,7 @@ class MirrorFolder:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Turn an OSError into a sentence.
-
-        Raises:
-            RunError: the folder cannot be written.
-        """
+        """Turn an OSError into a sentence."""
         try:
             yield
         except OSError as error:
@@ -267,13 +233,7 @@ def _copy(marker: Path, place: Path) -> None:
 
 
 class Mirror:
-    """Runs elsewhere, and their mirrors here.
-
-    Args:
-        transport: to them.
-        folder: holds the mirrors.
-        server: name of this server.
-    """
+    """Runs elsewhere, and their mirrors here."""
 
     def __init__(self, transport: Transport, folder: MirrorFolder, server: str) -> None:
         self._transport, self._folder, self._server = transport, folder, server
@@ -282,14 +242,7 @@ class Mirror:
         self._stack.callback(transport.close)
 
     def look(self) -> list[RemoteRun]:
-        """Mirror what is small, and see which checkpoints there are.
-
-        Returns:
-            The runs, by name; none while another server mirrors into the same folder.
-
-        Raises:
-            RunError: the source cannot be read, or the mirror not be written; to be tried again.
-        """
+        """Mirror what is small, and see which checkpoints there are."""
         if not self._folder.take(self._stack):
             return []
         with self._folder.writing():
@@ -308,12 +261,6 @@ class Mirror:
 
         Those that are here already, or are gone at the source, are passed over. Another that was
         saved anew there waits while a server needs what is here.
-
-        Returns:
-            Those that have arrived now.
-
-        Raises:
-            RunError: one could not be brought; what has come of it stays for the next time.
         """
         there = set(run.index.checkpoint_steps())
         wanted = [step for step in steps if step in there and not _has_arrived(run, step)]
@@ -324,11 +271,7 @@ class Mirror:
         return [each for each in found if each is not None]
 
     def push(self, run: RemoteRun) -> None:
-        """Bring results back: of each, scores.json last. Nothing is sent when nothing is new.
-
-        Raises:
-            RunError: they could not be brought; to be tried again.
-        """
+        """Bring results back: of each, scores.json last. Nothing is sent when nothing is new."""
         with self._folder.writing():
             folder, there = EvaluationDirectory(run.mirror).path, run.below("evaluations")
             found = _pushed_files(folder)
@@ -341,29 +284,16 @@ class Mirror:
             self._pushed[run.mirror] = found
 
     def prune(self, mirror: RunDirectory, wanted: Collection[int]) -> list[int]:
-        """Delete checkpoints of a mirror, but for the newest and those that a server needs.
-
-        Args:
-            mirror: of a run.
-            wanted: steps that are still to be evaluated.
-
-        Returns:
-            The steps that are gone.
-
-        Raises:
-            RunError: the mirror cannot be written.
-        """
+        """Delete checkpoints of a mirror, but for the newest and those that a server needs."""
         steps = mirror.checkpoint_steps()
         with self._folder.writing():
             going = sorted({*steps} - {*wanted} - {max(steps, default=0)})
             return [step for step in going if delete_unless_needed(mirror, step)]
 
     def interrupt(self) -> None:
-        """End what another thread waits for: it gets a RunError, and so does any later fetch."""
         self._transport.interrupt()
 
     def close(self) -> None:
-        """Leave the mirror to other processes."""
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -388,18 +318,7 @@ class Mirror:
 
 
 def open_mirror(text: str, into: Path, server: str) -> Mirror:
-    """A mirror of a source; nothing is asked of the source yet.
-
-    Args:
-        text: what was given after --source.
-        into: the folder that becomes the mirror: a run directory if the source is a run, else a
-            folder of them.
-        server: name of this server, by which it needs checkpoints.
-
-    Raises:
-        RunError: the text names no source, what reaches it is not installed here, or the folder
-            holds something else.
-    """
+    """A mirror of a source; nothing is asked of the source yet."""
     address = parse_address(text)
     folder = MirrorFolder(into, address)
     # rsync is faster and keeps less in memory; without it a folder here is a store like others.
@@ -416,18 +335,7 @@ def needed_at_source(
     server: str,
     seconds: float = _HEARTBEAT_SECONDS,
 ) -> Iterator[None]:
-    """Need checkpoints at the source until the block ends: the training does not delete them.
-
-    Args:
-        transport: to the source.
-        run: the run.
-        steps: of the checkpoints.
-        server: name of this server.
-        seconds: between two heartbeats.
-
-    Raises:
-        RunError: the heartbeat cannot be written there.
-    """
+    """Need checkpoints at the source until the block ends: the training does not delete them."""
 
     def renew() -> None:
         with suppress(RunError, OSError):  # the pull reports what is wrong
@@ -448,10 +356,6 @@ def send_heartbeat(
     """Send this server's heartbeat, with the steps that it needs at the source.
 
     The file gets its time from the source's clock: its age tells the training whether it counts.
-
-    Raises:
-        RunError: it could not be sent.
-        OSError: the mirror cannot be written.
     """
     here = ServerDirectory(run.mirror, server).read_heartbeat()
     record: dict[str, Any] = {"server": server, "time": now(), **(dict(here) if here else {})}
@@ -465,7 +369,6 @@ def send_heartbeat(
 
 
 def _arriving(mirror: RunDirectory, step: int) -> Path:
-    """Where a checkpoint is pulled to; no reader looks there."""
     return mirror.checkpoints_path / ".pulling" / mirror.checkpoint_path(step).name
 
 
@@ -488,11 +391,7 @@ def _is_incomplete(folder: Path) -> bool:
 
 
 def _publish_checkpoint(mirror: RunDirectory, step: int) -> bool:
-    """Rename a whole checkpoint into place, instead of an older one that no server needs.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Rename a whole checkpoint into place, instead of an older one that no server needs."""
     place = mirror.checkpoint_path(step)
     if place.exists() and not delete_unless_needed(mirror, step):
         return False
@@ -524,17 +423,7 @@ def _pushed_files(top: Path) -> dict[Path, tuple[int, int]]:
 
 
 class MirrorThread:
-    """Pulls checkpoints and pushes results in a thread; does nothing if there is no source.
-
-    Args:
-        options: of the server.
-        server: its name.
-        report: what people read.
-        pending_tasks: the pending tasks of a run, for this thread alone.
-
-    Raises:
-        RunError: what is given is no source.
-    """
+    """Pulls checkpoints and pushes results in a thread; does nothing if there is no source."""
 
     def __init__(
         self,
@@ -555,11 +444,9 @@ class MirrorThread:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all that is wanted is here; while runs are followed: since they have ended."""
         return self._is_settled
 
     def push_soon(self) -> None:
-        """Push a new result at once."""
         self._wake.set()
 
     def __enter__(self) -> Self:

@@ -18,17 +18,12 @@ _EVERY = re.compile(r"every=([1-9][0-9]{0,11})")
 
 @dataclass(frozen=True)
 class Backlog:
-    """Which of the checkpoints that wait are evaluated.
-
-    Attributes:
-        every: steps that it divides; None: only the newest at each look.
-    """
+    """Which of the checkpoints that wait are evaluated."""
 
     every: int | None = 1
 
     @property
     def takes_all(self) -> bool:
-        """Whether no step that is wanted may be left out."""
         return self.every is not None
 
     def choose(self, steps: Sequence[int], *, with_last: bool) -> list[int]:
@@ -96,7 +91,6 @@ class ServerOptions:
 
     @property
     def waits(self) -> bool:
-        """Whether what is not there may come later."""
         return self.follows or self.until_finished
 
     def check(self) -> None:
@@ -173,11 +167,7 @@ class ServerOptions:
 
 
 def find_runs(places: Iterable[Path]) -> list[RunDirectory]:
-    """The run directories that the places are or contain, each once.
-
-    Raises:
-        OSError: a place cannot be read.
-    """
+    """The run directories that the places are or contain, each once."""
     found: dict[Path, RunDirectory] = {}
     for place in places:
         inside = sorted(place.iterdir()) if place.is_dir() else []

@@ -66,11 +66,9 @@ class StatCache:
         return cast("_T", known[1])
 
     def forget(self, path: Path) -> None:
-        """Read the file again next time."""
         self._known.pop(path, None)
 
     def keep_only(self, folders: Collection[str]) -> None:
-        """Forget the files that lie in folders of other names."""
         self._known = {path: x for path, x in self._known.items() if path.parent.name in folders}
 
 
@@ -82,11 +80,7 @@ class RunEnding:
         self._newest: str | None = None
 
     def is_over(self) -> bool:
-        """Whether the newest beginning or ending among the run's events is an ending.
-
-        Raises:
-            OSError: they cannot be read.
-        """
+        """Whether the newest beginning or ending among the run's events is an ending."""
         events = self._events.read()
         if self._events.has_restarted:
             self._newest = None
@@ -97,11 +91,7 @@ class RunEnding:
 
 
 class WantedPresets:
-    """The presets of one run that the recipe and the options ask for.
-
-    Attributes:
-        section: [evaluation] of the recipe.
-    """
+    """The presets of one run that the recipe and the options ask for."""
 
     def __init__(self, run: RunDirectory, options: ServerOptions, report: "ServerReport") -> None:
         self._run, self._options, self._report = run, options, report
@@ -112,12 +102,10 @@ class WantedPresets:
         self._read_again_at = math.inf
 
     def now(self) -> list[Preset]:
-        """Those that are valid, and not refused now."""
         now = time.monotonic()
         return [each for each in self._found if self._refused.get(each.name, 0.0) <= now]
 
     def refuse(self, preset: Preset, seconds: float) -> None:
-        """Leave a preset out for so long, or until the recipe changes."""
         self._refused[preset.name] = time.monotonic() + seconds
 
     def read(self) -> None:
@@ -164,12 +152,7 @@ class WantedPresets:
 
 
 class CommittedCheckpoints:
-    """The committed checkpoints of a run directory.
-
-    Attributes:
-        weights: of each step that has a COMMITTED.
-        unfinished: steps of which there is a folder, and no COMMITTED that can be read.
-    """
+    """The committed checkpoints of a run directory."""
 
     def __init__(self, run: RunDirectory, cache: StatCache) -> None:
         self._run, self._cache = run, cache
@@ -200,7 +183,6 @@ class CommittedCheckpoints:
                 self.weights.pop(step, None)
 
     def keys(self, weights: str) -> dict[int, str]:
-        """The key of each checkpoint that has these weights, by step, ascending."""
         found = {step: self.weights[step].keys.get(weights) for step in sorted(self.weights)}
         return {step: key for step, key in found.items() if key is not None}
 
@@ -211,18 +193,6 @@ class PendingTasks:
     A run of weeks has thousands of results, nearly all of them settled for good. So a look reads
     all only if something came into the folders of checkpoints or results, or went, and each half
     minute; else only the steps that were not settled.
-
-    Args:
-        run: the run directory.
-        server: name of this server.
-        options: of the server.
-        report: receives what is wrong with presets and checkpoints.
-        make_claims: the server's claims on tasks of the run, by [evaluation] of its recipe.
-
-    Attributes:
-        directory: this server's folder in the run.
-        claims: this server's claims on tasks of the run.
-        ending: whether the run has ended.
     """
 
     def __init__(
@@ -253,16 +223,10 @@ class PendingTasks:
 
     @property
     def section(self) -> EvaluationSection:
-        """[evaluation] of the recipe."""
         return self._presets.section
 
     def look(self, index: RunDirectory | None = None) -> list[EvaluationTask]:
-        """The pending tasks, in the order in which they are worked on.
-
-        Args:
-            index: a folder whose checkpoints count instead of the run's, and need only have
-                COMMITTED: what the place has that the run is mirrored from.
-        """
+        """The pending tasks, in the order in which they are worked on."""
         self._presets.read()
         claims = self._make_claims(self.section)
         if not claims.is_like(self.claims):
@@ -272,7 +236,6 @@ class PendingTasks:
         return sorted(tasks, key=lambda task: task.step)  # stable: presets in their order
 
     def log(self, event: ServerEventKind, /, **facts: Any) -> None:
-        """Write an event; not on a full disk."""
         with suppress(OSError):
             self.directory.append_event(event, **facts)
 
@@ -280,9 +243,6 @@ class PendingTasks:
         """Report tasks whose checkpoints were deleted before anybody worked on them.
 
         Each once, by one server; not if only the newest checkpoints are wanted.
-
-        Args:
-            facts: more for the events.
         """
         there = self._there()
         gone = [task for task in self._awaited.values() if task.step not in there]
@@ -299,21 +259,17 @@ class PendingTasks:
             )
 
     def rests(self, task: EvaluationTask) -> bool:
-        """Whether a task is left alone for now."""
         waits = self.claims.rests(task) or self.claims.are_paused
         return (self._options.follows and waits) or self.is_damaged(task)
 
     def is_damaged(self, task: EvaluationTask) -> bool:
-        """Whether this server found its checkpoint damaged, and no file has changed since."""
         known = self._damaged.get((task.step, task.preset.weights))
         return known is not None and known == _signatures(task)
 
     def note_damage(self, task: EvaluationTask) -> None:
-        """Try a checkpoint again only when its files have changed."""
         self._damaged[task.step, task.preset.weights] = _signatures(task)
 
     def refuse(self, preset: Preset, seconds: float = math.inf) -> None:
-        """Leave a preset out for so long, or until the recipe changes."""
         self._presets.refuse(preset, seconds)
 
     def is_done(self, task: EvaluationTask) -> bool:
@@ -433,7 +389,6 @@ class PendingTasks:
         return not self._options.follows or now - before[1] > _ARRIVING_SECONDS
 
     def _there(self) -> set[int]:
-        """Steps of which there is a checkpoint, here or where the run is mirrored from."""
         return {*self._checkpoints.weights, *(self._remote.weights if self._remote else ())}
 
     def _remember(self, tasks: Iterable[EvaluationTask]) -> None:
@@ -478,11 +433,6 @@ def waiting_steps(
     And those that are being sampled: by this server, so that after a failure it still needs what is
     tried again; and by another one, if this server needed them before, because a server that has
     just claimed a checkpoint may not need it yet.
-
-    Args:
-        pending: of the run.
-        tasks: what is pending, the oldest first.
-        needed: what this server needed before.
     """
     limit = pending.section.hold_waiting
     waiting: set[int] = set()
@@ -501,7 +451,6 @@ def waiting_steps(
 
 
 def _signatures(task: EvaluationTask) -> object:
-    """Changes when one of the files that sampling needs does."""
     folder = task.checkpoint
     files = sorted((folder / task.preset.weights).rglob("*"))
     return tuple(map(signature, (folder / _COMMITTED, folder / "trainer.json", *files)))

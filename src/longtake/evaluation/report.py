@@ -23,15 +23,7 @@ _MAX_REMEMBERED = 1000
 
 
 class ServerReport:
-    """Prints what is done, and each problem once; any thread may use it.
-
-    Args:
-        console: where people read.
-
-    Attributes:
-        num_wrong: number of problems.
-        untrusted: the last run that names code and that another user began.
-    """
+    """Prints what is done, and each problem once; any thread may use it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -42,16 +34,13 @@ class ServerReport:
         self.untrusted: TrustError | None = None
 
     def say(self, text: str) -> None:
-        """Print a line."""
         self._console.print(text, highlight=False, markup=False)
 
     def remark(self, text: str) -> None:
-        """Print a line, unless it was printed before."""
         if self._is_new(text):
             self.say(text)
 
     def wrong(self, text: str) -> None:
-        """Print a problem, once."""
         if self._is_new(text):
             self.num_wrong += 1
             self.say(f"longtake: {text}")
@@ -62,9 +51,6 @@ class ServerReport:
 
         A server works for weeks on files that others write: what is wrong with one run must end
         neither the server nor one of its threads.
-
-        Args:
-            scope: what the error leaves out, such as a run's folder.
         """
         try:
             yield
@@ -113,7 +99,6 @@ class ServerReport:
 
 
 def raised_at(error: Exception) -> str:
-    """The class of an error and the line that raised it, as no traceback is printed."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} in {Path(last.filename).name}, line {last.lineno}"
 

@@ -96,24 +96,11 @@ def evaluate(options: ServerOptions, device: str, console: Console) -> dict[str,
 
 
 def own_name() -> str:
-    """The name of this process as a server."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
 class EvaluationServer:
-    """One process that evaluates checkpoints.
-
-    Args:
-        options: what it is asked to do.
-        evaluate: samples and measures a checkpoint.
-        report: what people read.
-        stop: whether it shall end.
-
-    Attributes:
-        name: by which others know it.
-        evaluated: scores of what it has made.
-        failed: tasks that it failed at and that no server has done since, as far as it knows.
-    """
+    """One process that evaluates checkpoints."""
 
     def __init__(
         self, options: ServerOptions, evaluate: Evaluate, report: ServerReport, stop: StopSignal
@@ -291,7 +278,6 @@ class Turns:
         self._served[task.run] = 1 + max(self._served.values(), default=0)
 
     def rank(self, task: EvaluationTask) -> int:
-        """Smaller for the run whose turn it is, then for the one that has waited the longest."""
         return -1 if self._is_of_this_turn(task) else self._served.get(task.run, 0)
 
     def _is_of_this_turn(self, task: EvaluationTask) -> bool:
@@ -337,18 +323,11 @@ class Keeper:
         self._beat()
 
     def serve(self, runs: Sequence[PendingTasks]) -> None:
-        """Write heartbeats in these runs."""
         self._runs = list(runs)
         served = {each.run for each in runs}
         self._promised = {run: each for run, each in self._promised.items() if run in served}
 
     def promise(self, pending: PendingTasks, tasks: Sequence[EvaluationTask]) -> None:
-        """Need the oldest checkpoints of a run that wait, as many as the recipe says.
-
-        Args:
-            pending: of the run.
-            tasks: what is pending, the oldest first.
-        """
         if self._options.backlog.takes_all and not is_mirror(pending.run.path):
             before = self._needs(pending.run)
             self._promised[pending.run] = waiting_steps(pending, tasks, before)
@@ -369,9 +348,6 @@ class Keeper:
         """Need the task's checkpoint until the block ends; the heartbeat is written before that.
 
         The checkpoint may have been deleted before: look after.
-
-        Raises:
-            OSError: the heartbeat cannot be written.
         """
         self._task = task
         try:
@@ -381,7 +357,6 @@ class Keeper:
             self._task = None
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Say how much of the task is done; see `Progress`."""
         if self._doing is not None:
             self._doing = {**self._doing, "what": what, "done": done, "of": total}
 

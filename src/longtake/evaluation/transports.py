@@ -28,13 +28,7 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class Address:
-    """Where runs are trained.
-
-    Attributes:
-        text: as it was given.
-        host: as ssh knows it, with the user; empty for this machine.
-        path: there; a URL where it is neither of the two.
-    """
+    """Where runs are trained."""
 
     text: str
     host: str
@@ -42,21 +36,15 @@ class Address:
 
     @property
     def is_url(self) -> bool:
-        """Whether fsspec has to read it."""
         return "://" in self.path
 
     @property
     def for_rsync(self) -> str:
-        """What rsync calls it."""
         return f"{self.host}:{self.path}" if self.host else self.path
 
 
 def parse_address(text: str) -> Address:
-    """Parse what was given after --source; a relative path is one of this folder.
-
-    Raises:
-        RunError: it names nothing.
-    """
+    """Parse what was given after --source; a relative path is one of this folder."""
     if "://" in text:
         return Address(text, "", text.rstrip("/"))
     host, colon, path = _split(text)
@@ -89,28 +77,16 @@ matches is meant.
 
 
 def literal(name: str) -> str:
-    """A name as a part of a pattern; it must have no backslash."""
     return re.sub(r"([*?\[])", r"\\\1", name)
 
 
 def chosen(rules: Rules, name: str, *, is_folder: bool) -> bool:
-    """Whether a file or folder is meant, if the folder that it lies in is.
-
-    Args:
-        rules: in their order.
-        name: its path in the tree, parts joined by /.
-        is_folder: whether it is one.
-    """
     first = next((rule for rule in rules if _matches(rule[2:], name, is_folder)), "+ ")
     return first.startswith("+")
 
 
 def only(patterns: Iterable[str]) -> Rules:
-    """Rules by which nothing but some paths is meant; with the folders on the way to them.
-
-    Args:
-        patterns: anchored paths of files.
-    """
+    """Rules by which nothing but some paths is meant; with the folders on the way to them."""
     wanted: dict[str, None] = {}
     for pattern in patterns:
         parts = pattern.strip("/").split("/")
@@ -221,12 +197,6 @@ class Rsync:
     """Carries by rsync, over ssh or on this machine.
 
     One ssh connection is shared by all transfers, and kept between them.
-
-    Args:
-        address: on this machine or another.
-
-    Raises:
-        RunError: rsync is not installed here, or ssh, if it is needed.
     """
 
     def __init__(self, address: Address) -> None:
@@ -246,7 +216,6 @@ class Rsync:
         self._carry(how, self._there(folder), f"{into}/", rules, fetches=True)
 
     def send(self, folder: Path, to: str, rules: Rules, *, exactly: bool = False) -> None:
-        """See `Transport.send`."""
         how = ["--no-links"]  # one could bring any file of this host there
         how += ["--delete", "--ignore-times"] if exactly else _IF_NEWER
         self._carry(how, f"{folder}/", self._there(to), rules)
@@ -317,7 +286,6 @@ class Rsync:
 
 
 def is_installed() -> bool:
-    """Whether there is an rsync on this machine."""
     return shutil.which("rsync") is not None
 
 
@@ -383,12 +351,6 @@ class FsspecTransport:
 
     A store that needs a package of its own (s3fs, gcsfs, adlfs, ...) says which. A file that is
     here already is known by its size and, if the store has it, its modification time.
-
-    Args:
-        address: a URL, or a folder of this machine.
-
-    Raises:
-        RunError: fsspec knows no such protocol, or its package is not installed.
     """
 
     def __init__(self, address: Address) -> None:
@@ -429,7 +391,6 @@ class FsspecTransport:
                 self._store.rm_file(there[name].path)
 
     def interrupt(self) -> None:
-        """See `Transport.interrupt`; it is noticed between pieces of a file."""
         self._is_interrupted.set()
 
     def close(self) -> None:
@@ -531,7 +492,6 @@ def _is_here(there: _There, path: Path, *, exactly: bool) -> bool:
 
 
 def _is_there(there: _There | None, path: Path) -> bool:
-    """Whether a file was sent already: stores have the time of sending, not the file's own."""
     if there is None or there.bytes != path.stat().st_size:
         return False
     return there.time is None or there.time > path.stat().st_mtime - _INSTANT

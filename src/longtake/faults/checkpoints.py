@@ -199,7 +199,6 @@ def expect_resumed_run(
     found: ObservedEvent | None,
     undisturbed: TrainingSite,
 ) -> None:
-    """Expect that it resumed from its newest whole checkpoint and is the undisturbed run."""
     evidence.expect_resumed(found, newest)
     evidence.expect_undisturbed(site, undisturbed)
     evidence.expect_no_partial_checkpoints(site)

@@ -75,12 +75,7 @@ _LONGEST_FOLLOWER_SECONDS = 60.0
 
 
 class EvaluatorProcess(RunObserver):
-    """`longtake evaluate` on a site's run, which need not have begun.
-
-    Attributes:
-        pid: of the process.
-        server: the name by which others know it.
-    """
+    """`longtake evaluate` on a site's run, which need not have begun."""
 
     NAME = "evaluation server"
 
@@ -131,24 +126,20 @@ evaluation.presets.{PRESET}.batch_size = 1
 
 
 def server_events(run: RunDirectory) -> list[dict[str, Any]]:
-    """Events of a run's evaluation servers, server by server."""
     found = (read_json_lines(server.events_path) for server in all_servers(run))
     return [event for each in found for event in each]
 
 
 def partial_videos(run: RunDirectory, server: str = "*") -> list[Path]:
-    """Videos of results that are not published yet."""
     folders = EvaluationDirectory(run).path / PRESET
     return sorted(folders.glob(f".step_*.{server}-*.partial/*.mp4"))
 
 
 def step_of(video: Path) -> int:
-    """The step of the checkpoint that an unpublished video was sampled from."""
     return int(video.parent.name.split(".")[1].removeprefix("step_"))
 
 
 def _attempts(run: RunDirectory, step: int) -> list[dict[str, Any]]:
-    """Leases under which a checkpoint was evaluated, oldest first."""
     claims = (EvaluationDirectory(run).path / "claims" / PRESET).glob(f"step_{step:08d}-*")
     return [record for claim in sorted(claims) for record in history(claim)]
 
@@ -449,16 +440,7 @@ def expect_only_whole(
     *,
     is_untouched: bool,
 ) -> None:
-    """Expect that nothing was sampled before it was whole, and both steps were then.
-
-    Args:
-        evidence: takes the complaints.
-        run: the mirror.
-        early: the step that was copied whole.
-        late: the step whose copy stopped.
-        seconds: from when that was whole until it was evaluated.
-        is_untouched: whether it was not tried while its files were short.
-    """
+    """Expect that nothing was sampled before it was whole, and both steps were then."""
     evidence.detected_seconds = seconds
     evidence.expect(is_untouched, f"step {late} was tried while its files were short")
     ends = _ends(run, late)
@@ -501,14 +483,7 @@ def brightness_drift(sandbox: Sandbox) -> Evidence:
 
 
 def brighten(run: RunDirectory, times: int, brighter: float, apart: int) -> list[int]:
-    """Save further checkpoints of a tubelet, each with a brighter EMA; returns their steps.
-
-    Args:
-        run: whose newest checkpoint they follow.
-        times: how many.
-        brighter: by how much each is brighter than the last, in latents, from -1 to 1.
-        apart: steps between them.
-    """
+    """Save further checkpoints of a tubelet, each with a brighter EMA; returns their steps."""
     import torch
 
     from longtake.checkpoint.store import SaveGroup, write
@@ -552,7 +527,6 @@ def expect_drift_alarm(
 
 
 def _drifts(run: RunDirectory, step: int) -> list[Alarm]:
-    """Alarms of a drifting brightness."""
     scores = EvaluationDirectory(run).scores(PRESET, step)
     alarms = scores["alarms"] if scores else []
     return [each for each in alarms if (each["measure"], each["kind"]) == ("brightness", "drift")]

@@ -62,7 +62,6 @@ class Recovery:
 
     @property
     def step(self) -> int | None:
-        """The step from which it resumed."""
         return self.resumed.event["step"] if self.resumed else None
 
 
@@ -80,7 +79,6 @@ class Evidence:
     is_equal: bool | None = None
 
     def expect(self, holds: bool, otherwise: str) -> None:
-        """Add a complaint if a condition does not hold."""
         if not holds:
             self.complaints.append(otherwise)
 
@@ -95,11 +93,9 @@ class Evidence:
             self.expect(seconds <= within, late)
 
     def expect_exit(self, code: int, wanted: int, when: str) -> None:
-        """Expect an exit code."""
         self.expect(code == wanted, f"{when} it ended with exit code {code}, not {wanted}")
 
     def expect_output(self, output: str, *wanted: str) -> None:
-        """Expect that the output contains some words, however it is broken into lines."""
         missing = [words for words in wanted if words not in " ".join(output.split())]
         self.expect(not missing, f"the output does not say {' or '.join(map(repr, missing))}")
 
@@ -110,14 +106,7 @@ class Evidence:
         rejected: int = 0,
         skipped: Mapping[int, Identities] = _NOTHING,
     ) -> None:
-        """Expect that the run ended, and that each epoch has each clip of the catalog once.
-
-        Args:
-            site: of the run.
-            first: clips of epoch 0, if they are not those of the catalog.
-            rejected: clips that cannot be decoded; each is left out in each complete epoch.
-            skipped: clips that had to be left out on purpose, by epoch.
-        """
+        """Expect that the run ended, and that each epoch has each clip of the catalog once."""
         run, later = site.run, identities_of(site.catalog())
         whole = {} if first is None else {0: first}
         counts = self.counts = count_samples(run, whole, later, skipped)
@@ -148,13 +137,7 @@ class Evidence:
     def expect_equal(
         self, run: RunDirectory, undisturbed: RunDirectory, until: int | None = None
     ) -> None:
-        """Expect that a run is bitwise the undisturbed one.
-
-        Args:
-            run: the run.
-            undisturbed: the other.
-            until: compare only the steps up to this one; None: all, and the newest checkpoints.
-        """
+        """Expect that a run is bitwise the undisturbed one."""
         different = first_difference(run, undisturbed, until)
         self.expect(different is None, f"step {different} is not the undisturbed run's")
         if until is None:
@@ -163,16 +146,11 @@ class Evidence:
             self.is_equal = different is None and not saved
 
     def expect_undisturbed(self, site: TrainingSite, undisturbed: TrainingSite) -> None:
-        """Expect each clip once an epoch, and every step and the end bitwise equal."""
         self.expect_exact(site)
         self.expect_equal(site.run, undisturbed.run)
 
     def expect_near(self, site: TrainingSite, undisturbed: TrainingSite) -> float:
-        """Expect each clip once an epoch, and losses equal but for rounding.
-
-        Returns:
-            The largest relative error of a loss.
-        """
+        """Expect each clip once an epoch, and losses equal but for rounding."""
         self.expect_exact(site)
         error = largest_loss_error(site.run, undisturbed.run)
         far = f"a loss differs by {error:.1e} from the undisturbed"
@@ -187,13 +165,11 @@ class Evidence:
         return distance
 
     def expect_world_sizes(self, run: RunDirectory, *wanted: int) -> None:
-        """Expect that the run's launches had these numbers of ranks."""
         launches = json.loads(run.record_path.read_text(encoding="utf-8"))["launches"]
         sizes = [launch["world_size"] for launch in launches]
         self.expect(sizes == [*wanted], f"it was trained by {sizes} ranks, not by {[*wanted]}")
 
     def expect_no_partial_checkpoints(self, site: TrainingSite) -> None:
-        """Expect that nothing is left of a checkpoint that never became whole."""
         partial = sorted(path.name for path in site.run.checkpoints_path.glob(".*"))
         self.expect(not partial, f"partial checkpoints were left: {', '.join(partial)}")
 
@@ -259,15 +235,7 @@ def count_samples(
     later: Identities,
     skipped: Mapping[int, Identities] = _NOTHING,
 ) -> SampleCounts:
-    """Count a run's samples against the clips that each epoch must hold, each once.
-
-    Args:
-        run: the run.
-        whole: clips by epoch.
-        later: clips of each epoch that `whole` does not name. The newest two may hold fewer: one
-            is not complete, and leftovers of the other may still come in it.
-        skipped: clips that an epoch must not hold after all.
-    """
+    """Count a run's samples against the clips that each epoch must hold, each once."""
     consumed = read_ledger(run.ledger_path)
     last = int(consumed.epoch.max())
     repeated = missing = unplanned = 0
@@ -301,7 +269,6 @@ def clips_at(site: TrainingSite, step: int) -> list[Path]:
 
 
 def identities_of(catalog: Catalog) -> Identities:
-    """[N] a catalog's clips, as a ledger names them."""
     return short_identity(np.frombuffer(b"".join(catalog.identities.to_pylist()), "V16"))
 
 
@@ -315,7 +282,6 @@ def steps_given_up(run: RunDirectory) -> int:
 
 
 def steps_skipped(run: RunDirectory) -> list[int]:
-    """Steps whose update the guard skipped, of those that count."""
     return [row["step"] for row in run.metrics() if row.get("verdict") == "skip"]
 
 
@@ -335,7 +301,6 @@ def _curve(run: RunDirectory) -> list[list[Any]]:
 
 
 def largest_loss_error(run: RunDirectory, other: RunDirectory, until: int | None = None) -> float:
-    """The largest relative error of a loss, of the steps up to `until`."""
     pairs = list(zip(run.metrics(), other.metrics(), strict=False))[:until]
     losses = ((one["loss"] or math.nan, two["loss"] or math.nan) for one, two in pairs)
     return max(abs(one / two - 1) for one, two in losses)

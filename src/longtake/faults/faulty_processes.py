@@ -51,22 +51,18 @@ class Hang:
 
 
 def asleep() -> None:
-    """Sleep in Python."""
     time.sleep(_SECONDS)
 
 
 def in_c() -> None:
-    """Wait in a C library that released the GIL."""
     ctypes.CDLL(None).read(_EMPTY_PIPE, _BYTE, 1)
 
 
 def holding_gil() -> None:
-    """Wait in a C library that holds the GIL, so that no Python thread runs."""
     ctypes.PyDLL(None).read(_EMPTY_PIPE, _BYTE, 1)
 
 
 def stopped() -> None:
-    """Stop this process, as a debugger or a scheduler does."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -80,7 +76,6 @@ def hang_once(hang: Callable[[], None], clip: str = "", path: str = "") -> None:
 
 
 def read_hang(folder: Path) -> Hang | None:
-    """What a process in this folder wrote down before it hung."""
     record = read_json(folder / HANG_FILE)
     return Hang(**record) if record else None
 
@@ -94,7 +89,6 @@ class HangingReader:
     _numbers: "count[int]" = field(default_factory=count)
 
     def read(self, window: Window | ReferencePicture, out: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Read a window, or hang."""
         if next(self._numbers) >= self.after:
             hang_once(self.hang, window.identity, str(window.media))
         return read_window(window, out)

@@ -205,7 +205,6 @@ def _expect_rank_named(
 def _wait_for_stall(
     process: TrainingProcess, site: TrainingSite
 ) -> tuple[ObservedEvent | None, dict[str, Any]]:
-    """Wait for a stall; returns its event and the diagnosis."""
     found = process.wait_for_node_event("stalled")
     return found, read_json(diagnosis_path(site.run, found.event["token"])) if found else {}
 
@@ -218,16 +217,7 @@ def expect_diagnosis(
     rank: int,
     waiting: Iterable[int],
 ) -> None:
-    """Expect that the process that hangs is named in time: it alone, with its line and clip.
-
-    Args:
-        evidence: takes the complaints.
-        found: the event of the stall.
-        diagnosis: what was concluded over all nodes.
-        hang: what the process itself wrote down.
-        rank: of the process, or the rank that it works for.
-        waiting: the ranks, and no others, of which it must be said that they only wait.
-    """
+    """Expect that the process that hangs is named in time: it alone, with its line and clip."""
     none = f"no event says that process {hang.pid} hangs"
     evidence.expect_event(found, hang.at, none, within=_LIMIT_SECONDS)
     if found:

@@ -60,7 +60,6 @@ class StepFunctions(NamedTuple):
     losses: Callable[[Components, FlowBatch, Precision, torch.device], Tensor] = flow_losses
 
     def install(self) -> None:
-        """Let this process's training call these."""
         vars(loop).update(compute_gradients=self.compute, apply_update=self.update)
         vars(training_step).update(flow_losses=self.losses)
 
@@ -75,7 +74,6 @@ class Trigger:
     _went_back: bool = False
 
     def is_active(self, step: int) -> bool:
-        """Whether a step is affected: from `at` on, until the run goes back to an earlier step."""
         self._went_back = self._went_back or step <= self._last_step
         self._last_step = step
         return step >= self.at and (self.lasting or not self._went_back)
@@ -142,13 +140,11 @@ def lose_gradient(trigger: Trigger, step: StepFunctions, rank: int | None = None
 
 
 def freeze_worker(trigger: Trigger, step: StepFunctions, how: str) -> StepFunctions:
-    """Start decode workers that hang."""
     vars(workers).update(PROGRAM=(faulty_processes.PROGRAM, "worker", how, str(trigger.at)))
     return step
 
 
 def in_collective() -> None:
-    """Begin a collective that no other rank joins."""
     dist.all_reduce(torch.zeros(1), group=_second_group[0])
 
 
@@ -175,7 +171,6 @@ def hang_rank(trigger: Trigger, step: StepFunctions, how: Callable[[], None]) ->
 
 
 def slow_steps(trigger: Trigger, step: StepFunctions) -> StepFunctions:
-    """Let every step take longer from one on, so that there is time to do something to the run."""
     return _slowed(step, lambda at, world: (PACE_SECONDS if at >= trigger.at else 0.0, 0.0))
 
 

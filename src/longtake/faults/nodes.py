@@ -137,14 +137,7 @@ def clock_slew(sandbox: Sandbox) -> Evidence:
 def _train_by_wrong_clock(
     site: TrainingSite, kind: NodeEventKind, *arguments: str, slow_from: int
 ) -> ObservedEvent | None:
-    """Train a run whose only watcher has a wrong clock; returns what that reported.
-
-    Args:
-        site: of the run.
-        kind: of the event that is waited for.
-        arguments: of `faulty_processes watcher`.
-        slow_from: step from which each takes longer, so that the run lasts long enough.
-    """
+    """Train a run whose only watcher has a wrong clock; returns what that reported."""
     inject = Injection("slow-steps", slow_from)
     with site.launch("watch.enabled=false", inject=inject) as process:
         process.wait_for_rows(1)
@@ -186,7 +179,6 @@ def expect_clock_event(
 
 
 def _is_clock_event(event: dict[str, Any]) -> bool:
-    """Not the tiny steps that the machine's own clock may have made."""
     return event["event"] != "clock_stepped" or abs(float(event["seconds"])) >= STEP_SECONDS
 
 

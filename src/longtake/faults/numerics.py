@@ -147,16 +147,7 @@ def expect_rollback(
     *,
     within_steps: int = 0,
 ) -> None:
-    """Expect that the fault is found in time, and one rollback excludes its batches.
-
-    Args:
-        evidence: takes the complaints.
-        site: where the fault was injected.
-        at: the step that the fault was in, or began with.
-        reason: of the guard's verdict.
-        undisturbed: the same run without the fault.
-        within_steps: steps in which it must be found.
-    """
+    """Expect that the fault is found in time, and one rollback excludes its batches."""
     run = site.run
     _expect_guard_report(evidence, run, at, reason, within_steps)
     rollbacks = run.rollbacks()
@@ -182,7 +173,6 @@ def expect_skip(evidence: Evidence, site: TrainingSite, at: int, undisturbed: Tr
 
 
 def guard_reports(run: RunDirectory) -> list[dict[str, Any]]:
-    """Events of what the guard found, oldest first."""
     events = read_json_lines(run.events_path)
     return [event for event in events if event["event"] in ("skipped", "anomaly_detected")]
 
@@ -200,7 +190,6 @@ def relative_end_loss(run: RunDirectory, undisturbed: RunDirectory) -> float:
 
 
 def _loss_by_batch(run: RunDirectory) -> dict[int, float]:
-    """Of the updates that were applied."""
     rows = (row for row in run.metrics() if "verdict" not in row)
     return {row["batch"]: row["loss"] for row in rows if row["loss"] is not None}
 

@@ -78,7 +78,6 @@ class DrillResult:
 
     @property
     def failed(self) -> bool:
-        """Whether it was run and did not pass."""
         return not self.passed and self.skipped is None
 
 
@@ -86,14 +85,7 @@ _faults: dict[str, Fault] = {}
 
 
 def fault(name: str, *, does: str, must: str, family: str = "") -> Callable[[Drill], Drill]:
-    """Register a drill under a name.
-
-    Args:
-        name: as typed on the command line.
-        does: what is done to the run, in one line.
-        must: what must happen then, in one line.
-        family: a name that stands for several faults.
-    """
+    """Register a drill under a name."""
 
     def register(run: Drill) -> Drill:
         _faults[name] = Fault(name, does, must, run, family)

@@ -287,20 +287,7 @@ class RunObserver(ABC):
 
 
 class TrainingProcess(RunObserver):
-    """`longtake train`, or several ranks of it.
-
-    Args:
-        folder: with recipe.toml.
-        changes: of the recipe, `key=value`.
-        ranks: how many; more than one are started by torchrun.
-        inject: a fault inside the process.
-        restarts: how often all ranks are started again after one failed, by `longtake launch`, or
-            with an injection by torchrun.
-        watch: constants of the watcher that are replaced.
-
-    Attributes:
-        pid: of the training process, or of torchrun.
-    """
+    """`longtake train`, or several ranks of it."""
 
     def __init__(
         self,
@@ -371,11 +358,9 @@ class TrainingSite:
         return Catalog.load(self.catalog_path)
 
     def newest_file(self, name: str) -> Path:
-        """A file of the run's newest checkpoint."""
         return self.run.checkpoint_path(self.run.checkpoint_steps()[-1]) / name
 
     def prepare(self, recipe: str = SHORT_RECIPE) -> None:
-        """Write the clips, the catalog and the recipe."""
         self.write_clips(NUM_CLIPS)
         self.index()
         self.write_recipe(recipe)
@@ -384,16 +369,13 @@ class TrainingSite:
         (self.folder / "recipe.toml").write_text(recipe, encoding="utf-8")
 
     def write_clips(self, num_clips: int) -> None:
-        """Write the first `num_clips` of an endless series; those that exist stay the same."""
         write_clips(self.clips, num_clips, seed=0)
 
     def index(self) -> None:
-        """Bring the catalog up to date, as `longtake data index` does."""
         captions = self.clips / "captions.jsonl"
         index([self.clips], captions=captions, out=self.catalog_path, workers=0)
 
     def copied_to(self, folder: Path) -> "TrainingSite":
-        """A copy, with everything trained so far."""
         shutil.copytree(self.folder, folder, symlinks=True)
         return TrainingSite(folder)
 
@@ -405,18 +387,11 @@ class TrainingSite:
         restarts: int = 0,
         watch: Mapping[str, float] | None = None,
     ) -> TrainingProcess:
-        """Start `longtake train recipe.toml`, with `--set` for each change."""
         return TrainingProcess(self.folder, changes, ranks, inject, restarts, watch)
 
 
 class Sandbox:
-    """A folder of training sites; what several drills need is made once, when first asked for.
-
-    Args:
-        folder: an empty folder.
-        console: where progress is printed.
-        more: further lines of every recipe.
-    """
+    """A folder of training sites; what several drills need is made once, when first asked for."""
 
     def __init__(self, folder: Path, console: Console, more: str = "") -> None:
         self._folder = folder.resolve()
@@ -424,34 +399,28 @@ class Sandbox:
         self._more = more
 
     def prepare(self) -> None:
-        """Train the undisturbed run; RunError if that fails."""
         assert self.undisturbed.run.exists()
 
     def fresh(self, name: str, recipe: str = SHORT_RECIPE) -> TrainingSite:
-        """A new site with an indexed catalog and no run."""
         site = self._blank.copied_to(self._folder / name)
         site.write_recipe(recipe + self._more)
         return site
 
     def killed_mid_epoch(self, name: str) -> TrainingSite:
-        """A new site whose run was killed in its first epoch, with two checkpoints or more."""
         return self._killed.copied_to(self._folder / name)
 
     @cached_property
     def undisturbed(self) -> TrainingSite:
-        """A run without a fault."""
         self._console.print("  trains the undisturbed run, which drills are compared with")
         return self._trained("undisturbed", SHORT_RECIPE)
 
     @cached_property
     def undisturbed_on_two_ranks(self) -> TrainingSite:
-        """A run without a fault on two ranks, which decode without workers."""
         self._console.print("  trains an undisturbed run on two ranks")
         return self._trained("undisturbed-on-two", SHORT_RECIPE, *ON_TWO_RANKS, ranks=2)
 
     @cached_property
     def undisturbed_long(self) -> TrainingSite:
-        """A longer run without a fault."""
         self._console.print("  trains a longer undisturbed run, for what needs a history")
         return self._trained("undisturbed-long", LONG_RECIPE)
 
@@ -484,11 +453,7 @@ class Sandbox:
 
 
 def stop(pid: int) -> float | None:
-    """Stop a process (SIGSTOP), and wait up to a second until it has stopped.
-
-    Returns:
-        When the signal was sent, by the monotonic clock; None: the process has ended.
-    """
+    """Stop a process (SIGSTOP), and wait up to a second until it has stopped."""
     try:
         os.kill(pid, signal.SIGSTOP)
     except ProcessLookupError:
@@ -500,11 +465,7 @@ def stop(pid: int) -> float | None:
 
 
 def stop_while_decoding(process: TrainingProcess, folder: Path) -> Hang:
-    """Stop one of a run's decode workers while it has a file of the folder open.
-
-    Raises:
-        RunError: the run ended before one could be caught.
-    """
+    """Stop one of a run's decode workers while it has a file of the folder open."""
 
     def stop_one() -> Hang | None:
         for pid in _decoders(process.pid):

@@ -23,7 +23,6 @@ def interpolate(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
 
 
 def velocity(latents: Tensor, noise: Tensor) -> Tensor:
-    """[B, ...] noise - latents, the derivative of `interpolate` with respect to sigma."""
     return noise - latents
 
 
@@ -50,6 +49,5 @@ def velocity_loss(predicted: Tensor, target: Tensor) -> Tensor:
 
 
 def _per_sample(sigmas: Tensor, like: Tensor) -> Tensor:
-    """[B, 1, 1, ...] sigmas that broadcast against `like`."""
     assert sigmas.shape == like.shape[:1], f"{list(sigmas.shape)} sigmas for {list(like.shape)}"
     return sigmas.reshape(-1, *[1] * (like.ndim - 1))

@@ -16,7 +16,6 @@ SolverName = Literal["euler", "heun"]
 
 
 def euler(velocity: Velocity, noisy_latents: Tensor, sigma: float, next_sigma: float) -> Tensor:
-    """The latents after one Euler step (order 1, one velocity evaluation)."""
     return noisy_latents + (next_sigma - sigma) * velocity(noisy_latents, sigma)
 
 

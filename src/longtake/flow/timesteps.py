@@ -68,9 +68,6 @@ def logit_normal(uniform: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor
     """The logistic function of a normal number: sigmoid(mean + std * normal quantile).
 
     Source: SD3, section 3.1.
-
-    Raises:
-        RecipeError: the standard deviation is not above 0.
     """
     if not std > 0:
         raise RecipeError(f"A logit-normal standard deviation of {std} is not above 0. Try 1.0.")
@@ -82,9 +79,6 @@ def mode(uniform: Tensor, scale: float = 1.29) -> Tensor:
 
     Source: SD3, section 3.1, which writes f(u) = 1 - u - scale * (cos(pi u / 2)^2 - 1 + u). That
     falls from 1 to 0; this is f(1 - u), which has the same distribution and rises.
-
-    Raises:
-        RecipeError: the scale lies outside [-1, 2 / (pi - 2)].
     """
     if not MODE_SCALE_MIN <= scale <= MODE_SCALE_MAX:
         raise RecipeError(
@@ -107,9 +101,6 @@ def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
     """`shift * sigma / (1 + (shift - 1) * sigma)`: 0 and 1 stay, the rest moves to noise.
 
     Shifting by a and then by b is shifting by a * b. Source: SD3, section 5.3.2, equation 23.
-
-    Raises:
-        RecipeError: the shift is not above 0.
     """
     if not (shift > 0 and math.isfinite(shift)):
         raise RecipeError(f"A shift of {shift} is not a number above 0. 1 changes nothing.")
@@ -128,18 +119,10 @@ def flux_mu(num_tokens: int) -> float:
 
 
 def flux_shift(num_tokens: int) -> float:
-    """The shift exp(mu) that Flux uses for this number of image tokens."""
     return math.exp(flux_mu(num_tokens))
 
 
 def opensora_shift(height: int, width: int, num_latent_frames: int) -> float:
-    """Open-Sora 1.2's shift: sqrt(pixels / 512^2) * sqrt(latent frames).
-
-    Args:
-        height: in pixels.
-        width: in pixels.
-        num_latent_frames: after the codec. Open-Sora's makes 5 of every 17 frames.
-    """
     return math.sqrt(height * width / 512**2) * math.sqrt(num_latent_frames)
 
 

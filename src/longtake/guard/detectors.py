@@ -284,7 +284,6 @@ def detect_divergence(window: StepWindow) -> GuardVerdict | None:
 
 
 def _rise(logs: Numbers) -> float:
-    """Recent level minus the lowest earlier one, of logarithms."""
     past = logs[: len(logs) - _RECENT_STEPS]
     levels = medians(past[len(past) % _LEVEL_STEPS :].reshape(-1, _LEVEL_STEPS).T)
     return median(logs[-_RECENT_STEPS:]) - float(levels.min())
@@ -469,7 +468,6 @@ _SIGMAS_PER_MAD = 1.4826
 
 
 def medians(values: Numbers) -> Numbers:
-    """[...] medians of [n, ...] numbers over the first axis, n > 0; faster than `np.median`."""
     ordered = np.sort(values, axis=0)
     low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
     return np.asarray(low + (high - low) / 2)
@@ -480,7 +478,6 @@ def median(values: Numbers) -> float:
 
 
 def spread(values: Numbers, center: float) -> float:
-    """Standard deviation of [n] numbers, estimated by the median distance from the center."""
     return _SIGMAS_PER_MAD * median(np.abs(values - center))
 
 

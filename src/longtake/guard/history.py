@@ -73,7 +73,6 @@ class StepStatistics:
     group_update_ratios: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields for JSON, where NaN and infinity are "nan", "inf" and "-inf"."""
         return {each.name: _to_json(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
@@ -81,7 +80,6 @@ class StepStatistics:
         return cls(**{k: v if k in _TEXT_FIELDS else _from_json(v) for k, v in values.items()})
 
     def rounded(self) -> Self:
-        """A copy whose floats have 8 significant digits, as histories and checkpoints keep them."""
         return type(self)(
             **{each.name: _rounded(getattr(self, each.name)) for each in fields(self)}
         )
@@ -139,7 +137,6 @@ class StepRows:
 
     @property
     def losses_by_sigma(self) -> Numbers:
-        """[steps, 4] NaN where no sample had such a sigma."""
         return self.numbers[:, _LOSSES_BY_SIGMA]
 
     @property
@@ -152,7 +149,6 @@ class StepRows:
 
     @property
     def have_update(self) -> NDArray[np.bool_]:
-        """[steps] False where the step before was skipped."""
         found: NDArray[np.bool_] = self.updates.max(axis=1) > 0
         return found
 
@@ -290,12 +286,10 @@ class History:
         return iter(self._storage.steps[self._start : self._end])
 
     def batch_of(self, step: int) -> int | None:
-        """Number of a step's batch; None if the step is not in the history."""
         rows = (each.statistics for each in reversed(list(self)))
         return next((each.batch for each in rows if each.step == step), None)
 
     def as_json(self) -> dict[str, Any]:
-        """For checkpoints: one list for each field, with one item for each step."""
         rows = [each.statistics.as_dict() for each in self]
         columns = {name: [row[name] for row in rows] for name in (rows[0] if rows else ())}
         return {**columns, "verdict_kind": [each.verdict_kind for each in self]}
@@ -325,20 +319,17 @@ class StepWindow:
 
     @cached_property
     def past(self) -> StepRows:
-        """All past steps, or those since the last rollback that was reported but not done."""
         rows = self.history.rows
         found = np.flatnonzero(rows.have_verdict("roll_back"))
         return rows.select(slice(int(found[-1]) + 1, None)) if len(found) else rows
 
     @cached_property
     def same_stage(self) -> StepRows:
-        """Past steps of the same stage whose updates were made."""
         same_stage = self.past.column("stage") == self.row.column("stage")
         return self.past.select(same_stage & ~self.past.have_verdict("skip"))
 
     @cached_property
     def same_shape(self) -> StepRows:
-        """Steps of `same_stage` with clips of the same shape."""
         return self.same_stage.select(self.same_stage.column("bucket") == self.row.column("bucket"))
 
     @property

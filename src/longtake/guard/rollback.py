@@ -49,7 +49,6 @@ def plan_rollback(
 
 
 def _batch_of(step: int, history: History, now: StepStatistics) -> int:
-    """Number of a step's batch; beyond the history, one batch back for each step back."""
     known = history.batch_of(step)
     return now.batch - (now.step - step) if known is None else known
 

@@ -43,7 +43,6 @@ class Clocks(NamedTuple):
 
     @property
     def offset_ns(self) -> int:
-        """Constant unless the date is set."""
         return self.real_ns - self.monotonic_ns
 
 
@@ -73,7 +72,6 @@ ClockChange = ClockStepped | ClockSlewed | ClockSteady
 
 
 def read_clocks() -> Clocks:
-    """Read the clocks, the date in the middle of the others; the only reader of clocks here."""
     return min((_reading() for _ in range(_NUM_READINGS)), key=lambda each: each[0])[1]
 
 
@@ -117,7 +115,6 @@ class Clock:
 
     @property
     def fileno(self) -> int | None:
-        """Becomes readable when the clock is set; None: the kernel does not tell."""
         return None if self._alarm is None else self._alarm.fileno
 
     def look(self) -> None:
@@ -148,7 +145,6 @@ class Clock:
         return found | ({"clock_slew_ppm": round(rates[-1], 3)} if rates else {})
 
     def take_changes(self) -> list[ClockChange]:
-        """Changes since the last call."""
         taken, self._changes = self._changes, []
         return taken
 
@@ -179,7 +175,6 @@ class Clock:
         self._changes.append(ClockStepped(self._last_step))
 
     def _point(self, now: Clocks, stepped_ns: int) -> tuple[int, int]:
-        """The oscillator, and how far the date is from it by slewing."""
         return now.raw_ns, now.real_ns - stepped_ns - now.raw_ns
 
     def _look_for_slew(self, now: Clocks) -> None:
@@ -198,7 +193,6 @@ class Clock:
             self._changes.append(ClockSlewed(ppm, (point[1] - first[1]) / 1e9))
 
     def _rates(self) -> list[float]:
-        """Parts per million between the points."""
         return [(b[1] - a[1]) / (b[0] - a[0]) * 1e6 for a, b in pairwise(self._points)]
 
 
@@ -408,7 +402,6 @@ _LINUXPTP = frozenset({"ptp4l", "phc2sys", "timemaster"})  # parts of one
 
 
 def time_daemons(proc: Path = Path("/proc")) -> list[str]:
-    """Running programs that set the clock, as far as a container shows them; linuxptp's as one."""
     names = {read_text(folder / "comm") for folder in proc.glob("[0-9]*")}
     found = {name for name in names if name in _DAEMONS}
     return sorted({"linuxptp" if name in _LINUXPTP else str(name) for name in found})
@@ -451,7 +444,6 @@ class ClockOffsets:
         self._leads: dict[str, deque[float]] = {}
 
     def forget(self) -> None:
-        """Begin anew, after this node's clock was set."""
         self._leads = {}
 
     def look(self, host: str, heartbeat: Mapping[str, Any], wall: float) -> Numbers:

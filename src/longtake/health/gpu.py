@@ -35,7 +35,6 @@ HARMFUL_THROTTLES = 0x08 | 0x20 | 0x40 | 0x80
 
 
 def throttle_words(bits: float) -> list[str]:
-    """What `gpu_throttle_bits` says, in words."""
     return [words for bit, words in _THROTTLES.items() if int(bits) & bit]
 
 
@@ -190,7 +189,6 @@ def _readers(nvml: Any) -> Mapping[str, tuple[Callable[[Any], float], float]]:
 
 
 def pci_address(text: str) -> PciAddress:
-    """Parse such as `00000000:3B:00.0`."""
     domain, bus, device = text.split(".")[0].split(":")
     return int(domain, 16), int(bus, 16), int(device, 16)
 
@@ -205,11 +203,7 @@ def parse_xid(line: str) -> tuple[PciAddress, int] | None:
 
 
 class KernelLog:
-    """Follows the kernel's log, which has all XIDs, also of a GPU that no longer answers.
-
-    Raises:
-        OSError: this user may not read it, or there is none.
-    """
+    """Follows the kernel's log, which has all XIDs, also of a GPU that no longer answers."""
 
     def __init__(self, path: Path = Path("/dev/kmsg")) -> None:
         self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -235,15 +229,7 @@ class KernelLog:
 
 
 class DriverEvents:
-    """The critical XIDs that the driver itself reports, which any user may read.
-
-    Args:
-        nvml: the module, initialised.
-        handles: of the GPUs, by PCI address.
-
-    Raises:
-        Exception: of the module: the driver reports no XIDs.
-    """
+    """The critical XIDs that the driver itself reports, which any user may read."""
 
     def __init__(self, nvml: Any, handles: Mapping[PciAddress, Any]) -> None:
         self._nvml = nvml

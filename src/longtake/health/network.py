@@ -310,7 +310,6 @@ class PeerConnections(StatelessProbe):
         self.addresses: list[str] = []  # this node's, as its ranks use them
 
     def set_hosts(self, hosts: Mapping[str, str]) -> None:
-        """Call nodes by their names from now on, given by address."""
         self._hosts = hosts
 
     def sample(self) -> Numbers:

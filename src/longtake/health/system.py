@@ -83,7 +83,6 @@ class ThreadedProbe:
         return 0.0 if since is None else time.monotonic() - since
 
     def close(self) -> None:
-        """Close the probe; one that hangs is left hanging."""
         self._is_closing = True
         self._asked.set()
         self._thread.join(self._patience_seconds)
@@ -201,7 +200,6 @@ _CGROUP_FILES: dict[int, dict[str, tuple[str, str]]] = {
 
 
 def oom_kills() -> int | None:
-    """Processes of this cgroup that the kernel killed for lack of memory; None: unknown."""
     found = CgroupMemory().sample().get("cgroup_oom_kills_total")
     return None if found is None else int(found)
 

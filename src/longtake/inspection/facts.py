@@ -102,13 +102,11 @@ def run_facts(run: RunDirectory) -> dict[str, Any]:
 
 
 def verdicts(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The guard's verdicts other than "ok"; `step` is here as metrics count it."""
     judged = (each for each in events if each["event"] in _VERDICT_EVENTS)
     return [{**each, "step": each["step"] + 1} for each in judged]
 
 
 def incidents(events: Sequence[Mapping[str, Any]], rows: MetricRows) -> list[dict[str, Any]]:
-    """What happened to processes and nodes, each with `at`, its step as metrics count."""
     found = (event for event in events if event["event"] in INCIDENT_EVENTS)
     return [{**event, "at": _incident_step(event, rows)} for event in found]
 
@@ -221,14 +219,6 @@ def _any_clip(run: RunDirectory) -> Clip | None:
 
 
 def evaluated(run: RunDirectory) -> list[dict[str, Any]]:
-    """A dict for each preset that was tried, by name.
-
-    Returns:
-        JSON: `preset`, `steps` (those with a result), `measures` and `held_out` (of the newest;
-        the second only where it was measured), `alarms` (what drifts at the newest, in words),
-        `unlike` (measures of it that lie outside of those of the training's clips) and `failed`
-        (step, reason and attempts of each that has no result).
-    """
     directory = EvaluationDirectory(run)
     tried = (path.name for path in (directory.path / "claims").glob("*"))
     return [_preset_facts(directory, name) for name in sorted({*directory.presets(), *tried})]
@@ -273,11 +263,9 @@ class _Report:
 
     @property
     def step(self) -> int:
-        """The step that was judged, as metrics count: steps done with it."""
         return self.facts["step"] + 1
 
     def samples_of(self, step: int) -> list[ReportedSample]:
-        """Samples of a step, the highest loss first; none of steps long before."""
         samples = [each for each in self.facts["samples"] if each["step"] + 1 == step]
         return sorted(samples, key=_badness, reverse=True)
 
@@ -339,9 +327,6 @@ def _report_near(run: RunDirectory, step: int, span: int) -> _Report | None:
     """The report that says most about a step; None if there is none within `span` steps.
 
     One that has the step's samples comes first, then the nearest, then the newest.
-
-    Raises:
-        RunError: a report cannot be read.
     """
     names = (
         (path, _REPORT_NAME.fullmatch(path.name)) for path in run.guard_path.glob("step_*.json")
@@ -366,7 +351,6 @@ def _read_report(path: Path) -> GuardReport:
 
 
 def _badness(sample: ReportedSample) -> tuple[bool, float]:
-    """NaN comes before the highest loss."""
     loss = float(sample["loss"])
     return (math.isnan(loss), loss)
 
@@ -416,9 +400,6 @@ def _consumed_clips(run: RunDirectory, batch: int) -> list[dict[str, Any]]:
     """`identity`, `caption`, `epoch` and `path` of a batch's clips by the ledger, in any order.
 
     Empty where the ledger has none: none could be decoded, or the batch was abandoned.
-
-    Raises:
-        DataError: the ledger is damaged.
     """
     try:
         consumed = read_ledger(run.ledger_path)

@@ -173,7 +173,6 @@ def _series(rows: MetricRows, name: str) -> tuple[NDArray[np.float64], NDArray[n
 
 
 def _scale(values: NDArray[np.float64]) -> str:
-    """Logarithmic for positive values that span a factor of `LOG_SCALE_RATIO`, else linear."""
     finite = values[~np.isnan(values)]
     is_wide = len(finite) and finite.min() > 0 and finite.max() / finite.min() >= LOG_SCALE_RATIO
     return "log" if is_wide else "linear"
@@ -203,12 +202,10 @@ class Strip:
 
     @property
     def num_lanes(self) -> int:
-        """Lines of marks above each other: verdicts, incidents, and a few rollbacks."""
         return self.first_rollback + min(len(self.rollbacks), _MAX_LABELS)
 
     @property
     def first_rollback(self) -> int:
-        """The first lane of rollbacks."""
         return bool(self.verdicts) + bool(self.incidents)
 
 

@@ -69,13 +69,7 @@ _validate = TypeAdapter(Metrics).validate_json
 
 @dataclass(frozen=True)
 class MetricRows:
-    """The lines of metrics.jsonl, in the order in which they were written.
-
-    Args:
-        path: the file.
-        table: an element of `_DTYPE` for each line.
-        is_abandoned: the run went back to before this step, after it.
-    """
+    """The lines of metrics.jsonl, in the order in which they were written."""
 
     path: Path
     table: Column
@@ -89,16 +83,13 @@ class MetricRows:
 
     @property
     def step(self) -> Column:
-        """Steps that were done with this one."""
         return self.table["step"]
 
     @cached_property
     def kept(self) -> "MetricRows":
-        """The rows that count: steps ascend. Without abandoned rows it is no copy."""
         return self[~self.is_abandoned] if self.is_abandoned.any() else self
 
     def passes(self) -> "list[MetricRows]":
-        """The rows of each time that the run went forward; one more than it went back."""
         starts = np.flatnonzero(np.diff(self.step) <= 0) + 1
         edges = [0, *starts.tolist(), len(self)]
         return [self[start:end] for start, end in pairwise(edges) if end > start]
@@ -112,16 +103,11 @@ class MetricRows:
         return int(self.step[order[place]])
 
     def index_of(self, step: int) -> int | None:
-        """The index of a step in rows whose steps ascend; None: there is none."""
         place = bisect_left(self.step, step)
         return place if place < len(self) and self.step[place] == step else None
 
     def metrics(self) -> list[Metrics]:
-        """The records, read again: for few rows.
-
-        Raises:
-            RecordError: the file changed since its rows were read.
-        """
+        """The records, read again: for few rows."""
         found: list[Metrics] = []
         if not len(self):
             return found
@@ -143,11 +129,7 @@ class MetricRows:
 
 
 def read_rows(run: RunDirectory) -> MetricRows:
-    """All rows, those of abandoned steps too; lines that are no records are counted and skipped.
-
-    Raises:
-        RecordError: the file cannot be read.
-    """
+    """All rows, those of abandoned steps too; lines that are no records are counted and skipped."""
     path = run.metrics_path
     try:
         with open_regular(path) as file:
@@ -283,11 +265,7 @@ def _is_safe_for_arrow(block: bytes, octets: Column, starts: Column, ends: Colum
 
 
 def _parse_by_arrow(block: bytes, num_lines: int) -> tuple[Column, Column] | tuple[None, Column]:
-    """The rows, and the indices of those that pydantic has to read; or None if it has to read all.
-
-    Raises:
-        pa.ArrowException: a line has other fields or types than the first one.
-    """
+    """The rows, and the indices of those that pydantic has to read; None: it has to read all."""
     nothing = None, np.empty(0, np.int64)
     try:
         first = _validate(block[: block.index(b"\n")], strict=True)
@@ -389,11 +367,7 @@ class _CacheHeader(TypedDict):
 
 
 def _cache_path(path: Path) -> Path:
-    """Readers write nothing into a run: the cache is in the user's folder of caches.
-
-    Raises:
-        RuntimeError: the user has no home.
-    """
+    """Readers write nothing into a run: the cache is in the user's folder of caches."""
     top = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(top) if top.startswith("/") else Path.home() / ".cache"
     name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]

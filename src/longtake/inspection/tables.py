@@ -177,7 +177,6 @@ def _speed(seconds: float) -> str:
 
 
 def _in_words(facts: Mapping[str, Any]) -> str:
-    """`name value, name value`; what is inside of a value in brackets."""
     return ", ".join(f"{_words(name)} {_value(value)}" for name, value in facts.items())
 
 
@@ -280,7 +279,6 @@ def _evaluated(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _shortened(lines: Sequence[str]) -> list[str]:
-    """The newest lines; how many there were before them; "none" where there is none."""
     left_out = len(lines) - _MAX_LISTED
     before = [f"… and {left_out} before that"] if left_out > 0 else []
     return [*before, *lines[-_MAX_LISTED:]] or ["none"]
@@ -372,7 +370,6 @@ def _words(verdict: str) -> str:
 
 
 def _number(value: float | str | None, digits: int = 4) -> str:
-    """A number for people; texts are what JSON has in place of infinities, and of no number."""
     if value is None:
         return "no number"
     return value if isinstance(value, str) else f"{value:.{digits}g}"

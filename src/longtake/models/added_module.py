@@ -258,7 +258,6 @@ class _Attachment:
         self.prepared: Mapping[str, Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what a forward pass has left: torch does not copy such tensors."""
         return self.__dict__ | {"conditioning": None, "prepared": {}}
 
     def before_model(self, model: nn.Module, args: object) -> None:

@@ -438,11 +438,7 @@ class DiffusersFamily(ABC):
 
 
 def family(name: str) -> Family:
-    """The family of that name; its module is imported here.
-
-    Raises:
-        RecipeError: there is none; names the nearest.
-    """
+    """The family of that name; its module is imported here."""
     if name not in FAMILIES:
         hint = did_you_mean(name, FAMILIES, otherwise="no name is near.")
         raise RecipeError(f"model.family {name!r} is unknown; {hint} Known: {', '.join(FAMILIES)}.")
@@ -451,7 +447,6 @@ def family(name: str) -> Family:
 
 
 def share_attention(attention: nn.Module, sharing: TokenSharing) -> None:
-    """Have an attention module of diffusers exchange tokens for heads with the other ranks."""
     module: Any = attention
     module.set_processor(_SharingProcessor(module.processor, sharing))
 

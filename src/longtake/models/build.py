@@ -47,13 +47,11 @@ class Components:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The dtype of most of the model's weights."""
         return main_dtype(self.model)
 
     def predict_velocity(
         self, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """The model's velocity, [B, C, F, H, W], with its added module if it has one."""
         condition(self.model, conditioning)
         return self.family.predict_velocity(self.model, noisy_latents, sigmas, conditioning)
 
@@ -168,7 +166,6 @@ def text_section(recipe: Recipe) -> TextSection:
 
 
 def source_of(recipe: Recipe, *, resumed: bool) -> Source:
-    """Where a training's model gets its weights; a checkpoint holds the trained ones alone."""
     if resumed and recipe.trainable.base() == "full":
         return "checkpoint"
     return "here" if recipe.model.pretrained is None else "files"

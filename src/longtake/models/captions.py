@@ -39,9 +39,6 @@ def caption_lengths(section: TextSection, captions: Sequence[str]) -> CaptionLen
     """Count the tokens of a catalog's captions by the first text encoder's own tokenizer.
 
     The second one of FLUX (CLIP) reads the first 77 tokens of any caption.
-
-    Raises:
-        ModelError: there is no tokenizer.
     """
     distinct = list(dict.fromkeys(captions))
     counted = distinct[:: -(-len(distinct) // MOST_COUNTED) or 1]

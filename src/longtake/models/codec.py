@@ -84,7 +84,6 @@ class PixelCodec:
     channels = 3
 
     def latent_shape(self, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> tuple[int, int, int]:
-        """The bucket's own shape; the family refuses what does not divide into its patches."""
         return bucket.num_frames, bucket.height, bucket.width
 
     def encode(self, videos: Tensor) -> Tensor:
@@ -141,9 +140,6 @@ class AutoencoderCodec(_Autoencoder):
 
     Latents are (mode - latents_mean) / latents_std per channel, which `WanPipeline` undoes before
     it decodes. Tiles are of 256 x 256 pixels, diffusers' default, 64 of them blended.
-
-    Raises:
-        RecipeError: its configuration contradicts itself.
     """
 
     def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
@@ -392,7 +388,6 @@ def _nearest(size: int, step: int) -> int:
 
 
 def _to_unit_range(videos: Tensor) -> Tensor:
-    """uint8 [0, 255] to fp32 [-1, 1]."""
     return videos.float() / 127.5 - 1
 
 
@@ -406,5 +401,4 @@ def _to_uint8(pixels: Tensor) -> Tensor:
 
 
 def _by_clip(images: Tensor, num_clips: int) -> Tensor:
-    """[B, C, F, H, W] from [B F, C, H, W]."""
     return images.view(num_clips, -1, *images.shape[1:]).transpose(1, 2)

@@ -80,7 +80,6 @@ class DeferredWeights:
             )
 
     def fill(self) -> None:
-        """Read the missing values from files, of each rank's shard alone (ModelError)."""
         if self.files is not None:
             read_into({each.stored: each.parameter for each in self.parameters}, self.files)
 

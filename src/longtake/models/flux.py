@@ -130,7 +130,6 @@ class Flux(DiffusersFamily):
     def sequence_length(
         self, model: nn.Module, shape: LatentShape, conditioning: Conditioning
     ) -> int:
-        """Text and all images attend to each other."""
         sizes = [shape[2:], *(conditioning[f"{n}_latents"].shape[-2:] for n in self.references)]
         num_text = conditioning["prompt_embeds"].shape[1]
         return num_text + sum((rows // _PACK) * (columns // _PACK) for rows, columns in sizes)
@@ -177,7 +176,6 @@ def pack(latents: Tensor) -> Tensor:
 
 
 def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
-    """Latents [B, C, 1, H, W] of tokens [B, N, 4 C]."""
     rows, columns = height // _PACK, width // _PACK
     parts = tokens.reshape(len(tokens), rows, columns, -1, _PACK, _PACK)
     return parts.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), -1, 1, height, width)

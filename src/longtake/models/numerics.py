@@ -68,7 +68,6 @@ def mixed_norms() -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an operation failed because the device's or the computer's memory is used up."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

@@ -38,14 +38,12 @@ def flow_losses(
 def training_conditioning(
     parts: Components, recipe: Recipe, conditioning: Conditioning
 ) -> Conditioning:
-    """A model's conditioning in training: of a distilled one also `guidance` [B], the recipe's."""
     if not parts.family.distils_guidance(parts.model):
         return conditioning
     return conditioning | guidance_of(conditioning, recipe.model.guidance)
 
 
 def guidance_of(conditioning: Conditioning, scale: float) -> Conditioning:
-    """`guidance` [B] fp32, one scale for every sample of a conditioning."""
     like = next(iter(conditioning.values()))
     return {"guidance": torch.full((len(like),), scale, device=like.device)}
 

@@ -42,14 +42,12 @@ def local_copies() -> Iterator[None]:
 
 
 def diffusers_class(key: str, name: str) -> Any:
-    """A class of diffusers by name; `key` is the recipe key that names it."""
     import diffusers
 
     return _class_of(diffusers, key, name)
 
 
 def transformers_class(key: str, name: str) -> Any:
-    """A class of transformers by name; `key` is the recipe key that names it."""
     import transformers
 
     return _class_of(transformers, key, name)

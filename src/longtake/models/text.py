@@ -131,11 +131,7 @@ _POOLED = _EncoderNames("text.pooled", "text_encoder", "tokenizer", (_PAD, _UNKN
 
 
 class _Encoder:
-    """A frozen encoder of transformers and its tokenizer, which an outline lacks.
-
-    Raises:
-        RecipeError: the encoder does not take so many tokens.
-    """
+    """A frozen encoder of transformers and its tokenizer, which an outline lacks."""
 
     def __init__(
         self,
@@ -229,7 +225,6 @@ class TransformersText:
             each.save(folder)
 
     def pipeline_parts(self) -> dict[str, Any]:
-        """Encoders and tokenizers by their names in a pipeline of diffusers."""
         named = [(each.names, each) for each in self._encoders]
         encoders = {names.encoder: each.module for names, each in named}
         return encoders | {names.tokenizer: each.tokenizer for names, each in named}

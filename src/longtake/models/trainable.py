@@ -72,7 +72,6 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_trained(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load a `trained_state` into a model that was made trainable in the same way."""
     unexpected = model.load_state_dict(state, strict=False).unexpected_keys
     assert not unexpected, unexpected
 

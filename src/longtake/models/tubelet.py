@@ -101,7 +101,6 @@ class Tubelet:
         cast("TubeletTransformer", model).block_caller = call
 
     def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
-        """The tokens of clip and caption; before that every rank reads the whole caption."""
         cast("TubeletTransformer", model).share_tokens(sharing)
 
     def num_heads(self, model: nn.Module) -> int:
@@ -170,24 +169,6 @@ class TubeletTransformer(nn.Module):
 
     Legend: B batch, C channels, F frames, H height, W width, T caption tokens, N tubes, D width
     of a token.
-
-    Args:
-        num_frames: F of the clips it is built for.
-        height: H of them.
-        width: W of them.
-        vocabulary_size: how many token ids there are, 0 (padding) included.
-        channels: C of them.
-        patch_size: frames, rows and columns of a tube.
-        max_tokens: T at most; shorter captions are padded with 0.
-        hidden_size: D.
-        num_blocks: transformer blocks.
-        num_heads: attention heads of a block.
-        mlp_ratio: width of the inner layer of a block, in D.
-        residual_gate: what the gate of a residual branch starts at, before the caption and the
-            noise level modulate it.
-
-    Raises:
-        ModelError: the clips do not divide into tubes, or the width into heads.
     """
 
     def __init__(
@@ -243,9 +224,6 @@ class TubeletTransformer(nn.Module):
 
         Returns:
             [B, C, F, H, W] in float32.
-
-        Raises:
-            ModelError: clips or captions have another shape than the model is built for.
         """
         self._check_inputs(noisy_latents, token_ids)
         tubes = to_tubes(noisy_latents, self.patch_size).to(self.tube_in.weight.dtype)
@@ -370,7 +348,6 @@ class Condition(nn.Module):
 
 
 def _normalise(tokens: Tensor) -> Tensor:
-    """The kernel sums in fp32."""
     return F.layer_norm(tokens, tokens.shape[-1:])
 
 

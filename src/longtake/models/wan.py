@@ -92,14 +92,12 @@ class Wan(DiffusersFamily):
         )
 
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
-        """As in Wan's own release, after which ComfyUI goes."""
         return f"{'diffusion_model.' if is_lora else ''}{original_name(name)}"
 
 
 def _cut_patches(
     sharing: TokenSharing, _module: nn.Module, _args: object, patches: Tensor
 ) -> Tensor:
-    """[B, D, t] of [B, D, F, H, W]; Wan flattens the last three next, and finds it done."""
     tokens = patches.flatten(2)
     sharing.begin(tokens.shape[2])
     return sharing.cut(tokens, 2)
@@ -108,7 +106,6 @@ def _cut_patches(
 def _cut_positions(
     sharing: TokenSharing, _module: nn.Module, _args: object, tables: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Cosines and sines of this rank's tokens, [1, t, 1, d] each."""
     return tuple(sharing.cut(table, 1) for table in tables)
 
 
@@ -146,7 +143,6 @@ _AROUND_BLOCKS = {
 
 
 def original_name(name: str) -> str:
-    """The name of a weight in Wan's own release."""
     names = _IN_BLOCKS if name.startswith("blocks.") else _AROUND_BLOCKS
     whole_parts = rf"(?<![^.])({'|'.join(map(re.escape, names))})(?![^.])"
     return re.sub(whole_parts, lambda found: names[found[0]], name)

@@ -115,9 +115,6 @@ def kill_process(heartbeat: Heartbeat) -> str:
 
     The pidfd is opened before the identity is checked, so the pid cannot change hands in between.
     A kernel before 5.3 or a sandbox without pidfds has to do without.
-
-    Returns:
-        Why it was not sent; empty if it was.
     """
     pidfd = -1
     try:

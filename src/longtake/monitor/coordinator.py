@@ -77,22 +77,13 @@ _ASKED_ROUNDS, _ASKED_ROUND_SECONDS, _ASKED_SECONDS = 2, 1.0, 10.0  # of `longta
 
 
 def stall_token(launch: str, step: int, number: int) -> str:
-    """A stall's name; `number` counts, from 0, those of a launch's step."""
     return f"stall_{launch or _NO_LAUNCH}_{step:08d}_{number}"
 
 
 def stall_request(
     target: WatchTarget, token: str, overdue: Overdue, launch: str, step: int
 ) -> DumpRequest:
-    """The request of a stall.
-
-    Args:
-        target: of the watcher that asks.
-        token: the stall's name.
-        overdue: the process that raises the alarm.
-        launch: the current one; a decode worker does not know it.
-        step: the run's; a decode worker counts windows.
-    """
+    """The request of a stall."""
     alarm: Any = {**overdue.heartbeat.as_dict(), "launch": launch, "step": step}
     alarm |= {"host": target.host, "limit": round(overdue.limit, 3)}
     return DumpRequest(
@@ -129,9 +120,6 @@ class RequestQueue:
 
     Of those that were there before the first look it takes recent ones, whose asker still waits,
     and stalls of the current launch without a diagnosis: that node's watcher may have died.
-
-    Args:
-        node: this one, whose events begin with the start of its watcher.
     """
 
     def __init__(self, node: NodeDirectory) -> None:
@@ -148,7 +136,6 @@ class RequestQueue:
         return token
 
     def take(self, token: str) -> None:
-        """Count a request as answered."""
         self._seen.add(token)
 
     def look(self, launch: str) -> list[DumpRequest]:
@@ -165,7 +152,6 @@ class RequestQueue:
         return requests
 
     def take_refused(self) -> list[str]:
-        """Why files were refused by `look`, once each."""
         refused, self._refused = self._refused, []
         return refused
 
@@ -212,19 +198,7 @@ def wait_for_dumps(
     seconds: float,
     launch: str | None = None,
 ) -> dict[str, bool]:
-    """Wait until every node whose watcher lives has written its dump.
-
-    Args:
-        disk: reads the run directory; its own node is not waited for if `launch` is given.
-        token: of the request.
-        before: the nodes' heartbeats at `since`, as `time.monotonic()`.
-        since: when that was.
-        seconds: how long to wait.
-        launch: wait only for other nodes of this launch; None: for all nodes.
-
-    Returns:
-        The nodes without a dump, and whether their watchers have written a heartbeat meanwhile.
-    """
+    """Wait until every node whose watcher lives has written its dump."""
     run, end = disk.node.run, time.monotonic() + seconds
 
     def without_dump() -> dict[str, dict[str, Any]]:
@@ -253,16 +227,7 @@ def wait_for_dumps(
 def read_dumps(
     disk: RunDirThread, token: str, seconds: float | None = None
 ) -> tuple[list[NodeDump], list[str]]:
-    """Read one node's dump after the other until time is up.
-
-    Args:
-        disk: reads them.
-        token: of the request.
-        seconds: for all; None: 3, and 0.05 for each node.
-
-    Returns:
-        The dumps that were read, and the nodes whose dumps were not read in time.
-    """
+    """Read one node's dump after the other until time is up."""
     run, found = disk.node.run, list[NodeDump]()
     interner, begun = StackInterner(), time.monotonic()
     try:
@@ -294,15 +259,7 @@ def _nodes_with_dump(run: RunDirectory, token: str) -> list[NodeDirectory]:
 def collect_dumps(
     disk: RunDirThread, request: DumpRequest, own: NodeDump, before: Mapping[str, Any], since: float
 ) -> tuple[list[NodeDump], list[str]]:
-    """All nodes' dumps for a stall, and the nodes of its launch that gave none.
-
-    Args:
-        disk: reads the run directory.
-        request: the stall's.
-        own: this node's dump.
-        before: the nodes' heartbeats at `since`, as `time.monotonic()`.
-        since: when that was.
-    """
+    """All nodes' dumps for a stall, and the nodes of its launch that gave none."""
     token, launch = request["token"], str(request.get("stall", {}).get("launch", ""))
     missing = wait_for_dumps(disk, token, before, since, _SECONDS_FOR_OTHERS, launch)
     found, unread = read_dumps(disk, token)
@@ -369,20 +326,16 @@ class DumpService:
         self._thread.start()
 
     def new_token(self, launch: str, step: int) -> str:
-        """The name of a stall that nobody has asked about."""
         return self._requests.new_token(launch, step)
 
     def raise_alarm(self, request: DumpRequest) -> None:
-        """Ask all nodes about a stall; returns at once."""
         self._alarms.put(request)
         self._wake.set()
 
     def take_begun(self) -> DumpRequest | None:
-        """A stall that this node has begun to dump since the last call, if any."""
         return _next(self._begun)
 
     def outcome(self, token: str) -> StallOutcome | None:
-        """What became of a stall of this node; None: it has no diagnosis yet."""
         return self._outcomes.get(token)
 
     def close(self, seconds: float) -> None:
@@ -575,7 +528,6 @@ class RunDumps:
     silent: tuple[str, ...] = ()  # nodes whose watcher lives but gave no dump in time
 
     def dumps(self) -> Iterator[NodeDump]:
-        """One by one: those of a thousand nodes would fill the memory."""
         yield from (found for path in self.files if (found := read_dump(path)))
         if self.own is not None:
             yield self.own

@@ -141,15 +141,7 @@ def diagnose(
     recorders: Mapping[int, Mapping[str, Any]],
     host: str = "",
 ) -> StallDiagnosis:
-    """Find the cause of a stall, whatever the dumps are.
-
-    Args:
-        request: with the process that raised the alarm, if one did.
-        dumps: one of each node that answered.
-        silent: nodes that gave none.
-        recorders: the flight recorders' files, by rank.
-        host: who asks for the diagnosis.
-    """
+    """Find the cause of a stall, whatever the dumps are."""
     blocked = analyse(recorders)
     stalled = frozenset(rank for each in blocked for rank in each.stalled_ranks)
     snapshot = StallSnapshot.of(dumps, stalled)
@@ -371,12 +363,10 @@ class ProcessState:
 
     @property
     def rank(self) -> int:
-        """Its rank, or that of the rank that started it."""
         return -1 if self.trace.rank is None else self.trace.rank
 
     @property
     def seconds(self) -> float:
-        """In its phase."""
         return self.trace.seconds_in_phase
 
     @cached_property
@@ -389,14 +379,12 @@ class ProcessState:
 
     @property
     def position(self) -> tuple[int, int]:
-        """How far it has come: steps done in the launch, place of the phase in a step."""
         heartbeat = self.trace.heartbeat or {}
         phase = _PHASE_ORDER.get(str(heartbeat.get("phase")), 0)
         return int(heartbeat.get("steps_done", 0)), phase
 
     @property
     def place(self) -> Call | None:
-        """The call that says most about where it is."""
         return user_frame(self.calls) or (self.calls[0] if self.calls else None)
 
     def suspect(self) -> Suspect:
@@ -475,7 +463,6 @@ class StallSnapshot:
 
     @property
     def absent(self) -> list[int]:
-        """Ranks that no node has shown."""
         seen = {each.rank for each in self.ranks} | {each.rank for each in self.lost}
         return [rank for rank in range(self.world_size) if rank not in seen]
 
@@ -570,13 +557,7 @@ _BY_PHASE: dict[str, Wait] = {
 
 
 def classify_wait(calls: Stack, phase: str, native: Stack = ()) -> Wait:
-    """What a thread waits for.
-
-    Args:
-        calls: its Python calls, the innermost first; empty: unreadable, so the phase decides.
-        phase: of its rank's heartbeat.
-        native: the C calls below them, where known.
-    """
+    """What a thread waits for."""
     if not calls:
         return _BY_PHASE.get(phase, "nothing")
     below, own = tuple(takewhile(lambda call: is_library_file(call[1]), calls)), user_frame(calls)

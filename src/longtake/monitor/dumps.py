@@ -128,18 +128,7 @@ def dump_node(
     round_seconds: float,
     native: bool,
 ) -> NodeDump:
-    """Dump all processes of a run on this node: what nodes/<host>/stacks/<token>.json holds.
-
-    Args:
-        folder: the run's heartbeat folder on this node.
-        host: this node's name.
-        token: of the request.
-        reason: of the request.
-        rounds: how often.
-        round_seconds: from one round's start to the next.
-        native: read processes with their C calls as well, as many as time allows; at a stall,
-            those that have not moved.
-    """
+    """Dump all processes of a run on this node: what nodes/<host>/stacks/<token>.json holds."""
     seen = [_dump_round(processes_of_run(folder), at) for at in _wait(rounds, round_seconds)]
     if native:
         _add_native_calls(host, seen, reason)
@@ -264,12 +253,10 @@ class ProcessTrace:
 
     @property
     def rank(self) -> int | None:
-        """Its rank, or that of the rank that started it."""
         return self.last["rank"]
 
     @property
     def heartbeat(self) -> dict[str, Any] | None:
-        """The last round's; None: it has none."""
         return self.last["heartbeat"]
 
     @property
@@ -278,17 +265,14 @@ class ProcessTrace:
 
     @property
     def threads(self) -> list[dict[str, Any]]:
-        """Those of the last round in which any were read, the main thread first."""
         return next((each["threads"] for each in reversed(self.rounds) if each["threads"]), [])
 
     @cached_property
     def stacks(self) -> list[Stack]:
-        """The main thread's, of each round in which it was read."""
         return [python_stack(each["threads"][0]) for each in self.rounds if each["threads"]]
 
     @property
     def stack(self) -> Stack:
-        """The main thread's last one; empty: it was never read."""
         return python_stack(self.threads[0]) if self.threads else ()
 
     @property
@@ -303,13 +287,11 @@ class ProcessTrace:
 
     @property
     def cpu_share(self) -> float:
-        """Cores that it kept busy between its first round and its last."""
         seconds = self.seconds[-1] - self.seconds[0]
         used = self.last["cpu_seconds"] - self.rounds[0]["cpu_seconds"]
         return used / seconds if seconds > 0 else 0.0
 
     def stacks_of(self, name: str) -> list[Stack]:
-        """Those of the first thread of this name, of each round in which there was one."""
         named = ([each for each in seen["threads"] if each["name"] == name] for seen in self.rounds)
         return [python_stack(each[0]) for each in named if each]
 
@@ -335,7 +317,6 @@ def _is_same_stack(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def _has_progressed(
     before: Mapping[str, Any], at: float, after: Mapping[str, Any], then: float
 ) -> bool:
-    """Whether a heartbeat is elsewhere, or has returned to where it was."""
     same = all(before[name] == after[name] for name in ("phase", "step", "steps_done", "detail"))
     return not same or bool(after["seconds"] < before["seconds"] + (then - at) / 2)
 

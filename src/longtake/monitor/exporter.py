@@ -58,17 +58,11 @@ class HeartbeatCollector(Collector):
         yield from _of_health(node, record.get("health") or {})
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: a registry would otherwise collect once to learn the names."""
         return iter(())
 
 
 class Exporter:
-    """Serves the newest heartbeat.
-
-    Args:
-        port: 0: any free one.
-        host: the address of this node to listen at; 0.0.0.0: all.
-    """
+    """Serves the newest heartbeat."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self._collector = HeartbeatCollector()
@@ -87,7 +81,6 @@ class Exporter:
         self.port = int(self._server.server_port)
 
     def update(self, record: Mapping[str, Any]) -> None:
-        """Serve this record, what heartbeat.json holds, from now on."""
         self._collector.record = record
 
     def close(self) -> None:

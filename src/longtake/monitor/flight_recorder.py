@@ -105,11 +105,7 @@ def remove_all_files(folder: Path) -> None:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Read a file, in which only plain containers, numbers and strings are allowed.
-
-    Raises:
-        FlightRecorderError: it is no flight recorder's file; a pickle that imports is refused.
-    """
+    """Read a file, in which only plain containers, numbers and strings are allowed."""
     try:
         with open_regular(path) as file:
             if os.fstat(file.fileno()).st_size > _MAX_BYTES:
@@ -192,7 +188,6 @@ class CollectiveOp:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that take part."""
         return self.ends or self.group.ranks
 
 
@@ -205,7 +200,6 @@ class RecordedOps:
 
     @cached_property
     def first(self) -> CollectiveOp | None:
-        """Where the rank waits; None: nothing is pending."""
         return next(iter(self.pending), None)
 
 
@@ -223,11 +217,6 @@ class BlockedCollective:
 
 
 def root_ranks(dumps: Mapping[int, Mapping[str, Any]]) -> tuple[int, ...]:
-    """Ranks that hold up others and wait for nobody; none: it is the network, or all is well.
-
-    Args:
-        dumps: what `read_file` returned, by rank.
-    """
     recorded = _recorded_ops(dumps)
     return _roots(recorded, _waits(recorded))
 
@@ -260,7 +249,6 @@ def _blocked(
 
 
 def _waits(recorded: Mapping[int, RecordedOps]) -> dict[CollectiveOp, frozenset[int]]:
-    """By collective at which a rank waits: the ranks that are waited for."""
     firsts = dict.fromkeys(each.first for each in recorded.values())
     return {op: _awaited(op, recorded) for op in firsts if op is not None}
 
@@ -271,7 +259,6 @@ def _awaited(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> frozenset
 
 
 def _is_behind(rank: int, op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> bool:
-    """Whether a rank that joined waits at an earlier collective."""
     own = recorded[rank]
     return own.first != op and (op.number == MESSAGE or op in own.pending)
 
@@ -306,7 +293,6 @@ def _roots(
 
 
 def _others_are_done(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> bool:
-    """Whether members have finished what others have not."""
     if op.number == MESSAGE:
         return False
     return any(op not in recorded[each].pending for each in op.ranks if each in recorded)

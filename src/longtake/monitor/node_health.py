@@ -67,14 +67,7 @@ _TINY_STEPS_SECONDS = 600.0  # between reports of clocks that are set by next to
 
 
 class NodeHealth:
-    """Samples a node's health in threads of its own, until it is closed.
-
-    Args:
-        run: the run.
-        node: this node's folder in it.
-        settings: the watcher's.
-        data_paths: folders of the data set, whose disks are measured.
-    """
+    """Samples a node's health in threads of its own, until it is closed."""
 
     def __init__(
         self,
@@ -133,15 +126,12 @@ class NodeHealth:
         self._log.close()
 
     def latest(self) -> Numbers:
-        """The newest numbers; empty: there are none yet."""
         return dict(self._latest)
 
     def addresses(self) -> list[str]:
-        """The addresses that this node's ranks use towards other nodes."""
         return self._connections.addresses
 
     def take_events(self) -> list[HealthEvent]:
-        """Events since the last call: kinds and fields."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def _sample_all(self) -> None:
@@ -264,12 +254,7 @@ class HealthRules:
         self._left: dict[str, tuple[int, str]] = {}
 
     def wrong(self, numbers: Numbers, outliers: Sequence[Outlier]) -> dict[str, str]:
-        """What is wrong now, by a key that tells it from others.
-
-        Args:
-            numbers: the node's, one window after those of the last call.
-            outliers: of the same window.
-        """
+        """What is wrong now, by a key that tells it from others."""
         found = dict(_outlier_texts(outliers))
         bad = dict(_bad_now(numbers))
         self._ages = {key: self._ages.get(key, 0) + 1 for key in bad}
@@ -385,7 +370,6 @@ class PeerNodes(StatelessProbe):
         self.addresses: dict[str, str] = {}  # nodes by the addresses that their ranks use
 
     def forget_offsets(self) -> None:
-        """Measure clocks' offsets anew from the next sample on: this node's clock was set."""
         self._forgets = True
 
     def sample(self) -> Numbers:
@@ -434,12 +418,10 @@ class HealthLog:
         self._thread.start()
 
     def put(self, record: dict[str, Any]) -> None:
-        """Write a record; it is lost if the disk has hung for 60 of them."""
         with suppress(queue.Full):
             self._waiting.put_nowait(record)
 
     def close(self, patience_seconds: float = 0.3) -> None:
-        """Write what waits; give up on a disk that hangs."""
         with suppress(queue.Full):
             self._waiting.put_nowait(None)
         self._thread.join(patience_seconds)
@@ -454,11 +436,7 @@ class HealthLog:
 
 
 def thin_out(path: Path) -> None:
-    """Remove every second line of a file, but keep the last.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Remove every second line of a file, but keep the last."""
     with path.open("rb") as file:
         num_lines = sum(1 for _ in file)
     with atomic_write(path) as aside, path.open("rb") as file, aside.open("xb") as thin:

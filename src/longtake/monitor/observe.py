@@ -45,12 +45,10 @@ class Snapshot:
 
     @property
     def ranks(self) -> list[Heartbeat]:
-        """The living ranks."""
         return [each for each in self.living if each.role == "rank"]
 
     @property
     def launch(self) -> str:
-        """The youngest rank's; empty: not stated yet."""
         ranks = self.ranks
         return max(ranks, key=lambda each: each.started).launch if ranks else ""
 
@@ -195,11 +193,9 @@ class LivenessTracker:
         return not self._counts or now - self._counts[-1][0] >= _SECONDS_BETWEEN_COUNTS
 
     def add_oom_count(self, kills: int | None, now: float) -> None:
-        """Remember the kernel's count of processes killed for memory; None: it has none."""
         self._counts.append((now, kills or 0))
 
     def recent_oom_kills(self, kills: int | None) -> int:
-        """How many were added to the count in the last seconds, in which a rank may have died."""
         return max(0, (kills or 0) - self._counts[0][1]) if self._counts else 0
 
     def dead_ranks(self, living: Iterable[Heartbeat], dead: Iterable[Heartbeat]) -> list[DeadRank]:
@@ -240,7 +236,6 @@ class WatchSettings(WatchSection):
 
     @classmethod
     def of(cls, section: WatchSection) -> Self:
-        """The section with the constants, some of them replaced by `SETTINGS_VARIABLE`."""
         changed = json.loads(os.environ.get(SETTINGS_VARIABLE, "{}"))
         return cls(**{**section.model_dump(), **changed})
 
@@ -278,13 +273,11 @@ class PhaseTimeouts:
                     self._longest[key] = max(timing.longest, self._longest.get(key, 0.0))
 
     def extend(self, seconds: float, now: float) -> None:
-        """Extend all current limits by the seconds for which the watcher itself was late."""
         self.seconds_late += seconds
         recent = [each for each in self._delays if now - each[0] < self._settings.start_seconds]
         self._delays = [*recent, (now, seconds)]
 
     def stall_cleared(self, now: float) -> None:
-        """Give processes that waited for a stall that is over time to continue."""
         self._cleared_at = now
 
     def limit_of(self, heartbeat: Heartbeat, now: float) -> float | None:
@@ -329,6 +322,5 @@ class PhaseTimeouts:
 
 
 def has_moved(before: Heartbeat, after: Heartbeat) -> bool:
-    """Whether a process has left the phase in which it was read before."""
     is_same = (before.phase, before.step, before.detail) == (after.phase, after.step, after.detail)
     return not is_same or after.seconds < before.seconds

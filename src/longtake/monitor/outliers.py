@@ -101,10 +101,6 @@ def peers_of(host: str, hosts: Sequence[str]) -> list[str]:
     All of up to 17 nodes, 14 of 200: enough to know what is usual, few enough to read. Neighbours
     in a rack, which may fail together, are compared with other racks too; and a node that one node
     reads reads that node.
-
-    Args:
-        host: the node.
-        hosts: all nodes, in the order that all of them know.
     """
     if host not in hosts or len(hosts) <= ALL_UP_TO:
         return [other for other in hosts if other != host][: ALL_UP_TO - 1]
@@ -121,15 +117,7 @@ class LivingNodes:
         self._beats: dict[str, object] = {}
 
     def of(self, heartbeats: Mapping[str, Mapping[str, Any]], launch: str) -> list[str]:
-        """Nodes of this launch whose heartbeat changed since the last call.
-
-        Args:
-            heartbeats: by host, of `NodeDirectory.read_heartbeat`.
-            launch: of this node; empty: not known yet.
-
-        Returns:
-            Their hosts; not one that is seen for the first time.
-        """
+        """Nodes of this launch whose heartbeat changed since the last call."""
         marks = {host: beat_of(each) for host, each in heartbeats.items()}
         before, self._beats = self._beats, dict(marks)
         return [
@@ -162,10 +150,6 @@ class SlowLinks:
         """The share of the usual rate of each link that is waited for, by the node it leads to.
 
         Usual is the median of the present rates of other nodes' links and this one's past.
-
-        Args:
-            own: the node's numbers.
-            others: other nodes' numbers, by node.
         """
         there = [rate for each in others.values() for rate in _by_host(each, RATE).values()]
         found: Numbers = {}
@@ -208,7 +192,6 @@ class NoiseEstimate:
         return len(self._changes)
 
     def add(self, change: float) -> None:
-        """Add a change since the window before."""
         self._changes.append(abs(change))
 
     def deviation(self) -> float:
@@ -231,12 +214,7 @@ class SharedNoise:
         self._before: dict[tuple[str, str], float] = {}
 
     def add(self, values: Mapping[tuple[str, str], float], least: float) -> float:
-        """Add a window; returns the standard deviation of a share from the median of the others.
-
-        Args:
-            values: of all devices, by node and name.
-            least: shares are of the values, or of this where those are less.
-        """
+        """Add a window; returns the standard deviation of a share from the median of the others."""
         middle = median(values.values()) if values else 0.0
         shares = {who: _share(each, middle, least) for who, each in values.items()}
         changes = [
@@ -250,7 +228,6 @@ class SharedNoise:
 
 
 def _share(value: float, usual: float, least: float) -> float:
-    """A value's distance from the usual, as a share of the mean of both, or of `least`."""
     return (value - usual) / max((abs(value) + abs(usual)) / 2, least, 1e-12)
 
 
@@ -285,9 +262,6 @@ class Cusum:
     window counts for more than `_MOST`, so an alarm takes three of them however bad one was. A
     spread is never less than the number's own noise: numbers that differ more take longer to add
     up. Once more of the noise is known, the windows before are weighed anew by it.
-
-    Args:
-        is_noisy: whether its own noise counts.
     """
 
     def __init__(self, is_noisy: bool = True) -> None:
@@ -298,12 +272,7 @@ class Cusum:
         self._is_bad = False
 
     def add(self, window: CusumWindow, others: float = 0.0) -> bool:
-        """Whether the number is bad after one more window.
-
-        Args:
-            window: the newest.
-            others: noise of such numbers on the whole.
-        """
+        """Whether the number is bad after one more window."""
         if self._windows:
             self._noise.add(window.deviation - self._windows[-1].deviation)
         self._windows.append(window)
@@ -335,7 +304,6 @@ class Cusum:
 
 
 def _alarm(noise: float) -> float:
-    """What has to add up, by the noise in spreads of healthy ones."""
     return _ALARM + _ALARM_OF_NOISE * min(1.0, max(0.0, noise - _CALM_NOISE))
 
 
@@ -420,7 +388,6 @@ class Outlier:
 
     @property
     def percent(self) -> float:
-        """The deviation from the usual."""
         return 100 * (self.value / self.usual - 1) if self.usual else 0.0
 
     def __str__(self) -> str:
@@ -474,10 +441,6 @@ class OutlierDetector:
 
         A number that is missing in this window, or has nothing to be compared with, stays what it
         was for some windows.
-
-        Args:
-            own: the node's numbers.
-            others: numbers of the nodes that it is compared with, by node.
         """
         found: dict[_Key, tuple[Outlier, int]] = {}
         judged: set[_Key] = set()
@@ -547,7 +510,6 @@ def _values(signal: HealthSignal, numbers: Mapping[str, float]) -> dict[str, flo
 
 
 def _spread(values: Sequence[float], middle: float) -> float:
-    """The standard deviation of the healthy majority; 0: too few to tell."""
     if len(values) < _ENOUGH_FOR_SPREAD:
         return 0.0
     return _SIGMAS * median(abs(each - middle) for each in values)

@@ -54,7 +54,6 @@ class WatchTarget:
 
     @property
     def node(self) -> NodeDirectory:
-        """The node's folder in the run directory."""
         return NodeDirectory(self.run, self.host)
 
 
@@ -115,12 +114,10 @@ class RunDirThread:
         self._is_failing = False
 
     def write_heartbeat(self, record: Mapping[str, Any]) -> None:
-        """Replace heartbeat.json; one that was not written yet is dropped."""
         self._heartbeat = record
         self._write_soon()
 
     def append_event(self, kind: NodeEventKind, fields: Mapping[str, Any]) -> None:
-        """Append an event with the present time."""
         self._events.append((kind, {"time": now(), **fields}))
         self._write_soon()
 
@@ -129,12 +126,7 @@ class RunDirThread:
         self._write_soon()
 
     def ask(self, work: Callable[[], _T], seconds: float | None) -> _T:
-        """Do something in the thread and wait so long for its result; None: without limit.
-
-        Raises:
-            NoAnswerError: not in time, or earlier work still hangs.
-            OSError: the work raised it.
-        """
+        """Do something in the thread and wait so long for its result; None: without limit."""
         if self._hanging is not None and not self._hanging.done():
             raise NoAnswerError(f"{self.node.run.path} does not answer")
         future = self._thread.submit(work)
@@ -147,7 +139,6 @@ class RunDirThread:
             raise NoAnswerError(text) from None
 
     def take_error(self) -> OSError | None:
-        """Why nothing can be written; once each time that this begins."""
         error, self._error = self._error, None
         return error
 
@@ -204,13 +195,7 @@ class EventReporter:
         self._quiet_tokens: set[str] = set()
 
     def emit(self, kind: NodeEventKind, /, *, is_alert: bool = True, **fields: Any) -> None:
-        """Record an event, and alert people if its kind concerns them.
-
-        Args:
-            kind: what happened.
-            is_alert: False: people were alerted to it already.
-            fields: of the event.
-        """
+        """Record an event, and alert people if its kind concerns them."""
         self._disk.append_event(kind, fields)
         texts = [str(fields[name]) for name in ("sentence", "message", "reason") if name in fields]
         values = (f"{name}={value}" for name, value in fields.items() if value != "")
@@ -219,7 +204,6 @@ class EventReporter:
             self.alert(kind, **fields)
 
     def alert(self, kind: NodeEventKind, /, **fields: Any) -> None:
-        """Alert people without recording an event."""
         event = {"time": now(), "event": kind, "host": self._host, **fields, "run": self._run}
         self._alerts.put(event)
 
@@ -227,7 +211,6 @@ class EventReporter:
         self._disk.log(text)
 
     def close(self, seconds: float) -> None:
-        """Wait up to so long until alerts are sent."""
         self._alerts.close(seconds)
 
     def _is_known(self, kind: NodeEventKind, fields: dict[str, Any]) -> bool:
@@ -281,14 +264,7 @@ class AlertQueue:
 
 
 def run_hook(command: str, line: str, event: str, seconds: float = _HOOK_SECONDS) -> str:
-    """Run a shell command with a line of JSON on its stdin; returns what failed, or nothing.
-
-    Args:
-        command: for `sh -c`; the kind of event is in LONGTAKE_EVENT.
-        line: one line of JSON.
-        event: the kind.
-        seconds: after which it is ended, with all that it started.
-    """
+    """Run a shell command with a line of JSON on its stdin; returns what failed, or nothing."""
     try:
         hook = subprocess.Popen(
             ["/bin/sh", "-c", 'eval "$LONGTAKE_HOOK"'],  # other users can read arguments

@@ -60,7 +60,6 @@ def describe(diagnosis: "StallDiagnosis", snapshot: "StallSnapshot") -> str:
 
 
 def ranges(ranks: Sequence[int]) -> str:
-    """Ascending numbers, consecutive ones in short: `0-6, 8`."""
     cuts = [0, *(at for at, (a, b) in enumerate(pairwise(ranks), 1) if b != a + 1), len(ranks)]
     runs = [(ranks[first], ranks[end - 1]) for first, end in pairwise(cuts) if end > first]
     return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
@@ -71,7 +70,6 @@ def _of_ranks(ranks: Sequence[int]) -> str:
 
 
 def place_of(suspect: "Suspect") -> str:
-    """`read (longtake/data/decode.py:88)`; empty: unknown."""
     if not suspect.function:
         return ""
     return f"{suspect.function} ({short_file(suspect.file)}:{suspect.line})"

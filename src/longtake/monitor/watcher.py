@@ -109,12 +109,7 @@ class WatcherLock:
         self._file: IO[str] | None = None
 
     def acquire(self) -> bool:
-        """Take it if nobody holds it; whether this process holds it now.
-
-        Raises:
-            OSError: its folder cannot be made.
-            RunError: its folder is another user's.
-        """
+        """Take it if nobody holds it; whether this process holds it now."""
         make_private_dir(self._path.parent)
         file = open(self._path, "a+", opener=no_follow)  # noqa: SIM115 - kept open
         try:
@@ -133,7 +128,6 @@ class WatcherLock:
         return True
 
     def holder(self) -> str:
-        """The pid of the process that holds it; empty: unknown."""
         with suppress(OSError):
             return self._path.read_text()
         return ""
@@ -324,7 +318,6 @@ class _Stall:
 
     @property
     def doubled_at(self) -> float:
-        """When it has lasted twice as long."""
         return self.at + self.seconds
 
 
@@ -348,7 +341,6 @@ class StallDetector:
 
     @property
     def open_token(self) -> str:
-        """The open stall's; empty: none is open."""
         return self._stall.token if self._stall else ""
 
     def check(self, snapshot: Snapshot) -> None:
@@ -452,5 +444,4 @@ def _section(text: str) -> WatchSection:
 
 
 def run_as_program() -> None:
-    """Run `main` and end at once: threads that wait for a hanging disk are not waited for."""
     os._exit(main(sys.argv[1:]))

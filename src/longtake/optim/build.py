@@ -138,7 +138,6 @@ def refuse_missing_torchao(section: OptimizerSection) -> None:
 
 
 def has_cpp_compiler() -> bool:
-    """Whether torch.compile finds a C++ compiler: CXX, CC, or one of the usual names."""
     named = [os.environ.get(name, "") for name in ("CXX", "CC")]
     return any(shutil.which(compiler) for compiler in (*named, *_COMPILERS) if compiler)
 

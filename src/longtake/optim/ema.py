@@ -71,7 +71,6 @@ class Averages:
 
     @torch.no_grad()
     def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Copy averages from `states` of the same profiles and number of ranks."""
         for profile, averages in self._averages.items():
             for name, average in averages.items():
                 average.copy_(states[profile][name])

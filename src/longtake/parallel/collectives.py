@@ -31,7 +31,6 @@ def gather_objects(thing: T, world: World, *, patiently: bool = False) -> list[T
 
 
 def gather_in_group(thing: T, group: dist.ProcessGroup) -> list[T]:
-    """The object of every rank of a group, on each of them."""
     gathered: list[T] = [thing] * dist.get_world_size(group)
     dist.all_gather_object(gathered, thing, group)
     return gathered
@@ -64,6 +63,5 @@ def first_does(work: Callable[[], None], world: World) -> None:
 
 
 def wait_for_all(world: World) -> None:
-    """A barrier on the CPU, so that no GPU takes part."""
     if world.mesh is not None:
         dist.all_reduce(torch.zeros(1))

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 
 def shares(total: int, size: int) -> list[int]:
-    """Number of tokens of each of `size` ranks: some of the first have one more."""
     return [total // size + (rank < total % size) for rank in range(size)]
 
 
@@ -49,7 +48,6 @@ class TokenSharing:
         self._counts = [sum(each) for each in zip(*self._rows, strict=True)]
 
     def cut(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's part of one row of tokens along a dimension, a view."""
         counts = shares(tensor.shape[dim], self.size)
         return tensor.narrow(dim, sum(counts[: self.rank]), counts[self.rank])
 
@@ -119,6 +117,5 @@ class SharedAttention(TorchFunctionMode):
 
 
 def _as_computed(tensor: Tensor) -> Tensor:
-    """In autocast's dtype, so that no more bytes are sent than are used."""
     kind = tensor.device.type
     return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor

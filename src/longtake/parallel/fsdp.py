@@ -101,19 +101,16 @@ def _of_other_dtypes(module: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
 
 
 def _trained_dtypes(module: nn.Module) -> list[torch.dtype]:
-    """Of parameters that are not spread yet; a module's own come before its parts'."""
     mine = (p for p in module.parameters() if not isinstance(p, DTensor))
     return list(dict.fromkeys(p.dtype for p in mine if p.requires_grad))
 
 
 def set_gradient_sync(model: nn.Module, wanted: bool) -> None:
-    """Say whether the next backward reduces gradients over ranks (only the last micro-step's)."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(wanted)
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole tensor, gathered where it is sharded (a collective: all ranks must call it)."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -145,7 +142,6 @@ def _multiply(gradients: list[Tensor], factor: float) -> None:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor, a view; the whole tensor if it is not a DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -61,22 +61,18 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, the one that writes the run directory."""
         return self.rank == 0
 
     @property
     def data_size(self) -> int:
-        """How many share a batch: groups of ranks that have the same clips count as one."""
         return self.size // self.sequence_size
 
     @property
     def data_rank(self) -> int:
-        """Which of those this rank belongs to."""
         return self.rank // self.sequence_size
 
     @property
     def speaks_for_data(self) -> bool:
-        """Whether this rank counts the clips that it trains on: one of those that have them."""
         return self.rank % self.sequence_size == 0
 
 
@@ -150,21 +146,18 @@ def _meeting(rank: int, size: int) -> dict[str, Any]:
 
 
 def arranged(world: World, section: ParallelSection) -> World:
-    """The same ranks, sharing model and clips as a section says; a collective of all of them."""
     mesh = _mesh(world.device.type, world.size, shard_size(section, world.size))
     group = _sequence_group(world.device.type, world.size, section.context)
     return replace(world, mesh=mesh, sequence_size=section.context, sequence_group=group)
 
 
 def _tells_of_a_lost_peer(error: RuntimeError) -> bool:
-    """Whether it is not this rank that has failed; the store of all lies with rank 0."""
     if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
         return True
     return any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER)
 
 
 def place_in_world() -> tuple[int, int, int]:
-    """This process's rank, its rank on this node, and how many there are, as torchrun says it."""
     names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     rank, local_rank, size = (int(os.environ.get(name, none)) for name, none in names.items())
     return rank, local_rank, size
@@ -265,14 +258,12 @@ def _sequence_group(device_type: str, size: int, sequence: int) -> dist.ProcessG
 
 
 def _with_timeout(mesh: DeviceMesh) -> DeviceMesh:
-    """The same mesh, whose groups have the timeout of all ranks instead of torch's default."""
     for group in mesh.get_all_groups():
         dist.distributed_c10d._set_pg_timeout(_TIMEOUT, group)
     return mesh
 
 
 def _share_cores() -> None:
-    """Give each local process its share of the cores; torchrun leaves each only one."""
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, num_cores() // local_size))
 
@@ -282,10 +273,6 @@ def recorder_environment(folder: Path) -> dict[str, str]:
 
     Names of torch 2.13, and of torch before 2.9 where they were renamed. They are read when the
     process group is created; variables that the user has set should be kept.
-
-    Args:
-        folder: that of the heartbeat pages (`heartbeat.folder_of`), which must exist; rank r gets
-            the pipe fr_pipe_rank_<r>.pipe and the dump fr_dump_rank_<r> in it.
     """
     dump, pipe = folder / FLIGHT_FILE_PREFIX, folder / FLIGHT_PIPE_PREFIX
     return {

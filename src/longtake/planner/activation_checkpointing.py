@@ -108,5 +108,4 @@ def options_of(policy: str, blocks: Sequence[str]) -> dict[str, Option]:
 
 
 def in_backward() -> bool:
-    """Whether autograd is running; modules that are called then are being recomputed."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -36,13 +36,11 @@ class DeviceBudget:
 
     @property
     def budget_bytes(self) -> int | None:
-        """What all tensors may take."""
         if self.memory_bytes is None:
             return None
         return max(0, int(self.memory_bytes * (1 - self.reserve)) - self.nccl_bytes)
 
     def memory_for(self, tensor_bytes: int) -> int:
-        """The memory of a device on which so many bytes of tensors fit."""
         return int((tensor_bytes + self.nccl_bytes) / (1 - self.reserve)) + 1
 
     def with_own_memory(self) -> "DeviceBudget":
@@ -88,15 +86,7 @@ CPU = DeviceBudget("cpu", "cpu", 1e12, 5e11, 2e10, None)
 
 
 def device_named(name: str) -> DeviceBudget:
-    """A known GPU by its name, or any by its figures.
-
-    Args:
-        name: such as `a100-80gb`; or memory, bf16 operations a second and, where it is known,
-            bandwidth: `24GiB,165TFLOPS,1008GB/s`; or `FLOPS,BANDWIDTH`: `312e12,2.0e12`.
-
-    Raises:
-        RecipeError: it is not known; names the nearest.
-    """
+    """A known GPU by its name, or any by its figures."""
     wanted = name.strip().lower()
     known = {_plain(each): device for each, device in {**DEVICES, CPU.name: CPU}.items()}
     if _plain(wanted) in known:
@@ -183,16 +173,7 @@ def device_budget(
 
 
 def device_for(training_device: str, memory_bytes: int | None = None) -> DeviceBudget:
-    """What a recipe that names no device is planned for.
-
-    Args:
-        training_device: of the recipe: `auto`, `cpu` or `cuda`.
-        memory_bytes: of the GPU, where the recipe says it.
-
-    Returns:
-        This processor; or this computer's GPU; or, where a GPU is wanted that is not here, the
-        smallest known one of so much memory.
-    """
+    """What a recipe that names no device is planned for."""
     if training_device != "cpu" and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         unknown = DeviceBudget("", "cuda", 150e12, 40e12, 8e11, None)

@@ -56,11 +56,6 @@ class GradientFlow:
         return [trap for trap in self.traps if trap.stops]
 
     def refuse_fatal(self) -> None:
-        """Stop where something that should be trained would not be.
-
-        Raises:
-            PlanError: names it, and what to do.
-        """
         if self.fatal:
             raise PlanError("\n".join(["Not everything would train.", *map(str, self.fatal)]))
 
@@ -90,7 +85,6 @@ class Forecast:
 
     @property
     def misses(self) -> bool:
-        """Whether no policy fits."""
         return bool(self.policies) and self.best is None
 
     @property
@@ -107,13 +101,11 @@ class Forecast:
         return options_of(self.least.name, self.step.block_names), self.traces[self.least.name]
 
     def policy(self, name: str) -> PolicyForecast:
-        """One policy's forecast; `best` where something fits."""
         rows = [*self.policies, self.best_policy]
         return next(row for row in rows if row is not None and row.name == name)
 
     @property
     def foreach_bytes(self) -> int:
-        """What torch's default, AdamW by foreach, would take beside the fused one; else 0."""
         section = self.step.recipe.optimizer
         is_plain = section.kind == "adamw" and not section.offload
         return foreach_bytes(self.step.components.model) if is_plain else 0
@@ -157,12 +149,7 @@ def forecast(
 
 
 def check_gradients(step: MetaStep) -> GradientFlow:
-    """Which trainable parameters a step reaches, and what keeps it from the others.
-
-    Raises:
-        CannotBePlannedError: the model looks at values.
-        PlanError: the model's code fails.
-    """
+    """Which trainable parameters a step reaches, and what keeps it from the others."""
     try:
         with _torch_is_quiet():
             watch = step.tracer.watch_gradients()
@@ -261,11 +248,7 @@ class ChangedStep:
 
 
 def what_if(known: Forecast, changes: Sequence[str]) -> ChangedStep | None:
-    """What a step takes after changes of its recipe, given as `--set` takes them.
-
-    Returns:
-        None: the changed recipe's parts do not fit together.
-    """
+    """What a step takes after changes of its recipe, given as `--set` takes them."""
     chosen, step = known.chosen, known.step
     assert chosen is not None
     options, trace = chosen
@@ -356,7 +339,6 @@ def _possible_changes(known: Forecast) -> Iterator[tuple[str, list[str]]]:
 
 def _smaller_clips(buckets: Sequence[Bucket]) -> Iterator[tuple[str, list[str]]]:
     def less(pixels: int) -> int:
-        """Three quarters, rounded; what is small already stays."""
         return min(pixels, max(_LEAST_PIXELS, round(0.75 * pixels / _PIXELS) * _PIXELS))
 
     def change(shapes: Sequence[Bucket]) -> tuple[str, list[str]]:

@@ -58,7 +58,6 @@ class ForwardPosition:
 
     @property
     def module(self) -> str:
-        """The innermost module."""
         return self.modules[-1][0]
 
     @property
@@ -71,12 +70,10 @@ class ForwardPosition:
 
     @property
     def gradients_went_off(self) -> str:
-        """The module whose own code turned gradients off."""
         return next((name for name, enabled in reversed(self.modules) if enabled), "model")
 
     @property
     def in_reentrant(self) -> bool:
-        """Whether gradients are off only because a reentrant region is recomputed later."""
         return any(region.reentrant for region in self.regions)
 
 
@@ -106,19 +103,7 @@ class Fp32Copies:
 
 
 class Provenance(TorchFunctionMode):
-    """Records which parameters each tensor was computed from, and where gradient is lost.
-
-    Args:
-        parameters: the trainable ones, by name.
-        inputs: of the model, which may be asked for gradients.
-        position: kept up to date by whatever sees modules begin and end.
-        half_base: whether frozen weights are in 16 bits.
-
-    Attributes:
-        used: parameters that some operation took.
-        cuts, demands: in the order in which they happened.
-        copies: by module.
-    """
+    """Records which parameters each tensor was computed from, and where gradient is lost."""
 
     def __init__(
         self,
@@ -215,20 +200,7 @@ class Provenance(TorchFunctionMode):
 
 
 class GradientWatch:
-    """A context manager around the forward and backward pass of one step.
-
-    Args:
-        model: whose parameters are looked up when the context is entered: make them fake before.
-        blocks: by qualified name, in the order in which they run.
-        inputs: tensors that the model is called with; gradients may be asked of them.
-
-    Attributes:
-        parameters: names of the trainable ones; bit i of a `ParameterSet` is the i-th.
-        provenance: what the forward pass was computed from, and where gradient was lost.
-        regions: every one that was opened in the forward pass, in order.
-        needing_gradient: blocks whose output carried gradient.
-        gone_twice: whether torch gave up because of a reentrant region.
-    """
+    """A context manager around the forward and backward pass of one step."""
 
     def __init__(
         self, model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Iterable[Tensor] = ()
@@ -275,9 +247,6 @@ class GradientWatch:
         `Tensor.backward` would switch off every function mode, and with it what stands in for an
         operation when blocks are recomputed; `torch.autograd.backward` does not. Where a reentrant
         region makes torch traverse something twice, `gone_twice` is set.
-
-        Raises:
-            RuntimeError: torch's, for any other reason.
         """
         if not loss.requires_grad:
             return

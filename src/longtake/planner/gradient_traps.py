@@ -59,12 +59,7 @@ def flow_traps(watch: GradientWatch) -> list[Trap]:
 
 
 def idle_recompute(options: Mapping[str, str], saved_bytes: Mapping[str, int]) -> list[Trap]:
-    """Recompute of blocks before the first trainable parameter, where autograd keeps nothing.
-
-    Args:
-        options: `keep`, `save-attention` or `recompute`, by block.
-        saved_bytes: what recomputing a block saves, by block.
-    """
+    """Recompute of blocks before the first trainable parameter, where autograd keeps nothing."""
     idle = [name for name, option in options.items() if option != "keep" and saved_bytes[name] == 0]
     useful = {name: saved for name, saved in saved_bytes.items() if saved > 0}
     if not idle:
@@ -84,11 +79,7 @@ def idle_recompute(options: Mapping[str, str], saved_bytes: Mapping[str, int]) -
 
 
 def costly_policies(peaks: Mapping[str, int]) -> list[Trap]:
-    """One note on policies that need clearly more memory than no recompute at all.
-
-    Args:
-        peaks: bytes at a step's peak, by policy; without `none` there is nothing to compare with.
-    """
+    """One note on policies that need clearly more memory than no recompute at all."""
     usual = peaks.get("none")
     if usual is None:
         return []
@@ -111,7 +102,6 @@ def costly_policies(peaks: Mapping[str, int]) -> list[Trap]:
 
 
 def _is_dead(region: RecomputeRegion, unreached: ParameterSet) -> bool:
-    """Whether it holds parameters that got no gradient because no argument carried one."""
     return region.reentrant and not region.carries_grad and bool(region.inside & unreached)
 
 

@@ -176,7 +176,6 @@ def _rms_norm_backward_shapes(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """As CUDA's kernel does: the input, its weight, and one number for each row."""
     ctx.save_for_backward(inputs[0], output[1], inputs[1])
 
 
@@ -239,14 +238,12 @@ def _attention_backward_bytes(args: Sequence[Any]) -> int:
 
 
 def _tile(query: Tensor, key: Tensor) -> tuple[int, int]:
-    """Rows and columns of the scores that a thread works on at once."""
     length = query.shape[-2]
     rows = 256 if length >= 768 else 64 if length >= 192 else 32
     return min(length, rows), min(key.shape[-2], 512)
 
 
 def _narrow_bytes(tensor: Tensor) -> int:
-    """Bytes of an element that is kept beside its fp32 copy; 0 for fp32, which needs none."""
     return tensor.itemsize if tensor.itemsize < _FP32_BYTES else 0
 
 

@@ -27,7 +27,6 @@ class MeasuredMemory:
     peaks: dict[str, int] = field(default_factory=dict)  # the highest total since the mark before
 
     def mark(self, name: str) -> None:
-        """Record the total at this point of the work; each name once."""
         raise NotImplementedError
 
     def _passed(self, name: str, total: int, peak: int) -> None:

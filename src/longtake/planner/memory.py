@@ -43,7 +43,6 @@ class MetaStep:
 
     @property
     def num_shards(self) -> int:
-        """Processes that hold one copy of the model between them; 1 where each holds all of it."""
         return shard_size(self.recipe.parallel, self.world_size, self.per_node)
 
     @property
@@ -60,25 +59,13 @@ class MetaStep:
 
     @property
     def gathers_in_bf16(self) -> bool:
-        """Whether ranks send each other bf16 instead of fp32 weights."""
         return self.recipe.parallel.param_dtype == "bf16" and self.precision == "bf16"
 
 
 def outline_step(
     recipe: Recipe, device: DeviceBudget, world_size: int = 1, per_node: int | None = None
 ) -> MetaStep:
-    """A recipe's step at its largest bucket; neither catalog nor weights are needed.
-
-    Args:
-        recipe: whose model is built on the meta device.
-        device: whose kernels are predicted.
-        world_size: processes that share a batch, and the model where it is sharded.
-        per_node: of these, those of one node; None: all are on one.
-
-    Raises:
-        RecipeError: the recipe's parts do not fit together, or the processes cannot share a batch
-            or a model as it says.
-    """
+    """A recipe's step at its largest bucket; neither catalog nor weights are needed."""
     per_node = min(per_node or world_size, world_size)
     num_shards = shard_size(recipe.parallel, world_size, per_node)
     data_size = world_size // recipe.parallel.context
@@ -185,11 +172,7 @@ def optimizer_bytes(
     device_type: str = "cuda",
     granule: int = 1,
 ) -> OptimizerBytes:
-    """What `build_optimizers` will need for the same arguments; the model may be on meta.
-
-    Returns:
-        Bytes, exact for what is kept. `step` is exact but for what kernels take for themselves.
-    """
+    """What `build_optimizers` will need for the same arguments; the model may be on meta."""
     adamw, eight_bit, matrices = choose_optimizers(model, blocks, section)
     offloaded = section.offload and device_type != "cpu"
 
@@ -197,7 +180,6 @@ def optimizer_bytes(
         return -(-num_bytes // granule) * granule
 
     def masters(parameters: Sequence[Tensor], offloaded: bool = False) -> int:
-        """fp32 copies of weights that are not fp32, or lie elsewhere."""
         needed = [p for p in parameters if offloaded or p.dtype != torch.float32]
         return sum(rounded(4 * p.numel()) for p in needed)
 
@@ -333,13 +315,11 @@ def policy_forecast(
 
 
 def module_bytes(module: nn.Module, granule: int = 1) -> int:
-    """Bytes of a module's parameters and buffers, each rounded up to multiples of `granule`."""
     held = (*module.parameters(), *module.buffers())
     return sum(-(-tensor.nbytes // granule) * granule for tensor in held)
 
 
 def gathered_itemsize(parameter: Tensor, step: MetaStep) -> int:
-    """Bytes of a parameter's number while FSDP2 has gathered it."""
     return min(2, parameter.itemsize) if step.gathers_in_bf16 else parameter.itemsize
 
 

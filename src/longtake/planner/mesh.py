@@ -97,7 +97,6 @@ class RankGroup:
     in_node: int  # of these, those of one node
 
     def ring_bytes(self, num_bytes: int) -> int:
-        """What each rank sends where so many bytes are gathered or reduce-scattered."""
         return num_bytes * (self.size - 1) // self.size
 
     def seconds(self, sent_bytes: int, links: Links) -> float:
@@ -368,7 +367,6 @@ def mesh_forecast(known: Forecast, links: Links) -> MeshForecast | None:
 
 
 def idle_share(batch_size: int, data_size: int) -> float:
-    """Share of all places that is empty; what a batch that does not divide wastes."""
     return 1 - batch_size / (num_places(batch_size, data_size) * data_size)
 
 

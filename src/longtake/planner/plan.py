@@ -82,11 +82,7 @@ def plan_for_training(
 def make_plan(
     recipe: Recipe, precision: Precision, world: World, free_bytes: int | None = None
 ) -> MemoryPlan:
-    """Check that everything trains and fits; the arguments are those of `plan_for_training`.
-
-    Raises:
-        PlanError: a trainable parameter would get no gradient, or no policy fits the memory.
-    """
+    """Check that everything trains and fits; the arguments are those of `plan_for_training`."""
     resolved = recipe.training.model_copy(update={"precision": precision})
     wanted = recipe.model_copy(update={"training": resolved})
     answer = None

@@ -73,7 +73,6 @@ class BlockCosts:
         return rows.reshape(2 * number + 1, number * width)
 
     def fixed(self) -> Floats:
-        """[moments]: what is there at each moment whatever is chosen."""
         return np.concatenate([self.at_forward, self.at_backward, [self.at_loss]])
 
 
@@ -110,7 +109,6 @@ def costs_of(traces: Mapping[Option, StepTrace]) -> BlockCosts:
 
 
 def _saved(trace: StepTrace) -> Floats:
-    """[blocks]: what each block's forward pass leaves behind until the next one's begins."""
     forward = [block.forward for block in trace.blocks.values()]
     levels = [span.begin_bytes for span in forward] + [forward[-1].end_bytes]
     return np.diff(_array(levels))
@@ -197,7 +195,6 @@ class PolicySweep:
     costs: BlockCosts
 
     def overhead(self, trace: StepTrace) -> float:
-        """Share of a step without recompute that a traced step takes longer."""
         return trace.seconds / self.traces["none"].seconds - 1
 
 

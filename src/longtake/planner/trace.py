@@ -115,11 +115,7 @@ class InferenceTrace:
 
 
 class Tracer:
-    """Traces a subject under one policy after another.
-
-    Raises:
-        CannotBePlannedError: its blocks do not run once each in their order.
-    """
+    """Traces a subject under one policy after another."""
 
     def __init__(self, subject: Subject, device: DeviceBudget) -> None:
         self.subject = subject
@@ -129,7 +125,6 @@ class Tracer:
             make_fake(subject.model)
 
     def trace(self, options: Options) -> StepTrace:
-        """What a step takes whose blocks are run by these options."""
         with self._fake, self._gradients_dropped():
             return self._trace(options)
 

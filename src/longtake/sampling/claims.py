@@ -80,7 +80,6 @@ class EvaluationTask:
 
     @property
     def facts(self) -> dict[str, str | int]:
-        """Fields of its events."""
         return {"preset": self.preset.name, "step": self.step, "key": self.key}
 
     def __str__(self) -> str:
@@ -88,7 +87,6 @@ class EvaluationTask:
 
 
 def preset_key(preset: Preset) -> str:
-    """Eight hexadecimal digits that change with the preset."""
     text = json.dumps(preset.as_record(), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -140,7 +138,6 @@ def checkpoint_key(checkpoint: Path, weights: str) -> str | None:
 
 
 def find_damage(checkpoint: Path, weights: str, *, checksums: bool) -> str | None:
-    """What is wrong with the files that sampling reads; None: nothing."""
     parts = (f"{weights}/", "trainer.json")
     found = (files.find_damage(checkpoint, checksums=checksums, within=part) for part in parts)
     return next((each for each in found if each), None)
@@ -230,20 +227,17 @@ class Claims:
 
     @property
     def are_paused(self) -> bool:
-        """Whether a claim could not be written a short time ago, so that no other is tried yet."""
         return time.monotonic() < self._paused_until
 
     def is_like(self, other: "Claims") -> bool:
         return (self._seconds, self._max) == (other._seconds, other._max)
 
     def attempts(self, task: EvaluationTask) -> Attempts:
-        """Earlier attempts, including those of this server that could not be recorded."""
         found = count_attempts(history(task.claim_path), preset_key(task.preset))
         number = max(found.number, self._own_failures.get(_name(task), 0))
         return Attempts(number, found.is_final or number >= self._max)
 
     def ending(self, task: EvaluationTask) -> tuple[str | None, str | None]:
-        """How the newest lease of a task ended (None: it has not), and its server."""
         newest = next(iter(history(task.claim_path)[-1:]), {})
         return newest.get("ended"), newest.get("server")
 
@@ -451,11 +445,7 @@ def _damaged(task: EvaluationTask, found: str) -> str:
 
 @contextmanager
 def partial_result(task: EvaluationTask, lease: Lease) -> Iterator[Path]:
-    """A folder to write a result to, beside the final one; removed unless it was published.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """A folder to write a result to, beside the final one; removed unless it was published."""
     folder = _partial_result_path(task, lease.number, lease.record)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -470,12 +460,6 @@ def publish(task: EvaluationTask, lease: Lease, folder: Path, scores: Scores) ->
 
     A result of other weights of that step is renamed to superseded/ if the checkpoint still has
     the task's weights.
-
-    Returns:
-        False if another server was first, or has taken the task over.
-
-    Raises:
-        OSError: it cannot be written.
     """
     write_json(folder / "scores.json", scores)
     _sync_files(folder)
@@ -510,7 +494,6 @@ def _make_way(task: EvaluationTask) -> bool:
 
 
 def _partial_result_path(task: EvaluationTask, number: int, record: Mapping[str, Any]) -> Path:
-    """The folder in which the holder of a lease, and no other process, writes the result."""
     whole = task.directory.result_path(task.preset.name, task.step)
     server = re.sub(r"[^\w.-]", "-", str(record.get("server")))[:100]  # others may have written it
     return whole.with_name(f".{whole.name}.{server}-{task.key}-{number}.partial")

@@ -110,7 +110,6 @@ class Preset:
         ]
 
     def file_name(self, index: int) -> str:
-        """File name of the sample of `requests()[index]`: 00_s0.mp4; of one frame 00_s0.png."""
         number, seed = divmod(index, len(self.seeds))
         return f"{number:02d}_s{self.seeds[seed]}{suffix_of(self.bucket)}"
 
@@ -284,7 +283,6 @@ def read_tables(
 
 
 def _merged(before: Table, table: Table) -> dict[str, Any]:
-    """The keys of both; `prompts` and `prompts_file` replace each other."""
     either = {"prompts", "prompts_file"}
     kept = {key: v for key, v in before.items() if not (key in either and either & table.keys())}
     return {**kept, **table}
@@ -370,11 +368,7 @@ def _preset_weights(recipe: Recipe, profile: str | None) -> str:
 def weights_to_sample(
     recipe: Recipe, *, ema: bool | None = None, profile: str | None = None
 ) -> str:
-    """The part of a checkpoint that options ask for: `model`, or `ema/` and a profile's name.
-
-    Raises:
-        RecipeError: the run keeps no such average.
-    """
+    """The part of a checkpoint that options ask for: `model`, or `ema/` and a profile's name."""
     kept = [each.name for each in recipe.ema.averages()]
     if profile is not None and ema is False:
         raise RecipeError(
@@ -395,16 +389,11 @@ def weights_to_sample(
 
 
 def suffix_of(bucket: Bucket) -> str:
-    """`.png` for one frame, else `.mp4`."""
     return ".png" if bucket.num_frames == 1 else ".mp4"
 
 
 def refuse_unwritable(bucket: Bucket, fps: float) -> None:
-    """Refuse, before sampling, a size or frame rate that the video encoder would refuse or change.
-
-    Raises:
-        RecipeError: H.264 does not take the size or the frame rate. A PNG takes any.
-    """
+    """Refuse, before sampling, a size or frame rate that the video encoder would refuse."""
     if suffix_of(bucket) == ".png":
         return
     height, width = (size + size % 2 for size in (bucket.height, bucket.width))
@@ -425,16 +414,7 @@ def _given(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def find_prompts(section: PresetSection, bucket: Bucket, folder: Path | None) -> tuple[str, ...]:
-    """The prompts of a preset; if it sets none, the shipped ones for videos or for images.
-
-    Args:
-        section: the preset's keys.
-        bucket: the videos' size.
-        folder: of the file that sets `prompts_file`; it is looked for there first.
-
-    Raises:
-        RecipeError: there is no such file, or prompts are empty.
-    """
+    """The prompts of a preset; if it sets none, the shipped ones for videos or for images."""
     if section.prompts_file is not None:
         return read_prompts(find_file("prompts_file", section.prompts_file, folder))
     if section.prompts is None:
@@ -448,11 +428,7 @@ def find_prompts(section: PresetSection, bucket: Bucket, folder: Path | None) ->
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
-    """The lines of a file without the spaces around them.
-
-    Raises:
-        RecipeError: the file is missing, empty, has empty lines or is not UTF-8; names the lines.
-    """
+    """The lines of a file without the spaces around them."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -498,10 +474,6 @@ def caption_prompts(recipe: Recipe, run: Path | None) -> dict[str, Any]:
 
     They are captions of held-out and of trained clips. Prompts that were sampled before are kept
     if later catalogs differ. Empty if no caption is known; then the shipped prompts are sampled.
-
-    Args:
-        recipe: of the run.
-        run: its directory, which has copies of the catalogs that it was trained on.
     """
     if run is None:
         return {}
@@ -543,12 +515,7 @@ def _captioned(path: Path) -> Iterator[Clip]:
 
 
 def keep_record(path: Path, name: str, record: Mapping[str, Any]) -> None:
-    """Write a preset's record to preset.json unless it exists.
-
-    Raises:
-        RecipeError: the record there is another one.
-        RunError: it cannot be read or written.
-    """
+    """Write a preset's record to preset.json unless it exists."""
     try:
         kept = _read_record(path) or _write_record(path, record)
     except OSError as error:
@@ -569,18 +536,12 @@ def _cannot_be_kept(path: Path, error: OSError) -> RunError:
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    """Empty if there is none, or only what a loss of power has left.
-
-    Raises:
-        OSError: it cannot be read.
-    """
     with suppress(FileNotFoundError, RecordError):
         return parse_record(read_regular(path), dict[str, Any], path)
     return {}
 
 
 def _write_record(path: Path, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Write it, and return what the file holds then: another process may have been first."""
     if not write_once(path, record) and not _read_record(path):
         write_json(path, record, by_many=True)  # what is there cannot be read
     return _read_record(path)

@@ -33,11 +33,7 @@ class Picture:
     """The first 16 hexadecimal digits of the file's sha256."""
 
     def refuse_change(self) -> None:
-        """Refuse the file if it has changed since it was found.
-
-        Raises:
-            RunError: it has, or cannot be read any more.
-        """
+        """Refuse the file if it has changed since it was found."""
         try:
             is_same = content_of(self.path) == self.content
         except OSError as error:
@@ -62,19 +58,6 @@ def find_pictures(
     bucket: Bucket,
     folder: Path | None,
 ) -> Pictures:
-    """The pictures of a preset.
-
-    Args:
-        given: files by name.
-        names: the names in `data.references`.
-        count: number of prompts.
-        bucket: the videos' size.
-        folder: of the file that names the pictures; they are looked for there first.
-
-    Raises:
-        RecipeError: names or number of the files are wrong, or a file is missing.
-        DataError: a file is no picture.
-    """
     files = given or {}
     _refuse_others(files, names)
     return {name: _found(name, files[name], count, bucket, folder) for name in names}
@@ -83,16 +66,7 @@ def find_pictures(
 def read_pictures(
     references: Sequence[Mapping[str, Path]], names: Sequence[str], bucket: Bucket
 ) -> dict[str, list[NDArray[np.uint8]]]:
-    """For each name a picture [3, 1, H, W] of each video.
-
-    Args:
-        references: each video's files by name.
-        names: the names in `data.references`.
-        bucket: the videos' size.
-
-    Raises:
-        DataError: a video lacks a picture or has another one, or it cannot be read.
-    """
+    """For each name a picture [3, 1, H, W] of each video."""
     for each in references:
         refuse_other_pictures(each, names)
     return {
@@ -102,11 +76,7 @@ def read_pictures(
 
 
 def read_picture(picture: Path, bucket: Bucket) -> NDArray[np.uint8]:
-    """[H, W, 3]: a picture, or a video's first frame, scaled and cropped to the bucket's size.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """[H, W, 3]: a picture, or a video's first frame, scaled and cropped to the bucket's size."""
     wanted = ReferencePicture(
         identity="",
         media=Media(str(picture)),
@@ -149,16 +119,11 @@ def content_of(path: Path) -> str:
 
 
 def kept_picture(preset_json: Path, number: int, name: str) -> Path:
-    """Path of the small copy of the picture `name` of a prompt, counted from 0."""
     return preset_json.parent / "pictures" / f"{number:02d}_{name}.png"
 
 
 def keep_pictures(preset_json: Path, pictures: Pictures, bucket: Bucket) -> None:
-    """Write the small copies that do not exist; none of a picture that cannot be read any more.
-
-    Raises:
-        OSError: a copy cannot be written.
-    """
+    """Write the small copies that do not exist; none of a picture that cannot be read any more."""
     for name, of_prompts in pictures.items():
         for number, picture in enumerate(of_prompts):
             path = kept_picture(preset_json, number, name)
@@ -214,16 +179,7 @@ def _checked(path: Path, bucket: Bucket) -> Picture:
 
 
 def find_file(key: str, file: Path, folder: Path | None) -> Path:
-    """The path of a file: beside the file that names it, else in the current folder.
-
-    Args:
-        key: the key that names it, for the error.
-        file: as it is named.
-        folder: of the file that names it.
-
-    Raises:
-        RecipeError: it is in neither, or a run of another user names a file outside of the run.
-    """
+    """The path of a file: beside the file that names it, else in the current folder."""
     if folder is not None and RunDirectory(folder).exists() and not is_own(RunDirectory(folder)):
         return _find_inside(key, file, folder)
     here = Path.cwd()

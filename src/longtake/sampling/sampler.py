@@ -43,13 +43,7 @@ _USE_LESS = "Sample fewer frames or a smaller size, or use a GPU with more memor
 
 @dataclass(frozen=True)
 class MemoryStrategy:
-    """How videos of one size are sampled in the memory there is.
-
-    Attributes:
-        two_passes: compute guidance in two passes.
-        at_once: videos that are denoised together; None: the whole batch.
-        tiles: decode in overlapping tiles.
-    """
+    """How videos of one size are sampled in the memory there is."""
 
     two_passes: bool = False
     at_once: int | None = None
@@ -66,11 +60,7 @@ class MemoryStrategy:
     def next_cheaper(
         self, count: int, bucket: Bucket, *, may_split_guidance: bool
     ) -> "MemoryStrategy":
-        """The strategy to try after this one did not fit `count` videos of a size.
-
-        Raises:
-            PlanError: there is none.
-        """
+        """The strategy to try after this one did not fit `count` videos of a size."""
         if may_split_guidance and not self.two_passes:
             return replace(self, two_passes=True)
         if count > 1:
@@ -84,9 +74,6 @@ class MemoryFallback:
 
     At first everything is tried at once; when memory runs out guidance in two passes, then half of
     the videos at a time, and half of those; for decoding, tiles. No finished work is repeated.
-
-    Attributes:
-        strategies: what was found to fit, by the size of the videos.
     """
 
     strategies: dict[Bucket, MemoryStrategy] = field(default_factory=dict)
@@ -100,18 +87,7 @@ class MemoryFallback:
         guidance: str,
         uses_guidance: bool,
     ) -> Tensor:
-        """Latents of all videos, denoised in parts that fit.
-
-        Args:
-            denoise: makes the latents of some of the videos, in two passes or not.
-            count: number of videos.
-            bucket: their size.
-            guidance: `auto`, `batched` or `two_passes`.
-            uses_guidance: whether two passes would need less memory.
-
-        Raises:
-            PlanError: not even one video fits.
-        """
+        """Latents of all videos, denoised in parts that fit."""
         may_split = uses_guidance and guidance == "auto"
         strategy = self.strategies.get(bucket, MemoryStrategy())
         if guidance != "auto":
@@ -130,16 +106,7 @@ class MemoryFallback:
         return torch.cat(done)
 
     def decode(self, decode: Callable[[bool], T], bucket: Bucket, *, decoding: str) -> T:
-        """The result of a function that decodes in tiles or not.
-
-        Args:
-            decode: receives whether to decode in tiles.
-            bucket: size of the video.
-            decoding: `auto`, `whole` or `tiles`.
-
-        Raises:
-            PlanError: it does not fit.
-        """
+        """The result of a function that decodes in tiles or not."""
         strategy = self.strategies.get(bucket, MemoryStrategy())
         if decoding != "auto":
             strategy = replace(strategy, tiles=decoding == "tiles")
@@ -169,11 +136,7 @@ def try_within_memory(work: Callable[..., T], *arguments: object) -> T | None:
 
 
 def refuse_too_large_parts(parts: Components, device: torch.device) -> None:
-    """Refuse a GPU whose memory does not hold the weights of the largest part.
-
-    Raises:
-        PlanError: names the part, and what would make it smaller.
-    """
+    """Refuse a GPU whose memory does not hold the weights of the largest part."""
     if device.type != "cuda":
         return
     total = torch.cuda.get_device_properties(device).total_memory
@@ -191,9 +154,6 @@ def device_with_room(wanted: str, parts: Components) -> tuple[torch.device, str]
 
     `auto` is the GPU with most free memory if that holds the largest part and some activations,
     else the CPU: another process may train on the GPU.
-
-    Raises:
-        RecipeError: there is no such device.
     """
     if wanted != "auto" or not torch.cuda.device_count():
         return pick_device(wanted), ""
@@ -343,14 +303,12 @@ class Sampler:
         return np.concatenate(videos)
 
     def shift(self, settings: SamplingSection, bucket: Bucket) -> float:
-        """The shift of the sigmas that a bucket's videos are sampled with."""
         return self.components.shift(settings.shift or self.components.defaults.shift, bucket)
 
     def num_steps(self, settings: SamplingSection) -> int:
         return settings.num_inference_steps or self.components.defaults.num_inference_steps
 
     def unknown_words(self, prompt: str) -> list[str]:
-        """Words of a prompt that are not in the text encoder's vocabulary."""
         return self.components.text.unknown_words(prompt)
 
     def _refuse_non_finite(self, latents: Tensor) -> None:
@@ -442,18 +400,12 @@ class Sampler:
 
 
 def fitting_shape(components: Components, recipe: Recipe, bucket: Bucket) -> LatentShape:
-    """The shape of a video's latents.
-
-    Raises:
-        RecipeError: the codec or the model cannot divide the bucket; names the nearest that fits.
-    """
     shape = latent_shape(components.codec, bucket, components.family.patch(recipe.model))
     components.family.check(recipe.model, [shape])
     return shape
 
 
 def _noise(seed: int, shape: LatentShape) -> Tensor:
-    """Noise of one video, drawn on the CPU so that it is equal on every device."""
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
 
 
@@ -596,17 +548,7 @@ def find_run(path: Path) -> RunDirectory:
 def find_checkpoint(
     path: Path, step: int | None = None, part: str = ""
 ) -> tuple[RunDirectory, Path]:
-    """The run and the checkpoint at a path.
-
-    Args:
-        path: a run directory or one of its checkpoint folders.
-        step: which checkpoint of a run; the newest by default.
-        part: what of the newest must exist; all of it by default.
-
-    Raises:
-        RunError: there is no run.
-        CheckpointError: there is no checkpoint, or not of that step.
-    """
+    """The run and the checkpoint at a path."""
     run = find_run(path)
     if run.path != path:
         _refuse_checkpoint(path, run, step)

@@ -267,7 +267,6 @@ def contact_sheet(rows: Sequence[SheetRow], path: Path, *, title: str = "") -> N
 
 
 def shown_frames(video: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Up to 8 evenly spaced frames [f, H, W, 3], first and last among them."""
     chosen = np.linspace(0, len(video) - 1, min(len(video), MAX_FRAMES)).round().astype(int)
     frames: NDArray[np.uint8] = video[chosen]
     return frames

@@ -23,20 +23,7 @@ _MAX_FAILURES = 5
 
 
 class Feed:
-    """Sends to one tracker.
-
-    Args:
-        run: the run.
-        name: of the tracker.
-        tracker: the tracker.
-        lease: the writer's; the cursor stays where it is when another has it. None: there is no
-            other writer.
-
-    Attributes:
-        name: of the tracker.
-        trouble: why it could not be sent to at the last attempt; empty if it could.
-        is_over: whether it has everything, and was closed.
-    """
+    """Sends to one tracker."""
 
     def __init__(
         self, run: RunDirectory, name: str, tracker: Tracker, lease: Lease | None = None
@@ -56,29 +43,24 @@ class Feed:
         self._thread = threading.Thread(target=self._send_updates, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin where the cursor says."""
         self._saved = self._arrived = self._read = Cursor.load(self._path)
         self._thread.start()
 
     def finish(self) -> None:
-        """Let it end when it has sent what there is; it tries until it can."""
         if not self._is_last:
             self._is_last = True
             self._wake.set()
 
     def end_now(self) -> None:
-        """Let it end after one more attempt; without one, where another process writes."""
         self._is_abandoned = self._is_last = True
         self._wake.set()
 
     def join(self, seconds: float) -> bool:
-        """Wait for its end; whether it has come."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is over, or nothing can be done about it now."""
         return self.is_over or bool(self.trouble)
 
     def _send_updates(self) -> None:

@@ -72,14 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class Shutdown(StopSignal):
-    """A request to send what there is, and to end: a signal, a byte in stdin, or the parent's end.
-
-    Args:
-        parent: the process that holds the other end of stdin; None: only signals request it.
-
-    Attributes:
-        is_immediate: a signal came: a tracker that cannot be reached now is not tried again.
-    """
+    """A request to send what there is and to end: a signal, a byte in stdin, the parent's end."""
 
     def __init__(self, parent: int | None) -> None:
         # SIGUSR1, a scheduler's warning, is for the parent, which ends soon by it.
@@ -113,11 +106,6 @@ def follow(run: RunDirectory, role: Role, section: TrackingSection, shutdown: Sh
 
     A trainer's follower waits for the lease and keeps it for as long as the training runs. An
     evaluator's gives it back when a launch begins, or if a tracker cannot be reached for a minute.
-
-    Returns:
-        True when the run is gone, when everything is sent, or when what is left cannot be sent now.
-        False: a tracker does not end. Given back, the lease would have a second writer beside its
-        thread, so this process has to end while it has the lease.
     """
     leases = Leases(_LEASE_SECONDS, {"role": role, "caught_up": False})
     launches = _Launches(run, role)
@@ -242,7 +230,6 @@ def _is_done(feeds: Sequence[Feed], shutdown: Shutdown) -> bool:
 
 
 def _condition(feeds: Sequence[Feed]) -> dict[str, Any]:
-    """What the lease says: what is wrong with which tracker, and whether there is more to do."""
     troubles = {feed.name: feed.trouble for feed in feeds if feed.trouble}
     return {"troubles": troubles, "caught_up": all(feed.is_settled for feed in feeds)}
 
@@ -282,7 +269,6 @@ class Follower:
 
     @property
     def is_over(self) -> bool:
-        """Whether none is started any more: it has ended well, `end` was called, or no run."""
         return self._kept.is_over
 
     @property
@@ -297,7 +283,6 @@ class Follower:
             self._kept.end()
 
     def end(self) -> None:
-        """Say that nothing more will come; returns at once."""
         self._kept.end()
 
     def close(self, wait_seconds: float = _CATCH_UP_SECONDS) -> None:
@@ -317,7 +302,6 @@ class Follower:
             time.sleep(_POLL_SECONDS)
 
     def _has_sent_what_it_can(self, writer: Mapping[str, Any]) -> bool:
-        """Whether the writer is this follower and has sent all, or is another process's."""
         if writer["pid"] == self.pid:
             return bool(writer.get("caught_up"))
         return writer["ended"] is None and is_alive(writer) is not False
@@ -418,13 +402,11 @@ class _RunFollower:
             self._start(state)
 
     def end(self) -> None:
-        """Let the follower send what is left, and end; returns at once."""
         if self._follower is not None:
             self._follower.end()
             self._last, self._follower = self._follower, None
 
     def close(self) -> None:
-        """Wait for the follower's end, for a while."""
         if self._last is not None:
             self._last.close()
 
@@ -440,7 +422,6 @@ class _RunFollower:
 
 
 def _has_trouble(writer: Mapping[str, Any] | None) -> bool:
-    """Whether the last follower could not reach a tracker."""
     return writer is not None and bool(writer.get("troubles"))
 
 

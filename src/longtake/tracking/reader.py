@@ -64,7 +64,6 @@ class Cursor:
 
     @staticmethod
     def load(path: Path) -> "Cursor":
-        """The cursor in a file; the beginning if there is no file, or it is damaged."""
         with suppress(RecordError):
             return read_record(path, Cursor) or Cursor()
         return Cursor()
@@ -88,11 +87,7 @@ class Updates:
 
 
 class UpdateReader:
-    """Reads a run directory for one tracker.
-
-    Attributes:
-        warnings: of what cannot be read, each once; the caller takes them out.
-    """
+    """Reads a run directory for one tracker."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.warnings: list[str] = []
@@ -104,12 +99,7 @@ class UpdateReader:
         self._incomplete: dict[Result, float] = {}
 
     def read(self, cursor: Cursor, *, thoroughly: bool = False) -> Updates:
-        """What has come since; lines that are still being written wait.
-
-        Args:
-            cursor: up to where it was read.
-            thoroughly: look at each result's folder, though nothing seems to have come.
-        """
+        """What has come since; lines that are still being written wait."""
         rows, metrics_offset = _lines_after(self._run.metrics_path, cursor.metrics_offset)
         events, events_offset = _lines_after(self._run.events_path, cursor.events_offset)
         found = [_row_record(row) for row in rows if _is_row(row)]
@@ -133,7 +123,6 @@ class UpdateReader:
         return Updates(found, after)
 
     def forget(self) -> None:
-        """Look at all results again at the next reading."""
         self._scanned = float("-inf")
 
     def _results_after(self, cursor: Cursor) -> dict[Result, TrackedRecord]:
@@ -234,7 +223,6 @@ def _evaluation_record(scores: Scores, folder: Path) -> TrackedRecord:
 
 
 def _files(scores: Scores) -> dict[str, str]:
-    """The files of a result, with what they show."""
     videos = {each["file"]: f"{each['prompt']} (seed {each['seed']})" for each in scores["videos"]}
     return {**videos, "sheet.png": ""}
 

@@ -63,7 +63,6 @@ class TensorBoard:
         return is_new
 
     def flush(self) -> int:
-        """Hand everything over to the operating system."""
         for file in self._files.values():
             file.flush()
         return self._next
@@ -101,7 +100,6 @@ class _EventFile:
             self._file.flush()
 
     def close(self) -> None:
-        """Close it; what cannot be written any more is lost."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()
@@ -153,13 +151,11 @@ class _OnceFile(_EventFile):
         self._there = {name for path in event_files(folder)[-1:] for name in _names_in(path)}
 
     def write(self, event: Event) -> bool:
-        """Append an event, unless a writer that was killed has done so."""
         names = _names(event)
         return bool(names) and not names <= self._there and super().write(event)
 
 
 def event_files(folder: Path) -> list[Path]:
-    """A folder's event files, the oldest first."""
     return sorted(folder.glob("events.out.tfevents.*"))
 
 

@@ -44,17 +44,7 @@ class MediaFile(NamedTuple):
 
 @dataclass(frozen=True)
 class TrackedRecord:
-    """What a tracker is sent: a line of metrics.jsonl, an event, or a checkpoint's evaluation.
-
-    Attributes:
-        kind: the first part of all its names.
-        step: of the training; an event that has none is of step 0.
-        time: seconds since 1970.
-        identity: facts that tell it from all others.
-        scalars: such as `train/loss` and `eval/<preset>/<measure>`.
-        texts: such as `events/<event>` and `eval/<preset>/alarms`; Markdown.
-        media: such as `eval/<preset>/sheet`.
-    """
+    """What a tracker is sent: a line of metrics.jsonl, an event, or a checkpoint's evaluation."""
 
     kind: Literal["train", "events", "eval"]
     step: int
@@ -96,7 +86,6 @@ class Tracker(Protocol):
 
 
 def wanted_trackers(section: TrackingSection) -> list[str]:
-    """The keys in `TRACKERS` that a recipe switches on."""
     return [key for key in TRACKERS if getattr(section, key) not in (False, "off")]
 
 
@@ -127,7 +116,6 @@ def refuse_missing_packages(section: TrackingSection) -> None:
 
 
 def log(text: str) -> None:
-    """Write a line to tracking/follower.log, which is this process's stderr."""
     sys.stderr.write(f"{now()} {text}\n")
     sys.stderr.flush()
 
@@ -136,10 +124,6 @@ def wait_for_unused_second(folder: Path, pattern: str) -> int:
     """Wait until no file's name has the current second; returns it, since 1970.
 
     Trackers name files by seconds, and read them in that order.
-
-    Args:
-        folder: of the files.
-        pattern: of their names; `{second}` is replaced, and time.strftime's directives are.
     """
     while True:
         second = int(time.time())

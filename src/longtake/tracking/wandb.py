@@ -50,11 +50,7 @@ class Wandb:
         self._has_failed = False
 
     def open(self, first: int) -> int:
-        """Begin a segment; see `Tracker`.
-
-        Raises:
-            ConnectionError: nothing can be sent now.
-        """
+        """Begin a segment; see `Tracker`."""
         if self._section.wandb == "online":
             if reason := missing_key(self._section):
                 raise ConnectionError(reason)
@@ -87,7 +83,6 @@ class Wandb:
         return True
 
     def flush(self) -> int:
-        """See `Tracker`; W&B writes its file twice a second, of its own accord."""
         assert self._segment is not None
         return self._segment.arrived()
 
@@ -136,7 +131,6 @@ class _Segment:
     next: int
 
     def arrived(self) -> int:
-        """The number after the last row that the file has."""
         for row in self.file.new_rows():
             self.next = row["_step"] + 1
         return self.next
@@ -165,7 +159,6 @@ def missing_key(section: TrackingSection) -> str | None:
 
 
 def base_url() -> str:
-    """Where W&B is, as its own library finds it unless its settings files say otherwise."""
     return os.environ.get("WANDB_BASE_URL", _CLOUD_URL).rstrip("/")
 
 
@@ -181,11 +174,7 @@ def _has_key() -> bool:
 
 
 def _require_answer(url: str) -> None:
-    """Return if a server answers, whatever it says; W&B's own library would wait for minutes.
-
-    Raises:
-        ConnectionError: none does in 5 s. Proxies of the environment are used.
-    """
+    """Return if a server answers, whatever it says; W&B's own library would wait for minutes."""
     try:
         urllib.request.urlopen(url, timeout=_ANSWER_SECONDS).close()  # noqa: S310 - the user's own
     except urllib.error.HTTPError:
@@ -242,5 +231,4 @@ def _media(record: TrackedRecord) -> dict[str, Any]:
 
 
 def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What tells a row from all others."""
     return tuple(row.get(name) for name in _IDENTITY)

@@ -29,7 +29,6 @@ class WandbFile:
         self._offset = _FILE_HEADER
 
     def new_rows(self) -> Iterator[dict[str, Any]]:
-        """The whole rows that were logged, by their keys; `_step` is the number of each."""
         for record in self._new_records():
             if record.WhichOneof("record_type") == "history":
                 yield _row(record.history.item)

@@ -41,12 +41,6 @@ def build_components(
 
     Rank 0 creates the run directory and the parts that are pretrained nowhere. With a cache, it is
     filled first, and the model is built with codec and text encoder on the meta device.
-
-    Args:
-        session: the session.
-        loader: reads from the cache afterwards, if there is one.
-        watcher: started as soon as the run exists.
-        source: where the model's weights come from.
     """
     if session.recipe.data.cache is not None:
         return _build_with_cache(session, loader, watcher, source)
@@ -149,11 +143,7 @@ def count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:
 
 
 def missing_vocabulary(run: RunDirectory, recipe: Recipe, loader: Loader) -> list[str]:
-    """A warning if a resumed run's own tokenizer is missing and can be made again unchanged.
-
-    Raises:
-        RunError: it would be made of other captions, and give captions other token ids.
-    """
+    """A warning if a resumed run's own tokenizer is missing and can be made again unchanged."""
     path = run.components_path / "tokenizer" / "tokenizer.json"
     if recipe.text.pretrained is not None or path.exists():
         return []
@@ -176,11 +166,7 @@ def missing_vocabulary(run: RunDirectory, recipe: Recipe, loader: Loader) -> lis
 
 
 def refuse_missing_compiler(recipe: Recipe, device: torch.device) -> None:
-    """Refuse training.compile on a machine without compilers.
-
-    Raises:
-        RecipeError: a compiler is missing.
-    """
+    """Refuse training.compile on a machine without compilers."""
     if not recipe.training.compile:
         return
     lacks = "" if has_cpp_compiler() else "C++ compiler (g++ or clang++)"

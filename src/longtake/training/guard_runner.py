@@ -37,11 +37,7 @@ class _StepSamples:
 
 
 class GuardRunner:
-    """The guard of one run, the same on every rank.
-
-    Attributes:
-        history: the steps that new ones are compared with.
-    """
+    """The guard of one run, the same on every rank."""
 
     def __init__(self, session: Session) -> None:
         self._section = session.recipe.guard
@@ -58,7 +54,6 @@ class GuardRunner:
         return verdict
 
     def allows(self, verdict: GuardVerdict) -> bool:
-        """Whether a step's update is made; with guard.mode "report", unless the run must stop."""
         return verdict.kind == "ok" or (self._section.mode != "act" and verdict.kind != "stop")
 
     def _by_mode(self, verdict: GuardVerdict) -> GuardVerdict:
@@ -68,7 +63,6 @@ class GuardRunner:
         return OK if mode == "off" else verdict
 
     def load(self, data: Any) -> None:
-        """Restore the history from a checkpoint."""
         self.history = History.from_json(data, self._section.window)
         self._samples.clear()
 
@@ -79,12 +73,7 @@ class GuardRunner:
         losses: SampleLosses,
         state: TrainingState,
     ) -> tuple[GuardVerdict, str | None]:
-        """Write a report on the newest step's verdict; all ranks call it.
-
-        Returns:
-            The verdict; NaN and inf are located in its message. On rank 0 the report's path from
-            the run directory.
-        """
+        """Write a report on the newest step's verdict; all ranks call it."""
         verdict = _explain_non_finite(verdict, statistics, losses, state, self._world)
         everyone = gather_objects((socket.gethostname(), list(self._samples)), self._world)
         if not self._world.is_first:
@@ -190,14 +179,6 @@ def describe_non_finite_gradients(
     """Name the parameters whose gradients hold NaN or inf, those at the model's end first.
 
     All ranks must call it; the result is the same on each and covers all shards.
-
-    Args:
-        model: after a backward pass, with its gradients.
-        blocks: of the model, in the order of the forward pass.
-        world: all ranks; None: this process alone.
-
-    Returns:
-        A sentence or two.
     """
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     combine = max if num_copies(model) > 1 else sum  # one copy alone may have NaN

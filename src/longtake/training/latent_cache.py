@@ -56,12 +56,10 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def encode_videos(codec: Codec, videos: Tensor) -> Tensor:
-    """Latents [B, C, F', H', W'] of videos [B, 3, F, H, W] uint8."""
     return torch.cat([codec.encode(videos[place : place + 1]) for place in range(len(videos))])
 
 
 def encode_captions(text: TextEncoder, captions: Sequence[str]) -> dict[str, Tensor]:
-    """A model's conditioning by captions: named tensors, each [B, ...]."""
     each = [text.encode([caption]) for caption in captions]
     return {name: torch.cat([told[name] for told in each]) for name in each[0]}
 
@@ -134,18 +132,11 @@ def _made_parts(recipe: Recipe, cache: Path, captions: list[str], world: World) 
 
 
 def captions_of(loader: Loader) -> list[str]:
-    """All captions of a loader's catalogs."""
     return [text for catalog in loader.catalogs.values() for text in catalog.captions()]
 
 
 def make_parts(recipe: Recipe, captions: Iterable[str], folder: Path) -> None:
-    """Make the codec and the encoders that are pretrained nowhere, and keep them in a folder.
-
-    Raises:
-        RecipeError: the recipe's parts do not fit together.
-        ModelError: weights cannot be loaded.
-        DataError: the captions make no vocabulary.
-    """
+    """Make the codec and the encoders that are pretrained nowhere, and keep them in a folder."""
     if not _has_all_pretrained(recipe):
         parts = assemble(recipe, captions, None)  # as a run makes them: of one stream of numbers
         parts.codec.save(folder)
@@ -170,25 +161,7 @@ def fill_cache(
     on: str | None = None,
     workers: int | None = None,
 ) -> tuple[Cache, CacheReport]:
-    """Compute what the cache lacks of what a loader will ask for; each rank its share.
-
-    Args:
-        recipe: of which data, codec and text say what to encode by what.
-        loader: whose newest plan is to be trained.
-        made: the folder of `make_parts`.
-        world: all ranks; each calls it.
-        console: for rank 0.
-        on: a Ray cluster that encodes, if the ranks do not.
-        workers: how many of the cluster at a time.
-
-    Returns:
-        The cache, and what all ranks did; incidents are those of this rank.
-
-    Raises:
-        DataError: the cache cannot be written, is not one folder for all ranks, or too many clips
-            cannot be decoded.
-        ModelError: codec or text encoder cannot be loaded.
-    """
+    """Compute what the cache lacks of what a loader will ask for; each rank its share."""
     begun = time.perf_counter()
     cache = _open(recipe, made, world)
     shown = console if world.is_first else Console(quiet=True)
@@ -320,15 +293,7 @@ def _load_caption_encoder(recipe: Recipe, made: Path, threads: int) -> EncodeCap
 
 
 def codec_fingerprint(recipe: Recipe, made: Path) -> str:
-    """32 hex digits over what turns pixels into latents.
-
-    Args:
-        recipe: the recipe.
-        made: the folder of parts that are pretrained nowhere.
-
-    Raises:
-        ModelError: a pretrained part cannot be found.
-    """
+    """32 hex digits over what turns pixels into latents."""
     section = recipe.codec
     if section.kind == "pixels":
         return _fingerprint(recipe, [_PIXELS, section.kind], [])

@@ -60,11 +60,7 @@ class PeakCheck:
 def refuse_out_of_memory(
     plan: MemoryPlan, recipe: Recipe, state: TrainingState, world: World
 ) -> Iterator[None]:
-    """Runs training; if memory is not enough for it, says what was planned and what was measured.
-
-    Raises:
-        PlanError: memory was not enough, which another start would not change.
-    """
+    """Runs training; if memory is not enough, says what was planned and what was measured."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -28,15 +28,7 @@ from longtake.training.startup import report_start
 
 
 class Recorder:
-    """Metrics and events of a run's steps; does nothing on ranks other than 0.
-
-    Args:
-        session: the session.
-        launch: tells this launch from the others of the run.
-        step_flops: operations of a whole step, over all ranks, on clips of each shape.
-        peak_flops: those that one GPU could do in a second, if known.
-        progress: the display.
-    """
+    """Metrics and events of a run's steps; does nothing on ranks other than 0."""
 
     def __init__(
         self,
@@ -128,7 +120,6 @@ class Recorder:
         self._progress.say(f"step {statistics.step + 1}: {verdict.message}{aside}")
 
     def damaged(self, checkpoints: Sequence[tuple[Path, str]], step: int) -> None:
-        """Record and show which damaged checkpoints a rollback to a step ignored."""
         for path, reason in checkpoints if self._world.is_first else ():
             self._run.append_event("checkpoint_damaged", step=step, path=path.name, reason=reason)
             self._progress.say(f"{path.name} is not whole ({reason}) and was passed over")
@@ -223,7 +214,6 @@ def keep_recorder(
     step_flops: Mapping[Bucket, int],
     peak_flops: float | None,
 ) -> Iterator[Recorder]:
-    """A recorder of the steps from `start` on, with a progress display on rank 0."""
     quiet = session.console if session.world.is_first else Console(quiet=True)
     with step_progress(quiet, start, session.recipe.training.steps) as progress:
         yield Recorder(session, launch, step_flops, peak_flops, progress)
@@ -256,5 +246,4 @@ def _all_finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def _finite(number: float) -> float | None:
-    """The number with seven digits, as many as fp32 has; None if it is NaN or inf."""
     return float(f"{number:.7g}") if math.isfinite(number) else None

@@ -29,16 +29,12 @@ class RunLease:
 
     @property
     def launch(self) -> str:
-        """Tells this launch from all others of the run; empty on ranks other than 0."""
         return "" if self._lease is None else str(self._lease.record["token"])
 
     def refuse_loss(self) -> None:
         """Refuse to continue if another launch has taken the run over.
 
         That happens to a process that was stopped, or cut off from the disk, for a minute.
-
-        Raises:
-            RunError: another launch has it.
         """
         if self._lease is None or self._lease.renewed_seconds() < _SECONDS / 2:
             return
@@ -72,9 +68,6 @@ def hold_run(run: RunDirectory, world: World, console: Console) -> Iterator[RunL
 
     A rank 0 that a launcher or Slurm has started again inherits the lease of the one before it.
     Another launch waits as long as the holder may still be alive.
-
-    Raises:
-        RunError: another launch trains it; or the folder cannot be written.
     """
     taken: list[Lease] = []
     first_does(lambda: taken.append(_take(run, console)), world)

@@ -39,16 +39,7 @@ _NEVER = 2**31 - 1
 
 
 class NodeWatcher:
-    """Starts this node's watcher once the run exists, and again whenever it ends.
-
-    Args:
-        recipe: the run's.
-        writer: this process's heartbeat.
-        is_wanted: whether this process starts the watcher.
-
-    Attributes:
-        run: the run, as soon as it is known.
-    """
+    """Starts this node's watcher once the run exists, and again whenever it ends."""
 
     def __init__(self, recipe: Recipe, writer: HeartbeatWriter, *, is_wanted: bool) -> None:
         self._section = recipe.watch
@@ -102,12 +93,7 @@ class NodeWatcher:
 
 @contextmanager
 def watcher_process(recipe: Recipe) -> Iterator[NodeWatcher]:
-    """Write this process's heartbeat, from before the rendezvous until it has left the others.
-
-    Raises:
-        RunError: watch.enabled, and another user has made the folder of this user's processes.
-        LostPeerError: another rank was lost in the block, with what is known of it.
-    """
+    """Write this process's heartbeat, from before the rendezvous until it has left the others."""
     rank, local_rank, size = place_in_world()
     if recipe.watch.enabled:
         with suppress(OSError):  # without shared memory training works all the same

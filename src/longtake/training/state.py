@@ -108,7 +108,6 @@ def state_parts(state: TrainingState) -> dict[str, store.State]:
 
 
 def recipe_fingerprint(recipe: Recipe) -> str:
-    """The checksum (sha256) of a recipe as it is written to a run directory."""
     return hashlib.sha256(config.dump(config.kept(recipe)).encode()).hexdigest()
 
 
@@ -127,19 +126,13 @@ class ResumePoint:
 
     @property
     def step(self) -> int:
-        """Steps that are done."""
         return 0 if self.trainer is None else int(self.trainer["global_step"])
 
 
 def find_resume_point(
     run: RunDirectory, recipe: Recipe, loader: Loader, world: World
 ) -> ResumePoint:
-    """The run's newest whole checkpoint, with the loader brought there; all ranks call it.
-
-    Raises:
-        CheckpointError: no checkpoint is whole, or a rolled-back one cannot be deleted.
-        RunError: a file is missing without which the result would be wrong.
-    """
+    """The run's newest whole checkpoint, with the loader brought there; all ranks call it."""
     path, damaged = _latest_not_rolled_back(run, world)
     if path is None and damaged:
         newest, reason = damaged[0]
@@ -165,11 +158,7 @@ def find_resume_point(
 
 
 def _find_losses(run: RunDirectory, recipe: Recipe, loader: Loader, step: int) -> list[str]:
-    """Record and name the missing files of a resumed run that training can do without (rank 0).
-
-    Raises:
-        RunError: the result would be wrong without them.
-    """
+    """Record and name the missing files of a resumed run that training can do without (rank 0)."""
     lost: list[str] = []
     if (reason := ledger_damage(run.ledger_path)) is not None:
         run.append_event("ledger_damaged", step=step, reason=reason)
@@ -181,9 +170,6 @@ def _latest_not_rolled_back(run: RunDirectory, world: World) -> store.LatestChec
     """The newest whole checkpoint of a state that no rollback abandoned; all ranks call it.
 
     Abandoned ones are deleted: they are there if a run was killed while it rolled back.
-
-    Raises:
-        CheckpointError: one of them cannot be deleted.
     """
     found = store.latest_checkpoint(run, world)
     while (back_to := _rolled_back_to(found.path, run, world)) is not None:
@@ -217,9 +203,6 @@ def restore(
     """Restore training state, guard and norms from a whole checkpoint; all ranks call it.
 
     Resuming and rolling back share it. The state may be of an earlier or a later step.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or belongs to another model.
     """
     trainer = files.load_trainer(path, SavedTrainer)
     model = state.components.model
@@ -260,9 +243,6 @@ def roll_back(
 
     The rollback is on disk before anything changes: a run that is killed from then on, and resumed,
     ends the same.
-
-    Raises:
-        DivergedError: the verdict is `stop`, or there is nothing to go back to.
     """
     run, world = session.run, session.world
     chosen: RollBack | str = ""

@@ -51,12 +51,7 @@ class Norms:
 
 
 class NormStats:
-    """Measures one model: a pass over gradients and weights, and one wait for the device.
-
-    Args:
-        model: after it was sharded.
-        blocks: of the model.
-    """
+    """Measures one model: a pass over gradients and weights, and one wait for the device."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         groups = parameter_groups(model, blocks)
@@ -102,12 +97,7 @@ class NormStats:
         return {name: value / self._copies for name, value in found.items()}
 
     def norms(self, sums: Mapping[str, float], scale: float) -> Norms:
-        """The whole model's norms, from `sums` added up over all ranks.
-
-        Args:
-            sums: of all ranks together.
-            scale: that the gradients will be multiplied with before they are clipped.
-        """
+        """The whole model's norms, from `sums` added up over all ranks."""
         grads, weights, updates = (
             {group: sums[f"{kind}.{group}"] for group in self.groups}
             for kind in ("gradient", "weight", "update")
@@ -125,7 +115,6 @@ class NormStats:
         )
 
     def all_finite(self, world: World) -> bool:
-        """Whether all weights are finite; all ranks call it."""
         mine = squares([local_shard(parameter) for parameter in self._parameters]).sum()
         return math.isfinite(sum_over_ranks({"weights": float(mine)}, world)["weights"])
 
@@ -147,7 +136,6 @@ class NormStats:
         return {name: value / self._copies for name, value in named.items()}
 
     def set_last_update(self, sums: Mapping[str, float], num_ranks: int) -> None:
-        """Restore `last_update`, added up over all ranks, with weights of a checkpoint."""
         self._probed = None
         by_group = [sums.get(f"update.{group}", 0.0) for group in GROUPS]
         self._update = [self._copies * each / num_ranks for each in by_group]
@@ -266,7 +254,6 @@ def reduce_statistics(
 def local_facts(
     loader: Loader, stop: str | None, save_failed: bool, save_due: bool = False
 ) -> dict[str, float]:
-    """This rank's facts beside numbers of the model; `stop`: the signal that it received."""
     troubles = len(loader.failures) + len(loader.incidents)
     signals = {f"stop.{name}": float(name == stop) for name in EXIT_CODES}
     return {"troubles": troubles, **signals, "save_failed": save_failed, "save_due": save_due}

@@ -123,7 +123,6 @@ class ComputeTimer:
             self._seconds += time.perf_counter() - begun
 
     def seconds(self) -> float:
-        """The sum; the device must have finished."""
         milliseconds = sum(float(begin.elapsed_time(end)) for begin, end in self._events)
         return self._seconds + milliseconds / 1e3
 
@@ -159,7 +158,6 @@ def apply_update(session: Session, state: TrainingState, grad_norm: float, scale
 
 
 def skip_update(state: TrainingState) -> None:
-    """Count a step without an update."""
     state.components.model.zero_grad(set_to_none=True)
     state.global_step += 1
 
@@ -212,7 +210,6 @@ def _conditioning(
 
 
 def _draw(seed: int, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """A sample's noise, and two uniform numbers: for its sigma and for its caption's dropout."""
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(2, generator=generator, dtype=torch.float64)
     return torch.randn(tuple(shape), generator=generator), uniform

@@ -214,12 +214,7 @@ def _build(
 
 
 def _refuse_other_plans(loader: Loader, world: World) -> None:
-    """Check that all ranks would train the same; each has read the catalogs for itself.
-
-    Raises:
-        DataError: on every rank, if one of them has another plan, such as by an older copy of a
-            catalog on its node.
-    """
+    """Check that all ranks would train the same; each has read the catalogs for itself."""
     mine = (socket.gethostname(), loader.step, loader.plan_history.plan.fingerprint)
     everyone = gather_objects(mine, world)
     other = [rank for rank, facts in enumerate(everyone) if facts[1:] != everyone[0][1:]]
