@@ -1028,6 +1028,10 @@ _PATTERNS = {
 """What a text should be that a pattern does not fit, by the last part of its key."""
 
 
+_OTHER_NAMES = dict.fromkeys(("batch_size", "batchsize"), "training.global_batch_size")
+"""Keys by the names that other trainers give them."""
+
+
 def _explain_unknown(location: str, parts: list[str]) -> str:
     *section, name = parts
     if section[:2] == ["evaluation", "presets"]:
@@ -1035,7 +1039,11 @@ def _explain_unknown(location: str, parts: list[str]) -> str:
     known = _known_keys()
     inside = [key for key in known if key.split(".")[:-1] == section]
     # Rather a similar key of the same section than an equal one elsewhere.
-    near = _most_similar(name, inside, cutoff=0.6) or _most_similar(name, known, cutoff=0.8)
+    near = (
+        _OTHER_NAMES.get(name)
+        or _most_similar(name, inside, cutoff=0.6)
+        or _most_similar(name, known, cutoff=0.8)
+    )
     names = sorted(key.rpartition(".")[2] for key in inside)
     hint = f"did you mean {near}?" if near else f"known there: {', '.join(names)}."
     return f"{location} is not a key of a recipe; {hint}"
