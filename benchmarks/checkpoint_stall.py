@@ -162,7 +162,7 @@ def _recipe(folder: Path) -> Recipe:
             "family": "tubelet",
             "config": {"hidden_size": 336, "num_blocks": 6, "num_heads": 7},
         },
-        "training": {"steps": 1, "batch_size": 1, "device": "cpu", "precision": "fp32"},
+        "training": {"steps": 1, "global_batch_size": 1, "device": "cpu", "precision": "fp32"},
     }
     return config.parse(values, source="the benchmark's recipe")
 

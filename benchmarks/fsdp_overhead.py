@@ -142,7 +142,12 @@ def _recipe(folder: Path, strategy: str) -> Recipe:
         },
         "model": {"family": "tubelet", "config": {"hidden_size": 144, "num_blocks": 6}},
         "text": {"max_tokens": 6, "max_words": 64},
-        "training": {"steps": _FOREVER, "batch_size": 32, "device": "cpu", "precision": "fp32"},
+        "training": {
+            "steps": _FOREVER,
+            "global_batch_size": 32,
+            "device": "cpu",
+            "precision": "fp32",
+        },
         "ema": {"enabled": False},
         "parallel": {"strategy": strategy},
         "tracking": {"tensorboard": False},

@@ -130,7 +130,7 @@ def _small(name: str, trained: str, arithmetic: str) -> Recipe:
     del values["model"]["pretrained"]
     values["model"] |= {"config": arguments, "dtype": "bf16" if arithmetic == "bf16" else "fp32"}
     values["data"]["buckets"] = [bucket]
-    values["training"] |= {"batch_size": 4, "micro_batch_size": 4}
+    values["training"] |= {"global_batch_size": 4, "micro_batch_size": 4}
     values["trainable"] = {"kind": trained}
     return config.parse(values, source=example)
 

@@ -92,7 +92,10 @@ class Case(NamedTuple):
         values: dict[str, Any] = tomllib.loads(text)
         values["model"] |= self.model
         values["data"] |= {"buckets": [dict(self.bucket)], "references": {}}
-        values["training"] |= {"batch_size": self.batch_size, "micro_batch_size": self.batch_size}
+        values["training"] |= {
+            "global_batch_size": self.batch_size,
+            "micro_batch_size": self.batch_size,
+        }
         values["recompute"] = {}
         for section, changed in self.changes.items():
             values[section] = values.get(section, {}) | changed
@@ -471,7 +474,7 @@ def _as_rank(out: Path, is_tiny: bool) -> None:
 def _of_batch(case: Case, size: int) -> Case:
     """The same case with so many clips in a step of all ranks."""
     changes = dict(case.changes)
-    changes["training"] = {**changes.get("training", {}), "batch_size": size}
+    changes["training"] = {**changes.get("training", {}), "global_batch_size": size}
     return case._replace(changes=changes)
 
 

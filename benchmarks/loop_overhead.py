@@ -164,7 +164,12 @@ def _recipe(folder: Path) -> Recipe:
         },
         "model": {"family": "tubelet", "config": {"hidden_size": 144, "num_blocks": 6}},
         "text": {"max_tokens": 6},
-        "training": {"steps": _FOREVER, "batch_size": 32, "device": "cpu", "precision": "fp32"},
+        "training": {
+            "steps": _FOREVER,
+            "global_batch_size": 32,
+            "device": "cpu",
+            "precision": "fp32",
+        },
         "checkpoint": {"every": _FOREVER},
     }
     return config.parse(values, source="the benchmark's recipe")

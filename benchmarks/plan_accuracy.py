@@ -48,7 +48,7 @@ out = "unused"
 data.catalog = "unused"
 data.buckets = [{ num_frames = 1, height = 128, width = 128 }]
 data.references = { reference = "{stem}.png", pose = "{stem}.png" }
-training = { steps = 1, batch_size = 2, device = "cpu" }
+training = { steps = 1, global_batch_size = 2, device = "cpu" }
 [model.config]
 num_layers = 2
 num_single_layers = 3
@@ -78,7 +78,7 @@ _WAN = """
 out = "unused"
 data.catalog = "unused"
 data.buckets = [{ num_frames = 9, height = 64, width = 64 }]
-training = { steps = 1, batch_size = 2, device = "cpu" }
+training = { steps = 1, global_batch_size = 2, device = "cpu" }
 [model.config]
 num_layers = 5
 num_attention_heads = 2
@@ -117,7 +117,7 @@ class Case:
         """That of a run that nobody begins: it has neither clips nor weights."""
         values: dict[str, Any] = tomllib.loads(_RECIPES[self.family])
         values["model"] |= {"family": self.family, "dtype": self.dtype}
-        micro = values["training"]["batch_size"]
+        micro = values["training"]["global_batch_size"]
         values["training"] |= {
             "precision": self.precision,
             "micro_batch_size": micro,

@@ -80,7 +80,7 @@ def _make_run(path: Path, steps: int) -> RunDirectory:
             "buckets": [{"num_frames": 8, "height": 32, "width": 32}],
         },
         "model": {"family": "tubelet"},
-        "training": {"steps": 2 * steps, "batch_size": 4},
+        "training": {"steps": 2 * steps, "global_batch_size": 4},
     }
     path.mkdir()
     run = RunDirectory(path)

@@ -22,7 +22,7 @@ def _recipe(out: Path, **training: Any) -> Recipe:
             "buckets": [{"num_frames": 1, "height": 8, "width": 8}],
         },
         "model": {"family": "tubelet"},
-        "training": {"steps": 10, "batch_size": 2} | training,
+        "training": {"steps": 10, "global_batch_size": 2} | training,
     }
     return config.parse(values, "test")
 
@@ -75,15 +75,15 @@ def test_another_recipe_is_refused_and_nothing_changes(tmp_path: Path) -> None:
     run.append_metrics(_metrics(1, 0.5))
     before = _contents(run.path)
     with pytest.raises(RecipeChangedError) as caught:
-        run.claim(_recipe(run.path, steps=20, batch_size=4))
+        run.claim(_recipe(run.path, steps=20, global_batch_size=4))
     assert str(caught.value) == (
         f"{run.path} holds a run of another recipe, which is never overwritten. They differ in\n"
         "  training.global_batch_size: 2 there, 4 now\n"
         "  training.steps: 10 there, 20 now\n"
-        "To go on with what is new, say how: --set data.on_change=merge (in the rest of the epoch "
+        "To resume with what is new, say how: --set data.on_change=merge (in the rest of the epoch "
         "exactly what it has not seen), finish (end the epoch as it was) or restart (begin the "
         "next epoch at once).\n"
-        f"Start beside it with --set out={run.path}-2, or go on with the old recipe: "
+        f"Start beside it with --set out={run.path}-2, or resume with the old recipe: "
         f"longtake train {run.path}/recipe.toml"
     )
     assert _contents(run.path) == before
@@ -91,7 +91,7 @@ def test_another_recipe_is_refused_and_nothing_changes(tmp_path: Path) -> None:
 
 def test_a_longer_run_is_refused_with_the_command_that_trains_it(tmp_path: Path) -> None:
     run = _begin(tmp_path / "run")
-    way = f"\n  {run.command_to_go_on()} --set training.steps=20 --set data.on_change=finish\n"
+    way = f"\n  {run.resume_command()} --set training.steps=20 --set data.on_change=finish\n"
     with pytest.raises(RecipeChangedError) as caught:
         run.claim(_recipe(run.path, steps=20))
     assert way in str(caught.value)

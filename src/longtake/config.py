@@ -1,4 +1,4 @@
-"""The recipe: every knob of a run, validated when it is loaded; torch-free.
+"""The recipe: every key of a run, validated when it is loaded; torch-free.
 
 A recipe is a TOML file. `load` reads it, applies `--set a.b=c` overrides, and returns a frozen
 `Recipe`; whatever is wrong with it becomes one `RecipeError` that names the key and, for a
@@ -77,7 +77,7 @@ def memory_bytes(text: str) -> int:
     """Bytes of a size such as "48GiB" (2**30) or "48GB" (10**9).
 
     Raises:
-        RecipeError: it is none.
+        RecipeError: it is not an amount of memory.
     """
     found = _MEMORY.fullmatch(text.strip().lower())
     num_bytes = 0.0 if found is None else float(found[1]) * _UNIT_BYTES[found[2]]
@@ -204,14 +204,14 @@ class DataSection(_Section):
     on_drift: Literal["warn", "refuse"] = "warn"
     on_change: Literal["refuse", "finish", "merge", "restart"] = "refuse"
     """What a resumed run does if its clips, batch size or stages are others than before. `finish`:
-    end the epoch as it was, then go on with what is new. `merge`: train in the rest of the epoch
+    end the epoch as it was, then continue with what is new. `merge`: train in the rest of the epoch
     exactly what it has not seen yet. `restart`: begin the next epoch at once."""
     caption_dropout: float | None = Field(None, ge=0, le=1)
     """Share of samples trained with an empty caption, for classifier-free guidance. Unset: 0.1, and
     0 for a guidance-distilled model, which is sampled without an empty caption."""
     workers: int = Field(2, ge=0, le=256)
     """Processes of each rank that decode, watched and replaced when one hangs; 0: threads of the
-    training process, which nobody watches."""
+    training process, which are not supervised."""
     sample_timeout_seconds: float = Field(60.0, gt=0, le=_MAX_SECONDS)
     """How long decoding one sample may take before its worker is dumped, killed and replaced."""
     sample_memory_gib: float = Field(1.0, gt=0, le=1024)
@@ -565,17 +565,17 @@ class GuardSection(_Section):
     """What is done about a run that diverges."""
 
     mode: Literal["act", "report", "off"] = "act"
-    """`report`: say what is seen and go on; `off`: look only for numbers that are none. In both, a
+    """`report`: report and continue; `off`: look only for NaN and inf. In both, a
     loss or gradient that is no number stops the run."""
     window: int = Field(128, ge=32, le=100_000)
     """Steps before, with which a new one is compared; what changes slowly, with four times as
     many."""
     warmup_steps: int = Field(64, ge=16, le=_MAX_STEPS)
-    """Steps at the beginning of a run, and of a stage, in which nothing is usual yet: only numbers
-    that are none are judged there, and in a later stage's the norm of the weights."""
+    """Steps at the beginning of a run, and of a stage, in which nothing is usual yet: only NaN
+    and inf are looked for there, and in a later stage's the norm of the weights."""
     max_skips: int = Field(3, ge=0, le=_MAX_STEPS)
     """Updates that may be left out in close succession, each within 16 steps of the one before;
-    with the next the run goes back instead."""
+    with the next the run rolls back instead."""
     margin_batches: int = Field(8, ge=0, le=_MAX_STEPS)
     """Batches that are skipped on each side of those that the trouble came with."""
     max_rollbacks: int = Field(3, ge=0, le=_MAX_STEPS)
@@ -589,8 +589,8 @@ class WatchSection(_Section):
 
     enabled: bool = True
     action: Literal["report", "restart-worker", "kill"] = "report"
-    """`restart-worker`: end a decoding process that hangs; its clip is read again, and the run goes
-    on. `kill`: that too, and end a rank that hangs, so that torchrun starts all ranks again."""
+    """`restart-worker`: end a decode worker that hangs; its clip is read again, and the run
+    continues. `kill`: that too, and end a rank that hangs; torchrun then starts all ranks again."""
     min_seconds: float = Field(6.0, gt=0, le=_MAX_SECONDS)
     """A stall: a phase lasts so long, and 5 times as long as it ever has in this launch."""
     hook: str | None = None
@@ -598,7 +598,7 @@ class WatchSection(_Section):
     secret into it: the run keeps the recipe. It finds the environment of the training."""
     exporter_host: str = "127.0.0.1"
     """Address at which the exporter listens; `0.0.0.0` for a Prometheus on another host. It tells
-    host names, run paths and steps to whoever asks, so keep it inside a closed network."""
+    host names, run paths and steps to anybody who asks, so keep it inside a closed network."""
     exporter_port: int | None = Field(None, gt=0, lt=65536)
     """Where Prometheus finds each node's watcher; None: nowhere."""
 
@@ -642,7 +642,7 @@ class CheckpointSection(_Section):
     keep_every: int | None = Field(None, gt=0, le=_MAX_STEPS)
     """Steps of which every multiple's checkpoint is kept for good."""
     background: bool = True
-    """Write while the training goes on; it waits only until the state is copied."""
+    """Write while training continues; it waits only until the state is copied."""
 
 
 class SamplingSection(_Section):
@@ -822,7 +822,7 @@ DECIDES_ORDER = (
     "training.global_batch_size",
     "training.steps",
 )
-"""Keys that may change on resume where `data.on_change` says how to go on; of the last, because
+"""Keys that may change on resume where `data.on_change` says how to continue; of the last, because
 other data may make the stages longer or shorter (a schedule then aims at the new end)."""
 
 
@@ -953,7 +953,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def _parse_value(text: str) -> object:
-    """A TOML value, or the text itself, so that nobody has to quote quotes in a shell."""
+    """A TOML value, or the text itself, so that quotes need no quotes in a shell."""
     try:
         values = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):  # the text is no TOML, or too long to be a number

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PAPER, INK, PALE_INK, RULE = "#fcfcfa", "#22252a", "#767c85", "#e4e4df"
 SERIES = ("#1f4e8c", "#c8453b", "#2f8f5b", "#b7791f", "#6b4fa0", "#1f8a93", "#a23b72", "#6f7d2c")
-"""Colours that tell series apart, in the order in which they are used."""
+"""Colours that distinguish series, in the order in which they are used."""
 TITLE_SIZE, TEXT_SIZE, NOTE_SIZE = 22, 15, 13
 
 Size = tuple[int, int]

@@ -14,7 +14,7 @@
     ├── CheckpointError       saved state is missing, incomplete or of another shape
     ├── DivergedError         the loss or a gradient stopped being a finite number
     ├── SamplingError         sampling or decoding gave NaN or infinite values
-    └── LostPeerError         another rank has ended, and this one cannot go on without it
+    └── LostPeerError         another rank has ended, and this one cannot continue without it
 
 The command line turns each into one message on stderr and its exit code; none of them ends in a
 traceback. Anything else that is raised is a defect of longtake.
@@ -28,7 +28,7 @@ class LongtakeError(Exception):
     """Base of every error that a user can cause and can do something about.
 
     Attributes:
-        exit_code: with which a command ends that raises it; 2: the same again helps nobody.
+        exit_code: with which a command ends that raises it; 2: the same command would fail again.
     """
 
     exit_code = 2
@@ -115,6 +115,6 @@ class SamplingError(LongtakeError):
 
 
 class LostPeerError(LongtakeError):
-    """Another rank has ended; whether to try again is for whoever knows why."""
+    """Another rank has ended; whether to try again depends on why."""
 
     exit_code = os.EX_UNAVAILABLE  # 69

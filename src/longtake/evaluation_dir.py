@@ -11,7 +11,7 @@ evaluations/claims/<preset>/step_…-<key>/       the lease of who works on it; 
 evaluations/servers/<name>/events.jsonl         what a server did (writer: that server)
 evaluations/servers/<name>/heartbeat.json       what it does and needs, about once a second
 tracking/writer/                                the lease of the one who writes to the trackers
-tracking/<tracker>.json                         how far that tracker has been told
+tracking/<tracker>.json                         how far that tracker has been written
 """
 
 import json

@@ -151,7 +151,7 @@ class HeartbeatWriter:
         local_rank: on the node.
         world_size: number of ranks.
 
-    Without room in the folder the page is private: nobody sees it, and nothing else changes.
+    Without room in the folder the page is private: no process sees it, and nothing else changes.
     """
 
     def __init__(

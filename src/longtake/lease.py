@@ -1,9 +1,9 @@
-"""Leases: one at a time works on something, and whoever dies or hangs over it loses it.
+"""Leases: one at a time works on something, and a process that dies or hangs loses it.
 
 A folder holds a file for each who has had the lease so far: 0.json, 1.json, ... The newest has it.
-Each file is made once, by whoever gets the lease, and written by nobody else; its `beat` rises as
-long as its holder lives. No clocks are compared: who wants a lease sees by its own whether the
-beat has changed; and where it runs on the holder's machine, whether that process still exists.
+Each file is made once, by the process that gets the lease, and written by no other; its `beat`
+rises as long as its holder lives. No clocks are compared: who wants a lease sees by its own whether
+the beat has changed; and where it runs on the holder's machine, whether that process still exists.
 """
 
 import os
@@ -140,7 +140,7 @@ class Leases:
         self._seen: dict[Path, tuple[int, float]] = {}
 
     def take(self, folder: Path) -> Lease | None:
-        """The lease, if nobody has it, or whoever had it has lost it; else None.
+        """The lease, if it is free or its holder has lost it; else None.
 
         Raises:
             OSError: it cannot be written.

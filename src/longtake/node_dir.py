@@ -11,7 +11,7 @@
     stalls/<token>.json                the diagnosis over all nodes (writer: the first)
 
 Everything below nodes/<host> has one writer, that node's watcher; but for `stacks/`, where rank 0
-also leaves what it was told of decoding processes, for `logs/`, and for the event `rank_failed`,
+also leaves what it knows of decode workers, for `logs/`, and for the event `rank_failed`,
 which the rank appends itself, as one write.
 """
 
@@ -316,7 +316,7 @@ class RunState:
     """`stalled`: it runs, but a watcher found that it does not move; `dead`: its last launch ended
     without a word, or by an error; `interrupted`: by a signal, and all is saved."""
     holder: Mapping[str, Any] | None
-    """The newest `LeaseRecord` of the run; None: nobody has trained it."""
+    """The newest `LeaseRecord` of the run; None: it was never trained."""
     silent_seconds: float | None
     """Since the newest sign of life, as the files' times say; None: there is none."""
 

@@ -511,7 +511,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def host_identity() -> dict[str, Any]:
-    """This user and host: `uid`, `host`, and `machine`, which tells hosts of one name apart.
+    """This user and host: `uid`, `host`, and `machine`, which distinguishes hosts of one name.
 
     `machine` outlives a reboot. It is a hash, because machine-id itself should stay on its host.
     """

@@ -1,6 +1,6 @@
 """What a person sees while something takes time; torch-free.
 
-In a terminal a live bar; in a log, where nobody can draw over a line, one line now and then.
+In a terminal a live bar; in a log, where no line can be redrawn, one line now and then.
 """
 
 import statistics
@@ -18,7 +18,7 @@ from longtake.formatting import format_duration
 from longtake.run_dir import Metrics
 
 _SECONDS_BETWEEN_LINES = 20.0
-_FEWEST_STEPS, _MOST_STEPS = 20, 1000  # by which the time left is told
+_FEWEST_STEPS, _MOST_STEPS = 20, 1000  # from which the time left is shown
 _SECONDS_OF_A_LONG_PHASE = 1.0
 _PHASE_LOOK_SECONDS = 0.1
 _STARTING_PHASES: dict[str, str] = {
@@ -105,21 +105,21 @@ def phase_lines(
         now: the present phase, asked again and again; None: the last one is over.
 
     Yields:
-        What is to be told that another phase begins, where there is no `now`.
+        What is called when another phase begins, where there is no `now`.
     """
     entered = [first]
     ended = threading.Event()
 
     def watch() -> None:
-        shown, since, is_told = first, time.monotonic(), False
+        shown, since, is_printed = first, time.monotonic(), False
         while not ended.wait(_PHASE_LOOK_SECONDS):
             phase = now() if now is not None else entered[-1]
             if phase is None:
                 return
             if phase != shown:
-                shown, since, is_told = phase, time.monotonic(), False
-            elif not is_told and time.monotonic() - since > _SECONDS_OF_A_LONG_PHASE:
-                is_told = True
+                shown, since, is_printed = phase, time.monotonic(), False
+            elif not is_printed and time.monotonic() - since > _SECONDS_OF_A_LONG_PHASE:
+                is_printed = True
                 console.print(f"{phase} …", highlight=False, markup=False)
 
     thread = threading.Thread(target=watch, name="phases", daemon=True)
@@ -135,20 +135,20 @@ def phase_lines(
 
 @contextmanager
 def counted(console: Console, label: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar for things that can be counted; yields what is to be told (done, in all).
+    """A bar for things that can be counted; yields a function to call with (done, in all).
 
     In a log a line now and then.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, disable=_is_hidden(console)) as bar:
         task = bar.add_task(label, total=None)
-        told_at = time.monotonic() - _SECONDS_BETWEEN_LINES + _SECONDS_OF_A_LONG_PHASE
+        printed_at = time.monotonic() - _SECONDS_BETWEEN_LINES + _SECONDS_OF_A_LONG_PHASE
 
         def advance(done: int, total: int) -> None:
-            nonlocal told_at
+            nonlocal printed_at
             bar.update(task, completed=done, total=total)
-            if not console.is_terminal and time.monotonic() - told_at > _SECONDS_BETWEEN_LINES:
-                told_at = time.monotonic()
+            if not console.is_terminal and time.monotonic() - printed_at > _SECONDS_BETWEEN_LINES:
+                printed_at = time.monotonic()
                 console.print(f"{label}: {done:,}/{total:,}", highlight=False, markup=False)
 
         yield advance

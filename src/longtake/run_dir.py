@@ -454,7 +454,7 @@ class RunDirectory:
             write_text(self.recipe_path, config.dump(config.kept(recipe)))
 
     def adopt(self, recipe: Recipe) -> None:
-        """Make recipe.toml the recipe of the launch that goes on, which `claim` has accepted.
+        """Make recipe.toml the recipe of the launch that continues, which `claim` has accepted.
 
         What may change on resume (where the run lies, how it is sampled) may have.
 
@@ -486,24 +486,24 @@ class RunDirectory:
         if keys == {"training.steps"} and steps > self.recipe().training.steps:
             ways = (
                 f"To train longer, to step {steps}, with the learning-rate schedule computed for "
-                f"that number of steps:\n  {self.command_to_go_on()} --set training.steps={steps} "
+                f"that number of steps:\n  {self.resume_command()} --set training.steps={steps} "
                 "--set data.on_change=finish\n"
             )
         elif all(map(config.decides_order, keys)) and keys != {"training.steps"}:
             ways = (
-                "To go on with what is new, say how: --set data.on_change=merge (in the rest of "
+                "To resume with what is new, say how: --set data.on_change=merge (in the rest of "
                 "the epoch exactly what it has not seen), finish (end the epoch as it was) or "
                 "restart (begin the next epoch at once).\n"
             )
         raise RecipeChangedError(
             f"{self.path} holds a run of another recipe, which is never overwritten. "
             f"They differ in\n{listed}\n{ways}"
-            f"Start beside it with --set {shlex.quote(f'out={self.path}-2')}, or go on with the "
+            f"Start beside it with --set {shlex.quote(f'out={self.path}-2')}, or resume with the "
             "old recipe: "
-            f"{self.command_to_go_on()}"
+            f"{self.resume_command()}"
         )
 
-    def command_to_go_on(self) -> str:
+    def resume_command(self) -> str:
         """What to type to train on; the recipe of a run that was moved names its old place."""
         moved = (
             "" if self.recipe().out == self.path else f" --set {shlex.quote(f'out={self.path}')}"

@@ -91,7 +91,7 @@ def test_disk_space_for_checkpoints() -> None:
         "out": "run",
         "data": {"catalog": "c", "buckets": [{"num_frames": 1, "height": 32, "width": 32}]},
         "model": {"family": "tubelet"},
-        "training": {"steps": 1, "batch_size": 1},
+        "training": {"steps": 1, "global_batch_size": 1},
     }
     read = config.parse(one, "test")
     free = {"run directory": {"bytes": 30 * _GIB, "files": -1}}

@@ -27,7 +27,7 @@ def job(tmp_path: Path) -> BatchJob:
             "out": str(folder / "run"),
             "data": {"catalog": "c", "buckets": [{"num_frames": 1, "height": 32, "width": 32}]},
             "model": {"family": "tubelet"},
-            "training": {"steps": 1, "batch_size": 1},
+            "training": {"steps": 1, "global_batch_size": 1},
         },
         "test",
     )

@@ -44,7 +44,7 @@ class _Run:
             "out": str(path),
             "data": {**where, "buckets": _SHAPES, **data},
             "model": {"family": "tubelet"},
-            "training": {"steps": 100, "batch_size": batch_size},
+            "training": {"steps": 100, "global_batch_size": batch_size},
         }
         self.recipe = config.parse(values, "test")
         self.directory = RunDirectory(path)
@@ -369,7 +369,7 @@ class _RolledBackRun:
             "out": str(path),
             "data": section,
             "model": {"family": "tubelet"},
-            "training": {"steps": 100, "batch_size": _BATCH_SIZE},
+            "training": {"steps": 100, "global_batch_size": _BATCH_SIZE},
         }
         self.directory = RunDirectory(path)
         self.recipe = config.parse(json.loads(json.dumps(values, default=str)), "test")

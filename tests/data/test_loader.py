@@ -93,7 +93,7 @@ def _assert_all_same(some: Sequence[Batch], others: Sequence[Batch]) -> None:
 @pytest.fixture(scope="module")
 def expected(path: Path) -> list[Batch]:
     """The batches of all steps, loaded one by one."""
-    loader = _loader(path, memory_gib=0.0)
+    loader = _loader(path, frame_cache_gib=0.0)
     return [loader.load(step) for step in range(_STEPS)]
 
 
@@ -201,7 +201,7 @@ def test_more_ranks_than_clips_in_a_batch_are_refused(path: Path) -> None:
 @pytest.mark.parametrize("memory_gib", [0.0, 40_000 / 2**30, 1.0])
 def test_memory_changes_no_pixel(path: Path, expected: list[Batch], memory_gib: float) -> None:
     """Without room, with room for a few windows, and with room for all; also when read again."""
-    loader = _loader(path, memory_gib=memory_gib)
+    loader = _loader(path, frame_cache_gib=memory_gib)
     for _ in range(2):
         _assert_all_same([loader.load(step) for step in range(_STEPS)], expected)
 
@@ -221,7 +221,7 @@ def _part(path: Path, folder: Path, which: Callable[[Clip], bool]) -> tuple[Path
 def test_clips_in_memory_are_not_decoded_again(path: Path, tmp_path: Path) -> None:
     """With room, clips of one window come back although their files are gone; else they cannot."""
     part, clips = _part(path, tmp_path, lambda clip: clip.num_frames == 5)
-    with_room, without = (_loader(part, memory_gib=gib) for gib in (1.0, 0.0))
+    with_room, without = (_loader(part, frame_cache_gib=gib) for gib in (1.0, 0.0))
     first = with_room.load(0)
     _assert_same(without.load(0), first)
     for clip in clips:
@@ -234,7 +234,7 @@ def test_clips_in_memory_are_not_decoded_again(path: Path, tmp_path: Path) -> No
 def test_clips_of_many_windows_are_not_kept(path: Path, tmp_path: Path) -> None:
     """The next epoch wants another window of them: they would only take the room of others."""
     part, clips = _part(path, tmp_path, lambda clip: clip.num_frames > 5)
-    loader = _loader(part, memory_gib=1.0)
+    loader = _loader(part, frame_cache_gib=1.0)
     loader.load(0)
     for clip in clips:
         Path(clip.path).unlink()

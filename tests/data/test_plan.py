@@ -196,7 +196,9 @@ def test_a_plans_fingerprint_names_its_batches(catalog_of: _CatalogOf, section: 
     """Other clips, buckets, stages, lengths, weights or batch sizes are another plan's."""
     clips = {"catalog": catalog_of(range(9))}
     plain = begin(clips, section(), 4, 0)
-    assert begin(clips, section(workers=0, memory_gib=0.0), 4, 0).fingerprint == plain.fingerprint
+    assert (
+        begin(clips, section(workers=0, frame_cache_gib=0.0), 4, 0).fingerprint == plain.fingerprint
+    )
     others = [
         begin({"catalog": catalog_of(range(10))}, section(), 4, 0),
         begin(clips, section(), 5, 0),

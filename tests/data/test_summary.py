@@ -56,7 +56,7 @@ def recipe_of(data: dict[str, Any], steps: int = 20, batch_size: int = 4) -> Rec
         "out": "runs/none",
         "data": {"catalog": "none.parquet", "buckets": [WIDE, SQUARE, TALL], **data},
         "model": {"family": "tubelet"},
-        "training": {"steps": steps, "batch_size": batch_size},
+        "training": {"steps": steps, "global_batch_size": batch_size},
     }
     return config.parse(values, "a test")
 

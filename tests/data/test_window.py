@@ -416,7 +416,7 @@ def test_a_pattern_that_cannot_mean_anything_is_refused(
         "out": "run",
         "data": {"catalog": "c.parquet", "buckets": [bucket], "references": references},
         "model": {"family": "tubelet"},
-        "training": {"steps": 1, "batch_size": 1},
+        "training": {"steps": 1, "global_batch_size": 1},
     }
     with pytest.raises(RecipeError, match=said):
         parse(values, source="recipe")

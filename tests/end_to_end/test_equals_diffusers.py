@@ -204,7 +204,7 @@ def _recipe(place: Path, family: str, **sections: Any) -> Recipe:
             **({} if is_wan else encoders),
         },
         "flow": {"shift": 3.0 if is_wan else "flux"},
-        "training": {"steps": 1, "batch_size": 4, "device": "cpu", "precision": "fp32"},
+        "training": {"steps": 1, "global_batch_size": 4, "device": "cpu", "precision": "fp32"},
         "watch": {"enabled": False},
         "tracking": {"tensorboard": False},
         **sections,

@@ -100,7 +100,7 @@ def _sampler(family: str, dtype: str = "fp32", **trainable: Any) -> Sampler:
         "out": "run",
         "data": {"catalog": "catalog.parquet", "buckets": _SIZES[family]["buckets"]},
         "trainable": trainable,
-        "training": {"steps": 1, "batch_size": 1},
+        "training": {"steps": 1, "global_batch_size": 1},
     }
     values["model"]["dtype"] = dtype
     recipe = config.parse(values, source="test")
@@ -119,7 +119,7 @@ def _trained(tiny_recipe: Recipe, out: Path, family: str, trainable: dict[str, A
     values |= {**_parts(family), "out": str(out), "trainable": trainable}
     values["data"]["buckets"] = _SIZES[family]["buckets"]
     values["data"]["stills_from_videos"] = family == "flux"
-    values["training"] |= {"steps": 3, "batch_size": 4}
+    values["training"] |= {"steps": 3, "global_batch_size": 4}
     train(config.parse(values, source="_trained"), Console(quiet=True))
     return load_sampler(out, device="cpu")
 

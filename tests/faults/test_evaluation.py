@@ -111,14 +111,14 @@ def _complaints(site: TrainingSite) -> list[str]:
 
 
 def test_a_checkpoint_must_be_evaluated_once(site: TrainingSite, results: _Results) -> None:
-    lost = ["step 50 was done 0 times, and told of 0 times", "the result of step 50 is not whole"]
+    lost = ["step 50 was done 0 times, announced 0 times", "the result of step 50 is not whole"]
     assert _complaints(site) == lost
     results.take(_LAST)
     assert _complaints(site) == lost
     results.make(_LAST)
     assert _complaints(site) == []
     results.make(_LAST, "two")
-    assert _complaints(site) == ["step 50 was done 2 times, and told of 2 times"]
+    assert _complaints(site) == ["step 50 was done 2 times, announced 2 times"]
 
 
 def test_a_result_must_be_whole_and_of_the_saved_weights(
@@ -196,18 +196,18 @@ def test_rows_that_a_tracker_was_not_told_are_complained_of(site: TrainingSite) 
     evidence = Evidence()
     shutil.rmtree(site.run.tensorboard_path, ignore_errors=True)
     site.run.record_path.write_text('{"id": "run-1"}')
-    expect_tracked(evidence, site.run, told_before=3)
+    expect_tracked(evidence, site.run, rows_before=3)
     assert evidence.complaints == [
         "TensorBoard does not have every step once",
-        "W&B was told 3 rows though it is unreachable",
-        "W&B was not told every step once later",
+        "W&B got 3 rows though it is unreachable",
+        "W&B did not get every step once later",
     ]
 
 
 def test_brighter_checkpoints_differ_in_their_ema_only(site: TrainingSite) -> None:
     """Weights, which decide the loss, stay bitwise the same."""
     (last,) = site.run.checkpoint_steps()[-1:]
-    steps = brighten(site.run, times=4, brighter=0.03, apart=5)
+    steps = brighten(site.run, times=4, brighter=0.03, distance=5)
     assert steps == [last + 5, last + 10, last + 15, last + 20]
     for ema in (False, True):
         models = [

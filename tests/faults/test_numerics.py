@@ -71,7 +71,7 @@ def test_a_higher_loss_at_the_end_is_complained_of(
 @pytest.mark.parametrize(
     ("sums", "complaint"),
     [
-        (("a",), "1 ranks have told what weights they ended with"),
+        (("a",), "1 ranks have reported the weights they ended with"),
         (("a", "b"), "the ranks ended with different weights"),
     ],
 )

@@ -36,7 +36,7 @@ def _outlined(trained: str, dtype: str, gpu: DeviceBudget) -> MetaStep:
     del values["model"]["pretrained"]
     values["model"] |= {"config": _SIZES, "dtype": dtype}
     values["data"]["buckets"] = [{"num_frames": 1, "height": 512, "width": 512}]
-    values["training"] |= {"batch_size": 2, "micro_batch_size": 2}
+    values["training"] |= {"global_batch_size": 2, "micro_batch_size": 2}
     values["trainable"] = {"kind": trained}
     return outline_step(config.parse(values, source="test"), gpu)
 

@@ -30,7 +30,7 @@ class Teller:
                 "workers": 0,
             },
             "model": {"family": "tubelet"},
-            "training": {"steps": TOTAL, "batch_size": 4},
+            "training": {"steps": TOTAL, "global_batch_size": 4},
         }
         recipe = config.parse(values, "test")
         path.mkdir()

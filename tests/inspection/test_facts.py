@@ -52,7 +52,7 @@ def _commands(facts: dict[str, Any]) -> list[str]:
 
 
 def test_what_to_type_next_follows_from_how_it_ended(told: RunDirectory) -> None:
-    go_on = told.command_to_go_on()
+    go_on = told.resume_command()
     assert _commands(run_facts(told))[:2] == [go_on, f"longtake show {told.path} --around 20"]
     assert run_facts(told)["next"][0]["for"] == "resume"
     told.append_event("resumed", step=24)
@@ -128,7 +128,7 @@ def test_the_suggested_sample_of_an_image_model_has_its_references(tmp_path: Pat
     text = f"""
     out = "{tmp_path / "run"}"
     model.family = "flux"
-    training = {{ steps = 4, batch_size = 1 }}
+    training = {{ steps = 4, global_batch_size = 1 }}
     [data]
     catalog = "clips.parquet"
     buckets = [{{ num_frames = 1, height = 32, width = 32 }}]

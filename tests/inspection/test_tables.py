@@ -31,7 +31,7 @@ def test_a_glance_says_how_the_run_stands(told: RunDirectory) -> None:
     assert "from step 20 to 12 (divergence), without batches 13 to 21" in text
     assert "8 steps that were done, and given up" in text
     place = lines.index("  resume:")
-    assert lines[place + 1] == f"    {told.command_to_go_on()}"
+    assert lines[place + 1] == f"    {told.resume_command()}"
 
 
 def test_what_is_inside_of_an_event_is_told_in_words() -> None:

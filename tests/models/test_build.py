@@ -67,7 +67,7 @@ _KONTEXT: dict[str, Any] = {
             }
         },
     },
-    "training": {"steps": 1, "batch_size": 2},
+    "training": {"steps": 1, "global_batch_size": 2},
 }
 _TUBELET: dict[str, Any] = {
     "out": "run",
@@ -76,7 +76,7 @@ _TUBELET: dict[str, Any] = {
         "buckets": [{"num_frames": 8, "height": 16, "width": 16}],
     },
     "model": {"family": "tubelet", "config": {"hidden_size": 24, "num_heads": 2}},
-    "training": {"steps": 1, "batch_size": 2},
+    "training": {"steps": 1, "global_batch_size": 2},
 }
 
 
@@ -362,6 +362,6 @@ def _with_text(name: str, model: str | None, text: str | None, **changes: Any) -
         "data": {"catalog": "c.parquet", "buckets": [{"num_frames": 1, "height": 16, "width": 16}]},
         "model": {"family": name, "pretrained": model},
         "text": {"kind": "transformers", "pretrained": text, **changes},
-        "training": {"steps": 1, "batch_size": 1},
+        "training": {"steps": 1, "global_batch_size": 1},
     }
     return config.parse(values, "test")

@@ -289,7 +289,7 @@ def _cached_recipe(**sections: Any) -> Recipe:
         "model": {"family": "wan"},
         "codec": {"kind": "autoencoder", "class_name": "AutoencoderKLWan", "config": _CODEC},
         "text": {"kind": "transformers", "class_name": "UMT5EncoderModel", "config": _ENCODER},
-        "training": {"steps": 1, "batch_size": 1},
+        "training": {"steps": 1, "global_batch_size": 1},
     }
     return config.parse(values | sections, "test")
 

@@ -520,7 +520,11 @@ def test_a_line_of_training_that_reads_values_waits_for_the_device() -> None:
     """Behind a collective of NCCL that never ends, `.tolist()` shows no call of torch's."""
     step = Path(longtake.__file__).parent / "training" / "step.py"
     lines = step.read_text().splitlines()
-    (reads,) = (number for number, line in enumerate(lines, 1) if ".tolist()  # one wait" in line)
+    (reads,) = (
+        number
+        for number, line in enumerate(lines, 1)
+        if ".tolist()  # waits for the device" in line
+    )
     other = next(number for number, line in enumerate(lines, 1) if line.startswith("import "))
     file = "/elsewhere/site-packages/longtake/training/step.py"
     assert classify_wait((("compute_gradients", file, reads),), "backward") == "device"

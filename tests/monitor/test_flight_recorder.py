@@ -30,8 +30,8 @@ def test_real_dumps_name_the_ranks_that_were_made_to_fail(
     folder = material / "traces" / "fr" / trace
     dumps = {rank: flight.read_file(folder / f"_dump_{rank}") for rank in range(16)}
     assert flight.root_ranks(dumps) == truth
-    blamed = [each for each in flight.analyse(dumps) if each.to_blame]
-    assert {rank for each in blamed for rank in each.to_blame} == set(truth)
+    blamed = [each for each in flight.analyse(dumps) if each.causes]
+    assert {rank for each in blamed for rank in each.causes} == set(truth)
     assert {rank for each in blamed for rank in each.missing_ranks} == reference
     assert blamed[0].description == "EXPERT_MODEL_PARALLEL_GROUP"
     assert blamed[0].op == "nccl:all_to_all"
@@ -234,7 +234,7 @@ def test_all_at_the_same_collective_is_nobody_s_fault() -> None:
     assert flight.root_ranks(dumps) == ()
     (only,) = flight.analyse(dumps)
     assert only.stalled_ranks == (0, 1, 2, 3)
-    assert only.missing_ranks == only.to_blame == ()
+    assert only.missing_ranks == only.causes == ()
 
 
 def test_a_rank_that_alone_has_not_finished_is_a_root() -> None:

@@ -225,7 +225,7 @@ def test_conditions() -> None:
         "clock_offset_at_least_seconds:gpu08": 0.5,
     }
     assert sorted(judge.wrong(bad, []).values()) == [
-        "its clock and gpu08's are 0.500 s apart",
+        "its clock and gpu08's differ by 0.500 s",
         "the driver reports errors of GPU 2 (XID 79)",
         "the kernel has killed 1 processes for lack of memory",
         "the link eth0 is down",

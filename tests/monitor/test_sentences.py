@@ -116,7 +116,7 @@ def test_further_suspects_and_the_flight_recorder_follow() -> None:
     more = [replace(_RANK, rank=rank, pid=rank) for rank in range(6)]
     missing = MissingIn("mine", "nccl:all_reduce", (1, 2)), MissingIn("x", "op", (4,), True)
     said = _sentence(_WORKER, *more, missing=missing, silent=("gpu09",))
-    assert "Likewise: gpu07: rank 0 (process 0) in read" in said
+    assert "Also: gpu07: rank 0 (process 0) in read" in said
     assert "; 3 more." in said
     assert "No answer came from gpu09." in said
     assert "By the flight recorder ranks 1-2 never joined nccl:all_reduce of mine." in said

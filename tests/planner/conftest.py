@@ -19,7 +19,7 @@ from longtake.planner.trace import Subject
 _RECIPES = {
     "flux_kontext": """
 out = "unused"
-training = { steps = 1, batch_size = 2, device = "cpu", precision = "fp32" }
+training = { steps = 1, global_batch_size = 2, device = "cpu", precision = "fp32" }
 data.catalog = "unused"
 data.buckets = [{ num_frames = 1, height = 24, width = 24 }]
 data.references = { reference = "{stem}.png" }
@@ -51,7 +51,7 @@ num_attention_heads = 2
 """,
     "wan": """
 out = "unused"
-training = { steps = 1, batch_size = 2, device = "cpu", precision = "fp32" }
+training = { steps = 1, global_batch_size = 2, device = "cpu", precision = "fp32" }
 data.catalog = "unused"
 data.buckets = [{ num_frames = 5, height = 128, width = 128 }]
 [model]

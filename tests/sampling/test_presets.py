@@ -41,7 +41,7 @@ def _recipe(folder: Path, evaluation: str = "", more: str = "") -> Recipe:
     data.catalog = "clips.parquet"
     data.buckets = [{{ num_frames = 8, height = 32, width = 48 }}]
     model.family = "tubelet"
-    training = {{ steps = 4, batch_size = 1 }}
+    training = {{ steps = 4, global_batch_size = 1 }}
     sampling = {{ num_inference_steps = 7, guidance_scale = 3.0, shift = 2.0, fps = 8.0 }}
     {more}
     {evaluation}
@@ -394,7 +394,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         ({}, {}, "ema/main"),
         ({}, {"ema": True, "profile": "main"}, "ema/main"),
         ({}, {"ema": False}, "model"),
-        ({"profiles": [{"name": "a", "decay": 0.9}, {"name": "b", "width": 0.1}]}, {}, "ema/a"),
+        ({"profiles": [{"name": "a", "decay": 0.9}, {"name": "b", "sigma_rel": 0.1}]}, {}, "ema/a"),
         ({"profiles": [{"name": "a", "decay": 0.9}], "sample_from": "a"}, {}, "ema/a"),
         ({"enabled": False}, {}, "model"),
         ({"enabled": False}, {"ema": False}, "model"),

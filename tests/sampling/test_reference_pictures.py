@@ -35,7 +35,7 @@ def _recipe(folder: Path, table: str, names: str = "reference") -> Recipe:
     data.buckets = [{{ num_frames = 1, height = 16, width = 24 }}]
     data.references = {{ {patterns} }}
     model.family = "flux_kontext"
-    training = {{ steps = 4, batch_size = 1 }}
+    training = {{ steps = 4, global_batch_size = 1 }}
     [evaluation.presets.kontext]
     prompts = ["make it snow", "as a drawing"]
     {table}

@@ -605,7 +605,7 @@ def _flux_recipe(family: str = "flux_kontext", **model: Any) -> Recipe:
             "config": {"d_model": 12, "d_kv": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2},
             "pooled": {"config": clip},
         },
-        "training": {"steps": 1, "batch_size": 1},
+        "training": {"steps": 1, "global_batch_size": 1},
         "sampling": {"num_inference_steps": 3, "guidance_scale": 4.0, "shift": 2.0},
     }
     return config.parse(values, source="test")

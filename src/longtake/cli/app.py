@@ -136,7 +136,7 @@ def demo(
         evaluate=with_server,
     )
     if summary is None:
-        say.line(f"Stopped. What {out} holds by now is kept; the same command goes on from there.")
+        say.line(f"Stopped. What {out} holds by now is kept; the same command resumes from there.")
         raise typer.Exit(130)
     if as_json:
         say.result(summary)

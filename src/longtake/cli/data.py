@@ -207,7 +207,7 @@ def score(
 ) -> None:
     """Give every clip a number that stages can select by, such as `nouns <= q40`.
 
-    After Ctrl-C it goes on where it was.
+    After Ctrl-C the same command resumes.
     """
     from longtake.data.catalog import Catalog
     from longtake.data.index import check_out

@@ -54,7 +54,7 @@ def _title(facts: Mapping[str, Any]) -> str:
 
 
 def _add_role(tree: Tree, role: str, groups: Sequence[Mapping[str, Any]]) -> None:
-    """The calls that all of a role are in are told once, and then what tells them apart."""
+    """The calls that all of a role are in are printed once, and then where they differ."""
     count = sum(each["count"] for each in groups)
     title = Text(f"{count} {_ROLES[role][count != 1]}", style="bold")
     if shared := _shared(groups) if len(groups) > 1 else 0:
@@ -70,7 +70,7 @@ def _add_role(tree: Tree, role: str, groups: Sequence[Mapping[str, Any]]) -> Non
 def _shared(groups: Sequence[Mapping[str, Any]]) -> int:
     """How many of the outermost calls all groups are in, up to one that is not a library's.
 
-    Never all that there is of one: something is to be told of each.
+    Never all that there is of one: something is printed of each.
     """
     stacks = [
         tuple((call["function"], call["file"], call["line"]) for call in each["stack"])

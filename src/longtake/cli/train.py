@@ -55,7 +55,7 @@ def train(
             phase_lines(say.console(), "importing PyTorch", starting_phase),
         ):
             if launcher := os.environ.pop(LAUNCHER_VARIABLE, None):
-                # Nobody would start it again, nor end it: two launches would train one run.
+                # Nothing would start it again, nor end it: two launches would train one run.
                 end_with(int(launcher), by=signal.SIGTERM)
             from longtake.training.train import train as train_recipe
 
@@ -68,7 +68,7 @@ def train(
             _say_what_is_kept(loaded.out)
         raise typer.Exit(EXIT_CODES["SIGINT"]) from None
     if outcome.interrupted_by:
-        _say_how_to_go_on(outcome, outcome.run or loaded.out, fresh=fresh)
+        _say_how_to_resume(outcome, outcome.run or loaded.out, fresh=fresh)
         raise typer.Exit(EXIT_CODES[outcome.interrupted_by])
     _say_what_was_done(outcome, loaded, as_json=as_json)
 
@@ -83,14 +83,12 @@ def _say_what_is_kept(out: Path) -> None:
     say.line(f"Stopped at once, without saving: {kept}. The same command resumes from there.")
 
 
-def _say_how_to_go_on(outcome: "TrainOutcome", out: Path, *, fresh: bool) -> None:
+def _say_how_to_resume(outcome: "TrainOutcome", out: Path, *, fresh: bool) -> None:
     from longtake.run_dir import RunDirectory
 
     say.line(f"Stopped by {outcome.interrupted_by} after step {outcome.end_step}, which is saved.")
-    say.line(
-        "Go on from there with:" if fresh else "The same command goes on from there, and so does:"
-    )
-    say.line(RunDirectory(out).command_to_go_on())
+    say.line("Resume with:" if fresh else "The same command resumes, and so does:")
+    say.line(RunDirectory(out).resume_command())
 
 
 def _say_what_was_done(outcome: "TrainOutcome", recipe: "Recipe", *, as_json: bool) -> None:

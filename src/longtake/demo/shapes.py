@@ -28,7 +28,7 @@ FPS = 8.0
 
 SHAPES = ("circle", "square", "triangle", "cross")
 
-# Hue in degrees. Sixty apart, so that chroma subsampling cannot make one into another.
+# Hue in degrees, at steps of sixty, so that chroma subsampling cannot make one into another.
 COLOURS = {"red": 0, "yellow": 60, "green": 120, "cyan": 180, "blue": 240, "magenta": 300}
 
 # Unit steps in (x, y); y grows downwards, as rows do. In order of angle.

@@ -229,8 +229,10 @@ def last_row(values: Sequence[float]) -> list[float]:
     """The longest end of a series that only rises, or only falls; at least its last value."""
     backwards = [values[-1]]
     for earlier in values[-2::-1]:
-        goes_on = len(backwards) == 1 or (backwards[0] > backwards[1]) == (backwards[-1] > earlier)
-        if earlier == backwards[-1] or not goes_on:
+        continues = len(backwards) == 1 or (backwards[0] > backwards[1]) == (
+            backwards[-1] > earlier
+        )
+        if earlier == backwards[-1] or not continues:
             break
         backwards.append(earlier)
     return backwards[::-1]

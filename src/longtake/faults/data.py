@@ -40,7 +40,7 @@ _CORRUPT_STEP = 8
 @fault(
     "data-grown",
     does="Kills a run in mid-epoch and adds a tenth more clips to its catalog.",
-    must="It refuses to resume; told to merge, it repeats no clip and misses none.",
+    must="It refuses to resume; with on_change=merge it repeats no clip and misses none.",
 )
 def data_grown(sandbox: Sandbox) -> Evidence:
     site, evidence = sandbox.killed_mid_epoch("data-grown"), Evidence()
@@ -70,7 +70,7 @@ def expect_refusal(evidence: Evidence, code: int, output: str, added: int) -> No
 @fault(
     "data-shrunk",
     does="Kills a run in mid-epoch and deletes three in ten of its clips.",
-    must="Told to merge, it repeats no clip and misses none.",
+    must="With on_change=merge it repeats no clip and misses none.",
 )
 def data_shrunk(sandbox: Sandbox) -> Evidence:
     site = sandbox.killed_mid_epoch("data-shrunk")
@@ -84,7 +84,7 @@ def data_shrunk(sandbox: Sandbox) -> Evidence:
 @fault(
     "data-swapped",
     does="Kills a run in mid-epoch and replaces its catalog by one of other clips.",
-    must="Told to finish, it ends the epoch with the old clips, then trains the new ones.",
+    must="With on_change=finish it ends the epoch with the old clips, then trains the new ones.",
 )
 def data_swapped(sandbox: Sandbox) -> Evidence:
     site = sandbox.killed_mid_epoch("data-swapped")
@@ -97,7 +97,7 @@ def data_swapped(sandbox: Sandbox) -> Evidence:
 @fault(
     "one-clip-removed",
     does="Kills a run in mid-epoch and deletes a single clip that was still to come.",
-    must="Told to merge, it repeats no clip and misses none.",
+    must="With on_change=merge it repeats no clip and misses none.",
 )
 def one_clip_removed(sandbox: Sandbox) -> Evidence:
     site = sandbox.killed_mid_epoch("one-clip-removed")

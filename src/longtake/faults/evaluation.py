@@ -146,14 +146,14 @@ def _attempts(run: RunDirectory, step: int) -> list[dict[str, Any]]:
 
 def expect_evaluated_once(evidence: Evidence, run: RunDirectory, steps: Iterable[int]) -> None:
     """Expect one whole result of each of some checkpoints, and no remains of others."""
-    told = Counter(
+    announced = Counter(
         each["step"] for each in server_events(run) if each["event"] == "evaluation_finished"
     )
     for step in steps:
         ends = [each["ended"] for each in _attempts(run, step)]
         evidence.expect(
-            ends.count("done") == 1 and told[step] == 1,
-            f"step {step} was done {ends.count('done')} times, and told of {told[step]} times",
+            ends.count("done") == 1 and announced[step] == 1,
+            f"step {step} was done {ends.count('done')} times, announced {announced[step]} times",
         )
         evidence.expect(_is_whole(run, step), f"the result of step {step} is not whole")
     left = [path.name for path in partial_videos(run)]
@@ -482,7 +482,7 @@ def brightness_drift(sandbox: Sandbox) -> Evidence:
     return evidence
 
 
-def brighten(run: RunDirectory, times: int, brighter: float, apart: int) -> list[int]:
+def brighten(run: RunDirectory, times: int, brighter: float, distance: int) -> list[int]:
     """Save further checkpoints of a tubelet, each with a brighter EMA; returns their steps."""
     import torch
 
@@ -499,7 +499,7 @@ def brighten(run: RunDirectory, times: int, brighter: float, apart: int) -> list
     weights.requires_grad_(True)  # a model that samples has no trained weights
     ema.requires_grad_(True)
     alone = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), mesh=None)
-    steps = [newest_step + apart * (number + 1) for number in range(times)]
+    steps = [newest_step + distance * (number + 1) for number in range(times)]
     for step in steps:
         with torch.no_grad():
             ema.get_parameter("tube_out.bias").add_(brighter)
@@ -555,10 +555,10 @@ def tracker_down(sandbox: Sandbox) -> Evidence:
                 seen = time.monotonic() - process.began
                 break
         process.finish()
-    told = Cursor.load(cursor_path(run, "wandb")).rows
+    rows_before = Cursor.load(cursor_path(run, "wandb")).rows
     _follow_offline(run)
     evidence.expect(seen is not None, "nothing reports that W&B cannot be reached")
-    expect_tracked(evidence, run, told)
+    expect_tracked(evidence, run, rows_before)
     evidence.expect_undisturbed(site, sandbox.undisturbed)
     evidence.detected_seconds = seen
     evidence.message = (
@@ -591,8 +591,8 @@ def _follow_offline(run: RunDirectory) -> None:
     follower.close(_LONGEST_FOLLOWER_SECONDS)
 
 
-def expect_tracked(evidence: Evidence, run: RunDirectory, told_before: int) -> None:
-    """Expect every step once in TensorBoard and, after `told_before` = 0 rows, in W&B's files."""
+def expect_tracked(evidence: Evidence, run: RunDirectory, rows_before: int) -> None:
+    """Expect every step once in TensorBoard and, after `rows_before` = 0 rows, in W&B's files."""
     from longtake.tracking.wandb import run_id_of
     from longtake.tracking.wandb_file import rows_from
 
@@ -602,7 +602,7 @@ def expect_tracked(evidence: Evidence, run: RunDirectory, told_before: int) -> N
     files = event_files(run.tensorboard_path)
     found = [event.step for path in files for event in events_in(path) if event.summary.value]
     evidence.expect(found == steps, "TensorBoard does not have every step once")
-    evidence.expect(told_before == 0, f"W&B was told {told_before} rows though it is unreachable")
+    evidence.expect(rows_before == 0, f"W&B got {rows_before} rows though it is unreachable")
     rows = rows_from(0, run.path / "wandb", run_id_of(run))
-    told = sorted(row["train/step"] for row in rows if "train/step" in row)
-    evidence.expect(told == steps, "W&B was not told every step once later")
+    tracked = sorted(row["train/step"] for row in rows if "train/step" in row)
+    evidence.expect(tracked == steps, "W&B did not get every step once later")

@@ -32,7 +32,7 @@ BITWISE = "every step, weights, EMA and optimizer are bitwise those of the undis
 RECOVERY_SECONDS = 120.0  # from a rank's loss until a step is trained again; usual are 3 to 15
 
 _LARGEST_LOSS_ERROR = 1e-3  # relative, after some dozens of steps whose sums round differently
-_LARGEST_WEIGHT_ERROR = 1e-5  # likewise
+_LARGEST_WEIGHT_ERROR = 1e-5  # relative
 _NONE: Identities = np.empty(0, np.uint64)
 _NOTHING: Mapping[int, Identities] = MappingProxyType({})
 _COMPARED = ("step", "epoch", "loss", "grad_norm", "learning_rate")

@@ -231,9 +231,9 @@ def expect_diagnosis(
         wanted = [str(hang.pid), Path(hang.path).name, where if hang.line else ""]
         missing = [words for words in wanted if words not in sentence]
         evidence.expect(not missing, f"the sentence does not say {', '.join(missing)}: {sentence}")
-    told = {each for group in diagnosis.get("waiting", []) for each in group["ranks"]}
-    wrong = f"ranks {sorted(told)} are said to wait, and {sorted(waiting)} do"
-    evidence.expect(told == set(waiting), wrong)
+    reported = {each for group in diagnosis.get("waiting", []) for each in group["ranks"]}
+    wrong = f"ranks {sorted(reported)} are said to wait, and {sorted(waiting)} do"
+    evidence.expect(reported == set(waiting), wrong)
 
 
 def _expect_suspect(evidence: Evidence, suspect: dict[str, Any], hang: Hang, rank: int) -> None:

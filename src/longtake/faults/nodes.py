@@ -167,11 +167,11 @@ def expect_clock_event(
     since = time.monotonic() if began is None else began
     evidence.expect_event(found, since, none, within)
     events = filter(_is_clock_event, read_json_lines(this_node(site.run).events_path))
-    told = [event["event"] for event in events]
+    kinds = [event["event"] for event in events]
     others = {"stalled", "clock_stepped", "clock_slewed", "rank_died"} - {kind}
-    wrong = sorted(others.intersection(told))
+    wrong = sorted(others.intersection(kinds))
     evidence.expect(not wrong, f"events of what did not happen: {', '.join(wrong)}")
-    evidence.expect(told.count(kind) <= 1, f"it was reported {told.count(kind)} times")
+    evidence.expect(kinds.count(kind) <= 1, f"it was reported {kinds.count(kind)} times")
     evidence.message = (
         f"It said: {found.event['message'] if found else ''} No stall was reported, and every step "
         "is bitwise the undisturbed run's."

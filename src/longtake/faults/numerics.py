@@ -33,7 +33,7 @@ _RATE_WITHIN_STEPS = 100
 _NORM_EPOCH = 7
 _NORM_STEP = _NORM_EPOCH * STEPS_PER_EPOCH - 1
 _LAST_BATCHES = 30
-_LARGEST_HARM = 0.1  # relative, of the loss at the end
+_LARGEST_LOSS_ERROR = 0.1  # relative, of the loss at the end
 _LARGEST_LOSS_ERROR = 1e-3  # relative, of a loss whose sums round differently
 
 
@@ -71,7 +71,7 @@ def expect_rank_named(evidence: Evidence, site: TrainingSite, undisturbed: Train
     evidence.expect(error <= _LARGEST_LOSS_ERROR, f"a loss before it differs by {error:.1e}")
     said = _expect_named(evidence, site.run, "rank 1 of 2 alone", NAN_PARAMETER)
     sums = [path.read_text(encoding="utf-8") for path in site.folder.glob("weights_of_rank_*")]
-    evidence.expect(len(sums) == 2, f"{len(sums)} ranks have told what weights they ended with")
+    evidence.expect(len(sums) == 2, f"{len(sums)} ranks have reported the weights they ended with")
     evidence.expect(len(set(sums)) == 1, "the ranks ended with different weights")
     evidence.message = (
         f"Both ranks skipped that update and ended with equal weights. It said: {said}"
@@ -223,7 +223,7 @@ def _expect_good_end(
     evidence.expect_exact(site, skipped=clips_between(undisturbed.run, *excluded))
     share = relative_end_loss(site.run, undisturbed.run)
     evidence.expect(
-        abs(share - 1) <= _LARGEST_HARM,
+        abs(share - 1) <= _LARGEST_LOSS_ERROR,
         f"it ended with {share:.2f} times the undisturbed run's loss",
     )
 

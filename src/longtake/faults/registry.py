@@ -175,8 +175,8 @@ def run_drill(fault: Fault, sandbox: "Sandbox") -> DrillResult:
     try:
         result = DrillResult(fault.name, **fault.run(sandbox).outcome())
     except NotPossibleHereError as error:
-        told = f"Not possible here: {error}."
-        result = DrillResult(fault.name, passed=False, message=told, skipped=str(error))
+        reason = f"Not possible here: {error}."
+        result = DrillResult(fault.name, passed=False, message=reason, skipped=str(error))
     except LongtakeError as error:
         result = DrillResult(fault.name, passed=False, message=f"Failed: {error}")
     return replace(result, drill_seconds=round(time.monotonic() - began, 3))

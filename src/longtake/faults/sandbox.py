@@ -47,7 +47,7 @@ POISONED_BATCHES = 5  # more than the guard skips one by one
 RATE_FACTOR = 10.0
 NORM_FACTOR = 1.007  # like the epoch-end defect that added 5 to a weight norm of 700
 PACE_SECONDS = 0.5  # added to each step where a run has to last for some seconds
-SLOW_PACE_SECONDS = 0.25  # likewise where one rank is slower than the others
+SLOW_PACE_SECONDS = 0.25  # the same where one rank is slower than the others
 NAN_PARAMETER = "blocks.1.attention.to_out.weight"
 
 # Sums round differently with another number of threads; small ones are faster with one.
@@ -145,7 +145,7 @@ class RunObserver(ABC):
 
     Attributes:
         began: when they were started, by the monotonic clock, in seconds.
-        polled_at: when they were last found running, likewise.
+        polled_at: when they were last found running, by the same clock.
     """
 
     NAME = "training process"

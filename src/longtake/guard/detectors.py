@@ -419,8 +419,8 @@ def _sigmas_with_spike(rows: StepRows, now: StepStatistics, noise_factor: float)
 # --- Skip, or roll back after too many skips ------------------------------------------------------
 
 _STEPS_BETWEEN_SKIPS = 16
-"""Skips further apart are unrelated: single bad clips do not spoil the state, and skipping their
-batches is enough."""
+"""Skips at larger distances are unrelated: single bad clips do not spoil the state, and skipping
+their batches is enough."""
 _MIN_ORDINARY_LOSSES = 16
 """Losses that define an ordinary one."""
 _ORDINARY_SIGMAS = 3.0

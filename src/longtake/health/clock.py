@@ -159,7 +159,7 @@ class Clock:
         if abs(change) < STEP_SECONDS * 1e9:
             return change
         # Where clocks are simulated (virtual machines, tests) the date may drift against the other
-        # clock; a step does not go on.
+        # clock; a step does not continue.
         threading.Event().wait(_SECOND_LOOK_SECONDS)
         later = read_clocks()
         rate = (later.offset_ns - now.offset_ns) / max(1, later.monotonic_ns - now.monotonic_ns)
@@ -424,7 +424,7 @@ LEAD = "clock_lead_seconds"
 
 
 class ClockOffsets:
-    """How far the clocks of this node, `host`, and others can be apart, by heartbeats' dates.
+    """How far the clocks of this node, `host`, and others can differ, by heartbeats' dates.
 
     A date in another node's heartbeat that is in the future here proves that the other clock is
     ahead, by at least the greatest such lead of the last minutes: all that lies between writing and
@@ -435,8 +435,8 @@ class ClockOffsets:
     numbers: Mapping[str, str] = {
         LEAD: "By how much the other node's clock is ahead at least; negative: by how much it can "
         "be behind, or its heartbeat late",
-        "clock_offset_at_least_seconds": "How far the two clocks are proven to be apart",
-        "clock_offset_at_most_seconds": "How far the two clocks can be apart",
+        "clock_offset_at_least_seconds": "How far the two clocks are proven to differ",
+        "clock_offset_at_most_seconds": "How far the two clocks can differ",
     }
 
     def __init__(self, host: str) -> None:

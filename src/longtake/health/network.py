@@ -275,7 +275,7 @@ def _socket_inodes(pid: int) -> Iterator[int]:
                 yield int(name[len("socket:[") : -1])
 
 
-# --- Latency and rates to other nodes. A collective is slow for all ranks alike, whoever's link is
+# --- Latency and rates to other nodes. A collective is slow for all ranks alike, whichever link is
 # slow. The kernel tells: on a connection over the slow link data is always in flight.
 
 BUSY = "peer_busy_share"

@@ -168,7 +168,7 @@ def _next_commands(
     """Commands, and what each is for; the likeliest first."""
     own, path, ways = command(), shlex.quote(str(run.path)), []
     if state in ("interrupted", "dead"):
-        ways.append((run.command_to_go_on(), "resume"))
+        ways.append((run.resume_command(), "resume"))
     if state == "stalled":
         ways.append((f"{own} stacks {path}", "where its processes are"))
     judged = rows.step[rows.table["has_verdict"]]

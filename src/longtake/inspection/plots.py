@@ -196,7 +196,7 @@ class Strip:
     """(step, in a few words) of those that are not about a rollback."""
     rollbacks: tuple[RolledBack, ...]
     edges: tuple[tuple[int, str], ...]
-    """(first step, name) of epochs and stages; none where there are too many to tell apart."""
+    """(first step, name) of epochs and stages; none where there are too many to distinguish."""
     incidents: tuple[tuple[int, str], ...] = ()
     """(step, in a few words) of what happened to processes and nodes."""
 

@@ -143,9 +143,9 @@ def read_rows(run: RunDirectory) -> MetricRows:
 
 
 def _abandoned(rows: MetricRows, run: RunDirectory) -> NDArray[np.bool_]:
-    """Whether a later row, or a rollback after the last one, goes back to before each step.
+    """Whether a later row, or a rollback after the last one, returns to before each step.
 
-    It is told by steps, not by times: clocks may be set back.
+    It is decided by steps, not by times: clocks may be set back.
     """
     limit = np.full(len(rows), _MAX_COUNT + 1, np.int64)
     if len(rows):

@@ -207,8 +207,8 @@ def _about(facts: Mapping[str, Any]) -> dict[str, list[str]]:
     if earlier := [_start_line(each) for each in facts["starts"][:-1]]:
         lines["started"] = _shortened(earlier)
     if facts["troubles"]:
-        told = [f"step {each['at']}: {incident_sentence(each)}" for each in facts["troubles"]]
-        lines["troubles"] = _shortened(told)
+        incidents = [f"step {each['at']}: {incident_sentence(each)}" for each in facts["troubles"]]
+        lines["troubles"] = _shortened(incidents)
     for each in facts["evaluations"]:
         lines[f"preset {each['preset']}"] = _evaluated(each)
     if facts["abandoned_rows"]:

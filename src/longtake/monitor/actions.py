@@ -35,7 +35,7 @@ class StallActions:
     def act_on(self, diagnosis: StallDiagnosis, request: DumpRequest) -> None:
         """End the suspects of this node that the recipe allows to end.
 
-        Without a process to blame it is the rank that raised the alarm.
+        If no process is the cause, it is the rank that raised the alarm.
         """
         if self._action == "report":
             return
@@ -138,10 +138,10 @@ def kill_process(heartbeat: Heartbeat) -> str:
 
 
 def _blames_no_process(diagnosis: StallDiagnosis) -> str:
-    """Why any rank may be ended: the network, or a silent node; empty: a process is to blame."""
+    """Why any rank may be ended: the network, or a silent node; empty: a process is the cause."""
     if diagnosis.kind == "link" and not diagnosis.suspects:
         return (
-            "all ranks wait at the same place, and none is to blame: any one that ends restarts "
+            "all ranks wait at the same place, and none is the cause: any one that ends restarts "
             "the job"
         )
     if diagnosis.kind == "lost" and all(each.role == "node" for each in diagnosis.suspects):

@@ -129,7 +129,7 @@ class RequestQueue:
         self._refused: list[str] = []
 
     def new_token(self, launch: str, step: int) -> str:
-        """The name of a stall that nobody has asked about."""
+        """The name of a stall without a request."""
         number = 0
         while (token := stall_token(launch, step, number)) in self._seen:
             number += 1
@@ -513,7 +513,7 @@ class DumpService:
 
 
 def _next(queue: SimpleQueue[_T]) -> _T | None:
-    return None if queue.empty() else queue.get()  # nobody else takes from it
+    return None if queue.empty() else queue.get()  # only this thread takes from it
 
 
 # --- On request of a person.

@@ -6,12 +6,12 @@ and of several the one that has come least far. In this order:
 1. a rank that died; a process that is stopped, or waits for a device that does not answer;
 2. where ranks wait for data, the decode workers that have been at one clip longest; and the process
    that raised the alarm;
-3. ranks that wait for nobody while others do: they never joined. (Of a rank that waits for its
+3. ranks that wait for no other while others do: they never joined. (Of a rank that waits for its
    checkpoint the saver's thread counts.)
 4. a node that does not answer, if ranks are missing;
 5. if all wait: whom the flight recorder names; or who waits elsewhere than most; or, without a
    majority, who is behind;
-6. if all wait at the same place, nobody: it is the network.
+6. if all wait at the same place, no rank: it is the network.
 
 A suspect that moves is slow, not stuck, and comes after those that do not.
 """
@@ -103,11 +103,11 @@ class WaitingRanks:
 
 @dataclass(frozen=True)
 class MissingIn:
-    """A collective that ranks are to blame for, by the flight recorder."""
+    """A collective that ranks hold up, by the flight recorder."""
 
     group: str  # the process group, by its description if it has one
     op: str  # such as `nccl:all_reduce`
-    ranks: tuple[int, ...]  # who is to blame
+    ranks: tuple[int, ...]  # the cause
     has_joined: bool = False  # they joined it and did not finish it; else they never joined
 
 
@@ -121,7 +121,7 @@ class StallDiagnosis:
     kind: StallKind
     launch: str
     step: int  # of the process that raised the alarm; without an alarm, of the first suspect
-    phase: str  # likewise
+    phase: str  # when it was asked for
     seconds: float | None  # for which that process had been in it at the alarm
     limit: float | None  # of the phase, in seconds; None: no alarm
     suspects: tuple[Suspect, ...]  # the first is the cause
@@ -146,7 +146,7 @@ def diagnose(
     stalled = frozenset(rank for each in blocked for rank in each.stalled_ranks)
     snapshot = StallSnapshot.of(dumps, stalled)
     alarm: Mapping[str, Any] = request.get("stall", {})
-    kind, suspects = _blame(snapshot, alarm, silent, blocked)
+    kind, suspects = _find_cause(snapshot, alarm, silent, blocked)
     if alarm and has_moved_on(alarm, dumps):
         kind, suspects = "cleared", []
     first = suspects[0] if suspects else None
@@ -191,18 +191,18 @@ def has_moved_on(alarm: Mapping[str, Any], dumps: Sequence[NodeDump]) -> bool:
     return alarm["role"] != "rank" or not died
 
 
-# --- Who is to blame.
+# --- The cause.
 
 
-_Blame = tuple[StallKind, list[Suspect]]
+_Cause = tuple[StallKind, list[Suspect]]
 
 
-def _blame(
+def _find_cause(
     snapshot: "StallSnapshot",
     alarm: Mapping[str, Any],
     silent: Sequence[str],
     blocked: Sequence[BlockedCollective],
-) -> _Blame:
+) -> _Cause:
     if snapshot.lost:
         return "lost", list(snapshot.lost)
     if found := _halted(snapshot) or _hanging_alone(snapshot, alarm):
@@ -210,7 +210,7 @@ def _blame(
         return kind, [each.suspect() for each in found]
     if snapshot.absent or (silent and not snapshot.ranks):
         return "lost", [Suspect(host, 0, "node", None) for host in silent]
-    recorded = {rank for each in blocked for rank in each.to_blame}
+    recorded = {rank for each in blocked for rank in each.causes}
     found = [each for each in snapshot.ranks if each.rank in recorded] or _out_of_place(snapshot)
     if found:
         return "stuck", [each.suspect() for each in found]
@@ -303,8 +303,8 @@ def _missing_in(blocked: Sequence[BlockedCollective]) -> tuple[MissingIn, ...]:
     found = []
     for each in blocked:
         group, missing = each.description or each.group, set(each.missing_ranks)
-        never = tuple(rank for rank in each.to_blame if rank in missing)
-        stalled = tuple(rank for rank in each.to_blame if rank not in missing)
+        never = tuple(rank for rank in each.causes if rank in missing)
+        stalled = tuple(rank for rank in each.causes if rank not in missing)
         if never:
             found.append(MissingIn(group, each.op, never))
         if stalled:

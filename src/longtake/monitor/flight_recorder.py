@@ -4,10 +4,10 @@ Each process that uses NCCL keeps its last collectives and writes them to a file
 through a named pipe, both in the heartbeat folder (`parallel.mesh.recorder_environment`). A rank
 waits at the first of its collectives that is not done, for the members that did not enqueue it
 (they never joined) and for those that enqueued it but wait at an earlier one of their own. Of that
-graph of waits the roots are to blame: ranks that others wait for and that wait for nobody. Such a
-rank has nothing pending (its program never reached the collective), or alone has not finished what
-all others have (its device stalls). Where all members are at the same collective and none has
-finished it, no rank is to blame: it is the network.
+graph of waits the roots are the cause: ranks that others wait for and that wait for no other. Such
+a rank has nothing pending (its program never reached the collective), or alone has not finished
+what all others have (its device stalls). Where all members are at the same collective and none has
+finished it, no rank is the cause: it is the network.
 """
 
 import os
@@ -40,7 +40,7 @@ _PEERS = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 
 
 class FlightRecorderError(LongtakeError, ValueError):
-    """A flight recorder's file cannot be read, or is none."""
+    """A flight recorder's file cannot be read, or is no such file."""
 
 
 # --- Files, in the heartbeat folder: a pipe and a dump for each rank.
@@ -157,7 +157,7 @@ def _stamp(path: Path) -> FileStamp:
 def _write_byte(pipe: Path) -> bool:
     try:
         descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except OSError:  # there is none, or nobody reads it
+    except OSError:  # there is none, or it has no reader
         return False
     try:
         return os.write(descriptor, b"1") == 1
@@ -213,7 +213,7 @@ class BlockedCollective:
     sizes: tuple[tuple[int, ...], ...]  # of its inputs, on the first rank that joined
     missing_ranks: tuple[int, ...]  # never joined
     stalled_ranks: tuple[int, ...]  # joined and did not finish
-    to_blame: tuple[int, ...]  # of both, the roots
+    causes: tuple[int, ...]  # of both, the roots
 
 
 def root_ranks(dumps: Mapping[int, Mapping[str, Any]]) -> tuple[int, ...]:
@@ -222,12 +222,12 @@ def root_ranks(dumps: Mapping[int, Mapping[str, Any]]) -> tuple[int, ...]:
 
 
 def analyse(dumps: Mapping[int, Mapping[str, Any]]) -> list[BlockedCollective]:
-    """The collectives at which ranks wait, those with a rank to blame first."""
+    """The collectives at which ranks wait, those that a rank holds up first."""
     recorded = _recorded_ops(dumps)
     waits = _waits(recorded)
     roots = set(_roots(recorded, waits))
     found = [_blocked(op, recorded, roots) for op in waits]
-    return sorted(found, key=lambda each: (not each.to_blame, -len(each.stalled_ranks)))
+    return sorted(found, key=lambda each: (not each.causes, -len(each.stalled_ranks)))
 
 
 def _blocked(
@@ -244,7 +244,7 @@ def _blocked(
         sizes=tuple(tuple(each) for each in entry["input_sizes"]),
         missing_ranks=tuple(sorted(missing)),
         stalled_ranks=tuple(sorted(stalled)),
-        to_blame=tuple(sorted(roots & missing | blamed)),
+        causes=tuple(sorted(roots & missing | blamed)),
     )
 
 
@@ -284,7 +284,7 @@ def _roots(
     }
     if found:
         return tuple(sorted(found))
-    # In a ring of ranks that wait for each other, those that never joined are to blame.
+    # In a ring of ranks that wait for each other, those that never joined are the cause.
     ring = chain.from_iterable(_missing(op, recorded) for op in waits)
     if awaited:
         return tuple(sorted(set(ring)))

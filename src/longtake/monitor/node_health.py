@@ -228,7 +228,7 @@ def _slow_link(wrong: Iterable[str], numbers: Numbers) -> dict[str, Any]:
 
 _PERSISTS = 3  # windows that a number must be bad for, where it is not judged otherwise
 _STAYS = 30  # windows for which a momentary error is reported
-_APART_SECONDS = 0.1
+_CLOCK_DIFFERENCE_SECONDS = 0.1
 _SAVING_SECONDS = 60.0  # for which the disk probe may hang while a checkpoint is written
 _MEMORY_SHARE, _FILES_SHARE = 0.02, 0.9
 _FULL_BYTES, _FULL_SHARE = 5 * 2**30, 0.05
@@ -329,8 +329,8 @@ def _bad_now(numbers: Numbers) -> Iterator[tuple[str, str]]:
     if numbers.get("disk_is_failing:run"):
         yield "disk_is_failing", "the run directory can be neither written nor read"
     for host, seconds in _each(numbers, "clock_offset_at_least_seconds"):
-        if seconds >= _APART_SECONDS:
-            yield f"clock_offset:{host}", f"its clock and {host}'s are {seconds:.3f} s apart"
+        if seconds >= _CLOCK_DIFFERENCE_SECONDS:
+            yield f"clock_offset:{host}", f"its clock and {host}'s differ by {seconds:.3f} s"
     for host, seconds in _each(numbers, UNANSWERED):
         if seconds:
             text = f"{host} has acknowledged nothing for {seconds:.0f} s of what is sent to it"

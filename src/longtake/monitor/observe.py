@@ -109,7 +109,7 @@ def _identity(heartbeat: Heartbeat) -> tuple[int, int]:
 
 
 class StaleHeartbeats:
-    """Removes pages of dead processes that nobody will ask about."""
+    """Removes pages of dead processes that no diagnosis needs."""
 
     def __init__(self) -> None:
         self._since: dict[Path, float] = {}

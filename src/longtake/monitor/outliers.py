@@ -235,7 +235,7 @@ def _share(value: float, usual: float, least: float) -> float:
 
 _ALLOWANCE = 1.1
 _ALARM = 5.3
-# Much noise hides a little slowness anyway: then false alarms are the greater harm.
+# Much noise hides a little slowness anyway: then false alarms cost more.
 _ALARM_OF_NOISE, _CALM_NOISE = 3.0, 1.25
 _MOST = 3.0
 _CALM = 0.5
@@ -325,7 +325,7 @@ class HealthSignal:
     least: float = 0.0  # shares are of the number, or of this where the number is less
     # Work per step depends on the data, so its past says nothing.
     against: tuple[Baseline, ...] = ("others",)
-    percent: bool = False  # people are told the deviation, not the values
+    percent: bool = False  # messages have the deviation, not the values
     scale: float = 1.0  # from the number to the shown unit
     needs: str = ""  # a share of the same device: below 0.1 it is not in use, and not judged
     unless: str = ""  # a number of the node: it is not judged while that is not 0
@@ -383,7 +383,7 @@ class Outlier:
     signal: HealthSignal
     device: str  # empty: of the node
     value: float  # in the middle of these windows
-    usual: float  # likewise, the median of what it is compared with
+    usual: float  # in the same unit, the median of what it is compared with
     against: Baseline
 
     @property

@@ -1,7 +1,7 @@
 """What a watcher is given and what it writes: the run directory, events, alerts, the log.
 
 The run directory may be on a disk that hangs or is full, which is when a watcher is needed most. So
-one thread touches it, and nobody waits for that thread without a limit.
+one thread touches it, and no other thread waits for it without a limit.
 """
 
 import errno
@@ -76,7 +76,7 @@ def watch_target(
         host: None: this node's name.
         folder: None: the run's heartbeat folder.
         by_hand: a person has started it.
-        trust: run the hook of the run's recipe whoever began the run; see `longtake.trust`.
+        trust: run the hook of the run's recipe even if others began the run; see `longtake.trust`.
     """
     directory = RunDirectory(run)
     if section is None:
@@ -214,7 +214,7 @@ class EventReporter:
         self._alerts.close(seconds)
 
     def _is_known(self, kind: NodeEventKind, fields: dict[str, Any]) -> bool:
-        """Whether people know of this cause at this place, or were not told of what is over."""
+        """Whether people know of this cause at this place, or were not informed of what is over."""
         token = str(fields.get("token", ""))
         if kind == "stall_cleared":
             return token in self._quiet_tokens

@@ -91,12 +91,12 @@ def _causes(diagnosis: "StallDiagnosis", snapshot: "StallSnapshot") -> Iterator[
         rest = len(suspects) - 1 - len(more)
         named = [f"{_who(each)}{_at(each)}" for each in more]
         named += [f"{rest} more"] if rest else []
-        yield f"Likewise: {'; '.join(named)}."
+        yield f"Also: {'; '.join(named)}."
     if diagnosis.kind == "link":
         one = max(snapshot.ranks, key=lambda each: each.seconds).suspect()
         yield (
             f"All {len(snapshot.ranks)} ranks are in {place_of(one) or 'the same place'}, "
-            f"{_doing(one)}, for {for_seconds(one.seconds)}: none of them is to blame. Check the "
+            f"{_doing(one)}, for {for_seconds(one.seconds)}: none of them is the cause. Check the "
             "network between them: links, switches and network cards."
         )
     if diagnosis.kind == "unknown":
@@ -192,7 +192,7 @@ def _recorded(missing: "MissingIn") -> str:
 
 
 CLOCK_ADVICE = (
-    "Let one program alone discipline the clock: chrony, with `makestep 1.0 3` (it sets the clock "
+    "Let one program alone correct the clock: chrony, with `makestep 1.0 3` (it sets the clock "
     "in its first three updates only, and slews it afterwards), `rtcsync`, and a `maxslewrate`; "
     "and no ntpdate or `ntpd -q` in cron."
 )

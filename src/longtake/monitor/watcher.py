@@ -109,7 +109,7 @@ class WatcherLock:
         self._file: IO[str] | None = None
 
     def acquire(self) -> bool:
-        """Take it if nobody holds it; whether this process holds it now."""
+        """Take it if it is free; whether this process holds it now."""
         make_private_dir(self._path.parent)
         file = open(self._path, "a+", opener=no_follow)  # noqa: SIM115 - kept open
         try:

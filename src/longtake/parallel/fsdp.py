@@ -41,8 +41,8 @@ def apply_fsdp(
         model.to(world.device)
         accumulate_in_fp32(model)
         return
-    # Some families return a view. torch warns at each step that nobody may change it in place,
-    # and nobody does: the loss reads it.
+    # Some families return a view. torch warns at each step that it must not be changed in
+    # place, and it is not: the loss reads it.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     kept = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if gather_in_bf16 else None,

@@ -116,7 +116,7 @@ def join(device: Device, section: ParallelSection, records: Path | None = None) 
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise LostPeerError(
             f"Another of the {size} processes has ended or cannot be reached, so rank {rank} "
-            f"cannot go on. What that one said is the reason; this one knows only: {first}"
+            f"cannot continue. What that one said is the reason; this one knows only: {first}"
         ) from error
     finally:
         # Gloo's threads need Python's lock to let go of the last collective's tensors. One that

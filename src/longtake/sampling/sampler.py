@@ -563,7 +563,7 @@ def find_checkpoint(
     found = run.checkpoint_path(step) if step is not None else files.newest_whole(run, part)
     if found is None:
         raise CheckpointError(
-            f"{path} has no whole checkpoint yet. Train on with {run.command_to_go_on()}, or wait "
+            f"{path} has no whole checkpoint yet. Train on with {run.resume_command()}, or wait "
             "for checkpoint.every steps or checkpoint.minutes."
         )
     return run, found

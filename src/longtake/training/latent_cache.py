@@ -61,7 +61,7 @@ def encode_videos(codec: Codec, videos: Tensor) -> Tensor:
 
 def encode_captions(text: TextEncoder, captions: Sequence[str]) -> dict[str, Tensor]:
     each = [text.encode([caption]) for caption in captions]
-    return {name: torch.cat([told[name] for told in each]) for name in each[0]}
+    return {name: torch.cat([tensors[name] for tensors in each]) for name in each[0]}
 
 
 def cache_ahead(
@@ -275,7 +275,7 @@ def _pixel_encoder(codec: Codec, device: torch.device) -> EncodePixels:
 
 
 def _caption_encoder(text: TextEncoder) -> EncodeCaption:
-    return lambda caption: {name: told[0] for name, told in text.encode([caption]).items()}
+    return lambda caption: {name: tensor[0] for name, tensor in text.encode([caption]).items()}
 
 
 def _load_pixel_encoder(recipe: Recipe, made: Path, threads: int) -> EncodePixels:

@@ -138,7 +138,7 @@ def _with_failed_rank(
     if own is None or found is None:
         return error
     return LostPeerError(
-        f"{found}\nRank {own.rank} waited for it at step {own.step}, and cannot go on."
+        f"{found}\nRank {own.rank} waited for it at step {own.step}, and cannot continue."
     )
 
 
