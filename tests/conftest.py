@@ -347,7 +347,7 @@ def tiny_recipe(shapes_catalog: Path, tmp_path_factory: pytest.TempPathFactory) 
         "text": {"max_tokens": 6},
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0, "schedule": "constant"},
         "training": {"steps": 6, "global_batch_size": 8, "precision": "fp32", "device": "cpu"},
-        "ema": {"profiles": [{"name": "fixed", "decay": 0.8}, {"name": "power", "width": 0.1}]},
+        "ema": {"profiles": [{"name": "fixed", "decay": 0.8}, {"name": "power", "sigma_rel": 0.1}]},
         "checkpoint": {"every": 1, "keep": 10},
         "sampling": {"num_inference_steps": 4, "guidance_scale": 3.0, "shift": 3.0, "fps": 8.0},
     }
