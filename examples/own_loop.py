@@ -2,11 +2,11 @@
 
     longtake data index my_clips --captions my_clips/captions.jsonl --out clips.parquet
     python examples/own_loop.py clips.parquet --steps 20
-    python examples/own_loop.py clips.parquet --steps 20      # goes on where the first call ended
+    python examples/own_loop.py clips.parquet --steps 20      # resumes where the first call ended
 
 Expected: a line for each step, in seconds; the second call begins at step 20, and no clip is seen
 twice before all have been seen once. Change the catalog in between, and it says what changed and
-how one can go on; `--on-change merge` is one way.
+how one can resume; `--on-change merge` is one way.
 """
 
 import argparse

@@ -695,7 +695,7 @@ class PresetSection(_Section):
     measures: Annotated[tuple[str, ...], _FromList] | None = None
     """Further measures, each a class as module:Class; none if unset. An empty list switches off
     those of the preset of the same name that comes with longtake. See
-    evaluation/measures/extra.py."""
+    evaluation/extra_measures.py."""
 
     @model_validator(mode="after")
     def _one_source_of_prompts(self) -> Self:
