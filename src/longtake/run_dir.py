@@ -67,7 +67,7 @@ LAUNCH_VARIABLE = "LONGTAKE_LAUNCH"
 EventKind = Literal[
     "launched",
     "resumed",
-    "started",
+    "startup_timing",
     "data_changed",
     "stage",
     "epoch",
@@ -75,7 +75,7 @@ EventKind = Literal[
     "checkpoint_failed",
     "checkpoint_damaged",
     "anomaly_detected",
-    "skipped",
+    "update_skipped",
     "rolled_back",
     "diverged",
     "sample_rejected",
@@ -251,8 +251,8 @@ class _ClockStepped(Event):
 EVENT: Final = by_field(
     "event",
     {
-        "started": _Started,
-        "skipped": _Judged,
+        "startup_timing": _Started,
+        "update_skipped": _Judged,
         "anomaly_detected": _Judged,
         "rolled_back": _WentBack,
         "stage": _Stage,

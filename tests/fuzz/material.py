@@ -98,7 +98,11 @@ def finish(folder: Path) -> None:
         "reason": "non_finite",
         "began": 2,
     }
-    told |= {"event": "skipped", "message": "step 3 is bad", "report": "guard/step_00000002_0.json"}
+    told |= {
+        "event": "update_skipped",
+        "message": "step 3 is bad",
+        "report": "guard/step_00000002_0.json",
+    }
     append_json(run / "events.jsonl", {"time": now(), **told})
     _add_node(run, run / "nodes" / HOST)
 

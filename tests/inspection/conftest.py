@@ -99,7 +99,7 @@ class Teller:
         }
         self.run.write_guard_report(path, report)
         self.run.append_event(
-            "skipped" if kind == "skip" else "anomaly_detected",
+            "update_skipped" if kind == "skip" else "anomaly_detected",
             step=step - 1,
             batch=batch.step,
             verdict=kind,

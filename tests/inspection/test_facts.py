@@ -247,7 +247,7 @@ def _events(facts: dict[str, Any]) -> list[tuple[str, int]]:
 
 def test_events_are_at_the_steps_that_metrics_count(told: RunDirectory) -> None:
     """A verdict is about the step that it stopped, an epoch begins with the step of its batch."""
-    assert _events(step_facts(told, 9, 2)) == [("skipped", 9)]
+    assert _events(step_facts(told, 9, 2)) == [("update_skipped", 9)]
     went_back = [("anomaly_detected", 20), ("rolled_back", 12)]
     assert _events(step_facts(told, 20, 1)) == went_back
     assert _events(step_facts(told, 12, 1)) == [("checkpoint", 12), went_back[1]]

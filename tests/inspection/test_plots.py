@@ -101,7 +101,7 @@ def test_many_rollbacks_and_verdicts_fit(told: RunDirectory, tmp_path: Path) -> 
         told.append_rollback(record)
     for step in range(1, 12):
         facts = {"verdict": "skip", "reason": "spike", "message": "", "report": None}
-        told.append_event("skipped", step=step, batch=step, began=step, **facts)
+        told.append_event("update_skipped", step=step, batch=step, began=step, **facts)
     assert _strip(told, (1, 24)).num_lanes == 7
     draw_curves(told, tmp_path / "curves.png", None, 100)
     assert _pixels_of(tmp_path / "curves.png", _TROUBLE) > 50

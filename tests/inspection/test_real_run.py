@@ -57,7 +57,7 @@ def test_a_repaired_run_is_shown(repaired: RunDirectory, tmp_path: Path) -> None
     assert rows[3:] == [(step, step - 1 + end - first, False) for step in range(13, 18)]
     assert facts["rows"][2]["grad_norm"] is None
     assert [event["event"] for event in facts["events"]][:3] == [
-        "skipped",
+        "update_skipped",
         "anomaly_detected",
         "rolled_back",
     ]

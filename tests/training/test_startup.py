@@ -100,7 +100,7 @@ def restarted(small_recipe: Callable[..., Recipe]) -> RunDirectory:
 
 def test_each_launch_tells_where_its_seconds_went(restarted: RunDirectory) -> None:
     """What comes before the first step is in `launched` already, and all of it in `started`."""
-    first, second = _events(restarted, "started")
+    first, second = _events(restarted, "startup_timing")
     assert (first["step"], second["step"]) == (0, 8)
     parts = ["imports", "rendezvous", "data", "plan", "build", "load", "first_batch", "first_step"]
     for event in (first, second):
@@ -119,11 +119,11 @@ def test_a_launch_after_a_regular_end_was_not_down(restarted: RunDirectory) -> N
     recipe = config.load(restarted.recipe_path)
     subprocess.run(["rm", "-r", str(restarted.checkpoint_path(12))], check=True)
     train(recipe, _QUIET)
-    assert _events(restarted, "started")[-1]["down_seconds"] is None
+    assert _events(restarted, "startup_timing")[-1]["down_seconds"] is None
 
 
 def _line(start: dict[str, Any]) -> str:
-    return said({"event": "started", **start})
+    return said({"event": "startup_timing", **start})
 
 
 def test_starts_are_shown(restarted: RunDirectory) -> None:
@@ -151,7 +151,7 @@ def test_two_ranks_name_the_slower_one(
     command = [*on_two_processes, "-m", "longtake", "train", str(path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
-    (event,) = _events(RunDirectory(recipe.out), "started")
+    (event,) = _events(RunDirectory(recipe.out), "startup_timing")
     assert set(event["slowest"].values()) <= {0, 1}
     assert event["seconds"]["rendezvous"] > 0
 

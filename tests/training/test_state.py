@@ -485,7 +485,7 @@ def test_it_goes_back_and_round_the_batches(rolled_back: Recipe) -> None:
     (event,) = _events(rolled_back, "rolled_back")
     assert (event["step"], event["from_step"], event["skipped"]) == (10, 15, _SKIPPED)
     assert event["reason"] == "non_finite"
-    (skipped,) = _events(rolled_back, "skipped")
+    (skipped,) = _events(rolled_back, "update_skipped")
     assert (skipped["step"], skipped["batch"]) == (13, 13)
     rows = run.metrics()
     assert [row["step"] for row in rows] == list(range(1, 31))
@@ -510,7 +510,7 @@ def test_the_ledger_counts_what_was_skipped(rolled_back: Recipe) -> None:
 def test_the_report_has_batch_and_state(rolled_back: Recipe) -> None:
     """The clips of the batch with captions and losses, the steps before, and the checkpoint."""
     run = RunDirectory(rolled_back.out)
-    (event,) = _events(rolled_back, "skipped")
+    (event,) = _events(rolled_back, "update_skipped")
     report = json.loads((run.path / event["report"]).read_text())
     assert (report["step"], report["batch"]) == (13, 13)
     assert "parameters" in report["verdict"]["message"]

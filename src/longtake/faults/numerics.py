@@ -174,7 +174,7 @@ def expect_skip(evidence: Evidence, site: TrainingSite, at: int, undisturbed: Tr
 
 def guard_reports(run: RunDirectory) -> list[dict[str, Any]]:
     events = read_json_lines(run.events_path)
-    return [event for event in events if event["event"] in ("skipped", "anomaly_detected")]
+    return [event for event in events if event["event"] in ("update_skipped", "anomaly_detected")]
 
 
 def relative_end_loss(run: RunDirectory, undisturbed: RunDirectory) -> float:

@@ -36,7 +36,7 @@ _BATCH_EVENTS = ("stage", "epoch", "sample_rejected", "decoder_stalled", "decode
 """Their `step` is the number of a batch."""
 _NEXT_STEP_EVENTS = ("stalled", "rank_died", "rank_failed", "killed_rank", "restarted_worker")
 """Their `step` counts the steps that were done before; they happened in the next."""
-_VERDICT_EVENTS = ("skipped", "anomaly_detected")
+_VERDICT_EVENTS = ("update_skipped", "anomaly_detected")
 INCIDENT_EVENTS = (
     *_NEXT_STEP_EVENTS,
     *("decoder_stalled", "decoder_died", "clock_stepped", "clock_slewed", "degraded"),
@@ -139,7 +139,7 @@ def _starts(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     `down_seconds` since the last step of the launch before, where a crash ended that one.
     """
     names = ("time", "step", "seconds", "total", "slowest", "down_seconds")
-    found = (event for event in events if event["event"] == "started")
+    found = (event for event in events if event["event"] == "startup_timing")
     return [{name: event.get(name) for name in names} for event in found]
 
 

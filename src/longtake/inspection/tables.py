@@ -86,7 +86,7 @@ def print_steps(console: Console, facts: Mapping[str, Any]) -> None:
 def said(event: Mapping[str, Any]) -> str:
     """What an event says, in a line for people."""
     kind, step = event["event"], event.get("at")
-    if kind in ("skipped", "anomaly_detected"):
+    if kind in ("update_skipped", "anomaly_detected"):
         return f"step {step}: {_words(event['verdict'])}: {event['message']}"
     if kind == "rolled_back":
         first, end = event["skipped"]
@@ -98,7 +98,7 @@ def said(event: Mapping[str, Any]) -> str:
         return f"step {step}: stage {event['stage']} begins"
     if kind == "checkpoint":
         return f"checkpoint of step {step}"
-    if kind == "started":
+    if kind == "startup_timing":
         return _start_line(event)
     if kind in _SENTENCES:
         return incident_sentence(event)

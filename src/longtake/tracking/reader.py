@@ -30,7 +30,7 @@ EVENTS = frozenset(
         "resumed",
         "data_changed",
         "anomaly_detected",
-        "skipped",
+        "update_skipped",
         "rolled_back",
         "diverged",
         "interrupted",

@@ -105,7 +105,9 @@ class Recorder:
         """Record and show what the guard found and whether it acts; `report` has more."""
         if not self._world.is_first:
             return
-        kind: EventKind = "skipped" if acts and verdict.kind == "skip" else "anomaly_detected"
+        kind: EventKind = (
+            "update_skipped" if acts and verdict.kind == "skip" else "anomaly_detected"
+        )
         self._run.append_event(
             kind,
             step=statistics.step,

@@ -179,7 +179,9 @@ def report_start(step: int, run: RunDirectory, world: World) -> None:
     """
     everyone = gather_objects(parts_so_far(), world)
     if world.is_first:
-        run.append_event("started", step=step, **slowest(everyone), down_seconds=_down_seconds(run))
+        run.append_event(
+            "startup_timing", step=step, **slowest(everyone), down_seconds=_down_seconds(run)
+        )
 
 
 def slowest(everyone: Sequence[Mapping[str, float]]) -> dict[str, Any]:
