@@ -191,7 +191,7 @@ def test_a_command_that_cannot_be_read_exits_2(command: str, call: Call) -> None
 
 def test_a_recipe_with_an_unknown_key_is_refused(place: Path, tmp_path: Path, call: Call) -> None:
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text((place / "recipe.toml").read_text().replace("batch_size", "batchsize"))
+    recipe.write_text((place / "recipe.toml").read_text().replace("global_batch_size", "batchsize"))
     code, _, err = call("train", recipe)
     assert code == 2
     assert (

@@ -115,9 +115,9 @@ _WAYS = {
     2: {
         "replicate": _Way({}),
         "shard": _Way(_SHARD),
-        "sequence of 2": _Way({"sequence": 2}, "all"),
+        "sequence of 2": _Way({"context": 2}, "all"),
         "sequence of 2, shard, compiled": _Way(
-            _SHARD | {"sequence": 2}, "save-attention", compiles=True, cases=_CASES[2::2]
+            _SHARD | {"context": 2}, "save-attention", compiles=True, cases=_CASES[2::2]
         ),
     },
     3: {"replicate": _Way({}, cases=_CASES[::3]), "shard": _Way(_SHARD, "all", cases=_CASES[1::3])},
@@ -125,9 +125,9 @@ _WAYS = {
         "replicate": _Way({}),
         "shard": _Way(_SHARD),
         "hybrid of 2": _Way(_HYBRID),
-        "sequence of 2, shard": _Way(_SHARD | {"sequence": 2}, "save-attention"),
-        "sequence of 2, hybrid of 2": _Way(_HYBRID | {"sequence": 2}, cases=_CASES[::3]),
-        "sequence of 4": _Way({"sequence": 4}, "alternate"),
+        "sequence of 2, shard": _Way(_SHARD | {"context": 2}, "save-attention"),
+        "sequence of 2, hybrid of 2": _Way(_HYBRID | {"context": 2}, cases=_CASES[::3]),
+        "sequence of 4": _Way({"context": 4}, "alternate"),
     },
 }
 """By the number of ranks. Three cannot share a batch of 4 evenly."""

@@ -53,8 +53,8 @@ _CASES: Mapping[str, tuple[str, ...]] = {
     ),
     "hybrid": ("parallel={strategy='hybrid', shard_size=2}", "training.micro_batch_size=1"),
     "hybrid of a node": ("parallel={strategy='hybrid'}",),
-    "sequence": ("parallel={strategy='shard', sequence=2}",),
-    "sequence, recomputing": ("parallel={sequence=4}", "recompute.policy=save-attention"),
+    "sequence": ("parallel={strategy='shard', context=2}",),
+    "sequence, recomputing": ("parallel={context=4}", "recompute.policy=save-attention"),
 }
 _MANY_WORDS = " ".join(f"word{number}" for number in range(40))
 """As many as the vocabulary has room for, as a plan assumes."""

@@ -39,7 +39,7 @@ def test_a_run_must_resume_from_its_newest_checkpoint(
 def test_damage_must_be_reported_with_checkpoint_file_and_step() -> None:
     reason = f"{_FILE} has 7 bytes, and had 8 when it was saved"
     warning = ObservedEvent({"path": "step_00000010", "reason": reason}, 1.0)
-    output = "warning: step_00000010 is not whole; training goes on\nfrom step 5"
+    output = "warning: step_00000010 is not whole; training resumes\nfrom step 5"
     good, none, wrong = Evidence(), Evidence(), Evidence()
     expect_warning(good, warning, "step_00000010", _FILE, 5, output)
     assert good.complaints == []

@@ -385,7 +385,7 @@ def test_attention_that_cannot_be_shared_is_refused() -> None:
     attention = _Attention()
     attention.processor = lambda attn, tokens: tokens
     share_attention(attention, cast("Any", SimpleNamespace(size=2)))
-    with pytest.raises(ModelError, match=r'backend "native", or parallel\.sequence = 1'):
+    with pytest.raises(ModelError, match=r'backend "native", or parallel\.context = 1'):
         attention.processor(attention, torch.ones(1, 2, 3))
 
 

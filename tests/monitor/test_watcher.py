@@ -321,7 +321,7 @@ def test_the_verb_watches_in_the_foreground(stage: Any) -> None:
     assert process.stdout is not None
     assert f"Watching {stage.run.path} on" in process.stdout.readline()
     assert process.stdout.readline() == "No rank of it runs on this node now: this waits for one.\n"
-    assert "watching: " in process.stdout.readline()
+    assert "watcher_started: " in process.stdout.readline()
     process.send_signal(signal.SIGINT)
     assert "ended by SIGINT" in process.stdout.read()
     assert process.wait(60) == 0

@@ -117,5 +117,5 @@ def test_torchs_default_would_take_another_copy_in_each_step() -> None:
 
 def test_more_ranks_than_clips_are_refused() -> None:
     refuse_idle_ranks(4, 4)
-    with pytest.raises(RecipeError, match=r"batch_size 4 cannot be shared by 5 .*parallel.sequen"):
+    with pytest.raises(RecipeError, match=r"batch_size 4 cannot be shared by 5 .*parallel.contex"):
         refuse_idle_ranks(4, 5)
