@@ -82,13 +82,13 @@ def _compare(folder: Path, saves: int, steps: int) -> list[str]:
 
     baseline = statistics.median([step() for _ in range(_WARM_UP + steps)][_WARM_UP:])
     runs = {way: RunDirectory(folder / way) for way in ("waited", "background")}
-    waited, background = CheckpointSection(background=False), CheckpointSection()
+    section = CheckpointSection()
     with (
-        keep_saver(runs["waited"], _ALONE, waited, start=0) as waited_for,
-        keep_saver(runs["background"], _ALONE, background, start=0) as beside,
+        keep_saver(runs["waited"], _ALONE, section, start=0) as waited_for,
+        keep_saver(runs["background"], _ALONE, section, start=0) as beside,
     ):
         ways: dict[str, Callable[[], Callable[[], bool]]] = {
-            "longtake, waited for": lambda: _save(waited_for, state),
+            "longtake, waited for": lambda: _save(waited_for, state, waits=True),
             "longtake, in the background": lambda: _save(beside, state),
             "torch's async_save": lambda: _torch_save(folder / "torch", state),
         }
@@ -97,7 +97,7 @@ def _compare(folder: Path, saves: int, steps: int) -> list[str]:
             for way, save in ways.items():
                 cost = _cost_of(save, step, steps)
                 costs[way] += [cost] * (number > 0)  # the first takes the memory that is kept
-    size = _size(runs["waited"].checkpoints_path) / CheckpointSection().keep
+    size = _size(runs["waited"].checkpoints_path) / section.keep
     return _report(costs, baseline, size, saves, steps)
 
 
@@ -118,8 +118,10 @@ def _cost_of(save: Callable[[], Callable[[], bool]], step: Callable[[], float], 
     return Cost(waiting, sum(seconds) - usual * len(seconds), num_slower)
 
 
-def _save(saver: Saver, state: TrainingState) -> Callable[[], bool]:
+def _save(saver: Saver, state: TrainingState, *, waits: bool = False) -> Callable[[], bool]:
     saver.save(state.global_step, state_parts(state), {"global_step": state.global_step})
+    if waits:
+        saver.wait()
     return lambda: bool(saver.finished())
 
 

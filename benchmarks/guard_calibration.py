@@ -20,13 +20,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from longtake.config import GuardSection
 from longtake.data.index import index
 from longtake.demo.run import NUM_CLIPS, demo_recipe
 from longtake.demo.shapes import write_clips
 from longtake.fsio import read_json_lines
 from longtake.guard.detectors import OK, GuardVerdict, judge
-from longtake.guard.history import History, JudgedStep, StepStatistics
+from longtake.guard.history import GuardSettings, History, JudgedStep, StepStatistics
 from longtake.run_dir import Metrics, RunDirectory
 from longtake.training.train import train
 
@@ -170,7 +169,7 @@ def _numbers(written: Mapping[str, float | None]) -> dict[str, float]:
 
 def _seconds_of_judging(steps: Sequence[StepStatistics]) -> float:
     """Of one step; processor time, so that a busy machine does not count."""
-    section = GuardSection()
+    section = GuardSettings()
     history, seconds = History(section.window), 0.0
     for step in steps:
         began = time.process_time()
@@ -202,7 +201,7 @@ def _detection(
     fault: Fault, steps: Sequence[StepStatistics], first: int
 ) -> tuple[int | None, GuardVerdict]:
     """Steps from a fault's first to its first verdict, and that."""
-    section = GuardSection()
+    section = GuardSettings()
     history = History(section.window)
     for step in steps[max(0, first - 4 * section.window) : first]:
         history = history.append(JudgedStep(step, "ok"))

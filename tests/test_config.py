@@ -105,7 +105,7 @@ def test_an_unknown_key_in_the_file_is_named(path: Path) -> None:
 
 def test_where_nothing_is_near_the_known_keys_are_listed(path: Path) -> None:
     message = _message(path, "checkpoint.xyzzy=1")
-    known = "background, every, keep, keep_every, minutes"
+    known = "every, keep, keep_every, minutes"
     assert message == f"checkpoint.xyzzy is not a key of a recipe; known there: {known}."
     assert "known there: checkpoint, codec, data, ema," in _message(path, "xyzzy=1")
 
@@ -460,7 +460,6 @@ def test_a_preset_s_name_and_keys_are_checked(presets: Any, message: str) -> Non
         ("flow.shift=flax", 'should be a number above 0 and up to 1000, "flux" or "opensora"'),
         ('out="a\\u0000b"', "a path has no NUL character"),
         ("recompute.memory=" + "9" * 10_000 + "GiB", "is no amount of memory"),
-        ("ema.sample_from=" + "x" * 10_000, "is no profile of: main|ema.sample_from is"),
         ("x" * 10_000 + "=1", "is not a key of a recipe"),
         ("seed=" + "[" * 10_000, "it should be a valid integer"),
     ],

@@ -315,6 +315,7 @@ def environment_page() -> str:
 
 
 _INTERNAL = {
+    "LONGTAKE_GUARD_SETTINGS",
     "LONGTAKE_HOOK",
     "LONGTAKE_HOSTS",
     "LONGTAKE_LAUNCHER",

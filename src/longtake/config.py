@@ -528,37 +528,26 @@ class EmaProfile(_Section):
 class EmaSection(_Section):
     """Running averages of the weights, kept in fp32; videos are sampled from one of them."""
 
-    enabled: bool = True
-    """Without any, videos are sampled from the weights themselves."""
     decay: float = Field(0.999, ge=0, lt=1)
-    """Of the one average that there is where no profiles are given; its name is `main`."""
+    """Of the one average that there is where no profiles are given; its name is `main`. 0: there is
+    none, and videos are sampled from the weights themselves."""
     profiles: Annotated[tuple[EmaProfile, ...], _FromList] = ()
-    """Several averages side by side, instead of that one."""
-    sample_from: str | None = None
-    """The profile that is sampled and exported unless the command says otherwise; unset: the
-    first."""
+    """Several averages side by side, instead of that one. The first is sampled and exported unless
+    the command or the preset names another."""
 
     @model_validator(mode="after")
     def _names_are_known(self) -> Self:
         names = [profile.name for profile in self.profiles]
         if len(set(names)) < len(names):
             raise ValueError(f"ema.profiles must have names of their own, not {', '.join(names)}")
-        known = [profile.name for profile in self.averages()]
-        if self.sample_from is not None and self.sample_from not in known:
-            raise ValueError(
-                f"ema.sample_from is {self.sample_from!r}, which is no profile of: "
-                f"{', '.join(known) or 'none, as ema.enabled is false'}"
-            )
         return self
 
     def averages(self) -> tuple[EmaProfile, ...]:
-        if not self.enabled:
-            return ()
-        return self.profiles or (EmaProfile(name="main", decay=self.decay),)
+        main = (EmaProfile(name="main", decay=self.decay),) if self.decay else ()
+        return self.profiles or main
 
     def sampled(self) -> str | None:
-        first = next(iter(self.averages()), None)
-        return self.sample_from or (first.name if first else None)
+        return next((profile.name for profile in self.averages()), None)
 
 
 class GuardSection(_Section):
@@ -573,15 +562,9 @@ class GuardSection(_Section):
     warmup_steps: int = Field(64, ge=16, le=_MAX_STEPS)
     """Steps at the beginning of a run, and of a stage, in which nothing is usual yet: only NaN
     and inf are looked for there, and in a later stage's the norm of the weights."""
-    max_skips: int = Field(3, ge=0, le=_MAX_STEPS)
-    """Updates that may be left out in close succession, each within 16 steps of the one before;
-    with the next the run rolls back instead."""
-    margin_batches: int = Field(8, ge=0, le=_MAX_STEPS)
-    """Batches that are skipped on each side of those that the trouble came with."""
     max_rollbacks: int = Field(3, ge=0, le=_MAX_STEPS)
-    """Rollbacks without progress before the run stops."""
-    progress_steps: int = Field(500, gt=0, le=_MAX_STEPS)
-    """Steps without trouble, beyond the furthest one that a rollback gave up, that are progress."""
+    """Rollbacks without progress before the run stops. Progress is 500 steps without trouble beyond
+    the furthest one that a rollback gave up."""
 
 
 class WatchSection(_Section):
@@ -641,8 +624,6 @@ class CheckpointSection(_Section):
     """Newest checkpoints that are kept."""
     keep_every: int | None = Field(None, gt=0, le=_MAX_STEPS)
     """Steps of which every multiple's checkpoint is kept for good."""
-    background: bool = True
-    """Write while training continues; it waits only until the state is copied."""
 
 
 class SamplingSection(_Section):
@@ -683,7 +664,7 @@ class PresetSection(_Section):
     """Pictures, for a model that goes by such: by their names in `data.references`, a file for each
     prompt, or one for all; looked for as `prompts_file` is."""
     ema: str | None = None
-    """A profile of `ema.profiles`, or "none": the raw weights; `ema.sample_from` if unset."""
+    """A profile of `ema.profiles`, or "none": the raw weights; the first profile if unset."""
     batch_size: int | None = Field(None, gt=0, le=_MAX_BATCH)
     """Videos sampled at once, 4 if unset; what they show does not depend on it."""
     guidance: Literal["auto", "batched", "two_passes"] | None = None
@@ -803,7 +784,6 @@ MAY_CHANGE_ON_RESUME = (
     "recompute",
     "parallel",
     "checkpoint",
-    "ema.sample_from",
     "guard",
     "watch",
     "sampling",

@@ -33,6 +33,9 @@ SECTION_VARIABLE = "LONGTAKE_WATCH_SECTION"
 SETTINGS_VARIABLE = "LONGTAKE_WATCH_SETTINGS"
 """Replaces constants of a watcher in tests and drills, as JSON."""
 
+GUARD_VARIABLE = "LONGTAKE_GUARD_SETTINGS"
+"""Replaces constants of the guard in tests, as JSON."""
+
 EXIT_CODES: Final = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": os.EX_TEMPFAIL}
 """Exit code of a launch that such a signal has stopped.
 

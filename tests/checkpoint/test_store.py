@@ -293,14 +293,6 @@ def test_it_says_what_became_whole(run: RunDirectory, saver: Saver, make_parts: 
     assert saver.take_failure() is None
 
 
-def test_it_can_be_waited_for(run: RunDirectory, alone: World, make_parts: MakeParts) -> None:
-    """Without a background the checkpoint is whole when training goes on."""
-    with keep_saver(run, alone, CheckpointSection(background=False), start=20) as saver:
-        saver.save(30, make_parts(30.0), {"global_step": 30})
-        assert saver.finished() == [run.checkpoint_path(30)]
-        assert store.latest_checkpoint(run, alone) == (run.checkpoint_path(30), ())
-
-
 def test_what_is_under_way_is_finished_whatever_happens(
     run: RunDirectory, alone: World, make_parts: MakeParts
 ) -> None:

@@ -12,6 +12,7 @@ from tests.build import QUIET, rows, saved, train_by
 from longtake import config
 from longtake.config import Recipe
 from longtake.data.audit import audit
+from longtake.process import GUARD_VARIABLE
 from longtake.run_dir import RunDirectory
 from longtake.training.train import train
 
@@ -63,17 +64,19 @@ def test_resumed_they_are_the_same(
 
 @pytest.mark.slow
 def test_they_roll_back_together(
-    small_recipe: Callable[..., Recipe], on_two_processes: list[str]
+    small_recipe: Callable[..., Recipe],
+    on_two_processes: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """To the same checkpoint, without the same batches; killed after that, it ends the same."""
     recipe = small_recipe(
         "parallel.strategy=shard",
-        "guard.max_skips=0",
         "guard.warmup_steps=16",
         "guard.window=32",
         "checkpoint.every=10",
         "training.steps=50",
     )
+    monkeypatch.setenv(GUARD_VARIABLE, '{"max_skips": 0}')
     poison = ("-m", "longtake.faults.inject", "poison", "36")
     train_by(on_two_processes, recipe, program=poison, folder=recipe.out.parent)
     run = RunDirectory(recipe.out)

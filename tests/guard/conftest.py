@@ -8,9 +8,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from longtake.config import GuardSection
 from longtake.guard.detectors import GuardVerdict, judge
-from longtake.guard.history import History, JudgedStep, StepStatistics
+from longtake.guard.history import GuardSettings, History, JudgedStep, StepStatistics
 
 _EPOCH = 500
 _SHARES = {"attention": 0.6, "mlp": 0.7, "embedding": 0.3, "other": 0.2}
@@ -66,9 +65,9 @@ def judged() -> Callable[..., list[GuardVerdict]]:
     """`judged(steps)`: the verdicts on steps that follow each other, up to a roll-back."""
 
     def run(
-        steps: Sequence[StepStatistics], section: GuardSection | None = None
+        steps: Sequence[StepStatistics], section: GuardSettings | None = None
     ) -> list[GuardVerdict]:
-        section = section or GuardSection()
+        section = section or GuardSettings()
         history, verdicts = History(section.window), list[GuardVerdict]()
         for step in steps:
             verdicts.append(judge(history, step, section))
@@ -85,7 +84,7 @@ def history_of() -> Callable[..., History]:
     """`history_of(steps)`: a history of steps that were all well, or of other verdicts by step."""
 
     def make(steps: Sequence[StepStatistics], **kinds: str) -> History:
-        history = History(GuardSection().window)
+        history = History(GuardSettings().window)
         for step in steps:
             history = history.append(JudgedStep(step, kinds.get(f"at_{step.step}", "ok")))
         return history

@@ -9,17 +9,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longtake.config import GuardSection
 from longtake.guard.detectors import OK, GuardVerdict, judge
-from longtake.guard.history import GROUPS, History, JudgedStep, StepStatistics
+from longtake.guard.history import GROUPS, GuardSettings, History, JudgedStep, StepStatistics
 
 Healthy = Callable[..., list[StepStatistics]]
 Verdicts = Callable[..., list[GuardVerdict]]
 Histories = Callable[..., History]
 Louder = Callable[..., StepStatistics]
 
-_SECTION = GuardSection()
-_SMALL = GuardSection(window=32, warmup_steps=16)
+_SECTION = GuardSettings()
+_SMALL = GuardSettings(window=32, warmup_steps=16)
 _AT = 600
 _EPOCH = 500
 _ANY = st.floats(width=64)
@@ -98,7 +97,7 @@ def test_a_new_run_is_compared_with_nothing(healthy: Healthy, judged: Verdicts) 
 
 def test_a_reported_rollback_is_a_new_beginning(healthy: Healthy) -> None:
     """If the guard only reports, steps are compared with those since the reported rollback."""
-    section, kinds = GuardSection(), []
+    section, kinds = GuardSettings(), []
     history = History(section.window)
     for step in healthy(1200):
         moved = replace(step, weight_norm=step.weight_norm + 45 * (step.step >= 600))
@@ -220,7 +219,7 @@ def test_a_step_with_nan_or_inf_is_skipped(
 
 def test_the_message_gives_loss_gradient_norm_and_fraction(healthy: Healthy) -> None:
     step = replace(healthy(1)[0], grad_norm=math.nan, nonfinite_share=0.125)
-    message = judge(History(128), step, GuardSection()).message
+    message = judge(History(128), step, GuardSettings()).message
     assert message == (
         f"The loss is {step.loss:.4g} and the norm of the gradient nan, of which 12.50% is NaN or "
         "inf; both must be finite."
@@ -242,7 +241,7 @@ def test_max_skips_non_finite_steps_are_skipped_and_the_next_rolls_back(
 def test_with_max_skips_0_the_first_rolls_back(healthy: Healthy, judged: Verdicts) -> None:
     steps = healthy(40)
     steps[20] = replace(steps[20], loss=math.nan)
-    assert judged(steps, GuardSection(max_skips=0))[-1].kind == "roll_back"
+    assert judged(steps, GuardSettings(max_skips=0))[-1].kind == "roll_back"
 
 
 def test_non_finite_weights_roll_back_at_once(healthy: Healthy, judged: Verdicts) -> None:
@@ -346,9 +345,9 @@ def test_updates_that_have_grown_are_the_reason_rather_than_the_place(
     assert "times as large as usual" in last.message
 
 
-@pytest.mark.parametrize("section", [GuardSection(), GuardSection(window=32, warmup_steps=16)])
+@pytest.mark.parametrize("section", [GuardSettings(), GuardSettings(window=32, warmup_steps=16)])
 def test_early_training_may_move_the_weights_fast(
-    healthy: Healthy, judged: Verdicts, section: GuardSection
+    healthy: Healthy, judged: Verdicts, section: GuardSettings
 ) -> None:
     """As Muon does it: still at first, then from 71 to 370, ever slower: no jump anywhere."""
     steps = [
@@ -365,7 +364,7 @@ def test_a_jump_too_small_to_matter_is_left_alone(healthy: Healthy, judged: Verd
 
 
 def test_a_jump_is_not_detected_before_the_warm_up(healthy: Healthy, judged: Verdicts) -> None:
-    assert set(judged(_heavier(healthy(60), 30, 90.0), GuardSection())) == {OK}
+    assert set(judged(_heavier(healthy(60), 30, 90.0), GuardSettings())) == {OK}
 
 
 # --- Slow divergence ----------------------------------------------------------------------------
@@ -509,7 +508,7 @@ def test_a_short_bad_stretch_is_no_divergence(
 
 def test_updates_are_not_compared_before_the_warm_up(healthy: Healthy, judged: Verdicts) -> None:
     steps = [_raised(step, "mlp", 30.0) if step.step > 40 else step for step in healthy(63)]
-    assert set(judged(steps, GuardSection())) == {OK}
+    assert set(judged(steps, GuardSettings())) == {OK}
 
 
 # --- Spikes -------------------------------------------------------------------------------------

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from longtake.config import GuardSection
 from longtake.guard.detectors import judge
-from longtake.guard.history import History, JudgedStep, StepStatistics
+from longtake.guard.history import GuardSettings, History, JudgedStep, StepStatistics
 
 Healthy = Callable[..., list[StepStatistics]]
 Histories = Callable[..., History]
@@ -50,12 +49,12 @@ def test_it_judges_after_a_resume_as_if_it_had_never_stopped(
     steps = healthy(300)
     history = history_of(steps[:-1], at_200="skip")
     kept = json.dumps(history.as_json(), allow_nan=False)
-    resumed = History.from_json(json.loads(kept), GuardSection().window)
+    resumed = History.from_json(json.loads(kept), GuardSettings().window)
     assert list(resumed) == list(history)
     wild = replace(steps[-1], loss=9.0, loss_by_sigma=(12.0, 9.0, 7.0, 8.0))
-    verdict = judge(history, wild, GuardSection())
+    verdict = judge(history, wild, GuardSettings())
     assert verdict.kind == "skip"
-    assert judge(resumed, wild, GuardSection()) == verdict
+    assert judge(resumed, wild, GuardSettings()) == verdict
 
 
 def test_it_is_small_in_checkpoints(healthy: Healthy, history_of: Histories) -> None:

@@ -7,16 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtake.config import GuardSection
 from longtake.guard.detectors import GuardVerdict, VerdictReason
-from longtake.guard.history import History, StepStatistics
+from longtake.guard.history import GuardSettings, History, StepStatistics
 from longtake.guard.rollback import RollBack, plan_rollback
 from longtake.run_dir import RolledBack
 
 Healthy = Callable[..., list[StepStatistics]]
 Histories = Callable[..., History]
 
-_SECTION = GuardSection()
+_SECTION = GuardSettings()
 _STEPS = [100, 200, 300]
 
 
@@ -42,7 +41,7 @@ def _plan(
     previous: list[RolledBack] | None = None,
     *,
     reason: VerdictReason = "divergence",
-    section: GuardSection = _SECTION,
+    section: GuardSettings = _SECTION,
     checkpoints: list[int] = _STEPS,
 ) -> RollBack | str:
     verdict = _verdict(began, reason)
@@ -133,7 +132,7 @@ def test_the_same_at_every_edge_is_no_progress(healthy: Healthy, history_of: His
     steps = healthy(1001)
     history = history_of(steps[-301:-1])
     edges = [_before(at, "edge_step") for at in (10, 340, 670)]
-    section = GuardSection(progress_steps=100)
+    section = GuardSettings(progress_steps=100)
     said = _plan(steps, history, 990, edges, reason="edge_step", section=section, checkpoints=[900])
     assert isinstance(said, str)
     assert "at every edge" in said
@@ -145,7 +144,7 @@ def test_max_rollbacks_0_stops_at_the_first_rollback(
     healthy: Healthy, history_of: Histories
 ) -> None:
     steps = healthy(311)
-    said = _plan(steps, history_of(steps[:-1]), 290, section=GuardSection(max_rollbacks=0))
+    said = _plan(steps, history_of(steps[:-1]), 290, section=GuardSettings(max_rollbacks=0))
     assert isinstance(said, str)
     assert "guard.max_rollbacks" in said
 
@@ -163,7 +162,7 @@ def test_a_plan_is_always_sound(
     It skips no batch that the checkpoint has trained.
     """
     steps = healthy(311)
-    section = GuardSection(margin_batches=margin)
+    section = GuardSettings(margin_batches=margin)
     plan = _plan(steps, History(128), began, checkpoints=checkpoints, section=section)
     if isinstance(plan, str):
         assert not [step for step in checkpoints if step <= began]

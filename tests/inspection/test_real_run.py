@@ -11,6 +11,7 @@ from longtake.data.loader import Batch
 from longtake.inspection.facts import run_facts, step_facts
 from longtake.inspection.plots import draw_curves
 from longtake.inspection.tables import print_run, print_steps
+from longtake.process import GUARD_VARIABLE
 from longtake.run_dir import RunDirectory
 from longtake.training import loop
 from longtake.training.session import Session, TrainingState
@@ -35,8 +36,8 @@ def repaired(small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatc
         return samples
 
     monkeypatch.setattr(loop, "compute_gradients", compute)
-    guard = ("guard.max_skips=1", "guard.margin_batches=2")
-    recipe = small_recipe(*guard, "training.steps=20", "checkpoint.every=5")
+    monkeypatch.setenv(GUARD_VARIABLE, '{"max_skips": 1, "margin_batches": 2}')
+    recipe = small_recipe("training.steps=20", "checkpoint.every=5")
     train(recipe, Console(quiet=True))
     return RunDirectory(recipe.out)
 

@@ -112,7 +112,7 @@ def _size(module: nn.Module) -> int:
 
 def test_each_average_takes_its_place(small_recipe: _Make) -> None:
     widths = [f'{{name="w{number}", sigma_rel=0.{number}}}' for number in (1, 2)]
-    changes = [(), (f"ema.profiles=[{', '.join(widths)}]",), ("ema.enabled=false",)]
+    changes = [(), (f"ema.profiles=[{', '.join(widths)}]",), ("ema.decay=0.0",)]
     steps = [outline_step(small_recipe(_FEW_WORDS, *each), CPU) for each in changes]
     one, two, none = (static_memory(step) for step in steps)
     assert one.ema == 4 * sum(p.numel() for p in steps[0].components.model.parameters())

@@ -216,7 +216,7 @@ def _wrong(folder: Path, table: str, more: str = "") -> str:
             r"mine: prompts_file: there is no file none\.txt in .+ or ",
         ),
         ('ema = "wide"', "", "mine: ema = 'wide', but this run keeps no such .* there are: main"),
-        ('ema = "main"', "ema.enabled = false", "mine: ema = 'main', but .* keeps no averages"),
+        ('ema = "main"', "ema.decay = 0", "mine: ema = 'main', but .* keeps no averages"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_sentence(
@@ -233,7 +233,7 @@ def test_weights_are_the_averaged_ones_unless_it_says_none(tmp_path: Path) -> No
     """`ema = "none"` is the raw weights; a run without averages has no others."""
     raw = _recipe(tmp_path, '[evaluation.presets.mine]\nema = "none"')
     assert find_preset(raw, "mine").weights == "model"
-    without = _recipe(tmp_path, "", "ema.enabled = false")
+    without = _recipe(tmp_path, "", "ema.decay = 0")
     assert find_preset(without, "demo").weights == "model"
 
 
@@ -395,9 +395,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         ({}, {"ema": True, "profile": "main"}, "ema/main"),
         ({}, {"ema": False}, "model"),
         ({"profiles": [{"name": "a", "decay": 0.9}, {"name": "b", "sigma_rel": 0.1}]}, {}, "ema/a"),
-        ({"profiles": [{"name": "a", "decay": 0.9}], "sample_from": "a"}, {}, "ema/a"),
-        ({"enabled": False}, {}, "model"),
-        ({"enabled": False}, {"ema": False}, "model"),
+        ({"decay": 0.0}, {}, "model"),
+        ({"decay": 0.0}, {"ema": False}, "model"),
     ],
 )
 def test_which_weights_are_sampled(
@@ -412,8 +411,8 @@ def test_which_weights_are_sampled(
     ("ema", "asked", "message"),
     [
         ({}, {"profile": "wide"}, r"no EMA profile 'wide'\. It keeps: main\."),
-        ({"enabled": False}, {"profile": "main"}, r"no EMA profile 'main'\. It keeps: none\."),
-        ({"enabled": False}, {"ema": True}, r"keeps no averages .* Leave --ema out"),
+        ({"decay": 0.0}, {"profile": "main"}, r"no EMA profile 'main'\. It keeps: none\."),
+        ({"decay": 0.0}, {"ema": True}, r"keeps no averages .* Leave --ema out"),
         ({}, {"ema": False, "profile": "main"}, r"--profile main .* but --no-ema asks"),
     ],
 )

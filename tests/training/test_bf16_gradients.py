@@ -91,7 +91,7 @@ def test_the_plan_counts_gradients_as_they_are_measured(
 ) -> None:
     """Four bytes for each trained number, also while an earlier micro-batch's are there."""
     recipe = small_recipe(
-        f"trainable.kind={kind}", "model.dtype=bf16", "text.max_words=8", "ema.enabled=false",
+        f"trainable.kind={kind}", "model.dtype=bf16", "text.max_words=8", "ema.decay=0.0",
         "training.global_batch_size=8", "training.micro_batch_size=4",
     )  # fmt: skip
     step = outline_step(recipe, CPU)

@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from longtake.errors import (
     RunError,
 )
 from longtake.fsio import read_json_lines, write_json
-from longtake.process import program
+from longtake.process import GUARD_VARIABLE, program
 from longtake.run_dir import RunDirectory
 from longtake.training import loop
 from longtake.training.session import Session, TrainingState
@@ -432,11 +432,18 @@ def test_a_run_of_adapters_goes_on_to_the_bit_and_saves_nothing_else(
         assert sum(path.stat().st_size for path in (folder / name).iterdir()) < 100_000
 
 
-_GUARD = ("guard.max_skips=1", "guard.margin_batches=2", "training.steps=30", "checkpoint.every=5")
+_GUARD = ("training.steps=30", "checkpoint.every=5")
 _HARM = (13, 14)
 """Batches with which the gradient is lost, whatever the state is."""
 _SKIPPED = [11, 17]
 _KILLED_AT = 22
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_skips() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(GUARD_VARIABLE, '{"max_skips": 1, "margin_batches": 2}')
+        yield
 
 
 class _KilledError(Exception):
@@ -552,8 +559,8 @@ def test_killed_while_it_goes_back_it_is_the_same(
     def killed(*_: object, **__: object) -> None:
         raise _KilledError
 
-    recipe = small_recipe(*_GUARD, "guard.max_skips=3", "checkpoint.keep=9")
-    harm = (13, 14, 15, 16)
+    recipe = small_recipe(*_GUARD, "checkpoint.keep=9")
+    harm = (14, 15)
     monkeypatch.setattr(loop, "compute_gradients", _compute(harm))
     monkeypatch.setattr("longtake.checkpoint.files.delete_after", killed)
     with pytest.raises(_KilledError):
@@ -562,9 +569,7 @@ def test_killed_while_it_goes_back_it_is_the_same(
     monkeypatch.undo()
     monkeypatch.setattr(loop, "compute_gradients", _compute(harm))
     assert train(recipe, _QUIET).start_step == 10
-    straight = small_recipe(
-        *_GUARD, "guard.max_skips=3", "checkpoint.keep=9", f"out={recipe.out}-straight"
-    )
+    straight = small_recipe(*_GUARD, "checkpoint.keep=9", f"out={recipe.out}-straight")
     train(straight, _QUIET)
     assert _rows(recipe) == _rows(straight)
 

@@ -241,8 +241,7 @@ class Saver:
     Args:
         run: the run directory.
         world: all ranks.
-        section: the recipe's. Where `background` is false each save is waited for, and the state
-            is not copied.
+        section: the recipe's.
         start: the step that training resumes from. Later checkpoints are damaged, and are deleted
             after the next whole one.
         reach: how many steps a rollback must be able to go back; 0 for none.
@@ -291,11 +290,9 @@ class Saver:
         self.wait()
         heartbeat.set_phase("checkpoint")
         self._begun = time.monotonic()
-        given = self._staging.copy(parts) if self._section.background else parts
-        self._pending = self._thread.submit(self._save, step, given, trainer, self._since)
+        copied = self._staging.copy(parts)
+        self._pending = self._thread.submit(self._save, step, copied, trainer, self._since)
         self._since = step
-        if not self._section.background:
-            self.wait()
 
     @property
     def is_due(self) -> bool:

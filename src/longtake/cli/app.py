@@ -53,9 +53,7 @@ Ema = Annotated[
         help="Use the EMA weights or the trained weights [default: EMA if the run has it].",
     ),
 ]
-Profile = Annotated[
-    str | None, typer.Option(help="Name of the EMA profile [default: ema.sample_from].")
-]
+Profile = Annotated[str | None, typer.Option(help="Name of the EMA profile [default: the first].")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option()]
 AtStep = Annotated[int | None, typer.Option(help="Step of the checkpoint [default: the newest].")]
 _RUN_HELP = "A run directory, or one of its checkpoints."

@@ -10,9 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from longtake.config import GuardSection
 from longtake.guard.history import (
     GROUPS,
+    GuardSettings,
     History,
     Numbers,
     StepRows,
@@ -45,15 +45,15 @@ class GuardVerdict:
 OK = GuardVerdict("ok")
 
 
-def judge(history: History, now: StepStatistics, section: GuardSection) -> GuardVerdict:
+def judge(history: History, now: StepStatistics, settings: GuardSettings) -> GuardVerdict:
     """The verdict on a step, before its update is applied; that of the first detector below.
 
     Args:
         history: the steps before it, with their verdicts.
         now: the step.
-        section: `guard` of the recipe.
+        settings: of the guard.
     """
-    window = StepWindow(history, now, section)
+    window = StepWindow(history, now, settings)
     with np.errstate(all="ignore"):  # float range is exceeded when statistics explode
         return (
             detect_non_finite(window)
@@ -117,12 +117,12 @@ def detect_weight_norm_jump(window: StepWindow) -> GuardVerdict | None:
     Compares across stages, unlike the other detectors: a jump is most likely where one begins.
     """
     rows = window.past
-    if len(rows) < window.section.warmup_steps:
+    if len(rows) < window.settings.warmup_steps:
         return None
     rows = rows.select(np.isfinite(rows.column("weight_norm")))
     norms = np.append(rows.column("weight_norm"), window.now.weight_norm)
     for span, least in _SPANS.items():
-        usual = _usual_change(norms, span, least, max(window.section.window, 2 * least))
+        usual = _usual_change(norms, span, least, max(window.settings.window, 2 * least))
         if usual is not None:
             began = int(rows.column("step")[-span])
             return _weight_norm_verdict(window, began, span, float(norms[-1 - span]), usual)
@@ -365,7 +365,7 @@ def detect_spike(window: StepWindow) -> GuardVerdict | None:
         return None
     is_known_shape = len(window.same_shape) >= _MIN_SAME_SHAPE
     rows = window.same_shape if is_known_shape else window.same_stage
-    now, newest = window.now, rows.select(slice(-window.section.window, None))
+    now, newest = window.now, rows.select(slice(-window.settings.window, None))
     # A mean over fewer samples than usual varies more.
     noise_factor = math.sqrt(
         max(1.0, median(newest.column("num_samples")) / max(1, now.num_samples))
@@ -427,14 +427,14 @@ _ORDINARY_SIGMAS = 3.0
 
 
 def _skip_or_roll_back(window: StepWindow, reason: VerdictReason, message: str) -> GuardVerdict:
-    """Skip the update, or roll back after `guard.max_skips` skips in close succession."""
+    """Skip the update, or roll back after `max_skips` skips in close succession."""
     now = window.now.step
     first, num_skips = now, 0
     for step in window.past.column("step")[window.past.have_verdict("skip")][::-1].astype(int):
         if first - step > _STEPS_BETWEEN_SKIPS:
             break
         first, num_skips = int(step), num_skips + 1
-    if num_skips < window.section.max_skips:
+    if num_skips < window.settings.max_skips:
         return GuardVerdict("skip", reason, message, now)
     if num_skips:
         message += (
@@ -453,7 +453,7 @@ def _began(window: StepWindow, reason: VerdictReason, first: int) -> int:
     if reason == "non_finite":
         return first
     steps, losses = window.same_stage.column("step"), window.same_stage.column("loss")
-    past = losses[(steps < first) & np.isfinite(losses) & (losses > 0)][-window.section.window :]
+    past = losses[(steps < first) & np.isfinite(losses) & (losses > 0)][-window.settings.window :]
     if len(past) < _MIN_ORDINARY_LOSSES:
         return max(0, first - 1)
     logs = np.log(past)

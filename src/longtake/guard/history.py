@@ -1,6 +1,8 @@
 """Statistics of training steps and a bounded history of them. Without torch."""
 
+import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -14,6 +16,7 @@ from typing_extensions import TypedDict
 
 from longtake.config import GuardSection
 from longtake.fsio import Count, NumberOrText
+from longtake.process import GUARD_VARIABLE
 
 Numbers = NDArray[np.float64]
 
@@ -305,13 +308,26 @@ class History:
         return history
 
 
+class GuardSettings(GuardSection):
+    """The recipe's `guard`, and constants that only tests change."""
+
+    max_skips: int = 3  # updates, each within 16 steps of the one before; then it rolls back
+    margin_batches: int = 8  # skipped on each side of those that the divergence came with
+    progress_steps: int = 500  # without trouble, beyond the furthest one that was rolled back
+
+    @classmethod
+    def of(cls, section: GuardSection) -> Self:
+        changed = json.loads(os.environ.get(GUARD_VARIABLE, "{}"))
+        return cls(**{**section.model_dump(), **changed})
+
+
 @dataclass(frozen=True)
 class StepWindow:
     """A step and the past steps that it is compared with."""
 
     history: History
     now: StepStatistics
-    section: GuardSection
+    settings: GuardSettings
 
     @cached_property
     def row(self) -> StepRows:
@@ -334,4 +350,4 @@ class StepWindow:
 
     @property
     def is_warm(self) -> bool:
-        return len(self.same_stage) >= self.section.warmup_steps
+        return len(self.same_stage) >= self.settings.warmup_steps

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from longtake.config import GuardSection
 from longtake.guard.detectors import GuardVerdict
-from longtake.guard.history import History, StepStatistics
+from longtake.guard.history import GuardSettings, History, StepStatistics
 from longtake.run_dir import RolledBack
 
 
@@ -21,7 +20,7 @@ def plan_rollback(
     now: StepStatistics,
     checkpoint_steps: Sequence[int],
     previous: Sequence[RolledBack],
-    section: GuardSection,
+    settings: GuardSettings,
 ) -> RollBack | str:
     """The rollback that a verdict asks for; or a message why the run can only stop.
 
@@ -35,15 +34,15 @@ def plan_rollback(
         now: the step that was judged.
         checkpoint_steps: of all valid checkpoints; that of step s is the state before step s.
         previous: the run's earlier rollbacks, oldest first.
-        section: `guard` of the recipe.
+        settings: of the guard.
     """
-    fruitless = _num_without_progress(verdict, now, previous, section)
-    if fruitless >= section.max_rollbacks:
+    fruitless = _num_without_progress(verdict, now, previous, settings)
+    if fruitless >= settings.max_rollbacks:
         return _explain_limit(verdict, fruitless, previous)
     step = max((each for each in checkpoint_steps if each <= verdict.began), default=None)
     if step is None:
         return _explain_no_checkpoint(verdict, checkpoint_steps)
-    margin = section.margin_batches
+    margin = settings.margin_batches
     first = max(_batch_of(step, history, now), _batch_of(verdict.began, history, now) - margin)
     return RollBack(step, (first, now.batch + margin + 1))
 
@@ -57,26 +56,28 @@ def _num_without_progress(
     verdict: GuardVerdict,
     now: StepStatistics,
     previous: Sequence[RolledBack],
-    section: GuardSection,
+    settings: GuardSettings,
 ) -> int:
     """Number of rollbacks since the run last made progress."""
     count, furthest, reason = 0, 0, ""
     for rolled_back in previous:
-        if _is_progress(rolled_back["from_step"], rolled_back["reason"], furthest, reason, section):
+        if _is_progress(
+            rolled_back["from_step"], rolled_back["reason"], furthest, reason, settings
+        ):
             count = 0
         count, reason = count + 1, rolled_back["reason"]
         furthest = max(furthest, rolled_back["from_step"])
-    is_progress = _is_progress(now.step, verdict.reason, furthest, reason, section)
+    is_progress = _is_progress(now.step, verdict.reason, furthest, reason, settings)
     return 0 if is_progress else count
 
 
 def _is_progress(
-    step: int, reason: str, furthest: int, reason_before: str, section: GuardSection
+    step: int, reason: str, furthest: int, reason_before: str, settings: GuardSettings
 ) -> bool:
     # A jump at the end of an epoch recurs at the end of the next one, however long epochs are.
     if reason == reason_before == "edge_step":
         return False
-    return step >= furthest + section.progress_steps
+    return step >= furthest + settings.progress_steps
 
 
 def _explain_limit(verdict: GuardVerdict, count: int, previous: Sequence[RolledBack]) -> str:
@@ -91,7 +92,7 @@ def _explain_limit(verdict: GuardVerdict, count: int, previous: Sequence[RolledB
         f"It has rolled back {count} time{'s' * (count > 1)} without progress, {listed}, and "
         f"diverged {again}: another rollback would not help. Read the reports in this run's guard "
         "folder, lower optimizer.learning_rate or remove what these batches have in common; "
-        "guard.max_rollbacks and guard.progress_steps set when a run stops."
+        "guard.max_rollbacks sets when a run stops."
     )
 
 

@@ -377,7 +377,7 @@ def weights_to_sample(
         )
     if ema and not kept:
         raise RecipeError(
-            "This run keeps no averages of its weights (ema.enabled = false). Leave --ema out: "
+            "This run keeps no averages of its weights (ema.decay = 0). Leave --ema out: "
             "then the weights themselves are taken."
         )
     if profile is not None and profile not in kept:

@@ -504,7 +504,7 @@ def load_sampler(
         path: of the run or checkpoint.
         step: which checkpoint of a run; the newest by default.
         ema: sample averaged weights; None: if the run keeps any.
-        profile: of the averages; `ema.sample_from` by default.
+        profile: of the averages; the first by default.
         device: see `SamplerLoader`.
         trust: see `SamplerLoader`.
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from longtake.data.loader import Batch
 from longtake.fsio import now
 from longtake.guard.detectors import OK, GuardVerdict, judge
-from longtake.guard.history import History, JudgedStep, StepStatistics
+from longtake.guard.history import GuardSettings, History, JudgedStep, StepStatistics
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.fsdp import local_shard, num_copies
 from longtake.parallel.mesh import World
@@ -40,30 +40,30 @@ class GuardRunner:
     """The guard of one run, the same on every rank."""
 
     def __init__(self, session: Session) -> None:
-        self._section = session.recipe.guard
-        self.history = History(self._section.window)
+        self.settings = GuardSettings.of(session.recipe.guard)
+        self.history = History(self.settings.window)
         self._run, self._world = session.run, session.world
         self._samples: deque[_StepSamples] = deque(maxlen=_REPORTED_SAMPLE_STEPS)
 
     def judge(self, statistics: StepStatistics, losses: SampleLosses, batch: Batch) -> GuardVerdict:
         """The verdict on a step before its update; the step becomes part of the history."""
         self._samples.append(_trained_samples(statistics, losses, batch, self._world))
-        verdict = self._by_mode(judge(self.history, statistics, self._section))
+        verdict = self._by_mode(judge(self.history, statistics, self.settings))
         done = "ok" if self.allows(verdict) else verdict.kind
         self.history = self.history.append(JudgedStep(statistics, done))
         return verdict
 
     def allows(self, verdict: GuardVerdict) -> bool:
-        return verdict.kind == "ok" or (self._section.mode != "act" and verdict.kind != "stop")
+        return verdict.kind == "ok" or (self.settings.mode != "act" and verdict.kind != "stop")
 
     def _by_mode(self, verdict: GuardVerdict) -> GuardVerdict:
-        mode = self._section.mode
+        mode = self.settings.mode
         if mode != "act" and verdict.reason == "non_finite":  # training cannot continue with it
             return replace(verdict, kind="stop")
         return OK if mode == "off" else verdict
 
     def load(self, data: Any) -> None:
-        self.history = History.from_json(data, self._section.window)
+        self.history = History.from_json(data, self.settings.window)
         self._samples.clear()
 
     def report(

@@ -287,8 +287,8 @@ def _choose_checkpoint(
         steps = [step for step in run.checkpoint_steps() if _plan_version(run, step) == version]
         if version and not any(step <= verdict.began for step in steps):
             return _NO_CHECKPOINT_SINCE_CHANGE
-        history, before = monitors.guard.history, run.rollbacks()
-        return plan_rollback(verdict, history, statistics, steps, before, session.recipe.guard)
+        guard, before = monitors.guard, run.rollbacks()
+        return plan_rollback(verdict, guard.history, statistics, steps, before, guard.settings)
 
     chosen = from_first(plan() if world.is_first else "", world)
     if isinstance(chosen, str):
