@@ -29,8 +29,8 @@ from av.video.reformatter import Interpolation, VideoReformatter
 from numpy.typing import NDArray
 
 from longtake.data.clip import Media
+from longtake.data.decode import Probe, probe
 from longtake.data.decode_worker import DecodePool
-from longtake.data.probe import Probe, probe
 from longtake.data.window import Window, read_window
 from longtake.errors import ClipError
 

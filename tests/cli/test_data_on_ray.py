@@ -24,8 +24,8 @@ import pytest
 from longtake.data import tasks
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Item, Media
+from longtake.data.decode import Probe
 from longtake.data.index import probe_items
-from longtake.data.probe import Probe
 from longtake.data.scores import MotionScore
 from longtake.errors import ClipError, DataError
 

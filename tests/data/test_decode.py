@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from longtake.data.clip import Item, Media
-from longtake.data.decode import Limits, decoded, opened, read_image, rgb
+from longtake.data.decode import Limits, decoded, opened, probe_image, read_image, rgb
 from longtake.data.decode_worker import DecodePool
 from longtake.data.encode import write_video
 from longtake.data.figures import CropRow, contact_sheet
 from longtake.data.index import index, probe_items
-from longtake.data.probe import probe_image
 from longtake.data.summary import show
 from longtake.data.window import Crop, ReferencePicture
 from longtake.errors import ClipError

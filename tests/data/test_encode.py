@@ -8,8 +8,8 @@ import pytest
 from numpy.typing import NDArray
 
 from longtake.data.clip import Media
+from longtake.data.decode import probe
 from longtake.data.encode import write_video
-from longtake.data.probe import probe
 from longtake.errors import DataError
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from longtake.config import DataSection
 from longtake.data.catalog import Catalog
-from longtake.data.plan import begin
-from longtake.data.plan_checks import Drift, drifts, review
+from longtake.data.plan import Drift, begin, drifts, review
 from longtake.errors import DataError
 
 _CatalogOf = Callable[..., Catalog]

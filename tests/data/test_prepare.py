@@ -19,9 +19,8 @@ from PIL import Image
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
 from longtake.data.decode import read_image
-from longtake.data.encode import write_video
+from longtake.data.encode import PrepareReport, Settings, prepare, scaled_size, write_video
 from longtake.data.index import index
-from longtake.data.prepare import PrepareReport, Settings, prepare, scaled_size
 from longtake.errors import DataError
 
 _Pictures = Callable[[Clip], NDArray[np.uint8]]

@@ -16,8 +16,8 @@ import pytest
 from numpy.typing import NDArray
 
 from longtake.data.clip import Media, Timing
+from longtake.data.decode import Probe, probe
 from longtake.data.encode import write_video
-from longtake.data.probe import Probe, probe
 from longtake.errors import ClipError
 
 
@@ -247,7 +247,7 @@ def test_damaged_files_leave_the_terminal_clean_and_need_no_torch(material: Path
         "import sys\n"
         "import longtake.data.index\n"
         "from longtake.data.clip import Media\n"
-        "from longtake.data.probe import probe\n"
+        "from longtake.data.decode import probe\n"
         "from longtake.errors import ClipError\n"
         "for path in sys.argv[1:]:\n"
         "    try: probe(Media(path))\n"

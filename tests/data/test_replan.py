@@ -20,8 +20,7 @@ from longtake.config import Bucket, DataSection, Stage
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
 from longtake.data.loader import Loader
-from longtake.data.plan import Plan, PlannedBatch, begin
-from longtake.data.plan_checks import refuse_missing
+from longtake.data.plan import Plan, PlannedBatch, begin, refuse_missing
 from longtake.data.replan import PlanHistory, Policy, keep_catalogs, replan, resume, start
 from longtake.data.window import Window
 from longtake.errors import DataChangedError, DataError

@@ -21,8 +21,7 @@ from longtake.data.catalog import Catalog, Duplicate, Rejection
 from longtake.data.clip import Clip, Media, Timing
 from longtake.data.index import index
 from longtake.data.plan import Plan, begin
-from longtake.data.summary import catalog_stats, plan_summary, show
-from longtake.data.summary_tables import print_show
+from longtake.data.summary import catalog_stats, plan_summary, print_show, show
 from longtake.errors import DataError
 
 WIDE = {"num_frames": 9, "height": 32, "width": 64}

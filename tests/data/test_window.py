@@ -21,12 +21,11 @@ from longtake.config import Bucket, DataSection, parse
 from longtake.data.buckets import sample_window
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
-from longtake.data.decode import decoded, opened
+from longtake.data.decode import Probe, decoded, opened, probe
 from longtake.data.encode import write_video
 from longtake.data.index import index
 from longtake.data.loader import Loader
-from longtake.data.plan_checks import refuse_missing
-from longtake.data.probe import Probe, probe
+from longtake.data.plan import refuse_missing
 from longtake.data.window import (
     ReferencePicture,
     Window,

@@ -152,8 +152,8 @@ def prepare(
     as_json: AsJson = False,
 ) -> None:
     """Transcode clips to the size that they are trained in, so that reading them is cheap."""
-    from longtake.data.prepare import Settings
-    from longtake.data.prepare import prepare as prepare_clips
+    from longtake.data.encode import Settings
+    from longtake.data.encode import prepare as prepare_clips
     from longtake.data.tasks import connected
     from longtake.progress import counted
 
@@ -263,8 +263,8 @@ def show(
 ) -> None:
     """Show a catalog, and which clips, buckets, crops and stages a recipe makes of it."""
     from longtake import config
+    from longtake.data.summary import print_show
     from longtake.data.summary import show as look_at
-    from longtake.data.summary_tables import print_show
     from longtake.progress import counted
 
     if recipe is None and changes:

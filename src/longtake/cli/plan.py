@@ -83,7 +83,7 @@ def plan(
 
 def _facts(recipe: "Recipe", known: "Forecast") -> dict[str, Any]:
     """What the verb tells of one process, as JSON."""
-    from longtake.data.plan_checks import review_catalogs
+    from longtake.data.plan import review_catalogs
     from longtake.planner.forecast import forecast_phases, suggest_changes
 
     suggestions = suggest_changes(known) if known.misses else []

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from longtake.config import Bucket, DataSection
 from longtake.data.clip import Clip, Media
-from longtake.data.probe import content_hash
+from longtake.data.decode import content_hash
 from longtake.data.window import ReferencePicture, Window, references_of
 from longtake.data.workers import WorkerIncident
 from longtake.errors import ClipError, DataError, RecordError

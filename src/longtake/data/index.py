@@ -25,8 +25,7 @@ from longtake.data.catalog import (
     version_of,
 )
 from longtake.data.clip import Clip, Item, Media
-from longtake.data.decode import DEFAULT, Limits
-from longtake.data.probe import Probe, ProbeTask
+from longtake.data.decode import DEFAULT, Limits, Probe, ProbeTask
 from longtake.data.sources import FoundMedia, find, is_sidecar, read_captions
 from longtake.data.tasks import run_tasks
 from longtake.data.workers import SILENCE_SECONDS

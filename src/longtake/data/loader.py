@@ -23,8 +23,7 @@ from longtake.data.cache import Cache, CachedSource, CacheFailure
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.decode_worker import DecodePool
-from longtake.data.plan import PlannedBatch
-from longtake.data.plan_checks import refuse_archives
+from longtake.data.plan import PlannedBatch, refuse_archives
 from longtake.data.replan import (
     ORDER_VERSION,
     PlanHistory,

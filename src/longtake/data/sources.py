@@ -1,24 +1,41 @@
-"""Finds media and their captions in folders, files, lists, tables and tars.
+"""Finds media and their captions in folders, lists, tables and WebDataset tars.
 
-A folder is searched with its subfolders and tars; hidden names are ignored and links to folders
-not followed. Files with an unknown ending and folders that cannot be read are counted.
+Hidden names are ignored, links to folders not followed. Paths in a list are relative to its folder.
+What a clip's file says itself (size, frames) is measured, not taken from a table; integers of 2**53
+and more are ids and no scores. Tars are read in place.
 """
 
 import codecs
+import csv
+import dataclasses
 import json
+import math
 import os
 import stat
+import tarfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path, PurePath
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pydantic import TypeAdapter
 
 from longtake.data.catalog import Rejection
-from longtake.data.clip import MEDIA_SUFFIXES, Item, Media, is_media
-from longtake.data.listing import MAX_ATTRIBUTES, PATH_COLUMNS, read_listing, read_tar
-from longtake.errors import ClipError, DataError
-from longtake.fsio import read_regular
+from longtake.data.clip import MEDIA_SUFFIXES, Clip, Item, Media, is_media
+from longtake.errors import ClipError, DataError, RecordError
+from longtake.fsio import (
+    MAX_LINE_BYTES,
+    MAX_LINE_DEPTH,
+    is_there,
+    open_regular,
+    parse_record,
+    read_regular,
+)
 
 _LISTINGS = (".txt", ".csv", ".jsonl", ".parquet")
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError)
@@ -168,7 +185,7 @@ def read_captions(
         named = dict.fromkeys(folder / "captions.jsonl" for folder in folders)
         tables = [table for table in named if table.is_file()]
     for table in tables:
-        found, left = _match(table, _read_jsonl(table), folders, videos)
+        found, left = _match(table, _caption_lines(table), folders, videos)
         texts.update(found)
         unmatched.extend(left)
     if captions is None or is_sidecar(captions):
@@ -218,7 +235,7 @@ def _assign(taken: dict[Path, _CaptionLine], video: Path, line: _CaptionLine, ta
         )
 
 
-def _read_jsonl(path: Path) -> list[_CaptionLine]:
+def _caption_lines(path: Path) -> list[_CaptionLine]:
     if path.suffix.lower() in (".csv", ".parquet"):
         raise DataError(
             f"--captions {path}: captions are read from JSON lines. A table of paths and captions "
@@ -264,3 +281,392 @@ def _read_text(path: Path) -> str:
         raise DataError(f"{path} is not UTF-8 text: {error}. Save it as UTF-8.") from error
     except OSError as error:
         raise DataError(f"The captions {path} cannot be read: {error.strerror}.") from error
+
+
+PATH_COLUMNS = ("video", "image", "path", "file")
+CAPTION_COLUMNS = ("caption", "text")
+MAX_ATTRIBUTES = 1000  # names of scores in a catalog
+
+MEASURED = {field.name for field in dataclasses.fields(Clip)} | {"offset", "num_bytes", "member"}
+
+_MAX_EXACT = 2**53
+_MAX_TEXT_BYTES = 2**20  # of a caption, a .json, or a header that names a member
+_END_BYTES = 2**20  # of padding after the last member of a tar
+_ANY = TypeAdapter[Any](Any)
+_SURE_ROWS = 1_000_000  # so many may lie in a few bytes; of more, each takes at least one
+_UNKNOWN = ("", "na", "n/a", "nan", "-nan", "null", "none", "#n/a")
+_WORDS = dict.fromkeys(_UNKNOWN, None) | {"true": 1.0, "false": 0.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Table:
+    """The columns of a table that are used, by name, all of the same length."""
+
+    names: Sequence[str]  # of all columns
+    texts: dict[str, list[str | None]]
+    numbers: dict[str, list[float | None]]
+    types: dict[str, str]  # of columns that are neither texts nor numbers
+
+
+def read_listing(path: Path) -> list[Item]:
+    """The items of a list or a table, in its order."""
+    items = _read_list(path) if path.suffix.lower() == ".txt" else _read_table(path)
+    missing = [item.media.path for item in items if not is_there(Path(item.media.path))]
+    if missing:
+        shown = "".join(f"\n  {each[:500]}" for each in missing[:5])
+        more = f"\n  and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise DataError(
+            f"{path} names {len(items)} files, and {len(missing)} of them do not exist:"
+            f"{shown}{more}\nPaths are relative to {path.resolve().parent}. "
+            "Correct them, or remove those lines."
+        )
+    return items
+
+
+def _read_list(path: Path) -> list[Item]:
+    try:
+        with open_regular(path) as file:
+            lines = file.read().removeprefix(codecs.BOM_UTF8).decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"The list {path} is not UTF-8 text: {error}. Save it as UTF-8.") from error
+    except OSError as error:
+        raise _unreadable(path, error.strerror or error) from error
+    return [Item(_media(path, line.strip())) for line in lines if line.strip()]
+
+
+def _media(listing: Path, name: str) -> Media:
+    return Media(os.path.normpath(listing.resolve().parent / name))
+
+
+def _read_table(path: Path) -> list[Item]:
+    readers = {".csv": _read_csv, ".jsonl": _read_jsonl}
+    table = _read(path, readers.get(path.suffix.lower(), _read_parquet))
+    paths = _texts(path, table, _column(path, table, PATH_COLUMNS))
+    if None in paths:
+        raise DataError(f"{path}: row {paths.index(None) + 1} has no path. Add it or remove it.")
+    caption = next((name for name in CAPTION_COLUMNS if name in table.names), None)
+    captions = _texts(path, table, caption) if caption else [None] * len(paths)
+    if len(table.numbers) > MAX_ATTRIBUTES:
+        raise _unreadable(
+            path,
+            f"it has {len(table.numbers):,} numeric columns, at most {MAX_ATTRIBUTES:,} can be",
+        )
+    return [
+        Item(
+            _media(path, name or ""),
+            None if text is None else text.strip(),
+            {
+                score: value
+                for score, values in table.numbers.items()
+                if (value := values[row]) is not None
+            },
+        )
+        for row, (name, text) in enumerate(zip(paths, captions, strict=True))
+    ]
+
+
+def _read(path: Path, reader: Callable[[Path], _Table]) -> _Table:
+    try:
+        return reader(path)
+    except UnicodeDecodeError as error:
+        raise _unreadable(path, f"it is not UTF-8 text: {error}") from error
+    except (OSError, pa.ArrowException, csv.Error) as error:
+        raise _unreadable(path, getattr(error, "strerror", None) or error) from error
+
+
+def _read_csv(path: Path) -> _Table:
+    with open_regular(path) as binary, codecs.getreader("utf-8-sig")(binary) as file:
+        reader = csv.reader(file, strict=True)  # an unclosed quote must not swallow rows
+        rows: list[list[str]] = []
+        try:
+            for row in reader:
+                if row and len(row) != len(rows[0] if rows else row):
+                    raise csv.Error(f"{len(row)} columns instead of the header's {len(rows[0])}")
+                if row:
+                    rows.append(row)
+        except csv.Error as error:
+            start = f", in the row that begins after row {len(rows) - 1}" if rows else ""
+            raise _unreadable(path, f"line {reader.line_num}{start}: {error}") from error
+    if not rows:
+        raise _unreadable(path, "it is empty")
+    names = _different(path, rows[0])
+    columns = dict(zip(names, zip(*rows[1:], strict=True), strict=True)) if rows[1:] else {}
+    numbers = {name: _parsed(columns[name]) for name in columns if _may_be_score(name)}
+    return _Table(
+        names,
+        {name: [text or None for text in columns.get(name, ())] for name in names},
+        {name: values for name, values in numbers.items() if values is not None},
+        {},
+    )
+
+
+def _parsed(texts: Iterable[str]) -> list[float | None] | None:
+    """The numbers of a column; None if it has others."""
+    values: list[float | None] = []
+    for text in texts:
+        word = text.strip().lower()
+        try:
+            value = _WORDS[word] if word in _WORDS else float(word)
+        except ValueError:
+            return None
+        is_id = value is not None and abs(value) >= _MAX_EXACT and word.lstrip("+-").isdecimal()
+        if "_" in word or is_id:
+            return None
+        values.append(_finite(value))
+    return values if any(value is not None for value in values) else None
+
+
+def _read_jsonl(path: Path) -> _Table:
+    rows: list[dict[str, Any]] = []
+    for number, line in _lines(path):
+        try:
+            rows.append(parse_record(line, dict[str, Any], path, MAX_LINE_DEPTH))
+        except RecordError as error:
+            raise _unreadable(path, f"line {number}: {error.reason}") from error
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    texts: dict[str, list[str | None]] = {}
+    numbers: dict[str, list[float | None]] = {}
+    types: dict[str, str] = {}
+    for name in names:
+        values = [row.get(name) for row in rows]
+        if _is_text(name):
+            other = next((each for each in values if not isinstance(each, str | None)), None)
+            if other is not None:
+                types[name] = type(other).__name__
+            elif any(values):
+                texts[name] = [each or None for each in values]
+        elif _may_be_score(name):
+            found = [score_of(value) for value in values]
+            if any(value is not None for value in found):
+                numbers[name] = found
+    return _Table([*texts, *types], texts, numbers, types)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    with open_regular(path) as file:
+        for number in count(1):
+            line = file.readline(MAX_LINE_BYTES + 1)
+            if not line:
+                return
+            if len(line) > MAX_LINE_BYTES:
+                raise _unreadable(path, f"line {number} has more than {MAX_LINE_BYTES:,} bytes")
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line.strip():
+                yield number, line
+
+
+def score_of(value: object) -> float | None:
+    if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) >= _MAX_EXACT):
+        return None
+    return _finite(float(value))
+
+
+def _read_parquet(path: Path) -> _Table:
+    with open_regular(path) as binary, pq.ParquetFile(binary) as file:
+        num_rows, num_bytes = file.metadata.num_rows, path.stat().st_size
+        if num_rows > max(_SURE_ROWS, num_bytes):
+            raise _unreadable(
+                path,
+                f"{num_rows:,} rows in {num_bytes:,} bytes repeat the same values; make "
+                "each row name a file of its own",
+            )
+        names = _different(path, file.schema_arrow.names)
+        fields = {name: file.schema_arrow.field(name).type for name in names}
+        wanted = [name for name in names if _is_text(name) or _is_numeric(name, fields[name])]
+        table = file.read(wanted)
+    strings = pa.string(), pa.large_string()
+    texts = {name: table[name].to_pylist() for name in wanted if fields[name] in strings}
+    numbers = {name: _floats(table[name]) for name in wanted if _is_numeric(name, fields[name])}
+    return _Table(
+        names,
+        {name: [text or None for text in column] for name, column in texts.items()},
+        {name: values for name, values in numbers.items() if values is not None},
+        {name: str(fields[name]) for name in names if name not in texts},
+    )
+
+
+def _floats(column: pa.ChunkedArray) -> list[float | None] | None:
+    if pa.types.is_integer(column.type):
+        bounds = pc.min_max(column).as_py()
+        if any(abs(bound or 0) >= _MAX_EXACT for bound in bounds.values()):
+            return None
+    return [_finite(value) for value in column.cast(pa.float64()).to_pylist()]
+
+
+def _is_numeric(name: str, kind: Any) -> bool:
+    tests = pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean
+    return _may_be_score(name) and any(test(kind) for test in tests)
+
+
+def _may_be_score(name: str) -> bool:
+    return name not in MEASURED and not _is_text(name)
+
+
+def _is_text(name: str) -> bool:
+    return name in PATH_COLUMNS or name in CAPTION_COLUMNS
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _different(path: Path, names: Sequence[str]) -> list[str]:
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    if twice:
+        raise _unreadable(path, f"it has several columns {twice[0]!r:.80}")
+    return list(names)
+
+
+def _column(path: Path, table: _Table, wanted: Sequence[str]) -> str:
+    for name in wanted:
+        if name in table.names:
+            return name
+    known = ", ".join(table.names)
+    if "file_name" in table.names and path.suffix.lower() == ".csv":
+        raise DataError(
+            f"{path} has its paths in the column file_name, as Hugging Face's data sets have. "
+            f"Expected is a column {' or '.join(wanted)}. Rename it: "
+            f"sed '1s/file_name/video/' {path} > {path.with_name('clips.csv')}"
+        )
+    raise DataError(
+        f"{path} has no column of paths; its columns are {known[:500]}. "
+        f"Name the one with the paths {' or '.join(wanted)}."
+    )
+
+
+def _texts(path: Path, table: _Table, name: str) -> list[str | None]:
+    if name not in table.texts:
+        raise DataError(
+            f"{path}: column {name!r} holds {table.types[name][:200]}; expected text. Media inside "
+            "a table cannot be read in place: write them to files or tars, and their paths here."
+        )
+    return table.texts[name]
+
+
+def _unreadable(path: Path, why: object) -> DataError:
+    return DataError(f"{path} cannot be read: {str(why).rstrip('.')}.")
+
+
+def read_tar(path: Path) -> list[Item]:
+    """The media of a tar, in its order.
+
+    Members with the same key (the name up to the first dot of its last part) are one sample: its
+    videos and images are captioned by its .txt, or by `caption` or `text` of its .json.
+    """
+    try:
+        members = _members(path)
+        texts, entries = _beside(path, members)
+    except RecordError as error:
+        reason = f"{error.path}: {error.reason}"
+        raise ClipError(path, f"not a readable tar: {reason}") from error
+    except RecursionError as error:
+        raise ClipError(path, "not a readable tar: too many headers for one member") from error
+    except (OSError, tarfile.TarError, LookupError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ClipError(path, f"not a readable tar: {reason}") from error
+    media = [member for member in members if is_media(member.name)]
+    if not media:
+        raise ClipError(path, f"no video or image among its {len(members)} members")
+    items = [_item(path, member, texts, entries) for member in media]
+    names = {name for item in items for name in item.attributes}
+    if len(names) > MAX_ATTRIBUTES:
+        raise ClipError(
+            path, f"its .json files name {len(names):,} numbers; at most {MAX_ATTRIBUTES:,} can be"
+        )
+    return items
+
+
+class _Member(tarfile.TarInfo):
+    """Checks the size in a header, as tarfile reads and seeks by it."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        found = super().frombuf(buf, encoding, errors)
+        if found.size < 0:
+            raise tarfile.ReadError(f"a member of {found.size} bytes")
+        if found.type in _HEADERS and found.size > _MAX_TEXT_BYTES:
+            raise tarfile.ReadError(f"a header of {found.size:,} bytes")
+        return found
+
+
+_HEADERS = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
+
+
+def _members(path: Path) -> list[tarfile.TarInfo]:
+    with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:", tarinfo=_Member) as tar:
+        members, before = [], -1
+        while (member := tar.next()) is not None:
+            if tar.offset <= before:  # an extended header may name a negative size, too
+                raise ValueError(f"the member after byte {before} does not end behind it")
+            before = tar.offset
+            if not any(part.startswith(".") for part in Path(member.name).parts):
+                members.append(member)
+        end = tar.offset
+        file.seek(end)
+        padding = file.read(_END_BYTES)
+    if not padding:
+        raise ValueError("it ends without an end marker, so it is cut short")
+    if padding.strip(b"\0"):
+        raise ValueError(f"damaged at byte {end}, or several tars in one file")
+    wanted = [
+        each for each in members if is_media(each.name) or each.name.endswith((".txt", ".json"))
+    ]
+    for member in wanted:
+        if not member.isreg() or member.issparse():
+            raise ValueError(f"{member.name} is not a plain file")
+    if len({member.name for member in wanted}) < len(wanted):
+        raise ValueError("two members have the same name")
+    return wanted
+
+
+def _beside(
+    path: Path, members: Iterable[tarfile.TarInfo]
+) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+    """The contents of all .txt, and of all .json that are objects, by key."""
+    texts, entries = {}, {}
+    with open_regular(path) as file:
+        for member in members:
+            if is_media(member.name):
+                continue
+            if member.size > _MAX_TEXT_BYTES:
+                raise ValueError(
+                    f"{member.name} has {member.size:,} bytes; a text has at most "
+                    f"{_MAX_TEXT_BYTES:,}"
+                )
+            file.seek(member.offset_data)
+            data = file.read(member.size).removeprefix(codecs.BOM_UTF8)
+            if member.name.endswith(".txt"):
+                texts[_key(member.name)] = data.decode().strip()
+            elif isinstance(entry := parse_record(data, _ANY, Path(member.name)), dict):
+                entries[_key(member.name)] = entry
+    return texts, entries
+
+
+def _item(
+    path: Path,
+    member: tarfile.TarInfo,
+    texts: Mapping[str, str],
+    entries: Mapping[str, dict[str, Any]],
+) -> Item:
+    key = _key(member.name)
+    entry = entries.get(key, {})
+    captions = [texts.get(key), *(entry.get(name) for name in CAPTION_COLUMNS)]
+    values = ((name, score_of(value)) for name, value in entry.items() if name not in MEASURED)
+    numbers = {name: value for name, value in values if value is not None}
+    return Item(
+        Media(str(path), member.name, member.offset_data, member.size),
+        next((text.strip() for text in captions if isinstance(text, str)), None),
+        numbers,
+    )
+
+
+def _key(name: str) -> str:
+    folder, _, last = name.rpartition("/")
+    return f"{folder}/{last.split('.')[0]}"

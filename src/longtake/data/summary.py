@@ -1,25 +1,28 @@
-"""What `longtake data show` reports as JSON: a catalog's clips, and what a recipe trains on."""
+"""What `longtake data show` reports of a catalog and a recipe: as JSON, and as tables."""
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
 
 from longtake.config import Bucket, DataSection, Recipe, Stage
 from longtake.data.buckets import Rows, sort_into_buckets
 from longtake.data.catalog import Catalog
-from longtake.data.plan import Plan, StagePlan, Stream, begin
-from longtake.data.plan_checks import drifts, review
+from longtake.data.plan import Plan, StagePlan, Stream, begin, drifts, review
 from longtake.data.stages import select
 from longtake.errors import DataError
+from longtake.formatting import escape, format_duration
 
 MOST_SIZES = 20  # picture sizes that are listed; of more, the most frequent
 NUM_EXAMPLES = 3  # paths for each reason to drop clips
@@ -453,3 +456,285 @@ def _paths(path: Path, recipe: Recipe) -> dict[str, Path]:
             "data.catalogs and data.weights with --set."
         )
     return paths
+
+
+MOST_ROWS = 10
+"""Reasons that files were rejected for, and values of one kind, that are listed."""
+
+_PIPE_WIDTH = 100
+_LEVELS = " ▁▂▃▄▅▆▇█"
+_MUCH_IS_CUT = 0.25
+_LITTLE_DRIFT = 0.05
+_LEGEND = (
+    "begins: between two numbers, a stage is mixed with the one before. batches: per epoch. tail: "
+    "clips that the first epoch leaves over; they begin the next one. last: clips in the last "
+    "batch, where epochs end. cut: share of the picture that is cropped away. scale: above 1, "
+    "pictures are enlarged. large: clips of which that is true. A dropped clip counts in the "
+    "bucket that it would be trained in otherwise."
+)
+
+
+def print_show(console: Console, result: Mapping[str, Any]) -> None:
+    """Print what `longtake.data.summary.show` returned, at least 100 columns wide in a pipe."""
+    if not console.is_terminal:
+        console.width = max(console.width, _PIPE_WIDTH)
+    catalogs = result.get("catalogs", {"": result})
+    for name, facts in catalogs.items():
+        print_catalog(console, facts, name)
+    if "stages" in result:
+        print_plan(console, result)
+    for picture in result["pictures"]:
+        _print(console, escape(f"wrote {picture}"))
+
+
+def print_catalog(console: Console, facts: Mapping[str, Any], name: str = "") -> None:
+    """Print what a catalog holds; `name` is what a recipe calls it."""
+    called = f"Catalog {name}: {facts['catalog']}" if name else f"Catalog {facts['catalog']}"
+    _title(console, called)
+    _print(console, f"{_clips_sentence(facts)}\n")
+    _print(console, _properties(facts))
+    if facts["clips"]:
+        _print(console, _spreads(facts))
+    if facts["reject_reasons"]:
+        _print(console, _rejections(facts))
+
+
+def print_plan(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print what a recipe makes of its catalogs."""
+    _title(console, "Plan")
+    planned = facts["planned_steps"]
+    stages = "the last stage has no end" if planned is None else f"the stages have {planned:,}"
+    _print(
+        console,
+        f"Training ends after {facts['steps']:,} steps of {facts['batch_size']:,} clips; "
+        f"{stages}.\n",
+    )
+    _print(console, _stages(facts))
+    if len(facts["timeline"]) > 1:
+        _print(console, _timeline_bars(facts))
+    _print(console, f"\n{_LEGEND}\n", style="dim")
+    sources = {entry["source"] for entry in facts["stages"]}
+    for entry in facts["stages"]:
+        catalog = f", catalog {entry['source']}" if len(sources) > 1 else ""
+        _title(console, f"Stage {entry['stage']}{catalog}")
+        _print(console, _buckets(entry))
+        if entry["dropped"] and len(entry["buckets"]) > 1:
+            _print(console, _drops(entry))
+        if entry["dropped"]:
+            _print(console, _examples(entry))
+    if facts["drift"]:
+        _title(console, "Drift from stage to stage")
+        _print(console, _drift(facts))
+    if facts["warnings"]:
+        _title(console, "Warnings", "yellow")
+        grid = Table.grid(padding=(0, 1))
+        for sentence in facts["warnings"]:
+            grid.add_row("-", escape(sentence))
+        _print(console, grid)
+    if facts["refusal"]:
+        _title(console, "Training would refuse to begin", "red")
+        _print(console, escape(facts["refusal"]))
+
+
+def _clips_sentence(facts: Mapping[str, Any]) -> str:
+    count, seconds = facts["clips"], facts["hours"] * 3600
+    parts = [
+        f"{count:,} clips: {facts['videos']:,} videos ({format_duration(seconds)}, "
+        f"{facts['frames'] - facts['images']:,} frames) and {facts['images']:,} images",
+        f"{facts['captioned']:,} with a caption, {count - facts['captioned']:,} without",
+        f"{facts['duplicates']:,} duplicates left out, {len(facts['rejected']):,} files rejected",
+    ]
+    return "; ".join(parts) + "."
+
+
+def _properties(facts: Mapping[str, Any]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    sizes = {f"{size['width']}x{size['height']}": size["clips"] for size in facts["sizes"]}
+    counted = {
+        "sizes": sizes,
+        "aspect ratios": facts["aspects"],
+        "codecs": facts["codecs"],
+        "pixel formats": facts["pixel_formats"],
+        "colour range": facts["color_ranges"],
+        "colour transfer": facts["color_transfers"],
+        "rotation": {f"{angle}°": count for angle, count in facts["rotations"].items()},
+    }
+    for name, counts in counted.items():
+        grid.add_row(name, _listed(counts, facts["clips"]))
+    special = {
+        "HDR": facts["hdr"],
+        "variable frame rate": facts["variable_frame_rate"],
+        "decoded from the beginning for want of timestamps": facts["unreliable_timestamps"],
+        "transcoded by `data prepare`": facts["prepared"],
+    }
+    special = {name: count for name, count in special.items() if count}
+    if special:
+        grid.add_row("of these", _listed(special, facts["clips"]))
+    return grid
+
+
+def _listed(counts: Mapping[str, int], total: int) -> str:
+    """The most frequent values, and how many clips have each."""
+    shown = list(counts.items())[:MOST_ROWS]
+    said = [f"{escape(name) or 'unspecified'} [dim]({count:,})[/]" for name, count in shown]
+    if len(counts) > MOST_ROWS:
+        said.append(f"others [dim]({total - sum(count for _, count in shown):,})[/]")
+    return " · ".join(said) or "-"
+
+
+def _spreads(facts: Mapping[str, Any]) -> Table:
+    names = ("of clips", "min", "5 %", "25 %", "median", "75 %", "95 %", "max", "mean")
+    table = _table("", numbers=names)
+    for name, spread in [*facts["numbers"].items(), *facts["attributes"].items()]:
+        keys = ("min", "q5", "q25", "median", "q75", "q95", "max", "mean")
+        if spread["known"]:
+            label = escape(name.replace("_", " "))
+            table.add_row(label, _number(spread["known"]), *(_number(spread[key]) for key in keys))
+    return table
+
+
+def _rejections(facts: Mapping[str, Any]) -> Table:
+    table = _table("files", "rejected because", "such as")
+    table.columns[0].justify = "right"
+    first = {entry["reason"]: entry["path"] for entry in reversed(facts["rejected"])}
+    reasons = facts["reject_reasons"]
+    for reason, count in list(reasons.items())[:MOST_ROWS]:
+        table.add_row(_number(count), escape(reason), escape(_short(first[reason])))
+    if len(reasons) > MOST_ROWS:
+        rest = sum(list(reasons.values())[MOST_ROWS:])
+        table.add_row(_number(rest), f"{len(reasons) - MOST_ROWS} other reasons (--json)", "")
+    return table
+
+
+def _stages(facts: Mapping[str, Any]) -> Table:
+    names = ("share", "begins", "steps", "epochs", "clips", "kept", "dropped")
+    table = _table("stage", "catalog", numbers=names)
+    before = None
+    for entry in facts["stages"]:
+        is_new, before = entry["stage"] != before, entry["stage"]
+        name, begins = (entry["stage"], _beginning(entry)) if is_new else ("", "")
+        keys = ("trained_steps", "epochs", "clips", "selected")
+        table.add_row(
+            escape(name),
+            escape(entry["source"]),
+            f"{entry['share']:.0%}",
+            begins,
+            *(_number(entry[key]) for key in keys),
+            _number(entry["clips"] - entry["selected"]),
+        )
+    return table
+
+
+def _beginning(entry: Mapping[str, Any]) -> str:
+    first, half = entry["first_step"], entry["ramp_steps"] // 2
+    return f"{first - half:,} to {first + half:,}" if half else f"{first:,}"
+
+
+def _timeline_bars(facts: Mapping[str, Any]) -> Table:
+    """One line a stage: how high its share of the batches is, from the first step to the last."""
+    grid = Table.grid(padding=(0, 2))
+    for stage, shares in facts["timeline"].items():
+        levels = (max(round(share * (len(_LEVELS) - 1)), int(share > 0)) for share in shares)
+        bars = "".join(_LEVELS[level] for level in levels)
+        grid.add_row(f"  {escape(stage)}", bars)
+    width = len(next(iter(facts["timeline"].values())))
+    planned = facts["planned_steps"]
+    end = facts["steps"] if planned is None else min(facts["steps"], planned)
+    grid.add_row("", f"0{f'step {end:,}':>{max(0, width - 1)}}")
+    return grid
+
+
+def _buckets(entry: Mapping[str, Any]) -> Table:
+    names = ("clips", "kept", "dropped", "batches", "tail", "last", "cut", "scale", "large")
+    table = _table(numbers=("frames", "size", *names))
+    for bucket in entry["buckets"]:
+        table.add_row(
+            *_shape(bucket),
+            *(_number(bucket[key]) for key in ("clips", "kept", "dropped")),
+            f"{bucket['batches_per_epoch']:,.2f}",
+            _number(bucket["tail"]),
+            _number(bucket["last_batch"]),
+            _share_cut(bucket["share_cut"]),
+            _number(bucket["scale"]),
+            f"[yellow]{_number(bucket['enlarged'])}[/]" if bucket["enlarged"] else "0",
+        )
+    return table
+
+
+def _shape(bucket: Mapping[str, Any]) -> tuple[str, str]:
+    return str(bucket["num_frames"]), f"{bucket['width']}x{bucket['height']}"
+
+
+def _share_cut(share: float | None) -> str:
+    if share is None:
+        return "-"
+    return f"[yellow]{share:.0%}[/]" if share > _MUCH_IS_CUT else f"{share:.0%}"
+
+
+def _drops(entry: Mapping[str, Any]) -> Table:
+    """Which bucket drops how many clips for which reason."""
+    table = _table(numbers=("frames", "size", "dropped"))
+    for reason in entry["dropped"]:
+        table.add_column(escape(reason), justify="right", max_width=18, overflow="fold")
+    for bucket in entry["buckets"]:
+        counts = (bucket["reasons"].get(reason, 0) for reason in entry["dropped"])
+        table.add_row(*_shape(bucket), _number(bucket["dropped"]), *map(_number, counts))
+    return table
+
+
+def _examples(entry: Mapping[str, Any]) -> Table:
+    table = _table("clips", "dropped because", "such as")
+    table.columns[0].justify = "right"
+    for reason, count in entry["dropped"].items():
+        paths = ", ".join(map(_short, entry["examples"][reason]))
+        table.add_row(_number(count), escape(reason), escape(paths))
+    return table
+
+
+def _drift(facts: Mapping[str, Any]) -> Table:
+    numbers = ("before", "after", "standard deviations")
+    table = _table("into stage", "mean of", numbers=numbers)
+    for drift in facts["drift"]:
+        if drift["distance"] is not None and drift["distance"] < _LITTLE_DRIFT:
+            continue
+        distance = "all alike before" if drift["distance"] is None else f"{drift['distance']:.2f}"
+        table.add_row(
+            escape(drift["stage"]),
+            escape(drift["attribute"].replace("_", " ")),
+            _number(drift["before"]),
+            _number(drift["after"]),
+            f"[red]{distance}[/]" if drift["is_above_limit"] else distance,
+        )
+    return table
+
+
+def _table(*texts: str, numbers: Sequence[str] = ()) -> Table:
+    """One with columns of text and, after these, of numbers, which are never cut short."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in texts:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", overflow="fold")
+    return table
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def _short(path: str) -> str:
+    return "/".join(PurePath(path).parts[-2:])
+
+
+def _title(console: Console, text: str, colour: str = "default") -> None:
+    _print(console, escape(text), style=f"bold {colour}")
+
+
+def _print(console: Console, what: RenderableType, style: str | None = None) -> None:
+    console.print(what, style=style, soft_wrap=False)  # tables have to know how wide they may be

@@ -21,8 +21,7 @@ from PIL import Image
 
 from longtake.config import STEM
 from longtake.data.clip import IMAGE_SUFFIXES, Kind, Media
-from longtake.data.decode import decoded, opened, read_image, rgb
-from longtake.data.probe import rotation_of
+from longtake.data.decode import decoded, opened, read_image, rgb, rotation_of
 from longtake.errors import ClipError
 
 _AGAIN = "index it again"

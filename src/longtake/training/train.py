@@ -15,7 +15,7 @@ from longtake.checkpoint.store import keep_saver
 from longtake.config import Bucket, Recipe
 from longtake.data.ledger import begin_launch, keep_ledger, stream_names
 from longtake.data.loader import Loader
-from longtake.data.plan_checks import refuse_missing, review
+from longtake.data.plan import refuse_missing, review
 from longtake.errors import DataError
 from longtake.guard.history import MAX_WINDOWS
 from longtake.models.build import source_of, text_section
