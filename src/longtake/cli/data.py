@@ -311,10 +311,13 @@ def cache(
     processes at once, alone or by `torchrun --nproc-per-node 2 -m longtake data cache
     RECIPE`.
     """
-    from longtake.data.cache_fill import CACHE_KINDS
-    from longtake.data.tasks import connected
-    from longtake.training.latent_cache import cache_ahead
-    from longtake.trust import load_recipe
+    from longtake.progress import phase_lines
+
+    with phase_lines(say.console(), "importing PyTorch"):
+        from longtake.data.cache_fill import CACHE_KINDS
+        from longtake.data.tasks import connected
+        from longtake.training.latent_cache import cache_ahead
+        from longtake.trust import load_recipe
 
     if workers and on is None:
         raise typer.BadParameter("--workers is for --on; here, data.workers of the recipe decode")

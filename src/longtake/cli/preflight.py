@@ -9,6 +9,7 @@ import typer
 
 from longtake.cli import say
 from longtake.cli.say import AsJson, Changes
+from longtake.progress import phase_lines
 
 if TYPE_CHECKING:
     from longtake.cluster.report import PreflightReport
@@ -57,9 +58,11 @@ def preflight(
             report = preflight_over_ssh(names, recipe, changes or (), timeout, ssh_option or ())
         _show(report, as_json=as_json)
         raise typer.Exit(report["exit_status"])
-    from longtake.cluster.preflight import preflight as check
+    with phase_lines(say.console(), "importing PyTorch") as enter:
+        from longtake.cluster.preflight import preflight as check
 
-    found, is_hanging = check(recipe, changes or (), timeout)
+        enter("checking")
+        found, is_hanging = check(recipe, changes or (), timeout)
     if found is not None:
         _show(found, as_json=as_json)
     status = 0 if found is None else found["exit_status"]
