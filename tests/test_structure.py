@@ -1,7 +1,9 @@
 """`benchmarks/structure.py --check`: what it refuses, and that this tree is not refused."""
 
+import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,31 @@ def tree(tmp_path: Path) -> Path:
 
 def test_this_tree_keeps_its_limits() -> None:
     assert _check(_ROOT) == (0, "")
+
+
+def _constants(path: Path) -> Counter[str]:
+    """How often each name in capitals is assigned at the top level of a module."""
+    targets: list[ast.expr] = []
+    for each in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(each, ast.Assign):
+            targets += each.targets
+        elif isinstance(each, ast.AnnAssign):
+            targets.append(each.target)
+    return Counter(each.id for each in targets if isinstance(each, ast.Name) and each.id.isupper())
+
+
+def test_no_constant_of_a_module_is_defined_twice() -> None:
+    """The second silently replaces the first, also where the first is used."""
+    paths = [
+        path for name in ("src", "tests", "benchmarks") for path in (_ROOT / name).rglob("*.py")
+    ]
+    twice = [
+        f"{path.relative_to(_ROOT)}: {name}"
+        for path in paths
+        for name, count in _constants(path).items()
+        if count > 1
+    ]
+    assert not twice
 
 
 def test_a_tree_within_its_limits_is_not_refused(tree: Path) -> None:

@@ -33,7 +33,7 @@ _RATE_WITHIN_STEPS = 100
 _NORM_EPOCH = 7
 _NORM_STEP = _NORM_EPOCH * STEPS_PER_EPOCH - 1
 _LAST_BATCHES = 30
-_LARGEST_LOSS_ERROR = 0.1  # relative, of the loss at the end
+_LARGEST_FINAL_LOSS_CHANGE = 0.1  # relative, of the loss at the end
 _LARGEST_LOSS_ERROR = 1e-3  # relative, of a loss whose sums round differently
 
 
@@ -223,7 +223,7 @@ def _expect_good_end(
     evidence.expect_exact(site, skipped=clips_between(undisturbed.run, *excluded))
     share = relative_end_loss(site.run, undisturbed.run)
     evidence.expect(
-        abs(share - 1) <= _LARGEST_LOSS_ERROR,
+        abs(share - 1) <= _LARGEST_FINAL_LOSS_CHANGE,
         f"it ended with {share:.2f} times the undisturbed run's loss",
     )
 
