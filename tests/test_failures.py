@@ -9,7 +9,13 @@ import pytest
 
 from longtake.config import Recipe
 from longtake.errors import DataError
-from longtake.failures import error_line, failure_of, failures_of_launch, find_failed_rank
+from longtake.failures import (
+    error_line,
+    failure_of,
+    failures_of_launch,
+    failures_of_processes,
+    find_failed_rank,
+)
 from longtake.heartbeat import Heartbeat, HeartbeatWriter, heartbeat_dir, read_heartbeat
 from longtake.node_dir import NodeDirectory
 from longtake.run_dir import RunDirectory
@@ -71,6 +77,19 @@ def test_a_rank_that_was_killed_is_known_by_its_heart(run: RunDirectory, own: He
     found = find_failed_rank(run, own)
     assert found is not None
     assert (found.rank, found.step, found.phase, found.kind) == (1, 7, "backward", "killed")
+
+
+def test_what_only_a_watcher_saw_counts_less_than_any_other_record(
+    run: RunDirectory, own: Heartbeat
+) -> None:
+    failure_of(own, "killed", "its process is gone", source="watcher").record(run)
+    assert failures_of_processes(run, [own.pid], since="") == []
+    found = find_failed_rank(run, own, seconds=0)
+    assert found is not None
+    assert (found.source, found.error) == ("watcher", "its process is gone")
+    failure_of(own, "killed", "killed by SIGKILL", source="launcher").record(run)
+    assert [each.source for each in failures_of_launch(run, "0a1b2c3d")] == ["launcher", "watcher"]
+    assert len(failures_of_processes(run, [own.pid], since="")) == 1
 
 
 def _beat(run: RunDirectory, host: str, beat: int, rank: int) -> None:

@@ -1,7 +1,8 @@
 """Failure records: why a rank failed, so that the ranks that lost it report that rank.
 
-A failure is an event `rank_failed` of its node, written by the rank before its connections close,
-or by the launcher where the rank was killed. Without either, the rank's heartbeat has stopped.
+A failure is an event `rank_failed` of its node. `source` says who wrote it: the rank before its
+connections close; the launcher where the rank was killed; the watcher, which sees only that the
+process is gone. Without any, the rank's heartbeat has stopped.
 """
 
 import os
@@ -24,6 +25,7 @@ LOG_VARIABLE: Final = "LONGTAKE_LOG"
 FailureKind = Literal["error", "exception", "killed", "ended"]
 """`error`: what a user can correct; `exception`: any other; `killed`: by a signal; `ended`: with an
 exit code and without a record."""
+FailureSource = Literal["rank", "launcher", "watcher"]
 _POLL_SECONDS = 0.1
 _LAUNCHER_SECONDS = 0.5  # until the launcher of a rank that is gone has recorded why
 _MAX_CHARS = 400
@@ -43,13 +45,17 @@ class RankFailure:
     error: str  # one line
     log: str = ""  # the file with its output; empty: wherever its launcher wrote it
     host: str = ""
+    source: FailureSource = "rank"  # who recorded it; the others know more than the watcher
 
     def record(self, run: RunDirectory) -> None:
         """Append it to this node's events; a full disk must not hide the failure itself."""
+        with suppress(OSError):
+            this_node(run).append_event("rank_failed", **self.as_event())
+
+    def as_event(self) -> dict[str, Any]:
         facts = asdict(self)
         del facts["host"]  # each event of a node has it
-        with suppress(OSError):
-            this_node(run).append_event("rank_failed", **facts)
+        return facts
 
     @classmethod
     def from_event(cls, event: dict[str, Any]) -> Self:
@@ -64,7 +70,11 @@ class RankFailure:
 
 
 def failure_of(
-    heartbeat: Heartbeat, kind: FailureKind, error: str, log: str | None = None
+    heartbeat: Heartbeat,
+    kind: FailureKind,
+    error: str,
+    log: str | None = None,
+    source: FailureSource = "rank",
 ) -> RankFailure:
     """The failure of the rank with this heartbeat; `log`: this process's own by default."""
     return RankFailure(
@@ -78,6 +88,7 @@ def failure_of(
         error=error,
         log=os.environ.get(LOG_VARIABLE, "") if log is None else log,
         host=socket.gethostname(),
+        source=source,
     )
 
 
@@ -94,19 +105,21 @@ def describe_signal(number: int) -> str:
 
 
 def failures_of_launch(run: RunDirectory, launch: str) -> list[RankFailure]:
+    """By time; what only a watcher has seen comes last."""
     events = [event for node in all_nodes(run) for event in _events(node)]
     events = [event for event in events if event.get("launch") == launch]
-    return [RankFailure.from_event(e) for e in sorted(events, key=lambda e: str(e["time"]))]
+    events.sort(key=lambda event: (event.get("source") == "watcher", str(event["time"])))
+    return list(map(RankFailure.from_event, events))
 
 
 def failures_of_processes(
     run: RunDirectory, pids: Collection[int], since: str
 ) -> list[RankFailure]:
-    """The failures of this node's processes since a time as of `fsio.now`."""
+    """The failures of this node's processes since a time as of `fsio.now`, but for the watcher's."""
     return [
         RankFailure.from_event(event)
         for event in _events(this_node(run))
-        if event["pid"] in pids and str(event["time"]) >= since
+        if event["pid"] in pids and str(event["time"]) >= since and event.get("source") != "watcher"
     ]
 
 
@@ -123,7 +136,8 @@ def find_failed_rank(run: RunDirectory, own: Heartbeat, seconds: float = 3.0) ->
     while True:
         found = failures_of_launch(run, own.launch)
         gone = next(_gone(run, own), None)
-        if found or time.monotonic() >= end:
+        is_known = bool(found) and found[0].source != "watcher"
+        if is_known or time.monotonic() >= end:
             break
         if gone is not None:
             end = min(end, time.monotonic() + _LAUNCHER_SECONDS)

@@ -12,7 +12,7 @@
 
 Everything below nodes/<host> has one writer, that node's watcher; but for `stacks/`, where rank 0
 also leaves what it knows of decode workers, for `logs/`, and for the event `rank_failed`,
-which the rank appends itself, as one write.
+which the rank or its launcher also appends, as one write.
 """
 
 import json
@@ -54,7 +54,6 @@ NodeEventKind = Literal[
     "stall_cleared",
     "restarted_worker",
     "killed_rank",
-    "rank_died",
     "rank_failed",
     "clock_stepped",
     "clock_slewed",

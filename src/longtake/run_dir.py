@@ -242,6 +242,7 @@ class _RankFailed(EventBase):
     kind: Literal["error", "exception", "killed", "ended"]
     error: str
     log: NotRequired[str]
+    source: NotRequired[Literal["rank", "launcher", "watcher"]]
 
 
 class _ClockStepped(Event):

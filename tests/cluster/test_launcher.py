@@ -144,7 +144,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(
     assert "killed by SIGKILL" in restarted.said
     assert "All ranks are started again (1 of 3 times" in restarted.said
     (event,) = _events(site, "rank_failed")
-    assert (event["rank"], event["kind"]) == (1, "killed")
+    assert (event["rank"], event["kind"], event["source"]) == (1, "killed", "launcher")
     (log,) = (
         path
         for path in site.run.path.glob("nodes/*/logs/*/rank_0000.log")

@@ -144,7 +144,8 @@ def _add_node(run: Path, node: Path) -> None:
     sentence = {"sentence": "rank 0 hangs", "suspects": [{"rank": 0, "host": HOST, "pid": 4242}]}
     append_json(node / "events.jsonl", {"time": now(), "event": "stalled", **stalled, **sentence})
     died = {"pid": 4242, "rank": 0, "phase": "forward", "out_of_memory": False, "step": 3}
-    append_json(node / "events.jsonl", {"time": now(), "event": "rank_died", **died})
+    died |= {"world_size": 1, "launch": "a", "kind": "killed", "error": "", "source": "watcher"}
+    append_json(node / "events.jsonl", {"time": now(), "event": "rank_failed", **died})
     dump = {"token": "t_1", "time": now(), "host": HOST, "reason": "stall", "launch": "abcd1234"}
     write_json(node / "stacks" / "t_1.json", {**dump, "rounds": [], "missing": []})
     (run / "requests").mkdir()

@@ -323,6 +323,10 @@ def test_a_rank_that_failed_is_told_with_where_and_of_what(told: RunDirectory) -
     (failed,) = _incidents(told)
     assert failed["at"] == 5
     assert incident_sentence(failed) == "rank failed on gpu07: rank 3 (backward): killed by SIGKILL"
+    reason = "rank 3 (process 7) is gone without having ended: step 4, backward."
+    assert incident_sentence(
+        {**failed, "source": "watcher", "error": "gone", "reason": reason}
+    ) == (f"rank failed on gpu07: {reason}")
 
 
 def test_the_newest_result_stands_for_a_preset(

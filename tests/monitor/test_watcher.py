@@ -52,15 +52,15 @@ def test_a_rank_that_hangs_is_named_and_ended(stage: Any) -> None:
     (killed,) = wait_until(lambda: stage.events("killed_rank"))
     assert (killed["pid"], killed["rank"]) == (guilty, 1)
     assert stage.is_gone(guilty)
-    (died,) = wait_until(lambda: stage.events("rank_died"))
+    (died,) = wait_until(lambda: stage.events("rank_failed"))
     assert (died["pid"], died["phase"], died["out_of_memory"]) == (guilty, "forward", False)
     stage.end(other)
     assert watcher.wait(60) == 0
     alerts = [
         json.loads(line)["event"] for line in (stage.path / "alerts").read_text().splitlines()
     ]
-    assert alerts == ["stalled", "killed_rank", "rank_died"]  # of the second death it is no news
-    assert len(stage.events("rank_died")) == 2
+    assert alerts == ["stalled", "killed_rank", "rank_failed"]  # of the second death it is no news
+    assert len(stage.events("rank_failed")) == 2
     assert not stage.folder().exists()
 
 
@@ -222,11 +222,11 @@ def test_a_full_disk_is_told_when_there_is_room(stage: Any) -> None:
     limits = resource.prlimit(watcher.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(watcher.pid, resource.RLIMIT_FSIZE, (0, limits[1]))
     stage.rank("dies")
-    wait_until(lambda: stage.alerts("disk_full") and stage.alerts("rank_died"))
+    wait_until(lambda: stage.alerts("disk_full") and stage.alerts("rank_failed"))
     assert [e["event"] for e in _events(node)] == ["watcher_started"]
     resource.prlimit(watcher.pid, resource.RLIMIT_FSIZE, limits)
     kinds = wait_until(lambda: len(found := [e["event"] for e in _events(node)]) == 3 and found)
-    assert sorted(kinds) == ["disk_full", "rank_died", "watcher_started"]
+    assert sorted(kinds) == ["disk_full", "rank_failed", "watcher_started"]
 
 
 def _events(node: Any) -> list[dict[str, Any]]:
@@ -257,7 +257,7 @@ def test_by_hand_it_follows_the_next_launch(stage: Any) -> None:
     """It does not end with a crash, and forgets what the launch before has taught."""
     watcher = stage.watcher("--by-hand")
     stage.rank("dies")
-    wait_until(lambda: stage.events("rank_died"))
+    wait_until(lambda: stage.events("rank_failed"))
     stage.rank("sleeps", launch="efgh5678")
     (stalled,) = wait_until(lambda: stage.events("stalled"))
     assert stalled["launch"] == "efgh5678"

@@ -33,6 +33,17 @@ def _rows(run: RunDirectory) -> list[dict[str, Any]]:
     return [row for segment in _segments(run) for row in segment]
 
 
+def _called(run: RunDirectory) -> set[tuple[str, str]]:
+    """Entity and name of the run, as W&B's files have them."""
+    paths = run.path.glob("wandb/*run-*/*.wandb")
+    records = [record for path in paths for record in WandbFile(path)._new_records()]
+    return {
+        (record.run.entity, record.run.display_name)
+        for record in records
+        if record.WhichOneof("record_type") == "run"
+    }
+
+
 def _is_rising(rows: list[dict[str, Any]]) -> bool:
     numbers = [row["_step"] for row in rows]
     return numbers == sorted(set(numbers))
@@ -56,11 +67,14 @@ def test_a_training_and_an_evaluator_write_one_run(
     add_steps: Callable[..., None],
     add_result: Callable[..., Path],
     until: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each step and each result once, never in one row, with numbers that never go back.
 
     Results come while the training writes, and one after it, when an evaluator does.
     """
+    monkeypatch.setenv("WANDB_ENTITY", "a-team")
+    monkeypatch.setenv("WANDB_NAME", "a name")
     trainers = Follower(run, "trainer", _OFFLINE)
     trainers.start()
     add_steps(run, range(1, 9))
@@ -78,6 +92,7 @@ def test_a_training_and_an_evaluator_write_one_run(
     steps = [row for row in rows if "train/step" in row]
     assert [row["train/step"] for row in steps] == list(range(1, 25))
     assert [row["train/loss"] for row in steps] == [row["loss"] for row in run.metrics()]
+    assert _called(run) == {("a-team", "a name")}
     results = [row for row in rows if "eval/checkpoint_step" in row]
     found = sorted((row["eval/preset"], row["eval/checkpoint_step"]) for row in results)
     assert found == [("demo", 6), ("demo", 12), ("other", 6)]

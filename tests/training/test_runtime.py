@@ -68,7 +68,7 @@ def test_a_watcher_that_dies_is_replaced_and_nothing_is_left(
     train(recipe, _QUIET)
     events = [event["event"] for event in read_events(RunDirectory(recipe.out))]
     assert (events.count("watcher_started"), events.count("finished")) == (2, 1)
-    assert not events.count("rank_died")
+    assert not events.count("rank_failed")
     _until(lambda: not _watcher(recipe) and not heartbeat_dir(recipe.out).exists())
 
 

@@ -294,7 +294,8 @@ class Agent(LocalElasticAgent):
             if code == -signal.SIGKILL and machine_oom_kills() > self._oom_kills:
                 error = f"the kernel killed it, or another process: out of memory; {error}"
             kind: FailureKind = "killed" if code < 0 else "ended"
-            failure_of(heartbeat, kind, error, str(self._logs.paths[heartbeat.rank])).record(run)
+            log = str(self._logs.paths[heartbeat.rank])
+            failure_of(heartbeat, kind, error, log, source="launcher").record(run)
 
     def _as_stop_code(self, code: int) -> int:
         """A rank that the signal killed, before it could handle it, was stopped too."""

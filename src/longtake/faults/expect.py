@@ -38,7 +38,6 @@ _NOTHING: Mapping[int, Identities] = MappingProxyType({})
 _COMPARED = ("step", "epoch", "loss", "grad_norm", "learning_rate")
 _OF_THE_SAVE = {".metadata", "COMMITTED", "trainer.json"}  # differ though the state does not
 _STATE = ("global_step", "data", "guard", "last_update")  # of trainer.json
-_RANK_LOST = ("rank_failed", "rank_died")
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,7 @@ class Evidence:
     def expect_lost_rank_named(self, observer: RunObserver, rank: int) -> None:
         """Expect that a watcher's event names the rank that was lost."""
         events = observer.node_events()
-        named = {each.get("rank") for each in events if each["event"] in _RANK_LOST}
+        named = {each.get("rank") for each in events if each["event"] == "rank_failed"}
         none = f"events name {named or 'no rank'}, and rank {rank} was lost"
         self.expect(rank in named, none)
 

@@ -168,7 +168,7 @@ def expect_clock_event(
     evidence.expect_event(found, since, none, within)
     events = filter(_is_clock_event, read_json_lines(this_node(site.run).events_path))
     kinds = [event["event"] for event in events]
-    others = {"stalled", "clock_stepped", "clock_slewed", "rank_died"} - {kind}
+    others = {"stalled", "clock_stepped", "clock_slewed", "rank_failed"} - {kind}
     wrong = sorted(others.intersection(kinds))
     evidence.expect(not wrong, f"events of what did not happen: {', '.join(wrong)}")
     evidence.expect(kinds.count(kind) <= 1, f"it was reported {kinds.count(kind)} times")

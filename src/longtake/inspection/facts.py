@@ -34,7 +34,7 @@ _REPORT_NAME = re.compile(r"step_(\d+)_(\d+)\.json")
 
 _BATCH_EVENTS = ("stage", "epoch", "sample_rejected", "decoder_stalled", "decoder_died")
 """Their `step` is the number of a batch."""
-_NEXT_STEP_EVENTS = ("stalled", "rank_died", "rank_failed", "killed_rank", "restarted_worker")
+_NEXT_STEP_EVENTS = ("stalled", "rank_failed", "killed_rank", "restarted_worker")
 """Their `step` counts the steps that were done before; they happened in the next."""
 _VERDICT_EVENTS = ("update_skipped", "anomaly_detected")
 INCIDENT_EVENTS = (

@@ -27,7 +27,6 @@ START_PHASES = {
 }
 _INCIDENTS = {
     "stalled": "stalled",
-    "rank_died": "rank died",
     "rank_failed": "rank failed",
     "killed_rank": "rank killed",
     "restarted_worker": "worker restarted",
@@ -41,7 +40,6 @@ _INCIDENTS = {
 }
 _SENTENCES = (
     "stalled",
-    "rank_died",
     "rank_failed",
     "clock_stepped",
     "clock_slewed",
@@ -121,7 +119,7 @@ def incident_sentence(incident: Mapping[str, Any]) -> str:
     """What happened, on which node and why."""
     texts = (incident.get(name) for name in ("sentence", "message", "reason", "error"))
     text = str(next((each for each in texts if each), ""))
-    if incident["event"] == "rank_failed":
+    if incident["event"] == "rank_failed" and "reason" not in incident:
         text = f"rank {incident['rank']} ({incident['phase']}): {text}"
     host = incident.get("host", "")
     where = f" on {host}" if host and host not in text else ""

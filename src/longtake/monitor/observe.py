@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from longtake.config import WatchSection
+from longtake.failures import failure_of
 from longtake.formatting import join_words
 from longtake.heartbeat import Heartbeat, Phase, Role, read_heartbeat, read_heartbeats
 from longtake.monitor import flight_recorder
@@ -145,7 +146,7 @@ class DeadRank:
     is_first: bool  # of its launch on this node; the others may have been ended because of it
 
     def as_event(self, oom_kills: int) -> dict[str, Any]:
-        """The fields of `rank_died`; `oom_kills`: recent kills of the job for lack of memory."""
+        """The fields of `rank_failed`; `oom_kills`: recent kills of the job for lack of memory."""
         found = self.heartbeat
         on = f" on {found.detail}" if found.detail else ""
         reason = (
@@ -154,9 +155,10 @@ class DeadRank:
         )
         if oom_kills:
             reason += "; the kernel killed it, or another process of the job: out of memory"
-        names = ("pid", "rank", "launch", "step", "phase", "detail")
+        error = "its process is gone without having ended"
         return {
-            **{name: getattr(found, name) for name in names},
+            **failure_of(found, "killed", error, log="", source="watcher").as_event(),
+            "detail": found.detail,
             "seconds": round(found.seconds, 3),
             "out_of_memory": oom_kills > 0,
             "reason": f"{reason}.",

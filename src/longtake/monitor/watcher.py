@@ -232,9 +232,9 @@ class _Watcher:
         if found := self._liveness.dead_ranks(snapshot.living, snapshot.dead):
             kills = self._liveness.recent_oom_kills(oom_kills())
             for each in found:
-                self._reporter.emit("rank_died", is_alert=False, **each.as_event(kills))
+                self._reporter.emit("rank_failed", is_alert=False, **each.as_event(kills))
             if any(each.is_first for each in found):
-                self._reporter.alert("rank_died", **alert_of(found, kills))
+                self._reporter.alert("rank_failed", **alert_of(found, kills))
         self._stale.remove(snapshot)
 
     def _report_health(self) -> None:

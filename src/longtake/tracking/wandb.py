@@ -110,8 +110,7 @@ class Wandb:
             run = wandb.init(
                 id=run_id,
                 project=self._section.project,
-                entity=self._section.entity,
-                name=self._section.name or self._run.path.resolve().name,
+                name=os.environ.get("WANDB_NAME") or self._run.path.resolve().name,
                 dir=str(self._run.path.resolve()),
                 resume="allow",
                 settings=_settings(self._section),
