@@ -723,8 +723,8 @@ class TrackingSection(_Section):
     wandb: Literal["off", "offline", "online"] = "off"
     """`offline` keeps all of it in the run directory's `wandb`, for `wandb sync`."""
     project: str = Field("longtake", min_length=1)
-    """Of W&B, which takes the entity from WANDB_ENTITY, and the run's name from WANDB_NAME if the run
-    directory's is not to be it."""
+    """Of W&B, which takes the entity from WANDB_ENTITY, and the run's name from WANDB_NAME; without
+    it the run is named like its directory."""
 
 
 class Recipe(_Section):

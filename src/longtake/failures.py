@@ -115,7 +115,7 @@ def failures_of_launch(run: RunDirectory, launch: str) -> list[RankFailure]:
 def failures_of_processes(
     run: RunDirectory, pids: Collection[int], since: str
 ) -> list[RankFailure]:
-    """The failures of this node's processes since a time as of `fsio.now`, but for the watcher's."""
+    """Failures of this node's processes since a time as of `fsio.now`, without the watcher's."""
     return [
         RankFailure.from_event(event)
         for event in _events(this_node(run))
