@@ -65,7 +65,9 @@ def _constants(path: Path) -> Counter[str]:
             targets += each.targets
         elif isinstance(each, ast.AnnAssign):
             targets.append(each.target)
-    return Counter(each.id for each in targets if isinstance(each, ast.Name) and each.id.isupper())
+    names = (name for each in targets for name in ast.walk(each) if isinstance(name, ast.Name))
+    assigned = (name.id for name in names if isinstance(name.ctx, ast.Store))
+    return Counter(name for name in assigned if name.isupper())
 
 
 def test_no_constant_of_a_module_is_defined_twice() -> None:

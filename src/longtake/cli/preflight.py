@@ -12,7 +12,7 @@ from longtake.cli.say import AsJson, Changes
 from longtake.progress import phase_lines
 
 if TYPE_CHECKING:
-    from longtake.cluster.report import PreflightReport
+    from longtake.cluster.findings import PreflightReport
 
 
 def preflight(
@@ -78,6 +78,6 @@ def _show(report: "PreflightReport", *, as_json: bool) -> None:
     if as_json:
         say.result(report)
         return
-    from longtake.cluster.report import print_report
+    from longtake.cluster.findings import print_report
 
     print_report(say.stdout_console(), report)

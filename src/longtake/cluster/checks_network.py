@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from statistics import median
 from typing import Any
@@ -221,21 +222,19 @@ _NVLINK_ADVICE = "Look at nvidia-smi topo -m and nvidia-smi nvlink --status on t
 
 def measure_links(context: CheckContext) -> Facts:
     """MB/s to the neighbours, of an all-reduce over all, and of one within this node."""
-    if not _has_nccl():
-        return _measure_links(context)
-    with torch.cuda.device(context.process.local_rank):  # the current device is per thread
-        return _measure_links(context)
-
-
-def _measure_links(context: CheckContext) -> Facts:
-    facts: Facts = {"to": {}, "all": _all_reduce(None), "within": _within_node(context)}
-    if context.process.rank not in context.leaders:
+    index = context.process.local_rank
+    with torch.cuda.device(index) if _has_nccl() else nullcontext():  # it is per thread
+        facts: Facts = {"to": {}, "all": _all_reduce(None), "within": _within_node(context)}
+        if context.process.rank not in context.leaders:
+            return facts
+        own = context.leaders.index(context.process.rank)
+        for pair in (pair for each in ring_rounds(len(context.leaders)) for pair in each):
+            if own in pair:
+                other = pair[1] if own == pair[0] else pair[0]
+                peer = context.leaders[other]
+                both_ways = {each: _time_link(peer, is_sender=each == own) for each in pair}
+                facts["to"][context.hosts[other]] = both_ways[own]
         return facts
-    own = context.leaders.index(context.process.rank)
-    for pair in (pair for each in ring_rounds(len(context.leaders)) for pair in each):
-        if own in pair:
-            facts["to"] |= _both_ways(pair, own, context)
-    return facts
 
 
 def judge_links(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
@@ -250,15 +249,9 @@ def judge_links(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
         _judge_slow_links(result, speeds, slow)
     if rates := {node: each["all"] for node, each in facts.items() if each.get("all")}:
         result.measure("all-reduce over all", "MB/s", rates)
-    within = far_from_median(
-        "all-reduce within the node",
-        {node: each["within"] for node, each in facts.items() if each.get("within")},
-        unit="MB/s",
-        worse="lower",
-        factor=_LINK_FACTOR,
-        advice=_NVLINK_ADVICE,
-    )
-    result.add(within)
+    rates = {node: each["within"] for node, each in facts.items() if each.get("within")}
+    name, advice = "all-reduce within the node, MB/s", _NVLINK_ADVICE
+    result.add(far_from_median(name, rates, "lower", factor=_LINK_FACTOR, advice=advice))
     return result
 
 
@@ -300,12 +293,6 @@ def ring_rounds(count: int) -> Iterator[list[tuple[int, int]]]:
     last = [pairs.pop()] if count > 2 and count % 2 else []
     yield pairs[0::2]
     yield from (each for each in (pairs[1::2], last) if each)
-
-
-def _both_ways(pair: tuple[int, int], own: int, context: CheckContext) -> dict[str, float]:
-    other = pair[1] if own == pair[0] else pair[0]
-    speeds = {each: _time_link(context.leaders[other], is_sender=each == own) for each in pair}
-    return {context.hosts[other]: speeds[own]}
 
 
 def _time_link(peer: int, *, is_sender: bool) -> float:

@@ -77,15 +77,8 @@ def _judge_catalog(name: str, seen: FactsByNode) -> CheckResult:
     if not speeds:
         few = f"the sampled clips have less than {_MIN_READ_BYTES // _MIB} MiB"
         result.skip(f"reading clips of {name}", few)
-    read = far_from_median(
-        f"reading clips of {name}",
-        speeds,
-        unit="MB/s",
-        worse="lower",
-        factor=_READ_FACTOR,
-        advice=_READ_ADVICE,
-    )
-    result.add(read)
+    read = f"reading clips of {name}, MB/s"
+    result.add(far_from_median(read, speeds, "lower", factor=_READ_FACTOR, advice=_READ_ADVICE))
     return result
 
 
@@ -172,11 +165,11 @@ def judge_disk_space(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
     result = CheckResult()
     known = next((each["checkpoint"] for each in facts.values() if "checkpoint" in each), None)
     needed = None
-    if recipe is not None and known and known["bytes"]:
-        needed = known["bytes"] * (recipe.checkpoint.keep + 1)
-    if recipe is not None and needed is None and known:
-        why = f"size unknown: {known['source']}"
-        result.skip("room for checkpoints", why)
+    if recipe is not None and known:
+        if known["bytes"]:
+            needed = known["bytes"] * (recipe.checkpoint.keep + 1)
+        else:
+            result.skip("room for checkpoints", f"size unknown: {known['source']}")
     for name in sorted({name for each in facts.values() for name in each["folders"]}):
         free = {n: each["folders"][name] for n, each in facts.items() if name in each["folders"]}
         result.add(_judge_folder(name, free, needed if name == "run directory" else None))
@@ -377,19 +370,17 @@ def measure_disk_speed(context: CheckContext) -> Facts:
 
 def judge_disk_speed(facts: FactsByNode, recipe: Recipe | None) -> CheckResult:
     result = far_from_median(
-        "writing to the run directory",
+        "writing to the run directory, MB/s",
         {node: each["write"] for node, each in facts.items() if each},
-        unit="MB/s",
-        worse="lower",
+        "lower",
         factor=_WRITE_FACTOR,
         limit=_MIN_WRITE_MB,
         advice=_SPEED_ADVICE,
     )
     syncs = far_from_median(
-        "fsync of the run directory",
+        "fsync of the run directory, ms",
         {node: each["sync_ms"] for node, each in facts.items() if each},
-        unit="ms",
-        worse="higher",
+        "higher",
         factor=_SYNC_FACTOR,
         harmless=_HARMLESS_SYNC_MS,
         limit=_MAX_SYNC_MS,

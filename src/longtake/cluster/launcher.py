@@ -10,17 +10,18 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from rich.console import Console
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -30,34 +31,28 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from longtake.cluster.options import LaunchOptions
-from longtake.cluster.ranks import (
-    SAVE_SECONDS,
-    STDERR_TO_STDOUT,
-    LaunchStop,
-    RankLogs,
-    RanksExit,
-    classify_exit,
-    describe_code,
-    failed_codes,
-    is_stop_code,
-    last_line,
-    machine_oom_kills,
-    send_signal,
-    wait_for_end,
-)
-from longtake.errors import LostPeerError
+from longtake.errors import LongtakeError, LostPeerError
 from longtake.failures import (
+    LOG_VARIABLE,
     FailureKind,
     RankFailure,
+    describe_signal,
     failure_of,
     failures_of_launch,
     failures_of_processes,
 )
-from longtake.fsio import now
+from longtake.fsio import file_time, now
 from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeats
-from longtake.node_dir import this_node
+from longtake.node_dir import NodeDirectory, this_node
 from longtake.parallel.mesh import LOOPBACK
-from longtake.process import EXIT_CODES, environment, program
+from longtake.process import (
+    EXIT_CODES,
+    LAUNCHER_VARIABLE,
+    STOP_SIGNALS,
+    StopSignal,
+    environment,
+    program,
+)
 from longtake.run_dir import LAUNCH_VARIABLE
 
 _RENDEZVOUS_SECONDS = 600
@@ -83,6 +78,15 @@ _RENDEZVOUS: Final = {
     "keep_alive_interval": 3,
     "keep_alive_max_attempt": 3,  # after which a silent node counts as lost
 }
+_SAVE_SECONDS = 600.0
+"""For saving after a signal; a scheduler that gives less time kills all processes anyway."""
+_STDERR_TO_STDOUT: Final = ("/bin/sh", "-c", 'exec "$@" 2>&1', "sh")
+"""Precedes a command. Torch would open the log once per stream, and the streams would overwrite
+each other."""
+_POLL_SECONDS = 0.02
+_LAST_BYTES = 4096
+_STOP_CODES: Final = {code: signal.Signals[name] for name, code in EXIT_CODES.items()}
+_USER_ERROR, _LOST_PEER = LongtakeError.exit_code, LostPeerError.exit_code
 
 
 def launch(options: LaunchOptions, console: Console) -> int:
@@ -129,7 +133,7 @@ def count_processes(text: str) -> int:
     return max(1, torch.cuda.device_count()) if text == "auto" else int(text)
 
 
-def _report_exit(ended: RanksExit | None, stop: LaunchStop, console: Console) -> int:
+def _report_exit(ended: "RanksExit | None", stop: "LaunchStop", console: Console) -> int:
     if ended is not None and ended.kind == "mistake":
         again = "A restart would end the same way, so nothing is started again."
         console.print(f"{ended.message}\n{again}", markup=False)
@@ -142,7 +146,7 @@ def _report_exit(ended: RanksExit | None, stop: LaunchStop, console: Console) ->
 
 
 @contextmanager
-def _rendezvous(options: LaunchOptions, stop: LaunchStop) -> Iterator[RendezvousHandler]:
+def _rendezvous(options: LaunchOptions, stop: "LaunchStop") -> Iterator[RendezvousHandler]:
     """Where nodes meet; closed at the end, so that the others do not wait for this node."""
     with TemporaryDirectory(prefix="longtake-", ignore_cleanup_errors=True) as folder:
         handler = _rendezvous_handler(options, Path(folder))
@@ -165,7 +169,7 @@ def _rendezvous_handler(options: LaunchOptions, folder: Path) -> RendezvousHandl
         run_id=options.run_id,
         min_nodes=options.nodes[0],
         max_nodes=options.nodes[1],
-        local_addr=_local_address(options),
+        local_addr=None if options.endpoint else LOOPBACK,
         **settings,
     )
     until = time.monotonic() + _RENDEZVOUS_SECONDS
@@ -178,10 +182,6 @@ def _rendezvous_handler(options: LaunchOptions, folder: Path) -> RendezvousHandl
         time.sleep(_CONNECT_EVERY_SECONDS)
 
 
-def _local_address(options: LaunchOptions) -> str | None:
-    return None if options.endpoint else LOOPBACK
-
-
 def _not_met(options: LaunchOptions, error: RendezvousError) -> str:
     least, most = options.nodes
     count = f"{least}" if least == most else f"{least} to {most}"
@@ -192,13 +192,193 @@ def _not_met(options: LaunchOptions, error: RendezvousError) -> str:
     )
 
 
+# --- Output of ranks ------------------------------------------------------------------------------
+
+
+class RankLogs(LogsSpecs):
+    """One log per rank and start in the run directory."""
+
+    def __init__(self, node: NodeDirectory, *, tee: bool) -> None:
+        super().__init__()
+        self._node = node
+        self._shows_first = tee
+        self.paths: dict[int, Path] = {}
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._node.logs_path)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Logs of a start; `envs` are the environments of the ranks, by local rank."""
+        time = file_time()
+        ranks = {local: int(env["RANK"]) for local, env in envs.items()}
+        self.paths = {rank: self._node.rank_log_path(time, rank) for rank in ranks.values()}
+        texts = {local: str(self.paths[rank]) for local, rank in ranks.items()}
+        for local, text in texts.items():
+            Path(text).parent.mkdir(parents=True, exist_ok=True)
+            launcher = {LAUNCHER_VARIABLE: str(os.getpid())}
+            envs[local] |= {LOG_VARIABLE: text, "PYTHONUNBUFFERED": "1", **launcher}
+        shown = {local: texts[local] for local, rank in ranks.items() if rank == 0}
+        empty = dict.fromkeys(texts, "")
+        return LogsDest(
+            stdouts=texts,
+            stderrs=empty,
+            tee_stderrs=shown if self._shows_first else {},
+            error_files=empty,
+        )
+
+
+def _last_line(log: Path) -> str:
+    """The last line of a log; empty if there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _LAST_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+# --- Processes of ranks ---------------------------------------------------------------------------
+
+
+def _failed_codes(pids: Iterable[int]) -> dict[int, int]:
+    """Exit codes other than 0, negative for signals, of children that were not waited for yet."""
+    found = {}
+    for pid in pids:
+        with suppress(ChildProcessError):
+            ended = _wait_result(pid)
+            if ended is not None and ended.si_status:
+                is_exit = ended.si_code == os.CLD_EXITED
+                found[pid] = ended.si_status if is_exit else -ended.si_status
+    return found
+
+
+def _wait_for_end(pids: Iterable[int], seconds: float) -> list[int]:
+    """Wait for children to end; returns those that have not."""
+    until = time.monotonic() + seconds
+    while (left := [pid for pid in pids if _is_running(pid)]) and time.monotonic() < until:
+        time.sleep(_POLL_SECONDS)
+    return left
+
+
+def _send_signal(pids: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to the children that are running."""
+    for pid in pids:
+        if _is_running(pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def _machine_oom_kills() -> int:
+    """Processes of this machine that the kernel killed for lack of memory, since boot."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
+        return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
+    return 0
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return _wait_result(pid) is None
+    except ChildProcessError:  # it was waited for
+        return False
+
+
+def _wait_result(pid: int) -> "os.waitid_result | None":
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+
+
+class LaunchStop(StopSignal):
+    """A request to stop this launch; while it is entered, signals are passed on to the ranks.
+
+    A signal while no rank runs, such as during the rendezvous, raises `SignalException`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(STOP_SIGNALS, on_signal=self._pass_on, keeps_ignored=False)
+        self.is_urgent = False
+        self._ranks: list[int] = []
+        self._is_held = False
+
+    @property
+    def first_signal(self) -> signal.Signals | None:
+        return None if self.reason is None else signal.Signals[self.reason]
+
+    @property
+    def is_overdue(self) -> bool:
+        return self.requested_seconds > _SAVE_SECONDS
+
+    def hold(self) -> None:
+        self._is_held = True
+
+    def begin(self, pids: Iterable[int]) -> None:
+        self._ranks = list(pids)
+        if self.first_signal is not None:
+            _send_signal(self._ranks, self.first_signal)
+
+    def end(self) -> None:
+        self._ranks, self._is_held = [], False
+
+    def _pass_on(self, received: signal.Signals, is_first: bool) -> None:
+        if is_first and not self._is_held:
+            raise SignalException("no rank runs yet", received)
+        if is_first:
+            _send_signal(self._ranks, received)
+        elif received == signal.SIGINT:  # a person is impatient; schedulers repeat signals
+            self.is_urgent = True
+            _send_signal(self._ranks, signal.SIGKILL)
+
+
+# --- How ranks ended ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RanksExit:
+    """How the ranks of a node ended, not all of them with exit code 0."""
+
+    code: int  # exit code of the launcher, unless the ranks are started again
+    # `stopped`: by a signal; `mistake`: a restart would end the same way; `crashed`: it may help
+    kind: Literal["stopped", "mistake", "crashed"]
+    message: str
+
+
+def classify_exit(
+    codes: Mapping[int, int], failures: Sequence[RankFailure], logs: Mapping[int, Path]
+) -> RanksExit:
+    """Decide how ranks ended."""
+    stops = [code for code in codes.values() if code in _STOP_CODES]
+    if failures and failures[0].kind == "error":
+        return RanksExit(_USER_ERROR, "mistake", str(failures[0]))
+    if _USER_ERROR in codes.values() and not failures:
+        return RanksExit(_USER_ERROR, "mistake", _describe_exit(codes, _USER_ERROR, logs))
+    if stops and not failures:
+        message = f"All ranks stopped by {_STOP_CODES[stops[0]].name}."
+        return RanksExit(stops[0], "stopped", message)
+    # A rank that only lost a peer is not the cause.
+    code = next((each for each in codes.values() if each != _LOST_PEER), _LOST_PEER)
+    message = str(failures[0]) if failures else _describe_exit(codes, code, logs)
+    return RanksExit(code if code > 0 else 128 - code, "crashed", message)
+
+
+def _describe_code(code: int) -> str:
+    return describe_signal(-code) if code < 0 else f"ended with exit code {code}"
+
+
+def _describe_exit(codes: Mapping[int, int], code: int, logs: Mapping[int, Path]) -> str:
+    rank = next(rank for rank, each in codes.items() if each == code)
+    line = _last_line(logs[rank])
+    last = f" Its last line: {line}" if line else ""
+    return f"Rank {rank} {_describe_code(code)}.{last} All of its output: {logs[rank]}."
+
+
 # --- Ranks of this node ---------------------------------------------------------------------------
 
 
 def _agent(
     options: LaunchOptions, handler: RendezvousHandler, stop: LaunchStop, console: Console
 ) -> "Agent":
-    entrypoint, *arguments = [*STDERR_TO_STDOUT, *program("longtake", *options.train_arguments)]
+    entrypoint, *arguments = [*_STDERR_TO_STDOUT, *program("longtake", *options.train_arguments)]
     num_ranks = count_processes(options.processes)
     spec = WorkerSpec(
         role="",  # torch would write it before each line
@@ -208,7 +388,7 @@ def _agent(
         rdzv_handler=handler,
         max_restarts=options.max_restarts,
         monitor_interval=0.1,
-        local_addr=_local_address(options),
+        local_addr=None if options.endpoint else LOOPBACK,
     )
     logs = RankLogs(this_node(options.run), tee=options.tee)
     count = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
@@ -235,7 +415,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._stop.hold()
-        self._oom_kills, self._started_at = machine_oom_kills(), now()
+        self._oom_kills, self._started_at = _machine_oom_kills(), now()
         if self._options.endpoint:
             os.environ[LAUNCH_VARIABLE] = _launch_of_all_nodes(worker_group.store)
         pids: dict[int, Any] = super()._start_workers(worker_group)
@@ -245,15 +425,15 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """As torch's, but after a failure the other ranks first have time to report it and end."""
         ranks = {worker.id: worker.global_rank for worker in worker_group.workers}
-        if codes := failed_codes(ranks):
+        if codes := _failed_codes(ranks):
             killed = self._let_others_end(codes, ranks)
-            codes |= {pid: code for pid, code in failed_codes(ranks).items() if pid not in killed}
+            codes |= {pid: code for pid, code in _failed_codes(ranks).items() if pid not in killed}
             by_rank = {ranks[pid]: self._as_stop_code(code) for pid, code in codes.items()}
             failures = self._failures_on_all_nodes(ranks)
             self.ended = classify_exit(by_rank, failures, self._logs.paths)
             self._decide_restarts(self.ended)
         elif self._stop.is_overdue:
-            send_signal(ranks, signal.SIGKILL)
+            _send_signal(ranks, signal.SIGKILL)
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state.name != "HEALTHY":
             self._stop.end()
@@ -262,13 +442,13 @@ class Agent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Before a restart: ranks that still run may save; those that hang have less time."""
         pids = [worker.id for worker in worker_group.workers if worker.id]
-        send_signal(pids, signal.SIGTERM)
-        left, seconds = wait_for_end(pids, _STOP_SECONDS), _STOP_SECONDS
-        while seconds < SAVE_SECONDS and any(
+        _send_signal(pids, signal.SIGTERM)
+        left, seconds = _wait_for_end(pids, _STOP_SECONDS), _STOP_SECONDS
+        while seconds < _SAVE_SECONDS and any(
             heartbeat.phase in _SAVING_PHASES for heartbeat in self._heartbeats(left)
         ):
-            left, seconds = wait_for_end(left, _STOP_SECONDS), seconds + _STOP_SECONDS
-        send_signal(left, signal.SIGKILL)
+            left, seconds = _wait_for_end(left, _STOP_SECONDS), seconds + _STOP_SECONDS
+        _send_signal(left, signal.SIGKILL)
         super()._stop_workers(worker_group)
         self._stop.end()
 
@@ -276,9 +456,11 @@ class Agent(LocalElasticAgent):
         """Record the failure of ranks that were killed, and wait for the others."""
         if self._stop.first_signal is None:
             self._record_failures(codes, ranks)
-        is_stop = self._stop.first_signal is not None or any(map(is_stop_code, codes.values()))
-        late = wait_for_end(ranks, SAVE_SECONDS if is_stop else _REPORT_SECONDS)
-        send_signal(late, signal.SIGKILL)
+        is_stop = self._stop.first_signal is not None or any(
+            code in _STOP_CODES for code in codes.values()
+        )
+        late = _wait_for_end(ranks, _SAVE_SECONDS if is_stop else _REPORT_SECONDS)
+        _send_signal(late, signal.SIGKILL)
         return late
 
     def _record_failures(self, codes: dict[int, int], ranks: dict[int, int]) -> None:
@@ -289,9 +471,9 @@ class Agent(LocalElasticAgent):
             is_known = heartbeat.pid in known or heartbeat.phase == "ended"
             if is_known or heartbeat.world_size == 1:
                 continue
-            line = last_line(self._logs.paths[ranks[heartbeat.pid]])
-            error = describe_code(code) + (f"; its last line: {line}" if line else "")
-            if code == -signal.SIGKILL and machine_oom_kills() > self._oom_kills:
+            line = _last_line(self._logs.paths[ranks[heartbeat.pid]])
+            error = _describe_code(code) + (f"; its last line: {line}" if line else "")
+            if code == -signal.SIGKILL and _machine_oom_kills() > self._oom_kills:
                 error = f"the kernel killed it, or another process: out of memory; {error}"
             kind: FailureKind = "killed" if code < 0 else "ended"
             log = str(self._logs.paths[heartbeat.rank])

@@ -22,8 +22,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
-from longtake.cluster.findings import CheckResult, Finding, SkippedCheck
-from longtake.cluster.report import PreflightReport, make_report, with_verdict
+from longtake.cluster.findings import (
+    CheckResult,
+    Finding,
+    PreflightReport,
+    SkippedCheck,
+    make_report,
+    with_verdict,
+)
 from longtake.cluster.topology import HOSTS_VARIABLE
 from longtake.errors import LongtakeError
 from longtake.process import LeftError, leave_on_signals, program
@@ -265,17 +271,17 @@ def _json_of(out: str) -> dict[str, Any]:
 
 
 def _cannot_take_part(node: str, output: _Output) -> Finding:
-    if output.status is None:
-        what = f"it has not answered within {_ASK_SECONDS:g} s"
-        advice = f"Look at what hangs there: ssh {node}; its disks, and its load."
-        return Finding("error", (node,), what, "an answer", advice, "nodes")
-    what, advice = _explain(node, output.status, output)
-    return Finding("error", (node,), what, "", advice, "nodes")
+    expected = "an answer" if output.status is None else ""
+    what, advice = _explain(node, output)
+    return Finding("error", (node,), what, expected, advice, "nodes")
 
 
-def _explain(node: str, status: int, output: _Output) -> tuple[str, str]:
+def _explain(node: str, output: _Output) -> tuple[str, str]:
     """Why a command could not be run on a node, and what to do."""
-    error, last = output.error, output.last_line
+    status, error, last = output.status, output.error, output.last_line
+    if status is None:
+        what = f"it has not answered within {_ASK_SECONDS:g} s"
+        return what, f"Look at what hangs there: ssh {node}; its disks, and its load."
     if "Host key verification failed" in error or "IDENTIFICATION HAS CHANGED" in error:
         advice = (
             f"Connect once by hand (ssh {node}) and compare its key, or let ssh accept new ones: "

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from longtake import config
 from longtake.cluster import checks_network as network
 from longtake.cluster import checks_node as node
-from longtake.cluster import checks_software as software
 from longtake.cluster import checks_storage as storage
 from longtake.cluster.findings import (
     Check,
@@ -26,10 +25,11 @@ from longtake.cluster.findings import (
     CheckResult,
     Facts,
     Finding,
+    PreflightReport,
     SkippedCheck,
+    make_report,
 )
 from longtake.cluster.rendezvous import Rendezvous, SilentProcessError
-from longtake.cluster.report import PreflightReport, make_report
 from longtake.cluster.topology import find_process, group_by_node
 from longtake.config import Recipe
 from longtake.errors import LongtakeError
@@ -37,10 +37,10 @@ from longtake.formatting import first_line, join_words
 
 CHECKS: tuple[Check, ...] = (
     Check("host names", node.measure_host_name, node.judge_host_names),
-    Check("environment", software.measure_environment, software.judge_environment),
-    Check("packages", software.measure_packages, software.judge_packages),
-    Check("code", software.measure_code, software.judge_code),
-    Check("recipe", software.measure_recipe, software.judge_recipe),
+    Check("environment", node.measure_environment, node.judge_environment),
+    Check("packages", node.measure_packages, node.judge_packages),
+    Check("code", node.measure_code, node.judge_code),
+    Check("recipe", node.measure_recipe, node.judge_recipe),
     Check("dataset", storage.measure_dataset, storage.judge_dataset),
     Check("disk space", storage.measure_disk_space, storage.judge_disk_space),
     Check("limits", node.measure_limits, node.judge_limits),
