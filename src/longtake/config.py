@@ -49,7 +49,6 @@ _FromList = Strict(False)
 _MAX_SIDE, _MAX_BATCH, _MAX_STEPS = 2**16, 2**16, 10**9
 _MAX_SECONDS, _MAX_GUIDANCE = 1e7, 1000.0
 _Beta = Annotated[float, Field(ge=0, lt=1)]
-_OpenShare = Annotated[float, Field(gt=0, lt=1)]
 _Seed = Annotated[int, Field(ge=0, lt=2**63)]
 _Files = Annotated[tuple[_Path, ...], _FromList, Field(min_length=1)]
 
@@ -667,9 +666,6 @@ class PresetSection(_Section):
     """A profile of `ema.profiles`, or "none": the raw weights; the first profile if unset."""
     batch_size: int | None = Field(None, gt=0, le=_MAX_BATCH)
     """Videos sampled at once, 4 if unset; what they show does not depend on it."""
-    guidance: Literal["auto", "batched", "two_passes"] | None = None
-    """Both halves of guidance in one pass, or in two, which takes half the memory; `auto`, as if
-    unset: in one, and in two when there is not enough."""
     decoding: Literal["auto", "whole", "tiles"] | None = None
     """`tiles`: in overlapping pieces, with seams that can show; `auto`, as if unset: only when
     there is not enough memory for the whole."""
@@ -695,25 +691,11 @@ class EvaluationSection(_Section):
     empty."""
     held_out: _Path | None = None
     """A catalog of clips that are not trained on, whose loss is measured at each checkpoint."""
-    held_out_clips: int = Field(32, gt=0, le=_MAX_STEPS)
-    sigmas: Annotated[tuple[_OpenShare, ...], _FromList] = Field(
-        (0.1, 0.3, 0.5, 0.7, 0.9), min_length=1
-    )
-    """At which it is measured."""
     reference_clips: int = Field(64, ge=0, le=_MAX_STEPS)
     """Clips of the training whose measures a preset's are compared with; 0: they are not."""
-    drift_checkpoints: int = Field(4, ge=2, le=_MAX_STEPS)
-    """An alarm is given when a measure rises (or falls) so many times in a row; the first results,
-    as many, are taken to show a model that learns."""
-    drift_change: float = Field(0.05, gt=0)
-    """The share by which it has to change in all."""
-    max_attempts: int = Field(3, gt=0, le=_MAX_STEPS)
-    """How often a checkpoint is tried whose sampling fails."""
     hold_waiting: int = Field(4, ge=0, le=_MAX_STEPS)
     """So many checkpoints that wait to be evaluated, the oldest first, are not deleted until they
     are: that many more than `checkpoint.keep` may be on disk. 0: only those that are sampled."""
-    lease_seconds: float = Field(60.0, ge=1, le=_MAX_SECONDS)
-    """How long a server on another machine may be silent before others take over its work."""
 
 
 class TrackingSection(_Section):

@@ -18,8 +18,7 @@ from tests.evaluation import probe
 from tests.evaluation.build import Place, Trainer, write_checkpoint
 from tests.evaluation.probe import Probe
 
-from longtake.evaluation.options import ServerOptions
-from longtake.evaluation.report import ServerReport
+from longtake.evaluation.options import ServerOptions, ServerReport
 from longtake.evaluation.server import EvaluationServer
 from longtake.process import StopSignal, environment
 from longtake.run_dir import RunDirectory
@@ -36,9 +35,6 @@ steps = 100
 global_batch_size = 4
 [tracking]
 tensorboard = false
-[evaluation]
-lease_seconds = 1.0
-max_attempts = 3
 [evaluation.presets.probe]
 prompts = ["a red square moves left"]
 """
@@ -84,7 +80,7 @@ def serve() -> Serve:
         place: RunDirectory | Path, work: Any = None, stop: StopSignal | None = None, **options: Any
     ) -> EvaluationServer:
         path = place.path if isinstance(place, RunDirectory) else place
-        given = ServerOptions(places=(path,), look_seconds=0.02, **options)
+        given = ServerOptions((path,), look_seconds=0.02, lease_seconds=1.0, **options)
         report = ServerReport(Console(width=400))  # prints, for capsys
         with stop or StopSignal() as entered:
             server = EvaluationServer(given, work or Probe(), report, entered)

@@ -15,8 +15,7 @@ from rich.console import Console
 from longtake import lease
 from longtake.checkpoint import files
 from longtake.errors import CheckpointError
-from longtake.evaluation.options import ServerOptions
-from longtake.evaluation.report import ServerReport
+from longtake.evaluation.options import ServerOptions, ServerReport
 from longtake.evaluation.server import EvaluationServer, own_name
 from longtake.evaluation_dir import Scores, VideoScores
 from longtake.fsio import now
@@ -84,11 +83,19 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--gate", type=Path)
+    parser.add_argument("--attempts", type=int, default=3)
     parser.add_argument("--place", help="another machine, as far as leases can tell")
     given = parser.parse_args()
     if given.place:
         vars(lease)["pid_namespace"] = lambda: given.place
-    options = ServerOptions(places=(given.run,), follows=True, look_seconds=0.05, pause_seconds=0.1)
+    options = ServerOptions(
+        places=(given.run,),
+        follows=True,
+        look_seconds=0.05,
+        pause_seconds=0.1,
+        lease_seconds=1.0,
+        max_attempts=given.attempts,
+    )
     with StopSignal(second="default") as stop:
         report = ServerReport(Console(stderr=True, width=200))
         EvaluationServer(options, Probe(given.seconds, given.gate), report, stop).serve()

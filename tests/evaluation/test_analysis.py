@@ -14,17 +14,18 @@ from longtake.data.buckets import sample_window
 from longtake.data.catalog import Catalog
 from longtake.data.order import derive
 from longtake.data.window import read_window
-from longtake.evaluation import analysis
-from longtake.evaluation.analysis import (
+from longtake.evaluation import measures
+from longtake.evaluation.measures import (
+    MEASURES,
     Reference,
     Spread,
     base,
     find_drift,
     find_out_of_range,
     last_row,
+    measure,
     reference_of,
 )
-from longtake.evaluation.measures import MEASURES, measure
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.run_dir import RunDirectory
 
@@ -35,7 +36,7 @@ def _alarms(values: list[float], name: str = "brightness", **changes: float) -> 
     before = int(rules["checkpoints"]) - 1
     history = [{name: value} for value in [*values[:1] * before, *values]]
     steps = [*range(before), *(100 * (number + 1) for number in range(len(values)))]
-    found = find_drift("low4s", history, steps, int(rules["checkpoints"]), rules["change"])
+    found = find_drift("low4s", history, steps, **rules)  # type: ignore[arg-type]
     return [alarm["message"] for alarm in found]
 
 
@@ -109,7 +110,9 @@ def test_the_order_of_evaluation_makes_no_difference(
     rows = [(step, {"brightness": value}) for step, value in enumerate(values)]
     shuffled = [rows[place] for place in np.random.default_rng(seed).permutation(len(rows))]
     alarms = [
-        find_drift("p", [row for _, row in each], [step for step, _ in each], checkpoints, 0.05)
+        find_drift(
+            "p", [row for _, row in each], [step for step, _ in each], checkpoints=checkpoints
+        )
         for each in (rows, shuffled)
     ]
     assert alarms[0] == alarms[1]
@@ -169,7 +172,7 @@ def test_what_comes_nearer_to_the_training_s_clips_is_learnt() -> None:
 
     def told(values: list[float]) -> int:
         history = [{"brightness": value} for value in [*values[:1] * 3, *values]]
-        return len(find_drift("demo", history, range(len(history)), 4, 0.05, reference))
+        return len(find_drift("demo", history, range(len(history)), reference))
 
     assert told([10, 20, 30, 35, 40]) == 0
     assert told([10, 30, 40, 50, 69]) == 0
@@ -184,7 +187,7 @@ def test_what_moves_while_a_model_learns_is_no_drift() -> None:
     history = [
         {"frame_change": a, "contrast": b} for a, b in zip(frame_change, contrast, strict=True)
     ]
-    assert find_drift("demo", history, range(6), 4, 0.05) == []
+    assert find_drift("demo", history, range(6)) == []
 
 
 def test_a_drift_counts_from_the_checkpoint_at_which_the_measure_had_been_learnt() -> None:
@@ -193,7 +196,7 @@ def test_a_drift_counts_from_the_checkpoint_at_which_the_measure_had_been_learnt
 
     def told(values: list[float]) -> int:
         history = [{"brightness": value} for value in values]
-        return len(find_drift("demo", history, range(len(values)), 4, 0.05, reference))
+        return len(find_drift("demo", history, range(len(values)), reference))
 
     assert told([20, 22, 21, 20, 18, 15, 10, 5]) == 0  # never within the range: a range alarm
     assert told([20, 25, 20, 30, 70, 80, 90, 100]) == 0  # three times since it was within
@@ -271,7 +274,7 @@ def test_it_is_made_once_and_again_when_something_else_is_asked_for(
     path = EvaluationDirectory(run).reference_path("demo")
     assert path.is_file()
     with monkeypatch.context() as patch:
-        patch.setattr(analysis, "read_window", None)  # nothing is decoded again
+        patch.setattr(measures, "read_window", None)  # nothing is decoded again
         assert reference_of(run, recipe, "demo", bucket, _FPS) == (first, "")
     more, _ = reference_of(run, _recipe(tiny_recipe, reference_clips=4), "demo", bucket, _FPS)
     assert more is not None

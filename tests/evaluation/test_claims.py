@@ -18,7 +18,7 @@ from tests.evaluation.probe import Probe, scores_of
 from longtake import fsio
 from longtake.checkpoint.files import needed_steps
 from longtake.errors import DataError, PlanError, RecipeError
-from longtake.evaluation.report import ServerReport
+from longtake.evaluation.options import ServerReport
 from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory
 from longtake.fsio import append_json, partial_path, write_json
 from longtake.lease import history

@@ -18,8 +18,7 @@ from longtake.demo.oracle import Adherence
 from longtake.demo.shapes import write_clips
 from longtake.evaluation import evaluator
 from longtake.evaluation.evaluator import CheckpointEvaluator
-from longtake.evaluation.options import ServerOptions, parse_backlog
-from longtake.evaluation.report import ServerReport, sentence
+from longtake.evaluation.options import ServerOptions, ServerReport, parse_backlog, sentence
 from longtake.evaluation.server import EvaluationServer, own_name
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.lease import history
@@ -78,7 +77,7 @@ def served(
     for before, after in (
         ("reference_clips = 64", "reference_clips = 4"),
         ("tensorboard = true", "tensorboard = false"),
-        ("held_out_clips = 32", f'held_out_clips = 2\nheld_out = "{held_out}"'),
+        ("[evaluation]", f'[evaluation]\nheld_out = "{held_out}"'),
     ):
         assert before in recipe
         recipe = recipe.replace(before, after)

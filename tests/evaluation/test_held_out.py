@@ -19,8 +19,6 @@ from longtake.models.objective import FlowBatch, flow_losses
 from longtake.run_dir import RunDirectory
 from longtake.sampling.sampler import Sampler, load_sampler
 
-_SIGMAS = (0.1, 0.5, 0.9)
-
 
 @pytest.fixture(scope="module")
 def unseen(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -34,8 +32,7 @@ def unseen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def recipe(tiny_recipe: Recipe, unseen: Path) -> Recipe:
     """The tiny run's, with those clips."""
-    changes = {"held_out": unseen, "sigmas": _SIGMAS}
-    section = tiny_recipe.evaluation.model_copy(update=changes)
+    section = tiny_recipe.evaluation.model_copy(update={"held_out": unseen})
     return tiny_recipe.model_copy(update={"evaluation": section})
 
 
@@ -53,8 +50,8 @@ def test_the_loss_is_the_same_whatever_the_batch_and_whatever_was_random_before(
     """At the same weights: other batches, a fresh object, another state of the generator."""
     sampler, clips = _sampler(tiny_run, 6), _open(recipe, tiny_run)
     losses = [clips.loss(sampler, batch_size=size) for size in (1, 3, 8)]
-    assert list(losses[0]) == ["0.1", "0.5", "0.9", "mean"]
-    assert losses[0]["mean"] == pytest.approx(sum(list(losses[0].values())[:3]) / 3)
+    assert list(losses[0]) == ["0.1", "0.3", "0.5", "0.7", "0.9", "mean"]
+    assert losses[0]["mean"] == pytest.approx(sum(list(losses[0].values())[:5]) / 5)
     for each in losses[1:]:
         assert each == pytest.approx(losses[0], rel=1e-5)
     torch.manual_seed(5)
@@ -80,17 +77,16 @@ def test_a_model_that_answers_zero_has_the_closed_forms_loss(
         weight.zero_()
     found = clips.loss(sampler)
     square = sum(float(each.latents.square().mean()) for each in clips.encoded) / 7
-    closed = {f"{sigma:g}": square / sigma**2 for sigma in _SIGMAS}
-    assert found == pytest.approx({**closed, "mean": sum(closed.values()) / 3}, rel=1e-5)
+    closed = {f"{sigma:g}": square / sigma**2 for sigma in held_out.SIGMAS}
+    assert found == pytest.approx({**closed, "mean": sum(closed.values()) / 5}, rel=1e-5)
 
 
 def test_what_does_not_fit_the_memory_is_computed_in_halves(
     tiny_run: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The numbers are the same; where not even one clip fits, that is said."""
-    section = recipe.evaluation.model_copy(update={"sigmas": (0.5,)})
-    one_sigma = recipe.model_copy(update={"evaluation": section})
-    sampler, clips = _sampler(tiny_run, 6), _open(one_sigma, tiny_run)
+    monkeypatch.setattr(held_out, "SIGMAS", (0.5,))
+    sampler, clips = _sampler(tiny_run, 6), _open(recipe, tiny_run)
     whole, most = clips.loss(sampler, batch_size=7), [4]
 
     def small(
@@ -117,6 +113,12 @@ def test_clips_that_are_trained_on_are_refused(
     section = recipe.evaluation.model_copy(update={"held_out": tmp_path / "mixed.parquet"})
     with pytest.raises(DataError, match=r"2 of the 9 held-out clips .* are trained on, such as"):
         _open(recipe.model_copy(update={"evaluation": section}), tiny_run)
+
+
+def test_a_few_clips_are_enough(tiny_run: Path, recipe: Recipe, unseen: Path) -> None:
+    clips = cast("HeldOut", HeldOut.open(recipe, RunDirectory(tiny_run), num_clips=2))
+    first = sorted(clip.identity for clip in Catalog.load(unseen).clips())[:2]
+    assert [clip.identity for clip, _ in clips.clips] == first
 
 
 def test_without_a_catalog_there_is_none_and_without_usable_clips_that_is_said(

@@ -11,12 +11,11 @@ from rich.console import Console
 from tests.evaluation.probe import scores_of
 
 from longtake.evaluation import pending
-from longtake.evaluation.options import ServerOptions
-from longtake.evaluation.pending import PendingTasks, RunEnding
-from longtake.evaluation.report import ServerReport
+from longtake.evaluation.options import ServerOptions, ServerReport
+from longtake.evaluation.pending import PendingTasks, RunEnd
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.run_dir import RunDirectory
-from longtake.sampling.claims import Claims, checkpoint_key
+from longtake.sampling.claims import checkpoint_key
 
 _STEPS = range(10, 110, 10)
 
@@ -37,7 +36,6 @@ def view(run: RunDirectory, save: Any, monkeypatch: pytest.MonkeyPatch) -> Pendi
         "server-1",
         ServerOptions(places=(), follows=True),
         ServerReport(Console(width=400)),
-        lambda section: Claims("server-1", section.lease_seconds, section.max_attempts, 30.0),
     )
     assert view.look() == []
     return view
@@ -120,14 +118,14 @@ def test_a_refused_preset_comes_back_in_time_or_with_another_recipe(
     """Such as one that did not fit into the memory."""
     save(run, 300)
     (task,) = view.look()
-    view.refuse(task.preset, 1000.0)
+    view.presets.refuse(task.preset, 1000.0)
     assert _steps(view) == []
     with run.recipe_path.open("a") as file:
         file.write("# changed\n")
     assert _steps(view) == [300]
-    view.refuse(task.preset)
+    view.presets.refuse(task.preset)
     assert _steps(view) == []
-    view.refuse(task.preset, 0.0)
+    view.presets.refuse(task.preset, 0.0)
     assert _steps(view) == [300]
 
 
@@ -138,8 +136,8 @@ def _line(kind: str) -> str:
 def test_the_newest_beginning_or_ending_counts(tmp_path: Path) -> None:
     """Other events and lines that are no events do not; half a line waits for its rest."""
     run = RunDirectory(tmp_path)
-    ending = RunEnding(run)
-    assert not ending.is_over()
+    ending = RunEnd(run)
+    assert not ending.is_reached()
     with run.events_path.open("a") as file:
         for text, expected in (
             (_line("launched") + "[1]\n" + "{broken\n", False),
@@ -150,21 +148,21 @@ def test_the_newest_beginning_or_ending_counts(tmp_path: Path) -> None:
         ):
             file.write(text)
             file.flush()
-            assert ending.is_over() == expected
+            assert ending.is_reached() == expected
 
 
 def test_no_line_is_read_twice_and_another_file_is_read_anew(tmp_path: Path) -> None:
     """What was read is spoilt here, which nobody sees; a shorter file begins anew."""
     run = RunDirectory(tmp_path)
-    ending = RunEnding(run)
+    ending = RunEnd(run)
     run.events_path.write_text(_line("launched") + _line("finished"))
-    assert ending.is_over()
+    assert ending.is_reached()
     with run.events_path.open("r+") as file:
         file.write(" " * len(_line("launched") + _line("finished")))
     with run.events_path.open("a") as file:
         file.write(_line("checkpoint"))
-    assert ending.is_over()
+    assert ending.is_reached()
     run.events_path.write_text(_line("launched"))
-    assert not ending.is_over()
+    assert not ending.is_reached()
     run.events_path.unlink()
-    assert not ending.is_over()
+    assert not ending.is_reached()

@@ -437,9 +437,7 @@ def test_what_is_beyond_the_limit_is_told_once(
     make_run: Callable[..., RunDirectory], save: Any, serve: Any, capsys: Any
 ) -> None:
     """In one line, with what to do about it, and an event; a second server says nothing of it."""
-    run = make_run()
-    recipe = run.recipe_path.read_text().replace("[evaluation]", "[evaluation]\nhold_waiting = 1")
-    run.recipe_path.write_text(recipe)
+    run = make_run(more="[evaluation]\nhold_waiting = 1\n")
     for step in (10, 20, 30, 40):
         save(run, step)
 

@@ -49,7 +49,8 @@ def test_where_a_gpu_s_memory_ends_less_is_done_at_once(
     sampler.sample(_REQUESTS[:1], settings, bucket)  # cuBLAS takes its workspaces, and keeps them
     kept = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    wanted = sampler.sample(_REQUESTS, settings, bucket, guidance="batched")
+    wanted = sampler.sample(_REQUESTS, settings, bucket)
+    assert str(sampler.memory.strategies[bucket]) == "all at once"
     peak, total = torch.cuda.max_memory_reserved(), torch.cuda.get_device_properties(0).total_memory
     sampler.memory.strategies.clear()
     torch.cuda.empty_cache()

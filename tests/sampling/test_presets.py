@@ -245,7 +245,7 @@ def test_an_empty_list_switches_off_what_a_shipped_preset_measures(tmp_path: Pat
         assert (preset.measures, preset.batch_size) == ((), 3)
         usual = find_preset(each, "low4s")
         assert (usual.seeds, usual.measures, usual.batch_size) == ((0,), (), 4)
-        assert (usual.guidance, usual.decoding) == ("auto", "auto")
+        assert usual.decoding == "auto"
 
 
 def test_what_equals_a_usual_value_is_still_said(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_kept_preset_is_never_replaced_by_another(recipe: Recipe, tmp_path: Pa
     record = read_json(directory.preset_path("demo"))
     assert record == preset.as_record()
     assert record["prompts"] == list(preset.prompts)
-    keep_preset(directory, _with(preset, batch_size=1, guidance="two_passes", measures=()))
+    keep_preset(directory, _with(preset, batch_size=1, decoding="tiles", measures=()))
     with pytest.raises(RecipeError, match=r"demo holds videos of another one; .* prompts, seeds"):
         keep_preset(directory, _with(preset, prompts=("a",), seeds=(1,)))
     assert read_json(directory.preset_path("demo")) == record

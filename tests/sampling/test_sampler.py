@@ -367,16 +367,6 @@ def test_three_videos_are_halved_to_two_and_one(sampler: Sampler) -> None:
     assert _apart(videos, sampler.sample(_REQUESTS[:3], settings, bucket)) <= 1
 
 
-def test_what_is_asked_for_is_kept_to(sampler: Sampler) -> None:
-    """`batched` never becomes two passes, `two_passes` never asks for both halves at once."""
-    small = _on_small_gpu(sampler, 2)
-    _sample_all(small, guidance="batched")
-    assert _asked(small) == [8, 4, 2]
-    small = _on_small_gpu(sampler, 8)
-    _sample_all(small, guidance="two_passes")
-    assert _asked(small) == [4]
-
-
 def test_a_video_that_does_not_fit_is_an_error_that_says_so(sampler: Sampler) -> None:
     """Not a traceback of torch's; another size can be tried with the same sampler."""
     small = _on_small_gpu(sampler, 0)

@@ -1,24 +1,31 @@
 """Evaluates a checkpoint: loads it, samples, writes videos, measures and compares them."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import overload
+
+import numpy as np
 
 from longtake.config import Recipe
+from longtake.data.clip import Media
+from longtake.data.decode import opened
 from longtake.errors import LongtakeError, ModelError, RecipeError
-from longtake.evaluation.analysis import (
-    Reference,
-    Reread,
-    find_drift,
-    find_out_of_range,
-    reference_of,
-)
 from longtake.evaluation.extra_measures import Measure, load_extras, measure_extra
 from longtake.evaluation.held_out import HeldOut
-from longtake.evaluation.measures import mean_of, measure
+from longtake.evaluation.measures import (
+    Reference,
+    Video,
+    find_drift,
+    find_out_of_range,
+    mean_of,
+    measure,
+    reference_of,
+)
+from longtake.evaluation.options import ServerReport
 from longtake.evaluation.pending import Signature, signature
-from longtake.evaluation.report import ServerReport
 from longtake.evaluation_dir import Alarm, Scores, VideoScores
 from longtake.fsio import now
 from longtake.process import Stopped
@@ -64,9 +71,10 @@ class CheckpointEvaluator:
         videos = self._sample(task, sampler, folder, progress, watch)
         with watch.of("measure"):
             of_set = self._measure_extra(task, extras, videos, folder)
-            held_out = self._measure_held_out(task, sampler, progress)
+            recipe = self._recipe_of(task.run)
+            held_out = self._measure_held_out(task, recipe, sampler, progress)
             measures = mean_of([each["measures"] for each in videos]) | of_set
-            alarms = self._alarms(task, self._recipe_of(task.run), measures, progress)
+            alarms = self._alarms(task, recipe, measures, progress)
         settings = {k: v for k, v in task.preset.as_record().items() if k != "prompts"}
         scores: Scores = {
             "preset": task.preset.name,
@@ -127,11 +135,9 @@ class CheckpointEvaluator:
         progress: Progress,
         watch: "_Stopwatch",
     ) -> list[VideoScores]:
-        def on_step(done: int, total: int) -> None:
-            progress("sample", done, total)
-
         found: list[VideoScores] = []
-        sampled = sample_preset(sampler, task.preset, folder, on_step)
+        preset, num_videos = task.preset, len(task.preset.requests())
+        sampled = sample_preset(sampler, preset, folder, partial(progress, "sample"))
         while True:
             with watch.of("sample"):
                 made = next(sampled, None)
@@ -139,12 +145,12 @@ class CheckpointEvaluator:
                 return found
             watch.lap("first_video")
             with watch.of("measure"):
-                measures = measure(made.video, task.preset.settings.fps)
+                measures = measure(made.video, preset.settings.fps)
             prompt, seed = made.request.prompt, made.request.seed
             found.append(
                 {"file": made.path.name, "prompt": prompt, "seed": seed, "measures": measures}
             )
-            progress("measure", len(found), len(task.preset.requests()))
+            progress("measure", len(found), num_videos)
 
     def _measure_extra(
         self, task: EvaluationTask, extras: list[Measure], videos: list[VideoScores], folder: Path
@@ -162,44 +168,35 @@ class CheckpointEvaluator:
         return of_all
 
     def _measure_held_out(
-        self, task: EvaluationTask, sampler: Sampler, progress: Progress
+        self, task: EvaluationTask, recipe: Recipe, sampler: Sampler, progress: Progress
     ) -> dict[str, float] | None:
-        loss = None
         with self._without(task, "held-out loss"):
-            held_out = self._held_out_of(task.run, self._recipe_of(task.run))
-            if held_out is not None:
+            if self._held_out is None:
+                self._held_out = (HeldOut.open(recipe, task.run),)
+            if self._held_out[0] is not None:
                 size = task.preset.batch_size
-                loss = held_out.loss(sampler, size, lambda: progress("held out", 0, 1))
-        return loss
-
-    def _held_out_of(self, run: RunDirectory, recipe: Recipe) -> HeldOut | None:
-        if self._held_out is None:
-            self._held_out = (HeldOut.open(recipe, run),)
-        return self._held_out[0]
+                return self._held_out[0].loss(sampler, size, lambda: progress("held out", 0, 1))
+        return None
 
     def _alarms(
         self, task: EvaluationTask, recipe: Recipe, measures: dict[str, float], progress: Progress
     ) -> list[Alarm]:
-        name, section = task.preset.name, recipe.evaluation
-        reference = self._reference(task, recipe, progress)
+        name, reference = task.preset.name, self._reference(task, recipe, progress)
         earlier = [each for each in task.directory.all_scores(name) if each["step"] < task.step]
         history = [*(each["measures"] for each in earlier), measures]
         steps = [*(each["step"] for each in earlier), task.step]
-        count, change = section.drift_checkpoints, section.drift_change
-        alarms = find_drift(name, history, steps, count, change, reference)
+        alarms = find_drift(name, history, steps, reference)
         return [*alarms, *(find_out_of_range(name, measures, reference) if reference else ())]
 
     def _reference(
         self, task: EvaluationTask, recipe: Recipe, progress: Progress
     ) -> Reference | None:
         preset, found, remark = task.preset, None, ""
-
-        def on_clip() -> None:
-            progress("training clips", 0, 1)
-
         with self._without(task, "comparison with training clips"):
-            fps = preset.settings.fps
-            found, remark = reference_of(task.run, recipe, preset.name, preset.bucket, fps, on_clip)
+            bucket, fps = preset.bucket, preset.settings.fps
+            found, remark = reference_of(
+                task.run, recipe, preset.name, bucket, fps, lambda: progress("training clips", 0, 1)
+            )
         if remark:
             self._report.remark(f"{task.run.path}: {remark}")
         return found
@@ -238,3 +235,24 @@ class _Stopwatch:
 def _same_weights(one: EvaluationTask, other: EvaluationTask) -> bool:
     of_one, of_other = ((t.run, t.step, t.key, t.preset.weights) for t in (one, other))
     return of_one == of_other
+
+
+class Reread(Sequence[Video]):
+    """A sequence of videos, each read from its file when it is asked for."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    @overload
+    def __getitem__(self, index: int) -> Video: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Reread": ...
+    def __getitem__(self, index: int | slice) -> "Video | Reread":
+        if isinstance(index, slice):
+            return Reread(self._paths[index])
+        with opened(Media(str(self._paths[index]))) as (container, stream):
+            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
+        return np.stack(frames)

@@ -24,6 +24,8 @@ from longtake.models.objective import FlowBatch, flow_losses, training_condition
 from longtake.run_dir import RunDirectory
 from longtake.sampling.sampler import Sampler, try_within_memory
 
+NUM_CLIPS = 32
+SIGMAS = (0.1, 0.3, 0.5, 0.7, 0.9)
 _STEADY = {"windows": 1, "random_crop": False, "flip": 0.0}
 
 
@@ -44,14 +46,16 @@ class HeldOut:
     encoded: list[Encoded] = field(default_factory=list)
 
     @classmethod
-    def open(cls, recipe: Recipe, run: RunDirectory) -> "HeldOut | None":
+    def open(
+        cls, recipe: Recipe, run: RunDirectory, num_clips: int = NUM_CLIPS
+    ) -> "HeldOut | None":
         """The recipe's held-out clips; None where it names no catalog of them."""
         path = recipe.evaluation.held_out
         if path is None:
             return None
         catalog = Catalog.load(path)
         _refuse_trained(catalog, recipe, run)
-        found = _chosen(catalog, recipe.data, recipe.evaluation.held_out_clips)
+        found = _chosen(catalog, recipe.data, num_clips)
         if not found:
             shapes = ", ".join(map(str, recipe.data.shapes()))
             raise DataError(
@@ -64,9 +68,9 @@ class HeldOut:
     def loss(
         self, sampler: Sampler, batch_size: int = 4, on_batch: Callable[[], None] | None = None
     ) -> dict[str, float]:
-        """The mean loss over the clips at each sigma of the recipe, and the `mean` of these."""
+        """The mean loss over the clips at each of `SIGMAS`, and the `mean` of these."""
         found: dict[str, float] = {}
-        for sigma in self.recipe.evaluation.sigmas:
+        for sigma in SIGMAS:
             losses = [
                 loss
                 for batch in self._batches(sampler, batch_size, on_batch)

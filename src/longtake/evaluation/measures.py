@@ -1,16 +1,30 @@
-"""Measures of videos that need no weights; pure.
+"""Measures of videos that need no weights; their drift, and the range of training clips.
 
 Formulas, ranges and limits: docs/concepts/measures.md.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
+from typing_extensions import TypedDict
+
+from longtake.config import Bucket, Recipe
+from longtake.data.buckets import sample_window, span
+from longtake.data.catalog import Catalog
+from longtake.data.clip import Clip
+from longtake.data.order import derive
+from longtake.data.window import read_window
+from longtake.errors import ClipError, DataError, RecordError
+from longtake.evaluation_dir import Alarm, EvaluationDirectory
+from longtake.fsio import Count, read_record, write_json
+from longtake.run_dir import RunDirectory
 
 Video = NDArray[np.uint8]
 """[F, H, W, 3] RGB."""
@@ -23,27 +37,16 @@ _MOST_THUMBNAIL_ROWS = 96
 
 @dataclass(frozen=True)
 class Signals:
-    """Numbers of a video's frames; F frames, P = F - 1 pairs of neighbours.
+    """Numbers of a video's frames; F frames, P = F - 1 pairs of neighbours."""
 
-    Attributes:
-        luma: [F] mean luma of each frame, 0 to 255.
-        contrast: [F] standard deviation of its luma.
-        saturation: [F] mean saturation of its pixels, 0 to 1.
-        edges: [F] variance of the Laplacian of its luma; None: fewer than 3 rows or columns.
-        change: [P] mean absolute difference of neighbours over all pixels and colours, 0 to 255.
-        thumbnails: [F, h, w] luma, each of its pixels the mean of a square of `reduction`.
-        reduction: pixels of the video on a side of one of the thumbnails'.
-        height: rows of the video.
-    """
-
-    luma: Floats
-    contrast: Floats
-    saturation: Floats
-    edges: Floats | None
-    change: Floats
-    thumbnails: Pixels
-    reduction: int
-    height: int
+    luma: Floats  # [F] mean of each frame, 0 to 255
+    contrast: Floats  # [F] standard deviation of the luma
+    saturation: Floats  # [F] mean over the pixels, 0 to 1
+    edges: Floats  # [F] variance of the luma's Laplacian; [0] with fewer than 3 rows or columns
+    change: Floats  # [P] mean absolute difference over all pixels and colours, 0 to 255
+    thumbnails: Pixels  # [F, h, w] luma, each of its pixels the mean of a square of `reduction`
+    reduction: int  # pixels of the video on a side of one of the thumbnails'
+    height: int  # rows of the video
 
     @classmethod
     def of(cls, video: Video) -> "Signals":
@@ -58,20 +61,13 @@ class Signals:
         size = (height // reduction, width // reduction)
         thumbnails = np.empty((num_frames, *size), np.float32)
         for number, frame in enumerate(video):
-            grey = luma_of(frame)
+            grey: Pixels = frame.astype(np.float32) @ _LUMA
             rows[number] = grey.mean(), grey.std(), _saturation(frame), _edges(grey)
             thumbnails[number] = _reduced(grey, reduction)
-        change = [_change(*pair) for pair in pairwise(video)]
-        edges = rows[:, 3] if min(height, width) >= 3 else None
-        luma, contrast, saturation = rows[:, :3].T
-        return cls(
-            luma, contrast, saturation, edges, np.array(change), thumbnails, reduction, height
-        )
-
-
-def luma_of(frame: Video) -> Pixels:
-    luma: Pixels = frame.astype(np.float32) @ _LUMA
-    return luma
+        change = np.array([_change(*pair) for pair in pairwise(video)])
+        luma, contrast, saturation, edges = rows.T
+        edges = edges if min(height, width) >= 3 else edges[:0]
+        return cls(luma, contrast, saturation, edges, change, thumbnails, reduction, height)
 
 
 def _saturation(frame: Video) -> float:
@@ -108,92 +104,34 @@ def _change(before: Video, after: Video) -> float:
     return int(difference.sum(dtype=np.uint64)) / difference.size
 
 
-def brightness(signals: Signals, fps: float) -> float:
-    del fps
-    return float(signals.luma.mean())
+def _mean(values: NDArray[Any]) -> float | None:
+    return float(values.mean()) if len(values) else None
 
 
-def contrast(signals: Signals, fps: float) -> float:
-    del fps
-    return float(signals.contrast.mean())
-
-
-def saturation(signals: Signals, fps: float) -> float:
-    del fps
-    return float(signals.saturation.mean())
-
-
-def brightness_slope(signals: Signals, fps: float) -> float | None:
+def _slope(signals: Signals, fps: float) -> float | None:
     luma = signals.luma
     times = np.arange(len(luma)) - (len(luma) - 1) / 2
     return float(times @ luma / (times @ times)) * fps if len(luma) > 1 else None
 
 
-def flicker(signals: Signals, fps: float) -> float | None:
-    """Mean absolute second difference of the frames' luma, 0 to 510; None: fewer than 3 frames.
-
-    Light that rises or falls steadily has none; light that comes and goes has most.
-    """
-    del fps
-    return float(np.abs(np.diff(signals.luma, 2)).mean()) if len(signals.luma) > 2 else None
-
-
-def sharpness(signals: Signals, fps: float) -> float | None:
-    """Variance of the Laplacian of the luma, mean over frames; squared grey levels, 0 and up.
-
-    The focus measure of Pech-Pacheco et al. ("Diatom autofocusing in brightfield microscopy",
-    2000) with the Laplacian of four neighbours, of pixels inside of the border. None: fewer than 3
-    rows or columns.
-    """
-    del fps
-    return None if signals.edges is None else float(signals.edges.mean())
-
-
 _SAME = 0.5  # grey levels: what compression alone makes of a frame that is shown again
-
-
-def frame_change(signals: Signals, fps: float) -> float | None:
-    """Mean absolute difference of neighbouring frames, 0 to 255; None: one frame.
-
-    Temporal flickering of VBench (Huang et al., 2023) is 1 - frame_change / 255.
-    """
-    del fps
-    return float(signals.change.mean()) if len(signals.change) else None
-
-
-def duplicate_frames(signals: Signals, fps: float) -> float | None:
-    del fps
-    return float(np.mean(signals.change < _SAME)) if len(signals.change) else None
-
-
 _LEAST = 20.0  # grey levels
 _LEAD = 2.0
 _REACH = 4  # pairs
 
 
-def cuts(signals: Signals) -> list[int]:
-    """The pairs of neighbours (0: the first two frames) between which there is a cut.
+def _cuts(signals: Signals, fps: float) -> float | None:
+    """The number of pairs of neighbours between which there is a cut, however long it takes.
 
     There the picture changes by 20 grey levels at least, and by twice as much as between any other
     two neighbours within four frames: flicker, a flash, a fade and lasting motion are none.
     """
-    change = signals.change
-    found = []
+    del fps
+    change, found = signals.change, 0
     for pair, jump in enumerate(change):
         around = [*change[max(0, pair - _REACH) : pair], *change[pair + 1 : pair + 1 + _REACH]]
-        if jump >= _LEAST and jump >= _LEAD * max(around, default=0.0):
-            found.append(pair)
-    return found
-
-
-def scene_jumps(signals: Signals, fps: float) -> float | None:
-    del fps  # however long it takes, a cut is one
-    return float(len(cuts(signals))) if len(signals.change) > 1 else None
-
-
-def largest_jump(signals: Signals, fps: float) -> float | None:
-    del fps
-    return float(signals.change.max()) if len(signals.change) else None
+        found += bool(jump >= _LEAST and jump >= _LEAD * max(around, default=0.0))
+    return float(found) if len(change) > 1 else None
 
 
 Flow = NDArray[np.float32]
@@ -209,7 +147,7 @@ _FASTEST = 0.05
 _LEAST_CONTRAST = 0.5  # grey levels
 
 
-def motion(signals: Signals, fps: float) -> float | None:
+def _motion(signals: Signals, fps: float) -> float | None:
     """Speed of the fastest twentieth of the picture, median over pairs; % of its height a second.
 
     The median, so that neither a cut nor a flash passes for motion. None: there is no pair, or the
@@ -226,12 +164,12 @@ def _fastest(before: Pixels, after: Pixels) -> float:
     """Mean length of the longest twentieth of the flow, in pixels."""
     if np.array_equal(before, after):
         return 0.0
-    lengths = np.hypot(*flow(before, after)).ravel()
+    lengths = np.hypot(*_flow(before, after)).ravel()
     count = max(1, round(_FASTEST * lengths.size))
     return float(np.partition(lengths, -count)[-count:].mean())
 
 
-def flow(before: Pixels, after: Pixels) -> Flow:
+def _flow(before: Pixels, after: Pixels) -> Flow:
     """Where each pixel of a picture [h, w] goes until the next one.
 
     The second is first given the mean and the contrast of the first, so that light that flickers
@@ -267,12 +205,9 @@ def _enlarged(found: Flow, shape: tuple[int, ...]) -> Flow:
     """A flow of a coarser level, in the pixels of this one; itself where it is of this one."""
     if found.shape[1:] == shape:
         return found
-    rows, columns = (np.minimum(np.arange(new) // 2, old - 1) for new, old in _sides(shape, found))
+    sides = zip(shape, found.shape[1:], strict=True)
+    rows, columns = (np.minimum(np.arange(new) // 2, old - 1) for new, old in sides)
     return 2 * found[:, rows][:, :, columns]
-
-
-def _sides(shape: tuple[int, ...], found: Flow) -> list[tuple[int, int]]:
-    return list(zip(shape, found.shape[1:], strict=True))
 
 
 def _refined(found: Flow, before: Pixels, after: Pixels) -> Flow:
@@ -307,26 +242,26 @@ def _blurred(values: Pixels) -> Pixels:
 
 @dataclass(frozen=True)
 class Known:
-    """One measure of ours."""
+    """One measure of ours; None: it is not defined, such as motion of one frame."""
 
-    find: Callable[[Signals, float], float | None]
+    find: Callable[[Signals, float], float | None]  # of the second, frames per second
     unit: str
     floor: float
     bad: Literal["up", "down", "both", "none"]
 
 
 MEASURES = {
-    "brightness": Known(brightness, "grey levels", 16.0, "both"),
-    "contrast": Known(contrast, "grey levels", 8.0, "both"),
-    "saturation": Known(saturation, "share", 0.05, "both"),
-    "sharpness": Known(sharpness, "squared grey levels", 10.0, "down"),
-    "flicker": Known(flicker, "grey levels", 0.5, "up"),
-    "frame_change": Known(frame_change, "grey levels", 1.0, "none"),
-    "motion": Known(motion, "% of height a second", 5.0, "down"),
-    "duplicate_frames": Known(duplicate_frames, "share", 0.1, "up"),
-    "scene_jumps": Known(scene_jumps, "cuts", 0.5, "up"),
-    "largest_jump": Known(largest_jump, "grey levels", 4.0, "none"),
-    "brightness_slope": Known(brightness_slope, "grey levels a second", 4.0, "both"),
+    "brightness": Known(lambda s, _: _mean(s.luma), "grey levels", 16.0, "both"),
+    "contrast": Known(lambda s, _: _mean(s.contrast), "grey levels", 8.0, "both"),
+    "saturation": Known(lambda s, _: _mean(s.saturation), "share", 0.05, "both"),
+    "sharpness": Known(lambda s, _: _mean(s.edges), "squared grey levels", 10.0, "down"),
+    "flicker": Known(lambda s, _: _mean(np.abs(np.diff(s.luma, 2))), "grey levels", 0.5, "up"),
+    "frame_change": Known(lambda s, _: _mean(s.change), "grey levels", 1.0, "none"),
+    "motion": Known(_motion, "% of height a second", 5.0, "down"),
+    "duplicate_frames": Known(lambda s, _: _mean(s.change < _SAME), "share", 0.1, "up"),
+    "scene_jumps": Known(_cuts, "cuts", 0.5, "up"),
+    "largest_jump": Known(lambda s, _: max(s.change, default=None), "grey levels", 4.0, "none"),
+    "brightness_slope": Known(_slope, "grey levels a second", 4.0, "both"),
 }
 
 
@@ -339,10 +274,269 @@ def measure(video: Video, fps: float) -> dict[str, float]:
     """
     signals = Signals.of(video)
     found = {name: known.find(signals, fps) for name, known in MEASURES.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def mean_of(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for each in measured for name in each)
     values = {name: [each[name] for each in measured if name in each] for name in names}
     return {name: sum(found) / len(found) for name, found in values.items()}
+
+
+_QUANTILES = 0.01, 0.5, 0.99
+_MOST_UNREADABLE = 8
+"""After so many in a row, and none that can be read, the clips are taken to lie elsewhere."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a measure is spread over clips: its 1 %, 50 % and 99 % quantiles, and its mean."""
+
+    low: float
+    median: float
+    high: float
+    mean: float
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Measures of clips that were trained on."""
+
+    num_clips: int
+    measures: Mapping[str, Spread]
+
+
+def reference_of(
+    run: RunDirectory,
+    recipe: Recipe,
+    preset: str,
+    bucket: Bucket,
+    fps: float,
+    on_clip: Callable[[], None] | None = None,
+) -> tuple[Reference | None, str]:
+    """The reference of a preset, kept or made; None with a remark where the clips are not here."""
+    path = EvaluationDirectory(run).reference_path(preset)
+    asked = {
+        "bucket": bucket.model_dump(),
+        "fps": fps,
+        "clips": recipe.evaluation.reference_clips,
+        "frame_stride": recipe.data.frame_stride,
+        "catalogs": [each.stem for each in _catalog_paths(run)],
+    }
+    if kept := _kept(path, asked):
+        return kept, ""
+    count = recipe.evaluation.reference_clips
+    try:
+        rows = list(islice(_measured(run, recipe, bucket, fps, on_clip), count)) if count else []
+    except DataError as error:  # a clip's, a catalog's: they may lie on another machine
+        return None, f"{preset} is compared with no training clips: {error}"
+    if not rows:
+        return None, ""
+    made = Reference(len(rows), _spreads(rows))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"of": asked, **asdict(made)}, by_many=True)
+    return made, ""
+
+
+def _spreads(rows: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
+    spreads = {}
+    for name in sorted({name for row in rows for name in row}):
+        values = [row[name] for row in rows if name in row]
+        low, median, high = np.quantile(values, _QUANTILES).tolist()
+        spreads[name] = Spread(low, median, high, float(np.mean(values)))
+    return spreads
+
+
+def _measured(
+    run: RunDirectory,
+    recipe: Recipe,
+    bucket: Bucket,
+    fps: float,
+    on_clip: Callable[[], None] | None,
+) -> Iterator[dict[str, float]]:
+    """Measures of clips that can be read, by their identities."""
+    any_read, unreadable = False, 0
+    for clip in _clips(run, bucket, recipe.data.frame_stride):
+        if on_clip is not None:
+            on_clip()
+        seed = derive("reference", clip.identity)
+        try:
+            video = read_window(sample_window(clip, bucket, recipe.data, seed))
+        except ClipError:
+            unreadable += 1
+            if not any_read and unreadable == _MOST_UNREADABLE:
+                raise
+            continue
+        any_read = True
+        yield measure(np.ascontiguousarray(video.transpose(1, 2, 3, 0)), fps)
+
+
+def _clips(run: RunDirectory, bucket: Bucket, stride: int) -> Iterator[Clip]:
+    """Clips of all catalogs that are long enough, each once, in the order of their identities.
+
+    Identities are hashes, so that the first ones are as good as drawn.
+    """
+    catalogs = [Catalog.load(path) for path in _catalog_paths(run)]
+    if not catalogs:
+        raise DataError(f"{run.catalogs_path} has no copies of the catalogs that were trained on.")
+    last, is_any = "", False
+    for clip in heapq.merge(
+        *(_long_enough(catalog, bucket, stride) for catalog in catalogs),
+        key=lambda clip: clip.identity,
+    ):
+        if clip.identity != last:
+            yield clip
+        last, is_any = clip.identity, True
+    if not is_any:
+        raise DataError(f"no clip has {span(bucket, stride)} frames, as {bucket} takes.")
+
+
+def _long_enough(catalog: Catalog, bucket: Bucket, stride: int) -> Iterator[Clip]:
+    rows = np.flatnonzero(catalog.column("num_frames") >= span(bucket, stride))
+    return (catalog.clip(int(row)) for row in rows)
+
+
+class _Kept(TypedDict):
+    of: dict[str, Any]
+    num_clips: Count
+    measures: dict[str, Spread]
+
+
+def _catalog_paths(run: RunDirectory) -> list[Path]:
+    return sorted(run.catalogs_path.glob("*.parquet"))
+
+
+def _kept(path: Path, asked: Mapping[str, Any]) -> Reference | None:
+    """What an earlier evaluation has written, if it is of the same."""
+    try:
+        record = read_record(path, _Kept)
+    except RecordError:
+        return None
+    if record is None or record["of"] != asked:
+        return None
+    return Reference(record["num_clips"], record["measures"])
+
+
+_MARGIN = 0.1
+"""Of a reference's own width: the quantiles of a few dozen clips are rough."""
+DRIFT_CHECKPOINTS = 4
+"""An alarm is given when a measure rises (or falls) so many times in a row; the first results, as
+many, are taken to show a model that learns."""
+DRIFT_CHANGE = 0.05
+"""The share by which it has to change in all."""
+
+
+def find_drift(
+    preset: str,
+    history: Sequence[Mapping[str, float]],
+    steps: Sequence[int],
+    reference: Reference | None = None,
+    *,
+    checkpoints: int = DRIFT_CHECKPOINTS,
+    change: float = DRIFT_CHANGE,
+) -> list[Alarm]:
+    """Measures of ours that have risen, or fallen, at each of the last checkpoints.
+
+    While a model learns, all measures move: a row counts from the checkpoint on that `_learnt`
+    gives. No alarm is given for a measure that has come nearer to what the training's clips have,
+    for one that moved in a direction that is no failure (`bad` of `MEASURES`), nor for a user's
+    own, which may be meant to rise. What counts is the row that ends at the highest step. Its
+    change is stated as a share of `base`. A checkpoint that lacks a measure is passed over.
+    """
+    assert len(history) == len(steps)
+    rows = dict(zip(steps, history, strict=True))
+    alarms = []
+    for name in dict.fromkeys(name for row in history for name in row if name in MEASURES):
+        series = [(step, rows[step][name]) for step in sorted(rows) if name in rows[step]]
+        values = [value for _, value in series]
+        start = _learnt(name, values, checkpoints, reference)
+        row = last_row(values)[-max(1, len(series) - start) :]
+        share = (row[-1] - row[0]) / base(name, row)
+        is_drift = len(row) > checkpoints and abs(share) >= change
+        is_drift = is_drift and MEASURES[name].bad in ("both", "up" if share > 0 else "down")
+        if is_drift and not _comes_nearer(name, row, reference):
+            first_step, last_step = series[-len(row)][0], series[-1][0]
+            verb = "rose" if share > 0 else "fell"
+            message = (
+                f"{name} of {preset} {verb} {len(row) - 1} checkpoints in a row, "
+                f"{100 * share:+.0f} % (from step {first_step} to {last_step})."
+            )
+            alarms.append(Alarm(measure=name, kind="drift", message=message))
+    return alarms
+
+
+def _learnt(
+    name: str, values: Sequence[float], checkpoints: int, reference: Reference | None
+) -> int:
+    """The place of the first value that shows a trained model: what moved before was learning.
+
+    The last of the first `checkpoints` values, or the first one within the range of the training's
+    clips, whichever is later; the number of values where none is within that range.
+    """
+    inside = 0
+    if reference is not None and name in reference.measures:
+        low, high = _range(name, reference.measures[name])
+        inside = next(
+            (place for place, value in enumerate(values) if low <= value <= high), len(values)
+        )
+    return max(checkpoints - 1, inside)
+
+
+def last_row(values: Sequence[float]) -> list[float]:
+    """The longest end of a series that only rises, or only falls; at least its last value."""
+    backwards = [values[-1]]
+    for earlier in values[-2::-1]:
+        continues = len(backwards) == 1 or (backwards[0] > backwards[1]) == (
+            backwards[-1] > earlier
+        )
+        if earlier == backwards[-1] or not continues:
+            break
+        backwards.append(earlier)
+    return backwards[::-1]
+
+
+def base(name: str, row: Sequence[float]) -> float:
+    """What a change of a measure is stated as a share of.
+
+    Its first value, but not less than the measure's `floor`: near 0 any change would be a multiple.
+    """
+    return max(abs(row[0]), MEASURES[name].floor) or 1.0
+
+
+def _comes_nearer(name: str, row: Sequence[float], reference: Reference | None) -> bool:
+    """Whether a measure ends nearer to the median of the training's clips than it began."""
+    if reference is None or name not in reference.measures:
+        return False
+    median = reference.measures[name].median
+    return abs(row[-1] - median) < abs(row[0] - median)
+
+
+def find_out_of_range(
+    preset: str, measures: Mapping[str, float], reference: Reference
+) -> list[Alarm]:
+    """Measures whose mean lies outside of what 98 % of the training's clips have, and a margin.
+
+    The margin is a tenth of that range, or the measure's `floor` where that is more.
+    """
+    alarms = []
+    for name, value in measures.items():
+        if name not in reference.measures or name not in MEASURES:
+            continue
+        span = reference.measures[name]
+        low, high = _range(name, span)
+        if not low <= value <= high:
+            message = (
+                f"{name} of {preset} is {_short(value)}; of {reference.num_clips} training clips "
+                f"98 % lie between {_short(span.low)} and {_short(span.high)}."
+            )
+            alarms.append(Alarm(measure=name, kind="range", message=message))
+    return alarms
+
+
+def _range(name: str, span: Spread) -> tuple[float, float]:
+    margin = max(_MARGIN * (span.high - span.low), MEASURES[name].floor)
+    return span.low - margin, span.high + margin
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"

@@ -11,19 +11,15 @@ like any other.
 
 import os
 import shutil
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from longtake.checkpoint.files import delete_unless_needed, find_damage, read_committed
-from longtake.errors import LongtakeError, RecordError, RunError
-from longtake.evaluation.options import ServerOptions
-from longtake.evaluation.pending import PendingTasks
-from longtake.evaluation.report import ServerReport, raised_at
+from longtake.errors import RecordError, RunError
 from longtake.evaluation.transports import (
     Address,
     FsspecTransport,
@@ -36,7 +32,7 @@ from longtake.evaluation.transports import (
     only,
     parse_address,
 )
-from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory, ServerEventKind
+from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory
 from longtake.fsio import atomic_write, now, read_json, read_regular, write_json, write_once
 from longtake.lease import Lease, Leases, kept
 from longtake.process import periodic
@@ -420,119 +416,3 @@ def _pushed_files(top: Path) -> dict[Path, tuple[int, int]]:
             with suppress(FileNotFoundError):  # superseded, or renamed, just now
                 found[path] = (path.stat().st_size, path.stat().st_mtime_ns)
     return found
-
-
-class MirrorThread:
-    """Pulls checkpoints and pushes results in a thread; does nothing if there is no source."""
-
-    def __init__(
-        self,
-        options: ServerOptions,
-        server: str,
-        report: ServerReport,
-        pending_tasks: Callable[[RunDirectory], PendingTasks],
-    ) -> None:
-        self._options, self._report, self._pending_tasks = options, report, pending_tasks
-        self._mirror: Mirror | None = None
-        if options.source is not None:
-            self._mirror = open_mirror(options.source, options.places[0], server)
-        self._pending: dict[RunDirectory, PendingTasks] = {}
-        self._remote: list[RemoteRun] = []
-        self._is_settled = self._mirror is None
-        self._is_over, self._wake = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
-
-    @property
-    def is_settled(self) -> bool:
-        return self._is_settled
-
-    def push_soon(self) -> None:
-        self._wake.set()
-
-    def __enter__(self) -> Self:
-        if self._mirror is not None:
-            given = (self._mirror,)
-            self._thread = threading.Thread(
-                target=self._run, args=given, name="mirror", daemon=True
-            )
-            self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._mirror is None or self._thread is None:
-            return
-        self._is_over.set()
-        self._wake.set()
-        if not self._is_settled:  # asked to end: it does not wait for an hour's pull
-            self._mirror.interrupt()
-        self._thread.join()
-        self._push(self._mirror)
-        with self._report.log_errors("leaving the mirror"):
-            self._mirror.close()
-
-    def _run(self, mirror: Mirror) -> None:
-        due = 0.0
-        while not self._is_over.is_set():
-            if time.monotonic() >= due:
-                self._pull_all(mirror)
-                due = time.monotonic() + self._options.every_seconds
-            else:
-                self._push(mirror)
-            self._wake.wait(max(0.0, due - time.monotonic()))
-            self._wake.clear()
-
-    def _pull_all(self, mirror: Mirror) -> None:
-        """Look, and pull what is wanted; an error ends a round, not the server."""
-        try:
-            were_over = bool(self._remote) and all(
-                self._of(each.mirror).ending.is_over() for each in self._remote
-            )
-            self._remote = mirror.look()
-            for remote in self._remote:
-                self._pull(mirror, remote)
-            self._is_settled = were_over or not self._options.follows
-        except Exception as error:  # whatever it is, it must not end this thread
-            self._report_failure(error)
-        self._push(mirror)
-
-    def _pull(self, mirror: Mirror, remote: RemoteRun) -> None:
-        pending, source = self._of(remote.mirror), str(self._options.source)
-        steps = list(dict.fromkeys(task.step for task in pending.look(remote.index)))
-        for step in steps:
-            if self._is_over.is_set():
-                return
-            for pulled in mirror.pull(remote, [step]):
-                facts = {"step": pulled.step, "bytes": pulled.bytes}
-                pending.log(
-                    "checkpoint_synced", source=source, **facts, seconds=round(pulled.seconds, 3)
-                )
-        # What is here already waits for its turn, even if it is no longer there.
-        mirror.prune(remote.mirror, {*steps, *(task.step for task in pending.look())})
-        pending.report_missed(source=source)
-
-    def _push(self, mirror: Mirror) -> None:
-        for remote in self._remote:
-            with self._report.log_errors(remote.mirror.path):
-                try:
-                    mirror.push(remote)
-                except LongtakeError as error:
-                    self._report.remark(f"{error}")
-
-    def _report_failure(self, error: Exception) -> None:
-        if self._is_over.is_set():  # it was interrupted
-            return
-        known = isinstance(error, LongtakeError)
-        reason = str(error) if known else f"{raised_at(error)}: {error}"
-        event: ServerEventKind = "pull_failed"
-        for remote in self._remote:
-            self._of(remote.mirror).log(event, source=str(self._options.source), reason=reason)
-        if self._options.follows:
-            self._report.remark(f"{reason} It is tried again.")
-        else:
-            self._report.wrong(reason)
-            self._is_settled = True
-
-    def _of(self, run: RunDirectory) -> PendingTasks:
-        if run not in self._pending:
-            self._pending[run] = self._pending_tasks(run)
-        return self._pending[run]

@@ -1,19 +1,32 @@
-"""What an evaluation server is asked to do, and which runs it finds; torch-free."""
+"""What an evaluation server is asked to do, which runs it finds, and what it prints; torch-free."""
 
 import re
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import threading
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from rich.console import Console
 
 from longtake import config
 from longtake.config import EvaluationSection, Recipe
 from longtake.errors import LongtakeError, RunError
+from longtake.evaluation.measures import MEASURES
+from longtake.evaluation_dir import Scores
+from longtake.formatting import format_duration, plural
+from longtake.progress import counted, phase_lines
 from longtake.run_dir import RunDirectory
-from longtake.sampling.presets import PresetTables, read_tables, refuse_unknown
+from longtake.sampling.claims import EvaluationTask, Progress
+from longtake.sampling.presets import read_tables, refuse_unknown
 from longtake.trust import TrustError, load_recipe, refuse_foreign_code
 
 _EVERY = re.compile(r"every=([1-9][0-9]{0,11})")
+_SHOWN = ("brightness", "motion")
+_MAX_NUMBERS = 4
+_MAX_REMEMBERED = 1000
+"""Lines: a server runs for weeks, and reports again what it last reported long ago."""
 
 
 @dataclass(frozen=True)
@@ -57,37 +70,23 @@ def parse_backlog(text: str) -> Backlog:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What a server is asked to do.
+    """What a server is asked to do."""
 
-    Attributes:
-        places: run directories, and folders of run directories.
-        presets: names of the wanted presets; none: those that the recipe wants.
-        own_presets: a TOML file of presets.
-        recipe: its [evaluation] and [sampling] are used instead of those of the runs' recipes.
-        backlog: which checkpoints are wanted.
-        follows: wait for more when nothing is pending.
-        until_finished: end when all runs have ended and nothing is pending.
-        source: where the runs are trained, see mirror.py; None: they are here.
-        trust: run code that runs name, even if another user began them.
-        every_seconds: between two looks at the source.
-        look_seconds: between two looks at the run directories when nothing is pending.
-        pause_seconds: how long a checkpoint rests after a failure while others are evaluated.
-        stuck_seconds: a task that makes no progress for so long loses its claim.
-    """
-
-    places: tuple[Path, ...]
-    presets: tuple[str, ...] = ()
-    own_presets: Path | None = None
-    recipe: Path | None = None
+    places: tuple[Path, ...]  # run directories, and folders of run directories
+    presets: tuple[str, ...] = ()  # names; none: those that the recipe wants
+    own_presets: Path | None = None  # a TOML file of presets
+    recipe: Path | None = None  # its [evaluation] and [sampling] replace those of the runs
     backlog: Backlog = field(default_factory=Backlog)
-    follows: bool = False
-    until_finished: bool = False
-    source: str | None = None
-    trust: bool = False
-    every_seconds: float = 100.0
-    look_seconds: float = 0.5
-    pause_seconds: float = 30.0
-    stuck_seconds: float = 1800.0
+    follows: bool = False  # wait for more when nothing is pending
+    until_finished: bool = False  # end when all runs have ended and nothing is pending
+    source: str | None = None  # where the runs are trained, see mirror.py; None: they are here
+    trust: bool = False  # run code that runs name, even if another user began them
+    every_seconds: float = 100.0  # between two looks at the source
+    look_seconds: float = 0.5  # between two looks at the run directories when nothing is pending
+    pause_seconds: float = 30.0  # a checkpoint rests after a failure while others are evaluated
+    stuck_seconds: float = 1800.0  # a task without progress for so long loses its claim
+    lease_seconds: float = 60.0  # without a beat for so long, others take a task over
+    max_attempts: int = 3  # of a task
 
     @property
     def waits(self) -> bool:
@@ -152,18 +151,17 @@ class ServerOptions:
 
     def _refuse_unknown_presets(self) -> None:
         """Refuse a preset that none of the runs has, and an own file that cannot be read."""
-        tables: list[PresetTables] = []
+        tables = []
         for run in find_runs(self.places):
-            recipe, beside = None, None
+            recipe = None
             with suppress(LongtakeError):  # an error in one run holds up no other
                 recipe = self.recipe_of(run)
                 read_tables(recipe, run.path)
-                beside = run.path
-            if recipe is not None:
-                tables.append(read_tables(recipe, beside, self.own_presets))
-        known = {name for each in tables for name in each.known}
-        if tables:
-            refuse_unknown(tables[0], (name for name in self.presets if name not in known))
+                tables.append((recipe, run.path))
+        merged = [read_tables(*each, self.own_presets) for each in tables]
+        known = {name for each in merged for name in each.known}
+        if merged:
+            refuse_unknown(merged[0], (name for name in self.presets if name not in known))
 
 
 def find_runs(places: Iterable[Path]) -> list[RunDirectory]:
@@ -193,3 +191,98 @@ def _refuse_empty(place: Path) -> None:
             f"{place} holds no run: expected a folder with recipe.toml, or a folder of such; "
             "with --follow one may come later."
         )
+
+
+class ServerReport:
+    """Prints what is done, and each problem once; any thread may use it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._printed: dict[str, None] = {}
+        self._errors: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()
+        self.num_wrong = 0
+        self.untrusted: TrustError | None = None
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False)
+
+    def remark(self, text: str) -> None:
+        if self._is_new(text):
+            self.say(text)
+
+    def wrong(self, text: str) -> None:
+        if self._is_new(text):
+            self.num_wrong += 1
+            self.say(f"longtake: {text}")
+
+    @contextmanager
+    def log_errors(self, scope: Path | str) -> Iterator[None]:
+        """End the block at an error, whatever it is, and print each kind of it once.
+
+        A server works for weeks on files that others write: what is wrong with one run must end
+        neither the server nor one of its threads.
+        """
+        try:
+            yield
+        except Exception as error:
+            known = isinstance(error, LongtakeError)
+            kind = str(error) if known else raised_at(error)
+            if (f"{scope}", kind) not in self._errors:
+                self._errors.add((f"{scope}", kind))
+                text = kind if known else f"{kind}: {error}"
+                self.wrong(f"{scope}: {text.rstrip('.')}. It is tried again; other work continues.")
+
+    def evaluated(self, task: EvaluationTask, scores: Scores) -> None:
+        """Print a result."""
+        self.say(sentence(task, scores))
+        for alarm in scores["alarms"]:
+            if alarm["kind"] == "drift":
+                self.say(f"  alarm: {alarm['message']}")
+        unlike = [alarm["measure"] for alarm in scores["alarms"] if alarm["kind"] == "range"]
+        if unlike:  # many, as long as a model has learnt little
+            self.say(f"  unlike the clips of the training: {', '.join(unlike)}")
+
+    @contextmanager
+    def progress_bar(self, task: EvaluationTask) -> Iterator[Progress]:
+        """A bar over the solver's steps."""
+        label = f"{task.preset.name} of step {task.step}"
+        with (
+            phase_lines(self._console, f"{label}: load") as enter,
+            counted(self._console, label) as advance,
+        ):
+
+            def show(what: str, done: int, total: int) -> None:
+                enter(f"{label}: {what}")
+                if what == "sample":
+                    advance(done, total)
+
+            yield show
+
+    def _is_new(self, text: str) -> bool:
+        with self._lock:
+            is_new = text not in self._printed
+            self._printed.pop(text, None)
+            self._printed[text] = None  # the newest
+            if len(self._printed) > _MAX_REMEMBERED:
+                del self._printed[next(iter(self._printed))]
+        return is_new
+
+
+def raised_at(error: Exception) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} in {Path(last.filename).name}, line {last.lineno}"
+
+
+def sentence(task: EvaluationTask, scores: Scores) -> str:
+    """One line on a result, with the most telling measures: the preset's own first."""
+    seconds = sum(scores["seconds"].get(name, 0.0) for name in ("load", "sample", "measure"))
+    took = f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)
+    where = task.directory.result_path(task.preset.name, task.step).relative_to(task.run.path)
+    measures = scores["measures"]
+    found = [f"{name} {value:.2f}" for name, value in measures.items() if name not in MEASURES]
+    if "held_out" in scores:
+        found.append(f"held-out loss {scores['held_out']['mean']:.3f}")
+    found += [f"{name} {measures[name]:.2f}" for name in _SHOWN if name in measures]
+    videos = plural(len(scores["videos"]), "video")
+    return " · ".join([f"{task}: {videos} in {took}", *found[:_MAX_NUMBERS]]) + f" → {where}"

@@ -11,20 +11,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from longtake.config import EvaluationSection, Recipe
+from longtake.config import EvaluationSection
 from longtake.errors import LongtakeError
-from longtake.evaluation.options import ServerOptions
+from longtake.evaluation.options import ServerOptions, ServerReport
 from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory, ServerEventKind
 from longtake.fsio import Tail
 from longtake.run_dir import BEGINNINGS, RunDirectory
 from longtake.sampling.claims import Claims, CommittedWeights, EvaluationTask, find_damage
 from longtake.sampling.presets import Preset, find_preset, keep_preset, preset_names
 from longtake.trust import TrustError
-
-if TYPE_CHECKING:
-    from longtake.evaluation.report import ServerReport
 
 _T = TypeVar("_T")
 
@@ -72,15 +69,15 @@ class StatCache:
         self._known = {path: x for path, x in self._known.items() if path.parent.name in folders}
 
 
-class RunEnding:
-    """Whether a run has ended by itself and was not resumed; no event is read twice."""
+class RunEnd:
+    """The end of a run that ended by itself and was not resumed; no event is read twice."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._events: Tail[dict[str, Any]] = Tail(run.events_path, dict[str, Any])
         self._newest: str | None = None
 
-    def is_over(self) -> bool:
-        """Whether the newest beginning or ending among the run's events is an ending."""
+    def is_reached(self) -> bool:
+        """Whether the newest beginning or end among the run's events is an end."""
         events = self._events.read()
         if self._events.has_restarted:
             self._newest = None
@@ -93,7 +90,7 @@ class RunEnding:
 class WantedPresets:
     """The presets of one run that the recipe and the options ask for."""
 
-    def __init__(self, run: RunDirectory, options: ServerOptions, report: "ServerReport") -> None:
+    def __init__(self, run: RunDirectory, options: ServerOptions, report: ServerReport) -> None:
         self._run, self._options, self._report = run, options, report
         self.section = EvaluationSection()
         self._found: list[Preset] = []
@@ -105,7 +102,7 @@ class WantedPresets:
         now = time.monotonic()
         return [each for each in self._found if self._refused.get(each.name, 0.0) <= now]
 
-    def refuse(self, preset: Preset, seconds: float) -> None:
+    def refuse(self, preset: Preset, seconds: float = math.inf) -> None:
         self._refused[preset.name] = time.monotonic() + seconds
 
     def read(self) -> None:
@@ -123,7 +120,7 @@ class WantedPresets:
         self._read_from, self._read_again_at, self._found = now, math.inf, []
         try:
             self._options.refuse_foreign_code(self._run)
-            self._find(self._options.recipe_of(self._run))
+            self._find()
         except TrustError as error:
             self._report.untrusted = error
             self._report_wrong(error)
@@ -133,9 +130,9 @@ class WantedPresets:
             self._read_again_at = time.monotonic() + _SECONDS_UNTIL_READ_AGAIN
             raise
 
-    def _find(self, recipe: Recipe) -> None:
+    def _find(self) -> None:
+        recipe, directory = self._options.recipe_of(self._run), EvaluationDirectory(self._run)
         self.section = recipe.evaluation
-        directory = EvaluationDirectory(self._run)
         own, beside = self._options.own_presets, self._run.path
         for name in preset_names(recipe, self._options.presets, beside, own):
             try:
@@ -171,16 +168,14 @@ class CommittedCheckpoints:
         for step in list(steps):
             path = self._run.checkpoint_path(step) / _COMMITTED
             found = self._cache.get(path, CommittedWeights.read)
+            self.unfinished.discard(step)
+            self.weights.pop(step, None)
             if found.unreadable:
                 self._cache.forget(path)
             if found.unreadable or not found.is_there:
                 self.unfinished.add(step)
-            else:
-                self.unfinished.discard(step)
             if found.is_there:
                 self.weights[step] = found
-            else:
-                self.weights.pop(step, None)
 
     def keys(self, weights: str) -> dict[int, str]:
         found = {step: self.weights[step].keys.get(weights) for step in sorted(self.weights)}
@@ -196,18 +191,13 @@ class PendingTasks:
     """
 
     def __init__(
-        self,
-        run: RunDirectory,
-        server: str,
-        options: ServerOptions,
-        report: "ServerReport",
-        make_claims: Callable[[EvaluationSection], Claims],
+        self, run: RunDirectory, server: str, options: ServerOptions, report: ServerReport
     ) -> None:
         self.run, self._options, self._report = run, options, report
-        self.directory, self.ending = ServerDirectory(run, server), RunEnding(run)
-        self._presets = WantedPresets(run, options, report)
-        self._make_claims = make_claims
-        self.claims = make_claims(self.section)
+        self.directory, self.end = ServerDirectory(run, server), RunEnd(run)
+        self.presets = WantedPresets(run, options, report)
+        seconds, attempts = options.lease_seconds, options.max_attempts
+        self.claims = Claims(server, seconds, attempts, options.pause_seconds)
         self._cache = StatCache()
         self._checkpoints = CommittedCheckpoints(run, self._cache)
         self._remote: CommittedCheckpoints | None = None
@@ -221,16 +211,9 @@ class PendingTasks:
         self._damaged: dict[tuple[int, str], object] = {}
         self._awaited: dict[tuple[str, int], EvaluationTask] = {}
 
-    @property
-    def section(self) -> EvaluationSection:
-        return self._presets.section
-
     def look(self, index: RunDirectory | None = None) -> list[EvaluationTask]:
         """The pending tasks, in the order in which they are worked on."""
-        self._presets.read()
-        claims = self._make_claims(self.section)
-        if not claims.is_like(self.claims):
-            self.claims = claims
+        self.presets.read()
         tasks = self._look_here() if index is None else self._look_there(index)
         self._remember(tasks)
         return sorted(tasks, key=lambda task: task.step)  # stable: presets in their order
@@ -269,9 +252,6 @@ class PendingTasks:
     def note_damage(self, task: EvaluationTask) -> None:
         self._damaged[task.step, task.preset.weights] = _signatures(task)
 
-    def refuse(self, preset: Preset, seconds: float = math.inf) -> None:
-        self._presets.refuse(preset, seconds)
-
     def is_done(self, task: EvaluationTask) -> bool:
         """Whether there is a result of the task's weights."""
 
@@ -283,7 +263,7 @@ class PendingTasks:
         return self._cache.get(folder / "scores.json", read_key) == task.key
 
     def _look_here(self) -> list[EvaluationTask]:
-        presets, with_last = self._presets.now(), self._with_last()
+        presets, with_last = self.presets.now(), self._with_last()
         if self._may_have_changed(presets, with_last=with_last):
             self._forget_gone()
         elif again := self._open | self._checkpoints.unfinished:
@@ -305,7 +285,7 @@ class PendingTasks:
         self._settled.clear()
         self._checkpoints.look()
         tasks: list[EvaluationTask] = []
-        for preset in self._presets.now():
+        for preset in self.presets.now():
             keys = self._remote.keys(preset.weights)
             tasks += self._unsettled(preset, keys, with_last=self._with_last())
         return tasks
@@ -313,13 +293,13 @@ class PendingTasks:
     def _with_last(self) -> bool:
         if self._options.backlog.every in (None, 1):
             return False
-        return not self._options.follows or self.ending.is_over()
+        return not self._options.follows or self.end.is_reached()
 
     def _may_have_changed(self, presets: Sequence[Preset], *, with_last: bool) -> bool:
         """Whether something that was settled may have changed."""
         results = (EvaluationDirectory(self.run).path / preset.name for preset in presets)
         folders = map(signature, (self.run.checkpoints_path, *results))
-        looked_at = (list(presets), self.claims, with_last, list(folders))
+        looked_at = (list(presets), with_last, list(folders))
         now = time.monotonic()
         if looked_at != self._looked_at:
             self._looked_at, self._changed_at = looked_at, now
@@ -405,7 +385,7 @@ class PendingTasks:
     def _is_missed(self, task: EvaluationTask) -> bool:
         """Whether this server is to report it: no other has done it, works on it or reported it."""
         name = task.preset.name, task.step
-        is_wanted = any(each.name == task.preset.name for each in self._presets.now())
+        is_wanted = any(each.name == task.preset.name for each in self.presets.now())
         if not is_wanted or self.is_done(task) or self.claims.attempts(task).is_final:
             del self._awaited[name]
             return False
@@ -434,7 +414,7 @@ def waiting_steps(
     tried again; and by another one, if this server needed them before, because a server that has
     just claimed a checkpoint may not need it yet.
     """
-    limit = pending.section.hold_waiting
+    limit = pending.presets.section.hold_waiting
     waiting: set[int] = set()
     sampled: set[int] = set()
     for task in tasks:

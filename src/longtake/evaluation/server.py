@@ -15,12 +15,10 @@ from typing import Any, Self
 
 from rich.console import Console
 
-from longtake.config import EvaluationSection
-from longtake.errors import RunError
-from longtake.evaluation.mirror import MirrorThread
-from longtake.evaluation.options import ServerOptions, find_runs
+from longtake.errors import LongtakeError, RunError
+from longtake.evaluation.mirror import Mirror, RemoteRun, open_mirror
+from longtake.evaluation.options import ServerOptions, ServerReport, find_runs, raised_at
 from longtake.evaluation.pending import PendingTasks, waiting_steps
-from longtake.evaluation.report import ServerReport
 from longtake.evaluation_dir import Scores, ServerDirectory
 from longtake.fsio import now
 from longtake.process import StopSignal, num_cores
@@ -29,7 +27,6 @@ from longtake.run_dir import RunDirectory
 from longtake.sampling.claims import (
     AttemptOutcome,
     Claim,
-    Claims,
     Evaluate,
     EvaluationTask,
     TaskProgress,
@@ -112,7 +109,7 @@ class EvaluationServer:
         self._runs: dict[RunDirectory, PendingTasks] = {}
         self._turns = Turns()
         self._keeper = Keeper(self.name, options, report)
-        self._mirror = MirrorThread(options, self.name, report, self._pending_tasks)
+        self._mirror = MirrorThread(options, self.name, report)
         self._followers = Followers()
 
     def serve(self) -> None:
@@ -134,18 +131,12 @@ class EvaluationServer:
         with self._report.log_errors("looking for runs"):
             runs = find_runs(self._options.places)
             self._followers.serve([run for run in runs if not is_mirror(run.path)])
-        self._runs = {run: self._runs.get(run) or self._pending_tasks(run) for run in runs}
+        known, given = self._runs, (self.name, self._options, self._report)
+        self._runs = {run: known.get(run) or PendingTasks(run, *given) for run in runs}
         self._keeper.serve(list(self._runs.values()))
         if not runs and self._options.follows:
             places = ", ".join(map(str, self._options.places))
             self._report.remark(f"There is no run in {places} yet.")
-
-    def _pending_tasks(self, run: RunDirectory) -> PendingTasks:
-        def make_claims(section: EvaluationSection) -> Claims:
-            seconds, attempts = section.lease_seconds, section.max_attempts
-            return Claims(self.name, seconds, attempts, self._options.pause_seconds)
-
-        return PendingTasks(run, self.name, self._options, self._report, make_claims)
 
     def _may_end(self) -> bool:
         """Whether it may end when nothing is pending; asked before it looks for what is."""
@@ -155,7 +146,7 @@ class EvaluationServer:
             return False
         are_over = False
         with self._report.log_errors("events of runs"):
-            are_over = all(each.ending.is_over() for each in self._runs.values())
+            are_over = all(each.end.is_reached() for each in self._runs.values())
         return are_over and self._mirror.is_settled
 
     def _pending(self) -> list[EvaluationTask]:
@@ -222,21 +213,23 @@ class EvaluationServer:
 
     def _end(self, pending: PendingTasks, claim: Claim, outcome: AttemptOutcome) -> None:
         """Give a claim back, and report how it ended."""
+        task, facts = claim.task, dict[str, Any]()
         match outcome.how:
             case "done":
                 pending.claims.end(claim, "done")
-                self._report_scores(pending, claim.task, outcome.scores)
+                assert outcome.scores is not None, f"{task} is done without scores"
+                self._report_scores(pending, task, outcome.scores)
             case "failed" | "damaged":
-                self._report_failure(pending, claim, outcome)
+                facts = {"reason": outcome.reason, "final": outcome.is_final}
+                pending.claims.end(claim, outcome.how, **facts, **outcome.facts)
+                pending.log("evaluation_failed", **task.facts, attempt=task.attempts + 1, **facts)
+                self._note_failure(pending, task, outcome)
             case "late":
                 pending.claims.end(claim, "released", reason="another server was first")
             case "gone" | "released":
                 pending.claims.end(claim, outcome.how)
 
-    def _report_scores(
-        self, pending: PendingTasks, task: EvaluationTask, scores: Scores | None
-    ) -> None:
-        assert scores is not None, f"{task} is done without scores"
+    def _report_scores(self, pending: PendingTasks, task: EvaluationTask, scores: Scores) -> None:
         self.evaluated.append(scores)
         self.failed.discard(str(task))
         facts: dict[str, Any] = {"seconds": scores["seconds"], "alarms": len(scores["alarms"])}
@@ -247,19 +240,17 @@ class EvaluationServer:
         self._report.evaluated(task, scores)
         self._mirror.push_soon()
 
-    def _report_failure(self, pending: PendingTasks, claim: Claim, outcome: AttemptOutcome) -> None:
-        task = claim.task
-        facts: dict[str, Any] = {"reason": outcome.reason, "final": outcome.is_final}
-        pending.claims.end(claim, outcome.how, **facts, **outcome.facts)
+    def _note_failure(
+        self, pending: PendingTasks, task: EvaluationTask, outcome: AttemptOutcome
+    ) -> None:
         self.failed.add(str(task))
-        pending.log("evaluation_failed", **task.facts, attempt=task.attempts + 1, **facts)
         self._report.remark(f"{task} failed: {outcome.reason}")
         if outcome.how == "damaged":
             pending.note_damage(task)
         if outcome.is_hopeless_here:
-            pending.refuse(task.preset)
+            pending.presets.refuse(task.preset)
         elif outcome.pause_seconds:
-            pending.refuse(task.preset, outcome.pause_seconds)
+            pending.presets.refuse(task.preset, outcome.pause_seconds)
 
 
 class Turns:
@@ -404,6 +395,110 @@ class Keeper:
     def _needs(self, run: RunDirectory) -> list[int]:
         task, steps = self._task, self._promised.get(run, set())
         return sorted(steps | {task.step} if task is not None and task.run == run else steps)
+
+
+class MirrorThread:
+    """Pulls checkpoints and pushes results in a thread; does nothing if there is no source."""
+
+    def __init__(self, options: ServerOptions, server: str, report: ServerReport) -> None:
+        self._options, self._server, self._report = options, server, report
+        self._mirror: Mirror | None = None
+        if options.source is not None:
+            self._mirror = open_mirror(options.source, options.places[0], server)
+        self._pending: dict[RunDirectory, PendingTasks] = {}
+        self._remote: list[RemoteRun] = []
+        self.is_settled = self._mirror is None
+        self._is_over, self._wake = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def push_soon(self) -> None:
+        self._wake.set()
+
+    def __enter__(self) -> Self:
+        if self._mirror is not None:
+            run, mirror = self._run, (self._mirror,)
+            self._thread = threading.Thread(target=run, args=mirror, name="mirror", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._mirror is None or self._thread is None:
+            return
+        self._is_over.set()
+        self._wake.set()
+        if not self.is_settled:  # asked to end: it does not wait for an hour's pull
+            self._mirror.interrupt()
+        self._thread.join()
+        self._push(self._mirror)
+        with self._report.log_errors("leaving the mirror"):
+            self._mirror.close()
+
+    def _run(self, mirror: Mirror) -> None:
+        due = 0.0
+        while not self._is_over.is_set():
+            if time.monotonic() >= due:
+                self._pull_all(mirror)
+                due = time.monotonic() + self._options.every_seconds
+            else:
+                self._push(mirror)
+            self._wake.wait(max(0.0, due - time.monotonic()))
+            self._wake.clear()
+
+    def _pull_all(self, mirror: Mirror) -> None:
+        """Look, and pull what is wanted; an error ends a round, not the server."""
+        try:
+            were_over = bool(self._remote) and all(
+                self._of(each.mirror).end.is_reached() for each in self._remote
+            )
+            self._remote = mirror.look()
+            for remote in self._remote:
+                self._pull(mirror, remote)
+            self.is_settled = were_over or not self._options.follows
+        except Exception as error:  # whatever it is, it must not end this thread
+            self._report_failure(error)
+        self._push(mirror)
+
+    def _pull(self, mirror: Mirror, remote: RemoteRun) -> None:
+        pending, source = self._of(remote.mirror), str(self._options.source)
+        steps = list(dict.fromkeys(task.step for task in pending.look(remote.index)))
+        for step in steps:
+            if self._is_over.is_set():
+                return
+            for pulled in mirror.pull(remote, [step]):
+                facts = {"step": pulled.step, "bytes": pulled.bytes}
+                pending.log(
+                    "checkpoint_synced", source=source, **facts, seconds=round(pulled.seconds, 3)
+                )
+        # What is here already waits for its turn, even if it is no longer there.
+        mirror.prune(remote.mirror, {*steps, *(task.step for task in pending.look())})
+        pending.report_missed(source=source)
+
+    def _push(self, mirror: Mirror) -> None:
+        for remote in self._remote:
+            with self._report.log_errors(remote.mirror.path):
+                try:
+                    mirror.push(remote)
+                except LongtakeError as error:
+                    self._report.remark(f"{error}")
+
+    def _report_failure(self, error: Exception) -> None:
+        if self._is_over.is_set():  # it was interrupted
+            return
+        known = isinstance(error, LongtakeError)
+        reason = str(error) if known else f"{raised_at(error)}: {error}"
+        for remote in self._remote:
+            pending = self._of(remote.mirror)
+            pending.log("pull_failed", source=str(self._options.source), reason=reason)
+        if self._options.follows:
+            self._report.remark(f"{reason} It is tried again.")
+        else:
+            self._report.wrong(reason)
+            self.is_settled = True
+
+    def _of(self, run: RunDirectory) -> PendingTasks:
+        if run not in self._pending:
+            self._pending[run] = PendingTasks(run, self._server, self._options, self._report)
+        return self._pending[run]
 
 
 def _lower_priority(device_type: str) -> None:

@@ -44,62 +44,39 @@ Table = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Request:
-    """One video to sample.
-
-    Attributes:
-        references: files of the reference pictures by their names in `data.references`: images, or
-            videos, of which the first frame counts.
-    """
+    """One video to sample."""
 
     prompt: str
     seed: int
     references: Mapping[str, Path] = field(default_factory=dict)
+    """Files of the reference pictures by their names in `data.references`: images, or videos, of
+    which the first frame counts."""
 
 
 @dataclass(frozen=True)
 class PresetTables:
-    """The tables of all places, merged.
+    """The tables of all places, merged."""
 
-    Attributes:
-        known: the keys of each preset.
-        folders: for each key of each preset the folder of the file that sets it.
-        of_run: names of the presets in the recipe.
-        of_own: names of the presets in the file given with `--presets`.
-    """
-
-    known: dict[str, dict[str, Any]]
-    folders: dict[str, dict[str, Path | None]]
-    of_run: tuple[str, ...]
-    of_own: tuple[str, ...]
+    known: dict[str, dict[str, Any]]  # the keys of each preset
+    folders: dict[str, dict[str, Path | None]]  # of the file that sets each key of each preset
+    of_run: tuple[str, ...]  # names of the presets in the recipe
+    of_own: tuple[str, ...]  # and in the file given with `--presets`
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A set of videos that is sampled of each checkpoint.
+    """A set of videos that is sampled of each checkpoint."""
 
-    Attributes:
-        name: of its folder below evaluations/.
-        seeds: each prompt is sampled with each of them.
-        bucket: the videos' size.
-        weights: `model`, or `ema/` and the name of a profile.
-        batch_size: videos sampled at once.
-        guidance: `auto`, `batched` or `two_passes`.
-        decoding: `auto`, `whole` or `tiles`.
-        measures: additional measures, each as `module:Class`.
-        references: reference pictures, one for each prompt by name.
-    """
-
-    name: str
+    name: str  # of its folder below evaluations/
     prompts: tuple[str, ...]
-    seeds: tuple[int, ...]
+    seeds: tuple[int, ...]  # each prompt is sampled with each of them
     settings: SamplingSection
-    bucket: Bucket
-    weights: str
-    batch_size: int = _BATCH_SIZE
-    guidance: str = "auto"
-    decoding: str = "auto"
-    measures: tuple[str, ...] = ()
-    references: Pictures = field(default_factory=dict, hash=False)
+    bucket: Bucket  # the videos' size
+    weights: str  # `model`, or `ema/` and the name of a profile
+    batch_size: int = _BATCH_SIZE  # videos sampled at once
+    decoding: str = "auto"  # or `whole`, or `tiles`
+    measures: tuple[str, ...] = ()  # additional ones, each as `module:Class`
+    references: Pictures = field(default_factory=dict, hash=False)  # one a prompt, by name
 
     def requests(self) -> list[Request]:
         """All videos, prompt by prompt; of each prompt one per seed."""
@@ -243,7 +220,6 @@ def _build(
         bucket=bucket,
         weights=_preset_weights(recipe, section.ema),
         batch_size=section.batch_size or _BATCH_SIZE,
-        guidance=section.guidance or "auto",
         decoding=section.decoding or "auto",
         measures=section.measures or (),
         references=find_pictures(section.references, names, len(prompts), bucket, folder),

@@ -57,11 +57,9 @@ class MemoryStrategy:
         ]
         return ", ".join(filter(None, parts)) or "all at once"
 
-    def next_cheaper(
-        self, count: int, bucket: Bucket, *, may_split_guidance: bool
-    ) -> "MemoryStrategy":
+    def next_cheaper(self, count: int, bucket: Bucket, *, may_split: bool) -> "MemoryStrategy":
         """The strategy to try after this one did not fit `count` videos of a size."""
-        if may_split_guidance and not self.two_passes:
+        if may_split and not self.two_passes:
             return replace(self, two_passes=True)
         if count > 1:
             return replace(self, at_once=(count + 1) // 2)
@@ -84,21 +82,17 @@ class MemoryFallback:
         count: int,
         bucket: Bucket,
         *,
-        guidance: str,
         uses_guidance: bool,
     ) -> Tensor:
         """Latents of all videos, denoised in parts that fit."""
-        may_split = uses_guidance and guidance == "auto"
         strategy = self.strategies.get(bucket, MemoryStrategy())
-        if guidance != "auto":
-            strategy = replace(strategy, two_passes=guidance == "two_passes")
         done: list[Tensor] = []
         start = 0
         while start < count:
             end = min(count, start + (strategy.at_once or count))
             latents = try_within_memory(denoise, slice(start, end), strategy.two_passes)
             if latents is None:
-                strategy = strategy.next_cheaper(end - start, bucket, may_split_guidance=may_split)
+                strategy = strategy.next_cheaper(end - start, bucket, may_split=uses_guidance)
                 continue
             done.append(latents)
             start = end
@@ -175,20 +169,13 @@ def device_with_room(wanted: str, parts: Components) -> tuple[torch.device, str]
 
 @dataclass(frozen=True)
 class Guidance:
-    """The conditioning of N videos, of which any part can be sampled on its own.
-
-    Attributes:
-        predict: maps noisy latents [B, C, F, H, W], sigmas [B] and conditioning to a velocity in
-            fp32.
-        conditional: conditioning with the prompts, each [N, ...].
-        unconditional: the same without prompts; None: one pass is enough.
-        scale: of classifier-free guidance.
-    """
+    """The conditioning of N videos, of which any part can be sampled on its own."""
 
     predict: Callable[[Tensor, Tensor, Conditioning], Tensor]
-    conditional: Conditioning
-    unconditional: Conditioning | None
-    scale: float
+    """Maps noisy latents [B, C, F, H, W], sigmas [B] and conditioning to a velocity in fp32."""
+    conditional: Conditioning  # with the prompts, each [N, ...]
+    unconditional: Conditioning | None  # without prompts; None: one pass is enough
+    scale: float  # of classifier-free guidance
 
     def velocity(self, part: slice, *, two_passes: bool) -> Velocity:
         """The guided velocity of some of the videos.
@@ -221,25 +208,16 @@ class Guidance:
 
 @dataclass(frozen=True)
 class Sampler:
-    """A model with trained weights.
+    """A model with trained weights."""
 
-    Attributes:
-        components: text encoder, model and codec; on a GPU is only the one that works.
-        step: optimizer updates of the weights.
-        precision: in which the run is trained.
-        weights: which ones these are: `model`, or `ema/` and the name of a profile.
-        memory: what was found to fit the memory.
-        prompts: embeddings of each prompt, on the CPU.
-    """
-
-    components: Components
+    components: Components  # text encoder, model, codec; on a GPU is only the one that works
     recipe: Recipe
-    step: int
+    step: int  # optimizer updates of the weights
     device: torch.device
-    precision: Precision
-    weights: str = "model"
+    precision: Precision  # in which the run is trained
+    weights: str = "model"  # or `ema/` and the name of a profile
     memory: MemoryFallback = field(default_factory=MemoryFallback)
-    prompts: dict[str, Conditioning] = field(default_factory=dict)
+    prompts: dict[str, Conditioning] = field(default_factory=dict)  # embeddings, on the CPU
 
     def sample(
         self,
@@ -248,7 +226,6 @@ class Sampler:
         bucket: Bucket,
         on_step: Callable[[int], None] | None = None,
         *,
-        guidance: str = "auto",
         decoding: str = "auto",
     ) -> NDArray[np.uint8]:
         """Videos [N, F, H, W, 3]; each depends on its own request only.
@@ -262,7 +239,6 @@ class Sampler:
             settings: of the solver.
             bucket: the videos' size.
             on_step: called after each step with the number of finished steps.
-            guidance: `batched`, `two_passes`, or `auto`: what fits the memory.
             decoding: `whole`, `tiles`, or `auto`: what fits the memory.
 
         Raises:
@@ -272,12 +248,13 @@ class Sampler:
             PlanError: not even one video fits the memory.
             SamplingError: latents or decoded pixels are NaN or infinite.
         """
-        shape = fitting_shape(self.components, self.recipe, bucket)
-        noise = torch.stack([_noise(request.seed, shape) for request in requests]).to(self.device)
+        parts = self.components
+        shape = fitting_shape(parts, self.recipe, bucket)
+        noise = torch.stack([_noise(each.seed, shape) for each in requests]).to(self.device)
         steps, count = self.num_steps(settings), len(requests)
         sigmas = build_sigmas(steps, self.shift(settings, bucket))
         scale = settings.guidance_scale
-        scale = self.components.defaults.guidance_scale if scale is None else scale
+        scale = parts.defaults.guidance_scale if scale is None else scale
         guide = self._guidance(requests, bucket, scale)
 
         def denoise(part: slice, two_passes: bool) -> Tensor:
@@ -288,17 +265,12 @@ class Sampler:
             velocity = guide.velocity(part, two_passes=two_passes)
             return integrate(velocity, noise[part], sigmas, settings.solver, on_part_step)
 
-        self.components.bring("model", self.device)
+        parts.bring("model", self.device)
         with torch.inference_mode():
-            latents = self.memory.denoise(
-                denoise,
-                count,
-                bucket,
-                guidance=guidance,
-                uses_guidance=guide.unconditional is not None,
-            )
+            uses_guidance = guide.unconditional is not None
+            latents = self.memory.denoise(denoise, count, bucket, uses_guidance=uses_guidance)
             self._refuse_non_finite(latents)
-            self.components.bring("codec", self.device)
+            parts.bring("codec", self.device)
             videos = [self._decode(each[None], bucket, decoding) for each in latents]
         return np.concatenate(videos)
 
@@ -458,10 +430,6 @@ class SamplerLoader:
         Of the checkpoint only those weights and trainer.json need exist. After an error another
         checkpoint can be loaded.
 
-        Args:
-            checkpoint: its folder.
-            weights: `model`, or `ema/` and the name of a profile.
-
         Raises:
             CheckpointError: it is incomplete, damaged, or of another model.
         """
@@ -505,8 +473,8 @@ def load_sampler(
         step: which checkpoint of a run; the newest by default.
         ema: sample averaged weights; None: if the run keeps any.
         profile: of the averages; the first by default.
-        device: see `SamplerLoader`.
-        trust: see `SamplerLoader`.
+        device: see `SamplerLoader`, as `trust`.
+        trust: see there.
 
     Raises:
         RunError: there is no run, or it names code and another user began it.
@@ -527,9 +495,7 @@ def _refuse_another_model(folder: Path, state: dict[str, Tensor]) -> None:
         return
     expected = {name: tuple(value.shape) for name, value in state.items()}
     if shapes != expected:
-        name = min(
-            (each for each in shapes | expected if shapes.get(each) != expected.get(each)),
-        )
+        name = min(each for each in shapes | expected if shapes.get(each) != expected.get(each))
         has, wants = (list(each[name]) if name in each else "none" for each in (shapes, expected))
         raise CheckpointError(
             f"{folder} holds another model than the recipe describes: {name} is {has} there and "

@@ -40,17 +40,11 @@ _LABEL_WIDTH, _MARK_WIDTH = 250, 30
 
 @dataclass(frozen=True)
 class SampledVideo:
-    """A video that has been written.
+    """A video that has been written."""
 
-    Attributes:
-        index: of its request among the preset's.
-        video: [F, H, W, 3].
-    """
-
-    index: int
     request: Request
     path: Path
-    video: NDArray[np.uint8]
+    video: NDArray[np.uint8]  # [F, H, W, 3]
 
 
 def sample_preset(
@@ -86,7 +80,7 @@ def sample_preset(
         references = [read_picture(path, preset.bucket) for path in request.references.values()]
         shown = shown_frames(video).copy()
         rows.append(SheetRow(request.prompt, shown, note=note, references=references))
-        yield SampledVideo(index, request, path, video)
+        yield SampledVideo(request, path, video)
     title = f"{preset.name}, step {sampler.step}, {sampler.weights}"
     contact_sheet(rows, folder / "sheet.png", title=title)
 
@@ -104,12 +98,7 @@ def _batches(
 
         batch = requests[start : start + size]
         videos = sampler.sample(
-            batch,
-            preset.settings,
-            preset.bucket,
-            on_batch_step,
-            guidance=preset.guidance,
-            decoding=preset.decoding,
+            batch, preset.settings, preset.bucket, on_batch_step, decoding=preset.decoding
         )
         yield from zip(range(start, start + size), batch, videos, strict=False)
 
@@ -235,20 +224,13 @@ def references_by_name(given: Sequence[str]) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class SheetRow:
-    """One clip of a contact sheet.
-
-    Attributes:
-        frames: [F, H, W, 3] uint8 RGB, at least one frame.
-        is_correct: draws a green tick (True), a red cross (False) or nothing (None).
-        note: small text below the caption, such as a measured value.
-        references: [H, W, 3] uint8 RGB each: reference pictures, drawn left of the clip.
-    """
+    """One clip of a contact sheet."""
 
     caption: str
-    frames: NDArray[np.uint8]
-    is_correct: bool | None = None
-    note: str = ""
-    references: Sequence[NDArray[np.uint8]] = ()
+    frames: NDArray[np.uint8]  # [F, H, W, 3] RGB, at least one frame
+    is_correct: bool | None = None  # draws a green tick (True), a red cross (False) or nothing
+    note: str = ""  # small text below the caption, such as a measured value
+    references: Sequence[NDArray[np.uint8]] = ()  # [H, W, 3] RGB each, drawn left of the clip
 
 
 def contact_sheet(rows: Sequence[SheetRow], path: Path, *, title: str = "") -> None:
