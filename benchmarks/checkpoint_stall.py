@@ -34,13 +34,13 @@ from longtake.demo.shapes import write_clips
 from longtake.models.build import assemble
 from longtake.models.trainable import trained_state
 from longtake.optim.build import build_optimizers
-from longtake.optim.ema import Averages
+from longtake.optim.update import Averages
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
+from longtake.training.loop import compute_gradients
 from longtake.training.runtime import keep_freed_memory
 from longtake.training.session import Session, TrainingState
 from longtake.training.state import state_parts
-from longtake.training.step import compute_gradients
 
 _RESULTS = Path(__file__).parent / "results" / "checkpoint_stall.md"
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)

@@ -41,15 +41,11 @@ from longtake.parallel.mesh import World, join
 from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
-from longtake.training.guard_runner import GuardRunner
-from longtake.training.loop import train_steps
-from longtake.training.peak import PeakCheck
+from longtake.training.loop import prepare, train_steps
 from longtake.training.record import keep_recorder
-from longtake.training.run_lease import RunLease
 from longtake.training.session import Session, TrainingState
 from longtake.training.state import Monitors
-from longtake.training.statistics import NormStats
-from longtake.training.step import prepare
+from longtake.training.statistics import GuardRunner, NormStats
 
 _RESULTS = Path(__file__).parent / "results" / "fsdp_overhead.md"
 _FOREVER = 10**6
@@ -256,7 +252,6 @@ def _longtake(
     )
     assert folder is not None
     blocks = state.components.family.blocks(state.components.model)
-    peak = PeakCheck(None, recipe.data.buckets[0], world.device)
     short = recipe.model_copy(
         update={"training": recipe.training.model_copy(update={"steps": steps})}
     )
@@ -264,11 +259,11 @@ def _longtake(
     norms, guard = NormStats(state.components.model, blocks), GuardRunner(session)
     with (
         keep_saver(run, world, recipe.checkpoint, start=0) as saver,
-        keep_recorder(session, "", 0, {}, None) as recorder,
+        keep_recorder(session, None, 0, {}) as recorder,
         keep_ledger(folder, world.rank, streams) as ledger,
         heartbeat_session(heart),
     ):
-        monitors = Monitors(guard, norms, saver, recorder, peak, StopSignal(), RunLease(None))
+        monitors = Monitors(guard, norms, saver, recorder, StopSignal())
         train_steps(session, replace(state, global_step=0), loader, ledger, monitors)
     rows = list(run.metrics())[-steps:] if world.is_first else []
     assert not world.is_first or len(rows) >= min(before, steps)

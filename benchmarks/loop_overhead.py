@@ -34,20 +34,16 @@ from longtake.demo.shapes import write_clips
 from longtake.heartbeat import HeartbeatWriter, heartbeat_dir, heartbeat_session, set_phase
 from longtake.models.build import assemble
 from longtake.optim.build import build_optimizers
-from longtake.optim.ema import Averages
+from longtake.optim.update import Averages
 from longtake.parallel.fsdp import squares
 from longtake.parallel.mesh import World
 from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
-from longtake.training.guard_runner import GuardRunner
-from longtake.training.loop import train_steps
-from longtake.training.peak import PeakCheck
+from longtake.training.loop import apply_update, compute_gradients, train_steps
 from longtake.training.record import keep_recorder
-from longtake.training.run_lease import RunLease
 from longtake.training.session import Session, TrainingState
 from longtake.training.state import Monitors
-from longtake.training.statistics import NormStats
-from longtake.training.step import apply_update, compute_gradients
+from longtake.training.statistics import GuardRunner, NormStats
 
 _RESULTS = Path(__file__).parent / "results" / "loop_overhead.md"
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)
@@ -221,7 +217,6 @@ def _longtake(state: TrainingState, recipe: Recipe, steps: int) -> list[float]:
     folder = begin_launch(run.ledger_path, 0, 1, streams, loader.plan_history.history)
     blocks = state.components.family.blocks(state.components.model)
     to_here = replace(state, global_step=0)
-    peak = PeakCheck(None, recipe.data.buckets[0], _ALONE.device)
     short = recipe.model_copy(
         update={"training": recipe.training.model_copy(update={"steps": steps})}
     )
@@ -229,10 +224,10 @@ def _longtake(state: TrainingState, recipe: Recipe, steps: int) -> list[float]:
     norms, guard = NormStats(state.components.model, blocks), GuardRunner(session)
     with (
         keep_saver(run, _ALONE, recipe.checkpoint, start=0) as saver,
-        keep_recorder(session, "", 0, {}, None) as recorder,
+        keep_recorder(session, None, 0, {}) as recorder,
         keep_ledger(folder, 0, streams) as ledger,
     ):
-        monitors = Monitors(guard, norms, saver, recorder, peak, StopSignal(), RunLease(None))
+        monitors = Monitors(guard, norms, saver, recorder, StopSignal())
         train_steps(session, to_here, loader, ledger, monitors)
     rows = list(run.metrics())
     assert len(rows) >= min(before, steps)

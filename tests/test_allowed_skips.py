@@ -64,7 +64,6 @@ def test_a_skipped_module_that_is_not_listed_is_an_error(tmp_path: Path) -> None
 
 
 def test_every_line_is_about_tests_that_exist() -> None:
-    """A line for a test that was renamed or deleted is deleted with it."""
     listed = (_TESTS / "allowed_skips.txt").read_text().splitlines()
     patterns = [line.split()[0] for line in listed if line and line[0] not in "#*"]
     assert patterns

@@ -64,7 +64,6 @@ def test_a_recipe_is_read_with_its_types(path: Path) -> None:
 
 
 def test_a_byte_order_mark_is_passed_over(path: Path) -> None:
-    """Some editors begin UTF-8 files with one."""
     path.write_text(_RECIPE, encoding="utf-8-sig")
     assert config.load(path).training.steps == 1000
 
@@ -337,7 +336,6 @@ def _free_when(on_change: str) -> set[str]:
 
 
 def test_what_decides_the_order_may_change_when_asked() -> None:
-    """`on_change` says how to go on: then the keys of DECIDES_ORDER are free, and no others."""
     refusing = _free_when("refuse")
     assert refusing.isdisjoint(DECIDES_ORDER)
     for policy in ("merge", "finish", "restart"):
@@ -421,7 +419,6 @@ def test_every_key_that_may_change_exists() -> None:
 def test_only_a_run_at_a_plateau_may_be_made_longer(
     schedule: str, steps: int, is_accepted: bool
 ) -> None:
-    """A constant learning rate has not aimed at the old end; no run can be made shorter."""
     values = _recipe().model_dump(exclude_none=True)
     values["optimizer"]["schedule"] = schedule
     values["training"]["steps"] = 10
@@ -478,7 +475,6 @@ def test_absurd_values_are_refused_in_one_short_sentence(
 
 @pytest.mark.parametrize("text", ["seed = 1" + "0" * 5000, "seed = " + "[" * 10_000, "a = \0"])
 def test_a_file_that_no_reader_survives_is_no_toml(tmp_path: Path, text: str) -> None:
-    """Numbers of thousands of digits, and lists nested thousands of levels deep."""
     path = tmp_path / "recipe.toml"
     path.write_text(text)
     with pytest.raises(RecipeError, match="is not valid TOML") as caught:

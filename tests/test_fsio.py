@@ -172,7 +172,6 @@ def race() -> Any:
 
 
 def test_lines_are_read_on_from_where_they_were_left(tmp_path: Path) -> None:
-    """Each once; half a line waits, other lines are left out, and a shorter file is another."""
     path = tmp_path / "lines.jsonl"
     deep, long = b"[" * 90_000, b'{"a": "' + b"x" * 90_000 + b'"}'
     path.write_bytes(b'{"a": 1}\n{"a"\n' + deep + b'\n{"a": 2}\n' + long + b'\n{"a": 3}\n{"a": ')
@@ -257,7 +256,6 @@ def test_brackets_in_strings_are_no_nesting(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "device", "socket", "loop", "forbidden"])
 def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
-    """Nothing waits for a writer of a pipe, or for the end of a device."""
     path = tmp_path / "row.json"
     with socket.socket(socket.AF_UNIX) as server:
         if kind == "fifo":

@@ -93,7 +93,6 @@ def test_a_second_ctrl_c_interrupts_at_once() -> None:
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_that_comes_twice_means_what_it_meant_once(name: str) -> None:
-    """A scheduler sends it to all processes, and the launcher that it told passes it on."""
     with _stop_training() as stop:
         for each in (name, name, "SIGTERM"):
             signal.raise_signal(signal.Signals[each])
@@ -207,7 +206,6 @@ def test_handlers_are_as_before_afterwards(interrupted: bool) -> None:
 
 @pytest.mark.parametrize("keeps_ignored", [True, False])
 def test_an_ignored_signal_stays_ignored_unless_told_otherwise(keeps_ignored: bool) -> None:
-    """A shell starts background jobs so that Ctrl-C in the foreground does not reach them."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with StopSignal(keeps_ignored=keeps_ignored) as stop:
@@ -310,7 +308,6 @@ def test_our_programs_are_found_and_not_shadowed(tmp_path: Path) -> None:
 
 
 def test_a_process_is_identified_by_when_it_was_started() -> None:
-    """A zombie is gone, whatever its program is called."""
     code = "import sys; open('/proc/self/comm', 'w').write('a) R (b'); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as child:
         wait_until(lambda: (found := read_stat(child.pid)) and found.name == "a) R (b")

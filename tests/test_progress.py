@@ -100,7 +100,6 @@ def test_things_can_be_counted_before_their_number_is_known() -> None:
 
 
 def test_the_time_left_follows_the_speed_and_not_the_first_step() -> None:
-    """Neither a slow first step nor one slow step of many makes it jump."""
     out = StringIO()
     console = Console(file=out, force_terminal=True, width=120)
     with step_progress(console, 0, 400) as shown:

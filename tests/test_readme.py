@@ -102,7 +102,6 @@ def test_every_recipe_key_that_a_page_names_exists(page: Path) -> None:
 
 
 def test_every_page_is_in_the_index() -> None:
-    """Decisions have an index of their own."""
     for folder, index in (
         ("docs", "docs/README.md"),
         ("docs/decisions", "docs/decisions/README.md"),
@@ -114,7 +113,6 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def test_the_captioned_tree_is_complete() -> None:
-    """Packages and top-level modules, each with one line."""
     text = (_ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (tree,) = re.findall(r"```\n(src/longtake/\n.*?)```", text, re.DOTALL)
     assert len(tree.splitlines()) <= 45

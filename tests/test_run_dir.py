@@ -101,7 +101,6 @@ def test_a_longer_run_is_refused_with_the_command_that_trains_it(tmp_path: Path)
 
 
 def test_the_way_on_holds_for_a_run_that_was_moved(tmp_path: Path) -> None:
-    """A moved recipe.toml still names the old folder, so the message names the new one."""
     moved = RunDirectory(tmp_path / "moved")
     _begin(tmp_path / "run").path.rename(moved.path)
     with pytest.raises(RecipeChangedError, match=f"recipe.toml --set out={moved.path}$"):

@@ -33,7 +33,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_committed_lists_every_file_with_its_size_and_checksum(folder: Path) -> None:
-    """Anyone can compare the files with it, such as by sha256sum."""
     listed = json.loads((folder / "COMMITTED").read_text())["files"]
     names = ["ema/main/__0_0.distcp", "model/.metadata", "model/__0_0.distcp", "trainer.json"]
     assert list(listed) == names
@@ -74,7 +73,6 @@ def _replace_by_a_folder(path: Path) -> None:
     ],
 )
 def test_damage_is_named(folder: Path, harm: Callable[[Path], None], message: str) -> None:
-    """The file and what is wrong with it; only a flipped bit needs its checksum."""
     harm(folder / "model" / "__0_0.distcp")
     found = files.find_damage(folder, checksums=True)
     assert found is not None
@@ -84,7 +82,6 @@ def test_damage_is_named(folder: Path, harm: Callable[[Path], None], message: st
 
 
 def test_other_parts_can_be_left_out_of_account(folder: Path) -> None:
-    """Whoever reads the averages alone waits for no other checksum, and needs no optimizer."""
     _flip_a_bit(folder / "model" / "__0_0.distcp")
     assert files.find_damage(folder, checksums=True, within="ema/main/") is None
     assert files.find_damage(folder, checksums=True, within="model/") is not None
@@ -93,7 +90,6 @@ def test_other_parts_can_be_left_out_of_account(folder: Path) -> None:
 
 
 def test_the_damage_is_counted(folder: Path) -> None:
-    """One file is named, the others are counted."""
     for name in ("model/.metadata", "model/__0_0.distcp", "trainer.json"):
         (folder / name).unlink()
     found = files.find_damage(folder, checksums=False)
@@ -113,7 +109,6 @@ def test_a_commitment_that_says_nothing_is_damage(folder: Path, content: str) ->
 
 
 def test_without_a_commitment_there_is_no_checkpoint(folder: Path) -> None:
-    """It is written last, so its lack says that the rest may be missing too."""
     (folder / "COMMITTED").unlink()
     found = files.find_damage(folder, checksums=False)
     assert found == "it has no COMMITTED: its save was interrupted"
@@ -137,7 +132,6 @@ def test_a_needed_checkpoint_is_kept_until_it_is_not_needed(run: RunDirectory, s
 def test_a_heartbeat_counts_until_it_is_15_minutes_older_than_the_newest_checkpoint(
     run: RunDirectory,
 ) -> None:
-    """By the times of the files alone."""
     stale, fresh = _need(run, 10), _need(run, 20, server="server-2")
     newest = (run.checkpoint_path(20) / "COMMITTED").stat().st_mtime
     os.utime(stale, (newest - 901,) * 2)
@@ -165,7 +159,6 @@ def test_a_run_that_goes_back_waits_for_no_server(run: RunDirectory) -> None:
 def test_a_checkpoint_that_is_needed_while_it_is_taken_away_comes_back(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the look and the deletion; all of its files are where they were."""
     before = sorted(run.checkpoint_path(10).rglob("*"))
     real = files.hide
 
@@ -240,7 +233,6 @@ _STEPS = st.sets(st.integers(0, 5000), max_size=40)
 def test_nothing_that_is_needed_goes(
     steps: set[int], keep: int, keep_every: int | None, held: set[int], reach: int
 ) -> None:
-    """Whatever there is and in whatever order: no rule is broken, and nothing new comes up."""
     gone = files.unneeded_steps(steps, keep=keep, keep_every=keep_every, needed=held, reach=reach)
     kept = steps - set(gone)
     assert gone == sorted(set(gone) & steps)
@@ -257,7 +249,6 @@ def test_nothing_that_is_needed_goes(
 def test_a_run_can_always_go_back_far_enough_and_not_much_further(
     gaps: list[int], keep: int, reach: int
 ) -> None:
-    """However often it saves and how few it keeps: there is one of between one and two reaches."""
     kept: list[int] = []
     saved = list(accumulate(gaps))
     for step in saved:

@@ -80,7 +80,6 @@ _SEEN_BY_READING: dict[Callable[[Path], None], str] = {
 
 
 def test_what_was_saved_is_loaded(run: RunDirectory, make_parts: MakeParts) -> None:
-    """Everything comes back to the bit, tensors into those that were given."""
     loaded = make_parts()
     weight = loaded["model"]["weight"]
     path = run.checkpoint_path(20)
@@ -127,7 +126,6 @@ def test_a_damaged_checkpoint_is_damaged(
 def test_what_is_seen_at_a_glance_is_refused(
     run: RunDirectory, make_parts: MakeParts, harm: Callable[[Path], None]
 ) -> None:
-    """Whoever reads it is told in a sentence what is wrong, and looks for another."""
     path = run.checkpoint_path(20)
     harm(path)
     assert files.newest_whole(run) == run.checkpoint_path(10)
@@ -153,14 +151,12 @@ def test_who_samples_has_no_need_of_the_optimizer(run: RunDirectory) -> None:
 
 
 def test_there_may_be_none(tmp_path: Path, alone: World) -> None:
-    """A run that was never saved has no newest checkpoint."""
     run = RunDirectory(tmp_path)
     assert files.newest_whole(run) is None
     assert store.latest_checkpoint(run, alone) == (None, ())
 
 
 def test_all_may_be_damaged(run: RunDirectory, alone: World) -> None:
-    """Then there is nothing to go on from, and all are told of, the newest first."""
     for step in (10, 20):
         _flip_a_bit_of_the_average(run.checkpoint_path(step))
     found, damaged = store.latest_checkpoint(run, alone)
@@ -176,7 +172,6 @@ def test_later_ones_can_be_left_out_of_account(run: RunDirectory, alone: World) 
 
 
 def test_somebodys_copy_is_no_checkpoint_of_the_run(run: RunDirectory, alone: World) -> None:
-    """Whatever it is called."""
     for name in ("step_00000030.bak", "step_30", "step_x"):
         shutil.copytree(run.checkpoint_path(20), run.checkpoints_path / name)
     assert store.latest_checkpoint(run, alone) == (run.checkpoint_path(20), ())
@@ -204,7 +199,6 @@ def test_garbled_bytes_are_an_error_that_names_the_file(
 
 
 def test_parts_that_are_not_read_may_be_damaged(run: RunDirectory) -> None:
-    """A sampler does not wait for the checksums of what it does not load."""
     _flip_a_bit_of_the_average(run.checkpoint_path(20))
     loaded = {"model": {"bias": torch.zeros(3)}}
     store.load_parts(run.checkpoint_path(20), loaded)
@@ -217,7 +211,6 @@ def test_parts_that_are_not_read_may_be_damaged(run: RunDirectory) -> None:
     ids=["other shape", "other name"],
 )
 def test_another_models_state_is_refused(run: RunDirectory, weights: store.State) -> None:
-    """A tensor of another name or shape is an error, not a silent rest."""
     with pytest.raises(CheckpointError, match="recipe that the run was started with") as raised:
         store.load_parts(run.checkpoint_path(20), {"model": weights})
     assert "\n" not in str(raised.value)
@@ -234,7 +227,6 @@ def test_abandoned_steps_are_deleted(run: RunDirectory, save: Save, alone: World
 
 
 def test_a_checkpoint_says_what_is_in_it(run: RunDirectory) -> None:
-    """Model, averages and optimizer lie apart, so that one can be left behind."""
     listed = json.loads((run.checkpoint_path(20) / "COMMITTED").read_text())["files"]
     parts = {name.rpartition("/")[0] for name in listed}
     assert parts == {"model", "ema/main", "optimizer", ""}
@@ -266,7 +258,6 @@ def saver(run: RunDirectory, alone: World) -> Iterator[Saver]:
 def test_training_may_change_the_state_at_once(
     run: RunDirectory, saver: Saver, make_parts: MakeParts
 ) -> None:
-    """What is saved is the state when it was given, twice in a row."""
     parts = make_parts(30.0)
     for step in (30, 31):
         for tensor in (parts["model"]["weight"], parts["optimizer"]["state.weight.step"]):
@@ -282,7 +273,6 @@ def test_training_may_change_the_state_at_once(
 
 
 def test_it_says_what_became_whole(run: RunDirectory, saver: Saver, make_parts: MakeParts) -> None:
-    """Each checkpoint once, when it is; nothing has failed."""
     assert saver.finished() == []
     saver.save(30, make_parts(), {"global_step": 30})
     saver.save(40, make_parts(), {"global_step": 40})
@@ -296,7 +286,6 @@ def test_it_says_what_became_whole(run: RunDirectory, saver: Saver, make_parts: 
 def test_what_is_under_way_is_finished_whatever_happens(
     run: RunDirectory, alone: World, make_parts: MakeParts
 ) -> None:
-    """An error in training, or a Ctrl-C, costs no checkpoint."""
     section = CheckpointSection()
 
     def train() -> None:
@@ -312,7 +301,6 @@ def test_what_is_under_way_is_finished_whatever_happens(
 def test_a_full_disk_is_one_sentence_and_harms_nothing(
     run: RunDirectory, saver: Saver, alone: World, make_parts: MakeParts
 ) -> None:
-    """It says what was lost and what to do; nothing is left in the way of the next save."""
     with _full_disk():
         saver.save(30, make_parts(), {"global_step": 30})
         saver.wait()
@@ -334,7 +322,6 @@ def test_a_full_disk_is_one_sentence_and_harms_nothing(
 def test_a_link_to_nothing_in_place_of_a_checkpoint_is_named(
     run: RunDirectory, saver: Saver, make_parts: MakeParts
 ) -> None:
-    """A disk that is not mounted is no full disk; the link stays as it is."""
     link = run.checkpoint_path(30)
     link.symlink_to("/no/such/disk")
     saver.save(30, make_parts(), {"global_step": 30})
@@ -348,7 +335,6 @@ def test_a_link_to_nothing_in_place_of_a_checkpoint_is_named(
 
 
 def test_the_first_save_may_fail(tmp_path: Path, alone: World, make_parts: MakeParts) -> None:
-    """Then there is nothing to go back to, and it says so."""
     run = RunDirectory(tmp_path)
     message = "there is no earlier one, so all steps so far are lost"
     with (
@@ -378,7 +364,6 @@ def test_a_save_that_was_killed_leaves_only_what_the_next_replaces(
 
 
 def test_a_save_after_an_interrupted_one_works(run: RunDirectory, alone: World, save: Save) -> None:
-    """What an interrupted save of the same step has left is not taken for the new one's."""
     aside = run.checkpoints_path / ".step_00000030.partial"
     shutil.copytree(run.checkpoint_path(20), aside)
     (aside / "model" / "stray").write_text("of the interrupted save")
@@ -389,7 +374,6 @@ def test_a_save_after_an_interrupted_one_works(run: RunDirectory, alone: World, 
 
 
 def test_only_what_is_needed_is_kept(run: RunDirectory, save: Save) -> None:
-    """The newest, those that a server needs, a place to go back to; no leftovers."""
     heartbeat = {"server": "evaluator", "time": "2026-01-01", "needs": [10]}
     ServerDirectory(run, "evaluator").write_heartbeat(heartbeat)
     for leftover in (".step_00000010.deleted", ".step_00000005.partial"):
@@ -438,7 +422,6 @@ def test_a_damaged_one_is_replaced_when_its_step_is_run_again(
 def test_two_ranks_save_as_one(
     run_on_two_ranks: Callable[..., None], tmp_path: Path, alone: World
 ) -> None:
-    """Shards of both, checksums of both; and one process can read what they have saved."""
     run_on_two_ranks(__file__, str(tmp_path), "two")
     run = RunDirectory(tmp_path)
     path, damaged = store.latest_checkpoint(run, alone)
@@ -534,7 +517,6 @@ def _state() -> dict[str, object]:
 
 
 def test_a_copy_stays_what_it_was() -> None:
-    """Training goes on changing tensors and lists in place."""
     state = _state()
     copied = Staging().copy(state)
     with torch.no_grad():
@@ -544,7 +526,6 @@ def test_a_copy_stays_what_it_was() -> None:
 
 
 def test_the_room_is_used_again() -> None:
-    """The second copy costs no memory, and has the second state's values."""
     staging, state = Staging(), {"weight": torch.zeros(5)}
     first: Tensor = staging.copy(state)["weight"]
     state["weight"].fill_(1)

@@ -49,7 +49,6 @@ def _all_saved(recipe: Recipe, step: int) -> dict[str, Any]:
 def test_resumed_they_are_the_same(
     small_recipe: Callable[..., Recipe], on_two_processes: list[str], tmp_path: Path
 ) -> None:
-    """To the bit: metrics, weights, averages and optimizer."""
     straight = small_recipe("parallel.strategy=shard", f"out={tmp_path / 'straight'}")
     train_by(on_two_processes, straight)
     stopped = small_recipe("parallel.strategy=shard")

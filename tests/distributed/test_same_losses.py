@@ -37,7 +37,6 @@ _ADAPTERS = (
 def test_two_processes_have_the_losses_of_one_on_wan(
     small_recipe: Callable[..., Recipe], on_two_processes: list[str], tmp_path: Path
 ) -> None:
-    """In bf16 a few weights stay in fp32: FSDP2 then has several units inside of each block."""
     changes = (*TINY_WAN, "training.steps=6", "model.dtype=bf16")
     alone = small_recipe(*changes, f"out={tmp_path / 'alone'}")
     train(alone, QUIET)
@@ -53,7 +52,6 @@ def test_two_processes_train_the_adapters_that_one_trains(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Frozen weights are sharded too, but not saved; one process resumes two's checkpoint."""
     monkeypatch.chdir(_ROOT)  # where the module is found
     changes = (*_ADAPTERS, "model.dtype=bf16")
     alone = small_recipe(*changes, f"out={tmp_path / 'alone'}")
@@ -94,7 +92,6 @@ def _lose(catalog: Path, count: int) -> list[str]:
 def test_lost_clips_are_named_once_and_a_signal_saves(
     small_recipe: Callable[..., Recipe], torchrun: list[str], clips: Path
 ) -> None:
-    """Whichever ranks meet a lost clip it has one event; Ctrl-C ends both ranks with a save."""
     lost = _lose(clips, 6)
     recipe = small_recipe(
         f"data.catalog={clips}",
@@ -130,7 +127,6 @@ def test_lost_clips_are_named_once_and_a_signal_saves(
 def test_stand_ins_weigh_nothing_on_two_processes(
     small_recipe: Callable[..., Recipe], on_two_processes: list[str], clips: Path, tmp_path: Path
 ) -> None:
-    """Lost clips, and a last batch in which one rank has nothing: the losses of one process."""
     _lose(clips, 5)
     changes = (
         f"data.catalog={clips}",
@@ -167,7 +163,6 @@ def test_one_rank_that_fails_ends_both(
 def test_a_mistake_that_the_first_finds_ends_both(
     small_recipe: Callable[..., Recipe], on_two_processes: list[str]
 ) -> None:
-    """A folder that holds another run is refused by all ranks, and left as it is."""
     recipe = small_recipe("training.steps=1")
     train(recipe, QUIET)
     metrics = RunDirectory(recipe.out).metrics_path.read_bytes()

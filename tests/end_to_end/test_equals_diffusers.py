@@ -254,7 +254,6 @@ class _KeepsLatents:
 
 @pytest.mark.parametrize("family", _FAMILIES)
 def test_sampled_latents_are_those_of_the_pipeline(family: str, place: Path) -> None:
-    """From a prompt and the same noise, with the defaults of both for shift, guidance and text."""
     sampler, pipeline = _sampler(_recipe(place, family)), _pipeline(place, family)
     codec = _KeepsLatents(sampler.components.codec)
     parts = dataclasses.replace(sampler.components, codec=codec)
@@ -387,7 +386,6 @@ def _call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
 def test_the_first_loss_of_a_training_is_that_of_diffusers(
     family: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of `longtake train`: pixels, captions, shift, guidance 1.0 and caption dropout included."""
     recipe = _recipe(place, family, out=str(tmp_path / "run"))
     (tmp_path / "recipe.toml").write_text(config.dump(recipe))
     _call(monkeypatch, "train", tmp_path / "recipe.toml")
@@ -424,7 +422,6 @@ _LOADERS: dict[Format, Callable[[Any, Path], None]] = {
 def test_diffusers_own_loaders_read_the_lora(
     adapted: tuple[str, Sampler], written: Format, place: Path, tmp_path: Path
 ) -> None:
-    """Into the release; the velocity is that of longtake's model, and not the release's."""
     family, sampler = adapted
     out = tmp_path / ("lora.safetensors" if written == "comfyui" else "out")
     export(sampler, out, written)
@@ -461,7 +458,6 @@ def _assert_merged(pipeline: Any, out: Path, ours: Tensor, theirs: Callable[[], 
 
 
 def test_flux_is_exported_with_the_released_schedulers_rule(place: Path, tmp_path: Path) -> None:
-    """Each size gets its own shift: the exported scheduler is the one that the release has."""
     export(_sampler(_recipe(place, "flux")), tmp_path / "out", "diffusers")
     written, released = (
         json.loads((folder / "scheduler" / "scheduler_config.json").read_text())

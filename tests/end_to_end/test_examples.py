@@ -106,7 +106,6 @@ _CLUSTER = _ROOT / "examples" / "video_1_1b_192_h100.toml"
 
 
 def test_the_cluster_s_recipe_has_the_size_that_it_says() -> None:
-    """1.0 to 1.2 billion parameters, from scratch, all of them trained."""
     recipe = config.load(_CLUSTER)
     assert recipe.model.pretrained is None
     parameters = list(outline(recipe).model.parameters())
@@ -126,7 +125,6 @@ def test_the_stages_of_the_cluster_s_recipe_grow() -> None:
 
 
 def test_ranks_of_the_cluster_share_model_and_batch_as_it_says() -> None:
-    """A copy of the model on each node of 8; two clips a GPU, all places taken."""
     step = outline_step(config.load(_CLUSTER), device_named("h100"), 192, 8)
     assert (step.num_shards, step.num_copies) == (8, 24)
     assert (step.micro_batch_size, step.num_micro_batches) == (2, 1)
@@ -135,7 +133,6 @@ def test_ranks_of_the_cluster_share_model_and_batch_as_it_says() -> None:
 
 @pytest.mark.parametrize("preset", ["low4s", "high4s"])
 def test_the_cluster_s_presets_fit_its_codec(preset: str) -> None:
-    """They are what comes along, but for frames and rows that do not divide."""
     changed = config.load(_CLUSTER).evaluation.presets[preset]
     assert changed.num_frames == 101
     assert (changed.height or 720) % 16 == 0

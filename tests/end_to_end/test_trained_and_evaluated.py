@@ -79,7 +79,6 @@ def _train_and_evaluate(recipe: Recipe, folder: Path, warm: list[str]) -> list[i
 def test_wandb_holds_every_step_and_every_evaluation_of_such_a_pair(
     small_recipe: Callable[..., Recipe], warm: list[str], tmp_path: Path
 ) -> None:
-    """Once, in rows of their own whose numbers rise; and the videos are files beside them."""
     recipe = small_recipe(f"training.steps={_STEPS[-1]}", "tracking.wandb=offline", _PRESET)
     run = RunDirectory(recipe.out)
     assert _train_and_evaluate(recipe, tmp_path, warm) == list(_STEPS)

@@ -34,7 +34,6 @@ def _train(network: nn.Sequential, optimizer: MasterAdamW, num_steps: int) -> No
 def test_offloaded_updates_are_those_of_the_gpu(
     dtype: torch.dtype, most_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To fp32's rounding, in one batch or with the next one's gradients on their way."""
     monkeypatch.setattr(master_weights, "MAX_BATCH_ELEMENTS", most_elements)
     networks = [_network(dtype), _network(dtype)]
     for network, offload in zip(networks, (False, True), strict=True):

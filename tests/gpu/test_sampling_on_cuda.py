@@ -33,7 +33,6 @@ def whole_memory() -> Iterator[None]:
 
 
 def test_a_gpu_makes_the_videos_that_a_cpu_makes(sampler: Sampler) -> None:
-    """The noise is drawn on the CPU; what is left is rounding."""
     recipe = sampler.recipe
     settings, bucket = recipe.sampling, recipe.data.buckets[0]
     here = load_sampler(recipe.out, device="cpu").sample(_REQUESTS[:2], settings, bucket)
@@ -44,7 +43,6 @@ def test_a_gpu_makes_the_videos_that_a_cpu_makes(sampler: Sampler) -> None:
 def test_where_a_gpu_s_memory_ends_less_is_done_at_once(
     sampler: Sampler, whole_memory: None
 ) -> None:
-    """Half of what a batch takes is enough for the same videos, to a grey level or two."""
     settings, bucket = sampler.recipe.sampling, sampler.recipe.data.buckets[0]
     sampler.sample(_REQUESTS[:1], settings, bucket)  # cuBLAS takes its workspaces, and keeps them
     kept = torch.cuda.memory_allocated()

@@ -32,7 +32,6 @@ def _losses(recipe: Recipe) -> list[float]:
 
 
 def test_cuda_follows_the_cpu_in_fp32(tmp_path: Path, shapes_catalog: Path) -> None:
-    """Noise and order do not depend on the device, so the first losses agree to fp32's rounding."""
     on_cpu = _losses(_recipe(tmp_path / "cpu", shapes_catalog, "cpu", "fp32"))
     on_cuda = _losses(_recipe(tmp_path / "cuda", shapes_catalog, "cuda", "fp32"))
     assert on_cuda == pytest.approx(on_cpu, rel=1e-2)

@@ -1,21 +1,16 @@
 """Verdicts of each detector on healthy and on disturbed runs."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.guard.runs import healthy, history_of, judged, louder
 
-from longtake.guard.detectors import OK, GuardVerdict, judge
+from longtake.guard.detectors import OK, judge
 from longtake.guard.history import GROUPS, GuardSettings, History, JudgedStep, StepStatistics
-
-Healthy = Callable[..., list[StepStatistics]]
-Verdicts = Callable[..., list[GuardVerdict]]
-Histories = Callable[..., History]
-Louder = Callable[..., StepStatistics]
 
 _SECTION = GuardSettings()
 _SMALL = GuardSettings(window=32, warmup_steps=16)
@@ -26,20 +21,18 @@ _LEVELS = st.floats(-3, 3)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_healthy_run_has_no_verdict(healthy: Healthy, judged: Verdicts, seed: int) -> None:
+def test_a_healthy_run_has_no_verdict(seed: int) -> None:
     verdicts = judged(healthy(2000, seed))
     assert [verdict for verdict in verdicts if verdict != OK] == []
     assert len(verdicts) == 2000
 
 
-def test_a_noisy_run_has_no_verdict(healthy: Healthy, judged: Verdicts) -> None:
+def test_a_noisy_run_has_no_verdict() -> None:
     """A loss that jumps by half from step to step is no spike where it always does."""
     assert set(judged(healthy(2000, noise=0.5))) == {OK}
 
 
-def test_shapes_at_levels_of_their_own_are_no_spikes(
-    healthy: Healthy, judged: Verdicts, louder: Louder
-) -> None:
+def test_shapes_at_levels_of_their_own_are_no_spikes() -> None:
     """Every eighth step on images, with five times the loss and ten times the gradient."""
     steps = [
         replace(
@@ -54,9 +47,7 @@ def test_shapes_at_levels_of_their_own_are_no_spikes(
     assert set(judged(steps)) == {OK}
 
 
-def test_a_stage_at_another_level_is_no_trouble(
-    healthy: Healthy, judged: Verdicts, louder: Louder
-) -> None:
+def test_a_stage_at_another_level_is_no_trouble() -> None:
     """A new stage begins with a window of its own, and is compared with itself only."""
     steps = [
         replace(
@@ -72,7 +63,7 @@ def test_a_stage_at_another_level_is_no_trouble(
     assert set(judged(steps)) == {OK}
 
 
-def test_smaller_batches_may_be_wilder(healthy: Healthy, judged: Verdicts) -> None:
+def test_smaller_batches_may_be_wilder() -> None:
     """The last batch of a bucket may hold one sample of 64, with eight times the noise."""
     steps = [
         replace(
@@ -89,13 +80,13 @@ def test_smaller_batches_may_be_wilder(healthy: Healthy, judged: Verdicts) -> No
     assert set(judged(steps)) == {OK}
 
 
-def test_a_new_run_is_compared_with_nothing(healthy: Healthy, judged: Verdicts) -> None:
+def test_a_new_run_is_compared_with_nothing() -> None:
     steps = healthy(64)
     wild = [replace(step, loss=step.loss * 10 ** (step.step % 7)) for step in steps]
     assert set(judged(wild)) == {OK}
 
 
-def test_a_reported_rollback_is_a_new_beginning(healthy: Healthy) -> None:
+def test_a_reported_rollback_is_a_new_beginning() -> None:
     """If the guard only reports, steps are compared with those since the reported rollback."""
     section, kinds = GuardSettings(), []
     history = History(section.window)
@@ -106,14 +97,14 @@ def test_a_reported_rollback_is_a_new_beginning(healthy: Healthy) -> None:
     assert [number for number, kind in enumerate(kinds) if kind != "ok"] == [600]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(
     scales=st.tuples(*[_LEVELS] * 3),
     spiked=st.sampled_from(["loss", "grad_norm", "weight_norm", ""]),
     order=st.permutations(GROUPS),
 )
 def test_units_and_names_do_not_matter(
-    healthy: Healthy, louder: Louder, scales: tuple[float, ...], spiked: str, order: list[str]
+    scales: tuple[float, ...], spiked: str, order: list[str]
 ) -> None:
     steps = healthy(100)
     now = louder(steps[-1], 20.0 if spiked == "loss" else 1.0)
@@ -176,7 +167,7 @@ def _arbitrary(draw: st.DrawFn, step: int) -> tuple[StepStatistics, str]:
     return statistics, draw(st.sampled_from(["ok", "ok", "ok", "skip", "roll_back", "stop"]))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_numbers_have_a_verdict(data: st.DataObject) -> None:
     pattern = [data.draw(_arbitrary(number)) for number in range(data.draw(st.integers(1, 6)))]
@@ -206,9 +197,7 @@ def test_any_numbers_have_a_verdict(data: st.DataObject) -> None:
     ],
 )
 @pytest.mark.parametrize("at", [0, 200])
-def test_a_step_with_nan_or_inf_is_skipped(
-    healthy: Healthy, judged: Verdicts, lost: dict[str, Any], at: int
-) -> None:
+def test_a_step_with_nan_or_inf_is_skipped(lost: dict[str, Any], at: int) -> None:
     """At its own step, also before the warm-up; the steps around it have no verdict."""
     steps = healthy(at + 10)
     steps[at] = replace(steps[at], **lost)
@@ -217,7 +206,7 @@ def test_a_step_with_nan_or_inf_is_skipped(
     assert (verdicts[at].kind, verdicts[at].reason) == ("skip", "non_finite")
 
 
-def test_the_message_gives_loss_gradient_norm_and_fraction(healthy: Healthy) -> None:
+def test_the_message_gives_loss_gradient_norm_and_fraction() -> None:
     step = replace(healthy(1)[0], grad_norm=math.nan, nonfinite_share=0.125)
     message = judge(History(128), step, GuardSettings()).message
     assert message == (
@@ -226,9 +215,7 @@ def test_the_message_gives_loss_gradient_norm_and_fraction(healthy: Healthy) -> 
     )
 
 
-def test_max_skips_non_finite_steps_are_skipped_and_the_next_rolls_back(
-    healthy: Healthy, judged: Verdicts
-) -> None:
+def test_max_skips_non_finite_steps_are_skipped_and_the_next_rolls_back() -> None:
     """To before the first of them: skipped updates did not change the weights."""
     steps = healthy(40)
     for at in (20, 21, 25, 30):
@@ -238,13 +225,13 @@ def test_max_skips_non_finite_steps_are_skipped_and_the_next_rolls_back(
     assert verdicts[-1].reason == "non_finite"
 
 
-def test_with_max_skips_0_the_first_rolls_back(healthy: Healthy, judged: Verdicts) -> None:
+def test_with_max_skips_0_the_first_rolls_back() -> None:
     steps = healthy(40)
     steps[20] = replace(steps[20], loss=math.nan)
     assert judged(steps, GuardSettings(max_skips=0))[-1].kind == "roll_back"
 
 
-def test_non_finite_weights_roll_back_at_once(healthy: Healthy, judged: Verdicts) -> None:
+def test_non_finite_weights_roll_back_at_once() -> None:
     """No later step can repair them."""
     steps = healthy(40)
     steps[20:] = [replace(step, weight_norm=math.nan, loss=math.nan) for step in steps[20:]]
@@ -269,9 +256,7 @@ def _heavier(
 
 
 @pytest.mark.parametrize("late", [0, 1, 9])
-def test_five_more_at_an_epochs_end_are_found_at_once(
-    healthy: Healthy, judged: Verdicts, late: int
-) -> None:
+def test_five_more_at_an_epochs_end_are_found_at_once(late: int) -> None:
     """+5 at a norm of 700, as a real defect did: attributed to the edge, also shortly after it."""
     at = 2 * _EPOCH + late
     verdicts = judged(_heavier(healthy(1500), at, 5.0))
@@ -282,7 +267,7 @@ def test_five_more_at_an_epochs_end_are_found_at_once(
     assert "within 1 step, in which it usually changes by +0.02" in last.message
 
 
-def test_a_jump_in_the_middle_of_an_epoch_names_no_edge(healthy: Healthy, judged: Verdicts) -> None:
+def test_a_jump_in_the_middle_of_an_epoch_names_no_edge() -> None:
     verdicts = judged(_heavier(healthy(1500), 777, 5.0))
     last = verdicts[-1]
     assert (len(verdicts) - 1, last.kind, last.reason) == (777, "roll_back", "weight_step")
@@ -290,7 +275,7 @@ def test_a_jump_in_the_middle_of_an_epoch_names_no_edge(healthy: Healthy, judged
 
 
 @pytest.mark.parametrize("over", [3, 10])
-def test_a_jump_may_take_a_few_steps(healthy: Healthy, judged: Verdicts, over: int) -> None:
+def test_a_jump_may_take_a_few_steps(over: int) -> None:
     verdicts = judged(_heavier(healthy(1500), _EPOCH, 5.0, over))
     assert (verdicts[-1].kind, verdicts[-1].reason) == ("roll_back", "edge_step")
     assert _EPOCH <= len(verdicts) - 1 <= _EPOCH + over
@@ -298,16 +283,12 @@ def test_a_jump_may_take_a_few_steps(healthy: Healthy, judged: Verdicts, over: i
 
 
 @pytest.mark.parametrize("by", [-5.0, -600.0, 45.0, 1e9])
-def test_jumps_of_any_size_and_sign_are_found(
-    healthy: Healthy, judged: Verdicts, by: float
-) -> None:
+def test_jumps_of_any_size_and_sign_are_found(by: float) -> None:
     verdicts = judged(_heavier(healthy(1500), 777, by))
     assert (len(verdicts) - 1, verdicts[-1].reason) == (777, "weight_step")
 
 
-def test_a_jump_where_a_stage_begins_is_found_without_a_warm_up(
-    healthy: Healthy, judged: Verdicts
-) -> None:
+def test_a_jump_where_a_stage_begins_is_found_without_a_warm_up() -> None:
     steps = [
         replace(step, stage="hard", edge="stage hard begins" if step.step == 700 else None)
         if step.step >= 700
@@ -319,7 +300,7 @@ def test_a_jump_where_a_stage_begins_is_found_without_a_warm_up(
     assert last.message.endswith(", where stage hard begins.")
 
 
-def test_short_epochs_do_not_make_every_jump_an_edges(healthy: Healthy, judged: Verdicts) -> None:
+def test_short_epochs_do_not_make_every_jump_an_edges() -> None:
     """In an epoch of 16 steps, a step in its middle is not shortly after its edge."""
     steps = [
         replace(step, edge=f"epoch {step.step // 16} begins" if step.step % 16 == 0 else None)
@@ -329,9 +310,7 @@ def test_short_epochs_do_not_make_every_jump_an_edges(healthy: Healthy, judged: 
     assert judged(_heavier(steps, 209, 5.0))[-1].reason == "edge_step"
 
 
-def test_updates_that_have_grown_are_the_reason_rather_than_the_place(
-    healthy: Healthy, judged: Verdicts
-) -> None:
+def test_updates_that_have_grown_are_the_reason_rather_than_the_place() -> None:
     steps = healthy(1500)
     moved = [
         replace(step, group_update_ratios={k: 20 * v for k, v in step.group_update_ratios.items()})
@@ -346,9 +325,7 @@ def test_updates_that_have_grown_are_the_reason_rather_than_the_place(
 
 
 @pytest.mark.parametrize("section", [GuardSettings(), GuardSettings(window=32, warmup_steps=16)])
-def test_early_training_may_move_the_weights_fast(
-    healthy: Healthy, judged: Verdicts, section: GuardSettings
-) -> None:
+def test_early_training_may_move_the_weights_fast(section: GuardSettings) -> None:
     """As Muon does it: still at first, then from 71 to 370, ever slower: no jump anywhere."""
     steps = [
         replace(step, weight_norm=norm * (1 + 1e-4 * (step.step % 7)))
@@ -358,12 +335,12 @@ def test_early_training_may_move_the_weights_fast(
     assert set(judged(steps, section)) == {OK}
 
 
-def test_a_jump_too_small_to_matter_is_left_alone(healthy: Healthy, judged: Verdicts) -> None:
+def test_a_jump_too_small_to_matter_is_left_alone() -> None:
     """Less than two thousandths of the norm, however far outside of its usual changes."""
     assert set(judged(_heavier(healthy(1200), 777, 1.0))) == {OK}
 
 
-def test_a_jump_is_not_detected_before_the_warm_up(healthy: Healthy, judged: Verdicts) -> None:
+def test_a_jump_is_not_detected_before_the_warm_up() -> None:
     assert set(judged(_heavier(healthy(60), 30, 90.0), GuardSettings())) == {OK}
 
 
@@ -377,9 +354,7 @@ def _raised(step: StepStatistics, group: str, factor: float) -> StepStatistics:
 
 @pytest.mark.parametrize("factor", [5.0, 10.0, 30.0])
 @pytest.mark.parametrize("group", ["attention", "mlp", "embedding"])
-def test_a_learning_rate_that_was_raised_shows_in_the_updates(
-    healthy: Healthy, judged: Verdicts, group: str, factor: float
-) -> None:
+def test_a_learning_rate_that_was_raised_shows_in_the_updates(group: str, factor: float) -> None:
     steps = healthy(_AT + 100)
     steps[_AT + 1 :] = [_raised(step, group, factor) for step in steps[_AT + 1 :]]
     verdicts = judged(steps)
@@ -390,9 +365,7 @@ def test_a_learning_rate_that_was_raised_shows_in_the_updates(
     assert set(verdicts[:-1]) == {OK}
 
 
-def test_updates_that_have_shrunk_do_not_hide_a_raised_learning_rate(
-    healthy: Healthy, judged: Verdicts
-) -> None:
+def test_updates_that_have_shrunk_do_not_hide_a_raised_learning_rate() -> None:
     """Adam's are largest at the start: after some hundred steps they may be a fifth of that."""
     steps = [
         replace(step, group_update_ratios={k: v * shrunk for k, v in ratios.items()})
@@ -408,9 +381,7 @@ def test_updates_that_have_shrunk_do_not_hide_a_raised_learning_rate(
 
 
 @pytest.mark.parametrize("percent", [1.0, 5.0])
-def test_updates_that_grow_little_by_little_are_found(
-    healthy: Healthy, judged: Verdicts, percent: float
-) -> None:
+def test_updates_that_grow_little_by_little_are_found(percent: float) -> None:
     steps = healthy(_AT + 300)
     steps[_AT:] = [
         _raised(step, "mlp", (1 + percent / 100) ** (step.step - _AT)) for step in steps[_AT:]
@@ -420,9 +391,7 @@ def test_updates_that_grow_little_by_little_are_found(
     assert (1 + percent / 100) ** (len(verdicts) - _AT) < 8
 
 
-def test_a_long_warm_up_of_the_learning_rate_is_no_divergence(
-    healthy: Healthy, judged: Verdicts
-) -> None:
+def test_a_long_warm_up_of_the_learning_rate_is_no_divergence() -> None:
     """A warm-up over hundreds of steps raises the updates a hundredfold, as it is meant to."""
     steps = [
         replace(
@@ -437,9 +406,7 @@ def test_a_long_warm_up_of_the_learning_rate_is_no_divergence(
     assert set(judged(steps)) == {OK}
 
 
-def test_weights_that_grow_from_nothing_are_no_divergence(
-    healthy: Healthy, judged: Verdicts
-) -> None:
+def test_weights_that_grow_from_nothing_are_no_divergence() -> None:
     """LoRA begins with zeros: its norm rises a hundredfold and its update ratio falls as much."""
     steps = [
         replace(
@@ -454,9 +421,7 @@ def test_weights_that_grow_from_nothing_are_no_divergence(
     assert set(judged(steps)) == {OK}
 
 
-def test_skipped_steps_do_not_hide_a_raised_learning_rate(
-    healthy: Healthy, judged: Verdicts
-) -> None:
+def test_skipped_steps_do_not_hide_a_raised_learning_rate() -> None:
     """After a skipped step the norm of the update is 0, which is not measured."""
     steps = healthy(_AT + 100)
     steps[_AT + 1 :] = [_raised(step, "mlp", 10.0) for step in steps[_AT + 1 :]]
@@ -471,9 +436,7 @@ def test_skipped_steps_do_not_hide_a_raised_learning_rate(
 
 
 @pytest.mark.parametrize("percent", [0.5, 2.0, 3.0])
-def test_a_loss_that_creeps_up_is_found(
-    healthy: Healthy, judged: Verdicts, louder: Louder, percent: float
-) -> None:
+def test_a_loss_that_creeps_up_is_found(percent: float) -> None:
     steps = healthy(1200)
     growth = math.log1p(percent / 100)
     steps[_AT:] = [louder(step, math.exp(growth * (step.step - _AT))) for step in steps[_AT:]]
@@ -485,9 +448,7 @@ def test_a_loss_that_creeps_up_is_found(
     assert last.began <= _AT + passed / 2
 
 
-def test_a_gradient_that_grows_while_the_loss_falls_is_fine(
-    healthy: Healthy, judged: Verdicts, louder: Louder
-) -> None:
+def test_a_gradient_that_grows_while_the_loss_falls_is_fine() -> None:
     """As at the beginning of most runs; it is a divergence if the loss rises by a quarter."""
     steps = healthy(1200)
     grown = [replace(step, grad_norm=step.grad_norm * math.exp(step.step / 250)) for step in steps]
@@ -498,15 +459,13 @@ def test_a_gradient_that_grows_while_the_loss_falls_is_fine(
     assert last.message.startswith("The gradient norm has risen")
 
 
-def test_a_short_bad_stretch_is_no_divergence(
-    healthy: Healthy, judged: Verdicts, louder: Louder
-) -> None:
+def test_a_short_bad_stretch_is_no_divergence() -> None:
     steps = healthy(900)
     steps[_AT : _AT + 6] = [louder(step, 1.8) for step in steps[_AT : _AT + 6]]
     assert set(judged(steps)) == {OK}
 
 
-def test_updates_are_not_compared_before_the_warm_up(healthy: Healthy, judged: Verdicts) -> None:
+def test_updates_are_not_compared_before_the_warm_up() -> None:
     steps = [_raised(step, "mlp", 30.0) if step.step > 40 else step for step in healthy(63)]
     assert set(judged(steps, GuardSettings())) == {OK}
 
@@ -515,9 +474,7 @@ def test_updates_are_not_compared_before_the_warm_up(healthy: Healthy, judged: V
 
 
 @pytest.mark.parametrize(("at", "factor"), [(64, 3.0), (100, 1e6), (700, 3.0), (1999, 10.0)])
-def test_a_loss_spike_is_found_at_its_own_step(
-    healthy: Healthy, judged: Verdicts, louder: Louder, at: int, factor: float
-) -> None:
+def test_a_loss_spike_is_found_at_its_own_step(at: int, factor: float) -> None:
     steps = healthy(at + 20 if at < 1900 else 2000)
     steps[at] = louder(steps[at], factor)
     verdicts = judged(steps)
@@ -525,9 +482,7 @@ def test_a_loss_spike_is_found_at_its_own_step(
     assert (verdicts[at].kind, verdicts[at].reason, verdicts[at].began) == ("skip", "spike", at)
 
 
-def test_the_message_of_a_spike_gives_value_usual_and_noise_levels(
-    healthy: Healthy, history_of: Histories, louder: Louder
-) -> None:
+def test_the_message_of_a_spike_gives_value_usual_and_noise_levels() -> None:
     steps = healthy(300)
     everywhere = judge(history_of(steps[:-1]), louder(steps[-1], 8.0), _SECTION)
     assert everywhere.message.startswith(f"The loss of {8 * steps[-1].loss:.4g} is 7.")
@@ -537,9 +492,7 @@ def test_the_message_of_a_spike_gives_value_usual_and_noise_levels(
     assert one.message.endswith(", but only at sigmas of 0.25 to 0.5.")
 
 
-def test_a_gradient_that_sticks_out_alone_is_a_spike(
-    healthy: Healthy, history_of: Histories
-) -> None:
+def test_a_gradient_that_sticks_out_alone_is_a_spike() -> None:
     """The loss is measured before the update that would raise it."""
     steps = healthy(300)
     verdict = judge(history_of(steps[:-1]), replace(steps[-1], grad_norm=30.0), _SECTION)
@@ -548,7 +501,7 @@ def test_a_gradient_that_sticks_out_alone_is_a_spike(
     assert verdict.message.endswith(f"; the loss is {steps[-1].loss:.4g}.")
 
 
-def test_a_rare_noise_level_explains_a_high_loss(healthy: Healthy, history_of: Histories) -> None:
+def test_a_rare_noise_level_explains_a_high_loss() -> None:
     """One sample near sigma = 0 may have a hundred times the usual loss, in good health.
 
     No level that is known sticks out, nor the gradient by more than the loss. Where that level is
@@ -568,7 +521,7 @@ def test_a_rare_noise_level_explains_a_high_loss(healthy: Healthy, history_of: H
     assert judge(history_of(healthy(300)[:-1]), now, _SECTION).reason == "spike"
 
 
-def test_nothing_explains_a_loss_without_bounds(healthy: Healthy, history_of: Histories) -> None:
+def test_nothing_explains_a_loss_without_bounds() -> None:
     """A loss that is thousands of times the usual is a spike at any noise level and shape."""
     steps = healthy(300)
     wild = replace(steps[-1], loss=1e5, loss_by_sigma=(math.nan, math.nan, math.nan, 1e5))
@@ -578,7 +531,7 @@ def test_nothing_explains_a_loss_without_bounds(healthy: Healthy, history_of: Hi
     assert judge(history_of(steps[:-1]), unseen, _SECTION).reason == "spike"
 
 
-def test_a_falling_loss_is_no_spike_and_hides_none(healthy: Healthy, judged: Verdicts) -> None:
+def test_a_falling_loss_is_no_spike_and_hides_none() -> None:
     """A loss that halves every 20 steps spreads over decades, yet ten times the usual is seen."""
     steps = [
         replace(step, loss=fall * step.loss, loss_by_sigma=(fall, fall, fall, fall))
@@ -590,9 +543,7 @@ def test_a_falling_loss_is_no_spike_and_hides_none(healthy: Healthy, judged: Ver
     assert [at for at, verdict in enumerate(judged(steps)) if verdict != OK] == [150]
 
 
-def test_too_many_skips_make_a_rollback_to_before_the_first(
-    healthy: Healthy, judged: Verdicts, louder: Louder
-) -> None:
+def test_too_many_skips_make_a_rollback_to_before_the_first() -> None:
     """Ordinary steps between them prove that the state is good and the batches are the cause."""
     steps = healthy(400)
     for at in (300, 310, 320, 330):
@@ -605,9 +556,7 @@ def test_too_many_skips_make_a_rollback_to_before_the_first(
     assert "step 301" in verdicts[-1].message
 
 
-def test_skips_that_are_far_apart_do_not_add_up(
-    healthy: Healthy, judged: Verdicts, louder: Louder
-) -> None:
+def test_skips_that_are_far_apart_do_not_add_up() -> None:
     steps = healthy(900)
     for at in range(100, 900, 50):
         steps[at] = louder(steps[at], 10.0)
@@ -616,9 +565,7 @@ def test_skips_that_are_far_apart_do_not_add_up(
     assert "roll_back" not in kinds
 
 
-def test_a_state_that_only_spikes_is_not_trusted(
-    healthy: Healthy, judged: Verdicts, louder: Louder
-) -> None:
+def test_a_state_that_only_spikes_is_not_trusted() -> None:
     """Without an ordinary step since the first spike, the update before it may be the cause."""
     steps = healthy(400)
     steps[300:] = [louder(step, 10.0) for step in steps[300:]]
@@ -626,9 +573,7 @@ def test_a_state_that_only_spikes_is_not_trusted(
     assert (len(verdicts), verdicts[-1].kind, verdicts[-1].began) == (304, "roll_back", 299)
 
 
-def test_a_state_that_spikes_now_and_then_is_not_trusted_either(
-    healthy: Healthy, judged: Verdicts, louder: Louder
-) -> None:
+def test_a_state_that_spikes_now_and_then_is_not_trusted_either() -> None:
     """Steps between them that are no spikes but not ordinary do not prove the state good."""
     steps = healthy(400)
     steps[300:] = [louder(step, 4.0 if step.step % 3 else 1.7) for step in steps[300:]]
@@ -637,9 +582,7 @@ def test_a_state_that_spikes_now_and_then_is_not_trusted_either(
     assert len(verdicts) <= 310
 
 
-def test_a_loss_that_runs_away_is_traced_to_where_it_began(
-    healthy: Healthy, judged: Verdicts, louder: Louder
-) -> None:
+def test_a_loss_that_runs_away_is_traced_to_where_it_began() -> None:
     """10 % more in each step is a spike some steps later; the state was bad before that."""
     steps = healthy(400)
     steps[300:] = [louder(step, 1.1 ** (step.step - 299)) for step in steps[300:]]
@@ -649,11 +592,9 @@ def test_a_loss_that_runs_away_is_traced_to_where_it_began(
     assert len(verdicts) <= 318
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(lost=st.sets(st.integers(0, 198), max_size=90), value=st.sampled_from([math.nan, math.inf]))
-def test_nan_in_the_window_does_not_hide_a_spike(
-    healthy: Healthy, louder: Louder, lost: set[int], value: float
-) -> None:
+def test_nan_in_the_window_does_not_hide_a_spike(lost: set[int], value: float) -> None:
     steps = healthy(200)
     history = History(_SECTION.window)
     for step in steps[:-1]:

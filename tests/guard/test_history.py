@@ -2,23 +2,20 @@
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from tests.guard.runs import healthy, history_of
 
 from longtake.guard.detectors import judge
 from longtake.guard.history import GuardSettings, History, JudgedStep, StepStatistics
-
-Healthy = Callable[..., list[StepStatistics]]
-Histories = Callable[..., History]
 
 
 def _steps(history: History) -> list[int]:
     return [each.statistics.step for each in history]
 
 
-def test_it_remembers_four_windows(healthy: Healthy) -> None:
+def test_it_remembers_four_windows() -> None:
     history = History(32)
     for step in healthy(400):
         history = history.append(JudgedStep(step, "ok"))
@@ -28,7 +25,7 @@ def test_it_remembers_four_windows(healthy: Healthy) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 5, 255, 256, 300])
-def test_histories_appended_to_the_same_one_are_independent(healthy: Healthy, length: int) -> None:
+def test_histories_appended_to_the_same_one_are_independent(length: int) -> None:
     steps = healthy(302)
     shared = History(32)
     for step in steps[:length]:
@@ -43,9 +40,7 @@ def test_histories_appended_to_the_same_one_are_independent(healthy: Healthy, le
     assert other.rows.have_verdict("skip").tolist()[-1]
 
 
-def test_it_judges_after_a_resume_as_if_it_had_never_stopped(
-    healthy: Healthy, history_of: Histories
-) -> None:
+def test_it_judges_after_a_resume_as_if_it_had_never_stopped() -> None:
     steps = healthy(300)
     history = history_of(steps[:-1], at_200="skip")
     kept = json.dumps(history.as_json(), allow_nan=False)
@@ -57,7 +52,7 @@ def test_it_judges_after_a_resume_as_if_it_had_never_stopped(
     assert judge(resumed, wild, GuardSettings()) == verdict
 
 
-def test_it_is_small_in_checkpoints(healthy: Healthy, history_of: Histories) -> None:
+def test_it_is_small_in_checkpoints() -> None:
     history = history_of(healthy(600))
     assert len(history) == 512
     assert len(json.dumps(history.as_json())) < 512 * 512
@@ -67,13 +62,13 @@ def test_an_empty_one_comes_back_empty() -> None:
     assert len(History.from_json(History(64).as_json(), 64)) == 0
 
 
-def test_another_window_takes_over_what_it_wants(healthy: Healthy, history_of: Histories) -> None:
+def test_another_window_takes_over_what_it_wants() -> None:
     kept = history_of(healthy(500)).as_json()
     assert _steps(History.from_json(kept, 32)) == list(range(500 - 128, 500))
     assert _steps(History.from_json(kept, 1000)) == list(range(500))
 
 
-def test_nan_and_infinity_pass_through_valid_json(healthy: Healthy) -> None:
+def test_nan_and_infinity_pass_through_valid_json() -> None:
     [step] = healthy(1)
     lost = replace(
         step,
@@ -87,13 +82,13 @@ def test_nan_and_infinity_pass_through_valid_json(healthy: Healthy) -> None:
     assert repr(back) == repr(lost)  # by what is written, as NaN is not equal to itself
 
 
-def test_a_text_that_looks_like_a_number_stays_a_text(healthy: Healthy) -> None:
+def test_a_text_that_looks_like_a_number_stays_a_text() -> None:
     """A stage may be called "nan" or "1"."""
     step = replace(healthy(1)[0], stage="nan", bucket="1", edge="inf")
     assert StepStatistics.from_dict(step.as_dict()) == step
 
 
-def test_rounding_keeps_what_fp32_can_tell_apart(healthy: Healthy) -> None:
+def test_rounding_keeps_what_fp32_can_tell_apart() -> None:
     """Rounded numbers are within fp32's own error, and rounding them again changes nothing."""
     step = healthy(1)[0]
     rounded = step.rounded()

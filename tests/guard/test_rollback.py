@@ -1,19 +1,16 @@
 """Which checkpoint a rollback restores, which batches it skips, and when a run stops."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.guard.runs import healthy, history_of
 
 from longtake.guard.detectors import GuardVerdict, VerdictReason
 from longtake.guard.history import GuardSettings, History, StepStatistics
 from longtake.guard.rollback import RollBack, plan_rollback
 from longtake.run_dir import RolledBack
-
-Healthy = Callable[..., list[StepStatistics]]
-Histories = Callable[..., History]
 
 _SECTION = GuardSettings()
 _STEPS = [100, 200, 300]
@@ -48,42 +45,36 @@ def _plan(
     return plan_rollback(verdict, history, steps[-1], checkpoints, previous or [], section)
 
 
-def test_it_restores_a_checkpoint_from_before_the_divergence(
-    healthy: Healthy, history_of: Histories
-) -> None:
+def test_it_restores_a_checkpoint_from_before_the_divergence() -> None:
     steps = healthy(311)
     assert _plan(steps, history_of(steps[:-1]), 290) == RollBack(200, (282, 319))
 
 
-def test_a_checkpoint_of_the_step_where_it_began_is_good(
-    healthy: Healthy, history_of: Histories
-) -> None:
+def test_a_checkpoint_of_the_step_where_it_began_is_good() -> None:
     """It holds what that step began with; no batch is skipped that it has already trained."""
     steps = healthy(311)
     assert _plan(steps, history_of(steps[:-1]), 300) == RollBack(300, (300, 319))
 
 
-def test_a_history_may_contain_the_step_itself(healthy: Healthy, history_of: Histories) -> None:
+def test_a_history_may_contain_the_step_itself() -> None:
     steps = healthy(311)
     assert _plan(steps, history_of(steps), 290) == RollBack(200, (282, 319))
 
 
-def test_batches_are_counted_apart_from_steps(healthy: Healthy, history_of: Histories) -> None:
+def test_batches_are_counted_apart_from_steps() -> None:
     """After 40 batches were skipped from batch 150 on, a step's batch is 40 further."""
     steps = [replace(s, batch=s.step + 40 * (s.step >= 150)) for s in healthy(311)]
     assert _plan(steps, history_of(steps[:-1]), 290) == RollBack(200, (322, 359))
     assert _plan(steps, history_of(steps[:-1]), 155, checkpoints=[150]) == RollBack(150, (190, 359))
 
 
-def test_what_is_not_remembered_is_counted_back(healthy: Healthy) -> None:
+def test_what_is_not_remembered_is_counted_back() -> None:
     steps = healthy(311)
     assert _plan(steps, History(128), 290) == RollBack(200, (282, 319))
 
 
 @pytest.mark.parametrize("checkpoints", [[], [300]])
-def test_without_a_checkpoint_from_before_it_says_so(
-    healthy: Healthy, history_of: Histories, checkpoints: list[int]
-) -> None:
+def test_without_a_checkpoint_from_before_it_says_so(checkpoints: list[int]) -> None:
     steps = healthy(311)
     said = _plan(steps, history_of(steps[:-1]), 290, checkpoints=checkpoints)
     assert isinstance(said, str)
@@ -92,9 +83,7 @@ def test_without_a_checkpoint_from_before_it_says_so(
     assert "checkpoint.every" in said
 
 
-def test_it_gives_up_after_some_rollbacks_without_progress(
-    healthy: Healthy, history_of: Histories
-) -> None:
+def test_it_gives_up_after_some_rollbacks_without_progress() -> None:
     steps = healthy(311)
     history = history_of(steps[:-1])
     two, three = [_before(305), _before(308)], [_before(305), _before(308), _before(300)]
@@ -105,9 +94,7 @@ def test_it_gives_up_after_some_rollbacks_without_progress(
     assert "from step 308 to 258 (divergence)" in said
 
 
-def test_progress_is_counted_from_the_furthest_step_that_was_given_up(
-    healthy: Healthy, history_of: Histories
-) -> None:
+def test_progress_is_counted_from_the_furthest_step_that_was_given_up() -> None:
     steps = healthy(1001)
     history = history_of(steps[-301:-1])
     there = [800, 900]
@@ -117,9 +104,7 @@ def test_progress_is_counted_from_the_furthest_step_that_was_given_up(
     assert isinstance(_plan(steps, history, 990, missed, checkpoints=there), str)
 
 
-def test_progress_in_between_forgives_what_was_before(
-    healthy: Healthy, history_of: Histories
-) -> None:
+def test_progress_in_between_forgives_what_was_before() -> None:
     steps = healthy(1001)
     history = history_of(steps[-301:-1])
     long_run = [_before(100), _before(110), _before(120), _before(700), _before(710)]
@@ -127,7 +112,7 @@ def test_progress_in_between_forgives_what_was_before(
     assert isinstance(_plan(steps, history, 990, [*long_run, _before(720)], checkpoints=[900]), str)
 
 
-def test_the_same_at_every_edge_is_no_progress(healthy: Healthy, history_of: Histories) -> None:
+def test_the_same_at_every_edge_is_no_progress() -> None:
     """However long epochs are: what goes wrong at their ends goes wrong at the next one."""
     steps = healthy(1001)
     history = history_of(steps[-301:-1])
@@ -140,9 +125,7 @@ def test_the_same_at_every_edge_is_no_progress(healthy: Healthy, history_of: His
     assert isinstance(other, RollBack)
 
 
-def test_max_rollbacks_0_stops_at_the_first_rollback(
-    healthy: Healthy, history_of: Histories
-) -> None:
+def test_max_rollbacks_0_stops_at_the_first_rollback() -> None:
     steps = healthy(311)
     said = _plan(steps, history_of(steps[:-1]), 290, section=GuardSettings(max_rollbacks=0))
     assert isinstance(said, str)
@@ -154,9 +137,7 @@ def test_max_rollbacks_0_stops_at_the_first_rollback(
     checkpoints=st.lists(st.integers(0, 400), max_size=6),
     margin=st.integers(0, 400),
 )
-def test_a_plan_is_always_sound(
-    healthy: Healthy, began: int, checkpoints: list[int], margin: int
-) -> None:
+def test_a_plan_is_always_sound(began: int, checkpoints: list[int], margin: int) -> None:
     """It restores a state from before the divergence and skips its batches up to now.
 
     It skips no batch that the checkpoint has trained.

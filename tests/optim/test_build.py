@@ -29,15 +29,10 @@ from longtake.checkpoint import store
 from longtake.checkpoint.store import keep_saver
 from longtake.config import CheckpointSection, OptimizerSection, ParallelSection
 from longtake.errors import RecipeError
-from longtake.optim.build import (
-    build_optimizers,
-    has_eight_bit_state,
-    refuse_missing_torchao,
-    schedule_factor,
-    set_learning_rates,
-)
+from longtake.optim.build import build_optimizers, has_eight_bit_state, refuse_missing_torchao
 from longtake.optim.master_weights import MasterAdamW
 from longtake.optim.muon import Muon
+from longtake.optim.update import schedule_factor, set_learning_rates
 from longtake.parallel.fsdp import apply_fsdp, full
 from longtake.parallel.mesh import World, join
 from longtake.planner.measure import measured
@@ -68,14 +63,12 @@ def _section(**values: Any) -> OptimizerSection:
 def test_a_factor_is_a_share(
     steps: int, warmup_steps: int, min_lr_ratio: float, schedule: str, data: st.DataObject
 ) -> None:
-    """Whatever the recipe, no step's learning rate leaves [0, 1] of its full value."""
     section = _section(warmup_steps=warmup_steps, min_lr_ratio=min_lr_ratio, schedule=schedule)
     step = data.draw(st.integers(0, steps - 1))
     assert 0 <= schedule_factor(step, steps, section) <= 1
 
 
 def test_the_warmup_rises_in_equal_parts_to_the_full_rate() -> None:
-    """Step warmup_steps is the first at the full rate; none has a rate of 0."""
     section = _section(warmup_steps=3, schedule="constant")
     factors = [schedule_factor(step, 10, section) for step in range(6)]
     assert factors == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
@@ -83,7 +76,6 @@ def test_the_warmup_rises_in_equal_parts_to_the_full_rate() -> None:
 
 @pytest.mark.parametrize(("schedule", "middle"), [("linear", 0.6), ("cosine", 0.6)])
 def test_a_descent_ends_at_the_final_factor(schedule: str, middle: float) -> None:
-    """The last update has the final factor, the middle one the mean of it and 1."""
     section = _section(warmup_steps=10, schedule=schedule, min_lr_ratio=0.2)
     assert schedule_factor(10, 111, section) == 1.0
     assert schedule_factor(60, 111, section) == pytest.approx(middle)
@@ -107,7 +99,6 @@ class _Network(nn.Module):
 
 
 def test_muon_takes_the_blocks_matrices_and_adamw_the_rest() -> None:
-    """Each weight that trains is in exactly one optimizer; what is frozen is in none."""
     model = _Network()
     section = _section(kind="muon", learning_rate=1e-3, muon_learning_rate=0.05)
     adamw, muon = build_optimizers(model, [model.block], section, "fp32")
@@ -142,7 +133,6 @@ def test_what_cannot_be_updated_in_place_has_masters(
 
 
 def test_one_bf16_weight_among_fp32_ones_is_enough() -> None:
-    """LoRA in fp32 and a module in bf16, say: each is updated in fp32."""
     model = _Network()
     model.last.to(torch.bfloat16)
     (optimizer,) = build_optimizers(model, [model.block], _section(), "fp32")
@@ -156,13 +146,11 @@ def test_one_bf16_weight_among_fp32_ones_is_enough() -> None:
 
 @pytest.mark.parametrize("kind", ["muon", "adamw8bit"])
 def test_only_adamw_is_offloaded(kind: str) -> None:
-    """The others' updates are made on the GPU; said when the recipe is read."""
     with pytest.raises(ValidationError, match=f'not "{kind}", whose states stay on the GPU'):
         _section(kind=kind, offload=True)
 
 
 def test_learning_rates_are_scaled_from_their_own_full_value() -> None:
-    """Scaling twice does not compound, and each optimizer keeps its own base."""
     model = _Network()
     section = _section(kind="muon", learning_rate=1e-3, muon_learning_rate=0.05)
     optimizers = build_optimizers(model, [model.block], section, "fp32")
@@ -263,7 +251,6 @@ def test_it_trains_within_its_bytes_and_goes_on_after_a_break(
 @lets_torch_warn
 @pytest.mark.slow
 def test_two_ranks_update_as_one(run_on_two_ranks: Callable[..., None], tmp_path: Path) -> None:
-    """Sharded weights have sharded 8-bit states, and save and restore them as such."""
     run_on_two_ranks(__file__, str(tmp_path))
 
 

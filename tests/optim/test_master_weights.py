@@ -67,7 +67,6 @@ def test_bf16_weights_alone_do_not_move_at_a_usual_learning_rate() -> None:
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_masters_move_like_fp32_weights(offload: bool) -> None:
-    """To the last bit, and bf16 weights are their masters, rounded."""
     exact, rounded = _network(torch.float32), _network(torch.bfloat16)
     exact.load_state_dict({name: value.float() for name, value in rounded.state_dict().items()})
     _train(torch.optim.AdamW(exact.parameters(), fused=True, **_SETTINGS), list(exact.parameters()))
@@ -96,7 +95,6 @@ def test_fp32_weights_move_as_with_torch(
 
 
 def test_a_weight_without_gradient_is_left_alone() -> None:
-    """Neither decayed nor given a state."""
     network = _network(torch.bfloat16)
     last = network.get_parameter("2.weight")
     before = last.detach().clone()
@@ -107,7 +105,6 @@ def test_a_weight_without_gradient_is_left_alone() -> None:
 
 
 def test_a_restored_state_goes_on_to_the_last_bit() -> None:
-    """Masters are restored as they were, not from the rounded weights."""
     whole, first, second = (_network(torch.bfloat16) for _ in range(3))
     _train(MasterAdamW(whole.parameters(), **_SETTINGS), list(whole.parameters()), range(6))
     optimizers = [MasterAdamW(each.parameters(), **_SETTINGS) for each in (first, second)]
@@ -132,7 +129,6 @@ def test_a_state_can_be_loaded_by_an_optimizer_that_has_none() -> None:
 
 
 def test_two_ranks_update_as_one(run_on_two_ranks: Callable[..., None]) -> None:
-    """Sharded weights in bf16 and in fp32: every rank updates its part, and saves it as such."""
     run_on_two_ranks(__file__)
 
 

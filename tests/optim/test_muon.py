@@ -44,7 +44,6 @@ def _train(
 
 @pytest.mark.parametrize("shape", [(1, 64, 64), (1, 96, 24), (1, 24, 96), (3, 32, 48)])
 def test_the_singular_values_of_a_step_are_near_one(shape: tuple[int, ...]) -> None:
-    """Whatever the gradient's scale, no direction of the step dominates."""
     torch.manual_seed(0)
     for scale in (1e-6, 1.0, 1e6):
         values = torch.linalg.svdvals(orthogonalise(scale * torch.randn(shape)).float())
@@ -55,7 +54,6 @@ def test_the_singular_values_of_a_step_are_near_one(shape: tuple[int, ...]) -> N
 
 
 def test_orthogonalising_keeps_the_singular_vectors() -> None:
-    """The result is close to UV^T of the matrix's own decomposition."""
     torch.manual_seed(0)
     matrix = torch.randn(64, 16)
     u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
@@ -64,7 +62,6 @@ def test_orthogonalising_keeps_the_singular_vectors() -> None:
 
 
 def test_a_batch_equals_its_members() -> None:
-    """Matrices orthogonalised together come out as they do alone."""
     torch.manual_seed(0)
     batch = torch.randn(4, 48, 24)
     alone = torch.cat([orthogonalise(matrix[None]) for matrix in batch])
@@ -72,7 +69,6 @@ def test_a_batch_equals_its_members() -> None:
 
 
 def test_a_zero_gradient_is_a_zero_step() -> None:
-    """Nothing is divided by the norm of nothing."""
     assert not orthogonalise(torch.zeros(1, 4, 3)).any()
 
 
@@ -90,7 +86,6 @@ def test_steps_are_those_of_torch(nesterov: bool, weight_decay: float) -> None:
 
 
 def test_a_parameter_without_gradient_stays() -> None:
-    """A frozen or unused weight is neither moved nor decayed, and has no state."""
     used, unused = _parameters()[:2]
     before = unused.clone()
     optimizer = Muon([used, unused], weight_decay=0.1)
@@ -113,7 +108,6 @@ def test_a_closure_is_called_with_gradients_on() -> None:
 
 
 def test_a_resumed_optimizer_goes_on_as_if_never_stopped() -> None:
-    """An optimizer that loads another's state takes its next steps bit for bit."""
     parameters = _parameters()
     optimizer = Muon(parameters)
     _train(optimizer, parameters, num_steps=3)
@@ -126,7 +120,6 @@ def test_a_resumed_optimizer_goes_on_as_if_never_stopped() -> None:
 
 
 def test_bf16_weights_have_masters_that_move_like_fp32_weights() -> None:
-    """To the last bit for the same gradients; the weights are their masters, rounded."""
     rounded = [nn.Parameter(parameter.bfloat16()) for parameter in _parameters()]
     exact = [nn.Parameter(parameter.float()) for parameter in rounded]
     one, other = Muon(rounded, weight_decay=0.1), Muon(exact, weight_decay=0.1)
@@ -144,7 +137,6 @@ def test_bf16_weights_have_masters_that_move_like_fp32_weights() -> None:
 
 
 def test_a_vector_is_refused() -> None:
-    """A bias has no singular values; it is another optimizer's."""
     with pytest.raises(ValueError, match=r"not of \[3\]; give this one to AdamW"):
         Muon([nn.Parameter(torch.zeros(3))])
 
@@ -162,7 +154,6 @@ def test_settings_out_of_range_are_refused(setting: dict[str, Any]) -> None:
 def test_two_sharded_processes_take_the_steps_of_one(
     run_on_two_ranks: Callable[..., None], tmp_path: Path
 ) -> None:
-    """Under FSDP2 on two ranks, weights and momentum end as in one process, also resumed."""
     run_on_two_ranks(__file__, str(tmp_path))
     model = _layers()
     optimizer = Muon(_matrices(model))
@@ -218,8 +209,6 @@ def _train_sharded(world: World, folder: Path) -> None:
 
 
 def test_batches_of_bounded_size_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few matrices are stacked at once, the step is the same."""
-
     def step() -> list[Tensor]:
         model = _layers()
         _fill_gradients(model, 0)

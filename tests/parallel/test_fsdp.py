@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from longtake.config import EmaProfile, ParallelSection
-from longtake.optim.ema import Averages
+from longtake.optim.update import Averages
 from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.fsdp import (
     apply_fsdp,

@@ -18,8 +18,8 @@ from longtake.planner.measure import measured
 from longtake.planner.memory import outline_step, static_memory
 from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
+from longtake.training.loop import compute_gradients
 from longtake.training.session import Session
-from longtake.training.step import compute_gradients
 
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)
 _MICRO_BATCHES = 8
@@ -81,7 +81,6 @@ def test_micro_batches_add_up_without_rounding_to_bf16() -> None:
 
 
 def test_two_ranks_add_up_to_the_same(run_on_two_ranks: Callable[..., None]) -> None:
-    """But for FSDP2's rounding of the whole sum to the weights' dtype."""
     run_on_two_ranks(__file__)
 
 
@@ -89,7 +88,6 @@ def test_two_ranks_add_up_to_the_same(run_on_two_ranks: Callable[..., None]) -> 
 def test_the_plan_counts_gradients_as_they_are_measured(
     small_recipe: Callable[..., Recipe], kind: str
 ) -> None:
-    """Four bytes for each trained number, also while an earlier micro-batch's are there."""
     recipe = small_recipe(
         f"trainable.kind={kind}", "model.dtype=bf16", "text.max_words=8", "ema.decay=0.0",
         "training.global_batch_size=8", "training.micro_batch_size=4",

@@ -25,7 +25,6 @@ _CPU = torch.device("cpu")
 def test_without_a_compiler_it_is_refused(
     small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only where blocks shall be compiled."""
     monkeypatch.setattr(shutil, "which", lambda name: None)
     refuse_missing_compiler(small_recipe(), _CPU)
     with pytest.raises(RecipeError, match=r"no C\+\+ compiler .*--set training\.compile=false"):
@@ -33,14 +32,12 @@ def test_without_a_compiler_it_is_refused(
 
 
 def test_with_a_compiler_it_is_not(small_recipe: Callable[..., Recipe]) -> None:
-    """This test needs one, as the next does."""
     refuse_missing_compiler(small_recipe("training.compile=true"), _CPU)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns itself of much
 def test_compiled_blocks_are_the_same_blocks(small_recipe: Callable[..., Recipe]) -> None:
-    """Outputs and gradients, whatever is recomputed; and names, so that checkpoints are too."""
     recipe = small_recipe("training.compile=true", "model.config={hidden_size=48, num_blocks=3}")
     alone = assemble(recipe, ["a red disk moves left"], None)
     names = {module: name for name, module in alone.model.named_modules()}

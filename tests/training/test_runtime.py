@@ -20,9 +20,9 @@ from longtake.node_dir import read_events, this_node
 from longtake.run_dir import RunDirectory
 from longtake.training import loop
 from longtake.training import train as training
+from longtake.training.loop import apply_update
 from longtake.training.runtime import keep_compiled_code
 from longtake.training.session import Session, TrainingState
-from longtake.training.step import apply_update
 from longtake.training.train import train
 
 _QUIET = Console(quiet=True)
@@ -75,7 +75,6 @@ def test_a_watcher_that_dies_is_replaced_and_nothing_is_left(
 def test_a_run_that_nobody_is_to_watch_has_no_watcher(
     small_recipe: Callable[..., Recipe],
 ) -> None:
-    """And leaves nothing in the node's memory either."""
     recipe = small_recipe("training.steps=2")
     train(recipe, _QUIET)
     assert not this_node(RunDirectory(recipe.out)).path.exists()
@@ -85,7 +84,6 @@ def test_a_run_that_nobody_is_to_watch_has_no_watcher(
 def test_the_heart_says_what_is_done(
     small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Step, shape, launch; once it has settled, how long each phase takes, saves too."""
     seen: list[Heartbeat] = []
     monkeypatch.setattr(
         loop,
@@ -102,7 +100,6 @@ def test_the_heart_says_what_is_done(
 
 
 def test_after_a_rollback_nothing_is_expected_for_a_while(tmp_path: Path) -> None:
-    """Decoding processes begin anew, and nothing lies ready."""
     from longtake.heartbeat import HeartbeatWriter
 
     heart = HeartbeatWriter(tmp_path, "rank")
@@ -162,7 +159,6 @@ def test_a_fresh_run_has_its_heart_in_a_place_of_its_own(
 def test_the_hook_is_not_on_the_watchers_command_line(
     small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other users of the node read command lines; the watcher finds it in its environment."""
     lines: list[str] = []
 
     def look(recipe: Recipe) -> None:
@@ -227,7 +223,6 @@ def test_it_is_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_the_environment_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, compiles: bool, before: str | None
 ) -> None:
-    """Where it names a folder, or nothing is compiled."""
     monkeypatch.setenv(_VARIABLE, before or "")
     if before is None:
         monkeypatch.delenv(_VARIABLE)

@@ -58,7 +58,6 @@ with heartbeat_session(HeartbeatWriter(Path(sys.argv[1]), "rank")):
 
 
 def test_imports_count_from_the_start_of_the_process(tmp_path: Path) -> None:
-    """But for a second training in the same process, which has imported nothing."""
     command = [sys.executable, "-c", _TRAIN, str(tmp_path)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     first, second = map(float, said.split())
@@ -67,7 +66,6 @@ def test_imports_count_from_the_start_of_the_process(tmp_path: Path) -> None:
 
 
 def test_what_a_process_did_before_its_training_does_not_count(tmp_path: Path) -> None:
-    """As the demo, which writes its clips first."""
     program = _TRAIN.replace("with heart", "restart_launch_timer()\nwith heart", 1)
     program = program.replace("launch_seconds\n", "launch_seconds, restart_launch_timer\n", 1)
     command = [sys.executable, "-c", program, str(tmp_path)]
@@ -76,7 +74,6 @@ def test_what_a_process_did_before_its_training_does_not_count(tmp_path: Path) -
 
 
 def test_of_each_part_the_slowest_rank_is_named() -> None:
-    """The total is that of the slowest rank, not the sum of each part's slowest."""
     told = slowest([{"imports": 2.0, "build": 1.0}, {"imports": 1.0, "build": 3.5, "load": 0.5}])
     assert told["seconds"] == {"imports": 2.0, "build": 3.5, "load": 0.5}
     assert told["slowest"] == {"imports": 0, "build": 1, "load": 1}
@@ -115,7 +112,6 @@ def test_each_launch_tells_where_its_seconds_went(restarted: RunDirectory) -> No
 
 
 def test_a_launch_after_a_regular_end_was_not_down(restarted: RunDirectory) -> None:
-    """A person who goes on next week has lost nothing; neither is another host's clock believed."""
     recipe = config.load(restarted.recipe_path)
     subprocess.run(["rm", "-r", str(restarted.checkpoint_path(12))], check=True)
     train(recipe, _QUIET)
@@ -144,7 +140,6 @@ def test_starts_are_shown(restarted: RunDirectory) -> None:
 def test_two_ranks_name_the_slower_one(
     small_recipe: Callable[..., Recipe], on_two_processes: list[str], tmp_path: Path
 ) -> None:
-    """And each sees the same launch: rank 0 writes for both."""
     recipe = small_recipe("training.steps=2", "checkpoint.every=2")
     path = tmp_path / "launched.toml"
     path.write_text(config.dump(recipe))
@@ -195,7 +190,6 @@ def test_torch_can_be_asked() -> None:
 def test_truncated_captions_are_reported_at_the_start(
     max_tokens: int, small_recipe: Callable[..., Recipe]
 ) -> None:
-    """In a warning and an event with the counts; nothing is said if all fit."""
     recipe = small_recipe(f"text.max_tokens={max_tokens}", "training.steps=1")
     said = io.StringIO()
     train(recipe, Console(file=said, width=500))

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from tests.build import QUIET, events, rows, saved, wait_until
 
 from longtake import config
 from longtake.checkpoint import files
@@ -31,51 +30,25 @@ from longtake.errors import (
     RecipeChangedError,
     RunError,
 )
-from longtake.fsio import read_json_lines, write_json
+from longtake.fsio import write_json
 from longtake.process import GUARD_VARIABLE, program
 from longtake.run_dir import RunDirectory
 from longtake.training import loop
-from longtake.training.session import Session, TrainingState
-from longtake.training.step import SampleLosses, compute_gradients
+from longtake.training.loop import compute_gradients
+from longtake.training.session import SampleLosses, Session, TrainingState
 from longtake.training.train import train
 
-_QUIET = Console(quiet=True)
-_EMA = "ema/main"
+_CURVE = ("step", "epoch", "loss", "grad_norm", "learning_rate")
+_ROW = ("step", "batch", "epoch", "loss", "grad_norm", "weight_norm", "update_ratio")
 
 
-def _curve(recipe: Recipe) -> list[Any]:
-    keys = ("step", "epoch", "loss", "grad_norm", "learning_rate")
-    rows: list[Any] = list(RunDirectory(recipe.out).metrics())
-    return [[row[key] for key in keys] for row in rows]
+def _all_saved(recipe: Recipe, step: int) -> dict[str, Any]:
+    return {name: saved(recipe, step, name) for name in ("model", "ema/main", "optimizer")}
 
 
-def _saved(recipe: Recipe, step: int) -> dict[str, Any]:
-    """A checkpoint's weights, averages and optimizer states."""
-    path, saved = RunDirectory(recipe.out).checkpoint_path(step), {}
-    for name in ("model", _EMA, "optimizer"):
-        file = recipe.out / "saved.pt"
-        dcp_to_torch_save(path / name, file)
-        saved[name] = torch.load(file, weights_only=False)
-    return saved
-
-
-def _events(recipe: Recipe, kind: str) -> list[Any]:
-    rows = read_json_lines(RunDirectory(recipe.out).events_path)
-    return [row for row in rows if row["event"] == kind]
-
-
-def _wait_for_rows(recipe: Recipe, count: int) -> None:
-    path, deadline = RunDirectory(recipe.out).metrics_path, time.monotonic() + 300
-    while not path.exists() or path.read_bytes().count(b"\n") < count:
-        assert time.monotonic() < deadline, f"{path} has not come to {count} rows"
-        time.sleep(0.005)
-
-
-def _wait_for_a_checkpoint(recipe: Recipe) -> None:
-    run, deadline = RunDirectory(recipe.out), time.monotonic() + 300
-    while not run.checkpoint_steps():
-        assert time.monotonic() < deadline, f"{run.path} has no checkpoint"
-        time.sleep(0.005)
+def _num_rows(recipe: Recipe) -> int:
+    path = RunDirectory(recipe.out).metrics_path
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def _files(folder: Path) -> dict[str, bytes]:
@@ -83,12 +56,10 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("kind", "dtype"), [("adamw", "bf16"), ("muon", "fp32")])
 def test_an_interrupted_run_is_the_straight_run(
     small_recipe: Callable[..., Recipe], tmp_path: Path, kind: str, dtype: str
 ) -> None:
-    """Stopped by a signal wherever it is, and resumed: metrics and all saved state are equal."""
     changes = (
         f"model.dtype={dtype}",
         f"optimizer.kind={kind}",
@@ -96,23 +67,23 @@ def test_an_interrupted_run_is_the_straight_run(
         "checkpoint.every=100",
     )
     straight = small_recipe(*changes, f"out={tmp_path / 'straight'}")
-    train(straight, _QUIET)
+    train(straight, QUIET)
     stopped = small_recipe(*changes)
 
     def interrupt() -> None:
-        _wait_for_rows(stopped, 3)
+        wait_until(lambda: _num_rows(stopped) >= 3)
         os.kill(os.getpid(), signal.SIGINT)
 
     watcher = threading.Thread(target=interrupt)
     watcher.start()
-    outcome = train(stopped, _QUIET)
+    outcome = train(stopped, QUIET)
     watcher.join()
     assert outcome.interrupted_by == "SIGINT"
     assert 3 <= outcome.end_step < 20
-    rest = train(stopped, _QUIET)
+    rest = train(stopped, QUIET)
     assert (rest.start_step, rest.end_step) == (outcome.end_step, 20)
-    assert _curve(stopped) == _curve(straight)
-    torch.testing.assert_close(_saved(stopped, 20), _saved(straight, 20), rtol=0, atol=0)
+    assert rows(stopped, *_CURVE) == rows(straight, *_CURVE)
+    torch.testing.assert_close(_all_saved(stopped, 20), _all_saved(straight, 20), rtol=0, atol=0)
 
 
 @pytest.fixture
@@ -136,7 +107,7 @@ def test_the_command_says_how_to_go_on(
     path = tmp_path / "recipe.toml"
     path.write_text(config.dump(recipe))
     process = start(path)
-    _wait_for_rows(recipe, 5)
+    wait_until(lambda: _num_rows(recipe) >= 5)
     process.send_signal(signal.SIGINT)
     code, said = process.wait(timeout=300), (tmp_path / "said.log").read_text()
     assert code == 130, said
@@ -144,32 +115,11 @@ def test_the_command_says_how_to_go_on(
     assert f"Stopped by SIGINT after step {stopped_at}, which is saved." in said
     words = said.splitlines()[-1].split()
     assert words[:-1] == ["longtake", "train"]
-    rest = train(config.load(Path(words[-1])), _QUIET)
+    rest = train(config.load(Path(words[-1])), QUIET)
     assert (rest.start_step, rest.end_step) == (stopped_at, 40)
     straight = small_recipe("training.steps=40", f"out={tmp_path / 'straight'}")
-    train(straight, _QUIET)
-    assert _curve(recipe) == _curve(straight)
-
-
-def test_a_killed_run_goes_on_from_its_last_checkpoint(
-    small_recipe: Callable[..., Recipe], start: Callable[[Path], Any], tmp_path: Path
-) -> None:
-    """Steps after the checkpoint are run again, to the same numbers; nothing is left behind."""
-    recipe = small_recipe("training.steps=100", "checkpoint.every=10", "checkpoint.keep=20")
-    path = tmp_path / "recipe.toml"
-    path.write_text(config.dump(recipe))
-    process = start(path)
-    _wait_for_rows(recipe, 12)
-    _wait_for_a_checkpoint(recipe)
-    process.kill()
-    assert process.wait(timeout=300) == -signal.SIGKILL
-    before = {row[0]: row for row in _curve(recipe)}
-    rest = train(recipe, _QUIET)
-    assert rest.start_step >= 10
-    assert rest.start_step % 10 == 0
-    after = {row[0]: row for row in _curve(recipe)}
-    assert {step: after[step] for step in before} == before
-    assert sorted(after) == list(range(1, 101))
+    train(straight, QUIET)
+    assert rows(recipe, *_CURVE) == rows(straight, *_CURVE)
 
 
 def test_a_damaged_checkpoint_is_named_and_passed_over(
@@ -177,32 +127,22 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
 ) -> None:
     """The run goes on from the one before, and says which it could not use."""
     recipe = small_recipe("training.steps=8", "checkpoint.every=4")
-    train(recipe, _QUIET)
-    straight, saved = _curve(recipe), _saved(recipe, 8)
+    train(recipe, QUIET)
+    straight, saved = rows(recipe, *_CURVE), _all_saved(recipe, 8)
     damaged = RunDirectory(recipe.out).checkpoint_path(8)
     os.truncate(next((damaged / "model").glob("*.distcp")), 100)
     outcome = train(recipe, Console(soft_wrap=True))
     assert outcome.start_step == 4
     said = capsys.readouterr().out
     assert re.search(rf"warning: {damaged} is not whole \(model/.*was passed over", said)
-    (event,) = _events(recipe, "checkpoint_damaged")
+    (event,) = events(recipe, "checkpoint_damaged")
     assert event["path"] == damaged.name
     assert event["reason"].startswith("model/__0_0.distcp has 100 bytes")
     assert "from step 4" in said
-    assert _curve(recipe) == straight
-    torch.testing.assert_close(_saved(recipe, 8), saved, rtol=0, atol=0)
+    assert rows(recipe, *_CURVE) == straight
+    torch.testing.assert_close(_all_saved(recipe, 8), saved, rtol=0, atol=0)
     train(recipe, Console(soft_wrap=True))
     assert "warning" not in capsys.readouterr().out
-
-
-def test_a_finished_run_has_nothing_left_to_do(small_recipe: Callable[..., Recipe]) -> None:
-    """The same command again trains no step and adds no row."""
-    recipe = small_recipe("training.steps=2")
-    train(recipe, _QUIET)
-    rows = _curve(recipe)
-    outcome = train(recipe, _QUIET)
-    assert (outcome.start_step, outcome.end_step, outcome.interrupted_by) == (2, 2, None)
-    assert _curve(recipe) == rows
 
 
 @pytest.fixture
@@ -213,76 +153,68 @@ def fewer(shapes_catalog: Path, tmp_path: Path) -> Path:
     return tmp_path / "fewer.parquet"
 
 
-def test_another_catalog_is_refused(small_recipe: Callable[..., Recipe], fewer: Path) -> None:
-    """Going on would repeat and miss clips: the message has the step and the ways out."""
-    train(small_recipe("training.steps=2", "optimizer.schedule=constant"), _QUIET)
-    changed = "training.steps=8", "optimizer.schedule=constant", f"data.catalog={fewer}"
-    message = r"changed since step 2:\n.*0 clips added, 24 removed"
-    with pytest.raises(DataChangedError, match=message) as caught:
-        train(small_recipe(*changed), _QUIET)
-    assert "--set data.on_change=merge" in str(caught.value)
-    assert len(_curve(small_recipe(*changed))) == 2
-
-
-@pytest.mark.parametrize("policy", ["merge", "finish", "restart"])
-def test_a_run_goes_on_with_another_catalog(
+def test_steps_after_the_last_checkpoint_are_trained_again_and_audited_once(
     small_recipe: Callable[..., Recipe],
-    fewer: Path,
-    capsys: pytest.CaptureFixture[str],
-    policy: str,
 ) -> None:
-    """It says what changed; what it consumed is proved afterwards, resumed once more or not."""
-    constant = "optimizer.schedule=constant"
-    train(small_recipe("training.steps=5", constant), _QUIET)
-    changed = constant, f"data.catalog={fewer}", f"data.on_change={policy}"
-    train(small_recipe("training.steps=9", *changed), Console(soft_wrap=True))
-    assert f"changed, resuming with {policy}: the catalog" in capsys.readouterr().out
-    again = constant, f"data.catalog={fewer}"
-    recipe = small_recipe("training.steps=30", *again)
-    train(recipe, Console(soft_wrap=True))
-    assert "changed" not in capsys.readouterr().out
-    run = RunDirectory(recipe.out)
-    (event,) = _events(recipe, "data_changed")
-    assert (event["step"], event["policy"], event["plan_version"]) == (5, policy, 1)
-    assert "24 removed" in event["changes"]
-    found = audit(run)
-    assert found.ok
-    assert found.end_step == 30
-    whole = {each.epoch: each.seen for each in found.epochs if each.is_over}
-    assert 40 in whole.values()
-    assert (64 in whole.values()) == (policy == "finish")
-
-
-def test_a_killed_runs_steps_are_audited_once(small_recipe: Callable[..., Recipe]) -> None:
-    """Steps that were trained again after a checkpoint was lost are abandoned, not repeated."""
     recipe = small_recipe("training.steps=20", "checkpoint.every=8")
-    train(recipe, _QUIET)
-    run = RunDirectory(recipe.out)
+    train(recipe, QUIET)
+    run, before = RunDirectory(recipe.out), rows(recipe, *_CURVE)
     for step in (16, 20):
         shutil.rmtree(run.checkpoint_path(step))
-    train(recipe, _QUIET)
+    assert train(recipe, QUIET).start_step == 8
+    assert rows(recipe, *_CURVE) == before
     found = audit(run)
     assert found.ok
     assert (found.end_step, found.num_abandoned) == (20, 12 * 4)
     assert [(each.epoch, each.seen) for each in found.epochs] == [(0, 64), (1, 16)]
 
 
-def test_another_recipe_is_refused_and_nothing_changes(
+def test_a_run_resumes_with_another_catalog_as_the_recipe_says(
+    small_recipe: Callable[..., Recipe], fewer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else it is refused; what it consumed is proved afterwards, resumed once more or not."""
+    constant, other = "optimizer.schedule=constant", f"data.catalog={fewer}"
+    train(small_recipe("training.steps=5", constant), QUIET)
+    message = r"changed since step 5:\n.*0 clips added, 24 removed"
+    with pytest.raises(DataChangedError, match=message) as caught:
+        train(small_recipe("training.steps=9", constant, other), QUIET)
+    assert "--set data.on_change=merge" in str(caught.value)
+    assert len(rows(small_recipe(), "step")) == 5
+    merged = small_recipe("training.steps=9", constant, other, "data.on_change=merge")
+    train(merged, Console(soft_wrap=True))
+    assert "changed, resuming with merge: the catalog" in capsys.readouterr().out
+    recipe = small_recipe("training.steps=30", constant, other)
+    train(recipe, Console(soft_wrap=True))
+    assert "changed" not in capsys.readouterr().out
+    (event,) = events(recipe, "data_changed")
+    assert (event["step"], event["policy"], event["plan_version"]) == (5, "merge", 1)
+    assert "24 removed" in event["changes"]
+    found = audit(RunDirectory(recipe.out))
+    assert found.ok
+    assert found.end_step == 30
+    whole = {each.seen for each in found.epochs if each.is_over}
+    assert 40 in whole
+    assert 64 not in whole
+
+
+def test_a_finished_run_trains_nothing_and_refuses_another_recipe(
     small_recipe: Callable[..., Recipe],
 ) -> None:
-    """The folder of a run is left to the byte as it was."""
     recipe = small_recipe("training.steps=2")
-    train(recipe, _QUIET)
+    train(recipe, QUIET)
+    curve = rows(recipe, *_CURVE)
+    outcome = train(recipe, QUIET)
+    assert (outcome.start_step, outcome.end_step, outcome.interrupted_by) == (2, 2, None)
+    assert rows(recipe, *_CURVE) == curve
     before = _files(recipe.out)
     with pytest.raises(RecipeChangedError, match="seed: 0 there, 1 now"):
-        train(small_recipe("training.steps=2", "seed=1"), _QUIET)
+        train(small_recipe("training.steps=2", "seed=1"), QUIET)
     assert _files(recipe.out) == before
 
 
 def test_the_recorded_precision_is_kept(small_recipe: Callable[..., Recipe]) -> None:
-    """`auto` is decided once in a run's life: a resumed run may be on another processor."""
     recipe = small_recipe("training.steps=4", "checkpoint.every=2", "training.precision=auto")
-    train(recipe, _QUIET)
+    train(recipe, QUIET)
     run = RunDirectory(recipe.out)
     shutil.rmtree(run.checkpoint_path(4))
     folder = run.checkpoint_path(2)
@@ -290,20 +222,19 @@ def test_the_recorded_precision_is_kept(small_recipe: Callable[..., Recipe]) -> 
     other = {"bf16": "fp32", "fp32": "bf16"}[trainer["precision"]]
     write_json(folder / "trainer.json", trainer | {"precision": other})
     files.commit(folder, files.describe_files(folder, files.list_files(folder)))
-    train(recipe, _QUIET)
+    train(recipe, QUIET)
     assert json.loads(run.record_path.read_text())["launches"][-1]["precision"] == other
 
 
 def test_weights_that_are_no_numbers_stop_a_run_that_has_nothing_to_go_back_to(
     small_recipe: Callable[..., Recipe],
 ) -> None:
-    """A learning rate of 1e30 breaks the weights at once; they are not saved, or updated again."""
     recipe = small_recipe(
         "optimizer.learning_rate=1e30", "optimizer.warmup_steps=0", "checkpoint.every=1"
     )
     with pytest.raises(DivergedError, match=r"the update of step 1 .* longtake show") as raised:
-        train(recipe, _QUIET)
-    assert len(_curve(recipe)) == 2
+        train(recipe, QUIET)
+    assert len(rows(recipe, *_CURVE)) == 2
     assert re.search(r"first: \S+ \(.*\), \d+ .* of \d+ numbers", str(raised.value))
     assert RunDirectory(recipe.out).checkpoint_steps() == []
 
@@ -311,16 +242,15 @@ def test_weights_that_are_no_numbers_stop_a_run_that_has_nothing_to_go_back_to(
 def test_damaged_lines_of_logs_stop_no_resume(
     small_recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They are left out, and told of; what was trained is exact all the same."""
     recipe = small_recipe("training.steps=4", "checkpoint.every=2")
-    train(recipe, _QUIET)
+    train(recipe, QUIET)
     run = RunDirectory(recipe.out)
     shutil.rmtree(run.checkpoint_path(4))
     for path in (run.metrics_path, run.events_path, run.rollbacks_path):
         with path.open("a", encoding="utf-8") as file:
             file.write('[]\n5\n{}\n{"step": "x", "time": 1}\n' + "[" * 60_000 + "\n")
     train(recipe, Console(soft_wrap=True, width=500))
-    assert _curve(recipe)[-1][0] == 4
+    assert rows(recipe, *_CURVE)[-1][0] == 4
     (resumed,) = (each for each in run.events() if each["event"] == "resumed")
     assert resumed["lost_steps"] == 2
     assert f"{run.rollbacks_path}: 5 lines are no records" in capsys.readouterr().out
@@ -332,13 +262,13 @@ def test_a_resume_without_its_ledger_says_what_can_no_longer_be_proved(
 ) -> None:
     """As an event too; an audit accuses nobody of what is not known."""
     recipe = small_recipe("training.steps=4", "checkpoint.every=2")
-    train(recipe, _QUIET)
+    train(recipe, QUIET)
     run = RunDirectory(recipe.out)
     shutil.rmtree(run.checkpoint_path(4))
     shutil.rmtree(run.ledger_path)
     train(recipe, Console(soft_wrap=True, width=500))
     assert "`longtake data audit` proves nothing" in capsys.readouterr().out
-    (event,) = _events(recipe, "ledger_damaged")
+    (event,) = events(recipe, "ledger_damaged")
     assert event["step"] == 2
     with pytest.raises(DataError, match="begins at batch 2"):
         audit(run)
@@ -349,7 +279,7 @@ def test_a_missing_tokenizer_is_made_again_of_the_same_captions_only(
 ) -> None:
     """Of others it would give captions other token ids."""
     recipe = small_recipe("training.steps=4", "checkpoint.every=2", "data.on_change=merge")
-    train(recipe, _QUIET)
+    train(recipe, QUIET)
     run = RunDirectory(recipe.out)
     shutil.rmtree(run.checkpoint_path(4))
     shutil.rmtree(run.components_path / "tokenizer")
@@ -357,40 +287,38 @@ def test_a_missing_tokenizer_is_made_again_of_the_same_captions_only(
         update={"data": recipe.data.model_copy(update={"catalog": fewer})}
     )
     with pytest.raises(RunError, match=r"tokenizer\.json is missing.*other token ids"):
-        train(changed, _QUIET)
+        train(changed, QUIET)
     train(recipe, Console(soft_wrap=True, width=500))
     assert "the tokenizer is made again from the same captions" in capsys.readouterr().out
 
 
 def test_a_checkpoint_with_other_weights_is_refused(small_recipe: Callable[..., Recipe]) -> None:
-    """Weights that do not fit the recipe's model are an error, not a silent fresh start."""
     small = small_recipe("training.steps=2")
-    train(small, _QUIET)
+    train(small, QUIET)
     changed = small_recipe("training.steps=2", "model.config.num_blocks=3")
     RunDirectory(small.out).recipe_path.write_text(config.dump(changed))
     with pytest.raises(CheckpointError, match="recipe that the run was started with"):
-        train(changed, _QUIET)
+        train(changed, QUIET)
 
 
 def test_a_way_to_go_on_is_said_anew_each_time(
     small_recipe: Callable[..., Recipe], shapes_catalog: Path, tmp_path: Path
 ) -> None:
-    """One launch that merges decides nothing for the next; one that is refused leaves no mark."""
     other = tmp_path / "other.parquet"
     catalog = Catalog.load(shapes_catalog)
     Catalog.of(list(catalog.clips())[:60]).save(other)
-    train(small_recipe("training.steps=12", "checkpoint.every=2"), _QUIET)
+    train(small_recipe("training.steps=12", "checkpoint.every=2"), QUIET)
     run = RunDirectory(tmp_path / "run")
     shutil.rmtree(run.checkpoint_path(12))
     kept = run.recipe_path.read_text()
     away = ('data.stages=[{name="x"}]', "data.on_change=merge")
     with pytest.raises(DataChangedError, match="stage all, which is no longer"):
-        train(small_recipe("training.steps=12", "checkpoint.every=2", *away), _QUIET)
+        train(small_recipe("training.steps=12", "checkpoint.every=2", *away), QUIET)
     assert run.recipe_path.read_text() == kept
     changes = ("training.steps=12", "checkpoint.every=2", f"data.catalog={other}")
     with pytest.raises(DataChangedError, match="4 removed"):
-        train(small_recipe(*changes), _QUIET)
-    train(small_recipe(*changes, "data.on_change=merge"), _QUIET)
+        train(small_recipe(*changes), QUIET)
+    train(small_recipe(*changes, "data.on_change=merge"), QUIET)
     assert run.recipe().data.on_change == "refuse"
     assert audit(run).ok
 
@@ -410,25 +338,24 @@ def test_a_run_of_adapters_goes_on_to_the_bit_and_saves_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
 ) -> None:
-    """Weights, averages (in fp32) and optimizer states of what trains; the rest is built again."""
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     changes = (*_ADAPTERS[kind], "model.config.hidden_size=96", "training.steps=8")
     straight = small_recipe(*changes, f"out={tmp_path / 'straight'}")
-    train(straight, _QUIET)
+    train(straight, QUIET)
     stopped = small_recipe(*changes, "checkpoint.every=4")
-    train(stopped, _QUIET)
+    train(stopped, QUIET)
     shutil.rmtree(RunDirectory(stopped.out).checkpoint_path(8))
-    assert train(stopped, _QUIET).start_step == 4
-    assert _curve(stopped) == _curve(straight)
-    saved = _saved(stopped, 8)
-    torch.testing.assert_close(saved, _saved(straight, 8), rtol=0, atol=0)
-    assert saved["model"].keys() == saved[_EMA].keys()
+    assert train(stopped, QUIET).start_step == 4
+    assert rows(stopped, *_CURVE) == rows(straight, *_CURVE)
+    saved = _all_saved(stopped, 8)
+    torch.testing.assert_close(saved, _all_saved(straight, 8), rtol=0, atol=0)
+    assert saved["model"].keys() == saved["ema/main"].keys()
     assert all("lora_" in name or "added_module." in name for name in saved["model"])
-    assert {average.dtype for average in saved[_EMA].values()} == {torch.float32}
+    assert {average.dtype for average in saved["ema/main"].values()} == {torch.float32}
     named = {name.removeprefix("state.") for name in saved["optimizer"] if "state." in name}
     assert {name.rpartition(".")[0] for name in named} == saved["model"].keys()
     folder = RunDirectory(stopped.out).checkpoint_path(8)
-    for name in ("model", _EMA):  # the frozen weights would be 2.5 MB in each
+    for name in ("model", "ema/main"):  # the frozen weights would be 2.5 MB in each
         assert sum(path.stat().st_size for path in (folder / name).iterdir()) < 100_000
 
 
@@ -467,12 +394,6 @@ def _compute(harm: tuple[int, ...], killed_at: int | None = None) -> Callable[..
     return compute
 
 
-def _rows(recipe: Recipe) -> list[list[Any]]:
-    keys = ("step", "batch", "epoch", "loss", "grad_norm", "weight_norm", "update_ratio")
-    rows: list[Any] = RunDirectory(recipe.out).metrics()
-    return [[row[key] for key in keys] for row in rows]
-
-
 @pytest.fixture(scope="module")
 def rolled_back(
     small_recipe_in: Callable[[Path], Callable[..., Recipe]],
@@ -482,17 +403,17 @@ def rolled_back(
     recipe = small_recipe_in(tmp_path_factory.mktemp("rolled_back"))(*_GUARD)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "compute_gradients", _compute(_HARM))
-        train(recipe, _QUIET)
+        train(recipe, QUIET)
     return recipe
 
 
 def test_it_goes_back_and_round_the_batches(rolled_back: Recipe) -> None:
     """To the checkpoint before; the steps and the schedule are whole, the batches are ahead."""
     run = RunDirectory(rolled_back.out)
-    (event,) = _events(rolled_back, "rolled_back")
+    (event,) = events(rolled_back, "rolled_back")
     assert (event["step"], event["from_step"], event["skipped"]) == (10, 15, _SKIPPED)
     assert event["reason"] == "non_finite"
-    (skipped,) = _events(rolled_back, "update_skipped")
+    (skipped,) = events(rolled_back, "update_skipped")
     assert (skipped["step"], skipped["batch"]) == (13, 13)
     rows = run.metrics()
     assert [row["step"] for row in rows] == list(range(1, 31))
@@ -505,7 +426,6 @@ def test_it_goes_back_and_round_the_batches(rolled_back: Recipe) -> None:
 
 
 def test_the_ledger_counts_what_was_skipped(rolled_back: Recipe) -> None:
-    """Nothing is repeated, and nothing is missing but the skipped samples."""
     audited = audit(RunDirectory(rolled_back.out))
     assert audited.ok
     assert audited.num_skipped == _SKIPPED[1] - _SKIPPED[0]
@@ -517,7 +437,7 @@ def test_the_ledger_counts_what_was_skipped(rolled_back: Recipe) -> None:
 def test_the_report_has_batch_and_state(rolled_back: Recipe) -> None:
     """The clips of the batch with captions and losses, the steps before, and the checkpoint."""
     run = RunDirectory(rolled_back.out)
-    (event,) = _events(rolled_back, "update_skipped")
+    (event,) = events(rolled_back, "update_skipped")
     report = json.loads((run.path / event["report"]).read_text())
     assert (report["step"], report["batch"]) == (13, 13)
     assert "parameters" in report["verdict"]["message"]
@@ -536,26 +456,23 @@ def test_killed_after_it_went_back_it_is_the_same(
     monkeypatch: pytest.MonkeyPatch,
     killed_at: int,
 ) -> None:
-    """From a later checkpoint, or from the one that it had gone back to: equal to the bit."""
     recipe = small_recipe(*_GUARD)
     monkeypatch.setattr(loop, "compute_gradients", _compute(_HARM, killed_at))
     with pytest.raises(_KilledError):
-        train(recipe, _QUIET)
+        train(recipe, QUIET)
     monkeypatch.undo()
     monkeypatch.setattr(loop, "compute_gradients", _compute(_HARM))
-    outcome = train(recipe, _QUIET)
+    outcome = train(recipe, QUIET)
     assert outcome.start_step == (15 if killed_at == _KILLED_AT else 10)
-    assert len(_events(recipe, "rolled_back")) == 1
-    assert _rows(recipe) == _rows(rolled_back)
-    torch.testing.assert_close(_saved(recipe, 30), _saved(rolled_back, 30), rtol=0, atol=0)
+    assert len(events(recipe, "rolled_back")) == 1
+    assert rows(recipe, *_ROW) == rows(rolled_back, *_ROW)
+    torch.testing.assert_close(_all_saved(recipe, 30), _all_saved(rolled_back, 30), rtol=0, atol=0)
     assert audit(RunDirectory(recipe.out)).ok
 
 
 def test_killed_while_it_goes_back_it_is_the_same(
     small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rollback is written down, and not one checkpoint is gone yet."""
-
     def killed(*_: object, **__: object) -> None:
         raise _KilledError
 
@@ -564,14 +481,14 @@ def test_killed_while_it_goes_back_it_is_the_same(
     monkeypatch.setattr(loop, "compute_gradients", _compute(harm))
     monkeypatch.setattr("longtake.checkpoint.files.delete_after", killed)
     with pytest.raises(_KilledError):
-        train(recipe, _QUIET)
+        train(recipe, QUIET)
     assert RunDirectory(recipe.out).checkpoint_steps() == [5, 10, 15]
     monkeypatch.undo()
     monkeypatch.setattr(loop, "compute_gradients", _compute(harm))
-    assert train(recipe, _QUIET).start_step == 10
+    assert train(recipe, QUIET).start_step == 10
     straight = small_recipe(*_GUARD, "checkpoint.keep=9", f"out={recipe.out}-straight")
-    train(straight, _QUIET)
-    assert _rows(recipe) == _rows(straight)
+    train(straight, QUIET)
+    assert rows(recipe, *_ROW) == rows(straight, *_ROW)
 
 
 def test_a_run_that_cannot_be_helped_stops(
@@ -581,20 +498,19 @@ def test_a_run_that_cannot_be_helped_stops(
     recipe = small_recipe(*_GUARD, "guard.max_rollbacks=2")
     monkeypatch.setattr(loop, "compute_gradients", _compute(tuple(range(13, 200))))
     with pytest.raises(DivergedError, match="longtake show") as stopped:
-        train(recipe, _QUIET)
+        train(recipe, QUIET)
     assert re.search("2 (rollbacks|times)", str(stopped.value))
-    assert len(_events(recipe, "rolled_back")) == 2
-    assert len(_events(recipe, "diverged")) == 1
+    assert len(events(recipe, "rolled_back")) == 2
+    assert len(events(recipe, "diverged")) == 1
 
 
 def test_without_a_checkpoint_from_before_it_stops(
     small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is nothing to go back to, which the error says."""
     recipe = small_recipe(*_GUARD, "checkpoint.every=100")
     monkeypatch.setattr(loop, "compute_gradients", _compute(_HARM))
     with pytest.raises(DivergedError, match=r"checkpoint\.every"):
-        train(recipe, _QUIET)
+        train(recipe, QUIET)
 
 
 @pytest.mark.parametrize("mode", ["report", "off"])
@@ -605,5 +521,5 @@ def test_a_guard_that_does_not_act_stops_at_what_is_no_number(
     recipe = small_recipe(*_GUARD, f"guard.mode={mode}")
     monkeypatch.setattr(loop, "compute_gradients", _compute(_HARM))
     with pytest.raises(DivergedError):
-        train(recipe, _QUIET)
+        train(recipe, QUIET)
     assert RunDirectory(recipe.out).metrics()[-1]["step"] == 14

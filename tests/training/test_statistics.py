@@ -1,4 +1,4 @@
-"""Norms of gradients, weights and updates, on one and two ranks. torchrun runs it as a rank."""
+"""Norms, and where NaN and inf are, on one and two ranks; run by torchrun it is a rank."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from longtake.config import ParallelSection
 from longtake.parallel.collectives import sum_over_ranks
-from longtake.parallel.fsdp import apply_fsdp, local_shard
+from longtake.parallel.fsdp import apply_fsdp, full, local_shard, squares
 from longtake.parallel.mesh import World, join
-from longtake.training.statistics import Norms, NormStats
+from longtake.training.statistics import Norms, NormStats, describe_non_finite_gradients
 
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)
 
@@ -79,7 +80,6 @@ def test_norms_are_those_of_all_trained_tensors_together() -> None:
 
 
 def test_an_update_is_measured_where_it_was_made() -> None:
-    """Exactly for small parameters, closely for larger ones; and forgotten when it was asked."""
     network = _network()
     stats = NormStats(network, list(network.blocks))
     before = copy.deepcopy(network)
@@ -103,7 +103,6 @@ def test_an_update_is_measured_where_it_was_made() -> None:
 
 
 def test_numbers_that_are_none_are_counted() -> None:
-    """Their share of all the gradients' numbers; the norms are none either."""
     network = _network()
     gradient = network.embed.weight.grad
     assert gradient is not None
@@ -117,14 +116,76 @@ def test_numbers_that_are_none_are_counted() -> None:
 
 
 def test_without_gradients_the_norm_is_zero() -> None:
-    """Nothing that trains was reached; the plan says so, and nothing breaks here."""
     network = _network()
     network.zero_grad(set_to_none=True)
     assert _norms(network, NormStats(network, list(network.blocks))).grad_norm == 0.0
 
 
+# --- NaN and inf are located ------------------------------------------------------------------
+
+
+class _Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.last = nn.Linear(4, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x).tanh()
+        out: Tensor = self.last(x)
+        return out
+
+
+def _with_gradients(dtype: torch.dtype = torch.float32) -> _Deep:
+    torch.manual_seed(0)
+    network = _Deep().to(dtype)
+    network(torch.ones(2, 4, dtype=dtype)).sum().backward()
+    return network
+
+
+def _gradient(model: nn.Module, name: str) -> Tensor:
+    gradient = model.get_parameter(name).grad
+    assert gradient is not None
+    return gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_names_parameters_their_blocks_and_how_much_is_lost(dtype: torch.dtype) -> None:
+    network = _with_gradients(dtype)
+    for index, values in ((0, [float("nan")]), (1, [float("nan"), float("inf"), -float("inf")])):
+        _gradient(network, f"blocks.{index}.weight")[0, : len(values)] = torch.tensor(values)
+    said = describe_non_finite_gradients(network, list(network.blocks), _ALONE)
+    assert "the gradients of 2 of 9 trained parameters" in said
+    named = (
+        "blocks.1.weight (block 2 of 3), 1 NaN and 2 infinite of 16 numbers; "
+        "blocks.0.weight (block 1 of 3), 1 NaN of 16 numbers."
+    )
+    assert said.endswith(named)
+
+
+def test_names_no_more_than_a_few() -> None:
+    network = _with_gradients()
+    for parameter in network.parameters():
+        parameter.grad = torch.full_like(parameter, float("inf"))
+    said = describe_non_finite_gradients(network, list(network.blocks), _ALONE)
+    assert "first: last.weight (outside the blocks), 4 infinite of 4 numbers; blocks.2." in said
+    assert "9 of 9" in said
+    assert said.endswith("blocks.2.weight (block 3 of 3), 16 infinite of 16 numbers and more.")
+
+
+def test_gradients_may_be_finite_though_their_norm_is_not() -> None:
+    network = _with_gradients()
+    _gradient(network, "last.weight").fill_(1e30)
+    assert squares([_gradient(network, "last.weight")]).isinf().all()
+    assert "Each gradient is finite" in describe_non_finite_gradients(
+        network, list(network.blocks), _ALONE
+    )
+
+
 def test_two_ranks_measure_what_one_measures(run_on_two_ranks: Callable[..., None]) -> None:
-    """Sharded or replicated; a NaN on one rank's share is known to both."""
     run_on_two_ranks(__file__)
 
 
@@ -162,8 +223,27 @@ def _check(world: World) -> None:
     assert torch.tensor(lost_norms.grad_norm).isnan()
 
 
+def _check_named(world: World) -> None:
+    alone, sharded = _with_gradients(), _with_gradients()
+    sharded.zero_grad(set_to_none=True)
+    apply_fsdp(sharded, list(sharded.blocks), world)
+    sharded(torch.ones(2, 4)).sum().backward()
+    share = _gradient(sharded, "blocks.1.weight")
+    assert isinstance(share, DTensor)
+    if world.rank == 1:
+        share.to_local()[0, 0] = float("nan")
+    _gradient(alone, "blocks.1.weight")[2, 0] = float("nan")
+    said = describe_non_finite_gradients(sharded, list(sharded.blocks), world)
+    assert said == describe_non_finite_gradients(alone, list(alone.blocks), _ALONE)
+    assert "blocks.1.weight (block 2 of 3), 1 NaN of 16" in said
+    assert (
+        full(_gradient(sharded, "last.weight")).isfinite().all()
+    )  # one row: rank 1 has none of it
+
+
 if __name__ == "__main__":
     with join("cpu", ParallelSection(strategy="shard")) as world:
         _check(world)
+        _check_named(world)
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         _check(World(world.rank, world.local_rank, 2, world.device, mesh))

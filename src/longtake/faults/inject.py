@@ -42,10 +42,9 @@ from longtake.models.objective import FlowBatch, flow_losses
 from longtake.parallel.fsdp import local_shard
 from longtake.parallel.mesh import World
 from longtake.training import loop
-from longtake.training import step as training_step
-from longtake.training.session import Session, TrainingState
+from longtake.training.loop import apply_update, compute_gradients
+from longtake.training.session import SampleLosses, Session, TrainingState
 from longtake.training.statistics import parameter_groups
-from longtake.training.step import SampleLosses, apply_update, compute_gradients
 
 _BRIGHTER = 8.0  # pixels of poisoned batches are multiplied by it
 _RANK = 1  # that hangs or is slow
@@ -60,8 +59,8 @@ class StepFunctions(NamedTuple):
     losses: Callable[[Components, FlowBatch, Precision, torch.device], Tensor] = flow_losses
 
     def install(self) -> None:
-        vars(loop).update(compute_gradients=self.compute, apply_update=self.update)
-        vars(training_step).update(flow_losses=self.losses)
+        patched = {"compute_gradients": self.compute, "apply_update": self.update}
+        vars(loop).update(patched, flow_losses=self.losses)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Chooses an optimizer for each trained parameter, and schedules their learning rates."""
+"""Chooses an optimizer for each trained parameter."""
 
 import importlib.util
 import logging
@@ -82,33 +82,6 @@ def _adamw(parameters: Sequence[nn.Parameter], section: OptimizerSection) -> Opt
     if section.offload or any(parameter.dtype != torch.float32 for parameter in parameters):
         return MasterAdamW(parameters, rate, betas, weight_decay=decay, offload=section.offload)
     return AdamW(parameters, lr=rate, betas=betas, weight_decay=decay, fused=True)
-
-
-# --- Learning rates ---------------------------------------------------------------------------
-
-
-def set_learning_rates(optimizers: Sequence[Optimizer], factor: float) -> None:
-    """Scale every optimizer's own learning rate by the schedule's factor."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            rate = group["base_lr"] * factor
-            if isinstance(group["lr"], Tensor):  # a compiled update reads it from there
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
-
-
-def schedule_factor(step: int, steps: int, section: OptimizerSection) -> float:
-    """The learning rate of an update as a share of its full value, in [0, 1]."""
-    if step < section.warmup_steps:
-        return (step + 1) / (section.warmup_steps + 1)
-    done = (step - section.warmup_steps) / max(1, steps - 1 - section.warmup_steps)
-    remaining = {
-        "constant": 1.0,
-        "linear": 1 - done,
-        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
-    }[section.schedule]
-    return section.min_lr_ratio + (1 - section.min_lr_ratio) * remaining
 
 
 # --- AdamW with 8-bit states ------------------------------------------------------------------

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
+
+from longtake.parallel.fsdp import local_shard
 
 MAX_BATCH_ELEMENTS = 2**26
 """Of weights that are updated together; their gradients in fp32 take 256 MiB."""
@@ -127,15 +128,15 @@ class MasterAdamW(Fp32Optimizer):
     def _update(self, batch: "_Batch", group: dict[str, Any]) -> None:
         states = [self.state[parameter] for parameter in batch.parameters]
         masters = [
-            local(state.get("master", parameter))
+            local_shard(state.get("master", parameter))
             for state, parameter in zip(states, batch.parameters, strict=True)
         ]
         beta1, beta2 = group["betas"]
         adamw(
             masters,
             [gradient.float() for gradient in batch.gradients],
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
+            [local_shard(state["exp_avg"]) for state in states],
+            [local_shard(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             fused=True,
@@ -150,7 +151,7 @@ class MasterAdamW(Fp32Optimizer):
         for parameter, master, gradient in zip(
             batch.parameters, masters, batch.gradients, strict=True
         ):
-            _round_into(local(parameter), master, gradient)
+            _round_into(local_shard(parameter), master, gradient)
 
 
 class _Batch(NamedTuple):
@@ -164,16 +165,12 @@ def in_batches(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     batches: list[list[Tensor]] = []
     room = 0
     for parameter in parameters:
-        room -= local(parameter).numel()
+        room -= local_shard(parameter).numel()
         if not batches or room < 0:
             batches.append([])
-            room = MAX_BATCH_ELEMENTS - local(parameter).numel()
+            room = MAX_BATCH_ELEMENTS - local_shard(parameter).numel()
         batches[-1].append(parameter)
     return batches
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _with_gradients(batches: Sequence[Sequence[Tensor]], offload: bool) -> Iterator[_Batch]:
@@ -181,7 +178,7 @@ def _with_gradients(batches: Sequence[Sequence[Tensor]], offload: bool) -> Itera
     in_flight: deque[tuple[_Batch, torch.cuda.Event]] = deque()
     for parameters in batches:
         gradients = [
-            local(parameter.grad) for parameter in parameters if parameter.grad is not None
+            local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None
         ]
         if not offload or gradients[0].device.type == "cpu":
             yield _Batch(parameters, gradients)

@@ -17,7 +17,7 @@ from longtake.models.numerics import training_flops
 from longtake.models.objective import forward_flops
 from longtake.models.pretrained import local_copies
 from longtake.optim.build import build_optimizers, has_cpp_compiler
-from longtake.optim.ema import Averages
+from longtake.optim.update import Averages
 from longtake.parallel.collectives import first_does, gather_objects
 from longtake.parallel.context_parallel import TokenSharing
 from longtake.parallel.fsdp import apply_fsdp

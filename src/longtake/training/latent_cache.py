@@ -14,7 +14,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
 from longtake.config import PooledSection, Recipe, TextSection
 from longtake.data.cache import Cache, ContentHashes, make_folder
@@ -53,15 +52,6 @@ from longtake.run_dir import RunDirectory
 _PIXELS, _CAPTIONS = 1, 2  # versions of the code between pixels and codec, captions and encoder
 _LARGE_BYTES = 2**24  # smaller files are read each time: it takes no longer than to look them up
 _SHA256 = re.compile("[0-9a-f]{64}")
-
-
-def encode_videos(codec: Codec, videos: Tensor) -> Tensor:
-    return torch.cat([codec.encode(videos[place : place + 1]) for place in range(len(videos))])
-
-
-def encode_captions(text: TextEncoder, captions: Sequence[str]) -> dict[str, Tensor]:
-    each = [text.encode([caption]) for caption in captions]
-    return {name: torch.cat([tensors[name] for tensors in each]) for name in each[0]}
 
 
 def cache_ahead(

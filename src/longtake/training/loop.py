@@ -1,23 +1,40 @@
-"""The training loop: a step is read here from top to bottom."""
+"""The training loop, and a step from top to bottom.
 
-from dataclasses import dataclass
+All that is random about a sample comes from the sample's own seed, drawn on the CPU: the same
+noise on any device, any number of ranks and any micro-batch size.
+"""
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from longtake import heartbeat
+from longtake.config import Recipe
 from longtake.data.ledger import Ledger
-from longtake.data.loader import Loader
+from longtake.data.loader import Batch, Loader
+from longtake.data.order import derive
 from longtake.errors import DivergedError
+from longtake.flow.timesteps import sample_sigmas
 from longtake.guard.detectors import OK, GuardVerdict
 from longtake.guard.history import StepStatistics
-from longtake.training.session import Session, TrainingState
+from longtake.models.base import Conditioning
+from longtake.models.build import Components
+from longtake.models.codec import Codec
+from longtake.models.objective import FlowBatch, flow_losses, training_conditioning
+from longtake.models.text import NO_CAPTION, TextEncoder
+from longtake.optim.update import masters_of, schedule_factor, set_learning_rates
+from longtake.parallel.collectives import gather_in_group
+from longtake.parallel.fsdp import clip_gradients, set_gradient_sync
+from longtake.parallel.mesh import World
+from longtake.training.session import SampleLosses, Session, TrainingState
 from longtake.training.state import Monitors, save_checkpoint
 from longtake.training.statistics import local_facts, reduce_statistics
-from longtake.training.step import (
-    apply_update,
-    compute_gradients,
-    drop_undecodable,
-    seed_step,
-    skip_update,
-)
 
 _LAST_UPDATE_LOST = (
     "The update of step {step} has left numbers in the weights that are not finite, so they were "
@@ -54,13 +71,12 @@ def train_steps(
     recorder = monitors.recorder
     end = loader.end_after(recipe.training.steps - state.global_step)
     for local_batch in recorder.timed(loader.batches(end)):
-        monitors.lease.refuse_loss()
+        recorder.refuse_lost_lease()
         heartbeat.begin_step(state.global_step, str(local_batch.bucket))
         batch = drop_undecodable(local_batch, world)
         seed_step(recipe.seed, state.global_step, world.rank)
-        with monitors.peak.of_step(batch):
+        with recorder.measured(batch):
             losses = compute_gradients(session, state, batch)  # forward, backward, accumulate
-        recorder.memory(batch, monitors.peak.comparison)
 
         local = local_facts(loader, monitors.stop.reason, saver.failed, saver.is_due)
         summary = reduce_statistics(session, losses, batch, state, norms, local)  # one all-reduce
@@ -90,7 +106,10 @@ def train_steps(
 
         recorder.saved(saver.finished())
         if summary.save_failed:
-            _tolerate_one_failed_save(monitors)
+            failure = saver.take_failure()
+            recorder.save_failed(failure)
+            if failure is not None and saver.failures_in_a_row > 1:
+                raise failure
         is_last = summary.stop is not None or loader.step == end
         if is_last or summary.save_due or state.global_step % recipe.checkpoint.every == 0:
             ledger.flush()
@@ -104,9 +123,201 @@ def train_steps(
     return LoopExit()
 
 
-def _tolerate_one_failed_save(monitors: Monitors) -> None:
-    """Record a failed save and retry at the next checkpoint; raise at the second in a row."""
-    failure = monitors.saver.take_failure()
-    monitors.recorder.save_failed(failure)
-    if failure is not None and monitors.saver.failures_in_a_row > 1:
-        raise failure
+# --- The parts of a step ----------------------------------------------------------------------
+
+
+def drop_undecodable(batch: Batch, world: World) -> Batch:
+    """Drop clips that another rank of the same context-parallel group could not decode.
+
+    These ranks decode the same clips independently. All ranks call it.
+    """
+    if world.sequence_group is None:
+        return batch
+    everyone = gather_in_group((batch.weights.tolist(), batch.rejected), world.sequence_group)
+    weights = [min(of_one_place) for of_one_place in zip(*(w for w, _ in everyone), strict=True)]
+    rejected = dict.fromkeys(sample for _, samples in everyone for sample in samples)
+    return replace(batch, weights=torch.tensor(weights), rejected=tuple(rejected))
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed Python's, numpy's and torch's generators from the step, such as for dropout.
+
+    So there is no random state to save: a resumed run draws what it would have drawn, on the same
+    number of processes.
+    """
+    number = derive("step", seed, step, rank)
+    random.seed(number)
+    np.random.seed(number % 2**32)  # an older generator, but a user's module may use it
+    torch.default_generator.manual_seed(number)  # torch.manual_seed takes ten times as long
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed(number)
+
+
+def compute_gradients(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
+    """Accumulate the gradients of this rank's share of a batch.
+
+    They are those of the sum of all ranks' weighted losses over the global batch size; a stand-in
+    for a missing clip has weight 0.
+    """
+    recipe, device = session.recipe, session.world.device
+    components = state.components
+    found: list[Tensor] = []
+    timer = ComputeTimer(device)
+    share = recipe.training.global_batch_size / session.world.data_size  # ranks average gradients
+    micro_batches = list(_micro_batches(batch, recipe.training.micro_batch_size))
+    for number, part in enumerate(micro_batches, start=1):
+        set_gradient_sync(components.model, wanted=number == len(micro_batches))
+        heartbeat.set_phase("forward")
+        with timer.measure():
+            examples = prepare(part, components, recipe, device)
+            losses = flow_losses(components, examples, session.precision, device)
+        heartbeat.set_phase("backward")
+        weighted = losses * part.weights.to(device)
+        (weighted.sum() / share).backward()  # type: ignore[no-untyped-call]
+        found.append(torch.stack([losses.detach(), examples.sigmas]))
+    losses, sigmas = torch.cat(found, dim=1).tolist()  # waits for the device once
+    return SampleLosses(tuple(losses), tuple(sigmas), timer.seconds())
+
+
+class ComputeTimer:
+    """Adds up how long this rank computes without waiting for others, to identify slow ranks.
+
+    Only the forward pass is measured: all other parts of a step end in waiting for other ranks. If
+    the model is sharded the forward pass does too, and the time tells less.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Add the time of the block, as the device takes it."""
+        if not self._is_cuda:
+            begun = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - begun
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._events.append((begin, end))
+        begin.record()
+        yield
+        end.record()
+
+    def seconds(self) -> float:
+        milliseconds = sum(float(begin.elapsed_time(end)) for begin, end in self._events)
+        return self._seconds + milliseconds / 1e3
+
+
+def apply_update(session: Session, state: TrainingState, grad_norm: float, scale: float) -> float:
+    """Update weights and EMA from the gradients, and drop these.
+
+    Args:
+        session: the session.
+        state: with the gradients of `compute_gradients`.
+        grad_norm: of the mean loss's gradient, over all ranks.
+        scale: global batch size over the number of samples that were trained, which makes the
+            gradients those of the mean loss.
+
+    Returns:
+        The learning rate.
+    """
+    heartbeat.set_phase("optimizer")
+    section, steps = session.recipe.optimizer, session.recipe.training.steps
+    clip_gradients(state.components.model, grad_norm, section.max_grad_norm, scale)
+    factor = schedule_factor(state.global_step, steps, section)
+    set_learning_rates(state.optimizers, factor)
+    for optimizer in state.optimizers:
+        optimizer.step()
+    state.components.model.zero_grad(set_to_none=True)
+    state.global_step += 1
+    state.ema.update(state.global_step, masters_of(state.optimizers))
+    return section.learning_rate * factor
+
+
+def skip_update(state: TrainingState) -> None:
+    state.components.model.zero_grad(set_to_none=True)
+    state.global_step += 1
+
+
+def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.device) -> FlowBatch:
+    """Latents, noise, sigmas and conditioning of a (micro-)batch, in fp32.
+
+    Latents and conditioning are encoded here, or come from a cache: the same bits.
+    """
+    latents = (
+        batch.latents.to(device)
+        if batch.latents is not None
+        else encode_videos(parts.codec, batch.videos.to(device))
+    )
+    draws = [_draw(seed, latents.shape[1:]) for seed in batch.seeds]
+    noise = torch.stack([noise for noise, _ in draws]).to(device)
+    uniform = torch.stack([uniform for _, uniform in draws])  # [B, 2]
+    flow = recipe.flow
+    sigmas = sample_sigmas(
+        uniform[:, 0],
+        flow.timestep_sampling,
+        mean=flow.logit_mean,
+        std=flow.logit_std,
+        scale=flow.mode_scale,
+        shift=parts.shift(flow.shift, batch.bucket),
+    )
+    dropout = recipe.data.caption_dropout
+    is_dropped = uniform[:, 1] < (parts.defaults.caption_dropout if dropout is None else dropout)
+    encoded = _conditioning(batch, is_dropped, parts, device)
+    conditioning = training_conditioning(parts, recipe, encoded)
+    return FlowBatch(latents, noise, sigmas.to(device, torch.float32), conditioning)
+
+
+def _conditioning(
+    batch: Batch, is_dropped: Tensor, parts: Components, device: torch.device
+) -> Conditioning:
+    """Embeddings of captions, dropped ones replaced, and latents of reference pictures."""
+    if batch.latents is not None:
+        encoded = dict(batch.conditioning)
+        for name, none in batch.no_caption.items():
+            where = is_dropped.reshape(-1, *[1] * (none.ndim - 1))
+            encoded[name] = torch.where(where, none, encoded[name])
+        return {name: tensor.to(device) for name, tensor in encoded.items()}
+    pairs = zip(batch.captions, is_dropped.tolist(), strict=True)
+    captions = [NO_CAPTION if drop else caption for caption, drop in pairs]
+    encoded = encode_captions(parts.text, captions)
+    for name, pictures in batch.references.items():
+        encoded[f"{name}_latents"] = encode_videos(parts.codec, pictures.to(device))
+    return encoded
+
+
+def _draw(seed: int, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(2, generator=generator, dtype=torch.float64)
+    return torch.randn(tuple(shape), generator=generator), uniform
+
+
+def _micro_batches(batch: Batch, size: int | None) -> Iterator[Batch]:
+    """The batch in parts of `size` samples, the last perhaps smaller."""
+    total = len(batch.captions)
+    size = size or total
+    for start in range(0, total, size):
+        part = slice(start, start + size)
+        yield replace(
+            batch,
+            videos=batch.videos[part],
+            captions=batch.captions[part],
+            seeds=batch.seeds[part],
+            identities=batch.identities[part],
+            epochs=batch.epochs[part],
+            weights=batch.weights[part],
+            references={name: each[part] for name, each in batch.references.items()},
+            latents=None if batch.latents is None else batch.latents[part],
+            conditioning={name: each[part] for name, each in batch.conditioning.items()},
+        )
+
+
+def encode_videos(codec: Codec, videos: Tensor) -> Tensor:
+    return torch.cat([codec.encode(videos[place : place + 1]) for place in range(len(videos))])
+
+
+def encode_captions(text: TextEncoder, captions: Sequence[str]) -> dict[str, Tensor]:
+    each = [text.encode([caption]) for caption in captions]
+    return {name: torch.cat([tensors[name] for tensors in each]) for name in each[0]}

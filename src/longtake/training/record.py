@@ -1,11 +1,14 @@
-"""Writes metrics and events of a run's steps, and shows its progress (rank 0)."""
+"""Writes metrics and events of a run's steps, and holds the right to write them (rank 0)."""
 
 import math
+import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -13,39 +16,56 @@ from longtake import heartbeat
 from longtake.config import Bucket
 from longtake.data.loader import Batch, Loader
 from longtake.data.workers import WorkerIncident
-from longtake.errors import CheckpointError
+from longtake.errors import CheckpointError, RunError
 from longtake.formatting import format_size
 from longtake.fsio import file_time
 from longtake.guard.detectors import GuardVerdict
 from longtake.guard.history import StepStatistics
 from longtake.guard.rollback import RollBack
-from longtake.parallel.collectives import gather_objects
+from longtake.lease import Lease, Leases, has_same_owner, is_alive, kept, newest
+from longtake.parallel.collectives import first_does, gather_objects
+from longtake.parallel.mesh import World
+from longtake.planner.measure import measured
 from longtake.progress import StepProgress, step_progress
-from longtake.run_dir import EventKind, Metrics
-from longtake.training.peak import PeakComparison
+from longtake.run_dir import LAUNCH_VARIABLE, EventKind, Metrics, RunDirectory
 from longtake.training.session import Session
 from longtake.training.startup import report_start
 
+_LEASE_SECONDS = 60.0
+_LOOK_SECONDS = 0.25
+_SECONDS_TO_EXIT = 10.0
+"""In which a rank 0 of the same launch, which is being replaced on this host, has ended."""
+
 
 class Recorder:
-    """Metrics and events of a run's steps; does nothing on ranks other than 0."""
+    """Metrics and events of a run's steps; does nothing on ranks other than 0.
+
+    Args:
+        session: the session.
+        lease: the right to write the run; None on ranks other than 0, which rely on rank 0's.
+        progress: for people.
+        step_flops: operations of a step on clips of each shape, of all ranks.
+        peak_flops: operations per second of one device, if known.
+        predicted: bytes that forward and backward pass take beside the weights, and for which
+            shape of clips; None: they are not measured.
+    """
 
     def __init__(
         self,
         session: Session,
-        launch: str,
+        lease: Lease | None,
+        progress: StepProgress,
         step_flops: Mapping[Bucket, int],
         peak_flops: float | None,
-        progress: StepProgress,
+        predicted: tuple[int, Bucket] | None,
     ) -> None:
-        self._run, self._world = session.run, session.world
-        self._launch = launch
+        self._run, self._world, self._lease = session.run, session.world, lease
         self._step_flops, self._peak_flops = step_flops, peak_flops
-        self._progress = progress
+        self._predicted, self._progress = predicted, progress
         self._step_began = time.perf_counter()
         self._data_seconds = 0.0
         self._stages: set[str] = set()
-        self._has_started = False
+        self._num_computed, self._has_started = 0, False
 
     def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches; measures how long each is waited for, and records new epochs."""
@@ -84,10 +104,25 @@ class Recorder:
             self._has_started = True
         now = time.perf_counter()
         seconds, self._step_began = now - self._step_began, now
-        metrics = _row(batch, statistics, learning_rate)
-        metrics["launch"] = self._launch
-        metrics["step_seconds"] = round(seconds, 6)
-        metrics["data_seconds"] = round(self._data_seconds, 6)
+        metrics = Metrics(
+            step=statistics.step + 1,
+            epoch=batch.epoch,
+            loss=statistics.loss if math.isfinite(statistics.loss) else None,
+            grad_norm=statistics.grad_norm if math.isfinite(statistics.grad_norm) else None,
+            learning_rate=learning_rate,
+            step_seconds=round(seconds, 6),
+            data_seconds=round(self._data_seconds, 6),
+            time=round(time.time(), 3),
+            batch=statistics.batch,
+            loss_by_sigma=[_finite(loss) for loss in statistics.loss_by_sigma],
+            weight_norm=_finite(statistics.weight_norm),
+            update_ratio=_finite(statistics.update_ratio),
+            nonfinite_share=statistics.nonfinite_share,
+            group_grad_norms=_all_finite(statistics.group_grad_norms),
+            group_weight_norms=_all_finite(statistics.group_weight_norms),
+            group_update_ratios=_all_finite(statistics.group_update_ratios),
+            launch="" if self._lease is None else str(self._lease.record["token"]),
+        )
         if skipped_by is not None and skipped_by.kind != "ok":
             metrics["verdict"] = skipped_by.kind
         if (flops := self._step_flops.get(batch.bucket)) is not None:
@@ -190,57 +225,63 @@ class Recorder:
             stacks=str(path.relative_to(self._run.path)),
         )
 
-    def memory(self, batch: Batch, comparison: PeakComparison | None) -> None:
-        """Record the measured peak of a step's activations beside the predicted one."""
-        if comparison is None:
+    @contextmanager
+    def measured(self, batch: Batch) -> Iterator[None]:
+        """Runs a forward and backward pass; of one, its memory is compared with the prediction.
+
+        Not of the launch's first one, in which libraries take what they keep.
+        """
+        self._num_computed += 1
+        if self._predicted is None or self._num_computed == 1 or batch.bucket != self._predicted[1]:
+            yield
             return
-        predicted, measured = comparison.predicted_bytes, comparison.measured_bytes
+        with measured(self._world.device) as memory:
+            yield
+        (predicted, _), taken, self._predicted = self._predicted, max(1, memory.peak_bytes), None
+        error = predicted / taken - 1
         self._run.append_event(
             "memory_measured",
             step=batch.step + 1,
             predicted_gib=round(predicted / 2**30, 4),
-            measured_gib=round(measured / 2**30, 4),
-            error=round(comparison.error, 4),
+            measured_gib=round(taken / 2**30, 4),
+            error=round(error, 4),
         )
         self._progress.say(
             f"memory of forward and backward pass: {format_size(predicted)} predicted, "
-            f"{format_size(measured)} measured ({comparison.error:+.1%})"
+            f"{format_size(taken)} measured ({error:+.1%})"
+        )
+
+    def refuse_lost_lease(self) -> None:
+        """Refuse to continue if another launch has taken the run over.
+
+        That happens to a process that was stopped, or cut off from the disk, for a minute.
+        """
+        lease = self._lease
+        if lease is None or lease.renewed_seconds() < _LEASE_SECONDS / 2:
+            return
+        if lease.is_held:
+            with suppress(OSError):  # a full disk
+                lease.renew()
+            return
+        raise RunError(
+            f"This launch was silent for more than {_LEASE_SECONDS:g} s, and "
+            f"{_holder(newest(lease.folder))} has taken over the run {lease.folder.parent}. Only "
+            "one launch may write a run, so this one ends; nothing that it saved is lost."
         )
 
 
 @contextmanager
 def keep_recorder(
     session: Session,
-    launch: str,
+    lease: Lease | None,
     start: int,
     step_flops: Mapping[Bucket, int],
-    peak_flops: float | None,
+    peak_flops: float | None = None,
+    predicted: tuple[int, Bucket] | None = None,
 ) -> Iterator[Recorder]:
-    quiet = session.console if session.world.is_first else Console(quiet=True)
-    with step_progress(quiet, start, session.recipe.training.steps) as progress:
-        yield Recorder(session, launch, step_flops, peak_flops, progress)
-
-
-def _row(batch: Batch, statistics: StepStatistics, learning_rate: float) -> Metrics:
-    """A step's metrics without its times."""
-    return Metrics(
-        step=statistics.step + 1,
-        epoch=batch.epoch,
-        loss=statistics.loss if math.isfinite(statistics.loss) else None,
-        grad_norm=statistics.grad_norm if math.isfinite(statistics.grad_norm) else None,
-        learning_rate=learning_rate,
-        step_seconds=0.0,
-        data_seconds=0.0,
-        time=round(time.time(), 3),
-        batch=statistics.batch,
-        loss_by_sigma=[_finite(loss) for loss in statistics.loss_by_sigma],
-        weight_norm=_finite(statistics.weight_norm),
-        update_ratio=_finite(statistics.update_ratio),
-        nonfinite_share=statistics.nonfinite_share,
-        group_grad_norms=_all_finite(statistics.group_grad_norms),
-        group_weight_norms=_all_finite(statistics.group_weight_norms),
-        group_update_ratios=_all_finite(statistics.group_update_ratios),
-    )
+    shown = session.console if session.world.is_first else Console(quiet=True)
+    with step_progress(shown, start, session.recipe.training.steps) as progress:
+        yield Recorder(session, lease, progress, step_flops, peak_flops, predicted)
 
 
 def _all_finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
@@ -249,3 +290,96 @@ def _all_finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
 
 def _finite(number: float) -> float | None:
     return float(f"{number:.7g}") if math.isfinite(number) else None
+
+
+# --- The right to write a run -----------------------------------------------------------------
+# One launch trains a run at a time: rank 0 holds the lease in the run's folder `lease`.
+
+
+@contextmanager
+def hold_run(run: RunDirectory, world: World, console: Console) -> Iterator[Lease | None]:
+    """Hold a run until the block ends; all ranks call it. None on ranks other than 0.
+
+    A rank 0 that a launcher or Slurm has started again inherits the lease of the one before it.
+    Another launch waits as long as the holder may still be alive.
+    """
+    taken: list[Lease] = []
+    first_does(lambda: taken.append(_take(run, console)), world)
+    lease, how = taken[0] if taken else None, "failed"
+    try:
+        with nullcontext() if lease is None else kept(lease):
+            yield lease
+        how = "ended"
+    finally:
+        if lease is not None:
+            with suppress(OSError):
+                _give_up(lease, run, how)
+
+
+def _give_up(lease: Lease, run: RunDirectory, how: str) -> None:
+    """End the lease; leave nothing of a run that was refused before it began."""
+    if run.exists():
+        lease.end(how)
+    else:
+        (lease.folder / f"{lease.number}.json").unlink()
+        lease.folder.rmdir()  # refuses if somebody else has begun to train here
+
+
+def _take(run: RunDirectory, console: Console) -> Lease:
+    owner = {**_this_launch(), "token": secrets.token_hex(4)}
+    leases = Leases(_LEASE_SECONDS, owner, inherits=("launch", "job"))
+    first, begun, is_said = newest(run.lease_path), time.monotonic(), False
+    try:
+        while (lease := leases.take(run.lease_path)) is None:
+            holder = newest(run.lease_path)
+            if holder is not None:
+                _refuse_if_alive(run, holder, first, time.monotonic() - begun)
+            if not is_said and time.monotonic() - begun > 1:
+                is_said = True
+                console.print(
+                    f"{run.path} is held by {_holder(holder)}. It has not given a sign of life "
+                    f"yet; if it gives none within {_LEASE_SECONDS:g} s, this launch takes over.",
+                    markup=False,
+                )
+            time.sleep(_LOOK_SECONDS)
+    except OSError as error:
+        raise RunError(
+            f"The run directory {run.path} cannot be written: {error.strerror or error}. Make room "
+            "or make it writable, or choose another one with --set out=FOLDER."
+        ) from error
+    return lease
+
+
+def _refuse_if_alive(
+    run: RunDirectory, holder: Mapping[str, Any], first: Mapping[str, Any] | None, seconds: float
+) -> None:
+    is_same = has_same_owner(holder, _this_launch())
+    runs_here = is_alive(holder) and not (is_same and seconds < _SECONDS_TO_EXIT)
+    has_moved = first is not None and any(
+        first.get(name) != holder.get(name) for name in ("host", "pid", "time", "beat")
+    )
+    if runs_here or has_moved:
+        raise RunError(
+            f"{run.path} is being trained by {_holder(holder)}. A run is trained by one launch at "
+            f"a time. Stop that one first (kill {holder['pid']} on {holder['host']}: it saves and "
+            "ends), or train beside it: --fresh, or --set out=FOLDER."
+        )
+
+
+def _this_launch() -> dict[str, str]:
+    """What a rank 0 that is started again has in common with the one before it."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
+    return {
+        "launch": os.environ.get(LAUNCH_VARIABLE, ""),
+        "job": f"{cluster}/{job}" if job else "",
+    }
+
+
+def _holder(record: Mapping[str, Any] | None) -> str:
+    """A holder in words: process, host, job and since when."""
+    if record is None:
+        return "another process"
+    job = f" (Slurm job {str(record['job']).rpartition('/')[2]})" if record.get("job") else ""
+    since = str(record["time"])[:19].replace("T", " ")
+    return f"process {record['pid']} on {record['host']}{job} since {since} UTC"

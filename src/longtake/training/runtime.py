@@ -5,14 +5,19 @@ The watcher (`longtake.monitor`) is a program of its own: it must survive this p
 
 import ctypes
 import os
+import re
+import resource
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import torch
+
 from longtake.config import Recipe, TrainingSection
-from longtake.errors import LongtakeError, LostPeerError
+from longtake.errors import LongtakeError, LostPeerError, PlanError
 from longtake.failures import FailureKind, error_line, failure_of, find_failed_rank
+from longtake.formatting import format_size
 from longtake.heartbeat import (
     HeartbeatWriter,
     heartbeat_dir,
@@ -20,12 +25,15 @@ from longtake.heartbeat import (
     make_private_dir,
     read_heartbeat,
 )
+from longtake.models.numerics import is_out_of_memory
 from longtake.node_dir import this_node
 from longtake.parallel.collectives import from_first
 from longtake.parallel.mesh import World, place_in_world
+from longtake.planner.plan import MemoryPlan
 from longtake.process import SECTION_VARIABLE, KeptProcess, program
 from longtake.run_dir import RunDirectory
 from longtake.stacks import enable_stack_dumps, stack_file
+from longtake.training.session import TrainingState
 
 _WATCHER_PROGRAM = "longtake.monitor"
 _SECONDS_TO_END = 3.0
@@ -171,3 +179,59 @@ def keep_compiled_code(section: TrainingSection) -> None:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(home) / "longtake" / "compiled"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
+@contextmanager
+def refuse_out_of_memory(
+    plan: MemoryPlan, recipe: Recipe, state: TrainingState, world: World
+) -> Iterator[None]:
+    """Runs training; if memory is not enough, says what was planned and what was measured."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        where = f"step {state.global_step + 1} on rank {world.rank} ({world.device})"
+        raise PlanError(
+            f"Out of memory in {where}{_request(error)}. {_planned(plan)} "
+            f"{_measured(world.device)} {_advice(plan, recipe)}"
+        ) from error
+
+
+def _request(error: BaseException) -> str:
+    found = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
+    return f", which asked for {found[1]} more" if found else ""
+
+
+def _planned(plan: MemoryPlan) -> str:
+    if plan.memory is None:
+        return f"Nothing was predicted (recompute.policy = {plan.policy})."
+    budget = (
+        "" if plan.budget_bytes is None else f" of a budget of {format_size(plan.budget_bytes)}"
+    )
+    peak = format_size(plan.memory.step_peak_bytes)
+    return f"The plan (recompute.policy = {plan.policy}) predicts at most {peak}{budget}."
+
+
+def _measured(device: torch.device) -> str:
+    if device.type != "cuda":
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return f"The process took at most {format_size(most)}."
+    peak, held = torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return (
+        f"Measured: tensors took at most {format_size(peak)}, torch holds {format_size(held)}, and "
+        f"{format_size(free)} of the GPU's {format_size(total)} are free."
+    )
+
+
+def _advice(plan: MemoryPlan, recipe: Recipe) -> str:
+    if plan.budget_bytes is None:
+        return (
+            "Set recompute.memory to the device's memory, or lower training.micro_batch_size, and "
+            "start the same command again."
+        )
+    return (
+        f"Set recompute.reserve above {recipe.recompute.reserve:g}, so that the plan uses less, or "
+        "lower training.micro_batch_size, and start the same command again."
+    )

@@ -1,6 +1,6 @@
-"""What the parts of a training share: its session, and the state that changes from step to step."""
+"""What the parts of a training share: session, state, and what a step gives."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from torch.optim import Optimizer
@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from longtake.config import Recipe
 from longtake.models.build import Components
 from longtake.models.numerics import Precision
-from longtake.optim.ema import Averages
+from longtake.optim.update import Averages
 from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
 
@@ -33,3 +33,15 @@ class TrainingState:
     ema: Averages
     global_step: int = 0
     """Steps done: an optimizer update each, except steps without samples and skipped updates."""
+
+
+@dataclass(frozen=True)
+class SampleLosses:
+    """Losses of the samples of this rank's share of a batch."""
+
+    losses: tuple[float, ...]
+    """[B], stand-ins included."""
+    sigmas: tuple[float, ...]
+    """[B]"""
+    compute_seconds: float = field(default=0.0, compare=False)
+    """Time of this rank's own computation, without waiting for other ranks."""

@@ -35,12 +35,9 @@ from longtake.parallel.mesh import World
 from longtake.process import StopSignal, command
 from longtake.run_dir import RolledBack, RunDirectory
 from longtake.training.build import missing_vocabulary
-from longtake.training.guard_runner import GuardRunner
-from longtake.training.peak import PeakCheck
 from longtake.training.record import Recorder
-from longtake.training.run_lease import RunLease
 from longtake.training.session import Session, TrainingState
-from longtake.training.statistics import NormStats
+from longtake.training.statistics import GuardRunner, NormStats
 
 # Flat, so that states of several optimizers can be saved together and resharded.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -60,9 +57,7 @@ class Monitors:
     norms: NormStats
     saver: Saver
     recorder: Recorder
-    peak: PeakCheck
     stop: StopSignal
-    lease: RunLease
 
 
 class SavedTrainer(files.SampledTrainer):

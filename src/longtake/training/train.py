@@ -2,10 +2,11 @@
 
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -18,6 +19,7 @@ from longtake.data.loader import Loader
 from longtake.data.plan import refuse_missing, review
 from longtake.errors import DataError
 from longtake.guard.history import MAX_WINDOWS
+from longtake.lease import Lease
 from longtake.models.build import source_of, text_section
 from longtake.models.captions import review_captions
 from longtake.models.numerics import Precision, choose_precision
@@ -40,28 +42,20 @@ from longtake.training.build import (
     count_flops,
     refuse_missing_compiler,
 )
-from longtake.training.guard_runner import GuardRunner
 from longtake.training.latent_cache import captions_of
 from longtake.training.loop import LoopExit, train_steps
-from longtake.training.peak import PeakCheck, refuse_out_of_memory
-from longtake.training.record import keep_recorder
-from longtake.training.run_lease import RunLease, hold_run
+from longtake.training.record import hold_run, keep_recorder
 from longtake.training.runtime import (
     NodeWatcher,
     keep_compiled_code,
     keep_freed_memory,
+    refuse_out_of_memory,
     watcher_process,
 )
 from longtake.training.session import Session, TrainingState
 from longtake.training.startup import announce, announce_plan
-from longtake.training.state import (
-    Monitors,
-    ResumePoint,
-    find_resume_point,
-    restore,
-    roll_back,
-)
-from longtake.training.statistics import NormStats
+from longtake.training.state import Monitors, ResumePoint, find_resume_point, restore, roll_back
+from longtake.training.statistics import GuardRunner, NormStats
 
 
 @dataclass(frozen=True)
@@ -82,8 +76,7 @@ class TrainOutcome:
     """The run directory; with `fresh` it is not the recipe's."""
 
 
-@dataclass(frozen=True)
-class _Built:
+class _Built(NamedTuple):
     """What is built before the first step."""
 
     plan: MemoryPlan
@@ -115,7 +108,10 @@ def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> TrainOutc
         watcher_process(recipe) as watcher,
         join(recipe.training.device, recipe.parallel, records) as world,
     ):
-        _refuse_what_cannot_run(recipe, world)
+        refuse_idle_ranks(recipe.training.global_batch_size, world.data_size)
+        refuse_missing_torchao(recipe.optimizer)
+        refuse_missing_packages(recipe.tracking)
+        refuse_missing_compiler(recipe, world.device)
         keep_compiled_code(recipe.training)
         if world.device.type == "cpu":
             keep_freed_memory()
@@ -136,13 +132,6 @@ def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> TrainOutc
                 session = Session(recipe, run, world, console, precision)
                 built = _build(session, point, loader, watcher, follower)
                 return _train(session, built, loader, lease)
-
-
-def _refuse_what_cannot_run(recipe: Recipe, world: World) -> None:
-    refuse_idle_ranks(recipe.training.global_batch_size, world.data_size)
-    refuse_missing_torchao(recipe.optimizer)
-    refuse_missing_packages(recipe.tracking)
-    refuse_missing_compiler(recipe, world.device)
 
 
 def _open_data(run: RunDirectory, recipe: Recipe, world: World) -> Loader:
@@ -209,7 +198,13 @@ def _build(
     if world.is_first:
         follower.start()
         keep_plan(plan, recipe, precision, run, world, free_bytes)
-        _announce(session, plan, state, loader, warnings)
+        with local_copies():
+            facts, truncated = review_captions(text_section(recipe), captions_of(loader))
+        notes = [*filter(None, [truncated]), *plan.notes]
+        announce(session, state, loader, [*warnings, *notes])
+        if truncated is not None and facts is not None:
+            run.append_event("captions_truncated", step=state.global_step, **facts)
+        announce_plan(session, plan, state.global_step)
     return _Built(plan, state, guard, norms, step_flops, ledger)
 
 
@@ -229,13 +224,11 @@ def _refuse_other_plans(loader: Loader, world: World) -> None:
 
 def _refuse_missing_files(loader: Loader, world: World) -> list[str]:
     """Refuse data of which too many files are missing; warnings name the few that are."""
-    warnings: list[str] = []
+    data, warnings = loader.data, list[str]()
 
     def look() -> None:
-        for catalog in loader.catalogs.values():
-            warnings.extend(
-                refuse_missing(catalog, loader.data.max_quarantined_clips, loader.data.references)
-            )
+        for each in loader.catalogs.values():
+            warnings.extend(refuse_missing(each, data.max_quarantined_clips, data.references))
 
     first_does(look, world)
     return warnings
@@ -262,24 +255,7 @@ def _begin_ledger(session: Session, loader: Loader) -> Path:
     return from_first(made[0] if made else run.ledger_path, world)
 
 
-def _announce(
-    session: Session,
-    plan: MemoryPlan,
-    state: TrainingState,
-    loader: Loader,
-    warnings: Sequence[str],
-) -> None:
-    """Record and show the launch, truncated captions and the plan (rank 0)."""
-    with local_copies():
-        facts, truncated = review_captions(text_section(session.recipe), captions_of(loader))
-    notes = [*filter(None, [truncated]), *plan.notes]
-    announce(session, state, loader, [*warnings, *notes])
-    if truncated is not None and facts is not None:
-        session.run.append_event("captions_truncated", step=state.global_step, **facts)
-    announce_plan(session, plan, state.global_step)
-
-
-def _train(session: Session, built: _Built, loader: Loader, lease: RunLease) -> TrainOutcome:
+def _train(session: Session, built: _Built, loader: Loader, lease: Lease | None) -> TrainOutcome:
     run, world, state = session.run, session.world, built.state
     start, begun = state.global_step, time.perf_counter()
     with _monitors(session, built, lease) as monitors:
@@ -293,24 +269,25 @@ def _train(session: Session, built: _Built, loader: Loader, lease: RunLease) -> 
 
 
 @contextmanager
-def _monitors(session: Session, built: _Built, lease: RunLease) -> Iterator[Monitors]:
+def _monitors(session: Session, built: _Built, lease: Lease | None) -> Iterator[Monitors]:
     """What accompanies the steps; a save that is under way is waited for at the end."""
     recipe, run, world = session.recipe, session.run, session.world
+    plan, start = built.plan, built.state.global_step
     # The prediction does not include encoders at work.
     encodes = recipe.data.cache is None and recipe.codec.kind != "pixels"
-    predicted = built.plan.activation_bytes if world.is_first and not encodes else None
-    peak = PeakCheck(predicted, built.plan.bucket, world.device)
+    is_predicted = world.is_first and not encodes and plan.activation_bytes is not None
+    predicted = (plan.activation_bytes or 0, plan.bucket) if is_predicted else None
     reach = MAX_WINDOWS * recipe.guard.window if recipe.guard.mode == "act" else 0
     is_bf16 = "bf16" in (session.precision, recipe.model.dtype)
     peak_rate = peak_flops(world.device, torch.bfloat16 if is_bf16 else torch.float32)
-    start = built.state.global_step
+    flops = built.step_flops
     with (
         StopSignal(STOP_SIGNALS, second="interrupt") as stop,
-        refuse_out_of_memory(built.plan, recipe, built.state, world),
+        refuse_out_of_memory(plan, recipe, built.state, world),
         keep_saver(run, world, recipe.checkpoint, reach=reach, start=start) as saver,
-        keep_recorder(session, lease.launch, start, built.step_flops, peak_rate) as recorder,
+        keep_recorder(session, lease, start, flops, peak_rate, predicted) as recorder,
     ):
-        yield Monitors(built.guard, built.norms, saver, recorder, peak, stop, lease)
+        yield Monitors(built.guard, built.norms, saver, recorder, stop)
 
 
 def _train_with_rollbacks(

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from longtake.config import EmaProfile
-from longtake.optim.ema import Averages, beta_of, gamma_of, masters_of
 from longtake.optim.master_weights import MasterAdamW
+from longtake.optim.update import Averages, beta_of, gamma_of, masters_of
 
 
 def _set(model: nn.Module, value: float) -> None:
@@ -75,7 +75,6 @@ def test_with_a_decay_a_short_run_forgets_its_random_start() -> None:
 
 @pytest.mark.parametrize(("width", "gamma"), [(0.05, 16.972198), (0.1, 6.937204)])
 def test_a_width_is_the_exponent_of_a_power(width: float, gamma: float) -> None:
-    """As EDM2 tabulates it."""
     assert gamma_of(width) == pytest.approx(gamma, abs=1e-6)
 
 
@@ -93,7 +92,6 @@ def test_with_a_width_it_is_the_sum_of_the_weights_by_powers_of_their_time(width
 @pytest.mark.parametrize("num_updates", [500, 2000])
 @pytest.mark.parametrize("width", [0.05, 0.1])
 def test_its_width_is_that_share_of_a_run_of_any_length(width: float, num_updates: int) -> None:
-    """Standard deviation of the impulse response, that is of what each update leaves behind."""
     profile = _width(width)
     betas = [beta_of(profile, number) for number in range(1, num_updates + 1)]
     left, shares = 1.0, []
@@ -124,7 +122,6 @@ def test_there_may_be_none() -> None:
 
 
 def test_states_have_the_models_names_without_what_is_frozen() -> None:
-    """They load into the model: averages for what trains, and buffers as they are."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[0].bias.requires_grad_(False)
     averages = Averages(model, [_decay(0.9, "a"), _width(0.1, "b")])
@@ -140,7 +137,6 @@ def test_states_have_the_models_names_without_what_is_frozen() -> None:
 
 
 def test_a_run_goes_on_from_loaded_states_to_the_bit() -> None:
-    """Also from states that are changed afterwards, as the next checkpoint's are."""
     model, profiles = nn.Linear(2, 2), [_decay(0.9, "a"), _width(0.1, "b")]
     straight = Averages(model, profiles)
     for number in range(1, 4):
@@ -174,7 +170,6 @@ def test_averages_are_fp32_and_apart_from_the_weights() -> None:
 
 
 def test_bf16_weights_are_averaged_in_fp32_like_any() -> None:
-    """To the bit as fp32 weights of the same values are, beside which they may stand."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(torch.bfloat16))
     _set(model, 0.0)
     averages = Averages(model, [_decay(0.9)])
@@ -189,7 +184,6 @@ def test_bf16_weights_are_averaged_in_fp32_like_any() -> None:
 
 @pytest.mark.parametrize("sees_masters", [True, False])
 def test_masters_are_averaged_instead_of_what_they_are_rounded_to(sees_masters: bool) -> None:
-    """An average of them moves with updates that leave a bf16 weight where it was."""
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     _set(model, 1.0)
     optimizer = MasterAdamW(model.parameters(), lr=1e-4)

@@ -1,4 +1,4 @@
-"""Exponential moving averages (EMA) of the weights, in fp32 and sharded like the model."""
+"""What an update takes beside the optimizers: the learning rate, and averages of the weights."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,12 +10,42 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from longtake.config import EmaProfile
+from longtake.config import EmaProfile, OptimizerSection
 from longtake.models.trainable import trained_state
-from longtake.optim.master_weights import local
+from longtake.parallel.fsdp import local_shard
 
 Masters = Mapping[Tensor, Tensor]
 """The fp32 tensor that an optimizer updates in place of a parameter."""
+
+
+# --- Learning rates ---------------------------------------------------------------------------
+
+
+def set_learning_rates(optimizers: Sequence[Optimizer], factor: float) -> None:
+    """Scale every optimizer's own learning rate by the schedule's factor."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            rate = group["base_lr"] * factor
+            if isinstance(group["lr"], Tensor):  # a compiled update reads it from there
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+
+def schedule_factor(step: int, steps: int, section: OptimizerSection) -> float:
+    """The learning rate of an update as a share of its full value, in [0, 1]."""
+    if step < section.warmup_steps:
+        return (step + 1) / (section.warmup_steps + 1)
+    done = (step - section.warmup_steps) / max(1, steps - 1 - section.warmup_steps)
+    remaining = {
+        "constant": 1.0,
+        "linear": 1 - done,
+        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+    }[section.schedule]
+    return section.min_lr_ratio + (1 - section.min_lr_ratio) * remaining
+
+
+# --- Exponential moving averages (EMA), in fp32 and sharded like the model --------------------
 
 
 class Averages:
@@ -48,18 +78,18 @@ class Averages:
             return
         best = masters or {}
         weights = {
-            name: local(best.get(parameter, parameter).detach())
+            name: local_shard(best.get(parameter, parameter).detach())
             for name, parameter in self._trained.items()
         }
         exact = {name: each for name, each in weights.items() if each.dtype == torch.float32}
         for profile, averages in self._averages.items():
             share = 1 - beta_of(self._profiles[profile], num_updates)
             if exact:
-                parts = [local(averages[name]) for name in exact]
+                parts = [local_shard(averages[name]) for name in exact]
                 torch._foreach_lerp_(parts, list(exact.values()), share)
             for name in weights.keys() - exact.keys():
                 # One at a time: fp32 copies of all of them would be twice the model.
-                local(averages[name]).lerp_(weights[name].float(), share)
+                local_shard(averages[name]).lerp_(weights[name].float(), share)
 
     def states(self) -> dict[str, dict[str, Any]]:
         """By profile: the model's `trained_state` with the averages in place of the weights.

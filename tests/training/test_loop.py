@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from tests.build import TINY_WAN
 from torch import Tensor
 
 from longtake.config import Bucket, ParallelSection, Recipe
@@ -22,20 +23,20 @@ from longtake.models.base import Defaults
 from longtake.models.build import assemble
 from longtake.models.text import NO_CAPTION
 from longtake.optim.build import build_optimizers
-from longtake.optim.ema import Averages
+from longtake.optim.update import Averages
 from longtake.parallel.fsdp import clip_gradients, squares
 from longtake.parallel.mesh import World, join
 from longtake.run_dir import RunDirectory
-from longtake.training.latent_cache import encode_captions
-from longtake.training.session import Session, TrainingState
-from longtake.training.step import (
+from longtake.training.loop import (
     ComputeTimer,
     apply_update,
     compute_gradients,
     drop_undecodable,
+    encode_captions,
     prepare,
     seed_step,
 )
+from longtake.training.session import Session, TrainingState
 
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)
 
@@ -70,7 +71,6 @@ def _gradients(state: TrainingState) -> list[Tensor]:
 def test_micro_batches_change_no_loss(
     small_recipe: Callable[..., Recipe], tmp_path: Path, kind: str
 ) -> None:
-    """Gradients that are accumulated over parts of a batch are the batch's."""
     curves = []
     for micro in ((), ("training.micro_batch_size=4",), ("training.micro_batch_size=2",)):
         recipe = small_recipe("training.global_batch_size=8", f"optimizer.kind={kind}", *micro)
@@ -101,7 +101,6 @@ def _part(batch: Batch, order: list[int]) -> Batch:
 def test_unset_caption_dropout_is_the_familys(
     small_recipe: Callable[..., Recipe], tmp_path: Path, default: float
 ) -> None:
-    """Guidance-distilled models have 0; a recipe's own value counts for any model."""
     recipe = small_recipe()
     (batch,) = _batches(recipe, 1)
     parts = replace(_state(recipe, tmp_path).components, defaults=Defaults(caption_dropout=default))
@@ -144,7 +143,6 @@ def test_stand_ins_change_nothing(
 def test_an_update_counts_and_drops_the_gradients(
     small_recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    """The learning rate is the first of the warm-up; weights and average have moved."""
     recipe = small_recipe("optimizer.warmup_steps=4", "optimizer.learning_rate=1e-3")
     state = _state(recipe, tmp_path)
     name, weight = list(state.components.model.named_parameters())[-1]
@@ -164,7 +162,6 @@ def test_an_update_counts_and_drops_the_gradients(
 def test_a_samples_randomness_is_its_own(
     small_recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    """Noise, sigma and caption dropout follow a sample's seed into any other batch."""
     recipe = small_recipe("training.global_batch_size=32", "data.caption_dropout=0.5")
     parts = _state(recipe, tmp_path).components
     (batch,) = _batches(recipe, 1)
@@ -177,48 +174,30 @@ def test_a_samples_randomness_is_its_own(
     assert torch.equal(part.sigmas, whole.sigmas[order])
     tokens = whole.conditioning["token_ids"]
     assert torch.equal(part.conditioning["token_ids"], tokens[order])
+    assert whole.noise.shape == whole.latents.shape == (32, 3, 8, 32, 32)
+    assert abs(whole.noise.mean().item()) < 8e-3
+    assert abs(whole.noise.std().item() - 1) < 8e-3
+    assert len(set(whole.noise[:, 0, 0, 0, 0].tolist())) == 32
     dropped = (tokens == 0).all(dim=1).sum().item()
     assert 6 <= dropped <= 26  # of 32, at one half: six standard deviations and a half
 
 
-def test_noise_is_standard_normal_and_sigmas_lie_in_their_range(
-    small_recipe: Callable[..., Recipe], tmp_path: Path
-) -> None:
-    """Over a batch of 64, 1.5 million numbers; no sigma is outside [0, 1]."""
-    recipe = small_recipe("training.global_batch_size=64", "flow.logit_mean=0")
-    parts = _state(recipe, tmp_path).components
-    (batch,) = _batches(recipe, 1)
-    examples = prepare(batch, parts, recipe, _ALONE.device)
-    assert examples.noise.shape == examples.latents.shape == (64, 3, 8, 32, 32)
-    assert abs(examples.noise.mean().item()) < 5e-3
-    assert abs(examples.noise.std().item() - 1) < 5e-3
-    assert examples.sigmas.min() >= 0
-    assert examples.sigmas.max() <= 1
-    assert 0.3 < examples.sigmas.median().item() < 0.7
-    assert len(set(examples.noise[:, 0, 0, 0, 0].tolist())) == 64
-
-
-_ENCODED = (
-    "data.buckets=[{num_frames=5, height=32, width=32}]",
-    "model.family=wan",
-    "model.config={num_layers=1, num_attention_heads=2, attention_head_dim=12, ffn_dim=16}",
-    "codec.kind=autoencoder",
-    "codec.config={base_dim=8, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, "
-    "temperal_downsample=[true]}",
-    "text.kind=transformers",
-    "text.config={d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4}",
-    "training.global_batch_size=7",
-)
+_ENCODED = (*TINY_WAN, "training.global_batch_size=7")
 
 
 def test_what_is_encoded_does_not_depend_on_its_neighbours(
     small_recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    """To the bit, though convolutions round otherwise in other batches: so it can be cached."""
+    """Bitwise, though convolutions round otherwise in other batches: so it can be cached."""
     recipe = small_recipe(*_ENCODED)
     parts = _state(recipe, tmp_path).components
     (batch,) = _batches(recipe, 1)
     whole = prepare(batch, parts, recipe, _ALONE.device)
+    pictures = {"pose": batch.videos[:, :, :1], "scene": batch.videos[:, :, 1:2]}
+    told = prepare(replace(batch, references=pictures), parts, recipe, _ALONE.device).conditioning
+    assert told.keys() == {*whole.conditioning, "pose_latents", "scene_latents"}
+    for name, picture in pictures.items():
+        assert torch.equal(told[f"{name}_latents"][3:4], parts.codec.encode(picture[3:4]))
     for order in ([3], [6, 0], [5, 4, 3, 2, 1, 0]):
         part = prepare(_part(batch, order), parts, recipe, _ALONE.device)
         assert torch.equal(part.latents, whole.latents[order])
@@ -226,27 +205,9 @@ def test_what_is_encoded_does_not_depend_on_its_neighbours(
         assert torch.equal(embeds, whole.conditioning["prompt_embeds"][order])
 
 
-def test_further_pictures_are_told_as_latents(
-    small_recipe: Callable[..., Recipe], tmp_path: Path
-) -> None:
-    """One frame each, by their names, from the codec that the clips go through."""
-    recipe = small_recipe(*_ENCODED)
-    parts = _state(recipe, tmp_path).components
-    (batch,) = _batches(recipe, 1)
-    pictures = {"pose": batch.videos[:, :, :1], "scene": batch.videos[:, :, 1:2]}
-    told = prepare(replace(batch, references=pictures), parts, recipe, _ALONE.device).conditioning
-    plain = prepare(batch, parts, recipe, _ALONE.device).conditioning
-    assert told.keys() == {*plain, "pose_latents", "scene_latents"}
-    for name, picture in pictures.items():
-        assert told[f"{name}_latents"].shape == (7, 4, 1, 16, 16)
-        expected = parts.codec.encode(picture[3:4])
-        assert torch.equal(told[f"{name}_latents"][3:4], expected)
-
-
 def test_latents_from_a_cache_are_taken_as_they_are(
     small_recipe: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    """With the embeddings of no caption where one is dropped; noise and sigmas as from pixels."""
     halves = "training.global_batch_size=6", "training.micro_batch_size=2"
     recipe = small_recipe(*_ENCODED, "data.caption_dropout=0.5", *halves)
     parts = _state(recipe, tmp_path).components
@@ -275,17 +236,10 @@ def test_latents_from_a_cache_are_taken_as_they_are(
 def test_a_clip_that_one_rank_cannot_decode_is_left_out_by_all_that_share_it(
     run_on_two_ranks: Callable[..., None],
 ) -> None:
-    """Each of them has the weights of both, and knows of all that was rejected."""
     run_on_two_ranks(__file__)
 
 
-def test_alone_a_batch_is_what_it_was() -> None:
-    """Nobody else has its clips."""
-    batch = _batch([1.0, 0.0], (("ab", 1),))
-    assert drop_undecodable(batch, World(0, 0, 1, torch.device("cpu"), None)) is batch
-
-
-def _batch(weights: list[float], rejected: tuple[tuple[str, int], ...] = ()) -> Batch:
+def _batch(weights: list[float], rejected: tuple[tuple[str, int], ...]) -> Batch:
     size = len(weights)
     return Batch(
         step=7,
@@ -329,16 +283,10 @@ def _drawn(seed: int, step: int, rank: int) -> tuple[float, float, float]:
     return random.random(), float(np.random.random()), float(torch.rand(()))  # noqa: S311 - no secret
 
 
-def test_the_same_step_draws_the_same() -> None:
-    """Whatever was drawn in between."""
-    first = _drawn(0, 7, 1)
-    torch.rand(100)
-    assert _drawn(0, 7, 1) == first
-
-
-def test_other_steps_ranks_and_seeds_draw_otherwise() -> None:
-    """All three generators."""
-    draws = [_drawn(0, 7, 1), _drawn(0, 8, 1), _drawn(0, 7, 0), _drawn(1, 7, 1)]
+def test_what_is_random_in_a_step_follows_from_seed_step_and_rank() -> None:
+    """Whatever was drawn before, by all three generators."""
+    draws = [_drawn(*each) for each in ((0, 7, 1), (0, 8, 1), (0, 7, 0), (1, 7, 1))]
+    assert _drawn(0, 7, 1) == draws[0]
     for generator in zip(*draws, strict=True):
         assert len(set(generator)) == len(draws)
 
