@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Final, Literal, NoReturn, Self
@@ -50,6 +51,8 @@ _PACKAGES = Path(__file__).parents[1]  # where longtake is imported from
 _MAX_STARTS = 5
 _SHORT_DELAY_SECONDS = 1.0
 _LONG_DELAY_SECONDS = 600.0
+
+boot_seconds = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
 
 _SET_PARENT_DEATH_SIGNAL = 1  # from linux/prctl.h
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -483,10 +486,6 @@ def age_seconds(pid: int) -> float:
     Of a process that is gone: since boot.
     """
     return max(0.0, boot_seconds() - (start_ticks(pid) or 0) / _TICKS_PER_SECOND)
-
-
-def boot_seconds() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def pid_namespace() -> str | None:

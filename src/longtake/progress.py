@@ -57,13 +57,16 @@ class StepProgress:
         if self._num_steps == 2:
             self._seconds.clear()
         self._seconds.append(metrics["step_seconds"])
+        if self._console.quiet or not (self._console.is_terminal or self._is_time()):
+            return
         later = list(self._seconds)[-max(_FEWEST_STEPS, self._num_steps // 2) :]
         seconds = statistics.fmean(later)
         left = format_duration((self._total - metrics["step"]) * seconds)
         loss = "" if self._loss is None else f"loss {self._loss:.4f} · "
         facts = f"{loss}{1 / seconds:.2f} steps/s · {left} left"
-        self._bar.update(self._task, completed=metrics["step"], facts=facts)
-        if not self._console.is_terminal and self._is_time():
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=metrics["step"], facts=facts)
+        else:
             self._console.print(f"step {metrics['step']}/{self._total} · {facts}")
 
     def say(self, text: str) -> None:

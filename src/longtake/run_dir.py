@@ -320,63 +320,35 @@ def last_ending(kinds: Iterable[str]) -> RunEnding | None:
     return found
 
 
+class _Below:
+    """A file or folder of a run, as a property that gives its path."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: "RunDirectory", owner: object = None) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """Paths and records of one run."""
 
     path: Path
 
-    @property
-    def recipe_path(self) -> Path:
-        return self.path / "recipe.toml"
-
-    @property
-    def record_path(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def events_path(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def plan_path(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def components_path(self) -> Path:
-        return self.path / "components"
-
-    @property
-    def tensorboard_path(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints_path(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def ledger_path(self) -> Path:
-        return self.path / "ledger"
-
-    @property
-    def lease_path(self) -> Path:
-        return self.path / "lease"
-
-    @property
-    def catalogs_path(self) -> Path:
-        return self.path / "catalogs"
-
-    @property
-    def rollbacks_path(self) -> Path:
-        return self.path / "rollbacks.jsonl"
-
-    @property
-    def guard_path(self) -> Path:
-        return self.path / "guard"
+    recipe_path = _Below("recipe.toml")
+    record_path = _Below("run.json")
+    events_path = _Below("events.jsonl")
+    metrics_path = _Below("metrics.jsonl")
+    plan_path = _Below("plan.json")
+    components_path = _Below("components")
+    tensorboard_path = _Below("tensorboard")
+    checkpoints_path = _Below("checkpoints")
+    ledger_path = _Below("ledger")
+    lease_path = _Below("lease")
+    catalogs_path = _Below("catalogs")
+    rollbacks_path = _Below("rollbacks.jsonl")
+    guard_path = _Below("guard")
 
     def guard_report_path(self, step: int, number: int) -> Path:
         return self.guard_path / f"step_{step:08d}_{number}.json"
@@ -443,11 +415,7 @@ class RunDirectory:
             make_writable(self.path)
 
     def create(self, recipe: Recipe) -> None:
-        """Begin a run here: run.json and then recipe.toml, from which on the run exists.
-
-        Raises:
-            RunError: the folder cannot be written.
-        """
+        """Begin a run here: run.json and then recipe.toml, from which on the run exists."""
         run_id = f"{self.path.resolve().name}-{secrets.token_hex(4)}"
         with self._writing():
             begun = {"format": FORMAT, "id": run_id, "created": now(), "begun_by": host_identity()}
@@ -455,13 +423,7 @@ class RunDirectory:
             write_text(self.recipe_path, config.dump(config.kept(recipe)))
 
     def adopt(self, recipe: Recipe) -> None:
-        """Make recipe.toml the recipe of the launch that continues, which `claim` has accepted.
-
-        What may change on resume (where the run lies, how it is sampled) may have.
-
-        Raises:
-            RunError: the folder cannot be written.
-        """
+        """Make recipe.toml the recipe of the launch that resumes, which `claim` has accepted."""
         if self.recipe() != config.kept(recipe):
             with self._writing():
                 write_text(self.recipe_path, config.dump(config.kept(recipe)))
@@ -512,11 +474,7 @@ class RunDirectory:
         return f"{command()} train {shlex.quote(str(self.recipe_path))}{moved}"
 
     def record_launch(self, **facts: Any) -> None:
-        """Add a launch (host, time, versions and `facts`) to run.json.
-
-        Raises:
-            RunError: run.json is missing or damaged, or cannot be written.
-        """
+        """Add a launch (host, time, versions and `facts`) to run.json."""
         launch = {"time": now(), "host": socket.gethostname(), "versions": _versions(), **facts}
         record = self.record()
         with self._writing():
@@ -540,52 +498,25 @@ class RunDirectory:
         return read_records(self.events_path, EVENT)
 
     def append_event(self, kind: EventKind, **fields: Any) -> None:
-        """Append one line to events.jsonl.
-
-        Raises:
-            RunError: it cannot be written.
-        """
+        """Append one line to events.jsonl; this, as the next ones, raises RunError if it cannot."""
         with self._writing():
             append_json(self.events_path, {"time": now(), "event": kind, **fields})
 
-    def write_stacks(self, path: Path, stacks: Mapping[str, Any]) -> None:
-        """Write a dump of a process's stacks to where `stack_path` says.
-
-        Raises:
-            RunError: it cannot be written.
-        """
+    def write_record(self, path: Path, record: Mapping[str, Any]) -> None:
+        """Write a file of the run as a whole, such as what `guard_report_path` names."""
         with self._writing():
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, stacks)
+            write_json(path, record)
 
     def append_rollback(self, rolled_back: RolledBack) -> None:
-        """Append one line to rollbacks.jsonl, on disk when this returns.
-
-        Raises:
-            RunError: it cannot be written.
-        """
+        """Append one line to rollbacks.jsonl; it is on disk when this returns."""
         with self._writing():
             append_json(self.rollbacks_path, rolled_back, durably=True)
 
     def rollbacks(self) -> list[RolledBack]:
         return read_records(self.rollbacks_path, RolledBack)
 
-    def write_guard_report(self, path: Path, report: Mapping[str, Any]) -> None:
-        """Write what the guard saw to where `guard_report_path` says.
-
-        Raises:
-            RunError: it cannot be written.
-        """
-        with self._writing():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, report)
-
     def append_metrics(self, metrics: Metrics) -> None:
-        """Append one line to metrics.jsonl.
-
-        Raises:
-            RunError: it cannot be written.
-        """
         with self._writing():
             append_json(self.metrics_path, metrics)
 
@@ -611,11 +542,10 @@ def beside(path: Path) -> Path:
     Free is what does not exist, or is an empty folder.
     """
     numbered = (path.with_name(f"{path.name}-{number}") for number in count(2))
-    return next(each for each in chain([path], numbered) if _is_free(each))
-
-
-def _is_free(path: Path) -> bool:
-    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    for each in chain([path], numbered):
+        if not each.exists() or (each.is_dir() and not any(each.iterdir())):
+            return each
+    raise AssertionError("there are more numbers")
 
 
 def _versions() -> dict[str, str]:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from longtake.checkpoint import files, store
-from longtake.checkpoint.store import SaveGroup, Saver, Staging, keep_saver, write
+from longtake.checkpoint.store import Saver, Staging, keep_saver, write
 from longtake.config import CheckpointSection, ParallelSection
 from longtake.errors import CheckpointError
 from longtake.evaluation_dir import ServerDirectory
@@ -98,7 +98,7 @@ def test_saving_waits_for_no_cuda_stream(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    write(run, 30, make_parts(30.0), {"global_step": 30}, SaveGroup(alone, None))
+    write(run, 30, make_parts(30.0), {"global_step": 30}, alone)
     assert waits == []
 
 

@@ -97,7 +97,7 @@ class Teller:
             "samples": samples,
             "state": {"checkpoint": 0},
         }
-        self.run.write_guard_report(path, report)
+        self.run.write_record(path, report)
         self.run.append_event(
             "update_skipped" if kind == "skip" else "anomaly_detected",
             step=step - 1,

@@ -195,7 +195,7 @@ def test_a_step_shortly_before_a_verdict_has_its_own_clips(told: RunDirectory, s
 
 def test_the_newest_of_the_reports_of_a_step_is_shown(told: RunDirectory) -> None:
     path = told.guard_report_path(19, 0)
-    told.write_guard_report(
+    told.write_record(
         told.guard_report_path(19, 1), json.loads(path.read_bytes()) | {"roll_back": None}
     )
     assert step_facts(told, 20, 1)["report"]["path"] == "guard/step_00000019_1.json"

@@ -95,18 +95,6 @@ def test_a_parameter_without_gradient_stays() -> None:
     assert unused not in optimizer.state
 
 
-def test_a_closure_is_called_with_gradients_on() -> None:
-    """`step` returns the closure's loss, as torch's optimizers do."""
-    parameter = nn.Parameter(torch.ones(2, 2))
-
-    def closure() -> float:
-        (parameter.grad,) = torch.autograd.grad(parameter.square().sum(), parameter)
-        return parameter.square().sum().item()
-
-    assert Muon([parameter]).step(closure) == 4.0
-    assert parameter[0, 0] < 1
-
-
 def test_a_resumed_optimizer_goes_on_as_if_never_stopped() -> None:
     parameters = _parameters()
     optimizer = Muon(parameters)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Final, Literal, NotRequired, TypeVar
+from typing import Annotated, Final, Literal, NamedTuple, NotRequired, TypeVar
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -79,11 +79,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def describe_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Sizes and checksums of files, by their names in the folder.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Sizes and checksums of files, by their names in the folder."""
     return {
         name: {"bytes": (folder / name).stat().st_size, "sha256": _checksum(folder / name)}
         for name in names
@@ -91,11 +87,7 @@ def describe_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
 
 
 def commit(folder: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Write COMMITTED; it is on disk when this returns.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write COMMITTED; it is on disk when this returns."""
     write_json(folder / _COMMITTED, {"format": FORMAT, "files": dict(sorted(entries.items()))})
 
 
@@ -103,8 +95,7 @@ def read_committed(folder: Path) -> dict[str, FileEntry]:
     """The files that COMMITTED lists, by their names in the folder.
 
     Raises:
-        FileNotFoundError: there is no COMMITTED.
-        OSError: it cannot be read.
+        OSError: it cannot be read; FileNotFoundError: there is none.
         RecordError: it holds something else.
     """
     path = folder / _COMMITTED
@@ -130,11 +121,8 @@ def load_trainer(path: Path, kind: type[_T]) -> _T:
 def find_damage(folder: Path, *, checksums: bool, within: str = "") -> str | None:
     """What is wrong with a checkpoint's files, as a sentence that names one; None: nothing.
 
-    Args:
-        folder: the checkpoint.
-        checksums: read all bytes, in a few threads, and compare checksums; else only sizes are
-            compared.
-        within: look only at files whose names begin so, such as `model/`.
+    With `checksums` all bytes are read, in a few threads; else only sizes are compared. Only files
+    whose names begin with `within` are looked at, such as `model/`.
     """
     try:
         listed = read_committed(folder)
@@ -147,13 +135,11 @@ def find_damage(folder: Path, *, checksums: bool, within: str = "") -> str | Non
     files = {name: entry for name, entry in listed.items() if name.startswith(within)}
     if not files:
         return f"it holds no {within or 'files'}"
-    found = [_wrong_size(folder / name, name, entry) for name, entry in files.items()]
-    if not any(found) and checksums:
+    damaged = [each for item in files.items() if (each := _wrong_size(folder, *item))]
+    if not damaged and checksums:
         with ThreadPoolExecutor(_CHECKSUM_THREADS) as threads:
-            found = list(
-                threads.map(lambda each: _wrong_bytes(folder / each[0], *each), files.items())
-            )
-    damaged = [each for each in found if each]
+            found = threads.map(lambda item: _wrong_bytes(folder, *item), files.items())
+            damaged = [each for each in found if each]
     if not damaged:
         return None
     more = f", and {len(damaged) - 1} more of its files are damaged" * (len(damaged) > 1)
@@ -181,22 +167,28 @@ def newest_whole(run: RunDirectory, part: str = "") -> Path | None:
     return next(whole, None)
 
 
-def newest_verified(
-    run: RunDirectory, at_most: int | None = None
-) -> tuple[Path | None, tuple[tuple[Path, str], ...]]:
-    """The newest checkpoint whose checksums are right; later ones, with what is wrong with each.
+class LatestCheckpoint(NamedTuple):
+    """The checkpoint that a run resumes from."""
 
-    Steps after `at_most` are ignored.
-    """
+    path: Path | None  # None: there is no whole one
+    damaged: tuple[tuple[Path, str], ...]  # newer ones, newest first, with what is wrong with each
+
+
+def newest_verified(run: RunDirectory, at_most: int | None = None) -> LatestCheckpoint:
+    """The newest checkpoint whose checksums are right; steps after `at_most` are ignored."""
     damaged: list[tuple[Path, str]] = []
     for step, path in sorted(_folders(run).items(), reverse=True):
         if at_most is not None and step > at_most:
             continue
-        reason = find_damage(path, checksums=True) or _unreadable_trainer(path)
-        if reason is None:
-            return path, tuple(damaged)
+        reason = find_damage(path, checksums=True)
+        try:
+            if reason is None:
+                require_record(path / "trainer.json", Trainer)
+                return LatestCheckpoint(path, tuple(damaged))
+        except RecordError as error:
+            reason = f"trainer.json cannot be read: {error.reason}"
         damaged.append((path, reason))
-    return None, tuple(damaged)
+    return LatestCheckpoint(None, tuple(damaged))
 
 
 def dangling_link(path: Path) -> str | None:
@@ -220,42 +212,33 @@ def refuse_dangling_links(run: RunDirectory, after_step: int) -> None:
             )
 
 
-def _wrong_size(path: Path, name: str, entry: FileEntry) -> str | None:
+def _wrong_size(folder: Path, name: str, entry: FileEntry) -> str | None:
     try:
-        status = path.stat()
+        status = (folder / name).stat()
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
-    size = status.st_size
     if not stat.S_ISREG(status.st_mode):
         return f"{name} is no regular file"
-    if size != entry["bytes"]:
-        return f"{name} has {size:,} bytes, and had {entry['bytes']:,} when it was saved"
+    if status.st_size != entry["bytes"]:
+        had = f"{entry['bytes']:,} when it was saved"
+        return f"{name} has {status.st_size:,} bytes, and had {had}"
     return None
 
 
-def _wrong_bytes(path: Path, name: str, entry: FileEntry) -> str | None:
+def _wrong_bytes(folder: Path, name: str, entry: FileEntry) -> str | None:
     try:
-        checksum = _checksum(path)
+        is_same = _checksum(folder / name) == entry["sha256"]
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
-    if checksum != entry["sha256"]:
-        return f"{name} has other bytes than were saved: its checksum (sha256) differs"
-    return None
+    same = f"{name} has other bytes than were saved: its checksum (sha256) differs"
+    return None if is_same else same
 
 
 def _checksum(path: Path) -> str:
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _unreadable_trainer(path: Path) -> str | None:
-    try:
-        require_record(path / "trainer.json", Trainer)
-    except RecordError as error:
-        return f"trainer.json cannot be read: {error.reason}"
-    return None
 
 
 def _is_whole(path: Path, within: str = "") -> bool:
@@ -281,7 +264,11 @@ def needed_steps(run: RunDirectory) -> set[int]:
     Freshness compares two times of the same file system: that of a heartbeat and that of the newest
     COMMITTED. A heartbeat that cannot be read needs nothing.
     """
-    oldest = _newest_commit_seconds(run) - STALE_SECONDS
+    commits = []
+    for path in run.checkpoints_path.glob(f"step_*/{_COMMITTED}"):
+        with suppress(OSError):
+            commits.append(path.stat().st_mtime)
+    oldest = max(commits, default=0.0) - STALE_SECONDS
     needed: set[int] = set()
     with suppress(OSError):
         for server in all_servers(run):
@@ -292,15 +279,6 @@ def needed_steps(run: RunDirectory) -> set[int]:
     return needed
 
 
-def _newest_commit_seconds(run: RunDirectory) -> float:
-    """When the newest checkpoint was committed, by the files' times; 0 if there is none."""
-    times = []
-    for path in run.checkpoints_path.glob(f"step_*/{_COMMITTED}"):
-        with suppress(OSError):
-            times.append(path.stat().st_mtime)
-    return max(times, default=0.0)
-
-
 def unneeded_steps(
     steps: Collection[int],
     *,
@@ -309,35 +287,22 @@ def unneeded_steps(
     needed: Iterable[int],
     reach: int,
 ) -> list[int]:
-    """Steps whose checkpoints may be deleted, ascending.
+    """Steps whose checkpoints may be deleted, ascending, of those of all whole checkpoints.
 
-    Args:
-        steps: those of all whole checkpoints.
-        keep: how many of the newest stay.
-        keep_every: every multiple of it stays.
-        needed: steps that evaluation servers need.
-        reach: how many steps before the newest one a rollback must be able to go; 0 for none. The
-            newest checkpoint that is that old stays, and so does the one that will take its place.
+    What stays: the newest `keep`; multiples of `keep_every`; what evaluation servers need; and one
+    to which a rollback can go that must reach so many steps back (0: none must).
     """
     ascending = sorted(steps)
-    kept = {*ascending[-keep:], *needed, *_rollback_targets(ascending, reach)}
+    kept = {*ascending[-keep:], *needed}
     if keep_every is not None:
         kept |= {step for step in ascending if step % keep_every == 0}
+    if reach and ascending:
+        # Without the second, the first would have no successor: few of the newest are kept until
+        # they are old enough, and the run could only go back to where it began.
+        border = ascending[-1] - reach
+        kept.update([step for step in ascending if step <= border][-1:])
+        kept.update([step for step in ascending if step > border][:1])
     return [step for step in ascending if step not in kept]
-
-
-def _rollback_targets(ascending: list[int], reach: int) -> list[int]:
-    """The newest that is old enough, and the oldest that is not.
-
-    Without the second the first would have no successor: few of the newest are kept long enough
-    to become old, and the run could only go back to where it began.
-    """
-    if not reach or not ascending:
-        return []
-    border = ascending[-1] - reach
-    old = [step for step in ascending if step <= border]
-    young = [step for step in ascending if step > border]
-    return [*old[-1:], *young[:1]]
 
 
 # --- Deletion ---------------------------------------------------------------------------------
@@ -398,10 +363,7 @@ def delete_unless_needed(run: RunDirectory, step: int) -> bool:
 
     A server first writes that it needs a checkpoint, then looks whether it is there. So this looks
     at the needs again after it has renamed the checkpoint, and renames it back if it is needed now.
-    A server that writes later finds it gone.
-
-    Raises:
-        OSError: it cannot be renamed.
+    A server that writes later finds it gone. OSError: it cannot be renamed.
     """
     if step in needed_steps(run):
         return False
@@ -418,11 +380,7 @@ def delete_unless_needed(run: RunDirectory, step: int) -> bool:
 
 
 def hide(path: Path) -> Path:
-    """Rename a checkpoint to a name that no reader looks at, and return that.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Rename a checkpoint to a name that no reader looks at, and return that."""
     hidden = path.with_name(f".{path.name}.deleted")
     remove_tree(hidden)  # left by a deletion that was interrupted
     return path.rename(hidden)

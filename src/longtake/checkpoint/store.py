@@ -13,11 +13,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -38,7 +37,7 @@ from torch.serialization import _get_layout
 
 from longtake import heartbeat
 from longtake.checkpoint import files
-from longtake.checkpoint.files import FileEntry
+from longtake.checkpoint.files import FileEntry, LatestCheckpoint
 from longtake.config import CheckpointSection
 from longtake.errors import CheckpointError, LongtakeError
 from longtake.fsio import flush_to_disk, open_regular, remove_tree, write_json
@@ -68,27 +67,12 @@ T = TypeVar("T")
 # --- Loading ----------------------------------------------------------------------------------
 
 
-class LatestCheckpoint(NamedTuple):
-    """The checkpoint that a run resumes from."""
-
-    path: Path | None
-    """None: there is no whole one."""
-    damaged: tuple[tuple[Path, str], ...]
-    """Newer ones, the newest first, with what is wrong with each."""
-
-
 def latest_checkpoint(
     run: RunDirectory, world: World, at_most: int | None = None
 ) -> LatestCheckpoint:
-    """The newest checkpoint whose checksums are right; the same on every rank.
-
-    Args:
-        run: the run directory, as rank 0 sees it.
-        world: all ranks; they wait for rank 0, which reads the files.
-        at_most: ignore later steps.
-    """
-    found = files.newest_verified(run, at_most) if world.is_first else (None, ())
-    return LatestCheckpoint(*gather_objects(found, world, patiently=True)[0])
+    """The newest checkpoint whose checksums are right; all ranks wait for rank 0, which reads."""
+    found = files.newest_verified(run, at_most) if world.is_first else LatestCheckpoint(None, ())
+    return gather_objects(found, world, patiently=True)[0]
 
 
 def load_parts(
@@ -133,10 +117,7 @@ def load_parts(
 
 
 def part_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of each entry of a part, by name; () where it is not a tensor.
-
-    Args:
-        folder: of the part. Its checksums must have been compared.
+    """Shape of each entry of a part whose checksums were compared; () where it is no tensor.
 
     Raises:
         OSError: it cannot be read.
@@ -150,12 +131,6 @@ class CheckpointReader(FileSystemReader):
     """Reads `.metadata` by an unpickler that allows only what torch writes there."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint holds.
-
-        Raises:
-            OSError: it cannot be read.
-            ValueError: it is not what torch writes.
-        """
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         with open_regular(path) as file:
             try:
@@ -170,11 +145,6 @@ class SafeLoadPlanner(DefaultLoadPlanner):
     """Reads what is not a tensor, such as a learning rate, by torch's restricted unpickler."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put an object of the checkpoint where it belongs.
-
-        Raises:
-            pickle.UnpicklingError: it is neither plain data nor a tensor.
-        """
         loaded = torch.load(value, weights_only=True)
         name = read_item.dest_index.fqn
         if self.flatten_state_dict:
@@ -236,18 +206,9 @@ def _last_line(error: BaseException) -> str:
 class Saver:
     """Writes checkpoints, one after another, in a thread of its own, and deletes older ones.
 
-    Every rank has one and makes the same calls in the same order.
-
-    Args:
-        run: the run directory.
-        world: all ranks.
-        section: the recipe's.
-        start: the step that training resumes from. Later checkpoints are damaged, and are deleted
-            after the next whole one.
-        reach: how many steps a rollback must be able to go back; 0 for none.
-
-    Attributes:
-        failures_in_a_row: saves that have failed since one did not, the same on every rank.
+    Every rank has one and makes the same calls in the same order. Training resumes from the step
+    `start`: later checkpoints are damaged, and are deleted after the next whole one. A rollback
+    must be able to go back `reach` steps.
     """
 
     def __init__(
@@ -261,10 +222,8 @@ class Saver:
     ) -> None:
         self.world = world
         self._run, self._section, self._reach = run, section, reach
-        group = (
-            None if world.mesh is None else dist.new_group(backend="gloo", timeout=_SAVE_TIMEOUT)
-        )
-        self._group = SaveGroup(world, group)
+        is_alone = world.mesh is None
+        self._group = None if is_alone else dist.new_group(backend="gloo", timeout=_SAVE_TIMEOUT)
         self._staging = Staging()
         self._thread = ThreadPoolExecutor(1, "checkpoint", _prepare_thread, (world.device,))
         self._pending: Future[Path] | None = None
@@ -273,19 +232,13 @@ class Saver:
         self._seconds = 0.0
         self._finished: list[Path] = []
         self._failure: BaseException | None = None
-        self.failures_in_a_row = 0
-        self._is_abandoned = False
+        self.failures_in_a_row = 0  # since a save that did not fail; the same on every rank
         _silence_single_process_warning()
 
     def save(self, step: int, parts: Mapping[str, State], trainer: Mapping[str, Any]) -> None:
-        """Begin to save; returns when the state may change again.
+        """Begin to save, as `write` does; returns when the state may change again.
 
         A pending save is waited for. A save that fails sets `failed`.
-
-        Args:
-            step: global step.
-            parts: states by the folders in which they are saved.
-            trainer: what else is needed to resume, as JSON.
         """
         self.wait()
         heartbeat.set_phase("checkpoint")
@@ -296,13 +249,11 @@ class Saver:
 
     @property
     def is_due(self) -> bool:
-        """Whether `checkpoint.minutes` have passed since the last save; on rank 0, for all ranks.
-
-        It is false on other ranks: their clocks differ.
-        """
+        """Whether `checkpoint.minutes` have passed; false on ranks other than 0: clocks differ."""
         minutes = self._section.minutes
-        is_asked = minutes is not None and self.world.is_first
-        return is_asked and time.monotonic() - self._begun >= 60 * (minutes or 0)
+        if minutes is None or not self.world.is_first:
+            return False
+        return time.monotonic() - self._begun >= 60 * minutes
 
     @property
     def failed(self) -> bool:
@@ -334,18 +285,15 @@ class Saver:
             raise failure  # a defect of ours
         return None if message is None else CheckpointError(message)
 
-    def abandon(self) -> None:
-        self._is_abandoned = self.world.mesh is not None
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=not self._is_abandoned)
+    def close(self, *, waits: bool = True) -> None:
+        self._thread.shutdown(wait=waits)
         self._collect()
 
     def _save(
         self, step: int, parts: Mapping[str, State], trainer: Mapping[str, Any], since: int
     ) -> Path:
         begun = time.monotonic()
-        path = write(self._run, step, parts, trainer, self._group)
+        path = write(self._run, step, parts, trainer, self.world, self._group)
         self._seconds = time.monotonic() - begun
         if self.world.is_first:
             files.prune(self._run, step, since, self._section, self._reach)
@@ -373,32 +321,24 @@ def keep_saver(
     """A saver whose pending save is waited for at the end, also after an error and a Ctrl-C.
 
     Except after a defect, or the loss of another rank: the save would not become whole, and others
-    wait for this process to end.
-
-    Its arguments are those of `Saver`.
-
-    Raises:
-        CheckpointError: on every rank, at the end of a block that ends well: a save has failed.
+    wait for this process to end. A failed save is raised at the end of a block that ends well, on
+    every rank.
     """
-    saver = Saver(run, world, section, start=start, reach=reach)
+    saver, waits = Saver(run, world, section, start=start, reach=reach), True
     try:
         yield saver
         if error := saver.take_failure():
             raise error
     except Exception as error:
-        if not isinstance(error, LongtakeError):
-            saver.abandon()
+        waits = isinstance(error, LongtakeError) or world.mesh is None
         raise
     finally:
-        saver.close()
+        saver.close(waits=waits)
 
 
 def _prepare_thread(device: torch.device) -> None:
-    """Set the thread's GPU.
-
-    Its priority stays that of the training: a thread that waits for the processor holds Python's
-    lock meanwhile, and the training waits with it.
-    """
+    # Its priority stays that of the training: a thread that waits for the processor holds Python's
+    # lock meanwhile, and the training waits with it.
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -417,7 +357,7 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of nested dicts of tensors and other values; the last copy is overwritten."""
+        """A copy of nested dicts; the last copy is overwritten."""
         copied: dict[str, Any] = self._copied(parts, "")
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()  # copies from a GPU are asynchronous
@@ -456,41 +396,13 @@ class Staging:
 # --- Writing one checkpoint -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SaveGroup:
-    """Ranks that save together, through a process group that nothing else uses."""
-
-    world: World
-    group: dist.ProcessGroup | None
-    """None where the process is alone."""
-
-    def all_ranks(self, work: Callable[[], T]) -> list[T]:
-        """Let every rank do something, and wait for all; returns the results by rank.
-
-        Raises:
-            OSError: on every rank, if the work failed on any of them.
-        """
-        result: T | None = None
-        mistake: str | None = None
-        try:
-            result = work()
-        except Exception as error:  # of any kind: no rank may wait for this one for ever
-            mistake = str(error) if isinstance(error, OSError) else repr(error)
-        everyone: list[Any] = [(result, mistake)] * self.world.size
-        if self.group is not None:
-            dist.all_gather_object(everyone, (result, mistake), self.group)
-        for _, each in everyone:
-            if each is not None:
-                raise OSError(each)
-        return [each for each, _ in everyone]
-
-
 def write(
     run: RunDirectory,
     step: int,
     parts: Mapping[str, State],
     trainer: Mapping[str, Any],
-    group: SaveGroup,
+    world: World,
+    group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Write a checkpoint aside and rename it when it is whole; all ranks call it.
 
@@ -499,7 +411,8 @@ def write(
         step: global step.
         parts: states by the folders in which they are saved.
         trainer: what else is needed to resume, as JSON.
-        group: all ranks.
+        world: all ranks.
+        group: of all ranks, which nothing else uses meanwhile; None: the process is alone.
 
     Returns:
         The whole checkpoint, which is on disk.
@@ -510,13 +423,21 @@ def write(
     """
     whole = run.checkpoint_path(step)
     aside = whole.with_name(f".{whole.name}.partial")
-    is_first, rank = group.world.is_first, group.world.rank
+    is_first = world.is_first
+
+    def describe() -> dict[str, FileEntry]:
+        names = files.list_files(aside)
+        mine = [name for name in names if Path(name).match(f"__{world.rank}_*")]
+        return files.describe_files(aside, mine)
+
     try:
-        group.all_ranks(lambda: _begin(aside, whole) if is_first else None)
+        _on_all_ranks(lambda: _begin(aside, whole) if is_first else None, group)
         for name, state in parts.items():
-            _write_part(aside / name, state, group.group)
-        described = group.all_ranks(lambda: files.describe_files(aside, _written_by(rank, aside)))
-        group.all_ranks(lambda: _commit(aside, whole, trainer, described) if is_first else None)
+            _write_part(aside / name, state, group)
+        described = _on_all_ranks(describe, group)
+        _on_all_ranks(
+            lambda: _commit(aside, whole, trainer, described) if is_first else None, group
+        )
     except (OSError, CheckpointException) as error:
         if is_first:
             remove_tree(aside)
@@ -524,12 +445,33 @@ def write(
     return whole
 
 
+def _on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
+    """Let every rank do something, and wait for all; returns the results by rank.
+
+    Raises:
+        OSError: on every rank, if the work failed on any of them.
+    """
+    result: T | None = None
+    mistake: str | None = None
+    try:
+        result = work()
+    except Exception as error:  # of any kind: no rank may wait for this one for ever
+        mistake = str(error) if isinstance(error, OSError) else repr(error)
+    everyone: list[Any] = [(result, mistake)]
+    if group is not None:
+        everyone *= dist.get_world_size(group)
+        dist.all_gather_object(everyone, (result, mistake), group)
+    for _, each in everyone:
+        if each is not None:
+            raise OSError(each)
+    return [each for each, _ in everyone]
+
+
 class _Disk(FileSystem):
     """Raises that a disk is full, where torch raises that a file is shorter than it should be."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a file; what is raised while it is open is the error that came first."""
         with super().create_stream(path, mode) as stream:
             try:
                 yield stream
@@ -553,10 +495,6 @@ def _write_part(folder: Path, state: State, group: dist.ProcessGroup | None) -> 
     writer.fs = _Disk()
     alone = group is None
     state_dict_saver.save(state, storage_writer=writer, process_group=group, no_dist=alone)
-
-
-def _written_by(rank: int, folder: Path) -> list[str]:
-    return [name for name in files.list_files(folder) if Path(name).match(f"__{rank}_*")]
 
 
 def _commit(

@@ -486,7 +486,7 @@ def brighten(run: RunDirectory, times: int, brighter: float, distance: int) -> l
     """Save further checkpoints of a tubelet, each with a brighter EMA; returns their steps."""
     import torch
 
-    from longtake.checkpoint.store import SaveGroup, write
+    from longtake.checkpoint.store import write
     from longtake.models.trainable import trained_state
     from longtake.parallel.mesh import World
     from longtake.sampling.sampler import load_sampler
@@ -504,7 +504,7 @@ def brighten(run: RunDirectory, times: int, brighter: float, distance: int) -> l
         with torch.no_grad():
             ema.get_parameter("tube_out.bias").add_(brighter)
         parts = {"model": dict(trained_state(weights)), sampler.weights: dict(trained_state(ema))}
-        write(run, step, parts, {**trainer, "global_step": step}, SaveGroup(alone, None))
+        write(run, step, parts, {**trainer, "global_step": step}, alone)
     return steps
 
 

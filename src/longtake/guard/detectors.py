@@ -6,7 +6,7 @@ undisturbed runs: benchmarks/guard_calibration.py.
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -28,31 +28,21 @@ VerdictReason = Literal["", "non_finite", "spike", "divergence", "weight_step", 
 class GuardVerdict:
     """What is to be done with a step, before its update is applied.
 
-    Attributes:
-        kind: `skip`: do not apply the update. `roll_back`: nor that, and restore a checkpoint from
-            before `began`. `stop`: end the run.
-        reason: which detector; `edge_step` is a `weight_step` where an epoch or a stage begins.
-        message: what was seen and what was usual.
-        began: step at which the divergence began; the state before that step is still good.
+    `skip`: do not apply the update; `roll_back`: nor that, and restore a checkpoint from before
+    `began`; `stop`: end the run.
     """
 
     kind: VerdictKind
-    reason: VerdictReason = ""
-    message: str = ""
-    began: int = 0
+    reason: VerdictReason = ""  # `edge_step`: a `weight_step` where an epoch or a stage begins
+    message: str = ""  # what was seen and what was usual
+    began: int = 0  # step at which the divergence began; the state before it is still good
 
 
 OK = GuardVerdict("ok")
 
 
 def judge(history: History, now: StepStatistics, settings: GuardSettings) -> GuardVerdict:
-    """The verdict on a step, before its update is applied; that of the first detector below.
-
-    Args:
-        history: the steps before it, with their verdicts.
-        now: the step.
-        settings: of the guard.
-    """
+    """The verdict of the first detector on a step, compared with the history before it."""
     window = StepWindow(history, now, settings)
     with np.errstate(all="ignore"):  # float range is exceeded when statistics explode
         return (
@@ -71,7 +61,14 @@ def detect_non_finite(window: StepWindow) -> GuardVerdict | None:
     """Skip a step with NaN or inf in loss or gradients; roll back if the weights have them."""
     now = window.now
     if not math.isfinite(now.weight_norm):
-        return _roll_back_to_finite_weights(window)
+        rows = window.history.rows
+        finite = rows.column("step")[np.isfinite(rows.column("weight_norm"))]
+        began = int(finite[-1]) if len(finite) else max(0, now.step - 1)
+        message = (
+            f"The norm of the weights is {now.weight_norm}: the update of step {began + 1} left "
+            "NaN or inf in them."
+        )
+        return GuardVerdict("roll_back", "non_finite", message, began)
     if math.isfinite(now.loss) and math.isfinite(now.grad_norm) and now.nonfinite_share == 0:
         return None
     message = f"The loss is {now.loss:.4g} and the norm of the gradient {now.grad_norm:.4g}"
@@ -80,17 +77,6 @@ def detect_non_finite(window: StepWindow) -> GuardVerdict | None:
         text = f"{share:.2%}" if share >= 1e-4 else "less than 0.01%"
         message += f", of which {text} is NaN or inf"
     return _skip_or_roll_back(window, "non_finite", f"{message}; both must be finite.")
-
-
-def _roll_back_to_finite_weights(window: StepWindow) -> GuardVerdict:
-    rows = window.history.rows
-    finite = rows.column("step")[np.isfinite(rows.column("weight_norm"))]
-    began = int(finite[-1]) if len(finite) else max(0, window.now.step - 1)
-    message = (
-        f"The norm of the weights is {window.now.weight_norm}: the update of step {began + 1} left "
-        "NaN or inf in them."
-    )
-    return GuardVerdict("roll_back", "non_finite", message, began)
 
 
 # --- Jumps of the weight norm ---------------------------------------------------------------------
@@ -161,7 +147,9 @@ def _weight_norm_verdict(
     # A learning rate that is too high moves the weights at any step, so that a jump with grown
     # updates is attributed to an edge only if it happened exactly there.
     first = began + 1 if growth else began + 1 - _max_steps_after_edge(window)
-    edge = _last_edge_since(window, first)
+    steps = [*(each.statistics for each in window.history), window.now]
+    edges = (each.edge for each in reversed(steps) if each.edge and each.step >= first)
+    edge = next(edges, None)
     if edge is not None:
         reason, message = "edge_step", f"{message}, where {edge}"
     elif growth is not None:
@@ -177,11 +165,6 @@ def _max_steps_after_edge(window: StepWindow) -> int:
     edges = rows.column("step")[rows.column("at_edge") > 0]
     epochs = np.diff(np.concatenate([rows.column("step")[:1], edges, [window.now.step]]))
     return int(min(_MAX_STEPS_AFTER_EDGE, epochs.max() // 4))
-
-
-def _last_edge_since(window: StepWindow, first: int) -> str | None:
-    steps = [*(each.statistics for each in window.history), window.now]
-    return next((each.edge for each in reversed(steps) if each.edge and each.step >= first), None)
 
 
 # --- Growth of updates ----------------------------------------------------------------------------
@@ -338,8 +321,7 @@ class _Excess:
         )
 
 
-@dataclass(frozen=True)
-class _SpikeLimit:
+class _SpikeLimit(NamedTuple):
     """A spike exceeds both."""
 
     sigmas: float

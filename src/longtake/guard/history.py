@@ -3,7 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Annotated, Any, Required, Self
@@ -76,46 +77,36 @@ class StepStatistics:
     group_update_ratios: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        return {each.name: _to_json(getattr(self, each.name)) for each in fields(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {n: _mapped(each, _to_json, list) for n, each in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        return cls(**{k: v if k in _TEXT_FIELDS else _from_json(v) for k, v in values.items()})
+        numbers = values.keys() - set(_TEXT_FIELDS)
+        return cls(**{**values, **{n: _mapped(values[n], _from_json, tuple) for n in numbers}})
 
     def rounded(self) -> Self:
-        return type(self)(
-            **{each.name: _rounded(getattr(self, each.name)) for each in fields(self)}
-        )
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return type(self)(**{n: _mapped(each, _rounded, tuple) for n, each in values.items()})
+
+
+def _mapped(value: Any, change: Callable[[Any], Any], sequence: type) -> Any:
+    """The value with each number in it changed, and each sequence of this type."""
+    if isinstance(value, dict):
+        return {name: change(each) for name, each in value.items()}
+    return sequence(map(change, value)) if isinstance(value, list | tuple) else change(value)
 
 
 def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.{_NUM_DIGITS}g}")
-    if isinstance(value, tuple):
-        return tuple(map(_rounded, value))
-    if isinstance(value, dict):
-        return {name: _rounded(each) for name, each in value.items()}
-    return value
+    return float(f"{value:.{_NUM_DIGITS}g}") if isinstance(value, float) else value
 
 
 def _to_json(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, tuple):
-        return list(map(_to_json, value))
-    if isinstance(value, dict):
-        return {name: _to_json(each) for name, each in value.items()}
-    return value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _from_json(value: Any) -> Any:
-    if isinstance(value, str):
-        return float(value)
-    if isinstance(value, list):
-        return tuple(map(_from_json, value))
-    if isinstance(value, dict):
-        return {name: _from_json(each) for name, each in value.items()}
-    return value
+    return float(value) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
@@ -232,51 +223,36 @@ HistoryColumns = Annotated[_Columns, AfterValidator(_require_equal_lengths)]
 """What `History.as_json` returns."""
 
 
-class _Storage:
-    """Rows that are only appended to, so that successive histories share them."""
-
-    def __init__(self, capacity: int) -> None:
-        self.numbers: Numbers = np.empty((capacity, len(_COLUMNS)))
-        self.steps: list[JudgedStep] = []
-
-
 class History:
     """The last four windows of steps, oldest first; immutable.
 
     Statistics are rounded as `as_json` keeps them, so that a resumed run comes to the same
-    verdicts as an uninterrupted one.
-
-    Args:
-        window: `guard.window` of the recipe, in steps.
+    verdicts as an uninterrupted one. Successive histories share their steps and rows, which are
+    only appended to.
     """
 
     def __init__(self, window: int) -> None:
         self._limit = MAX_WINDOWS * window
-        self._storage = _Storage(2 * self._limit)
+        self._numbers: Numbers = np.empty((2 * self._limit, len(_COLUMNS)))
+        self._steps: list[JudgedStep] = []
         self._end = 0
 
     def append(self, step: JudgedStep) -> "History":
         """A new history with one more step."""
         rounded = replace(step, statistics=step.statistics.rounded())
-        storage, end = self._storage_with_room()
-        storage.steps.append(rounded)
-        storage.numbers[end] = _row(rounded.statistics, rounded.verdict_kind)
-        longer = History.__new__(History)
-        longer._limit, longer._storage, longer._end = self._limit, storage, end + 1
+        longer = copy(self)
+        if not self._end == len(self._steps) < len(self._numbers):
+            # It is full, or another history was appended to it.
+            longer._numbers, longer._steps = np.empty_like(self._numbers), list(self)
+            longer._numbers[: len(self)], longer._end = self.rows.numbers, len(self)
+        longer._steps.append(rounded)
+        longer._numbers[longer._end] = _row(rounded.statistics, rounded.verdict_kind)
+        longer._end += 1
         return longer
-
-    def _storage_with_room(self) -> tuple[_Storage, int]:
-        """This storage, or a copy if it is full or another history was appended to it."""
-        if self._end == len(self._storage.steps) < len(self._storage.numbers):
-            return self._storage, self._end
-        storage = _Storage(2 * self._limit)
-        storage.steps = list(self)
-        storage.numbers[: len(self)] = self.rows.numbers
-        return storage, len(self)
 
     @property
     def rows(self) -> StepRows:
-        return StepRows(self._storage.numbers[self._start : self._end])
+        return StepRows(self._numbers[self._start : self._end])
 
     @property
     def _start(self) -> int:
@@ -286,7 +262,7 @@ class History:
         return self._end - self._start
 
     def __iter__(self) -> Iterator[JudgedStep]:
-        return iter(self._storage.steps[self._start : self._end])
+        return iter(self._steps[self._start : self._end])
 
     def batch_of(self, step: int) -> int | None:
         rows = (each.statistics for each in reversed(list(self)))

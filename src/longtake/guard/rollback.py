@@ -36,7 +36,14 @@ def plan_rollback(
         previous: the run's earlier rollbacks, oldest first.
         settings: of the guard.
     """
-    fruitless = _num_without_progress(verdict, now, previous, settings)
+    fruitless, furthest, reason = 0, 0, ""  # rollbacks since the run last made progress
+    for each in previous:
+        if _is_progress(each["from_step"], each["reason"], furthest, reason, settings):
+            fruitless = 0
+        fruitless, reason = fruitless + 1, each["reason"]
+        furthest = max(furthest, each["from_step"])
+    if _is_progress(now.step, verdict.reason, furthest, reason, settings):
+        fruitless = 0
     if fruitless >= settings.max_rollbacks:
         return _explain_limit(verdict, fruitless, previous)
     step = max((each for each in checkpoint_steps if each <= verdict.began), default=None)
@@ -50,25 +57,6 @@ def plan_rollback(
 def _batch_of(step: int, history: History, now: StepStatistics) -> int:
     known = history.batch_of(step)
     return now.batch - (now.step - step) if known is None else known
-
-
-def _num_without_progress(
-    verdict: GuardVerdict,
-    now: StepStatistics,
-    previous: Sequence[RolledBack],
-    settings: GuardSettings,
-) -> int:
-    """Number of rollbacks since the run last made progress."""
-    count, furthest, reason = 0, 0, ""
-    for rolled_back in previous:
-        if _is_progress(
-            rolled_back["from_step"], rolled_back["reason"], furthest, reason, settings
-        ):
-            count = 0
-        count, reason = count + 1, rolled_back["reason"]
-        furthest = max(furthest, rolled_back["from_step"])
-    is_progress = _is_progress(now.step, verdict.reason, furthest, reason, settings)
-    return 0 if is_progress else count
 
 
 def _is_progress(

@@ -6,9 +6,9 @@ its place and then rounded into it.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,27 +23,13 @@ MAX_BATCH_ELEMENTS = 2**26
 class Fp32Optimizer(torch.optim.Optimizer):
     """An optimizer whose state is fp32, on the device that `device_of` names."""
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the parameters that have a gradient.
-
-        Returns:
-            What `closure` returned, or None.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters that have a gradient."""
+        assert closure is None, "closures are not supported"
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             self.update(parameters, group)
-        return loss
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         raise NotImplementedError

@@ -39,7 +39,6 @@ from longtake.data.cache_fill import (
 )
 from longtake.data.loader import Loader
 from longtake.errors import DataError, RecipeError
-from longtake.heartbeat import HeartbeatDir
 from longtake.models.build import assemble, outline, text_section
 from longtake.models.codec import Codec, build_codec
 from longtake.models.pretrained import locate
@@ -127,19 +126,16 @@ def captions_of(loader: Loader) -> list[str]:
 
 def make_parts(recipe: Recipe, captions: Iterable[str], folder: Path) -> None:
     """Make the codec and the encoders that are pretrained nowhere, and keep them in a folder."""
-    if not _has_all_pretrained(recipe):
+    codec, text, pooled = recipe.codec, recipe.text, recipe.text.pooled
+    is_pretrained = (
+        (codec.kind == "pixels" or codec.pretrained is not None)
+        and text.pretrained is not None
+        and (pooled is None or pooled.pretrained is not None or not pooled.config)
+    )
+    if not is_pretrained:
         parts = assemble(recipe, captions, None)  # as a run makes them: of one stream of numbers
         parts.codec.save(folder)
         parts.text.save(folder)
-
-
-def _has_all_pretrained(recipe: Recipe) -> bool:
-    codec, text = recipe.codec, recipe.text
-    return (
-        (codec.kind == "pixels" or codec.pretrained is not None)
-        and text.pretrained is not None
-        and (text.pooled is None or text.pooled.pretrained is not None or not text.pooled.config)
-    )
 
 
 def fill_cache(
@@ -163,11 +159,18 @@ def fill_cache(
             without=loader.quarantined,
             progress=advance,
         )
-    mine = CacheReport(present=missing.present)
-    if on is None:
-        _encode_here(cache, missing, recipe, made, world.device, shown, mine, loader.heartbeats)
-    else:
+    mine, device = CacheReport(present=missing.present), world.device
+    if on is not None:
         _encode_on(cache, missing, recipe, made, shown, mine, on, workers)
+    if missing.captions and on is None:
+        text = build_text(text_section(recipe), (), made)
+        with _on_device(text, device), counted(shown, "cache: captions") as advance:
+            fill_prompts(cache, missing.captions, _caption_encoder(text), mine, advance)
+    if missing.clips and on is None:
+        codec = build_codec(recipe.codec, made)
+        with _on_device(codec, device), counted(shown, "cache: clips") as advance:
+            encode = _pixel_encoder(codec, device)
+            fill_latents(cache, missing.clips, encode, mine, advance, loader.heartbeats)
     report = CacheReport(incidents=mine.incidents)
     mine.incidents = []
     # They wait for each other, however long one of them has to encode.
@@ -205,27 +208,6 @@ def _refuse_other_folders(cache: Cache, world: World) -> None:
             f"data.cache = {cache.folder} is another folder on {', '.join(others)} than on "
             f"{seen[0][0]}. Name one that all nodes share."
         )
-
-
-def _encode_here(
-    cache: Cache,
-    missing: Missing,
-    recipe: Recipe,
-    made: Path,
-    device: torch.device,
-    console: Console,
-    report: CacheReport,
-    heartbeats: HeartbeatDir | None,
-) -> None:
-    if missing.captions:
-        text = build_text(text_section(recipe), (), made)
-        with _on_device(text, device), counted(console, "cache: captions") as advance:
-            fill_prompts(cache, missing.captions, _caption_encoder(text), report, advance)
-    if missing.clips:
-        codec = build_codec(recipe.codec, made)
-        with _on_device(codec, device), counted(console, "cache: clips") as advance:
-            encode = _pixel_encoder(codec, device)
-            fill_latents(cache, missing.clips, encode, report, advance, heartbeats)
 
 
 @contextmanager

@@ -209,7 +209,7 @@ class Recorder:
     def _write_incident(self, incident: WorkerIncident, step: int, rank: int, host: str) -> None:
         name = f"{file_time()}_{incident.pid}"
         path = self._run.stack_path(host, name)
-        self._run.write_stacks(path, incident.stack.as_dict())
+        self._run.write_record(path, incident.stack.as_dict())
         kind: EventKind = "decoder_stalled" if incident.kind == "stalled" else "decoder_died"
         self._run.append_event(
             kind,

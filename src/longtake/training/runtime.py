@@ -191,26 +191,22 @@ def refuse_out_of_memory(
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
+        asked = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
         where = f"step {state.global_step + 1} on rank {world.rank} ({world.device})"
+        where += f", which asked for {asked[1]} more" if asked else ""
         raise PlanError(
-            f"Out of memory in {where}{_request(error)}. {_planned(plan)} "
-            f"{_measured(world.device)} {_advice(plan, recipe)}"
+            f"Out of memory in {where}. {_planned(plan)} {_measured(world.device)} "
+            f"{_advice(plan, recipe)}"
         ) from error
-
-
-def _request(error: BaseException) -> str:
-    found = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
-    return f", which asked for {found[1]} more" if found else ""
 
 
 def _planned(plan: MemoryPlan) -> str:
     if plan.memory is None:
         return f"Nothing was predicted (recompute.policy = {plan.policy})."
-    budget = (
-        "" if plan.budget_bytes is None else f" of a budget of {format_size(plan.budget_bytes)}"
-    )
-    peak = format_size(plan.memory.step_peak_bytes)
-    return f"The plan (recompute.policy = {plan.policy}) predicts at most {peak}{budget}."
+    most = format_size(plan.memory.step_peak_bytes)
+    if plan.budget_bytes is not None:
+        most += f" of a budget of {format_size(plan.budget_bytes)}"
+    return f"The plan (recompute.policy = {plan.policy}) predicts at most {most}."
 
 
 def _measured(device: torch.device) -> str:
@@ -226,12 +222,7 @@ def _measured(device: torch.device) -> str:
 
 
 def _advice(plan: MemoryPlan, recipe: Recipe) -> str:
+    way = f"recompute.reserve above {recipe.recompute.reserve:g}, so that the plan uses less,"
     if plan.budget_bytes is None:
-        return (
-            "Set recompute.memory to the device's memory, or lower training.micro_batch_size, and "
-            "start the same command again."
-        )
-    return (
-        f"Set recompute.reserve above {recipe.recompute.reserve:g}, so that the plan uses less, or "
-        "lower training.micro_batch_size, and start the same command again."
-    )
+        way = "recompute.memory to the device's memory,"
+    return f"Set {way} or lower training.micro_batch_size, and start the same command again."

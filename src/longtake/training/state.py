@@ -161,7 +161,7 @@ def _find_losses(run: RunDirectory, recipe: Recipe, loader: Loader, step: int) -
     return [*lost, *missing_vocabulary(run, recipe, loader)]
 
 
-def _latest_not_rolled_back(run: RunDirectory, world: World) -> store.LatestCheckpoint:
+def _latest_not_rolled_back(run: RunDirectory, world: World) -> files.LatestCheckpoint:
     """The newest whole checkpoint of a state that no rollback abandoned; all ranks call it.
 
     Abandoned ones are deleted: they are there if a run was killed while it rolled back.

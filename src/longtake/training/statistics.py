@@ -84,10 +84,8 @@ class NormStats:
         gradients = [parameter.grad for parameter in self._parameters]
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         shards = [local_shard(gradient) for gradient in gradients if gradient is not None]
-        of_gradients, of_weights = (
-            squares(shards),
-            squares([local_shard(p) for p in self._parameters]),
-        )
+        of_gradients = squares(shards)
+        of_weights = squares([local_shard(p) for p in self._parameters])
         update = self._taken_update(of_weights.device)
         numbers = torch.cat([of_gradients.to(update.device), of_weights, update]).tolist()
         end = len(present)
@@ -265,18 +263,14 @@ def local_facts(
 
 def _losses(samples: SampleLosses, batch: Batch) -> dict[str, float]:
     """Sums of losses, and numbers of samples, by quarter of the sigmas; without stand-ins."""
-    sums = [0.0] * _QUARTERS
-    counts = [0.0] * _QUARTERS
+    sums = dict(_NO_LOSSES)
     for loss, sigma, weight in zip(
         samples.losses, samples.sigmas, batch.weights.tolist(), strict=True
     ):
         quarter = min(_QUARTERS - 1, int(_QUARTERS * sigma))
-        sums[quarter] += weight * loss if weight else 0.0
-        counts[quarter] += weight
-    by_quarter = range(_QUARTERS)
-    return {f"loss.{quarter}": sums[quarter] for quarter in by_quarter} | {
-        f"samples.{quarter}": counts[quarter] for quarter in by_quarter
-    }
+        sums[f"loss.{quarter}"] += weight * loss if weight else 0.0
+        sums[f"samples.{quarter}"] += weight
+    return sums
 
 
 def _statistics(
@@ -290,6 +284,9 @@ def _statistics(
     recipe, step = session.recipe, state.global_step
     losses = [sums[f"loss.{quarter}"] for quarter in range(_QUARTERS)]
     factor = schedule_factor(max(0, step - 1), recipe.training.steps, recipe.optimizer)
+    counts = [sums[f"samples.{quarter}"] for quarter in range(_QUARTERS)]
+    pairs = zip(losses, counts, strict=True)
+    first, second, third, fourth = (loss / count if count else math.nan for loss, count in pairs)
     return StepStatistics(
         step=step,
         batch=batch.step,
@@ -298,23 +295,10 @@ def _statistics(
         bucket=str(batch.bucket),
         loss=sum(losses) / max(1, num_samples),
         num_samples=num_samples,
-        loss_by_sigma=_means(losses, [sums[f"samples.{each}"] for each in range(_QUARTERS)]),
-        grad_norm=norms.grad_norm,
-        nonfinite_share=norms.nonfinite_share,
-        weight_norm=norms.weight_norm,
-        update_ratio=norms.update_ratio,
+        loss_by_sigma=(first, second, third, fourth),
         learning_rate_factor=factor if norms.update_ratio else 0.0,
-        group_grad_norms=norms.group_grad_norms,
-        group_weight_norms=norms.group_weight_norms,
-        group_update_ratios=norms.group_update_ratios,
+        **vars(norms),
     )
-
-
-def _means(sums: Sequence[float], counts: Sequence[float]) -> tuple[float, float, float, float]:
-    first, second, third, fourth = (
-        total / count if count else math.nan for total, count in zip(sums, counts, strict=True)
-    )
-    return first, second, third, fourth
 
 
 def edge_of(batch: Batch) -> str | None:
@@ -335,17 +319,6 @@ _REPORTED_STEPS = 128
 _MAX_NAMED_GRADIENTS = 3
 
 
-@dataclass(frozen=True)
-class _StepSamples:
-    """Samples that this rank trained in one step."""
-
-    batch: int
-    step: int
-    rank: int
-    samples: tuple[tuple[str, str, int, float, float], ...]
-    """(identity, caption, epoch, sigma, loss) of each."""
-
-
 class GuardRunner:
     """The guard of one run, the same on every rank."""
 
@@ -353,7 +326,8 @@ class GuardRunner:
         self.settings = GuardSettings.of(session.recipe.guard)
         self.history = History(self.settings.window)
         self._run, self._world = session.run, session.world
-        self._samples: deque[_StepSamples] = deque(maxlen=_REPORTED_SAMPLE_STEPS)
+        # Of each step the samples that this rank trained, as a report has them.
+        self._samples: deque[list[dict[str, Any]]] = deque(maxlen=_REPORTED_SAMPLE_STEPS)
 
     def judge(self, statistics: StepStatistics, losses: SampleLosses, batch: Batch) -> GuardVerdict:
         """The verdict on a step before its update; the step becomes part of the history."""
@@ -385,7 +359,9 @@ class GuardRunner:
     ) -> tuple[GuardVerdict, str | None]:
         """Write a report on the newest step's verdict; all ranks call it."""
         verdict = _explain_non_finite(verdict, statistics, losses, state, self._world)
-        everyone = gather_objects((socket.gethostname(), list(self._samples)), self._world)
+        host = {"host": socket.gethostname()}
+        mine = [host | each for step in self._samples for each in step]
+        everyone = gather_objects(mine, self._world)
         if not self._world.is_first:
             return verdict, None
         number = len(list(self._run.guard_path.glob(f"step_{statistics.step:08d}_*.json")))
@@ -396,48 +372,29 @@ class GuardRunner:
             "batch": statistics.batch,
             "time": now(),
             "verdict": asdict(verdict),
-            "history": [_history_row(each) for each in list(self.history)[-_REPORTED_STEPS:]],
-            "samples": [
-                row
-                for host, steps in everyone
-                for each in steps
-                for row in _sample_rows(each, host)
+            "history": [
+                {**each.statistics.as_dict(), "verdict": each.verdict_kind}
+                for each in list(self.history)[-_REPORTED_STEPS:]
             ],
+            "samples": [each for samples in everyone for each in samples],
             "state": {"checkpoint": max(resumable, default=None)},
         }
-        self._run.write_guard_report(path, report)
+        self._run.write_record(path, report)
         return verdict, str(path.relative_to(self._run.path))
 
 
 def _trained_samples(
     statistics: StepStatistics, losses: SampleLosses, batch: Batch, world: World
-) -> _StepSamples:
-    rows = zip(
-        batch.identities,
-        batch.captions,
-        batch.epochs,
-        losses.sigmas,
-        losses.losses,
-        batch.weights.tolist(),
-        strict=True,
-    )
-    trained = tuple(row[:-1] for row in rows if row[-1] and world.speaks_for_data)
-    return _StepSamples(statistics.batch, statistics.step, world.rank, trained)
-
-
-def _history_row(step: JudgedStep) -> dict[str, Any]:
-    return {**step.statistics.as_dict(), "verdict": step.verdict_kind}
-
-
-def _sample_rows(step: _StepSamples, host: str) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:
+    where = {"step": statistics.step, "batch": statistics.batch, "rank": world.rank}
+    samples = zip(batch.identities, batch.captions, batch.epochs, losses.sigmas, strict=True)
+    rows = zip(samples, losses.losses, batch.weights.tolist(), strict=True)
     keys = ("identity", "caption", "epoch", "sigma", "loss")
-    where = {"step": step.step, "batch": step.batch, "rank": step.rank, "host": host}
-    samples = ((*sample[:-1], _for_json(sample[-1])) for sample in step.samples)
-    return [{**where, **dict(zip(keys, sample, strict=True))} for sample in samples]
-
-
-def _for_json(number: float) -> float | str:
-    return number if math.isfinite(number) else str(number)
+    return [
+        where | dict(zip(keys, (*row, loss if math.isfinite(loss) else str(loss)), strict=True))
+        for row, loss, weight in rows
+        if weight and world.speaks_for_data
+    ]
 
 
 # --- Where NaN and inf came from --------------------------------------------------------------
