@@ -13,9 +13,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from longtake import config
 from longtake.config import Recipe
+from longtake.parallel.mesh import World
 from longtake.run_dir import RunDirectory
 
+MakeRecipe = Callable[..., Recipe]
+"""Of the fixture `small_recipe`, and others: overrides of a recipe give that recipe."""
 QUIET = Console(quiet=True)
+ALONE = World(0, 0, 1, torch.device("cpu"), None)
 TINY_T5 = (
     "text.kind=transformers",
     "text.config={d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2}",

@@ -117,10 +117,7 @@ def test_where_nothing_is_near_the_known_keys_are_listed(path: Path) -> None:
         ("training.steps='7'", "training.steps is '7'; it should be a valid integer."),
         ("training.steps=0", "training.steps is 0; it should be greater than 0."),
         ("seed=-1", "seed is -1; it should be greater than or equal to 0."),
-        (
-            "data.caption_dropout=true",
-            "data.caption_dropout is True; it should be a valid number.",
-        ),
+        ("data.caption_dropout=true", "data.caption_dropout is True; it should be a valid number."),
         (
             "data.caption_dropout=1.5",
             "data.caption_dropout is 1.5; it should be less than or equal to 1.",

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.checkpoint.runs import save
 
 from longtake.checkpoint import files
 from longtake.evaluation_dir import ServerDirectory
 from longtake.run_dir import RunDirectory
-
-Save = Callable[..., Path]
 
 
 @pytest.fixture
@@ -120,7 +119,7 @@ def _need(run: RunDirectory, *steps: int, server: str = "server-1") -> Path:
     return directory.heartbeat_path
 
 
-def test_a_needed_checkpoint_is_kept_until_it_is_not_needed(run: RunDirectory, save: Save) -> None:
+def test_a_needed_checkpoint_is_kept_until_it_is_not_needed(run: RunDirectory) -> None:
     _need(run, 10)
     save(run, 30, keep=1)
     assert run.checkpoint_steps() == [10, 30]
@@ -140,8 +139,7 @@ def test_a_heartbeat_counts_until_it_is_15_minutes_older_than_the_newest_checkpo
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{", '{"server": "a", "time": "2026", "needs": ["10"]}', '{"needs": 10}'],
+    "text", ["", "[]", "{", '{"server": "a", "time": "2026", "needs": ["10"]}', '{"needs": 10}']
 )
 def test_a_heartbeat_that_cannot_be_read_needs_nothing(run: RunDirectory, text: str) -> None:
     _need(run, 10, server="whole")

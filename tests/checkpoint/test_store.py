@@ -17,6 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.build import ALONE
+from tests.checkpoint.runs import make_parts, save
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
@@ -30,9 +32,6 @@ from longtake.parallel.collectives import gather_objects, sum_over_ranks, wait_f
 from longtake.parallel.fsdp import apply_fsdp, full
 from longtake.parallel.mesh import World, join
 from longtake.run_dir import RunDirectory
-
-MakeParts = Callable[..., dict[str, store.State]]
-Save = Callable[..., Path]
 
 
 def _data_file(path: Path) -> Path:
@@ -79,7 +78,7 @@ _SEEN_BY_READING: dict[Callable[[Path], None], str] = {
 }
 
 
-def test_what_was_saved_is_loaded(run: RunDirectory, make_parts: MakeParts) -> None:
+def test_what_was_saved_is_loaded(run: RunDirectory) -> None:
     loaded = make_parts()
     weight = loaded["model"]["weight"]
     path = run.checkpoint_path(20)
@@ -90,7 +89,7 @@ def test_what_was_saved_is_loaded(run: RunDirectory, make_parts: MakeParts) -> N
 
 
 def test_saving_waits_for_no_cuda_stream(
-    run: RunDirectory, alone: World, make_parts: MakeParts, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is saved has been copied to the CPU before; training's stream has seconds of work."""
     waits: list[str] = []
@@ -98,7 +97,7 @@ def test_saving_waits_for_no_cuda_stream(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    write(run, 30, make_parts(30.0), {"global_step": 30}, alone)
+    write(run, 30, make_parts(30.0), {"global_step": 30}, ALONE)
     assert waits == []
 
 
@@ -110,13 +109,11 @@ def test_one_part_can_be_loaded_without_the_others(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("harm", [*_SEEN_AT_A_GLANCE, *_SEEN_BY_READING])
-def test_a_damaged_checkpoint_is_damaged(
-    run: RunDirectory, alone: World, harm: Callable[[Path], None]
-) -> None:
+def test_a_damaged_checkpoint_is_damaged(run: RunDirectory, harm: Callable[[Path], None]) -> None:
     """The newest whole one is found, and what was wrong with the one after it."""
     path = run.checkpoint_path(20)
     harm(path)
-    found, ((passed, reason),) = store.latest_checkpoint(run, alone)
+    found, ((passed, reason),) = store.latest_checkpoint(run, ALONE)
     assert found == run.checkpoint_path(10)
     assert passed == path
     assert reason.startswith((_SEEN_AT_A_GLANCE | _SEEN_BY_READING)[harm])
@@ -124,7 +121,7 @@ def test_a_damaged_checkpoint_is_damaged(
 
 @pytest.mark.parametrize("harm", _SEEN_AT_A_GLANCE)
 def test_what_is_seen_at_a_glance_is_refused(
-    run: RunDirectory, make_parts: MakeParts, harm: Callable[[Path], None]
+    run: RunDirectory, harm: Callable[[Path], None]
 ) -> None:
     path = run.checkpoint_path(20)
     harm(path)
@@ -150,37 +147,37 @@ def test_who_samples_has_no_need_of_the_optimizer(run: RunDirectory) -> None:
     assert damage.startswith("optimizer/.metadata is missing")
 
 
-def test_there_may_be_none(tmp_path: Path, alone: World) -> None:
+def test_there_may_be_none(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     assert files.newest_whole(run) is None
-    assert store.latest_checkpoint(run, alone) == (None, ())
+    assert store.latest_checkpoint(run, ALONE) == (None, ())
 
 
-def test_all_may_be_damaged(run: RunDirectory, alone: World) -> None:
+def test_all_may_be_damaged(run: RunDirectory) -> None:
     for step in (10, 20):
         _flip_a_bit_of_the_average(run.checkpoint_path(step))
-    found, damaged = store.latest_checkpoint(run, alone)
+    found, damaged = store.latest_checkpoint(run, ALONE)
     assert found is None
     assert [run.step_of(path) for path, _ in damaged] == [20, 10]
 
 
-def test_later_ones_can_be_left_out_of_account(run: RunDirectory, alone: World) -> None:
+def test_later_ones_can_be_left_out_of_account(run: RunDirectory) -> None:
     """A rollback goes to a step, or where that is damaged to one before it."""
-    assert store.latest_checkpoint(run, alone, at_most=19) == (run.checkpoint_path(10), ())
-    assert store.latest_checkpoint(run, alone, at_most=9) == (None, ())
-    assert store.latest_checkpoint(run, alone, at_most=20).path == run.checkpoint_path(20)
+    assert store.latest_checkpoint(run, ALONE, at_most=19) == (run.checkpoint_path(10), ())
+    assert store.latest_checkpoint(run, ALONE, at_most=9) == (None, ())
+    assert store.latest_checkpoint(run, ALONE, at_most=20).path == run.checkpoint_path(20)
 
 
-def test_somebodys_copy_is_no_checkpoint_of_the_run(run: RunDirectory, alone: World) -> None:
+def test_somebodys_copy_is_no_checkpoint_of_the_run(run: RunDirectory) -> None:
     for name in ("step_00000030.bak", "step_30", "step_x"):
         shutil.copytree(run.checkpoint_path(20), run.checkpoints_path / name)
-    assert store.latest_checkpoint(run, alone) == (run.checkpoint_path(20), ())
+    assert store.latest_checkpoint(run, ALONE) == (run.checkpoint_path(20), ())
 
 
 @pytest.mark.parametrize("name", ["model/.metadata", "model/__0_0.distcp", "trainer.json"])
 @pytest.mark.parametrize("is_verified", [False, True])
 def test_garbled_bytes_are_an_error_that_names_the_file(
-    run: RunDirectory, make_parts: MakeParts, name: str, is_verified: bool
+    run: RunDirectory, name: str, is_verified: bool
 ) -> None:
     """Also where they were not compared before, loading fails with what to do instead."""
     path = run.checkpoint_path(20)
@@ -216,14 +213,14 @@ def test_another_models_state_is_refused(run: RunDirectory, weights: store.State
     assert "\n" not in str(raised.value)
 
 
-def test_abandoned_steps_are_deleted(run: RunDirectory, save: Save, alone: World) -> None:
+def test_abandoned_steps_are_deleted(run: RunDirectory) -> None:
     """A run that went back would else find them in its way, also those that a server needs."""
     save(run, 30)
     heartbeat = {"server": "evaluator", "time": "2026-01-01", "needs": [30]}
     ServerDirectory(run, "evaluator").write_heartbeat(heartbeat)
     files.delete_after(run, 10)
     assert [path.name for path in run.checkpoints_path.iterdir()] == ["step_00000010"]
-    assert store.latest_checkpoint(run, alone).path == run.checkpoint_path(10)
+    assert store.latest_checkpoint(run, ALONE).path == run.checkpoint_path(10)
 
 
 def test_a_checkpoint_says_what_is_in_it(run: RunDirectory) -> None:
@@ -248,16 +245,14 @@ def _names(run: RunDirectory) -> list[str]:
 
 
 @pytest.fixture
-def saver(run: RunDirectory, alone: World) -> Iterator[Saver]:
+def saver(run: RunDirectory) -> Iterator[Saver]:
     """A saver of a launch that goes on from step 20."""
-    saver = Saver(run, alone, CheckpointSection(), start=20)
+    saver = Saver(run, ALONE, CheckpointSection(), start=20)
     yield saver
     saver.close()
 
 
-def test_training_may_change_the_state_at_once(
-    run: RunDirectory, saver: Saver, make_parts: MakeParts
-) -> None:
+def test_training_may_change_the_state_at_once(run: RunDirectory, saver: Saver) -> None:
     parts = make_parts(30.0)
     for step in (30, 31):
         for tensor in (parts["model"]["weight"], parts["optimizer"]["state.weight.step"]):
@@ -272,7 +267,7 @@ def test_training_may_change_the_state_at_once(
         assert loaded["optimizer"]["state.weight.step"] == step
 
 
-def test_it_says_what_became_whole(run: RunDirectory, saver: Saver, make_parts: MakeParts) -> None:
+def test_it_says_what_became_whole(run: RunDirectory, saver: Saver) -> None:
     assert saver.finished() == []
     saver.save(30, make_parts(), {"global_step": 30})
     saver.save(40, make_parts(), {"global_step": 40})
@@ -283,24 +278,20 @@ def test_it_says_what_became_whole(run: RunDirectory, saver: Saver, make_parts: 
     assert saver.take_failure() is None
 
 
-def test_what_is_under_way_is_finished_whatever_happens(
-    run: RunDirectory, alone: World, make_parts: MakeParts
-) -> None:
+def test_what_is_under_way_is_finished_whatever_happens(run: RunDirectory) -> None:
     section = CheckpointSection()
 
     def train() -> None:
-        with keep_saver(run, alone, section, start=20) as saver:
+        with keep_saver(run, ALONE, section, start=20) as saver:
             saver.save(30, make_parts(), {"global_step": 30})
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         train()
-    assert store.latest_checkpoint(run, alone) == (run.checkpoint_path(30), ())
+    assert store.latest_checkpoint(run, ALONE) == (run.checkpoint_path(30), ())
 
 
-def test_a_full_disk_is_one_sentence_and_harms_nothing(
-    run: RunDirectory, saver: Saver, alone: World, make_parts: MakeParts
-) -> None:
+def test_a_full_disk_is_one_sentence_and_harms_nothing(run: RunDirectory, saver: Saver) -> None:
     with _full_disk():
         saver.save(30, make_parts(), {"global_step": 30})
         saver.wait()
@@ -316,11 +307,11 @@ def test_a_full_disk_is_one_sentence_and_harms_nothing(
     assert _names(run) == ["step_00000010", "step_00000020"]
     saver.save(40, make_parts(), {"global_step": 40})
     saver.wait()
-    assert store.latest_checkpoint(run, alone) == (run.checkpoint_path(40), ())
+    assert store.latest_checkpoint(run, ALONE) == (run.checkpoint_path(40), ())
 
 
 def test_a_link_to_nothing_in_place_of_a_checkpoint_is_named(
-    run: RunDirectory, saver: Saver, make_parts: MakeParts
+    run: RunDirectory, saver: Saver
 ) -> None:
     link = run.checkpoint_path(30)
     link.symlink_to("/no/such/disk")
@@ -334,21 +325,19 @@ def test_a_link_to_nothing_in_place_of_a_checkpoint_is_named(
     assert _names(run) == ["step_00000010", "step_00000020", "step_00000030"]
 
 
-def test_the_first_save_may_fail(tmp_path: Path, alone: World, make_parts: MakeParts) -> None:
+def test_the_first_save_may_fail(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     message = "there is no earlier one, so all steps so far are lost"
     with (
         pytest.raises(CheckpointError, match=message),
         _full_disk(),
-        keep_saver(run, alone, CheckpointSection(), start=0) as saver,
+        keep_saver(run, ALONE, CheckpointSection(), start=0) as saver,
     ):
         saver.save(10, make_parts(), {"global_step": 10})
     assert _names(run) == []
 
 
-def test_a_save_that_was_killed_leaves_only_what_the_next_replaces(
-    run: RunDirectory, alone: World, save: Save
-) -> None:
+def test_a_save_that_was_killed_leaves_only_what_the_next_replaces(run: RunDirectory) -> None:
     """SIGKILL while it writes: the checkpoints before are whole, and its folder never was one."""
     process = subprocess.Popen([sys.executable, __file__, str(run.path)])
     aside, deadline = run.checkpoints_path / ".step_00000030.partial", time.monotonic() + 60
@@ -358,22 +347,22 @@ def test_a_save_that_was_killed_leaves_only_what_the_next_replaces(
     process.kill()
     process.wait()
     assert _names(run) == [aside.name, "step_00000010", "step_00000020"]
-    assert store.latest_checkpoint(run, alone) == (run.checkpoint_path(20), ())
+    assert store.latest_checkpoint(run, ALONE) == (run.checkpoint_path(20), ())
     save(run, 25)
     assert _names(run) == ["step_00000010", "step_00000020", "step_00000025"]
 
 
-def test_a_save_after_an_interrupted_one_works(run: RunDirectory, alone: World, save: Save) -> None:
+def test_a_save_after_an_interrupted_one_works(run: RunDirectory) -> None:
     aside = run.checkpoints_path / ".step_00000030.partial"
     shutil.copytree(run.checkpoint_path(20), aside)
     (aside / "model" / "stray").write_text("of the interrupted save")
     path = save(run, 30)
-    assert store.latest_checkpoint(run, alone) == (path, ())
+    assert store.latest_checkpoint(run, ALONE) == (path, ())
     assert "stray" not in (path / "COMMITTED").read_text()
     assert not aside.exists()
 
 
-def test_only_what_is_needed_is_kept(run: RunDirectory, save: Save) -> None:
+def test_only_what_is_needed_is_kept(run: RunDirectory) -> None:
     heartbeat = {"server": "evaluator", "time": "2026-01-01", "needs": [10]}
     ServerDirectory(run, "evaluator").write_heartbeat(heartbeat)
     for leftover in (".step_00000010.deleted", ".step_00000005.partial"):
@@ -397,7 +386,7 @@ def _flip_a_bit(path: Path) -> None:
 
 @pytest.mark.parametrize("harm", [_truncate, _flip_a_bit])
 def test_damaged_ones_go_when_there_is_a_whole_one_again(
-    run: RunDirectory, alone: World, save: Save, harm: Callable[[Path], None]
+    run: RunDirectory, harm: Callable[[Path], None]
 ) -> None:
     """A launch that went on from before them neither counts nor keeps them."""
     harm(save(run, 30))
@@ -406,25 +395,21 @@ def test_damaged_ones_go_when_there_is_a_whole_one_again(
     harm(save(run, 40))
     save(run, 50, start=25, keep=3)
     assert _names(run) == ["step_00000025", "step_00000050"]
-    assert store.latest_checkpoint(run, alone) == (run.checkpoint_path(50), ())
+    assert store.latest_checkpoint(run, ALONE) == (run.checkpoint_path(50), ())
 
 
-def test_a_damaged_one_is_replaced_when_its_step_is_run_again(
-    run: RunDirectory, alone: World, save: Save
-) -> None:
+def test_a_damaged_one_is_replaced_when_its_step_is_run_again(run: RunDirectory) -> None:
     """A run that went on from step 10 saves step 20 anew."""
     _truncate(run.checkpoint_path(20))
     save(run, 20, start=10)
-    assert store.latest_checkpoint(run, alone) == (run.checkpoint_path(20), ())
+    assert store.latest_checkpoint(run, ALONE) == (run.checkpoint_path(20), ())
     assert _names(run) == ["step_00000010", "step_00000020"]
 
 
-def test_two_ranks_save_as_one(
-    run_on_two_ranks: Callable[..., None], tmp_path: Path, alone: World
-) -> None:
+def test_two_ranks_save_as_one(run_on_two_ranks: Callable[..., None], tmp_path: Path) -> None:
     run_on_two_ranks(__file__, str(tmp_path), "two")
     run = RunDirectory(tmp_path)
-    path, damaged = store.latest_checkpoint(run, alone)
+    path, damaged = store.latest_checkpoint(run, ALONE)
     assert path == run.checkpoint_path(20)
     assert damaged == ()
     assert len(list((path / "model").glob("__*.distcp"))) == 2
@@ -498,9 +483,8 @@ def _fill(network: nn.Module, value: float) -> None:
 
 def _save_until_killed(folder: Path) -> None:
     """Eight parts of 64 MB: there is time to kill it."""
-    alone = World(0, 0, 1, torch.device("cpu"), None)
     parts = {f"part{number}": {"weight": torch.zeros(2**24)} for number in range(8)}
-    with keep_saver(RunDirectory(folder), alone, CheckpointSection(), start=20) as saver:
+    with keep_saver(RunDirectory(folder), ALONE, CheckpointSection(), start=20) as saver:
         saver.save(30, parts, {"global_step": 30})
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.build import QUIET, TINY_WAN, events, rows, saved
+from tests.build import QUIET, TINY_WAN, MakeRecipe, events, rows, saved
 
 from longtake import config
 from longtake.config import Recipe
@@ -48,7 +48,7 @@ def run_verb(on_two_processes: list[str], tmp_path: Path) -> Callable[..., dict[
 
 @pytest.mark.slow
 def test_two_ranks_train_from_a_cache_as_from_pixels(
-    small_recipe: Callable[..., Recipe],
+    small_recipe: MakeRecipe,
     run_verb: Callable[..., dict[str, Any]],
     shapes_catalog: Path,
     tmp_path: Path,
@@ -91,9 +91,7 @@ def test_two_ranks_train_from_a_cache_as_from_pixels(
 
 @pytest.mark.slow
 def test_two_ranks_fill_a_cache_ahead(
-    small_recipe: Callable[..., Recipe],
-    run_verb: Callable[..., dict[str, Any]],
-    tmp_path: Path,
+    small_recipe: MakeRecipe, run_verb: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     """Each its share: together what one process makes, to the byte, and nothing twice.
 

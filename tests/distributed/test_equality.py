@@ -161,9 +161,7 @@ def deviations(
 
 
 @pytest.mark.slow
-def test_however_many_share_it_training_is_that_of_one(
-    deviations: list[dict[str, Any]],
-) -> None:
+def test_however_many_share_it_training_is_that_of_one(deviations: list[dict[str, Any]]) -> None:
     lines = ("\t".join(map(str, row.values())) for row in deviations)
     sys.stdout.write("\n".join(["", *lines, ""]))
     num_cells = sum(len(way.cases) for ways in _WAYS.values() for way in ways.values())

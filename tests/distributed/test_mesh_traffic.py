@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from tests.build import MakeRecipe
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -61,7 +62,7 @@ _MANY_WORDS = " ".join(f"word{number}" for number in range(40))
 _NONE = {"gathered": 0, "scattered": 0, "reduced": 0, "tokens": 0}
 
 
-def _recipe(make: Callable[..., Recipe], case: str) -> Recipe:
+def _recipe(make: MakeRecipe, case: str) -> Recipe:
     return make("text.max_words=24", _MODEL, "training.global_batch_size=8", *_CASES[case])
 
 
@@ -72,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_as_many_bytes_are_sent_as_are_planned(
-    small_recipe: Callable[..., Recipe], warm: list[str], folder: Path
+    small_recipe: MakeRecipe, warm: list[str], folder: Path
 ) -> None:
     for number, case in enumerate(_CASES):
         text = config.dump(_recipe(small_recipe, case))

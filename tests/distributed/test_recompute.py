@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.build import QUIET, events, losses, train_by
+from tests.build import QUIET, MakeRecipe, events, losses, train_by
 
 from longtake import config
-from longtake.config import ParallelSection, Recipe
+from longtake.config import ParallelSection
 from longtake.errors import LongtakeError, PlanError, RecipeError
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World, join
@@ -29,7 +29,7 @@ _TRAP = "checkpoint(self.change, given, use_reentrant=True)"
 
 @pytest.mark.slow
 def test_two_processes_recompute_with_the_losses_of_one(
-    small_recipe: Callable[..., Recipe], on_two_processes: list[str], tmp_path: Path
+    small_recipe: MakeRecipe, on_two_processes: list[str], tmp_path: Path
 ) -> None:
     alone = small_recipe(*_SMALL, f"out={tmp_path / 'alone'}")
     train(alone, QUIET)
@@ -44,7 +44,7 @@ def test_two_processes_recompute_with_the_losses_of_one(
 
 
 def test_what_rank_0_finds_all_ranks_do(
-    small_recipe: Callable[..., Recipe],
+    small_recipe: MakeRecipe,
     own_module: Callable[[str], str],
     run_on_two_ranks: Callable[..., None],
     tmp_path: Path,

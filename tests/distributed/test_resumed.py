@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.build import QUIET, rows, saved, train_by
+from tests.build import QUIET, MakeRecipe, rows, saved, train_by
 
 from longtake import config
 from longtake.config import Recipe
@@ -47,7 +47,7 @@ def _all_saved(recipe: Recipe, step: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_resumed_they_are_the_same(
-    small_recipe: Callable[..., Recipe], on_two_processes: list[str], tmp_path: Path
+    small_recipe: MakeRecipe, on_two_processes: list[str], tmp_path: Path
 ) -> None:
     straight = small_recipe("parallel.strategy=shard", f"out={tmp_path / 'straight'}")
     train_by(on_two_processes, straight)
@@ -63,9 +63,7 @@ def test_resumed_they_are_the_same(
 
 @pytest.mark.slow
 def test_they_roll_back_together(
-    small_recipe: Callable[..., Recipe],
-    on_two_processes: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    small_recipe: MakeRecipe, on_two_processes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the same checkpoint, without the same batches; killed after that, it ends the same."""
     recipe = small_recipe(
@@ -96,7 +94,7 @@ def test_they_roll_back_together(
 
 @pytest.mark.slow
 def test_a_run_resumes_however_it_is_shared(
-    small_recipe: Callable[..., Recipe], on_processes: Callable[[int], list[str]], tmp_path: Path
+    small_recipe: MakeRecipe, on_processes: Callable[[int], list[str]], tmp_path: Path
 ) -> None:
     alone = small_recipe(*_CHANGES, f"out={tmp_path / 'alone'}")
     train(alone, QUIET)

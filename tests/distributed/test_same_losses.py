@@ -2,7 +2,6 @@
 
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from tests.build import (
     QUIET,
     TINY_WAN,
+    MakeRecipe,
     events,
     losses,
     saved,
@@ -18,7 +18,6 @@ from tests.build import (
     wait_until,
 )
 
-from longtake.config import Recipe
 from longtake.data.audit import audit
 from longtake.data.index import index
 from longtake.run_dir import RunDirectory
@@ -35,7 +34,7 @@ _ADAPTERS = (
 
 @pytest.mark.slow
 def test_two_processes_have_the_losses_of_one_on_wan(
-    small_recipe: Callable[..., Recipe], on_two_processes: list[str], tmp_path: Path
+    small_recipe: MakeRecipe, on_two_processes: list[str], tmp_path: Path
 ) -> None:
     changes = (*TINY_WAN, "training.steps=6", "model.dtype=bf16")
     alone = small_recipe(*changes, f"out={tmp_path / 'alone'}")
@@ -47,7 +46,7 @@ def test_two_processes_have_the_losses_of_one_on_wan(
 
 @pytest.mark.slow
 def test_two_processes_train_the_adapters_that_one_trains(
-    small_recipe: Callable[..., Recipe],
+    small_recipe: MakeRecipe,
     on_two_processes: list[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -90,7 +89,7 @@ def _lose(catalog: Path, count: int) -> list[str]:
 
 
 def test_lost_clips_are_named_once_and_a_signal_saves(
-    small_recipe: Callable[..., Recipe], torchrun: list[str], clips: Path
+    small_recipe: MakeRecipe, torchrun: list[str], clips: Path
 ) -> None:
     lost = _lose(clips, 6)
     recipe = small_recipe(
@@ -125,7 +124,7 @@ def test_lost_clips_are_named_once_and_a_signal_saves(
 
 @pytest.mark.slow
 def test_stand_ins_weigh_nothing_on_two_processes(
-    small_recipe: Callable[..., Recipe], on_two_processes: list[str], clips: Path, tmp_path: Path
+    small_recipe: MakeRecipe, on_two_processes: list[str], clips: Path, tmp_path: Path
 ) -> None:
     _lose(clips, 5)
     changes = (
@@ -147,7 +146,7 @@ def test_stand_ins_weigh_nothing_on_two_processes(
 
 
 def test_one_rank_that_fails_ends_both(
-    small_recipe: Callable[..., Recipe], torchrun: list[str], clips: Path
+    small_recipe: MakeRecipe, torchrun: list[str], clips: Path
 ) -> None:
     """The rank that meets a damaged clip says so; the other does not wait until a timeout."""
     lost = min((clips.parent / "clips").glob("*.mp4"))
@@ -161,7 +160,7 @@ def test_one_rank_that_fails_ends_both(
 
 
 def test_a_mistake_that_the_first_finds_ends_both(
-    small_recipe: Callable[..., Recipe], on_two_processes: list[str]
+    small_recipe: MakeRecipe, on_two_processes: list[str]
 ) -> None:
     recipe = small_recipe("training.steps=1")
     train(recipe, QUIET)
@@ -173,7 +172,7 @@ def test_a_mistake_that_the_first_finds_ends_both(
 
 
 def test_a_batch_that_cannot_be_shared_is_refused(
-    small_recipe: Callable[..., Recipe], on_two_processes: list[str]
+    small_recipe: MakeRecipe, on_two_processes: list[str]
 ) -> None:
     output = train_by(on_two_processes, small_recipe("training.global_batch_size=1"), fails=True)
     assert "training.global_batch_size 1 cannot be shared by 2 processes" in output
@@ -181,7 +180,7 @@ def test_a_batch_that_cannot_be_shared_is_refused(
 
 
 def test_ranks_save_together_when_minutes_have_passed(
-    small_recipe: Callable[..., Recipe], on_two_processes: list[str]
+    small_recipe: MakeRecipe, on_two_processes: list[str]
 ) -> None:
     recipe = small_recipe("checkpoint.every=8", "checkpoint.minutes=1e-5")
     train_by(on_two_processes, recipe)

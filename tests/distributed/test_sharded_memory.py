@@ -1,16 +1,16 @@
 """What a sharded step takes of memory is what the plan says, on one of 8 ranks that only one is."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from tests.build import MakeRecipe
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longtake import config
-from longtake.config import Recipe
 from longtake.data.loader import Loader
 from longtake.models.build import assemble
 from longtake.parallel.mesh import World, arranged
@@ -55,7 +55,7 @@ def one_of_many() -> Iterator[World]:
     ids=["one micro-batch", "bf16 between ranks", "accumulated"],
 )
 def test_the_plan_knows_what_is_sharded(
-    small_recipe: Callable[..., Recipe], one_of_many: World, changes: tuple[str, ...]
+    small_recipe: MakeRecipe, one_of_many: World, changes: tuple[str, ...]
 ) -> None:
     """Gradients are reduced block by block, unless they accumulate."""
     recipe = small_recipe(*_LARGE, *changes)

@@ -62,8 +62,7 @@ def _tokenizer(*, begins: bool) -> Any:
     ]
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>" if begins else "$A </s>",
-        special_tokens=[("<s>", 3), ("</s>", 1)],
+        single="<s> $A </s>" if begins else "$A </s>", special_tokens=[("<s>", 3), ("</s>", 1)]
     )
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

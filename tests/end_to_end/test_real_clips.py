@@ -73,12 +73,7 @@ def test_a_sampled_video_decodes_again(
     options = [str(part) for name, value in size.items() for part in (f"--{name}", value)]
     prompt = ("--prompt", _CAPTION, "--steps", 2, "--fps", 12, "--out", "out.mp4")
     written = longtake(folder, "sample", "runs/real_clips", *prompt, *options)
-    assert written == {
-        "step": 4,
-        "weights": "ema/main",
-        "videos": ["out.mp4"],
-        "sheet": "out.png",
-    }
+    assert written == {"step": 4, "weights": "ema/main", "videos": ["out.mp4"], "sheet": "out.png"}
     with av.open(folder / "out.mp4") as container:
         assert container.streams.video[0].average_rate == 12
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]

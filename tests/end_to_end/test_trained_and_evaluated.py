@@ -3,12 +3,13 @@
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import av
 import pytest
+from tests.build import MakeRecipe
 from wandb.proto import wandb_internal_pb2
 
 from longtake import config
@@ -77,7 +78,7 @@ def _train_and_evaluate(recipe: Recipe, folder: Path, warm: list[str]) -> list[i
 
 @pytest.mark.slow
 def test_wandb_holds_every_step_and_every_evaluation_of_such_a_pair(
-    small_recipe: Callable[..., Recipe], warm: list[str], tmp_path: Path
+    small_recipe: MakeRecipe, warm: list[str], tmp_path: Path
 ) -> None:
     recipe = small_recipe(f"training.steps={_STEPS[-1]}", "tracking.wandb=offline", _PRESET)
     run = RunDirectory(recipe.out)

@@ -1,13 +1,13 @@
 """Sampling on a GPU: the same videos, also where its memory ends; skipped where there is none."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from tests.build import MakeRecipe
 
-from longtake.config import Recipe
 from longtake.sampling.presets import Request
 from longtake.sampling.sampler import Sampler, load_sampler
 from longtake.training.train import train
@@ -18,7 +18,7 @@ _REQUESTS = [Request("a red circle moving up", seed) for seed in range(32)]
 
 
 @pytest.fixture
-def sampler(small_recipe: Callable[..., Recipe]) -> Sampler:
+def sampler(small_recipe: MakeRecipe) -> Sampler:
     """Of a small model, trained on the CPU, on the GPU."""
     recipe = small_recipe("training.steps=6", "data.buckets=[{num_frames=8,height=64,width=64}]")
     train(recipe, Console(quiet=True))

@@ -35,11 +35,7 @@ def test_a_noisy_run_has_no_verdict() -> None:
 def test_shapes_at_levels_of_their_own_are_no_spikes() -> None:
     """Every eighth step on images, with five times the loss and ten times the gradient."""
     steps = [
-        replace(
-            louder(step, 5.0),
-            bucket="1 frame of 640x360",
-            grad_norm=10 * step.grad_norm,
-        )
+        replace(louder(step, 5.0), bucket="1 frame of 640x360", grad_norm=10 * step.grad_norm)
         if step.step % 8 == 3
         else step
         for step in healthy(1500)

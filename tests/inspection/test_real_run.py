@@ -1,12 +1,11 @@
 """A run that really went back, as `longtake show` sees it."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.build import MakeRecipe
 
-from longtake.config import Recipe
 from longtake.data.loader import Batch
 from longtake.inspection.facts import run_facts, step_facts
 from longtake.inspection.plots import draw_curves
@@ -23,7 +22,7 @@ _HARM = (13, 14)
 
 
 @pytest.fixture
-def repaired(small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+def repaired(small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     """A run of 20 steps that left out one update, then went back from step 15 to step 10."""
     honest = compute_gradients
 

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from tests.build import ALONE
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -40,7 +41,6 @@ from longtake.planner.memory import optimizer_bytes
 from longtake.run_dir import RunDirectory
 
 _EIGHT_BIT = OptimizerSection(kind="adamw8bit", learning_rate=2e-3)
-_ALONE = World(0, 0, 1, torch.device("cpu"), None)
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 needs_torchao = pytest.mark.skipif(
@@ -231,13 +231,13 @@ def test_it_trains_within_its_bytes_and_goes_on_after_a_break(
     _train(network, optimizers, 30)
     assert torch.equal(torch.get_rng_state(), luck)
     saved = copy.deepcopy(network.state_dict())
-    path = _save(network, optimizers, tmp_path, _ALONE)
+    path = _save(network, optimizers, tmp_path, ALONE)
     loss = _train(network, optimizers, 30)
 
     again = _perceptron(dtype)
     again.load_state_dict(saved)
     others = build_optimizers(again, [], _EIGHT_BIT, "fp32")
-    _load(again, others, path, _ALONE)
+    _load(again, others, path, ALONE)
     assert _train(again, others, 30) == loss
     for one, other in zip(network.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)

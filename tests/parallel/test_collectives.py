@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.build import ALONE
 
 from longtake.config import ParallelSection
 from longtake.errors import LongtakeError, RecipeError
@@ -21,12 +22,10 @@ from longtake.parallel.collectives import (
 )
 from longtake.parallel.mesh import World, arranged, join, pick_device
 
-_ALONE = World(0, 0, 1, torch.device("cpu"), None)
-
 
 def test_alone_each_is_the_identity() -> None:
     with join("cpu", ParallelSection(strategy="replicate")) as world:
-        assert world == _ALONE
+        assert world == ALONE
     assert sum_over_ranks({"loss": 0.1}, world) == {"loss": 0.1}
     assert gather_objects({"a": 1}, world) == [{"a": 1}]
     assert from_first("thing", world) == "thing"
@@ -38,7 +37,7 @@ def test_a_mistake_of_the_first_is_raised_as_it_is() -> None:
         raise RecipeError("no such thing")
 
     with pytest.raises(RecipeError, match="no such thing"):
-        first_does(work, _ALONE)
+        first_does(work, ALONE)
 
 
 def test_cuda_that_is_not_there_is_refused() -> None:

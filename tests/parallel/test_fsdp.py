@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.build import ALONE
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -24,13 +25,12 @@ from longtake.parallel.fsdp import (
 )
 from longtake.parallel.mesh import World, arranged, join
 
-_ALONE = World(0, 0, 1, torch.device("cpu"), None)
 _PROFILES = [EmaProfile(name="fixed", decay=0.9), EmaProfile(name="power", sigma_rel=0.1)]
 
 
 def test_alone_a_model_stays_as_it_is() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    apply_fsdp(model, list(model), _ALONE)
+    apply_fsdp(model, list(model), ALONE)
     set_gradient_sync(model, wanted=False)
     assert type(model) is nn.Sequential
     assert not isinstance(model[0].weight, DTensor)
@@ -82,7 +82,7 @@ def _accumulate(model: nn.Module, samples: Tensor) -> None:
         (model(part).square().sum() / len(samples)).backward()
 
 
-def _norm(model: nn.Module, world: World = _ALONE) -> float:
+def _norm(model: nn.Module, world: World = ALONE) -> float:
     """Of all gradients, from every rank's share."""
     shares = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
     local = float(squares(shares).sum()) / num_copies(model)

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from rich.console import Console
+from tests.build import ALONE, MakeRecipe
 from torch import Tensor, nn
 
-from longtake.config import ParallelSection, Recipe
+from longtake.config import ParallelSection
 from longtake.data.catalog import Catalog
 from longtake.data.loader import Loader
 from longtake.models.build import assemble
@@ -21,7 +22,6 @@ from longtake.training.build import build_state
 from longtake.training.loop import compute_gradients
 from longtake.training.session import Session
 
-_ALONE = World(0, 0, 1, torch.device("cpu"), None)
 _MICRO_BATCHES = 8
 _ONE_ROUNDING = 2.0**-8
 """The largest relative error of rounding to bf16."""
@@ -77,7 +77,7 @@ def _largest_error(found: Sequence[Tensor]) -> float:
 
 def test_micro_batches_add_up_without_rounding_to_bf16() -> None:
     """On one process; bf16 sums would be wrong by some tenths of a per cent."""
-    assert _largest_error(_accumulated(_ALONE)) < 1e-5
+    assert _largest_error(_accumulated(ALONE)) < 1e-5
 
 
 def test_two_ranks_add_up_to_the_same(run_on_two_ranks: Callable[..., None]) -> None:
@@ -86,7 +86,7 @@ def test_two_ranks_add_up_to_the_same(run_on_two_ranks: Callable[..., None]) -> 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_the_plan_counts_gradients_as_they_are_measured(
-    small_recipe: Callable[..., Recipe], kind: str
+    small_recipe: MakeRecipe, kind: str
 ) -> None:
     recipe = small_recipe(
         f"trainable.kind={kind}", "model.dtype=bf16", "text.max_words=8", "ema.decay=0.0",
@@ -96,7 +96,7 @@ def test_the_plan_counts_gradients_as_they_are_measured(
     trace = step.tracer.trace({})
     assert recipe.data.catalog is not None
     parts = assemble(recipe, Catalog.load(recipe.data.catalog).captions(), None)
-    session = Session(recipe, RunDirectory(recipe.out), _ALONE, Console(quiet=True), "fp32")
+    session = Session(recipe, RunDirectory(recipe.out), ALONE, Console(quiet=True), "fp32")
     state = build_state(session, parts)
     (batch,) = Loader(recipe.data, batch_size=8, seed=0).batches(1)
     compute_gradients(session, state, batch)

@@ -3,16 +3,16 @@
 import copy
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partialmethod
 from logging.handlers import BufferingHandler
 
 import pytest
 import torch
+from tests.build import MakeRecipe
 from torch import Tensor, nn
 
-from longtake.config import Recipe
 from longtake.errors import RecipeError
 from longtake.models.build import Components, assemble, latent_shape
 from longtake.models.objective import outline_conditioning
@@ -23,7 +23,7 @@ _CPU = torch.device("cpu")
 
 
 def test_without_a_compiler_it_is_refused(
-    small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     refuse_missing_compiler(small_recipe(), _CPU)
@@ -31,13 +31,13 @@ def test_without_a_compiler_it_is_refused(
         refuse_missing_compiler(small_recipe("training.compile=true"), _CPU)
 
 
-def test_with_a_compiler_it_is_not(small_recipe: Callable[..., Recipe]) -> None:
+def test_with_a_compiler_it_is_not(small_recipe: MakeRecipe) -> None:
     refuse_missing_compiler(small_recipe("training.compile=true"), _CPU)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns itself of much
-def test_compiled_blocks_are_the_same_blocks(small_recipe: Callable[..., Recipe]) -> None:
+def test_compiled_blocks_are_the_same_blocks(small_recipe: MakeRecipe) -> None:
     recipe = small_recipe("training.compile=true", "model.config={hidden_size=48, num_blocks=3}")
     alone = assemble(recipe, ["a red disk moves left"], None)
     names = {module: name for name, module in alone.model.named_modules()}
@@ -67,9 +67,7 @@ def torchs_warnings() -> Iterator[list[logging.LogRecord]]:
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at .grad of what is no leaf
 def test_all_shapes_and_options_are_compiled(
-    tiny_flux: Callable[..., Recipe],
-    torchs_warnings: list[logging.LogRecord],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_flux: MakeRecipe, torchs_warnings: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two kinds of blocks, two options, two shapes and two sizes of micro-batches.
 
@@ -99,7 +97,7 @@ def test_all_shapes_and_options_are_compiled(
 
 
 def test_a_limit_that_is_hit_is_told_in_words_of_the_recipe(
-    small_recipe: Callable[..., Recipe], torchs_warnings: list[logging.LogRecord]
+    small_recipe: MakeRecipe, torchs_warnings: list[logging.LogRecord]
 ) -> None:
     """Else blocks run uncompiled, and nobody knows why steps are slow."""
     recipe = small_recipe("training.compile=true")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.build import QUIET, TINY_WAN, events, losses, rows, saved, wait_until
+from tests.build import QUIET, TINY_WAN, MakeRecipe, events, losses, rows, saved, wait_until
 from torch import nn
 
 from longtake import config
@@ -34,8 +34,6 @@ from longtake.training.latent_cache import (
 )
 from longtake.training.loop import train_steps
 from longtake.training.train import train
-
-_Make = Callable[..., Recipe]
 
 # Two windows of each clip of eight frames, half of them mirrored.
 _VIDEOS = (
@@ -138,7 +136,7 @@ def _cache_of(tmp_path: Path) -> str:
 
 
 def test_videos_train_from_a_cache_as_from_pixels(
-    small_recipe: _Make, shapes_catalog: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_recipe: MakeRecipe, shapes_catalog: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows, mirrored or not, with captions dropped, bitwise; damaged entries are made again.
 
@@ -150,7 +148,7 @@ def test_videos_train_from_a_cache_as_from_pixels(
     index([folder / "clips"], captions=folder / "clips/captions.jsonl", out=catalog, workers=0)
     changes = (
         *_VIDEOS, f"data.catalog={catalog}", "training.global_batch_size=6",
-        "training.micro_batch_size=4", "training.precision=bf16", "model.dtype=bf16",
+        "training.micro_batch_size=3", "training.precision=bf16", "model.dtype=bf16",
     )  # fmt: skip
     plain = small_recipe(*changes, f"out={tmp_path / 'plain'}")
     train(plain, QUIET)
@@ -185,7 +183,7 @@ def test_videos_train_from_a_cache_as_from_pixels(
 
 
 def test_pictures_and_references_train_from_a_cache_as_from_pixels(
-    small_recipe: _Make, pictures: Path, tmp_path: Path
+    small_recipe: MakeRecipe, pictures: Path, tmp_path: Path
 ) -> None:
     changes = (*_PICTURES, f"data.catalog={pictures}", "training.steps=8")
     plain = small_recipe(*changes, f"out={tmp_path / 'plain'}")
@@ -205,7 +203,7 @@ def test_pictures_and_references_train_from_a_cache_as_from_pixels(
     assert losses(other) != losses(plain)
 
 
-def test_a_run_goes_on_with_a_cache_and_back(small_recipe: _Make, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_a_cache_and_back(small_recipe: MakeRecipe, tmp_path: Path) -> None:
     """Begun without, continued with, ended without: the run that never had one."""
     changes = (*_VIDEOS, "optimizer.schedule=constant")
     plain = small_recipe(*changes, f"out={tmp_path / 'plain'}")
@@ -219,7 +217,7 @@ def test_a_run_goes_on_with_a_cache_and_back(small_recipe: _Make, tmp_path: Path
 
 
 def test_neither_codec_nor_text_encoder_is_in_memory_while_training(
-    small_recipe: _Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only outlines without values are, also right after they have filled the cache."""
     seen: list[list[str]] = []
@@ -251,7 +249,7 @@ def _frozen_modules() -> list[nn.Module]:
 
 
 def test_new_clips_cost_only_themselves(
-    small_recipe: _Make, shapes_catalog: Path, tmp_path: Path
+    small_recipe: MakeRecipe, shapes_catalog: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "clips"
     folder.mkdir()
@@ -307,7 +305,7 @@ def test_new_clips_cost_only_themselves(
     ],
 )
 def test_other_encoders_have_entries_of_their_own(
-    small_recipe: _Make, tmp_path: Path, change: str, is_of_clips: bool, is_of_captions: bool
+    small_recipe: MakeRecipe, tmp_path: Path, change: str, is_of_clips: bool, is_of_captions: bool
 ) -> None:
     small = (*_VIDEOS, "data.windows=1", "data.flip=0.0", _cache_of(tmp_path))
     cache_ahead(small_recipe(*small), QUIET)
@@ -317,7 +315,7 @@ def test_other_encoders_have_entries_of_their_own(
     assert bool(facts["prompts"]["computed"]) == is_of_captions
 
 
-def test_an_entry_that_rots_is_never_trained_on(small_recipe: _Make, tmp_path: Path) -> None:
+def test_an_entry_that_rots_is_never_trained_on(small_recipe: MakeRecipe, tmp_path: Path) -> None:
     changes = (*_VIDEOS, "data.flip=0.0", "data.windows=1", "training.global_batch_size=8")
     # One epoch: whoever reads the entry a second time finds that it was removed.
     cached = small_recipe(*changes, _cache_of(tmp_path), "training.steps=2")
@@ -352,7 +350,7 @@ def damaged(shapes_catalog: Path, tmp_path: Path) -> Path:
 
 
 def test_a_decoder_that_hangs_while_the_cache_is_filled_is_written_down(
-    small_recipe: _Make, damaged: Path, tmp_path: Path
+    small_recipe: MakeRecipe, damaged: Path, tmp_path: Path
 ) -> None:
     hanging = sorted((damaged.parent / "clips").glob("*.mp4"))[-1]
     hanging.unlink()
@@ -378,7 +376,7 @@ def test_a_decoder_that_hangs_while_the_cache_is_filled_is_written_down(
 
 
 def test_too_many_damaged_clips_are_refused_before_the_first_step(
-    small_recipe: _Make, damaged: Path, tmp_path: Path
+    small_recipe: MakeRecipe, damaged: Path, tmp_path: Path
 ) -> None:
     recipe = small_recipe(
         *_VIDEOS, f"data.catalog={damaged}", _cache_of(tmp_path), "data.max_quarantined_clips=3"
@@ -394,7 +392,7 @@ def test_too_many_damaged_clips_are_refused_before_the_first_step(
 
 
 def test_a_damaged_reference_leaves_its_clip_out(
-    small_recipe: _Make, pictures: Path, tmp_path: Path
+    small_recipe: MakeRecipe, pictures: Path, tmp_path: Path
 ) -> None:
     """As without a cache; of a missing and of a cut one, named both times."""
     folder = tmp_path / "pairs"
@@ -415,7 +413,9 @@ def test_a_damaged_reference_leaves_its_clip_out(
         assert f"after/{name}.png: its reference, {folder}/before/{name}.png: not a" in reasons
 
 
-def test_a_broken_recipe_leaves_no_run_and_no_cache(small_recipe: _Make, tmp_path: Path) -> None:
+def test_a_broken_recipe_leaves_no_run_and_no_cache(
+    small_recipe: MakeRecipe, tmp_path: Path
+) -> None:
     """What is wrong is said before anything is encoded."""
     cache = tmp_path / "cache"
     with pytest.raises(RecipeError, match="names no folder for a cache"):
@@ -434,7 +434,7 @@ def test_a_broken_recipe_leaves_no_run_and_no_cache(small_recipe: _Make, tmp_pat
 
 @pytest.mark.slow
 def test_killed_and_shared_by_two_processes_a_cache_is_that_of_one(
-    small_recipe: _Make, warm: list[str], tmp_path: Path
+    small_recipe: MakeRecipe, warm: list[str], tmp_path: Path
 ) -> None:
     straight = small_recipe(*_MORE, f"data.cache={tmp_path / 'straight'}")
     cache_ahead(straight, QUIET)
@@ -473,7 +473,7 @@ _WORDS = ["a red circle moving up", "a blue square"]
 
 
 @pytest.fixture
-def pipeline(small_recipe: _Make, tmp_path: Path) -> Path:
+def pipeline(small_recipe: MakeRecipe, tmp_path: Path) -> Path:
     """A codec and a text encoder with tokenizer, in a pipeline's layout."""
     folder = tmp_path / "pipeline"
     make_parts(small_recipe(*TINY_WAN), _WORDS, folder)
@@ -481,7 +481,7 @@ def pipeline(small_recipe: _Make, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def prints(small_recipe: _Make, tmp_path: Path) -> Callable[..., tuple[str, str]]:
+def prints(small_recipe: MakeRecipe, tmp_path: Path) -> Callable[..., tuple[str, str]]:
     """Fingerprints of a pipeline's codec and text encoder."""
 
     def of(folder: Path, *changes: str) -> tuple[str, str]:
@@ -499,7 +499,7 @@ def prints(small_recipe: _Make, tmp_path: Path) -> Callable[..., tuple[str, str]
 
 
 def test_parts_that_a_run_makes_are_known_by_their_content(
-    small_recipe: _Make, tmp_path: Path
+    small_recipe: MakeRecipe, tmp_path: Path
 ) -> None:
     recipe = small_recipe(*TINY_WAN)
 

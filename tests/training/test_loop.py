@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from tests.build import TINY_WAN
+from tests.build import ALONE, TINY_WAN, MakeRecipe
 from torch import Tensor
 
 from longtake.config import Bucket, ParallelSection, Recipe
@@ -25,7 +25,7 @@ from longtake.models.text import NO_CAPTION
 from longtake.optim.build import build_optimizers
 from longtake.optim.update import Averages
 from longtake.parallel.fsdp import clip_gradients, squares
-from longtake.parallel.mesh import World, join
+from longtake.parallel.mesh import join
 from longtake.run_dir import RunDirectory
 from longtake.training.loop import (
     ComputeTimer,
@@ -38,11 +38,9 @@ from longtake.training.loop import (
 )
 from longtake.training.session import Session, TrainingState
 
-_ALONE = World(0, 0, 1, torch.device("cpu"), None)
-
 
 def _session(recipe: Recipe) -> Session:
-    return Session(recipe, RunDirectory(recipe.out), _ALONE, Console(quiet=True), "fp32")
+    return Session(recipe, RunDirectory(recipe.out), ALONE, Console(quiet=True), "fp32")
 
 
 def _state(recipe: Recipe, tmp_path: Path) -> TrainingState:
@@ -68,9 +66,7 @@ def _gradients(state: TrainingState) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_micro_batches_change_no_loss(
-    small_recipe: Callable[..., Recipe], tmp_path: Path, kind: str
-) -> None:
+def test_micro_batches_change_no_loss(small_recipe: MakeRecipe, tmp_path: Path, kind: str) -> None:
     curves = []
     for micro in ((), ("training.micro_batch_size=4",), ("training.micro_batch_size=2",)):
         recipe = small_recipe("training.global_batch_size=8", f"optimizer.kind={kind}", *micro)
@@ -99,7 +95,7 @@ def _part(batch: Batch, order: list[int]) -> Batch:
 
 @pytest.mark.parametrize("default", [0.0, 1.0])
 def test_unset_caption_dropout_is_the_familys(
-    small_recipe: Callable[..., Recipe], tmp_path: Path, default: float
+    small_recipe: MakeRecipe, tmp_path: Path, default: float
 ) -> None:
     recipe = small_recipe()
     (batch,) = _batches(recipe, 1)
@@ -114,7 +110,7 @@ def test_unset_caption_dropout_is_the_familys(
 
 @pytest.mark.parametrize("micro", [(), ("training.micro_batch_size=2",)])
 def test_stand_ins_change_nothing(
-    small_recipe: Callable[..., Recipe], tmp_path: Path, micro: tuple[str, ...]
+    small_recipe: MakeRecipe, tmp_path: Path, micro: tuple[str, ...]
 ) -> None:
     """Loss, norm and gradient are those of the smaller batch without them, wherever they lie."""
     recipe = small_recipe("training.global_batch_size=8", "optimizer.max_grad_norm=0.05", *micro)
@@ -140,9 +136,7 @@ def test_stand_ins_change_nothing(
     torch.testing.assert_close(same_gradient, gradient, rtol=1e-4, atol=1e-8)
 
 
-def test_an_update_counts_and_drops_the_gradients(
-    small_recipe: Callable[..., Recipe], tmp_path: Path
-) -> None:
+def test_an_update_counts_and_drops_the_gradients(small_recipe: MakeRecipe, tmp_path: Path) -> None:
     recipe = small_recipe("optimizer.warmup_steps=4", "optimizer.learning_rate=1e-3")
     state = _state(recipe, tmp_path)
     name, weight = list(state.components.model.named_parameters())[-1]
@@ -159,16 +153,14 @@ def test_an_update_counts_and_drops_the_gradients(
     assert not torch.equal(weight, before)
 
 
-def test_a_samples_randomness_is_its_own(
-    small_recipe: Callable[..., Recipe], tmp_path: Path
-) -> None:
+def test_a_samples_randomness_is_its_own(small_recipe: MakeRecipe, tmp_path: Path) -> None:
     recipe = small_recipe("training.global_batch_size=32", "data.caption_dropout=0.5")
     parts = _state(recipe, tmp_path).components
     (batch,) = _batches(recipe, 1)
     order = torch.randperm(32, generator=torch.Generator().manual_seed(0)).tolist()[:20]
     other = _part(batch, order)
-    whole = prepare(batch, parts, recipe, _ALONE.device)
-    part = prepare(other, parts, recipe, _ALONE.device)
+    whole = prepare(batch, parts, recipe, ALONE.device)
+    part = prepare(other, parts, recipe, ALONE.device)
     assert torch.equal(part.latents, whole.latents[order])
     assert torch.equal(part.noise, whole.noise[order])
     assert torch.equal(part.sigmas, whole.sigmas[order])
@@ -186,33 +178,33 @@ _ENCODED = (*TINY_WAN, "training.global_batch_size=7")
 
 
 def test_what_is_encoded_does_not_depend_on_its_neighbours(
-    small_recipe: Callable[..., Recipe], tmp_path: Path
+    small_recipe: MakeRecipe, tmp_path: Path
 ) -> None:
     """Bitwise, though convolutions round otherwise in other batches: so it can be cached."""
     recipe = small_recipe(*_ENCODED)
     parts = _state(recipe, tmp_path).components
     (batch,) = _batches(recipe, 1)
-    whole = prepare(batch, parts, recipe, _ALONE.device)
+    whole = prepare(batch, parts, recipe, ALONE.device)
     pictures = {"pose": batch.videos[:, :, :1], "scene": batch.videos[:, :, 1:2]}
-    told = prepare(replace(batch, references=pictures), parts, recipe, _ALONE.device).conditioning
+    told = prepare(replace(batch, references=pictures), parts, recipe, ALONE.device).conditioning
     assert told.keys() == {*whole.conditioning, "pose_latents", "scene_latents"}
     for name, picture in pictures.items():
         assert torch.equal(told[f"{name}_latents"][3:4], parts.codec.encode(picture[3:4]))
     for order in ([3], [6, 0], [5, 4, 3, 2, 1, 0]):
-        part = prepare(_part(batch, order), parts, recipe, _ALONE.device)
+        part = prepare(_part(batch, order), parts, recipe, ALONE.device)
         assert torch.equal(part.latents, whole.latents[order])
         embeds = part.conditioning["prompt_embeds"]
         assert torch.equal(embeds, whole.conditioning["prompt_embeds"][order])
 
 
 def test_latents_from_a_cache_are_taken_as_they_are(
-    small_recipe: Callable[..., Recipe], tmp_path: Path
+    small_recipe: MakeRecipe, tmp_path: Path
 ) -> None:
     halves = "training.global_batch_size=6", "training.micro_batch_size=2"
     recipe = small_recipe(*_ENCODED, "data.caption_dropout=0.5", *halves)
     parts = _state(recipe, tmp_path).components
     (batch,) = _batches(recipe, 1)
-    expected = prepare(batch, parts, recipe, _ALONE.device)
+    expected = prepare(batch, parts, recipe, ALONE.device)
     cached = replace(
         batch,
         videos=batch.videos[:, :, :0],
@@ -220,7 +212,7 @@ def test_latents_from_a_cache_are_taken_as_they_are(
         conditioning=encode_captions(parts.text, batch.captions),
         no_caption=encode_captions(parts.text, [NO_CAPTION]),
     )
-    found = prepare(cached, parts, recipe, _ALONE.device)
+    found = prepare(cached, parts, recipe, ALONE.device)
     for name in ("latents", "noise", "sigmas"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     embeds = expected.conditioning["prompt_embeds"]

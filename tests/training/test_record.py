@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ import pytest
 import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tests.build import QUIET, events, wait_until
+from tests.build import QUIET, MakeRecipe, events, wait_until
 
 import longtake.lease
-from longtake.config import Bucket, Recipe
+from longtake.config import Bucket
 from longtake.data.audit import audit
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
@@ -36,7 +36,7 @@ from longtake.training.state import save_checkpoint
 from longtake.training.train import train
 
 
-def test_a_step_has_one_row_of_numbers(small_recipe: Callable[..., Recipe]) -> None:
+def test_a_step_has_one_row_of_numbers(small_recipe: MakeRecipe) -> None:
     recipe = small_recipe(
         "training.steps=20", "training.global_batch_size=8", "checkpoint.every=100",
         "training.precision=auto",
@@ -63,7 +63,7 @@ def test_a_step_has_one_row_of_numbers(small_recipe: Callable[..., Recipe]) -> N
     assert trainer["precision"] == facts["precision"] in ("bf16", "fp32")
 
 
-def test_tensorboard_says_the_same_after_a_resume(small_recipe: Callable[..., Recipe]) -> None:
+def test_tensorboard_says_the_same_after_a_resume(small_recipe: MakeRecipe) -> None:
     changes = ("training.steps=8", "checkpoint.every=3", "tracking.tensorboard=true")
     recipe = small_recipe(*changes)
     train(recipe, QUIET)
@@ -81,7 +81,7 @@ def test_tensorboard_says_the_same_after_a_resume(small_recipe: Callable[..., Re
 
 
 def test_a_save_is_no_wait_for_data(
-    small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def save_slowly(*arguments: Any) -> None:
         save_checkpoint(*arguments)
@@ -95,7 +95,7 @@ def test_a_save_is_no_wait_for_data(
         assert row["data_seconds"] < 0.2
 
 
-def test_epochs_stages_and_checkpoints_are_events(small_recipe: Callable[..., Recipe]) -> None:
+def test_epochs_stages_and_checkpoints_are_events(small_recipe: MakeRecipe) -> None:
     """64 clips in batches of 32 make an epoch of two steps; each stage counts its own."""
     stages = "[{name='a', epochs=1}, {name='b', steps=1}, {name='c'}]"
     recipe = small_recipe(
@@ -122,9 +122,7 @@ def clips(shapes_catalog: Path, tmp_path: Path) -> Path:
     return out
 
 
-def test_clips_that_are_gone_are_named_once(
-    small_recipe: Callable[..., Recipe], clips: Path
-) -> None:
+def test_clips_that_are_gone_are_named_once(small_recipe: MakeRecipe, clips: Path) -> None:
     """Training goes on without them, over epochs; each has one event with its reason."""
     recipe = small_recipe(
         f"data.catalog={clips}",
@@ -149,7 +147,7 @@ def test_clips_that_are_gone_are_named_once(
 
 
 def test_a_step_of_which_nothing_can_be_decoded_is_counted_and_learns_nothing(
-    small_recipe: Callable[..., Recipe], clips: Path
+    small_recipe: MakeRecipe, clips: Path
 ) -> None:
     lost = sorted((clips.parent / "clips").glob("*.mp4"))[1:12]
     for path in lost:
@@ -165,7 +163,7 @@ def test_a_step_of_which_nothing_can_be_decoded_is_counted_and_learns_nothing(
 
 
 def test_too_many_of_them_are_found_before_the_first_step(
-    small_recipe: Callable[..., Recipe], clips: Path
+    small_recipe: MakeRecipe, clips: Path
 ) -> None:
     recipe = small_recipe(f"data.catalog={clips}", "data.max_quarantined_clips=2")
     message = r"3 of the catalog's 64 files are gone, such as .*\.mp4.*At most 2 \(data\.max_quar"
@@ -174,9 +172,7 @@ def test_too_many_of_them_are_found_before_the_first_step(
     assert RunDirectory(recipe.out).metrics() == []
 
 
-def test_too_many_damaged_clips_end_the_run(
-    small_recipe: Callable[..., Recipe], clips: Path
-) -> None:
+def test_too_many_damaged_clips_end_the_run(small_recipe: MakeRecipe, clips: Path) -> None:
     for path in sorted((clips.parent / "clips").glob("*.mp4"))[:3]:
         path.write_bytes(path.read_bytes()[:200])
     changes = (
@@ -190,7 +186,7 @@ def test_too_many_damaged_clips_end_the_run(
 
 
 def test_the_share_of_the_gpus_peak_is_recorded(
-    small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("longtake.training.train.peak_flops", lambda device, dtype: 1e12)
     counted = []
@@ -211,7 +207,7 @@ _LARGE, _SMALL = (Bucket(num_frames=1, height=size, width=size) for size in (64,
 
 
 @pytest.fixture
-def world(small_recipe: Callable[..., Recipe]) -> Iterator[World]:
+def world(small_recipe: MakeRecipe) -> Iterator[World]:
     """This process alone."""
     with join("cpu", small_recipe().parallel, None) as alone:
         yield alone
@@ -235,7 +231,7 @@ def test_memory_of_one_step_is_compared_with_the_prediction(
     predicted: int | None,
     steps: list[tuple[Bucket, int]],
     errors: list[float],
-    small_recipe: Callable[..., Recipe],
+    small_recipe: MakeRecipe,
     world: World,
 ) -> None:
     recipe = small_recipe()
@@ -291,7 +287,7 @@ def _beating(path: Path) -> Iterator[None]:
 
 @pytest.mark.slow
 def test_a_second_launch_is_refused_and_the_first_is_not_disturbed(
-    small_recipe: Callable[..., Recipe], tmp_path: Path
+    small_recipe: MakeRecipe, tmp_path: Path
 ) -> None:
     recipe = small_recipe("training.steps=100000", "watch.enabled=true")
     run = RunDirectory(recipe.out)
@@ -390,10 +386,7 @@ def test_a_launch_that_is_refused_before_the_run_begins_leaves_nothing(
 
 
 def test_a_holder_that_was_suspended_and_replaced_ends(
-    run: RunDirectory,
-    world: World,
-    small_recipe: Callable[..., Recipe],
-    monkeypatch: pytest.MonkeyPatch,
+    run: RunDirectory, world: World, small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = Leases(60, {"token": "a"}).take(run.lease_path)
     assert lease is not None
@@ -408,7 +401,7 @@ def test_a_holder_that_was_suspended_and_replaced_ends(
 
 
 def test_a_run_says_whether_it_is_running_stalled_dead_or_finished(
-    small_recipe: Callable[..., Recipe],
+    small_recipe: MakeRecipe,
 ) -> None:
     recipe = small_recipe("training.steps=2")
     run = RunDirectory(recipe.out)
@@ -435,9 +428,7 @@ def test_a_run_says_whether_it_is_running_stalled_dead_or_finished(
     assert found.silent_seconds > 500
 
 
-def test_audit_finds_that_two_launches_trained_at_the_same_time(
-    small_recipe: Callable[..., Recipe],
-) -> None:
+def test_audit_finds_that_two_launches_trained_at_the_same_time(small_recipe: MakeRecipe) -> None:
     recipe = small_recipe("training.steps=3")
     run = RunDirectory(recipe.out)
     train(recipe, QUIET)

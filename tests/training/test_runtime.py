@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.build import MakeRecipe
 
 from longtake.config import Recipe, TrainingSection
 from longtake.errors import DataError
@@ -53,7 +54,7 @@ def _watcher(recipe: Recipe) -> int:
 
 
 def test_a_watcher_that_dies_is_replaced_and_nothing_is_left(
-    small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two have watched; after the run there is none, nor anything in the node's memory."""
 
@@ -72,9 +73,7 @@ def test_a_watcher_that_dies_is_replaced_and_nothing_is_left(
     _until(lambda: not _watcher(recipe) and not heartbeat_dir(recipe.out).exists())
 
 
-def test_a_run_that_nobody_is_to_watch_has_no_watcher(
-    small_recipe: Callable[..., Recipe],
-) -> None:
+def test_a_run_that_nobody_is_to_watch_has_no_watcher(small_recipe: MakeRecipe) -> None:
     recipe = small_recipe("training.steps=2")
     train(recipe, _QUIET)
     assert not this_node(RunDirectory(recipe.out)).path.exists()
@@ -82,7 +81,7 @@ def test_a_run_that_nobody_is_to_watch_has_no_watcher(
 
 
 def test_the_heart_says_what_is_done(
-    small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Heartbeat] = []
     monkeypatch.setattr(
@@ -119,7 +118,7 @@ def test_after_a_rollback_nothing_is_expected_for_a_while(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("error", [DataError("a clip"), KeyboardInterrupt()])
 def test_who_ends_with_a_word_has_not_died(
-    small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, error: BaseException
+    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     """An error that a person is told of, and Ctrl-C, are ends; the heart is there until then."""
     phases: list[str] = []
@@ -138,7 +137,7 @@ def test_who_ends_with_a_word_has_not_died(
 
 
 def test_a_fresh_run_has_its_heart_in_a_place_of_its_own(
-    small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though which folder it gets is agreed upon only when all ranks have met."""
     recipe = small_recipe("training.steps=2")
@@ -157,7 +156,7 @@ def test_a_fresh_run_has_its_heart_in_a_place_of_its_own(
 
 
 def test_the_hook_is_not_on_the_watchers_command_line(
-    small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
 

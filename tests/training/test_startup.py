@@ -3,7 +3,6 @@
 import io
 import subprocess
 import sys
-from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from tests.build import MakeRecipe
 from torch.nn.attention import SDPBackend
 
 from longtake import config
-from longtake.config import Recipe
 from longtake.fsio import read_json_lines
 from longtake.heartbeat import HeartbeatWriter, Phase, heartbeat_session, launch_seconds
 from longtake.inspection.facts import run_facts
@@ -81,7 +80,7 @@ def test_of_each_part_the_slowest_rank_is_named() -> None:
 
 
 @pytest.fixture
-def restarted(small_recipe: Callable[..., Recipe]) -> RunDirectory:
+def restarted(small_recipe: MakeRecipe) -> RunDirectory:
     """A run that was launched, crashed after a checkpoint, and was launched again."""
     recipe = small_recipe("checkpoint.every=4")
     train(recipe, _QUIET)
@@ -138,7 +137,7 @@ def test_starts_are_shown(restarted: RunDirectory) -> None:
 
 
 def test_two_ranks_name_the_slower_one(
-    small_recipe: Callable[..., Recipe], on_two_processes: list[str], tmp_path: Path
+    small_recipe: MakeRecipe, on_two_processes: list[str], tmp_path: Path
 ) -> None:
     recipe = small_recipe("training.steps=2", "checkpoint.every=2")
     path = tmp_path / "launched.toml"
@@ -188,7 +187,7 @@ def test_torch_can_be_asked() -> None:
 
 @pytest.mark.parametrize("max_tokens", [3, 8])
 def test_truncated_captions_are_reported_at_the_start(
-    max_tokens: int, small_recipe: Callable[..., Recipe]
+    max_tokens: int, small_recipe: MakeRecipe
 ) -> None:
     recipe = small_recipe(f"text.max_tokens={max_tokens}", "training.steps=1")
     said = io.StringIO()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from tests.build import QUIET, events, rows, saved, wait_until
+from tests.build import QUIET, MakeRecipe, events, rows, saved, wait_until
 
 from longtake import config
 from longtake.checkpoint import files
@@ -58,7 +58,7 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(("kind", "dtype"), [("adamw", "bf16"), ("muon", "fp32")])
 def test_an_interrupted_run_is_the_straight_run(
-    small_recipe: Callable[..., Recipe], tmp_path: Path, kind: str, dtype: str
+    small_recipe: MakeRecipe, tmp_path: Path, kind: str, dtype: str
 ) -> None:
     changes = (
         f"model.dtype={dtype}",
@@ -100,7 +100,7 @@ def start(start_warm: Callable[..., Any], tmp_path: Path) -> Callable[[Path], An
 
 
 def test_the_command_says_how_to_go_on(
-    small_recipe: Callable[..., Recipe], start: Callable[[Path], Any], tmp_path: Path
+    small_recipe: MakeRecipe, start: Callable[[Path], Any], tmp_path: Path
 ) -> None:
     """Exit code 130 and a command that can be pasted; the pasted command finishes the run."""
     recipe = small_recipe("training.steps=40", "checkpoint.every=1000")
@@ -123,7 +123,7 @@ def test_the_command_says_how_to_go_on(
 
 
 def test_a_damaged_checkpoint_is_named_and_passed_over(
-    small_recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+    small_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run goes on from the one before, and says which it could not use."""
     recipe = small_recipe("training.steps=8", "checkpoint.every=4")
@@ -154,7 +154,7 @@ def fewer(shapes_catalog: Path, tmp_path: Path) -> Path:
 
 
 def test_steps_after_the_last_checkpoint_are_trained_again_and_audited_once(
-    small_recipe: Callable[..., Recipe],
+    small_recipe: MakeRecipe,
 ) -> None:
     recipe = small_recipe("training.steps=20", "checkpoint.every=8")
     train(recipe, QUIET)
@@ -170,7 +170,7 @@ def test_steps_after_the_last_checkpoint_are_trained_again_and_audited_once(
 
 
 def test_a_run_resumes_with_another_catalog_as_the_recipe_says(
-    small_recipe: Callable[..., Recipe], fewer: Path, capsys: pytest.CaptureFixture[str]
+    small_recipe: MakeRecipe, fewer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Else it is refused; what it consumed is proved afterwards, resumed once more or not."""
     constant, other = "optimizer.schedule=constant", f"data.catalog={fewer}"
@@ -197,9 +197,7 @@ def test_a_run_resumes_with_another_catalog_as_the_recipe_says(
     assert 64 not in whole
 
 
-def test_a_finished_run_trains_nothing_and_refuses_another_recipe(
-    small_recipe: Callable[..., Recipe],
-) -> None:
+def test_a_finished_run_trains_nothing_and_refuses_another_recipe(small_recipe: MakeRecipe) -> None:
     recipe = small_recipe("training.steps=2")
     train(recipe, QUIET)
     curve = rows(recipe, *_CURVE)
@@ -212,7 +210,7 @@ def test_a_finished_run_trains_nothing_and_refuses_another_recipe(
     assert _files(recipe.out) == before
 
 
-def test_the_recorded_precision_is_kept(small_recipe: Callable[..., Recipe]) -> None:
+def test_the_recorded_precision_is_kept(small_recipe: MakeRecipe) -> None:
     recipe = small_recipe("training.steps=4", "checkpoint.every=2", "training.precision=auto")
     train(recipe, QUIET)
     run = RunDirectory(recipe.out)
@@ -227,7 +225,7 @@ def test_the_recorded_precision_is_kept(small_recipe: Callable[..., Recipe]) -> 
 
 
 def test_weights_that_are_no_numbers_stop_a_run_that_has_nothing_to_go_back_to(
-    small_recipe: Callable[..., Recipe],
+    small_recipe: MakeRecipe,
 ) -> None:
     recipe = small_recipe(
         "optimizer.learning_rate=1e30", "optimizer.warmup_steps=0", "checkpoint.every=1"
@@ -240,7 +238,7 @@ def test_weights_that_are_no_numbers_stop_a_run_that_has_nothing_to_go_back_to(
 
 
 def test_damaged_lines_of_logs_stop_no_resume(
-    small_recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+    small_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = small_recipe("training.steps=4", "checkpoint.every=2")
     train(recipe, QUIET)
@@ -258,7 +256,7 @@ def test_damaged_lines_of_logs_stop_no_resume(
 
 
 def test_a_resume_without_its_ledger_says_what_can_no_longer_be_proved(
-    small_recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
+    small_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As an event too; an audit accuses nobody of what is not known."""
     recipe = small_recipe("training.steps=4", "checkpoint.every=2")
@@ -275,7 +273,7 @@ def test_a_resume_without_its_ledger_says_what_can_no_longer_be_proved(
 
 
 def test_a_missing_tokenizer_is_made_again_of_the_same_captions_only(
-    small_recipe: Callable[..., Recipe], fewer: Path, capsys: pytest.CaptureFixture[str]
+    small_recipe: MakeRecipe, fewer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of others it would give captions other token ids."""
     recipe = small_recipe("training.steps=4", "checkpoint.every=2", "data.on_change=merge")
@@ -292,7 +290,7 @@ def test_a_missing_tokenizer_is_made_again_of_the_same_captions_only(
     assert "the tokenizer is made again from the same captions" in capsys.readouterr().out
 
 
-def test_a_checkpoint_with_other_weights_is_refused(small_recipe: Callable[..., Recipe]) -> None:
+def test_a_checkpoint_with_other_weights_is_refused(small_recipe: MakeRecipe) -> None:
     small = small_recipe("training.steps=2")
     train(small, QUIET)
     changed = small_recipe("training.steps=2", "model.config.num_blocks=3")
@@ -302,7 +300,7 @@ def test_a_checkpoint_with_other_weights_is_refused(small_recipe: Callable[..., 
 
 
 def test_a_way_to_go_on_is_said_anew_each_time(
-    small_recipe: Callable[..., Recipe], shapes_catalog: Path, tmp_path: Path
+    small_recipe: MakeRecipe, shapes_catalog: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other.parquet"
     catalog = Catalog.load(shapes_catalog)
@@ -333,10 +331,7 @@ _ADAPTERS = {
 
 @pytest.mark.parametrize("kind", _ADAPTERS)
 def test_a_run_of_adapters_goes_on_to_the_bit_and_saves_nothing_else(
-    small_recipe: Callable[..., Recipe],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
+    small_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     changes = (*_ADAPTERS[kind], "model.config.hidden_size=96", "training.steps=8")
@@ -396,8 +391,7 @@ def _compute(harm: tuple[int, ...], killed_at: int | None = None) -> Callable[..
 
 @pytest.fixture(scope="module")
 def rolled_back(
-    small_recipe_in: Callable[[Path], Callable[..., Recipe]],
-    tmp_path_factory: pytest.TempPathFactory,
+    small_recipe_in: Callable[[Path], MakeRecipe], tmp_path_factory: pytest.TempPathFactory
 ) -> Recipe:
     """A run that went back once, and came to its end."""
     recipe = small_recipe_in(tmp_path_factory.mktemp("rolled_back"))(*_GUARD)
@@ -451,10 +445,7 @@ def test_the_report_has_batch_and_state(rolled_back: Recipe) -> None:
 
 @pytest.mark.parametrize("killed_at", [_KILLED_AT, 18])
 def test_killed_after_it_went_back_it_is_the_same(
-    rolled_back: Recipe,
-    small_recipe: Callable[..., Recipe],
-    monkeypatch: pytest.MonkeyPatch,
-    killed_at: int,
+    rolled_back: Recipe, small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, killed_at: int
 ) -> None:
     recipe = small_recipe(*_GUARD)
     monkeypatch.setattr(loop, "compute_gradients", _compute(_HARM, killed_at))
@@ -471,7 +462,7 @@ def test_killed_after_it_went_back_it_is_the_same(
 
 
 def test_killed_while_it_goes_back_it_is_the_same(
-    small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*_: object, **__: object) -> None:
         raise _KilledError
@@ -492,7 +483,7 @@ def test_killed_while_it_goes_back_it_is_the_same(
 
 
 def test_a_run_that_cannot_be_helped_stops(
-    small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a number of rollbacks without progress; the error says what, where and how to look."""
     recipe = small_recipe(*_GUARD, "guard.max_rollbacks=2")
@@ -505,7 +496,7 @@ def test_a_run_that_cannot_be_helped_stops(
 
 
 def test_without_a_checkpoint_from_before_it_stops(
-    small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = small_recipe(*_GUARD, "checkpoint.every=100")
     monkeypatch.setattr(loop, "compute_gradients", _compute(_HARM))
@@ -515,7 +506,7 @@ def test_without_a_checkpoint_from_before_it_stops(
 
 @pytest.mark.parametrize("mode", ["report", "off"])
 def test_a_guard_that_does_not_act_stops_at_what_is_no_number(
-    small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, mode: str
+    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """Nobody may go on with it; the update is not made."""
     recipe = small_recipe(*_GUARD, f"guard.mode={mode}")

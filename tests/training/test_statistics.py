@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from tests.build import ALONE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -14,8 +15,6 @@ from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.fsdp import apply_fsdp, full, local_shard, squares
 from longtake.parallel.mesh import World, join
 from longtake.training.statistics import Norms, NormStats, describe_non_finite_gradients
-
-_ALONE = World(0, 0, 1, torch.device("cpu"), None)
 
 
 class _Block(nn.Module):
@@ -52,9 +51,7 @@ def _network() -> _Network:
     return network
 
 
-def _norms(
-    network: nn.Module, stats: NormStats, scale: float = 1.0, world: World = _ALONE
-) -> Norms:
+def _norms(network: nn.Module, stats: NormStats, scale: float = 1.0, world: World = ALONE) -> Norms:
     return stats.norms(sum_over_ranks(stats.sums(), world), scale)
 
 
@@ -157,7 +154,7 @@ def test_names_parameters_their_blocks_and_how_much_is_lost(dtype: torch.dtype) 
     network = _with_gradients(dtype)
     for index, values in ((0, [float("nan")]), (1, [float("nan"), float("inf"), -float("inf")])):
         _gradient(network, f"blocks.{index}.weight")[0, : len(values)] = torch.tensor(values)
-    said = describe_non_finite_gradients(network, list(network.blocks), _ALONE)
+    said = describe_non_finite_gradients(network, list(network.blocks), ALONE)
     assert "the gradients of 2 of 9 trained parameters" in said
     named = (
         "blocks.1.weight (block 2 of 3), 1 NaN and 2 infinite of 16 numbers; "
@@ -170,7 +167,7 @@ def test_names_no_more_than_a_few() -> None:
     network = _with_gradients()
     for parameter in network.parameters():
         parameter.grad = torch.full_like(parameter, float("inf"))
-    said = describe_non_finite_gradients(network, list(network.blocks), _ALONE)
+    said = describe_non_finite_gradients(network, list(network.blocks), ALONE)
     assert "first: last.weight (outside the blocks), 4 infinite of 4 numbers; blocks.2." in said
     assert "9 of 9" in said
     assert said.endswith("blocks.2.weight (block 3 of 3), 16 infinite of 16 numbers and more.")
@@ -181,7 +178,7 @@ def test_gradients_may_be_finite_though_their_norm_is_not() -> None:
     _gradient(network, "last.weight").fill_(1e30)
     assert squares([_gradient(network, "last.weight")]).isinf().all()
     assert "Each gradient is finite" in describe_non_finite_gradients(
-        network, list(network.blocks), _ALONE
+        network, list(network.blocks), ALONE
     )
 
 
@@ -234,7 +231,7 @@ def _check_named(world: World) -> None:
         share.to_local()[0, 0] = float("nan")
     _gradient(alone, "blocks.1.weight")[2, 0] = float("nan")
     said = describe_non_finite_gradients(sharded, list(sharded.blocks), world)
-    assert said == describe_non_finite_gradients(alone, list(alone.blocks), _ALONE)
+    assert said == describe_non_finite_gradients(alone, list(alone.blocks), ALONE)
     assert "blocks.1.weight (block 2 of 3), 1 NaN of 16" in said
     assert (
         full(_gradient(sharded, "last.weight")).isfinite().all()

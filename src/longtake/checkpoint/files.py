@@ -280,12 +280,7 @@ def needed_steps(run: RunDirectory) -> set[int]:
 
 
 def unneeded_steps(
-    steps: Collection[int],
-    *,
-    keep: int,
-    keep_every: int | None,
-    needed: Iterable[int],
-    reach: int,
+    steps: Collection[int], *, keep: int, keep_every: int | None, needed: Iterable[int], reach: int
 ) -> list[int]:
     """Steps whose checkpoints may be deleted, ascending, of those of all whole checkpoints.
 

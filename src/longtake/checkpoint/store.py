@@ -21,12 +21,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    filesystem,
-    metadata,
-    state_dict_loader,
-    state_dict_saver,
-)
+from torch.distributed.checkpoint import filesystem, metadata, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -76,11 +71,7 @@ def latest_checkpoint(
 
 
 def load_parts(
-    path: Path,
-    parts: Mapping[str, State],
-    world: World | None = None,
-    *,
-    is_verified: bool = False,
+    path: Path, parts: Mapping[str, State], world: World | None = None, *, is_verified: bool = False
 ) -> None:
     """Fill the given states in place from a checkpoint, resharded if the world is another.
 

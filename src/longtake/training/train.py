@@ -160,11 +160,7 @@ def _choose_precision(recipe: Recipe, point: ResumePoint, world: World) -> Preci
 
 
 def _build(
-    session: Session,
-    point: ResumePoint,
-    loader: Loader,
-    watcher: NodeWatcher,
-    follower: Follower,
+    session: Session, point: ResumePoint, loader: Loader, watcher: NodeWatcher, follower: Follower
 ) -> _Built:
     """Plan, build and load all that is trained, in the order in which each can be refused."""
     recipe, run, world, precision = session.recipe, session.run, session.world, session.precision
