@@ -63,7 +63,7 @@ _IN_ALL_REDUCE: Stack = (
     ("_engine_run_backward", f"{_PACKAGES}torch/autograd/graph.py", 979),
     ("backward", f"{_PACKAGES}torch/autograd/__init__.py", 395),
     ("Tensor.backward", f"{_PACKAGES}torch/_tensor.py", 623),
-    ("compute_gradients", f"{_OURS}training/step.py", 76),
+    ("compute_gradients", f"{_OURS}training/loop.py", 76),
     *_TRAIN,
 )
 _AT_DATA: Stack = (
