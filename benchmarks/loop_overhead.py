@@ -122,7 +122,7 @@ class Cost(NamedTuple):
 def _watched(state: TrainingState, recipe: Recipe, steps: int, costs: list[Cost]) -> list[float]:
     """Let a heart beat and a watcher look at it, as in every run; its cost is appended."""
     heart = HeartbeatWriter(heartbeat_dir(recipe.out), "rank")
-    command = [sys.executable, "-P", "-m", "longtake.monitor", str(recipe.out)]
+    command = [sys.executable, "-P", "-m", "longtake.monitor.watcher", str(recipe.out)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process, heartbeat_session(heart):  # noqa: S603 - ourselves
         watcher = psutil.Process(process.pid)
         time.sleep(_SECONDS_TO_START)

@@ -16,7 +16,6 @@ from longtake.lease import Leases, history, kept
 
 
 def _elsewhere(folder: Path, number: int) -> None:
-    """Make a lease look as if a process of another machine had it."""
     path = folder / f"{number}.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "place": "another machine"}))
 
@@ -66,8 +65,6 @@ def test_a_process_of_this_machine_that_died_has_lost_it_at_once(tmp_path: Path)
 
 
 class _Clock:
-    """The clock of a process that waits, set by hand."""
-
     def __init__(self) -> None:
         self.now = 1000.0
 
@@ -78,7 +75,6 @@ class _Clock:
 def test_a_silent_holder_elsewhere_loses_it_and_one_that_beats_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Silence counts from when it was first seen, by the clock of whoever waits."""
     folder, clock = tmp_path / "lease", _Clock()
     assert Leases(10.0, {}).take(folder)
     _elsewhere(folder, 0)
@@ -96,7 +92,6 @@ def test_a_silent_holder_elsewhere_loses_it_and_one_that_beats_does_not(
 
 
 def test_a_kept_lease_beats_until_its_work_stands_still(tmp_path: Path) -> None:
-    """A holder that hangs over its work loses the lease like one that is dead."""
     lease = Leases(0.04, {}).take(tmp_path / "lease")  # it beats each 0.01 s
     assert lease is not None
 

@@ -33,8 +33,6 @@ _MS = 1_000_000
 
 
 class _World:
-    """Clocks that a test moves by hand; they stand still unless it does."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.real = 1_700_000_000 * 10**9
         self.monotonic = self.raw = 10**12
@@ -53,13 +51,11 @@ class _World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> _World:
-    """Clocks that a test moves."""
     return _World(monkeypatch)
 
 
 @pytest.fixture
 def watched(world: _World) -> Iterator[Clock]:
-    """Who watches them."""
     found = Clock()
     yield found
     found.close()
@@ -212,7 +208,6 @@ def _free_port() -> int:
 
 
 def _started(folder: Path, name: str, port: int, more: str) -> subprocess.Popen[bytes]:
-    """A chronyd of its own that does not touch the clock, and is asked at a port."""
     text = f"{more}\ncmdport {port}\nbindcmdaddress 127.0.0.1\nbindcmdaddress /\n"
     (folder / name).write_text(f"{text}pidfile {folder / name}.pid\n")
     command = [str(_CHRONYD), "-x", "-U", "-d", "-f", str(folder / name)]
@@ -221,7 +216,6 @@ def _started(folder: Path, name: str, port: int, more: str) -> subprocess.Popen[
 
 @pytest.fixture
 def ask(tmp_path: Path) -> Iterator[tuple[str, ...]]:
-    """The command that asks a chronyd which follows another."""
     port, of_server, of_client = _free_port(), _free_port(), _free_port()
     server = f"local stratum 8\nport {port}\nbindaddress 127.0.0.1\nallow 127.0.0.1"
     client = f"server 127.0.0.1 port {port} iburst minpoll -2 maxpoll -2\nport 0"
@@ -307,10 +301,6 @@ def test_time_daemons(tmp_path: Path) -> None:
 
 
 def _exchange(ahead: float, reads: int, seed: int = 0) -> tuple[dict[str, float], dict[str, float]]:
-    """What two nodes know after reading each other so often; b's clock is ahead by so much.
-
-    Each writes once a second, and each read comes at any moment in between.
-    """
     rng = random.Random(seed)  # noqa: S311 - delays
     a, b = ClockOffsets("a"), ClockOffsets("b")
     of_a: dict[str, float] = {}

@@ -18,7 +18,6 @@ _HERE, _THERE = "127.0.0.2", "127.0.0.1"
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Two ends of a connection between two addresses of this machine."""
     with socket.create_server((_THERE, 0)) as server:
         here = socket.create_connection(server.getsockname(), source_address=(_HERE, 0))
         there, _ = server.accept()

@@ -14,7 +14,6 @@ from longtake.stacks import enable_stack_dumps
 
 
 def main(folder: str, role: str, rank: str, launch: str, then: str) -> None:
-    """Beat, and then hang as told."""
     enable_stack_dumps()
     if role == "rank":
         heart = HeartbeatWriter(
@@ -47,14 +46,12 @@ def _say() -> None:
 
 
 def sleeps(heart: HeartbeatWriter) -> None:
-    """Hang in a line that can be named."""
     heart.set_phase("forward")
     _say()
     time.sleep(100)
 
 
 def waits(heart: HeartbeatWriter) -> None:
-    """Wait for others, as all ranks do for one that hangs."""
     heart.set_phase("collective")
     _say()
     wait = "def all_reduce():\n    time.sleep(100)\nall_reduce()"
@@ -63,28 +60,24 @@ def waits(heart: HeartbeatWriter) -> None:
 
 
 def freezes(heart: HeartbeatWriter) -> None:
-    """Hang on a clip."""
     heart.set_phase("decode", "bad", "/data/bad.mp4")
     _say()
     time.sleep(100)
 
 
 def idles(heart: HeartbeatWriter) -> None:
-    """Have nothing to do."""
     heart.set_phase("idle", "")
     _say()
     time.sleep(100)
 
 
 def saves(heart: HeartbeatWriter) -> None:
-    """Take long over a checkpoint."""
     heart.set_phase("checkpoint")
     _say()
     time.sleep(100)
 
 
 def pauses(heart: HeartbeatWriter) -> None:
-    """Hang until SIGUSR1, then go on for a while."""
     signal.signal(signal.SIGUSR1, lambda *_: None)
     heart.set_phase("forward")
     _say()
@@ -95,7 +88,6 @@ def pauses(heart: HeartbeatWriter) -> None:
 
 
 def steps(heart: HeartbeatWriter) -> None:
-    """Train on."""
     _say()
     for step in range(12, 2000):
         heart.begin_step(step, "8x32x32")
@@ -106,7 +98,6 @@ def steps(heart: HeartbeatWriter) -> None:
 
 
 def ends(heart: HeartbeatWriter) -> None:
-    """End as it should, some moments later."""
     heart.set_phase("forward")
     _say()
     time.sleep(0.5)
@@ -114,7 +105,6 @@ def ends(heart: HeartbeatWriter) -> None:
 
 
 def dies(heart: HeartbeatWriter) -> None:
-    """Be gone without a word."""
     heart.set_phase("backward")
     _say()
     time.sleep(0.5)

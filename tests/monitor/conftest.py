@@ -24,8 +24,6 @@ _BEATING = Path(__file__).with_name("beating.py")
 
 
 class Stage:
-    """A run directory, and nodes that are played by folders of hearts."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.run = RunDirectory(path / "run")
@@ -34,40 +32,33 @@ class Stage:
         self.settings = WatchSettings(min_seconds=1.0, round_seconds=0.3, rounds=2)
 
     def folder(self, host: str = "node") -> Path:
-        """Where a node's hearts are."""
         return self.path / f"hearts_{host}"
 
     def node(self, host: str = "node") -> NodeDirectory:
-        """A node's folder in the run directory."""
         return NodeDirectory(self.run, host)
 
     def events(self, kind: str, host: str = "node") -> list[dict[str, Any]]:
-        """The node's events of a kind."""
         found = read_json_lines(self.node(host).events_path)
         return [event for event in found if event["event"] == kind]
 
     def alerts(self, kind: str) -> list[dict[str, Any]]:
-        """The alerts of a kind that the hook `cat >> alerts` has written down."""
         found = read_json_lines(self.path / "alerts")
         return [event for event in found if event["event"] == kind]
 
     def rank(self, then: str, rank: int = 0, host: str = "node", launch: str = "abcd1234") -> int:
-        """Start a rank; returns its process id when it is at what it is to do."""
         return self._beat("rank", rank, launch, then, host)
 
     def worker(self, then: str, rank: int = 0, host: str = "node") -> int:
-        """Start a decoding process, likewise."""
         return self._beat("decode", rank, "", then, host)
 
     def watcher(
         self, *options: str, host: str = "node", wait: bool = True, **changes: Any
     ) -> "subprocess.Popen[str]":
-        """Start a node's watcher; returns when it watches."""
         settings = WatchSettings(**{**self.settings.model_dump(), **changes}).model_dump()
         users = {name: settings.pop(name) for name in WatchSection.model_fields}
         section = WatchSection(**users).model_dump_json()
         where = ["--host", host, "--folder", str(self.folder(host)), "--section", section]
-        program = ["-m", "longtake.monitor", str(self.run.path), *where, *options]
+        program = ["-m", "longtake.monitor.watcher", str(self.run.path), *where, *options]
         before = len(self.events("watcher_started", host)) if wait else 0
         process = self.start(
             [sys.executable, "-P", *program], **{SETTINGS_VARIABLE: json.dumps(settings)}
@@ -77,7 +68,6 @@ class Stage:
         return process
 
     def start(self, command: list[str], **changes: str) -> "subprocess.Popen[str]":
-        """Start something that is ended with the test; `changes`: of its environment."""
         process = subprocess.Popen(
             command,
             cwd=self.path,
@@ -90,20 +80,17 @@ class Stage:
         return process
 
     def is_gone(self, pid: int) -> bool:
-        """Whether a process that was started here ends within moments."""
         process = next(each for each in self.started if each.pid == pid)
         with suppress(subprocess.TimeoutExpired):
             process.wait(60)
         return process.returncode is not None
 
     def end(self, pid: int) -> None:
-        """End a process that was started here, and wait until it is gone."""
         process = next(each for each in self.started if each.pid == pid)
         process.kill()
         process.wait(60)
 
     def close(self) -> None:
-        """End all that was started."""
         for process in self.started:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
@@ -122,7 +109,6 @@ class Stage:
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
-    """A run that is played."""
     stage = Stage(tmp_path)
     yield stage
     stage.close()

@@ -15,7 +15,6 @@ from longtake.stacks import enable_stack_dumps, stack_file
 
 
 def main(folder: str, role: str, rank: str, how: str, *child: str) -> None:
-    """Join the run, start a child, and hang."""
     place = Path(folder)
     if role == "rank":
         heart = HeartbeatWriter(place, "rank", rank=int(rank), world_size=2)
@@ -35,17 +34,14 @@ def main(folder: str, role: str, rank: str, how: str, *child: str) -> None:
 
 
 def sleeps(heart: HeartbeatWriter) -> None:
-    """Hang in Python."""
     time.sleep(600)
 
 
 def holds(heart: HeartbeatWriter) -> None:
-    """Hang in C without giving Python's lock back."""
     while True: ctypes.PyDLL(None).sleep(600)  # noqa: E701  # fmt: skip
 
 
 def works(heart: HeartbeatWriter) -> None:
-    """Go on."""
     while True:
         heart.set_phase("backward")
         time.sleep(0.01)
@@ -53,7 +49,6 @@ def works(heart: HeartbeatWriter) -> None:
 
 
 def idles(heart: HeartbeatWriter) -> None:
-    """Have nothing to do."""
     heart.set_phase("idle", "")
     time.sleep(600)
 

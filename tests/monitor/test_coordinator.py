@@ -7,11 +7,12 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.build import wait_until
 
 from longtake.errors import RunError
 from longtake.fsio import write_once
@@ -23,14 +24,12 @@ from longtake.monitor.coordinator import (
     read_dumps,
     run_step,
     stall_request,
-    stall_token,
     turn_of,
     write_request,
 )
 from longtake.monitor.dumps import StackInterner, group_processes
 from longtake.monitor.observe import Overdue, WatchSettings
 from longtake.monitor.reporting import RunDirThread, WatchTarget
-from longtake.monitor.watcher import WatcherLock
 from longtake.node_dir import (
     DumpRequest,
     NodeDirectory,
@@ -58,17 +57,16 @@ def _request(run: RunDirectory, token: str, launch: str = "one", **fields: Any) 
 
 
 def test_a_stall_is_called_the_same_on_all_nodes(tmp_path: Path) -> None:
-    """By launch and step, and by how many there were: two inboxes agree."""
-    assert stall_token("one", 42, 0) == "stall_one_00000042_0"
-    assert stall_token("", 0, 1) == "stall_start_00000000_1"
     here, there = (
         RequestQueue(NodeDirectory(RunDirectory(tmp_path), host)) for host in ("gpu1", "gpu2")
     )
-    assert here.new_token("one", 42) == there.new_token("one", 42) == stall_token("one", 42, 0)
-    for inbox in (here, there):
-        inbox.take(stall_token("one", 42, 0))
-    assert here.new_token("one", 42) == there.new_token("one", 42) == stall_token("one", 42, 1)
-    assert here.new_token("one", 43) == stall_token("one", 43, 0)
+    for number in (0, 1):
+        token = f"stall_one_00000042_{number}"
+        assert here.new_token("one", 42) == there.new_token("one", 42) == token
+        for inbox in (here, there):
+            inbox.take(token)
+    assert here.new_token("one", 43) == "stall_one_00000043_0"
+    assert here.new_token("", 0) == "stall_start_00000000_0"
 
 
 def test_whoever_asks_second_finds_the_first_one_s_request(tmp_path: Path) -> None:
@@ -80,7 +78,6 @@ def test_whoever_asks_second_finds_the_first_one_s_request(tmp_path: Path) -> No
 
 
 def test_new_requests_are_found_once_taken_no_more(tmp_path: Path) -> None:
-    """Until they are taken they are found at each look, the oldest first."""
     run = RunDirectory(tmp_path)
     inbox = RequestQueue(NodeDirectory(run, "gpu1"))
     assert inbox.look("one") == []
@@ -95,7 +92,6 @@ def test_new_requests_are_found_once_taken_no_more(tmp_path: Path) -> None:
 
 
 def test_what_lay_there_before_is_left_but_for_a_stall_that_is_open(tmp_path: Path) -> None:
-    """A watcher that is started in the middle of a stall takes part in it."""
     run = RunDirectory(tmp_path)
     _request(run, "asked", reason="asked")
     _request(run, "former", launch="zero")
@@ -154,17 +150,6 @@ def test_a_watcher_lives_if_its_heartbeat_changes(tmp_path: Path) -> None:
     assert not has_beaten(before["gpu2"], None)
 
 
-def test_one_watches_at_a_time(tmp_path: Path) -> None:
-    first, second = WatcherLock(tmp_path / "hearts"), WatcherLock(tmp_path / "hearts")
-    assert first.acquire()
-    assert not second.acquire()
-    assert second.holder() == str(os.getpid())
-    first.release()
-    assert second.acquire()
-    second.release()
-    assert not (tmp_path / "hearts").exists()
-
-
 def test_nodes_conclude_in_turn() -> None:
     """First who asked, then those with a dump by name; one whose dump is not written comes last."""
     answered = ["gpu1", "gpu2", "gpu3"]
@@ -217,7 +202,6 @@ def test_identical_stacks_are_kept_once() -> None:
 def test_what_is_read_when_time_is_up_is_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that gives no answer costs the time that is left, and its node is named."""
     run = RunDirectory(tmp_path)
     nodes = [NodeDirectory(run, f"gpu{number}") for number in range(1, 5)]
     for node in nodes[:3]:
@@ -266,30 +250,21 @@ Stage = Any
 
 @pytest.fixture
 def run(stage: Stage) -> Iterator[RunDirectory]:
-    """A run directory, with no hearts where this node's would be."""
     run: RunDirectory = stage.run
     run.recipe_path.touch()
     yield run
     shutil.rmtree(heartbeat_dir(run.path), ignore_errors=True)
 
 
-def _await(found: Callable[[], Any]) -> None:
-    end = time.monotonic() + 15
-    while not found():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def _watched(stage: Stage, *hosts: str) -> list[Any]:
-    """A rank and a watcher on each of these nodes."""
     watchers = []
     for rank, host in enumerate(hosts):
         stage.rank("waits", rank, host)
         watchers.append(stage.watcher(host=host, min_seconds=100.0, max_seconds=100.0))
-    _await(lambda: all(stage.node(host).read_heartbeat() for host in hosts))
+    wait_until(lambda: all(stage.node(host).read_heartbeat() for host in hosts))
     first = [stage.node(host).read_heartbeat()["beat"] for host in hosts]
     # A request that is there before a watcher's first look is none for it.
-    _await(lambda: not _beats(stage, hosts) & set(zip(hosts, first, strict=True)))
+    wait_until(lambda: not _beats(stage, hosts) & set(zip(hosts, first, strict=True)))
     return watchers
 
 
@@ -348,21 +323,14 @@ def test_a_watcher_that_lives_and_does_not_answer_is_named(
 
 
 def test_without_a_watcher_this_nodes_processes_are_read(run: RunDirectory) -> None:
+    """Also where the run directory cannot be written."""
+    (run.path / "requests").write_text("not a folder")
     heart = _hearts_here(run)
     facts = group_processes(dump_run(run, native=False).dumps())
-    assert facts["hosts"] == [socket.gethostname()]
+    assert (facts["hosts"], facts["launch"]) == ([socket.gethostname()], "abcdefgh")
     [rank] = [each for each in facts["groups"] if each["role"] == "rank"]
     assert [(each["pid"], each["rank"]) for each in rank["members"]] == [(os.getpid(), 4)]
     assert rank["stack"]
-    heart.close()
-
-
-def test_a_run_directory_that_cannot_be_written_is_read_here(
-    run: RunDirectory, tmp_path: Path
-) -> None:
-    (run.path / "requests").write_text("not a folder")
-    heart = _hearts_here(run)
-    assert group_processes(dump_run(run, native=False).dumps())["launch"] == "abcdefgh"
     heart.close()
 
 
@@ -377,7 +345,7 @@ def test_a_process_that_cannot_be_asked() -> None:
     with pytest.raises(RunError, match="There is no process 4194305 on this node"):
         dump_process_tree(2**22 + 1, native=False)
     process = subprocess.Popen(["true"])
-    _await(lambda: Path(f"/proc/{process.pid}/stat").read_text().split()[2] == "Z")
+    wait_until(lambda: Path(f"/proc/{process.pid}/stat").read_text().split()[2] == "Z")
     with pytest.raises(RunError, match=f"has ended; its parent, {os.getpid()}, has not reaped it"):
         dump_process_tree(process.pid, native=False)
     process.wait()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from tests.build import wait_until
 
 from longtake import stacks
 from longtake.fsio import write_once
@@ -41,13 +42,11 @@ Start = Callable[..., int]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where the run's hearts are."""
     return tmp_path / "hearts"
 
 
 @pytest.fixture
 def start(folder: Path, tmp_path: Path) -> Iterator[Start]:
-    """Starts a process of the run: `start("rank", 0, "sleeps", *command_of_a_child)`."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(role: str, rank: int, how: str, *child: str, by: tuple[str, ...] = ()) -> int:
@@ -85,14 +84,6 @@ def _innermost(process: ProcessDump) -> tuple[str, str]:
     return Path(frame["file"]).name, frame["function"]
 
 
-def _await(found: Callable[[], Any]) -> Any:
-    end = time.monotonic() + 10
-    while not (value := found()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return value
-
-
 def test_every_process_is_found_and_says_where_it_is(folder: Path, start: Start) -> None:
     rank = start("rank", 3, "sleeps", "sleep", "600")
     worker = start("decode", 3, "holds")
@@ -119,9 +110,9 @@ def test_every_process_is_found_and_says_where_it_is(folder: Path, start: Start)
 
 def test_rounds_tell_who_moves(folder: Path, start: Start) -> None:
     works, stopped = start("rank", 0, "works"), start("rank", 1, "sleeps")
-    _await(lambda: stacks.dump_process(stopped, native=False).where.endswith("in sleeps"))
+    wait_until(lambda: stacks.dump_process(stopped, native=False).where.endswith("in sleeps"))
     os.kill(stopped, signal.SIGSTOP)
-    _await(lambda: stacks.state_of(stopped) == "T")
+    wait_until(lambda: stacks.state_of(stopped) == "T")
     dump = _dump(folder, rounds=3)
     assert [each["seconds"] for each in dump["rounds"]] == pytest.approx([0, 0.3, 0.6], abs=0.2)
     found = _traced(dump)
@@ -167,7 +158,7 @@ def test_whoever_watches_is_not_dumped(folder: Path, start: Start) -> None:
     """A watcher is a rank's child, and starts others in its turn; so does py-spy."""
     program = "import subprocess; subprocess.run(['sleep', '600'])"
     rank = start("rank", 0, "sleeps", _PYTHON, "-c", program, "-m", "longtake.monitor")
-    _await(lambda: len(descendants(rank)) == 2)
+    wait_until(lambda: len(descendants(rank)) == 2)
     assert list(_by_pid(_dump(folder))) == [rank]
 
 
@@ -193,7 +184,7 @@ def test_whoever_is_gone_is_missed(folder: Path, start: Start) -> None:
     subprocess.run([_PYTHON, "-c", _EARLIER, str(folder)], check=True, timeout=300)
     for pid in (dead, idle):
         os.kill(pid, signal.SIGKILL)
-    _await(lambda: {stacks.state_of(pid) for pid in (dead, idle)} == {"Z"})
+    wait_until(lambda: {stacks.state_of(pid) for pid in (dead, idle)} == {"Z"})
     found = _dump(folder)
     assert [(each["pid"], each["detail"]) for each in found["missing"]] == [(dead, "a clip")]
     assert len(_by_pid(found)) == 1
@@ -234,24 +225,6 @@ def _dump_trace(*rounds: list[Seen], host: str = "here") -> NodeDump:
     return cast("NodeDump", {"host": host, "rounds": seen})
 
 
-def test_a_process_is_followed_through_the_rounds() -> None:
-    first = _dump_trace([_process(7), _process(8)], [_process(7)], host="first")
-    found = traces([first, _dump_trace([_process(7)], host="second")])
-    assert [(each.host, each.pid, each.seconds) for each in found] == [
-        ("first", 7, (0.0, 1.5)),
-        ("first", 8, (0.0,)),
-        ("second", 7, (0.0,)),
-    ]
-
-
-def test_a_stack_that_changes_has_moved() -> None:
-    """Of the main thread; what stays is counted from the outermost call."""
-    rounds = [[_process(7, _thread(3, 2, 1))], [_process(7, _thread(4, 2, 1))]]
-    [found] = traces([_dump_trace(*rounds)])
-    assert found.has_moved
-    assert found.stack == (("f4", "a.py", 4), ("f2", "a.py", 2), ("f1", "a.py", 1))
-
-
 @pytest.mark.parametrize(
     "later",
     [
@@ -279,12 +252,6 @@ def test_a_round_without_stacks_says_nothing() -> None:
     assert found.stacks_of("decoding") == [(("f9", "a.py", 9),)]
     [unread] = traces([_dump_trace([_process(7)], [_process(7)])])
     assert (unread.stack, unread.has_moved) == ((), False)
-
-
-def test_processor_time_is_a_share_of_the_time_between_rounds() -> None:
-    rounds = [[_process(7, cpu_seconds=seconds)] for seconds in (2.0, 3.0, 5.0)]
-    assert [each.cpu_share for each in traces([_dump_trace(*rounds)])] == [1.0]
-    assert [each.cpu_share for each in traces([_dump_trace(rounds[0])])] == [0.0]
 
 
 _DAY = 86400.0

@@ -49,7 +49,6 @@ _RECORD: dict[str, Any] = {
 
 @pytest.fixture
 def exporter() -> Iterator[Exporter]:
-    """One that serves the record above on this machine."""
     found = Exporter(0, "127.0.0.1")
     found.update(_RECORD)
     yield found
@@ -197,7 +196,6 @@ def test_alerts_fire_on_what_they_name(tmp_path: Path) -> None:
 
 @pytest.fixture
 def prometheus(exporter: Exporter, tmp_path: Path) -> Iterator[str]:
-    """The address of a real Prometheus that follows the exporter by the example's rules."""
     text = (_EXAMPLES / "prometheus.yml").read_text()
     text = text.replace("localhost:9464", f"127.0.0.1:{exporter.port}").replace("5s", "1s")
     (tmp_path / "prometheus.yml").write_text(text)

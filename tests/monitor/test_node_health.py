@@ -24,19 +24,18 @@ from longtake.monitor.node_health import (
     HealthRules,
     NodeHealth,
     PeerNodes,
+    clock_event,
     full_disks,
     thin_out,
 )
 from longtake.monitor.observe import WatchSettings
 from longtake.monitor.outliers import SIGNALS, Outlier
-from longtake.monitor.sentences import clock_event
 from longtake.node_dir import NodeDirectory
 from longtake.run_dir import RunDirectory
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> NodeDirectory:
-    """This node's folder in an empty run directory."""
     path = tmp_path / "run"
     path.mkdir()
     found = NodeDirectory(RunDirectory(path), "gpu07")
@@ -46,7 +45,6 @@ def node(tmp_path: Path) -> NodeDirectory:
 
 @pytest.fixture
 def watch(node: NodeDirectory) -> Iterator[NodeHealth]:
-    """One that samples five times a second, and is started by the test."""
     often = WatchSettings.model_construct(health_seconds=0.2)
     found = NodeHealth(node.run, node, often, [node.run.path])
     yield found

@@ -143,7 +143,6 @@ def test_decoding_is_learnt_from_windows_enough() -> None:
 
 @given(seconds=st.lists(st.floats(0, 100), min_size=1, max_size=6))
 def test_overdue_are_those_past_their_limits_the_oldest_first(seconds: list[float]) -> None:
-    """Whoever hangs for longest is most likely to be whom the others wait for."""
     expectations = PhaseTimeouts(_SECTION)
     pulses = [
         _pulse(seconds=each, longest={"forward": 0.1}, pid=pid) for pid, each in enumerate(seconds)
@@ -168,7 +167,6 @@ def test_its_own_lateness_extends_the_limits_that_run(
 
 
 def test_who_waited_for_another_has_time_to_go_on() -> None:
-    """When a stall is over, the others are not the next one."""
     expectations = PhaseTimeouts(_SECTION)
     waited = _pulse("collective", 40.0, longest={"collective": 0.1})
     expectations.learn([waited])
@@ -198,38 +196,31 @@ def test_a_rank_that_was_seen_alive_is_missed_once() -> None:
     assert roll.dead_ranks([one, two], []) == []
     (lost,) = roll.dead_ranks([two], [one])
     assert lost.is_first
-    assert lost.as_event(0) == {
-        "pid": 1,
-        "rank": 0,
-        "launch": "one",
-        "step": 7,
-        "phase": "backward",
-        "detail": "8x32x32",
-        "seconds": 2.0,
-        "out_of_memory": False,
-        "reason": "rank 0 (process 1) is gone without having ended: step 7, backward on 8x32x32.",
-    }
+    event = lost.as_event(0)
+    names = ("pid", "rank", "launch", "step", "phase", "detail", "seconds", "out_of_memory")
+    facts = [event[name] for name in (*names, "kind", "source")]
+    assert facts == [1, 0, "one", 7, "backward", "8x32x32", 2.0, False, "killed", "watcher"]
+    assert event["reason"] == (
+        "rank 0 (process 1) is gone without having ended: step 7, backward on 8x32x32."
+    )
     (lost,) = roll.dead_ranks([], [one, two])
     assert (lost.heartbeat, lost.is_first) == (two, False)
 
 
 @pytest.mark.parametrize("dead", [_pulse_dead(1, "ended"), _pulse_dead(1, "decode", "decode")])
 def test_who_has_ended_and_who_is_replaced_is_not_missed(dead: Heartbeat) -> None:
-    """The end of a run is no loss, and a decoding process is its pool's affair."""
     roll = LivenessTracker()
     roll.dead_ranks([dead], [])
     assert roll.dead_ranks([], [dead]) == []
 
 
 def test_who_was_dead_before_anybody_looked_counts_if_others_of_its_launch_live() -> None:
-    """A watcher that was started anew tells of what happened in between, not of yesterday."""
     living, dead, yesterday = _pulse_dead(1), _pulse_dead(2, rank=1), _pulse_dead(3, launch="zero")
     lost = LivenessTracker().dead_ranks([living], [dead, yesterday])
     assert [each.heartbeat for each in lost] == [dead]
 
 
 def test_a_death_for_want_of_memory_says_so() -> None:
-    """By the count of the control group, which rises before the process is gone."""
     roll = LivenessTracker()
     assert roll.wants_oom_count(0.0)
     for now, kills in ((0.0, 3), (6.0, 3), (12.0, 4)):

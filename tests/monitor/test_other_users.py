@@ -27,7 +27,6 @@ _needs_root = pytest.mark.skipif(os.getuid() != 0, reason="another user is playe
 
 
 def _as_other(work: Callable[[], None]) -> None:
-    """Do something as another user, in a process of its own."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -43,7 +42,6 @@ def _as_other(work: Callable[[], None]) -> None:
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder that all users may write to, as /dev/shm is."""
     folder = Path(tempfile.mkdtemp(prefix="shared-"))
     folder.chmod(0o1777)
     yield folder
@@ -83,7 +81,6 @@ def test_the_heart_of_another_user_is_not_read(shared: Path) -> None:
 
 
 def test_links_in_the_folder_of_hearts_are_not_followed(tmp_path: Path) -> None:
-    """Neither the lock, nor a heart, nor stacks are written to what a link names."""
     folder, victim = tmp_path / "hearts", tmp_path / "victim"
     folder.mkdir(mode=0o700)
     victim.write_text("mine")

@@ -25,7 +25,6 @@ _RANKS_OF_NODE = 8
 def _node(
     ranks: range, rng: random.Random, slow: float = 0.0, noise: float = 0.03
 ) -> dict[str, float]:
-    """Work per step of a node's ranks; the first is slower."""
     factors = [1 + slow if rank == ranks[0] else 1.0 for rank in ranks]
     return {
         f"step_work_seconds:{rank}": 0.7 * factor * rng.gauss(1, noise)
@@ -36,7 +35,6 @@ def _node(
 def _windows(
     num_ranks: int, seed: int, count: int, noise: float = 0.03, slow: float = 0.0, since: int = 0
 ) -> Iterator[list[Outlier]]:
-    """What the node of rank 0 finds in its own ranks, window by window."""
     rng = random.Random(seed)  # noqa: S311 - noise
     of_node = min(_RANKS_OF_NODE, max(1, num_ranks // 2))
     nodes = [range(first, first + of_node) for first in range(0, num_ranks, of_node)]
@@ -48,7 +46,6 @@ def _windows(
 
 
 def _until_found(num_ranks: int, seed: int, slow: float, noise: float) -> int:
-    """Windows until the slow rank is found."""
     windows = _windows(num_ranks, seed, 60, noise, slow, since=20)
     return next((number - 19 for number, found in enumerate(windows) if found), 99)
 
@@ -121,7 +118,6 @@ def test_steps_longer_than_a_window() -> None:
 @given(st.integers(2, 12), st.floats(1e-3, 100), st.integers(0, 2**32))
 @settings(max_examples=40, deadline=None)
 def test_slow_from_the_start_whatever_the_scale(num: int, seconds: float, seed: int) -> None:
-    """A rank 15 % above all others is found in six windows, at 1 % noise and any step time."""
     rng = random.Random(seed)  # noqa: S311 - noise
     judge, found = OutlierDetector(), []
     for _ in range(6):
@@ -295,7 +291,6 @@ def test_a_link_is_slow_against_its_own_past() -> None:
 
 
 def test_a_run_that_waits_for_all_links_alike_has_no_slow_one() -> None:
-    """It is bound by communication, and no link is to blame."""
     links = SlowLinks()
     others = {"gpu02": _link(0.9, 1.1e9), "gpu03": _link(0.95, 0.9e9)}
     assert links.judge(_link(0.9, 1e9), others)["peer_send_share:gpu08"] == 1.0

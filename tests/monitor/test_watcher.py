@@ -64,31 +64,6 @@ def test_a_rank_that_hangs_is_named_and_ended(stage: Any) -> None:
     assert not stage.folder().exists()
 
 
-def test_a_frozen_decoding_process_is_ended_and_the_rank_goes_on(stage: Any) -> None:
-    rank, worker = stage.rank("steps"), stage.worker("freezes")
-    stage.watcher(action="restart-worker")
-    (event,) = wait_until(lambda: stage.events("restarted_worker"))
-    assert (event["pid"], event["clip"], event["clip_path"]) == (worker, "bad", "/data/bad.mp4")
-    assert stage.is_gone(worker)
-    assert psutil.Process(rank).is_running()
-    (stalled,) = stage.events("stalled")
-    assert stalled["suspects"][0]["clip"] == "bad"
-
-
-def test_where_all_wait_for_each_other_one_rank_is_ended(stage: Any) -> None:
-    """Nobody is to blame, and yet the job is to go on: whose heart gave the alarm it is."""
-    pids = [stage.rank("waits", rank=rank) for rank in (0, 1)]
-    stage.watcher(action="kill")
-    (killed,) = wait_until(lambda: stage.events("killed_rank"))
-    (stalled,) = stage.events("stalled")
-    assert (stalled["kind"], stalled["suspects"]) == ("link", [])
-    assert killed["pid"] in pids
-    assert "none is the cause" in killed["reason"]
-    assert stage.is_gone(killed["pid"])
-    (other,) = set(pids) - {killed["pid"]}
-    assert psutil.Process(other).is_running()
-
-
 @pytest.mark.slow
 def test_its_own_lateness_is_said_once_a_minute(stage: Any) -> None:
     """On a machine that is too busy the log would fill; the heartbeat has the sum."""
@@ -165,7 +140,6 @@ def test_two_nodes_pass_one_verdict(stage: Any) -> None:
 
 @pytest.mark.slow
 def test_the_verdict_outlives_the_watcher_that_asked(stage: Any) -> None:
-    """Some seconds later another node's passes it, and says which node was silent."""
     stage.watcher(host="a", min_seconds=60.0)
     asker = stage.watcher(host="b", min_seconds=2.0, round_seconds=2.0)
     stage.rank("sleeps", rank=1, host="b")
@@ -203,7 +177,6 @@ def test_anybody_s_request_is_answered(stage: Any) -> None:
 
 
 def test_a_disk_that_hangs_stops_neither_watching_nor_alerting(stage: Any) -> None:
-    """The run directory gives no answer, and yet the culprit is named and ended."""
     guilty = stage.rank("sleeps")
     stage.watcher(action="kill", hook=f"cat >> {stage.path}/alerts")
     aside = stage.node().path / ".heartbeat.partial.json"  # what it writes to next
@@ -254,7 +227,6 @@ def test_one_waits_for_another_and_one_by_hand_says_who_watches(stage: Any) -> N
 
 @pytest.mark.slow
 def test_by_hand_it_follows_the_next_launch(stage: Any) -> None:
-    """It does not end with a crash, and forgets what the launch before has taught."""
     watcher = stage.watcher("--by-hand")
     stage.rank("dies")
     wait_until(lambda: stage.events("rank_failed"))
@@ -266,7 +238,6 @@ def test_by_hand_it_follows_the_next_launch(stage: Any) -> None:
 
 
 def test_it_goes_on_when_nobody_reads_what_it_says(stage: Any) -> None:
-    """A closed terminal, and a scheduler's warning, are no reason to end."""
     stage.rank("sleeps")
     watcher = stage.watcher()
     watcher.stdout.close()
@@ -289,14 +260,6 @@ def test_a_scheduler_s_signal_to_all_processes_is_only_noted(stage: Any) -> None
     stage.end(rank)
     assert watcher.wait(60) == 0
     assert "SIGTERM: this ends with the last rank, in 10 minutes" in watcher.stdout.read()
-
-
-def test_by_hand_a_signal_ends_it(stage: Any) -> None:
-    stage.rank("waits")
-    watcher = stage.watcher("--by-hand", min_seconds=60.0)
-    watcher.send_signal(signal.SIGTERM)
-    assert watcher.wait(60) == 0
-    assert "ended by SIGTERM" in watcher.stdout.read()
 
 
 def test_who_waits_for_the_place_ends_with_the_last_rank(stage: Any) -> None:
@@ -322,7 +285,7 @@ def test_the_verb_watches_in_the_foreground(stage: Any) -> None:
     assert f"Watching {stage.run.path} on" in process.stdout.readline()
     assert process.stdout.readline() == "No rank of it runs on this node now: this waits for one.\n"
     assert "watcher_started: " in process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    assert "ended by SIGINT" in process.stdout.read()
+    process.send_signal(signal.SIGTERM)
+    assert "ended by SIGTERM" in process.stdout.read()
     assert process.wait(60) == 0
     assert stage.events("watcher_started", socket.gethostname())[0]["by_hand"]

@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.build import wait_until
+from tests.tracking.build import add_result, add_steps, cursor, scalars
 
 from longtake.config import TrackingSection
 from longtake.evaluation_dir import writer_path
@@ -20,9 +22,6 @@ from longtake.lease import Leases, history, kept, newest
 from longtake.run_dir import RunDirectory
 from longtake.tracking import follower
 from longtake.tracking.follower import Follower, Followers, Shutdown, follow
-from longtake.tracking.reader import Cursor
-
-Scalars = Callable[..., dict[int, float]]
 
 _CHANGED = """
 import os, sys
@@ -33,13 +32,11 @@ os._exit(follower.main(sys.argv[1:]))
 
 
 def _changed(**changes: float) -> str:
-    """A program that is the follower with other constants."""
     lines = [f"follower.{name} = {value}" for name, value in changes.items()]
     return _CHANGED.format(changes="\n".join(lines))
 
 
 def _writer(run: RunDirectory) -> dict[str, Any]:
-    """The lease of the process that writes; empty if none does."""
     found = newest(writer_path(run)) or {"ended": "never begun"}
     return {} if found["ended"] else found
 
@@ -51,51 +48,41 @@ def _roles(run: RunDirectory) -> list[str]:
 # --- The process ------------------------------------------------------------------------------
 
 
-def test_an_evaluators_follower_ends_when_a_launch_begins(
-    run: RunDirectory,
-    add_steps: Callable[..., None],
-    add_result: Callable[..., Path],
-    scalars: Scalars,
-    until: Callable[..., None],
-) -> None:
-    """One writes at a time, and the next continues where the one before has ended."""
+def test_an_evaluators_follower_ends_when_a_launch_begins(run: RunDirectory) -> None:
     evaluators, trainers = Follower(run, "evaluator"), Follower(run, "trainer")
     evaluators.start()
-    until(lambda: _writer(run).get("role") == "evaluator")
+    wait_until(lambda: _writer(run).get("role") == "evaluator")
     add_result(run, "demo", 6)
     trainers.start()
     run.append_event("launched")
-    until(lambda: _writer(run).get("role") == "trainer")
-    until(lambda: evaluators.is_over)
+    wait_until(lambda: _writer(run).get("role") == "trainer")
+    wait_until(lambda: evaluators.is_over)
     add_steps(run, range(1, 40))
     trainers.close(30.0)
     add_result(run, "demo", 12)
     evaluators = Follower(run, "evaluator")
     evaluators.start()
-    until(lambda: _writer(run).get("role") == "evaluator")
+    wait_until(lambda: _writer(run).get("role") == "evaluator")
     evaluators.close(30.0)
     assert list(scalars(run)) == list(range(1, 40))
     assert sorted(scalars(run, "eval/demo/motion", "eval")) == [6, 12]
     assert _roles(run) == ["evaluator", "trainer", "evaluator"]
 
 
-def test_a_trainers_follower_ends_only_at_a_later_launch(
-    run: RunDirectory, until: Callable[..., None]
-) -> None:
-    """Its own launch is none, and what cannot be sent is retried for a minute without another."""
+def test_a_trainers_follower_ends_only_at_a_later_launch(run: RunDirectory) -> None:
     run.tensorboard_path.write_text("in the way")
     run.append_event("rolled_back", step=3, message="The loss rose.")
     with Shutdown(None) as shutdown:
-        threading.Thread(target=lambda: _relaunch(run, shutdown, until), daemon=True).start()
+        threading.Thread(target=lambda: _relaunch(run, shutdown), daemon=True).start()
         assert follow(run, "trainer", TrackingSection(), shutdown)
     assert shutdown.requested_seconds < follower._MAX_END_SECONDS
     assert list(history(writer_path(run))[-1]["troubles"]) == ["tensorboard"]
 
 
-def _relaunch(run: RunDirectory, shutdown: Shutdown, until: Callable[..., None]) -> None:
+def _relaunch(run: RunDirectory, shutdown: Shutdown) -> None:
     run.append_event("launched")
     try:
-        until(lambda: _writer(run).get("troubles"))
+        wait_until(lambda: _writer(run).get("troubles"))
     finally:
         shutdown.request("a test")
     while _writer(run):
@@ -104,7 +91,7 @@ def _relaunch(run: RunDirectory, shutdown: Shutdown, until: Callable[..., None])
 
 
 def test_an_evaluators_follower_ends_when_a_tracker_cannot_be_reached(
-    run: RunDirectory, add_steps: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another machine's may have a network or a key; the lease says what is wrong."""
     monkeypatch.setattr(follower, "_MAX_TROUBLE_SECONDS", 0.1)
@@ -116,12 +103,7 @@ def test_an_evaluators_follower_ends_when_a_tracker_cannot_be_reached(
     assert (lease["ended"], list(lease["troubles"])) == ("released", ["tensorboard"])
 
 
-def test_a_trainers_end_does_not_wait_for_a_follower_that_cannot_write(
-    run: RunDirectory,
-    add_steps: Callable[..., None],
-    cursor: Callable[..., Cursor],
-    until: Callable[..., None],
-) -> None:
+def test_a_trainers_end_does_not_wait_for_a_follower_that_cannot_write(run: RunDirectory) -> None:
     """Another process has the lease and keeps it: the trainer's follower is left to itself."""
     add_steps(run, range(1, 5))
     other = Leases(20.0, {"role": "trainer", "caught_up": True}).take(writer_path(run))
@@ -132,42 +114,30 @@ def test_a_trainers_end_does_not_wait_for_a_follower_that_cannot_write(
     trainers.close(600.0)  # the test's own time limit ends a wait
     assert psutil.pid_exists(trainers.pid)
     other.end("released")
-    until(lambda: cursor(run).metrics_offset)
+    wait_until(lambda: cursor(run).metrics_offset)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_one_that_is_killed_is_replaced_and_nothing_is_sent_twice(
-    run: RunDirectory,
-    number: signal.Signals,
-    add_steps: Callable[..., None],
-    scalars: Scalars,
-    cursor: Callable[..., Cursor],
-    until: Callable[..., None],
+    run: RunDirectory, number: signal.Signals
 ) -> None:
-    """Schedulers signal all processes, and the training still saves."""
     trainers = Follower(run, "trainer")
     trainers.start()
     trainers.start()
     add_steps(run, range(1, 20))
-    until(lambda: cursor(run).metrics_offset)
+    wait_until(lambda: cursor(run).metrics_offset)
     first = trainers.pid
     assert first is not None
     os.kill(first, number)
     add_steps(run, range(20, 40))
-    until(lambda: trainers.pid != first)
+    wait_until(lambda: trainers.pid != first)
     trainers.close(30.0)
     assert list(scalars(run)) == list(range(1, 40))
     released = None if number == signal.SIGKILL else "released"
     assert [each["ended"] for each in history(writer_path(run))] == [released, "released"]
 
 
-def test_a_full_disk_keeps_it_waiting(
-    run: RunDirectory,
-    add_steps: Callable[..., None],
-    scalars: Scalars,
-    cursor: Callable[..., Cursor],
-    until: Callable[..., None],
-) -> None:
+def test_a_full_disk_keeps_it_waiting(run: RunDirectory) -> None:
     """The same process continues when there is room again; the log says what was wrong."""
     in_the_way = run.path / "tracking" / "writer"
     in_the_way.parent.mkdir()
@@ -176,35 +146,29 @@ def test_a_full_disk_keeps_it_waiting(
     following.start()
     add_steps(run, range(1, 4))
     log = run.path / "tracking" / "follower.log"
-    until(lambda: log.exists() and "cannot be written" in log.read_text())
+    wait_until(lambda: log.exists() and "cannot be written" in log.read_text())
     first = following.pid
     in_the_way.unlink()
-    until(lambda: cursor(run).metrics_offset)
+    wait_until(lambda: cursor(run).metrics_offset)
     following.close(30.0)
     assert following.pid == first
     assert list(scalars(run)) == [1, 2, 3]
 
 
-def test_it_ends_with_a_run_that_is_deleted(
-    run: RunDirectory,
-    add_steps: Callable[..., None],
-    cursor: Callable[..., Cursor],
-    until: Callable[..., None],
-) -> None:
-    """Nothing of the run is made anew, and no other process is started."""
+def test_it_ends_with_a_run_that_is_deleted(run: RunDirectory) -> None:
     following = Follower(run, "evaluator")
     following.start()
     add_steps(run, range(1, 20))
-    until(lambda: cursor(run).metrics_offset)
+    wait_until(lambda: cursor(run).metrics_offset)
     shutil.rmtree(run.path)
-    until(lambda: following.is_over)
+    wait_until(lambda: following.is_over)
     assert following.pid is not None
     assert not psutil.pid_exists(following.pid)
     assert not run.path.exists()
 
 
 def test_one_that_cannot_end_its_writing_gives_the_lease_to_no_other_while_it_lives(
-    run: RunDirectory, add_steps: Callable[..., None], until: Callable[..., None], tmp_path: Path
+    run: RunDirectory, tmp_path: Path
 ) -> None:
     """It ends instead: two would write at a time, its thread and the next follower."""
     run.tensorboard_path.mkdir()
@@ -216,9 +180,9 @@ def test_one_that_cannot_end_its_writing_gives_the_lease_to_no_other_while_it_li
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         leases = Leases(20.0, {"role": "trainer"})
         try:
-            until(lambda: _writer(run))
+            wait_until(lambda: _writer(run))
             run.append_event("launched")
-            until(lambda: leases.take(writer_path(run)) is not None)
+            wait_until(lambda: leases.take(writer_path(run)) is not None)
             assert process.wait(30) == 1
         finally:
             process.kill()
@@ -239,13 +203,7 @@ time.sleep(60)
 """
 
 
-def test_it_outlives_a_killed_training_until_all_is_sent(
-    run: RunDirectory,
-    add_steps: Callable[..., None],
-    scalars: Scalars,
-    until: Callable[..., None],
-    tmp_path: Path,
-) -> None:
+def test_it_outlives_a_killed_training_until_all_is_sent(run: RunDirectory, tmp_path: Path) -> None:
     """And no longer: the rows of a launch that was killed are there a moment later."""
     command = [sys.executable, "-c", _PARENT, str(run.path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path) as parent:
@@ -253,12 +211,11 @@ def test_it_outlives_a_killed_training_until_all_is_sent(
         process = psutil.Process(int(parent.stdout.readline()))
         add_steps(run, range(1, 30))
         parent.kill()
-    until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
     assert list(scalars(run)) == list(range(1, 30))
 
 
 def test_it_never_imports_torch_nor_what_is_not_wanted() -> None:
-    """Readers of a run do not wait for torch, nor for W&B."""
     code = (
         "import sys, longtake.tracking.follower, longtake.tracking.tensorboard;"
         "sys.exit(bool({'torch', 'wandb', 'numpy'} & set(sys.modules)))"
@@ -284,7 +241,6 @@ def test_none_is_started_without_a_tracker(small_recipe: Callable[..., Any]) -> 
 
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An evaluation server looks all the time, and its followers end soon."""
     code = _changed(_MAX_TROUBLE_SECONDS=0.2, _MAX_END_SECONDS=0.2)
     monkeypatch.setattr(follower, "program", lambda _, *given: [sys.executable, "-c", code, *given])
     monkeypatch.setattr(follower, "_SERVER_LOOK_SECONDS", 0.0)
@@ -295,7 +251,6 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 def _serve(
     followers: Followers, run: RunDirectory, is_so: Callable[[], object], seconds: float = 60
 ) -> None:
-    """Look at a run again and again, as long as it exists, until something is so."""
     end = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < end
@@ -303,33 +258,29 @@ def _serve(
         time.sleep(0.05)
 
 
-def _evaluated(cursor: Cursor) -> list[int]:
-    return sorted(step for _, step, _ in cursor.evaluations)
+def _evaluated(run: RunDirectory) -> list[int]:
+    return sorted(step for _, step, _ in cursor(run).evaluations)
 
 
 @pytest.mark.usefixtures("brief")
 def test_a_server_starts_one_for_each_new_result_and_for_what_is_left_at_its_end(
-    run: RunDirectory, add_result: Callable[..., Path], cursor: Callable[..., Cursor]
+    run: RunDirectory,
 ) -> None:
     with Followers() as followers:
         for count in (1, 2):
             add_result(run, "demo", 10 * count)
-            _serve(followers, run, lambda: _evaluated(cursor(run))[count - 1 :])  # noqa: B023
+            _serve(followers, run, lambda: _evaluated(run)[count - 1 :])  # noqa: B023
             _serve(followers, run, lambda: not _writer(run))
         count = len(history(writer_path(run)))
         add_result(run, "demo", 30)
-    assert _evaluated(cursor(run)) == [10, 20, 30]
+    assert _evaluated(run) == [10, 20, 30]
     assert len(history(writer_path(run))) == count + 1
 
 
 @pytest.mark.usefixtures("brief")
 def test_a_server_starts_none_while_another_has_the_lease_or_soon_after(
-    run: RunDirectory,
-    add_result: Callable[..., Path],
-    cursor: Callable[..., Cursor],
-    monkeypatch: pytest.MonkeyPatch,
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A training's follower has precedence, and gets the lease when it ends and begins again."""
     monkeypatch.setattr(follower, "_FREE_SECONDS", 1.5)
     add_result(run, "demo", 10)
     leases = Leases(1.0, {"role": "trainer", "caught_up": True})
@@ -344,29 +295,15 @@ def test_a_server_starts_none_while_another_has_the_lease_or_soon_after(
             lease.end("released")
             followers.serve([run])
         assert _roles(run) == ["trainer", "trainer"]
-        _serve(followers, run, lambda: _evaluated(cursor(run)) == [10])
+        _serve(followers, run, lambda: _evaluated(run) == [10])
         assert _roles(run) == ["trainer", "trainer", "evaluator"]
 
 
 @pytest.mark.usefixtures("brief")
-def test_a_server_tries_a_tracker_again_that_could_not_be_reached(
-    run: RunDirectory, add_result: Callable[..., Path], cursor: Callable[..., Cursor]
-) -> None:
-    """Though nothing is new."""
+def test_a_server_tries_a_tracker_again_that_could_not_be_reached(run: RunDirectory) -> None:
     run.tensorboard_path.write_text("in the way")
     add_result(run, "demo", 10)
     with Followers() as followers:
         _serve(followers, run, lambda: len(history(writer_path(run))) == 2)
         run.tensorboard_path.unlink()
-        _serve(followers, run, lambda: _evaluated(cursor(run)) == [10])
-
-
-@pytest.mark.usefixtures("brief")
-def test_a_run_that_is_deleted_does_not_come_back(run: RunDirectory) -> None:
-    """Its follower ends, and makes no folder anew."""
-    with Followers() as followers:
-        _serve(followers, run, lambda: _writer(run))
-        pid = history(writer_path(run))[-1]["pid"]
-        shutil.rmtree(run.path)
-        _serve(followers, run, lambda: not psutil.pid_exists(pid))
-    assert not run.path.exists()
+        _serve(followers, run, lambda: _evaluated(run) == [10])

@@ -1,9 +1,10 @@
 """What a run directory has gained is read once, and what is damaged delays nothing."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.tracking.build import add_result, add_steps
 
 from longtake.run_dir import RunDirectory
 from longtake.tracking.reader import Cursor, UpdateReader
@@ -22,9 +23,7 @@ def _read(reader: UpdateReader, cursor: Cursor | None = None) -> list[TrackedRec
     return reader.read(cursor or Cursor(), thoroughly=True).records
 
 
-def test_records_carry_what_trackers_show(
-    run: RunDirectory, add_result: Callable[..., Path]
-) -> None:
+def test_records_carry_what_trackers_show(run: RunDirectory) -> None:
     """Numbers inside of lists have the names of both; what is no number is left out."""
     row = {"step": 1, "time": 5.0, "loss": 2.0, "grad_norm": None, "loss_by_sigma": [1, None]}
     run.metrics_path.write_text(json.dumps(row) + "\n")
@@ -46,9 +45,7 @@ def test_records_carry_what_trackers_show(
     }
 
 
-def test_what_was_read_is_not_read_again(
-    run: RunDirectory, add_steps: Callable[..., None], add_result: Callable[..., Path]
-) -> None:
+def test_what_was_read_is_not_read_again(run: RunDirectory) -> None:
     """A cursor counts it; a checkpoint that was saved anew has another key."""
     reader = UpdateReader(run)
     add_steps(run, range(1, 4))
@@ -86,9 +83,7 @@ def test_lines_that_are_no_events_are_left_out(run: RunDirectory) -> None:
     assert reader.warnings == [f"{run.events_path}: lines that are no events are left out."]
 
 
-def test_half_a_line_waits_until_it_is_whole(
-    run: RunDirectory, add_steps: Callable[..., None]
-) -> None:
+def test_half_a_line_waits_until_it_is_whole(run: RunDirectory) -> None:
     """A row is read once its line has ended; the rest of a killed launch's is left out."""
     run.metrics_path.write_bytes(b'{"step": 1, "lo')  # a launch that was killed while writing
     add_steps(run, range(1, 3))
@@ -104,7 +99,7 @@ def test_half_a_line_waits_until_it_is_whole(
 
 
 def test_a_result_that_is_being_copied_waits_for_its_files(
-    run: RunDirectory, add_result: Callable[..., Path], monkeypatch: Any
+    run: RunDirectory, monkeypatch: Any
 ) -> None:
     """Its scores may come first. Files that do not come in a minute were deleted."""
     folder, reader = add_result(run, "demo", 6), UpdateReader(run)
@@ -120,7 +115,7 @@ def test_a_result_that_is_being_copied_waits_for_its_files(
 
 
 def test_a_damaged_result_delays_no_other_and_is_read_again_when_it_changes(
-    run: RunDirectory, add_result: Callable[..., Path]
+    run: RunDirectory,
 ) -> None:
     """It is named once; a file that has just moved away is not damaged."""
     path = add_result(run, "demo", 5) / "scores.json"

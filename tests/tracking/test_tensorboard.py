@@ -1,10 +1,8 @@
 """TensorBoard shows what the run directory says, each step and each evaluation once."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.tracking.build import add_result, add_steps, scalars, send_to_tensorboard
 
 from longtake.evaluation_dir import cursor_path
 from longtake.run_dir import RunDirectory
@@ -18,9 +16,7 @@ def _read(run: RunDirectory, folder: str = ".") -> EventAccumulator:
     return EventAccumulator(str(path), size_guidance={"scalars": 0, "images": 0}).Reload()
 
 
-def test_every_value_can_be_read_back(
-    run: RunDirectory, add_steps: Callable[..., None], send_to_tensorboard: Callable[..., None]
-) -> None:
+def test_every_value_can_be_read_back(run: RunDirectory) -> None:
     """Each number of each row is a scalar of its step and time, in single precision."""
     add_steps(run, range(1, 6))
     send_to_tensorboard(run)
@@ -34,13 +30,7 @@ def test_every_value_can_be_read_back(
     assert not (run.tensorboard_path / "events").exists()  # no file is begun for nothing
 
 
-def test_a_step_that_is_run_again_counts_once(
-    run: RunDirectory,
-    add_steps: Callable[..., None],
-    add_result: Callable[..., Path],
-    send_to_tensorboard: Callable[..., None],
-    scalars: Callable[..., dict[int, float]],
-) -> None:
+def test_a_step_that_is_run_again_counts_once(run: RunDirectory) -> None:
     """After a resume from step 3 the first launch's steps are forgotten; no evaluation is."""
     add_steps(run, range(1, 6))
     add_result(run, "demo", 5)
@@ -54,12 +44,7 @@ def test_a_step_that_is_run_again_counts_once(
     assert list(scalars(run, "eval/demo/motion", "eval")) == [5]
 
 
-def test_evaluations_come_at_the_steps_of_their_checkpoints(
-    run: RunDirectory,
-    add_result: Callable[..., Path],
-    send_to_tensorboard: Callable[..., None],
-    scalars: Callable[..., dict[int, float]],
-) -> None:
+def test_evaluations_come_at_the_steps_of_their_checkpoints(run: RunDirectory) -> None:
     """In whatever order they come: measures, the sheet, the alarms."""
     add_result(run, "demo", 12)
     send_to_tensorboard(run)
@@ -74,12 +59,7 @@ def test_evaluations_come_at_the_steps_of_their_checkpoints(
     assert alarms == {6: b"brightness at 6", 12: b"brightness at 12"}
 
 
-def test_what_a_killed_writer_has_written_is_not_written_again(
-    run: RunDirectory,
-    add_steps: Callable[..., None],
-    add_result: Callable[..., Path],
-    send_to_tensorboard: Callable[..., None],
-) -> None:
+def test_what_a_killed_writer_has_written_is_not_written_again(run: RunDirectory) -> None:
     """Its cursor stands before the last rows: neither they nor evaluations are there twice."""
     add_steps(run, range(1, 4))
     send_to_tensorboard(run)
@@ -97,9 +77,7 @@ def test_what_a_killed_writer_has_written_is_not_written_again(
     assert (event.step, event.tensor_proto.string_val) == (3, [b"The loss rose. (step 3)"])
 
 
-def test_a_damaged_event_file_delays_no_row(
-    run: RunDirectory, add_steps: Callable[..., None], send_to_tensorboard: Callable[..., None]
-) -> None:
+def test_a_damaged_event_file_delays_no_row(run: RunDirectory) -> None:
     """A length of 2**63 bytes, say: what comes after it in that file is left out."""
     add_steps(run, range(1, 4))
     send_to_tensorboard(run)

@@ -3,12 +3,13 @@
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tests.build import wait_until
+from tests.tracking.build import add_result, add_steps, cursor, scalars
 
 from longtake.config import TrackingSection
 from longtake.evaluation_dir import writer_path
@@ -24,7 +25,6 @@ _ONLINE = TrackingSection(wandb="online")
 
 
 def _segments(run: RunDirectory) -> list[list[dict[str, Any]]]:
-    """The rows of each of a run's files, by the time at which they were begun."""
     files = sorted(run.path.glob("wandb/*run-*/*.wandb"))
     return [list(WandbFile(path).new_rows()) for path in files]
 
@@ -34,7 +34,6 @@ def _rows(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _called(run: RunDirectory) -> set[tuple[str, str]]:
-    """Entity and name of the run, as W&B's files have them."""
     paths = run.path.glob("wandb/*run-*/*.wandb")
     records = [record for path in paths for record in WandbFile(path)._new_records()]
     return {
@@ -50,7 +49,6 @@ def _is_rising(rows: list[dict[str, Any]]) -> bool:
 
 
 def _send(run: RunDirectory, section: TrackingSection) -> None:
-    """Send what is new, by a follower that ends when it has."""
     follower = Follower(run, "evaluator", section)
     follower.start()
     follower.close(60.0)
@@ -63,11 +61,7 @@ def _wait_for_end(follower: Follower) -> None:
 
 
 def test_a_training_and_an_evaluator_write_one_run(
-    run: RunDirectory,
-    add_steps: Callable[..., None],
-    add_result: Callable[..., Path],
-    until: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step and each result once, never in one row, with numbers that never go back.
 
@@ -78,12 +72,12 @@ def test_a_training_and_an_evaluator_write_one_run(
     trainers = Follower(run, "trainer", _OFFLINE)
     trainers.start()
     add_steps(run, range(1, 9))
-    until(lambda: _rows(run))
+    wait_until(lambda: _rows(run))
     for preset in ("demo", "other"):
         add_result(run, preset, 6)
         add_steps(run, range(9, 17) if preset == "demo" else range(17, 25))
     trainers.close(30.0)
-    until(lambda: history(writer_path(run))[-1]["ended"])
+    wait_until(lambda: history(writer_path(run))[-1]["ended"])
     add_result(run, "demo", 12)
     _send(run, _OFFLINE)
     assert len([rows for rows in _segments(run) if rows]) >= 2  # W&B may have been begun again
@@ -108,20 +102,12 @@ def test_a_training_and_an_evaluator_write_one_run(
 
 
 @pytest.mark.usefixtures("unreachable")
-def test_what_an_unreachable_server_has_missed_is_sent_later(
-    run: RunDirectory,
-    add_steps: Callable[..., None],
-    add_result: Callable[..., Path],
-    scalars: Callable[..., dict[int, float]],
-    cursor: Callable[..., Cursor],
-    until: Callable[..., None],
-) -> None:
-    """TensorBoard has all of it meanwhile, and the end of the launch does not wait."""
+def test_what_an_unreachable_server_has_missed_is_sent_later(run: RunDirectory) -> None:
     follower = Follower(run, "trainer", _ONLINE)
     follower.start()
     add_steps(run, range(1, 20))
     log = run.path / "tracking" / "follower.log"
-    until(lambda: "http://127.0.0.1:9 cannot be reached" in log.read_text())
+    wait_until(lambda: "http://127.0.0.1:9 cannot be reached" in log.read_text())
     add_steps(run, range(20, 40))
     add_result(run, "demo", 6)
     follower.close(30.0)
@@ -140,22 +126,20 @@ def test_what_an_unreachable_server_has_missed_is_sent_later(
 
 
 @pytest.mark.slow
-def test_a_kill_neither_repeats_nor_loses_a_row(
-    run: RunDirectory, add_steps: Callable[..., None], until: Callable[..., None]
-) -> None:
+def test_a_kill_neither_repeats_nor_loses_a_row(run: RunDirectory) -> None:
     """Not even where W&B's own process is killed, which writes the file; nor does a resume."""
     follower = Follower(run, "trainer", _OFFLINE)
     follower.start()
     for first in range(1, 100, 10):  # so that kills come between being handed over and written
         add_steps(run, range(first, first + 10))
-    until(lambda: _rows(run))
+    wait_until(lambda: _rows(run))
     assert follower.pid is not None
     process = psutil.Process(follower.pid)
     (core,) = [each for each in process.children() if "wandb-core" in each.name()]
     add_steps(run, range(101, 150))
     core.kill()
     add_steps(run, range(150, 200))
-    until(lambda: len(_segments(run)) > 1)
+    wait_until(lambda: len(_segments(run)) > 1)
     for each in [*process.children(), process]:
         each.kill()
     add_steps(run, range(190, 220), loss=2.0)

@@ -135,8 +135,8 @@ def _watch() -> None:
     given = parser.parse_args()
     wrong = WrongClock(given.step, given.ppm, given.after, given.run.parent / CLOCK_FILE)
     vars(clock).update(read_clocks=wrong.read)
-    sys.argv = ["longtake.monitor", str(given.run)]
-    runpy.run_module("longtake.monitor", run_name="__main__")
+    sys.argv = ["longtake.monitor.watcher", str(given.run)]
+    runpy.run_module("longtake.monitor.watcher", run_name="__main__")
 
 
 if __name__ == "__main__":

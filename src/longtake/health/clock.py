@@ -79,11 +79,7 @@ def _reading() -> tuple[int, Clocks]:
     gettime = time.clock_gettime_ns
     monotonic, raw = gettime(time.CLOCK_BOOTTIME), gettime(time.CLOCK_MONOTONIC_RAW)
     real = gettime(time.CLOCK_REALTIME)
-    raw_after, monotonic_after = (
-        gettime(time.CLOCK_MONOTONIC_RAW),
-        gettime(time.CLOCK_BOOTTIME),
-    )
-    width = monotonic_after - monotonic
+    raw_after, width = gettime(time.CLOCK_MONOTONIC_RAW), gettime(time.CLOCK_BOOTTIME) - monotonic
     return width, Clocks(real, monotonic + width // 2, (raw + raw_after) // 2)
 
 
@@ -196,7 +192,6 @@ class Clock:
         return [(b[1] - a[1]) / (b[0] - a[0]) * 1e6 for a, b in pairwise(self._points)]
 
 
-_TFD_NONBLOCK, _TFD_CLOEXEC = os.O_NONBLOCK, os.O_CLOEXEC
 _TFD_TIMER_ABSTIME, _TFD_TIMER_CANCEL_ON_SET = 1, 2
 _FAR_SECONDS = 2**40  # until the timer fires: 36,800 years
 
@@ -226,7 +221,7 @@ class ClockAlarm:
         except AttributeError as error:
             raise OSError(errno.ENOSYS, "this system has no timerfd_create") from error
         # Becomes readable when the clock is set.
-        self.fileno = create(time.CLOCK_REALTIME, _TFD_NONBLOCK | _TFD_CLOEXEC)
+        self.fileno = create(time.CLOCK_REALTIME, os.O_NONBLOCK | os.O_CLOEXEC)
         if self.fileno < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create failed")
         flags = _TFD_TIMER_ABSTIME | _TFD_TIMER_CANCEL_ON_SET
@@ -264,17 +259,10 @@ class _Timex(ctypes.Structure):
 
     _fields_ = (
         ("modes", ctypes.c_uint),
-        ("offset", ctypes.c_long),
-        ("freq", ctypes.c_long),
-        ("maxerror", ctypes.c_long),
-        ("esterror", ctypes.c_long),
+        *((name, ctypes.c_long) for name in ("offset", "freq", "maxerror", "esterror")),
         ("status", ctypes.c_int),
-        ("constant", ctypes.c_long),
-        ("precision", ctypes.c_long),
-        ("tolerance", ctypes.c_long),
-        ("seconds", ctypes.c_long),
-        ("microseconds", ctypes.c_long),
-        ("tick", ctypes.c_long),
+        *((name, ctypes.c_long) for name in ("constant", "precision", "tolerance")),
+        *((name, ctypes.c_long) for name in ("seconds", "microseconds", "tick")),
         ("pulses", ctypes.c_long * 3),
         ("shift", ctypes.c_int),
         ("pulse_counts", ctypes.c_long * 4),
@@ -337,40 +325,31 @@ class Chrony(StatelessProbe):
     def __init__(self, command: Sequence[str] = _CHRONYC) -> None:
         self._command = command
         self._is_installed = shutil.which(command[0]) is not None
-        self._asked: float | None = None
+        self._asked = float("-inf")
         self._found: Numbers = {}
 
     def sample(self) -> Numbers:
         """The numbers of the last minute; none without chronyd. It may take 5 s."""
         now = time.monotonic()
-        if self._is_installed and (
-            self._asked is None or now - self._asked >= _CHRONYC_EVERY_SECONDS
-        ):
-            self._asked = now
-            self._found = parse_tracking(self._ask())
+        if self._is_installed and now - self._asked >= _CHRONYC_EVERY_SECONDS:
+            self._asked, self._found = now, {}
+            with suppress(OSError, subprocess.SubprocessError):
+                line = subprocess.check_output(  # noqa: S603 - the program's name is ours
+                    self._command,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                    timeout=_CHRONYC_TIMEOUT_SECONDS,
+                )
+                self._found = parse_tracking(line)
         return dict(self._found)
-
-    def _ask(self) -> str:
-        with suppress(OSError, subprocess.SubprocessError):
-            answer = subprocess.run(  # noqa: S603 - the program's name is ours
-                self._command,
-                capture_output=True,
-                text=True,
-                timeout=_CHRONYC_TIMEOUT_SECONDS,
-                check=False,
-            )
-            return answer.stdout if answer.returncode == 0 else ""
-        return ""
 
 
 def parse_tracking(line: str) -> Numbers:
     """The numbers of a line of `chronyc -c tracking`; none if it is no such line."""
     fields = line.strip().split(",")
-    if len(fields) <= _LEAP:
-        return {}
-    try:
-        error = float(fields[_DELAY]) / 2 + float(fields[_DISPERSION])
+    with suppress(IndexError, ValueError):
         is_lost = fields[_LEAP] == "Not synchronised"
+        error = float(fields[_DELAY]) / 2 + float(fields[_DISPERSION])
         return {
             # chrony has the opposite sign: positive where the clock is slow.
             "clock_ntp_offset_seconds": 0.0 - float(fields[_OFFSET]),
@@ -379,26 +358,13 @@ def parse_tracking(line: str) -> Numbers:
             "clock_ntp_frequency_ppm": float(fields[_FREQUENCY]),
             "clock_ntp_stratum": _UNREACHABLE_STRATUM if is_lost else float(fields[_STRATUM]),
         }
-    except ValueError:
-        return {}
+    return {}
 
 
-_DAEMONS = frozenset(
-    {
-        "chronyd",
-        "ntpd",
-        "ntpdate",
-        "ntpsec",
-        "openntpd",
-        "ptp4l",
-        "phc2sys",
-        "sntp",
-        "systemd-timesyn",  # the kernel keeps fifteen letters of a name
-        "timemaster",
-        "vmtoolsd",
-    }
-)
 _LINUXPTP = frozenset({"ptp4l", "phc2sys", "timemaster"})  # parts of one
+# The kernel keeps fifteen letters of a name.
+_DAEMONS = frozenset({"chronyd", "ntpd", "ntpdate", "ntpsec", "openntpd", "sntp"})
+_DAEMONS |= {"systemd-timesyn", "vmtoolsd"} | _LINUXPTP
 
 
 def time_daemons(proc: Path = Path("/proc")) -> list[str]:

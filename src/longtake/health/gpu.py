@@ -3,16 +3,14 @@
 import ctypes
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from longtake.health.system import Numbers
 
-_XID_LINE = re.compile(
-    r"NVRM: Xid \(PCI:([0-9a-fA-F]+):([0-9a-fA-F]+):([0-9a-fA-F]+)[^)]*\): (\d+)"
-)
+_XID_LINE = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F]+:[0-9a-fA-F]+:[0-9a-fA-F]+)[^)]*\): (\d+)")
 _RECORD_BYTES = 8192
 _MAX_RECORDS = 10_000
 PciAddress = tuple[int, int, int]
@@ -106,16 +104,12 @@ class GpuProbe:
                 with suppress(nvml.NVMLError):  # one of them may be lost
                     handle = nvml.nvmlDeviceGetHandleByIndex(number)
                     self._handles[str(number)] = handle
-                    name = nvml.nvmlDeviceGetPciInfo(handle).busId
-                    bus = pci_address(name.decode() if isinstance(name, bytes) else name)
-                    self._buses[bus] = str(number)
-        with suppress(nvml.NVMLError):
-            self._log = self._listen(nvml)
-
-    def _listen(self, nvml: Any) -> "KernelLog | DriverEvents":
-        with suppress(OSError):
-            return KernelLog()
-        return DriverEvents(nvml, {bus: self._handles[name] for bus, name in self._buses.items()})
+                    self._buses[_bus(nvml, handle)] = str(number)
+        try:
+            self._log = KernelLog()
+        except OSError:
+            with suppress(nvml.NVMLError):
+                self._log = DriverEvents(nvml, map(self._handles.get, self._buses.values()))
 
 
 def _driver() -> Any:
@@ -151,7 +145,13 @@ def _responds(nvml: Any, handle: Any) -> bool:
 
 def _readers(nvml: Any) -> Mapping[str, tuple[Callable[[Any], float], float]]:
     """By number: how it is read, and its unit."""
-    volatile = nvml.NVML_VOLATILE_ECC
+
+    def ecc(kind: int) -> Callable[[Any], float]:
+        return lambda gpu: nvml.nvmlDeviceGetTotalEccErrors(gpu, kind, nvml.NVML_VOLATILE_ECC)
+
+    def clock(kind: int) -> Callable[[Any], float]:
+        return lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, kind)
+
     return {
         "gpu_power_watts": (nvml.nvmlDeviceGetPowerUsage, 1e-3),
         "gpu_power_limit_watts": (nvml.nvmlDeviceGetEnforcedPowerLimit, 1e-3),
@@ -159,28 +159,15 @@ def _readers(nvml: Any) -> Mapping[str, tuple[Callable[[Any], float], float]]:
             lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
             1,
         ),
-        "gpu_sm_clock_mhz": (lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM), 1),
-        "gpu_memory_clock_mhz": (
-            lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
-            1,
-        ),
+        "gpu_sm_clock_mhz": (clock(nvml.NVML_CLOCK_SM), 1),
+        "gpu_memory_clock_mhz": (clock(nvml.NVML_CLOCK_MEM), 1),
         # Its older name: every driver has it.
         "gpu_throttle_bits": (nvml.nvmlDeviceGetCurrentClocksThrottleReasons, 1),
         "gpu_utilization_share": (lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu, 0.01),
         "gpu_memory_used_bytes": (lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used, 1),
         "gpu_memory_size_bytes": (lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total, 1),
-        "gpu_ecc_corrected_total": (
-            lambda gpu: nvml.nvmlDeviceGetTotalEccErrors(
-                gpu, nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, volatile
-            ),
-            1,
-        ),
-        "gpu_ecc_uncorrected_total": (
-            lambda gpu: nvml.nvmlDeviceGetTotalEccErrors(
-                gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, volatile
-            ),
-            1,
-        ),
+        "gpu_ecc_corrected_total": (ecc(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED), 1),
+        "gpu_ecc_uncorrected_total": (ecc(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED), 1),
         "gpu_remapped_rows": (lambda gpu: sum(nvml.nvmlDeviceGetRemappedRows(gpu)[:2]), 1),
     }
 
@@ -196,10 +183,7 @@ def pci_address(text: str) -> PciAddress:
 def parse_xid(line: str) -> tuple[PciAddress, int] | None:
     """GPU and XID in a line of the kernel's log; None: there is none."""
     found = _XID_LINE.search(line)
-    if found is None:
-        return None
-    domain, bus, device = (int(found[number], 16) for number in (1, 2, 3))
-    return (domain, bus, device), int(found[4])
+    return None if found is None else (pci_address(found[1]), int(found[2]))
 
 
 class KernelLog:
@@ -231,10 +215,10 @@ class KernelLog:
 class DriverEvents:
     """The critical XIDs that the driver itself reports, which any user may read."""
 
-    def __init__(self, nvml: Any, handles: Mapping[PciAddress, Any]) -> None:
+    def __init__(self, nvml: Any, handles: Iterable[Any]) -> None:
         self._nvml = nvml
         self._events = nvml.nvmlEventSetCreate()
-        for handle in handles.values():
+        for handle in handles:
             with suppress(nvml.NVMLError):  # one GPU of several may not report
                 kind = nvml.nvmlEventTypeXidCriticalError
                 nvml.nvmlDeviceRegisterEvents(handle, kind, self._events)
@@ -244,15 +228,13 @@ class DriverEvents:
         with suppress(self._nvml.NVMLError):  # also "nothing has happened"
             for _ in range(_MAX_RECORDS):
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
-                yield (
-                    pci_address(_text(self._nvml.nvmlDeviceGetPciInfo(event.device).busId)),
-                    int(event.eventData),
-                )
+                yield _bus(self._nvml, event.device), int(event.eventData)
 
     def close(self) -> None:
         with suppress(self._nvml.NVMLError):
             self._nvml.nvmlEventSetFree(self._events)
 
 
-def _text(name: bytes | str) -> str:
-    return name.decode() if isinstance(name, bytes) else name
+def _bus(nvml: Any, handle: Any) -> PciAddress:
+    name = nvml.nvmlDeviceGetPciInfo(handle).busId
+    return pci_address(name.decode() if isinstance(name, bytes) else name)

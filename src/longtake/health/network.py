@@ -61,9 +61,7 @@ class Ethernet(StatelessProbe):
         for name, files in _ETHERNET_COUNTS.items():
             counts = [read_number(folder / "statistics" / file) for file in files]
             known = [count for count in counts if count is not None]
-            rate = self._rates.rate(f"{name}:{folder.name}", sum(known)) if known else None
-            if rate is not None:
-                found[name] = rate
+            found |= self._rates.rate(name, folder.name, sum(known) if known else None)
         return found
 
 
@@ -93,15 +91,7 @@ _TOTALS = {
     "link_ack_timeouts_total": "hw_counters/local_ack_timeout_err",
     "link_congestion_notifications_total": "hw_counters/np_cnp_sent",
 }
-# What nodes are compared by: totals depend on how long a node has been up.
-_ERROR_RATES = (
-    "link_symbol_errors",
-    "link_recoveries",
-    "link_receive_errors",
-    "link_transmit_discards",
-    "link_out_of_sequence",
-    "link_ack_timeouts",
-)
+# Nodes are compared by their rates: totals depend on how long a node has been up.
 _ERRORS = {
     "link_recoveries": "How often the link recovered from errors",
     "link_symbol_errors": "Small errors on the wire",
@@ -139,22 +129,19 @@ class InfiniBand(StatelessProbe):
 
     def _port(self, port: str, folder: Path) -> Numbers:
         found: Numbers = {}
-        state = read_text(folder / "state")  # "4: ACTIVE"
-        if state is not None:
+        if (state := read_text(folder / "state")) is not None:  # "4: ACTIVE"
             found["link_up"] = float(state.startswith("4"))
         with suppress(IndexError, ValueError):  # "400 Gb/sec (4X NDR)"
             gigabits = float((read_text(folder / "rate") or "").split()[0])
             found["link_speed_bits_per_second"] = gigabits * 1e9
         totals = {name: read_number(folder / file) for name, file in _TOTALS.items()}
         found |= {name: count for name, count in totals.items() if count is not None}
-        counts = {f"{name}_per_second": totals[f"{name}_total"] for name in _ERROR_RATES}
+        counts = {f"{name}_per_second": totals[f"{name}_total"] for name in _ERRORS}
         for name, (file, factor) in _TRAFFIC.items():
             count = read_number(folder / "counters" / file)
             counts[name] = None if count is None else count * factor
         for name, count in counts.items():
-            rate = None if count is None else self._rates.rate(f"{name}:{port}", count)
-            if rate is not None:
-                found[name] = rate
+            found |= self._rates.rate(name, port, count)
         return found
 
 
@@ -194,13 +181,11 @@ def connections_of(pids: Iterable[int]) -> list[TcpConnection]:
     inodes = {inode for pid in pids for inode in _socket_inodes(pid)}
     if not inodes:
         return []
-    return [each for each in _all() if each.inode in inodes and each.own != each.peer]
-
-
-def _all() -> Iterator[TcpConnection]:
+    found: list[TcpConnection] = []
     for family in _ADDRESS_BYTES:
         with suppress(OSError, struct.error):
-            yield from _of_family(family)
+            found += _of_family(family)
+    return [each for each in found if each.inode in inodes and each.own != each.peer]
 
 
 def _of_family(family: socket.AddressFamily) -> Iterator[TcpConnection]:
@@ -222,7 +207,7 @@ def _messages(answer: bytes) -> Iterator[tuple[int, bytes]]:
     while at + _HEADER.size <= len(answer):
         length, kind, _, _, _ = _HEADER.unpack_from(answer, at)
         yield kind, answer[at + _HEADER.size : at + length]
-        at += _aligned(max(length, _HEADER.size))
+        at += (max(length, _HEADER.size) + 3) & ~3
 
 
 def _connection(message: bytes) -> TcpConnection | None:
@@ -249,7 +234,7 @@ def _attribute(message: bytes, wanted: int) -> bytes:
         length, kind = _ATTRIBUTE.unpack_from(message, at)
         if kind == wanted:
             return message[at + _ATTRIBUTE.size : at + length]
-        at += _aligned(max(length, _ATTRIBUTE.size))
+        at += (max(length, _ATTRIBUTE.size) + 3) & ~3
     return b""
 
 
@@ -257,10 +242,6 @@ def _address(family: int, packed: bytes) -> str:
     known = socket.AddressFamily(family)
     text = socket.inet_ntop(known, packed[: _ADDRESS_BYTES[known]])
     return text.removeprefix(_IPV4_IN_IPV6)
-
-
-def _aligned(length: int) -> int:
-    return (length + 3) & ~3
 
 
 def _socket_inodes(pid: int) -> Iterator[int]:

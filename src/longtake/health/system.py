@@ -108,17 +108,19 @@ class Rates:
     def __init__(self) -> None:
         self._before: dict[str, tuple[float, float]] = {}
 
-    def rate(self, name: str, count: float) -> float | None:
-        """Per second since the last call with this name, to 0.001.
+    def rate(self, name: str, device: str, count: float | None) -> Numbers:
+        """Per second since the last call with this name and device, to 0.001, by its name.
 
-        None: there was none, or the counter has fallen (the device was reset).
+        Empty: there was none, or the counter has fallen (the device was reset).
         """
-        now = time.monotonic()
-        before = self._before.get(name)
-        self._before[name] = (now, count)
+        if count is None:
+            return {}
+        key, now = f"{name}:{device}", time.monotonic()
+        before = self._before.get(key)
+        self._before[key] = (now, count)
         if before is None or count < before[1] or now <= before[0]:
-            return None
-        return round((count - before[1]) / (now - before[0]), 3)
+            return {}
+        return {name: round((count - before[1]) / (now - before[0]), 3)}
 
 
 def read_text(path: Path) -> str | None:
@@ -285,15 +287,11 @@ def disk_space(folder: Path) -> Numbers:
         found = os.statvfs(folder)
     except OSError:
         return {}
-    numbers = {
-        "disk_free_bytes": float(found.f_bavail * found.f_frsize),
-        "disk_size_bytes": float(found.f_blocks * found.f_frsize),
-    }
+    free, size = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    numbers = {"disk_free_bytes": float(free), "disk_size_bytes": float(size)}
     if found.f_files:
-        numbers |= {
-            "disk_free_inodes": float(found.f_favail),
-            "disk_inodes": float(found.f_files),
-        }
+        numbers["disk_free_inodes"] = float(found.f_favail)
+        numbers["disk_inodes"] = float(found.f_files)
     return numbers
 
 

@@ -16,6 +16,8 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal, TypeVar
@@ -30,7 +32,6 @@ from longtake.heartbeat import (
     read_heartbeats,
 )
 from longtake.monitor import flight_recorder
-from longtake.monitor.actions import StallActions
 from longtake.monitor.diagnosis import StallDiagnosis, diagnose
 from longtake.monitor.dumps import (
     StackInterner,
@@ -40,7 +41,12 @@ from longtake.monitor.dumps import (
     prune_requests,
 )
 from longtake.monitor.observe import Overdue, PhaseTimeouts
-from longtake.monitor.reporting import EventReporter, NoAnswerError, RunDirThread, WatchTarget
+from longtake.monitor.reporting import (
+    EventReporter,
+    RunDirThread,
+    StallActions,
+    WatchTarget,
+)
 from longtake.node_dir import (
     DumpRequest,
     NodeDirectory,
@@ -70,20 +76,16 @@ _FORGET_SECONDS = 60.0
 _SECONDS_FOR_OTHERS = 3.0
 _ALIVE_SECONDS = 2.5  # within which a living watcher writes a heartbeat
 _READ_SECONDS, _READ_SECONDS_PER_NODE = 3.0, 0.05
-_ASKED_ROUNDS, _ASKED_ROUND_SECONDS, _ASKED_SECONDS = 2, 1.0, 10.0  # of `longtake stacks`
+_ASKED: Any = {"rounds": 2, "round_seconds": 1.0}  # of `longtake stacks`
+_ASKED_SECONDS = 10.0
 
 
 # --- Requests.
 
 
-def stall_token(launch: str, step: int, number: int) -> str:
-    return f"stall_{launch or _NO_LAUNCH}_{step:08d}_{number}"
-
-
 def stall_request(
     target: WatchTarget, token: str, overdue: Overdue, launch: str, step: int
 ) -> DumpRequest:
-    """The request of a stall."""
     alarm: Any = {**overdue.heartbeat.as_dict(), "launch": launch, "step": step}
     alarm |= {"host": target.host, "limit": round(overdue.limit, 3)}
     return DumpRequest(
@@ -129,11 +131,9 @@ class RequestQueue:
         self._refused: list[str] = []
 
     def new_token(self, launch: str, step: int) -> str:
-        """The name of a stall without a request."""
-        number = 0
-        while (token := stall_token(launch, step, number)) in self._seen:
-            number += 1
-        return token
+        """The name of a stall without a request; equal on all nodes."""
+        tokens = (f"stall_{launch or _NO_LAUNCH}_{step:08d}_{number}" for number in count())
+        return next(token for token in tokens if token not in self._seen)
 
     def take(self, token: str) -> None:
         self._seen.add(token)
@@ -146,8 +146,7 @@ class RequestQueue:
         requests = sorted((each for each in found if each), key=lambda each: each["time"])
         if not self._has_looked:
             self._has_looked = True
-            old = [each for each in requests if not self._is_open(each, launch)]
-            self._seen.update(each["token"] for each in old)
+            self._seen |= {each["token"] for each in requests if not self._is_open(each, launch)}
             requests = [each for each in requests if each["token"] not in self._seen]
         return requests
 
@@ -159,9 +158,11 @@ class RequestQueue:
         path = request_path(self._run, name)
         try:
             request = read_record(path, DumpRequest, _MAX_REQUEST_BYTES)
-            if request is not None and request["token"] != name:
+            if request is None:
+                return None
+            if request["token"] != name:
                 raise RecordError(path, f"its token is {request['token']!r}, expected its name")
-            if request is not None and request["reason"] == "stall" and "stall" not in request:
+            if request["reason"] == "stall" and "stall" not in request:
                 raise RecordError(path, "its reason is a stall, but it has no field `stall`")
         except RecordError as error:
             self._seen.add(name)
@@ -236,20 +237,16 @@ def read_dumps(
         return [], []
     limit = _READ_SECONDS + _READ_SECONDS_PER_NODE * len(nodes) if seconds is None else seconds
     for number, node in enumerate(nodes):
+        left, unread = begun + limit - time.monotonic(), [each.host for each in nodes[number:]]
+        if left <= 0:
+            return found, unread
         try:
-            dump = _read_before(begun + limit, disk, node.dump_path(token))
+            dump = disk.ask(partial(read_dump, node.dump_path(token)), left)
         except OSError:
-            return found, [each.host for each in nodes[number:]]
+            return found, unread
         if dump:
             found.append(interner.intern(dump))
     return found, []
-
-
-def _read_before(end: float, disk: RunDirThread, path: Path) -> NodeDump | None:
-    left = end - time.monotonic()
-    if left <= 0:
-        raise NoAnswerError(f"{path} was not read: time is up")
-    return disk.ask(lambda: read_dump(path), left)
 
 
 def _nodes_with_dump(run: RunDirectory, token: str) -> list[NodeDirectory]:
@@ -272,10 +269,8 @@ def turn_of(host: str, asker: str, answered: Iterable[str]) -> int:
 
     Not all at once: the dumps of a thousand nodes are gigabytes, read from one disk.
     """
-    others = sorted(set(answered) - {asker})
-    if host == asker:
-        return 0
-    return 1 + (others.index(host) if host in others else len(others))
+    order = [asker, *sorted(set(answered) - {asker})]
+    return order.index(host) if host in order else len(order)
 
 
 def read_diagnosis(disk: RunDirThread, token: str) -> StallDiagnosis | None:
@@ -408,17 +403,17 @@ class DumpService:
             request["reason"],
             rounds=request["rounds"],
             round_seconds=target.settings.round_seconds,
-            native=bool(request.get("native")),
+            native=request["native"],
         )
         copies = target.node.flight_path(token)
         try:
-            self._disk.ask(
+            for work in (
                 lambda: flight_recorder.copy_files(target.folder, ranks, copies, before),
-                _DISK_SECONDS,
-            )
-            self._disk.ask(lambda: target.node.write_dump(dump), _DISK_SECONDS)
-            self._disk.ask(lambda: prune_dumps(target.node), _DISK_SECONDS)
-            self._disk.ask(lambda: prune_requests(target.run, self._timeouts.launch), _DISK_SECONDS)
+                lambda: target.node.write_dump(dump),
+                lambda: prune_dumps(target.node),
+                lambda: prune_requests(target.run, self._timeouts.launch),
+            ):
+                self._disk.ask(work, _DISK_SECONDS)
         except OSError as error:
             self._reporter.log(f"{token}: the dump is not written: {error}")
         return dump
@@ -458,7 +453,7 @@ class DumpService:
         recorders: dict[int, dict[str, Any]] = {}
         with suppress(OSError):
             recorders, _ = self._disk.ask(
-                lambda: flight_recorder.read_folders(folders), _READ_SECONDS
+                partial(flight_recorder.read_folders, folders), _DISK_SECONDS
             )
         diagnosis = diagnose(request, dumps, silent, recorders, self._target.host)
         path = diagnosis_path(run, token)
@@ -551,7 +546,7 @@ def dump_run(run: RunDirectory, *, native: bool) -> RunDumps:
         "time": now(),
         "by": here,
         "reason": "asked",
-        "rounds": _ASKED_ROUNDS,
+        "rounds": _ASKED["rounds"],
         "native": native,
     }
     silent: list[str] = []
@@ -565,15 +560,7 @@ def dump_run(run: RunDirectory, *, native: bool) -> RunDumps:
     nodes, own = _nodes_with_dump(run, token), None
     is_here = any(each.is_alive for each in read_heartbeats(folder))
     if is_here and here not in (node.host for node in nodes):
-        own = dump_node(
-            folder,
-            here,
-            token,
-            "asked",
-            rounds=_ASKED_ROUNDS,
-            round_seconds=_ASKED_ROUND_SECONDS,
-            native=native,
-        )
+        own = dump_node(folder, here, token, "asked", **_ASKED, native=native)
         silent = [host for host in silent if host != here]
     if not (nodes or own or silent):
         raise RunError(
@@ -604,11 +591,7 @@ def dump_process_tree(pid: int, *, native: bool) -> RunDumps:
             f"Process {pid} belongs to {_user(owner)}, and this is {_user(os.geteuid())}: its "
             f"stacks can be read by its user or by root (sudo longtake stacks --pid {pid})."
         )
-    return RunDumps(
-        own=dump_tree(
-            pid, here, rounds=_ASKED_ROUNDS, round_seconds=_ASKED_ROUND_SECONDS, native=native
-        )
-    )
+    return RunDumps(own=dump_tree(pid, here, **_ASKED, native=native))
 
 
 def _user(number: int) -> str:

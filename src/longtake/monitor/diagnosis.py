@@ -1,4 +1,4 @@
-"""From dumps of all nodes to one diagnosis: which process caused a stall, which only wait; pure.
+"""From dumps of all nodes to one diagnosis: which process caused a stall and which only wait; pure.
 
 A run hangs at one rank, and all others wait for it. Who waits is no suspect; who is waited for is,
 and of several the one that has come least far. In this order:
@@ -19,10 +19,10 @@ A suspect that moves is slow, not stuck, and comes after those that do not.
 import linecache
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -31,7 +31,6 @@ from longtake.fsio import now
 from longtake.heartbeat import Phase
 from longtake.monitor.dumps import ProcessTrace, traces
 from longtake.monitor.flight_recorder import BlockedCollective, analyse
-from longtake.monitor.sentences import describe
 from longtake.node_dir import DumpRequest, NodeDump
 from longtake.stacks import (
     Call,
@@ -390,7 +389,6 @@ class ProcessState:
     def suspect(self) -> Suspect:
         trace, heartbeat = self.trace, self.trace.heartbeat or {}
         function, file, line = self.place or ("", "", 0)
-        is_decoding = trace.role == "decode"
         within = ""
         if self.calls and self.calls[0] != self.place:
             name, inner_file, inner_line = self.calls[0]
@@ -399,21 +397,13 @@ class ProcessState:
         if self.native:
             name, library, _ = self.native[0]
             native = f"{name} ({library.rpartition('/')[2]})" if library else name
-        return Suspect(
-            host=trace.host,
-            pid=trace.pid,
-            role="decode" if is_decoding else "rank",
-            rank=trace.rank,
+        return replace(
+            _by_heartbeat(trace.host, trace.pid, trace.role, trace.rank, heartbeat),
             thread=self.thread,
             function=function,
             file=file,
             line=line,
             within=within,
-            doing=str(heartbeat.get("phase", "")),
-            step=int(heartbeat.get("step", 0)),
-            seconds=self.seconds,
-            clip=str(heartbeat.get("detail", "")) if is_decoding else "",
-            clip_path=str(heartbeat.get("path_of_clip", "")),
             state=trace.last["state"],
             cpu_share=round(max(0.0, trace.cpu_share), 3),
             native=native,
@@ -439,7 +429,11 @@ class StallSnapshot:
         last = {each["host"]: [r["seconds"] for r in each["rounds"]][-1:] for each in dumps}
         ranks: list[ProcessState] = []
         decoding: dict[int, list[ProcessTrace]] = defaultdict(list)
-        lost = [_lost(each, dump["host"]) for dump in dumps for each in dump["missing"]]
+        lost = [
+            _by_heartbeat(dump["host"], int(each["pid"]), each["role"], int(each["rank"]), each)
+            for dump in dumps
+            for each in dump["missing"]
+        ]
         for trace in traces(dumps):
             is_last = trace.seconds[-1] >= last[trace.host][0]
             is_there = is_last and trace.last["state"] not in ("", "X")
@@ -473,14 +467,10 @@ class StallSnapshot:
         for each in self.ranks:
             if each.wait != "nothing" and (each.trace.host, each.trace.pid) not in blamed:
                 groups[_WAIT_WORDS[each.wait]].append(each)
-        found = [
-            WaitingRanks(
-                doing,
-                tuple(sorted(each.rank for each in group)),
-                len({each.trace.host for each in group}),
-            )
-            for doing, group in groups.items()
-        ]
+        found = []
+        for doing, group in groups.items():
+            ranks, hosts = sorted(each.rank for each in group), {each.trace.host for each in group}
+            found.append(WaitingRanks(doing, tuple(ranks), len(hosts)))
         return tuple(sorted(found, key=lambda each: -len(each.ranks)))
 
 
@@ -509,19 +499,18 @@ def _may_wait_for_device(each: ProcessState) -> bool:
     return each.wait == "nothing" and phase in _ON_DEVICE and not each.has_moved
 
 
-def _lost(heartbeat: Mapping[str, Any], host: str) -> Suspect:
-    """A process of which only its heartbeat page is left."""
-    is_rank = heartbeat["role"] == "rank"
+def _by_heartbeat(
+    host: str, pid: int, role: str, rank: int | None, heartbeat: Mapping[str, Any]
+) -> Suspect:
+    """What a process's heartbeat says, which may be all that is left of it."""
+    is_decoding = role == "decode"
     return Suspect(
-        host=host,
-        pid=int(heartbeat["pid"]),
-        role="rank" if is_rank else "decode",
-        rank=int(heartbeat["rank"]),
-        doing=str(heartbeat["phase"]),
-        step=int(heartbeat["step"]),
-        seconds=float(heartbeat["seconds"]),
-        clip="" if is_rank else str(heartbeat["detail"]),
-        clip_path=str(heartbeat["path_of_clip"]),
+        *(host, pid, "decode" if is_decoding else "rank", rank),
+        doing=str(heartbeat.get("phase", "")),
+        step=int(heartbeat.get("step", 0)),
+        seconds=float(heartbeat.get("seconds", 0.0)),
+        clip=str(heartbeat.get("detail", "")) if is_decoding else "",
+        clip_path=str(heartbeat.get("path_of_clip", "")),
     )
 
 
@@ -533,7 +522,7 @@ _COLLECTIVE = re.compile(
     r"utils|nn/functional|device_mesh|fsdp/|tensor/|_composable/|algorithms/|_tools/|"
     r"checkpoint/utils|checkpoint/_nested_dict)"
 )
-_OWN_COLLECTIVE = re.compile(r"/longtake/parallel/collectives\.py$")
+_OWN_COLLECTIVE = "/longtake/parallel/collectives.py"
 _SAVER = "/longtake/checkpoint/store.py"
 _THREADS = re.compile(
     r"/(?:threading|queue|subprocess|selectors|concurrent/futures/\w+|multiprocessing/\w+)\.py$"
@@ -561,9 +550,8 @@ def classify_wait(calls: Stack, phase: str, native: Stack = ()) -> Wait:
     if not calls:
         return _BY_PHASE.get(phase, "nothing")
     below, own = tuple(takewhile(lambda call: is_library_file(call[1]), calls)), user_frame(calls)
-    if any(_COLLECTIVE.search(file) for _, file, _ in below):
-        return "collective"
-    if own is not None and _OWN_COLLECTIVE.search(own[1]):
+    own_file = "" if own is None else own[1]
+    if own_file.endswith(_OWN_COLLECTIVE) or any(_COLLECTIVE.search(file) for _, file, _ in below):
         return "collective"
     if any(_DRIVER.search(name) for name, _, _ in native):
         return "device"
@@ -575,7 +563,7 @@ def classify_wait(calls: Stack, phase: str, native: Stack = ()) -> Wait:
     names = (name.rpartition(".")[2] for name, file, _ in below if _THREADS.search(file))
     if not any(name in _WAITS for name in names):
         return "nothing"
-    if own is not None and own[1].endswith(_SAVER):
+    if own_file.endswith(_SAVER):
         return "checkpoint"
     return "data" if phase in ("data", "cache") else "lock"
 
@@ -591,3 +579,179 @@ def _reads_device(call: Call) -> bool:
         return False
     code = linecache.getline(str(_PACKAGE / "training" / name), line)
     return _READS_DEVICE.search(code) is not None
+
+
+# --- In words, for people.
+
+_MAX_NAMED = 3
+_PHASES = {
+    "start": "while it starts",
+    "rendezvous": "while the ranks find each other",
+    "open": "while it opens data and run directory",
+    "plan": "while it plans the memory",
+    "build": "while it builds the model",
+    "load": "while it loads the checkpoint",
+    "cache": "while it fills the cache",
+    "data": "waiting for data after step {step}",
+    "forward": "in the forward pass of step {step}",
+    "backward": "in the backward pass of step {step}",
+    "collective": "where the ranks compare step {step}",
+    "optimizer": "in the update of step {step}",
+    "checkpoint": "at the checkpoint after step {step}",
+    "save": "waiting for a checkpoint to be complete, after step {step}",
+    "rollback": "while it rolls back from step {step}",
+    "evaluate": "in the evaluation after step {step}",
+}
+_STATES = {
+    "T": "is stopped (state T: by a signal)",
+    "t": "is stopped by a debugger (state t)",
+    "Z": "has ended and was not reaped (state Z)",
+    "D": "waits for a device that does not answer (state D: a disk, a network disk or a driver)",
+}
+
+
+def describe(diagnosis: StallDiagnosis, snapshot: StallSnapshot) -> str:
+    """Which process caused a stall, where it is and since when; who waits; what else is known."""
+    suspects, silent = diagnosis.suspects, diagnosis.silent_nodes
+    if diagnosis.kind == "cleared":
+        return "The process that raised the alarm moved on while the processes were dumped."
+    return " ".join(
+        [
+            *_causes(diagnosis, snapshot),
+            *_waiting(diagnosis.waiting, any(each.role != "node" for each in suspects)),
+            *_absent(snapshot.absent, silent, suspects),
+            *map(_recorded, diagnosis.missing_in),
+        ]
+    )
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    cuts = [0, *(at for at, (a, b) in enumerate(pairwise(ranks), 1) if b != a + 1), len(ranks)]
+    runs = [(ranks[first], ranks[end - 1]) for first, end in pairwise(cuts) if end > first]
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _of_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {ranges(sorted(ranks))}"
+
+
+def place_of(suspect: Suspect) -> str:
+    if not suspect.function:
+        return ""
+    return f"{suspect.function} ({short_file(suspect.file)}:{suspect.line})"
+
+
+def for_seconds(seconds: float) -> str:
+    """`12 s`, `4 min 10 s`, `2 h 5 min`."""
+    if seconds < 120:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _causes(diagnosis: StallDiagnosis, snapshot: StallSnapshot) -> Iterator[str]:
+    suspects = diagnosis.suspects
+    if suspects:
+        yield _cause(suspects[0], snapshot.rounds)
+    if more := suspects[1 : 1 + _MAX_NAMED]:
+        rest = len(suspects) - 1 - len(more)
+        named = [f"{_who(each)}{_at(each)}" for each in more]
+        named += [f"{rest} more"] if rest else []
+        yield f"Also: {'; '.join(named)}."
+    if diagnosis.kind == "link":
+        one = max(snapshot.ranks, key=lambda each: each.seconds).suspect()
+        yield (
+            f"All {len(snapshot.ranks)} ranks are in {place_of(one) or 'the same place'}, "
+            f"{_doing(one)}, for {for_seconds(one.seconds)}: none of them is the cause. Check the "
+            "network between them: links, switches and network cards."
+        )
+    if diagnosis.kind == "unknown":
+        yield "No node has answered, so it is not known where the ranks are."
+
+
+def _cause(suspect: Suspect, rounds: int) -> str:
+    if suspect.role == "node":
+        return f"{suspect.host} gives no answer."
+    if not suspect.state:
+        return (
+            f"{_who(suspect)} is gone: {for_seconds(suspect.seconds)} ago it was "
+            f"{_doing(suspect)}, and it did not end as it should."
+        )
+    stopped = f" {_STATES[suspect.state]}; it" if _is_halted(suspect) else ""
+    return f"{_who(suspect)}{stopped} has been {_where(suspect)}{_motion(suspect, rounds)}."
+
+
+def _is_halted(suspect: Suspect) -> bool:
+    return suspect.state in _STATES and not suspect.moved
+
+
+def _who(suspect: Suspect) -> str:
+    if suspect.role == "node":
+        return suspect.host
+    if suspect.role == "decode":
+        return f"{suspect.host}: decode worker {suspect.pid} of rank {suspect.rank}"
+    who = f"rank {suspect.rank} (process {suspect.pid})"
+    return f"{suspect.host}: " + (f"thread {suspect.thread} of {who}" if suspect.thread else who)
+
+
+def _at(suspect: Suspect) -> str:
+    place = place_of(suspect)
+    since = f" for {for_seconds(suspect.seconds)}" if suspect.state else ""
+    return f" in {place}{since}" if place else since
+
+
+def _where(suspect: Suspect) -> str:
+    since = f"for {for_seconds(suspect.seconds)}"
+    if not suspect.function:
+        return f"{_doing(suspect)} {since}"
+    within = f", and there in {suspect.within}," if suspect.within else ""
+    return f"in {place_of(suspect)}{within} {since}, {_doing(suspect)}"
+
+
+def _doing(suspect: Suspect) -> str:
+    if suspect.role == "decode":
+        clip = suspect.clip_path or suspect.clip
+        return f"on clip {clip}" if clip else "without a clip"
+    return _PHASES.get(suspect.doing, f"in {suspect.doing}").format(step=suspect.step)
+
+
+def _motion(suspect: Suspect, rounds: int) -> str:
+    times = f"{rounds} rounds" if rounds != 1 else "the only round"
+    cores = suspect.cpu_share
+    used = "no processor time" if cores < 0.02 else f"{cores:.2f} of a core"
+    if cores >= 0.9:
+        used = "a full core" if cores < 1.1 else f"{cores:.1f} cores"
+    if suspect.moved:
+        return f"; it is slow and not stuck: it has moved in {times}, and uses {used}"
+    native = f" (in {suspect.native})" if suspect.native else ""
+    gil = "; it holds the GIL, so no other thread of it runs" if suspect.has_gil else ""
+    if suspect.waits_in == "collective" and not _is_halted(suspect):
+        return "; none of the others has joined that collective"
+    if cores >= 0.9 and not _is_halted(suspect):
+        return f", and has not moved in {times}, but uses {used}: it is busy in C{native}{gil}"
+    return f", and has not moved in {times}; it uses {used}{native}{gil}"
+
+
+def _waiting(waiting: Sequence[WaitingRanks], has_suspect: bool) -> Iterator[str]:
+    if waiting and has_suspect:
+        first, *rest = waiting
+        verb = "waits" if len(first.ranks) == 1 else "wait"
+        named = [f"{_of_ranks(first.ranks).capitalize()} only {verb} for {first.doing}"]
+        named += [f"{_of_ranks(each.ranks)} for {each.doing}" for each in rest]
+        yield f"{', and '.join(named)}."
+
+
+def _absent(
+    absent: Sequence[int], silent: Sequence[str], suspects: Sequence[Suspect]
+) -> Iterator[str]:
+    if absent:
+        yield f"There is no sign of {_of_ranks(absent)}; all others wait."
+    elif silent and not any(each.role == "node" for each in suspects):
+        yield f"No answer came from {', '.join(silent)}."
+
+
+def _recorded(missing: MissingIn) -> str:
+    did = "joined and has not finished" if missing.has_joined else "never joined"
+    did = did.replace("has", "have") if len(missing.ranks) > 1 else did
+    who = _of_ranks(missing.ranks)
+    return f"By the flight recorder {who} {did} {missing.op} of {missing.group}."

@@ -7,7 +7,7 @@ not moved are read once more with their C calls, for which each is paused for a 
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -129,47 +129,41 @@ def dump_node(
     native: bool,
 ) -> NodeDump:
     """Dump all processes of a run on this node: what nodes/<host>/stacks/<token>.json holds."""
-    seen = [_dump_round(processes_of_run(folder), at) for at in _wait(rounds, round_seconds)]
-    if native:
-        _add_native_calls(host, seen, reason)
+    dump = _dump(
+        lambda: processes_of_run(folder), host, token, reason, rounds, round_seconds, native
+    )
     heartbeats = read_heartbeats(folder)
     ranks = [each for each in heartbeats if each.role == "rank"]
     ranks = [each for each in ranks if each.is_alive] or ranks
-    launch = max(ranks, key=lambda each: each.started).launch if ranks else ""
+    dump["launch"] = launch = max(ranks, key=lambda each: each.started).launch if ranks else ""
     missing = [each for each in heartbeats if _is_missing(each, ranks, launch)]
-    return {
-        "token": token,
-        "time": now(),
-        "host": host,
-        "reason": reason,
-        "launch": launch,
-        "rounds": seen,
-        "missing": [each.as_dict() for each in missing],
-    }
+    return {**dump, "missing": [each.as_dict() for each in missing]}
 
 
 def dump_tree(pid: int, host: str, *, rounds: int, round_seconds: float, native: bool) -> NodeDump:
     """Dump a process and all that it started, as `dump_node` does a run's."""
-    seen = [_dump_round(process_tree(pid), at) for at in _wait(rounds, round_seconds)]
-    if native:
-        _add_native_calls(host, seen, "asked")
-    return {
-        "token": "",
-        "time": now(),
-        "host": host,
-        "reason": "asked",
-        "launch": "",
-        "rounds": seen,
-        "missing": [],
-    }
+    return _dump(lambda: process_tree(pid), host, "", "asked", rounds, round_seconds, native)
 
 
-def _wait(rounds: int, round_seconds: float) -> Iterator[float]:
-    """Sleep until each round begins; yields seconds since the first."""
-    begun = time.monotonic()
+def _dump(
+    find: Callable[[], Sequence[RunProcess]],
+    host: str,
+    token: str,
+    reason: DumpReason,
+    rounds: int,
+    round_seconds: float,
+    native: bool,
+) -> NodeDump:
+    begun, seen = time.monotonic(), list[Round]()
     for number in range(rounds):
         time.sleep(max(0.0, begun + number * round_seconds - time.monotonic()))
-        yield time.monotonic() - begun
+        at = time.monotonic() - begun
+        seen.append(_dump_round(find(), at))
+    if native:
+        _add_native_calls(host, seen, reason)
+    return NodeDump(
+        token=token, time=now(), host=host, reason=reason, launch="", rounds=seen, missing=[]
+    )
 
 
 def _dump_round(there: Sequence[RunProcess], at: float) -> Round:
@@ -204,9 +198,11 @@ def _as_json(thread: stacks.ThreadStack) -> dict[str, Any]:
 def _add_native_calls(host: str, rounds: Sequence[Round], reason: DumpReason) -> None:
     """Read processes with their C calls into the last round, the longest in its phase first."""
     dump: Any = {"host": host, "rounds": rounds}
-    there = [each for each in traces([dump]) if each.last["threads"]]
-    if reason == "stall":
-        there = [each for each in there if _hangs(each)]
+    there = [
+        each
+        for each in traces([dump])
+        if each.last["threads"] and (reason == "asked" or _hangs(each))
+    ]
     found = {each.pid: each for each in sorted(there, key=lambda each: -each.seconds_in_phase)}
     for pid, threads in stacks.read_native_stacks(list(found), _NATIVE_SECONDS[reason]).items():
         process, read = found[pid].last, list(map(_as_json, threads))
@@ -367,8 +363,7 @@ def group_processes(dumps: Iterable[NodeDump]) -> dict[str, Any]:
     return {"launch": launch, "hosts": hosts, "groups": groups, "missing": missing}
 
 
-_GroupKey = tuple[str, str, str, Stack]
-"""Role, a helper's command, what stops it, stack."""
+_GroupKey = tuple[str, str, str, Stack]  # role, a helper's command, what stops it, stack
 
 
 @dataclass
@@ -397,32 +392,21 @@ class _ProcessGroup:
             }
             for stack, named in by_stack.items()
         ]
-        return {
-            "role": key[0],
-            "count": len(self.members),
-            "members": self.members,
-            "stack": _calls(key[-1]),
-            "native": _calls(self.native),
-            "threads": threads,
-        }
+        stacks = {"stack": _calls(key[-1]), "native": _calls(self.native), "threads": threads}
+        return {"role": key[0], "count": len(self.members), "members": self.members, **stacks}
 
 
 def _member(trace: ProcessTrace) -> dict[str, Any]:
     heartbeat, last = trace.heartbeat or {}, trace.last
     names = ("phase", "seconds", "step", "detail", "path_of_clip")
+    of_process = ("pid", "role", "rank", "command", "state", "method", "raw")
     return {
         "host": trace.host,
-        "pid": trace.pid,
-        "role": trace.role,
-        "rank": trace.rank,
-        "command": last["command"],
+        **{name: last.get(name) for name in of_process},
         **{name: heartbeat.get(name) for name in names},
-        "state": last["state"],
-        "method": last["method"],
         "has_moved": trace.has_moved if len(trace.rounds) > 1 else None,
         "watched_seconds": round(trace.seconds[-1] - trace.seconds[0], 3),
         "cpu_share": round(trace.cpu_share, 3),
-        "raw": last["raw"],
     }
 
 
@@ -442,7 +426,7 @@ def prune_dumps(node: NodeDirectory, most: int = _MAX_DUMPS) -> None:
     if is_linked(folder, node.run.path):
         return
     paths = [path for path in folder.glob("*") if path.name.startswith(_TOKENS)]
-    times = {path.stem: 0.0 for path in paths}
+    times: dict[str, float] = defaultdict(float)
     for path in paths:
         times[path.stem] = max(times[path.stem], _modified(path))
     for token in sorted(times, key=lambda each: times[each], reverse=True)[most:]:

@@ -5,7 +5,7 @@ they apply the rank, the phase or the device. A metric that a heartbeat does not
 goes stale, as Prometheus expects.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -14,47 +14,51 @@ from prometheus_client.registry import Collector
 
 from longtake.monitor.node_health import METRIC_HELP
 
-_NODE_NUMBERS = {
-    "beat": ("watcher_beats_total", "Heartbeats that the watcher has written"),
-    "stalls": ("stalls_total", "Stalls that the watcher has seen"),
-    "watch_seconds_late": (
-        "watcher_late_seconds",
-        "Time by which the watcher itself was late, in total",
+# Part of the heartbeat, key in it, metric, labels, help. The label `worker` is the entry's `pid`.
+_RANK, _PHASE, _WORKER = ("rank",), ("rank", "phase"), ("rank", "worker", "phase")
+_LATE, _LIMIT = "Time by which the watcher itself was late", "After how long that would be a stall"
+_METRICS = (
+    ("", "beat", "watcher_beats_total", (), "Heartbeats that the watcher has written"),
+    ("", "stalls", "stalls_total", (), "Stalls that the watcher has seen"),
+    ("", "watch_seconds_late", "watcher_late_seconds", (), f"{_LATE}, in total"),
+    ("ranks", "step", "step", _RANK, "Global step of the rank; it falls at a rollback"),
+    ("ranks", "steps_done", "steps_done", _RANK, "Steps that the rank has done in this launch"),
+    (
+        "ranks",
+        "step_seconds",
+        "rank_step_seconds",
+        _RANK,
+        "The rank's own work for a step, on average",
     ),
-}
-_RANK_NUMBERS = {
-    "step": ("step", "Global step of the rank; it falls at a rollback"),
-    "steps_done": ("steps_done", "Steps that the rank has done in this launch"),
-    "step_seconds": ("rank_step_seconds", "The rank's own work for a step, on average"),
-}
-_PHASE_NUMBERS = {
-    "seconds": ("phase_seconds", "For how long the rank has been in its phase"),
-    "limit": ("phase_limit_seconds", "After how long that would be a stall"),
-}
-_WORKER_NUMBERS = {
-    "seconds": ("worker_seconds", "For how long a decode worker has been in its phase"),
-    "limit": ("worker_limit_seconds", "After how long that would be a stall"),
-}
-Sample = tuple[list[str], float]
+    ("ranks", "seconds", "phase_seconds", _PHASE, "For how long the rank has been in its phase"),
+    ("ranks", "limit", "phase_limit_seconds", _PHASE, _LIMIT),
+    (
+        "workers",
+        "seconds",
+        "worker_seconds",
+        _WORKER,
+        "For how long a decode worker has been in its phase",
+    ),
+    ("workers", "limit", "worker_limit_seconds", _WORKER, _LIMIT),
+)
 
 
 class HeartbeatCollector(Collector):
-    """Makes metrics of the newest heartbeat at each request."""
+    """Makes metrics of the newest heartbeat at each request; none before there is one."""
 
     def __init__(self) -> None:
         self.record: Mapping[str, Any] = {}
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics; none before there is a heartbeat."""
         record = self.record
         if not record:
             return
         node = str(record.get("host", ""))
-        for key, (name, words) in _NODE_NUMBERS.items():
-            yield _metric(name, words, ["node"], _known([([node], record.get(key))]))
-        ranks, workers = record.get("ranks") or [], record.get("workers") or []
-        yield from _of_ranks(node, ranks)
-        yield from _of_workers(node, workers)
+        for part, key, name, labels, words in _METRICS:
+            entries = (record.get(part) or []) if part else [record]
+            names = ["pid" if label == "worker" else label for label in labels]
+            found = (([str(each[name]) for name in names], each.get(key)) for each in entries)
+            yield _metric(node, name, words, labels, found)
         yield from _of_health(node, record.get("health") or {})
 
     def describe(self) -> Iterator[Metric]:
@@ -91,48 +95,27 @@ class Exporter:
         self.port = None
 
 
-def _of_ranks(node: str, ranks: list[dict[str, Any]]) -> Iterator[Metric]:
-    for key, (name, words) in _RANK_NUMBERS.items():
-        found = [([node, str(rank["rank"])], rank.get(key)) for rank in ranks]
-        yield _metric(name, words, ["node", "rank"], _known(found))
-    for key, (name, words) in _PHASE_NUMBERS.items():
-        found = [([node, str(each["rank"]), str(each["phase"])], each.get(key)) for each in ranks]
-        yield _metric(name, words, ["node", "rank", "phase"], _known(found))
-
-
-def _of_workers(node: str, workers: list[dict[str, Any]]) -> Iterator[Metric]:
-    for key, (name, words) in _WORKER_NUMBERS.items():
-        found = [([node, *_worker(each)], each.get(key)) for each in workers]
-        yield _metric(name, words, ["node", "rank", "worker", "phase"], _known(found))
-
-
-def _worker(worker: Mapping[str, Any]) -> list[str]:
-    return [str(worker["rank"]), str(worker["pid"]), str(worker["phase"])]
-
-
 def _of_health(node: str, health: Mapping[str, float]) -> Iterator[Metric]:
     """Numbers `name:device`: each name is one metric."""
-    names = dict.fromkeys(key.partition(":")[0] for key in health)
-    for name in names:
+    for name in dict.fromkeys(key.partition(":")[0] for key in health):
         found = {key: each for key, each in health.items() if key.partition(":")[0] == name}
-        words = METRIC_HELP.get(name, name.replace("_", " "))
         label = "rank" if name in ("step_work_seconds", "steps_per_second") else "device"
-        has_devices = any(":" in key for key in found)
-        labels = ["node", label] if has_devices else ["node"]
-        values = [
-            ([node, key.partition(":")[2]][: len(labels)], each) for key, each in found.items()
-        ]
-        yield _metric(name, words, labels, _known(values))
+        labels = [label] if any(":" in key for key in found) else []
+        values = (([key.partition(":")[2]][: len(labels)], each) for key, each in found.items())
+        yield _metric(node, name, METRIC_HELP.get(name, name.replace("_", " ")), labels, values)
 
 
-def _known(found: list[tuple[list[str], Any]]) -> list[Sample]:
-    return [(labels, float(each)) for labels, each in found if isinstance(each, int | float)]
-
-
-def _metric(name: str, words: str, labels: list[str], samples: list[Sample]) -> Metric:
+def _metric(
+    node: str,
+    name: str,
+    words: str,
+    labels: Iterable[str],
+    samples: Iterable[tuple[list[str], Any]],
+) -> Metric:
     """A counter if its name ends in _total, else a gauge."""
     family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-    metric = family(f"longtake_{name}", words, labels=labels)
+    metric = family(f"longtake_{name}", words, labels=["node", *labels])
     for values, number in samples:
-        metric.add_metric(values, number)
+        if isinstance(number, int | float):
+            metric.add_metric([node, *values], float(number))
     return metric

@@ -27,8 +27,7 @@ from longtake.fsio import atomic_write, open_regular
 from longtake.node_dir import FLIGHT_FILE_PREFIX, FLIGHT_PIPE_PREFIX
 from longtake.unpickle import RestrictedUnpickler
 
-FileStamp = tuple[int, int]
-"""Modification time in nanoseconds, and inode."""
+FileStamp = tuple[int, int]  # modification time in nanoseconds, inode
 MESSAGE = -1
 """The number of all messages: sender and receiver count them differently, so only the oldest
 pending one can be matched."""
@@ -216,16 +215,12 @@ class BlockedCollective:
     causes: tuple[int, ...]  # of both, the roots
 
 
-def root_ranks(dumps: Mapping[int, Mapping[str, Any]]) -> tuple[int, ...]:
-    recorded = _recorded_ops(dumps)
-    return _roots(recorded, _waits(recorded))
-
-
 def analyse(dumps: Mapping[int, Mapping[str, Any]]) -> list[BlockedCollective]:
     """The collectives at which ranks wait, those that a rank holds up first."""
     recorded = _recorded_ops(dumps)
-    waits = _waits(recorded)
-    roots = set(_roots(recorded, waits))
+    firsts = dict.fromkeys(each.first for each in recorded.values())
+    waits = {op: _awaited(op, recorded) for op in firsts if op is not None}
+    roots = _roots(recorded, waits)
     found = [_blocked(op, recorded, roots) for op in waits]
     return sorted(found, key=lambda each: (not each.causes, -len(each.stalled_ranks)))
 
@@ -248,19 +243,14 @@ def _blocked(
     )
 
 
-def _waits(recorded: Mapping[int, RecordedOps]) -> dict[CollectiveOp, frozenset[int]]:
-    firsts = dict.fromkeys(each.first for each in recorded.values())
-    return {op: _awaited(op, recorded) for op in firsts if op is not None}
-
-
 def _awaited(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> frozenset[int]:
+    """Who did not join, or joined and waits at an earlier one of its own."""
+
+    def is_behind(own: RecordedOps) -> bool:
+        return own.first != op and (op.number == MESSAGE or op in own.pending)
+
     missing = set(_missing(op, recorded))
-    return frozenset(each for each in op.ranks if each in missing or _is_behind(each, op, recorded))
-
-
-def _is_behind(rank: int, op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> bool:
-    own = recorded[rank]
-    return own.first != op and (op.number == MESSAGE or op in own.pending)
+    return frozenset(each for each in op.ranks if each in missing or is_behind(recorded[each]))
 
 
 def _missing(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> list[int]:
@@ -274,7 +264,7 @@ def _missing(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> list[int]
 
 def _roots(
     recorded: Mapping[int, RecordedOps], waits: Mapping[CollectiveOp, frozenset[int]]
-) -> tuple[int, ...]:
+) -> set[int]:
     awaited = set(chain.from_iterable(waits.values()))
     first = {rank: each.first for rank, each in recorded.items()}
     found = {
@@ -283,13 +273,11 @@ def _roots(
         if (op := first.get(rank)) is None or not waits.get(op, frozenset())
     }
     if found:
-        return tuple(sorted(found))
-    # In a ring of ranks that wait for each other, those that never joined are the cause.
-    ring = chain.from_iterable(_missing(op, recorded) for op in waits)
-    if awaited:
-        return tuple(sorted(set(ring)))
+        return found
+    if awaited:  # in a ring of ranks that wait for each other: those that never joined
+        return set(chain.from_iterable(_missing(op, recorded) for op in waits))
     alone = {op for op in waits if _others_are_done(op, recorded)}
-    return tuple(sorted(rank for rank, op in first.items() if op in alone))
+    return {rank for rank, op in first.items() if op in alone}
 
 
 def _others_are_done(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> bool:

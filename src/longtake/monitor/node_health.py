@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from longtake.health.clock import (
     Clock,
     ClockChange,
     ClockOffsets,
+    ClockSlewed,
+    ClockSteady,
     ClockStepped,
     KernelClock,
     TimeDaemons,
@@ -54,9 +56,9 @@ from longtake.monitor.outliers import (
     OutlierDetector,
     SlowLinks,
     StepProbe,
+    by_device,
     peers_of,
 )
-from longtake.monitor.sentences import clock_event
 from longtake.node_dir import NodeDirectory, NodeEventKind, all_nodes
 from longtake.run_dir import RunDirectory
 
@@ -216,11 +218,9 @@ def _slowest_rank(outliers: Sequence[Outlier]) -> dict[str, Any]:
     return {"rank": int(worst.device), "percent": round(worst.percent, 1)}
 
 
-def _slow_link(wrong: Iterable[str], numbers: Numbers) -> dict[str, Any]:
-    for key in wrong:
-        name, _, peer = key.partition(":")
-        if name == SLOW:
-            return {"peer": peer, "send_bytes_per_second": numbers.get(f"{RATE}:{peer}")}
+def _slow_link(wrong: dict[str, str], numbers: Numbers) -> dict[str, Any]:
+    for peer in by_device(wrong, SLOW):
+        return {"peer": peer, "send_bytes_per_second": numbers.get(f"{RATE}:{peer}")}
     return {}
 
 
@@ -262,7 +262,7 @@ class HealthRules:
             is_at_once = key.startswith(_AT_ONCE) and key != _DISK_HANGS
             if is_at_once or self._ages[key] >= _PERSISTS:
                 found[key] = text
-        for device, is_up in _each(numbers, "link_up"):
+        for device, is_up in by_device(numbers, "link_up").items():
             if is_up:
                 self._was_up.add(device)
             elif device in self._was_up:
@@ -274,7 +274,7 @@ class HealthRules:
     def _errors(self, numbers: Numbers) -> dict[str, str]:
         self._left = {key: (n - 1, text) for key, (n, text) in self._left.items() if n > 1}
         for name, text in _COUNTS.items():
-            for device, count in _each(numbers, name):
+            for device, count in by_device(numbers, name).items():
                 key = f"{name}:{device}" if device else name
                 more = count - self._before.get(key, count)
                 if more > 0:
@@ -289,20 +289,13 @@ def full_disks(numbers: Numbers) -> dict[str, float]:
     Nearly: less than 5 GiB and than 5 %, or 1 % of the files that there can be.
     """
     found = {}
-    for name, free in _each(numbers, "disk_free_bytes"):
+    for name, free in by_device(numbers, "disk_free_bytes").items():
         nearly = min(_FULL_BYTES, _FULL_SHARE * numbers.get(f"disk_size_bytes:{name}", 0))
         inodes = numbers.get(f"disk_free_inodes:{name}", 1)
         few = _FULL_INODES_SHARE * numbers.get(f"disk_inodes:{name}", 0)
         if free < nearly or inodes < few or numbers.get(f"disk_is_full:{name}"):
             found[name] = free
     return found
-
-
-def _each(numbers: Numbers, name: str) -> Iterator[tuple[str, float]]:
-    for key, value in numbers.items():
-        found, _, device = key.partition(":")
-        if found == name:
-            yield device, value
 
 
 def _outlier_texts(outliers: Sequence[Outlier]) -> Iterator[tuple[str, str]]:
@@ -316,26 +309,26 @@ def _outlier_texts(outliers: Sequence[Outlier]) -> Iterator[tuple[str, str]]:
 
 
 def _bad_now(numbers: Numbers) -> Iterator[tuple[str, str]]:
-    for device, bits in _each(numbers, "gpu_throttle_bits"):
+    for device, bits in by_device(numbers, "gpu_throttle_bits").items():
         for word in throttle_words(int(bits) & HARMFUL_THROTTLES):
             yield f"gpu_throttle_bits:{device}:{word}", f"GPU {device} {word}"
-    for device, lost in _each(numbers, "gpu_is_lost"):
+    for device, lost in by_device(numbers, "gpu_is_lost").items():
         if lost:
             yield f"gpu_is_lost:{device}", f"the driver no longer reaches GPU {device}"
-    for probe, seconds in _each(numbers, HANGS):
+    for probe, seconds in by_device(numbers, HANGS).items():
         is_saving = probe == DiskProbe.name and numbers.get(CHECKPOINT)
         if seconds >= (_SAVING_SECONDS if is_saving else HANGING_SECONDS):
             yield f"{HANGS}:{probe}", f"looking at {probe} has been hanging for {seconds:.0f} s"
     if numbers.get("disk_is_failing:run"):
         yield "disk_is_failing", "the run directory can be neither written nor read"
-    for host, seconds in _each(numbers, "clock_offset_at_least_seconds"):
+    for host, seconds in by_device(numbers, "clock_offset_at_least_seconds").items():
         if seconds >= _CLOCK_DIFFERENCE_SECONDS:
             yield f"clock_offset:{host}", f"its clock and {host}'s differ by {seconds:.3f} s"
-    for host, seconds in _each(numbers, UNANSWERED):
+    for host, seconds in by_device(numbers, UNANSWERED).items():
         if seconds:
             text = f"{host} has acknowledged nothing for {seconds:.0f} s of what is sent to it"
             yield f"{UNANSWERED}:{host}", text
-    for host, share in _each(numbers, SLOW):
+    for host, share in by_device(numbers, SLOW).items():
         if share <= _SLOW_SHARE:
             rate, busy = numbers[f"{RATE}:{host}"], numbers[f"{BUSY}:{host}"]
             takes = f"{rate / 1e6:.3g} MB/s, {1 / max(share, 1e-4):.0f} times less than usual"
@@ -347,6 +340,59 @@ def _bad_now(numbers: Numbers) -> Iterator[tuple[str, str]]:
     files, limit = numbers.get("open_files", 0), numbers.get("open_files_limit", 0)
     if limit and files >= _FILES_SHARE * limit:
         yield "open_files", f"a process has {files:.0f} of {limit:.0f} files open"
+
+
+# --- Changes of the clock, in words.
+
+CLOCK_ADVICE = (
+    "Let one program alone correct the clock: chrony, with `makestep 1.0 3` (it sets the clock "
+    "in its first three updates only, and slews it afterwards), `rtcsync`, and a `maxslewrate`; "
+    "and no ntpdate or `ntpd -q` in cron."
+)
+
+
+def clock_event(
+    host: str, change: ClockChange, daemons: Sequence[str]
+) -> tuple[NodeEventKind, dict[str, Any]]:
+    """The event of a clock change; `daemons`: programs on that node that set clocks."""
+    if isinstance(change, ClockSteady):
+        moved = _amount(change.seconds)
+        text = f"{host}: the clock runs as usual again; it was moved by {moved}."
+        return "recovered", {"seconds": change.seconds, "message": text}
+    fields: dict[str, Any] = {"seconds": change.seconds}
+    kind: NodeEventKind = "clock_stepped"
+    if isinstance(change, ClockSlewed):
+        kind, fields["ppm"] = "clock_slewed", round(change.ppm, 1)
+        way = "fast" if change.ppm > 0 else "slow"
+        text = (
+            f"the clock runs {abs(change.ppm):.0f} ppm too {way}, {_amount(change.seconds)} so "
+            "far: a program corrects it, or its oscillator is broken."
+        )
+    else:
+        text = _step(change)
+    if daemons:
+        verb = "runs" if len(daemons) == 1 else "run, and work against each other"
+        text += f" Here {' and '.join(daemons)} {verb}."
+    message = f"{host}: {text} {CLOCK_ADVICE}"
+    return kind, {**fields, "daemons": list(daemons), "advice": CLOCK_ADVICE, "message": message}
+
+
+def _step(step: ClockStepped) -> str:
+    amount = _amount(step.seconds)
+    if abs(step.seconds) < STEP_SECONDS:
+        return (
+            f"the kernel reports that the clock was set, but it is only {amount} off: it was set "
+            "back at once, or by next to nothing."
+        )
+    way = "back" if step.seconds < 0 else "forward"
+    effects = "Timeouts of collectives and stores, certificates and file times may be wrong now."
+    return f"the clock was set {way} by {amount}. {effects}"
+
+
+def _amount(seconds: float) -> str:
+    if (size := abs(seconds)) >= 1:
+        return f"{size:.6f} s"
+    return f"{size * 1e3:.6g} ms" if size >= STEP_SECONDS else f"{size * 1e6:.3g} us"
 
 
 # --- Peers.
@@ -393,13 +439,15 @@ class PeerNodes(StatelessProbe):
         found: Numbers = {"neighbours": float(len(living))}
         for host in living:
             found |= self._offsets.look(host, heartbeats[host], dates[host])
-        self.health = {host: _numbers(heartbeats[host].get("health")) for host in living}
+        self.health = {
+            host: {
+                name: each
+                for name, each in (heartbeats[host].get("health") or {}).items()
+                if isinstance(each, int | float)
+            }
+            for host in living
+        }
         return found
-
-
-def _numbers(health: object) -> Numbers:
-    found = health if isinstance(health, dict) else {}
-    return {name: each for name, each in found.items() if isinstance(each, int | float)}
 
 
 # --- health.jsonl.
@@ -443,21 +491,12 @@ def thin_out(path: Path) -> None:
         thin.writelines(line for number, line in enumerate(file) if (num_lines - number) % 2 == 1)
 
 
+_EXPLAINED: Any = (
+    *(Clock, KernelClock, Chrony, TimeDaemons, PeerNodes, GpuProbe, Ethernet, InfiniBand),
+    *(PeerConnections, SlowLinks, DiskProbe, LoadProbe, CgroupMemory, StepProbe),
+)
 METRIC_HELP: Mapping[str, str] = {
-    **Clock.numbers,
-    **KernelClock.numbers,
-    **Chrony.numbers,
-    **TimeDaemons.numbers,
-    **PeerNodes.numbers,
-    **GpuProbe.numbers,
-    **Ethernet.numbers,
-    **InfiniBand.numbers,
-    **PeerConnections.numbers,
-    **SlowLinks.numbers,
-    **DiskProbe.numbers,
-    **LoadProbe.numbers,
-    **CgroupMemory.numbers,
-    **StepProbe.numbers,
+    **{name: words for each in _EXPLAINED for name, words in each.numbers.items()},
     **ThreadedProbe.numbers_of_thread,
 }
 """What each of a node's numbers means, by its name."""

@@ -66,7 +66,7 @@ class HeartbeatScanner:
 
     def scan(self) -> Snapshot:
         found = read_heartbeats(self._folder)
-        self._close(set(self._pidfds) - {_identity(each) for each in found})
+        self._close(self._pidfds.keys() - set(map(_identity, found)))
         poll = select.poll()
         for pidfd in self._pidfds.values():
             poll.register(pidfd, select.POLLIN)
@@ -89,7 +89,7 @@ class HeartbeatScanner:
             self._pidfds[who] = os.pidfd_open(heartbeat.pid)
         if heartbeat.is_alive:  # read after opening: the pidfd is not of a later process
             return True
-        self._close({who} & set(self._pidfds))
+        self._close({who} & self._pidfds.keys())
         return False
 
     def _close(self, processes: set[tuple[int, int]]) -> None:

@@ -18,13 +18,14 @@ from itertools import islice
 from math import pi, sqrt
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from longtake.health.network import BUSY, RATE
 from longtake.health.system import OPEN_FILES, Numbers, StatelessProbe, open_files
 from longtake.heartbeat import Heartbeat, Phase, read_heartbeats
 from longtake.node_dir import beat_of
 
+_T = TypeVar("_T")
 CHECKPOINT = "checkpoint_is_near"
 SLOW = "peer_send_share"
 ALL_UP_TO = 17  # so many nodes are all compared with each other
@@ -151,9 +152,9 @@ class SlowLinks:
 
         Usual is the median of the present rates of other nodes' links and this one's past.
         """
-        there = [rate for each in others.values() for rate in _by_host(each, RATE).values()]
+        there = [rate for each in others.values() for rate in by_device(each, RATE).values()]
         found: Numbers = {}
-        for host, rate in _by_host(own, RATE).items():
+        for host, rate in by_device(own, RATE).items():
             past = self._past[host]
             known = there + ([median(past)] if len(past) >= _ENOUGH_PAST else [])
             share = rate / max(median(known), 1.0) if known else 1.0
@@ -165,9 +166,10 @@ class SlowLinks:
         return found
 
 
-def _by_host(numbers: Numbers, name: str) -> dict[str, float]:
-    pairs = (key.partition(":") for key in numbers)
-    return {host: numbers[f"{name}:{host}"] for found, _, host in pairs if found == name}
+def by_device(numbers: Mapping[str, _T], name: str) -> dict[str, _T]:
+    """What numbers `name:device` say, by device; of `name` alone, by an empty one."""
+    parts = ((key.partition(":"), each) for key, each in numbers.items())
+    return {device: each for (found, _, device), each in parts if found == name}
 
 
 # --- Noise: by how much numbers differ from window to window without a reason. It is estimated from
@@ -332,32 +334,22 @@ class HealthSignal:
     counts: str = ""  # for people: the errors of a port that it is a rate of; they come and go
 
 
-_MEASURED = (
-    HealthSignal(
-        "gpu_power_watts", "GPU", "power", "W", "lower", 0.08, needs="gpu_utilization_share"
-    ),
-    HealthSignal(
-        "gpu_sm_clock_mhz", "GPU", "clock", "MHz", "lower", 0.04, needs="gpu_utilization_share"
-    ),
+_USE = "gpu_utilization_share"
+_BOTH: tuple[Baseline, ...] = ("others", "own past")
+_MEASURED: tuple[HealthSignal, ...] = (
+    HealthSignal("gpu_power_watts", "GPU", "power", "W", "lower", 0.08, needs=_USE),
+    HealthSignal("gpu_sm_clock_mhz", "GPU", "clock", "MHz", "lower", 0.04, needs=_USE),
     HealthSignal("step_work_seconds", "rank", "step time", "s", "higher", 0.04, percent=True),
     HealthSignal(
-        "link_speed_bits_per_second",
-        "link",
-        "speed",
-        "Gbit/s",
-        "lower",
-        0.04,
-        against=("others", "own past"),
+        *("link_speed_bits_per_second", "link", "speed", "Gbit/s", "lower", 0.04),
+        against=_BOTH,
         scale=1e-9,
     ),
+    # Writing a checkpoint delays every fsync on ext4 and NFS, for seconds.
     HealthSignal(
-        # Writing a checkpoint delays every fsync on ext4 and NFS, for seconds.
-        "disk_write_seconds",
-        "disk",
-        "writing 4 KiB",
-        "s",
+        *("disk_write_seconds", "disk", "writing 4 KiB", "s"),
         least=3.0,
-        against=("others", "own past"),
+        against=_BOTH,
         unless=CHECKPOINT,
     ),
     HealthSignal("pressure_cpu_share", label="waiting for processors", least=0.25),
@@ -421,17 +413,16 @@ _ENOUGH_FOR_SPREAD = 8
 _BASELINE_WINDOWS = 12
 _IN_USE = 0.1
 _MOST_ABSENT = 12  # windows for which an outlier outlives its number: steps may be longer
-_Key = tuple[str, Baseline]
+_Key = tuple[str, str, Baseline]  # signal, device
 
 
 class OutlierDetector:
     """Judges a node window by window; equal numbers give equal outliers."""
 
-    def __init__(self, signals: Sequence[HealthSignal] = SIGNALS) -> None:
-        self._signals = signals
+    def __init__(self) -> None:
         self._sums: dict[_Key, Cusum] = {}
-        self._noises = {signal.name: SharedNoise() for signal in signals}
-        self._past: dict[str, deque[float]] = {}
+        self._noises = {signal.name: SharedNoise() for signal in SIGNALS}
+        self._past: dict[_Key, deque[float]] = defaultdict(lambda: deque(maxlen=_BASELINE_WINDOWS))
         self._bad: dict[_Key, tuple[Outlier, int]] = {}
 
     def judge(
@@ -444,7 +435,7 @@ class OutlierDetector:
         """
         found: dict[_Key, tuple[Outlier, int]] = {}
         judged: set[_Key] = set()
-        for signal in self._signals:
+        for signal in SIGNALS:
             for key, outlier in self._of(signal, own, others):
                 judged.add(key)
                 if outlier is not None:
@@ -464,17 +455,17 @@ class OutlierDetector:
         """The keys that are judged of one signal, each with its outlier."""
         mine = _values(signal, own)
         there = {(n, k): v for n, each in others.items() for k, v in _values(signal, each).items()}
-        everywhere = {**{("", key): each for key, each in mine.items()}, **there}
+        everywhere = {**{("", device): each for device, each in mine.items()}, **there}
         noise = self._noises[signal.name].add(everywhere, signal.least)
         theirs = list(there.values())
-        for key, value in mine.items():
-            beside = [each for other, each in mine.items() if other != key]
+        for device, value in mine.items():
+            beside = [each for other, each in mine.items() if other != device]
             if "others" in signal.against and theirs + beside:
-                where: _Key = key, "others"
+                where: _Key = signal.name, device, "others"
                 yield where, self._judged(signal, where, value, theirs + beside, noise)
             if "own past" in signal.against:
-                where = key, "own past"
-                past = self._past.setdefault(key, deque(maxlen=_BASELINE_WINDOWS))
+                where = signal.name, device, "own past"
+                past = self._past[where]
                 if len(past) < _BASELINE_WINDOWS:
                     past.append(value)  # the start stays the baseline
                 else:
@@ -495,18 +486,16 @@ class OutlierDetector:
         cusum = self._sums.setdefault(where, Cusum(is_noisy=not signal.counts))
         if not cusum.add(CusumWindow(value, middle, deviation, spread), noise):
             return None
-        key, against = where
-        return Outlier(signal, key.partition(":")[2], *cusum.level(), against)
+        _, device, against = where
+        return Outlier(signal, device, *cusum.level(), against)
 
 
 def _values(signal: HealthSignal, numbers: Mapping[str, float]) -> dict[str, float]:
     if signal.unless and numbers.get(signal.unless):
         return {}
-    found = {key: each for key, each in numbers.items() if key.partition(":")[0] == signal.name}
-    if not signal.needs:
-        return found
-    shares = {key: numbers.get(key.replace(signal.name, signal.needs), 0.0) for key in found}
-    return {key: each for key, each in found.items() if shares[key] >= _IN_USE}
+    found = by_device(numbers, signal.name)
+    uses = by_device(numbers, signal.needs) if signal.needs else dict.fromkeys(found, 1.0)
+    return {device: each for device, each in found.items() if uses.get(device, 0.0) >= _IN_USE}
 
 
 def _spread(values: Sequence[float], middle: float) -> float:

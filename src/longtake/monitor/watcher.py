@@ -193,8 +193,7 @@ class _Watcher:
 
     def _begin(self) -> None:
         settings, by_hand = self._target.settings, self._target.by_hand
-        names = ("action", "factor", "min_seconds", "max_seconds")
-        limits = {name: getattr(settings, name) for name in names}
+        limits = settings.model_dump(include={"action", "factor", "min_seconds", "max_seconds"})
         self._reporter.emit("watcher_started", pid=os.getpid(), by_hand=by_hand, **limits)
         with suppress(OSError):  # afterwards the node's folder exists
             self._disk.ask(lambda: None, _BEGIN_SECONDS)
@@ -406,9 +405,9 @@ def _who(heartbeat: Heartbeat) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -P -m longtake.monitor RUN`, as `train` starts it; returns the exit status."""
+    """`python -P -m longtake.monitor.watcher RUN`, which `train` starts; gives the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m longtake.monitor", description="Watch this node's part of a run."
+        prog="python -m longtake.monitor.watcher", description="Watch this node's part of a run."
     )
     parser.add_argument("run", type=Path, help="a run directory")
     parser.add_argument("--by-hand", action="store_true", help="a person has started it")
@@ -443,5 +442,5 @@ def _section(text: str) -> WatchSection:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def run_as_program() -> None:
+if __name__ == "__main__":
     os._exit(main(sys.argv[1:]))

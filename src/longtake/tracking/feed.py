@@ -60,7 +60,7 @@ class Feed:
         return not self._thread.is_alive()
 
     @property
-    def is_settled(self) -> bool:
+    def is_settled(self) -> bool:  # all is sent, or cannot be now
         return self.is_over or bool(self.trouble)
 
     def _send_updates(self) -> None:

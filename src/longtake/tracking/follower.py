@@ -237,7 +237,7 @@ def _condition(feeds: Sequence[Feed]) -> dict[str, Any]:
 # --- Who starts it ----------------------------------------------------------------------------
 
 
-class Follower:
+class Follower(KeptProcess):
     """A run's follower, as a process of its own; one that fails is replaced.
 
     Args:
@@ -257,7 +257,7 @@ class Follower:
         self._run, self._is_wanted = run, bool(wanted_trackers(section))
         options = ["--as", role, "--until-parent", str(os.getpid())]
         options += ["--section", section.model_dump_json()]
-        self._kept = KeptProcess(
+        super().__init__(
             "follower",
             program("longtake.tracking.follower", str(run.path.resolve()), *options),
             run.path / "tracking" / "follower.log",
@@ -267,23 +267,12 @@ class Follower:
             until_success=True,
         )
 
-    @property
-    def is_over(self) -> bool:
-        return self._kept.is_over
-
-    @property
-    def pid(self) -> int | None:
-        return self._kept.pid
-
     def start(self) -> None:
         """Start it, in milliseconds, if it was not and there is a tracker."""
         if self._is_wanted:
-            self._kept.start()
+            super().start()
         else:
-            self._kept.end()
-
-    def end(self) -> None:
-        self._kept.end()
+            self.end()
 
     def close(self, wait_seconds: float = _CATCH_UP_SECONDS) -> None:
         """Say that nothing more will come, and wait until the trackers have all, or cannot.
@@ -295,16 +284,14 @@ class Follower:
         """
         self.end()
         end = time.monotonic() + wait_seconds
-        while self._kept.is_running and time.monotonic() < end:
+        while self.is_running and time.monotonic() < end:
             writer = newest(writer_path(self._run))
-            if writer is not None and self._has_sent_what_it_can(writer):
+            if writer is not None and writer["pid"] == self.pid:
+                if writer.get("caught_up"):
+                    return
+            elif writer is not None and writer["ended"] is None and is_alive(writer) is not False:
                 return
             time.sleep(_POLL_SECONDS)
-
-    def _has_sent_what_it_can(self, writer: Mapping[str, Any]) -> bool:
-        if writer["pid"] == self.pid:
-            return bool(writer.get("caught_up"))
-        return writer["ended"] is None and is_alive(writer) is not False
 
 
 @contextmanager
@@ -314,8 +301,7 @@ def tracking_follower(run: RunDirectory, section: TrackingSection) -> Iterator[F
     It has 10 s to catch up when the block ends, and then continues by itself. It has none where an
     unexpected error ends the block: other ranks wait for this process to end.
     """
-    follower = Follower(run, "trainer", section)
-    seconds = 0.0
+    follower, seconds = Follower(run, "trainer", section), 0.0
     try:
         yield follower
         seconds = _CATCH_UP_SECONDS

@@ -7,7 +7,7 @@ it counts has arrived, so that the next process continues there.
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,17 +25,8 @@ from longtake.fsio import (
 from longtake.run_dir import RunDirectory
 from longtake.tracking.tracker import MediaFile, TrackedRecord
 
-EVENTS = frozenset(
-    {
-        "resumed",
-        "data_changed",
-        "anomaly_detected",
-        "update_skipped",
-        "rolled_back",
-        "diverged",
-        "interrupted",
-    }
-)
+EVENTS = frozenset({"resumed", "data_changed", "anomaly_detected", "update_skipped"})
+EVENTS |= {"rolled_back", "diverged", "interrupted"}
 """Kinds of events that trackers are sent; rows and evaluations say the rest."""
 
 _MAX_LINES = 1000  # at a time, so that they need little memory
@@ -48,19 +39,12 @@ Result = tuple[str, int, str]
 
 @dataclass(frozen=True)
 class Cursor:
-    """How far a tracker has been sent what a run directory holds.
+    """How far a tracker has been sent what a run directory holds."""
 
-    Attributes:
-        metrics_offset: bytes of metrics.jsonl.
-        events_offset: bytes of events.jsonl.
-        rows: the number of the next record.
-        evaluations: those that it has.
-    """
-
-    metrics_offset: Count = 0
+    metrics_offset: Count = 0  # bytes of metrics.jsonl
     events_offset: Count = 0
-    rows: Count = 0
-    evaluations: frozenset[Result] = frozenset()
+    rows: Count = 0  # the number of the next record
+    evaluations: frozenset[Result] = frozenset()  # those that it has
 
     @staticmethod
     def load(path: Path) -> "Cursor":
@@ -114,13 +98,7 @@ class UpdateReader:
             results = self._results_after(cursor)
             found += sorted(results.values(), key=lambda each: each.time)
         evaluations = cursor.evaluations | results.keys() if results else cursor.evaluations
-        after = replace(
-            cursor,
-            metrics_offset=metrics_offset,
-            events_offset=events_offset,
-            evaluations=evaluations,
-        )
-        return Updates(found, after)
+        return Updates(found, Cursor(metrics_offset, events_offset, cursor.rows, evaluations))
 
     def forget(self) -> None:
         self._scanned = float("-inf")

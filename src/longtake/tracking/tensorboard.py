@@ -44,9 +44,9 @@ class TensorBoard:
         """See `Tracker`."""
         self._path.mkdir(exist_ok=True)  # not the run's, which may be deleted now
         self._files = {
-            "train": _StepsFile(self._path),
-            "eval": _OnceFile(self._path / "eval"),
-            "events": _OnceFile(self._path / "events"),
+            "train": _EventFile(self._path, has_steps=True),
+            "eval": _EventFile(self._path / "eval"),
+            "events": _EventFile(self._path / "events"),
         }
         self._next = first
         return first
@@ -82,16 +82,33 @@ class _EventFile:
 
     `tensorboard.summary.writer` writes the same, but its import takes more memory than all else
     here. The file is made when there is something to write to it.
+
+    Args:
+        folder: where it is made.
+        has_steps: steps may be run again: TensorBoard then forgets, in this folder only, those that
+            come after. Else events are written once, in any order of steps.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, has_steps: bool = False) -> None:
+        self._folder, self._has_steps = folder, has_steps
         self._file: BinaryIO | None = None
+        self._last = float("inf")
+        paths = [] if has_steps else event_files(folder)[-1:]
+        self._there = {
+            name for path in paths for event in events_in(path) for name in _names(event)
+        }
 
     def write(self, event: Event) -> bool:
-        """Append an event."""
+        """Append an event; False if it was there already, or is empty."""
+        names = _names(event)
+        if not self._has_steps and (not names or names <= self._there):
+            return False
         if self._file is None:
             self._begin()
+        if self._has_steps and event.step <= self._last:
+            start = SessionLog(status=SessionLog.START)
+            self._put(Event(session_log=start, step=event.step, wall_time=event.wall_time))
+        self._last = event.step
         self._put(event)
         return True
 
@@ -125,36 +142,6 @@ class _EventFile:
         self._file.write(length + _checksum(length) + data + _checksum(data))
 
 
-class _StepsFile(_EventFile):
-    """Of steps, some of which may be run again: TensorBoard forgets those that come after.
-
-    It forgets them in this folder only, so that evaluations and events have folders of their own.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._last: int | None = None
-
-    def write(self, event: Event) -> bool:
-        if self._last is None or event.step <= self._last:
-            start = SessionLog(status=SessionLog.START)
-            super().write(Event(session_log=start, step=event.step, wall_time=event.wall_time))
-        self._last = event.step
-        return super().write(event)
-
-
-class _OnceFile(_EventFile):
-    """Of what is written once, in any order of steps."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._there = {name for path in event_files(folder)[-1:] for name in _names_in(path)}
-
-    def write(self, event: Event) -> bool:
-        names = _names(event)
-        return bool(names) and not names <= self._there and super().write(event)
-
-
 def event_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("events.out.tfevents.*"))
 
@@ -174,10 +161,6 @@ def events_in(path: Path) -> Iterator[Event]:
             except Exception:
                 return
             yield event
-
-
-def _names_in(path: Path) -> set[tuple[str, int, float]]:
-    return {name for event in events_in(path) for name in _names(event)}
 
 
 def _names(event: Event) -> set[tuple[str, int, float]]:
@@ -200,11 +183,8 @@ def _picture(tag: str, path: Path) -> list[Summary.Value]:
     if not data.startswith(_PNG) or len(data) < 26:
         return []
     width, height, _, colour = struct.unpack_from(">IIBB", data, 16)
-    channels = _PNG_CHANNELS.get(colour, 3)
-    image = Summary.Image(
-        width=width, height=height, colorspace=channels, encoded_image_string=data
-    )
-    return [Summary.Value(tag=tag, image=image)]
+    size = {"width": width, "height": height, "colorspace": _PNG_CHANNELS.get(colour, 3)}
+    return [Summary.Value(tag=tag, image=Summary.Image(**size, encoded_image_string=data))]
 
 
 def _crc_table() -> list[int]:

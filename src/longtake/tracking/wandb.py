@@ -10,8 +10,8 @@ import re
 import shutil
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,8 @@ class Wandb:
 
         folder = self._run.path / "wandb"
         wait_for_unused_second(folder, f"*run-%Y%m%d_%H%M%S-{run_id}")
-        with _nothing_left_of_a_failure(folder, run_id):
+        before = set(folder.glob(f"*run-*-{run_id}"))
+        try:
             run = wandb.init(
                 id=run_id,
                 project=self._section.project,
@@ -115,6 +116,10 @@ class Wandb:
                 resume="allow",
                 settings=_settings(self._section),
             )
+        except Exception:  # there may be one every 2 minutes: nothing is left of it
+            for path in set(folder.glob(f"*run-*-{run_id}")) - before:
+                shutil.rmtree(path, ignore_errors=True)
+            raise
         for names, axis in _AXES.items():
             run.define_metric(axis)
             run.define_metric(names, step_metric=axis)
@@ -181,18 +186,6 @@ def _require_answer(url: str) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise ConnectionError(f"{url} cannot be reached: {reason}") from error
-
-
-@contextmanager
-def _nothing_left_of_a_failure(folder: Path, run_id: str) -> Iterator[None]:
-    """Remove the folder of a segment that could not be begun; there may be one every 2 minutes."""
-    before = set(folder.glob(f"*run-*-{run_id}"))
-    try:
-        yield
-    except Exception:
-        for path in set(folder.glob(f"*run-*-{run_id}")) - before:
-            shutil.rmtree(path, ignore_errors=True)
-        raise
 
 
 def _settings(section: TrackingSection) -> Any:

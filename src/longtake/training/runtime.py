@@ -35,7 +35,7 @@ from longtake.run_dir import RunDirectory
 from longtake.stacks import enable_stack_dumps, stack_file
 from longtake.training.session import TrainingState
 
-_WATCHER_PROGRAM = "longtake.monitor"
+_WATCHER_PROGRAM = "longtake.monitor.watcher"
 _SECONDS_TO_END = 3.0
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>
