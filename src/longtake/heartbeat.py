@@ -195,7 +195,8 @@ class HeartbeatWriter:
                 self._shapes.clear()
             page.phase, page.since_ns = PHASES.index(phase), now
             if detail is not None:
-                page.detail, page.clip = _first(detail), _last(clip)
+                page.detail = _first(detail)
+                page.clip = clip.encode(errors="replace")[-_CLIP_BYTES:]
 
     def begin_step(self, step: int, shape: str) -> None:
         """State the global step that begins, and the shape of its clips."""
@@ -279,10 +280,6 @@ class HeartbeatWriter:
 
 def _first(text: str) -> bytes:
     return text.encode(errors="replace")[:_DETAIL_BYTES]
-
-
-def _last(text: str) -> bytes:
-    return text.encode(errors="replace")[-_CLIP_BYTES:]
 
 
 def _shared(path: Path, page: bytes) -> mmap.mmap:
@@ -394,29 +391,23 @@ def read_heartbeats(folder: Path) -> list[Heartbeat]:
 
 
 def _heartbeat(path: Path, page: HeartbeatPage, now: int) -> Heartbeat:
+    numbers = ("pid", "started", "rank", "local_rank", "world_size", "step", "steps_done")
+    same: Any = {name: getattr(page, name) for name in (*numbers, "is_settled", "work_count")}
     return Heartbeat(
+        **same,
         path=path,
         role=ROLES[page.role],
-        pid=page.pid,
-        started=page.started,
-        rank=page.rank,
-        local_rank=page.local_rank,
-        world_size=page.world_size,
         launch=page.launch.decode(errors="replace"),
-        step=page.step,
-        steps_done=page.steps_done,
         phase=PHASES[page.phase],
         seconds=max(0, now - page.since_ns) / 1e9,
         detail=page.detail.decode(errors="replace"),
         path_of_clip=page.clip.decode(errors="replace"),
-        is_settled=page.is_settled,
         timings={
             phase: PhaseTiming(each.count, each.longest_ns / 1e9, each.total_ns / 1e9)
             for phase, each in zip(PHASES, page.timings, strict=True)
             if each.count
         },
         work_seconds=page.work_ns / 1e9,
-        work_count=page.work_count,
     )
 
 

@@ -148,7 +148,14 @@ class Leases:
         number = _count(folder)
         if number and not self._is_free(folder / f"{number - 1}.json"):
             return None
-        record = {**_this_process(), **self._owner, "time": now(), "seconds": self._seconds}
+        pid, place = os.getpid(), pid_namespace()
+        who = {
+            "host": socket.gethostname(),
+            "pid": pid,
+            "place": place,
+            "started": start_ticks(pid),
+        }
+        record = {**who, **self._owner, "time": now(), "seconds": self._seconds}
         record |= {"beat": 0, "ended": None}
         is_first = write_once(folder / f"{number}.json", record)
         return Lease(folder, number, record) if is_first else None
@@ -158,16 +165,15 @@ class Leases:
         if record is not None and record["ended"] is not None:
             self._seen.pop(path, None)
             return True
-        if record is not None and (is_alive(record) is False or self._is_inherited(dict(record))):
-            return True
+        if record is not None:
+            alive = is_alive(record)
+            if alive is False or (has_same_owner(record, self._inherits) and not alive):
+                return True
         beat, at = record["beat"] if record else 0, time.monotonic()
         before = self._seen.setdefault(path, (beat, at))
         if before[0] != beat:
             self._seen[path] = before = (beat, at)
         return at - before[1] > (record["seconds"] if record else self._seconds)
-
-    def _is_inherited(self, record: Mapping[str, Any]) -> bool:
-        return has_same_owner(record, self._inherits) and not is_alive(record)
 
 
 @contextmanager
@@ -196,13 +202,3 @@ def _read(path: Path) -> LeaseRecord | None:
 def _count(folder: Path) -> int:
     names = {path.name for path in folder.glob("[!.]*.json")} if folder.is_dir() else set()
     return next(number for number in count() if f"{number}.json" not in names)
-
-
-def _this_process() -> dict[str, Any]:
-    pid = os.getpid()
-    return {
-        "host": socket.gethostname(),
-        "pid": pid,
-        "place": pid_namespace(),
-        "started": start_ticks(pid),
-    }

@@ -79,10 +79,7 @@ def test_step_exact(world: _World, watched: Clock, milliseconds: int) -> None:
 
 @pytest.mark.parametrize("ppm", [500.0, -500.0, 83_333.0])
 def test_slew(world: _World, watched: Clock, ppm: float) -> None:
-    """A clock that is made faster or slower is a slew, found within 16 s, and no step.
-
-    Its end is told of too.
-    """
+    """A clock that is made faster or slower is a slew, found within 16 s, and no step."""
     for _ in range(64):
         world.go(0.25, ppm)
         watched.look()
@@ -233,10 +230,7 @@ def ask(tmp_path: Path) -> Iterator[tuple[str, ...]]:
 
 @needs_chrony
 def test_real_chronyd(ask: tuple[str, ...]) -> None:
-    """A chronyd that follows another on this machine is microseconds from it, one stratum below.
-
-    Signs are those of what chrony tells people.
-    """
+    """A chronyd that follows another on this machine is microseconds from it, one stratum below."""
     end = time.monotonic() + 15
     found = {"clock_ntp_stratum": 0.0}
     while found.get("clock_ntp_stratum") != 9 and time.monotonic() < end:

@@ -62,10 +62,7 @@ def test_real() -> None:
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no compiler for a driver in its place")
 def test_through_a_driver(tmp_path: Path) -> None:
-    """All numbers come through NVIDIA's own Python module, in their units, and each XID once.
-
-    What a GPU does not know is left out.
-    """
+    """All numbers come through NVIDIA's own Python module, in their units, and each XID once."""
     library = tmp_path / "libnvidia-ml.so.1"
     source = Path(__file__).with_name("nvml.c")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)

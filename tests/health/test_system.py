@@ -251,10 +251,7 @@ class _Hanging:
 
 
 def test_check_that_hangs() -> None:
-    """Who asks a check that hangs gets an answer at once: for how long it hangs.
-
-    Closing does not wait for it either.
-    """
+    """Who asks a check that hangs gets an answer at once: for how long it hangs."""
     hanging = _Hanging()
     check: HealthProbe = ThreadedProbe(hanging, patience_seconds=0.02)
     start = time.monotonic()

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,17 @@ class Stage:
         found = read_json_lines(self.path / "alerts")
         return [event for event in found if event["event"] == kind]
 
-    def rank(self, then: str, rank: int = 0, host: str = "node", launch: str = "abcd1234") -> int:
-        return self._beat("rank", rank, launch, then, host)
+    def rank(
+        self,
+        then: str,
+        rank: int = 0,
+        host: str = "node",
+        launch: str = "abcd1234",
+        child: Sequence[str] = (),
+        by: Sequence[str] = (),
+    ) -> int:
+        """Start a rank, which starts a child; returns its pid when it is at what it is to do."""
+        return self._beat("rank", rank, launch, then, host, child, by)
 
     def worker(self, then: str, rank: int = 0, host: str = "node") -> int:
         return self._beat("decode", rank, "", then, host)
@@ -75,6 +84,7 @@ class Stage:
             stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, **changes},
+            start_new_session=True,
         )
         self.started.append(process)
         return process
@@ -93,15 +103,24 @@ class Stage:
     def close(self) -> None:
         for process in self.started:
             with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)  # with its children
             process.wait(60)
             if process.stdout is not None and not process.stdout.closed:
                 print(process.stdout.read())  # noqa: T201 - shown where a test fails
                 process.stdout.close()
 
-    def _beat(self, role: str, rank: int, launch: str, then: str, host: str) -> int:
-        arguments = [str(self.folder(host)), role, str(rank), launch, then]
-        process = self.start([sys.executable, "-P", str(_BEATING), *arguments])
+    def _beat(
+        self,
+        role: str,
+        rank: int,
+        launch: str,
+        then: str,
+        host: str,
+        child: Sequence[str] = (),
+        by: Sequence[str] = (),
+    ) -> int:
+        arguments = [str(self.folder(host)), role, str(rank), launch, then, *child]
+        process = self.start([*by, sys.executable, "-P", str(_BEATING), *arguments])
         assert process.stdout is not None
         assert process.stdout.readline() == "beating\n"
         return process.pid

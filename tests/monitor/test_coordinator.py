@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 from tests.build import wait_until
+from tests.monitor.build import make_dump, make_heartbeat, make_process
 
 from longtake.errors import RunError
 from longtake.fsio import write_once
-from longtake.heartbeat import Heartbeat, HeartbeatWriter, Role, heartbeat_dir
+from longtake.heartbeat import HeartbeatWriter, heartbeat_dir
 from longtake.monitor.coordinator import (
     RequestQueue,
     dump_process_tree,
@@ -43,14 +44,9 @@ from longtake.node_dir import (
 from longtake.run_dir import RunDirectory
 
 
-def _pulse(role: Role = "rank", rank: int = 0, step: int = 7) -> Heartbeat:
-    where = (Path(f"{role}_{rank}"), role, 11, 11, rank, rank, 2, "one" if role == "rank" else "")
-    return Heartbeat(*where, step, 7, "forward", 8.0, "", "", True, {}, 0.0, 0)
-
-
 def _request(run: RunDirectory, token: str, launch: str = "one", **fields: Any) -> DumpRequest:
     post = WatchTarget(run, WatchSettings(), "gpu1", run.path)
-    request = stall_request(post, token, Overdue(_pulse(), 6.0), launch, 7)
+    request = stall_request(post, token, Overdue(make_heartbeat(), 6.0), launch, 7)
     request.update(fields)  # type: ignore[typeddict-item]
     write_once(request_path(run, token), request)
     return request
@@ -124,10 +120,10 @@ def test_what_was_asked_just_before_is_answered(tmp_path: Path) -> None:
 
 def test_a_decoding_process_speaks_for_its_rank(tmp_path: Path) -> None:
     """It counts windows and knows no launch; the request has the run's step."""
-    ranks = [_pulse(step=7), _pulse(rank=1, step=8)]
-    worker = _pulse("decode", rank=1, step=300)
+    ranks = [make_heartbeat(step=7), make_heartbeat(rank=1, step=8)]
+    worker = make_heartbeat("decode", rank=1, step=300)
     assert (run_step(ranks[0], ranks), run_step(worker, ranks)) == (7, 8)
-    assert run_step(_pulse("decode", rank=5), ranks) == 8
+    assert run_step(make_heartbeat("decode", rank=5), ranks) == 8
     assert run_step(worker, [worker]) == 0
     post = WatchTarget(RunDirectory(tmp_path), WatchSettings(), "gpu1", tmp_path)
     request = stall_request(post, "t", Overdue(worker, 6.0), "one", 8)
@@ -158,31 +154,8 @@ def test_nodes_conclude_in_turn() -> None:
 
 
 def _dump(host: str, line: int = 1, native: str = "") -> NodeDump:
-    frames = [{"function": "f", "file": "decode.py", "line": line}]
-    if native:
-        frames.insert(0, {"function": native, "file": "libc.so.6", "line": 0})
-    process: Any = {
-        "pid": 1,
-        "ppid": 0,
-        "role": "rank",
-        "rank": 0,
-        "command": "python",
-        "state": "S",
-        "cpu_seconds": 0.0,
-        "method": "py-spy",
-        "threads": [{"name": "MainThread", "frames": frames}],
-        "raw": "",
-        "heartbeat": None,
-    }
-    return {
-        "token": "t",
-        "time": "",
-        "host": host,
-        "reason": "stall",
-        "launch": "one",
-        "rounds": [{"seconds": 0.0, "processes": [process]}],
-        "missing": [],
-    }
+    calls = [(native, "libc.so.6", 0)] if native else []
+    return make_dump([make_process(1, 0, [*calls, ("f", "decode.py", line)], "forward")], host=host)
 
 
 def _frames(dump: NodeDump) -> Any:

@@ -6,9 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import pytest
+from tests.monitor.build import make_diagnosis, make_dump, make_process, make_thread
 
 import longtake
 from longtake.fsio import parse_record
@@ -43,87 +44,9 @@ _FUTURE = [
 _DATA = [*_FUTURE, ("wait", "/src/longtake/data/decoding.py", 120), *_BASE]
 _READ = [("read", "/src/longtake/data/decode.py", 88), ("main", "/src/longtake/data/worker.py", 50)]
 
-Calls = Sequence[tuple[str, str, int]]
-
-
-def _thread(name: str, calls: Calls, *, has_gil: bool = False) -> dict[str, Any]:
-    frames = [{"function": name, "file": file, "line": line} for name, file, line in calls]
-    return {"name": name, "is_active": False, "has_gil": has_gil, "frames": frames}
-
-
-def _process(
-    pid: int,
-    rank: int,
-    calls: Calls,
-    phase: str,
-    *,
-    role: Literal["rank", "decode"] = "rank",
-    seconds: float = 12.0,
-    done: int = 3,
-    state: str = "S",
-    cpu: float = 0.0,
-    world: int = 2,
-    clip: str = "",
-    threads: Sequence[dict[str, Any]] = (),
-    has_gil: bool = False,
-) -> ProcessDump:
-    return {
-        "pid": pid,
-        "ppid": 1,
-        "role": role,
-        "rank": rank,
-        "command": "python",
-        "state": state,
-        "cpu_seconds": cpu,
-        "method": "py-spy --nonblocking",
-        "threads": [_thread("MainThread", calls, has_gil=has_gil), *threads] if calls else [],
-        "raw": "",
-        "heartbeat": {
-            "role": role,
-            "pid": pid,
-            "rank": rank,
-            "local_rank": rank,
-            "world_size": world,
-            "launch": "abcdefgh",
-            "step": done + 100,
-            "steps_done": done,
-            "phase": phase,
-            "seconds": seconds,
-            "detail": clip,
-            "path_of_clip": f"clips/{clip}.mp4" if clip else "",
-            "is_settled": True,
-        },
-    }
-
-
-def _node(*rounds: Sequence[ProcessDump], host: str = "gpu07", missing: Any = ()) -> NodeDump:
-    return {
-        "token": "t",
-        "time": "",
-        "host": host,
-        "reason": "stall",
-        "launch": "abcdefgh",
-        "rounds": [
-            {
-                "seconds": 1.5 * number,
-                "processes": [_earlier(each, 1.5 * (len(rounds) - 1 - number)) for each in round_],
-            }
-            for number, round_ in enumerate(rounds)
-        ],
-        "missing": list(missing),
-    }
-
 
 def _still(*processes: ProcessDump, host: str = "gpu07", missing: Any = ()) -> NodeDump:
-    return _node(processes, processes, processes, host=host, missing=missing)
-
-
-def _earlier(process: ProcessDump, seconds: float) -> ProcessDump:
-    heart = process["heartbeat"] and {
-        **process["heartbeat"],
-        "seconds": max(0.0, process["heartbeat"]["seconds"] - seconds),
-    }
-    return {**process, "heartbeat": heart}
+    return make_dump(processes, processes, processes, host=host, missing=missing)
 
 
 def _judge(
@@ -151,14 +74,14 @@ def _judge(
 
 def test_a_frozen_decoding_process_is_named_and_not_the_ranks_that_wait_for_it() -> None:
     """Rank 1 waits for data and rank 0 for rank 1; the worker at its clip longest is to blame."""
-    starved = _process(11, 1, _DATA, "data")
+    starved = make_process(11, 1, _DATA, "data")
     dump = _still(
-        _process(10, 0, _COLLECTIVE, "forward"),
+        make_process(10, 0, _COLLECTIVE, "forward"),
         starved,
-        _process(20, 1, _READ, "decode", role="decode", seconds=0.4, clip="fresh"),
-        _process(21, 1, _READ, "decode", role="decode", seconds=13.996, clip="frozen"),
-        _process(22, 0, _READ, "decode", role="decode", seconds=90.0, clip="of-rank-0"),
-        _process(23, 1, _READ, "idle", role="decode", seconds=99.0),
+        make_process(20, 1, _READ, "decode", role="decode", seconds=0.4, clip="fresh"),
+        make_process(21, 1, _READ, "decode", role="decode", seconds=13.996, clip="frozen"),
+        make_process(22, 0, _READ, "decode", role="decode", seconds=90.0, clip="of-rank-0"),
+        make_process(23, 1, _READ, "idle", role="decode", seconds=99.0),
     )
     verdict = _judge(dump, alarm=starved)
     assert verdict.kind == "stuck"
@@ -176,15 +99,15 @@ def test_a_frozen_decoding_process_is_named_and_not_the_ranks_that_wait_for_it()
 
 
 def test_a_decoding_process_that_gave_the_alarm_is_named_before_anyone_starves() -> None:
-    frozen = _process(21, 1, _READ, "decode", role="decode", seconds=14.0, clip="frozen")
+    frozen = make_process(21, 1, _READ, "decode", role="decode", seconds=14.0, clip="frozen")
     moving = [
         [
-            _process(10 + rank, rank, [("f", "/m.py", at), *_BASE], "forward", done=at)
+            make_process(10 + rank, rank, [("f", "/m.py", at), *_BASE], "forward", done=at)
             for rank in (0, 1)
         ]
         for at in (1, 2, 3)
     ]
-    verdict = _judge(_node(*[[*each, frozen] for each in moving]), alarm=frozen)
+    verdict = _judge(make_dump(*[[*each, frozen] for each in moving]), alarm=frozen)
     assert [each.pid for each in verdict.suspects] == [21]
     assert verdict.kind == "stuck"
 
@@ -192,12 +115,14 @@ def test_a_decoding_process_that_gave_the_alarm_is_named_before_anyone_starves()
 def test_a_decoding_process_that_moves_is_slow() -> None:
     rounds = [
         [
-            _process(10, 0, _DATA, "data", world=1),
-            _process(21, 0, [("f", "/m.py", at)], "decode", role="decode", cpu=1.5 * at, clip="c"),
+            make_process(10, 0, _DATA, "data", world=1),
+            make_process(
+                21, 0, [("f", "/m.py", at)], "decode", role="decode", cpu=1.5 * at, clip="c"
+            ),
         ]
         for at in range(3)
     ]
-    verdict = _judge(_node(*rounds))
+    verdict = _judge(make_dump(*rounds))
     assert (verdict.kind, verdict.suspects[0].pid) == ("slow", 21)
     assert verdict.suspects[0].cpu_share == pytest.approx(1.0)
     assert "slow and not stuck" in verdict.sentence
@@ -206,9 +131,9 @@ def test_a_decoding_process_that_moves_is_slow() -> None:
 def test_a_stopped_process_is_named_before_all_others() -> None:
     for role in ("rank", "decode"):
         dump = _still(
-            _process(10, 0, _SLEEP, "forward"),
-            _process(11, 1, _COLLECTIVE, "collective", state="T" if role == "rank" else "S"),
-            _process(12, 1, _READ, "decode", role="decode", state="t", clip="c"),
+            make_process(10, 0, _SLEEP, "forward"),
+            make_process(11, 1, _COLLECTIVE, "collective", state="T" if role == "rank" else "S"),
+            make_process(12, 1, _READ, "decode", role="decode", state="t", clip="c"),
         )
         first = _judge(dump).suspects[0]
         assert (first.role, first.rank) == (role, 1)
@@ -216,17 +141,19 @@ def test_a_stopped_process_is_named_before_all_others() -> None:
 
 def test_a_rank_that_waits_for_a_disk_in_all_rounds_is_named() -> None:
     """State D once is nothing; in every round, without moving, it is a device that hangs."""
-    waits, disk = _process(10, 0, _COLLECTIVE, "collective"), [("f", "/m.py", 1), *_BASE]
-    kept = _process(11, 1, disk, "optimizer", state="D")
+    waits, disk = make_process(10, 0, _COLLECTIVE, "collective"), [("f", "/m.py", 1), *_BASE]
+    kept = make_process(11, 1, disk, "optimizer", state="D")
     verdict = _judge(_still(waits, kept))
     assert verdict.suspects[0].state == "D"
     assert "waits for a device that does not answer" in verdict.sentence
 
 
 def test_a_rank_that_sleeps_never_joined() -> None:
-    first = _still(*(_process(rank, rank, _COLLECTIVE, "forward", world=8) for rank in range(4)))
-    others = [_process(rank, rank, _COLLECTIVE, "forward", world=8) for rank in (4, 5, 7)]
-    asleep = _process(6, 6, _SLEEP, "forward", world=8)
+    first = _still(
+        *(make_process(rank, rank, _COLLECTIVE, "forward", world=8) for rank in range(4))
+    )
+    others = [make_process(rank, rank, _COLLECTIVE, "forward", world=8) for rank in (4, 5, 7)]
+    asleep = make_process(6, 6, _SLEEP, "forward", world=8)
     verdict = _judge(first, _still(*others, asleep, host="gpu08"))
     assert verdict.kind == "stuck"
     (suspect,) = verdict.suspects
@@ -241,12 +168,12 @@ def test_a_rank_that_sleeps_never_joined() -> None:
 def test_a_rank_that_computes_is_slow() -> None:
     rounds = [
         [
-            _process(10, 0, _COLLECTIVE, "collective"),
-            _process(11, 1, [("f", "/m.py", at), *_BASE], "forward", cpu=1.4 * at),
+            make_process(10, 0, _COLLECTIVE, "collective"),
+            make_process(11, 1, [("f", "/m.py", at), *_BASE], "forward", cpu=1.4 * at),
         ]
         for at in range(3)
     ]
-    verdict = _judge(_node(*rounds))
+    verdict = _judge(make_dump(*rounds))
     assert (verdict.kind, verdict.suspects[0].rank) == ("slow", 1)
 
 
@@ -254,8 +181,8 @@ def test_in_a_collective_of_its_own_it_is_the_rank_that_is_behind() -> None:
     """Of two that both wait in collectives; the line is that of the caller, not the library's."""
     extra = [_C10D, ("in_collective", "/src/longtake/faults/faulty_processes.py", 80), *_BASE]
     for phase, done in (("forward", 3), ("collective", 2)):
-        behind = _process(11, 1, extra, phase, done=done)
-        verdict = _judge(_still(_process(10, 0, _COLLECTIVE, "collective"), behind))
+        behind = make_process(11, 1, extra, phase, done=done)
+        verdict = _judge(_still(make_process(10, 0, _COLLECTIVE, "collective"), behind))
         (suspect,) = verdict.suspects
         assert (suspect.rank, suspect.function, suspect.line) == (1, "in_collective", 80)
         assert suspect.within == "all_reduce (torch/distributed/distributed_c10d.py:3245)"
@@ -264,13 +191,15 @@ def test_in_a_collective_of_its_own_it_is_the_rank_that_is_behind() -> None:
 
 
 def test_in_a_collective_of_its_own_the_few_are_named_where_most_agree() -> None:
-    most = [_process(rank, rank, _COLLECTIVE, "forward", world=4) for rank in (0, 1, 3)]
-    ahead = _process(2, 2, _COLLECTIVE, "collective", world=4)
+    most = [make_process(rank, rank, _COLLECTIVE, "forward", world=4) for rank in (0, 1, 3)]
+    ahead = make_process(2, 2, _COLLECTIVE, "collective", world=4)
     assert [each.rank for each in _judge(_still(*most, ahead)).suspects] == [2]
 
 
 def test_all_at_the_same_place_is_the_link() -> None:
-    verdict = _judge(_still(*(_process(rank, rank, _COLLECTIVE, "collective") for rank in (0, 1))))
+    verdict = _judge(
+        _still(*(make_process(rank, rank, _COLLECTIVE, "collective") for rank in (0, 1)))
+    )
     assert (verdict.kind, verdict.suspects) == ("link", ())
     assert "All 2 ranks are in sum_over_ranks" in verdict.sentence
 
@@ -280,8 +209,8 @@ def test_the_saver_s_thread_says_where_a_checkpoint_hangs() -> None:
     write = [("fsync", "/src/longtake/checkpoint/store.py", 150)]
     joined = [_C10D, ("all_ranks", "/src/longtake/checkpoint/store.py", 52)]
     dump = _still(
-        _process(10, 0, waits, "checkpoint", threads=[_thread("checkpoint_0", joined)]),
-        _process(11, 1, waits, "checkpoint", threads=[_thread("checkpoint_0", write)]),
+        make_process(10, 0, waits, "checkpoint", threads=[make_thread("checkpoint_0", joined)]),
+        make_process(11, 1, waits, "checkpoint", threads=[make_thread("checkpoint_0", write)]),
     )
     verdict = _judge(dump)
     (suspect,) = verdict.suspects
@@ -290,28 +219,31 @@ def test_the_saver_s_thread_says_where_a_checkpoint_hangs() -> None:
 
 
 def test_a_rank_that_is_gone_is_lost() -> None:
-    waits, gone = _process(10, 0, _COLLECTIVE, "forward"), _process(11, 1, _SLEEP, "backward")
+    waits, gone = (
+        make_process(10, 0, _COLLECTIVE, "forward"),
+        make_process(11, 1, _SLEEP, "backward"),
+    )
     verdict = _judge(_still(waits, missing=[gone["heartbeat"]]))
     assert (verdict.kind, verdict.suspects[0].pid, verdict.suspects[0].state) == ("lost", 11, "")
     assert "rank 1 (process 11) is gone" in verdict.sentence
-    assert _judge(_node([waits, gone], [waits], [waits])).suspects[0].pid == 11
+    assert _judge(make_dump([waits, gone], [waits], [waits])).suspects[0].pid == 11
 
 
 def test_a_node_that_does_not_answer_is_lost_if_its_ranks_are_missing() -> None:
     """And only then: a node whose ranks all others have heard of is not to blame."""
-    ranks = [_process(rank, rank, _COLLECTIVE, "forward", world=4) for rank in (0, 1)]
+    ranks = [make_process(rank, rank, _COLLECTIVE, "forward", world=4) for rank in (0, 1)]
     verdict = _judge(_still(*ranks), silent=["gpu09"])
     assert (verdict.kind, verdict.suspects[0].host) == ("lost", "gpu09")
     assert "no sign of ranks 2-3" in verdict.sentence
     assert _judge(_still(*ranks)).kind == "lost"
     assert _judge(silent=["gpu09"]).kind == "lost"
-    two = [_process(rank, rank, _COLLECTIVE, "forward") for rank in (0, 1)]
+    two = [make_process(rank, rank, _COLLECTIVE, "forward") for rank in (0, 1)]
     assert _judge(_still(*two), silent=["gpu09"]).kind == "link"
 
 
 def test_a_process_alone_is_where_it_is() -> None:
-    assert _judge(_still(_process(10, 0, _SLEEP, "forward", world=1))).suspects[0].line == 52
-    unread = _judge(_still(_process(10, 0, [], "forward", world=1)))
+    assert _judge(_still(make_process(10, 0, _SLEEP, "forward", world=1))).suspects[0].line == 52
+    unread = _judge(_still(make_process(10, 0, [], "forward", world=1)))
     assert (unread.kind, unread.suspects[0].function) == ("stuck", "")
     assert unread.sentence
 
@@ -320,12 +252,14 @@ def test_one_that_burns_a_core_in_c_is_stuck_there() -> None:
     calls = [("av_read_frame", "/usr/lib/libavformat.so.60", 0), *_READ]
     rounds = [
         [
-            _process(10, 0, _DATA, "data", world=1),
-            _process(21, 0, calls, "decode", role="decode", cpu=1.5 * at, clip="c", has_gil=True),
+            make_process(10, 0, _DATA, "data", world=1),
+            make_process(
+                21, 0, calls, "decode", role="decode", cpu=1.5 * at, clip="c", has_gil=True
+            ),
         ]
         for at in range(3)
     ]
-    verdict = _judge(_node(*rounds))
+    verdict = _judge(make_dump(*rounds))
     assert (verdict.kind, verdict.suspects[0].native) == (
         "stuck",
         "av_read_frame (libavformat.so.60)",
@@ -340,11 +274,11 @@ def test_one_that_burns_a_core_in_c_is_stuck_there() -> None:
 def test_ranks_at_the_same_line_of_which_one_is_elsewhere() -> None:
     """Python does not show a wait for the GPU; where most ranks stand, they are taken to wait."""
     gpu = [("compute_gradients", "/src/longtake/training/step.py", 78), *_BASE]
-    ranks = [_process(rank, rank, gpu, "backward", world=4) for rank in range(3)]
-    verdict = _judge(_still(*ranks, _process(3, 3, _SLEEP, "forward", world=4)))
+    ranks = [make_process(rank, rank, gpu, "backward", world=4) for rank in range(3)]
+    verdict = _judge(_still(*ranks, make_process(3, 3, _SLEEP, "forward", world=4)))
     assert [each.rank for each in verdict.suspects] == [3]
     assert verdict.waiting[0].doing == "the device"
-    assert _judge(_still(*ranks, _process(3, 3, gpu, "backward", world=4))).kind == "link"
+    assert _judge(_still(*ranks, make_process(3, 3, gpu, "backward", world=4))).kind == "link"
 
 
 def test_the_flight_recorder_names_a_rank_that_looks_like_all_others(tmp_path: Path) -> None:
@@ -364,7 +298,7 @@ def test_the_flight_recorder_names_a_rank_that_looks_like_all_others(tmp_path: P
         (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps({"entries": entries}))
     (tmp_path / "rank_9").write_bytes(b"damaged")
     gpu = [("compute_gradients", "/src/longtake/training/step.py", 78), *_BASE]
-    dump = _still(*(_process(rank, rank, gpu, "backward", world=3) for rank in range(3)))
+    dump = _still(*(make_process(rank, rank, gpu, "backward", world=3) for rank in range(3)))
     verdict = _judge(dump, flights={"gpu07": tmp_path, "gpu08": tmp_path / "none"})
     assert [each.rank for each in verdict.suspects] == [2]
     assert (verdict.missing_in[0].op, verdict.missing_in[0].ranks) == ("nccl:all_reduce", (2,))
@@ -373,7 +307,7 @@ def test_the_flight_recorder_names_a_rank_that_looks_like_all_others(tmp_path: P
 
 def test_nothing_at_all_is_unknown() -> None:
     assert _judge().kind == "unknown"
-    assert _judge(_node()).kind == "unknown"
+    assert _judge(make_dump()).kind == "unknown"
 
 
 def test_a_large_run_is_judged_in_seconds() -> None:
@@ -383,9 +317,9 @@ def test_a_large_run_is_judged_in_seconds() -> None:
         for rank in range(8 * host, 8 * host + 8):
             calls = _DATA if rank == 1234 else _COLLECTIVE
             phase = "data" if rank == 1234 else "forward"
-            processes.append(_process(rank, rank, calls, phase, world=2000))
+            processes.append(make_process(rank, rank, calls, phase, world=2000))
             processes += [
-                _process(10**5 + 16 * rank + n, rank, _READ, "decode", role="decode", seconds=n)
+                make_process(10**5 + 16 * rank + n, rank, _READ, "decode", role="decode", seconds=n)
                 for n in range(16)
             ]
         dumps.append(_still(*processes, host=f"gpu{host}"))
@@ -403,7 +337,10 @@ def _with(process: ProcessDump, **heartbeat: Any) -> ProcessDump:
 
 def test_an_alarm_that_is_over_is_no_stall() -> None:
     """By the last round of the alarmed process's node; the others may still wait for it."""
-    waits, hung = _process(10, 0, _COLLECTIVE, "forward"), _process(11, 1, _SLEEP, "backward")
+    waits, hung = (
+        make_process(10, 0, _COLLECTIVE, "forward"),
+        make_process(11, 1, _SLEEP, "backward"),
+    )
     assert _judge(_still(waits, hung), alarm=hung).kind == "stuck"
     for after in (
         _with(hung, phase="optimizer"),
@@ -411,47 +348,49 @@ def test_an_alarm_that_is_over_is_no_stall() -> None:
         _with(hung, seconds=0.2),
         _with(hung, phase="ended"),
     ):
-        found = _judge(_node([waits, hung], [waits, after]), alarm=hung)
+        found = _judge(make_dump([waits, hung], [waits, after]), alarm=hung)
         assert (found.kind, found.suspects) == ("cleared", ())
         assert "moved on" in found.sentence
-    assert _judge(_node([waits, hung], [waits]), alarm=hung).kind == "cleared"
+    assert _judge(make_dump([waits, hung], [waits]), alarm=hung).kind == "cleared"
 
 
 def test_an_alarm_of_a_process_that_died_holds_for_ranks_only() -> None:
     """A decode worker was replaced by its pool; without a dump of its node nothing is known."""
-    waits, died = _process(10, 0, _COLLECTIVE, "forward"), _process(11, 1, _SLEEP, "backward")
-    worker = _process(21, 1, _READ, "decode", role="decode", clip="c")
+    waits, died = (
+        make_process(10, 0, _COLLECTIVE, "forward"),
+        make_process(11, 1, _SLEEP, "backward"),
+    )
+    worker = make_process(21, 1, _READ, "decode", role="decode", clip="c")
     for alarm, kind in ((died, "lost"), (worker, "cleared")):
-        found = _judge(_node([waits, alarm], [waits], missing=[alarm["heartbeat"]]), alarm=alarm)
+        found = _judge(
+            make_dump([waits, alarm], [waits], missing=[alarm["heartbeat"]]), alarm=alarm
+        )
         assert found.kind == kind
     assert _judge(_still(waits, host="gpu08"), alarm=died, silent=["gpu07"]).kind == "lost"
 
 
 def test_a_decode_worker_s_alarm_has_the_runs_step() -> None:
     """Itself it counts windows; at another clip it has moved on."""
-    waits = _process(10, 0, _DATA, "data", world=1)
-    worker = _process(21, 0, _READ, "decode", role="decode", seconds=14.0, clip="c")
+    waits = make_process(10, 0, _DATA, "data", world=1)
+    worker = make_process(21, 0, _READ, "decode", role="decode", seconds=14.0, clip="c")
     alarm = _with(worker, step=7)
     assert _judge(_still(waits, worker), alarm=alarm).kind == "stuck"
     assert _judge(_still(waits, _with(worker, detail="d")), alarm=alarm).kind == "cleared"
 
 
-_SITE_WAIT = "/opt/env/lib/python3.11/site-packages"
-_LIB_WAIT = "/usr/lib/python3.11"
-_C10D_WAIT = ("all_reduce", f"{_SITE_WAIT}/torch/distributed/distributed_c10d.py", 3245)
 _OWN = ("forward", "/home/me/project/model.py", 12)
-_STEP = ("compute_gradients", f"{_SITE_WAIT}/longtake/training/step.py", 73)
-_RESULT = ("result", f"{_LIB_WAIT}/concurrent/futures/_base.py", 451)
-_QUALIFIED = ("Condition.wait", f"{_LIB_WAIT}/threading.py", 327)
-_WAIT = ("wait", f"{_LIB_WAIT}/threading.py", 327)
+_STEP = ("compute_gradients", f"{_SITE}/longtake/training/step.py", 73)
+_RESULT = ("result", f"{_LIB}/concurrent/futures/_base.py", 451)
+_QUALIFIED = ("Condition.wait", f"{_LIB}/threading.py", 327)
+_WAIT = ("wait", f"{_LIB}/threading.py", 327)
 
 
 @pytest.mark.parametrize(
     ("calls", "phase", "expected"),
     [
-        ([_C10D_WAIT, _OWN, _STEP], "forward", "collective"),
+        ([_C10D, _OWN, _STEP], "forward", "collective"),
         (
-            [("wait_for_unshard", f"{_SITE_WAIT}/torch/distributed/fsdp/_p.py", 3), _STEP],
+            [("wait_for_unshard", f"{_SITE}/torch/distributed/fsdp/_p.py", 3), _STEP],
             "x",
             "collective",
         ),
@@ -461,23 +400,23 @@ _WAIT = ("wait", f"{_LIB_WAIT}/threading.py", 327)
             "collective",
         ),
         (
-            [("rendezvous", f"{_SITE_WAIT}/torch/distributed/rendezvous.py", 9), _STEP],
+            [("rendezvous", f"{_SITE}/torch/distributed/rendezvous.py", 9), _STEP],
             "x",
             "collective",
         ),
-        ([_OWN, _C10D_WAIT, _STEP], "forward", "nothing"),
+        ([_OWN, _C10D, _STEP], "forward", "nothing"),
         ([_OWN, _STEP], "collective", "nothing"),
         ([_WAIT, _RESULT, ("wait", "/src/longtake/data/decoding.py", 120), _STEP], "data", "data"),
         ([_WAIT, _RESULT, _OWN], "forward", "lock"),
         ([_QUALIFIED, ("PixelPlaces.wait", "/src/longtake/data/d.py", 1), _STEP], "data", "data"),
         ([_WAIT, ("wait", "/src/longtake/checkpoint/store.py", 121)], "optimizer", "checkpoint"),
         (
-            [("write", f"{_SITE_WAIT}/torch/distributed/checkpoint/filesystem.py", 5)],
+            [("write", f"{_SITE}/torch/distributed/checkpoint/filesystem.py", 5)],
             "x",
             "nothing",
         ),
-        ([("synchronize", f"{_SITE_WAIT}/torch/cuda/__init__.py", 1), _STEP], "forward", "device"),
-        ([("linear", f"{_SITE_WAIT}/torch/nn/modules/linear.py", 125), _OWN], "forward", "nothing"),
+        ([("synchronize", f"{_SITE}/torch/cuda/__init__.py", 1), _STEP], "forward", "device"),
+        ([("linear", f"{_SITE}/torch/nn/modules/linear.py", 125), _OWN], "forward", "nothing"),
         ([], "collective", "collective"),
         ([], "data", "data"),
         ([], "backward", "nothing"),
@@ -499,17 +438,17 @@ def test_the_driver_s_calls_tell_a_wait_for_the_device() -> None:
 
 def test_the_line_to_look_at_is_that_of_whoever_called_a_library() -> None:
     """Of a sleep, a lock or a collective, the caller's; a library without a caller has its own."""
-    assert user_frame((_WAIT, _RESULT, _C10D_WAIT, _OWN, _STEP)) == _OWN
-    assert user_frame((_C10D_WAIT, _STEP)) == _STEP
+    assert user_frame((_WAIT, _RESULT, _C10D, _OWN, _STEP)) == _OWN
+    assert user_frame((_C10D, _STEP)) == _STEP
     assert user_frame((_WAIT, _RESULT)) is None
 
 
 @pytest.mark.parametrize(
     ("file", "machinery", "short"),
     [
-        (f"{_SITE_WAIT}/torch/nn/modules/linear.py", True, "torch/nn/modules/linear.py"),
-        (f"{_SITE_WAIT}/torchvision/ops.py", False, "torchvision/ops.py"),
-        (f"{_SITE_WAIT}/longtake/data/decode.py", False, "longtake/data/decode.py"),
+        (f"{_SITE}/torch/nn/modules/linear.py", True, "torch/nn/modules/linear.py"),
+        (f"{_SITE}/torchvision/ops.py", False, "torchvision/ops.py"),
+        (f"{_SITE}/longtake/data/decode.py", False, "longtake/data/decode.py"),
         ("/src/longtake/data/decode.py", False, "longtake/data/decode.py"),
         ("/home/me/.pyenv/versions/3.11.7/lib/python3.11/threading.py", True, "threading.py"),
         ("/usr/lib/python3/dist-packages/numpy/core.py", True, "numpy/core.py"),
@@ -567,22 +506,7 @@ def _sentence(
     missing: tuple[MissingIn, ...] = (),
     silent: tuple[str, ...] = (),
 ) -> str:
-    diagnosis = StallDiagnosis(
-        token="t",
-        time="",
-        host="gpu01",
-        kind="stuck",
-        launch="one",
-        step=120,
-        phase="backward",
-        seconds=None,
-        limit=None,
-        suspects=suspects,
-        waiting=waiting,
-        silent_nodes=silent,
-        missing_in=missing,
-        sentence="",
-    )
+    diagnosis = make_diagnosis(*suspects, waiting=waiting, missing_in=missing, silent_nodes=silent)
     return describe(diagnosis, _SNAPSHOT)
 
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +26,7 @@ from longtake.node_dir import NodeDirectory, NodeDump, ProcessDump, request_path
 from longtake.run_dir import RunDirectory
 from longtake.stacks import descendants
 
-_PYTHON, _PROGRAM = sys.executable, Path(__file__).with_name("members.py")
+_PYTHON = sys.executable
 _EARLIER = """
 import sys
 from pathlib import Path
@@ -36,33 +35,6 @@ heart = HeartbeatWriter(Path(sys.argv[1]), "rank", rank=5)
 heart.set_launch("earlier.")
 heart.set_phase("forward")
 """
-
-Start = Callable[..., int]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "hearts"
-
-
-@pytest.fixture
-def start(folder: Path, tmp_path: Path) -> Iterator[Start]:
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(role: str, rank: int, how: str, *child: str, by: tuple[str, ...] = ()) -> int:
-        command = [*by, _PYTHON, str(_PROGRAM), str(folder), role, str(rank), how, *child]
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, cwd=tmp_path, start_new_session=True
-        )
-        started.append(process)
-        assert process.stdout
-        assert process.stdout.readline() == b"here\n"
-        return process.pid
-
-    yield start
-    for process in started:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
 
 
 def _dump(folder: Path, rounds: int = 1, **wanted: Any) -> NodeDump:
@@ -84,23 +56,23 @@ def _innermost(process: ProcessDump) -> tuple[str, str]:
     return Path(frame["file"]).name, frame["function"]
 
 
-def test_every_process_is_found_and_says_where_it_is(folder: Path, start: Start) -> None:
-    rank = start("rank", 3, "sleeps", "sleep", "600")
-    worker = start("decode", 3, "holds")
+def test_every_process_is_found_and_says_where_it_is(stage: Any) -> None:
+    rank = stage.rank("sleeps", 3, child=("sleep", "600"))
+    worker = stage.worker("holds", 3)
     [helper] = descendants(rank)
-    dump = _dump(folder)
+    dump = _dump(stage.folder())
     assert (dump["host"], dump["token"], dump["reason"]) == ("here", "stall_x_00000001_0", "stall")
-    assert (dump["launch"], dump["missing"]) == ("abcdefgh", [])
+    assert (dump["launch"], dump["missing"]) == ("abcd1234", [])
     found = _by_pid(dump)
     roles = {pid: (each["role"], each["rank"]) for pid, each in found.items()}
     assert roles == {rank: ("rank", 3), worker: ("decode", 3), helper: ("helper", 3)}
-    assert _innermost(found[rank]) == ("members.py", "sleeps")
-    assert _innermost(found[worker]) == ("members.py", "holds")
+    assert _innermost(found[rank]) == ("beating.py", "sleeps")
+    assert _innermost(found[worker]) == ("beating.py", "holds")
     assert found[worker]["threads"][0]["has_gil"]
     heart = found[worker]["heartbeat"]
     assert heart
-    assert (heart["phase"], heart["detail"]) == ("decode", "a clip")
-    assert heart["path_of_clip"] == "/clips/a.mp4"
+    assert (heart["phase"], heart["detail"]) == ("decode", "bad")
+    assert heart["path_of_clip"] == "/data/bad.mp4"
     assert found[helper]["command"] == "sleep 600"
     assert (found[helper]["heartbeat"], found[helper]["threads"]) == (None, [])
     assert "wchan" in found[helper]["raw"]
@@ -108,12 +80,12 @@ def test_every_process_is_found_and_says_where_it_is(folder: Path, start: Start)
     assert json.loads(json.dumps(dump)) == dump
 
 
-def test_rounds_tell_who_moves(folder: Path, start: Start) -> None:
-    works, stopped = start("rank", 0, "works"), start("rank", 1, "sleeps")
+def test_rounds_tell_who_moves(stage: Any) -> None:
+    works, stopped = stage.rank("steps", 0), stage.rank("sleeps", 1)
     wait_until(lambda: stacks.dump_process(stopped, native=False).where.endswith("in sleeps"))
     os.kill(stopped, signal.SIGSTOP)
     wait_until(lambda: stacks.state_of(stopped) == "T")
-    dump = _dump(folder, rounds=3)
+    dump = _dump(stage.folder(), rounds=3)
     assert [each["seconds"] for each in dump["rounds"]] == pytest.approx([0, 0.3, 0.6], abs=0.2)
     found = _traced(dump)
     assert found[works].has_moved
@@ -122,54 +94,52 @@ def test_rounds_tell_who_moves(folder: Path, start: Start) -> None:
     assert found[stopped].stack[0][0] == "sleeps"
 
 
-def test_of_a_stall_only_those_that_hang_are_read_with_calls_of_c(
-    folder: Path, start: Start
-) -> None:
+def test_of_a_stall_only_those_that_hang_are_read_with_calls_of_c(stage: Any) -> None:
     """They are paused for it; whoever works or has nothing to do is not."""
-    hangs, works = start("rank", 0, "sleeps"), start("rank", 1, "works")
-    idles = start("decode", 0, "idles")
-    found = _by_pid(_dump(folder, rounds=2, native=True))
+    hangs, works = stage.rank("sleeps", 0), stage.rank("steps", 1)
+    idles = stage.worker("idles", 0)
+    found = _by_pid(_dump(stage.folder(), rounds=2, native=True))
     assert _innermost(found[hangs]) == ("libc.so.6", "clock_nanosleep")
     methods = [found[pid]["method"] for pid in (hangs, works, idles)]
     assert methods == ["py-spy --native", "py-spy --nonblocking", "py-spy --nonblocking"]
-    asked = _by_pid(_dump(folder, native=True, reason="asked"))
+    asked = _by_pid(_dump(stage.folder(), native=True, reason="asked"))
     assert asked[idles]["method"] == "py-spy --native"
 
 
 def test_without_py_spy_processes_write_themselves(
-    folder: Path, start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    stage: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A rank to its file, a decoding process to what its pool reads; of others /proc tells."""
-    rank = start("rank", 0, "holds", "sleep", "600")
-    worker, [helper] = start("decode", 0, "sleeps"), descendants(rank)
+    rank = stage.rank("holds", child=("sleep", "600"))
+    worker, [helper] = stage.worker("sleeps", 0), descendants(rank)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    found = _by_pid(_dump(folder))
+    found = _by_pid(_dump(stage.folder()))
     assert [found[pid]["method"] for pid in (rank, worker, helper)] == [
         "faulthandler",
         "faulthandler",
         "proc",
     ]
-    assert _innermost(found[rank]) == ("members.py", "holds")
-    assert _innermost(found[worker]) == ("members.py", "sleeps")
+    assert _innermost(found[rank]) == ("beating.py", "holds")
+    assert _innermost(found[worker]) == ("beating.py", "sleeps")
 
 
-def test_whoever_watches_is_not_dumped(folder: Path, start: Start) -> None:
+def test_whoever_watches_is_not_dumped(stage: Any) -> None:
     """A watcher is a rank's child, and starts others in its turn; so does py-spy."""
     program = "import subprocess; subprocess.run(['sleep', '600'])"
-    rank = start("rank", 0, "sleeps", _PYTHON, "-c", program, "-m", "longtake.monitor")
+    rank = stage.rank("sleeps", child=(_PYTHON, "-c", program, "-m", "longtake.monitor"))
     wait_until(lambda: len(descendants(rank)) == 2)
-    assert list(_by_pid(_dump(folder))) == [rank]
+    assert list(_by_pid(_dump(stage.folder()))) == [rank]
 
 
-def test_torchruns_process_belongs_to_the_run(folder: Path, start: Start, tmp_path: Path) -> None:
+def test_torchruns_process_belongs_to_the_run(stage: Any, tmp_path: Path) -> None:
     """By its name, as a rank's parent; and a rank that has no heart yet, as what it has started."""
     torchrun = tmp_path / "torchrun"
     torchrun.write_text(
         "import subprocess, sys\nsubprocess.Popen(['sleep', '600'])\nsubprocess.run(sys.argv[1:])\n"
     )
-    agent = start("rank", 1, "sleeps", by=(_PYTHON, str(torchrun)))
-    found = _by_pid(_dump(folder))
+    agent = stage.rank("sleeps", 1, by=(_PYTHON, str(torchrun)))
+    found = _by_pid(_dump(stage.folder()))
     assert sorted((each["role"], each["rank"]) for each in found.values() if each["rank"]) == [
         ("rank", 1)
     ]
@@ -177,29 +147,29 @@ def test_torchruns_process_belongs_to_the_run(folder: Path, start: Start, tmp_pa
     assert [each["command"] for each in found.values() if each["role"] == "helper"] == ["sleep 600"]
 
 
-def test_whoever_is_gone_is_missed(folder: Path, start: Start) -> None:
+def test_whoever_is_gone_is_missed(stage: Any) -> None:
     """Not one that ended as it should, had nothing to do, or is of a launch before this one."""
-    start("rank", 0, "sleeps")
-    dead, idle = start("decode", 0, "sleeps"), start("decode", 0, "idles")
-    subprocess.run([_PYTHON, "-c", _EARLIER, str(folder)], check=True, timeout=300)
+    stage.rank("sleeps", 0)
+    dead, idle = stage.worker("sleeps", 0), stage.worker("idles", 0)
+    subprocess.run([_PYTHON, "-c", _EARLIER, str(stage.folder())], check=True, timeout=300)
     for pid in (dead, idle):
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: {stacks.state_of(pid) for pid in (dead, idle)} == {"Z"})
-    found = _dump(folder)
-    assert [(each["pid"], each["detail"]) for each in found["missing"]] == [(dead, "a clip")]
+    found = _dump(stage.folder())
+    assert [(each["pid"], each["detail"]) for each in found["missing"]] == [(dead, "bad")]
     assert len(_by_pid(found)) == 1
 
 
-def test_a_process_and_what_it_has_started(start: Start) -> None:
-    rank = start("rank", 2, "sleeps", "sleep", "600")
+def test_a_process_and_what_it_has_started(stage: Any) -> None:
+    rank = stage.rank("sleeps", 2, child=("sleep", "600"))
     until = time.monotonic() + 60  # it says that it beats before it sleeps
     while True:
         dump = dump_tree(rank, "here", rounds=1, round_seconds=0.1, native=False)
         found = _by_pid(dump)
-        if _innermost(found[rank]) == ("members.py", "sleeps") or time.monotonic() > until:
+        if _innermost(found[rank]) == ("beating.py", "sleeps") or time.monotonic() > until:
             break
     assert list(found) == [rank, *descendants(rank)]
-    assert _innermost(found[rank]) == ("members.py", "sleeps")
+    assert _innermost(found[rank]) == ("beating.py", "sleeps")
 
 
 Seen = dict[str, Any]

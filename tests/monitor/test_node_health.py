@@ -102,10 +102,7 @@ def test_words_of_clocks() -> None:
 
 
 def test_disk_that_hangs(watch: NodeHealth, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that hangs stops no other check, and is an event that says for how long.
-
-    Nor does it keep anybody from closing.
-    """
+    """A disk that hangs stops no other check, and is an event that says for how long."""
     lets_go = threading.Event()
 
     def hang(self: DiskProbe) -> Numbers:
@@ -259,10 +256,7 @@ def test_neighbours_addresses(node: NodeDirectory) -> None:
 
 
 def test_disk_that_hangs_for_a_moment() -> None:
-    """A disk is said to hang after three windows in a row; a driver, at once.
-
-    While a checkpoint is written the disk may hang for a minute.
-    """
+    """A disk is said to hang after three windows in a row; a driver, at once."""
     judge = HealthRules()
     for seconds in (6.0, 0.0, 12.0, 6.0, 0.0):
         assert judge.wrong({"check_hangs_seconds:disk": seconds}, []) == {}

@@ -2,12 +2,12 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.monitor.build import make_heartbeat
 
 from longtake.heartbeat import Heartbeat, Phase, PhaseTiming, Role, read_heartbeats
 from longtake.monitor.observe import (
@@ -31,16 +31,18 @@ def _pulse(
     *,
     role: Role = "rank",
     longest: dict[Phase, float] | None = None,
-    launch: str = "one",
     settled: bool = True,
-    pid: int = 1,
-    started: int = 1,
-    step: int = 20,
-    detail: str = "",
+    **changes: Any,
 ) -> Heartbeat:
     timings = {name: PhaseTiming(25, value, value) for name, value in (longest or {}).items()}
-    where = (Path(f"{role}_{pid}"), role, pid, started, 0, 0, 1, launch if role == "rank" else "")
-    return Heartbeat(*where, step, 20, phase, seconds, detail, "", settled, timings, 0.0, 0)
+    facts: dict[str, Any] = {"phase": phase, "seconds": seconds, "is_settled": settled}
+    return make_heartbeat(role, timings=timings, **facts, **changes)
+
+
+def _pulse_dead(
+    pid: int, phase: Phase = "backward", role: Role = "rank", launch: str = "one", rank: int = 0
+) -> Heartbeat:
+    return _pulse(phase, 2.0, role=role, pid=pid, rank=rank, launch=launch, detail="8x32x32")
 
 
 def _limit(pulse: Heartbeat, section: WatchSettings = _SECTION) -> float | None:
@@ -182,13 +184,6 @@ def test_a_heart_has_moved_if_it_is_elsewhere_or_there_again() -> None:
     assert has_moved(before, _pulse("forward", 9.0, step=4))
     assert has_moved(before, _pulse("backward", 9.0, step=3))
     assert has_moved(before, _pulse("forward", 1.0, step=3))
-
-
-def _pulse_dead(
-    pid: int, phase: Phase = "backward", role: Role = "rank", launch: str = "one", rank: int = 0
-) -> Heartbeat:
-    where = (Path(f"{role}_{pid}"), role, pid, pid, rank, rank, 2, launch)
-    return Heartbeat(*where, 7, 7, phase, 2.0, "8x32x32", "", True, {}, 0.0, 0)
 
 
 def test_a_rank_that_was_seen_alive_is_missed_once() -> None:

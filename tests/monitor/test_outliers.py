@@ -72,10 +72,7 @@ def test_no_false_alarm(num_ranks: int, noise: float, seed: int, num_windows: in
 
 @pytest.mark.parametrize(("num_ranks", "num_runs"), [(2, 20), (8, 10), (200, 3)])
 def test_slow_rank(num_ranks: int, num_runs: int) -> None:
-    """A rank that becomes 10 % slower is found after eight windows of 3 % noise, or fewer.
-
-    One that becomes 30 % slower is found after three or four; and no other rank is.
-    """
+    """A rank that becomes 10 % slower is found after eight windows of 3 % noise, or fewer."""
     runs = range(num_runs)
     assert mean(_until_found(num_ranks, seed, 0.10, 0.03) for seed in runs) <= 8
     assert mean(_until_found(num_ranks, seed, 0.10, 0.015) for seed in runs) <= 6
@@ -88,11 +85,7 @@ def test_slow_rank(num_ranks: int, num_runs: int) -> None:
 
 @pytest.mark.parametrize("own", [(1.15, 1.3, 1.3, 1.3), (1.3, 1.3, 1.28, 1.5), (1.3, 1.3, 1.3)])
 def test_percent_is_that_of_all_windows(own: tuple[float, ...]) -> None:
-    """By how much a rank is slower is told by all windows that added up.
-
-    The first, in which it became slow, and the last do not decide; nor does it matter that the
-    clips of some windows were larger for all.
-    """
+    """By how much a rank is slower is told by all windows that added up."""
     judge, found = OutlierDetector(), []
     for number, value in enumerate([1.0, 0.99, 1.01, 1.0, *own]):
         size = 1 + number % 3
@@ -155,10 +148,7 @@ def _gpu(power: float, utilization: float = 1.0) -> dict[str, float]:
 
 
 def test_weak_gpus() -> None:
-    """GPUs that draw 412 W where others draw 655 W are found, and the words say both.
-
-    GPUs that nobody uses are no finding, and none is measured by them.
-    """
+    """GPUs that draw 412 W where others draw 655 W are found, and the words say both."""
     judge = OutlierDetector()
     others = {f"gpu{n:02d}": _gpu(655) for n in range(8)}
     for _ in range(4):
@@ -183,10 +173,7 @@ def _disk(seconds: float, saves: bool = False) -> dict[str, float]:
 
 
 def test_disk_during_checkpoints() -> None:
-    """An fsync of 0.6 s for some windows is no finding; while a checkpoint is written, nor is 8 s.
-
-    Those windows are not what is usual, either. 8 s without a checkpoint are a finding.
-    """
+    """GPUs that draw 412 W where others draw 655 W are found; those that nobody uses are not."""
     judge = OutlierDetector()
     for around in range(6):
         assert not any(judge.judge(_disk(8.0, saves=True), {}) for _ in range(9)), around
@@ -242,10 +229,7 @@ def test_errors_that_come_and_go() -> None:
 
 
 def test_peers() -> None:
-    """Up to 17 nodes each is compared with all others; of 200 with 14, not all next to it.
-
-    Whoever one reads reads that one.
-    """
+    """Up to 17 nodes each is compared with all others; of 200 with 14, not all next to it."""
     few = [f"gpu{n:02d}" for n in range(ALL_UP_TO)]
     assert peers_of("gpu03", few) == [host for host in few if host != "gpu03"]
     many = [f"gpu{n:03d}" for n in range(200)]

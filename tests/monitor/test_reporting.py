@@ -12,11 +12,12 @@ from typing import Any, Literal, cast
 import psutil
 import pytest
 from tests.build import wait_until
+from tests.monitor.build import make_diagnosis
 
 from longtake.config import WatchSection
 from longtake.fsio import read_json_lines
 from longtake.heartbeat import Heartbeat, read_heartbeats
-from longtake.monitor.diagnosis import StallDiagnosis, Suspect
+from longtake.monitor.diagnosis import Suspect
 from longtake.monitor.observe import PhaseTimeouts
 from longtake.monitor.reporting import (
     AlertQueue,
@@ -60,22 +61,7 @@ class _Scene:
         self, *suspects: Suspect, kind: Any = "stuck", silent: tuple[str, ...] = ()
     ) -> list[dict[str, Any]]:
         self.expectations.learn(read_heartbeats(self.stage.folder()))
-        verdict = StallDiagnosis(
-            token="stall_x_1_0",
-            time="",
-            host="node",
-            kind=kind,
-            launch="x",
-            step=1,
-            phase="forward",
-            seconds=7.0,
-            limit=6.0,
-            suspects=suspects,
-            waiting=(),
-            silent_nodes=silent,
-            missing_in=(),
-            sentence="",
-        )
+        verdict = make_diagnosis(*suspects, kind=kind, silent_nodes=silent)
         self.actions.act_on(verdict, self.request)
         self.disk.ask(lambda: None, 5.0)  # all that was told before is written
         path = self.stage.node().events_path
@@ -87,21 +73,21 @@ class _Scene:
 def test_a_frozen_decoding_process_is_ended_once_for_each_clip(stage: Any) -> None:
     """Its pool reads the clip again; a clip that freezes the next one too is left to it."""
     scene = _Scene(stage, "restart-worker")
-    pid = stage.worker("freezes")
+    pid = stage.worker("sleeps")
     suspect = scene.suspect(pid)
     (event,) = scene.act(suspect)
     assert (event["event"], event["pid"], event["clip"]) == ("restarted_worker", pid, "bad")
     assert event["clip_path"] == "/data/bad.mp4"
     assert stage.is_gone(pid)
     assert scene.act(suspect) == []  # gone already
-    second = stage.worker("freezes")
+    second = stage.worker("sleeps")
     assert scene.act(scene.suspect(second)) == []
     assert scene.pulse(second).is_alive
 
 
 def test_all_decoding_processes_that_hang_are_ended(stage: Any) -> None:
     scene = _Scene(stage, "restart-worker")
-    one, two = stage.worker("freezes"), stage.worker("freezes", rank=1)
+    one, two = stage.worker("sleeps"), stage.worker("sleeps", rank=1)
     suspects = [scene.suspect(pid) for pid in (one, two)]
     (event,) = scene.act(suspects[0], replace(suspects[1], clip="other", moved=True))
     assert event["pid"] == one
@@ -220,12 +206,12 @@ def test_a_decoding_process_that_computes_has_twice_its_limit(stage: Any) -> Non
     scene.expectations = scene.actions._timeouts = PhaseTimeouts(
         stage.settings.model_copy(update={"first_steps_seconds": 1.2, "min_seconds": 0.2})
     )
-    pid = stage.worker("freezes")
+    pid = stage.worker("sleeps")
     assert scene.act(replace(scene.suspect(pid), cpu_share=0.95)) == []
     assert scene.pulse(pid).is_alive
     (event,) = scene.act(replace(scene.suspect(pid), cpu_share=0.85))
     assert event["pid"] == pid
-    second = stage.worker("freezes", rank=1)
+    second = stage.worker("sleeps", rank=1)
     suspect = replace(scene.suspect(second), cpu_share=0.95, clip="bad")
     scene.actions._clips.clear()
     wait_until(lambda: scene.pulse(second).seconds > 2.4)

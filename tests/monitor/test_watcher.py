@@ -29,7 +29,7 @@ from longtake.node_dir import (
 
 def _line_of(text: str) -> int:
     lines = Path(__file__).with_name("beating.py").read_text().splitlines()
-    return next(number for number, line in enumerate(lines, 1) if text in line) + 4
+    return next(number for number, line in enumerate(lines, 1) if text in line) + 2
 
 
 def test_a_rank_that_hangs_is_named_and_ended(stage: Any) -> None:

@@ -63,10 +63,7 @@ def _wait_for_end(follower: Follower) -> None:
 def test_a_training_and_an_evaluator_write_one_run(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each step and each result once, never in one row, with numbers that never go back.
-
-    Results come while the training writes, and one after it, when an evaluator does.
-    """
+    """Each step and each result once, never in one row, with numbers that never go back."""
     monkeypatch.setenv("WANDB_ENTITY", "a-team")
     monkeypatch.setenv("WANDB_NAME", "a name")
     trainers = Follower(run, "trainer", _OFFLINE)

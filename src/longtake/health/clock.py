@@ -121,7 +121,11 @@ class Clock:
         change = self._change_since_last(now)
         is_step = abs(change) >= STEP_SECONDS * 1e9
         if is_step:
-            self._note_step(change)
+            self._stepped_ns += change
+            self._steps += 1
+            self._backward_steps += change < 0
+            self._last_step = change / 1e9
+            self._changes.append(ClockStepped(self._last_step))
         elif was_set and not self._is_explained:
             self._changes.append(ClockStepped(change / 1e9))
         # Set between the two lines above: the kernel reports this step at the next look.
@@ -162,13 +166,6 @@ class Clock:
         is_drift = SLEW_PPM * 1e-6 < abs(rate) < 1  # noise; and steps while we look
         drift = rate * (now.monotonic_ns - self._last.monotonic_ns)
         return change - int(drift) if is_drift else change
-
-    def _note_step(self, change: int) -> None:
-        self._stepped_ns += change
-        self._steps += 1
-        self._backward_steps += change < 0
-        self._last_step = change / 1e9
-        self._changes.append(ClockStepped(self._last_step))
 
     def _point(self, now: Clocks, stepped_ns: int) -> tuple[int, int]:
         return now.raw_ns, now.real_ns - stepped_ns - now.raw_ns

@@ -365,6 +365,10 @@ class ProcessState:
         return -1 if self.trace.rank is None else self.trace.rank
 
     @property
+    def phase(self) -> str:
+        return str((self.trace.heartbeat or {}).get("phase", ""))
+
+    @property
     def seconds(self) -> float:
         return self.trace.seconds_in_phase
 
@@ -378,9 +382,8 @@ class ProcessState:
 
     @property
     def position(self) -> tuple[int, int]:
-        heartbeat = self.trace.heartbeat or {}
-        phase = _PHASE_ORDER.get(str(heartbeat.get("phase")), 0)
-        return int(heartbeat.get("steps_done", 0)), phase
+        steps_done = int((self.trace.heartbeat or {}).get("steps_done", 0))
+        return steps_done, _PHASE_ORDER.get(self.phase, 0)
 
     @property
     def place(self) -> Call | None:
@@ -482,7 +485,11 @@ def _with_device_waits(
     Those that do not move and, by the flight recorder, have an unfinished collective; or those at
     the same line as most ranks.
     """
-    candidates = {each for each in ranks if _may_wait_for_device(each)}
+    candidates = {
+        each
+        for each in ranks
+        if each.wait == "nothing" and each.phase in _ON_DEVICE and not each.has_moved
+    }
     places = Counter((each.position, each.place) for each in candidates)
     place, count = next(iter(places.most_common(1)), (None, 0))
     most = place if 2 * count > max(2, len(ranks)) else None
@@ -492,11 +499,6 @@ def _with_device_waits(
         else each
         for each in ranks
     ]
-
-
-def _may_wait_for_device(each: ProcessState) -> bool:
-    phase = str((each.trace.heartbeat or {}).get("phase"))
-    return each.wait == "nothing" and phase in _ON_DEVICE and not each.has_moved
 
 
 def _by_heartbeat(

@@ -95,17 +95,20 @@ def _with_heartbeat(heartbeat: Heartbeat) -> RunProcess:
 def _helpers(
     roots: Sequence[int], heartbeats: Sequence[Heartbeat], known: Mapping[int, int]
 ) -> list[RunProcess]:
+    def is_observer(pid: int) -> bool:
+        found = facts(pid)
+        return (
+            found is None
+            or found.state in "ZX"
+            or any(name in found.command for name in _OBSERVERS)
+        )
+
     of_pid = {each.pid: each for each in heartbeats}
     below = {pid for root in roots for pid in descendants(root, known)}
-    observers = {pid for pid in below if _is_observer(pid)} | {os.getpid()}
+    observers = set(filter(is_observer, below)) | {os.getpid()}
     below = {pid for root in roots for pid in descendants(root, known, without=observers)}
     helpers = sorted(below - set(of_pid) - set(roots))
     return [RunProcess(pid, "helper", _rank_above(pid, of_pid, known)) for pid in helpers]
-
-
-def _is_observer(pid: int) -> bool:
-    found = facts(pid)
-    return found is None or found.state in "ZX" or any(name in found.command for name in _OBSERVERS)
 
 
 def _rank_above(pid: int, of_pid: Mapping[int, Heartbeat], known: Mapping[int, int]) -> int | None:
@@ -275,8 +278,9 @@ class ProcessTrace:
     def has_moved(self) -> bool:
         """Whether its main thread's stack or its heartbeat changed between rounds."""
         main = [each["threads"][0] for each in self.rounds if each["threads"]]
-        if any(not _is_same_stack(*pair) for pair in pairwise(main)):
-            return True
+        for one, other in pairwise(main):  # most are equal with their C calls, which is quick
+            if one["frames"] != other["frames"] and python_stack(one) != python_stack(other):
+                return True
         seen = zip(self.rounds, self.seconds, strict=True)
         beats = [(each["heartbeat"], at) for each, at in seen if each["heartbeat"]]
         return any(_has_progressed(*one, *other) for one, other in pairwise(beats))
@@ -304,10 +308,6 @@ def traces(dumps: Iterable[NodeDump]) -> list[ProcessTrace]:
             processes, seconds = zip(*rounds, strict=True)
             found.append(ProcessTrace(dump["host"], processes, seconds))
     return found
-
-
-def _is_same_stack(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one["frames"] == other["frames"] or python_stack(one) == python_stack(other)
 
 
 def _has_progressed(

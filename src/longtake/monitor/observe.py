@@ -312,12 +312,11 @@ class PhaseTimeouts:
         if longest is None and phase in _OF_STATE:
             # The save at the end or at a signal waits until everything is written.
             return max(settings.checkpoint_seconds, settings.start_seconds)
-        is_known = longest is not None and heartbeat.is_settled and self._knows_decoding(phase)
+        is_known = longest is not None and heartbeat.is_settled
+        if phase == "decode":
+            enough = max(_MIN_WINDOWS, _MIN_WINDOWS_PER_WORKER * self._num_workers)
+            is_known &= sum(self._windows.values()) >= enough
         return usual if is_known else max(usual, settings.first_steps_seconds)
-
-    def _knows_decoding(self, phase: Phase) -> bool:
-        enough = max(_MIN_WINDOWS, _MIN_WINDOWS_PER_WORKER * self._num_workers)
-        return phase != "decode" or sum(self._windows.values()) >= enough
 
     def _is_of_another_launch(self, heartbeat: Heartbeat) -> bool:
         return heartbeat.launch not in ("", self.launch)

@@ -482,7 +482,9 @@ class OutlierDetector:
         middle = median(usual)
         unit = max((abs(value) + abs(middle)) / 2, signal.least, 1e-12)
         deviation = _share(value, middle, signal.least) * (1 if signal.worse == "higher" else -1)
-        spread = max(signal.spread, _spread(usual, middle) / unit)
+        spread = signal.spread
+        if len(usual) >= _ENOUGH_FOR_SPREAD:
+            spread = max(spread, _SIGMAS * median(abs(each - middle) for each in usual) / unit)
         cusum = self._sums.setdefault(where, Cusum(is_noisy=not signal.counts))
         if not cusum.add(CusumWindow(value, middle, deviation, spread), noise):
             return None
@@ -496,9 +498,3 @@ def _values(signal: HealthSignal, numbers: Mapping[str, float]) -> dict[str, flo
     found = by_device(numbers, signal.name)
     uses = by_device(numbers, signal.needs) if signal.needs else dict.fromkeys(found, 1.0)
     return {device: each for device, each in found.items() if uses.get(device, 0.0) >= _IN_USE}
-
-
-def _spread(values: Sequence[float], middle: float) -> float:
-    if len(values) < _ENOUGH_FOR_SPREAD:
-        return 0.0
-    return _SIGMAS * median(abs(each - middle) for each in values)

@@ -348,13 +348,13 @@ class StallDetector:
             self._note_request(request, snapshot.now)
         if self._stall is not None:
             self._close_if_over(self._stall, snapshot)
-        overdue = self._timeouts.overdue(snapshot.living, snapshot.now)
-        if overdue and (self._stall is None or self._has_doubled(self._stall, snapshot.now)):
+        overdue, stall = self._timeouts.overdue(snapshot.living, snapshot.now), self._stall
+        if stall is not None:
+            is_pending = stall.is_asker and self._service.outcome(stall.token) is None
+            if snapshot.now < stall.doubled_at or is_pending:
+                return
+        if overdue:
             self._raise_alarm(overdue[0], snapshot)
-
-    def _has_doubled(self, stall: _Stall, now: float) -> bool:
-        is_pending = stall.is_asker and self._service.outcome(stall.token) is None
-        return now >= stall.doubled_at and not is_pending
 
     def _raise_alarm(self, overdue: Overdue, snapshot: Snapshot) -> None:
         found, launch = overdue.heartbeat, self._timeouts.launch

@@ -86,7 +86,11 @@ class UpdateReader:
         """What has come since; lines that are still being written wait."""
         rows, metrics_offset = _lines_after(self._run.metrics_path, cursor.metrics_offset)
         events, events_offset = _lines_after(self._run.events_path, cursor.events_offset)
-        found = [_row_record(row) for row in rows if _is_row(row)]
+        found = [
+            _row_record(row)
+            for row in rows
+            if isinstance(row.get("step"), int) and isinstance(row.get("time"), int | float)
+        ]
         for event in events:
             if str(event.get("event")) in EVENTS:
                 if _is_event(event):
@@ -214,10 +218,6 @@ def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
             yield from _scalars(value, f"{prefix}{name}/")
         elif isinstance(value, int | float):
             yield f"{prefix}{name}", value
-
-
-def _is_row(row: Mapping[str, Any]) -> bool:
-    return isinstance(row.get("step"), int) and isinstance(row.get("time"), int | float)
 
 
 def _is_event(event: Mapping[str, Any]) -> bool:
