@@ -1,10 +1,10 @@
-"""What it costs a CPU step that glibc hands freed memory back to the kernel.
+"""The cost of glibc returning freed memory to the kernel, in a training step on a CPU.
 
     python benchmarks/allocator.py [--steps 200] [--rounds 3]
 
-Trains the demo's recipe on a few clips, with glibc's defaults and with freed memory kept, in turn
-and each time in a process of its own. Prints medians over the steps and writes them to
-benchmarks/results/allocator.md. Two minutes on two quiet CPU cores.
+Trains the demo's recipe on a few clips, alternating between glibc's defaults and freed memory kept,
+each time in a new process. Prints medians over the steps and writes them to
+benchmarks/results/allocator.md. Two minutes on two idle CPU cores.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> None:
 
 def _in_a_process(way: str, steps: int) -> dict[str, float]:
     command = [sys.executable, __file__, "--one", way, "--steps", str(steps)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)  # noqa: S603 - ourselves
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)  # noqa: S603 - our own program
     measured: dict[str, float] = json.loads(done.stdout)
     return measured
 

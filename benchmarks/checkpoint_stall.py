@@ -1,11 +1,11 @@
-"""How long saving holds up training: waited for, in the background, by torch's async_save alone.
+"""How long saving delays training: synchronous, in the background, by torch's async_save alone.
 
     python benchmarks/checkpoint_stall.py [--saves 7] [--steps 12]
 
-One process trains one model on the CPU, in fp32 with AdamW and one average, and saves it now and
-then, in turn in each of the three ways. What a save costs is all the time that it takes away: that
-for which training waits, and that by which the steps are slower while it is written. Prints a table
-and writes it to benchmarks/results/checkpoint_stall.md. Three minutes on two quiet CPU cores.
+One process trains one model on the CPU, in fp32 with AdamW and one EMA, and saves it at intervals,
+alternating between the three ways. The cost of a save is the time that training waits, and the time
+by which steps are slower while it is written. Prints a table and writes it to
+benchmarks/results/checkpoint_stall.md. Three minutes on two idle CPU cores.
 """
 
 import argparse

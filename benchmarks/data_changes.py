@@ -1,20 +1,20 @@
-"""What is repeated and missed when a run is resumed on data that changed, here and elsewhere.
+"""Samples repeated and missing after a resume on changed data, in longtake and in other tools.
 
     python benchmarks/data_changes.py
 
-600 of 1,000 samples are trained in batches of 20 and the state is taken; then it is restored, in
-new loaders, on what is there now: the same samples, 1,100 (100 more), the first 700, the first 500,
-or the same ones on 2 ranks where 4 had been. From there on to the end of the epoch. Counted over
-the epoch, all ranks together:
+600 of 1,000 samples are trained in batches of 20 and the state is saved. Then new loaders restore
+it on other data: the same samples, 1,100 (100 more), the first 700, the first 500, or the same ones
+on 2 ranks instead of 4; and the epoch is trained to its end. Counted over the epoch, for all ranks
+together:
 
     repeated   how often a sample was given that had been given before
     missing    samples that are in both data sets and were never given
-    new        of the samples that were added, how many were given in this epoch
+    new        how many of the added samples were given in this epoch
 
 longtake runs its public `Loader` over real (tiny) clips, with each `on_change`; the files of clips
-that left the catalog are still there. The other tools each run as benchmarks/peers/one_rank.py has
-it, every rank in a process of its own, the data set rewritten in its place. One that is not
-installed is said to be missing.
+that left the catalog still exist. The other tools run by benchmarks/peers/one_rank.py, each rank in
+a process of its own, with the data set rewritten in place. A tool that is not installed is reported
+as missing.
 
 Prints a table, and writes it to benchmarks/results/data_changes.md. Two minutes on two CPU cores.
 """
@@ -79,7 +79,7 @@ _CHANGES = (
 
 
 class StoppedError(Exception):
-    """A tool did not go on; says why."""
+    """A tool refused to resume; the message has its reason."""
 
 
 def main() -> None:
@@ -108,7 +108,7 @@ def _cell(change: Change, before: Sequence[int], after: Sequence[int]) -> str:
 
 
 def _note(tool: str, change: Change, why: str, said: list[str]) -> str:
-    """A field of somebody who did not go on; what was said goes below the table."""
+    """The field of a tool that refused to resume; its message goes below the table."""
     said.append(f"{tool}, {change.title}: {why}")
     return f"stopped [{len(said)}]"
 
@@ -256,8 +256,8 @@ def _head(found: Sequence[str]) -> list[str]:
         f"{platform.python_version()}, {versions}.{missing}",
         "",
         f"{_STEPS * _BATCH} of {_SIZE:,} samples were trained; then the state was restored on what "
-        "a column says, and the epoch went on to its end. Each field: samples repeated / samples "
-        "missing (/ of the added ones, how many came in this epoch).",
+        "a column says, and the epoch was trained to its end. Each field: samples repeated / "
+        "samples missing (/ how many of the added ones came in this epoch).",
         "",
         f"| tool | {titles} |",
         "|---|" + "---|" * len(_CHANGES),

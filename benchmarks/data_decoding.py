@@ -1,12 +1,13 @@
-"""What watched decoding processes cost, against a bare loop over PyAV that does the same work.
+"""The cost of supervised decode workers, compared with a bare PyAV loop that does the same work.
 
     python benchmarks/data_decoding.py VIDEOS... [--windows 40] [--rounds 3] [--reads 10000]
 
 VIDEOS are files and folders of files. From each that can be decoded the same windows of 16 frames
-are read in two ways, in turn: by the pool, and by processes that each run a bare loop, tuned as far
-as PyAV goes (seeks to the keyframe, skips frames that no other refers to, one thread, one
-conversion straight to the wanted size, nothing handed to anybody). Then one worker reads many
-windows, and its memory and open files are counted. Writes benchmarks/results/data_decoding.md.
+are read in two ways, alternately: by the pool, and by processes that each run a bare loop, tuned as
+far as PyAV allows (seeks to the keyframe, skips frames that no other refers to, one thread, one
+conversion directly to the target size, no result sent to another process). Then one worker reads
+many windows, and its memory and open files are measured. Writes
+benchmarks/results/data_decoding.md.
 """
 
 import argparse
@@ -137,7 +138,7 @@ def _bare(window: Window) -> None:
 
 
 def _bare_process(windows: Sequence[Window], start: object, report: object) -> None:
-    """Read all when told to; report the CPU seconds."""
+    """Read all windows once `start` is set; report the CPU seconds."""
     assert hasattr(start, "wait")
     assert hasattr(report, "put")
     _bare(windows[0])

@@ -1,26 +1,26 @@
-"""Whether batches are independent draws, and how fast their order is computed.
+"""Whether batches are independent random samples, and how fast their order is computed.
 
     python benchmarks/data_order.py [--clips 1000000] [--seeds 5] [--rounds 5]
 
-One epoch of N clips in one bucket, batches of 256, against a true permutation (numpy's) and what
-else orders data in O(1) memory. A catalog is never in random order: clips of one source, one length
-or one camera lie together. A feature f of a clip's place p in the catalog stands for that:
+One epoch of N clips in one bucket, batches of 256, compared with a true permutation (numpy's) and
+other orders in O(1) memory. A catalog is never in random order: clips of one source, one length or
+one camera are adjacent. Features f of a clip's position p in the catalog represent that:
 
     place   p / N                      tenth   1 in the first tenth, else 0
     parity  p mod 2                    period  (p mod 1000) / 1000
 
-Variance ratio. Split the epoch into K batches of B places. Under sampling without replacement the
-mean of a batch has the variance s^2 / B x (N - B) / (N - 1), s^2 being that of f over all places.
+Variance ratio. Split the epoch into K batches of B samples. Under sampling without replacement the
+mean of a batch has the variance s^2 / B x (N - B) / (N - 1), s^2 being that of f over all clips.
 The ratio is the mean of (batch mean - mean over all)^2 over the K batches, divided by that. It is 1
-for a true permutation, with a standard deviation of sqrt(2 / K). Below 1, batches are more alike
-than chance makes them; above, less. For B = 32 and B = 256; the worst is the furthest from 1.
+for a true permutation, with a standard deviation of sqrt(2 / K). Below 1, batches are more similar
+than random ones; above, less similar. For B = 32 and B = 256; the worst is the furthest from 1.
 
-Lag-1 chi-square. Cut the places into 100 equal cells, and count the pairs (cell of the i-th sample,
-cell of the one after it) over the epoch: (count - expected)^2 / expected, summed over the 100 x 100
-pairs and divided by the 99^2 degrees of freedom that fixed margins leave. It is 1 for a true
-permutation, with a standard deviation of 0.014; higher if a sample tells something of the next
-one, and lower, too, if all pairs turn up more evenly than chance makes them. At lag 256 the same
-between a sample and the one at its place in the next batch.
+Lag-1 chi-square. Divide the positions into 100 equal cells, and count the pairs (cell of the i-th
+sample, cell of the one after it) over the epoch: (count - expected)^2 / expected, summed over the
+100 x 100 pairs and divided by the 99^2 degrees of freedom that fixed margins leave. It is 1 for a
+true permutation, with a standard deviation of 0.014; higher if a sample predicts the next one, and
+lower if all pairs occur more evenly than at random. Lag 256 compares a sample with the one at its
+position in the next batch.
 
 Prints a table, and writes it to benchmarks/results/data_order.md. A minute on two CPU cores.
 """

@@ -1,4 +1,4 @@
-"""How long a resumed run needs to know its first batch, and what that takes of memory.
+"""Time and memory until a resumed run knows its first batch.
 
     python benchmarks/data_resume.py [--clips 1e4 1e6 1e8] [--rounds 3]
 
@@ -7,8 +7,8 @@ yet. Resumed in the middle of an epoch, a batch of 256:
 
     longtake, order      from (sizes of 40 buckets, seed, step) to the batch's clips in its bucket
     longtake, plan       the same through `Plan.batch`, to rows of the catalog; before that, and
-                         timed apart, the plan is made once per launch: captions looked at, every
-                         clip sorted into its bucket (`longtake.data.plan.begin`)
+                         timed separately, the plan is made once per launch: captions are read,
+                         every clip is assigned to its bucket (`longtake.data.plan.begin`)
     torchdata            `load_state_dict` of a StatefulDataLoader over range(N) with shuffle=True,
                          then its first batch
     mosaicml-streaming   `get_partitions` ("relaxed") and `get_shuffle` ("py1e") with drop_first, as
@@ -16,16 +16,16 @@ yet. Resumed in the middle of an epoch, a batch of 256:
     grain                `set_state` of a DataLoader over a RangeDataSource with a shuffling
                          IndexSampler, then its first batch; IndexSampler has no buckets
 
-The peers' states are those after one batch with the count of samples set to half an epoch, so that
-half an epoch need not be read first. The longtake plan's catalog is a stand-in: a real `Catalog`,
-but of a table that has only the columns which planning reads, mapped from a file.
+The other tools' states are those after one batch with the count of samples set to half an epoch, so
+that half an epoch need not be read first. The catalog of the longtake plan is a real `Catalog` of a
+table that has only the columns which planning reads, mapped from a file.
 
-Memory is what the process holds of its own afterwards (RssAnon in /proc/self/status), less what it
-held before, both after what was freed was handed back to the kernel; mapped files do not count, as
-they can be dropped and read again. Also: its highest resident set, mapped files included. A peer
-that is not installed is said to be missing; a process that takes more than 150 seconds is stopped.
-Prints a table, and writes it to benchmarks/results/data_resume.md. Three minutes and some 9 GB of
-memory with all peers at 10^8.
+Memory is the anonymous memory of the process (RssAnon in /proc/self/status) afterwards, less that
+before, both after freed memory was returned to the kernel. Mapped files do not count, as they can
+be dropped and read again. The table also has the highest resident set, including mapped files. A
+tool that is not installed is reported as missing; a process that takes more than 150 seconds is
+stopped. Prints a table, and writes it to benchmarks/results/data_resume.md. Three minutes and some
+9 GB of memory with all tools at 10^8.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def _in_a_process(name: str, clips: int) -> dict[str, float] | None:
     """What one way measured of itself; None if it took too long."""
     command = [sys.executable, "-W", "ignore", __file__, "--one", name, "--clips", str(clips)]
     with suppress(subprocess.TimeoutExpired):
-        done = subprocess.run(  # noqa: S603 - ourselves
+        done = subprocess.run(  # noqa: S603 - our own program
             command, stdout=subprocess.PIPE, timeout=_MOST_SECONDS, check=True
         )
         measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

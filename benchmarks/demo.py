@@ -3,9 +3,9 @@
     python benchmarks/demo.py [--seeds 0 1 2 3 4] [--isa AVX512_CORE_BF16 AVX2] [--out FOLDER]
 
 Runs `longtake demo` once for each seed and instruction set, one after the other, and writes
-benchmarks/results/demo.md. ONEDNN_MAX_CPU_ISA limits the instructions that the arithmetic may use;
-`precision = "auto"` follows it. Two and a half to four minutes each on two CPU cores; measure with
-nothing else running.
+benchmarks/results/demo.md. ONEDNN_MAX_CPU_ISA limits the instructions that oneDNN may use;
+`precision = "auto"` follows it. Two and a half to four minutes each on two CPU cores, with no
+other process running.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def _run(folder: Path, isa: str, seed: int) -> dict[str, Any]:
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa}
     begun = time.monotonic()
     command = program("longtake", "demo", "--seed", str(seed), "--out", str(out))
-    subprocess.run(command, env=environment, check=True)  # noqa: S603 - ourselves
+    subprocess.run(command, env=environment, check=True)  # noqa: S603 - our own program
     seconds = time.monotonic() - begun
     summary = json.loads((out / "summary.json").read_bytes())
     judged = summary["videos_judged"] // 2

@@ -1,12 +1,12 @@
-"""What an evaluation server costs the training beside it, on the same cores.
+"""The cost of an evaluation server for a training on the same cores.
 
     python benchmarks/evaluator_beside_training.py [--rounds 3] [--every 160]
 
-One run of `longtake train` of a small model, and one `longtake evaluate --follow` that samples
-every other checkpoint with the preset `demo`: so training alone and training beside it take turns,
-a checkpoint each. Steps while the server works are held against those at the same distance from the
-checkpoint before, which it leaves alone, so that what saving takes is in both. Writes
-results/evaluator_beside_training.md. Two or three minutes.
+Runs `longtake train` of a small model, and `longtake evaluate --follow`, which samples every second
+checkpoint with the preset `demo`: training alone and training beside the server alternate, one
+checkpoint each. Steps while the server works are compared with those at the same distance from the
+checkpoint before, which it does not sample, so that the cost of saving is in both. Writes
+benchmarks/results/evaluator_beside_training.md. Two or three minutes.
 """
 
 import argparse
@@ -120,7 +120,7 @@ def _train(folder: Path, every: int) -> list[tuple[float, float]]:
 @contextmanager
 def _started(folder: Path, verb: str, *arguments: str) -> "Iterator[subprocess.Popen[bytes]]":
     with (folder / f"{verb}.log").open("wb") as log:
-        process = subprocess.Popen(  # noqa: S603 - ourselves
+        process = subprocess.Popen(  # noqa: S603 - our own program
             program("longtake", verb, *arguments),
             cwd=folder,
             stdout=log,

@@ -1,12 +1,12 @@
-"""What longtake's training loop costs on two ranks, against plain FSDP2 in a bare loop.
+"""The cost of longtake's training loop on two ranks, compared with plain FSDP2 in a bare loop.
 
     python benchmarks/fsdp_overhead.py [--steps 20] [--rounds 7] [--strategy shard replicate]
 
-Two gloo ranks on this machine. Each holds the model twice, spread by the same `fully_shard` calls,
-and trains one by longtake's loop (statistics of the guard in one collective, verdict, metrics, the
-ledger, a heart that beats) and the other by a loop as anybody would write it: forward, backward,
-`clip_grad_norm_`, fused AdamW, `zero_grad`. The loops take turns of a few steps, in alternating
-order, on the same batches, all of which are in memory. Writes benchmarks/results/fsdp_overhead.md.
+Two gloo ranks on this machine. Each holds the model twice, sharded by the same `fully_shard` calls.
+It trains one by longtake's loop (statistics in one collective, guard, metrics, ledger, heartbeats)
+and the other by a bare loop: forward, backward, `clip_grad_norm_`, fused AdamW, `zero_grad`. The
+loops alternate every few steps, in alternating order, on the same batches, all of which are in
+memory. Writes benchmarks/results/fsdp_overhead.md.
 """
 
 import argparse
@@ -88,8 +88,8 @@ def _report(rows: Sequence[str], asked: argparse.Namespace) -> list[str]:
         "",
         "The bare loop computes the same loss of the same samples, clips by torch's "
         "`clip_grad_norm_`, and records nothing. Longtake's adds up statistics of gradients, "
-        "weights and updates over ranks in one collective, judges them, writes metrics and ledger, "
-        "and lets a heart beat.",
+        "weights and updates over ranks in one collective, runs the guard, and writes metrics, "
+        "ledger and heartbeats.",
     ]
 
 
@@ -123,7 +123,7 @@ def _turns(folder: Path, strategy: str, steps: int, rounds: int) -> list[_Turn]:
     counts = ["--steps", str(steps), "--rounds", str(rounds)]
     script = [__file__, "--rank-of", str(folder / "recipe.toml"), *counts]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*launched, "--nproc-per-node", "2", *script], env=environment, check=True)  # noqa: S603 - ourselves
+    subprocess.run([*launched, "--nproc-per-node", "2", *script], env=environment, check=True)  # noqa: S603 - our own program
     found: list[_Turn] = json.loads((folder / "turns.json").read_text(encoding="utf-8"))
     return found[1:]  # in the first round libraries warm up
 
@@ -165,12 +165,12 @@ def _as_rank(path: Path, steps: int, rounds: int) -> None:
         optimizer = torch.optim.AdamW(
             bare.model.parameters(), recipe.optimizer.learning_rate, fused=True
         )
-        heart = HeartbeatWriter(
+        writer = HeartbeatWriter(
             heartbeat_dir(recipe.out), "rank", rank=world.rank, world_size=world.size
         )
         loops: dict[str, Callable[[], list[float]]] = {
             "bare": lambda: _bare(bare, optimizer, loader, recipe, steps),
-            "longtake": lambda: _longtake(session, state, loader, heart, steps),
+            "longtake": lambda: _longtake(session, state, loader, writer, steps),
         }
         turns = []
         for number in range(rounds + 1):
@@ -239,7 +239,7 @@ def _bare(
 
 
 def _longtake(
-    session: Session, state: TrainingState, loader: Loader, heart: HeartbeatWriter, steps: int
+    session: Session, state: TrainingState, loader: Loader, writer: HeartbeatWriter, steps: int
 ) -> list[float]:
     recipe, run, world = session.recipe, session.run, session.world
     streams = stream_names(recipe.data)
@@ -261,7 +261,7 @@ def _longtake(
         keep_saver(run, world, recipe.checkpoint, start=0) as saver,
         keep_recorder(session, None, 0, {}) as recorder,
         keep_ledger(folder, world.rank, streams) as ledger,
-        heartbeat_session(heart),
+        heartbeat_session(writer),
     ):
         monitors = Monitors(guard, norms, saver, recorder, StopSignal())
         train_steps(session, replace(state, global_step=0), loader, ledger, monitors)

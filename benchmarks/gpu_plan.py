@@ -1,20 +1,21 @@
-"""Predicted against really allocated memory and measured time, on a CUDA GPU.
+"""Predicted and measured memory and time on a CUDA GPU.
 
     python benchmarks/gpu_plan.py [--budget 44.5] [--only kernels small large]
 
-Three things, each predicted without weights or values and then really run:
+Three parts, each predicted without weights or values and then run:
 
-- kernels: what attention, norms and products take, and how long they run
+- kernels: memory and time of attention, norms and matrix products
 - small: FLUX Kontext and Wan with a few narrow blocks, under every recompute policy and the best
 - large: FLUX.1 Kontext itself, 12 billion random weights made on the GPU, at 1024x1024 with a
   reference; LoRA of rank 16 in bf16, as in examples/flux_kontext_lora_48gb.toml
 
 After small and large the optimizer's update. Memory is `torch.cuda.max_memory_allocated`; times are
-medians of three after one to warm up. A policy that is predicted not to fit is left out. Prints the
-tables and writes them to benchmarks/results/gpu_plan.md. Under eight minutes on one GPU of 80 GB.
+medians of three runs after one warm-up. A policy that is predicted not to fit is left out. Prints
+the tables and writes them to benchmarks/results/gpu_plan.md. Under eight minutes on one GPU of 80
+GB.
 
 It needs torch, diffusers, transformers, peft, accelerate, safetensors, tokenizers, pydantic,
-tomli-w, numpy and scipy, and no clips and no weights. Without a GPU it says so and ends.
+tomli-w, numpy and scipy, and no clips and no weights. Without a GPU it ends with a message.
 """
 
 import argparse
@@ -54,7 +55,7 @@ from longtake.planner.trace import StepTrace, Subject, Tracer
 _RESULTS = Path(__file__).parent / "results" / "gpu_plan.md"
 _EXAMPLES = Path(__file__).parents[1] / "examples"
 _GIB = 2**30
-_SHARE_OF_CARD = 0.93
+_SHARE_OF_MEMORY = 0.93
 _LARGE = "flux_kontext_lora_48gb.toml"
 _SECTIONS = ("kernels", "small", "large")
 _NOTHING = """# Predicted against measured on a GPU
@@ -63,10 +64,10 @@ _NOTHING = """# Predicted against measured on a GPU
 
 **Nothing was measured on a GPU**: {reason}.
 
-All that `longtake plan` says about a GPU is a prediction. How its traces fare against the CPU's
-allocator, and what stands in for CUDA's kernels against torch's own derivatives, is in
-[plan_accuracy.md](plan_accuracy.md). What CUDA's kernels take for a moment is read off their
-source, and times are a roofline of the GPU's data sheet.
+All that `longtake plan` prints about a GPU is a prediction. [plan_accuracy.md](plan_accuracy.md)
+compares its traces with the CPU's allocator, and the replacements of CUDA's kernels with torch's
+own derivatives. The temporary memory of CUDA's kernels is taken from their source, and times are a
+roofline of the GPU's data sheet.
 """
 
 _HEADS = {"num_attention_heads": 8, "attention_head_dim": 128}
@@ -201,7 +202,7 @@ def _policies(
     lines = [_COLUMNS, "|" + "---|" * (_COLUMNS.count("|") - 1)]
     without = None
     for name, (options, trace) in cases.items():
-        if room is not None and trace.peak_bytes > _SHARE_OF_CARD * room:
+        if room is not None and trace.peak_bytes > _SHARE_OF_MEMORY * room:
             lines.append(f"| {name} | {trace.peak_bytes / _GIB:.3f} with weights: does not fit |")
             continue
         run = _run(_once(step, options, device), device)

@@ -1,21 +1,21 @@
-"""Speed and memory of training steps on a CUDA GPU, against diffusers' own training example.
+"""Speed and memory of training steps on a CUDA GPU, compared with diffusers' training examples.
 
     python benchmarks/gpu_train.py [--only wan flux] [--minutes 7.5] [--eager] [--tiny]
 
-Wan with 1.3 billion weights, all of them trained, and FLUX.1 with 12 billion, LoRA of rank 16; both
-with random weights, and latents and prompt embeddings as they come from a cache. Of each model,
-smaller clips first:
+Wan with 1.3 billion weights, all trained, and FLUX.1 with 12 billion, LoRA of rank 16; both with
+random weights, and with latents and prompt embeddings as from a cache. Of each model, smaller clips
+first:
 
-- diffusers: what its training examples do in a step (the same sums written anew): noise and times
-  drawn on the GPU, the flow-matching loss in fp32, `clip_grad_norm_`, `torch.optim.AdamW` as it
-  is by default, `zero_grad`; with and without diffusers' own gradient checkpointing
+- diffusers: a step of its training examples (the same computation, written again): noise and times
+  drawn on the GPU, the flow-matching loss in fp32, `clip_grad_norm_`, `torch.optim.AdamW` with its
+  defaults, `zero_grad`; with and without diffusers' own gradient checkpointing
 - longtake: `compute_gradients`, the norms' sums, `apply_update` with fused AdamW; without
   recompute, with the plan's best, and with compiled blocks
 
 On several GPUs a last case shards Wan over them (the script starts itself by torchrun). After each
-row all that is known is written to benchmarks/results/gpu_train.md, so that a run that is cut off
-leaves what it has. It needs no clips and no weights, and ends within eight minutes. Without a GPU
-it says so and ends; `--tiny` runs every path with small sizes on the CPU, and writes nothing.
+row all results are written to benchmarks/results/gpu_train.md, so that an interrupted run keeps
+them. It needs no clips and no weights, and ends within eight minutes. Without a GPU it ends with a
+message; `--tiny` runs every path with small sizes on the CPU, and writes nothing.
 """
 
 import argparse
@@ -57,7 +57,7 @@ from longtake.training.statistics import NormStats
 _RESULTS = Path(__file__).parent / "results" / "gpu_train.md"
 _EXAMPLES = Path(__file__).parents[1] / "examples"
 _GIB = 2**30
-_SHARE_OF_CARD = 0.9
+_SHARE_OF_MEMORY = 0.9
 _TIMED = 4
 _LEAST_SECONDS = {"eager": 25.0, "compiled": 90.0, "case": 30.0}
 """What must be left of the time to begin another."""
@@ -286,7 +286,7 @@ def _plans(recipe: Recipe, gpu: DeviceBudget) -> Iterator[tuple[str, Options | N
     half = (peaks["none"] + peaks["all"]) // 2
     room = peaks["none"]
     if gpu.total_bytes is not None:
-        room = int(_SHARE_OF_CARD * gpu.total_bytes) - fixed.resident
+        room = int(_SHARE_OF_MEMORY * gpu.total_bytes) - fixed.resident
     for name in ("none", "all"):
         yield name, options_of(name, names) if peaks[name] <= room else None
     best = find_best(step.tracer, surveyed, min(room, half))
@@ -359,10 +359,10 @@ def _diffusers_step(bench: Bench, options: Options) -> Callable[[], None]:
     trained = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=recipe.optimizer.learning_rate, weight_decay=1e-4)
     is_fp32 = parts.dtype == torch.float32  # else the arithmetic is bf16 by itself
-    latents, told = bench.batch.latents, dict(bench.batch.conditioning)
+    latents, conditioning = bench.batch.latents, dict(bench.batch.conditioning)
     assert latents is not None
     if parts.family.distils_guidance(parts.model):
-        told["guidance"] = torch.full((len(latents),), recipe.model.guidance, device=device)
+        conditioning["guidance"] = torch.full((len(latents),), recipe.model.guidance, device=device)
 
     def one() -> None:
         noise = torch.randn_like(latents)
@@ -372,7 +372,7 @@ def _diffusers_step(bench: Bench, options: Options) -> Callable[[], None]:
         mixed = sigmas.reshape(-1, 1, 1, 1, 1)
         noisy = (1 - mixed) * latents + mixed * noise
         with autocast(bench.step.precision if is_fp32 else "fp32", device):
-            velocity = parts.predict_velocity(noisy, sigmas, told)
+            velocity = parts.predict_velocity(noisy, sigmas, conditioning)
         squared = (velocity.float() - (noise - latents).float()).square()
         loss = squared.reshape(len(latents), -1).mean(1).mean()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -390,11 +390,13 @@ def _run_by(options: Options, bench: Bench) -> None:
 
 
 def _batch(step: MetaStep, device: torch.device) -> Batch:
-    """Latents and embeddings of so many samples, as a cache would give them."""
+    """Latents and embeddings of the samples of a micro-batch, as a cache provides them."""
     with torch.device(device):
         examples = step.tracer.subject.make_inputs()
     size = step.micro_batch_size
-    told = {name: each for name, each in examples.conditioning.items() if name != "guidance"}
+    conditioning = {
+        name: each for name, each in examples.conditioning.items() if name != "guidance"
+    }
     return Batch(
         step=0,
         stage="",
@@ -410,7 +412,7 @@ def _batch(step: MetaStep, device: torch.device) -> Batch:
         weights=torch.ones(size),
         rejected=(),
         latents=examples.latents.normal_(),
-        conditioning={name: each.normal_() for name, each in told.items()},
+        conditioning={name: each.normal_() for name, each in conditioning.items()},
     )
 
 
@@ -448,7 +450,7 @@ def _on_all_gpus(is_tiny: bool, until: float) -> Iterator[Row]:
         launched = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         script = [__file__, "--rank-of", str(out), *(["--tiny"] if is_tiny else [])]
         command = [*launched, "--nproc-per-node", str(count), *script]
-        subprocess.run(command, env=os.environ, check=False, timeout=left)  # noqa: S603 - ourselves
+        subprocess.run(command, env=os.environ, check=False, timeout=left)  # noqa: S603 - our own program
         if out.exists():
             yield Row(*json.loads(out.read_text(encoding="utf-8")))
 

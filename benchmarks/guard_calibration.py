@@ -1,10 +1,10 @@
-"""How often the guard is wrong, and how soon it is right.
+"""How often the guard's verdicts are wrong, and how late they are.
 
     python benchmarks/guard_calibration.py [--seeds 5] [--steps 2000] [--runs FOLDER]
 
 Trains the demo's recipe undisturbed, once with each seed: every verdict there is a false one. Then
-judges what those runs recorded once more, with a fault drawn into the numbers at several places.
-Writes benchmarks/results/guard_calibration.md. Some minutes a seed on two quiet CPU cores; runs
+judges the recorded statistics of those runs again, with a fault injected at several places.
+Writes benchmarks/results/guard_calibration.md. Some minutes per seed on two idle CPU cores; runs
 that `--runs` keeps are not trained again.
 """
 
@@ -30,7 +30,7 @@ from longtake.run_dir import Metrics, RunDirectory
 from longtake.training.train import train
 
 _RESULTS = Path(__file__).parent / "results" / "guard_calibration.md"
-_VERDICTS = ("skipped", "anomaly_detected")
+_VERDICTS = ("update_skipped", "anomaly_detected")
 _PLACES = (0.1, 0.35, 0.6, 0.85)
 """Of a run, where faults begin."""
 _REACH = 100
@@ -114,8 +114,8 @@ def _report(runs: Sequence[RunDirectory], seeds: int, steps: int) -> list[str]:
         "|---|---|---|---|---|",
         *(str(_trial(fault, recorded)) for fault in _FAULTS),
         "",
-        "A change of the weights' norm is not told from training that moves it as fast: a tenth "
-        "into these runs Muon adds 0.7 % in 8 steps, in good health.",
+        "The guard cannot tell a jump of the weight norm from training that changes it as fast: "
+        "a tenth into these undisturbed runs Muon adds 0.7 % in 8 steps.",
     ]
 
 

@@ -1,11 +1,11 @@
-"""What guard, metrics, ledger and the watcher cost, against a bare loop that only trains.
+"""The cost of guard, metrics, ledger and watcher, compared with a bare training loop.
 
     python benchmarks/loop_overhead.py [--steps 40] [--rounds 5]
 
-One process, one model of a step of more than 100 ms, trained in turn by longtake's own loop and by
-a bare one: gradients, their norm, clipping, the optimizer and the EMA, and nothing written down.
-A third time it is longtake's loop with a heart, and a watcher beside it as in every run. All take
-the same batches, all in memory. Writes benchmarks/results/loop_overhead.md.
+One process, one model with steps of more than 100 ms, trained alternately by longtake's own loop
+and by a bare one: gradients, their norm, clipping, the optimizer and the EMA, without any record. A
+third loop is longtake's with heartbeats, and a watcher beside it as in every run. All use the same
+batches, all in memory. Writes benchmarks/results/loop_overhead.md.
 """
 
 import argparse
@@ -99,13 +99,14 @@ def _compare(folder: Path, steps: int, rounds: int) -> list[str]:
         *rows,
         "",
         f"Longtake's loop over the bare one, medians by round: {_ratios(turns, 'longtake', 'bare')}"
-        ". Above 1 is what statistics in one collective, the verdict, metrics.jsonl, TensorBoard's "
-        "mirror and the ledger take together.",
+        ". Above 1 is the cost of the statistics in one collective, the guard, metrics.jsonl, "
+        "the TensorBoard follower and the ledger together.",
         "",
         "Watched over not watched: "
-        f"{_ratios(turns, 'longtake, watched', 'longtake')}. The heart takes "
-        f"{1e6 * _seconds_of_a_beat(folder):.1f} µs each time, eight times a step. The watcher "
-        f"takes {100 * statistics.median(each.cores for each in costs):.2f} % of a core and "
+        f"{_ratios(turns, 'longtake, watched', 'longtake')}. A heartbeat write takes "
+        f"{1e6 * _seconds_of_a_heartbeat(folder):.1f} µs, and there are eight in a step. The "
+        "watcher takes "
+        f"{100 * statistics.median(each.cores for each in costs):.2f} % of a core and "
         f"{max(each.num_bytes for each in costs) / 2**20:.0f} MiB resident.",
     ]
 
@@ -120,10 +121,10 @@ class Cost(NamedTuple):
 
 
 def _watched(state: TrainingState, recipe: Recipe, steps: int, costs: list[Cost]) -> list[float]:
-    """Let a heart beat and a watcher look at it, as in every run; its cost is appended."""
-    heart = HeartbeatWriter(heartbeat_dir(recipe.out), "rank")
+    """Write heartbeats beside a watcher, as in every run; append the watcher's cost."""
+    writer = HeartbeatWriter(heartbeat_dir(recipe.out), "rank")
     command = [sys.executable, "-P", "-m", "longtake.monitor.watcher", str(recipe.out)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process, heartbeat_session(heart):  # noqa: S603 - ourselves
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process, heartbeat_session(writer):  # noqa: S603 - our own program
         watcher = psutil.Process(process.pid)
         time.sleep(_SECONDS_TO_START)
         begun, used = time.perf_counter(), sum(watcher.cpu_times()[:2])
@@ -134,9 +135,9 @@ def _watched(state: TrainingState, recipe: Recipe, steps: int, costs: list[Cost]
         return step_seconds
 
 
-def _seconds_of_a_beat(folder: Path, times: int = 20_000) -> float:
-    heart = HeartbeatWriter(folder / "hearts", "rank")
-    with heartbeat_session(heart):
+def _seconds_of_a_heartbeat(folder: Path, times: int = 20_000) -> float:
+    writer = HeartbeatWriter(folder / "heartbeats", "rank")
+    with heartbeat_session(writer):
         begun = time.perf_counter()
         for _ in range(times):
             set_phase("forward")

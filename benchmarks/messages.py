@@ -1,9 +1,9 @@
-"""Values that error messages lost: `python -m benchmarks.messages [COMMIT]`.
+"""Error messages that lost values: `python -m benchmarks.messages [COMMIT]`.
 
 For each `raise` of an earlier commit (default: that of the goldens) it takes the text of the
-message and the expressions interpolated into it, finds the `raise` of this tree whose text is most
-alike, and prints those that interpolate fewer values, or that have no counterpart. What is printed
-is read by a person: a value that is gone on purpose gets a line in docs/decisions.
+message and the expressions interpolated into it, finds the `raise` of this tree with the most
+similar text, and prints those that interpolate fewer values, or have no counterpart. The output is
+for a reader: a value that was removed on purpose gets a line in docs/decisions.
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""Small defects put into the code one at a time, and which of them the quick tests notice.
+"""Small defects inserted into the code one at a time, and which of them the quick tests notice.
 
     python -m benchmarks.mutants pick             choose 300 at the commit of the goldens
     python -m benchmarks.mutants run TREE BEFORE  try them in a worktree of that commit
     python -m benchmarks.mutants run TREE AFTER   try those that a worktree of later code still has
     python -m benchmarks.mutants report           the shares per package: benchmarks/results
 
-A mutant is a comparison, a constant or a call in a statement of a function. TREE is a worktree that
-the script may change: every mutant is written into it, and the environment variable of a process
-says which is active. Tests run once without one and note which mutants they reach. Then, per
-mutant, the tests that reach it run until one fails, those of its own package and the shortest
-first, at most 15 seconds of them. What was tried is kept, so that a run can be interrupted.
+A mutant is a changed comparison, constant or call in a statement of a function. TREE is a worktree
+that the script may change: every mutant is written into it, and an environment variable of the
+process selects the active one. Tests run once without mutants and record which ones they reach.
+Then, for each mutant, the tests that reach it run until one fails, those of its own package and the
+shortest first, for at most 15 seconds. Results are stored, so that a run can be interrupted.
 """
 
 import argparse

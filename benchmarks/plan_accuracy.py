@@ -1,16 +1,16 @@
-"""Predicted against really allocated memory, on the CPU's allocator.
+"""Predicted and measured memory, on the CPU's allocator.
 
     python benchmarks/plan_accuracy.py
 
 Tiny FLUX Kontext, FLUX and Wan, trained in full, with LoRA and with an added module, in fp32, in
 bf16 and under autocast, whole batches and micro-batches, under every recompute policy and the best
 one for a budget between the least and the most. Each step is predicted without weights or values,
-and then really run, forward and backward, while the profiler counts what the allocator hands out.
-Gradients are compared to the bit over all policies. Then what stands in for CUDA's kernels in a
-prediction is held against what torch itself can say of them without a GPU.
+and then run, forward and backward, while the profiler records the allocations. Gradients are
+compared bitwise over all policies. Then the replacements of CUDA's kernels are compared with what
+torch itself does without a GPU.
 
 oneDNN is off: its scratchpads depend on the processor. Prints the tables and writes them to
-benchmarks/results/plan_accuracy.md. Under three minutes on two quiet CPU cores.
+benchmarks/results/plan_accuracy.md. Under three minutes on two idle CPU cores.
 """
 
 import hashlib
@@ -114,14 +114,14 @@ class Case:
     num_micro_batches: int = 1
 
     def recipe(self) -> Recipe:
-        """That of a run that nobody begins: it has neither clips nor weights."""
+        """For a plan only: its run has neither clips nor weights."""
         values: dict[str, Any] = tomllib.loads(_RECIPES[self.family])
         values["model"] |= {"family": self.family, "dtype": self.dtype}
         micro = values["training"]["global_batch_size"]
         values["training"] |= {
             "precision": self.precision,
             "micro_batch_size": micro,
-            "batch_size": self.num_micro_batches * micro,
+            "global_batch_size": self.num_micro_batches * micro,
         }
         is_added = self.trainable == "module"
         values["trainable"] = (
@@ -180,7 +180,7 @@ def main() -> None:
     torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]
     begun = time.perf_counter()
     results = [_result(case) for case in _CASES]
-    lines = [*_accuracy(results), "", *_stand_ins()]
+    lines = [*_accuracy(results), "", *_replaced_kernels()]
     lines += ["", f"{time.perf_counter() - begun:.0f} s for everything."]
     _RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))  # noqa: T201
@@ -241,8 +241,9 @@ def _run(step: MetaStep, options: Options, case: Case) -> tuple[int, str]:
 
 def _forward_and_backward(step: MetaStep) -> None:
     examples = step.tracer.subject.make_inputs()
-    told = examples.conditioning.values()
-    for number, tensor in enumerate((examples.latents, examples.noise, examples.sigmas, *told)):
+    conditioning = examples.conditioning.values()
+    given = (examples.latents, examples.noise, examples.sigmas, *conditioning)
+    for number, tensor in enumerate(given):
         tensor.fill_(0.1 + 0.1 * number)
     torch.autograd.backward(step.tracer.subject.loss(examples))
 
@@ -306,25 +307,25 @@ def _line(result: Result) -> str:
     return f"| {result.case} | {' | '.join(cells)} | {result.plan_error:+.3%} | {gradients} |"
 
 
-def _stand_ins() -> list[str]:
-    """What stands in for CUDA's kernels, against what torch says of them without a GPU."""
+def _replaced_kernels() -> list[str]:
+    """Replacements of CUDA's kernels, compared with what torch does without a GPU."""
     rows = []
     for what, function, shape, truth, source in _KEPT:
         with FakeTensorMode(), as_on_cuda():
             mine = _kept(function, shape)
         rows.append(f"| {what} | {mine} | {truth(function, shape)} | {source} |")
     return [
-        "# Stand-ins for CUDA's kernels",
+        "# Replacements of CUDA's kernels",
         "",
-        "For a GPU the same traces are made with operations that keep what CUDA's kernels keep. "
-        "How far that can be checked without a GPU (in bf16):",
+        "For a GPU the same traces use operations that save what CUDA's kernels save. This is "
+        "checked as far as possible without a GPU (in bf16):",
         "",
-        "| | bytes kept | in truth | which is |",
+        "| | bytes kept | expected | by |",
         "|---|---|---|---|",
         *rows,
         "",
-        "CUDA's attention also keeps the state of its random numbers, 16 or 24 bytes. What "
-        "its kernels take for a moment, and how long they run, only a GPU can tell: "
+        "CUDA's attention also keeps the state of its random numbers, 16 or 24 bytes. The "
+        "temporary memory and the time of its kernels can only be measured on a GPU: "
         "[gpu_plan.md](gpu_plan.md).",
     ]
 
@@ -347,7 +348,7 @@ def _kept(function: _Function, shape: torch.Size) -> int:
 
 
 def _kept_by_torch(function: _Function, shape: torch.Size) -> int:
-    """Likewise where RMSNorm is one kernel on the CPU too, with torch's own derivative."""
+    """Bytes kept by torch's own derivative, with RMSNorm as one kernel on the CPU too."""
 
     def fused(x: Tensor, _: Any, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
         rstd = (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()

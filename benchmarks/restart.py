@@ -1,12 +1,12 @@
-"""How long a run stands still when one of its ranks is killed, and where the seconds go.
+"""How long a run stops when one of its ranks is killed, by phase of the restart.
 
     python -m benchmarks.restart [--kills 5] [--nodes 3]
 
-Trains a small model by `longtake launch` on two ranks, kills one with SIGKILL again and again, and
-waits each time until the ranks that were started anew have done a step. With --nodes 3 it has three
-hosts of one rank each, as network namespaces of this machine (root and iproute2 are needed). Prints
-a table and writes it to benchmarks/results/restart.md, beside the other's if that is there. Two
-minutes on two quiet CPU cores.
+Trains a small model by `longtake launch` on two ranks, kills one with SIGKILL several times, and
+waits each time until the restarted ranks have done a step. With --nodes 3 there are three hosts of
+one rank each, as network namespaces of this machine (root and iproute2 are needed). Prints a table
+and writes it to benchmarks/results/restart.md, which keeps the table of the other mode. Two minutes
+on two idle CPU cores.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from tests.cluster.fleet import Fleet
 from tests.cluster.hosts import Cluster, hosts, why_not
+from tests.cluster.launchers import Launchers
 
 from longtake.data.index import index
 from longtake.demo.shapes import write_clips
@@ -77,7 +77,7 @@ def main() -> None:
             if reason := why_not():
                 sys.exit(f"Not possible here: {reason}.")
             cluster = held.enter_context(hosts(asked.nodes, folder / "hosts"))
-            observer: RunObserver = held.enter_context(Fleet(folder, cluster, str(asked.nodes)))
+            observer: RunObserver = held.enter_context(Launchers(folder, cluster, str(asked.nodes)))
             kill = _killer_on(cluster, folder)
         else:
             observer = held.enter_context(
@@ -97,8 +97,8 @@ def _prepare(folder: Path) -> None:
 
 def _killer_here(folder: Path) -> Callable[[], None]:
     def kill() -> None:
-        hearts = read_heartbeats(heartbeat_dir(folder / "run"))
-        ranks = [each for each in hearts if each.role == "rank" and each.is_alive]
+        heartbeats = read_heartbeats(heartbeat_dir(folder / "run"))
+        ranks = [each for each in heartbeats if each.role == "rank" and each.is_alive]
         os.kill(ranks[-1].pid, signal.SIGKILL)
 
     return kill

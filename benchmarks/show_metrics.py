@@ -1,10 +1,10 @@
-"""How long `longtake show` takes on a run of 1,000,000 steps, and how much memory.
+"""Time and memory of `longtake show` on a run of 1,000,000 steps.
 
     python benchmarks/show_metrics.py [--steps 1000000] [--rounds 3]
 
-Writes a metrics.jsonl as the training loop does (about 680 bytes a step), reads it once so that it
-is in the page cache, and measures new processes: `read_rows` without a cache, `read_rows` after
-1,000 lines were appended to a file that is in the cache, and `longtake show` in both cases. Takes
+Writes a metrics.jsonl as the training loop does (about 680 bytes per step), reads it once so that
+it is in the page cache, and measures new processes: `read_rows` without a cache, `read_rows` after
+1,000 lines were appended to a file that is in the cache, and `longtake show` in both cases. Needs
 about 1 GB below `--folder`. Writes benchmarks/results/show_metrics.md.
 """
 

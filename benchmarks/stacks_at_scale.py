@@ -1,10 +1,10 @@
-"""How long it takes to find one process that hangs among 170,000.
+"""How long it takes to find one hanging process among 170,000.
 
     python benchmarks/stacks_at_scale.py [--ranks 10000] [--workers 16] [--rounds 3]
 
-Writes what the watchers of 1,250 nodes of 8 ranks would leave in a run directory (1 GB), where all
-ranks but one wait in an all-reduce, that one waits for data, and one of its decoding processes is
-frozen; reads it, groups it, and lets the watcher pass its verdict. Writes
+Writes the dumps that the watchers of 1,250 nodes of 8 ranks would write into a run directory (1
+GB): all ranks but one wait in an all-reduce, that one waits for data, and one of its decode workers
+is frozen. Then reads and groups them, and makes the watcher's diagnosis. Writes
 benchmarks/results/stacks_at_scale.md. Two minutes on one CPU core, and 4 GB of memory.
 """
 
@@ -69,7 +69,7 @@ _IN_ALL_REDUCE: Stack = (
 _AT_DATA: Stack = (
     ("Condition.wait", f"{_PYTHON}threading.py", 327),
     ("Future.result", f"{_PYTHON}concurrent/futures/_base.py", 451),
-    ("PixelPlaces.wait", f"{_OURS}data/decoding.py", 130),
+    ("PixelBuffer.wait", f"{_OURS}data/loader.py", 130),
     ("Loader._fetched", f"{_OURS}data/loader.py", 350),
     ("Loader._assemble", f"{_OURS}data/loader.py", 320),
     ("Loader.batches", f"{_OURS}data/loader.py", 265),
@@ -88,7 +88,7 @@ _WRITER: Stack = (
     ("_AsyncWriterThread.run", f"{_PACKAGES}tensorboard/summary/writer/event_file_writer.py", 244),
     *_THREAD[1:],
 )
-_WORKER: Stack = (("main", f"{_OURS}data/worker.py", 60), *_RUNPY)
+_WORKER: Stack = (("main", f"{_OURS}data/decode_worker.py", 60), *_RUNPY)
 _IDLE: Stack = (
     ("TcpConnection._recv", f"{_PYTHON}multiprocessing/connection.py", 395),
     ("TcpConnection._recv_bytes", f"{_PYTHON}multiprocessing/connection.py", 430),
@@ -96,15 +96,15 @@ _IDLE: Stack = (
     *_WORKER,
 )
 _DECODING: Stack = (
-    ("read", f"{_OURS}data/references.py", 61),
-    ("_answer", f"{_OURS}data/worker.py", 71),
+    ("read", f"{_OURS}data/window.py", 61),
+    ("_answer", f"{_OURS}data/decode_worker.py", 71),
     *_WORKER,
 )
 _FROZEN: Stack = (("_frames", f"{_OURS}data/decode.py", 88), *_DECODING)
 
 
 def main() -> None:
-    """Write, read, group, judge, and say how long each took."""
+    """Write, read, group and diagnose; print the seconds of each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=10_000)
     parser.add_argument("--workers", type=int, default=16, help="of each rank")
@@ -139,21 +139,21 @@ def _measured(files: Sequence[Path], ranks: int, rounds: int) -> Iterator[str]:
     seconds = time.process_time() - begun - reader.seconds
     yield f"| of it reading one file of each node | {reader.seconds:.1f} |"
     yield f"| comparing all {rounds} rounds ({still:,} processes have not moved) | {seconds:.1f} |"
-    yield from _judged(files, ranks)
+    yield from _diagnosed(files, ranks)
 
 
-def _judged(files: Sequence[Path], ranks: int) -> Iterator[str]:
+def _diagnosed(files: Sequence[Path], ranks: int) -> Iterator[str]:
     reader = _Reader(files)
-    shelf = StackInterner()
-    dumps = [shelf.intern(dump) for dump in reader.dumps()]
-    alarm = {**_heart("rank", _culprit(ranks), 7, "data", 9.0), "host": "", "limit": 6.0}
+    interner = StackInterner()
+    dumps = [interner.intern(dump) for dump in reader.dumps()]
+    alarm = {**_heartbeat("rank", _frozen_rank(ranks), 7, "data", 9.0), "host": "", "limit": 6.0}
     request = {"token": "x", "time": "", "by": "", "reason": "stall", "stall": alarm}
     begun = time.process_time()
-    verdict = diagnose(cast("DumpRequest", request), dumps, [], {})
+    diagnosis = diagnose(cast("DumpRequest", request), dumps, [], {})
     seconds = time.process_time() - begun
-    yield f"| the verdict, all processes and rounds | {seconds:.1f} |"
+    yield f"| the diagnosis, all processes and rounds | {seconds:.1f} |"
     yield ""
-    yield f"The verdict: {verdict.sentence}"
+    yield f"The diagnosis: {diagnosis.sentence}"
 
 
 class _Reader:
@@ -171,7 +171,7 @@ class _Reader:
             yield dump
 
 
-def _culprit(ranks: int) -> int:
+def _frozen_rank(ranks: int) -> int:
     return ranks * 7 // 9
 
 
@@ -203,26 +203,29 @@ def _written(folder: Path, ranks: int, workers: int, rounds: int) -> Iterator[Pa
 def _of_rank(rank: int, ranks: int, workers: int, number: int) -> Iterator[ProcessDump]:
     pid = 1000 + rank % _RANKS_PER_NODE * (workers + 1)
     waits = 9.0 + 1.5 * number
-    is_culprits = rank == _culprit(ranks)
-    main_thread = _thread("MainThread", _AT_DATA if is_culprits else _IN_ALL_REDUCE)
+    is_frozen = rank == _frozen_rank(ranks)
+    main_thread = _thread("MainThread", _AT_DATA if is_frozen else _IN_ALL_REDUCE)
     threads = [main_thread, _thread("decoding", _POOL), _thread("Thread-1", _WRITER)]
-    heart = _heart("rank", rank, pid, "data" if is_culprits else "backward", waits)
-    yield _process(pid, "rank", rank, threads, heart)
+    heartbeat = _heartbeat("rank", rank, pid, "data" if is_frozen else "backward", waits)
+    yield _process(pid, "rank", rank, threads, heartbeat)
     for worker in range(1, workers + 1):
-        if is_culprits and worker == 1:
-            stack, heart = _FROZEN, _heart("decode", rank, pid + 1, "decode", waits + 1, "bad.mp4")
+        if is_frozen and worker == 1:
+            stack, heartbeat = (
+                _FROZEN,
+                _heartbeat("decode", rank, pid + 1, "decode", waits + 1, "bad.mp4"),
+            )
         elif worker == 2:  # is at work, at another line in each round
             line = (rank + 7 * number) % 40
             stack = (("_frames", f"{_OURS}data/decode.py", 60 + line), *_DECODING)
             clip = f"clip_{rank}_{number}.mp4"
-            heart = _heart("decode", rank, pid + worker, "decode", 0.1, clip)
+            heartbeat = _heartbeat("decode", rank, pid + worker, "decode", 0.1, clip)
         else:
-            stack, heart = _IDLE, _heart("decode", rank, pid + worker, "idle", waits)
-        yield _process(pid + worker, "decode", rank, [_thread("MainThread", stack)], heart)
+            stack, heartbeat = _IDLE, _heartbeat("decode", rank, pid + worker, "idle", waits)
+        yield _process(pid + worker, "decode", rank, [_thread("MainThread", stack)], heartbeat)
 
 
 def _process(
-    pid: int, role: Any, rank: int, threads: list[dict[str, Any]], heart: dict[str, Any]
+    pid: int, role: Any, rank: int, threads: list[dict[str, Any]], heartbeat: dict[str, Any]
 ) -> ProcessDump:
     return {
         "pid": pid,
@@ -235,7 +238,7 @@ def _process(
         "method": "py-spy --nonblocking",
         "threads": threads,
         "raw": "",
-        "heartbeat": heart,
+        "heartbeat": heartbeat,
     }
 
 
@@ -244,7 +247,7 @@ def _thread(name: str, stack: Stack) -> dict[str, Any]:
     return {"name": name, "is_active": False, "has_gil": False, "frames": frames}
 
 
-def _heart(
+def _heartbeat(
     role: str, rank: int, pid: int, phase: str, seconds: float, clip: str = ""
 ) -> dict[str, Any]:
     return {

@@ -1,12 +1,13 @@
-"""How large the code is, how much of it is apparatus, and through how many files three paths lead.
+"""Size and structure of the code, and how many files three operations run through.
 
     python -m benchmarks.structure --check      refuse more than tests/structure_limits.toml allows
-    python -m benchmarks.structure --tighten    lower the limits to what is there now
+    python -m benchmarks.structure --tighten    lower the limits to the current values
     python -m benchmarks.structure              measure, and write benchmarks/results/structure.md
 
-Lines are those of files as `ruff format` leaves them. A path is a step of a training, the diagnosis
-of a stall, and an evaluation; `sys.setprofile` in all processes and threads says which files under
-src have functions that ran meanwhile (benchmarks/tracing). Files and lines are reported only.
+Lines are those of files formatted by `ruff format`. The operations are a training step, the
+diagnosis of a stall, and an evaluation; `sys.setprofile` in all processes and threads records which
+files under src have functions that run meanwhile (benchmarks/tracing). Numbers of files and lines
+are only reported. Denied words are counted in src, the documentation and benchmarks.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,7 +64,7 @@ class Structure:
     test_lines: int
     readme_lines: int
     words: Mapping[str, Mapping[str, int]]
-    """How often each denied word stands in which file of src."""
+    """How often each denied word stands in which file of src, the documentation and benchmarks."""
 
     @property
     def docstring_percent(self) -> float:
@@ -82,7 +83,7 @@ class Structure:
 
     @property
     def denied(self) -> dict[str, int]:
-        """How often each denied word stands in src, where it does."""
+        """How often each denied word stands in all files, where it does."""
         counts = {word: sum(files.values()) for word, files in self.words.items()}
         return {word: count for word, count in counts.items() if count}
 
@@ -107,13 +108,34 @@ def measure(root: Path, denied: Mapping[str, Sequence[str]]) -> Structure:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
         )
         place = path.relative_to(package).with_suffix("").as_posix()
-        for word, count in _count_words([place.replace("/", " "), *_texts(nodes)], denied).items():
-            if not any(place == each or place.startswith(f"{each}/") for each in denied[word]):
-                words[word][place] = count
+        for word, count in _denied_at(place, [place.replace("/", " "), *_texts(nodes)], denied):
+            words[word][f"{place}.py"] = count
+    for path in _other_files(root):
+        place = path.relative_to(root).with_suffix("").as_posix()
+        text = path.read_text(encoding="utf-8")
+        texts = list(_texts(ast.walk(ast.parse(text)))) if path.suffix == ".py" else [text]
+        for word, count in _denied_at(place, texts, denied):
+            words[word][str(path.relative_to(root))] = count
     tests = sum(_num_lines(path) for path in (root / "tests").rglob("*.py"))
     return Structure(
         lines, docstrings, imports, names, tests, _num_lines(root / "README.md"), words
     )
+
+
+def _other_files(root: Path) -> Iterator[Path]:
+    """What is read beside src: the documentation, and the benchmarks with their results."""
+    yield from (path for name in ("README.md", "CONTRIBUTING.md") if (path := root / name).exists())
+    for folder in (root / "docs", root / "benchmarks"):
+        yield from sorted(path for path in folder.rglob("*") if path.suffix in (".md", ".py"))
+
+
+def _denied_at(
+    place: str, texts: Sequence[str], denied: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, int]]:
+    """Denied words that are not allowed in a file, and how often they stand there."""
+    for word, count in _count_words(texts, denied).items():
+        if not any(place == each or place.startswith(f"{each}/") for each in denied[word]):
+            yield word, count
 
 
 def _docstring_lines(node: ast.AST) -> int:
@@ -131,7 +153,7 @@ def _num_lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
-def _texts(nodes: Sequence[ast.AST]) -> Iterator[str]:
+def _texts(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """All identifiers, and all strings, which are docstrings and messages."""
     for node in nodes:
         match node:
@@ -151,7 +173,7 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def _count_words(texts: Sequence[str], denied: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """How often each denied word is found; CrewReport and of_crew hold the word crew."""
+    """How often each denied word is found, also as a part of a name."""
     plain = " \n ".join(_CAMEL.sub(" ", text).replace("_", " ") for text in texts).lower()
     found = Counter(re.sub(r"\s+", " ", each) for each in _pattern(denied).findall(plain))
     return {word: found[word] for word in denied if found[word]}
@@ -164,7 +186,7 @@ def _pattern(words: Mapping[str, Sequence[str]]) -> re.Pattern[str]:
 
 
 def read_denied(root: Path) -> dict[str, list[str]]:
-    """Denied words, and the files or folders of src/longtake where each is allowed."""
+    """Denied words, and where each is allowed: paths without endings, from src/longtake or here."""
     text = (root / _DENIED).read_text(encoding="utf-8")
     lines = [line.partition("#")[0] for line in text.splitlines()]
     parts = [line.partition(":") for line in lines if line.strip()]
@@ -187,9 +209,9 @@ def check(found: Structure, limits: Mapping[str, Any]) -> list[str]:
     for word, count in found.denied.items():
         if count > limits["denied_words"].get(word, 0):
             limit = limits["denied_words"].get(word, 0)
-            files = ", ".join(f"{place}.py {n}" for place, n in sorted(found.words[word].items()))
+            files = ", ".join(f"{place} {n}" for place, n in sorted(found.words[word].items()))
             problems.append(
-                f'"{word}" stands {count} times in src; the limit is {limit}. Use the word of the '
+                f'"{word}" stands {count} times; the limit is {limit}. Use the word of the '
                 f"field, or allow it for a file in tests/denied_words.txt: {files}"
             )
     return problems

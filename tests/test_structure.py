@@ -93,12 +93,12 @@ def test_a_tree_within_its_limits_is_not_refused(tree: Path) -> None:
     [
         ("class Other:\n    number = 3\n", "2 classes are called Other"),
         ("class _Other:\n    number = 3\n", ""),
-        ("def lead_crew() -> None: ...\n", '"crew" stands 2 times in src; the limit is 1.'),
+        ("def lead_crew() -> None: ...\n", '"crew" stands 2 times; the limit is 1.'),
         ("class CrewReport: ...\n", '"crew" stands 2 times'),
         ("crewed = 1\n", ""),
         ("# a comment on the crew\n", ""),
         ('raise ValueError(f"it goes\\n on {1}")\n', '"goes on" stands 1 times'),
-        ("judge = 1\n", '"judge" stands 1 times in src; the limit is 0.'),
+        ("judge = 1\n", '"judge" stands 1 times; the limit is 0.'),
         ('"""Long.\n' + "a\n" * 20 + '"""\n', "docstring_percent is"),
         ("import a\n" * 20, "import_percent is"),
     ],
@@ -113,4 +113,17 @@ def test_what_is_worse_is_refused(tree: Path, text: str, problem: str) -> None:
 def test_a_word_is_allowed_where_the_list_says_so(tree: Path) -> None:
     (tree / "src" / "longtake" / "guard").mkdir()
     (tree / "src" / "longtake" / "guard" / "detectors.py").write_text("def judge() -> None: ...\n")
+    assert _check(tree) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/a.md", "benchmarks/a.py", "docs/b/a.py"])
+def test_denied_words_are_refused_in_documentation_and_benchmarks(tree: Path, name: str) -> None:
+    path = tree / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('"""It goes on."""\n')
+    code, said = _check(tree)
+    assert (code, f"{name} 1" in said) == (1, True)
+    (tree / "tests" / "denied_words.txt").write_text(
+        f"crew\ngoes on: {path.with_suffix('').relative_to(tree)}\n"
+    )
     assert _check(tree) == (0, "")

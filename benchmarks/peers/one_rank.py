@@ -53,11 +53,11 @@ class TorchData:
             yield batch.tolist()
 
     def state(self, loader: Any) -> Any:
-        """Say where the loader is."""
+        """The state of the loader."""
         return loader.state_dict()
 
     def restore(self, loader: Any, state: Any) -> None:
-        """Let a fresh loader go on from there."""
+        """Restore the state in a new loader."""
         loader.load_state_dict(state)
 
 
@@ -139,11 +139,11 @@ class Grain(TorchData):
         return iter(loader)
 
     def state(self, loader: Any) -> Any:
-        """Say where the loader is."""
+        """The state of the loader."""
         return loader.get_state()
 
     def restore(self, loader: Any, state: Any) -> None:
-        """Let a fresh loader go on from there."""
+        """Restore the state in a new loader."""
         loader.set_state(state)
 
 

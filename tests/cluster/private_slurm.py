@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.fleet import core_shares
 from tests.cluster.hosts import SYSTEM_PATH, Cluster
+from tests.cluster.launchers import core_shares
 
 from longtake.errors import RunError
 from longtake.faults.sandbox import RANK_ENVIRONMENT, RunObserver

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from tests.cluster import private_slurm
-from tests.cluster.fleet import Fleet
 from tests.cluster.hosts import hosts
+from tests.cluster.launchers import Launchers
 from tests.cluster.private_slurm import SlurmJob, SlurmNotStartedError
 
 from longtake.faults.expect import Evidence
@@ -36,16 +36,19 @@ def test_a_node_that_is_killed_and_comes_back_changes_nothing(sandbox: Sandbox) 
     """It is named; both resume from the newest checkpoint, and the end is bitwise the same."""
     site, evidence = sandbox.fresh("kill-node"), Evidence()
     undisturbed = sandbox.undisturbed_on_two_ranks
-    with hosts(2, site.folder) as cluster, Fleet(site.folder, cluster, "2", ON_TWO_RANKS) as fleet:
+    with (
+        hosts(2, site.folder) as cluster,
+        Launchers(site.folder, cluster, "2", ON_TWO_RANKS) as launchers,
+    ):
         lost = cluster.names[1]
-        fleet.wait_for_rows(_STEP)
-        fleet.kill_host(lost)
+        launchers.wait_for_rows(_STEP)
+        launchers.kill_host(lost)
         lost_at = time.monotonic()
         cluster.boot(lost)
-        fleet.start(lost)
-        recovery = wait_for_recovery(fleet, site, lost_at)
-        fleet.finish()
-        evidence.expect_output(fleet.output, f"Rank 1 of 2 on {lost}")
+        launchers.start(lost)
+        recovery = wait_for_recovery(launchers, site, lost_at)
+        launchers.finish()
+        evidence.expect_output(launchers.output, f"Rank 1 of 2 on {lost}")
     evidence.expect_recovered(recovery)
     evidence.expect_undisturbed(site, undisturbed)
     assert evidence.complaints == []
@@ -57,14 +60,14 @@ def test_two_of_three_nodes_train_on(sandbox: Sandbox) -> None:
     undisturbed = sandbox.undisturbed_on_two_ranks
     with (
         hosts(3, site.folder) as cluster,
-        Fleet(site.folder, cluster, "2:3", ON_TWO_RANKS) as fleet,
+        Launchers(site.folder, cluster, "2:3", ON_TWO_RANKS) as launchers,
     ):
-        fleet.wait_for_rows(_STEP)
+        launchers.wait_for_rows(_STEP)
         lost = cluster.names[-1]
-        fleet.kill_host(lost)
-        recovery = wait_for_recovery(fleet, site, time.monotonic())
-        fleet.finish()
-        evidence.expect_output(fleet.output, f"of 3 on {lost}")
+        launchers.kill_host(lost)
+        recovery = wait_for_recovery(launchers, site, time.monotonic())
+        launchers.finish()
+        evidence.expect_output(launchers.output, f"of 3 on {lost}")
     evidence.expect_recovered(recovery)
     evidence.expect_world_sizes(site.run, 3, 2)
     evidence.expect_near(site, undisturbed)
@@ -79,17 +82,20 @@ def test_a_slow_link_is_named_with_its_rate(
     monkeypatch.setenv(SETTINGS_VARIABLE, json.dumps({"health_seconds": 1.0}))
     site, evidence = sandbox.fresh("slow-link"), Evidence()
     undisturbed = sandbox.undisturbed_on_two_ranks
-    with hosts(3, site.folder) as cluster, Fleet(site.folder, cluster, "3", ON_TWO_RANKS) as fleet:
+    with (
+        hosts(3, site.folder) as cluster,
+        Launchers(site.folder, cluster, "3", ON_TWO_RANKS) as launchers,
+    ):
         host = cluster.names[-1]
-        fleet.wait_for_rows(_STEP)
+        launchers.wait_for_rows(_STEP)
         cluster.limit(host, _RATE)
-        limited_at, first = time.monotonic(), fleet.num_rows()
-        found = fleet.wait_for_node_event("degraded", _names_link)
-        last = fleet.num_rows()
+        limited_at, first = time.monotonic(), launchers.num_rows()
+        found = launchers.wait_for_node_event("degraded", _names_link)
+        last = launchers.num_rows()
         if found is not None:
             cluster.unlimit(host)
-        fleet.finish()
-        links = [e for e in fleet.node_events() if e["event"] == "degraded" and _names_link(e)]
+        launchers.finish()
+        links = [e for e in launchers.node_events() if e["event"] == "degraded" and _names_link(e)]
     seconds = [row["step_seconds"] for row in read_json_lines(site.run.metrics_path)]
     slower = median(seconds[first : last + 1]) / median(seconds[1:_STEP])
     evidence.expect(slower >= _SLOWER, f"steps took {slower:.1f} times as long: the link is fast")
@@ -146,18 +152,21 @@ def test_a_link_that_is_cut_is_named_and_the_run_recovers(
     site, evidence = sandbox.fresh("cut-link"), Evidence()
     undisturbed = sandbox.undisturbed_on_two_ranks
     changes = (*ON_TWO_RANKS, *_CUT_CHANGES)
-    with hosts(2, site.folder) as cluster, Fleet(site.folder, cluster, "2", changes) as fleet:
+    with (
+        hosts(2, site.folder) as cluster,
+        Launchers(site.folder, cluster, "2", changes) as launchers,
+    ):
         reachable, cut = cluster.names
-        fleet.wait_for_rows(_STEP)
+        launchers.wait_for_rows(_STEP)
         cluster.unplug(cut)
         cut_at = time.monotonic()
-        named = fleet.wait_for_node_event(
+        named = launchers.wait_for_node_event(
             "degraded", lambda event: event["host"] == reachable and cut in event["reason"]
         )
-        ended = fleet.wait_for_node_event("killed_rank")
+        ended = launchers.wait_for_node_event("killed_rank")
         cluster.plug(cut)
-        recovery = wait_for_recovery(fleet, site, time.monotonic())
-        fleet.finish()
+        recovery = wait_for_recovery(launchers, site, time.monotonic())
+        launchers.finish()
     none = f"no event says that {cut} does not answer"
     evidence.expect_event(named, cut_at, none, within=_REPORTED_SECONDS)
     evidence.expect(ended is not None, "no rank that waited was ended")

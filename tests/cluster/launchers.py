@@ -27,7 +27,7 @@ def core_shares(count: int) -> list[str]:
     return [",".join(map(str, sorted(set(each)))) for each in shares]
 
 
-class Fleet(RunObserver):
+class Launchers(RunObserver):
     """The launchers of all hosts, which meet on the first; killed when the block is left.
 
     Args:
