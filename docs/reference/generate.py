@@ -65,6 +65,7 @@ ENVIRONMENT = {
     "WANDB_API_KEY": "W&B's key",
     "WANDB_BASE_URL": "a W&B server of one's own",
     "WANDB_ENTITY": "the W&B team; read by wandb",
+    "WANDB_NAME": "what W&B calls the run; without it the run directory's name",
     "WORLD_SIZE": "set by the launcher: number of ranks",
     "XDG_CACHE_HOME": "folder of caches; default `~/.cache`",
     "XDG_DATA_HOME": "folder of what is kept for this user; default `~/.local/share`",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from longtake.health.gpu import GpuProbe, KernelLog, parse_xid, pci_address, throttle_words
+from longtake.health.gpu import GpuProbe, KernelLog, parse_xid, pci_address
 
 _SAMPLE = """
 import json
@@ -94,12 +94,6 @@ def test_through_a_driver(tmp_path: Path) -> None:
     assert first["gpu_power_watts:1"] == 655
     assert "gpu_ecc_uncorrected_total:1" not in first
     assert first["gpu_xid_errors_total:1"] == 0
-
-
-def test_throttle_words() -> None:
-    """Reasons are told in words; being idle is none."""
-    assert throttle_words(0x44) == ["power limit", "thermal slowdown"]
-    assert throttle_words(0x1) == []
 
 
 def test_kernel_log(tmp_path: Path) -> None:

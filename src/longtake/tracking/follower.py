@@ -107,114 +107,103 @@ def follow(run: RunDirectory, role: Role, section: TrackingSection, shutdown: Sh
     A trainer's follower waits for the lease and keeps it for as long as the training runs. An
     evaluator's gives it back when a launch begins, or if a tracker cannot be reached for a minute.
     """
-    leases = Leases(_LEASE_SECONDS, {"role": role, "caught_up": False})
-    launches = _Launches(run, role)
-    began, trouble = time.monotonic(), ""
-    while run.exists():
-        lease = None
-        try:
-            writer_path(run).parent.mkdir(exist_ok=True)  # not the run's, which may be deleted now
-            lease = leases.take(writer_path(run))
-        except OSError as error:  # a full disk, for as long as it lasts
-            if str(error) != trouble:
-                trouble = str(error)
-                log(f"{writer_path(run)} cannot be written: {error}")
-        if lease is not None:
-            is_over = _write(lease, run, role, section, launches, shutdown)
-            if is_over is not None:
-                return is_over
-        elif launches.has_begun(shutdown) or _is_too_late(role, began, shutdown):
-            return True
-        shutdown.wait(_LOOK_SECONDS)
-    return True
+    return _RunWriter(run, role, section, shutdown).follow()
 
 
-class _Launches:
-    """Whether a launch begins whose own follower is to write.
-
-    For a trainer's follower that is one after its own launch, whose end was requested.
-    """
-
-    def __init__(self, run: RunDirectory, role: Role) -> None:
+class _RunWriter:
+    def __init__(
+        self, run: RunDirectory, role: Role, section: TrackingSection, shutdown: Shutdown
+    ) -> None:
+        self._run, self._role, self._section, self._shutdown = run, role, section, shutdown
         size = 0
         with suppress(OSError):
             size = run.events_path.stat().st_size
         self._events = Tail(run.events_path, dict[str, Any], size)
-        self._is_over = role == "evaluator"
+        self._is_launch_over = role == "evaluator"
 
-    def has_begun(self, shutdown: Shutdown) -> bool:
-        was_over, self._is_over = self._is_over, self._is_over or shutdown.is_requested
+    def follow(self) -> bool:
+        leases = Leases(_LEASE_SECONDS, {"role": self._role, "caught_up": False})
+        path, began, trouble = writer_path(self._run), time.monotonic(), ""
+        while self._run.exists():
+            lease = None
+            try:
+                path.parent.mkdir(exist_ok=True)  # not the run's, which may be deleted now
+                lease = leases.take(path)
+            except OSError as error:  # a full disk, for as long as it lasts
+                if str(error) != trouble:
+                    trouble = str(error)
+                    log(f"{path} cannot be written: {error}")
+            if lease is not None:
+                is_over = self._write(lease)
+                if is_over is not None:
+                    return is_over
+            elif self._has_launch_begun() or self._is_too_late(began):
+                return True
+            self._shutdown.wait(_LOOK_SECONDS)
+        return True
+
+    def _has_launch_begun(self) -> bool:
+        """Whether a launch begins whose own follower is to write.
+
+        For a trainer's follower that is one after its own launch, whose end was requested.
+        """
+        was_over = self._is_launch_over
+        self._is_launch_over |= self._shutdown.is_requested
         with suppress(OSError):
             kinds = [event.get("event") for event in self._events.read()]
             return was_over and any(kind in BEGINNINGS for kind in kinds)
         return False
 
+    def _is_too_late(self, began: float) -> bool:
+        """Whether to wait no longer for the lease: the process that has it sends everything."""
+        is_trainer, shutdown = self._role == "trainer", self._shutdown
+        if shutdown.is_requested:
+            seconds = _MAX_END_SECONDS if is_trainer else _EVALUATOR_WAIT_SECONDS_AT_END
+            return shutdown.is_immediate or shutdown.requested_seconds > seconds
+        return not is_trainer and time.monotonic() - began > _EVALUATOR_WAIT_SECONDS
 
-def _is_too_late(role: Role, began: float, shutdown: Shutdown) -> bool:
-    """Whether to wait no longer for the lease: the process that has it sends everything."""
-    if shutdown.is_requested:
-        is_trainer = role == "trainer"
-        seconds = _MAX_END_SECONDS if is_trainer else _EVALUATOR_WAIT_SECONDS_AT_END
-        return shutdown.is_immediate or shutdown.requested_seconds > seconds
-    return role == "evaluator" and time.monotonic() - began > _EVALUATOR_WAIT_SECONDS
-
-
-def _write(
-    lease: Lease,
-    run: RunDirectory,
-    role: Role,
-    section: TrackingSection,
-    launches: _Launches,
-    shutdown: Shutdown,
-) -> bool | None:
-    """Write until the lease is lost or given back; see `follow`. None: wait for it again."""
-    feeds = [Feed(run, *each, lease) for each in make_trackers(run, section).items()]
-    with kept(lease):
-        for feed in feeds:
-            feed.start()
-        is_over = _wait(lease, run, role, feeds, launches, shutdown)
-        for feed in feeds:
-            feed.end_now()
-        stuck = [feed.name for feed in feeds if not feed.join(_MAX_CLOSE_SECONDS)]
-    if stuck:
-        log(f"{', '.join(stuck)} does not end in {_MAX_CLOSE_SECONDS:g} s. This process ends.")
-        return False
-    if lease.is_held and run.exists():
-        with suppress(OSError):
-            lease.end("released", **_condition(feeds))
-    return True if is_over or role == "evaluator" else None
-
-
-def _wait(
-    lease: Lease,
-    run: RunDirectory,
-    role: Role,
-    feeds: Sequence[Feed],
-    launches: _Launches,
-    shutdown: Shutdown,
-) -> bool:
-    """Wait until the lease is lost (False), or this process is to end (True)."""
-    condition: dict[str, Any] = {"troubles": {}, "caught_up": False}
-    well_at = time.monotonic()
-    while lease.is_held and run.exists():
-        shutdown.wait(_LOOK_SECONDS)
-        is_ending, now = shutdown.is_requested, time.monotonic()
-        if launches.has_begun(shutdown):
-            return True
-        if is_ending:
+    def _write(self, lease: Lease) -> bool | None:
+        """Write until the lease is lost or given back; None: wait for it again."""
+        trackers = make_trackers(self._run, self._section)
+        feeds = [Feed(self._run, *each, lease) for each in trackers.items()]
+        with kept(lease):
             for feed in feeds:
-                feed.finish()
-            if _is_done(feeds, shutdown):
+                feed.start()
+            is_over = self._wait(lease, feeds)
+            for feed in feeds:
+                feed.end_now()
+            stuck = [feed.name for feed in feeds if not feed.join(_MAX_CLOSE_SECONDS)]
+        if stuck:
+            log(f"{', '.join(stuck)} does not end in {_MAX_CLOSE_SECONDS:g} s. This process ends.")
+            return False
+        if lease.is_held and self._run.exists():
+            with suppress(OSError):
+                lease.end("released", **_condition(feeds))
+        return True if is_over or self._role == "evaluator" else None
+
+    def _wait(self, lease: Lease, feeds: Sequence[Feed]) -> bool:
+        """Wait until the lease is lost (False), or this process is to end (True)."""
+        condition: dict[str, Any] = {"troubles": {}, "caught_up": False}
+        well_at = time.monotonic()
+        while lease.is_held and self._run.exists():
+            self._shutdown.wait(_LOOK_SECONDS)
+            is_ending, now = self._shutdown.is_requested, time.monotonic()
+            if self._has_launch_begun():
                 return True
-        elif role == "evaluator":
-            well_at = well_at if any(feed.trouble for feed in feeds) else now
-            if now - well_at > _MAX_TROUBLE_SECONDS:
-                return True
-        if (found := _condition(feeds)) != condition:
-            condition = found
-            with suppress(OSError):  # a full disk: it is said later
-                lease.renew(**condition)
-    return False
+            if is_ending:
+                for feed in feeds:
+                    feed.finish()
+                if _is_done(feeds, self._shutdown):
+                    return True
+            elif self._role == "evaluator":
+                well_at = well_at if any(feed.trouble for feed in feeds) else now
+                if now - well_at > _MAX_TROUBLE_SECONDS:
+                    return True
+            if (found := _condition(feeds)) != condition:
+                condition = found
+                with suppress(OSError):  # a full disk: it is said later
+                    lease.renew(**condition)
+        return False
 
 
 def _is_done(feeds: Sequence[Feed], shutdown: Shutdown) -> bool:
