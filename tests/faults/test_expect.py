@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longtake.faults.checkpoints import flip
+from longtake.faults.data import flip
 from longtake.faults.expect import (
     Evidence,
     Recovery,

@@ -1,4 +1,4 @@
-"""Faults of a node and its ranks: slow ranks, wrong clocks, full disks, processes that are lost."""
+"""Faults of nodes and processes: hangs, slow ranks, wrong clocks, full disks, lost processes."""
 
 import math
 import os
@@ -6,13 +6,15 @@ import random
 import resource
 import signal
 import time
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from longtake import heartbeat
 from longtake.errors import RunError
-from longtake.faults.checkpoints import limit_file_size, resume
+from longtake.faults.data import limit_file_size, resume
 from longtake.faults.expect import BITWISE, Evidence, Recovery
-from longtake.faults.faulty_processes import CLOCK_FILE
+from longtake.faults.faulty_processes import CLOCK_FILE, Hang
 from longtake.faults.faulty_processes import PROGRAM as FAULTY_PROCESSES
 from longtake.faults.registry import fault
 from longtake.faults.sandbox import (
@@ -22,12 +24,249 @@ from longtake.faults.sandbox import (
     ObservedEvent,
     RunObserver,
     Sandbox,
+    TrainingProcess,
     TrainingSite,
+    stop_while_decoding,
 )
 from longtake.fsio import read_json, read_json_lines
 from longtake.health.clock import STEP_SECONDS
-from longtake.node_dir import NodeEventKind, this_node
+from longtake.node_dir import NodeEventKind, diagnosis_path, this_node
 from longtake.process import program, start
+
+_LIMIT_SECONDS = 15.0  # from the hang until the process is named, in a run of short steps
+_WORKER_CHANGES = ("watch.action=restart-worker", "data.sample_timeout_seconds=60")
+_WINDOWS = 40  # that a decode worker reads before it hangs
+_USUAL_STEPS = 8  # until the usual time of a clip is known
+_STEP = 23  # in which rank 1 hangs
+_RANK = 1
+_WORKER_NAMED = (
+    "It is named with its line and clip in 15 s, and replaced; every step is bitwise the same."
+)
+_RANK_NAMED = "It is named with its line in 15 s, and it is said which rank waits for it."
+
+
+@fault(
+    "frozen-loader-worker-in-c",
+    family="frozen-loader-worker",
+    does="Lets a decode worker wait for ever in a C library that released the GIL.",
+    must=_WORKER_NAMED,
+)
+def frozen_loader_worker_in_c(sandbox: Sandbox) -> Evidence:
+    return _frozen_worker(sandbox, "frozen-loader-worker-in-c", "freeze-worker-in-c")
+
+
+@fault(
+    "frozen-loader-worker-holding-gil",
+    family="frozen-loader-worker",
+    does="Lets a decode worker wait for ever in a C library that holds the GIL.",
+    must=_WORKER_NAMED,
+)
+def frozen_loader_worker_holding_gil(sandbox: Sandbox) -> Evidence:
+    return _frozen_worker(sandbox, "frozen-loader-worker-holding-gil", "freeze-worker-holding-gil")
+
+
+@fault(
+    "frozen-loader-worker-stopped",
+    family="frozen-loader-worker",
+    does="Stops a decode worker (SIGSTOP) while it decodes a clip.",
+    must=_WORKER_NAMED,
+)
+def frozen_loader_worker_stopped(sandbox: Sandbox) -> Evidence:
+    return _frozen_worker(sandbox, "frozen-loader-worker-stopped", None)
+
+
+def _frozen_worker(sandbox: Sandbox, name: str, kind: InjectionKind | None) -> Evidence:
+    """Train to the end while one decode worker hangs and another gets its work."""
+    site, evidence = sandbox.fresh(name), Evidence()
+    inject = Injection(kind, _WINDOWS) if kind else None
+    with site.launch(*_WORKER_CHANGES, inject=inject) as process:
+        if kind:
+            hang = process.wait_for_hang()
+        else:
+            process.wait_for_rows(_USUAL_STEPS)
+            hang = stop_while_decoding(process, site.clips)
+        found, diagnosis = _wait_for_stall(process, site)
+        expect_diagnosis(evidence, found, diagnosis, hang, rank=0, waiting=[0])
+        ended = process.wait_for_node_event("restarted_worker") if found else None
+        process.finish()
+        _expect_one_stall(evidence, process)
+    pid = ended.event["pid"] if ended else None
+    wrong = f"process {hang.pid} was to be ended by the watcher, and {pid} was"
+    evidence.expect(pid == hang.pid, wrong)
+    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    evidence.message = (
+        f"{diagnosis.get('sentence')} It was ended, another worker read its clip, and every step "
+        "is bitwise the undisturbed run's."
+    )
+    return evidence
+
+
+@fault(
+    "hung-rank-asleep",
+    family="hung-rank",
+    does="Lets one rank of two sleep for ever in Python.",
+    must=_RANK_NAMED,
+)
+def hung_rank_asleep(sandbox: Sandbox) -> Evidence:
+    return _hung_rank(sandbox, "hung-rank-asleep", "hang-rank-1-asleep")
+
+
+@fault(
+    "hung-rank-holding-gil",
+    family="hung-rank",
+    does="Lets one rank of two wait for ever in a C library that holds the GIL.",
+    must=_RANK_NAMED,
+)
+def hung_rank_holding_gil(sandbox: Sandbox) -> Evidence:
+    return _hung_rank(sandbox, "hung-rank-holding-gil", "hang-rank-1-holding-gil")
+
+
+@fault(
+    "hung-rank-stopped",
+    family="hung-rank",
+    does="Stops one rank of two (SIGSTOP), and continues it when it was named.",
+    must="It is named with its line in 15 s; then the run continues, and nothing is lost.",
+)
+def hung_rank_stopped(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("hung-rank-stopped"), Evidence()
+    with _launch(site, "hang-rank-1-stopped") as process:
+        hang = process.wait_for_hang()
+        sentence = _expect_rank_named(evidence, process, site, hang)
+        os.kill(hang.pid, signal.SIGCONT)
+        cleared = process.wait_for_node_event("stall_cleared")
+        process.finish()
+        _expect_one_stall(evidence, process)
+    evidence.expect(cleared is not None, "no event says that the stall ended")
+    evidence.expect_near(site, sandbox.undisturbed)
+    evidence.message = f"{sentence} Continued, it trained to its end, and nothing was lost."
+    return evidence
+
+
+@fault(
+    "hung-rank-in-collective",
+    family="hung-rank",
+    does="Lets one rank of two begin a collective that the other never joins.",
+    must=_RANK_NAMED,
+)
+def hung_rank_in_collective(sandbox: Sandbox) -> Evidence:
+    return _hung_rank(sandbox, "hung-rank-in-collective", "hang-rank-1-in-collective")
+
+
+@fault(
+    "hung-rank-killed",
+    family="hung-rank",
+    does="Lets one rank of two sleep for ever, with watch.action = kill and torchrun's restarts.",
+    must="It is named and killed; all ranks resume from the last checkpoint, and the run finishes.",
+)
+def hung_rank_killed(sandbox: Sandbox) -> Evidence:
+    site, evidence = sandbox.fresh("hung-rank-killed"), Evidence()
+    with _launch(site, "hang-rank-1-asleep", "watch.action=kill", restarts=1) as process:
+        hang = process.wait_for_hang()
+        sentence = _expect_rank_named(evidence, process, site, hang)
+        killed = process.wait_for_node_event("killed_rank")
+        resumed = process.wait_for_event("resumed")
+        process.finish()
+    expect_restart(evidence, hang, killed, resumed)
+    evidence.expect_near(site, sandbox.undisturbed)
+    seconds = resumed.at - hang.at if resumed else 0.0
+    evidence.message = (
+        f"{sentence} It was killed, and torchrun started all ranks again: {seconds:.1f} s after "
+        f"the hang the run resumed, and trained {evidence.steps_lost} steps twice."
+    )
+    return evidence
+
+
+def expect_restart(
+    evidence: Evidence, hang: Hang, killed: ObservedEvent | None, resumed: ObservedEvent | None
+) -> None:
+    """Expect that the rank was killed, and the run resumed from a checkpoint before the hang."""
+    pid = killed.event["pid"] if killed else None
+    wrong = f"rank {_RANK} is process {hang.pid}, and {pid} was killed"
+    evidence.expect(pid == hang.pid, wrong)
+    step = resumed.event["step"] if resumed else None
+    evidence.expect(
+        step is not None and 0 < step <= _STEP, f"it resumed from step {step}, and hung in {_STEP}"
+    )
+
+
+def _hung_rank(sandbox: Sandbox, name: str, kind: InjectionKind) -> Evidence:
+    """Train until rank 1 hangs and is named."""
+    site, evidence = sandbox.fresh(name), Evidence()
+    with _launch(site, kind) as process:
+        hang = process.wait_for_hang()
+        evidence.message = _expect_rank_named(evidence, process, site, hang)
+    return evidence
+
+
+def _launch(
+    site: TrainingSite, kind: InjectionKind, *changes: str, restarts: int = 0
+) -> TrainingProcess:
+    inject, changes = Injection(kind, _STEP), ("data.workers=1", *changes)
+    return site.launch(*changes, ranks=2, inject=inject, restarts=restarts)
+
+
+def _expect_rank_named(
+    evidence: Evidence, process: TrainingProcess, site: TrainingSite, hang: Hang
+) -> str:
+    found, diagnosis = _wait_for_stall(process, site)
+    expect_diagnosis(evidence, found, diagnosis, hang, rank=_RANK, waiting=[0])
+    return str(diagnosis.get("sentence"))
+
+
+def _wait_for_stall(
+    process: TrainingProcess, site: TrainingSite
+) -> tuple[ObservedEvent | None, dict[str, Any]]:
+    found = process.wait_for_node_event("stalled")
+    return found, read_json(diagnosis_path(site.run, found.event["token"])) if found else {}
+
+
+def expect_diagnosis(
+    evidence: Evidence,
+    found: ObservedEvent | None,
+    diagnosis: dict[str, Any],
+    hang: Hang,
+    rank: int,
+    waiting: Iterable[int],
+) -> None:
+    """Expect that the process that hangs is named in time: it alone, with its line and clip."""
+    none = f"no event says that process {hang.pid} hangs"
+    evidence.expect_event(found, hang.at, none, within=_LIMIT_SECONDS)
+    if found:
+        suspects = diagnosis.get("suspects", [])
+        named = [each["pid"] for each in suspects]
+        wrong = f"the diagnosis names processes {named}, and {hang.pid} hangs"
+        evidence.expect(named == [hang.pid], wrong)
+        if hang.pid in named:
+            _expect_suspect(evidence, suspects[named.index(hang.pid)], hang, rank)
+        sentence, where = diagnosis.get("sentence", ""), f"{Path(hang.file).name}:{hang.line}"
+        wanted = [str(hang.pid), Path(hang.path).name, where if hang.line else ""]
+        missing = [words for words in wanted if words not in sentence]
+        evidence.expect(not missing, f"the sentence does not say {', '.join(missing)}: {sentence}")
+    reported = {each for group in diagnosis.get("waiting", []) for each in group["ranks"]}
+    wrong = f"ranks {sorted(reported)} are said to wait, and {sorted(waiting)} do"
+    evidence.expect(reported == set(waiting), wrong)
+
+
+def _expect_suspect(evidence: Evidence, suspect: dict[str, Any], hang: Hang, rank: int) -> None:
+    found = {"rank": suspect["rank"], "clip": suspect["clip"]}
+    found["clip_path"] = str(Path(suspect["clip_path"]))
+    found["line"] = _where(suspect["function"], suspect["file"], suspect["line"])
+    wanted = {"rank": rank, "clip": hang.clip, "clip_path": hang.path and str(Path(hang.path))}
+    wanted["line"] = _where(hang.function, hang.file, hang.line) if hang.line else ""
+    for key, value in wanted.items():
+        wrong = f"its {key} is said to be {found[key]}, not {value}"
+        evidence.expect(value in ("", found[key]), wrong)
+
+
+def _where(function: str, file: str, line: int) -> str:
+    return f"{function} ({Path(file).name}:{line})"
+
+
+def _expect_one_stall(evidence: Evidence, process: RunObserver) -> None:
+    stalls = [event for event in process.node_events() if event["event"] == "stalled"]
+    wrong = f"{len(stalls)} stalls were reported, and there was one"
+    evidence.expect(len(stalls) <= 1, wrong)
+
 
 _SLOW_CHANGES = ("data.workers=0", "training.steps=600")
 _SLOW_SETTINGS = {"health_seconds": 4.0}
