@@ -29,7 +29,7 @@ _WARM_UP = 40
 
 
 def main() -> None:
-    """Measure both ways in turn, or one way where `--one` says so."""
+    """Measure both ways alternately, or the way of `--one`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)

@@ -48,18 +48,18 @@ _WARM_UP = 5
 
 
 class Cost(NamedTuple):
-    """Of one save, in seconds."""
+    """The cost of one save, in seconds."""
 
     waiting: float
     """Until the next step may begin."""
     slower: float
-    """What the steps after it took longer than those before it, together."""
+    """Sum of the additional time of the steps after it."""
     steps: int
-    """Steps until the checkpoint was whole."""
+    """Steps until the checkpoint was complete."""
 
 
 def main() -> None:
-    """Save in each way in turn; print and write the table."""
+    """Save in each way alternately; print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--saves", type=int, default=7, help="in each way")
     parser.add_argument("--steps", type=int, default=12, help="before a save, and after it")
@@ -102,7 +102,7 @@ def _compare(folder: Path, saves: int, steps: int) -> list[str]:
 
 
 def _cost_of(save: Callable[[], Callable[[], bool]], step: Callable[[], float], steps: int) -> Cost:
-    """Of one save among so many steps before and after it, and as many more as it needs."""
+    """The cost of one save, from the steps before and after it."""
     usual = statistics.median(step() for _ in range(steps))
     begun = time.perf_counter()
     is_done = save()
@@ -126,7 +126,7 @@ def _save(saver: Saver, state: TrainingState, *, waits: bool = False) -> Callabl
 
 
 def _torch_save(folder: Path, state: TrainingState) -> Callable[[], bool]:
-    """All parts as one, as torch does it by itself: no checksums, and no folder that is whole."""
+    """Save all parts as one state dict by torch alone, without checksums and COMMITTED."""
     shutil.rmtree(folder, ignore_errors=True)
     model = state.components.model
     parts = {
@@ -198,7 +198,7 @@ def _report(
         for way, each in costs.items()
     ]
     return [
-        "# How long saving holds up training",
+        "# How long saving delays training",
         "",
         f"`python benchmarks/checkpoint_stall.py --saves {saves} --steps {steps}`: "
         f"{size / 1e6:.0f} MB of weights, AdamW's states and an average, in fp32; steps of "

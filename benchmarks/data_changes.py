@@ -61,7 +61,7 @@ _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|StopIteration)\b.*(?:\n.*
 
 @dataclass(frozen=True)
 class Change:
-    """What is different when the state is restored."""
+    """A change of the data between saving and restoring the state."""
 
     title: str
     size: int = _SIZE
@@ -190,7 +190,7 @@ def _theirs(tool: str, said: list[str]) -> list[str]:
 
 
 def _rewrite(tool: str, data: Path, size: int) -> None:
-    """Write a data set where another may have been."""
+    """Write a data set, in place of an existing one."""
     if data.exists():
         shutil.rmtree(data)
     data.mkdir()
@@ -198,7 +198,7 @@ def _rewrite(tool: str, data: Path, size: int) -> None:
 
 
 def _run(tool: str, what: str, data: Path, ranks: int, state: Path, *rest: str) -> list[int]:
-    """The numbers that all ranks were given."""
+    """The samples that each rank was given."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -265,7 +265,7 @@ def _head(found: Sequence[str]) -> list[str]:
 
 
 def _footnotes(said: Sequence[str]) -> list[str]:
-    """What was said with each refusal, the lines of one message as one."""
+    """The messages of all refusals, each as one line."""
     if not said:
         return []
     texts = [" ".join(text.split()) for text in said]

@@ -76,7 +76,7 @@ def _window(
     num_frames: int = _NUM_FRAMES,
     starts: int | None = None,
 ) -> Window:
-    """At a random place, the short side scaled to 256 and the long side cut to a multiple of 16."""
+    """A random window; short side scaled to 256, long side cropped to a multiple of 16."""
     assert clip.timing
     start = chance.randrange(starts or clip.num_frames - num_frames + 1)
     keyframe = max((key for key in clip.keyframes if key <= start), default=None)
@@ -106,7 +106,7 @@ def _window(
 
 
 def _bare(window: Window) -> None:
-    """What somebody would write who wants the pixels, and nothing else."""
+    """A minimal loop that decodes the pixels."""
     reformatter, frames = VideoReformatter(), []
     with av.open(window.media.path) as container:
         stream = container.streams[window.stream_index]
@@ -150,7 +150,7 @@ def _bare_process(windows: Sequence[Window], start: object, report: object) -> N
 
 
 def _run_bare(windows: Sequence[Window], processes: int) -> tuple[float, float]:
-    """Wall and CPU seconds, starting not counted."""
+    """Wall and CPU seconds, without the start."""
     context = multiprocessing.get_context("spawn")
     start, report = context.Barrier(processes + 1), context.SimpleQueue()
     started = [
@@ -169,7 +169,7 @@ def _run_bare(windows: Sequence[Window], processes: int) -> tuple[float, float]:
 
 
 def _run_pool(windows: Sequence[Window], processes: int) -> tuple[float, float]:
-    """Wall and CPU seconds of all processes, this one included; starting not counted."""
+    """Wall and CPU seconds of all processes, including this one, without the start."""
     with DecodePool(processes) as pool:
         all_done([pool.submit(windows[0]) for _ in range(4 * processes)])
         before, begun = _cpu_seconds(pool), time.perf_counter()
@@ -178,7 +178,7 @@ def _run_pool(windows: Sequence[Window], processes: int) -> tuple[float, float]:
 
 
 def _read(pool: DecodePool, windows: Sequence[Window]) -> None:
-    """As a training run reads: some windows ahead, each let go once it was used."""
+    """Read as a training run does: some windows ahead, each freed after its use."""
     ahead: deque[Future[NDArray[np.uint8]]] = deque()
     for window in windows:
         ahead.append(pool.submit(window))
@@ -195,7 +195,7 @@ def _cpu_seconds(pool: DecodePool) -> float:
 
 def _throughput(clips: Sequence[tuple[Media, Probe]], count: int, rounds: int) -> list[str]:
     lines = [
-        "# Decoding in watched processes",
+        "# Decoding in supervised processes",
         "",
         f"`python benchmarks/data_decoding.py`, {platform.machine()}, {os.cpu_count()} cores, PyAV "
         f"{av.__version__}. Windows of {_NUM_FRAMES} frames at random places, the short side "
@@ -239,7 +239,7 @@ def _row(name: str, windows: Sequence[Window], rounds: int) -> str:
 
 
 def _endurance(clips: Sequence[tuple[Media, Probe]], reads: int) -> list[str]:
-    """One worker's memory and open files, early and late."""
+    """Memory and open files of one worker, after a tenth of the reads and at the end."""
     chance = random.Random(1)  # noqa: S311 - which clip comes when
     windows = [
         _window(*chance.choice(clips), chance, _ENDURED_FRAMES, _ENDURED_STARTS)

@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from longtake.data.order import EpochSpan, permuted
 
 Order = NDArray[np.int64]
-"""[N] the place in the catalog of each sample of an epoch, in training order."""
+"""[N] position in the catalog of each sample of an epoch, in training order."""
 
 _RESULTS = Path(__file__).parent / "results" / "data_order.md"
 _BATCH = 256
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _ours(size: int, seed: int) -> Order:
-    """As a run trains: batches in their shuffled order."""
+    """The order of a run: batches in their shuffled order."""
     leg = EpochSpan((size,), _BATCH, seed, num_epochs=1)
     assert leg.num_batches is not None
     return np.concatenate([leg.batch(number).positions for number in range(leg.num_batches)])
@@ -98,7 +98,7 @@ def _lcg(size: int, seed: int) -> Order:
 
 
 def _grain() -> Callable[[int, int], Order] | None:
-    """What grain's IndexSampler and `shuffle` order by, or None where it is not installed."""
+    """The order of grain's IndexSampler and `shuffle`, or None if grain is not installed."""
     try:
         from grain._src.python.experimental.index_shuffle.python import (  # type: ignore[import-not-found,unused-ignore]
             index_shuffle_module,
@@ -142,7 +142,7 @@ def _worst(ratios: Sequence[float]) -> float:
 
 
 def _measures(order: Order) -> list[float]:
-    """The columns of the table, of one epoch."""
+    """The columns of the table for one epoch."""
     size = len(order)
     assert (np.bincount(order, minlength=size) == 1).all(), "each clip exactly once"
     features = [
@@ -171,7 +171,7 @@ def _chi_square(order: Order, lag: int) -> float:
 
 
 def _throughput(ways: dict[str, Callable[[int, int], Order]], size: int, rounds: int) -> list[str]:
-    """All in turn in each round, so that what else the machine does meets all alike."""
+    """Alternate in each round, so that other load of the machine affects all equally."""
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for seed in range(rounds):
         for name, way in ways.items():

@@ -65,7 +65,7 @@ _PEERS = {"torchdata": "torchdata", "mosaicml-streaming": "streaming", "grain": 
 
 
 def main() -> None:
-    """Measure all in turn, or one of them where `--one` says so."""
+    """Measure all one after another, or the one of `--one`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clips", type=float, nargs="+", default=[1e4, 1e6, 1e8])
     parser.add_argument("--rounds", type=int, default=3, help="at 10^8 the peers have one")
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def _in_a_process(name: str, clips: int) -> dict[str, float] | None:
-    """What one way measured of itself; None if it took too long."""
+    """The measurements of one process; None if it took too long."""
     command = [sys.executable, "-W", "ignore", __file__, "--one", name, "--clips", str(clips)]
     with suppress(subprocess.TimeoutExpired):
         done = subprocess.run(  # noqa: S603 - our own program
@@ -98,7 +98,7 @@ def _in_a_process(name: str, clips: int) -> dict[str, float] | None:
 
 
 def _measured(name: str, clips: int) -> dict[str, float]:
-    """Run one way's steps up to its first batch; the last step is what resuming costs."""
+    """Run the steps of one tool up to its first batch; the last step is the cost of resuming."""
     steps = _WAYS[name](clips)
     next(steps)  # all is imported, and the state is there
     before, planning = _own_bytes(), 0.0
@@ -115,7 +115,7 @@ def _measured(name: str, clips: int) -> dict[str, float]:
 
 
 def _own_bytes() -> float:
-    """What the process holds of its own, after freed memory was handed back."""
+    """Anonymous memory of the process, after freed memory was returned to the kernel."""
     gc.collect()
     pa.default_memory_pool().release_unused()
     with suppress(AttributeError):  # glibc's
@@ -159,7 +159,7 @@ def _plan(clips: int) -> Iterator[Any]:
 
 
 def _write_table(path: str, clips: int) -> None:
-    """The columns that planning reads, in chunks as long as a catalog's."""
+    """Write the columns that planning reads, in chunks as long as a catalog's."""
     chance = np.random.default_rng(1)
     shapes = np.array(_SIZES, np.int32)
     schema = pa.schema([("caption", pa.string())])

@@ -57,7 +57,7 @@ evaluation.reference_clips = 0
 
 
 class Evaluation(NamedTuple):
-    """One checkpoint, by the clock of this machine, in seconds."""
+    """Times of one checkpoint's evaluation, in seconds of this machine's clock."""
 
     step: int
     committed: float
@@ -66,11 +66,11 @@ class Evaluation(NamedTuple):
     first_video: float
     """After the claim."""
     cores: float
-    """That the server used meanwhile, on average."""
+    """Cores that the server used meanwhile, on average."""
 
 
 class Turn(NamedTuple):
-    """Training beside an evaluation, and the same steps of the checkpoint before it."""
+    """Steps during an evaluation, and the same steps after the checkpoint before."""
 
     alone: list[float]
     beside: list[float]
@@ -103,7 +103,7 @@ def _measure(folder: Path, rounds: int, every: int) -> list[str]:
 
 
 def _train(folder: Path, every: int) -> list[tuple[float, float]]:
-    """Let both run to the end; by the clock, how much processor time the server has used."""
+    """Run both to the end; the server's processor time at each time."""
     options = ["--follow", "--preset", _PRESET, "--backlog", f"every={2 * every}"]
     with (
         _started(folder, "evaluate", "run", *options) as server,
@@ -162,7 +162,7 @@ def _cores(used: Sequence[tuple[float, float]], since: float, until: float) -> f
 
 
 def _turn(run: RunDirectory, evaluation: Evaluation, every: int) -> Turn:
-    """The steps that lay wholly within an evaluation, and those `every` steps before them."""
+    """The steps completely within an evaluation, and those `every` steps before them."""
     rows = {row["step"]: row for row in run.metrics()}
     beside = [
         step
@@ -178,11 +178,11 @@ def _turn(run: RunDirectory, evaluation: Evaluation, every: int) -> Turn:
 
 
 def _in_time(found: Sequence[Evaluation], run: RunDirectory, every: int) -> list[Evaluation]:
-    """Those that ended before the server was to leave the training alone."""
+    """Evaluations that ended before the training was to run alone."""
     ended = {row["step"]: row["time"] for row in run.metrics()}
     good = [each for each in found if each.done <= ended.get(each.step + every, 0.0)]
     if not good:
-        raise SystemExit(f"No evaluation took fewer than {every} steps: give --every more.")
+        raise SystemExit(f"No evaluation took fewer than {every} steps: increase --every.")
     return good
 
 
@@ -199,7 +199,7 @@ def _report(turns: list[Turn], options: str) -> list[str]:
     first = [each.first_video for each in found]
     lasted = [each.done - each.claimed for each in found]
     return [
-        "# What an evaluation server costs the training beside it",
+        "# Cost of an evaluation server for a training on the same cores",
         "",
         f"`python benchmarks/evaluator_beside_training.py {options}`: a training and a server on "
         f"the same {count} cores of {platform.machine()}; {len(found)} evaluations of the preset "
@@ -213,9 +213,8 @@ def _report(turns: list[Turn], options: str) -> list[str]:
         "",
         "| | median | worst |",
         "|---|---|---|",
-        f"| share of its speed that the training loses | {statistics.median(lost):.0f} % | "
-        f"{max(lost):.0f} % |",
-        f"| share of the processor time that the server takes | "
+        f"| loss of training speed | {statistics.median(lost):.0f} % | {max(lost):.0f} % |",
+        f"| share of the processor time that the server uses | "
         f"{100 * statistics.median(taken) / count:.0f} % | {100 * max(taken) / count:.0f} % |",
         _row("from COMMITTED to the claim, s", waited),
         _row("from the claim to the first video, s", first),

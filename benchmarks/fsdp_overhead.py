@@ -73,7 +73,7 @@ def main() -> None:
 
 def _report(rows: Sequence[str], asked: argparse.Namespace) -> list[str]:
     return [
-        "# What longtake's loop costs on two ranks, against plain FSDP2",
+        "# Cost of longtake's loop on two ranks, relative to plain FSDP2",
         "",
         f"`python benchmarks/fsdp_overhead.py --steps {asked.steps} --rounds {asked.rounds} "
         f"--strategy {' '.join(asked.strategy)}`: two gloo ranks on {os.cpu_count()} cores of "
@@ -113,7 +113,7 @@ def _row(folder: Path, strategy: str, asked: argparse.Namespace) -> str:
 
 
 def _turns(folder: Path, strategy: str, steps: int, rounds: int) -> list[_Turn]:
-    """Start two ranks as torchrun does; what rank 0 measured in each round but the first."""
+    """Start two ranks as torchrun does; rank 0's measurements of each round except the first."""
     folder.mkdir()
     captions = write_clips(folder / "clips", num_clips=64, seed=0)
     index([folder / "clips"], captions=captions, out=folder / "catalog.parquet")
@@ -181,7 +181,7 @@ def _as_rank(path: Path, steps: int, rounds: int) -> None:
 
 
 class _Ready(Loader):
-    """Gives the batches that it has once decoded, from memory, as often as they are asked for."""
+    """Returns batches from memory, which were decoded once."""
 
     def __init__(self, recipe: Recipe, world: World) -> None:
         super().__init__(
@@ -193,12 +193,12 @@ class _Ready(Loader):
         self._in_memory = list(super().batches(4))
 
     def batches(self, end_step: int | None = None) -> Iterator[Batch]:
-        """From the first one on, whatever was taken before."""
+        """Batches from the first one on."""
         for number in range(end_step or 0):
             yield self._in_memory[number % len(self._in_memory)]
 
     def end_after(self, steps: int) -> int:
-        """So many."""
+        """The number of the batch after `count` more."""
         return steps
 
 
@@ -210,7 +210,7 @@ def _parts(recipe: Recipe) -> Components:
 
 
 def _bare_parts(recipe: Recipe, world: World) -> Components:
-    """As FSDP2's own tutorial does it: each block, then the rest."""
+    """Shard as FSDP2's tutorial does: each block, then the rest."""
     parts = _parts(recipe)
     for part in (*parts.family.blocks(parts.model), parts.model):
         fully_shard(part, mesh=world.mesh)

@@ -83,11 +83,11 @@ _SMALL: Mapping[str, tuple[str, dict[str, Any], dict[str, int]]] = {
         {"num_frames": 33, "height": 256, "width": 384},
     ),
 }
-"""The example that each is made from, its model's arguments, and its clips' shape."""
+"""The example of each, its model's arguments, and the shape of its clips."""
 
 
 def main() -> None:
-    """Measure what is asked for; print and write the tables."""
+    """Measure the requested parts; print and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--budget", type=float, default=44.5, help="GiB, of the large model's best")
     parser.add_argument("--only", nargs="+", choices=_SECTIONS, default=_SECTIONS)
@@ -119,8 +119,8 @@ def main() -> None:
 
 
 def _skip(reason: str) -> None:
-    """Say so, and write it down unless a GPU's figures are there already."""
-    print(f"Skipped: {reason}. What is said about GPUs is predicted, not measured.")  # noqa: T201
+    """Print the reason, and write it to the results unless they have figures of a GPU."""
+    print(f"Skipped: {reason}. All figures for GPUs are predictions.")  # noqa: T201
     if not _RESULTS.exists() or "Nothing was measured" in _RESULTS.read_text(encoding="utf-8"):
         _RESULTS.write_text(_NOTHING.format(reason=reason), encoding="utf-8")
 
@@ -137,7 +137,7 @@ def _small(name: str, trained: str, arithmetic: str) -> Recipe:
 
 
 class Run(NamedTuple):
-    """What was measured of something, in bytes beside what was there before."""
+    """A measurement, in bytes above the memory before it."""
 
     forward_end_bytes: int
     peak_bytes: int
@@ -145,7 +145,7 @@ class Run(NamedTuple):
 
 
 def _run(once: Callable[[MeasuredMemory | None], None], device: torch.device) -> Run:
-    """Measure what makes a forward and a backward pass, marks their border and leaves nothing."""
+    """Measure a function that runs a forward and a backward pass and leaves no memory."""
     once(None)  # libraries allocate what they keep
     with measured(device) as memory:
         once(memory)
@@ -164,7 +164,7 @@ def _seconds(work: Callable[[], None]) -> float:
 def _model(
     recipe: Recipe, gpu: DeviceBudget, device: torch.device, budget_bytes: int | None = None
 ) -> list[str]:
-    """Every policy of a recipe, and its update; the best for half the way between the extremes."""
+    """Every policy of a recipe, and its update; `best` for the middle of the range."""
     planned = outline_step(recipe, gpu)
     surveyed = sweep_policies(planned.tracer)
     peaks = [trace.peak_bytes for trace in surveyed.traces.values()]
@@ -260,7 +260,7 @@ def _once(
 
 
 def _on_device(step: MetaStep, device: torch.device) -> MetaStep:
-    """The step with random weights, which are made where they are needed."""
+    """The step with random weights, created on the device."""
 
     def real(tensor: Tensor) -> Tensor:
         values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device).normal_(std=0.02)
@@ -277,7 +277,7 @@ def _on_device(step: MetaStep, device: torch.device) -> MetaStep:
 
 
 def _update(step: MetaStep, device: torch.device) -> list[str]:
-    """What the recipe's optimizer keeps and takes in passing, and what torch's default takes."""
+    """Persistent and temporary memory of the recipe's optimizer, and of torch's default."""
     model, section = step.components.model, step.recipe.optimizer
     blocks = step.components.family.blocks(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -296,15 +296,15 @@ def _update(step: MetaStep, device: torch.device) -> list[str]:
     model.zero_grad(set_to_none=True)
     rows = {
         "kept by the optimizer": (ours.device, kept),
-        "taken by an update in passing": (ours.step, passing),
-        "taken by torch's foreach AdamW": (foreach_bytes(model), passing_foreach),
+        "temporary memory of an update": (ours.step, passing),
+        "temporary memory of torch's foreach AdamW": (foreach_bytes(model), passing_foreach),
     }
     lines = [f"| {what} | {' | '.join(_compared(*both))} |" for what, both in rows.items()]
     return ["| update | predicted | measured | off |", "|---|---|---|---|", *lines]
 
 
 def _of_update(build: Callable[[], list[Optimizer]], device: torch.device) -> tuple[int, int]:
-    """Bytes that optimizers keep, and that their second update takes beside."""
+    """Bytes that optimizers keep, and temporary bytes of their second update."""
     with measured(device) as memory:
         optimizers = build()
         for optimizer in optimizers:
@@ -316,16 +316,16 @@ def _of_update(build: Callable[[], list[Optimizer]], device: torch.device) -> tu
 
 
 class Kernel(NamedTuple):
-    """An operation by itself, on leaves of these shapes."""
+    """A single operation on leaf tensors of these shapes."""
 
     function: Callable[..., Tensor]
     shapes: tuple[tuple[int, ...], ...]
     backend: SDPBackend | None = None
-    """Of attention; unset: what torch chooses."""
+    """Of attention; unset: torch's choice."""
 
 
 def _kernels_of_flux(length: int = 8704, num_heads: int = 24) -> dict[str, Kernel]:
-    """What a block of FLUX does, at the shapes of a picture of 1024x1024 with its reference."""
+    """The operations of a block of FLUX, for an image of 1024x1024 with a reference."""
     width = 128 * num_heads
     heads, tokens, wide = (1, num_heads, length, 128), (1, length, width), (1, length, 4 * width)
 
@@ -363,7 +363,7 @@ _KERNEL_COLUMNS = (
 
 
 def _kernel_line(name: str, kernel: Kernel, gpu: DeviceBudget, device: torch.device) -> str:
-    """Its peak in forward and backward pass and what it keeps, beside its operands."""
+    """Peak in forward and backward pass and saved bytes of an operation, without its operands."""
     trace = Tracer(_subject(kernel), gpu).trace({})
     leaves = [torch.randn(shape, dtype=_BF16, device=device) for shape in kernel.shapes]
 
@@ -389,7 +389,7 @@ class _Block(nn.Module):
 
 
 def _subject(kernel: Kernel) -> Subject:
-    """A model that is one block, which is the operation."""
+    """A model with one block that runs the operation."""
     block, held = _Block(kernel.function), dict[str, BlockCall]()
 
     def make_inputs() -> list[Tensor]:

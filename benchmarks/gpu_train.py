@@ -60,7 +60,7 @@ _GIB = 2**30
 _SHARE_OF_MEMORY = 0.9
 _TIMED = 4
 _LEAST_SECONDS = {"eager": 25.0, "compiled": 90.0, "case": 30.0}
-"""What must be left of the time to begin another."""
+"""Minimum time that must be left to begin another."""
 _NOTHING = """# Training steps on a GPU
 
 `python benchmarks/gpu_train.py`
@@ -139,7 +139,7 @@ _TINY = {
 
 
 def main() -> None:
-    """Measure what is asked for, as long as there is time; write after each row."""
+    """Measure the requested cases while there is time; write after each row."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=list(_CASES), default=list(_CASES))
     parser.add_argument("--minutes", type=float, default=7.5)
@@ -173,7 +173,7 @@ def _skip(reason: str) -> None:
 
 
 class Row(NamedTuple):
-    """One way to make a step."""
+    """One way to run a step."""
 
     name: str
     seconds: float
@@ -184,7 +184,7 @@ class Row(NamedTuple):
 
 
 class _Report:
-    """Prints rows and writes all that there are after each."""
+    """Prints rows, and writes all rows after each."""
 
     def __init__(self, is_tiny: bool) -> None:
         self._is_tiny = is_tiny
@@ -241,7 +241,7 @@ def _session(step: MetaStep, world: World) -> Session:
 
 
 def _measured(case: Case, until: float, asked: argparse.Namespace) -> Iterator[Row]:
-    """Each way to train the case, as long as it fits and there is time."""
+    """Each way to train the case that fits, while there is time."""
     gpu, device = (CPU, torch.device("cpu")) if asked.tiny else (device_for("cuda"), _cuda())
     plans = dict(_plans(case.recipe(), gpu))
     step = _on_device(outline_step(case.recipe(), gpu), device)
@@ -278,7 +278,7 @@ def _not_fitting(name: str) -> Row:
 
 
 def _plans(recipe: Recipe, gpu: DeviceBudget) -> Iterator[tuple[str, Options | None]]:
-    """How blocks are run; None where that is predicted not to fit the GPU."""
+    """Options of the blocks; None if they are predicted not to fit."""
     step = outline_step(recipe, gpu)
     surveyed, fixed = sweep_policies(step.tracer), static_memory(step)
     names = tuple(step.tracer.subject.blocks)
@@ -294,7 +294,7 @@ def _plans(recipe: Recipe, gpu: DeviceBudget) -> Iterator[tuple[str, Options | N
 
 
 def _row(name: str, one: Callable[[], None], bench: Bench) -> Row:
-    """What was measured, or why nothing could be: too little memory, or no compiler."""
+    """The measurements, or the reason why there are none: too little memory, or no compiler."""
     try:
         return _timed(name, one, bench)
     except RuntimeError as error:
@@ -329,7 +329,7 @@ def _wait(device: torch.device, reset: bool = False) -> None:
 
 
 def _step_flops(recipe: Recipe, step: MetaStep) -> float:
-    """Counted without weights: a model that is compiled or spread cannot be."""
+    """FLOPs of a step, counted without weights: a compiled or sharded model cannot be."""
     parts = outline(recipe)
     forward = forward_flops(parts, recipe, latent_shape(parts.codec, step.bucket))
     passes = 3 if recipe.trainable.base() == "full" else 2
@@ -353,7 +353,7 @@ def _ours(name: str, options: Options | None, bench: Bench) -> Row:
 
 
 def _diffusers_step(bench: Bench, options: Options) -> Callable[[], None]:
-    """A step as diffusers' examples make it, of the same model and batch."""
+    """A step as in diffusers' examples, with the same model and batch."""
     parts, recipe, device = bench.state.components, bench.recipe, bench.world.device
     _run_by(options, bench)
     trained = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
@@ -417,7 +417,7 @@ def _batch(step: MetaStep, device: torch.device) -> Batch:
 
 
 def _on_device(step: MetaStep, device: torch.device) -> MetaStep:
-    """The step with random weights, which are made where they are needed."""
+    """The step with random weights, created on the device."""
     generator = torch.Generator(device).manual_seed(0)
 
     def real(tensor: Tensor) -> Tensor:
@@ -474,7 +474,7 @@ def _as_rank(out: Path, is_tiny: bool) -> None:
 
 
 def _of_batch(case: Case, size: int) -> Case:
-    """The same case with so many clips in a step of all ranks."""
+    """The same case with another global batch size."""
     changes = dict(case.changes)
     changes["training"] = {**changes.get("training", {}), "global_batch_size": size}
     return case._replace(changes=changes)

@@ -32,14 +32,14 @@ from longtake.training.train import train
 _RESULTS = Path(__file__).parent / "results" / "guard_calibration.md"
 _VERDICTS = ("update_skipped", "anomaly_detected")
 _PLACES = (0.1, 0.35, 0.6, 0.85)
-"""Of a run, where faults begin."""
+"""Positions in a run, as shares of it, where faults begin."""
 _REACH = 100
-"""Steps within which a fault is to be found."""
+"""Steps within which a fault must be found."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What becomes of a step's numbers, so many steps after it began (0: the first)."""
+    """Changes the statistics of a step, a number of steps after the fault began (0: the first)."""
 
     name: str
     change: Callable[[StepStatistics, int], StepStatistics]
@@ -49,7 +49,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Trial:
-    """How one kind of fault was found."""
+    """Detections of one kind of fault."""
 
     name: str
     delays: tuple[int | None, ...]
@@ -124,7 +124,7 @@ def _verdicts_in(run: RunDirectory) -> int:
 
 
 def recorded_steps(run: RunDirectory) -> list[StepStatistics]:
-    """What the guard was shown in each step of a run, from what the run wrote down."""
+    """The statistics of each step of a run, from its records."""
     rows, recipe = run.metrics(), run.recipe()
     base = recipe.optimizer.learning_rate
     factors = [0.0, *(row["learning_rate"] / base for row in rows)]
@@ -159,7 +159,7 @@ def _statistics(row: Metrics, factor: float, epoch_before: int, batch_size: int)
 
 
 def _number(written: float | None) -> float:
-    """JSON has no NaN: what is none is written as null."""
+    """A number of a record; NaN is written as null, because JSON has no NaN."""
     return math.nan if written is None else written
 
 
@@ -168,7 +168,7 @@ def _numbers(written: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def _seconds_of_judging(steps: Sequence[StepStatistics]) -> float:
-    """Of one step; processor time, so that a busy machine does not count."""
+    """Seconds of judging one step; processor time, so that other load does not count."""
     section = GuardSettings()
     history, seconds = History(section.window), 0.0
     for step in steps:
@@ -200,7 +200,7 @@ def _first(fault: Fault, steps: Sequence[StepStatistics], place: int) -> int:
 def _detection(
     fault: Fault, steps: Sequence[StepStatistics], first: int
 ) -> tuple[int | None, GuardVerdict]:
-    """Steps from a fault's first to its first verdict, and that."""
+    """Steps from the beginning of a fault to the first verdict, and that verdict."""
     section = GuardSettings()
     history = History(section.window)
     for step in steps[max(0, first - 4 * section.window) : first]:
@@ -228,7 +228,7 @@ def _spiked(factor: float) -> Fault:
 
 
 def _raised(group: str, factor: float) -> Fault:
-    """The learning rate of a group; its updates show it, one step later."""
+    """Raise the learning rate of a group, which shows in its updates one step later."""
 
     def change(step: StepStatistics, delay: int) -> StepStatistics:
         ratios = step.group_update_ratios
@@ -249,7 +249,7 @@ def _heavier(share: float, over: int = 1) -> Fault:
 
 _FAULTS = (
     Fault(
-        "loss not a number in one step",
+        "NaN loss in one step",
         lambda step, delay: step if delay else replace(step, loss=math.nan),
     ),
     Fault(

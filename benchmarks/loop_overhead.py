@@ -52,7 +52,7 @@ _SECONDS_TO_START = 3.0
 
 
 def main() -> None:
-    """Train by both loops in turn; print and write the table."""
+    """Train by the loops alternately; print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40, help="per loop and round")
     parser.add_argument("--rounds", type=int, default=5)
@@ -87,11 +87,11 @@ def _compare(folder: Path, steps: int, rounds: int) -> list[str]:
     rows = [f"| {name} | {median:.2f} |" for name, median in medians.items()]
     parameters = sum(p.numel() for p in bare.components.model.parameters())
     return [
-        "# What guard, metrics, ledger and the watcher cost",
+        "# Cost of guard, metrics, ledger and watcher",
         "",
         f"`python benchmarks/loop_overhead.py --steps {steps} --rounds {rounds}`: a model of "
         f"{parameters / 1e6:.1f} M parameters on {torch.get_num_threads()} threads of "
-        f"{platform.machine()}, torch {torch.__version__}. The loops take turns of {steps} "
+        f"{platform.machine()}, torch {torch.__version__}. The loops alternate every {steps} "
         "steps.",
         "",
         "| loop | median ms a step |",
@@ -112,10 +112,10 @@ def _compare(folder: Path, steps: int, rounds: int) -> list[str]:
 
 
 class Cost(NamedTuple):
-    """Of a watcher process."""
+    """Cost of a watcher process."""
 
     cores: float
-    """That it uses while it watches."""
+    """Cores that it uses while it watches."""
     num_bytes: int
     """Resident at most."""
 

@@ -25,7 +25,7 @@ _ALIKE = 0.6  # ratio of SequenceMatcher from which on two texts are the same me
 
 @dataclass(frozen=True)
 class Message:
-    """What one `raise` says."""
+    """The message of one `raise`."""
 
     place: str
     error: str
@@ -74,7 +74,7 @@ def _pieces(node: ast.expr) -> Iterator[str | ast.expr]:
 
 
 def lost_values(before: list[Message], now: list[Message]) -> list[tuple[Message, Message | None]]:
-    """Messages of before that interpolate more values than their counterpart, or have none."""
+    """Earlier messages that interpolate more values than their counterpart, or have none."""
     left = defaultdict(list)
     for each in now:
         left[each.text].append(each)

@@ -134,7 +134,7 @@ class Site:
 
 
 def main() -> None:
-    """Do what the command line asks for."""
+    """Run the requested command."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("pick").add_argument("tree", type=Path)
@@ -164,7 +164,7 @@ def main() -> None:
 
 
 def pick(tree: Path) -> list[Mutant]:
-    """Equal for equal code: so many of each package as its share of the sites, with a minimum."""
+    """Choose mutants, for each package in proportion to its sites, with a minimum; repeatable."""
     packages: dict[str, list[Site]] = defaultdict(list)
     for site in sites_in(tree):
         packages[site.mutant.package].append(site)
@@ -179,7 +179,7 @@ def pick(tree: Path) -> list[Mutant]:
 
 
 def _of_all_kinds(sites: list[Site], wanted: int, generator: random.Random) -> Iterator[Mutant]:
-    """Kinds in turn; of one statement at most one, and none that is found at two places."""
+    """Alternate kinds; at most one per statement, and none that occurs twice."""
     kinds: dict[str, list[Site]] = defaultdict(list)
     names = Counter(site.mutant for site in sites)
     for site in generator.sample(sites, len(sites)):
@@ -247,7 +247,7 @@ def _sites_of(statement: ast.stmt, function: str, package: str, path: str) -> It
 
 
 def _expressions(part: Any, statement: ast.stmt) -> Iterator[ast.expr]:
-    """Expressions that may be replaced: none in annotations, patterns and f-strings."""
+    """Expressions that may be replaced: not in annotations, patterns and f-strings."""
     if isinstance(part, list):
         for each in part:
             yield from _expressions(each, statement)
@@ -264,7 +264,7 @@ def _expressions(part: Any, statement: ast.stmt) -> Iterator[ast.expr]:
 
 
 def _change(node: ast.expr, statement: ast.stmt) -> tuple[str, str] | None:
-    """Kind and source of what replaces an expression."""
+    """Kind and source of an expression's replacement."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         if any(isinstance(each, ast.NamedExpr | ast.JoinedStr) for each in ast.walk(node)):
             return None
@@ -284,7 +284,7 @@ def _change(node: ast.expr, statement: ast.stmt) -> tuple[str, str] | None:
 
 
 def prepare(tree: Path, mutants: Sequence[Mutant], workers: str, paths: Sequence[str]) -> None:
-    """Write the mutants into a tree and note which tests reach them, unless that was done."""
+    """Write the mutants into a tree and record which tests reach them, unless that was done."""
     folder = tree / ".mutants"
     if not folder.exists():
         sites = dict(_locate(mutants, tree))
@@ -297,7 +297,7 @@ def prepare(tree: Path, mutants: Sequence[Mutant], workers: str, paths: Sequence
 
 
 def try_all(tree: Path, name: str, wanted: Sequence[int]) -> None:
-    """Try those that the tree has and that were not tried under this name."""
+    """Try mutants that the tree has and that were not tried under this name."""
     found = json.loads((tree / ".mutants" / "found.json").read_text())
     tests = _Tests(tree)
     os.environ["PYTHONPATH"] = f"{tree / 'src'}{os.pathsep}{tree / '.mutants'}"
@@ -316,7 +316,7 @@ def try_all(tree: Path, name: str, wanted: Sequence[int]) -> None:
 
 
 def _locate(mutants: Sequence[Mutant], tree: Path) -> Iterator[tuple[int, Site]]:
-    """Where each mutant is: of equal statements that of the same function, or the only one."""
+    """Site of each mutant: of equal statements that of the same function, or the only one."""
     by_statement: dict[tuple[str, str, int, str], list[Site]] = defaultdict(list)
     for site in sites_in(tree):
         by_statement[_key(site.mutant)].append(site)
@@ -342,7 +342,7 @@ def _likeness(one: Mutant, other: Mutant) -> tuple[bool, bool, bool]:
 
 
 def _instrument(tree: Path, found: Mapping[int, Site]) -> None:
-    """Write all mutants into a tree, each behind a switch; lines keep their numbers."""
+    """Write all mutants into a tree, each with a switch; line numbers do not change."""
     source = tree / "src" / "longtake"
     files: dict[str, list[tuple[Site, int]]] = defaultdict(list)
     for number, site in found.items():
@@ -378,7 +378,7 @@ def _reach(tree: Path, workers: str, paths: Sequence[str]) -> None:
 
 
 class _Tests:
-    """What is known of the tests of a tree, and runs of some of them."""
+    """The tests of a tree, their durations, and runs of some of them."""
 
     def __init__(self, tree: Path) -> None:
         self._tree = tree
@@ -470,7 +470,7 @@ class _Tests:
 def _be_pytest(
     tree: Path, number: int, tests: Sequence[str], log: Path, *, on_import: bool
 ) -> None:
-    """In a forked process: run these tests with one mutant active; does not return."""
+    """In a forked process, run these tests with one mutant active; does not return."""
     os.setsid()
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
@@ -491,7 +491,7 @@ def _be_pytest(
 
 
 def _kill_all(child: int, *, is_gone: bool) -> None:
-    """End a forked process and what it started, also in sessions of their own."""
+    """End a forked process and its descendants, also in sessions of their own."""
     started = []
     if not is_gone:
         started = psutil.Process(child).children(recursive=True)
@@ -503,7 +503,7 @@ def _kill_all(child: int, *, is_gone: bool) -> None:
 
 
 def _import_all(tree: Path) -> None:
-    """Import the code and what it uses once, for all forked processes."""
+    """Import the code and its dependencies once, for all forked processes."""
     diffusers, transformers = map(importlib.import_module, ("diffusers", "transformers"))
     for name in ("AutoencoderKLWan", "WanTransformer3DModel", "FluxTransformer2DModel"):
         getattr(diffusers, name)
@@ -519,7 +519,7 @@ def _import_all(tree: Path) -> None:
 
 
 def _activate(number: int, *, on_import: bool) -> None:
-    """In this process, and in those that it starts."""
+    """Activate a mutant in this process and in its children."""
     os.environ[_ACTIVE] = str(number)
     os.environ.pop(_REACHED, None)
     if on_import:

@@ -153,14 +153,14 @@ _CASES = (
 
 @dataclass(frozen=True)
 class Result:
-    """One case under every policy, in bytes beside weights and older gradients."""
+    """One case under every policy, in bytes besides weights and older gradients."""
 
     case: Case
     predicted: Mapping[str, int]
     measured: Mapping[str, int]
     best: BestOptions
     num_gradients: int
-    """Sets of gradients that are not the same to the bit; there should be one."""
+    """Number of sets of gradients that differ bitwise; it should be one."""
 
     def error(self, policy: str) -> float:
         """Predicted over measured, less 1."""
@@ -207,7 +207,7 @@ def _result(case: Case) -> Result:
 
 
 def _best(step: MetaStep, surveyed: PolicySweep) -> BestOptions:
-    """For a budget between what the most and the least economical policies take."""
+    """The best plan for a budget between the least and the most of all policies."""
     peaks = [trace.peak_bytes for trace in surveyed.traces.values()]
     best = find_best(step.tracer, surveyed, (max(peaks) + min(peaks)) // 2)
     assert best is not None
@@ -224,7 +224,7 @@ def _gradient_bytes(step: MetaStep) -> int:
 
 
 def _run(step: MetaStep, options: Options, case: Case) -> tuple[int, str]:
-    """Really run a step: bytes at its peak beside what was there, and a digest of its gradients."""
+    """Run a step: bytes at its peak above those before, and a digest of its gradients."""
     subject = step.tracer.subject
     subject.call_blocks_by(caller({subject.blocks[name]: each for name, each in options.items()}))
     subject.model.zero_grad(set_to_none=True)
@@ -249,7 +249,7 @@ def _forward_and_backward(step: MetaStep) -> None:
 
 
 def _fill(model: nn.Module) -> None:
-    """Give a model real weights, in place of those without values."""
+    """Give a model real weights."""
     generator = torch.Generator().manual_seed(0)
 
     def real(tensor: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ def _accuracy(results: Sequence[Result]) -> list[str]:
     is_same = all(result.num_gradients == 1 for result in results)
     num_exact = sum(error == 0 for error in errors.values())
     return [
-        "# Predicted against really allocated memory",
+        "# Predicted and measured memory",
         "",
         f"`python benchmarks/plan_accuracy.py`, {platform.machine()}, "
         f"{torch.get_num_threads()} threads, torch {torch.__version__}. Without oneDNN, whose "
@@ -334,7 +334,7 @@ _Function = Callable[[Tensor], Tensor]
 
 
 def _kept(function: _Function, shape: torch.Size) -> int:
-    """Bytes that a function of bf16 numbers keeps for its backward pass, each storage once."""
+    """Bytes that a function of bf16 tensors saves for its backward pass, each storage once."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -383,7 +383,7 @@ _KEPT = (
     ("attention", _attention, _HEADS, _kept, "torch's flash kernel for CPUs"),
     ("attention with a mask", _masked_attention, _HEADS, _kept, "torch's flash kernel for CPUs"),
 )
-"""What, on what shape, and what tells the truth about it."""
+"""Name, function, shape, expected bytes and their source."""
 
 
 if __name__ == "__main__":

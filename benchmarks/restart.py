@@ -60,7 +60,7 @@ os.kill(found[0].pid, signal.SIGKILL)
 
 
 def main() -> None:
-    """Kill, measure, and write the table of one machine or of several hosts."""
+    """Kill ranks, measure, and write the table of one machine or of several hosts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--nodes", type=int, default=1)
@@ -105,7 +105,7 @@ def _killer_here(folder: Path) -> Callable[[], None]:
 
 
 def _killer_on(cluster: Cluster, folder: Path) -> Callable[[], None]:
-    """Kills the rank of the last host; it takes as long as Python to start, which is subtracted."""
+    """Kill the rank of the last host by a Python process, whose start is subtracted."""
 
     def kill() -> None:
         cluster.run(cluster.names[-1], [sys.executable, "-c", _KILL_THERE], cwd=folder)
@@ -157,7 +157,7 @@ def _report(measured: Sequence[Mapping[str, float]], nodes: int) -> list[str]:
 
 def _words(part: str) -> str:
     own = {
-        "before": "the others notice and end, all are started again",
+        "before": "the other ranks end, and all are restarted",
         "all": "**from the kill to the end of the first step**",
     }
     return own.get(part) or START_PHASES.get(part, part)
@@ -168,11 +168,11 @@ def _seconds(numbers: Sequence[float]) -> str:
 
 
 def _write(nodes: int, lines: list[str]) -> None:
-    """Put a section in the place of the one before it."""
+    """Write a section in place of the previous one."""
     text = _RESULTS.read_text(encoding="utf-8") if _RESULTS.exists() else ""
     known = {each.partition("\n")[0]: each for each in text.split(_MARK)[1:]}
     known[lines[0].removeprefix(_MARK)] = "\n".join(lines).removeprefix(_MARK)
-    head = "# How long a run stands still when a rank is killed\n\n"
+    head = "# How long a run stops when a rank is killed\n\n"
     sections = (_MARK + known[name].rstrip("\n") + "\n" for name in sorted(known, reverse=True))
     _RESULTS.write_text(head + "\n".join(sections), encoding="utf-8")
     print("\n".join(lines))  # noqa: T201

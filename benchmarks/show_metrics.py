@@ -42,7 +42,7 @@ print(len(rows), time.perf_counter() - begun, time.process_time() - cpu)
 
 
 class Measured(NamedTuple):
-    """One process: seconds of what is measured, its CPU seconds, and its peak of memory."""
+    """Measurements of one process: seconds, CPU seconds and peak memory."""
 
     seconds: float
     cpu_seconds: float
@@ -141,13 +141,13 @@ def _read(run: RunDirectory) -> Measured:
 
 
 def _show(run: RunDirectory) -> Measured:
-    """All of the command, from the start of Python to its end."""
+    """Seconds of the whole command, from the start of Python to its end."""
     _, peak, seconds, cpu_seconds = _run([sys.executable, "-m", "longtake", "show", str(run.path)])
     return Measured(seconds, cpu_seconds, peak)
 
 
 def _run(command: list[str]) -> tuple[str, float, float, float]:
-    """Output, peak of memory in MB, seconds and CPU seconds of a process."""
+    """Output, peak memory in MB, seconds and CPU seconds of a process."""
     begun = time.perf_counter()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, stdout=output)  # noqa: S603 - our own

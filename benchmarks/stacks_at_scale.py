@@ -157,7 +157,7 @@ def _diagnosed(files: Sequence[Path], ranks: int) -> Iterator[str]:
 
 
 class _Reader:
-    """Reads the nodes' files one by one, and counts the seconds that takes."""
+    """Reads the nodes' files one by one, and sums the seconds."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.seconds = 0.0

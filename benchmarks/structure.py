@@ -53,7 +53,7 @@ _STEP, _STALL, _EVALUATION = "a training step", "a stall's diagnosis", "an evalu
 
 @dataclass(frozen=True)
 class Structure:
-    """What there is in a tree."""
+    """Measures of a tree."""
 
     lines: Sequence[int]
     """Of each file in src."""
@@ -89,7 +89,7 @@ class Structure:
 
 
 def measure(root: Path, denied: Mapping[str, Sequence[str]]) -> Structure:
-    """Look at all files of a tree; `denied` is what `read_denied` returns."""
+    """Measure all files of a tree; `denied` is the result of `read_denied`."""
     package = root / "src" / "longtake"
     words: dict[str, dict[str, int]] = {word: {} for word in denied}
     lines, docstrings, imports = [], 0, 0
@@ -123,7 +123,7 @@ def measure(root: Path, denied: Mapping[str, Sequence[str]]) -> Structure:
 
 
 def _other_files(root: Path) -> Iterator[Path]:
-    """What is read beside src: the documentation, and the benchmarks with their results."""
+    """Files besides src: the documentation, and the benchmarks with their results."""
     yield from (path for name in ("README.md", "CONTRIBUTING.md") if (path := root / name).exists())
     for folder in (root / "docs", root / "benchmarks"):
         yield from sorted(path for path in folder.rglob("*") if path.suffix in (".md", ".py"))
@@ -194,7 +194,7 @@ def read_denied(root: Path) -> dict[str, list[str]]:
 
 
 def check(found: Structure, limits: Mapping[str, Any]) -> list[str]:
-    """What is worse than the limits allow, a sentence each."""
+    """Violations of the limits, a sentence each."""
     problems = []
     for name in ("docstring_percent", "import_percent"):
         if getattr(found, name) > limits[name]:
@@ -218,7 +218,7 @@ def check(found: Structure, limits: Mapping[str, Any]) -> list[str]:
 
 
 def tightened(found: Structure, limits: Mapping[str, Any]) -> dict[str, Any]:
-    """The limits, lowered to what is there; none is raised."""
+    """The limits, lowered to the current values; none is raised."""
     words = limits.get("denied_words", found.denied)
     names = limits.get("duplicate_class_names", found.duplicates)
     shares = {
@@ -235,7 +235,7 @@ def tightened(found: Structure, limits: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trace(root: Path) -> dict[str, list[str]]:
-    """Files whose functions run on each path."""
+    """Files whose functions run in each operation."""
     from tests.goldens.material import write_clips  # which takes longer to import than a check does
     from tests.goldens.scenarios import TINY_WAN_LORA
 
@@ -267,9 +267,9 @@ def _trace_step(tree: Tree, recipe: dict[str, Any]) -> list[str]:
 
 
 def _trace_stall(tree: Tree) -> list[str]:
-    """From a second before dumps are asked for until a second after the diagnosis is written.
+    """From a second before dumps are requested until a second after the diagnosis is written.
 
-    Of several rounds what ran in all: a watcher also looks at the node's health now and then.
+    Files that ran in all of several rounds: at times a watcher also checks the node's health.
     """
     paths = (r"/requests/[^/]+\.json$", r"/stalls/[^/]+\.json$")
     window = {"path": paths, "lead_seconds": 1.0, "tail_seconds": 1.0}
@@ -301,7 +301,7 @@ def _trace_evaluation(tree: Tree, recipe: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def _traced(tree: Tree, *, first: bool = True, **window: Any) -> Iterator[tuple[Tree, list[str]]]:
-    """A tree whose processes are traced, and the names that were noted when the block ends.
+    """A tree whose processes are traced, and the recorded names when the block ends.
 
     Args:
         tree: of which the same is traced.
@@ -337,7 +337,7 @@ def _rows(found: Structure, paths: Mapping[str, Sequence[str]]) -> dict[str, str
 
 
 def _trace_commit(commit: str, root: Path) -> dict[str, list[str]]:
-    """The same of a commit, measured once."""
+    """The trace of a commit, measured once."""
     path = kept_in() / f"structure-{commit}.json"
     if not path.exists():
         path.write_text(json.dumps(trace(root)), encoding="utf-8")
@@ -363,7 +363,7 @@ def _report(commit: str, before: Path) -> str:
     ]
     return "\n".join(
         [
-            "# What the code is made of",
+            "# Size and structure of the code",
             "",
             f"`python -m benchmarks.structure --before {commit}`. A training step: the third of a "
             "tiny Wan with LoRA on one rank with one decoding process, without watcher and "
