@@ -136,6 +136,11 @@ def test_where_nothing_is_near_the_known_keys_are_listed(path: Path) -> None:
         ("data.buckets=[]", "data.buckets is []; it should have at least 1 item."),
         ("data.buckets=[3]", "data.buckets.0 is 3; it should be a table of keys and values."),
         ("optimizer=3", "optimizer is 3; it should be a table of keys and values."),
+        (
+            'optimizer={kind="muon", offload=true}',
+            'optimizer.offload works with optimizer.kind = "adamw", not "muon", whose states stay '
+            "on the GPU: choose one of the two.",
+        ),
         ("model.config=3", "model.config is 3; it should be a table of keys and values."),
         ("out=3", "out is 3; it should be a path in quotes."),
         (

@@ -3,7 +3,6 @@
 import errno
 import os
 import socket
-import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from longtake.fsio import (
     read_records,
     skipped_lines,
     with_other_fields,
-    write_json,
     write_once,
 )
 
@@ -58,11 +56,6 @@ def test_a_block_that_fails_changes_nothing(tmp_path: Path, error: BaseException
         write()
     assert [found.name for found in tmp_path.iterdir()] == ["summary.json"]
     assert path.read_text() == "old"
-
-
-def test_a_block_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), atomic_write(tmp_path / "a.txt"):
-        pass
 
 
 def test_of_many_each_has_a_place_of_its_own(tmp_path: Path) -> None:
@@ -137,38 +130,6 @@ def test_it_is_on_disk_before_it_has_its_name(
         monkeypatch.setattr(os, step, noted)
     assert write_once(path, {"by": 1})
     assert done == ["fsync", "link"]
-
-
-def test_many_may_replace_a_record_at_a_time(tmp_path: Path, race: Any) -> None:
-    path = tmp_path / "reference.json"
-    failed = race(lambda number: write_json(path, {"by": number}, by_many=True))
-    assert failed == []
-    assert read_json(path)["by"] in range(8)
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.fixture
-def race() -> Any:
-    """Does something 25 times in each of 8 threads; gives the errors: `race(do)`."""
-
-    def race(do: Any) -> list[Exception]:
-        failed: list[Exception] = []
-
-        def often(number: int) -> None:
-            try:
-                for _ in range(25):
-                    do(number)
-            except Exception as error:
-                failed.append(error)
-
-        threads = [threading.Thread(target=often, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return failed
-
-    return race
 
 
 def test_lines_are_read_on_from_where_they_were_left(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from longtake import config
 from longtake.config import Recipe
 from longtake.errors import RecipeChangedError, RunError
-from longtake.fsio import append_json, read_json_lines, write_text
+from longtake.fsio import append_json, read_json_lines
 from longtake.run_dir import Metrics, RunDirectory, beside
 
 
@@ -212,11 +212,6 @@ def test_appending_after_half_a_line_loses_no_record(tmp_path: Path) -> None:
     assert list(read_json_lines(path)) == [{"step": 1}, {"step": 2}, {"step": 3}]
 
 
-def test_no_file_has_no_lines(tmp_path: Path) -> None:
-    assert list(read_json_lines(tmp_path / "none.jsonl")) == []
-    assert RunDirectory(tmp_path).metrics() == []
-
-
 def test_of_a_step_that_was_run_twice_the_later_counts(tmp_path: Path) -> None:
     run = _begin(tmp_path / "run")
     for step, loss in [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (3, 0.35), (4, 0.4)]:
@@ -236,15 +231,6 @@ def test_only_committed_checkpoints_count(tmp_path: Path) -> None:
     run.checkpoint_path(5000).mkdir()
     assert run.checkpoint_steps() == [20, 1000, 123456789]
     assert run.checkpoint_path(1000).name == "step_00001000"
-
-
-def test_a_failed_replacement_keeps_the_old_and_leaves_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "note.txt"
-    write_text(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_text(path, "\ud800")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_run_that_begins_beside_another_has_the_first_free_number(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from longtake.config import EmaProfile
 from longtake.optim.master_weights import MasterAdamW
-from longtake.optim.update import Averages, beta_of, gamma_of, masters_of
+from longtake.optim.update import Averages, gamma_of, masters_of
 
 
 def _set(model: nn.Module, value: float) -> None:
@@ -89,22 +89,6 @@ def test_with_a_width_it_is_the_sum_of_the_weights_by_powers_of_their_time(width
     assert _averaged(seen, _width(width)) == [pytest.approx(expected, abs=1e-5)]
 
 
-@pytest.mark.parametrize("num_updates", [500, 2000])
-@pytest.mark.parametrize("width", [0.05, 0.1])
-def test_its_width_is_that_share_of_a_run_of_any_length(width: float, num_updates: int) -> None:
-    profile = _width(width)
-    betas = [beta_of(profile, number) for number in range(1, num_updates + 1)]
-    left, shares = 1.0, []
-    for beta in reversed(betas):
-        shares.append(left * (1 - beta))
-        left *= beta
-    times = [(num_updates - age) / num_updates for age in range(num_updates)]
-    mean = sum(share * time for share, time in zip(shares, times, strict=True))
-    variance = sum(share * (time - mean) ** 2 for share, time in zip(shares, times, strict=True))
-    assert left == 0
-    assert math.sqrt(variance) == pytest.approx(width, rel=0.01)
-
-
 def test_profiles_stand_side_by_side() -> None:
     """Each is what it would be alone, to the bit."""
     seen = [math.cos(number) for number in range(50)]
@@ -112,13 +96,6 @@ def test_profiles_stand_side_by_side() -> None:
     together = _averaged(seen, *profiles)
     assert together == [_averaged(seen, profile)[0] for profile in profiles]
     assert len(set(together)) == 3
-
-
-def test_there_may_be_none() -> None:
-    """A run without averages saves none and has nothing to update."""
-    averages = Averages(nn.Linear(1, 1), [])
-    averages.update(1)
-    assert averages.states() == {}
 
 
 def test_states_have_the_models_names_without_what_is_frozen() -> None:

@@ -5,13 +5,11 @@ import platform
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-from tests.build import MakeRecipe
+from tests.build import QUIET, MakeRecipe, wait_until
 
 from longtake.config import Recipe, TrainingSection
 from longtake.errors import DataError
@@ -26,8 +24,6 @@ from longtake.training.runtime import keep_compiled_code
 from longtake.training.session import Session, TrainingState
 from longtake.training.train import train
 
-_QUIET = Console(quiet=True)
-
 
 def _when(step: int, act: Callable[[Recipe], None]) -> Callable[..., float]:
     """The update, and something else before that of one step."""
@@ -38,13 +34,6 @@ def _when(step: int, act: Callable[[Recipe], None]) -> Callable[..., float]:
         return apply_update(session, state, grad_norm, scale)
 
     return update
-
-
-def _until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def _watcher(recipe: Recipe) -> int:
@@ -59,25 +48,18 @@ def test_a_watcher_that_dies_is_replaced_and_nothing_is_left(
     """Two have watched; after the run there is none, nor anything in the node's memory."""
 
     def replace(recipe: Recipe) -> None:
-        _until(lambda: bool(_watcher(recipe)))
+        wait_until(lambda: bool(_watcher(recipe)))
         first = _watcher(recipe)
         os.kill(first, signal.SIGKILL)
-        _until(lambda: _watcher(recipe) not in (0, first))
+        wait_until(lambda: _watcher(recipe) not in (0, first))
 
     monkeypatch.setattr(loop, "apply_update", _when(3, replace))
     recipe = small_recipe("watch.enabled=true")
-    train(recipe, _QUIET)
+    train(recipe, QUIET)
     events = [event["event"] for event in read_events(RunDirectory(recipe.out))]
     assert (events.count("watcher_started"), events.count("finished")) == (2, 1)
     assert not events.count("rank_failed")
-    _until(lambda: not _watcher(recipe) and not heartbeat_dir(recipe.out).exists())
-
-
-def test_a_run_that_nobody_is_to_watch_has_no_watcher(small_recipe: MakeRecipe) -> None:
-    recipe = small_recipe("training.steps=2")
-    train(recipe, _QUIET)
-    assert not this_node(RunDirectory(recipe.out)).path.exists()
-    assert not heartbeat_dir(recipe.out).exists()
+    wait_until(lambda: not _watcher(recipe) and not heartbeat_dir(recipe.out).exists())
 
 
 def test_the_heart_says_what_is_done(
@@ -89,7 +71,7 @@ def test_the_heart_says_what_is_done(
         "apply_update",
         _when(11, lambda recipe: seen.extend(read_heartbeats(heartbeat_dir(recipe.out)))),
     )
-    train(small_recipe(), _QUIET)
+    train(small_recipe(), QUIET)
     (pulse,) = seen
     assert (pulse.step, pulse.phase, pulse.detail) == (11, "collective", "8 frames of 32x32")
     assert len(pulse.launch) == 8
@@ -131,7 +113,7 @@ def test_who_ends_with_a_word_has_not_died(
     monkeypatch.setattr(training, "find_resume_point", fail)
     recipe = small_recipe("watch.enabled=true")
     with pytest.raises(type(error)):
-        train(recipe, _QUIET)
+        train(recipe, QUIET)
     assert phases == ["open"]
     assert not heartbeat_dir(recipe.out).exists()
 
@@ -141,7 +123,7 @@ def test_a_fresh_run_has_its_heart_in_a_place_of_its_own(
 ) -> None:
     """Though which folder it gets is agreed upon only when all ranks have met."""
     recipe = small_recipe("training.steps=2")
-    train(recipe, _QUIET)
+    train(recipe, QUIET)
     places: list[bool] = []
 
     def look(_: Recipe) -> None:
@@ -151,7 +133,7 @@ def test_a_fresh_run_has_its_heart_in_a_place_of_its_own(
         )
 
     monkeypatch.setattr(loop, "apply_update", _when(1, look))
-    train(recipe, _QUIET, fresh=True)
+    train(recipe, QUIET, fresh=True)
     assert places == [False, True]
 
 
@@ -161,13 +143,13 @@ def test_the_hook_is_not_on_the_watchers_command_line(
     lines: list[str] = []
 
     def look(recipe: Recipe) -> None:
-        _until(lambda: bool(_watcher(recipe)))
+        wait_until(lambda: bool(_watcher(recipe)))
         process = Path(f"/proc/{_watcher(recipe)}")
         lines.extend((process / name).read_text() for name in ("cmdline", "environ"))
 
     monkeypatch.setattr(loop, "apply_update", _when(2, look))
     changes = ("watch.enabled=true", "watch.hook='echo s3cret'", "training.steps=4")
-    train(small_recipe(*changes), _QUIET)
+    train(small_recipe(*changes), QUIET)
     assert ["s3cret" in each for each in lines] == [False, True]
 
 
