@@ -339,7 +339,9 @@ def test_the_first_save_may_fail(tmp_path: Path) -> None:
 
 def test_a_save_that_was_killed_leaves_only_what_the_next_replaces(run: RunDirectory) -> None:
     """SIGKILL while it writes: the checkpoints before are whole, and its folder never was one."""
-    process = subprocess.Popen([sys.executable, __file__, str(run.path)])
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, __file__, str(run.path)]
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": root})
     aside, deadline = run.checkpoints_path / ".step_00000030.partial", time.monotonic() + 60
     while not list(aside.rglob("*.distcp")):
         assert time.monotonic() < deadline
