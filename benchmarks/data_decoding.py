@@ -200,7 +200,7 @@ def _throughput(clips: Sequence[tuple[Media, Probe]], count: int, rounds: int) -
         f"`python benchmarks/data_decoding.py`, {platform.machine()}, {os.cpu_count()} cores, PyAV "
         f"{av.__version__}. Windows of {_NUM_FRAMES} frames at random places, the short side "
         f"{_SHORT_SIDE}; medians of {rounds} rounds. Ratios are pool to bare loop: above 1, the "
-        "pool is ahead.",
+        "pool is faster.",
         "",
         "| clip | bare loop, per CPU-second | pool | ratio | wall, 1 process | wall, 2 processes |"
         " pool, 2 workers to 1 | bare, 2 to 1 |",

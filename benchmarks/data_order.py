@@ -187,8 +187,8 @@ def _throughput(ways: dict[str, Callable[[int, int], Order]], size: int, rounds:
     return [
         *lines,
         "",
-        "longtake and grain compute any part of the order alone; the others make and keep all of "
-        "it, 8 bytes a clip.",
+        "longtake and grain compute any part of the order alone; the others compute and keep all "
+        "of it, 8 bytes per clip.",
     ]
 
 

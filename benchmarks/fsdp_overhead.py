@@ -78,9 +78,9 @@ def _report(rows: Sequence[str], asked: argparse.Namespace) -> list[str]:
         f"`python benchmarks/fsdp_overhead.py --steps {asked.steps} --rounds {asked.rounds} "
         f"--strategy {' '.join(asked.strategy)}`: two gloo ranks on {os.cpu_count()} cores of "
         f"{platform.machine()}, a thread each, torch {torch.__version__}; a model of "
-        f"{_millions():.1f} M parameters, 16 clips a rank. The loops take turns "
-        f"of {asked.steps} steps in one launch; the ratio is that of the medians of a round, its "
-        "median over the rounds, and its range.",
+        f"{_millions():.1f} M parameters, 16 clips a rank. The loops alternate "
+        f"every {asked.steps} steps in one launch; the ratio is that of the medians of a round, "
+        "its median over the rounds, and its range.",
         "",
         "| strategy | bare loop, ms a step | longtake, ms a step | longtake over bare |",
         "|---|---|---|---|",

@@ -289,8 +289,8 @@ def _accuracy(results: Sequence[Result]) -> list[str]:
         f"- best plan, composed of single blocks, against its own trace: at most {plan_error:.3%}",
         f"- gradients identical to the bit over all policies: {'yes' if is_same else 'NO'}",
         "",
-        "With LoRA the allocator also sees each layer's scale, 8 bytes that autograd keeps in the "
-        "computer's memory on any device; no prediction has them.",
+        "With LoRA the allocator also sees each layer's scale, 8 bytes that autograd keeps in "
+        "host memory on any device; predictions do not include them.",
         "",
         f"| model | trained | weights | {' | '.join(_ALL_POLICIES)} | plan to trace | gradients |",
         "|" + "---|" * (5 + len(_ALL_POLICIES)),

@@ -112,6 +112,15 @@ def test_every_page_is_in_the_index() -> None:
                 assert f"({page.relative_to((_ROOT / index).parent)})" in text, page
 
 
+def test_the_decision_on_layers_has_those_of_import_linter() -> None:
+    settings = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    layers = settings["tool"]["importlinter"]["contracts"][0]["layers"]
+    page = (_ROOT / "docs" / "decisions" / "0001-layers.md").read_text(encoding="utf-8")
+    ((_, shown),) = _FENCE.findall(page)
+    there = [layer for layer in layers if layer != "(board)"]
+    assert shown.splitlines() == [re.sub(r"[()]", "", layer) for layer in there]
+
+
 def test_the_captioned_tree_is_complete() -> None:
     text = (_ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (tree,) = re.findall(r"```\n(src/longtake/\n.*?)```", text, re.DOTALL)
