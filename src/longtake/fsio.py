@@ -125,12 +125,9 @@ def format_number(number: int) -> Any:
 
 
 def by_field(name: str, kinds: Mapping[str, Any], other: Any) -> TypeAdapter[dict[str, Any]]:
-    """The type of records, such as events, whose type depends on one of their fields.
+    """The type of records, such as events, whose type depends on the value of one field.
 
-    Args:
-        name: of the field.
-        kinds: types by the field's value.
-        other: the type with any other value.
+    With a value that `kinds` does not have, it is `other`.
     """
 
     def tag(record: Any) -> str:
@@ -160,10 +157,8 @@ def atomic_write(path: Path, *, by_many: bool = False) -> Iterator[Path]:
     Nothing half-written is left, and an existing file stays until the new one is complete. The
     name begins with a dot and keeps the suffix, by which some libraries choose a format.
 
-    Args:
-        path: the file.
-        by_many: several processes may write it at a time, so that each takes a unique name. With
-            one writer, the next write overwrites what a killed one left.
+    `by_many`: several processes may write it at a time, so that each takes a unique name. With one
+    writer, the next write overwrites what a killed one left.
 
     Raises:
         OSError: it cannot be renamed.
@@ -204,10 +199,7 @@ def partial_path(path: Path, unique: str = "") -> Path:
 def append_json(path: Path, record: Mapping[str, Any], *, durably: bool = False) -> None:
     """Append a record as one line, after ending a line that an interrupted write left half.
 
-    Args:
-        path: the file.
-        record: what JSON can hold.
-        durably: return when it is on disk.
+    `durably`: return when it is on disk.
 
     Raises:
         OSError: it cannot be written, or `path` is a link.
@@ -588,14 +580,11 @@ class Tail(Generic[_T]):
     """Follows a JSON lines file that grows: no line is read twice.
 
     A file that was replaced or shortened is read from its start.
-
-    Attributes:
-        offset: the byte up to which it was read.
-        has_restarted: the last `read` began at the start again, or there was no file.
     """
 
     def __init__(self, path: Path, kind: Kind[_T], offset: int = 0) -> None:
-        self.offset, self.has_restarted = offset, False
+        self.offset = offset  # the byte up to which it was read
+        self.has_restarted = False  # the last `read` began at the start, or there was no file
         self._path, self._kind = path, kind
         self._inode: int | None = None
 
@@ -623,13 +612,7 @@ class Journal(Generic[_T]):
     """JSON lines about a result that is being made: an interrupted command resumes from them.
 
     Each item is safe from this process's end as soon as it was added. `remove` it once the result
-    is written.
-
-    Args:
-        path: the file.
-        kind: type of the items.
-        header: all that the items follow from; items under another header are not used.
-        max_line_bytes: of an item.
+    is written. Items under another header, which is all that they follow from, are not used.
     """
 
     def __init__(

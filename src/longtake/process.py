@@ -64,8 +64,7 @@ _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 def command(name: str = "longtake") -> str:
     """How to type a program of this installation: its name where a shell finds it, else its path.
 
-    Args:
-        name: of a script that is installed beside longtake, such as `tensorboard`.
+    `name` is that of a script that is installed beside longtake, such as `tensorboard`.
     """
     called = Path(sys.argv[0])
     scripts = Path(sys.executable).parent if called.name != "longtake" else called.parent
@@ -90,11 +89,7 @@ def start(
 ) -> "subprocess.Popen[bytes]":
     """Start what `program` gave, in its own session: a terminal's Ctrl-C does not reach it.
 
-    Args:
-        command: the program and its arguments.
-        log: its stdout and stderr.
-        folder: its working folder; None: that of this process.
-        changes: of its environment.
+    Its stdout and stderr go to `log`; `changes` are those of its environment.
     """
     return subprocess.Popen(  # noqa: S603 - ourselves
         command,
@@ -119,11 +114,7 @@ def end_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
 
 
 def code_digest(*folders: str) -> str:
-    """Twelve hex digits over the names and content of longtake's own modules.
-
-    Args:
-        folders: of the package, such as `data`.
-    """
+    """Twelve hex digits over longtake's own modules in folders of the package, such as `data`."""
     digest = hashlib.sha256()
     package = Path(__file__).parent
     for path in sorted(path for folder in folders for path in (package / folder).rglob("*.py")):
@@ -266,14 +257,8 @@ def periodic(
 ) -> Iterator[None]:
     """Call `work` every `seconds` in a thread, until the block ends.
 
-    The first call is after `seconds`. The block's end waits for a call that is under way. What
-    `work` raises ends the thread.
-
-    Args:
-        name: of the thread.
-        work: the function.
-        seconds: between two calls.
-        rest: a pause lasts at least so many times as long as the last call.
+    The first call is after `seconds`, and a pause lasts at least `rest` times as long as the last
+    call. The block's end waits for a call that is under way. What `work` raises ends the thread.
     """
     is_over = threading.Event()
 

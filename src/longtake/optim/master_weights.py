@@ -142,8 +142,7 @@ class MasterAdamW(Fp32Optimizer):
 
 class _Batch(NamedTuple):
     parameters: Sequence[Tensor]
-    gradients: Sequence[Tensor]
-    """This rank's shards of them, on the device of the states."""
+    gradients: Sequence[Tensor]  # this rank's shards of them, on the device of the states
 
 
 def in_batches(parameters: Iterable[Tensor]) -> list[list[Tensor]]:

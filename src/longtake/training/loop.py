@@ -47,12 +47,10 @@ _LAST_UPDATE_LOST = (
 class LoopExit:
     """Why the loop was left."""
 
-    signal: str | None = None
-    """The signal by which a rank was asked to stop; all is saved."""
+    signal: str | None = None  # the signal by which a rank was asked to stop; all is saved
     verdict: GuardVerdict = OK
     """`roll_back` or `stop`: the guard found that training cannot continue from here."""
-    statistics: StepStatistics | None = None
-    """Those of the step with that verdict."""
+    statistics: StepStatistics | None = None  # those of the step with that verdict
 
 
 def train_steps(
@@ -211,17 +209,10 @@ class ComputeTimer:
 
 
 def apply_update(session: Session, state: TrainingState, grad_norm: float, scale: float) -> float:
-    """Update weights and EMA from the gradients, and drop these.
+    """Update weights and EMA from the gradients, and drop these; returns the learning rate.
 
-    Args:
-        session: the session.
-        state: with the gradients of `compute_gradients`.
-        grad_norm: of the mean loss's gradient, over all ranks.
-        scale: global batch size over the number of samples that were trained, which makes the
-            gradients those of the mean loss.
-
-    Returns:
-        The learning rate.
+    `scale`, the global batch size over the number of samples that were trained, makes the gradients
+    those of the mean loss; `grad_norm` is the norm of those, over all ranks.
     """
     heartbeat.set_phase("optimizer")
     section, steps = session.recipe.optimizer, session.recipe.training.steps

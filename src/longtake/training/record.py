@@ -40,14 +40,8 @@ _SECONDS_TO_EXIT = 10.0
 class Recorder:
     """Metrics and events of a run's steps; does nothing on ranks other than 0.
 
-    Args:
-        session: the session.
-        lease: the right to write the run; None on ranks other than 0, which rely on rank 0's.
-        progress: for people.
-        step_flops: operations of a step on clips of each shape, of all ranks.
-        peak_flops: operations per second of one device, if known.
-        predicted: bytes that forward and backward pass take beside the weights, and for which
-            shape of clips; None: they are not measured.
+    Operations of a step (`step_flops`) are those of all ranks on clips of each shape. `predicted`
+    are the bytes that forward and backward pass take beside the weights on clips of one shape.
     """
 
     def __init__(
@@ -95,10 +89,7 @@ class Recorder:
         skipped_by: GuardVerdict | None,
         learning_rate: float,
     ) -> None:
-        """Write the step's metrics; its time includes the wait for data and the last save.
-
-        `skipped_by` is the verdict by which its update was not made.
-        """
+        """Write the step's metrics; its time includes the wait for data and the last save."""
         if not self._has_started:
             report_start(statistics.step, self._run, self._world)
             self._has_started = True

@@ -154,12 +154,11 @@ def _with_failed_rank(
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc not to hand freed blocks back to the kernel; returns whether it accepts.
+    """Tell glibc to keep freed blocks up to 32 MiB; whether it accepts.
 
     Each training step frees what the next one allocates again. By default glibc gives larger
-    blocks back, and the kernel then has to clear every page anew: a third of the demo's step
-    (`benchmarks/allocator.py`). Blocks above 32 MiB still go back. Without glibc, or if the user
-    has set MALLOC_* variables, nothing changes.
+    blocks back, and the kernel then clears every page anew: a third of the demo's step
+    (`benchmarks/allocator.py`). Without glibc, or with MALLOC_* variables, nothing changes.
     """
     is_users_choice = any(name.startswith("MALLOC_") for name in os.environ)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -39,9 +39,7 @@ class TrainingState:
 class SampleLosses:
     """Losses of the samples of this rank's share of a batch."""
 
-    losses: tuple[float, ...]
-    """[B], stand-ins included."""
-    sigmas: tuple[float, ...]
-    """[B]"""
+    losses: tuple[float, ...]  # [B], stand-ins included
+    sigmas: tuple[float, ...]  # [B]
     compute_seconds: float = field(default=0.0, compare=False)
     """Time of this rank's own computation, without waiting for other ranks."""

@@ -113,10 +113,8 @@ def recipe_fingerprint(recipe: Recipe) -> str:
 class ResumePoint:
     """Where a launch begins."""
 
-    path: Path | None
-    """A whole checkpoint, or None: from the first step."""
-    trainer: SavedTrainer | None
-    """Its trainer.json."""
+    path: Path | None  # a whole checkpoint, or None: from the first step
+    trainer: SavedTrainer | None  # its trainer.json
     warnings: tuple[str, ...]
 
     @property

@@ -45,10 +45,8 @@ class Norms:
 
     grad_norm: float
     weight_norm: float
-    update_ratio: float
-    """Norm of the last update over that of the weights; 0 where there was none."""
-    nonfinite_share: float
-    """Of the gradients' numbers, those that are NaN or infinite."""
+    update_ratio: float  # norm of the last update over that of the weights; 0 where there was none
+    nonfinite_share: float  # of the gradients' numbers, those that are NaN or infinite
     group_grad_norms: dict[str, float]
     group_weight_norms: dict[str, float]
     group_update_ratios: dict[str, float]
@@ -77,9 +75,9 @@ class NormStats:
 
     @torch.no_grad()
     def sums(self) -> dict[str, float]:
-        """This rank's part of all sums of squares, for `norms`; forgets the last update.
+        """This rank's part of all sums of squares, before gradients are clipped; for `norms`.
 
-        Call it when the gradients are there, before they are clipped.
+        Forgets the last update.
         """
         gradients = [parameter.grad for parameter in self._parameters]
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
@@ -211,18 +209,13 @@ def _group(name: str, in_blocks: tuple[str, ...]) -> str:
 class StepSummary:
     """What all ranks know about a step, the same on each."""
 
-    statistics: StepStatistics
-    """For the guard; meaningless if no sample was trained."""
-    scale: float
-    """Global batch size over the number of samples that were trained."""
+    statistics: StepStatistics  # for the guard; meaningless if no sample was trained
+    scale: float  # global batch size over the number of samples that were trained
     num_troubles: int
     """Clips that could not be decoded and decoders that were replaced, over all ranks."""
-    stop: str | None
-    """The signal by which a rank was asked to stop; of several, the most urgent."""
-    save_failed: bool
-    """Whether a checkpoint could not be written, on any rank."""
-    save_due: bool
-    """Whether `checkpoint.minutes` have passed, by the clock of rank 0."""
+    stop: str | None  # the signal by which a rank was asked to stop; of several, the most urgent
+    save_failed: bool  # whether a checkpoint could not be written, on any rank
+    save_due: bool  # whether `checkpoint.minutes` have passed, by the clock of rank 0
 
 
 def reduce_statistics(
@@ -233,10 +226,7 @@ def reduce_statistics(
     norms: NormStats,
     local: Mapping[str, float],
 ) -> StepSummary:
-    """Add up what each rank has measured; all ranks call it once a step.
-
-    `local` are this rank's `local_facts`.
-    """
+    """Add up what each rank has measured, with its `local_facts`; all ranks call it once a step."""
     heartbeat.set_phase("collective")
     world = session.world
     by_sigma = _losses(losses, batch) if world.speaks_for_data else _NO_LOSSES
@@ -443,9 +433,9 @@ def _non_finite_ranks(losses: SampleLosses, model: nn.Module, world: World) -> s
 def describe_non_finite_gradients(
     model: nn.Module, blocks: Sequence[nn.Module], world: World | None = None
 ) -> str:
-    """Name the parameters whose gradients hold NaN or inf, those at the model's end first.
+    """Name the parameters whose gradients hold NaN or inf on any rank; all ranks must call it.
 
-    All ranks must call it; the result is the same on each and covers all shards.
+    Those at the model's end come first.
     """
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     combine = max if num_copies(model) > 1 else sum  # one copy alone may have NaN

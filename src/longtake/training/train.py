@@ -62,18 +62,12 @@ from longtake.training.statistics import GuardRunner, NormStats
 class TrainOutcome:
     """How a launch ended."""
 
-    start_step: int
-    """Updates that were done before this launch."""
-    end_step: int
-    """Updates that are done now."""
-    training_seconds: float
-    """Wall-clock time of this launch's steps, saving included."""
-    interrupted_by: str | None
-    """The signal that ended it before the last step, if one did."""
-    rollbacks: int = 0
-    """Of this launch and those before."""
-    run: Path | None = None
-    """The run directory; with `fresh` it is not the recipe's."""
+    start_step: int  # updates that were done before this launch
+    end_step: int  # updates that are done now
+    training_seconds: float  # wall-clock time of this launch's steps, saving included
+    interrupted_by: str | None  # the signal that ended it before the last step, if one did
+    rollbacks: int = 0  # of this launch and those before
+    run: Path | None = None  # the run directory; with `fresh` it is not the recipe's
 
 
 class _Built(NamedTuple):
