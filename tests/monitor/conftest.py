@@ -46,19 +46,13 @@ class Stage:
         return [event for event in found if event["event"] == kind]
 
     def rank(
-        self,
-        then: str,
-        rank: int = 0,
-        host: str = "node",
-        launch: str = "abcd1234",
-        child: Sequence[str] = (),
-        by: Sequence[str] = (),
+        self, then: str, rank: int = 0, host: str = "node", launch: str = "abcd1234", **more: Any
     ) -> int:
-        """Start a rank, which starts a child; returns its pid when it is at what it is to do."""
-        return self._beat("rank", rank, launch, then, host, child, by)
+        """Start a rank; returns its process id when it is at what it is to do."""
+        return self._beat(host, "rank", rank, launch, then, **more)
 
     def worker(self, then: str, rank: int = 0, host: str = "node") -> int:
-        return self._beat("decode", rank, "", then, host)
+        return self._beat(host, "decode", rank, "", then)
 
     def watcher(
         self, *options: str, host: str = "node", wait: bool = True, **changes: Any
@@ -110,16 +104,10 @@ class Stage:
                 process.stdout.close()
 
     def _beat(
-        self,
-        role: str,
-        rank: int,
-        launch: str,
-        then: str,
-        host: str,
-        child: Sequence[str] = (),
-        by: Sequence[str] = (),
+        self, host: str, *what: object, child: Sequence[str] = (), by: Sequence[str] = ()
     ) -> int:
-        arguments = [str(self.folder(host)), role, str(rank), launch, then, *child]
+        """Start a process, which starts `child`; `by`: the command that starts it."""
+        arguments = [str(self.folder(host)), *map(str, what), *child]
         process = self.start([*by, sys.executable, "-P", str(_BEATING), *arguments])
         assert process.stdout is not None
         assert process.stdout.readline() == "beating\n"

@@ -5,12 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from tests.build import wait_until
+from tests.monitor.build import make_dump, make_process, make_thread
 
 from longtake import stacks
 from longtake.fsio import write_once
@@ -162,66 +162,41 @@ def test_whoever_is_gone_is_missed(stage: Any) -> None:
 
 def test_a_process_and_what_it_has_started(stage: Any) -> None:
     rank = stage.rank("sleeps", 2, child=("sleep", "600"))
-    until = time.monotonic() + 60  # it says that it beats before it sleeps
-    while True:
+
+    def find() -> dict[int, ProcessDump] | None:  # it says that it beats before it sleeps
         dump = dump_tree(rank, "here", rounds=1, round_seconds=0.1, native=False)
         found = _by_pid(dump)
-        if _innermost(found[rank]) == ("beating.py", "sleeps") or time.monotonic() > until:
-            break
+        return found if _innermost(found[rank]) == ("beating.py", "sleeps") else None
+
+    found = wait_until(find)
     assert list(found) == [rank, *descendants(rank)]
-    assert _innermost(found[rank]) == ("beating.py", "sleeps")
 
 
-Seen = dict[str, Any]
-
-
-def _thread(*lines: int, name: str = "MainThread") -> Seen:
-    frames = [{"function": f"f{line}", "file": "a.py", "line": line} for line in lines]
-    return {"name": name, "is_active": True, "has_gil": False, "frames": frames}
-
-
-def _heart(**fields: Any) -> Seen:
-    standard = {"phase": "forward", "step": 5, "steps_done": 5, "detail": "", "seconds": 1.0}
-    return {**standard, **fields}
-
-
-def _process(pid: int = 7, *threads: Seen, **fields: Any) -> Seen:
-    standard = {"pid": pid, "role": "rank", "rank": 0, "state": "S", "cpu_seconds": 2.0}
-    return {**standard, "threads": list(threads), "heartbeat": None, **fields}
-
-
-def _dump_trace(*rounds: list[Seen], host: str = "here") -> NodeDump:
-    seen = [{"seconds": 1.5 * number, "processes": each} for number, each in enumerate(rounds)]
-    return cast("NodeDump", {"host": host, "rounds": seen})
+_CALL, _CALLER = ("f", "a.py", 2), ("main", "a.py", 1)
 
 
 @pytest.mark.parametrize(
     "later",
-    [
-        {"phase": "backward"},
-        {"step": 6},
-        {"steps_done": 6},
-        {"detail": "another clip"},
-        {"seconds": 0.2},
-    ],
+    [{"phase": "backward"}, {"step": 6}, {"steps_done": 6}, {"detail": "b"}, {"seconds": 0.2}],
+    ids=str,
 )
-def test_a_heart_that_went_on_has_moved(later: Seen) -> None:
+def test_a_heart_that_went_on_has_moved(later: dict[str, Any]) -> None:
     """Though it is in the same place again: in another phase, step or clip, or in it anew."""
-    still = _process(7, _thread(1), heartbeat=_heart())
-    waits = _process(7, _thread(1), heartbeat=_heart(seconds=2.5))
-    went_on = _process(7, _thread(1), heartbeat=_heart(**{"seconds": 2.5, **later}))
-    assert [each.has_moved for each in traces([_dump_trace([still], [waits])])] == [False]
-    assert [each.has_moved for each in traces([_dump_trace([still], [went_on])])] == [True]
+    still = make_process(7, 0, [_CALL], "forward", seconds=2.5)
+    went_on: Any = {**still, "heartbeat": {**(still["heartbeat"] or {}), **later}}
+    assert [each.has_moved for each in traces([make_dump([still], [still])])] == [False]
+    assert [each.has_moved for each in traces([make_dump([still], [went_on])])] == [True]
 
 
 def test_a_round_without_stacks_says_nothing() -> None:
-    read = _process(7, _thread(2, 1), _thread(9, name="decoding"), heartbeat=_heart())
-    [found] = traces([_dump_trace([read], [_process(7, heartbeat=_heart(seconds=2.0))])])
-    assert found.stack == (("f2", "a.py", 2), ("f1", "a.py", 1))
-    assert not found.has_moved
-    assert found.stacks_of("decoding") == [(("f9", "a.py", 9),)]
-    [unread] = traces([_dump_trace([_process(7)], [_process(7)])])
-    assert (unread.stack, unread.has_moved) == ((), False)
+    unread = make_process(7, 0, [], "forward")
+    decoding = make_thread("decoding", [_CALLER])
+    read = make_process(7, 0, [_CALL, _CALLER], "forward", threads=[decoding])
+    [found] = traces([make_dump([read], [unread])])
+    assert (found.stack, found.has_moved) == ((_CALL, _CALLER), False)
+    assert found.stacks_of("decoding") == [(_CALLER,)]
+    [found] = traces([make_dump([unread], [unread])])
+    assert (found.stack, found.has_moved) == ((), False)
 
 
 _DAY = 86400.0
