@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from longtake import heartbeat
 from longtake.errors import DataError
 from longtake.heartbeat import (
+    Heartbeat,
     HeartbeatWriter,
     heartbeat_dir,
     heartbeat_session,
@@ -23,13 +24,18 @@ from longtake.heartbeat import (
 )
 
 
+def _read(writer: HeartbeatWriter) -> Heartbeat:
+    found = read_heartbeat(writer.path)
+    assert found is not None
+    return found
+
+
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     heart = HeartbeatWriter(tmp_path, "rank", rank=3, local_rank=1, world_size=8)
     heart.set_launch("a1b2c3d4")
     heart.begin_step(41, "8x32x32")
     heart.set_phase("backward")
-    pulse = read_heartbeat(heart.path)
-    assert pulse is not None
+    pulse = _read(heart)
     assert (pulse.role, pulse.rank, pulse.local_rank, pulse.world_size) == ("rank", 3, 1, 8)
     assert (pulse.step, pulse.phase, pulse.detail) == (41, "backward", "8x32x32")
     assert (pulse.pid, pulse.launch) == (os.getpid(), "a1b2c3d4")
@@ -45,8 +51,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_any_clip_can_be_named(tmp_path: Path, identity: str, clip: str) -> None:
     heart = HeartbeatWriter(tmp_path, "decode")
     heart.set_phase("decode", identity, clip)
-    pulse = read_heartbeat(heart.path)
-    assert pulse is not None
+    pulse = _read(heart)
     if len(identity.encode()) <= 128 and len(clip.encode()) <= 896:
         assert (pulse.detail, pulse.path_of_clip) == (identity, clip)
     else:
@@ -63,8 +68,7 @@ def test_the_first_steps_teach_nothing(tmp_path: Path) -> None:
         time.sleep(0.2 if step == 0 else 0.002)
         heart.set_phase("backward")
         heart.end_step(work_seconds=0.5)
-        pulse = read_heartbeat(heart.path)
-        assert pulse is not None
+        pulse = _read(heart)
         assert pulse.is_settled == (step >= 5)
     assert pulse is not None
     assert pulse.timings["forward"].count == 4
@@ -79,8 +83,7 @@ def test_a_new_shape_is_given_time(tmp_path: Path) -> None:
     def is_settled(shape: str) -> bool:
         heart.begin_step(0, shape)
         heart.end_step()
-        pulse = read_heartbeat(heart.path)
-        return pulse is not None and pulse.is_settled
+        return _read(heart).is_settled
 
     assert [is_settled("8x32x32") for _ in range(7)][-1]
     assert [is_settled("102x720x1280") for _ in range(4)] == [False, False, True, True]
@@ -101,8 +104,7 @@ def test_a_reader_never_sees_half_a_record(tmp_path: Path) -> None:
     writer.start()
     try:
         for _ in range(500):
-            pulse = read_heartbeat(heart.path)
-            assert pulse is not None
+            pulse = _read(heart)
             assert str(pulse.step) == pulse.detail
     finally:
         is_over.set()
@@ -156,15 +158,12 @@ def test_the_process_speaks_of_its_own_heart(tmp_path: Path) -> None:
     with heartbeat_session(heart):
         heartbeat.begin_step(3, "1x8x8")
         heartbeat.set_phase("optimizer")
-        pulse = read_heartbeat(heart.path)
-        assert pulse is not None
+        pulse = _read(heart)
         assert (pulse.step, pulse.phase) == (3, "optimizer")
-    ended = read_heartbeat(heart.path)
-    assert ended is not None
+    ended = _read(heart)
     assert ended.phase == "ended"
     heartbeat.set_phase("forward")
-    assert read_heartbeat(heart.path) is not None
-    assert read_heartbeat(heart.path).phase == "ended"  # type: ignore[union-attr]
+    assert _read(heart).phase == "ended"
 
 
 @pytest.mark.parametrize(("error", "phase"), [(DataError, "ended"), (ValueError, "forward")])
@@ -180,8 +179,7 @@ def test_a_crash_leaves_what_was_said_last(
 
     with pytest.raises(error):
         fail()
-    pulse = read_heartbeat(heart.path)
-    assert pulse is not None
+    pulse = _read(heart)
     assert pulse.phase == phase
 
 

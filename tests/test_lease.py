@@ -5,11 +5,10 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.build import wait_until
 
 import longtake.lease
 from longtake.lease import Leases, history, kept
@@ -95,20 +94,14 @@ def test_a_kept_lease_beats_until_its_work_stands_still(tmp_path: Path) -> None:
     lease = Leases(0.04, {}).take(tmp_path / "lease")  # it beats each 0.01 s
     assert lease is not None
 
-    def until(is_so: Callable[[], bool]) -> None:
-        end = time.monotonic() + 60
-        while not is_so():
-            assert time.monotonic() < end
-            time.sleep(0.005)
-
     with kept(lease, stuck_seconds=0.1):
         for beat in (1, 2, 3):
             lease.moved()
-            until(lambda beat=beat: lease.record["beat"] >= beat)  # type: ignore[misc]
-        until(lambda: lease.still_seconds() > 0.2)
+            wait_until(lambda beat=beat: lease.record["beat"] >= beat)  # type: ignore[misc]
+        wait_until(lambda: lease.still_seconds() > 0.2)
         stuck = lease.record["beat"]
-        until(lambda: lease.still_seconds() > 0.3)
+        wait_until(lambda: lease.still_seconds() > 0.3)
         assert lease.record["beat"] == stuck
         lease.moved()
-        until(lambda: lease.record["beat"] > stuck)
+        wait_until(lambda: lease.record["beat"] > stuck)
     assert history(tmp_path / "lease")[0]["pid"] == os.getpid()

@@ -64,11 +64,6 @@ def no_py_spy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
 
 
-@pytest.fixture
-def await_state_of() -> Callable[[int, str], None]:
-    return await_state
-
-
 def await_state(pid: int, states: str) -> None:
     end = time.monotonic() + 10
     while stacks.state_of(pid) not in states:
@@ -77,7 +72,6 @@ def await_state(pid: int, states: str) -> None:
 
 
 Start = Callable[..., int]
-AwaitState = Callable[[int, str], None]
 
 
 def test_a_waiting_process_says_its_line(start: Start) -> None:
@@ -112,13 +106,11 @@ def test_a_process_that_runs_fast_is_read(start: Start) -> None:
         assert found.threads[0].frames
 
 
-def test_a_stopped_process_is_read_and_stays_stopped(
-    start: Start, await_state_of: AwaitState
-) -> None:
+def test_a_stopped_process_is_read_and_stays_stopped(start: Start) -> None:
     """Within a second or two, where a plain py-spy would hang or fail."""
     pid = start()
     os.kill(pid, signal.SIGSTOP)
-    await_state_of(pid, "T")
+    await_state(pid, "T")
     for native in (True, False):
         found = stacks.dump_process(pid, native=native)
         assert (found.method, found.state) == ("py-spy --nonblocking", "T")
@@ -153,10 +145,10 @@ def test_a_process_without_a_handler_is_not_signalled(start: Start, tmp_path: Pa
     assert stacks.state_of(pid) == "S"
 
 
-def test_a_process_that_is_not_there(start: Start, await_state_of: AwaitState) -> None:
+def test_a_process_that_is_not_there(start: Start) -> None:
     pid = start()
     os.kill(pid, signal.SIGKILL)
-    await_state_of(pid, "Z")
+    await_state(pid, "Z")
     assert stacks.dump_process(pid).state == "Z"
     os.waitpid(pid, 0)
     assert stacks.dump_process(pid) == stacks.StackDump(pid, "", "none")
@@ -275,10 +267,7 @@ def test_calls_of_c_do_not_tell_stacks_apart() -> None:
     assert python_stack(_thread()) == ()
 
 
-AwaitState_facts = Callable[[int, str], None]
-
-
-def test_facts_of_a_process(await_state_of: AwaitState_facts) -> None:
+def test_facts_of_a_process() -> None:
     program = "while True: pass"
     with subprocess.Popen([sys.executable, "-c", program, "a name (with) words"]) as process:
         found, until = facts(process.pid), time.monotonic() + 60
@@ -286,7 +275,7 @@ def test_facts_of_a_process(await_state_of: AwaitState_facts) -> None:
             time.sleep(0.05)
             found = facts(process.pid)
         os.kill(process.pid, signal.SIGSTOP)
-        await_state_of(process.pid, "T")
+        await_state(process.pid, "T")
         stopped = facts(process.pid)
         process.kill()
     assert found
@@ -298,11 +287,11 @@ def test_facts_of_a_process(await_state_of: AwaitState_facts) -> None:
     assert stopped.cpu_seconds >= found.cpu_seconds
 
 
-def test_a_dead_process_has_its_name_alone(await_state_of: AwaitState_facts) -> None:
+def test_a_dead_process_has_its_name_alone() -> None:
     """Its memory, in which the command line lay, is gone; and then all of it is."""
     process = subprocess.Popen(["sleep", "60"])
     os.kill(process.pid, signal.SIGKILL)
-    await_state_of(process.pid, "Z")
+    await_state(process.pid, "Z")
     found = facts(process.pid)
     assert found
     assert (found.command, found.state) == ("[sleep]", "Z")
