@@ -273,7 +273,7 @@ def test_one_that_burns_a_core_in_c_is_stuck_there() -> None:
 
 def test_ranks_at_the_same_line_of_which_one_is_elsewhere() -> None:
     """Python does not show a wait for the GPU; where most ranks stand, they are taken to wait."""
-    gpu = [("compute_gradients", "/src/longtake/training/step.py", 78), *_BASE]
+    gpu = [("compute_gradients", "/src/longtake/training/loop.py", 78), *_BASE]
     ranks = [make_process(rank, rank, gpu, "backward", world=4) for rank in range(3)]
     verdict = _judge(_still(*ranks, make_process(3, 3, _SLEEP, "forward", world=4)))
     assert [each.rank for each in verdict.suspects] == [3]
@@ -297,7 +297,7 @@ def test_the_flight_recorder_names_a_rank_that_looks_like_all_others(tmp_path: P
         entries = [] if rank == 2 else [entry]
         (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps({"entries": entries}))
     (tmp_path / "rank_9").write_bytes(b"damaged")
-    gpu = [("compute_gradients", "/src/longtake/training/step.py", 78), *_BASE]
+    gpu = [("compute_gradients", "/src/longtake/training/loop.py", 78), *_BASE]
     dump = _still(*(make_process(rank, rank, gpu, "backward", world=3) for rank in range(3)))
     verdict = _judge(dump, flights={"gpu07": tmp_path, "gpu08": tmp_path / "none"})
     assert [each.rank for each in verdict.suspects] == [2]
@@ -379,7 +379,7 @@ def test_a_decode_worker_s_alarm_has_the_runs_step() -> None:
 
 
 _OWN = ("forward", "/home/me/project/model.py", 12)
-_STEP = ("compute_gradients", f"{_SITE}/longtake/training/step.py", 73)
+_STEP = ("compute_gradients", f"{_SITE}/longtake/training/loop.py", 73)
 _RESULT = ("result", f"{_LIB}/concurrent/futures/_base.py", 451)
 _QUALIFIED = ("Condition.wait", f"{_LIB}/threading.py", 327)
 _WAIT = ("wait", f"{_LIB}/threading.py", 327)
@@ -465,7 +465,7 @@ def test_files_of_libraries_are_known_by_where_they_lie(
 
 
 def test_a_line_of_training_that_reads_values_waits_for_the_device() -> None:
-    step = Path(longtake.__file__).parent / "training" / "step.py"
+    step = Path(longtake.__file__).parent / "training" / "loop.py"
     lines = step.read_text().splitlines()
     (reads,) = (
         number
@@ -473,7 +473,7 @@ def test_a_line_of_training_that_reads_values_waits_for_the_device() -> None:
         if ".tolist()  # waits for the device" in line
     )
     other = next(number for number, line in enumerate(lines, 1) if line.startswith("import "))
-    file = "/elsewhere/site-packages/longtake/training/step.py"
+    file = "/elsewhere/site-packages/longtake/training/loop.py"
     assert classify_wait((("compute_gradients", file, reads),), "backward") == "device"
     assert classify_wait((("compute_gradients", file, other),), "backward") == "nothing"
     native = (("read", "libc.so.6", 0),)
