@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from longtake.cli.compare import compare as verb
+from longtake.cli.evaluate import compare as verb
 from longtake.data.decode import rgb
 from longtake.data.encode import write_video
 from longtake.drawing import Grid, Size

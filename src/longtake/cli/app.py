@@ -14,18 +14,14 @@ import typer
 
 from longtake import __version__
 from longtake.cli import say
-from longtake.cli.compare import compare
 from longtake.cli.data import data_app
-from longtake.cli.evaluate import evaluate
+from longtake.cli.evaluate import compare, evaluate
 from longtake.cli.init import init
-from longtake.cli.launch import launch
+from longtake.cli.launch import launch, preflight
 from longtake.cli.plan import plan
-from longtake.cli.preflight import preflight
+from longtake.cli.runs import show, stacks, watch
 from longtake.cli.say import AsJson, Trust
-from longtake.cli.show import show
-from longtake.cli.stacks import stacks
 from longtake.cli.train import train
-from longtake.cli.watch import watch
 from longtake.errors import LongtakeError, LostPeerError
 from longtake.process import command
 from longtake.progress import phase_lines

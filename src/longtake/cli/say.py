@@ -3,38 +3,42 @@
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.segment import Segment
 
 from longtake.formatting import printable_lines
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Changes = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a key, such as training.steps=100."),
 ]
-
-
 Trust = Annotated[
     bool,
     typer.Option("--trust", help="Run the code that a run names, also if others began the run."),
 ]
 
 
-def console() -> "Console":
-    """Where people read: stderr, so that stdout is for results."""
-    from longtake.cli.safe_console import SafeConsole
+class SafeConsole(Console):
+    """Spells control characters in whatever is printed: tables, progress, lines."""
 
+    def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
+        """See `Console.render`."""
+        for segment in super().render(renderable, options):
+            text = segment.text if segment.control else printable_lines(segment.text)
+            yield segment if text == segment.text else Segment(text, segment.style)
+
+
+def console() -> Console:
+    """Where people read: stderr, so that stdout is for results."""
     return SafeConsole(stderr=True, highlight=False, soft_wrap=True)
 
 
-def stdout_console() -> "Console":
-    from longtake.cli.safe_console import SafeConsole
-
+def stdout_console() -> Console:
     return SafeConsole(highlight=False, soft_wrap=True, quiet=rank() != 0)
 
 
