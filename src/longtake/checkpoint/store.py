@@ -75,12 +75,8 @@ def load_parts(
 ) -> None:
     """Fill the given states in place from a checkpoint, resharded if the world is another.
 
-    Args:
-        path: the checkpoint.
-        parts: what to fill, by the part of the checkpoint: `model`, `ema/<profile>`, `optimizer`.
-        world: all ranks, each of which calls this; None for a process that loads alone.
-        is_verified: the checksums of the files were compared already. Else those of these parts
-            are; the others need not be there.
+    All ranks call it. Parts are `model`, `ema/<profile>` and `optimizer`; others need not be there.
+    Unless they are verified already, the checksums of their files are compared first.
 
     Raises:
         CheckpointError: the checkpoint is not whole, or holds another model; some of the given
@@ -395,18 +391,10 @@ def write(
     world: World,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Write a checkpoint aside and rename it when it is whole; all ranks call it.
+    """Write a checkpoint aside and rename it when it is whole, on disk; all ranks call it.
 
-    Args:
-        run: the run directory.
-        step: global step.
-        parts: states by the folders in which they are saved.
-        trainer: what else is needed to resume, as JSON.
-        world: all ranks.
-        group: of all ranks, which nothing else uses meanwhile; None: the process is alone.
-
-    Returns:
-        The whole checkpoint, which is on disk.
+    `parts` are states by the folders in which they are saved; `trainer` is what else is needed to
+    resume, as JSON; `group` is one of all ranks that nothing else uses, or None for one process.
 
     Raises:
         CheckpointError: on every rank; it cannot be written. Nothing is left of it, and older

@@ -58,14 +58,9 @@ def cache_ahead(
 ) -> dict[str, Any]:
     """Fill a recipe's cache before it is trained; returns facts as JSON.
 
-    Call it in one process, in several at once, or in each that torchrun started.
-
-    Args:
-        recipe: the recipe.
-        console: for rank 0.
-        on: a Ray cluster that encodes (see `run_tasks`); None: this process. On equal devices the
-            cache's files are the same to the byte.
-        workers: how many of the cluster at a time.
+    Call it in one process, in several at once, or in each that torchrun started. With `on`, workers
+    of that Ray cluster encode (see `run_tasks`), else this process; on equal devices the files are
+    the same to the byte.
 
     Raises:
         RecipeError: the recipe names no cache, or its parts do not fit together.

@@ -84,12 +84,8 @@ class _Built(NamedTuple):
 def train(recipe: Recipe, console: Console, *, fresh: bool = False) -> TrainOutcome:
     """Train a recipe to its end, from its newest checkpoint if there is one.
 
-    Call it in one process, or in each that torchrun started.
-
-    Args:
-        recipe: what to train.
-        console: for people.
-        fresh: start a new run, in a folder beside the existing one.
+    Call it in one process, or in each that torchrun started. `fresh` starts a new run, in a folder
+    beside the existing one.
 
     Raises:
         DivergedError: the run diverged, and rolling back did not help.
