@@ -34,8 +34,7 @@ from longtake.data.ledger import begin_launch, keep_ledger, stream_names
 from longtake.data.loader import Batch, Loader
 from longtake.demo.shapes import write_clips
 from longtake.heartbeat import HeartbeatWriter, heartbeat_dir, heartbeat_session
-from longtake.models.build import Components, assemble, outline
-from longtake.models.objective import flow_losses
+from longtake.models.build import Components, assemble, flow_losses, outline
 from longtake.parallel.collectives import from_first
 from longtake.parallel.mesh import World, join
 from longtake.process import StopSignal
@@ -137,7 +136,7 @@ def _recipe(folder: Path, strategy: str) -> Recipe:
             "workers": 0,
         },
         "model": {"family": "tubelet", "config": {"hidden_size": 144, "num_blocks": 6}},
-        "text": {"max_tokens": 6, "max_words": 64},
+        "text": {"max_tokens": 6},
         "training": {
             "steps": _FOREVER,
             "global_batch_size": 32,

@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 
 from longtake import config
 from longtake.config import Recipe
-from longtake.models.objective import flow_losses
+from longtake.models.build import flow_losses
 from longtake.optim.build import build_optimizers
 from longtake.planner.activation_checkpointing import (
     POLICIES,
@@ -47,8 +47,14 @@ from longtake.planner.activation_checkpointing import (
     options_of,
 )
 from longtake.planner.devices import DeviceBudget, device_for
-from longtake.planner.measure import MeasuredMemory, measured
-from longtake.planner.memory import MetaStep, foreach_bytes, optimizer_bytes, outline_step
+from longtake.planner.memory import (
+    MeasuredMemory,
+    MetaStep,
+    foreach_bytes,
+    measured,
+    optimizer_bytes,
+    outline_step,
+)
 from longtake.planner.solver import PolicySweep, find_best, sweep_policies
 from longtake.planner.trace import StepTrace, Subject, Tracer
 

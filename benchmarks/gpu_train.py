@@ -40,9 +40,8 @@ from longtake import config
 from longtake.config import ParallelSection, Recipe
 from longtake.data.loader import Batch
 from longtake.flow.timesteps import sample_sigmas
-from longtake.models.build import latent_shape, outline
+from longtake.models.build import forward_flops, latent_shape, outline
 from longtake.models.numerics import autocast
-from longtake.models.objective import forward_flops
 from longtake.parallel.mesh import World, join
 from longtake.planner.activation_checkpointing import Options, caller, options_of
 from longtake.planner.devices import CPU, DeviceBudget, device_for

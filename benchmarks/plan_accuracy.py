@@ -33,8 +33,7 @@ from longtake.config import Recipe
 from longtake.planner.activation_checkpointing import POLICIES, Options, caller, options_of
 from longtake.planner.devices import CPU
 from longtake.planner.kernels import as_on_cuda
-from longtake.planner.measure import measured
-from longtake.planner.memory import MetaStep, outline_step
+from longtake.planner.memory import MetaStep, measured, outline_step
 from longtake.planner.solver import BestOptions, PolicySweep, find_best, sweep_policies
 from longtake.planner.trace import StepTrace
 from longtake.training.runtime import keep_freed_memory
@@ -58,7 +57,6 @@ axes_dims_rope = [8, 12, 12]
 guidance_embeds = true
 [codec]
 kind = "autoencoder"
-class_name = "AutoencoderKL"
 [codec.config]
 block_out_channels = [8, 8, 8, 8]
 down_block_types = ["DownEncoderBlock2D", "DownEncoderBlock2D", "DownEncoderBlock2D", "DownEncoderBlock2D"]
@@ -67,7 +65,6 @@ latent_channels = 16
 norm_num_groups = 4
 [text]
 kind = "transformers"
-class_name = "T5EncoderModel"
 max_tokens = 16
 config = { d_model = 64, d_kv = 8, d_ff = 64, num_layers = 1, num_heads = 2 }
 [text.pooled]

@@ -169,6 +169,12 @@ def small_recipe(
 
 
 @pytest.fixture
+def few_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan takes a vocabulary at its largest: here as large as that of the small catalogs."""
+    monkeypatch.setattr("longtake.models.text.MAX_WORDS", 24)
+
+
+@pytest.fixture
 def another_user() -> Iterator[Path]:
     """A folder whose permissions hold for this process: as root, it is nobody for the test."""
     is_root = os.geteuid() == 0

@@ -395,8 +395,6 @@ class CodecSection(_Section):
     kind: Literal["pixels", "autoencoder"] = "pixels"
     """`pixels` trains on pixels themselves; `autoencoder` on a frozen diffusers VAE's latents."""
     pretrained: str | None = None
-    subfolder: str = "vae"
-    class_name: str = "AutoencoderKLWan"
     config: dict[str, Any] = Field(default_factory=dict)
     dtype: Literal["fp32", "bf16"] = "fp32"
     """What the autoencoder is kept and computed in; bf16 is faster and rounds latents."""
@@ -407,9 +405,6 @@ class PooledSection(_Section):
 
     pretrained: str | None = None
     """Unset: where the first encoder is from."""
-    subfolder: str = "text_encoder"
-    tokenizer_subfolder: str = "tokenizer"
-    class_name: str = "CLIPTextModel"
     config: dict[str, Any] = Field(default_factory=dict)
     max_tokens: int = Field(77, gt=0, le=2**16)
 
@@ -423,15 +418,10 @@ class TextSection(_Section):
     kind: Literal["words", "transformers"] = "words"
     """`words`: ids, embedded by a model that learns them; `transformers`: a frozen encoder."""
     pretrained: str | None = None
-    subfolder: str = "text_encoder"
-    tokenizer_subfolder: str = "tokenizer"
-    class_name: str = "UMT5EncoderModel"
     config: dict[str, Any] = Field(default_factory=dict)
     max_tokens: int | None = Field(None, gt=0, le=2**16)
     """Tokens that captions are cut or padded to. Unset: what the pretrained model was trained with
     (512 for Wan and FLUX.1-dev, 256 for FLUX.1-schnell); 64 without `pretrained`."""
-    max_words: int = Field(8192, gt=0, le=2**20)
-    """Size limit of the vocabulary that is built from the catalog's captions."""
     dtype: Literal["fp32", "bf16"] | None = None
     """What the encoders are kept and computed in; unset: bf16 where `pretrained` is set, as people
     run released pipelines, else fp32."""
@@ -442,6 +432,12 @@ class TextSection(_Section):
         if self.max_tokens is not None:
             return self.max_tokens
         return 64 if self.pretrained is None else 512
+
+    def second_encoder(self) -> PooledSection | None:
+        """`pooled`, from where the first encoder is unless it says otherwise."""
+        if self.pooled is None or self.pooled.pretrained is not None or self.pooled.config:
+            return self.pooled
+        return self.pooled.model_copy(update={"pretrained": self.pretrained})
 
     def kept_in(self) -> Literal["fp32", "bf16"]:
         return self.dtype or ("fp32" if self.pretrained is None else "bf16")

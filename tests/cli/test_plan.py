@@ -59,12 +59,14 @@ def plan(call: _Call, monkeypatch: pytest.MonkeyPatch) -> _Call:
 
 
 @pytest.fixture
-def small(small_recipe: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Path]:
+def small(
+    small_recipe: Callable[..., Recipe], few_words: None, tmp_path: Path
+) -> Callable[..., Path]:
     """Writes a recipe whose plan takes a second; neither its clips nor its module need exist."""
 
     def write(*changes: str) -> Path:
         path = tmp_path / "recipe.toml"
-        few = ("text.max_words=24", "model.config={hidden_size=48, num_heads=2, num_blocks=1}")
+        few = ("model.config={hidden_size=48, num_heads=2, num_blocks=1}",)
         path.write_text(config.dump(small_recipe(*few, "data.catalog=none.parquet", *changes)))
         return path
 

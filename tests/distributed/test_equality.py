@@ -60,11 +60,9 @@ _FLUX = (
     "joint_attention_dim=16, pooled_projection_dim=8, guidance_embeds=true, "
     "axes_dims_rope=[2, 2, 4]}",
     "codec.kind=autoencoder",
-    "codec.class_name=AutoencoderKL",
     'codec.config={block_out_channels=[4, 4], down_block_types=["DownEncoderBlock2D", '
     '"DownEncoderBlock2D"], up_block_types=["UpDecoderBlock2D", "UpDecoderBlock2D"], '
     "latent_channels=4, norm_num_groups=2}",
-    "text.class_name=T5EncoderModel",
     "text.pooled={max_tokens=7, config={hidden_size=8, intermediate_size=16, num_hidden_layers=1, "
     "num_attention_heads=2}}",
 )

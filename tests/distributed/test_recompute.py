@@ -18,7 +18,7 @@ from longtake.planner import plan as plan_module
 from longtake.planner.plan import make_plan
 from longtake.training.train import train
 
-_SMALL = ("text.max_words=24", "training.steps=6")
+_SMALL = ("training.steps=6",)
 _WITHIN = (  # two samples a process fit with some recompute
     "recompute.memory=4.3MiB",
     "recompute.reserve=0",

@@ -16,8 +16,7 @@ from longtake.models.build import assemble
 from longtake.parallel.mesh import World, arranged
 from longtake.planner.activation_checkpointing import options_of
 from longtake.planner.devices import CPU, device_budget
-from longtake.planner.measure import measured
-from longtake.planner.memory import module_bytes, outline_step, policy_forecast
+from longtake.planner.memory import measured, module_bytes, outline_step, policy_forecast
 from longtake.planner.plan import run_blocks
 from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
@@ -29,7 +28,6 @@ _ROOT = Path(__file__).resolve().parents[2]
 _RANKS = 8
 _LARGE = (
     "model.config={hidden_size=288, num_blocks=6}",
-    "text.max_words=24",
     "training.global_batch_size=16",
     "recompute.policy=all",
     "parallel.strategy=shard",
@@ -45,6 +43,7 @@ def one_of_many() -> Iterator[World]:
     dist.destroy_process_group()
 
 
+@pytest.mark.usefixtures("few_words")
 @pytest.mark.parametrize(
     "changes",
     [

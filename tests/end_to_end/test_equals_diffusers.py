@@ -174,12 +174,6 @@ def _recipe(place: Path, family: str, **sections: Any) -> Recipe:
     release = str(place / ("wan" if is_wan else "flux"))
     frames = {"num_frames": 5, "height": 32, "width": 32}
     picture = {"num_frames": 1, "height": 48, "width": 64}
-    encoders = {
-        "class_name": "T5EncoderModel",
-        "subfolder": "text_encoder_2",
-        "tokenizer_subfolder": "tokenizer_2",
-        "pooled": {},
-    }
     values = {
         "out": str(place / "run"),
         "data": {
@@ -194,13 +188,12 @@ def _recipe(place: Path, family: str, **sections: Any) -> Recipe:
         "codec": {
             "kind": "autoencoder",
             "pretrained": release,
-            "class_name": "AutoencoderKLWan" if is_wan else "AutoencoderKL",
         },
         "text": {
             "kind": "transformers",
             "pretrained": release,
             "dtype": "fp32",
-            **({} if is_wan else encoders),
+            **({} if is_wan else {"pooled": {}}),
         },
         "flow": {"shift": 3.0 if is_wan else "flux"},
         "training": {"steps": 1, "global_batch_size": 4, "device": "cpu", "precision": "fp32"},

@@ -30,7 +30,6 @@ _STYLE = "examples.modules.style_residual:StyleResidual"
 _CAPTIONS = ["a red ball"]
 _TEXT: dict[str, Any] = {
     "kind": "transformers",
-    "class_name": "T5EncoderModel",
     "config": {"d_model": 12, "d_kv": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2},
     "max_tokens": 8,
 }
@@ -51,7 +50,6 @@ _FLUX: dict[str, Any] = {
         "guidance_embeds": True,
     },
     "codec": {
-        "class_name": "AutoencoderKL",
         "config": {
             "block_out_channels": [4, 4],
             "layers_per_block": 1,

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from longtake import config
-from longtake.models.objective import flow_losses
+from longtake.models.build import flow_losses
 from longtake.planner.activation_checkpointing import caller, options_of
 from longtake.planner.devices import DeviceBudget, device_for
-from longtake.planner.measure import MeasuredMemory, measured
-from longtake.planner.memory import MetaStep, outline_step
+from longtake.planner.memory import MeasuredMemory, MetaStep, measured, outline_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 

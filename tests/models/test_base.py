@@ -27,7 +27,7 @@ from longtake.models.base import (
 )
 from longtake.models.codec import outline_codec
 from longtake.models.numerics import keep_weights_in
-from longtake.models.text import TextEncoder, outline_text
+from longtake.models.text import MAX_WORDS, TextEncoder, outline_text
 from longtake.models.wan import Wan
 from longtake.parallel.context_parallel import TokenSharing
 
@@ -39,11 +39,10 @@ _CLIP = {
     "num_attention_heads": 2,
 }
 _ENCODERS = {
-    "tubelet": TextSection(max_tokens=4, max_words=6),
+    "tubelet": TextSection(max_tokens=4),
     "wan": TextSection(kind="transformers", config=_T5, max_tokens=4),
     "flux": TextSection(
         kind="transformers",
-        class_name="T5EncoderModel",
         config=_T5,
         max_tokens=4,
         pooled=PooledSection(config=_CLIP),
@@ -92,7 +91,7 @@ def _build(name: str, *, weights: bool = True) -> _Built:
     torch.manual_seed(0)
     chosen, kind = family(name), name.removesuffix("_kontext")
     section = ModelSection(family=name, config=_MODELS[kind])
-    text = outline_text(_ENCODERS[kind])
+    text = outline_text(_ENCODERS[kind], chosen.frozen)
     model = chosen.build(section, [_SHAPE], text, weights=weights)
     for parameter in model.parameters():
         if weights and not parameter.any():
@@ -198,10 +197,11 @@ def test_an_outline_is_the_same_model_without_its_values(name: str) -> None:
 
 def test_an_outlined_codec_and_text_answer_for_shapes() -> None:
     """What the families are built from is there before any weight is."""
-    assert outline_text(_ENCODERS["flux"]).pooled_dim == 10
-    assert outline_text(_ENCODERS["wan"]).embed_dim == 12
-    assert outline_text(_ENCODERS["tubelet"]).vocabulary_size == 9
-    assert outline_codec(CodecSection()).channels == 3
+    outlines = {kind: outline_text(each, family(kind).frozen) for kind, each in _ENCODERS.items()}
+    assert outlines["flux"].pooled_dim == 10
+    assert outlines["wan"].embed_dim == 12
+    assert outlines["tubelet"].vocabulary_size == MAX_WORDS + 3
+    assert outline_codec(CodecSection(), family("wan").frozen.codec).channels == 3
 
 
 def test_a_family_is_found_by_name() -> None:
@@ -220,7 +220,7 @@ def test_an_unknown_family_gets_the_nearest(name: str, hint: str) -> None:
 
 def test_importing_the_models_imports_no_heavy_library() -> None:
     """Loading diffusers or transformers takes seconds; a run on pixels and words needs neither."""
-    modules = ["base", "wan", "flux", "tubelet", "build", "objective"]
+    modules = ["base", "wan", "flux", "tubelet", "build"]
     imports = ", ".join(f"longtake.models.{module}" for module in modules)
     code = f"import sys, {imports}; print({{'diffusers', 'transformers'}} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -331,7 +331,7 @@ def test_the_base_class_carries_other_families(
     """A step is that of diffusers' pipeline, from `call` and a few attributes alone."""
     torch.manual_seed(0)
     section = ModelSection(family="flux", config=config)
-    model: Any = other.build(section, [shape], outline_text(_ENCODERS["wan"])).eval()
+    model: Any = other.build(section, [shape], outline_text(_ENCODERS["wan"], Wan.frozen)).eval()
     for parameter in model.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.1)

@@ -16,12 +16,14 @@ from longtake.errors import RecipeError
 from longtake.models.build import (
     Components,
     assemble,
+    forward_flops,
     latent_shape,
     outline,
+    outline_conditioning,
     refuse_sharing,
     text_section,
+    training_conditioning,
 )
-from longtake.models.objective import forward_flops, outline_conditioning, training_conditioning
 
 _CAPTIONS = ["a red ball rolls left", "a blue square"]
 _KONTEXT: dict[str, Any] = {
@@ -45,7 +47,6 @@ _KONTEXT: dict[str, Any] = {
     },
     "codec": {
         "kind": "autoencoder",
-        "class_name": "AutoencoderKL",
         "config": {
             "block_out_channels": [4, 4],
             "layers_per_block": 1,
@@ -55,7 +56,6 @@ _KONTEXT: dict[str, Any] = {
     },
     "text": {
         "kind": "transformers",
-        "class_name": "T5EncoderModel",
         "max_tokens": 8,
         "config": {"d_model": 12, "d_kv": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2},
         "pooled": {
@@ -116,20 +116,22 @@ def test_building_leaves_the_callers_random_numbers_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.usefixtures("few_words")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("values", [_KONTEXT, _TUBELET])
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_an_outline_is_what_will_be_trained(values: Any, kind: str, dtype: str) -> None:
     """Same names, shapes, dtypes and the same weights frozen; only the vocabulary may shrink."""
     model = values["model"] | {"dtype": dtype}
-    recipe = _recipe(values, model=model, trainable={"kind": kind}, text={"max_words": 6})
+    recipe = _recipe(values, model=model, trainable={"kind": kind})
 
     def facts(parts: Components) -> dict[str, Any]:
         named = parts.model.named_parameters()
         return {name: (each.shape, each.dtype, each.requires_grad) for name, each in named}
 
     planned = outline(recipe)
-    assert facts(planned) == facts(assemble(recipe, ["a b c d e f g"], None))
+    many_words = " ".join(f"word{number}" for number in range(40))
+    assert facts(planned) == facts(assemble(recipe, [many_words], None))
     assert {weight.device.type for weight in planned.model.parameters()} == {"meta"}
     dtypes = {weight.dtype for weight in planned.model.parameters()}
     assert dtypes == {{"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]}

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from longtake.config import PooledSection, TextSection
 from longtake.models.captions import MOST_COUNTED, caption_lengths, review_captions
+from longtake.models.wan import Wan
 
 _SHORT, _LONG = "a red ball", "a red ball rolls left and then right again"
 
@@ -46,10 +47,10 @@ def test_a_pretrained_tokenizer_counts_what_it_would_be_given(pretrained: str) -
     """Wan's captions are cleaned first, FLUX's are not."""
     section = TextSection(kind="transformers", pretrained=pretrained, max_tokens=4)
     caption = "a&#39;b"  # an apostrophe
-    assert caption_lengths(section, [caption]).num_truncated == 0
+    assert caption_lengths(section, [caption], Wan.frozen.text).num_truncated == 0
     flux = section.model_copy(update={"pooled": PooledSection()})
-    assert caption_lengths(flux, [caption]).longest == len(caption) + 1
-    (facts, warning) = review_captions(section, ["abc", "abcd"])
+    assert caption_lengths(flux, [caption], Wan.frozen.text).longest == len(caption) + 1
+    (facts, warning) = review_captions(section, Wan.frozen.text, ["abc", "abcd"])
     assert facts is not None
     assert (facts["num_truncated"], facts["num_counted"], facts["max_tokens"]) == (1, 2, 4)
     assert warning is not None
@@ -66,7 +67,7 @@ def test_a_large_catalog_is_sampled() -> None:
 def test_without_a_tokenizer_it_says_so(tmp_path: Path) -> None:
     """A report, not an error."""
     section = TextSection(kind="transformers", pretrained=str(tmp_path), max_tokens=1)
-    facts, warning = review_captions(section, [_LONG])
+    facts, warning = review_captions(section, Wan.frozen.text, [_LONG])
     assert facts is None
     assert warning is not None
     assert "tokens were not counted: " in warning

@@ -287,8 +287,8 @@ def _cached_recipe(**sections: Any) -> Recipe:
         "out": "run",
         "data": {"catalog": "c.parquet", "buckets": [{"num_frames": 5, "height": 16, "width": 16}]},
         "model": {"family": "wan"},
-        "codec": {"kind": "autoencoder", "class_name": "AutoencoderKLWan", "config": _CODEC},
-        "text": {"kind": "transformers", "class_name": "UMT5EncoderModel", "config": _ENCODER},
+        "codec": {"kind": "autoencoder", "config": _CODEC},
+        "text": {"kind": "transformers", "config": _ENCODER},
         "training": {"steps": 1, "global_batch_size": 1},
     }
     return config.parse(values | sections, "test")

@@ -30,7 +30,6 @@ _TINY: dict[str, Any] = {
 def _text() -> PooledText:
     section = TextSection(
         kind="transformers",
-        class_name="T5EncoderModel",
         config={"d_model": 12, "d_kv": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2},
         max_tokens=8,
         pooled=PooledSection(
@@ -44,7 +43,7 @@ def _text() -> PooledText:
         ),
     )
     torch.manual_seed(2)
-    text = build_text(section, _CAPTIONS, None)
+    text = build_text(section, Flux.frozen, _CAPTIONS, None)
     assert isinstance(text, PooledText)
     return text
 
@@ -57,8 +56,7 @@ def _codec() -> Codec:
         "norm_num_groups": 2,
     }
     torch.manual_seed(1)
-    section = CodecSection(kind="autoencoder", class_name="AutoencoderKL", config=config)
-    return build_codec(section)
+    return build_codec(CodecSection(kind="autoencoder", config=config), Flux.frozen.codec)
 
 
 def _model(text: TextEncoder | None = None, **config: Any) -> Any:
@@ -223,7 +221,7 @@ def test_wrong_arguments_are_named(config: dict[str, Any], message: str) -> None
 def test_one_text_encoder_is_not_enough(section: TextSection) -> None:
     """Neither words nor one encoder; the message says what to add."""
     with pytest.raises(RecipeError, match=r"two text encoders, .* section \[text\.pooled\]"):
-        _model(build_text(section, _CAPTIONS, None))
+        _model(build_text(section, Flux.frozen, _CAPTIONS, None))
 
 
 @pytest.mark.parametrize("family", [Flux(), FluxKontext()])

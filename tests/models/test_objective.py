@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from longtake.config import Recipe
-from longtake.models.build import Components, assemble, latent_shape
+from longtake.models.build import Components, FlowBatch, assemble, flow_losses, latent_shape
 from longtake.models.numerics import Precision
-from longtake.models.objective import FlowBatch, flow_losses
 
 _WAN = (
     "data.buckets=[{num_frames=5, height=32, width=32}]",

@@ -1,8 +1,9 @@
-"""What loading promises: one clear sentence in seconds, and never a half-filled model."""
+"""Released models: loaded whole or refused in one sentence, in seconds; what their files say."""
 
 import json
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,28 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from diffusers import AutoencoderKLWan
+from diffusers import AutoencoderKL, AutoencoderKLWan
 from safetensors.torch import load_file, save_file
 from transformers import UMT5Config, UMT5EncoderModel
 
 from longtake.errors import ModelError, RecipeError
+from longtake.models.flux import Flux
 from longtake.models.pretrained import (
+    SHIPPED,
+    PipelinePart,
+    Release,
     check_arguments,
     construct,
-    diffusers_class,
+    find_part,
     load_pretrained,
+    part_config,
     quiet,
-    transformers_class,
+    refuse_experts,
+    refuse_further_inputs,
+    refuse_other_objectives,
 )
+from longtake.models.tubelet import Tubelet
+from longtake.models.wan import Wan
 
 
 def _autoencoder(**config: Any) -> Any:
@@ -30,25 +40,63 @@ def _autoencoder(**config: Any) -> Any:
     return AutoencoderKLWan(**(sizes | config))
 
 
-@pytest.mark.parametrize("where", ["/no/such/folder", "./nope", "no/such/folder", "nope"])
-def test_a_path_that_is_no_folder_fails_at_once(where: str) -> None:
-    """What cannot be a repository id is never looked for on the network."""
-    with pytest.raises(ModelError, match=f"There is no folder {where}"):
+def _saved(folder: Path) -> Path:
+    _autoencoder().save_pretrained(folder / "vae")
+    return folder / "vae"
+
+
+def _without_a_tensor(folder: Path) -> None:
+    file = _saved(folder) / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    del weights["quant_conv.bias"]
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def _of_another_size(folder: Path) -> None:
+    config = _saved(folder) / "config.json"
+    config.write_text(config.read_text().replace('"base_dim": 4', '"base_dim": 8'))
+
+
+@pytest.mark.parametrize(
+    ("make", "loaded_class", "message"),
+    [
+        (lambda folder: (folder / "vea").mkdir(), AutoencoderKLWan, "no subfolder vae; it has vea"),
+        (lambda folder: (folder / "vae").mkdir(), AutoencoderKLWan, "cannot be loaded from .*vae"),
+        (
+            lambda folder: _autoencoder().save_pretrained(folder / "vae", variant="fp16"),
+            AutoencoderKLWan,
+            "has weights of the variant fp16 only, and longtake",
+        ),
+        (_without_a_tensor, AutoencoderKLWan, r"1 tensors of AutoencoderKLWan .* quant_conv\.bias"),
+        (_of_another_size, AutoencoderKLWan, "AutoencoderKLWan"),
+        (_saved, AutoencoderKL, "is of AutoencoderKLWan, but AutoencoderKL is wanted"),
+    ],
+    ids=["no folder", "empty", "variant", "a tensor missing", "another size", "another class"],
+)
+def test_what_would_not_fill_the_model_is_refused(
+    make: Callable[[Path], object], loaded_class: Any, message: str, tmp_path: Path
+) -> None:
+    """The libraries would log that the rest stays random, or that there is no file."""
+    make(tmp_path)
+    with pytest.raises(ModelError, match=message):
+        load_pretrained(loaded_class, str(tmp_path), "vae")
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("/no/such/folder", "There is no folder /no/such/folder"),
+        ("./nope", "There is no folder ./nope"),
+        ("no/such/folder", "There is no folder no/such/folder"),
+        ("flux1-dev.safetensors", "is one file of weights. longtake loads folders"),
+        ("models/wan.gguf", "is one file of weights"),
+    ],
+)
+def test_what_cannot_be_a_repository_is_not_looked_for_on_the_network(
+    where: str, message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
         load_pretrained(AutoencoderKLWan, where, "vae")
-
-
-def test_a_missing_subfolder_names_those_that_are_there(tmp_path: Path) -> None:
-    """The usual mistake is one level too deep or too high."""
-    (tmp_path / "vea").mkdir()
-    with pytest.raises(ModelError, match="has no subfolder vae; it has vea"):
-        load_pretrained(AutoencoderKLWan, str(tmp_path), "vae")
-
-
-def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
-    """Folder, class and reason stand in one sentence."""
-    (tmp_path / "vae").mkdir()
-    with pytest.raises(ModelError, match=r"AutoencoderKLWan cannot be loaded from .*vae: "):
-        load_pretrained(AutoencoderKLWan, str(tmp_path), "vae")
 
 
 @pytest.fixture
@@ -57,6 +105,16 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     return tmp_path
+
+
+def _downloaded(hub: Path) -> Path:
+    """An empty snapshot of some/where in the hub's cache."""
+    repository = hub / "models--some--where"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    return snapshot
 
 
 @pytest.mark.parametrize("is_offline", [True, False])
@@ -71,10 +129,24 @@ def test_an_unreachable_hub_fails_in_seconds(
     began = time.monotonic()
     with pytest.raises(ModelError, match="nothing of that name was downloaded before") as raised:
         load_pretrained(UMT5EncoderModel, "some/where", "text_encoder")
+    with pytest.raises(ModelError, match="the hub cannot be reached") as config_raised:
+        part_config("some/where", "transformer")
+    assert all(name in str(config_raised.value) for name in SHIPPED)
     assert time.monotonic() - began < 60
     assert len(str(raised.value).splitlines()) == 1
     assert capfd.readouterr() == ("", "")
     assert not list(hub.iterdir())
+
+
+def test_what_was_downloaded_before_needs_no_network(hub: Path) -> None:
+    """Nor do the weights have to be there for a configuration."""
+    snapshot, saved = _downloaded(hub), _autoencoder()
+    saved.save_pretrained(snapshot / "vae")
+    loaded = load_pretrained(AutoencoderKLWan, "some/where", "vae")
+    assert torch.equal(loaded.quant_conv.weight, saved.quant_conv.weight)
+    (snapshot / "transformer").mkdir()
+    (snapshot / "transformer" / "config.json").write_text('{"num_attention_heads": 2}')
+    assert part_config("some/where", "transformer")["num_attention_heads"] == 2
 
 
 class _GatedHub(BaseHTTPRequestHandler):
@@ -133,59 +205,6 @@ def test_a_gated_repository_says_what_to_do(
         server.server_close()
 
 
-@pytest.mark.parametrize("where", ["flux1-dev.safetensors", "models/wan.gguf"])
-def test_one_file_is_no_folder_in_diffusers_layout(where: str) -> None:
-    """Whether it is there or not."""
-    with pytest.raises(ModelError, match=f"{where} is one file of weights. longtake loads folders"):
-        load_pretrained(AutoencoderKLWan, where, "vae")
-
-
-def test_weights_of_a_variant_alone_are_named(tmp_path: Path) -> None:
-    """The libraries would say that there is no file."""
-    _autoencoder().save_pretrained(tmp_path / "vae", variant="fp16")
-    with pytest.raises(ModelError, match="has weights of the variant fp16 only, and longtake"):
-        load_pretrained(AutoencoderKLWan, str(tmp_path), "vae")
-
-
-def test_what_was_downloaded_before_needs_no_network(hub: Path) -> None:
-    """A repository in the hub's cache loads where the hub cannot be reached."""
-    repository = hub / "models--some--where"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text("0" * 40)
-    saved = _autoencoder()
-    saved.save_pretrained(repository / "snapshots" / ("0" * 40) / "vae")
-    loaded = load_pretrained(AutoencoderKLWan, "some/where", "vae")
-    assert torch.equal(loaded.quant_conv.weight, saved.quant_conv.weight)
-
-
-def test_weights_that_do_not_fill_the_model_are_refused(tmp_path: Path) -> None:
-    """The libraries would only log that the rest stays random."""
-    _autoencoder().save_pretrained(tmp_path / "vae")
-    file = tmp_path / "vae" / "diffusion_pytorch_model.safetensors"
-    weights = load_file(file)
-    del weights["quant_conv.bias"]
-    save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"1 tensors of AutoencoderKLWan .* quant_conv\.bias"):
-        load_pretrained(AutoencoderKLWan, str(tmp_path), "vae")
-
-
-def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:
-    """A config that was edited by hand does not load."""
-    _autoencoder().save_pretrained(tmp_path / "vae")
-    config = tmp_path / "vae" / "config.json"
-    config.write_text(config.read_text().replace('"base_dim": 4', '"base_dim": 8'))
-    with pytest.raises(ModelError, match="AutoencoderKLWan"):
-        load_pretrained(AutoencoderKLWan, str(tmp_path), "vae")
-
-
-def test_another_class_than_the_saved_one_is_refused(tmp_path: Path) -> None:
-    """Its weights have other names, so nothing of the model would have been filled."""
-    _autoencoder().save_pretrained(tmp_path / "vae")
-    wrong = diffusers_class("codec.class_name", "AutoencoderKL")
-    with pytest.raises(ModelError, match="is of AutoencoderKLWan, but AutoencoderKL is wanted"):
-        load_pretrained(wrong, str(tmp_path), "vae")
-
-
 def test_an_encoder_whose_embedding_is_tied_counts_as_filled(tmp_path: Path) -> None:
     """Wan's release stores the shared embedding alone, with tie_word_embeddings off."""
     config = UMT5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
@@ -214,13 +233,6 @@ def test_a_constructor_that_fails_is_the_recipes_fault() -> None:
         construct("codec.config", AutoencoderKLWan, {"dim_mult": []})
 
 
-@pytest.mark.parametrize("find", [diffusers_class, transformers_class])
-def test_what_is_no_class_is_refused(find: Any) -> None:
-    """A module's name is not a class, and the message names the recipe's key."""
-    with pytest.raises(RecipeError, match=r"text\.class_name: \w+ has no class utils"):
-        find("text.class_name", "utils")
-
-
 def test_silence_ends_where_it_should() -> None:
     """A library speaks again after loading, and after loading that failed."""
     from transformers.utils import logging
@@ -247,3 +259,122 @@ def test_an_assertion_without_a_message_is_told_by_its_line() -> None:
 
     with pytest.raises(RecipeError, match=r"AssertionError in .*, line \d+: raise AssertionError"):
         construct("model.config", Wrong, {"head_dim": 7})
+
+
+_INDEX: dict[str, Any] = {
+    "_class_name": "FluxPipeline",
+    "text_encoder": ["transformers", "CLIPTextModel"],
+    "text_encoder_2": ["transformers", "T5EncoderModel"],
+    "tokenizer_2": ["transformers", "T5TokenizerFast"],
+    "transformer_2": [None, None],
+    "force_zeros": True,
+}
+_ELSEWHERE = {
+    "text_encoder_3": ["transformers", "T5EncoderModel"],
+    "tokenizer_3": ["transformers", "T5TokenizerFast"],
+    "autoencoder": ["diffusers", "AutoencoderKLWan"],
+}
+_AS_EXPECTED = "T5EncoderModel text_encoder_2 tokenizer_2"
+
+
+@pytest.mark.parametrize(
+    ("expected", "index", "found"),
+    [
+        (Flux.frozen.text, None, _AS_EXPECTED),
+        (Flux.frozen.text, _INDEX, _AS_EXPECTED),
+        (Flux.frozen.text, {"vae": ["diffusers", "AutoencoderKL"]}, _AS_EXPECTED),
+        (Flux.frozen.text, _ELSEWHERE, "T5EncoderModel text_encoder_3 tokenizer_3"),
+        (Wan.frozen.codec, _ELSEWHERE, "AutoencoderKLWan autoencoder "),
+        (Tubelet.frozen.codec, {"vae": ["diffusers", "AutoencoderKL"]}, "AutoencoderKL vae "),
+    ],
+    ids=["no index", "as expected", "not named", "another folder", "of a codec", "second class"],
+)
+def test_class_and_folder_of_a_part_are_those_of_the_repositorys_index(
+    expected: PipelinePart, index: dict[str, Any] | None, found: str, tmp_path: Path
+) -> None:
+    if index is not None:
+        (tmp_path / "model_index.json").write_text(json.dumps(index))
+    part = find_part(str(tmp_path), expected)
+    assert f"{part.class_name} {part.folder} {part.tokenizer}" == found
+
+
+@pytest.mark.parametrize("named", [["diffusers", "AutoencoderKLMagi"], ["diffusers", "os"]])
+def test_a_class_that_the_family_cannot_use_is_refused(named: list[str], tmp_path: Path) -> None:
+    """Whether diffusers has it or not: it is not imported."""
+    (tmp_path / "model_index.json").write_text(json.dumps({"vae": named}))
+    with pytest.raises(
+        ModelError, match=f"names {named[1]} as its vae, but AutoencoderKLWan is wa"
+    ):
+        find_part(str(tmp_path), Wan.frozen.codec)
+
+
+def test_parts_of_a_downloaded_repository_are_found_without_the_network(hub: Path) -> None:
+    named = {"autoencoder": ["diffusers", "AutoencoderKLWan"]}
+    (_downloaded(hub) / "model_index.json").write_text(json.dumps(named))
+    assert find_part("some/where", Wan.frozen.codec).folder == "autoencoder"
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        None,
+        {},
+        {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0},
+        {"_class_name": "FlowMatchHeunDiscreteScheduler"},
+        {"_class_name": "UniPCMultistepScheduler", "prediction_type": "flow_prediction"},
+        {"_class_name": "SomebodysOwnScheduler"},
+    ],
+)
+def test_flow_matching_and_the_unknown_pass(scheduler: dict[str, object] | None) -> None:
+    """Nothing is said against what says nothing of itself."""
+    refuse_other_objectives(scheduler, "somewhere")
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "target"),
+    [
+        ({"_class_name": "DDPMScheduler", "prediction_type": "epsilon"}, r"the noise \(epsilon\)"),
+        ({"_class_name": "DDPMScheduler"}, r"the noise \(epsilon\)"),
+        ({"_class_name": "UniPCMultistepScheduler"}, r"the noise \(epsilon\)"),
+        ({"_class_name": "CogVideoXDDIMScheduler", "prediction_type": "v_prediction"}, "a mixture"),
+        ({"_class_name": "MyOwn", "prediction_type": "v_prediction"}, "a mixture"),
+        ({"_class_name": "DDIMScheduler", "prediction_type": "sample"}, "the latents themselves"),
+    ],
+)
+def test_noise_and_v_prediction_are_refused(scheduler: dict[str, object], target: str) -> None:
+    """The sentence says what it predicts, who says so, and why that cannot be trained on."""
+    with pytest.raises(ModelError, match=f"somewhere predicts {target}.*as its scheduler") as said:
+        refuse_other_objectives(scheduler, "somewhere")
+    message = str(said.value)
+    assert str(scheduler["_class_name"]) in message
+    assert "toward the velocity noise - latents" in message
+    assert len(message.splitlines()) == 1
+
+
+def test_a_subfolder_that_a_shipped_model_lacks_is_named() -> None:
+    """With those that it has."""
+    with pytest.raises(ModelError, match=r"no subfolder text_encoder_2; it has transformer, vae"):
+        part_config("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "text_encoder_2")
+
+
+@pytest.mark.parametrize(
+    ("in_channels", "message"),
+    [
+        (384, r"is FLUX\.1 Fill, an inpainting variant \(in_channels 384, out_channels 64, FluxF"),
+        (128, r"is FLUX\.1 Depth or Canny, a variant that takes a control image \(in_channels 128"),
+        (320, "is a variant of FluxTransformer2DModel with further inputs"),
+    ],
+)
+def test_a_variant_with_further_inputs_says_what_it_is(in_channels: int, message: str) -> None:
+    """Fill and Control take further channels."""
+    config = {"_class_name": "FluxTransformer2DModel", "in_channels": in_channels}
+    release = Release(config | {"out_channels": 64}, None, {"_class_name": "FluxFillPipeline"})
+    with pytest.raises(ModelError, match=f"somewhere {message}"):
+        refuse_further_inputs(release, Flux.variants, "somewhere")
+
+
+def test_a_model_that_is_trained_passes() -> None:
+    """As WanPipeline writes its index for Wan 2.1, and FLUX.1 its out_channels."""
+    index = {"_class_name": "WanPipeline", "boundary_ratio": None, "transformer_2": [None, None]}
+    refuse_experts(index, "somewhere")
+    refuse_further_inputs(Release({"in_channels": 64, "out_channels": None}, None, {}), {}, "there")

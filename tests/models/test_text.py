@@ -9,7 +9,10 @@ import torch
 
 from longtake.config import PooledSection, TextSection
 from longtake.errors import DataError, RecipeError
+from longtake.models.flux import Flux
+from longtake.models.pretrained import FrozenParts
 from longtake.models.text import (
+    MAX_WORDS,
     PooledText,
     TextEncoder,
     TransformersText,
@@ -17,6 +20,7 @@ from longtake.models.text import (
     build_text,
     outline_text,
 )
+from longtake.models.wan import Wan
 
 _CAPTIONS = ["a red ball rolls left", "A blue ball rolls right.", "a red square, turning"]
 _TINY: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
@@ -30,21 +34,18 @@ _CLIP: dict[str, Any] = {
 
 
 def _words(captions: list[str] = _CAPTIONS, made: Path | None = None, **keys: Any) -> WordIds:
-    text = build_text(TextSection(**{"max_tokens": 8} | keys), captions, made)
+    text = build_text(TextSection(**{"max_tokens": 8} | keys), Wan.frozen, captions, made)
     assert isinstance(text, WordIds)
     return text
 
 
-def _section(class_name: str = "UMT5EncoderModel", **config: Any) -> TextSection:
-    sizes = _CLIP if class_name.startswith("CLIP") else _TINY
-    return TextSection(
-        kind="transformers", class_name=class_name, config=sizes | config, max_tokens=8
-    )
+def _section(**config: Any) -> TextSection:
+    return TextSection(kind="transformers", config=_TINY | config, max_tokens=8)
 
 
-def _encoder(class_name: str = "UMT5EncoderModel", **config: Any) -> TransformersText:
+def _encoder(parts: FrozenParts = Wan.frozen) -> TransformersText:
     torch.manual_seed(0)
-    text = build_text(_section(class_name, **config), _CAPTIONS, None)
+    text = build_text(_section(), parts, _CAPTIONS, None)
     assert isinstance(text, TransformersText)
     return text
 
@@ -53,12 +54,17 @@ def _two_encoders(**pooled: Any) -> TextSection:
     sizes = {name: size for name, size in _CLIP.items() if name != "max_position_embeddings"}
     keys: dict[str, Any] = {"config": sizes, "max_tokens": 7}
     second = PooledSection(**keys | pooled)
-    return _section("T5EncoderModel").model_copy(update={"pooled": second})
+    return _section().model_copy(update={"pooled": second})
+
+
+def _loaded_from(folder: Path, **keys: Any) -> TextSection:
+    given: dict[str, Any] = {"kind": "transformers", "pretrained": str(folder), "max_tokens": 8}
+    return TextSection(**given | keys)
 
 
 def _pooled(made: Path | None = None, **keys: Any) -> PooledText:
     torch.manual_seed(0)
-    text = build_text(_two_encoders(**keys), _CAPTIONS, made)
+    text = build_text(_two_encoders(**keys), Flux.frozen, _CAPTIONS, made)
     assert isinstance(text, PooledText)
     return text
 
@@ -111,9 +117,10 @@ def test_every_id_is_below_the_vocabulary_size() -> None:
     assert text.encode(_CAPTIONS)["token_ids"].max() == text.vocabulary_size - 1
 
 
-def test_max_words_counts_words() -> None:
-    """The most frequent are kept; padding and its like come on top."""
-    text = _words(["x x x y y z"], max_words=2)
+def test_the_most_frequent_words_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding and its like come on top."""
+    monkeypatch.setattr("longtake.models.text.MAX_WORDS", 2)
+    text = _words(["x x x y y z"])
     assert text.unknown_words("x y z") == ["z"]
 
 
@@ -131,13 +138,13 @@ def test_saved_words_keep_their_ids(tmp_path: Path) -> None:
 def test_a_catalog_without_words_is_refused(section: TextSection, captions: list[str]) -> None:
     """Rather than training on nothing but unknown words."""
     with pytest.raises(DataError, match="hold no words"):
-        build_text(section, captions, None)
+        build_text(section, Wan.frozen, captions, None)
 
 
-@pytest.mark.parametrize("class_name", ["UMT5EncoderModel", "T5EncoderModel", "CLIPTextModel"])
-def test_embeddings_are_zero_after_the_end(class_name: str) -> None:
+@pytest.mark.parametrize("parts", [Wan.frozen, Flux.frozen])
+def test_embeddings_are_zero_after_the_end(parts: FrozenParts) -> None:
     """[B, T, D] fp32: words and the end token are embedded, the padding is zero."""
-    text = _encoder(class_name)
+    text = _encoder(parts)
     embeds = text.encode(["red ball", ""])["prompt_embeds"]
     assert (embeds.shape, embeds.dtype) == ((2, 8, 16), torch.float32)
     assert text.embed_dim == 16
@@ -145,10 +152,10 @@ def test_embeddings_are_zero_after_the_end(class_name: str) -> None:
     assert not embeds[0, 3:].any()
 
 
-@pytest.mark.parametrize("class_name", ["UMT5EncoderModel", "T5EncoderModel", "CLIPTextModel"])
-def test_a_caption_means_the_same_in_any_batch(class_name: str) -> None:
+@pytest.mark.parametrize("parts", [Wan.frozen, Flux.frozen])
+def test_a_caption_means_the_same_in_any_batch(parts: FrozenParts) -> None:
     """Its embedding does not depend on the captions beside it."""
-    text = _encoder(class_name)
+    text = _encoder(parts)
     together = text.encode(_CAPTIONS)["prompt_embeds"]
     for row, caption in zip(together, _CAPTIONS, strict=True):
         torch.testing.assert_close(row, text.encode([caption])["prompt_embeds"][0])
@@ -181,7 +188,7 @@ def test_a_saved_encoder_gives_the_same_embeddings(
     text = _encoder()
     text.save(tmp_path)
     torch.manual_seed(1)
-    again = build_text(_section(), ["other words"], tmp_path)
+    again = build_text(_section(), Wan.frozen, ["other words"], tmp_path)
     expected = text.encode(_CAPTIONS)["prompt_embeds"]
     assert torch.equal(again.encode(_CAPTIONS)["prompt_embeds"], expected)
     assert again.unknown_words("a Grün ball") == ["Grün"]
@@ -189,18 +196,9 @@ def test_a_saved_encoder_gives_the_same_embeddings(
 
 
 def test_a_pretrained_encoder_is_loaded_and_not_copied(tmp_path: Path) -> None:
-    """Encoder and tokenizer come from the subfolders that the recipe names."""
     text = _encoder()
     text.save(tmp_path)
-    (tmp_path / "tokenizer").rename(tmp_path / "pieces")
-    section = TextSection(
-        kind="transformers",
-        pretrained=str(tmp_path),
-        tokenizer_subfolder="pieces",
-        max_tokens=8,
-        dtype="fp32",
-    )
-    loaded = build_text(section, [], None)
+    loaded = build_text(_loaded_from(tmp_path, dtype="fp32"), Wan.frozen, [], None)
     expected = text.encode(_CAPTIONS)["prompt_embeds"]
     assert torch.equal(loaded.encode(_CAPTIONS)["prompt_embeds"], expected)
     loaded.save(tmp_path / "copy")
@@ -211,18 +209,11 @@ def test_a_pretrained_encoder_is_kept_in_bf16_unless_the_recipe_asks(tmp_path: P
     """One of random weights in fp32; what comes out is fp32 in any case."""
     text = _pooled()
     text.save(tmp_path)
-    section = TextSection(
-        kind="transformers",
-        class_name="T5EncoderModel",
-        pretrained=str(tmp_path),
-        subfolder="text_encoder_2",
-        tokenizer_subfolder="tokenizer_2",
-        max_tokens=8,
-        pooled=PooledSection(max_tokens=7),
-    )
+    section = _loaded_from(tmp_path, pooled=PooledSection(max_tokens=7))
     exact = section.model_copy(update={"dtype": "fp32"})
     for asked, dtype in ((section, torch.bfloat16), (exact, torch.float32)):
-        loaded, outlined = build_text(asked, [], None), outline_text(asked)
+        loaded = build_text(asked, Flux.frozen, [], None)
+        outlined = outline_text(asked, Flux.frozen)
         for module in (*loaded.modules(), *outlined.modules()):
             assert {p.dtype for p in module.parameters()} == {dtype}
         for name, expected in text.encode(_CAPTIONS).items():
@@ -236,20 +227,16 @@ def test_a_pretrained_encoder_is_kept_in_bf16_unless_the_recipe_asks(tmp_path: P
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (_section("UMT5EncoderModle"), "Did you mean UMT5EncoderModel"),
-        (_section("UMT5Config"), "not a model of transformers"),
         (_section(d_modle=16), r"text\.config\.d_modle is not an argument .* mean d_model\?"),
         (_section(d_model="16"), r"text\.config does not fit UMT5Config"),
-        (_section("CLIPTextModel", max_position_embeddings=4), "reads 4 at most"),
-        (_section("CLIPTextModel", num_attention_heads=3), r"text\.config does not fit"),
         (TextSection(pretrained="somewhere/wan"), "would not be used"),
         (TextSection(config={"d_model": 16}), "would not be used"),
     ],
 )
 def test_wrong_sections_are_refused(section: TextSection, message: str) -> None:
-    """Misspelt classes and arguments, wrong types, and keys that nothing would read."""
+    """Misspelt arguments, wrong types, and keys that nothing would read."""
     with pytest.raises(RecipeError, match=message):
-        build_text(section, _CAPTIONS, None)
+        build_text(section, Wan.frozen, _CAPTIONS, None)
 
 
 @pytest.mark.parametrize("caption", ["a red ball", "", "a  red\nball &amp; more ", "a red " * 9])
@@ -295,7 +282,7 @@ def test_two_saved_encoders_come_back_as_a_pipeline_lays_them(tmp_path: Path) ->
     folders = ["text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"]
     assert sorted(folder.name for folder in tmp_path.iterdir()) == folders
     torch.manual_seed(1)
-    again = build_text(_two_encoders(), ["other words"], tmp_path)
+    again = build_text(_two_encoders(), Flux.frozen, ["other words"], tmp_path)
     for name, expected in text.encode(_CAPTIONS).items():
         assert torch.equal(again.encode(_CAPTIONS)[name], expected)
 
@@ -304,17 +291,8 @@ def test_the_second_encoder_is_from_where_the_first_is(tmp_path: Path) -> None:
     """A recipe names the repository once; nothing pretrained is copied."""
     text = _pooled()
     text.save(tmp_path)
-    section = TextSection(
-        kind="transformers",
-        class_name="T5EncoderModel",
-        pretrained=str(tmp_path),
-        subfolder="text_encoder_2",
-        tokenizer_subfolder="tokenizer_2",
-        max_tokens=8,
-        dtype="fp32",
-        pooled=PooledSection(max_tokens=7),
-    )
-    loaded = build_text(section, [], None)
+    section = _loaded_from(tmp_path, dtype="fp32", pooled=PooledSection(max_tokens=7))
+    loaded = build_text(section, Flux.frozen, [], None)
     for name, expected in text.encode(_CAPTIONS).items():
         assert torch.equal(loaded.encode(_CAPTIONS)[name], expected)
     loaded.save(tmp_path / "copy")
@@ -324,7 +302,6 @@ def test_the_second_encoder_is_from_where_the_first_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pooled", "message"),
     [
-        ({"class_name": "T5EncoderModel"}, r"T5EncoderModel gives no pooled .* Use CLIPTextModel"),
         ({"config": {"hiden_size": 8}}, r"text\.pooled\.config\.hiden_size .* mean hidden_size\?"),
         ({"config": {"hidden_size": "8"}}, r"text\.pooled\.config does not fit"),
         (
@@ -342,13 +319,13 @@ def test_a_wrong_second_section_is_refused(pooled: dict[str, Any], message: str)
     with pytest.raises(RecipeError, match=message):
         _pooled(**pooled)
     with pytest.raises(RecipeError, match=message):
-        outline_text(_two_encoders(**pooled))
+        outline_text(_two_encoders(**pooled), Flux.frozen)
 
 
 def test_words_have_no_second_encoder() -> None:
     """It would not be used."""
     with pytest.raises(RecipeError, match=r"text\.pooled is set, but it would not be used"):
-        build_text(TextSection(pooled=PooledSection()), _CAPTIONS, None)
+        build_text(TextSection(pooled=PooledSection()), Flux.frozen, _CAPTIONS, None)
 
 
 @pytest.mark.parametrize("text", [_words(), _encoder(), _pooled()])
@@ -364,11 +341,12 @@ def test_an_outline_tells_the_shapes_of_what_encoding_gives(text: TextEncoder) -
 @pytest.mark.parametrize("section", [TextSection(max_tokens=8), _section(), _two_encoders()])
 def test_an_outlined_encoder_answers_as_the_real_one_will(section: TextSection) -> None:
     """All but its vocabulary, which is taken at its largest, and no weight has a value."""
-    real, outline = build_text(section, _CAPTIONS, None), outline_text(section)
+    real = build_text(section, Flux.frozen, _CAPTIONS, None)
+    outline = outline_text(section, Flux.frozen)
     assert (outline.embed_dim, outline.pooled_dim) == (real.embed_dim, real.pooled_dim)
     assert outline.outline().keys() == real.outline().keys()
     assert outline.max_tokens == real.max_tokens
-    assert outline.vocabulary_size == section.max_words + 3 > real.vocabulary_size
+    assert outline.vocabulary_size == MAX_WORDS + 3 > real.vocabulary_size
     assert len(outline.modules()) == len(real.modules())
     weights = [weight for module in outline.modules() for weight in module.parameters()]
     assert {weight.device.type for weight in weights} <= {"meta"}

@@ -29,7 +29,9 @@ _TINY: dict[str, Any] = {
 def _text(kind: Any = "transformers") -> TextEncoder:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     config = sizes if kind == "transformers" else {}
-    return build_text(TextSection(kind=kind, config=config, max_tokens=8), _CAPTIONS, None)
+    return build_text(
+        TextSection(kind=kind, config=config, max_tokens=8), Wan.frozen, _CAPTIONS, None
+    )
 
 
 def _codec() -> AutoencoderCodec:
@@ -40,7 +42,7 @@ def _codec() -> AutoencoderCodec:
         "num_res_blocks": 1,
         "temperal_downsample": [True],
     }
-    codec = build_codec(CodecSection(kind="autoencoder", config=config))
+    codec = build_codec(CodecSection(kind="autoencoder", config=config), Wan.frozen.codec)
     assert isinstance(codec, AutoencoderCodec)
     return codec
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from longtake import config
 from longtake.planner.activation_checkpointing import BlockCall, Option, caller
 from longtake.planner.devices import CPU, DeviceBudget
-from longtake.planner.measure import MeasuredMemory, measured
-from longtake.planner.memory import MetaStep, outline_step
+from longtake.planner.memory import MeasuredMemory, MetaStep, measured, outline_step
 from longtake.planner.trace import Subject
 
 _RECIPES = {
@@ -34,11 +33,9 @@ axes_dims_rope = [4, 6, 6]
 guidance_embeds = true
 [codec]
 kind = "autoencoder"
-class_name = "AutoencoderKL"
 config = { block_out_channels = [4], layers_per_block = 1, norm_num_groups = 2 }
 [text]
 kind = "transformers"
-class_name = "T5EncoderModel"
 max_tokens = 8
 config = { d_model = 12, d_kv = 6, d_ff = 12, num_layers = 1, num_heads = 2 }
 [text.pooled]
@@ -110,6 +107,10 @@ class Toy(nn.Module):
         for block in self.blocks:
             tokens = self.call(block, tokens)
         return cast("Tensor", self.head(tokens))
+
+
+@pytest.fixture(autouse=True)
+def _small_vocabulary(few_words: None) -> None: ...
 
 
 @pytest.fixture(scope="session")

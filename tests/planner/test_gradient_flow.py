@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from longtake.planner.gradient_flow import ForwardPosition, GradientWatch, Provenance
-from longtake.planner.gradient_traps import flow_traps
+from longtake.planner.gradient_flow import ForwardPosition, GradientWatch, Provenance, flow_traps
 
 _LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 

@@ -17,9 +17,14 @@ from torch.utils.checkpoint import (
 )
 
 from longtake.formatting import format_size
-from longtake.planner.gradient_flow import GradientWatch
-from longtake.planner.gradient_traps import Trap, costly_policies, flow_traps, idle_recompute
-from longtake.planner.measure import measured
+from longtake.planner.gradient_flow import (
+    GradientWatch,
+    Trap,
+    costly_policies,
+    flow_traps,
+    idle_recompute,
+)
+from longtake.planner.memory import measured
 
 Run = Callable[["Model", Tensor], Tensor]
 

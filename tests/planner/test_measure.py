@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from longtake.planner.measure import measured
+from longtake.planner.memory import measured
 
 CPU = torch.device("cpu")
 

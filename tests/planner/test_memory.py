@@ -11,8 +11,7 @@ from longtake.errors import RecipeError
 from longtake.models.numerics import Precision
 from longtake.optim import master_weights
 from longtake.optim.build import build_optimizers
-from longtake.planner.measure import measured
-from longtake.planner.memory import foreach_bytes, optimizer_bytes, refuse_idle_ranks
+from longtake.planner.memory import foreach_bytes, measured, optimizer_bytes, refuse_idle_ranks
 
 _CPU = torch.device("cpu")
 

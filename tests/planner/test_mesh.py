@@ -90,7 +90,7 @@ def _planned(recipe: Recipe, links: Links, world_size: int, per_node: int) -> Me
 
 
 def test_what_would_help_is_what_comes_of_it(small_recipe: _Make) -> None:
-    few = ("text.max_words=24", "model.config={hidden_size=48, num_blocks=2}")
+    few = ("model.config={hidden_size=48, num_blocks=2}",)
     sharded = (
         "parallel.strategy=shard",
         "training.global_batch_size=24",
@@ -128,7 +128,7 @@ def test_what_would_help_is_what_comes_of_it(small_recipe: _Make) -> None:
 
 
 def test_ranks_that_share_tokens_hold_a_part_of_the_activations(small_recipe: _Make) -> None:
-    recipe = small_recipe("text.max_words=24", "model.config={hidden_size=48, num_heads=4}")
+    recipe = small_recipe("model.config={hidden_size=48, num_heads=4}")
     shared = config.changed(recipe, ["parallel.context=2"])
     whole, half = outline_step(recipe, CPU), outline_step(shared, CPU, 2)
     assert whole.micro_batch_size == half.micro_batch_size

@@ -25,6 +25,7 @@ from longtake.flow.timesteps import build_sigmas
 from longtake.models.base import Conditioning
 from longtake.models.build import Components, assemble
 from longtake.models.codec import PixelCodec, build_codec
+from longtake.models.flux import Flux
 from longtake.run_dir import RunDirectory
 from longtake.sampling.presets import Preset, Request, find_preset, settings_for
 from longtake.sampling.sampler import (
@@ -98,9 +99,8 @@ def test_nan_that_appears_in_decoding_is_an_error(
     sampler = load_sampler(tiny_run, device="cpu")
     dtype: Literal["fp32", "bf16"] = "bf16" if damage == "bf16" else "fp32"
     config = {"block_out_channels": [4], "norm_num_groups": 2, "latent_channels": 3}
-    codec = build_codec(
-        CodecSection(kind="autoencoder", class_name="AutoencoderKL", config=config, dtype=dtype)
-    )
+    section = CodecSection(kind="autoencoder", config=config, dtype=dtype)
+    codec = build_codec(section, Flux.frozen.codec)
     [autoencoder] = codec.modules()
     for weight in autoencoder.decoder.conv_out.parameters():  # type: ignore[union-attr]
         weight.data.fill_(torch.nan if damage == "weights" else torch.finfo(weight.dtype).max)
@@ -587,10 +587,9 @@ def _flux_recipe(family: str = "flux_kontext", **model: Any) -> Recipe:
             "references": {"reference": "{stem}.png"} if family == "flux_kontext" else {},
         },
         "model": {"family": family, "config": transformer | model},
-        "codec": {"kind": "autoencoder", "class_name": "AutoencoderKL", "config": autoencoder},
+        "codec": {"kind": "autoencoder", "config": autoencoder},
         "text": {
             "kind": "transformers",
-            "class_name": "T5EncoderModel",
             "max_tokens": 8,
             "config": {"d_model": 12, "d_kv": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2},
             "pooled": {"config": clip},

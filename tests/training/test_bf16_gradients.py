@@ -15,8 +15,7 @@ from longtake.models.build import assemble
 from longtake.parallel.fsdp import apply_fsdp, full, set_gradient_sync
 from longtake.parallel.mesh import World, join
 from longtake.planner.devices import CPU
-from longtake.planner.measure import measured
-from longtake.planner.memory import outline_step, static_memory
+from longtake.planner.memory import measured, outline_step, static_memory
 from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
 from longtake.training.loop import compute_gradients
@@ -84,12 +83,13 @@ def test_two_ranks_add_up_to_the_same(run_on_two_ranks: Callable[..., None]) -> 
     run_on_two_ranks(__file__)
 
 
+@pytest.mark.usefixtures("few_words")
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_the_plan_counts_gradients_as_they_are_measured(
     small_recipe: MakeRecipe, kind: str
 ) -> None:
     recipe = small_recipe(
-        f"trainable.kind={kind}", "model.dtype=bf16", "text.max_words=8", "ema.decay=0.0",
+        f"trainable.kind={kind}", "model.dtype=bf16", "ema.decay=0.0",
         "training.global_batch_size=8", "training.micro_batch_size=4",
     )  # fmt: skip
     step = outline_step(recipe, CPU)

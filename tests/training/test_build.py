@@ -14,8 +14,7 @@ from tests.build import MakeRecipe
 from torch import Tensor, nn
 
 from longtake.errors import RecipeError
-from longtake.models.build import Components, assemble, latent_shape
-from longtake.models.objective import outline_conditioning
+from longtake.models.build import Components, assemble, latent_shape, outline_conditioning
 from longtake.planner.activation_checkpointing import OPTIONS, Option
 from longtake.training.build import compile_blocks, refuse_missing_compiler
 

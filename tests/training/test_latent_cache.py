@@ -59,12 +59,10 @@ _PICTURES = (
     "model.config={num_attention_heads=2, attention_head_dim=16, axes_dims_rope=[4, 6, 6], "
     "num_layers=1, num_single_layers=1, guidance_embeds=true}",
     "codec.kind=autoencoder",
-    "codec.class_name=AutoencoderKL",
     "codec.config={block_out_channels=[4, 4], down_block_types=['DownEncoderBlock2D', "
     "'DownEncoderBlock2D'], up_block_types=['UpDecoderBlock2D', 'UpDecoderBlock2D'], "
     "layers_per_block=1, latent_channels=4, norm_num_groups=2}",
     "text.kind=transformers",
-    "text.class_name=T5EncoderModel",
     "text.config={d_model=12, d_kv=6, d_ff=12, num_layers=1, num_heads=2}",
     "text.max_tokens=8",
     "text.pooled={config={hidden_size=10, intermediate_size=10, num_hidden_layers=1, "

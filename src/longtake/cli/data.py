@@ -286,12 +286,13 @@ def _captions_reviewer(recipe: "Recipe") -> "ReviewCaptions":
 
     from longtake.models.captions import review_captions
 
-    section = recipe.text
-    if section.pretrained is not None and section.max_tokens is None:
-        from longtake.models.build import text_section  # which imports torch
+    if recipe.text.pretrained is None:
+        return partial(review_captions, recipe.text, None)
+    from longtake.models.base import family  # which imports torch
+    from longtake.models.build import text_section
 
-        section = text_section(recipe)
-    return partial(review_captions, section)
+    encoder = family(recipe.model.family).frozen.text
+    return partial(review_captions, text_section(recipe), encoder)
 
 
 @data_app.command()

@@ -20,7 +20,7 @@ from longtake.data.order import derive
 from longtake.data.window import read, references_of
 from longtake.errors import DataError, PlanError
 from longtake.models.base import Conditioning
-from longtake.models.objective import FlowBatch, flow_losses, training_conditioning
+from longtake.models.build import FlowBatch, flow_losses, training_conditioning
 from longtake.run_dir import RunDirectory
 from longtake.sampling.sampler import Sampler, try_within_memory
 

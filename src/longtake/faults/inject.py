@@ -36,9 +36,8 @@ from longtake.faults.sandbox import (
     InjectionKind,
 )
 from longtake.guard.history import GROUPS
-from longtake.models.build import Components
+from longtake.models.build import Components, FlowBatch, flow_losses
 from longtake.models.numerics import Precision
-from longtake.models.objective import FlowBatch, flow_losses
 from longtake.parallel.fsdp import local_shard
 from longtake.parallel.mesh import World
 from longtake.training import loop

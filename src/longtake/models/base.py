@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -20,9 +20,8 @@ from longtake.formatting import did_you_mean
 from longtake.models.codec import Codec
 from longtake.models.deferred_init import Weights, build_transformer
 from longtake.models.numerics import mixed_norms
-from longtake.models.pretrained import quiet
-from longtake.models.release import read_release, scheduler_shift
-from longtake.models.text import TextEncoder
+from longtake.models.pretrained import FrozenParts, quiet, read_release, scheduler_shift
+from longtake.models.text import TextEncoder, TransformersText
 from longtake.parallel.context_parallel import SharedAttention, TokenSharing
 
 FAMILIES = {
@@ -60,31 +59,38 @@ class Defaults:
     max_tokens: int = 512  # of a pretrained text encoder
 
 
-class Family(Protocol):
+class Family(ABC):
     """One architecture: how to build and call it."""
 
-    references: tuple[str, ...]
+    frozen: FrozenParts
+    """Its codec and text encoders, as a pipeline has them."""
+
+    references: tuple[str, ...] = ()
     """Names of the reference images that its conditioning must hold."""
 
     lora_targets: tuple[str, ...]
     """The linear layers that get LoRA unless the recipe names others: attention's projections."""
 
+    tokens_at = 1
+    """Index of `block_tokens` in a tuple that a block returns; most return (text, image)."""
+
+    @abstractmethod
     def patch(self, section: ModelSection) -> tuple[int, ...]:
         """Latent frames, rows and columns of one token.
 
         Raises:
             RecipeError: the section's own are not three positive whole numbers.
         """
-        ...
 
+    @abstractmethod
     def check(self, section: ModelSection, shapes: Sequence[LatentShape]) -> None:
         """Refuse shapes that the model cannot take, before anything is built.
 
         Raises:
             RecipeError: names the shape and the nearest that fits.
         """
-        ...
 
+    @abstractmethod
     def build(
         self,
         section: ModelSection,
@@ -103,52 +109,55 @@ class Family(Protocol):
             RecipeError: the model's arguments do not fit.
             ModelError: pretrained weights, or their configuration, cannot be loaded.
         """
-        ...
 
+    @abstractmethod
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The repeated blocks: units of sharding and recomputation, whose matrices Muon trains."""
-        ...
 
+    @abstractmethod
     def call_blocks_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
         """Have each block called as `call(block, *inputs)` wherever gradients are enabled.
 
         `call` must return what `block(*inputs)` returns. A second `call` replaces the first.
         """
-        ...
 
+    @abstractmethod
     def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
         """Have the ranks of a group share the tokens of each sample (context parallelism).
 
         All ranks give the model equal inputs and get the whole output. Tokens that attend to each
-        other are cut before the first block and gathered after the last.
+        other are cut before the first block and gathered after the last. `share_attention` serves
+        diffusers' attention modules.
         """
-        ...
 
+    @abstractmethod
     def num_heads(self, model: nn.Module) -> int:
         """Heads of the attention in which tokens of a sample attend to each other."""
-        ...
 
+    @abstractmethod
     def width(self, model: nn.Module) -> int:
         """D, the width of a token between blocks."""
-        ...
 
     def block_tokens(self, output: Any) -> Tensor:
         """The video's or images' tokens [B, T, D] in what one block returned."""
-        ...
+        tokens: Tensor = output[self.tokens_at] if isinstance(output, tuple) else output
+        return tokens
 
     def with_tokens(self, output: Any, tokens: Tensor) -> Any:
         """What a block returned, with other tokens in the place of `block_tokens`."""
-        ...
+        if not isinstance(output, tuple):
+            return tokens
+        return (*output[: self.tokens_at], tokens, *output[self.tokens_at + 1 :])
 
+    @abstractmethod
     def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
         """Tokens of one sample's noisy latents."""
-        ...
 
     def sequence_length(
         self, model: nn.Module, shape: LatentShape, conditioning: Conditioning
     ) -> int:
         """Tokens of one sample that attend to each other; memory and time grow with them."""
-        ...
+        return self.num_tokens(model, shape)
 
     def defaults(self, section: ModelSection) -> Defaults:
         """Values of unset recipe keys, by the section or the pretrained model's configuration.
@@ -156,18 +165,19 @@ class Family(Protocol):
         Raises:
             ModelError: the configuration of the pretrained model cannot be found.
         """
-        ...
+        return Defaults()
 
     def distils_guidance(self, model: nn.Module) -> bool:
         """Whether the guidance scale is an input (`guidance`), so that no second pass is needed."""
-        ...
+        return False
 
+    @abstractmethod
     def predict_velocity(
         self, model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
     ) -> Tensor:
         """The velocity, [B, C, F, H, W], for latents of that shape and sigmas [B]."""
-        ...
 
+    @abstractmethod
     def export(
         self,
         model: nn.Module,
@@ -178,6 +188,8 @@ class Family(Protocol):
         folder: Path,
     ) -> None:
         """Write a diffusers pipeline folder that `from_pretrained` loads.
+
+        Call that pipeline with max_sequence_length = the recipe's `text.max_tokens`.
 
         Args:
             model: without LoRA layers.
@@ -190,15 +202,14 @@ class Family(Protocol):
         Raises:
             RecipeError: diffusers has no pipeline for this family, codec and text encoder.
         """
-        ...
 
+    @abstractmethod
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
         """ComfyUI's name of a weight of the model or of its LoRA.
 
         Raises:
             RecipeError: ComfyUI has no such model.
         """
-        ...
 
 
 class TransformerCall(NamedTuple):
@@ -210,7 +221,7 @@ class TransformerCall(NamedTuple):
     """Makes [B, C, F, H, W] of the first value that it returns, in the model's own sign."""
 
 
-class DiffusersFamily(ABC):
+class DiffusersFamily(Family):
     """A family whose transformer and pipeline are diffusers'.
 
     A subclass names them, and writes `fitted_config`, `call`, `share_tokens` and `scheduler`; the
@@ -229,11 +240,8 @@ class DiffusersFamily(ABC):
 
     block_lists: tuple[str, ...] = ("transformer_blocks",)
     """Attributes of the transformer with its repeated blocks, in the order of the forward pass."""
-    tokens_at = 1
-    """Index of `block_tokens` in a tuple that a block returns; most return (text, image)."""
     patch_size: tuple[int, int, int] = (1, 2, 2)
     makes_videos = True
-    references: tuple[str, ...] = ()
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
     variants: ClassVar[Mapping[float, str]] = {}
     """Variants that longtake does not train, by in_channels / out_channels of their transformer."""
@@ -270,14 +278,10 @@ class DiffusersFamily(ABC):
         """
 
     @abstractmethod
-    def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
-        """See `Family`; `share_attention` serves diffusers' attention modules."""
-
-    @abstractmethod
     def scheduler(self, shift: Shift, bucket_shift: float) -> Any:
         """The exported pipeline's scheduler, which visits the sigmas of `build_sigmas`."""
 
-    def check_config(self, config: Any) -> None:  # noqa: B027
+    def check_config(self, config: Any) -> None:
         """Refuse arguments that diffusers takes, and that fail at the first step: RecipeError."""
 
     def timesteps(self, sigmas: Tensor) -> Tensor:
@@ -356,22 +360,8 @@ class DiffusersFamily(ABC):
         config: Any = model.config
         return int(config.num_attention_heads * config.attention_head_dim)
 
-    def block_tokens(self, output: Any) -> Tensor:
-        tokens: Tensor = output[self.tokens_at] if isinstance(output, tuple) else output
-        return tokens
-
-    def with_tokens(self, output: Any, tokens: Tensor) -> Any:
-        if not isinstance(output, tuple):
-            return tokens
-        return (*output[: self.tokens_at], tokens, *output[self.tokens_at + 1 :])
-
     def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
         return math.prod(shape[1:]) // math.prod(self.patch_size)
-
-    def sequence_length(
-        self, model: nn.Module, shape: LatentShape, conditioning: Conditioning
-    ) -> int:
-        return self.num_tokens(model, shape)
 
     def defaults(self, section: ModelSection) -> Defaults:
         """Shift by the release's scheduler; guidance scale and steps are the pipeline's."""
@@ -391,7 +381,6 @@ class DiffusersFamily(ABC):
         bucket_shift: float,
         folder: Path,
     ) -> None:
-        """Call the pipeline with max_sequence_length = the recipe's `text.max_tokens`."""
         import diffusers
 
         if type(codec) is not self.codec_class or type(text) is not self.text_class:
@@ -399,14 +388,14 @@ class DiffusersFamily(ABC):
                 f"A {self.pipeline_class} needs {self.parts}; this run has {type(codec).__name__} "
                 f"and {type(text).__name__}. `longtake sample` samples it."
             )
-        frozen: Any = codec, text
+        autoencoder, encoders = codec.modules()[0], cast("TransformersText", text)
         pipeline = getattr(diffusers, self.pipeline_class)(
             transformer=model,
-            vae=frozen[0].autoencoder,
+            vae=autoencoder,
             scheduler=self.scheduler(shift, bucket_shift),
-            **frozen[1].pipeline_parts(),
+            **encoders.pipeline_parts(),
         )
-        with quiet(model), quiet(frozen[1].encoder):
+        with quiet(model), quiet(encoders.encoder):
             pipeline.save_pretrained(folder)
 
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:

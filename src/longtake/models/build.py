@@ -1,4 +1,4 @@
-"""Builds the family, transformer, codec and text encoder that a recipe names."""
+"""Builds the family, transformer, codec and text encoder that a recipe names; their objective."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from longtake.config import Bucket, PooledSection, Recipe, Shift, TextSection
+from longtake.config import Bucket, Recipe, Shift, TextSection
 from longtake.errors import RecipeError
+from longtake.flow.path import interpolate, velocity, velocity_loss
 from longtake.flow.timesteps import resolution_shift
 from longtake.models.added_module import condition
 from longtake.models.base import Conditioning, Defaults, Family, LatentShape, family
@@ -23,8 +24,15 @@ from longtake.models.deferred_init import (
     files_in,
     parameters_on_meta,
 )
-from longtake.models.numerics import DTYPES, keep_weights_in, main_dtype
-from longtake.models.pretrained import locate
+from longtake.models.numerics import (
+    DTYPES,
+    Precision,
+    autocast,
+    count_flops,
+    keep_weights_in,
+    main_dtype,
+)
+from longtake.models.pretrained import find_part, locate
 from longtake.models.text import TextEncoder, build_text, outline_text
 from longtake.models.trainable import make_trainable
 
@@ -123,12 +131,16 @@ def assemble(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        is_whole = frozen_parts or recipe.codec.kind == "pixels"
-        codec = build_codec(recipe.codec, made) if is_whole else outline_codec(recipe.codec)
-        chosen, shapes = _check(recipe, codec)
-        is_whole = frozen_parts or recipe.text.kind == "words"
-        section = text_section(recipe)
-        text = build_text(section, captions, made) if is_whole else outline_text(section)
+        chosen, section = family(recipe.model.family), recipe.codec
+        if frozen_parts:
+            codec = build_codec(section, chosen.frozen.codec, made)
+        else:
+            codec = outline_codec(section, chosen.frozen.codec)
+        shapes = _check(recipe, chosen, codec)
+        if frozen_parts or recipe.text.kind == "words":
+            text = build_text(text_section(recipe), chosen.frozen, captions, made)
+        else:
+            text = outline_text(text_section(recipe), chosen.frozen)
         torch.manual_seed(recipe.seed)  # the model's weights do not depend on the other parts
         model, unfilled = _build(chosen, recipe, shapes, text, weights)
         _finish(model, chosen, recipe, codec, unfilled)
@@ -141,19 +153,20 @@ def fetch(recipe: Recipe, *, frozen_parts: bool = True) -> None:
     Raises:
         ModelError: a part cannot be found.
     """
-    model, codec, text = recipe.model, recipe.codec, recipe.text
-    wanted: list[tuple[str | None, str]] = [(model.pretrained, model.subfolder)]
-    if frozen_parts:
-        wanted.append((codec.pretrained, codec.subfolder))
-        encoders: list[tuple[str | None, TextSection | PooledSection]] = [(text.pretrained, text)]
-        if text.pooled is not None:
-            first = None if text.pooled.config else text.pretrained
-            encoders.append((text.pooled.pretrained or first, text.pooled))
-        for where, section in encoders:
-            wanted += [(where, section.subfolder), (where, section.tokenizer_subfolder)]
-    for where, subfolder in wanted:
+    if recipe.model.pretrained is not None:
+        locate(recipe.model.pretrained, recipe.model.subfolder)
+    if not frozen_parts:
+        return
+    parts, second = family(recipe.model.family).frozen, recipe.text.second_encoder()
+    for where, part in (
+        (recipe.codec.pretrained, parts.codec),
+        (recipe.text.pretrained, parts.text),
+        (None if second is None else second.pretrained, parts.pooled),
+    ):
         if where is not None:
-            locate(where, subfolder)
+            found = find_part(where, part)
+            for subfolder in filter(None, (found.folder, found.tokenizer)):
+                locate(where, subfolder)
 
 
 def text_section(recipe: Recipe) -> TextSection:
@@ -203,17 +216,17 @@ def outline(recipe: Recipe) -> Components:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        codec = outline_codec(recipe.codec)
-        chosen, shapes = _check(recipe, codec)
-        text = outline_text(text_section(recipe))
+        chosen = family(recipe.model.family)
+        codec = outline_codec(recipe.codec, chosen.frozen.codec)
+        shapes = _check(recipe, chosen, codec)
+        text = outline_text(text_section(recipe), chosen.frozen)
         model = chosen.build(recipe.model, shapes, text, weights=False)
         _finish(model, chosen, recipe, codec)
     return Components(chosen, model, codec, text, chosen.defaults(recipe.model))
 
 
-def _check(recipe: Recipe, codec: Codec) -> tuple[Family, list[LatentShape]]:
-    """The family and the shapes of its latents, which it can take."""
-    chosen = family(recipe.model.family)
+def _check(recipe: Recipe, chosen: Family, codec: Codec) -> list[LatentShape]:
+    """The shapes of the latents, which the family can take."""
     for name in chosen.references:
         if name not in recipe.data.references:
             raise RecipeError(
@@ -232,7 +245,7 @@ def _check(recipe: Recipe, codec: Codec) -> tuple[Family, list[LatentShape]]:
     patch = chosen.patch(recipe.model)
     shapes = [latent_shape(codec, bucket, patch) for bucket in recipe.data.shapes()]
     chosen.check(recipe.model, shapes)
-    return chosen, shapes
+    return shapes
 
 
 def _finish(
@@ -288,3 +301,75 @@ def refuse_sharing(parts: Components, recipe: Recipe) -> None:
                 f"{asked}but a clip of {bucket} has only {num_tokens}. Take fewer processes for "
                 "it, or longer clips."
             )
+
+
+@dataclass(frozen=True)
+class FlowBatch:
+    """Samples of one forward pass, and what their velocities are computed from."""
+
+    latents: Tensor  # [B, C, F, H, W]
+    noise: Tensor  # [B, C, F, H, W]
+    sigmas: Tensor  # [B]
+    conditioning: Conditioning
+
+
+def flow_losses(
+    parts: Components, batch: FlowBatch, precision: Precision, device: torch.device
+) -> Tensor:
+    """[B] fp32: the flow-matching loss of each sample.
+
+    A model whose weights are bf16 computes in it without autocast.
+    """
+    noisy = interpolate(batch.latents, batch.noise, batch.sigmas)
+    with autocast(precision if parts.dtype == torch.float32 else "fp32", device):
+        predicted = parts.predict_velocity(noisy, batch.sigmas, batch.conditioning)
+    return velocity_loss(predicted, velocity(batch.latents, batch.noise))
+
+
+def training_conditioning(
+    parts: Components, recipe: Recipe, conditioning: Conditioning
+) -> Conditioning:
+    if not parts.family.distils_guidance(parts.model):
+        return conditioning
+    return conditioning | guidance_of(conditioning, recipe.model.guidance)
+
+
+def guidance_of(conditioning: Conditioning, scale: float) -> Conditioning:
+    like = next(iter(conditioning.values()))
+    return {"guidance": torch.full((len(like),), scale, device=like.device)}
+
+
+def outline_conditioning(
+    parts: Components, recipe: Recipe, shape: LatentShape, batch_size: int = 1
+) -> Conditioning:
+    """A model's conditioning in training, on the meta device, for samples of a shape.
+
+    Reference images have a clip's rows and columns.
+    """
+    one = parts.text.outline()
+    for name in recipe.data.references:
+        one[f"{name}_latents"] = torch.empty(1, *shape._replace(num_frames=1), device="meta")
+    batch = {key: value.new_empty(batch_size, *value.shape[1:]) for key, value in one.items()}
+    return training_conditioning(parts, recipe, batch)
+
+
+def forward_flops(parts: Components, recipe: Recipe, shape: LatentShape) -> int:
+    """Floating-point operations of one forward pass over one sample."""
+    inputs = {
+        "noisy_latents": torch.empty(1, *shape, device="meta"),
+        "sigmas": torch.empty(1, device="meta"),
+        **outline_conditioning(parts, recipe, shape),
+    }
+    return count_flops(_WithConditioning(parts), inputs)
+
+
+class _WithConditioning(nn.Module):
+    """A family's model as a module, so that its FLOPs can be counted through `forward`."""
+
+    def __init__(self, parts: Components) -> None:
+        super().__init__()
+        self.model = parts.model
+        self.parts = parts
+
+    def forward(self, noisy_latents: Tensor, sigmas: Tensor, **conditioning: Tensor) -> Tensor:
+        return self.parts.predict_velocity(noisy_latents, sigmas, conditioning)

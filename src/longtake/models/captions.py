@@ -9,7 +9,7 @@ import ftfy
 
 from longtake.config import TextSection
 from longtake.errors import ModelError
-from longtake.models.pretrained import load_pretrained, locate
+from longtake.models.pretrained import PipelinePart, find_part, load_pretrained, locate
 
 MOST_COUNTED = 10_000  # captions, evenly spaced; takes a second or two
 
@@ -35,17 +35,20 @@ class CaptionLengths:
         )
 
 
-def caption_lengths(section: TextSection, captions: Sequence[str]) -> CaptionLengths:
+def caption_lengths(
+    section: TextSection, captions: Sequence[str], encoder: PipelinePart | None = None
+) -> CaptionLengths:
     """Count the tokens of a catalog's captions by the first text encoder's own tokenizer.
 
-    The second one of FLUX (CLIP) reads the first 77 tokens of any caption.
+    The second one of FLUX (CLIP) reads the first 77 tokens of any caption. `encoder` is the
+    family's, needed where it is pretrained.
     """
     distinct = list(dict.fromkeys(captions))
     counted = distinct[:: -(-len(distinct) // MOST_COUNTED) or 1]
     limit = section.num_tokens()
     # Each token is at least a byte, except the end token.
     could_be_long = [each for each in counted if len(each.encode()) >= limit]
-    counts = _counter(section)(could_be_long) if could_be_long else []
+    counts = _counter(section, encoder)(could_be_long) if could_be_long else []
     return CaptionLengths(
         max_tokens=limit,
         num_counted=len(counted),
@@ -55,14 +58,14 @@ def caption_lengths(section: TextSection, captions: Sequence[str]) -> CaptionLen
 
 
 def review_captions(
-    section: TextSection, captions: Sequence[str]
+    section: TextSection, encoder: PipelinePart | None, captions: Sequence[str]
 ) -> tuple[dict[str, int] | None, str | None]:
     """`caption_lengths` as JSON, and a warning if captions are truncated.
 
     Without a tokenizer there are no lengths, and the warning says why.
     """
     try:
-        lengths = caption_lengths(section, captions)
+        lengths = caption_lengths(section, captions, encoder)
     except ModelError as error:
         return None, f"the captions' tokens were not counted: {error}"
     return asdict(lengths), lengths.warning()
@@ -76,7 +79,9 @@ def clean(caption: str) -> str:
     return " ".join(html.unescape(html.unescape(ftfy.fix_text(caption))).split())
 
 
-def _counter(section: TextSection) -> Callable[[Sequence[str]], list[int]]:
+def _counter(
+    section: TextSection, encoder: PipelinePart | None
+) -> Callable[[Sequence[str]], list[int]]:
     """Maps captions to their numbers of tokens, special tokens included."""
     from tokenizers import Tokenizer
     from tokenizers.pre_tokenizers import Whitespace
@@ -84,15 +89,14 @@ def _counter(section: TextSection) -> Callable[[Sequence[str]], list[int]]:
     if section.pretrained is None:
         split, ends = Whitespace().pre_tokenize_str, section.kind == "transformers"
         return lambda captions: [len(split(caption)) + ends for caption in captions]
+    assert encoder is not None, "a pretrained encoder is a family's"
     cleaned = clean if section.pooled is None else str
-    folder = locate(section.pretrained, section.tokenizer_subfolder) / section.tokenizer_subfolder
-    file = folder / "tokenizer.json"
+    name = find_part(section.pretrained, encoder).tokenizer
+    file = locate(section.pretrained, name) / name / "tokenizer.json"
     if not file.is_file():
         from transformers import AutoTokenizer
 
-        slow: Any = load_pretrained(
-            AutoTokenizer, section.pretrained, section.tokenizer_subfolder, verbose=False
-        )
+        slow: Any = load_pretrained(AutoTokenizer, section.pretrained, name, verbose=False)
         return lambda captions: [
             len(ids) for ids in slow([cleaned(each) for each in captions]).input_ids
         ]

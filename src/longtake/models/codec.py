@@ -14,9 +14,10 @@ from longtake.errors import RecipeError, SamplingError
 from longtake.models.deferred_init import on_meta
 from longtake.models.numerics import DTYPES, keep_weights_in
 from longtake.models.pretrained import (
+    PipelinePart,
     construct,
     defaults,
-    diffusers_class,
+    find_part,
     load_pretrained,
     quiet,
     refuse_unused,
@@ -207,62 +208,64 @@ class ImageCodec(_Autoencoder):
         return _by_clip(decoded, len(latents))
 
 
-def build_codec(section: CodecSection, made: Path | None = None) -> Codec:
+def build_codec(section: CodecSection, part: PipelinePart, made: Path | None = None) -> Codec:
     """The recipe's codec on the CPU.
 
     Args:
         section: of the recipe.
+        part: the family's.
         made: the folder of frozen parts that the run made when it began; None when it begins.
 
     Raises:
-        ModelError: the weights cannot be loaded.
-        RecipeError: there is no such class, or it does not take the recipe's arguments.
+        ModelError: the weights cannot be loaded, or are of a class that the family cannot use.
+        RecipeError: the class does not take the recipe's arguments.
     """
-    codec_class = _codec_class(section)
-    if codec_class is None:
-        return PixelCodec()
-    found, dtype = diffusers_class("codec.class_name", section.class_name), DTYPES[section.dtype]
-    if section.pretrained is not None:
-        loaded = load_pretrained(found, section.pretrained, section.subfolder, torch_dtype=dtype)
-        return codec_class(loaded, is_pretrained=True)
-    if made is not None and (made / "vae").is_dir():
-        return codec_class(load_pretrained(found, str(made), "vae", torch_dtype=dtype))
-    return codec_class(_random(found, section))
-
-
-def outline_codec(section: CodecSection) -> Codec:
-    """The recipe's codec on the meta device: it has shapes, but cannot encode."""
-    codec_class = _codec_class(section)
-    if codec_class is None:
-        return PixelCodec()
-    found = diffusers_class("codec.class_name", section.class_name)
-    if section.pretrained is not None:
-        outline = on_meta(found, section.pretrained, section.subfolder)
-        keep_weights_in(outline, DTYPES[section.dtype])
-        return codec_class(outline, is_pretrained=True)
-    with torch.device("meta"):
-        return codec_class(_random(found, section))
-
-
-def _codec_class(section: CodecSection) -> type[AutoencoderCodec | ImageCodec] | None:
-    """The class that wraps the section's autoencoder; None for pixels."""
-    given: dict[str, object] = {"pretrained": section.pretrained, "config": section.config}
+    _refuse_unused_keys(section)
     if section.kind == "pixels":
-        refuse_unused("codec", given, 'codec.kind is "pixels"')
-        return None
+        return PixelCodec()
+    dtype = DTYPES[section.dtype]
     if section.pretrained is not None:
+        part = find_part(section.pretrained, part)
+        found = _autoencoder_class(part)
+        loaded = load_pretrained(found, section.pretrained, part.folder, torch_dtype=dtype)
+        return _wrapped(loaded, is_pretrained=True)
+    found = _autoencoder_class(part)
+    if made is not None and (made / "vae").is_dir():
+        return _wrapped(load_pretrained(found, str(made), "vae", torch_dtype=dtype))
+    return _wrapped(_random(found, section))
+
+
+def outline_codec(section: CodecSection, part: PipelinePart) -> Codec:
+    """The recipe's codec on the meta device: it has shapes, but cannot encode."""
+    _refuse_unused_keys(section)
+    if section.kind == "pixels":
+        return PixelCodec()
+    if section.pretrained is not None:
+        part = find_part(section.pretrained, part)
+        outline = on_meta(_autoencoder_class(part), section.pretrained, part.folder)
+        keep_weights_in(outline, DTYPES[section.dtype])
+        return _wrapped(outline, is_pretrained=True)
+    with torch.device("meta"):
+        return _wrapped(_random(_autoencoder_class(part), section))
+
+
+def _refuse_unused_keys(section: CodecSection) -> None:
+    if section.kind == "pixels":
+        given = {"pretrained": section.pretrained, "config": section.config}
+        refuse_unused("codec", given, 'codec.kind is "pixels"')
+    elif section.pretrained is not None:
         refuse_unused("codec", {"config": section.config}, "codec.pretrained brings its own")
-    found = diffusers_class("codec.class_name", section.class_name)
-    if section.class_name == "AutoencoderKL":
-        return ImageCodec
-    if {"z_dim", "dim_mult", "temperal_downsample", "latents_mean"} <= set(
-        defaults(found.__init__)
-    ):
-        return AutoencoderCodec
-    raise RecipeError(
-        f"codec.class_name: {section.class_name} is neither an autoencoder of images nor a causal "
-        "one of videos that longtake knows. Use AutoencoderKL or AutoencoderKLWan."
-    )
+
+
+def _autoencoder_class(part: PipelinePart) -> Any:
+    import diffusers
+
+    return getattr(diffusers, part.class_name)
+
+
+def _wrapped(autoencoder: nn.Module, is_pretrained: bool = False) -> Codec:
+    is_of_images = type(autoencoder).__name__ == "AutoencoderKL"
+    return (ImageCodec if is_of_images else AutoencoderCodec)(autoencoder, is_pretrained)
 
 
 def _random(autoencoder_class: Any, section: CodecSection) -> Any:

@@ -27,17 +27,15 @@ from longtake.models.pretrained import (
     construct,
     load_pretrained,
     locate,
-    quiet,
-    refuse_other_class,
-    refuse_unused,
-)
-from longtake.models.release import (
     part_config,
+    quiet,
     read_config,
     read_release,
     refuse_experts,
     refuse_further_inputs,
+    refuse_other_class,
     refuse_other_objectives,
+    refuse_unused,
 )
 
 Weights = bool | Literal["later"]
@@ -150,7 +148,7 @@ def _from_config(model_class: Any, config: dict[str, Any], where: str, subfolder
     except Exception as error:  # wrong sizes fail inside constructors in any way
         raise ModelError(
             f"{where}: the configuration of its {subfolder} does not fit {model_class.__name__}: "
-            f"{error}. Check the class name and the folder."
+            f"{error}. Check the folder."
         ) from error
     stored = config.get("torch_dtype") or config.get("dtype") or "float32"
     keep_weights_in(model, getattr(torch, str(stored)))

@@ -21,7 +21,12 @@ from longtake.models.base import (
     share_attention,
 )
 from longtake.models.codec import ImageCodec
-from longtake.models.release import read_release, scheduler_shift
+from longtake.models.pretrained import (
+    FrozenParts,
+    PipelinePart,
+    read_release,
+    scheduler_shift,
+)
 from longtake.models.text import PooledText, TextEncoder
 from longtake.parallel.context_parallel import TokenSharing
 
@@ -45,6 +50,10 @@ class Flux(DiffusersFamily):
     FLUX.1-dev is distilled: the guidance scale is an input, and there is no second pass.
     """
 
+    frozen = FrozenParts(
+        codec=PipelinePart(("AutoencoderKL",), "vae"),
+        text=PipelinePart(("T5EncoderModel",), "text_encoder_2", "tokenizer_2"),
+    )
     label = "FLUX"
     transformer_class, pipeline_class = "FluxTransformer2DModel", "FluxPipeline"
     codec_class, text_class = ImageCodec, PooledText

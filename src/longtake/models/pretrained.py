@@ -1,6 +1,7 @@
-"""Finds, downloads and loads classes of diffusers and transformers, with errors a user can act on.
+"""Released models: their parts, found, downloaded and loaded, and those that are not trained here.
 
-Imports torch only with what it loads: captions are counted without it.
+Configurations of models that people start from are shipped; others are read from their folder, or
+are the only files that are downloaded. Torch is imported with a model, not for its configuration.
 """
 
 import importlib
@@ -13,22 +14,44 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from longtake.config import ModelSection, Shift
 from longtake.errors import ModelError, RecipeError
-from longtake.formatting import did_you_mean, nearest
+from longtake.formatting import did_you_mean
 
 _REPOSITORY_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _REACH_SECONDS = 10
 _WEIGHTS = re.compile(r"(?:diffusion_pytorch_model|pytorch_model|model)(.*)\.(?:safetensors|bin)")
-_VARIANT = re.compile(
-    r"\.(\w+)"
-)  # in group 1 above: .fp16 of model.fp16-00001-of-00002.safetensors
+_VARIANT = re.compile(r"\.(\w+)")  # in group 1 above: .fp16 of model.fp16-00001-of-00002.bin
 _OBJECTIVE_FILES = ("scheduler/scheduler_config.json", "model_index.json")
 _ONE_FILE = (".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 _is_fetched: ContextVar[bool] = ContextVar("is_fetched", default=False)
+
+
+@dataclass(frozen=True)
+class PipelinePart:
+    """A frozen part of a family's pipeline, as diffusers lays it out."""
+
+    class_names: tuple[str, ...]  # that the family can use; the first where no file names one
+    folder: str
+    tokenizer: str = ""  # folder of a text encoder's
+
+    @property
+    def class_name(self) -> str:
+        return self.class_names[0]
+
+
+@dataclass(frozen=True)
+class FrozenParts:
+    """Codec and text encoders of a family's pipeline."""
+
+    codec: PipelinePart
+    text: PipelinePart
+    pooled: PipelinePart = PipelinePart(("CLIPTextModel",), "text_encoder", "tokenizer")
 
 
 @contextmanager
@@ -41,18 +64,6 @@ def local_copies() -> Iterator[None]:
         _is_fetched.reset(token)
 
 
-def diffusers_class(key: str, name: str) -> Any:
-    import diffusers
-
-    return _class_of(diffusers, key, name)
-
-
-def transformers_class(key: str, name: str) -> Any:
-    import transformers
-
-    return _class_of(transformers, key, name)
-
-
 def load_pretrained(loaded_class: Any, where: str, subfolder: str, **options: Any) -> Any:
     """A model or tokenizer from a local folder or, downloaded and cached, a repository id."""
     folder = locate(where, subfolder) / subfolder
@@ -63,7 +74,7 @@ def load_pretrained(loaded_class: Any, where: str, subfolder: str, **options: An
     except Exception as error:  # each format and library raises its own kinds
         raise ModelError(
             f"{loaded_class.__name__} cannot be loaded from {folder}: {_first_line(error)} "
-            "Expected what save_pretrained writes. Check the folder and the class name."
+            "Expected what save_pretrained writes. Check the folder."
         ) from error
     if missing:
         raise ModelError(
@@ -104,7 +115,7 @@ def refuse_other_class(
     if saved is not None and saved != wanted:
         raise ModelError(
             f"{where}: what lies in {subfolder} is of {saved}, but {wanted} is wanted. Name "
-            "another class or subfolder in the recipe, or another model."
+            "another model, or another model.subfolder, in the recipe."
         )
 
 
@@ -170,15 +181,6 @@ def quiet(speaker: Any) -> Iterator[None]:
             log.enable_progress_bar()
 
 
-def _class_of(module: ModuleType, key: str, name: str) -> Any:
-    found = getattr(module, name, None)
-    if not inspect.isclass(found):
-        near = nearest(name, dir(module))
-        question = f" Did you mean {near}?" if near else ""
-        raise RecipeError(f"{key}: {module.__name__} has no class {name}.{question}")
-    return found
-
-
 def locate(where: str, subfolder: str, files: str = "*") -> Path:
     """The local folder that has the subfolder, downloaded if `where` is a repository id.
 
@@ -210,7 +212,7 @@ def locate(where: str, subfolder: str, files: str = "*") -> Path:
         present = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
         raise ModelError(
             f"{where} has no subfolder {subfolder}; it has {', '.join(present) or 'none'}. Name "
-            "the right one in the recipe."
+            "another model, or the right model.subfolder, in the recipe."
         )
     return folder
 
@@ -278,3 +280,195 @@ def _load(loaded_class: Any, folder: Path, options: dict[str, Any]) -> tuple[Any
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return f"{lines[0].rstrip('.')}."
+
+
+SHIPPED = {
+    "black-forest-labs/FLUX.1-dev": "flux_1_dev.json",
+    "black-forest-labs/FLUX.1-Kontext-dev": "flux_1_dev.json",
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": "wan_2_1_1_3b.json",
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": "wan_2_1_14b.json",
+}
+"""Repository ids whose configurations come with longtake; Kontext's are those of FLUX.1-dev."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """What the files of a pretrained model say about it."""
+
+    config: Mapping[str, Any]  # the transformer's; of a model from scratch the recipe's
+    scheduler: Mapping[str, Any] | None  # None: the pipeline has none, or the model is from scratch
+    pipeline: Mapping[str, Any]  # model_index.json; empty if there is none
+
+
+def read_release(section: ModelSection) -> Release:
+    """The configurations of the model that a section starts from."""
+    where = section.pretrained
+    if where is None:
+        return Release(section.config, None, {})
+    if Path(where).expanduser().is_dir():
+        return _read_release(where, section.subfolder)
+    return _read_repository(where, section.subfolder)
+
+
+def _read_release(where: str, subfolder: str) -> Release:
+    config = part_config(where, subfolder)
+    if _is_shipped(where):
+        return Release(config, _shipped(SHIPPED[where]).get("scheduler"), {})
+    root = (locate(where, subfolder, files="config.json") / subfolder).resolve().parent
+    scheduler = root / "scheduler" / "scheduler_config.json"
+    index = root / "model_index.json"
+    return Release(
+        config,
+        read_config(scheduler) if scheduler.is_file() else None,
+        read_config(index) if index.is_file() else {},
+    )
+
+
+_read_repository = cache(_read_release)  # one request to the hub
+
+
+def find_part(where: str, expected: PipelinePart) -> PipelinePart:
+    """The part of a repository, by its model_index.json; `expected` where it names no such part.
+
+    Raises:
+        ModelError: the repository has it in a class that the family cannot use.
+    """
+    index = _index(where) if Path(where).expanduser().is_dir() else _repository_index(where)
+    named = {name: value[1] for name, value in index.items() if _is_class(value)}
+    found = [name for name, value in named.items() if value in expected.class_names]
+    if expected.folder in found or (found and expected.folder not in named):
+        folder = expected.folder if expected.folder in found else found[0]
+        beside = folder.replace("text_encoder", "tokenizer")
+        tokenizer = beside if expected.tokenizer and beside in named else expected.tokenizer
+        return replace(expected, class_names=(named[folder],), folder=folder, tokenizer=tokenizer)
+    if expected.folder in named:
+        raise ModelError(
+            f"{where}: its model_index.json names {named[expected.folder]} as its "
+            f"{expected.folder}, but {' or '.join(expected.class_names)} is wanted. Name another "
+            "repository in the recipe, or another model.family."
+        )
+    return expected
+
+
+def _is_class(value: Any) -> bool:
+    is_pair = isinstance(value, list) and len(value) == 2
+    return is_pair and value[0] in ("diffusers", "transformers") and isinstance(value[1], str)
+
+
+def _index(where: str) -> dict[str, Any]:
+    if _is_shipped(where):
+        return {}
+    try:
+        file = locate(where, ".", files="model_index.json") / "model_index.json"
+    except ModelError:  # the part itself will not be found either, and that error says more
+        return {}
+    return read_config(file) if file.is_file() else {}
+
+
+_repository_index = cache(_index)  # one request to the hub
+
+
+def part_config(where: str, subfolder: str) -> dict[str, Any]:
+    """The `config.json` of one part of a pipeline, from a folder, the shipped ones or the hub."""
+    if _is_shipped(where):
+        parts = _shipped(SHIPPED[where])
+        if subfolder in parts:
+            return dict(parts[subfolder])
+        known = ", ".join(part for part in parts if part != "scheduler")
+        raise ModelError(f"{where} has no subfolder {subfolder}; it has {known}.")
+    try:
+        folder = locate(where, subfolder, files="config.json")
+    except ModelError as error:
+        raise ModelError(f"{error} Known without a download are: {', '.join(SHIPPED)}.") from error
+    return read_config(folder / subfolder / "config.json")
+
+
+def _is_shipped(where: str) -> bool:
+    return where in SHIPPED and not Path(where).is_dir()
+
+
+@cache
+def _shipped(name: str) -> dict[str, Any]:
+    return read_config(Path(__file__).parent / "architectures" / name)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a pipeline."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{path} cannot be read: {error}. Expected what save_pretrained writes."
+        ) from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} holds no configuration. Expected what save_pretrained writes.")
+    return values
+
+
+def scheduler_shift(scheduler: Mapping[str, Any] | None, otherwise: Shift) -> Shift:
+    """The shift in a pipeline's scheduler_config.json; dynamic shifting is FLUX's rule, `flux`."""
+    if scheduler is None:
+        return otherwise
+    if scheduler.get("use_dynamic_shifting"):
+        return "flux"
+    shift = scheduler.get("flow_shift", scheduler.get("shift"))
+    return float(shift) if isinstance(shift, int | float) and shift > 0 else otherwise
+
+
+_TARGETS = {
+    "epsilon": "the noise (epsilon)",
+    "v_prediction": "a mixture of noise and latents (v-prediction)",
+    "sample": "the latents themselves",
+}
+"""By `prediction_type` of diffusers' schedulers that do no flow matching."""
+
+
+def refuse_other_objectives(scheduler: Mapping[str, Any] | None, where: str) -> None:
+    """Refuse a checkpoint whose scheduler states another objective than flow matching."""
+    if scheduler is None:
+        return
+    name = str(scheduler.get("_class_name", ""))
+    predicts = scheduler.get("prediction_type")
+    if not predicts:
+        import diffusers
+
+        found = getattr(diffusers, name, None)
+        predicts = found and defaults(found.__init__).get("prediction_type")
+    if name.startswith("FlowMatch") or predicts not in _TARGETS:
+        return
+    raise ModelError(
+        f"{where} predicts {_TARGETS[predicts]}, as its scheduler says ({name}, prediction_type "
+        f"{predicts}). longtake trains by flow matching, toward the velocity noise - latents: that "
+        "is another target, along another path of noise levels, so training would undo what this "
+        "checkpoint has learned. Start from a flow-matching checkpoint, such as Wan 2.1 or FLUX.1."
+    )
+
+
+def refuse_experts(pipeline: Mapping[str, Any], where: str) -> None:
+    """Refuse a pipeline with two transformers, or a boundary between them."""
+    second = pipeline.get("transformer_2") or (None, None)
+    boundary = pipeline.get("boundary_ratio")
+    if second[0] is None and boundary is None:
+        return
+    at = "" if boundary is None else f" (boundary_ratio {boundary})"
+    raise ModelError(
+        f"{where} has two transformers, each for a part of the noise levels{at}, as Wan 2.2 A14B "
+        "has. longtake would train one of them on all noise levels, most of which it never serves. "
+        "Start from a model with one transformer, such as Wan-AI/Wan2.1-T2V-14B-Diffusers."
+    )
+
+
+def refuse_further_inputs(release: Release, variants: Mapping[float, str], where: str) -> None:
+    """Refuse a transformer that takes more channels than it returns (image, mask, control)."""
+    takes, returns = release.config.get("in_channels"), release.config.get("out_channels")
+    if not takes or not returns or takes <= returns:  # FLUX's out_channels is None if equal
+        return
+    name = str(release.config.get("_class_name"))
+    variant = variants.get(takes / returns, f"a variant of {name} with further inputs")
+    index = release.pipeline
+    of_pipeline = f", {index['_class_name']}" if "_class_name" in index else ""
+    raise ModelError(
+        f"{where} is {variant} (in_channels {takes}, out_channels {returns}{of_pipeline}). "
+        "longtake trains text-to-video (Wan), text-to-image (FLUX.1-dev, FLUX.1-schnell) and "
+        "FLUX.1-Kontext. Start from one of these."
+    )

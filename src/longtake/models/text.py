@@ -17,18 +17,25 @@ from longtake.models.captions import clean
 from longtake.models.deferred_init import on_meta
 from longtake.models.numerics import DTYPES, keep_weights_in
 from longtake.models.pretrained import (
+    FrozenParts,
+    PipelinePart,
     construct,
+    find_part,
     load_pretrained,
     quiet,
     refuse_unused,
-    transformers_class,
 )
 
 NO_CAPTION = ""
 """The unconditional caption of classifier-free guidance, trained where captions are dropped."""
 
+MAX_WORDS = 8192
+"""Of the vocabulary that is made of a catalog's captions: the most frequent ones."""
+
 _PAD, _UNKNOWN, _START, _END = "[PAD]", "[UNK]", "<s>", "</s>"
 _SPECIAL = (_PAD, _UNKNOWN, _END)  # in the order of their ids: padding is 0
+# CLIP takes an end token of id 2 for "the highest id", as its first release was configured.
+_SPECIAL_POOLED = (_PAD, _UNKNOWN, _START, _END)
 
 
 class TextEncoder(Protocol):
@@ -115,42 +122,30 @@ class WordIds:
 
 
 @dataclass(frozen=True)
-class _EncoderNames:
-    """How a recipe and a run directory call one of a model's text encoders."""
+class _EncoderSpec:
+    """What a recipe and its family say of one of a model's text encoders."""
 
-    section: str  # of the recipe
-    encoder: str  # folder in a pipeline's layout
-    tokenizer: str  # folder in a pipeline's layout
-    special: tuple[str, ...] = _SPECIAL  # tokens of a vocabulary of words, in the order of ids
-
-
-_ONLY = _EncoderNames("text", "text_encoder", "tokenizer")
-_FIRST = _EncoderNames("text", "text_encoder_2", "tokenizer_2")  # beside a pooled encoder, as FLUX
-# CLIP takes an end token of id 2 for "the highest id", as its first release was configured.
-_POOLED = _EncoderNames("text.pooled", "text_encoder", "tokenizer", (_PAD, _UNKNOWN, _START, _END))
+    key: str  # of its section in the recipe
+    section: TextSection | PooledSection
+    part: PipelinePart  # the family's
+    special: tuple[str, ...]  # tokens of a vocabulary of words, in the order of their ids
+    dtype: torch.dtype
 
 
 class _Encoder:
     """A frozen encoder of transformers and its tokenizer, which an outline lacks."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        tokenizer: Any,
-        max_tokens: int,
-        names: _EncoderNames,
-        is_pretrained: bool = False,
-    ) -> None:
+    def __init__(self, module: nn.Module, tokenizer: Any, spec: _EncoderSpec) -> None:
         self.module = module.eval().requires_grad_(False)
         self.tokenizer = tokenizer
-        self.max_tokens = max_tokens
-        self.names = names
-        self._is_pretrained = is_pretrained
+        self.max_tokens = spec.section.num_tokens()
+        self.part = spec.part
+        self._is_pretrained = spec.section.pretrained is not None
         config: Any = module.config
-        longest = getattr(config, "max_position_embeddings", max_tokens)
-        if max_tokens > longest:
+        longest = getattr(config, "max_position_embeddings", self.max_tokens)
+        if self.max_tokens > longest:
             raise RecipeError(
-                f"{names.section}.max_tokens is {max_tokens}, but {type(module).__name__} reads "
+                f"{spec.key}.max_tokens is {self.max_tokens}, but {type(module).__name__} reads "
                 f"{longest} at most. Set it to {longest} or less."
             )
         self.width: int = config.hidden_size
@@ -179,8 +174,8 @@ class _Encoder:
         if not self._is_pretrained:
             assert self.tokenizer is not None, "an outline has no weights to save"
             with quiet(self.module):
-                self.module.save_pretrained(folder / self.names.encoder)  # type: ignore[operator]
-                self.tokenizer.save_pretrained(folder / self.names.tokenizer)
+                self.module.save_pretrained(folder / self.part.folder)  # type: ignore[operator]
+                self.tokenizer.save_pretrained(folder / self.part.tokenizer)
 
 
 class TransformersText:
@@ -225,9 +220,8 @@ class TransformersText:
             each.save(folder)
 
     def pipeline_parts(self) -> dict[str, Any]:
-        named = [(each.names, each) for each in self._encoders]
-        encoders = {names.encoder: each.module for names, each in named}
-        return encoders | {names.tokenizer: each.tokenizer for names, each in named}
+        encoders = {each.part.folder: each.module for each in self._encoders}
+        return encoders | {each.part.tokenizer: each.tokenizer for each in self._encoders}
 
 
 class PooledText(TransformersText):
@@ -253,43 +247,40 @@ class PooledText(TransformersText):
         return super().outline() | {"pooled_prompt_embeds": pooled}
 
 
-def build_text(section: TextSection, captions: Iterable[str], made: Path | None) -> TextEncoder:
+def build_text(
+    section: TextSection, parts: FrozenParts, captions: Iterable[str], made: Path | None
+) -> TextEncoder:
     """The recipe's text encoder on the CPU.
 
     Args:
         section: of the recipe.
+        parts: the family's.
         captions: of the catalog; a vocabulary is made of their words where none is given.
         made: the folder of frozen parts that the run made when it began; None when it begins.
 
     Raises:
         DataError: a vocabulary is wanted, but the captions hold no words.
-        ModelError: encoder or tokenizer cannot be loaded.
-        RecipeError: there is no such class, or it does not take the recipe's arguments.
+        ModelError: encoder or tokenizer cannot be loaded, or is of a class that the family cannot
+            use.
+        RecipeError: the class does not take the recipe's arguments.
     """
     if section.kind == "words":
         _refuse_encoders(section)
-        return WordIds(_vocabulary(section, captions, made), section.num_tokens())
+        return WordIds(_vocabulary(captions, made), section.num_tokens())
     if section.pooled is not None:
         captions = list(captions)  # read twice
-    dtype = DTYPES[section.kept_in()]
-    encoders = [
-        _build_encoder(each, names, captions, section.max_words, dtype, made)
-        for each, names in _encoder_sections(section)
-    ]
-    return TransformersText(*encoders) if len(encoders) == 1 else PooledText(*encoders)
+    return _joined([_build_encoder(each, captions, made) for each in _specs(section, parts)])
 
 
-def outline_text(section: TextSection) -> TextEncoder:
+def outline_text(section: TextSection, parts: FrozenParts) -> TextEncoder:
     """The recipe's text encoder on the meta device: it has shapes, but cannot encode."""
     if section.kind == "words":
         _refuse_encoders(section)
-        size = section.max_words + len(_SPECIAL)
-        return WordIds(None, section.num_tokens(), vocabulary_size=size)
-    dtype = DTYPES[section.kept_in()]
-    encoders = [
-        _outline_encoder(each, names, section.max_words, dtype)
-        for each, names in _encoder_sections(section)
-    ]
+        return WordIds(None, section.num_tokens(), vocabulary_size=MAX_WORDS + len(_SPECIAL))
+    return _joined([_outline_encoder(each) for each in _specs(section, parts)])
+
+
+def _joined(encoders: Sequence[_Encoder]) -> TextEncoder:
     return TransformersText(*encoders) if len(encoders) == 1 else PooledText(*encoders)
 
 
@@ -298,84 +289,60 @@ def _refuse_encoders(section: TextSection) -> None:
     refuse_unused("text", given, 'text.kind is "words"')
 
 
-def _encoder_sections(
-    section: TextSection,
-) -> list[tuple[TextSection | PooledSection, _EncoderNames]]:
-    """The section of each encoder; by default the second is from where the first is."""
-    pooled = section.pooled
-    if pooled is None:
-        return [(section, _ONLY)]
-    if pooled.class_name != "CLIPTextModel":
-        raise RecipeError(
-            f"text.pooled.class_name: {pooled.class_name} gives no pooled vector that longtake "
-            "knows. Use CLIPTextModel."
-        )
-    if pooled.pretrained is None and not pooled.config:
-        pooled = pooled.model_copy(update={"pretrained": section.pretrained})
-    return [(section, _FIRST), (pooled, _POOLED)]
+def _specs(section: TextSection, parts: FrozenParts) -> list[_EncoderSpec]:
+    dtype, pooled = DTYPES[section.kept_in()], section.second_encoder()
+    specs = [_EncoderSpec("text", section, parts.text, _SPECIAL, dtype)]
+    if pooled is not None:
+        specs += [_EncoderSpec("text.pooled", pooled, parts.pooled, _SPECIAL_POOLED, dtype)]
+    for spec in specs:
+        if spec.section.pretrained is not None:
+            given = {"config": spec.section.config}
+            refuse_unused(spec.key, given, f"{spec.key}.pretrained brings its own")
+    return specs
 
 
-def _build_encoder(
-    section: TextSection | PooledSection,
-    names: _EncoderNames,
-    captions: Iterable[str],
-    max_words: int,
-    dtype: torch.dtype,
-    made: Path | None,
-) -> _Encoder:
+def _build_encoder(spec: _EncoderSpec, captions: Iterable[str], made: Path | None) -> _Encoder:
     """An encoder that is pretrained, made earlier by the run, or random over its own words."""
+    part, where = spec.part, spec.section.pretrained
+    if where is not None:
+        return _Encoder(*_load_encoder(where, find_part(where, part), spec.dtype), spec)
+    if made is not None and (made / part.folder).is_dir():
+        return _Encoder(*_load_encoder(str(made), part, spec.dtype), spec)
+    words = _word_tokenizer(captions, spec.special)
+    tokenizer = _transformers_tokenizer(words, spec)
+    module = _random(spec, len(tokenizer))
+    keep_weights_in(module, spec.dtype)
+    return _Encoder(module, tokenizer, spec)
+
+
+def _load_encoder(where: str, part: PipelinePart, dtype: torch.dtype) -> tuple[nn.Module, Any]:
     from transformers import AutoTokenizer
 
-    encoder_class, where = _encoder_class(section, names), section.pretrained
-    if where is not None:
-        module = load_pretrained(encoder_class, where, section.subfolder, dtype=dtype)
-        tokenizer = load_pretrained(AutoTokenizer, where, section.tokenizer_subfolder)
-        return _Encoder(module, tokenizer, section.num_tokens(), names, is_pretrained=True)
-    if made is not None and (made / names.encoder).is_dir():
-        module = load_pretrained(encoder_class, str(made), names.encoder, dtype=dtype)
-        tokenizer = load_pretrained(AutoTokenizer, str(made), names.tokenizer)
-    else:
-        words = _word_tokenizer(captions, max_words, names.special)
-        tokenizer = _transformers_tokenizer(words, names, section.num_tokens())
-        module = _random(encoder_class, section, names, len(tokenizer))
-        keep_weights_in(module, dtype)
-    return _Encoder(module, tokenizer, section.num_tokens(), names)
+    module = load_pretrained(_encoder_class(part), where, part.folder, dtype=dtype)
+    return module, load_pretrained(AutoTokenizer, where, part.tokenizer)
 
 
-def _outline_encoder(
-    section: TextSection | PooledSection, names: _EncoderNames, max_words: int, dtype: torch.dtype
-) -> _Encoder:
-    encoder_class, where = _encoder_class(section, names), section.pretrained
+def _outline_encoder(spec: _EncoderSpec) -> _Encoder:
+    where = spec.section.pretrained
     if where is not None:
-        module = on_meta(encoder_class, where, section.subfolder)
+        part = find_part(where, spec.part)
+        module = on_meta(_encoder_class(part), where, part.folder)
     else:
         with torch.device("meta"):
-            module = _random(encoder_class, section, names, max_words + len(names.special))
-    keep_weights_in(module, dtype)
-    return _Encoder(module, None, section.num_tokens(), names, is_pretrained=where is not None)
+            module = _random(spec, MAX_WORDS + len(spec.special))
+    keep_weights_in(module, spec.dtype)
+    return _Encoder(module, None, spec)
 
 
-def _encoder_class(section: TextSection | PooledSection, names: _EncoderNames) -> Any:
-    key = names.section
-    found = transformers_class(f"{key}.class_name", section.class_name)
-    if getattr(found, "config_class", None) is None:
-        raise RecipeError(
-            f"{key}.class_name: {section.class_name} is not a model of transformers. Use an "
-            "encoder such as UMT5EncoderModel."
-        )
-    if section.pretrained is not None:
-        refuse_unused(key, {"config": section.config}, f"{key}.pretrained brings its own")
-    return found
+def _encoder_class(part: PipelinePart) -> Any:
+    import transformers
+
+    return getattr(transformers, part.class_name)
 
 
-def _random(
-    encoder_class: Any,
-    section: TextSection | PooledSection,
-    names: _EncoderNames,
-    vocabulary_size: int,
-) -> nn.Module:
+def _random(spec: _EncoderSpec, vocabulary_size: int) -> nn.Module:
     """An encoder with random weights over a vocabulary."""
-    key, special = f"{names.section}.config", names.special
+    key, special = f"{spec.key}.config", spec.special
     fitted = {
         "vocab_size": vocabulary_size,
         "pad_token_id": special.index(_PAD),
@@ -383,20 +350,21 @@ def _random(
     }
     if _START in special:
         fitted |= {"bos_token_id": special.index(_START)}
-        fitted |= {"max_position_embeddings": section.num_tokens()}
-    config = construct(key, encoder_class.config_class, fitted | section.config)
+        fitted |= {"max_position_embeddings": spec.section.num_tokens()}
+    encoder_class = _encoder_class(spec.part)
+    config = construct(key, encoder_class.config_class, fitted | spec.section.config)
     try:
         module: nn.Module = encoder_class(config)
     except Exception as error:  # wrong sizes fail inside constructors in any way
-        raise RecipeError(f"{key} does not fit {section.class_name}: {error}.") from error
+        raise RecipeError(f"{key} does not fit {spec.part.class_name}: {error}.") from error
     return module
 
 
-def _transformers_tokenizer(words: Tokenizer, names: _EncoderNames, max_tokens: int) -> Any:
+def _transformers_tokenizer(words: Tokenizer, spec: _EncoderSpec) -> Any:
     """A tokenizer of transformers that ends captions, and begins them where the encoder wants."""
     from transformers import PreTrainedTokenizerFast
 
-    framing = [token for token in names.special if token in (_START, _END)]
+    framing = [token for token in spec.special if token in (_START, _END)]
     begin = f"{_START} " if _START in framing else ""
     words.post_processor = processors.TemplateProcessing(
         single=f"{begin}$A {_END}",
@@ -408,16 +376,16 @@ def _transformers_tokenizer(words: Tokenizer, names: _EncoderNames, max_tokens: 
         pad_token=_PAD,
         unk_token=_UNKNOWN,
         eos_token=_END,
-        model_max_length=max_tokens,
+        model_max_length=spec.section.num_tokens(),
         **begins,
     )
 
 
-def _vocabulary(section: TextSection, captions: Iterable[str], made: Path | None) -> Tokenizer:
+def _vocabulary(captions: Iterable[str], made: Path | None) -> Tokenizer:
     """The run's own vocabulary once it has one, else of the most frequent words in captions."""
     saved = None if made is None else made / "tokenizer" / "tokenizer.json"
     if saved is None or not saved.exists():
-        return _word_tokenizer(captions, section.max_words, _SPECIAL)
+        return _word_tokenizer(captions, _SPECIAL)
     try:
         return Tokenizer.from_str(read_regular(saved).decode())
     except Exception as error:  # tokenizers raises nothing more specific
@@ -427,12 +395,12 @@ def _vocabulary(section: TextSection, captions: Iterable[str], made: Path | None
         ) from error
 
 
-def _word_tokenizer(captions: Iterable[str], max_words: int, special: Sequence[str]) -> Tokenizer:
+def _word_tokenizer(captions: Iterable[str], special: Sequence[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.WordLevel(unk_token=_UNKNOWN))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     trainer = trainers.WordLevelTrainer(
-        vocab_size=max_words + len(special), special_tokens=list(special), show_progress=False
+        vocab_size=MAX_WORDS + len(special), special_tokens=list(special), show_progress=False
     )
     tokenizer.train_from_iterator(captions, trainer)
     if tokenizer.get_vocab_size() <= len(special):

@@ -6,31 +6,32 @@ caption's tokens come before the clip's, and every token attends to every other.
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longtake.config import ModelSection, Shift
+from longtake.config import ModelSection
 from longtake.errors import ModelError, RecipeError
 from longtake.flow.path import velocity_from_latents
 from longtake.formatting import first_line
-from longtake.models.base import Conditioning, Defaults, LatentShape
-from longtake.models.codec import Codec
+from longtake.models.base import Conditioning, Family, LatentShape
 from longtake.models.deferred_init import Weights
-from longtake.models.pretrained import check_arguments
+from longtake.models.pretrained import FrozenParts, PipelinePart, check_arguments
 from longtake.models.text import TextEncoder
 from longtake.parallel.context_parallel import TokenSharing
 
 _TUBE = (8, 4, 4)  # frames, rows and columns, unless the recipe says otherwise
 
 
-class Tubelet:
+class Tubelet(Family):
     """Text to video; embeds a caption's word ids itself, and is built for one shape of clip."""
 
-    references: tuple[str, ...] = ()
+    frozen = FrozenParts(
+        codec=PipelinePart(("AutoencoderKLWan", "AutoencoderKL"), "vae"),
+        text=PipelinePart(("UMT5EncoderModel",), "text_encoder", "tokenizer"),
+    )
     lora_targets: tuple[str, ...] = ("to_qkv", "to_out")
 
     def patch(self, section: ModelSection) -> tuple[int, ...]:
@@ -109,19 +110,6 @@ class Tubelet:
     def width(self, model: nn.Module) -> int:
         return cast("TubeletTransformer", model).tube_in.out_features
 
-    def block_tokens(self, output: Any) -> Tensor:
-        tokens: Tensor = output
-        return tokens
-
-    def with_tokens(self, output: Any, tokens: Tensor) -> Any:
-        return tokens
-
-    def defaults(self, section: ModelSection) -> Defaults:
-        return Defaults()
-
-    def distils_guidance(self, model: nn.Module) -> bool:
-        return False
-
     def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
         network = cast("TubeletTransformer", model)
         return math.prod(shape[1:]) // math.prod(network.patch_size)
@@ -137,15 +125,7 @@ class Tubelet:
         velocity: Tensor = model(noisy_latents, sigmas, conditioning["token_ids"])
         return velocity
 
-    def export(
-        self,
-        model: nn.Module,
-        codec: Codec,
-        text: TextEncoder,
-        shift: Shift,
-        bucket_shift: float,
-        folder: Path,
-    ) -> None:
+    def export(self, *_: Any, **__: Any) -> None:
         raise RecipeError(
             "diffusers has no pipeline for the tubelet family, so it cannot be exported. "
             "`longtake sample` samples it."

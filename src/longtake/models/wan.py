@@ -18,6 +18,7 @@ from longtake.models.base import (
     share_attention,
 )
 from longtake.models.codec import AutoencoderCodec
+from longtake.models.pretrained import FrozenParts, PipelinePart
 from longtake.models.text import TextEncoder, TransformersText
 from longtake.parallel.context_parallel import TokenSharing
 
@@ -28,6 +29,10 @@ class Wan(DiffusersFamily):
     Its velocity has longtake's sign (noise - latents); its timesteps are 1000 sigma.
     """
 
+    frozen = FrozenParts(
+        codec=PipelinePart(("AutoencoderKLWan",), "vae"),
+        text=PipelinePart(("UMT5EncoderModel",), "text_encoder", "tokenizer"),
+    )
     label = "Wan"
     transformer_class, pipeline_class = "WanTransformer3DModel", "WanPipeline"
     codec_class, text_class = AutoencoderCodec, TransformersText

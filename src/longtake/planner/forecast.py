@@ -15,13 +15,12 @@ from longtake import config
 from longtake.config import Bucket, Recipe
 from longtake.errors import CannotBePlannedError, LongtakeError, PlanError
 from longtake.formatting import first_line, format_size
-from longtake.models.build import Components, latent_shape, outline
+from longtake.models.build import Components, latent_shape, outline, outline_conditioning
 from longtake.models.numerics import autocast
-from longtake.models.objective import outline_conditioning
 from longtake.planner.activation_checkpointing import Options, options_of
 from longtake.planner.devices import DeviceBudget
 from longtake.planner.fake_tensors import CachedFakeMode
-from longtake.planner.gradient_traps import Trap, costly_policies, flow_traps, idle_recompute
+from longtake.planner.gradient_flow import Trap, costly_policies, flow_traps, idle_recompute
 from longtake.planner.memory import (
     MetaStep,
     PolicyForecast,

@@ -22,9 +22,8 @@ from longtake.flow.solver import Velocity, guided, integrate
 from longtake.flow.timesteps import build_sigmas
 from longtake.formatting import format_size
 from longtake.models.base import Conditioning, LatentShape
-from longtake.models.build import Components, assemble, latent_shape
+from longtake.models.build import Components, assemble, guidance_of, latent_shape
 from longtake.models.numerics import Precision, autocast, is_out_of_memory
-from longtake.models.objective import guidance_of
 from longtake.models.text import NO_CAPTION
 from longtake.models.trainable import load_trained, trained_state
 from longtake.parallel.mesh import pick_device

@@ -12,9 +12,16 @@ from longtake.config import Bucket, Recipe
 from longtake.data.loader import Loader
 from longtake.errors import RecipeError, RunError
 from longtake.formatting import escape
-from longtake.models.build import Components, Source, assemble, fetch, latent_shape, outline
+from longtake.models.build import (
+    Components,
+    Source,
+    assemble,
+    fetch,
+    forward_flops,
+    latent_shape,
+    outline,
+)
 from longtake.models.numerics import training_flops
-from longtake.models.objective import forward_flops
 from longtake.models.pretrained import local_copies
 from longtake.optim.build import build_optimizers, has_cpp_compiler
 from longtake.optim.update import Averages

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from longtake.config import PooledSection, Recipe, TextSection
+from longtake.config import Recipe
 from longtake.data.cache import Cache, ContentHashes, make_folder
 from longtake.data.cache_fill import (
     CacheReport,
@@ -39,9 +39,10 @@ from longtake.data.cache_fill import (
 )
 from longtake.data.loader import Loader
 from longtake.errors import DataError, RecipeError
+from longtake.models.base import family
 from longtake.models.build import assemble, outline, text_section
 from longtake.models.codec import Codec, build_codec
-from longtake.models.pretrained import locate
+from longtake.models.pretrained import PipelinePart, find_part, locate
 from longtake.models.text import NO_CAPTION, TextEncoder, build_text
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join, pick_device, place_in_world
@@ -158,11 +159,11 @@ def fill_cache(
     if on is not None:
         _encode_on(cache, missing, recipe, made, shown, mine, on, workers)
     if missing.captions and on is None:
-        text = build_text(text_section(recipe), (), made)
+        text = _text(recipe, made)
         with _on_device(text, device), counted(shown, "cache: captions") as advance:
             fill_prompts(cache, missing.captions, _caption_encoder(text), mine, advance)
     if missing.clips and on is None:
-        codec = build_codec(recipe.codec, made)
+        codec = _codec(recipe, made)
         with _on_device(codec, device), counted(shown, "cache: clips") as advance:
             encode = _pixel_encoder(codec, device)
             fill_latents(cache, missing.clips, encode, mine, advance, loader.heartbeats)
@@ -237,6 +238,14 @@ def _encode_on(
                 run_encode_task(task, parts, report, on=on, workers=workers, progress=advance)
 
 
+def _codec(recipe: Recipe, made: Path) -> Codec:
+    return build_codec(recipe.codec, family(recipe.model.family).frozen.codec, made)
+
+
+def _text(recipe: Recipe, made: Path) -> TextEncoder:
+    return build_text(text_section(recipe), family(recipe.model.family).frozen, (), made)
+
+
 def _pixel_encoder(codec: Codec, device: torch.device) -> EncodePixels:
     return lambda pixels: codec.encode(torch.from_numpy(pixels)[None].to(device))[0]
 
@@ -247,53 +256,54 @@ def _caption_encoder(text: TextEncoder) -> EncodeCaption:
 
 def _load_pixel_encoder(recipe: Recipe, made: Path, threads: int) -> EncodePixels:
     torch.set_num_threads(threads)
-    device, codec = pick_device(recipe.training.device), build_codec(recipe.codec, made)
+    device, codec = pick_device(recipe.training.device), _codec(recipe, made)
     codec.to(device)
     return _pixel_encoder(codec, device)
 
 
 def _load_caption_encoder(recipe: Recipe, made: Path, threads: int) -> EncodeCaption:
     torch.set_num_threads(threads)
-    text = build_text(text_section(recipe), (), made)
+    text = _text(recipe, made)
     text.to(pick_device(recipe.training.device))
     return _caption_encoder(text)
 
 
 def codec_fingerprint(recipe: Recipe, made: Path) -> str:
     """32 hex digits over what turns pixels into latents."""
-    section = recipe.codec
+    section, part = recipe.codec, family(recipe.model.family).frozen.codec
     if section.kind == "pixels":
         return _fingerprint(recipe, [_PIXELS, section.kind], [])
     if section.pretrained is None:
         folders = [made / "vae"]
     else:
-        folders = [locate(section.pretrained, section.subfolder) / section.subfolder]
-    facts = [_PIXELS, section.kind, section.class_name, section.dtype]
+        part = find_part(section.pretrained, part)
+        folders = [locate(section.pretrained, part.folder) / part.folder]
+    facts = [_PIXELS, section.kind, part.class_name, section.dtype]
     return _fingerprint(recipe, facts, folders)
 
 
 def text_fingerprint(recipe: Recipe, made: Path) -> str:
     """32 hex digits over what turns captions into embeddings; see `codec_fingerprint`."""
-    section = text_section(recipe)
-    facts = [section.kind, section.class_name, section.num_tokens(), section.kept_in()]
-    folders = _encoder_folders(section, section.pretrained, made)
+    section, parts = text_section(recipe), family(recipe.model.family).frozen
     if section.kind == "words":
-        facts, folders = [section.kind, section.num_tokens()], [made / "tokenizer"]
-    elif (pooled := section.pooled) is not None:
-        facts += [pooled.class_name, pooled.max_tokens]
-        # As the text encoder is built: unset and without a config, from where the first one is.
-        where = pooled.pretrained or (None if pooled.config else section.pretrained)
-        folders += _encoder_folders(pooled, where, made)
+        facts: list[object] = [section.kind, section.num_tokens()]
+        return _fingerprint(recipe, [_CAPTIONS, *facts], [made / "tokenizer"])
+    part, folders = _encoder_folders(parts.text, section.pretrained, made)
+    facts = [section.kind, part.class_name, section.num_tokens(), section.kept_in()]
+    if (second := section.second_encoder()) is not None:
+        part, of_second = _encoder_folders(parts.pooled, second.pretrained, made)
+        facts += [part.class_name, second.max_tokens]
+        folders += of_second
     return _fingerprint(recipe, [_CAPTIONS, *facts], folders)
 
 
 def _encoder_folders(
-    section: TextSection | PooledSection, where: str | None, made: Path
-) -> list[Path]:
-    if where is None:
-        return sorted(path for path in made.glob("t*") if path.is_dir())  # text_… and tokenizer…
-    names = (section.subfolder, section.tokenizer_subfolder)
-    return [locate(where, name) / name for name in names]
+    part: PipelinePart, where: str | None, made: Path
+) -> tuple[PipelinePart, list[Path]]:
+    if where is None:  # text_… and tokenizer…
+        return part, sorted(path for path in made.glob("t*") if path.is_dir())
+    found = find_part(where, part)
+    return found, [locate(where, name) / name for name in (found.folder, found.tokenizer)]
 
 
 def _fingerprint(recipe: Recipe, facts: list[object], folders: list[Path]) -> str:

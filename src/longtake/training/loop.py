@@ -24,9 +24,8 @@ from longtake.flow.timesteps import sample_sigmas
 from longtake.guard.detectors import OK, GuardVerdict
 from longtake.guard.history import StepStatistics
 from longtake.models.base import Conditioning
-from longtake.models.build import Components
+from longtake.models.build import Components, FlowBatch, flow_losses, training_conditioning
 from longtake.models.codec import Codec
-from longtake.models.objective import FlowBatch, flow_losses, training_conditioning
 from longtake.models.text import NO_CAPTION, TextEncoder
 from longtake.optim.update import masters_of, schedule_factor, set_learning_rates
 from longtake.parallel.collectives import gather_in_group

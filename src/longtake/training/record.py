@@ -25,7 +25,7 @@ from longtake.guard.rollback import RollBack
 from longtake.lease import Lease, Leases, has_same_owner, is_alive, kept, newest
 from longtake.parallel.collectives import first_does, gather_objects
 from longtake.parallel.mesh import World
-from longtake.planner.measure import measured
+from longtake.planner.memory import measured
 from longtake.progress import StepProgress, step_progress
 from longtake.run_dir import LAUNCH_VARIABLE, EventKind, Metrics, RunDirectory
 from longtake.training.session import Session

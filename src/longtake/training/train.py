@@ -185,7 +185,8 @@ def _build(
         follower.start()
         keep_plan(plan, recipe, precision, run, world, free_bytes)
         with local_copies():
-            facts, truncated = review_captions(text_section(recipe), captions_of(loader))
+            encoder = state.components.family.frozen.text
+            facts, truncated = review_captions(text_section(recipe), encoder, captions_of(loader))
         notes = [*filter(None, [truncated]), *plan.notes]
         announce(session, state, loader, [*warnings, *notes])
         if truncated is not None and facts is not None:
