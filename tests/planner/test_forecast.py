@@ -43,7 +43,7 @@ _WAN_LORA = (
 )
 _CASES = {  # and MiB in which only a mixture of options is the fastest
     "tubelet, in full": ("small_recipe", (), 7.6),
-    "Wan, LoRA": ("small_recipe", _WAN_LORA, 9.5),
+    "Wan, LoRA": ("small_recipe", _WAN_LORA, 9.0),
     "FLUX Kontext, LoRA and a module": ("tiny_flux", (), 27),
 }
 
