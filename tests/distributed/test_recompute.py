@@ -18,9 +18,9 @@ from longtake.planner import plan as plan_module
 from longtake.planner.plan import make_plan
 from longtake.training.train import train
 
-_SMALL = ("training.steps=6",)
-_WITHIN = (  # two samples a process fit with some recompute
-    "recompute.memory=4.3MiB",
+_SMALL = ("training.steps=6", "training.global_batch_size=32")
+_WITHIN = (  # 16 samples a process fit with some recompute
+    "recompute.memory=24MiB",
     "recompute.reserve=0",
     "parallel.strategy=shard",
 )
