@@ -9,6 +9,7 @@ Says what came of it as one line of JSON; an error as {"error": ...}.
 
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from longtake.errors import RunError
@@ -18,7 +19,7 @@ from longtake.evaluation.mirror import Mirror, open_mirror
 def main(text: str, into: str, verb: str, *steps: str) -> object:
     """Do it, and tell what came of it."""
     try:
-        with open_mirror(text, Path(into), "vm-1") as source:
+        with closing(open_mirror(text, Path(into), "vm-1")) as source:
             return act(source, verb, [int(step) for step in steps])
     except RunError as error:
         return {"error": str(error)}

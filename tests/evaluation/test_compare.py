@@ -28,7 +28,7 @@ from longtake.evaluation.compare import (
 )
 from longtake.evaluation_dir import Alarm, EvaluationDirectory, Scores
 from longtake.run_dir import RunDirectory
-from longtake.sampling.reference_pictures import kept_picture
+from longtake.sampling.presets import kept_picture
 
 _PROMPTS = ("a red circle moving up", "a blue square moving left", "a green cross")
 _FRAMES = 8

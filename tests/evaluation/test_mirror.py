@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def mirror(tmp_path: Path) -> Path:
 @pytest.fixture
 def source(place: Place, mirror: Path) -> Iterator[Mirror]:
     """The runs, as a server reaches them."""
-    with open_mirror(place.text, mirror, "vm-1") as source:
+    with closing(open_mirror(place.text, mirror, "vm-1")) as source:
         yield source
 
 
@@ -68,7 +69,7 @@ def test_what_is_small_is_mirrored_and_what_nobody_samples_from_is_not(
 
 def test_a_run_itself_can_be_the_source(place: Place, mirror: Path) -> None:
     """The address of a run makes the folder a run directory, not a folder of them."""
-    with open_mirror(f"{place.text}/one [a]", mirror, "vm-1") as source:
+    with closing(open_mirror(f"{place.text}/one [a]", mirror, "vm-1")) as source:
         (run,) = source.look()
         source.pull(run, [2])
         write_result(run.mirror, 2)
@@ -187,7 +188,9 @@ def test_checkpoints_are_needed_at_the_source_while_they_are_pulled(
 ) -> None:
     """From before the first byte is asked for until all have come."""
     transport = Watching(place.folder)
-    with Mirror(transport, MirrorFolder(mirror, parse_address(place.text)), "vm-1") as source:
+    with closing(
+        Mirror(transport, MirrorFolder(mirror, parse_address(place.text)), "vm-1")
+    ) as source:
         source.pull(source.look()[0], [2, 1])
     both = {1, 2}
     assert transport.needed == {"": set(), "step_00000002": both, "step_00000001": both}
@@ -279,7 +282,7 @@ def test_results_of_others_are_known_here(place: Place, source: Mirror, run: Rem
 
 def test_one_server_mirrors_at_a_time(place: Place, source: Mirror, mirror: Path) -> None:
     """Another that shares the mirror sees no runs to pull, until the first is done."""
-    with open_mirror(place.text, mirror, "vm-2") as other:
+    with closing(open_mirror(place.text, mirror, "vm-2")) as other:
         assert len(source.look()) == 1
         assert other.look() == []
         source.close()
@@ -310,7 +313,7 @@ def test_a_mirror_belongs_to_the_first_source_from_which_something_came(
 ) -> None:
     """A typing error is not remembered."""
     open_mirror(f"{place.text}typo", tmp_path / "mirror", "vm-1").close()
-    with open_mirror(place.text, tmp_path / "mirror", "vm-1") as source:
+    with closing(open_mirror(place.text, tmp_path / "mirror", "vm-1")) as source:
         assert source.look()
     with pytest.raises(RunError, match="choose another folder"):
         open_mirror(f"{place.text}2", tmp_path / "mirror", "vm-1")
@@ -320,7 +323,7 @@ def test_a_source_that_is_not_there_is_told_in_a_sentence_and_tried_again(
     tmp_path: Path, place: Place, train: Callable[[Path], Trainer]
 ) -> None:
     """A folder of runs may be made later than the server is started."""
-    with open_mirror(f"{place.text}/later", tmp_path / "mirror", "vm-1") as source:
+    with closing(open_mirror(f"{place.text}/later", tmp_path / "mirror", "vm-1")) as source:
         with pytest.raises(RunError, match=r"there is no .*later"):
             source.look()
         train(place.folder / "later" / "one")

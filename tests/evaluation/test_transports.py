@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def all_rules(tree: Path) -> dict[str, Rules]:
         "checkpoint": mirror.CHECKPOINT_RULES,
         "heartbeat": mirror.heartbeat_rules("vm-1"),
         "results": mirror.result_rules(tree),
-        "scores": mirror.score_rules(),
+        "scores": mirror.SCORE_RULES,
     }
 
 
@@ -242,7 +243,7 @@ def test_only_records_are_mirrored(store: Any, tmp_path: Path) -> None:
     others = {"evil.py", "package/__init__.py", "native.so", "evil.pth", "a.sh", "weights.bin"}
     for name in names | others:
         _put(store, f"/runs/one/{name}")
-    with open_mirror("memory://runs", tmp_path / "mirror", "vm") as source:
+    with closing(open_mirror("memory://runs", tmp_path / "mirror", "vm")) as source:
         source.look()
     found = (path for path in (tmp_path / "mirror" / "one").rglob("*") if path.is_file())
     assert {str(path.relative_to(tmp_path / "mirror" / "one")) for path in found} == names

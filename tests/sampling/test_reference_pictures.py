@@ -17,8 +17,14 @@ from longtake.errors import DataError, RecipeError, RunError
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.fsio import read_json
 from longtake.run_dir import RunDirectory
-from longtake.sampling.presets import Preset, find_preset, keep_preset
-from longtake.sampling.reference_pictures import kept_picture, read_picture, read_pictures
+from longtake.sampling.presets import (
+    Preset,
+    find_preset,
+    keep_preset,
+    kept_picture,
+    read_picture,
+    read_pictures,
+)
 from longtake.sampling.sampler import SamplerLoader
 from longtake.sampling.videos import sample_preset
 from longtake.training.train import train

@@ -186,8 +186,7 @@ def sample(
 ) -> None:
     """Sample videos from a run, with a contact sheet beside them."""
     with phase_lines(say.console(), "importing PyTorch") as enter:
-        from longtake.sampling.presets import settings_for
-        from longtake.sampling.reference_pictures import refuse_other_pictures
+        from longtake.sampling.presets import refuse_other_pictures, settings_for
         from longtake.sampling.sampler import find_run, load_sampler
         from longtake.sampling.videos import check_out, references_by_name, write_samples
 

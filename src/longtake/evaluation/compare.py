@@ -43,7 +43,7 @@ from longtake.formatting import did_you_mean
 from longtake.fsio import check_picture_name, open_regular
 from longtake.process import command
 from longtake.run_dir import RunDirectory
-from longtake.sampling.reference_pictures import kept_picture
+from longtake.sampling.presets import kept_picture
 
 MAX_COLUMNS = 8
 _MAX_MEASURES = 6
@@ -73,13 +73,13 @@ def files_by_scene(scores: Scores) -> dict[Scene, str]:
     pictures = scores["settings"].get("references", {})
     found = {}
     for video in scores["videos"]:
-        number = prompt_number(video["file"]) if pictures else 0
+        number = _prompt_number(video["file"]) if pictures else 0
         of_prompt = tuple((name, contents[number]) for name, contents in pictures.items())
         found[Scene(video["prompt"], video["seed"], of_prompt)] = video["file"]
     return found
 
 
-def prompt_number(file: str) -> int:
+def _prompt_number(file: str) -> int:
     return int(file.partition("_")[0])
 
 
@@ -88,12 +88,9 @@ def of_prompts(scenes: Sequence[Scene], wanted: str | None) -> list[Scene]:
 
     The same prompt with other reference pictures counts as another.
     """
+    if wanted is None:
+        return list(scenes)
     known = list(dict.fromkeys(scene._replace(seed=0) for scene in scenes))
-    chosen = set(known if wanted is None else _within(known, wanted))
-    return [scene for scene in scenes if scene._replace(seed=0) in chosen]
-
-
-def _within(known: Sequence[Scene], wanted: str) -> Sequence[Scene]:
     found = _RANGE.fullmatch(wanted.strip())
     if found is None or not any(found.groups()):
         raise RunError(f"--prompts {wanted}: expected a range such as 0:4, or a number.")
@@ -104,7 +101,7 @@ def _within(known: Sequence[Scene], wanted: str) -> Sequence[Scene]:
             f"--prompts {wanted}: there are {len(known)} prompts, counted from 0: choose from "
             f"0:{len(known)}, whose end is not part of it."
         )
-    return known[start:end]
+    return [scene for scene in scenes if scene._replace(seed=0) in known[start:end]]
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,7 @@ class Column:
 
     def picture(self, scene: Scene, name: str) -> Path:
         preset = EvaluationDirectory(self.run).preset_path(self.scores["preset"])
-        return kept_picture(preset, prompt_number(files_by_scene(self.scores)[scene]), name)
+        return kept_picture(preset, _prompt_number(files_by_scene(self.scores)[scene]), name)
 
 
 @dataclass(frozen=True)
@@ -161,8 +158,7 @@ class Comparison:
         These are adherence, held-out loss and brightness, then those with an alarm, the newest
         first.
         """
-        # Not range alarms: early in training nearly all measures have one.
-        alarmed = [
+        alarmed = [  # not range alarms: early in training nearly all measures have one
             {alarm["measure"] for alarm in each.scores["alarms"] if alarm["kind"] == "drift"}
             for each in self.columns
         ]
@@ -334,11 +330,7 @@ def draw(comparison: Comparison, out: Path) -> None:
 
 
 def check_out(out: Path) -> str:
-    """The suffix of the file to write.
-
-    Raises:
-        RunError: it is neither .png nor .mp4, or its folder does not exist.
-    """
+    """The suffix of the file to write, .png or .mp4; RunError: it is neither, or has no folder."""
     check_picture_name(out, (".png", ".mp4"))
     if not out.absolute().parent.is_dir():
         raise RunError(f"--out {out}: there is no folder {out.parent}. Make it first.")
@@ -346,11 +338,7 @@ def check_out(out: Path) -> str:
 
 
 def draw_sheet(comparison: Comparison, out: Path) -> None:
-    """Write a PNG with the middle frame of each video, or with several if there is room.
-
-    Raises:
-        RunError: it cannot be written, or a video cannot be read.
-    """
+    """Write a PNG with the middle frame of each video, or with several if there is room."""
     columns, scene, rows = comparison.columns, comparison.scenes[0], len(comparison.scenes)
     shortest = min(num_frames(column.video(scene)) for column in columns)
     count = max(1, min(_NUM_PICTURES // len(columns), shortest))
@@ -393,8 +381,8 @@ def grid_of(comparison: Comparison, cells: Sequence[Sequence[Image.Image]], size
         label = wrapped_lines(scene.prompt, _LABEL_WIDTH)
         note = f"seed {scene.seed}" if comparison.has_seeds else ""
         label += wrapped_lines(note, _LABEL_WIDTH, NOTE_SIZE, PALE_INK)
-        references = [_reference(comparison.columns[0], scene, name, size) for name in names]
-        pictures = [*references, *of_columns]
+        paths = (comparison.columns[0].picture(scene, name) for name in names)
+        pictures = [*(_copied_picture(path, size) for path in paths), *of_columns]
         rows.append(GridRow(label, list(map(GridCell, pictures, gaps))))
     headings = [[TextLine(name.replace("_", " "), ink=PALE_INK)] for name in names]
     for column, picture in zip(comparison.columns, cells[0], strict=True):
@@ -405,20 +393,8 @@ def grid_of(comparison: Comparison, cells: Sequence[Sequence[Image.Image]], size
         + [("" if value is None else f"{value:.3g}", is_alarm) for value, is_alarm in values]
         for name, values in comparison.measures().items()
     }
-    return Grid(
-        rows,
-        _LABEL_WIDTH,
-        comparison.title,
-        headings,
-        footers,
-        row_gap=_ROW_GAP,
-        has_rules=False,
-    )
-
-
-def _reference(column: Column, scene: Scene, name: str, size: Size) -> Image.Image:
-    path = column.picture(scene, name)
-    return copied_picture(path, size) if path.is_file() else Image.new("RGB", size, PAPER)
+    gap, title = _ROW_GAP, comparison.title
+    return Grid(rows, _LABEL_WIDTH, title, headings, footers, row_gap=gap, has_rules=False)
 
 
 def _even(picture: Image.Image) -> Image.Image:
@@ -516,8 +492,10 @@ def chosen_frames(path: Path, size: Size, count: int) -> list[Image.Image]:
     return [found[number] for number in numbers]
 
 
-def copied_picture(path: Path, size: Size) -> Image.Image:
-    """The kept copy of a reference picture in this size."""
+def _copied_picture(path: Path, size: Size) -> Image.Image:
+    """The kept copy of a reference picture in this size; blank if there is none."""
+    if not path.is_file():
+        return Image.new("RGB", size, PAPER)
     try:
         with open_regular(path) as file, Image.open(file) as picture:
             return resized(picture.convert("RGB"), size)

@@ -16,23 +16,20 @@ from longtake.models.trainable import adapter_config, lora_state, plain_copy
 from longtake.sampling.sampler import Sampler
 
 
-def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
+def _save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
     whole = {name: value.detach().contiguous() for name, value in weights.items()}
     save_file(whole, path, {"format": "pt"})
 
 
-def save_added_module(model: nn.Module, folder: Path) -> None:
-    """Write `added_module.safetensors`, under the module's own names; nothing without a module.
-
-    No other tool has a place for it.
-    """
+def _save_added_module(model: nn.Module, folder: Path) -> None:
+    """Write `added_module.safetensors`, under its own names: no other tool has a place for it."""
     module = added_module(model)
     if module is not None:
         weights = {name: value.clone() for name, value in module.state_dict().items()}
-        save_weights(weights, folder / "added_module.safetensors")
+        _save_weights(weights, folder / "added_module.safetensors")
 
 
-def write_pipeline(sampler: Sampler, folder: Path) -> None:
+def _write_pipeline(sampler: Sampler, folder: Path) -> None:
     """Write a folder that `from_pretrained` loads."""
     parts, recipe = sampler.components, sampler.recipe
     at_bucket = sampler.shift(recipe.sampling, recipe.data.buckets[0])
@@ -40,33 +37,41 @@ def write_pipeline(sampler: Sampler, folder: Path) -> None:
     parts.family.export(plain_copy(parts.model), parts.codec, parts.text, shift, at_bucket, folder)
     if lora := lora_state(parts.model):
         named = {f"transformer.{name}": value for name, value in lora.items()}
-        save_weights(named, folder / "pytorch_lora_weights.safetensors")
+        _save_weights(named, folder / "pytorch_lora_weights.safetensors")
 
 
 PREFIX = "base_model.model."
 """Of names in peft's files; diffusers' `load_lora_adapter` takes it as `prefix`."""
 
 
-def write_adapter(sampler: Sampler, folder: Path) -> None:
+def _write_adapter(sampler: Sampler, folder: Path) -> None:
     """Write a folder that `peft.PeftModel.from_pretrained(base_model, folder)` loads."""
     model = sampler.components.model
     named = {f"{PREFIX}{name}": value for name, value in lora_state(model).items()}
-    save_weights(named, folder / "adapter_model.safetensors")
+    _save_weights(named, folder / "adapter_model.safetensors")
     adapter_config(model, sampler.recipe.model.pretrained).save_pretrained(str(folder))
 
 
-def write_comfyui_file(sampler: Sampler, path: Path) -> str:
-    """Write a safetensors file, in the dtype that the weights are kept in."""
+def _write_comfyui_file(sampler: Sampler, path: Path) -> list[str]:
+    """Write a safetensors file, in the dtype that the weights are kept in; what to know of it."""
     parts = sampler.components
     lora = lora_state(parts.model)
     weights = lora or plain_copy(parts.model).state_dict()
     name_of = parts.family.comfyui_name
     named = {name_of(name, is_lora=bool(lora)): value for name, value in weights.items()}
     assert len(named) == len(weights), "two weights have one name"
-    save_weights(named, path)
-    if lora:
-        return "ComfyUI looks for it in models/loras."
-    return "ComfyUI looks for it in models/diffusion_models; codec and text encoder are not in it."
+    _save_weights(named, path)
+    remarks = ["ComfyUI looks for it in models/loras."]
+    if not lora:
+        rest = "codec and text encoder are not in it."
+        remarks = [f"ComfyUI looks for it in models/diffusion_models; {rest}"]
+    if added_module(parts.model) is not None:
+        remarks.append(
+            f"The added module {sampler.recipe.trainable.module} is not in it, as ComfyUI has no "
+            "place for one, though the rest was trained to go with it. --format diffusers writes "
+            "it, too."
+        )
+    return remarks
 
 
 Format = Literal["diffusers", "peft", "comfyui"]
@@ -88,9 +93,9 @@ def export(sampler: Sampler, out: Path, wanted: Format) -> list[str]:
     check_export(sampler.recipe, out, wanted)
     with _written_whole(out.resolve(), is_file=wanted == "comfyui") as aside:
         if wanted == "comfyui":
-            return [write_comfyui_file(sampler, aside), *_left_out(sampler)]
-        (write_pipeline if wanted == "diffusers" else write_adapter)(sampler, aside)
-        save_added_module(sampler.components.model, aside)
+            return _write_comfyui_file(sampler, aside)
+        (_write_pipeline if wanted == "diffusers" else _write_adapter)(sampler, aside)
+        _save_added_module(sampler.components.model, aside)
         return []
 
 
@@ -138,12 +143,3 @@ def _written_whole(out: Path, *, is_file: bool) -> Iterator[Path]:
         raise RunError(
             f"--out {out} cannot be written: {error.strerror or error}. Choose another place."
         ) from error
-
-
-def _left_out(sampler: Sampler) -> list[str]:
-    if added_module(sampler.components.model) is None:
-        return []
-    return [
-        f"The added module {sampler.recipe.trainable.module} is not in it, as ComfyUI has no place "
-        "for one, though the rest was trained to go with it. --format diffusers writes it, too."
-    ]

@@ -10,7 +10,6 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from longtake.errors import LongtakeError, ModelError, RecipeError
 from longtake.evaluation.measures import MEASURES, Video
@@ -22,13 +21,9 @@ _SEE = "See Measure in longtake.evaluation.extra_measures."
 
 
 class Measure(Protocol):
-    """One further measure.
+    """One further measure."""
 
-    Attributes:
-        name: what its values are kept under; of small letters, digits and underscores.
-    """
-
-    name: str
+    name: str  # that its values are kept under; of small letters, digits and underscores
 
     def __call__(
         self, videos: Sequence[Video], prompts: Sequence[str], fps: float
@@ -48,7 +43,6 @@ class Measure(Protocol):
 
 
 def load_extra(path: str) -> Measure:
-    """The measure that "package.module:Class" names, made without arguments."""
     made = made_of(path)
     name = getattr(made, "name", None)
     if not isinstance(name, str) or not name.isidentifier() or not callable(made):
@@ -136,8 +130,7 @@ def _finite(name: str, value: float | None) -> dict[str, float]:
     return {} if value is None or not math.isfinite(value) else {name: value}
 
 
-def setting(measure: str, variable: str, what: str) -> str:
-    """The value of a variable."""
+def _setting(measure: str, variable: str, what: str) -> str:
     value = os.environ.get(variable, "")
     if not value:
         raise RecipeError(
@@ -163,7 +156,7 @@ class ClipScore:
     name = "clip_score"
 
     def __init__(self) -> None:
-        place = setting(self.name, VARIABLE, "a CLIP model (a folder, or an id on the hub)")
+        place = _setting(self.name, VARIABLE, "a CLIP model (a folder, or an id on the hub)")
         from transformers import CLIPModel, CLIPProcessor
 
         try:
@@ -182,8 +175,7 @@ class ClipScore:
         self, videos: Sequence[Video], prompts: Sequence[str], fps: float
     ) -> list[float | None]:
         del fps
-        pairs = zip(videos, prompts, strict=True)
-        return [self._score(video, prompt) for video, prompt in pairs]
+        return [self._score(*pair) for pair in zip(videos, prompts, strict=True)]
 
     @torch.inference_mode()
     def _score(self, video: Video, prompt: str) -> float:
@@ -193,12 +185,9 @@ class ClipScore:
             text=[prompt], images=frames, return_tensors="pt", padding=True, truncation=True
         )
         answer = self._model(**inputs)
-        pictures, text = _unit(answer.image_embeds), _unit(answer.text_embeds)
+        embeddings = answer.image_embeds, answer.text_embeds
+        pictures, text = (torch.nn.functional.normalize(each, dim=-1) for each in embeddings)
         return 100 * max(0.0, float((pictures @ text.T).mean()))
-
-
-def _unit(embeddings: Tensor) -> Tensor:
-    return torch.nn.functional.normalize(embeddings, dim=-1)
 
 
 EXTRACTOR = "LONGTAKE_FEATURES"
@@ -253,9 +242,9 @@ class FrechetDistance:
 
     def __init__(self) -> None:
         self._extractor = Extractor(
-            setting(self.name, EXTRACTOR, "a network that makes features of videos")
+            _setting(self.name, EXTRACTOR, "a network that makes features of videos")
         )
-        place = Path(setting(self.name, REAL, "features of real videos"))
+        place = Path(_setting(self.name, REAL, "features of real videos"))
         try:
             self._real = np.asarray(np.load(place), np.float64)
         except (OSError, ValueError) as error:

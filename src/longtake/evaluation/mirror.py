@@ -1,12 +1,7 @@
 """Mirrors runs that are trained elsewhere, and sends their results back; torch-free.
 
-    with open_mirror("me@cluster:/runs", Path("mirror"), "vm-4711") as mirror:
-        for run in mirror.look():
-            mirror.pull(run, run.index.checkpoint_steps())
-
-All state is in the mirror and in its hidden folder .source, so that a server that is killed resumes
-where it was. Calls wait for the network, a pull for hours if need be. A mirror is a run directory
-like any other.
+All state is in the mirror, a run directory like any other, and in its hidden folder .source: a
+server that is killed resumes where it was. Calls wait for the network, a pull for hours if need be.
 """
 
 import os
@@ -16,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from longtake.checkpoint.files import delete_unless_needed, find_damage, read_committed
 from longtake.errors import RecordError, RunError
@@ -27,7 +22,6 @@ from longtake.evaluation.transports import (
     Rsync,
     Rules,
     Transport,
-    is_installed,
     literal,
     only,
     parse_address,
@@ -71,6 +65,7 @@ _RECORDS = (
     *(".safetensors", ".model"),  # components, and a tokenizer's
 )
 """Suffixes of a run's records, pictures and frozen parts. Nothing else is mirrored: no code."""
+SCORE_RULES: Rules = (_HIDDEN, *only(["/*/step_*/scores.json"]))
 CHECKPOINT_RULES: Rules = ("- /optimizer/",)
 """Of a checkpoint's folder: no sampling needs the optimizer's state, which is most of it."""
 
@@ -125,10 +120,6 @@ def result_rules(evaluations: Path) -> Rules:
     return (_HIDDEN, "- *.partial", "- /claims/", *left_out, *last)
 
 
-def score_rules() -> Rules:
-    return (_HIDDEN, *only(["/*/step_*/scores.json"]))
-
-
 def heartbeat_rules(server: str) -> Rules:
     return only([f"/servers/{literal(server)}/heartbeat.json"])
 
@@ -151,9 +142,7 @@ class MirrorFolder:
         if not address.host and path.resolve() == Path(address.path).resolve():
             raise RunError(f"--source {address.text}: it is {path} itself; name it without.")
         note = self.index / _NOTE
-        if not note.exists() and any(
-            True for names in ("recipe.toml", "*/recipe.toml") for _ in path.glob(names)
-        ):
+        if not note.exists() and any([*path.glob("recipe.toml"), *path.glob("*/recipe.toml")]):
             raise RunError(
                 f"{path} holds a run that is no mirror: runs of --source would get mixed up with "
                 "it. Choose another folder."
@@ -179,9 +168,14 @@ class MirrorFolder:
             self._lease = self._leases.take(self.index / ".lease")
         if self._lease is None:
             return False
-        until.callback(_end, self._lease)
+        until.callback(self._end, self._lease)
         until.enter_context(kept(self._lease))
         return True
+
+    @staticmethod
+    def _end(lease: Lease) -> None:
+        with suppress(OSError):  # a full disk: the lease expires
+            lease.end("closed")
 
     def runs(self) -> list[RemoteRun]:
         """The runs of the source, as it was last looked at."""
@@ -213,11 +207,6 @@ class MirrorFolder:
                 f"The mirror {self.path} cannot be written: {error.strerror or error}. "
                 "Make room or make it writable, or choose another folder."
             ) from error
-
-
-def _end(lease: Lease) -> None:
-    with suppress(OSError):  # a full disk: the lease expires
-        lease.end("closed")
 
 
 def _copy(marker: Path, place: Path) -> None:
@@ -274,7 +263,7 @@ class Mirror:
             if found == self._pushed.get(run.mirror, {}):
                 return
             self._transport.send(folder, there, result_rules(folder))
-            self._transport.send(folder, there, score_rules())
+            self._transport.send(folder, there, SCORE_RULES)
             if ServerDirectory(run.mirror, self._server).heartbeat_path.exists():
                 send_heartbeat(self._transport, run, self._server, ())
             self._pushed[run.mirror] = found
@@ -291,12 +280,6 @@ class Mirror:
 
     def close(self) -> None:
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _pull(self, run: RemoteRun, step: int) -> Pulled | None:
         begun = time.monotonic()
@@ -318,7 +301,7 @@ def open_mirror(text: str, into: Path, server: str) -> Mirror:
     address = parse_address(text)
     folder = MirrorFolder(into, address)
     # rsync is faster and keeps less in memory; without it a folder here is a store like others.
-    if address.is_url or not (address.host or is_installed()):
+    if address.is_url or not (address.host or shutil.which("rsync")):
         return Mirror(FsspecTransport(address), folder, server)
     return Mirror(Rsync(address), folder, server)
 

@@ -21,7 +21,7 @@ from longtake.fsio import Tail
 from longtake.run_dir import BEGINNINGS, RunDirectory
 from longtake.sampling.claims import Claims, CommittedWeights, EvaluationTask, find_damage
 from longtake.sampling.presets import Preset, find_preset, keep_preset, preset_names
-from longtake.trust import TrustError
+from longtake.trust import TrustError, is_mirror
 
 _T = TypeVar("_T")
 
@@ -196,6 +196,7 @@ class PendingTasks:
         self.run, self._options, self._report = run, options, report
         self.directory, self.end = ServerDirectory(run, server), RunEnd(run)
         self.presets = WantedPresets(run, options, report)
+        self.is_mirror = is_mirror(run.path)  # its note is there before its recipe
         seconds, attempts = options.lease_seconds, options.max_attempts
         self.claims = Claims(server, seconds, attempts, options.pause_seconds)
         self._cache = StatCache()
@@ -232,10 +233,10 @@ class PendingTasks:
         missed = [t for t in gone if not _is_being_deleted(t.checkpoint) and self._is_missed(t)]
         for task in missed:
             self.log("evaluation_missed", **task.facts, **facts)
+        steps: dict[str, list[str]] = defaultdict(list)
+        for task in missed:
+            steps[task.preset.name].append(str(task.step))
         if missed:
-            steps: dict[str, list[str]] = defaultdict(list)
-            for task in missed:
-                steps[task.preset.name].append(str(task.step))
             which = "; ".join(f"{name} of step {', '.join(each)}" for name, each in steps.items())
             self._report.remark(
                 f"{self.run.path}: deleted before it was evaluated: {which}. {_MISSED_ADVICE}"

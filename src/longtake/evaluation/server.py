@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from itertools import chain
 from typing import Any, Self
 
@@ -35,7 +36,6 @@ from longtake.sampling.claims import (
     format_error,
 )
 from longtake.tracking.follower import Followers
-from longtake.trust import is_mirror
 
 _BEAT_SECONDS = 1.0
 _PAUSE_PER_LOOK = 10.0
@@ -50,10 +50,7 @@ gets; where nothing else wants the cores, it gets all of them that it asks for."
 def evaluate(options: ServerOptions, device: str, console: Console) -> dict[str, Any]:
     """Serve until nothing is pending, or a signal requests a stop. Imports torch.
 
-    Args:
-        options: what is wanted.
-        device: to sample on: `auto`, `cpu`, `cuda`, or one GPU, such as `cuda:1`.
-        console: where people read.
+    `device` is `auto`, `cpu`, `cuda`, or one GPU, such as `cuda:1`.
 
     Returns:
         `server`, its name; `stopped_by`, a signal or None; `evaluated`, the scores of all that it
@@ -130,9 +127,10 @@ class EvaluationServer:
         runs = list(self._runs)
         with self._report.log_errors("looking for runs"):
             runs = find_runs(self._options.places)
-            self._followers.serve([run for run in runs if not is_mirror(run.path)])
         known, given = self._runs, (self.name, self._options, self._report)
         self._runs = {run: known.get(run) or PendingTasks(run, *given) for run in runs}
+        with self._report.log_errors("trackers of runs"):
+            self._followers.serve([run for run, each in self._runs.items() if not each.is_mirror])
         self._keeper.serve(list(self._runs.values()))
         if not runs and self._options.follows:
             places = ", ".join(map(str, self._options.places))
@@ -201,14 +199,9 @@ class EvaluationServer:
                 bar(what, done, total)
                 keeper.progress(what, done, total)
 
-            outcome = attempt(
-                claim,
-                keeper.needing(task),
-                self._evaluate,
-                TaskProgress(claim.lease, self._stop, show),
-                self.name,
-                self._options.stuck_seconds,
-            )
+            progress = TaskProgress(claim.lease, self._stop, show)
+            needing, seconds = keeper.needing(task), self._options.stuck_seconds
+            outcome = attempt(claim, needing, self._evaluate, progress, self.name, seconds)
         self._end(pending, claim, outcome)
 
     def _end(self, pending: PendingTasks, claim: Claim, outcome: AttemptOutcome) -> None:
@@ -319,7 +312,7 @@ class Keeper:
         self._promised = {run: each for run, each in self._promised.items() if run in served}
 
     def promise(self, pending: PendingTasks, tasks: Sequence[EvaluationTask]) -> None:
-        if self._options.backlog.takes_all and not is_mirror(pending.run.path):
+        if self._options.backlog.takes_all and not pending.is_mirror:
             before = self._needs(pending.run)
             self._promised[pending.run] = waiting_steps(pending, tasks, before)
 
@@ -357,7 +350,9 @@ class Keeper:
             begun = time.monotonic()
             if begun >= look_at and self._has_runs.acquire(blocking=False):
                 try:
-                    self._look()
+                    for pending in self._runs:
+                        with self._report.log_errors(pending.run.path):
+                            self.promise(pending, pending.look())
                 finally:
                     self._has_runs.release()
                 look_at = time.monotonic() + _PAUSE_PER_LOOK * (time.monotonic() - begun)
@@ -365,11 +360,6 @@ class Keeper:
             if needs != self._written or begun - self._written_at >= _BEAT_SECONDS:
                 self._written, self._written_at = needs, begun
                 self._beat()
-
-    def _look(self) -> None:
-        for pending in self._runs:
-            with self._report.log_errors(pending.run.path):
-                self.promise(pending, pending.look())
 
     def _beat(self) -> None:
         self._num_beats += 1
@@ -465,10 +455,8 @@ class MirrorThread:
             if self._is_over.is_set():
                 return
             for pulled in mirror.pull(remote, [step]):
-                facts = {"step": pulled.step, "bytes": pulled.bytes}
-                pending.log(
-                    "checkpoint_synced", source=source, **facts, seconds=round(pulled.seconds, 3)
-                )
+                facts = {**asdict(pulled), "seconds": round(pulled.seconds, 3)}
+                pending.log("checkpoint_synced", source=source, **facts)
         # What is here already waits for its turn, even if it is no longer there.
         mirror.prune(remote.mirror, {*steps, *(task.step for task in pending.look())})
         pending.report_missed(source=source)

@@ -99,13 +99,9 @@ def _matches(pattern: str, name: str, is_folder: bool) -> bool:
     if pattern.endswith("/") and not is_folder:
         return False
     compared = name if pattern.startswith("/") else name.rpartition("/")[2]
-    return re.fullmatch(_expression(pattern.strip("/")), compared, re.DOTALL) is not None
-
-
-def _expression(pattern: str) -> str:
-    parts = re.findall(r"\\.|.", pattern, re.DOTALL)
-    wild = {"*": "[^/]*", "?": "[^/]"}
-    return "".join(wild.get(part, re.escape(part[-1])) for part in parts)
+    parts, wild = re.findall(r"\\.|.", pattern.strip("/"), re.DOTALL), {"*": "[^/]*", "?": "[^/]"}
+    expression = "".join(wild.get(part, re.escape(part[-1])) for part in parts)
+    return re.fullmatch(expression, compared, re.DOTALL) is not None
 
 
 class GoneError(RunError):
@@ -122,36 +118,24 @@ class Transport(Protocol):
     """
 
     def fetch(self, folder: str, into: Path, rules: Rules, *, exactly: bool = False) -> None:
-        """Bring what the rules mean here.
+        """Bring the files of a folder at the source that the rules mean into one here.
 
-        Args:
-            folder: at the source.
-            into: here; it is made.
-            rules: which of its files.
-            exactly: delete what the rules mean and the source does not have.
-                Else what is newer here stays.
+        `exactly`: delete what the rules mean and the source does not have. Else what is newer here
+        stays.
         """
-        ...
 
     def send(self, folder: Path, to: str, rules: Rules, *, exactly: bool = False) -> None:
-        """Bring what the rules mean there.
+        """Bring the files of a folder here that the rules mean to one at the source.
 
-        Args:
-            folder: here.
-            to: the folder at the source.
-            rules: which of its files.
-            exactly: write all of them anew, with the time of writing, and delete what the rules
-                mean and is not here. Else what is newer there stays.
+        `exactly`: write all of them anew, with the time of writing, and delete what the rules mean
+        and is not here. Else what is newer there stays.
         """
-        ...
 
     def interrupt(self) -> None:
         """End what another thread fetches; nothing is fetched any more."""
-        ...
 
     def close(self) -> None:
         """Close connections."""
-        ...
 
 
 _CONNECT_SECONDS = 10
@@ -209,10 +193,9 @@ class Rsync:
         self._is_interrupted = False
 
     def fetch(self, folder: str, into: Path, rules: Rules, *, exactly: bool = False) -> None:
-        """See `Transport.fetch`."""
         into.mkdir(parents=True, exist_ok=True)
-        how = ["-L", *(["--delete"] if exactly else ["--update"])]  # the source's links' targets
-        how += ["--times", "--prune-empty-dirs"]
+        how = ["-L", "--times", "--prune-empty-dirs"]  # the targets of the source's links
+        how += ["--delete" if exactly else "--update"]
         self._carry(how, self._there(folder), f"{into}/", rules, fetches=True)
 
     def send(self, folder: Path, to: str, rules: Rules, *, exactly: bool = False) -> None:
@@ -221,14 +204,12 @@ class Rsync:
         self._carry(how, f"{folder}/", self._there(to), rules)
 
     def interrupt(self) -> None:
-        """See `Transport.interrupt`; what was fetched in part is kept."""
         with self._lock:
             self._is_interrupted = True
             for process in self._running:
                 process.terminate()
 
     def close(self) -> None:
-        """See `Transport.close`."""
         if self._sockets is None:
             return
         if any(Path(self._sockets).glob("*")):
@@ -285,10 +266,6 @@ class Rsync:
         return RunError(f"{self._address.text}: copying was interrupted; it resumes next time.")
 
 
-def is_installed() -> bool:
-    return shutil.which("rsync") is not None
-
-
 def is_success(status: int, stderr: str) -> bool:
     """Whether rsync has brought all that there is.
 
@@ -338,12 +315,12 @@ _DIRECTORY = "directory"
 
 @dataclass(frozen=True)
 class _There:
-    """A file of the store: its name below the folder, its path, size and time (None: unknown)."""
+    """A file of the store."""
 
-    name: str
+    name: str  # below the folder
     path: str
     bytes: int
-    time: float | None
+    time: float | None  # None: unknown
 
 
 class FsspecTransport:
@@ -365,7 +342,6 @@ class FsspecTransport:
         self._is_interrupted = threading.Event()
 
     def fetch(self, folder: str, into: Path, rules: Rules, *, exactly: bool = False) -> None:
-        """See `Transport.fetch`."""
         into.mkdir(parents=True, exist_ok=True)
         with self._explained():
             found = list(self._files(self._join(folder), rules))
@@ -378,7 +354,6 @@ class FsspecTransport:
                 (into / name).unlink(missing_ok=True)
 
     def send(self, folder: Path, to: str, rules: Rules, *, exactly: bool = False) -> None:
-        """See `Transport.send`."""
         top = self._join(to)
         names = list(names_in(folder, rules))
         with self._explained():
@@ -394,7 +369,7 @@ class FsspecTransport:
         self._is_interrupted.set()
 
     def close(self) -> None:
-        """See `Transport.close`; there is nothing to give up."""
+        pass
 
     def _files(self, top: str, rules: Rules, below: str = "") -> Iterator[_There]:
         """Files that the rules mean; folders that they do not mean are not listed."""
@@ -420,7 +395,8 @@ class FsspecTransport:
         if path.suffix == _APPENDED and path.exists() and path.stat().st_size < there.bytes:
             aside = path  # such files only grow: what is here is their beginning
         self._copy(there, aside)
-        _set_time(aside, there)
+        if there.time is not None:
+            os.utime(aside, (there.time, there.time))
         aside.replace(path)
 
     def _copy(self, there: _There, path: Path) -> None:
@@ -468,15 +444,15 @@ class FsspecTransport:
 def names_in(top: Path, rules: Rules) -> Iterator[str]:
     """Files here that the rules mean."""
     for folder, folders, names in os.walk(top):
-        below = Path(folder).relative_to(top)
-        folders[:] = [
-            name for name in folders if chosen(rules, (below / name).as_posix(), is_folder=True)
-        ]
-        for name in names:
-            if (Path(folder) / name).is_symlink():
-                continue  # it could bring any file of this host there
-            if chosen(rules, (below / name).as_posix(), is_folder=False):
-                yield (below / name).as_posix()
+
+        def below(name: str, folder: str = folder) -> str:
+            return (Path(folder) / name).relative_to(top).as_posix()
+
+        folders[:] = [name for name in folders if chosen(rules, below(name), is_folder=True)]
+        for name in names:  # a link could bring any file of this host there
+            is_link = (Path(folder) / name).is_symlink()
+            if not is_link and chosen(rules, below(name), is_folder=False):
+                yield below(name)
 
 
 def _is_here(there: _There, path: Path, *, exactly: bool) -> bool:
@@ -503,8 +479,3 @@ def _time(about: dict[str, Any]) -> float | None:
     if isinstance(found, str):
         found = datetime.fromisoformat(found)
     return found.timestamp() if isinstance(found, datetime) else found
-
-
-def _set_time(path: Path, there: _There) -> None:
-    if there.time is not None:
-        os.utime(path, (there.time, there.time))

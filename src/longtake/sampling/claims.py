@@ -1,8 +1,8 @@
 """Evaluation tasks, claims on them, attempts at them, and publishing of results; torch-free.
 
-A claim is a lease on a task; the lease's files record the attempts. It ends as `done`, `failed`,
-`damaged`, `gone` (the checkpoint was deleted), `missed` (deleted before any attempt), `released`.
-A lease without an end that has a successor was lost: its holder died. It counts as an attempt.
+A claim is a lease, whose files record the attempts. It ends as `done`, `failed`, `damaged`, `gone`
+(the checkpoint was deleted), `missed` (before any attempt) or `released`; without an end and with a
+successor it was lost: its holder died. That counts as an attempt.
 """
 
 import errno
@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -51,20 +52,14 @@ _MAX_TRACEBACK_LETTERS = 4000
 
 @dataclass(frozen=True)
 class EvaluationTask:
-    """A checkpoint to sample with a preset.
-
-    Attributes:
-        key: identifies the weights, see `checkpoint_key`.
-        attempts: number of failed attempts.
-        waited_seconds: since this server first saw it.
-    """
+    """A checkpoint to sample with a preset."""
 
     run: RunDirectory
     preset: Preset
     step: int
-    key: str
-    attempts: int = 0
-    waited_seconds: float = 0.0
+    key: str  # of the weights, see `checkpoint_key`
+    attempts: int = 0  # failed ones
+    waited_seconds: float = 0.0  # since this server first saw it
 
     @property
     def checkpoint(self) -> Path:
@@ -87,23 +82,21 @@ class EvaluationTask:
 
 
 def preset_key(preset: Preset) -> str:
-    text = json.dumps(preset.as_record(), sort_keys=True, default=str)
+    return _digest(json.dumps(preset.as_record(), sort_keys=True, default=str))
+
+
+def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
 class CommittedWeights:
-    """The weights that COMMITTED of a checkpoint lists.
-
-    Attributes:
-        keys: `checkpoint_key` by weights (`model`, or `ema/` and the name of a profile).
-        is_there: COMMITTED exists.
-        unreadable: why it cannot be read; None: it can, or does not exist.
-    """
+    """The weights that COMMITTED of a checkpoint lists."""
 
     keys: Mapping[str, str] = field(default_factory=dict)
-    is_there: bool = True
-    unreadable: str | None = None
+    """`checkpoint_key` by weights (`model`, or `ema/` and the name of a profile)."""
+    is_there: bool = True  # COMMITTED exists
+    unreadable: str | None = None  # why it cannot be read
 
     @classmethod
     def read(cls, path: Path) -> "CommittedWeights":
@@ -121,18 +114,13 @@ class CommittedWeights:
             part, _, rest = name.partition("/")
             weights = f"ema/{rest.partition('/')[0]}" if part == "ema" else part
             sums[weights].append(entry["sha256"])
-        keys = {
-            weights: hashlib.sha256("\n".join(each).encode()).hexdigest()[:8]
-            for weights, each in sums.items()
-        }
-        return cls(keys)
+        return cls({weights: _digest("\n".join(each)) for weights, each in sums.items()})
 
 
 def checkpoint_key(checkpoint: Path, weights: str) -> str | None:
     """Eight hexadecimal digits of the sha256 of the weights' checksums, in the files' order.
 
-    Returns:
-        None if COMMITTED cannot be read, or lists no such weights.
+    None if COMMITTED cannot be read, or lists no such weights.
     """
     return CommittedWeights.read(checkpoint / "COMMITTED").keys.get(weights)
 
@@ -151,8 +139,7 @@ class Attempts(NamedTuple):
     """Earlier attempts at a task."""
 
     number: int
-    is_final: bool
-    """No server may try again."""
+    is_final: bool  # no server may try again
 
 
 class Claim(NamedTuple):
@@ -160,31 +147,21 @@ class Claim(NamedTuple):
 
     task: EvaluationTask
     lease: Lease
-    lost_by: str | None
-    """The server that died while it held the lease before."""
+    lost_by: str | None  # the server that died while it held the lease before
 
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """How an attempt ended.
-
-    Attributes:
-        how: `late`: another server has published the result, or has taken the task over.
-        scores: of the result, if `done`.
-        reason: why it failed.
-        is_final: no server may try again.
-        is_hopeless_here: this server may not try other checkpoints with this preset ...
-        pause_seconds: ... for so long.
-        facts: more fields for the record.
-    """
+    """How an attempt ended."""
 
     how: AttemptEnding
-    scores: Scores | None = None
-    reason: str = ""
-    is_final: bool = False
-    is_hopeless_here: bool = False
-    pause_seconds: float = 0.0
-    facts: dict[str, Any] = field(default_factory=dict)
+    """`late`: another server has published the result, or has taken the task over."""
+    scores: Scores | None = None  # of the result, if `done`
+    reason: str = ""  # why it failed
+    is_final: bool = False  # no server may try again
+    is_hopeless_here: bool = False  # this server may not try other checkpoints with this preset
+    pause_seconds: float = 0.0  # for which it may not
+    facts: dict[str, Any] = field(default_factory=dict)  # more fields for the record
 
 
 class Evaluate(Protocol):
@@ -195,13 +172,6 @@ class Evaluate(Protocol):
 
         `progress` raises `Stopped` to abandon the work; it must not be caught.
         """
-
-
-@dataclass(frozen=True)
-class _Ending:
-    lease: Lease
-    how: str
-    facts: Mapping[str, Any]
 
 
 class Claims:
@@ -217,20 +187,17 @@ class Claims:
     def __init__(
         self, server: str, lease_seconds: float, max_attempts: int, pause_seconds: float
     ) -> None:
-        self._server, self._max, self._pause = server, max_attempts, pause_seconds
-        self._seconds = lease_seconds
+        self._server, self._seconds = server, lease_seconds
+        self._max, self._pause = max_attempts, pause_seconds
         self._leases: dict[str, Leases] = {}
         self._own_failures: dict[tuple[Path, str], int] = {}
         self._rests: dict[tuple[Path, str], tuple[int, float]] = {}
-        self._unwritten: list[_Ending] = []
+        self._unwritten: list[Callable[[], None]] = []
         self._paused_until = -math.inf
 
     @property
     def are_paused(self) -> bool:
         return time.monotonic() < self._paused_until
-
-    def is_like(self, other: "Claims") -> bool:
-        return (self._seconds, self._max) == (other._seconds, other._max)
 
     def attempts(self, task: EvaluationTask) -> Attempts:
         found = count_attempts(history(task.claim_path), preset_key(task.preset))
@@ -281,15 +248,15 @@ class Claims:
         """End a claim; if that cannot be written, `settle` tries again later."""
         if how == "failed":
             self._own_failures[_name(claim.task)] = claim.task.attempts + 1
-        self._unwritten.append(_Ending(claim.lease, how, facts))
+        self._unwritten.append(partial(claim.lease.end, how, **facts))
         self.settle()
 
     def settle(self) -> None:
         """Record the endings that could not be written before."""
-        for ending in list(self._unwritten):
+        for write_ending in list(self._unwritten):
             with suppress(OSError):
-                ending.lease.end(ending.how, **ending.facts)
-                self._unwritten.remove(ending)
+                write_ending()
+                self._unwritten.remove(write_ending)
 
 
 def count_attempts(records: Sequence[Mapping[str, Any]], preset: str) -> Attempts:
@@ -307,13 +274,7 @@ def count_attempts(records: Sequence[Mapping[str, Any]], preset: str) -> Attempt
 
 
 class TaskProgress:
-    """Keeps the lease while work advances, and ends the work on a stop request.
-
-    Args:
-        lease: of the task.
-        stop: the server's.
-        shown: also receives progress.
-    """
+    """Keeps the lease while work advances, shows progress, and ends the work on a stop request."""
 
     def __init__(self, lease: Lease, stop: StopSignal, shown: Progress) -> None:
         self._lease, self._stop, self._shown = lease, stop, shown
@@ -361,7 +322,8 @@ def attempt(
             found = find_damage(task.checkpoint, task.preset.weights, checksums=False)
             if found:
                 return AttemptOutcome("damaged", reason=_damaged(task, found))
-            if _is_published(task):
+            known = task.directory.scores(task.preset.name, task.step)
+            if known is not None and known["key"] == task.key:
                 return AttemptOutcome("late")
             with partial_result(task, lease) as folder:
                 scores = evaluate(task, folder, progress)
@@ -377,21 +339,12 @@ def attempt(
 def forget_server(run: RunDirectory, name: str | None, own_name: str) -> None:
     """Remove the heartbeat of a dead server, so that the checkpoints it needed may be deleted.
 
-    If it is alive it writes its heartbeat again within a second.
-
-    Args:
-        run: of the task.
-        name: from the lease, which may hold any text; None: no server died.
-        own_name: of this server.
+    If it is alive it writes its heartbeat again within a second. `name` is from a lease, which may
+    hold any text; None: no server died.
     """
     for server in all_servers(run):
         if server.name == name != own_name:
             server.remove_heartbeat()
-
-
-def _is_published(task: EvaluationTask) -> bool:
-    scores = task.directory.scores(task.preset.name, task.step)
-    return scores is not None and scores["key"] == task.key
 
 
 def _failed(task: EvaluationTask, lease: Lease, error: Exception) -> AttemptOutcome:
@@ -407,7 +360,11 @@ def _failed(task: EvaluationTask, lease: Lease, error: Exception) -> AttemptOutc
         found = find_damage(task.checkpoint, task.preset.weights, checksums=True)
         if found:
             return AttemptOutcome("damaged", reason=_damaged(task, found))
-    is_of_the_disk = any(isinstance(each, OSError) for each in _causes(error))
+    is_of_the_disk = False
+    cause: BaseException | None = error
+    while cause is not None:
+        is_of_the_disk |= isinstance(cause, OSError)
+        cause = cause.__cause__
     is_hopeless = isinstance(error, RecipeError | ModelError | DataError) and not is_of_the_disk
     may_pass = isinstance(error, PlanError) and not isinstance(error, NotHereError)
     return AttemptOutcome(
@@ -417,13 +374,6 @@ def _failed(task: EvaluationTask, lease: Lease, error: Exception) -> AttemptOutc
         is_hopeless_here=is_hopeless or isinstance(error, NotHereError),
         pause_seconds=_OUT_OF_MEMORY_PAUSE_SECONDS if may_pass else 0.0,
     )
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__
 
 
 def format_error(error: Exception) -> str:
@@ -462,7 +412,9 @@ def publish(task: EvaluationTask, lease: Lease, folder: Path, scores: Scores) ->
     the task's weights.
     """
     write_json(folder / "scores.json", scores)
-    _sync_files(folder)
+    for path in folder.iterdir():  # a power loss may leave no published result with empty files
+        with path.open("rb") as file:
+            os.fsync(file)
     if not lease.is_held or not _make_way(task):
         return False
     try:  # onto a folder with files in it, it fails
@@ -497,16 +449,6 @@ def _partial_result_path(task: EvaluationTask, number: int, record: Mapping[str,
     whole = task.directory.result_path(task.preset.name, task.step)
     server = re.sub(r"[^\w.-]", "-", str(record.get("server")))[:100]  # others may have written it
     return whole.with_name(f".{whole.name}.{server}-{task.key}-{number}.partial")
-
-
-def _sync_files(folder: Path) -> None:
-    """Flush files to disk, so that a power loss leaves no published result with empty files."""
-    for path in folder.iterdir():
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _name(task: EvaluationTask) -> tuple[Path, str]:

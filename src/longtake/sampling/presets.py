@@ -1,10 +1,11 @@
-"""Presets: prompts, seeds and settings that are sampled of each checkpoint; torch-free.
+"""Presets: prompts, seeds, settings and reference pictures that are sampled; torch-free.
 
-Presets are defined in three places, and a key in a later one replaces the same key of an earlier
-one: those shipped with longtake, the recipe's [evaluation.presets], a file given with `--presets`.
+They are defined in three places, and a key in a later one replaces the same key of an earlier one:
+shipped with longtake, the recipe's [evaluation.presets], a file given with `--presets`.
 """
 
 import errno
+import hashlib
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,17 +15,35 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
 from longtake import config
 from longtake.config import Bucket, PresetSection, Recipe, SamplingSection
 from longtake.data.catalog import Catalog
-from longtake.data.clip import Clip
-from longtake.data.window import reference_path
-from longtake.errors import DataError, LongtakeError, RecipeError, RecordError, RunError
+from longtake.data.clip import Clip, Media
+from longtake.data.window import Crop, ReferencePicture, read, reference_path
+from longtake.errors import (
+    ClipError,
+    DataError,
+    LongtakeError,
+    RecipeError,
+    RecordError,
+    RunError,
+)
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.formatting import did_you_mean
-from longtake.fsio import parse_record, read_json, read_regular, write_json, write_once
+from longtake.fsio import (
+    atomic_write,
+    parse_record,
+    read_json,
+    read_regular,
+    write_json,
+    write_once,
+)
 from longtake.run_dir import RunDirectory
-from longtake.sampling.reference_pictures import Pictures, find_file, find_pictures, keep_pictures
+from longtake.trust import is_own
 
 DEFAULT = "default"
 """The preset that is sampled if none is named."""
@@ -37,9 +56,34 @@ _NUM_CAPTIONS = 4
 """Prompts of the default preset from held-out captions, and as many from trained captions."""
 _MAX_CLIPS_READ = 1000
 _MAX_LINES_NAMED = 10
+_KEPT_SIZE = 256, 256
 
 Table = Mapping[str, Any]
 """Keys of `PresetSection`."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    path: Path  # of an image, or of a video, of which the first frame counts
+    content: str  # the first 16 hexadecimal digits of the file's sha256
+
+    def refuse_change(self) -> None:
+        """Refuse the file if it has changed since it was found."""
+        try:
+            is_same = content_of(self.path) == self.content
+        except OSError as error:
+            raise RunError(
+                f"The picture {self.path} cannot be read any more: {error.strerror or error}."
+            ) from error
+        if not is_same:
+            raise RunError(
+                f"The picture {self.path} has changed since the preset was read. Put the old one "
+                "back: a row of videos shows the training only if nothing else changes."
+            )
+
+
+Pictures = Mapping[str, tuple[Picture, ...]]
+"""By the names in `data.references`: one for each prompt."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +156,7 @@ class Preset:
         Raises:
             RunError: a file has changed, or is gone.
         """
-        files = {each.path: each for of in self.references.values() for each in of}
-        for picture in files.values():
+        for picture in dict.fromkeys(each for of in self.references.values() for each in of):
             picture.refuse_change()
 
 
@@ -212,6 +255,8 @@ def _build(
     )
     prompts = find_prompts(section, bucket, folders.get("prompts_file"))
     names, folder = list(recipe.data.references), folders.get("references")
+    files = section.references or {}
+    _refuse_others(files, names)
     return Preset(
         name=name,
         prompts=prompts,
@@ -222,7 +267,9 @@ def _build(
         batch_size=section.batch_size or _BATCH_SIZE,
         decoding=section.decoding or "auto",
         measures=section.measures or (),
-        references=find_pictures(section.references, names, len(prompts), bucket, folder),
+        references={
+            name: _find_pictures(name, files[name], len(prompts), bucket, folder) for name in names
+        },
     )
 
 
@@ -316,8 +363,9 @@ def settings_for(
     """
     sizes = {"num_frames": num_frames, "height": height, "width": width}
     values = recipe.model_dump(exclude_none=True)
-    values["sampling"] |= _given(changes)
-    values["data"]["buckets"] = [values["data"]["buckets"][0] | _given(sizes)]
+    values["sampling"] |= {k: v for k, v in changes.items() if v is not None}
+    bucket = values["data"]["buckets"][0]
+    values["data"]["buckets"] = [bucket | {k: v for k, v in sizes.items() if v is not None}]
     changed = config.parse(values, source="The settings of this sampling")
     return changed.sampling, changed.data.buckets[0]
 
@@ -385,10 +433,6 @@ def refuse_unwritable(bucket: Bucket, fps: float) -> None:
         )
 
 
-def _given(values: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def find_prompts(section: PresetSection, bucket: Bucket, folder: Path | None) -> tuple[str, ...]:
     """The prompts of a preset; if it sets none, the shipped ones for videos or for images."""
     if section.prompts_file is not None:
@@ -411,30 +455,8 @@ def read_prompts(path: Path) -> tuple[str, ...]:
         raise RecipeError(
             f"The prompts file {path} cannot be read: {error.strerror or error}."
         ) from None
-    lines = _decoded(content, path).split("\n")
-    if not lines[-1].strip():
-        lines.pop()  # what stands behind the last line's end
-    if not any(line.strip() for line in lines):
-        raise RecipeError(f"The prompts file {path} is empty. Write one prompt a line.")
-    prompts = tuple(line.strip() for line in lines)
-    empty = [str(number) for number, prompt in enumerate(prompts, 1) if not prompt]
-    if empty:
-        more = ", ..." if len(empty) > _MAX_LINES_NAMED else ""
-        which = (
-            f"lines {', '.join(empty[:_MAX_LINES_NAMED])}{more} are"
-            if empty[1:]
-            else f"line {empty[0]} is"
-        )
-        raise RecipeError(
-            f"The prompts file {path} cannot be used: {which} empty. Write one prompt a line, "
-            "without empty lines between them."
-        )
-    return prompts
-
-
-def _decoded(content: bytes, path: Path) -> str:
     try:
-        return content.decode("utf-8-sig")
+        lines = content.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         # Counted in the bytes as they are; Python counts from behind a byte order mark.
         start = error.start + (len(content) - len(error.object))
@@ -443,6 +465,21 @@ def _decoded(content: bytes, path: Path) -> str:
             f"The prompts file {path} is not UTF-8: line {line} has the byte "
             f"0x{content[start]:02x}. Save it as UTF-8."
         ) from None
+    if not lines[-1].strip():
+        lines.pop()  # what stands behind the last line's end
+    if not any(line.strip() for line in lines):
+        raise RecipeError(f"The prompts file {path} is empty. Write one prompt a line.")
+    prompts = tuple(line.strip() for line in lines)
+    empty = [str(number) for number, prompt in enumerate(prompts, 1) if not prompt]
+    if empty:
+        more = ", ..." if len(empty) > _MAX_LINES_NAMED else ""
+        listed = ", ".join(empty[:_MAX_LINES_NAMED])
+        which = f"lines {listed}{more} are" if empty[1:] else f"line {listed} is"
+        raise RecipeError(
+            f"The prompts file {path} cannot be used: {which} empty. Write one prompt a line, "
+            "without empty lines between them."
+        )
+    return prompts
 
 
 def caption_prompts(recipe: Recipe, run: Path | None) -> dict[str, Any]:
@@ -521,3 +558,147 @@ def _write_record(path: Path, record: Mapping[str, Any]) -> dict[str, Any]:
     if not write_once(path, record) and not _read_record(path):
         write_json(path, record, by_many=True)  # what is there cannot be read
     return _read_record(path)
+
+
+def read_pictures(
+    references: Sequence[Mapping[str, Path]], names: Sequence[str], bucket: Bucket
+) -> dict[str, list[NDArray[np.uint8]]]:
+    """For each name a picture [3, 1, H, W] of each video."""
+    for each in references:
+        refuse_other_pictures(each, names)
+    return {
+        name: [read_picture(each[name], bucket).transpose(2, 0, 1)[:, None] for each in references]
+        for name in names
+    }
+
+
+def read_picture(picture: Path, bucket: Bucket) -> NDArray[np.uint8]:
+    """[H, W, 3]: a picture, or a video's first frame, scaled and cropped to the bucket's size."""
+    wanted = ReferencePicture(
+        identity="",
+        media=Media(str(picture)),
+        clip_height=0,  # it is cropped in the middle, not like a clip
+        clip_width=0,
+        clip_crop=Crop(0, 0, 0, 0),
+        height=bucket.height,
+        width=bucket.width,
+        is_flipped=False,
+    )
+    try:
+        return np.ascontiguousarray(read(wanted)[:, 0].transpose(1, 2, 0))
+    except ClipError as error:
+        raise DataError(f"The picture {error.path} cannot be read: {error.reason}.") from error
+
+
+def refuse_other_pictures(given: Mapping[str, Path], names: Sequence[str]) -> None:
+    """Refuse reference images other than those that a model was trained with.
+
+    Raises:
+        DataError: one is missing, or is not among the names.
+    """
+    if set(given) == set(names):
+        return
+    if not names:
+        raise DataError(
+            f"This model takes no reference images, but {', '.join(given)} was given. Leave "
+            "--reference out."
+        )
+    advice = " ".join(f"--reference {name}=FILE" for name in names)
+    raise DataError(
+        f"This model takes the reference images {', '.join(names)}; given: "
+        f"{', '.join(given) or 'none'}. Give exactly those: {advice}."
+    )
+
+
+def content_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def kept_picture(preset_json: Path, number: int, name: str) -> Path:
+    return preset_json.parent / "pictures" / f"{number:02d}_{name}.png"
+
+
+def keep_pictures(preset_json: Path, pictures: Pictures, bucket: Bucket) -> None:
+    """Write the small copies that do not exist; none of a picture that cannot be read any more."""
+    for name, of_prompts in pictures.items():
+        for number, picture in enumerate(of_prompts):
+            path = kept_picture(preset_json, number, name)
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with suppress(DataError):
+                    small = Image.fromarray(read_picture(picture.path, bucket))
+                    small.thumbnail(_KEPT_SIZE)
+                    with atomic_write(path, by_many=True) as partial:
+                        small.save(partial, format="PNG")
+
+
+def _refuse_others(given: Mapping[str, object], names: Sequence[str]) -> None:
+    if set(given) == set(names):
+        return
+    if not names:
+        raise RecipeError(
+            f"references gives pictures ({', '.join(given)}), but this model goes by none "
+            "(data.references is empty). Leave references out."
+        )
+    missing = [name for name in names if name not in given]
+    example = f', such as references.{missing[0]} = ["{missing[0]}.png"]' if missing else ""
+    raise RecipeError(
+        f"this model goes by pictures: {', '.join(names)}; references gives "
+        f"{', '.join(given) or 'none'}. Give each of them, and no other: a file for each prompt, "
+        f"or one for all{example}."
+    )
+
+
+def _find_pictures(
+    name: str, files: Sequence[Path], count: int, bucket: Bucket, folder: Path | None
+) -> tuple[Picture, ...]:
+    """One picture for each prompt; each file is read once."""
+    key = f"references.{name}"
+    if len(files) not in (1, count):
+        raise RecipeError(
+            f"{key} names {len(files)} files, but there are {count} prompts. Name one for each "
+            "prompt, or one for all."
+        )
+    pictures = {}
+    for file in dict.fromkeys(files):
+        path = find_file(key, file, folder)
+        read_picture(path, bucket)
+        try:
+            pictures[file] = Picture(path, content_of(path))
+        except OSError as error:
+            raise RecipeError(
+                f"The picture {path} cannot be read: {error.strerror or error}."
+            ) from error
+    return tuple(pictures[file] for file in files) * (count if len(files) == 1 else 1)
+
+
+def find_file(key: str, file: Path, folder: Path | None) -> Path:
+    """The path of a file: beside the file that names it, else in the current folder."""
+    if folder is not None and RunDirectory(folder).exists() and not is_own(RunDirectory(folder)):
+        return _find_inside(key, file, folder)
+    here = Path.cwd()
+    places = dict.fromkeys([here] if folder is None else [folder.absolute(), here])
+    found = next((place / file for place in places if (place / file).is_file()), None)
+    if found is not None:
+        return found
+    if file.is_absolute():
+        raise RecipeError(f"{key}: there is no file {file}.")
+    raise RecipeError(
+        f"{key}: there is no file {file} in {' or in '.join(map(str, places))}. Put it there, or "
+        "name it by its whole path."
+    )
+
+
+def _find_inside(key: str, file: Path, folder: Path) -> Path:
+    """Another user's run could name any file of this host, whose content the results would show."""
+    found, top = (folder / file).resolve(), folder.resolve()
+    if not found.is_relative_to(top):
+        raise RecipeError(
+            f"{key}: {file} lies outside of {folder}, which this user did not begin on this host. "
+            "Expected a file in that folder. Copy it there, or name it in a file of your own "
+            "(--presets)."
+        )
+    if not found.is_file():
+        raise RecipeError(f"{key}: there is no file {file} in {folder}. Put it there.")
+    return found

@@ -28,8 +28,7 @@ from longtake.models.text import NO_CAPTION
 from longtake.models.trainable import load_trained, trained_state
 from longtake.parallel.mesh import pick_device
 from longtake.run_dir import RunDirectory
-from longtake.sampling.presets import Preset, Request, weights_to_sample
-from longtake.sampling.reference_pictures import read_pictures
+from longtake.sampling.presets import Preset, Request, read_pictures, weights_to_sample
 from longtake.trust import refuse_foreign_code
 
 T = TypeVar("T")

@@ -26,8 +26,7 @@ from longtake.drawing import (
 from longtake.errors import DataError, RunError
 from longtake.fsio import check_picture_name, make_writable
 from longtake.progress import counted
-from longtake.sampling.presets import Preset, Request, refuse_unwritable, suffix_of
-from longtake.sampling.reference_pictures import read_picture
+from longtake.sampling.presets import Preset, Request, read_picture, refuse_unwritable, suffix_of
 
 if TYPE_CHECKING:
     from longtake.sampling.sampler import Sampler
