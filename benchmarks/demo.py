@@ -49,7 +49,7 @@ def _run(folder: Path, isa: str, seed: int) -> dict[str, Any]:
     subprocess.run(command, env=environment, check=True)  # noqa: S603 - our own program
     seconds = time.monotonic() - begun
     summary = json.loads((out / "summary.json").read_bytes())
-    judged = summary["videos_judged"] // 2
+    judged = summary["videos_checked"] // 2
     launched = next(each for each in RunDirectory(out).events() if each["event"] == "launched")
     alarms = [
         alarm

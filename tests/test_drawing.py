@@ -38,7 +38,6 @@ def _drawn(text: str) -> np.ndarray:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine with no fonts but matplotlib's; the folder is for fonts of the user."""
     monkeypatch.setenv("PATH", str(tmp_path))  # no fontconfig
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setattr(drawing, "_FONT_FOLDERS", ())
@@ -51,7 +50,6 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def _write_font(path: Path, characters: str) -> None:
-    """A font in which each of the characters is a black square."""
     names = [".notdef", *(f"uni{ord(each):04X}" for each in characters)]
     pen = TTGlyphPen(None)
     for place in ((0, 0), (0, 800), (800, 800), (800, 0)):
@@ -137,7 +135,6 @@ def _count(page: Image.Image, colour: tuple[int, int, int]) -> int:
 
 
 def test_each_picture_is_whole_where_corner_says(tmp_path: Path) -> None:
-    """Rows may have pictures of other sizes and numbers, and labels higher than they are."""
     rows = [
         GridRow([TextLine("one")], [GridCell(_grey(11)), GridCell(_grey(22, 60, 90), gap=9)]),
         GridRow([TextLine("line")] * 9, [GridCell(_grey(33, 200))]),

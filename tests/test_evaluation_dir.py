@@ -31,7 +31,6 @@ def _whole() -> Scores:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> EvaluationDirectory:
-    """Of a run with one whole result, of step 9."""
     directory = EvaluationDirectory(RunDirectory(tmp_path))
     _write(directory, 9, json.dumps(_whole() | {"step": 9}))
     return directory

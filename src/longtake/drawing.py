@@ -61,48 +61,31 @@ class TextLine:
 @dataclass(frozen=True)
 class GridCell:
     picture: Image.Image
-    gap: int = 0
-    """Pixels between this cell and what is left of it."""
+    gap: int = 0  # pixels between this cell and what is left of it
 
 
 @dataclass(frozen=True)
 class GridRow:
-    """A label and, right of it, cells.
+    """A label and, right of it, cells."""
 
-    Attributes:
-        label: lines that fit `Grid.label_width`, see `wrapped_lines`.
-        cells: from left to right.
-        is_correct: draws a tick (True), a cross (False) or nothing (None) left of the label.
-    """
-
-    label: Sequence[TextLine]
-    cells: Sequence[GridCell]
-    is_correct: bool | None = None
+    label: Sequence[TextLine]  # lines that fit `Grid.label_width`, see `wrapped_lines`
+    cells: Sequence[GridCell]  # from left to right
+    is_correct: bool | None = None  # draws a tick, a cross or nothing left of the label
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Rows of pictures with labels left of them, on one page.
+    """Rows of pictures with labels left of them, on one page; widths and gaps are in pixels."""
 
-    Attributes:
-        rows: at least one.
-        label_width: pixels of the labels.
-        title: above everything.
-        headings: lines above each cell.
-        footers: below each cell, by the name at the left, a text and whether it is an alarm.
-        mark_width: pixels left of the labels for ticks and crosses.
-        row_gap: pixels between two rows.
-        has_rules: draw a line between two rows.
-    """
-
-    rows: Sequence[GridRow]
+    rows: Sequence[GridRow]  # at least one
     label_width: int
     title: str = ""
-    headings: Sequence[Sequence[TextLine]] = ()
+    headings: Sequence[Sequence[TextLine]] = ()  # lines above each cell
     footers: Mapping[str, Sequence[tuple[str, bool]]] = field(default_factory=dict)
-    mark_width: int = 0
+    """Below each cell, by the name at the left, a text and whether it is an alarm."""
+    mark_width: int = 0  # left of the labels, for ticks and crosses
     row_gap: int = 26
-    has_rules: bool = True
+    has_rules: bool = True  # draw a line between two rows
 
     def corner(self, row: int, cell: int) -> tuple[int, int]:
         """Left and top of a cell's picture on the page."""
@@ -268,8 +251,7 @@ def wrap(text: str, size: int, width: int) -> list[str]:
 def figure_text(*texts: str) -> Iterator[None]:
     """Let matplotlib draw text of any writing system in the block, and no formulas.
 
-    Args:
-        texts: that come from a user; it is said if a character of them cannot be drawn.
+    `texts` come from a user; it is said if a character of them cannot be drawn.
     """
     from matplotlib import font_manager, rc_context
 

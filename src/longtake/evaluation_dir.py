@@ -191,15 +191,10 @@ class EvaluationDirectory:
 
 @dataclass(frozen=True)
 class ServerDirectory:
-    """What one evaluation server says of itself in a run; it alone writes here.
-
-    Attributes:
-        run: the run.
-        name: of the server, such as `vm-4711`.
-    """
+    """What one evaluation server says of itself in a run; it alone writes here."""
 
     run: RunDirectory
-    name: str
+    name: str  # of the server, such as `vm-4711`
 
     @property
     def path(self) -> Path:
@@ -214,20 +209,12 @@ class ServerDirectory:
         return self.path / "heartbeat.json"
 
     def append_event(self, kind: ServerEventKind, /, **fields: Any) -> None:
-        """Append one line to events.jsonl.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Append one line to events.jsonl; OSError: it cannot be written."""
         self.path.mkdir(parents=True, exist_ok=True)
         append_json(self.events_path, {"time": now(), "event": kind, "server": self.name, **fields})
 
     def write_heartbeat(self, record: Mapping[str, Any]) -> None:
-        """Replace heartbeat.json; it need not outlive a power cut.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Replace heartbeat.json, which need not outlive a power cut; OSError: it cannot be."""
         self.path.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.heartbeat_path) as aside, aside.open("x", encoding="utf-8") as file:
             file.write(json.dumps(record, indent=2) + "\n")

@@ -52,7 +52,6 @@ def test_a_clip_played_backwards_reads_as_the_opposite_direction(
 def test_a_clip_that_stands_still_has_no_direction(
     clips: list[tuple[NDArray[np.uint8], str]],
 ) -> None:
-    """One frame repeated keeps its shape and colour, and moves nowhere."""
     for frames, caption in clips[:100]:
         reading = read(np.repeat(frames[3:4], 8, axis=0))
         assert reading.direction is None
@@ -60,20 +59,17 @@ def test_a_clip_that_stands_still_has_no_direction(
 
 
 def test_shuffled_frames_have_no_direction(clips: list[tuple[NDArray[np.uint8], str]]) -> None:
-    """An object that jumps about is not said to move one way."""
     order = [3, 0, 6, 1, 7, 4, 2, 5]
     assert all(read(frames[order]).direction is None for frames, _ in clips[:100])
 
 
 @pytest.mark.parametrize("level", [0, 30, 128, 255])
 def test_grey_says_nothing(level: int) -> None:
-    """A plain picture, however bright, shows no object."""
     assert read(np.full((8, 32, 32, 3), level, dtype=np.uint8)) == _NOTHING
 
 
 @pytest.mark.parametrize("smoothing", [1, 2, 4, 8, 16])
 def test_noise_is_never_a_full_reading(smoothing: int) -> None:
-    """Noise of any grain, frozen or not, is never read in all three fields."""
     rng = np.random.default_rng(0)
     for frozen in (False, True):
         for _ in range(40):
@@ -87,7 +83,6 @@ def test_noise_is_never_a_full_reading(smoothing: int) -> None:
 @pytest.mark.parametrize("colour", COLOURS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_soft_and_grainy_clip_is_still_read(shape: str, colour: str) -> None:
-    """Three pixels of blur and some grain, as models leave them, do not hide the object."""
     rng = np.random.default_rng(7)
     for direction in DIRECTIONS:
         frames = render(shape, colour, direction, rng).astype(float)
@@ -98,42 +93,36 @@ def test_a_soft_and_grainy_clip_is_still_read(shape: str, colour: str) -> None:
 
 
 def test_an_object_between_two_colours_has_none() -> None:
-    """Orange lies between red and yellow and is called neither; shape and direction stay."""
     frames = render("circle", "red", "up", np.random.default_rng(2))
     frames[..., 1] = np.maximum(frames[..., 1], frames[..., 0] // 2)
     assert read(frames) == Reading("circle", None, "up")
 
 
 def test_a_grey_object_has_no_colour() -> None:
-    """An object as bright in all channels has a shape and a direction only."""
     frames = render("square", "red", "left", np.random.default_rng(2))
     grey = np.repeat(frames.max(axis=-1, keepdims=True), 3, axis=-1)
     assert read(grey) == Reading("square", None, "left")
 
 
 def test_two_objects_have_no_shape() -> None:
-    """Where two objects part, no single shape is read."""
     rng = np.random.default_rng(2)
     both = np.maximum(render("cross", "red", "left", rng), render("cross", "red", "right", rng))
     assert read(both).shape is None or read(both).direction is None
 
 
 def test_an_object_that_disappears_says_nothing() -> None:
-    """A clip whose second half is empty shows no steady object."""
     frames = render("circle", "green", "up", np.random.default_rng(2))
     frames[4:] = frames[0, 0, 0]
     assert read(frames) == _NOTHING
 
 
 def test_two_right_fields_of_three_are_wrong() -> None:
-    """A clip shows its caption only where shape, colour and direction are all as asked."""
     frames = render("circle", "green", "up", np.random.default_rng(2))
     assert shows(frames, "a green circle moving up")
     assert not shows(frames, "a green circle moving down")
 
 
 def test_a_foreign_caption_is_an_error() -> None:
-    """What the oracle cannot judge is not counted as wrong."""
     frames = render("circle", "green", "up", np.random.default_rng(2))
     with pytest.raises(DataError, match="not of the shapes world"):
         shows(frames, "a cat")

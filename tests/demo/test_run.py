@@ -47,7 +47,6 @@ cli.main()
 
 @pytest.fixture(scope="module")
 def small() -> Any:
-    """Fewer clips, smaller batches, fewer judged videos of fewer steps, and nobody who watches."""
     whole = demo.demo_recipe
 
     def recipe(*given: Any, **named: Any) -> Recipe:
@@ -62,7 +61,6 @@ def small() -> Any:
 
 @pytest.fixture(scope="module")
 def finished(small: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished demo of a few steps."""
     out = tmp_path_factory.mktemp("demo") / "run"
     summary = _demo(out)
     assert summary == json.loads((out / "summary.json").read_text())
@@ -75,8 +73,6 @@ def _demo(out: Path, **settings: Any) -> dict[str, Any] | None:
 
 
 class _Links(HTMLParser):
-    """Collects what a page shows or links to."""
-
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
@@ -86,7 +82,6 @@ class _Links(HTMLParser):
 
 
 def test_the_summary_has_the_numbers_of_the_run(finished: Path) -> None:
-    """They agree with the run's own metrics."""
     summary = json.loads((finished / "summary.json").read_text())
     metrics = RunDirectory(finished).metrics()
     assert summary.keys() >= {"adherence", "held_out_adherence", "num_parameters"}
@@ -119,7 +114,6 @@ def test_pictures_open_and_the_page_shows_only_what_is_there(finished: Path) -> 
 
 
 def test_a_finished_demo_is_not_trained_again(finished: Path, small: None) -> None:
-    """Called again, also by minutes, it repeats only the sampling and comes to the same numbers."""
     before = json.loads((finished / "summary.json").read_text())
     trained = (finished / "metrics.jsonl").read_bytes()
     assert _demo(finished) == before
@@ -137,13 +131,11 @@ def test_a_finished_demo_is_not_trained_again(finished: Path, small: None) -> No
 def test_other_settings_need_a_folder_of_their_own(
     finished: Path, small: None, settings: dict[str, int], message: str
 ) -> None:
-    """A demo is never overwritten; the message proposes another folder."""
     with pytest.raises(RecipeChangedError, match=f"{message}.*such as --out {finished}-2"):
         _demo(finished, **settings)
 
 
 def test_steps_and_minutes_together_are_refused(tmp_path: Path) -> None:
-    """Before anything is written."""
     with pytest.raises(RecipeError, match="give one of them"):
         _demo(tmp_path / "run", minutes=5.0)
     assert not any(tmp_path.iterdir())
@@ -153,7 +145,6 @@ def test_steps_and_minutes_together_are_refused(tmp_path: Path) -> None:
 def test_minutes_become_steps_by_a_short_measurement(
     finished: Path, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as fit at the pace that was measured; the measurement leaves nothing behind."""
     out = tmp_path / "run"
     shutil.copytree(finished / "data", out / "data")
     monkeypatch.setattr(demo, "_PACE_STEPS", 8)
@@ -167,7 +158,6 @@ def test_minutes_become_steps_by_a_short_measurement(
 def test_a_demo_stopped_while_measuring_ends_without_a_run(
     finished: Path, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C means stop, not a guess from two steps; the clips are kept for the next call."""
     out = tmp_path / "run"
     shutil.copytree(finished / "data", out / "data")
     monkeypatch.setattr(demo, "_PACE_STEPS", 1000)
@@ -191,7 +181,6 @@ def test_each_checkpoint_is_sampled_beside_the_training(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By an evaluation server of its own; the page shows what came of each."""
     monkeypatch.setattr(demo, "start", start_warm)
     monkeypatch.setattr(demo, "NUM_CHECKPOINTS", 2)
     out = tmp_path / "run"
@@ -242,7 +231,6 @@ def test_an_interrupted_demo_goes_on_where_it_was(
 def test_another_seed_after_a_stop_before_training_has_its_own_clips(
     small: None, tmp_path: Path
 ) -> None:
-    """A catalog that a demo of another seed left behind is not taken for this one's."""
     out = tmp_path / "run"
     console = Console(quiet=True)
     demo._make_catalog(RunDirectory(out), 0, console)
@@ -252,6 +240,5 @@ def test_another_seed_after_a_stop_before_training_has_its_own_clips(
 
 
 def test_the_recipe_is_short() -> None:
-    """It is what people read first about recipes."""
     shipped = Path(demo.__file__).with_name("recipe.toml").read_text(encoding="utf-8")
     assert len(shipped.splitlines()) <= 24

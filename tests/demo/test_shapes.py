@@ -31,7 +31,6 @@ def test_one_caption_in_eight_is_held_out() -> None:
 
 
 def test_every_word_and_nearly_every_pair_of_words_is_left_to_train_on() -> None:
-    """The hold-out takes evenly from each word and never removes a pair altogether."""
     held_out = [parse_caption(caption) for caption in held_out_captions()]
     assert set(Counter(one.shape for one in held_out).values()) == {6}
     assert set(Counter(one.colour for one in held_out).values()) == {4}
@@ -42,7 +41,6 @@ def test_every_word_and_nearly_every_pair_of_words_is_left_to_train_on() -> None
 
 
 def test_a_caption_is_read_back() -> None:
-    """Every caption of the world names its combination, in at most six words."""
     for caption in training_captions() + held_out_captions():
         assert parse_caption(caption).caption == caption
         assert len(caption.split()) <= 6
@@ -51,14 +49,12 @@ def test_a_caption_is_read_back() -> None:
 
 @pytest.mark.parametrize("caption", ["", "a red circle", "a pink circle moving up", "A red circle"])
 def test_a_foreign_caption_is_refused(caption: str) -> None:
-    """A sentence that is not of this world is named, with one that is."""
     with pytest.raises(DataError, match="a red circle moving up left"):
         parse_caption(caption)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_rendered_object_moves_as_it_should(direction: str) -> None:
-    """The brightest pixels' centre moves by 1.2 to 1.7 pixels a frame along the direction."""
     frames = render("circle", "red", direction, np.random.default_rng(3))
     assert frames.shape == (8, 32, 32, 3)
     assert frames.dtype == np.uint8
@@ -76,7 +72,6 @@ def test_a_rendered_object_moves_as_it_should(direction: str) -> None:
 @pytest.mark.parametrize("colour", COLOURS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_rendered_object_is_bright_before_a_dark_ground(shape: str, colour: str) -> None:
-    """The middle of the middle frame is the colour, the corners are dark grey."""
     frames = render(shape, colour, "left", np.random.default_rng(4)).astype(int)
     middle = frames[3:5, 15:17, 15:17].mean(axis=(0, 1, 2))
     assert middle.max() > 200
@@ -85,7 +80,6 @@ def test_a_rendered_object_is_bright_before_a_dark_ground(shape: str, colour: st
 
 
 def test_written_clips_are_what_was_rendered(tmp_path: Path) -> None:
-    """The files hold eight frames at eight a second, close to the drawing, and name themselves."""
     lines = write_clips(tmp_path / "clips", num_clips=6, seed=5).read_text().splitlines()
     entries = [json.loads(line) for line in lines]
     assert len(entries) == 6
@@ -100,7 +94,6 @@ def test_written_clips_are_what_was_rendered(tmp_path: Path) -> None:
 
 
 def test_the_same_seed_writes_the_same_clips(tmp_path: Path) -> None:
-    """Names, captions and files are decided by the seed alone, to the bit."""
     one = write_clips(tmp_path / "one", num_clips=20, seed=0)
     two = write_clips(tmp_path / "two", num_clips=20, seed=0)
     assert one.read_text() == two.read_text()
@@ -110,7 +103,6 @@ def test_the_same_seed_writes_the_same_clips(tmp_path: Path) -> None:
 
 
 def test_another_seed_writes_other_clips(tmp_path: Path) -> None:
-    """Two seeds share neither files nor drawings."""
     one = write_clips(tmp_path, num_clips=3, seed=0).read_text()
     two = write_clips(tmp_path, num_clips=3, seed=1).read_text()
     assert not {line.split('"')[3] for line in one.splitlines()} & {
@@ -119,7 +111,6 @@ def test_another_seed_writes_other_clips(tmp_path: Path) -> None:
 
 
 def test_every_caption_comes_once_before_one_comes_twice(tmp_path: Path) -> None:
-    """However few clips are asked for, they show as many combinations as they can."""
     lines = write_clips(tmp_path, num_clips=200, seed=0).read_text().splitlines()
     captions = [json.loads(line)["caption"] for line in lines]
     assert set(captions[:168]) == set(training_captions())
@@ -127,7 +118,6 @@ def test_every_caption_comes_once_before_one_comes_twice(tmp_path: Path) -> None
 
 
 def test_an_interrupted_writing_is_taken_up_again(tmp_path: Path) -> None:
-    """What is already there is kept as it is; only what is missing is written."""
     write_clips(tmp_path, num_clips=4, seed=0)
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.mp4")}
     lost = sorted(tmp_path.glob("*.mp4"))[1]
@@ -140,14 +130,12 @@ def test_an_interrupted_writing_is_taken_up_again(tmp_path: Path) -> None:
 
 
 def test_progress_counts_finished_clips(tmp_path: Path) -> None:
-    """The caller hears of every clip, in order."""
     heard: list[int] = []
     write_clips(tmp_path, num_clips=5, seed=0, progress=heard.append)
     assert heard == [1, 2, 3, 4, 5]
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    """A file in the folder's place ends in an error that names it."""
     (tmp_path / "taken").write_text("")
     with pytest.raises(DataError, match="taken"):
         write_clips(tmp_path / "taken", num_clips=1, seed=0)

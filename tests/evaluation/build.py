@@ -13,28 +13,23 @@ from longtake.run_dir import RunDirectory
 
 
 def claims_of(run: RunDirectory, step: int, preset: str = "probe") -> list[dict[str, Any]]:
-    """The leases of a task, the oldest first."""
     folders = (EvaluationDirectory(run).path / "claims" / preset).glob(f"step_{step:08d}-*")
     return [record for folder in sorted(folders) for record in history(folder)]
 
 
 def steps_of(run: RunDirectory, preset: str = "probe") -> list[int]:
-    """The steps that have a result."""
     return EvaluationDirectory(run).steps(preset)
 
 
 def leftovers(run: RunDirectory) -> list[Path]:
-    """Partial results, and checkpoints that a server needs."""
     return [*run.path.glob("evaluations/*/.*"), *map(run.checkpoint_path, needed_steps(run))]
 
 
 def steps_in(events: list[dict[str, Any]], kind: str) -> list[int]:
-    """The steps of the events of a kind."""
     return [event["step"] for event in events if event["event"] == kind]
 
 
 def write_checkpoint(path: Path, content: bytes) -> Path:
-    """Write a checkpoint of the weights and of one average, and commit it."""
     for part in ("model", "ema/main"):
         (path / part).mkdir(parents=True, exist_ok=True)
         for name in ("__0_0.distcp", ".metadata"):
@@ -64,11 +59,9 @@ class Trainer:
         write(path / "recipe.toml", b"")
 
     def log(self, step: int) -> None:
-        """Write a row of metrics."""
         append_json(self.run.metrics_path, {"step": step, "loss": 1.0})
 
     def save(self, step: int, weights: bytes = b"w" * 1000) -> Path:
-        """Save a checkpoint."""
         folder = self.run.checkpoint_path(step)
         names = ("model/.metadata", "model/__0_0.distcp", "optimizer/__0_0.distcp", "trainer.json")
         for name in names:
@@ -78,7 +71,6 @@ class Trainer:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file, with its folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
 
@@ -98,7 +90,6 @@ class Place:
         ]
 
     def publish(self) -> None:
-        """Let the source be what is in the folder now."""
         if self._way == "memory":
             store = fsspec.filesystem("memory")
             if store.exists("/runs"):
@@ -107,20 +98,17 @@ class Place:
                 store.pipe_file(f"/runs/{path.relative_to(self.folder)}", path.read_bytes())
 
     def read(self, name: str) -> bytes:
-        """The content of a file at the source."""
         if self._way == "memory":
             return bytes(fsspec.filesystem("memory").cat_file(f"/runs/{name}"))
         return (self.folder / name).read_bytes()
 
     def delete(self, name: str) -> None:
-        """Delete a file at the source."""
         if self._way == "memory":
             fsspec.filesystem("memory").rm_file(f"/runs/{name}")
         else:
             (self.folder / name).unlink()
 
     def names(self) -> list[str]:
-        """The files that the source has."""
         if self._way == "memory":
             found = fsspec.filesystem("memory").find("/runs")
             return sorted(name.removeprefix("/runs/") for name in found)

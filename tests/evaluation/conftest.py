@@ -58,7 +58,6 @@ def make_run(tmp_path: Path) -> Callable[..., RunDirectory]:
 
 @pytest.fixture
 def run(make_run: Callable[..., RunDirectory]) -> RunDirectory:
-    """A run directory without checkpoints."""
     return make_run()
 
 
@@ -92,7 +91,6 @@ def serve() -> Serve:
 
 @pytest.fixture
 def probing(tmp_path: Path) -> Callable[..., Any]:
-    """Starts a process that serves a run, with further arguments; ends it after the block."""
 
     @contextmanager
     def probing(run: RunDirectory, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
@@ -129,7 +127,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 
 @pytest.fixture
 def train() -> Callable[[Path], Trainer]:
-    """Begins, or goes on with, a run in a folder."""
     return Trainer
 
 
@@ -137,7 +134,6 @@ def train() -> Callable[[Path], Trainer]:
 def two_hosts(
     namespaces: ModuleType, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    """node0, where runs are trained, and node1, where they are mirrored to."""
     if not shutil.which("rsync"):
         pytest.skip("rsync is not installed")
     with namespaces.hosts(2, tmp_path_factory.mktemp("hosts"), with_ssh=True) as cluster:

@@ -17,7 +17,6 @@ from longtake.evaluation.mirror import Mirror, open_mirror
 
 
 def main(text: str, into: str, verb: str, *steps: str) -> object:
-    """Do it, and tell what came of it."""
     try:
         with closing(open_mirror(text, Path(into), "vm-1")) as source:
             return act(source, verb, [int(step) for step in steps])
@@ -26,7 +25,6 @@ def main(text: str, into: str, verb: str, *steps: str) -> object:
 
 
 def act(source: Mirror, verb: str, steps: list[int]) -> object:
-    """Look, and then pull or push."""
     runs = source.look()
     if verb == "pull":
         return [[each.step, each.bytes] for run in runs for each in source.pull(run, steps)]

@@ -52,7 +52,6 @@ class Probe:
 
 
 def scores_of(step: int, key: str, server: str, preset: str = "probe") -> Scores:
-    """What a server might have measured."""
     return {
         "preset": preset,
         "step": step,
@@ -78,7 +77,6 @@ def read_weights(checkpoint: Path, weights: str) -> str:
 
 
 def main() -> None:
-    """Serve until SIGTERM."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=Path)
     parser.add_argument("--seconds", type=float, default=0.0)

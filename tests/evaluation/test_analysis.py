@@ -31,7 +31,6 @@ from longtake.run_dir import RunDirectory
 
 
 def _alarms(values: list[float], name: str = "brightness", **changes: float) -> list[str]:
-    """Of a model that had learnt when the values begin: checkpoints before them stood still."""
     rules = {"checkpoints": 4, "change": 0.05} | changes
     before = int(rules["checkpoints"]) - 1
     history = [{name: value} for value in [*values[:1] * before, *values]]
@@ -48,7 +47,6 @@ def test_brightness_that_rises_at_four_checkpoints_is_told_in_one_sentence() -> 
 
 
 def test_a_fall_is_told_as_one() -> None:
-    """With a minus sign."""
     assert _alarms([100, 95, 93, 91, 80]) == [
         "brightness of low4s fell 4 checkpoints in a row, -20 % (from step 100 to 500)."
     ]
@@ -65,12 +63,10 @@ def test_a_fall_is_told_as_one() -> None:
     ],
 )
 def test_what_is_too_short_too_small_or_over_is_no_drift(values: list[float]) -> None:
-    """An alarm is of the row that ends at the newest checkpoint."""
     assert _alarms(values) == []
 
 
 def test_a_checkpoint_without_the_measure_is_passed_over() -> None:
-    """Results may lack one, such as an older version's; others go on."""
     a, b = "brightness", "contrast"
     history = [{a: 100.0}, {a: 100.0}, {a: 120.0, b: 1.0}, {b: 2.0}, {a: 130.0}]
     (alarm,) = find_drift("p", history, [0, 1, 2, 3, 4], checkpoints=2, change=0.05)
@@ -87,7 +83,6 @@ def test_near_zero_a_change_is_told_as_a_share_of_what_is_no_longer_small() -> N
 
 @given(values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=12))
 def test_the_last_row_is_the_longest_monotonic_end(values: list[float]) -> None:
-    """It is an end of the series, strictly monotonic, and one more value would break it."""
     row = last_row(values)
     assert values[-len(row) :] == row
     signs = {later > earlier for earlier, later in pairwise(row)}
@@ -106,7 +101,6 @@ def test_the_last_row_is_the_longest_monotonic_end(values: list[float]) -> None:
 def test_the_order_of_evaluation_makes_no_difference(
     values: list[float], seed: int, checkpoints: int
 ) -> None:
-    """Servers evaluate what they find; history is put in the order of steps."""
     rows = [(step, {"brightness": value}) for step, value in enumerate(values)]
     shuffled = [rows[place] for place in np.random.default_rng(seed).permutation(len(rows))]
     alarms = [
@@ -122,7 +116,6 @@ def test_the_order_of_evaluation_makes_no_difference(
 def test_an_alarm_is_given_exactly_for_rows_that_are_long_and_change_enough(
     values: list[float], checkpoints: int
 ) -> None:
-    """By the definition, worked out from differences."""
     rises = [later > earlier for earlier, later in pairwise(values)][-checkpoints:]
     falls = [later < earlier for earlier, later in pairwise(values)][-checkpoints:]
     is_long = len(rises) == checkpoints and (all(rises) or all(falls))
@@ -134,7 +127,6 @@ def test_an_alarm_is_given_exactly_for_rows_that_are_long_and_change_enough(
 
 @given(st.sampled_from(sorted(MEASURES)), st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=5))
 def test_what_changes_are_a_share_of_is_never_zero(name: str, row: list[float]) -> None:
-    """Whatever the values."""
     assert base(name, row) >= MEASURES[name].floor
 
 
@@ -158,7 +150,6 @@ _REFERENCE = Reference(
 def test_a_mean_outside_of_what_training_clips_have_is_told(
     measures: dict[str, float], told: str | None
 ) -> None:
-    """With a margin, for quantiles of few clips are rough; and only what clips were measured by."""
     found = find_out_of_range("low4s", measures, _REFERENCE)
     assert [alarm["kind"] for alarm in found] == ["range"] * bool(told)
     if told:
@@ -167,7 +158,6 @@ def test_a_mean_outside_of_what_training_clips_have_is_told(
 
 
 def test_what_comes_nearer_to_the_training_s_clips_is_learnt() -> None:
-    """And is told only when it has gone past them, farther than it began on the other side."""
     reference = Reference(64, {"brightness": Spread(low=20, median=40, high=60, mean=40)})
 
     def told(values: list[float]) -> int:
@@ -181,7 +171,6 @@ def test_what_comes_nearer_to_the_training_s_clips_is_learnt() -> None:
 
 
 def test_what_moves_while_a_model_learns_is_no_drift() -> None:
-    """Measures of the demo, seed 0: they settle on values that are within the clips' range."""
     frame_change = [7.68, 7.85, 8.49, 8.81, 8.97, 9.17]
     contrast = [40.0, 41.0, 42.0, 43.0, 43.5, 44.0]
     history = [
@@ -191,7 +180,6 @@ def test_what_moves_while_a_model_learns_is_no_drift() -> None:
 
 
 def test_a_drift_counts_from_the_checkpoint_at_which_the_measure_had_been_learnt() -> None:
-    """That is, from the first one in the range of the training's clips, but not the very first."""
     reference = Reference(64, {"brightness": Spread(low=60, median=70, high=80, mean=70)})
 
     def told(values: list[float]) -> int:
@@ -214,13 +202,11 @@ def test_a_drift_counts_from_the_checkpoint_at_which_the_measure_had_been_learnt
     ],
 )
 def test_only_a_direction_that_is_a_known_failure_is_told(name: str, told: tuple[int, int]) -> None:
-    """More motion between frames is neither good nor bad; more flicker is bad."""
     rising = [100.0, 110, 120, 130, 140]
     assert (len(_alarms(rising, name)), len(_alarms(rising[::-1], name))) == told
 
 
 def test_a_measure_that_is_not_ours_is_not_judged() -> None:
-    """Adherence to prompts that rises at each checkpoint is no reason for an alarm."""
     assert _alarms([0.1, 0.2, 0.4, 0.6, 0.9], name="adherence") == []
 
 
@@ -234,7 +220,6 @@ def _recipe(recipe: Recipe, **changes: object) -> Recipe:
 
 @pytest.fixture
 def run(tiny_run: Path, tmp_path: Path) -> RunDirectory:
-    """A run directory with nothing but copies of its catalogs."""
     shutil.copytree(tiny_run / "catalogs", tmp_path / "run" / "catalogs")
     return RunDirectory(tmp_path / "run")
 
@@ -242,7 +227,6 @@ def run(tiny_run: Path, tmp_path: Path) -> RunDirectory:
 def test_it_is_the_measures_of_the_first_clips_by_identity_read_as_in_training(
     run: RunDirectory, tiny_recipe: Recipe, shapes_catalog: Path
 ) -> None:
-    """In the preset's size; each number a quantile over those clips."""
     recipe, bucket = (
         _recipe(tiny_recipe, reference_clips=5),
         Bucket(num_frames=4, height=16, width=32),
@@ -267,7 +251,6 @@ def test_it_is_the_measures_of_the_first_clips_by_identity_read_as_in_training(
 def test_it_is_made_once_and_again_when_something_else_is_asked_for(
     run: RunDirectory, tiny_recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is kept in reference.json, with what it is of."""
     bucket = Bucket(num_frames=4, height=32, width=32)
     recipe = _recipe(tiny_recipe, reference_clips=3)
     first, _ = reference_of(run, recipe, "demo", bucket, _FPS)
@@ -304,7 +287,6 @@ def test_each_clip_is_told_of_before_it_is_decoded(run: RunDirectory, tiny_recip
 def test_where_clips_cannot_be_read_there_is_a_remark_and_no_error(
     run: RunDirectory, tiny_recipe: Recipe, tmp_path: Path
 ) -> None:
-    """On another machine the clips are not there, or the catalogs' copies are not; or too short."""
     bucket = Bucket(num_frames=8, height=32, width=32)
     long = Bucket(num_frames=100, height=32, width=32)
     found, remark = reference_of(run, tiny_recipe, "low16s", long, _FPS)
@@ -328,7 +310,6 @@ def test_where_clips_cannot_be_read_there_is_a_remark_and_no_error(
 def test_a_clip_that_cannot_be_read_is_replaced_by_the_next(
     run: RunDirectory, tiny_recipe: Recipe, tmp_path: Path
 ) -> None:
-    """One damaged file among many costs nothing but itself."""
     (path,) = run.catalogs_path.glob("*.parquet")
     clips = list(Catalog.load(path).clips())[:4]
     folder = tmp_path / "clips"

@@ -38,7 +38,6 @@ class _Sync(threading.Thread):
         self.whole: dict[int, float] = {}
 
     def run(self) -> None:
-        """Two or three checkpoints are always on their way at once."""
         waiting = list(_STEPS)
         under_way: list[tuple[int, Iterator[bool]]] = []
         while waiting or under_way:
@@ -71,8 +70,6 @@ class _Sync(threading.Thread):
 
 
 class _Retention(threading.Thread):
-    """Deletes what is evaluated; tries to delete what is needed; takes others away for a moment."""
-
     def __init__(self, run: RunDirectory, sync: _Sync, chance: random.Random) -> None:
         super().__init__(daemon=True)
         self._of, self._sync, self._chance = run, sync, chance
@@ -81,7 +78,6 @@ class _Retention(threading.Thread):
         self.is_over = threading.Event()
 
     def run(self) -> None:
-        """Until it is told to end."""
         while not self.is_over.wait(0.05):
             done = EvaluationDirectory(self._of).steps("probe")
             for step in set(self._sync.whole) - self.deleted:
@@ -96,7 +92,6 @@ class _Retention(threading.Thread):
             files.hide(path).rename(path)
 
     def _is_needed_since_whole(self, step: int) -> bool:
-        """Such a step is needed until there is a result; every other one is tried."""
         times = []
         for server in all_servers(self._of) if step % 20 == 10 else ():
             with suppress(OSError):
@@ -118,7 +113,6 @@ class _Trainer(threading.Thread):
         self.spared: set[int] = set()
 
     def run(self) -> None:
-        """All steps of this training."""
         directory, section = EvaluationDirectory(self._of), CheckpointSection(keep=2)
         for step in _TRAINED:
             _until(lambda: len(self._waiting()) <= EvaluationSection().hold_waiting)
@@ -224,7 +218,6 @@ def _num_done(*runs: RunDirectory) -> int:
 def _that_have_begun(
     runs: Sequence[RunDirectory], servers: list["subprocess.Popen[bytes]"]
 ) -> list["subprocess.Popen[bytes]"]:
-    """Those that have claimed something: to kill one that starts proves nothing."""
     events = chain.from_iterable(map(read_events, runs))
     active = {event["server"] for event in events if event["event"] == "evaluation_started"}
     return [each for each in servers if any(name.endswith(f"-{each.pid}") for name in active)]

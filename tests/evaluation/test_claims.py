@@ -29,25 +29,9 @@ from longtake.sampling import claims
 from longtake.sampling.claims import checkpoint_key, forget_server
 
 
-def test_a_checkpoint_that_arrives_is_left_alone_until_it_is_whole(
-    run: RunDirectory, save: Any, serve: Any
-) -> None:
-    """COMMITTED first, and weights that are missing or short: not sampled, and no attempt."""
-    weights = save(run, 10) / "ema" / "main" / "__0_0.distcp"
-    whole = weights.read_bytes()
-    weights.unlink()
-    assert serve(run).evaluated == []
-    weights.write_bytes(whole[:-1])
-    assert serve(run).evaluated == []
-    assert claims_of(run, 10) == []
-    weights.write_bytes(whole)
-    assert len(serve(run).evaluated) == 1
-
-
 def test_bytes_that_are_not_there_yet_are_no_attempt(
     run: RunDirectory, save: Any, serve: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file that has its size before its content is refused, told, and tried when it changes."""
     weights = save(run, 10) / "ema" / "main" / "__0_0.distcp"
     whole = weights.read_bytes()
     weights.write_bytes(bytes(len(whole)))
@@ -79,7 +63,6 @@ class _Failing:
 def test_a_failure_goes_last_and_is_tried_so_often(
     run: RunDirectory, save: Any, serve: Any
 ) -> None:
-    """Three times by whichever servers; the others are done before the second."""
     for step in (10, 20, 30):
         save(run, step)
     work = _Failing(Probe(), RuntimeError("boom"), (10,))
@@ -102,7 +85,6 @@ def test_a_failure_goes_last_and_is_tried_so_often(
 def test_a_preset_that_cannot_be_is_tried_once(
     make_run: Callable[..., RunDirectory], save: Any, serve: Any, capsys: Any
 ) -> None:
-    """Of all its checkpoints; another preset goes on; when it is changed it is tried anew."""
     other = "[evaluation.presets.other]\nprompts = ['a blue circle']\n"
     run = make_run(more=other)
     for step in (10, 20):
@@ -123,7 +105,6 @@ def test_a_preset_that_cannot_be_is_tried_once(
 
 
 def test_a_full_disk_is_not_the_presets_fault(run: RunDirectory, save: Any, serve: Any) -> None:
-    """An error that an OSError caused is tried again, whatever it is called."""
     save(run, 10)
     error = DataError("00_s0.mp4 cannot be written: No space left on device.")
     error.__cause__ = OSError(28, "No space left on device")
@@ -135,7 +116,6 @@ def test_a_full_disk_is_not_the_presets_fault(run: RunDirectory, save: Any, serv
 def test_a_checkpoint_that_is_deleted_meanwhile_is_no_failure(
     run: RunDirectory, save: Any, serve: Any
 ) -> None:
-    """It ends as gone; the server goes on."""
     save(run, 10)
     save(run, 20)
 
@@ -174,7 +154,6 @@ def test_a_preset_that_does_not_fit_the_memory_is_tried_again_later(
     serve: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Others may use it just now: the preset rests, another goes on, and both are done."""
     monkeypatch.setattr(claims, "_OUT_OF_MEMORY_PAUSE_SECONDS", 0.5)
     run = make_run(more="[evaluation.presets.other]\nprompts = ['a blue circle']\n")
     for step in (10, 20):
@@ -202,7 +181,6 @@ def test_a_preset_that_does_not_fit_the_memory_is_tried_again_later(
 def test_what_cannot_be_claimed_is_told_with_its_reason(
     run: RunDirectory, save: Any, serve: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file lies where claims are to: that is no lack of room, and nobody is told to make some."""
     save(run, 10)
     EvaluationDirectory(run).path.mkdir()
     (EvaluationDirectory(run).path / "claims").write_text("in the way")
@@ -238,7 +216,6 @@ def test_a_preset_that_is_kept_is_served_from_a_full_disk(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A server that starts then knows what is to be done, and tells that it has no room for it."""
     save(run, 10)
     serve(run)
     save(run, 20)
@@ -260,7 +237,6 @@ def test_a_preset_that_is_kept_is_served_from_a_full_disk(
 def test_a_checkpoint_whose_commit_is_garbage_is_told_of(
     run: RunDirectory, save: Any, serve: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """COMMITTED of 0 bytes, as a machine that lost its power leaves it; the others are done."""
     (save(run, 10) / "COMMITTED").write_bytes(b"")
     save(run, 20)
     assert [each["step"] for each in serve(run).evaluated] == [20]
@@ -300,7 +276,6 @@ def test_a_server_that_was_stopped_too_long_does_not_publish(
 def test_a_checkpoint_that_kills_its_servers_is_given_up(
     run: RunDirectory, save: Any, probing: Any, serve: Any, tmp_path: Path, capsys: Any
 ) -> None:
-    """Who dies over it has tried it; the fourth says so and leaves it."""
     save(run, 10)
     directory = EvaluationDirectory(run)
     for _ in range(3):
@@ -351,7 +326,6 @@ def test_a_server_on_a_full_disk_goes_on_when_there_is_room(
 
 
 def test_who_comes_second_drops_its_own(run: RunDirectory, save: Any, serve: Any) -> None:
-    """A result that appears in the last moment stays; so does one of newer weights."""
     save(run, 10)
     save(run, 20)
     directory = EvaluationDirectory(run)
@@ -379,7 +353,6 @@ def test_who_comes_second_drops_its_own(run: RunDirectory, save: Any, serve: Any
 def test_what_waited_for_a_dead_server_is_needed_no_more(
     run: RunDirectory, save: Any, probing: Any, serve: Any, tmp_path: Path
 ) -> None:
-    """Whoever takes over what it died over frees the checkpoints that were to come next, too."""
     for step in (10, 20, 30):
         save(run, step)
     with probing(run, "--gate", str(tmp_path / "never")) as server:
@@ -400,7 +373,6 @@ def test_what_waited_for_a_dead_server_is_needed_no_more(
 def test_a_dead_servers_name_deletes_nothing_but_its_heartbeat(
     name: str, run: RunDirectory, tmp_path: Path
 ) -> None:
-    """A lease can say any name, and a server's folder can be a link to another folder."""
     thesis = tmp_path / "heartbeat.json"
     thesis.write_text("all of it")
     server = ServerDirectory(run, "vm-1")

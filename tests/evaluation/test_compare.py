@@ -104,7 +104,6 @@ def _steps(comparison: Comparison) -> list[int]:
 
 
 def _grid(comparison: Comparison, size: Size, num_frames: int = 1) -> Grid:
-    """The page, with blank pictures for so many frames of each video."""
     blank = Image.new("RGB", (num_frames * (size[0] + 3) - 3, size[1]))
     cells = [[blank] * len(comparison.columns)] * len(comparison.scenes)
     return grid_of(comparison, cells, size)
@@ -120,7 +119,6 @@ def _level(picture: NDArray[np.uint8], corner: tuple[int, int], size: tuple[int,
 
 
 def test_a_runs_checkpoints_by_step(tmp_path: Path) -> None:
-    """All of them, all prompts, with what was measured and where an alarm was given."""
     found = choose([_run(tmp_path / "a")], "p")
     assert _steps(found) == [100, 200, 300]
     assert found.scenes == tuple(Scene(prompt, 0) for prompt in _PROMPTS)
@@ -136,7 +134,6 @@ def test_a_runs_checkpoints_by_step(tmp_path: Path) -> None:
 
 
 def test_of_many_checkpoints_the_first_and_the_last_are_always_shown(tmp_path: Path) -> None:
-    """Evenly spaced ones between them, or those that are asked for."""
     assert spread(range(1, 101), 8) == [1, 15, 29, 43, 58, 72, 86, 100]
     assert spread([5, 6], 8) == [5, 6]
     assert spread([5, 6, 7], 1) == [7]
@@ -146,7 +143,6 @@ def test_of_many_checkpoints_the_first_and_the_last_are_always_shown(tmp_path: P
 
 
 def test_several_runs_stand_side_by_side_at_their_newest_common_checkpoint(tmp_path: Path) -> None:
-    """Or at the newest of each, where none is common; with the names that tell them apart."""
     (tmp_path / "x").mkdir()
     (tmp_path / "y").mkdir()
     first, second = _run(tmp_path / "x" / "a"), _run(tmp_path / "y" / "a", (200, 400))
@@ -173,7 +169,6 @@ def test_several_runs_stand_side_by_side_at_their_newest_common_checkpoint(tmp_p
     ],
 )
 def test_prompts_by_their_numbers(wanted: str | None, expected: list[int], tmp_path: Path) -> None:
-    """Counted from 0, as Python has it; each with all its seeds."""
     found = choose([_run(tmp_path / "a", (1,), seeds=(0, 3))], "p", wanted)
     wanted_scenes = [Scene(_PROMPTS[number], seed) for number in expected for seed in (0, 3)]
     assert found.scenes == tuple(wanted_scenes)
@@ -182,20 +177,17 @@ def test_prompts_by_their_numbers(wanted: str | None, expected: list[int], tmp_p
 
 @pytest.mark.parametrize("wanted", ["0:4", "3", "2:2", "2:1", "3:"])
 def test_prompts_that_there_are_not(wanted: str, tmp_path: Path) -> None:
-    """The range that there is, is named."""
     with pytest.raises(RunError, match="there are 3 prompts, counted from 0: choose from 0:3"):
         choose([_run(tmp_path / "a", (1,))], "p", wanted)
 
 
 @pytest.mark.parametrize("wanted", ["a", "", "0-4", "-1"])
 def test_what_is_no_range(wanted: str, tmp_path: Path) -> None:
-    """With an example of one."""
     with pytest.raises(RunError, match="expected a range such as 0:4"):
         choose([_run(tmp_path / "a", (1,))], "p", wanted)
 
 
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
-    """No run, no results, another preset, another step, other prompts."""
     run = _run(tmp_path / "a")
     with pytest.raises(RunError, match="none is not a run directory"):
         choose([tmp_path / "none"], "p")
@@ -215,7 +207,6 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
 
 
 def test_without_a_preset_the_only_common_one_is_compared(tmp_path: Path) -> None:
-    """Where there are several, none, or no results at all, the sentence says so."""
     first, second = _run(tmp_path / "a"), _run(tmp_path / "b")
     copytree(first / "evaluations/p", first / "evaluations/q")  # results of p still, by their text
     assert choose([second]).preset == choose([first, second]).preset == "p"
@@ -238,7 +229,6 @@ def test_without_a_preset_the_only_common_one_is_compared(tmp_path: Path) -> Non
 
 
 def test_the_sheet_shows_each_video_where_it_belongs(tmp_path: Path) -> None:
-    """Prompts down, checkpoints across; two frames of each, where there is room for them."""
     found = choose([_run(tmp_path / "a")], "p")
     draw(found, tmp_path / "sheet.png")
     size = fitting((24, 16), 6)
@@ -255,7 +245,6 @@ def test_the_sheet_shows_each_video_where_it_belongs(tmp_path: Path) -> None:
 
 
 def test_the_pictures_that_the_model_goes_by_stand_left_of_what_it_makes(tmp_path: Path) -> None:
-    """Also where the prompt is the same, which then is another row; a lost copy is left out."""
     prompts, pictures = ["make it snow"] * 3, (200, 150, 100)
     run = _run(tmp_path / "a", prompts=prompts, pictures=pictures)
     found = choose([run], "p", "1:")
@@ -285,7 +274,6 @@ def test_results_of_other_pictures_are_not_compared(tmp_path: Path) -> None:
 
 
 def test_one_picture_of_each_is_the_middle_one(tmp_path: Path) -> None:
-    """With as many columns as pictures fit."""
     found = choose([_run(tmp_path / "a", range(10, 90, 10))], "p", "0")
     draw(found, tmp_path / "sheet.png")
     size = fitting((24, 16), 8)
@@ -295,7 +283,6 @@ def test_one_picture_of_each_is_the_middle_one(tmp_path: Path) -> None:
 
 
 def test_in_the_film_all_videos_play_at_once(tmp_path: Path) -> None:
-    """At their own speed: the slower run's frames stay longer; short ones are played again."""
     first = _run(tmp_path / "a", (100,))
     found = choose([first, _run(tmp_path / "b", (100,), fps=4.0)], "p", "0:2")
     draw(found, tmp_path / "film.mp4")
@@ -327,7 +314,6 @@ def test_large_pictures_shrink_and_small_ones_grow_by_whole_factors() -> None:
 
 
 def test_a_video_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    """Nothing half-drawn is left."""
     run = _run(tmp_path / "a", (1,))
     (run / "evaluations" / "p" / "step_00000001" / "01_s0.mp4").write_bytes(b"no video")
     for name in ("sheet.png", "sheet.mp4"):
@@ -337,7 +323,6 @@ def test_a_video_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_the_verb_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As JSON on request; steps are given as a list."""
     run, out = _run(tmp_path / "a"), tmp_path / "sheet.png"
     verb([run], out, prompts="0:2", steps="100,300", as_json=True)
     said = json.loads(capsys.readouterr().out)

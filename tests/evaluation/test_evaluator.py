@@ -56,7 +56,6 @@ ema = "no such profile"
 
 
 def index_held_out(folder: Path) -> Path:
-    """A catalog of clips that the run is not trained on."""
     captions = write_clips(folder, num_clips=2, seed=1)
     catalog = folder / "catalog.parquet"
     index([folder], captions=captions, out=catalog)
@@ -67,7 +66,6 @@ def index_held_out(folder: Path) -> Path:
 def served(
     tiny_run: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[RunDirectory, EvaluationServer, list[EvaluationServer]]:
-    """The run's last two checkpoints, evaluated; its server, and one that came after it."""
     run = RunDirectory(tmp_path_factory.mktemp("served") / "run")
     shutil.copytree(tiny_run, run.path)
     for step in run.checkpoint_steps()[:-2]:
@@ -87,7 +85,6 @@ def served(
 
 
 def test_each_preset_of_each_checkpoint_has_its_videos(served: Any) -> None:
-    """Whole mp4s of the size that was asked for, a sheet, and a number for each measure."""
     run, server, _ = served
     directory = EvaluationDirectory(run)
     assert directory.steps("small") == run.checkpoint_steps()
@@ -111,7 +108,6 @@ def test_each_preset_of_each_checkpoint_has_its_videos(served: Any) -> None:
 def test_a_result_bears_a_presets_own_measures_and_the_held_out_loss(
     served: Any,
 ) -> None:
-    """Of each video and their mean; the line for people shows them first, and four numbers."""
     run, _, _ = served
     for scores in EvaluationDirectory(run).all_scores("small"):
         judged = [video["measures"]["adherence"] for video in scores["videos"]]
@@ -128,8 +124,6 @@ def test_a_result_bears_a_presets_own_measures_and_the_held_out_loss(
 
 
 class _Broken:
-    """A measure that says too much."""
-
     name = "broken"
 
     def __call__(self, videos: Any, prompts: Any, fps: float) -> list[float]:
@@ -139,7 +133,6 @@ class _Broken:
 def test_what_cannot_be_measured_loses_no_video(
     served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """A measure, the held-out loss and the reference fail: each is told, and the rest is there."""
     run = _copy(served[0], tmp_path)
     held_out = run.recipe().evaluation.held_out
     assert held_out is not None
@@ -166,7 +159,6 @@ def test_what_cannot_be_measured_loses_no_video(
 def test_a_measure_that_cannot_be_had_costs_nothing(
     served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Its model is not here: told once, before a video is sampled; others may try again."""
     monkeypatch.delenv("LONGTAKE_CLIP", raising=False)
     run = _copy(served[0], tmp_path)
     path = "longtake.evaluation.extra_measures:ClipScore"
@@ -204,7 +196,6 @@ def test_who_is_asked_to_end_does_so_between_training_clips(served: Any, tmp_pat
 
 
 def test_held_out_clips_that_come_later_are_measured_then(served: Any, tmp_path: Path) -> None:
-    """A catalog that could not be read for a moment is not missing from all that follows."""
     run = _copy(served[0], tmp_path)
     held_out = run.recipe().evaluation.held_out
     assert held_out is not None
@@ -223,7 +214,6 @@ def test_held_out_clips_that_come_later_are_measured_then(served: Any, tmp_path:
 
 
 def _copy(run: RunDirectory, tmp_path: Path) -> RunDirectory:
-    """The run as it was before anybody evaluated it."""
     shutil.copytree(run.path, tmp_path / "run", ignore=shutil.ignore_patterns("evaluations"))
     return RunDirectory(tmp_path / "run")
 
@@ -246,7 +236,6 @@ def _serve(
 
 
 def test_raw_weights_have_another_key_than_averages(served: Any) -> None:
-    """A key is of what was sampled, not of the checkpoint."""
     run, _, _ = served
     directory = EvaluationDirectory(run)
     step = run.checkpoint_steps()[-1]
@@ -258,7 +247,6 @@ def test_raw_weights_have_another_key_than_averages(served: Any) -> None:
 
 
 def test_what_is_done_stays_done(served: Any) -> None:
-    """A server that comes later samples nothing."""
     _, _, (_, second) = served
     assert second.evaluated == []
 
@@ -266,7 +254,6 @@ def test_what_is_done_stays_done(served: Any) -> None:
 def test_presets_that_cannot_be_are_told_of_and_the_rest_goes_on(
     served: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that the codec cannot divide, and one of an average that the run does not keep."""
     run, _, _ = served
     shutil.rmtree(EvaluationDirectory(run).path / "claims" / "odd", ignore_errors=True)
     _serve(run, presets=("odd", "nobody", "small"))

@@ -83,7 +83,6 @@ _SIZES = {"flux": _FLUX, "wan": _WAN}
 
 
 def _parts(name: str) -> dict[str, Any]:
-    """The sections of a recipe that describe a tiny model."""
     sizes = _SIZES[name]
     return {
         "model": {"family": name, "config": sizes["config"]},
@@ -93,7 +92,6 @@ def _parts(name: str) -> dict[str, Any]:
 
 
 def _sampler(family: str, dtype: str = "fp32", **trainable: Any) -> Sampler:
-    """A tiny model in which all that trains has moved."""
     values = _parts(family) | {
         "out": "run",
         "data": {"catalog": "catalog.parquet", "buckets": _SIZES[family]["buckets"]},
@@ -112,7 +110,6 @@ def _sampler(family: str, dtype: str = "fp32", **trainable: Any) -> Sampler:
 
 
 def _trained(tiny_recipe: Recipe, out: Path, family: str, trainable: dict[str, Any]) -> Sampler:
-    """A tiny model after three steps."""
     values = tiny_recipe.model_dump(exclude_none=True)
     values |= {**_parts(family), "out": str(out), "trainable": trainable}
     values["data"]["buckets"] = _SIZES[family]["buckets"]
@@ -123,7 +120,6 @@ def _trained(tiny_recipe: Recipe, out: Path, family: str, trainable: dict[str, A
 
 
 def _base(sampler: Sampler) -> Any:
-    """The model before anything was trained."""
     recipe = sampler.recipe.model_copy(update={"trainable": TrainableSection()})
     components = recipe.out / "components"
     kept = components if components.is_dir() else None
@@ -147,14 +143,12 @@ def _velocity(sampler: Sampler, model: nn.Module) -> Tensor:
 
 @pytest.fixture(scope="module")
 def wan_sampler(tiny_recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Sampler:
-    """A tiny Wan on the latents of a tiny autoencoder, after three steps."""
     return _trained(tiny_recipe, tmp_path_factory.mktemp("runs") / "wan", "wan", {})
 
 
 def test_the_pipeline_makes_the_video_that_longtake_makes(
     wan_sampler: Sampler, tmp_path: Path
 ) -> None:
-    """From the same noise, with guidance; its own solver is of a higher order, hence many steps."""
     pytest.importorskip("accelerate", reason="diffusers loads no WanPipeline without accelerate")
     from diffusers import WanPipeline
 
@@ -181,7 +175,6 @@ def test_the_pipeline_makes_the_video_that_longtake_makes(
 
 
 def test_the_averaged_or_the_raw_weights_are_exported(wan_sampler: Sampler, tmp_path: Path) -> None:
-    """Whichever the sampler was loaded with."""
     raw = load_sampler(wan_sampler.recipe.out, ema=False, device="cpu")
     files = {}
     for name, sampler in {"ema": wan_sampler, "raw": raw}.items():
@@ -225,13 +218,11 @@ def test_wans_scheduler_gets_the_first_buckets_shift(wan_sampler: Sampler, tmp_p
 
 @pytest.fixture(scope="module")
 def lora_sampler(tiny_recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Sampler:
-    """With a scale that is not 1."""
     trainable = {"kind": "lora", "rank": 2, "alpha": 16.0}
     return _trained(tiny_recipe, tmp_path_factory.mktemp("runs") / "lora", "flux", trainable)
 
 
 def test_a_lora_run_samples_what_it_has_learned(lora_sampler: Sampler) -> None:
-    """Its checkpoint holds the update alone; the weights beneath it are built again."""
     settings, bucket = settings_for(lora_sampler.recipe, num_inference_steps=2)
     requests = [Request("a red circle", 3)]
     assert lora_sampler.sample(requests, settings, bucket).shape == (1, 1, 16, 16, 3)
@@ -245,7 +236,6 @@ def test_a_lora_run_samples_what_it_has_learned(lora_sampler: Sampler) -> None:
 def test_diffusers_loads_the_lora_into_the_base_model(
     lora_sampler: Sampler, tmp_path: Path
 ) -> None:
-    """And it is then the trained model, as the exported pipeline is without loading it."""
     pytest.importorskip("accelerate", reason="diffusers loads no FluxPipeline without accelerate")
     from diffusers import FluxPipeline
 
@@ -267,7 +257,6 @@ def test_diffusers_loads_the_lora_into_the_base_model(
 def test_a_modules_weights_are_beside_the_pipeline_of_its_base(
     tiny_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under the module's own names; the pipeline's weights are those that nobody trained."""
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     sampler = _trained(tiny_recipe, tmp_path / "run", "flux", {"module": _STYLE})
     export(sampler, tmp_path / "out", "diffusers")
@@ -286,12 +275,10 @@ def test_a_modules_weights_are_beside_the_pipeline_of_its_base(
 
 @pytest.fixture(params=["flux", "wan"])
 def lora(request: pytest.FixtureRequest) -> Sampler:
-    """A model with LoRA whose scale is 8."""
     return _sampler(request.param, kind="lora", rank=2, alpha=16.0)
 
 
 def test_peft_makes_the_trained_model_of_its_base(lora: Sampler, tmp_path: Path) -> None:
-    """From an adapter folder; the base alone is another model."""
     from peft import PeftModel
 
     export(lora, tmp_path / "adapter", "peft")
@@ -305,7 +292,6 @@ def test_peft_makes_the_trained_model_of_its_base(lora: Sampler, tmp_path: Path)
 
 
 def test_diffusers_loads_the_adapter_folder_too(lora: Sampler, tmp_path: Path) -> None:
-    """By the names that it is told, with the same scale."""
     export(lora, tmp_path / "adapter", "peft")
     base = _base(lora)
     named = {"prefix": "base_model.model", "weight_name": "adapter_model.safetensors"}
@@ -324,7 +310,6 @@ def _pipeline(sampler: Sampler) -> Any:
 
 @pytest.mark.parametrize("family", ["flux", "wan"])
 def test_lora_for_comfyui_is_read_back_by_diffusers(family: str, tmp_path: Path) -> None:
-    """Every name and every number; here all linear layers have LoRA."""
     sampler = _sampler(family, kind="lora", rank=2, alpha=3.0, targets=["*"])
     export(sampler, tmp_path / "lora.safetensors", "comfyui")
     read = _pipeline(sampler).lora_state_dict(str(tmp_path / "lora.safetensors"))
@@ -334,7 +319,6 @@ def test_lora_for_comfyui_is_read_back_by_diffusers(family: str, tmp_path: Path)
 
 
 def test_lora_for_comfyui_is_the_trained_model(lora: Sampler, tmp_path: Path) -> None:
-    """Read by diffusers into the base."""
     export(lora, tmp_path / "lora.safetensors", "comfyui")
     base = _base(lora)
     base.load_lora_adapter(_pipeline(lora).lora_state_dict(str(tmp_path / "lora.safetensors")))
@@ -343,7 +327,6 @@ def test_lora_for_comfyui_is_the_trained_model(lora: Sampler, tmp_path: Path) ->
 
 
 def test_wans_lora_has_the_names_of_its_release(tmp_path: Path) -> None:
-    """Below the part of ComfyUI that it is for, and without an alpha."""
     sampler = _sampler("wan", kind="lora", rank=2)
     export(sampler, tmp_path / "lora.safetensors", "comfyui")
     layers = [f"{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo"]
@@ -357,7 +340,6 @@ def test_wans_lora_has_the_names_of_its_release(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_whole_wan_for_comfyui_is_read_back_by_diffusers(dtype: str, tmp_path: Path) -> None:
-    """Every name and every number, in the dtype that it is kept in."""
     from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 
     sampler = _sampler("wan", dtype)
@@ -368,7 +350,6 @@ def test_a_whole_wan_for_comfyui_is_read_back_by_diffusers(dtype: str, tmp_path:
 
 
 def test_a_whole_flux_for_comfyui_has_the_names_of_diffusers(tmp_path: Path) -> None:
-    """Which ComfyUI looks for where it does not find those of the release."""
     sampler = _sampler("flux", "bf16")
     export(sampler, tmp_path / "new" / "flux.safetensors", "comfyui")
     read = load_file(tmp_path / "new" / "flux.safetensors")
@@ -410,7 +391,6 @@ def test_an_added_module_is_beside_lora_or_named_as_left_out(
 def test_what_a_format_cannot_hold_is_refused(
     wanted: Format, trainable: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    """In a sentence that says what can; nothing is written."""
     sampler = _sampler("wan")
     changed = sampler.recipe.model_copy(update={"trainable": TrainableSection(**trainable)})
     with pytest.raises(RecipeError, match=message):

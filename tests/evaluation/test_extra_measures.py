@@ -45,7 +45,6 @@ Write = Callable[[str], str]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Writes somebody's measure to the folder where they are; gives its name in a preset."""
     monkeypatch.chdir(tmp_path)
     count = iter(range(10))
 
@@ -74,7 +73,6 @@ def _call(returned: str) -> str:
 def test_a_measure_gives_a_number_for_each_video_or_one_for_all(
     write: Write, returned: str, of_each: list[dict[str, float]], of_set: dict[str, float]
 ) -> None:
-    """What is not defined, or no finite number, is left out."""
     extras = load_extras([write(_call(returned))])
     assert measure_extra(extras, _VIDEOS, _PROMPTS, 2.0) == (of_each, of_set)
 
@@ -88,14 +86,12 @@ def test_a_measure_gives_a_number_for_each_video_or_one_for_all(
     ],
 )
 def test_a_measure_that_fails_is_named(write: Write, returned: str, said: str) -> None:
-    """No traceback of somebody's code, but which measure and why."""
     with pytest.raises(RecipeError, match="The measure own ") as caught:
         measure_extra([load_extra(write(_call(returned)))], _VIDEOS, _PROMPTS, 2.0)
     assert said in str(caught.value)
 
 
 def test_an_error_of_ours_passes_through(write: Write) -> None:
-    """A measure may say itself what is wrong."""
     body = "    def __call__(self, *given):\n        from longtake.errors import DataError\n"
     extra = load_extra(write(body + "        raise DataError('no such video')\n"))
     with pytest.raises(DataError, match=r"^no such video$"):
@@ -103,7 +99,6 @@ def test_an_error_of_ours_passes_through(write: Write) -> None:
 
 
 def test_what_is_no_measure_is_refused_with_what_it_lacks(write: Write) -> None:
-    """A class without __call__, one that cannot be made, one that is not there, and no class."""
     with pytest.raises(RecipeError, match=r"has the name 'own' and no __call__\. Give it"):
         load_extra(write("    pass\n"))
     with pytest.raises(RecipeError, match=r"has the name 'a b' and a __call__"):
@@ -117,7 +112,6 @@ def test_what_is_no_measure_is_refused_with_what_it_lacks(write: Write) -> None:
 
 
 def test_two_measures_of_one_name_are_refused(write: Write) -> None:
-    """One would overwrite the other's numbers, or ours."""
     path = write(_call("1"))
     with pytest.raises(RecipeError, match="is called 'own', as another one is"):
         load_extras([path, path])
@@ -135,7 +129,6 @@ _SMALL = {
 
 @pytest.fixture
 def clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as a download would leave it, to which the environment points."""
     letters = [f"{letter}{end}" for letter in "abcdehlqrsu" for end in ("", "</w>")]
     known = [*letters, "<|startoftext|>", "<|endoftext|>"]
     words = {word: number for number, word in enumerate(known)}
@@ -160,7 +153,6 @@ def clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_score_is_the_models_own_cosine(clip: Path) -> None:
-    """What the model's logits say without its temperature; of several frames the mean."""
     generator = np.random.default_rng(0)
     video = generator.integers(0, 256, (4, 24, 32, 3), dtype=np.uint8)
     score = load_extra("longtake.evaluation.extra_measures:ClipScore")
@@ -176,7 +168,6 @@ def test_the_score_is_the_models_own_cosine(clip: Path) -> None:
 
 
 def test_a_missing_clip_model_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No variable; a folder without a model."""
     monkeypatch.delenv(VARIABLE, raising=False)
     with pytest.raises(RecipeError, match=r"clip_score needs a CLIP model .* LONGTAKE_CLIP="):
         ClipScore()
@@ -188,15 +179,12 @@ def test_a_missing_clip_model_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 class Means(nn.Module):
-    """Mean of each colour: three features."""
-
     def forward(self, videos: Tensor) -> Tensor:
         """[B, 3] of [B, 3, F, H, W]."""
         return videos.mean(dim=[2, 3, 4])
 
 
 def _normal(means: Features, deviations: Features) -> Features:
-    """Features whose mean and (diagonal) covariance are exactly these."""
     count = len(means)
     corners = np.concatenate([np.eye(count), -np.eye(count)])
     features: Features = means + corners * deviations * np.sqrt((2 * count - 1) / 2)
@@ -212,7 +200,6 @@ def _normal(means: Features, deviations: Features) -> Features:
 def test_of_independent_features_it_is_the_closed_form(
     pairs: list[tuple[float, float, float, float]],
 ) -> None:
-    """Sum of (m1 - m2)^2 + (s1 - s2)^2: means and standard deviations."""
     one_mean, other_mean, one_std, other_std = np.array(pairs).T
     found = frechet_distance(_normal(one_mean, one_std), _normal(other_mean, other_std))
     closed = ((one_mean - other_mean) ** 2 + (one_std - other_std) ** 2).sum()
@@ -220,7 +207,6 @@ def test_of_independent_features_it_is_the_closed_form(
 
 
 def test_it_is_symmetric_zero_for_the_same_and_does_not_depend_on_the_axes() -> None:
-    """Also where there are fewer videos than features, whose covariance has no full rank."""
     generator = np.random.default_rng(0)
     one, other = generator.normal(size=(5, 8)), generator.normal(size=(7, 8)) + 1
     turned, _ = np.linalg.qr(generator.normal(size=(8, 8)))
@@ -233,7 +219,6 @@ def test_it_is_symmetric_zero_for_the_same_and_does_not_depend_on_the_axes() -> 
 def test_features_of_a_users_network_are_compared_with_real_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TorchScript, and a file of real features that was made by the same network."""
     network, real = tmp_path / "means.ts", tmp_path / "real.npy"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -255,7 +240,6 @@ def test_features_of_a_users_network_are_compared_with_real_ones(
 
 
 def test_missing_features_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which variable, what it should hold, how to make it."""
     monkeypatch.delenv(EXTRACTOR, raising=False)
     with pytest.raises(RecipeError, match="needs a network that makes features of videos"):
         FrechetDistance()

@@ -21,7 +21,6 @@ from longtake.sampling.sampler import Sampler, load_sampler
 
 @pytest.fixture(scope="module")
 def unseen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A catalog of seven clips that no run trains on."""
     folder = tmp_path_factory.mktemp("unseen")
     captions = write_clips(folder / "clips", num_clips=7, seed=99)
     index([folder / "clips"], captions=captions, out=folder / "catalog.parquet")
@@ -30,7 +29,6 @@ def unseen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recipe(tiny_recipe: Recipe, unseen: Path) -> Recipe:
-    """The tiny run's, with those clips."""
     section = tiny_recipe.evaluation.model_copy(update={"held_out": unseen})
     return tiny_recipe.model_copy(update={"evaluation": section})
 
@@ -46,7 +44,6 @@ def _open(recipe: Recipe, run: Path) -> HeldOut:
 def test_the_loss_is_the_same_whatever_the_batch_and_whatever_was_random_before(
     tiny_run: Path, recipe: Recipe
 ) -> None:
-    """At the same weights: other batches, a fresh object, another state of the generator."""
     sampler, clips = _sampler(tiny_run, 6), _open(recipe, tiny_run)
     losses = [clips.loss(sampler, batch_size=size) for size in (1, 3, 8)]
     assert list(losses[0]) == ["0.1", "0.3", "0.5", "0.7", "0.9", "mean"]
@@ -60,7 +57,6 @@ def test_the_loss_is_the_same_whatever_the_batch_and_whatever_was_random_before(
 def test_it_tells_checkpoints_apart_and_falls_as_the_model_learns(
     tiny_run: Path, recipe: Recipe
 ) -> None:
-    """One object for all checkpoints of a run: clips are encoded once."""
     clips = _open(recipe, tiny_run)
     early, late = (clips.loss(_sampler(tiny_run, step)) for step in (1, 6))
     assert late["mean"] < early["mean"]
@@ -70,7 +66,6 @@ def test_it_tells_checkpoints_apart_and_falls_as_the_model_learns(
 def test_a_model_that_answers_zero_has_the_closed_forms_loss(
     tiny_run: Path, recipe: Recipe
 ) -> None:
-    """This family predicts the latents, here as 0: its velocity is off by latents / sigma."""
     sampler, clips = _sampler(tiny_run, 6), _open(recipe, tiny_run)
     for weight in sampler.components.model.parameters():
         weight.zero_()
@@ -105,7 +100,6 @@ def test_what_does_not_fit_the_memory_is_computed_in_halves(
 def test_clips_that_are_trained_on_are_refused(
     tiny_run: Path, recipe: Recipe, unseen: Path, tmp_path: Path
 ) -> None:
-    """By content, whatever their paths; the first is named."""
     (trained,) = (tiny_run / "catalogs").glob("*.parquet")
     clips = [*Catalog.load(unseen).clips(), *list(Catalog.load(trained).clips())[:2]]
     Catalog.of(clips).save(tmp_path / "mixed.parquet")
@@ -123,7 +117,6 @@ def test_a_few_clips_are_enough(tiny_run: Path, recipe: Recipe, unseen: Path) ->
 def test_without_a_catalog_there_is_none_and_without_usable_clips_that_is_said(
     tiny_run: Path, tiny_recipe: Recipe, recipe: Recipe, unseen: Path, tmp_path: Path
 ) -> None:
-    """Clips that are too short for every bucket, or have no caption, cannot be asked about."""
     assert HeldOut.open(tiny_recipe, RunDirectory(tiny_run)) is None
     longer = {"buckets": (tiny_recipe.data.buckets[0].model_copy(update={"num_frames": 9}),)}
     data = recipe.data.model_copy(update=longer)

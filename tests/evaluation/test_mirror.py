@@ -34,20 +34,17 @@ from longtake.trust import is_mirror
 
 @pytest.fixture
 def mirror(tmp_path: Path) -> Path:
-    """The folder that is mirrored into."""
     return tmp_path / "mirror"
 
 
 @pytest.fixture
 def source(place: Place, mirror: Path) -> Iterator[Mirror]:
-    """The runs, as a server reaches them."""
     with closing(open_mirror(place.text, mirror, "vm-1")) as source:
         yield source
 
 
 @pytest.fixture
 def run(source: Mirror) -> RemoteRun:
-    """The only run, as it is first seen."""
     (run,) = source.look()
     return run
 
@@ -68,7 +65,6 @@ def test_what_is_small_is_mirrored_and_what_nobody_samples_from_is_not(
 
 
 def test_a_run_itself_can_be_the_source(place: Place, mirror: Path) -> None:
-    """The address of a run makes the folder a run directory, not a folder of them."""
     with closing(open_mirror(f"{place.text}/one [a]", mirror, "vm-1")) as source:
         (run,) = source.look()
         source.pull(run, [2])
@@ -105,7 +101,6 @@ def test_checkpoints_come_whole_without_the_optimizer_and_once(
 def test_half_a_checkpoint_is_not_shown_until_it_is_whole(
     place: Place, source: Mirror, train: Callable[[Path], Trainer]
 ) -> None:
-    """COMMITTED is there and a file is short, as over somebody's own sync; then it grows."""
     file = place.folder / "one [a]" / "checkpoints" / "step_00000002" / "model" / "__0_0.distcp"
     file.write_bytes(b"w" * 10)
     place.publish()
@@ -139,7 +134,6 @@ def test_a_checkpoint_that_was_saved_anew_is_brought_anew(
 def test_a_source_whose_clock_is_ahead_makes_no_heartbeat_stale(
     place: Place, source: Mirror, train: Callable[[Path], Trainer]
 ) -> None:
-    """A heartbeat in the mirror is as old as its file; so is a checkpoint that came before it."""
     ahead = time.time() + 10 * STALE_SECONDS
     for step in (1, 2):
         checkpoint = train(place.folder / "one [a]").run.checkpoint_path(step)
@@ -155,7 +149,6 @@ def test_a_source_whose_clock_is_ahead_makes_no_heartbeat_stale(
 def test_a_checkpoint_that_is_deleted_meanwhile_leaves_nothing(
     place: Place, source: Mirror, run: RemoteRun
 ) -> None:
-    """It is passed over, others come, and what had come of it goes with the next look."""
     remains = run.mirror.checkpoints_path / ".pulling" / "step_00000001" / "model" / "x"
     remains.parent.mkdir(parents=True)
     remains.touch()
@@ -169,8 +162,6 @@ def test_a_checkpoint_that_is_deleted_meanwhile_leaves_nothing(
 
 
 class Watching(Rsync):
-    """Notes what is needed at the source when something begins to be fetched."""
-
     def __init__(self, folder: Path) -> None:
         super().__init__(parse_address(str(folder)))
         self._run = RunDirectory(folder / "one [a]")
@@ -186,7 +177,6 @@ class Watching(Rsync):
 def test_checkpoints_are_needed_at_the_source_while_they_are_pulled(
     place: Place, mirror: Path
 ) -> None:
-    """From before the first byte is asked for until all have come."""
     transport = Watching(place.folder)
     with closing(
         Mirror(transport, MirrorFolder(mirror, parse_address(place.text)), "vm-1")
@@ -216,7 +206,6 @@ def test_a_pull_writes_the_heartbeat_of_its_own_server_only(
 
 @pytest.mark.skipif(not shutil.which("rsync"), reason="rsync is not installed")
 def test_a_heartbeat_is_sent_again_as_long_as_a_pull_lasts(tmp_path: Path) -> None:
-    """Its time is of the source's clock."""
     (tmp_path / "run").mkdir()
     run = RemoteRun("run", RunDirectory(tmp_path / "mirror"), RunDirectory(tmp_path / "index"))
     transport, there = Rsync(parse_address(str(tmp_path))), RunDirectory(tmp_path / "run")
@@ -234,7 +223,6 @@ def test_a_heartbeat_is_sent_again_as_long_as_a_pull_lasts(tmp_path: Path) -> No
 
 
 def test_results_arrive_whole_at_the_source(place: Place, source: Mirror, run: RemoteRun) -> None:
-    """Also what the server says of itself; neither half a result nor a claim does."""
     write_result(run.mirror, 1)
     half = run.mirror.evaluation_path("demo", 2)
     write_json_in(half / "00_s0.mp4")
@@ -254,7 +242,6 @@ def test_results_arrive_whole_at_the_source(place: Place, source: Mirror, run: R
 
 
 def test_what_was_pushed_is_not_pushed_again(place: Place, source: Mirror, run: RemoteRun) -> None:
-    """What is deleted at the source is not sent while nothing is new here; a new result is."""
     first, second = (f"one [a]/evaluations/demo/step_0000000{step}/scores.json" for step in (1, 2))
     write_result(run.mirror, 1)
     source.push(run)
@@ -267,7 +254,6 @@ def test_what_was_pushed_is_not_pushed_again(place: Place, source: Mirror, run: 
 
 
 def test_results_of_others_are_known_here(place: Place, source: Mirror, run: RemoteRun) -> None:
-    """What another server has brought to the source is not made again; what we claimed is ours."""
     there = RunDirectory(place.folder / "one [a]")
     for step in (1, 2):
         write_result(there, step, by="another")
@@ -281,7 +267,6 @@ def test_results_of_others_are_known_here(place: Place, source: Mirror, run: Rem
 
 
 def test_one_server_mirrors_at_a_time(place: Place, source: Mirror, mirror: Path) -> None:
-    """Another that shares the mirror sees no runs to pull, until the first is done."""
     with closing(open_mirror(place.text, mirror, "vm-2")) as other:
         assert len(source.look()) == 1
         assert other.look() == []
@@ -301,7 +286,6 @@ def test_what_is_evaluated_is_forgotten_but_for_the_newest(source: Mirror, run: 
 
 
 def test_a_run_of_ones_own_is_no_mirror(place: Place, tmp_path: Path) -> None:
-    """A folder that holds runs, or is the source, is refused."""
     for folder, text in ((tmp_path / "runs", place.text), (tmp_path / "own", place.text)):
         write_json_in(folder / "x" / "recipe.toml")
         with pytest.raises(RunError, match=r"itself|no mirror"):
@@ -311,7 +295,6 @@ def test_a_run_of_ones_own_is_no_mirror(place: Place, tmp_path: Path) -> None:
 def test_a_mirror_belongs_to_the_first_source_from_which_something_came(
     place: Place, tmp_path: Path
 ) -> None:
-    """A typing error is not remembered."""
     open_mirror(f"{place.text}typo", tmp_path / "mirror", "vm-1").close()
     with closing(open_mirror(place.text, tmp_path / "mirror", "vm-1")) as source:
         assert source.look()
@@ -322,7 +305,6 @@ def test_a_mirror_belongs_to_the_first_source_from_which_something_came(
 def test_a_source_that_is_not_there_is_told_in_a_sentence_and_tried_again(
     tmp_path: Path, place: Place, train: Callable[[Path], Trainer]
 ) -> None:
-    """A folder of runs may be made later than the server is started."""
     with closing(open_mirror(f"{place.text}/later", tmp_path / "mirror", "vm-1")) as source:
         with pytest.raises(RunError, match=r"there is no .*later"):
             source.look()
@@ -332,7 +314,6 @@ def test_a_source_that_is_not_there_is_told_in_a_sentence_and_tried_again(
 
 
 def test_what_is_under_way_can_be_ended(source: Mirror) -> None:
-    """Whoever waits gets an error that says so, and so does who looks later."""
     source.interrupt()
     with pytest.raises(RunError, match="interrupted"):
         source.look()
@@ -341,25 +322,21 @@ def test_what_is_under_way_can_be_ended(source: Mirror) -> None:
 def test_a_mirror_that_cannot_be_written_is_told_in_a_sentence(
     source: Mirror, run: RemoteRun, mirror: Path
 ) -> None:
-    """A file is where a folder must be."""
     (mirror / ".source" / run.name / ".sent").write_text("")
     with pytest.raises(RunError, match=r"mirror.* cannot be written|could not be copied"):
         source.pull(run, [1])
 
 
 def test_no_rule_means_what_another_server_of_the_mirror_makes() -> None:
-    """Claims are left out of what is pushed and of what is pulled."""
     assert "- /claims/" in result_rules(Path("evaluations"))
 
 
 def files(folder: Path) -> list[str]:
-    """All files below a folder."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     return sorted(str(path.relative_to(folder)) for path in paths)
 
 
 def write_result(run: RunDirectory, step: int, **scores: str) -> Path:
-    """Write a whole result; returns its folder."""
     folder = run.evaluation_path("demo", step)
     write_json_in(folder / "00_s0.mp4")
     write_json(folder / "scores.json", {"step": step, **scores})
@@ -367,7 +344,6 @@ def write_result(run: RunDirectory, step: int, **scores: str) -> Path:
 
 
 def need(run: RunDirectory, *steps: int, server: str = "vm-1") -> None:
-    """Write the heartbeat of a server that needs some steps."""
     heartbeat = {"server": server, "time": "2026-01-01", "needs": list(steps)}
     ServerDirectory(run, server).write_heartbeat(heartbeat)
 
@@ -377,7 +353,6 @@ def _heartbeat(server: str) -> str:
 
 
 def write_json_in(path: Path) -> None:
-    """Write a file of no interest, with its folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("{}")
 
@@ -387,7 +362,6 @@ def write_json_in(path: Path) -> None:
 
 @pytest.fixture
 def origin(make_run: Callable[..., RunDirectory], save: Any) -> RunDirectory:
-    """A run of two checkpoints, trained elsewhere."""
     run = make_run("elsewhere/run")
     for step in (10, 20):
         save(run, step)
@@ -397,7 +371,6 @@ def origin(make_run: Callable[..., RunDirectory], save: Any) -> RunDirectory:
 def test_what_is_wanted_is_brought_here_and_its_results_go_back(
     origin: RunDirectory, serve: Any, tmp_path: Path
 ) -> None:
-    """A second server, of a mirror that is empty again, finds the results there, and pulls none."""
     mirror = tmp_path / "mirror"
     server = serve(mirror, source=str(origin.path))
     assert [each["step"] for each in server.evaluated] == [10, 20]
@@ -415,7 +388,6 @@ def test_what_is_wanted_is_brought_here_and_its_results_go_back(
 def test_it_follows_a_source_until_the_run_has_ended(
     origin: RunDirectory, save: Any, serve: Any, tmp_path: Path
 ) -> None:
-    """A checkpoint that comes with the end is brought here still, and nothing done is kept."""
     append_json(origin.events_path, {"time": "1", "event": "launched"})
 
     def work(task: Any, folder: Path, tick: Any) -> Any:
@@ -435,7 +407,6 @@ def test_it_follows_a_source_until_the_run_has_ended(
 def test_what_was_brought_here_waits_though_the_source_has_deleted_it(
     origin: RunDirectory, save: Any, serve: Any, tmp_path: Path
 ) -> None:
-    """A mirror forgets what is evaluated; nothing that it has is missed."""
     append_json(origin.events_path, {"time": "1", "event": "launched"})
     source, mirror = str(origin.path), tmp_path / "mirror"
 
@@ -465,7 +436,6 @@ def test_what_was_brought_here_waits_though_the_source_has_deleted_it(
 def test_a_source_that_is_not_there_is_told_of(
     serve: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without --follow the server ends."""
     server = serve(tmp_path / "mirror", source=str(tmp_path / "nowhere"))
     assert server.evaluated == []
     assert "nowhere" in capsys.readouterr().out

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,21 +44,17 @@ class Pair:
         return RunDirectory(self.mirror / "one")
 
     def act(self, *words: str, source: str | None = None) -> Any:
-        """Do something on the host that evaluates; what came of it."""
         done = self.cluster.run("node1", self._command(source, words), env=environment())
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
     def begin(self, *words: str) -> subprocess.Popen[str]:
-        """Begin to do something there."""
         return self.cluster.start("node1", self._command(None, words), env=environment())
 
     def limit(self, rate: str) -> None:
-        """Make the cluster's cable slow."""
         self._on_switch("tc", "qdisc", "add", "dev", "port0", "root", "tbf", "rate", rate)
 
     def unlimit(self) -> None:
-        """Make it quick again."""
         self._on_switch("tc", "qdisc", "del", "dev", "port0", "root")
 
     def _command(self, source: str | None, words: tuple[str, ...]) -> list[str]:
@@ -87,7 +84,6 @@ def pair(two_hosts: Cluster, tmp_path: Path, train: Callable[[Path], Trainer]) -
 def test_checkpoints_come_from_the_cluster_and_results_go_there(
     pair: Pair, train: Callable[[Path], Trainer]
 ) -> None:
-    """Also one that was saved meanwhile, and a run that was begun; nothing asks for a password."""
     assert [step for step, _ in pair.act("pull", "1", "2")] == [1, 2]
     assert pair.mirrored.checkpoint_steps() == [1, 2]
     assert not (pair.mirrored.checkpoint_path(1) / "optimizer").exists()
@@ -102,7 +98,6 @@ def test_checkpoints_come_from_the_cluster_and_results_go_there(
 
 
 def test_what_ssh_says_is_told_in_one_sentence(pair: Pair) -> None:
-    """No such host, no such folder, and a key that is not let in."""
     nobody = pair.act("look", source="nobody:/runs")["error"]
     assert "no such host" in nobody
     assert "nobody" in nobody
@@ -118,7 +113,6 @@ def test_what_ssh_says_is_told_in_one_sentence(pair: Pair) -> None:
 def test_a_full_disk_is_told_of_and_what_is_there_stays(
     pair: Pair, train: Callable[[Path], Trainer]
 ) -> None:
-    """Here, where the mirror is: the small checkpoint came, the large one did not."""
     train(pair.really / "one").save(4, bytes(3_000_000))
     pair.mirror.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(pair.mirror)]
@@ -134,7 +128,6 @@ def test_a_full_disk_is_told_of_and_what_is_there_stays(
 def test_an_interrupted_pull_goes_on_where_it_was(
     pair: Pair, train: Callable[[Path], Trainer]
 ) -> None:
-    """The cluster's rsync is killed midway: the checkpoint is needed there, and not shown here."""
     train(pair.really / "one").save(4, bytes(range(256)) * 40_000)
     pair.limit("24mbit")
     pulling = pair.begin("pull", "4")
@@ -159,7 +152,6 @@ def test_an_interrupted_pull_goes_on_where_it_was(
 def test_a_cable_that_is_pulled_is_noticed_and_all_goes_on_when_it_is_back(
     pair: Pair, train: Callable[[Path], Trainer]
 ) -> None:
-    """Within a minute, and nothing hangs."""
     train(pair.really / "one").save(4, bytes(range(256)) * 40_000)
     pair.limit("24mbit")
     pulling = pair.begin("pull", "4")
@@ -176,7 +168,6 @@ def test_a_cable_that_is_pulled_is_noticed_and_all_goes_on_when_it_is_back(
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Return when something holds."""
     end = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < end, "it never came to that"
@@ -187,11 +178,11 @@ def bytes_below(folder: Path) -> int:
     """How long the files in a folder are, in all; those that vanish meanwhile do not count."""
     found = 0
     for path in folder.rglob("*") if folder.exists() else ():
-        found += path.stat().st_size if path.is_file() else 0
+        with suppress(FileNotFoundError):  # rsync renames what it has received
+            found += path.stat().st_size if path.is_file() else 0
     return found
 
 
 def sent_bytes(pair: Pair) -> int:
-    """What the cluster has sent so far, by its network card."""
     done = pair.cluster.run("node0", ["cat", "/sys/class/net/eth0/statistics/tx_bytes"])
     return int(done.stdout)

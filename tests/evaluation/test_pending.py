@@ -22,7 +22,6 @@ _STEPS = range(10, 110, 10)
 
 @pytest.fixture
 def view(run: RunDirectory, save: Any, monkeypatch: pytest.MonkeyPatch) -> PendingTasks:
-    """Of a run of ten checkpoints that are evaluated, at which a server has looked before."""
     for step in _STEPS:
         key = str(checkpoint_key(save(run, step), "ema/main"))
         result = EvaluationDirectory(run).result_path("probe", step)
@@ -48,7 +47,6 @@ def _steps(view: PendingTasks) -> list[int]:
 def test_a_look_at_what_is_settled_costs_the_same_however_much_it_is(
     view: PendingTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It asks for a handful of files, of ten checkpoints and their results."""
     asked: list[Path] = []
     stat = Path.stat
 
@@ -68,7 +66,6 @@ def test_a_look_at_what_is_settled_costs_the_same_however_much_it_is(
 def test_a_checkpoint_that_comes_is_seen_at_the_next_look(
     run: RunDirectory, view: PendingTasks, save: Any, tmp_path: Path
 ) -> None:
-    """Its folder first, and COMMITTED in it much later; until it has a result, at each look."""
     whole = save(run, 300)
     (whole / "COMMITTED").rename(tmp_path / "COMMITTED")
     assert _steps(view) == []
@@ -81,7 +78,6 @@ def test_a_checkpoint_that_comes_is_seen_at_the_next_look(
 def test_files_that_come_after_committed_are_seen_at_the_next_look(
     run: RunDirectory, view: PendingTasks, save: Any
 ) -> None:
-    """As where a checkpoint is copied in any order."""
     weights = save(run, 300) / "ema" / "main" / "__0_0.distcp"
     content = weights.read_bytes()
     weights.unlink()
@@ -94,7 +90,6 @@ def test_files_that_come_after_committed_are_seen_at_the_next_look(
 def test_what_is_saved_anew_or_loses_its_result_is_due_again(
     run: RunDirectory, view: PendingTasks, save: Any
 ) -> None:
-    """A folder was replaced, or is gone."""
     shutil.rmtree(run.checkpoint_path(50))
     save(run, 50, b"another")
     assert _steps(view) == [50]
@@ -105,7 +100,6 @@ def test_what_is_saved_anew_or_loses_its_result_is_due_again(
 def test_what_is_replaced_in_place_is_due_a_little_later(
     run: RunDirectory, view: PendingTasks, save: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No folder that is looked at changes with it; so all is read again now and then."""
     save(run, 50, b"another")
     assert _steps(view) == []
     monkeypatch.setattr(pending, "_RESCAN_SECONDS", 0.0)
@@ -115,7 +109,6 @@ def test_what_is_replaced_in_place_is_due_a_little_later(
 def test_a_refused_preset_comes_back_in_time_or_with_another_recipe(
     run: RunDirectory, view: PendingTasks, save: Any
 ) -> None:
-    """Such as one that did not fit into the memory."""
     save(run, 300)
     (task,) = view.look()
     view.presets.refuse(task.preset, 1000.0)
@@ -134,7 +127,6 @@ def _line(kind: str) -> str:
 
 
 def test_the_newest_beginning_or_ending_counts(tmp_path: Path) -> None:
-    """Other events and lines that are no events do not; half a line waits for its rest."""
     run = RunDirectory(tmp_path)
     ending = RunEnd(run)
     assert not ending.is_reached()
@@ -152,7 +144,6 @@ def test_the_newest_beginning_or_ending_counts(tmp_path: Path) -> None:
 
 
 def test_no_line_is_read_twice_and_another_file_is_read_anew(tmp_path: Path) -> None:
-    """What was read is spoilt here, which nobody sees; a shorter file begins anew."""
     run = RunDirectory(tmp_path)
     ending = RunEnd(run)
     run.events_path.write_text(_line("launched") + _line("finished"))

@@ -30,7 +30,6 @@ from longtake.tracking.reader import Cursor
 
 
 def test_each_checkpoint_is_evaluated_once(run: RunDirectory, save: Any, serve: Any) -> None:
-    """The oldest first; a second server finds nothing to do; nothing is left beside results."""
     for step in (10, 20, 30):
         save(run, step)
     assert [each["step"] for each in serve(run).evaluated] == [10, 20, 30]
@@ -43,7 +42,6 @@ def test_each_checkpoint_is_evaluated_once(run: RunDirectory, save: Any, serve: 
 
 
 def test_what_was_read_is_what_was_saved(run: RunDirectory, save: Any, serve: Any) -> None:
-    """The result names the bytes of the weights that the preset wants, and their key."""
     checkpoint = save(run, 10)
     serve(run)
     scores = EvaluationDirectory(run).scores("probe", 10)
@@ -58,7 +56,6 @@ def test_what_was_read_is_what_was_saved(run: RunDirectory, save: Any, serve: An
 def test_a_backlog_says_which_of_them(
     run: RunDirectory, save: Any, serve: Any, text: str, steps: list[int]
 ) -> None:
-    """All, the newest alone, or those of every so many steps and the last."""
     for step in range(10, 60, 10):
         save(run, step)
     serve(run, backlog=parse_backlog(text))
@@ -72,7 +69,6 @@ def test_while_a_run_goes_on_its_newest_checkpoint_is_not_its_last() -> None:
 
 
 def test_a_run_that_went_back_is_evaluated_anew(run: RunDirectory, save: Any, serve: Any) -> None:
-    """The result of the weights that were given up is kept apart; the same weights keep theirs."""
     save(run, 10, b"first")
     save(run, 20, b"second")
     serve(run)
@@ -90,7 +86,6 @@ def test_a_run_that_went_back_is_evaluated_anew(run: RunDirectory, save: Any, se
 
 
 def test_who_is_asked_to_end_gives_its_work_back(run: RunDirectory, save: Any, serve: Any) -> None:
-    """The claim is released, which counts for nothing, and nothing half is left."""
     save(run, 10)
     stop = StopSignal()
 
@@ -108,7 +103,6 @@ def test_who_is_asked_to_end_gives_its_work_back(run: RunDirectory, save: Any, s
 def test_runs_in_a_folder_are_found_and_take_turns(
     make_run: Callable[..., RunDirectory], save: Any, serve: Any, tmp_path: Path
 ) -> None:
-    """One that appears later is found; one whose recipe is broken is told of; others go on."""
     first, second = make_run("runs/a"), make_run("runs/b")
     broken = make_run("runs/broken", "[training\n")
     (tmp_path / "runs" / "none").mkdir()
@@ -136,7 +130,6 @@ def test_runs_in_a_folder_are_found_and_take_turns(
 def test_until_finished_waits_for_the_end_of_the_run_and_no_longer(
     run: RunDirectory, save: Any, serve: Any
 ) -> None:
-    """A checkpoint of the last moment is evaluated still."""
     append_json(run.events_path, {"time": "1", "event": "launched"})
     save(run, 10)
 
@@ -151,7 +144,6 @@ def test_until_finished_waits_for_the_end_of_the_run_and_no_longer(
 
 
 def test_a_server_says_once_a_second_what_it_does(run: RunDirectory, save: Any, serve: Any) -> None:
-    """Its heartbeat names the checkpoint while it works, and says at the end that it ended."""
     save(run, 10)
     seen: list[Any] = []
 
@@ -192,7 +184,6 @@ _SECOND = '[evaluation.presets.second]\nprompts = ["a blue circle"]\n'
 
 @pytest.fixture
 def done() -> Any:
-    """Work that notes run, step and preset of what it does."""
 
     class Noting:
         def __init__(self) -> None:
@@ -208,7 +199,6 @@ def done() -> Any:
 def test_two_runs_take_turns_of_a_few_checkpoints(
     make_run: Callable[..., RunDirectory], save: Any, serve: Any, done: Any, tmp_path: Path
 ) -> None:
-    """Three each; the one that was served the longest time ago comes next."""
     for run in (make_run("runs/a"), make_run("runs/b")):
         for step in (10, 20, 30, 40):
             save(run, step)
@@ -222,7 +212,6 @@ def test_two_runs_take_turns_of_a_few_checkpoints(
 def test_a_checkpoint_keeps_its_turn_until_all_its_presets_are_done(
     make_run: Callable[..., RunDirectory], save: Any, serve: Any, done: Any, tmp_path: Path
 ) -> None:
-    """A change of the run in between would load its model twice."""
     for run in (make_run("runs/a", _SECOND), make_run("runs/b")):
         for step in (10, 20, 30, 40):
             save(run, step)
@@ -233,7 +222,6 @@ def test_a_checkpoint_keeps_its_turn_until_all_its_presets_are_done(
 
 
 def _failing_at_first(function: Any, times: int) -> Any:
-    """The same function, which fails so often before."""
     left = [times]
 
     def failing(*given: Any) -> Any:
@@ -278,7 +266,6 @@ def test_one_run_that_cannot_be_looked_at_holds_up_no_other(
 def test_garbage_in_others_files_ends_nothing(
     make_run: Callable[..., RunDirectory], save: Any, serve: Any, tmp_path: Path
 ) -> None:
-    """In a result, in a claim and among the events; a result that is none gives way."""
     run, other = make_run("runs/a"), make_run("runs/b")
     for each in (run, other):
         save(each, 10)
@@ -302,7 +289,6 @@ def test_the_keeper_outlives_an_error(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It reports it, and needs the next checkpoint at a later look."""
     save(run, 10)
     save(run, 20)
     failing = _failing_at_first(waiting_steps, 3)
@@ -350,7 +336,6 @@ def test_a_full_disk_does_not_fail_the_end_of_a_mirroring(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The lease of the mirror is given back where that can be written."""
     origin = make_run("elsewhere/run")
     save(origin, 10)
     close = Mirror.close
@@ -384,7 +369,6 @@ def test_trackers_have_all_results_when_a_server_has_ended(
 
 
 def test_the_server_is_imported_without_torch() -> None:
-    """It is imported inside the verb, before the options are checked."""
     code = "import sys, longtake.evaluation.server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -414,7 +398,6 @@ def _working_on_10(work: Callable[[], None]) -> Any:
 def test_what_waits_outlives_the_rules_of_retention(
     run: RunDirectory, save: Any, serve: Any
 ) -> None:
-    """Four wait while one is sampled, of a run that keeps only its newest: none is lost."""
     save(run, 10)
 
     def work() -> None:
@@ -436,7 +419,6 @@ def test_what_waits_outlives_the_rules_of_retention(
 def test_what_is_beyond_the_limit_is_told_once(
     make_run: Callable[..., RunDirectory], save: Any, serve: Any, capsys: Any
 ) -> None:
-    """In one line, with what to do about it, and an event; a second server says nothing of it."""
     run = make_run(more="[evaluation]\nhold_waiting = 1\n")
     for step in (10, 20, 30, 40):
         save(run, step)
@@ -461,7 +443,6 @@ def test_what_is_beyond_the_limit_is_told_once(
 
 
 def test_a_run_that_went_back_has_missed_nothing(run: RunDirectory, save: Any, serve: Any) -> None:
-    """Nobody wants what it gave up; what it saves in its place is evaluated."""
     for step in (10, 20, 30):
         save(run, step)
 
@@ -479,7 +460,6 @@ def test_a_run_that_went_back_has_missed_nothing(run: RunDirectory, save: Any, s
 def test_what_another_server_has_done_is_needed_no_more(
     run: RunDirectory, save: Any, serve: Any
 ) -> None:
-    """While this one still works."""
     save(run, 10)
     checkpoint = save(run, 20)
 
@@ -517,7 +497,6 @@ def test_where_only_the_newest_is_wanted_no_checkpoint_is_promised(
 
 
 def test_a_heartbeat_that_was_removed_comes_back(run: RunDirectory, save: Any, serve: Any) -> None:
-    """Another server took this one for dead."""
     save(run, 10)
 
     def work() -> None:

@@ -38,14 +38,12 @@ from longtake.run_dir import RunDirectory
     ],
 )
 def test_an_address_is_a_host_and_a_path(text: str, host: str, path: str) -> None:
-    """As rsync takes it; a colon behind a slash belongs to a path."""
     address = parse_address(text)
     assert (address.host, address.path) == (host, path)
 
 
 @pytest.mark.parametrize("text", ["", ":/runs", "cluster:", "cluster::runs", "-oProxyCommand=x:/a"])
 def test_what_names_no_place_is_refused(text: str) -> None:
-    """Nor can a host be an option of ssh."""
     with pytest.raises(RunError, match=r"Expected user@host:/path"):
         parse_address(text)
 
@@ -53,7 +51,6 @@ def test_what_names_no_place_is_refused(text: str) -> None:
 def test_what_cannot_be_reached_from_here_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No such protocol, a package that is missing, no rsync: each in one sentence, at once."""
     into = tmp_path / "mirror"
     with pytest.raises(RunError, match=r"nosuch.*cannot be read"):
         open_mirror("nosuch://runs", into / "0", "vm-1")
@@ -98,7 +95,6 @@ _FILES = [
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A folder of all sorts of files."""
     for name in _FILES:
         path = tmp_path / "tree" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +103,6 @@ def tree(tmp_path: Path) -> Path:
 
 
 def all_rules(tree: Path) -> dict[str, Rules]:
-    """Each that is used."""
     run = RunDirectory(tree / "[b]")
     remote = RemoteRun("[b]", run, run)
     return {
@@ -123,7 +118,6 @@ def all_rules(tree: Path) -> dict[str, Rules]:
 
 @pytest.mark.skipif(not shutil.which("rsync"), reason="rsync is not installed")
 def test_rsync_takes_the_rules_as_we_do(tree: Path, tmp_path: Path) -> None:
-    """Of a tree with hidden files, wildcards in names and the same names at several depths."""
     for name, rules in all_rules(tree).items():
         into = tmp_path / name
         command = ["rsync", "-r", "--exclude-from=-", f"{tree}/", f"{into}/"]
@@ -179,7 +173,6 @@ rsync error: error in rsync protocol data stream (code 12) at io.c(232) [Receive
     ],
 )
 def test_the_cause_is_told_and_not_its_consequences(status: int, said: str, words: str) -> None:
-    """One sentence, that begins with what was given."""
     told = str(rsync_error(parse_address("me@c:/runs"), status, said))
     assert words in told
     assert told.startswith("me@c:/runs: ")
@@ -188,7 +181,6 @@ def test_the_cause_is_told_and_not_its_consequences(status: int, said: str, word
 
 
 def test_what_is_not_there_is_another_matter() -> None:
-    """It may have been deleted just now."""
     said = 'rsync: [sender] change_dir "/r" failed: No such file or directory (2)\nrsync error: x\n'
     assert isinstance(rsync_error(parse_address("me@c:/runs"), 23, said), GoneError)
     mixed = said + 'rsync: [sender] opendir "/r/x" failed: Input/output error (5)\n'
@@ -196,7 +188,6 @@ def test_what_is_not_there_is_another_matter() -> None:
 
 
 def test_a_link_that_leads_nowhere_stops_nothing() -> None:
-    """Nor does a file that was deleted meanwhile; any other complaint beside it does."""
     said = 'symlink has no referent: "/r/latest"\nrsync error: some files (code 23)\n'
     assert is_success(23, said)
     assert is_success(24, "file has vanished: x\n")
@@ -206,7 +197,6 @@ def test_a_link_that_leads_nowhere_stops_nothing() -> None:
 
 @pytest.fixture
 def store() -> Any:
-    """A store of objects, whose keys may be anything."""
     store = fsspec.filesystem("memory")
     yield store
     store.store.clear()
@@ -219,7 +209,6 @@ def _put(store: Any, key: str) -> None:
 
 @pytest.mark.parametrize("last", ["..", ".", "a\0b"])
 def test_a_key_that_is_no_file_name_is_refused(store: Any, tmp_path: Path, last: str) -> None:
-    """It would be written outside of the mirror."""
     _put(store, "/runs/good.json")
     listed = store.ls
 
@@ -250,7 +239,6 @@ def test_only_records_are_mirrored(store: Any, tmp_path: Path) -> None:
 
 
 def test_links_here_are_not_sent(tmp_path: Path) -> None:
-    """One among results would bring any file of this host to the source."""
     (tmp_path / "secret").write_text("x")
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "a.json").write_text("{}")

@@ -19,8 +19,6 @@ TOTAL, SPIKED, TOOK, DIVERGED, CHECKPOINT, ENDED = 40, 9, (13, 22), 20, 12, 24
 
 
 class Teller:
-    """Trains nothing, and writes down what the loop would: rows, events, ledger and reports."""
-
     def __init__(self, path: Path, catalog: Path) -> None:
         values = {
             "out": str(path),
@@ -45,7 +43,6 @@ class Teller:
         self.run.append_event("stage", step=0, stage="all", source="catalog")
 
     def train(self, end: int, verdicts: dict[int, str]) -> None:
-        """Go on to a step; some steps are judged badly."""
         loader, names = self.loader, stream_names(self.loader.data)
         place = (loader.step, 1, names, loader.plan_history.history, loader.skipped)
         folder = begin_launch(self.run.ledger_path, *place)
@@ -62,7 +59,6 @@ class Teller:
                 self.states.append(loader.state_dict())
 
     def go_back(self, to_step: int, skipped: tuple[int, int], reason: str) -> None:
-        """To an earlier step, and skip some batches."""
         facts = {"skipped": list(skipped), "reason": reason, "message": "the loss has risen"}
         from_step = len(self.states) - 1
         self.run.append_rollback(
@@ -81,7 +77,6 @@ class Teller:
         self.run.append_event("rolled_back", step=to_step, from_step=from_step, **facts)
 
     def judge(self, step: int, kind: str, reason: str, began: int, number: int = 0) -> None:
-        """Write a verdict's event and report; losses rise with a sample's place in its batch."""
         batch = self.seen[step]
         verdict = {"kind": kind, "reason": reason, "message": f"step {step} is bad", "began": began}
         samples = [
@@ -129,7 +124,6 @@ class Teller:
         ]
 
     def save(self, step: int, num_bytes: int) -> Path:
-        """A checkpoint of one file."""
         path = self.run.checkpoint_path(step)
         (path / "model").mkdir(parents=True)
         (path / "model" / "weights").write_bytes(bytes(num_bytes))
@@ -201,5 +195,4 @@ def killed(told: RunDirectory) -> RunDirectory:
 
 @pytest.fixture
 def seen(_told: Teller) -> dict[int, Batch]:
-    """What that run was trained on, by step: of abandoned steps what came in their place."""
     return _told.seen

@@ -170,7 +170,6 @@ def test_rows_of_all_passes_are_there(told: RunDirectory) -> None:
 def test_the_clips_of_a_judged_step_are_those_that_the_guard_saw(
     told: RunDirectory, seen: Seen, shapes_catalog: Path
 ) -> None:
-    """The highest loss first, one that is no number before it; with where their files lie."""
     facts = step_facts(told, 9, 3)
     report, clips = facts["report"], facts["clips"]
     assert (report["step"], report["batch"], report["verdict"]["kind"]) == (9, 8, "skip")
@@ -185,7 +184,6 @@ def test_the_clips_of_a_judged_step_are_those_that_the_guard_saw(
 
 
 def test_a_step_shortly_before_a_verdict_has_its_own_clips(told: RunDirectory, seen: Seen) -> None:
-    """The report has those of several steps, abandoned ones too; of others, those of its own."""
     clips = step_facts(told, 19, 2)["clips"]
     assert (clips["source"], clips["step"], clips["batch"]) == ("guard", 19, 18)
     clips = step_facts(told, 22, 2)["clips"]
@@ -246,7 +244,6 @@ def _events(facts: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def test_events_are_at_the_steps_that_metrics_count(told: RunDirectory) -> None:
-    """A verdict is about the step that it stopped, an epoch begins with the step of its batch."""
     assert _events(step_facts(told, 9, 2)) == [("update_skipped", 9)]
     went_back = [("anomaly_detected", 20), ("rolled_back", 12)]
     assert _events(step_facts(told, 20, 1)) == went_back

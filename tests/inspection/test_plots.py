@@ -1,5 +1,6 @@
 """Pictures of a run's curves."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from PIL import Image
 from longtake.drawing import SERIES
 from longtake.errors import RunError
 from longtake.inspection.facts import run_facts
-from longtake.inspection.plots import Strip, draw_curves, strip_of
+from longtake.inspection.plots import Strip, axis_scale, draw_curves, strip_of
 from longtake.inspection.rows import read_rows
 from longtake.node_dir import NodeDirectory, read_events
 from longtake.run_dir import RunDirectory
@@ -46,7 +47,6 @@ def _strip(run: RunDirectory, shown: tuple[int, int]) -> Strip:
 def test_a_picture_shows_what_counts_and_what_was_abandoned(
     told: RunDirectory, tmp_path: Path
 ) -> None:
-    """Dark and light, the span that was given up shaded, verdicts and what is no number in red."""
     out = tmp_path / "curves.png"
     draw_curves(told, out, None, 100)
     assert _size(out) == (1152, 912)
@@ -66,7 +66,6 @@ def test_a_picture_of_a_few_steps_has_only_these(told: RunDirectory, tmp_path: P
 def test_a_run_of_an_older_longtake_is_drawn(
     teller_of: Callable[[Path], Any], tmp_path: Path
 ) -> None:
-    """Which knew neither batches nor weight norms; one step is enough."""
     run = teller_of(tmp_path / "old").run
     run.append_metrics(
         {
@@ -85,7 +84,6 @@ def test_a_run_of_an_older_longtake_is_drawn(
 
 
 def test_what_is_marked_is_what_is_shown(told: RunDirectory) -> None:
-    """Verdicts without a rollback of their own, rollbacks that reach in, edges of epochs."""
     rollbacks = tuple(told.rollbacks())
     skip, edges = (9, "skip: non finite"), ((14, "epoch 1"), (24, "epoch 2"))
     assert _strip(told, (1, 24)) == Strip((skip,), rollbacks, edges)
@@ -96,7 +94,6 @@ def test_what_is_marked_is_what_is_shown(told: RunDirectory) -> None:
 
 
 def test_many_rollbacks_and_verdicts_fit(told: RunDirectory, tmp_path: Path) -> None:
-    """Beyond a few, lanes are shared and verdicts have no words."""
     for record in told.rollbacks() * 9:
         told.append_rollback(record)
     for step in range(1, 12):
@@ -128,7 +125,6 @@ def test_glance_and_picture_show_them(told: RunDirectory, tmp_path: Path) -> Non
 
 
 def test_a_hang_after_the_last_step_is_in_the_picture(told: RunDirectory, tmp_path: Path) -> None:
-    """A run that hangs has no row of the step that it hangs in."""
     NodeDirectory(told, "gpu07").append_event("stalled", step=24, sentence=_SENTENCE)
     for name, around in (("whole", None), ("last", 24), ("earlier", 5)):
         draw_curves(told, tmp_path / f"{name}.png", around, 3)
@@ -137,8 +133,21 @@ def test_a_hang_after_the_last_step_is_in_the_picture(told: RunDirectory, tmp_pa
 
 
 def _has_mark(path: Path) -> bool:
-    """Whether the colour of what befalls nodes is in a picture."""
     with Image.open(path) as picture:
         pixels = np.asarray(picture.convert("RGB"))
     color = (255 * np.array(to_rgb(SERIES[4]))).round()
     return bool((pixels == color).all(axis=-1).sum() > 10)
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [
+        ([1.4, 0.2], "linear"),
+        ([1.4, math.nan, 0.01], "log"),
+        ([1.4, 0.01, 0.0], "linear"),
+        ([math.nan], "linear"),
+    ],
+)
+def test_the_axis_fits_the_losses(values: list[float], scale: str) -> None:
+    """Logarithmic from a factor of 20 on, but never where a value could not be shown."""
+    assert axis_scale(np.array(values)) == scale

@@ -47,7 +47,6 @@ def test_each_time_that_the_run_went_forward_is_a_pass(told: RunDirectory) -> No
 
 
 def test_a_rollback_abandons_rows_though_none_follow(killed: RunDirectory) -> None:
-    """The run was killed right after it."""
     rows = read_rows(killed)
     assert rows.step[rows.is_abandoned].tolist() == list(range(13, 21))
 
@@ -60,7 +59,6 @@ def test_a_step_that_was_given_up_once_counts_when_it_is_done_again(told: RunDir
 
 
 def test_batches_are_known_of_older_runs_too(told: RunDirectory) -> None:
-    """Which did not write them down, and skipped none."""
     assert read_rows(told).table["batch"][-3:].tolist() == [30, 31, 32]
     assert read_rows(told).step_of_batch(30) == 22
     assert read_rows(told).step_of_batch(13) == 14  # abandoned, and never trained again
@@ -133,7 +131,6 @@ _LINES: dict[str, dict[str, Any] | bytes] = {
 def test_the_same_lines_are_kept_and_skipped_as_by_pydantic_alone(
     told: RunDirectory, name: str, place: int
 ) -> None:
-    """First in a block, where the types of a block are taken from, and after good lines."""
     lines: list[dict[str, Any] | bytes] = [_with(step=step, batch=step) for step in (1, 2, 3, 4)]
     lines.insert(place, _LINES[name])
     _write(told, *lines)
@@ -157,7 +154,6 @@ def test_the_same_lines_are_kept_and_skipped_as_by_pydantic_alone(
 def test_arrow_reads_what_the_loop_writes(
     told: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pydantic reads the first line of each block, and lines with null."""
     lines = [_with(step=step, batch=step) for step in range(1, 200)]
     lines[50]["loss"], lines[60]["verdict"] = None, "skip"
     _write(told, *lines)
@@ -201,7 +197,6 @@ def test_a_file_that_changed_while_it_was_read_is_named(told: RunDirectory) -> N
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of caches; every run is long enough to have one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(rows_module, "_CACHED_BYTES", 1)
     return tmp_path / "cache" / "longtake" / "metrics"
@@ -209,7 +204,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of all blocks that were parsed."""
     sizes: list[int] = []
     parse = rows_module._parse
 

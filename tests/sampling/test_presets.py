@@ -31,7 +31,6 @@ _SHIPPED = ["default", "demo", "high4s", "image1024", "low16s", "low4s"]
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
-    """Of a run that was never begun, which keeps one average."""
     return _recipe(tmp_path)
 
 
@@ -65,7 +64,6 @@ def _size(preset: Preset) -> tuple[int, int, int, float]:
     ],
 )
 def test_shipped_presets(name: str, size: tuple[int, int, int, float], recipe: Recipe) -> None:
-    """Their sizes are their own (the demo's is the run's); the solver is as in the recipe."""
     preset = find_preset(recipe, name)
     assert _size(preset) == size
     assert preset.settings.num_inference_steps == 7
@@ -75,20 +73,17 @@ def test_shipped_presets(name: str, size: tuple[int, int, int, float], recipe: R
 
 
 def test_the_demos_prompts_are_never_trained_on(recipe: Recipe) -> None:
-    """Eight captions of the shapes world that no training clip has."""
     preset = find_preset(recipe, "demo")
     assert set(preset.prompts) <= set(held_out_captions())
     assert preset.measures == ("longtake.demo.oracle:Adherence",)
 
 
 def test_images_and_videos_have_prompts_of_their_own(recipe: Recipe) -> None:
-    """A picture is not asked to run."""
     videos, image = find_preset(recipe, "low4s"), find_preset(recipe, "image1024")
     assert not set(videos.prompts) & set(image.prompts)
 
 
 def test_a_recipe_changes_only_what_it_says(tmp_path: Path) -> None:
-    """Of a shipped preset, also after the run has written its recipe with all defaults."""
     recipe = _recipe(tmp_path, "[evaluation.presets.low4s]\nnum_frames = 101")
     for each in (recipe, config.parse(tomllib.loads(config.dump(recipe)), source="kept")):
         preset = find_preset(each, "low4s")
@@ -98,7 +93,6 @@ def test_a_recipe_changes_only_what_it_says(tmp_path: Path) -> None:
 
 
 def test_later_places_win_key_by_key(tmp_path: Path) -> None:
-    """Shipped, recipe, the command's own file."""
     (tmp_path / "beside.txt").write_text("in the folder\n")
     recipe = _recipe(
         tmp_path,
@@ -144,7 +138,6 @@ def test_which_presets_are_wanted(
 
 
 def test_without_any_wish_captions_are_sampled(tmp_path: Path) -> None:
-    """The run's own size; held-out captions first, and the same ones whatever is indexed later."""
     held_out = _catalog(tmp_path / "held_out.parquet", range(90, 99))
     recipe = _recipe(tmp_path / "run", f'evaluation.held_out = "{held_out}"')
     run = RunDirectory(tmp_path / "run")
@@ -159,7 +152,6 @@ def test_without_any_wish_captions_are_sampled(tmp_path: Path) -> None:
 
 
 def test_without_captions_prompts_come_with_longtake(recipe: Recipe, tmp_path: Path) -> None:
-    """As of a mirror, which has no catalogs."""
     preset = find_preset(recipe, "default", tmp_path)
     assert (preset.name, len(preset.prompts)) == ("default", 12)
 
@@ -191,7 +183,6 @@ def _catalog(path: Path, numbers: range) -> Path:
 def test_a_file_that_the_command_names_says_which_are_wanted(
     recipe: Recipe, tmp_path: Path
 ) -> None:
-    """Whoever gives a file of presets wants those."""
     own = tmp_path / "mine.toml"
     own.write_text("[b]\n[a]\n")
     assert preset_names(recipe, (), tmp_path, own) == ["b", "a"]
@@ -222,7 +213,6 @@ def _wrong(folder: Path, table: str, more: str = "") -> str:
 def test_what_cannot_be_is_said_in_one_sentence(
     table: str, more: str, message: str, tmp_path: Path
 ) -> None:
-    """Before any model is built, with the preset's name."""
     text = _wrong(tmp_path, table, more)
     assert "\n" not in text
     with pytest.raises(RecipeError, match=message):
@@ -238,7 +228,6 @@ def test_weights_are_the_averaged_ones_unless_it_says_none(tmp_path: Path) -> No
 
 
 def test_an_empty_list_switches_off_what_a_shipped_preset_measures(tmp_path: Path) -> None:
-    """Also after the run has written its recipe; what is said nowhere has its usual value."""
     recipe = _recipe(tmp_path, "[evaluation.presets.demo]\nmeasures = []\nbatch_size = 3")
     for each in (recipe, config.parse(tomllib.loads(config.dump(recipe)), source="kept")):
         preset = find_preset(each, "demo")
@@ -278,7 +267,6 @@ def test_an_unknown_preset_gets_the_nearest_and_all_there_are(recipe: Recipe) ->
 def test_a_file_of_presets_that_is_wrong_is_named(
     text: str, message: str, recipe: Recipe, tmp_path: Path
 ) -> None:
-    """With the key, and the nearest that exists."""
     (tmp_path / "presets.toml").write_text(text)
     with pytest.raises(RecipeError, match=rf"presets\.toml.*{message}"):
         find_preset(recipe, "low4s", tmp_path, tmp_path / "presets.toml")
@@ -313,7 +301,6 @@ def test_a_kept_preset_is_never_replaced_by_another(recipe: Recipe, tmp_path: Pa
 def test_what_a_loss_of_power_has_left_is_no_preset(
     recipe: Recipe, tmp_path: Path, left: str
 ) -> None:
-    """An empty preset.json, or half of one, is replaced: it was of no other preset."""
     directory = EvaluationDirectory(RunDirectory(tmp_path))
     preset = find_preset(recipe, "demo")
     path = directory.preset_path("demo")
@@ -327,7 +314,6 @@ def test_what_a_loss_of_power_has_left_is_no_preset(
 def test_a_preset_that_is_kept_needs_no_room(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that is full or read-only takes no preset away; one that is new is told of."""
     directory = EvaluationDirectory(RunDirectory(tmp_path))
     preset = find_preset(recipe, "demo")
     keep_preset(directory, preset)
@@ -349,7 +335,6 @@ def _with(preset: Preset, **changes: Any) -> Preset:
 
 
 def test_a_prompt_a_line(tmp_path: Path) -> None:
-    """In order, without the spaces around them, whatever the line ends and the byte order mark."""
     path = tmp_path / "prompts.txt"
     path.write_bytes("\ufeffa red circle \r\n  ein Fluß\r\nthird".encode())
     assert read_prompts(path) == ("a red circle", "ein Fluß", "third")
@@ -373,7 +358,6 @@ def test_a_prompt_a_line(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_used_names_its_lines(
     content: bytes, message: str, tmp_path: Path
 ) -> None:
-    """Nothing is left out in silence: later prompts would get other numbers."""
     path = tmp_path / "prompts.txt"
     path.write_bytes(content)
     with pytest.raises(RecipeError, match=message):
@@ -381,7 +365,6 @@ def test_a_file_that_cannot_be_used_names_its_lines(
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    """Also a folder in its place."""
     with pytest.raises(RecipeError, match=r"none\.txt cannot be read: No such file"):
         read_prompts(tmp_path / "none.txt")
     with pytest.raises(RecipeError, match="cannot be read: Is a directory"):
@@ -402,7 +385,6 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_which_weights_are_sampled(
     ema: dict[str, Any], asked: dict[str, Any], weights: str, recipe: Recipe
 ) -> None:
-    """Averaged ones where there are any, those that the recipe or the command names."""
     changed = recipe.model_copy(update={"ema": EmaSection(**ema)})
     assert weights_to_sample(changed, **asked) == weights
 
@@ -419,7 +401,6 @@ def test_which_weights_are_sampled(
 def test_averages_that_the_run_does_not_keep_are_refused(
     ema: dict[str, Any], asked: dict[str, Any], message: str, recipe: Recipe
 ) -> None:
-    """By name, before any checkpoint is looked at."""
     changed = recipe.model_copy(update={"ema": EmaSection(**ema)})
     with pytest.raises(RecipeError, match=message):
         weights_to_sample(changed, **asked)

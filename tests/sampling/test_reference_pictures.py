@@ -64,7 +64,6 @@ def _files(preset: Preset) -> list[tuple[str, int, dict[str, Path]]]:
 
 
 def test_each_prompt_has_its_own_picture_or_all_have_one(tmp_path: Path) -> None:
-    """With each seed; the order is that of data.references, whatever the preset's."""
     a, b, c = (_picture(tmp_path / f"{name}.png", name) for name in ("red", "green", "blue"))
     table = """
     seeds = [0, 7]
@@ -84,7 +83,6 @@ def test_each_prompt_has_its_own_picture_or_all_have_one(tmp_path: Path) -> None
 
 
 def test_a_run_keeps_what_its_recipe_says_of_pictures(tmp_path: Path) -> None:
-    """The recipe is written and read again without a change."""
     recipe = _recipe(tmp_path, _ONE)
     assert config.parse(tomllib.loads(config.dump(recipe)), source="kept") == recipe
 
@@ -92,7 +90,6 @@ def test_a_run_keeps_what_its_recipe_says_of_pictures(tmp_path: Path) -> None:
 def test_pictures_are_looked_for_beside_what_names_them_and_then_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As prompts files are; also where a later place says the rest of the preset."""
     own, here = tmp_path / "own", tmp_path / "here"
     on_path = _picture(here / "a.png", "red")
     monkeypatch.chdir(here)
@@ -113,7 +110,6 @@ def test_pictures_are_looked_for_beside_what_names_them_and_then_here(
 
 
 def test_a_preset_is_known_by_what_its_pictures_show(tmp_path: Path) -> None:
-    """Not by where they lie; without pictures the record says nothing of them."""
     a = _picture(tmp_path / "a.png", "red")
     preset = find_preset(_recipe(tmp_path, _ONE), "kontext", tmp_path)
     assert preset.as_record()["references"] == {"reference": [_content(a)] * 2}
@@ -126,7 +122,6 @@ def test_a_preset_is_known_by_what_its_pictures_show(tmp_path: Path) -> None:
 
 
 def test_other_pictures_make_another_preset(tmp_path: Path) -> None:
-    """Refused under the old name; what the model sees of each picture is kept, small, once."""
     directory = EvaluationDirectory(RunDirectory(tmp_path / "run"))
     a = _picture(tmp_path / "a.png", "red", (96, 16))
     preset = find_preset(_recipe(tmp_path, _ONE), "kontext", tmp_path)
@@ -183,7 +178,6 @@ _GOES_BY = r"kontext: this model goes by pictures: reference; references gives"
 def test_what_cannot_be_is_said_in_one_sentence(
     table: str, names: str, message: str, tmp_path: Path
 ) -> None:
-    """Before any model is built, with the preset's name, and where a file was looked for."""
     _picture(tmp_path / "a.png", "red")
     (tmp_path / "text.png").write_text("no picture")
     with pytest.raises(RecipeError, match=message) as caught:
@@ -205,7 +199,6 @@ def test_what_cannot_be_is_said_in_one_sentence(
 def test_what_is_no_table_of_files_is_refused_with_the_recipe(
     table: str, message: str, tmp_path: Path
 ) -> None:
-    """By its key."""
     with pytest.raises(RecipeError, match=message):
         _recipe(tmp_path, table)
 
@@ -246,7 +239,6 @@ def test_a_picture_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_a_model_with_an_added_module_is_sampled_by_its_pictures(
     tiny_flux: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """One prompt with two pictures gives two videos; the sheet shows them; none may change."""
     alone = ("watch.enabled=false", "tracking.tensorboard=false")
     recipe = tiny_flux("training.steps=1", "sampling.num_inference_steps=2", *alone)
     train(recipe, Console(quiet=True))

@@ -48,7 +48,6 @@ _HEIGHT, _WIDTH = 16, 24
 
 @pytest.fixture(scope="module")
 def sampler(tiny_run: Path) -> Sampler:
-    """The newest averaged weights of the tiny run."""
     return load_sampler(tiny_run, device="cpu")
 
 
@@ -58,7 +57,6 @@ def _sample(sampler: Sampler, *requests: Request, **changes: Any) -> NDArray[np.
 
 
 def _apart(left: NDArray[np.uint8], right: NDArray[np.uint8]) -> int:
-    """The largest difference in grey levels."""
     return int(np.abs(left.astype(int) - right.astype(int)).max())
 
 
@@ -75,7 +73,6 @@ def test_a_video_has_the_buckets_shape(sampler: Sampler) -> None:
 
 
 def test_a_video_of_nan_is_an_error(tiny_run: Path) -> None:
-    """It would be black, which can be what somebody asked for; scripts see it by the exit code."""
     sampler = load_sampler(tiny_run, device="cpu")
     with torch.no_grad():
         next(sampler.components.model.parameters()).fill_(torch.nan)
@@ -95,7 +92,6 @@ def test_a_video_of_nan_is_an_error(tiny_run: Path) -> None:
 def test_nan_that_appears_in_decoding_is_an_error(
     damage: str, advice: str, tiny_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its latents are finite, and the video would be black."""
     sampler = load_sampler(tiny_run, device="cpu")
     dtype: Literal["fp32", "bf16"] = "bf16" if damage == "bf16" else "fp32"
     config = {"block_out_channels": [4], "norm_num_groups": 2, "latent_channels": 3}
@@ -129,7 +125,6 @@ def test_the_same_seed_makes_the_same_video_whatever_stands_beside_it(sampler: S
 
 
 def test_another_seed_and_another_prompt_make_another_video(sampler: Sampler) -> None:
-    """Both the noise and the caption reach the model."""
     first = _sample(sampler)
     assert _apart(first, _sample(sampler, Request(_PROMPTS[0], 1))) > 10
     assert _apart(first, _sample(sampler, Request("a blue square moving left", 0))) > 0
@@ -139,7 +134,6 @@ def test_another_seed_and_another_prompt_make_another_video(sampler: Sampler) ->
 def test_averaged_weights_follow_from_the_raw_ones(
     profile: str, tiny_run: Path, tiny_recipe: Recipe
 ) -> None:
-    """Recomputed from every step's raw weights by the profile's formula."""
     captions = (tiny_run / "components").is_dir()
     assert captions, "the vocabulary is kept with the run"
     expected = assemble(tiny_recipe, (), tiny_run / "components").model.state_dict()
@@ -157,14 +151,12 @@ def test_averaged_weights_follow_from_the_raw_ones(
 
 
 def test_a_sampler_knows_which_weights_it_has(tiny_run: Path) -> None:
-    """For whoever writes below a video what made it."""
     assert load_sampler(tiny_run, device="cpu").weights == "ema/fixed"
     assert load_sampler(tiny_run, profile="power", device="cpu").weights == "ema/power"
     assert load_sampler(tiny_run, ema=False, device="cpu").weights == "model"
 
 
 def test_only_what_is_sampled_has_to_be_there(tiny_run: Path, tmp_path: Path) -> None:
-    """An evaluator may leave the rest behind; the weights themselves must be whole to the bit."""
     copy = shutil.copytree(tiny_run, tmp_path / "copy")
     newest = copy / "checkpoints" / "step_00000006"
     for part in ("optimizer", "model", "ema/power"):
@@ -185,7 +177,6 @@ def test_only_what_is_sampled_has_to_be_there(tiny_run: Path, tmp_path: Path) ->
 def test_a_run_means_its_newest_checkpoint_and_a_checkpoint_itself(
     tiny_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By run and step, by the checkpoint's folder, and from inside the folder of checkpoints."""
     step_4 = tiny_run / "checkpoints" / "step_00000004"
     assert find_checkpoint(tiny_run)[1].name == "step_00000006"
     assert find_checkpoint(tiny_run, 4)[1] == step_4
@@ -201,14 +192,12 @@ def test_a_run_means_its_newest_checkpoint_and_a_checkpoint_itself(
 
 
 def test_a_run_below_a_folder_named_checkpoints_is_a_run(tiny_run: Path, tmp_path: Path) -> None:
-    """People call their folders what they like."""
     moved = shutil.copytree(tiny_run, tmp_path / "checkpoints" / "tiny")
     assert find_checkpoint(moved)[0].path == moved
     assert find_checkpoint(moved, 2)[1] == moved / "checkpoints" / "step_00000002"
 
 
 def test_what_is_no_whole_checkpoint_is_refused(tiny_run: Path, tmp_path: Path) -> None:
-    """No run, no such step, no such folder, and one whose save was cut off."""
     with pytest.raises(RunError, match="is not a run directory"):
         find_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"no whole checkpoint of step 9\. .* steps 1, 2, 3"):
@@ -225,7 +214,6 @@ def test_what_is_no_whole_checkpoint_is_refused(tiny_run: Path, tmp_path: Path) 
 
 
 def test_a_moved_run_samples_the_same(tiny_run: Path, tmp_path: Path, sampler: Sampler) -> None:
-    """Nothing is read from where the run or its catalog were."""
     moved = shutil.copytree(tiny_run, tmp_path / "moved")
     recipe = (moved / "recipe.toml").read_text()
     (moved / "recipe.toml").write_text(recipe.replace(str(tiny_run.parents[1]), "/nowhere"))
@@ -236,7 +224,6 @@ def test_a_moved_run_samples_the_same(tiny_run: Path, tmp_path: Path, sampler: S
 
 
 def test_guidance_is_used_above_1_only(sampler: Sampler) -> None:
-    """As in diffusers' pipelines: unconditional + scale * (conditional - unconditional)."""
     plain = _sample(sampler, guidance_scale=1.0)
     assert _apart(plain, _sample(sampler, guidance_scale=1.0 + 1e-6)) <= 1
     assert _apart(plain, _sample(sampler, guidance_scale=0.0)) == 0
@@ -260,7 +247,6 @@ def test_without_guidance_it_integrates_the_models_velocity(sampler: Sampler) ->
 
 
 def test_heun_and_euler_come_to_the_same_video(sampler: Sampler) -> None:
-    """On the same sigmas they differ, and the less the finer these are."""
 
     def difference(steps: int) -> float:
         changes = {"num_inference_steps": steps, "shift": 1.0}
@@ -274,14 +260,11 @@ def test_heun_and_euler_come_to_the_same_video(sampler: Sampler) -> None:
 
 
 class SmallCodec(PixelCodec):
-    """Has memory for tiles, or not even for those."""
-
     def __init__(self, fits_tiles: bool = True) -> None:
         self.asked: list[bool] = []
         self._fits_tiles = fits_tiles
 
     def decode(self, latents: Tensor, *, tiles: bool = False) -> Tensor:
-        """Decode in tiles only."""
         self.asked.append(tiles)
         if not (tiles and self._fits_tiles):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -290,8 +273,6 @@ class SmallCodec(PixelCodec):
 
 @dataclass(frozen=True)
 class SmallGpu(Components):
-    """Components whose model has memory for so many videos in one pass."""
-
     room: int = 0
     error: Exception = field(default_factory=lambda: torch.OutOfMemoryError("CUDA out of memory."))
     asked: list[int] = field(default_factory=list)
@@ -299,7 +280,6 @@ class SmallGpu(Components):
     def predict_velocity(
         self, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """Refuse more, as a GPU does."""
         self.asked.append(len(noisy_latents))
         if len(noisy_latents) > self.room:
             raise self.error
@@ -348,7 +328,6 @@ def _asked(sampler: Sampler) -> list[int]:
 def test_first_two_passes_then_fewer_at_once(
     room: int, tried: list[int], way: str, sampler: Sampler
 ) -> None:
-    """The videos differ by no more than rounding, and the next call begins with what worked."""
     small = _on_small_gpu(sampler, room)
     videos = _sample_all(small)
     assert _asked(small) == tried
@@ -359,7 +338,6 @@ def test_first_two_passes_then_fewer_at_once(
 
 
 def test_three_videos_are_halved_to_two_and_one(sampler: Sampler) -> None:
-    """Each is made once, and in order."""
     small = _on_small_gpu(sampler, 2)
     settings, bucket = settings_for(sampler.recipe, num_inference_steps=_STEPS)
     videos = small.sample(_REQUESTS[:3], settings, bucket)
@@ -368,7 +346,6 @@ def test_three_videos_are_halved_to_two_and_one(sampler: Sampler) -> None:
 
 
 def test_a_video_that_does_not_fit_is_an_error_that_says_so(sampler: Sampler) -> None:
-    """Not a traceback of torch's; another size can be tried with the same sampler."""
     small = _on_small_gpu(sampler, 0)
     with pytest.raises(PlanError, match=r"One video of 8 frames of 32x32 does not fit .*two pass"):
         _sample_all(small)
@@ -382,12 +359,10 @@ def test_a_video_that_does_not_fit_is_an_error_that_says_so(sampler: Sampler) ->
     ],
 )
 def test_the_machines_own_memory_is_memory_too(error: Exception, sampler: Sampler) -> None:
-    """The CPU says it in other words."""
     assert len(_sample_all(_on_small_gpu(sampler, 4, error))) == len(_REQUESTS)
 
 
 def test_any_other_error_is_raised(sampler: Sampler) -> None:
-    """A defect is not tried again in four ways."""
     small = _on_small_gpu(sampler, 4, RuntimeError("shapes do not match"))
     with pytest.raises(RuntimeError, match="shapes do not match"):
         _sample_all(small)
@@ -395,7 +370,6 @@ def test_any_other_error_is_raised(sampler: Sampler) -> None:
 
 
 def test_steps_are_counted_over_all_parts(sampler: Sampler) -> None:
-    """A progress bar neither runs past its end nor stops before it."""
     told: list[int] = []
     _sample_all(_on_small_gpu(sampler, 1), told.append)
     assert told == sorted(told)
@@ -403,7 +377,6 @@ def test_steps_are_counted_over_all_parts(sampler: Sampler) -> None:
 
 
 def test_whole_pictures_first_and_then_tiles(sampler: Sampler) -> None:
-    """Only the first video of all is tried whole; pixels are the same in either way."""
     codec = SmallCodec()
     small = _with_codec(sampler, codec)
     videos = _sample_all(small)
@@ -462,7 +435,6 @@ def test_auto_takes_the_gpu_with_most_free_memory(
 
 @pytest.fixture(scope="module")
 def studio(tiny_run: Path) -> SamplerLoader:
-    """Of the tiny run; every test leaves it usable."""
     return SamplerLoader(RunDirectory(tiny_run), "cpu")
 
 
@@ -476,7 +448,6 @@ def _video(sampler: Sampler, preset: Preset) -> NDArray[np.uint8]:
 
 
 def _changed(run: Path, copy: Path, change: str) -> SamplerLoader:
-    """A studio of the same run, if its recipe had been another."""
     recipe = config.changed(RunDirectory(run).recipe(), [change])
     shutil.copytree(run / "components", copy / "components")
     (copy / "recipe.toml").write_text(config.dump(recipe))
@@ -484,7 +455,6 @@ def _changed(run: Path, copy: Path, change: str) -> SamplerLoader:
 
 
 def test_only_weights_are_loaded_anew(studio: SamplerLoader, tiny_run: Path) -> None:
-    """Forth and back again: each load makes the same videos as a studio of its own."""
     preset, run = _preset(studio), RunDirectory(tiny_run)
     parts = studio.components
     for step, weights in ((2, "model"), (6, "ema/power"), (2, "model")):
@@ -504,7 +474,6 @@ def test_only_weights_are_loaded_anew(studio: SamplerLoader, tiny_run: Path) -> 
 def test_after_a_damaged_checkpoint_the_next_is_loaded(
     studio: SamplerLoader, tiny_run: Path, tmp_path: Path
 ) -> None:
-    """A failure says what is wrong, and leaves nothing of it behind."""
     good = RunDirectory(tiny_run).checkpoint_path(4)
     before = _video(studio.load(good, "model"), _preset(studio))
     damaged = shutil.copytree(good, tmp_path / good.name)
@@ -524,7 +493,6 @@ def test_after_a_damaged_checkpoint_the_next_is_loaded(
 def test_a_checkpoint_of_another_model_is_refused(
     change: str, tiny_run: Path, tmp_path: Path
 ) -> None:
-    """Also one that has all that this model wants, and more."""
     studio = _changed(tiny_run, tmp_path / "other", change)
     with pytest.raises(CheckpointError, match="holds another model than the recipe") as caught:
         studio.load(RunDirectory(tiny_run).checkpoint_path(1), "model")
@@ -534,7 +502,6 @@ def test_a_checkpoint_of_another_model_is_refused(
 def test_weights_of_an_average_that_is_not_there_are_missed(
     studio: SamplerLoader, tiny_run: Path
 ) -> None:
-    """By the name of the part."""
     with pytest.raises(CheckpointError, match="ema/none"):
         studio.load(RunDirectory(tiny_run).checkpoint_path(1), "ema/none")
 
@@ -542,7 +509,6 @@ def test_weights_of_an_average_that_is_not_there_are_missed(
 def test_a_size_that_the_model_cannot_divide_names_the_preset_and_the_nearest(
     studio: SamplerLoader,
 ) -> None:
-    """Before anything is loaded or sampled."""
     bucket = studio.recipe.data.buckets[0]
     studio.check(_preset(studio))
     with pytest.raises(RecipeError, match=r"^Preset demo: 8 frames of 34x32 .* nearest .* 32x32"):
@@ -550,7 +516,6 @@ def test_a_size_that_the_model_cannot_divide_names_the_preset_and_the_nearest(
 
 
 def test_a_gpu_that_is_not_there_is_refused(tiny_run: Path) -> None:
-    """One by its number, and what is no device at all."""
     number = torch.cuda.device_count()
     with pytest.raises(RecipeError, match=f"no GPU cuda:{number}: this machine has {number}"):
         SamplerLoader(RunDirectory(tiny_run), f"cuda:{number}")
@@ -615,12 +580,10 @@ def _picture(path: Path, seed: int = 0, height: int = _HEIGHT, width: int = _WID
 
 @pytest.fixture
 def asked(tmp_path: Path) -> Request:
-    """A request with its picture."""
     return Request("a red ball", 3, {"reference": _picture(tmp_path / "one.png")})
 
 
 def test_a_distilled_model_is_told_the_scale_in_one_pass(asked: Request) -> None:
-    """Once a step, each request once; another scale makes another picture, and 1 is a scale."""
     sampler = _flux_sampler()
     sizes: list[int] = []
     scales: list[list[float]] = []
@@ -641,7 +604,6 @@ def test_a_distilled_model_is_told_the_scale_in_one_pass(asked: Request) -> None
 
 
 def test_one_that_is_not_distilled_is_guided_by_a_second_pass(asked: Request) -> None:
-    """Its picture goes with both halves of the batch."""
     sampler = _flux_sampler(_flux_recipe(guidance_embeds=False))
     sizes: list[int] = []
     model: Any = sampler.components.model
@@ -653,7 +615,6 @@ def test_one_that_is_not_distilled_is_guided_by_a_second_pass(asked: Request) ->
 
 
 def test_the_picture_matters_and_not_what_stands_beside_it(asked: Request, tmp_path: Path) -> None:
-    """Each request goes by its own."""
     sampler = _flux_sampler()
     Image.new("RGB", (_WIDTH, _HEIGHT), "white").save(tmp_path / "white.png")
     other = Request("a red ball", 3, {"reference": tmp_path / "white.png"})
@@ -667,7 +628,6 @@ def test_the_picture_matters_and_not_what_stands_beside_it(asked: Request, tmp_p
 def test_the_exported_pipeline_makes_the_picture_that_longtake_makes(
     family: str, tmp_path: Path
 ) -> None:
-    """From the same noise, along the same sigmas, with the same guidance and picture."""
     pytest.importorskip("accelerate", reason="diffusers loads pipelines through accelerate")
     import diffusers
 

@@ -35,13 +35,11 @@ _GREEN, _RED = (47, 143, 91), (200, 69, 59)
 
 @pytest.fixture(scope="module")
 def sampler(tiny_run: Path) -> Sampler:
-    """The newest averaged weights of the tiny run."""
     return load_sampler(tiny_run, device="cpu")
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_the_batch_size_changes_nothing_that_can_be_seen(sampler: Sampler, batch_size: int) -> None:
-    """One video per request, in order; at most a grey level apart, as matrix products round."""
     requests = [Request(prompt, seed) for seed, prompt in enumerate(_PROMPTS)]
     settings, bucket = settings_for(sampler.recipe)
     videos = sample_in_batches(sampler, requests, settings, bucket, batch_size, _QUIET)
@@ -51,7 +49,6 @@ def test_the_batch_size_changes_nothing_that_can_be_seen(sampler: Sampler, batch
 
 
 def test_a_single_prompt_has_the_name_that_was_asked_for(sampler: Sampler, tmp_path: Path) -> None:
-    """The file decodes to the bucket's frames at the frame rate, and the sheet is a picture."""
     settings, bucket = settings_for(sampler.recipe, fps=12.5)
     out = tmp_path / "one.mp4"
     written = write_samples(sampler, _PROMPTS[:1], 0, settings, bucket, out, 4, _QUIET)
@@ -87,7 +84,6 @@ def test_several_prompts_are_numbered(sampler: Sampler, tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_refused_before_sampling(
     sampler: Sampler, tmp_path: Path, changes: dict[str, float], message: str
 ) -> None:
-    """Odd sizes, and frame rates that the encoder would change in silence."""
     settings, bucket = settings_for(sampler.recipe, **changes)  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match=message):
         write_samples(sampler, _PROMPTS, 0, settings, bucket, tmp_path / "x.mp4", 2, _QUIET)
@@ -143,7 +139,6 @@ def _preset(sampler: Sampler, **changes: Any) -> Preset:
 def test_a_presets_videos_are_given_as_soon_as_they_are_written(
     sampler: Sampler, tmp_path: Path
 ) -> None:
-    """The first before the second batch has begun; the sheet when all are there."""
     preset, told = _preset(sampler, seeds=(0, 5)), list[tuple[int, int]]()
     steps = sampler.num_steps(preset.settings)
     videos = sample_preset(sampler, preset, tmp_path, lambda *done: told.append(done))
@@ -164,7 +159,6 @@ def test_a_presets_videos_are_given_as_soon_as_they_are_written(
 
 
 def test_what_on_step_raises_ends_the_sampling(sampler: Sampler, tmp_path: Path) -> None:
-    """Whoever has lost the work to another stops at the next step, not at the next video."""
 
     def lost(done: int, total: int) -> None:
         raise LookupError(f"{done} of {total}")
@@ -177,7 +171,6 @@ def test_what_on_step_raises_ends_the_sampling(sampler: Sampler, tmp_path: Path)
 def test_a_video_that_cannot_be_written_says_nothing_against_the_data(
     sampler: Sampler, tmp_path: Path
 ) -> None:
-    """A RunError: other than a preset that is wrong, it may be mended and tried again."""
     with pytest.raises(RunError, match=r"00_s0\.mp4 cannot be written: No such file.*Make room"):
         next(sample_preset(sampler, _preset(sampler), tmp_path / "gone"))
 
@@ -196,7 +189,6 @@ def test_references_are_given_by_name(tmp_path: Path) -> None:
 
 
 def _flat(levels: list[int], height: int, width: int) -> NDArray[np.uint8]:
-    """One frame of a single grey per level."""
     return np.stack([np.full((height, width, 3), level, np.uint8) for level in levels])
 
 
@@ -225,13 +217,11 @@ def test_eight_evenly_spaced_frames_with_both_ends(tmp_path: Path) -> None:
 
 
 def test_a_short_clip_shows_each_frame_once(tmp_path: Path) -> None:
-    """An image, a clip of one frame, is one picture and not eight."""
     sheet = _draw(tmp_path / "sheet.png", SheetRow("an image", _flat([77], 48, 32)))
     assert _area(sheet, (77, 77, 77)) == 96 * 64
 
 
 def test_small_frames_keep_their_pixels(tmp_path: Path) -> None:
-    """Enlarging by whole factors adds no colour: a checkerboard stays black and white."""
     board = np.indices((40, 40)).sum(axis=0) % 2 * 255
     frames: NDArray[np.uint8] = np.repeat(board[None, :, :, None], 3, axis=3).astype(np.uint8)
     sheet = _draw(tmp_path / "sheet.png", SheetRow("", frames))
@@ -245,7 +235,6 @@ def test_large_frames_shrink_in_proportion(tmp_path: Path) -> None:
 
 
 def test_a_long_caption_is_wrapped_beside_its_frames(tmp_path: Path) -> None:
-    """Many words, or one endless one, make the row taller and never run into the frames."""
     short = _draw(tmp_path / "short.png", SheetRow("two words", _flat([0], 96, 96)))
     for caption in ("many words " * 30, "w" * 300):
         sheet = _draw(tmp_path / "long.png", SheetRow(caption, _flat([0], 96, 96)))
@@ -253,28 +242,3 @@ def test_a_long_caption_is_wrapped_beside_its_frames(tmp_path: Path) -> None:
         assert sheet.shape[1] == short.shape[1]
         gap = sheet[:, 28 + 30 + 250 + 1 : 28 + 30 + 250 + 22]
         assert (gap == gap[0, 0]).all()
-
-
-def test_rows_of_unlike_clips_share_a_sheet(tmp_path: Path) -> None:
-    """Clips of other sizes and lengths stand below each other without overlapping."""
-    rows = [
-        SheetRow("small", _flat([11], 32, 32)),
-        SheetRow("wide", _flat([22] * 9, 180, 320), True, "a note"),
-        SheetRow("tall", _flat([33] * 3, 320, 180), False),
-    ]
-    sheet = _draw(tmp_path / "sheet.png", *rows, title="Three clips")
-    assert _area(sheet, (11, 11, 11)) == 96 * 96
-    assert _area(sheet, (22, 22, 22)) == 8 * 96 * 171
-    assert _area(sheet, (33, 33, 33)) == 3 * 96 * 54
-    tops = [np.argwhere((sheet == level).all(axis=-1))[0, 0] for level in (11, 22, 33)]
-    assert tops == sorted(tops)
-
-
-def test_a_real_clip(tmp_path: Path, material: Path) -> None:
-    """A decoded video, 320 x 180 and landscape, fills eight places of 171 x 96."""
-    with av.open(material / "videos/torchcodec/nasa_13013.mp4") as container:
-        decoded = container.decode(video=0)
-        images = [next(decoded).to_ndarray(format="rgb24") for _ in range(20)]
-    frames: NDArray[np.uint8] = np.stack(images).astype(np.uint8)
-    sheet = _draw(tmp_path / "sheet.png", SheetRow("a rocket", frames))
-    assert sheet.shape[1] == 2 * 28 + 30 + 250 + 22 + 8 * 171 + 7 * 6

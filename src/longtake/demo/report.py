@@ -20,6 +20,7 @@ from longtake.evaluation.compare import choose, draw_sheet
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.formatting import escape, format_duration
 from longtake.fsio import write_json, write_text
+from longtake.inspection.plots import axis_scale
 from longtake.process import command
 from longtake.run_dir import Metrics, RunDirectory
 from longtake.sampling.sampler import Sampler
@@ -31,23 +32,16 @@ _ENLARGED = 4
 """Videos on the page are enlarged, so that neither chroma subsampling nor a browser blurs them."""
 _TRAINED_ON_PAGE = 12
 _LAST_LOSSES = 100
-_LOG_SCALE_RATIO = 20.0
-"""From this quotient of the largest and the smallest loss on, the loss axis is logarithmic."""
 _RAW, _SMOOTH, _INK, _GRID = "#a9bfd8", "#1f4e8c", "#22252a", "#e4e4df"
 
 
 @dataclass(frozen=True)
 class CheckedVideo:
-    """A sampled video, and whether it shows what its caption asks for.
-
-    Attributes:
-        is_held_out: no training clip showed this combination.
-        video: [F, H, W, 3].
-    """
+    """A sampled video, and whether it shows what its caption asks for."""
 
     caption: str
-    is_held_out: bool
-    video: NDArray[np.uint8]
+    is_held_out: bool  # no training clip showed this combination
+    video: NDArray[np.uint8]  # [F, H, W, 3]
     is_right: bool
 
 
@@ -97,7 +91,7 @@ def _summarise(
         "final_loss": round(float(np.mean(last)), 5),
         "clips": clips,
         "seed": sampler.recipe.seed,
-        "videos_judged": len(videos),
+        "videos_checked": len(videos),
     }
 
 
@@ -160,14 +154,7 @@ def _show_last_screen(run: RunDirectory, summary: dict[str, Any], console: Conso
     )
 
 
-def loss_plot(
-    steps: Sequence[int],
-    losses: Sequence[float],
-    path: Path,
-    *,
-    title: str,
-    smoothed: bool = True,
-) -> None:
+def loss_plot(steps: Sequence[int], losses: Sequence[float], path: Path, *, title: str) -> None:
     """Write a PNG of the loss over the steps: every value pale, their running mean dark.
 
     NaN and infinite losses leave a gap. The file is written aside and renamed.
@@ -177,12 +164,9 @@ def loss_plot(
     values = np.where(np.isfinite(values), values, np.nan)
     figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
-    if smoothed:
-        axes.plot(steps, values, color=_RAW, linewidth=0.8, label="each step")
-        axes.plot(steps, smooth(values), color=_SMOOTH, linewidth=1.8, label="running mean")
-        axes.legend(frameon=False, labelcolor=_INK)
-    else:
-        axes.plot(steps, values, color=_SMOOTH, linewidth=1.2)
+    axes.plot(steps, values, color=_RAW, linewidth=0.8, label="each step")
+    axes.plot(steps, smooth(values), color=_SMOOTH, linewidth=1.8, label="running mean")
+    axes.legend(frameon=False, labelcolor=_INK)
     axes.set_yscale(axis_scale(values))
     axes.set_title(title, loc="left", color=_INK)
     axes.set_xlabel("global step (optimizer updates)", color=_INK)
@@ -207,9 +191,3 @@ def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
     means = np.full(len(values), np.nan)
     np.divide(total, weight, out=means, where=weight > 1e-9)
     return means
-
-
-def axis_scale(values: NDArray[np.float64]) -> str:
-    finite = values[~np.isnan(values)]
-    wide = len(finite) and finite.min() > 0 and finite.max() / finite.min() >= _LOG_SCALE_RATIO
-    return "log" if wide else "linear"

@@ -6,7 +6,7 @@ import subprocess
 import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -91,7 +91,7 @@ def demo_recipe(out: Path, steps: int, seed: int) -> Recipe:
     values = tomllib.loads(text)
     values |= {"out": str(out), "seed": seed}
     values["data"]["catalog"] = str(_catalog_path(out))
-    values["evaluation"]["held_out"] = str(_held_out_path(out))
+    values["evaluation"]["held_out"] = str(out / "data" / "held_out.parquet")
     values["training"]["steps"] = steps
     values["checkpoint"] = {"every": max(1, -(-steps // NUM_CHECKPOINTS))}
     return config.parse(values, source="the demo's recipe")
@@ -148,26 +148,17 @@ def run_demo(
 def _train(recipe: Recipe, evaluate: bool, console: Console) -> bool:
     """Train to the end, also sampling each checkpoint; False if it was interrupted."""
     heartbeat.restart_launch_timer()  # writing clips is not part of the training's start
-    if not evaluate:
-        return _is_trained(recipe, console)
-    with evaluation_process(recipe.out) as evaluation:
-        if not _is_trained(recipe, console):
-            return False
-        evaluation.finish(console)
+    with evaluation_process(recipe.out) if evaluate else nullcontext() as evaluation:
+        with phase_lines(console, "starting", starting_phase):
+            if train(recipe, console).interrupted_by is not None:
+                return False
+        if evaluation is not None:
+            evaluation.finish(console)
     return True
-
-
-def _is_trained(recipe: Recipe, console: Console) -> bool:
-    with phase_lines(console, "starting", starting_phase):
-        return train(recipe, console).interrupted_by is None
 
 
 def _catalog_path(out: Path) -> Path:
     return out / "data" / "catalog.parquet"
-
-
-def _held_out_path(out: Path) -> Path:
-    return out / "data" / "held_out.parquet"
 
 
 def _refuse_other_settings(run: RunDirectory, recipe: Recipe) -> None:
@@ -193,7 +184,7 @@ def _make_catalog(run: RunDirectory, seed: int, console: Console) -> None:
         index([folder], captions=captions, out=catalog, progress=advance)
     folder = catalog.parent / f"held_out_{seed}"
     captions = write_clips(folder, NUM_HELD_OUT_CLIPS, seed, held_out=True)
-    index([folder], captions=captions, out=_held_out_path(run.path))
+    index([folder], captions=captions, out=catalog.with_name("held_out.parquet"))
 
 
 def _steps_within(minutes: float, out: Path, seed: int, console: Console) -> int | None:

@@ -105,12 +105,8 @@ def coverage(
 ) -> NDArray[np.float64]:
     """Return how much of each pixel the shape covers, in [0, 1], per frame: [F, height, width].
 
-    Args:
-        shape: one of `SHAPES`.
-        radius: its size in pixels: a circle's radius, half of what a cross spans.
-        centres: [F, 2], its centroid as (x, y) in pixels, the first pixel's centre being (0, 0).
-        height: rows of a frame.
-        width: columns of a frame.
+    `radius` is a circle's radius in pixels, or half of what a cross spans; `centres` [F, 2] are its
+    centroids as (x, y) in pixels, the first pixel's centre being (0, 0).
     """
     rows, columns = np.mgrid[:height, :width].astype(np.float64)
     x = columns[None] - centres[:, 0, None, None]
@@ -196,7 +192,12 @@ def write_clips(
         (f"shapes_{seed}_{index:05d}.mp4", captions[index % len(captions)])
         for index in range(num_clips)
     ]
-    _make(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"{folder} cannot be made: {error.strerror or error}. Choose a folder you may write to."
+        ) from error
 
     def write(index: int) -> None:
         video, caption = planned[index]
@@ -207,15 +208,6 @@ def write_clips(
             if progress is not None:
                 progress(done)
     return _write_captions(folder, planned)
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"{folder} cannot be made: {error.strerror or error}. Choose a folder you may write to."
-        ) from error
 
 
 def _write_clip(path: Path, caption: str, seed: list[int]) -> None:

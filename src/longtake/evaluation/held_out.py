@@ -163,18 +163,10 @@ def _encode_pictures(
 
 
 def _losses(
-    sampler: Sampler,
-    batch: Sequence[Encoded],
-    sigma: float,
-    on_batch: Callable[[], None] | None,
+    sampler: Sampler, batch: Sequence[Encoded], sigma: float, on_batch: Callable[[], None] | None
 ) -> list[float]:
     """The loss of each clip of a batch; in halves where the memory is not enough for it."""
-
-    def compute() -> list[float]:
-        found: list[float] = _computed(sampler, batch, sigma).tolist()
-        return found
-
-    found = try_within_memory(compute)
+    found = try_within_memory(_computed, sampler, batch, sigma)
     if found is None and len(batch) == 1:
         raise PlanError(
             f"The loss of one held-out clip (latents of {list(batch[0].latents.shape[1:])}) does "
@@ -190,8 +182,7 @@ def _losses(
 
 
 @torch.inference_mode()
-def _computed(sampler: Sampler, batch: Sequence[Encoded], sigma: float) -> Tensor:
-    """[B] losses at one sigma."""
+def _computed(sampler: Sampler, batch: Sequence[Encoded], sigma: float) -> list[float]:
     parts, device = sampler.components, sampler.device
     parts.bring("model", device)
     latents, noise = (
@@ -202,10 +193,8 @@ def _computed(sampler: Sampler, batch: Sequence[Encoded], sigma: float) -> Tenso
         name: torch.cat([each.conditioning[name] for each in batch]).to(device)
         for name in batch[0].conditioning
     }
-    examples = FlowBatch(
-        latents,
-        noise,
-        torch.full((len(batch),), sigma, device=device),
-        training_conditioning(parts, sampler.recipe, conditioning),
-    )
-    return flow_losses(parts, examples, sampler.precision, device).cpu()
+    sigmas = torch.full((len(batch),), sigma, device=device)
+    told = training_conditioning(parts, sampler.recipe, conditioning)
+    examples = FlowBatch(latents, noise, sigmas, told)
+    losses: list[float] = flow_losses(parts, examples, sampler.precision, device).tolist()
+    return losses

@@ -57,10 +57,9 @@ def run_facts(run: RunDirectory) -> dict[str, Any]:
         launch that trains it, or trained it last), `silent_seconds` (since its last sign of life),
         `step_seconds` (the median of recent steps), `seconds_left` (None unless it runs),
         `launches`, `starts` (where the seconds of each went before its first step), `newest` (the
-        last row of metrics that counts),
-        `abandoned_rows`, `checkpoints` (step, bytes, damage, abandoned), `verdicts`, `rollbacks`,
-        `troubles` (of processes and nodes), `evaluations` (see `evaluated`) and `next` (commands,
-        each with what it does).
+        last row of metrics that counts), `abandoned_rows`, `checkpoints` (step, bytes, damage,
+        abandoned), `verdicts`, `rollbacks`, `troubles` (of processes and nodes), `evaluations` (see
+        `evaluated`) and `next` (commands, each with what it does).
 
     Raises:
         RunError: there is no run, or run.json is damaged.
@@ -72,7 +71,9 @@ def run_facts(run: RunDirectory) -> dict[str, Any]:
     checkpoints, evaluations = _checkpoints(run, steps), evaluated(run)
     recent = kept.table["step_seconds"][-_NUM_RECENT_STEPS:].tolist()
     seconds = statistics.median(recent) if recent else None
-    steps_left = recipe.training.steps - steps
+    left = None
+    if now.kind == "running" and seconds is not None:
+        left = (recipe.training.steps - steps) * seconds
     return {
         "run": str(run.path),
         "id": record["id"],
@@ -85,9 +86,7 @@ def run_facts(run: RunDirectory) -> dict[str, Any]:
         "holder": holder and {name: holder[name] for name in ("host", "pid", "time")},
         "silent_seconds": now.silent_seconds,
         "step_seconds": seconds,
-        "seconds_left": (
-            steps_left * seconds if now.kind == "running" and seconds is not None else None
-        ),
+        "seconds_left": left,
         "launches": record["launches"],
         "starts": _starts(events),
         "newest": next(iter(kept[-1:].metrics()), None),

@@ -116,7 +116,7 @@ def _draw_panel(axes: Axes, rows: MetricRows, name: str) -> None:
     steps, values = _series(rows.kept, name)
     axes.plot(steps, values, color=_KEPT, linewidth=width, label=counts)
     _cross_out(axes, rows, name)
-    axes.set_yscale(_scale(rows.table[name]))
+    axes.set_yscale(axis_scale(rows.table[name]))
     if axes.get_yscale() == "log":
         _label_decades(axes)
     axes.set_ylabel(_PANELS[name], color=INK)
@@ -172,7 +172,7 @@ def _series(rows: MetricRows, name: str) -> tuple[NDArray[np.float64], NDArray[n
     )
 
 
-def _scale(values: NDArray[np.float64]) -> str:
+def axis_scale(values: NDArray[np.float64]) -> str:
     finite = values[~np.isnan(values)]
     is_wide = len(finite) and finite.min() > 0 and finite.max() / finite.min() >= LOG_SCALE_RATIO
     return "log" if is_wide else "linear"

@@ -26,25 +26,13 @@ START_PHASES = {
     "first_step": "first step",
 }
 _INCIDENTS = {
-    "stalled": "stalled",
-    "rank_failed": "rank failed",
     "killed_rank": "rank killed",
     "restarted_worker": "worker restarted",
-    "decoder_stalled": "decoder stalled",
-    "decoder_died": "decoder died",
-    "clock_stepped": "clock stepped",
-    "clock_slewed": "clock slewed",
-    "degraded": "degraded",
-    "disk_full": "disk full",
     "checkpoint_failed": "save failed",
 }
+"""Where the words are not those of the event."""
 _SENTENCES = (
-    "stalled",
-    "rank_failed",
-    "clock_stepped",
-    "clock_slewed",
-    "degraded",
-    "disk_full",
+    *("stalled", "rank_failed", "clock_stepped", "clock_slewed", "degraded", "disk_full"),
 )
 """Events of which `said` is `incident_sentence`."""
 
@@ -104,12 +92,12 @@ def said(event: Mapping[str, Any]) -> str:
     rest = {name: value for name, value in event.items() if name not in hidden and value}
     facts = _in_words(rest)
     where = "" if step is None else f" at step {step}"
-    return f"{kind.replace('_', ' ')}{where}{': ' * bool(facts)}{facts}"
+    return f"{_words(kind)}{where}{': ' * bool(facts)}{facts}"
 
 
 def incident_words(incident: Mapping[str, Any]) -> str:
     """What kind of incident it is, in a word or two; of a clock with its size."""
-    words = _INCIDENTS[incident["event"]]
+    words = _INCIDENTS.get(incident["event"], _words(incident["event"]))
     if incident["event"] == "clock_stepped" and "seconds" in incident:
         return f"{words} {incident['seconds']:+.3g} s"
     return words
@@ -215,7 +203,7 @@ def _about(facts: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _launch(launch: Mapping[str, Any]) -> str:
-    processes = f"{launch['world_size']} process{'es' * (launch['world_size'] > 1)}"
+    processes = plural(launch["world_size"], "process", "processes")
     where = f"{processes} on {launch['device']} of {launch['host']}"
     return f"{_time(launch['time'], with_date=True)}  from step {launch['start_step']}, {where}"
 
@@ -258,17 +246,13 @@ def _evaluated(facts: Mapping[str, Any]) -> list[str]:
     lines = []
     if steps:
         loss = facts.get("held_out", {}).get("mean")
-        known = {"held-out loss": loss} if loss is not None else {}
-        numbers = ", ".join(
-            f"{name.replace('_', ' ')} {_number(value)}"
-            for name, value in {**facts["measures"], **known}.items()
-        )
-        lines.append(
-            f"{plural(len(steps), 'checkpoint')}, the newest of step {steps[-1]}: {numbers}"
-        )
+        known = facts["measures"] | ({"held-out loss": loss} if loss is not None else {})
+        numbers = ", ".join(f"{_words(name)} {_number(value)}" for name, value in known.items())
+        count = plural(len(steps), "checkpoint")
+        lines.append(f"{count}, the newest of step {steps[-1]}: {numbers}")
     lines += [f"alarm: {message}" for message in facts["alarms"]]
     if facts["unlike"]:
-        names = ", ".join(name.replace("_", " ") for name in facts["unlike"])
+        names = ", ".join(map(_words, facts["unlike"]))
         lines.append(f"unlike the clips of the training: {names}")
     for each in facts["failed"]:
         tries = "once" if each["attempts"] == 1 else f"{each['attempts']} times"
@@ -363,8 +347,8 @@ def _why_none(facts: Mapping[str, Any]) -> str:
     return f": it was abandoned, and no report of the guard is near.{known if steps else ''}"
 
 
-def _words(verdict: str) -> str:
-    return verdict.replace("_", " ")
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _number(value: float | str | None, digits: int = 4) -> str:

@@ -515,7 +515,16 @@ def find_checkpoint(
     """The run and the checkpoint at a path."""
     run = find_run(path)
     if run.path != path:
-        _refuse_checkpoint(path, run, step)
+        if step is not None:
+            raise CheckpointError(
+                f"{path} is one checkpoint already. Leave --step {step} out, or name the run: "
+                f"{run.path}."
+            )
+        if not path.is_dir():
+            raise CheckpointError(
+                f"There is no checkpoint {path}. The run has those of the steps: "
+                f"{run.checkpoint_steps() or 'none'}."
+            )
         return run, path
     run.recipe()  # refuses another folder than a run directory
     steps = run.checkpoint_steps()
@@ -531,16 +540,3 @@ def find_checkpoint(
             "for checkpoint.every steps or checkpoint.minutes."
         )
     return run, found
-
-
-def _refuse_checkpoint(checkpoint: Path, run: RunDirectory, step: int | None) -> None:
-    if step is not None:
-        raise CheckpointError(
-            f"{checkpoint} is one checkpoint already. Leave --step {step} out, or name the run: "
-            f"{run.path}."
-        )
-    if not checkpoint.is_dir():
-        raise CheckpointError(
-            f"There is no checkpoint {checkpoint}. The run has those of the steps: "
-            f"{run.checkpoint_steps() or 'none'}."
-        )

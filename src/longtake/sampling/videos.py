@@ -54,13 +54,8 @@ def sample_preset(
 ) -> Iterator[SampledVideo]:
     """Sample a preset's videos, and yield each as soon as it is written; then write sheet.png.
 
-    Of the videos only the frames that the sheet shows stay in memory.
-
-    Args:
-        sampler: of a checkpoint.
-        preset: what to sample.
-        folder: where to write; it must exist.
-        on_step: called with (done, total) after each step of the solver; its exceptions propagate.
+    Of the videos only the frames that the sheet shows stay in memory. `on_step` is called with
+    (done, total) after each step of the solver; its exceptions propagate.
 
     Raises:
         RecipeError: the codec or the model cannot divide the preset's size.
@@ -167,14 +162,8 @@ def write_samples(
     for path, video in zip(paths, videos, strict=True):
         _write(path, video, settings.fps)
     sheet = out.with_name(f"{out.stem}_sheet.png" if out.suffix == ".png" else f"{out.stem}.png")
-    rows = [
-        SheetRow(
-            request.prompt,
-            video,
-            references=[read_picture(path, bucket) for path in request.references.values()],
-        )
-        for request, video in zip(requests, videos, strict=True)
-    ]
+    shown = [read_picture(path, bucket) for path in (references or {}).values()]
+    rows = [SheetRow(*each, references=shown) for each in zip(prompts, videos, strict=True)]
     contact_sheet(rows, sheet, title=f"{sampler.recipe.out.name}, step {sampler.step}")
     return {"videos": [str(path) for path in paths], "sheet": str(sheet)}
 
