@@ -261,10 +261,7 @@ def figure_text(*texts: str) -> Iterator[None]:
         if path is not None and path != _dejavu():
             font_manager.fontManager.addfont(path)
             families.append(font_manager.FontProperties(fname=path).get_name())
-    with (
-        rc_context({"font.family": families, "text.parse_math": False}),
-        warnings.catch_warnings(),
-    ):
+    with rc_context({"font.family": families, "text.parse_math": False}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         yield
 

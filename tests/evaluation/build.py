@@ -1,5 +1,6 @@
 """Runs and checkpoints of a few bytes, the places where they are, and what servers leave there."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,10 @@ def write_checkpoint(path: Path, content: bytes) -> Path:
     return path
 
 
+MakeRun = Callable[..., RunDirectory]
+"""Makes a run directory: `make_run("name", more)`, with more lines of its recipe."""
+
+
 class Trainer:
     """Writes what a training writes, as far as a mirror is concerned.
 
@@ -68,6 +73,9 @@ class Trainer:
             write(folder / name, weights if name.endswith("distcp") else b"{}")
         commit(folder, describe_files(folder, names))
         return folder
+
+
+Train = Callable[[Path], Trainer]
 
 
 def write(path: Path, content: bytes) -> None:

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from tests.cluster.hosts import Cluster
 from tests.evaluation import probe
-from tests.evaluation.build import Place, Trainer, write_checkpoint
+from tests.evaluation.build import MakeRun, Place, Train, Trainer, write_checkpoint
 from tests.evaluation.probe import Probe
 
 from longtake.evaluation.options import ServerOptions, ServerReport
@@ -44,7 +44,7 @@ Serve = Callable[..., EvaluationServer]
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., RunDirectory]:
+def make_run(tmp_path: Path) -> MakeRun:
     """Makes a run directory: `make_run("name", more)`, with more lines of its recipe."""
 
     def make(name: str = "run", more: str = "", recipe: str = _RECIPE) -> RunDirectory:
@@ -57,7 +57,7 @@ def make_run(tmp_path: Path) -> Callable[..., RunDirectory]:
 
 
 @pytest.fixture
-def run(make_run: Callable[..., RunDirectory]) -> RunDirectory:
+def run(make_run: MakeRun) -> RunDirectory:
     return make_run()
 
 
@@ -126,7 +126,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 
 
 @pytest.fixture
-def train() -> Callable[[Path], Trainer]:
+def train() -> Train:
     return Trainer
 
 

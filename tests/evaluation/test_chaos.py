@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from tests.evaluation.build import steps_in
+from tests.evaluation.build import MakeRun, steps_in
 from tests.evaluation.probe import read_weights
 
 from longtake.checkpoint import files
@@ -140,7 +140,7 @@ def _until(is_so: Callable[[], bool]) -> None:
 @pytest.mark.drill
 @pytest.mark.slow
 def test_fifty_checkpoints_three_servers_and_kills_at_random(
-    make_run: Callable[..., RunDirectory], save: Any, probing: Any
+    make_run: MakeRun, save: Any, probing: Any
 ) -> None:
     """None is lost, none is done twice, no half one is read; nothing is left lying about.
 

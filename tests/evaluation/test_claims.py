@@ -5,14 +5,13 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 from tests.build import wait_until
-from tests.evaluation.build import claims_of, leftovers, steps_in
+from tests.evaluation.build import MakeRun, claims_of, leftovers, steps_in
 from tests.evaluation.probe import Probe, scores_of
 
 from longtake import fsio
@@ -83,7 +82,7 @@ def test_a_failure_goes_last_and_is_tried_so_often(
 
 
 def test_a_preset_that_cannot_be_is_tried_once(
-    make_run: Callable[..., RunDirectory], save: Any, serve: Any, capsys: Any
+    make_run: MakeRun, save: Any, serve: Any, capsys: Any
 ) -> None:
     other = "[evaluation.presets.other]\nprompts = ['a blue circle']\n"
     run = make_run(more=other)
@@ -149,10 +148,7 @@ def test_what_failed_rests_while_a_server_follows(run: RunDirectory, save: Any, 
 
 
 def test_a_preset_that_does_not_fit_the_memory_is_tried_again_later(
-    make_run: Callable[..., RunDirectory],
-    save: Any,
-    serve: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    make_run: MakeRun, save: Any, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims, "_OUT_OF_MEMORY_PAUSE_SECONDS", 0.5)
     run = make_run(more="[evaluation.presets.other]\nprompts = ['a blue circle']\n")
@@ -293,7 +289,7 @@ def test_a_checkpoint_that_kills_its_servers_is_given_up(
 
 
 def test_a_server_on_a_full_disk_goes_on_when_there_is_room(
-    make_run: Callable[..., RunDirectory], save: Any, serve: Any, tmp_path: Path
+    make_run: MakeRun, save: Any, serve: Any, tmp_path: Path
 ) -> None:
     """Its partial result is removed, so that the small files fit; the checkpoint comes again."""
     disk = tmp_path / "disk"

@@ -147,10 +147,7 @@ def test_several_runs_stand_side_by_side_at_their_newest_common_checkpoint(tmp_p
     (tmp_path / "y").mkdir()
     first, second = _run(tmp_path / "x" / "a"), _run(tmp_path / "y" / "a", (200, 400))
     found = choose([first, second], "p")
-    assert [column.titles for column in found.columns] == [
-        ("x/a", "step 200"),
-        ("y/a", "step 200"),
-    ]
+    assert [column.titles for column in found.columns] == [("x/a", "step 200"), ("y/a", "step 200")]
     third = _run(tmp_path / "b", (50,))
     assert _steps(choose([first, third], "p")) == [300, 50]
     assert [c.titles[0] for c in choose([first, third], "p").columns] == ["a", "b"]

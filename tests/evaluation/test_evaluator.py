@@ -105,9 +105,7 @@ def test_each_preset_of_each_checkpoint_has_its_videos(served: Any) -> None:
     assert len(server.evaluated) == 4
 
 
-def test_a_result_bears_a_presets_own_measures_and_the_held_out_loss(
-    served: Any,
-) -> None:
+def test_a_result_bears_a_presets_own_measures_and_the_held_out_loss(served: Any) -> None:
     run, _, _ = served
     for scores in EvaluationDirectory(run).all_scores("small"):
         judged = [video["measures"]["adherence"] for video in scores["videos"]]

@@ -75,7 +75,7 @@ _WAN: dict[str, Any] = {
             "dim_mult": [1, 1],
             "num_res_blocks": 1,
             "temperal_downsample": [True],
-        },
+        }
     },
     "text": _TEXT,
 }

@@ -11,13 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import (
-    CLIPConfig,
-    CLIPImageProcessor,
-    CLIPModel,
-    CLIPProcessor,
-    CLIPTokenizer,
-)
+from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
 
 from longtake.errors import DataError, ModelError, RecipeError
 from longtake.evaluation.extra_measures import (

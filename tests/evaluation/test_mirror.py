@@ -5,13 +5,13 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.evaluation.build import Place, Trainer
+from tests.evaluation.build import MakeRun, Place, Train
 from tests.evaluation.probe import Probe
 
 from longtake.checkpoint.files import STALE_SECONDS, needed_steps
@@ -74,9 +74,7 @@ def test_a_run_itself_can_be_the_source(place: Place, mirror: Path) -> None:
     assert "one [a]/evaluations/demo/step_00000002/scores.json" in place.names()
 
 
-def test_a_run_that_appears_later_is_found(
-    place: Place, source: Mirror, train: Callable[[Path], Trainer]
-) -> None:
+def test_a_run_that_appears_later_is_found(place: Place, source: Mirror, train: Train) -> None:
     """The next look has it, and rows that were added since."""
     source.look()
     train(place.folder / "one [a]").log(1)
@@ -99,7 +97,7 @@ def test_checkpoints_come_whole_without_the_optimizer_and_once(
 
 
 def test_half_a_checkpoint_is_not_shown_until_it_is_whole(
-    place: Place, source: Mirror, train: Callable[[Path], Trainer]
+    place: Place, source: Mirror, train: Train
 ) -> None:
     file = place.folder / "one [a]" / "checkpoints" / "step_00000002" / "model" / "__0_0.distcp"
     file.write_bytes(b"w" * 10)
@@ -114,7 +112,7 @@ def test_half_a_checkpoint_is_not_shown_until_it_is_whole(
 
 
 def test_a_checkpoint_that_was_saved_anew_is_brought_anew(
-    place: Place, source: Mirror, run: RemoteRun, train: Callable[[Path], Trainer]
+    place: Place, source: Mirror, run: RemoteRun, train: Train
 ) -> None:
     """A run went back and came by again; but not while somebody reads what is here."""
     source.pull(run, [1, 2])
@@ -132,7 +130,7 @@ def test_a_checkpoint_that_was_saved_anew_is_brought_anew(
 
 
 def test_a_source_whose_clock_is_ahead_makes_no_heartbeat_stale(
-    place: Place, source: Mirror, train: Callable[[Path], Trainer]
+    place: Place, source: Mirror, train: Train
 ) -> None:
     ahead = time.time() + 10 * STALE_SECONDS
     for step in (1, 2):
@@ -303,7 +301,7 @@ def test_a_mirror_belongs_to_the_first_source_from_which_something_came(
 
 
 def test_a_source_that_is_not_there_is_told_in_a_sentence_and_tried_again(
-    tmp_path: Path, place: Place, train: Callable[[Path], Trainer]
+    tmp_path: Path, place: Place, train: Train
 ) -> None:
     with closing(open_mirror(f"{place.text}/later", tmp_path / "mirror", "vm-1")) as source:
         with pytest.raises(RunError, match=r"there is no .*later"):
@@ -361,7 +359,7 @@ def write_json_in(path: Path) -> None:
 
 
 @pytest.fixture
-def origin(make_run: Callable[..., RunDirectory], save: Any) -> RunDirectory:
+def origin(make_run: MakeRun, save: Any) -> RunDirectory:
     run = make_run("elsewhere/run")
     for step in (10, 20):
         save(run, step)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.cluster.hosts import Cluster
-from tests.evaluation.build import Trainer
+from tests.evaluation.build import Train
 
 from longtake.checkpoint.files import needed_steps
 from longtake.fsio import write_json
@@ -68,7 +68,7 @@ class Pair:
 
 
 @pytest.fixture
-def pair(two_hosts: Cluster, tmp_path: Path, train: Callable[[Path], Trainer]) -> Iterator[Pair]:
+def pair(two_hosts: Cluster, tmp_path: Path, train: Train) -> Iterator[Pair]:
     """One run, `one`, with the checkpoints 1 and 2."""
     runs = tmp_path / "runs"
     runs.mkdir()
@@ -81,9 +81,7 @@ def pair(two_hosts: Cluster, tmp_path: Path, train: Callable[[Path], Trainer]) -
 
 
 @pytest.mark.slow
-def test_checkpoints_come_from_the_cluster_and_results_go_there(
-    pair: Pair, train: Callable[[Path], Trainer]
-) -> None:
+def test_checkpoints_come_from_the_cluster_and_results_go_there(pair: Pair, train: Train) -> None:
     assert [step for step, _ in pair.act("pull", "1", "2")] == [1, 2]
     assert pair.mirrored.checkpoint_steps() == [1, 2]
     assert not (pair.mirrored.checkpoint_path(1) / "optimizer").exists()
@@ -110,9 +108,7 @@ def test_what_ssh_says_is_told_in_one_sentence(pair: Pair) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_told_of_and_what_is_there_stays(
-    pair: Pair, train: Callable[[Path], Trainer]
-) -> None:
+def test_a_full_disk_is_told_of_and_what_is_there_stays(pair: Pair, train: Train) -> None:
     train(pair.really / "one").save(4, bytes(3_000_000))
     pair.mirror.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(pair.mirror)]
@@ -125,9 +121,7 @@ def test_a_full_disk_is_told_of_and_what_is_there_stays(
 
 
 @pytest.mark.slow
-def test_an_interrupted_pull_goes_on_where_it_was(
-    pair: Pair, train: Callable[[Path], Trainer]
-) -> None:
+def test_an_interrupted_pull_goes_on_where_it_was(pair: Pair, train: Train) -> None:
     train(pair.really / "one").save(4, bytes(range(256)) * 40_000)
     pair.limit("24mbit")
     pulling = pair.begin("pull", "4")
@@ -150,7 +144,7 @@ def test_an_interrupted_pull_goes_on_where_it_was(
 
 @pytest.mark.slow
 def test_a_cable_that_is_pulled_is_noticed_and_all_goes_on_when_it_is_back(
-    pair: Pair, train: Callable[[Path], Trainer]
+    pair: Pair, train: Train
 ) -> None:
     train(pair.really / "one").save(4, bytes(range(256)) * 40_000)
     pair.limit("24mbit")

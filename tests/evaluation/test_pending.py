@@ -31,10 +31,7 @@ def view(run: RunDirectory, save: Any, monkeypatch: pytest.MonkeyPatch) -> Pendi
     for folder in (run.checkpoints_path, EvaluationDirectory(run).path / "probe"):
         os.utime(folder, (1, 1))  # so that whatever comes changes it
     view = PendingTasks(
-        run,
-        "server-1",
-        ServerOptions(places=(), follows=True),
-        ServerReport(Console(width=400)),
+        run, "server-1", ServerOptions(places=(), follows=True), ServerReport(Console(width=400))
     )
     assert view.look() == []
     return view

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.build import wait_until
-from tests.evaluation.build import claims_of, leftovers, steps_of
+from tests.evaluation.build import MakeRun, claims_of, leftovers, steps_of
 from tests.evaluation.probe import Probe, read_weights, scores_of
 
 from longtake.checkpoint.files import delete_after, needed_steps, prune
@@ -50,8 +50,7 @@ def test_what_was_read_is_what_was_saved(run: RunDirectory, save: Any, serve: An
 
 
 @pytest.mark.parametrize(
-    ("text", "steps"),
-    [("all", [10, 20, 30, 40, 50]), ("newest", [50]), ("every=20", [20, 40, 50])],
+    ("text", "steps"), [("all", [10, 20, 30, 40, 50]), ("newest", [50]), ("every=20", [20, 40, 50])]
 )
 def test_a_backlog_says_which_of_them(
     run: RunDirectory, save: Any, serve: Any, text: str, steps: list[int]
@@ -101,7 +100,7 @@ def test_who_is_asked_to_end_gives_its_work_back(run: RunDirectory, save: Any, s
 
 
 def test_runs_in_a_folder_are_found_and_take_turns(
-    make_run: Callable[..., RunDirectory], save: Any, serve: Any, tmp_path: Path
+    make_run: MakeRun, save: Any, serve: Any, tmp_path: Path
 ) -> None:
     first, second = make_run("runs/a"), make_run("runs/b")
     broken = make_run("runs/broken", "[training\n")
@@ -197,7 +196,7 @@ def done() -> Any:
 
 
 def test_two_runs_take_turns_of_a_few_checkpoints(
-    make_run: Callable[..., RunDirectory], save: Any, serve: Any, done: Any, tmp_path: Path
+    make_run: MakeRun, save: Any, serve: Any, done: Any, tmp_path: Path
 ) -> None:
     for run in (make_run("runs/a"), make_run("runs/b")):
         for step in (10, 20, 30, 40):
@@ -210,7 +209,7 @@ def test_two_runs_take_turns_of_a_few_checkpoints(
 
 
 def test_a_checkpoint_keeps_its_turn_until_all_its_presets_are_done(
-    make_run: Callable[..., RunDirectory], save: Any, serve: Any, done: Any, tmp_path: Path
+    make_run: MakeRun, save: Any, serve: Any, done: Any, tmp_path: Path
 ) -> None:
     for run in (make_run("runs/a", _SECOND), make_run("runs/b")):
         for step in (10, 20, 30, 40):
@@ -234,7 +233,7 @@ def _failing_at_first(function: Any, times: int) -> Any:
 
 
 def test_one_run_that_cannot_be_looked_at_holds_up_no_other(
-    make_run: Callable[..., RunDirectory],
+    make_run: MakeRun,
     save: Any,
     serve: Any,
     tmp_path: Path,
@@ -264,7 +263,7 @@ def test_one_run_that_cannot_be_looked_at_holds_up_no_other(
 
 
 def test_garbage_in_others_files_ends_nothing(
-    make_run: Callable[..., RunDirectory], save: Any, serve: Any, tmp_path: Path
+    make_run: MakeRun, save: Any, serve: Any, tmp_path: Path
 ) -> None:
     run, other = make_run("runs/a"), make_run("runs/b")
     for each in (run, other):
@@ -306,7 +305,7 @@ def test_the_keeper_outlives_an_error(
 
 
 def test_the_thread_that_pulls_outlives_an_error(
-    make_run: Callable[..., RunDirectory],
+    make_run: MakeRun,
     save: Any,
     serve: Any,
     tmp_path: Path,
@@ -330,11 +329,7 @@ def test_the_thread_that_pulls_outlives_an_error(
 
 
 def test_a_full_disk_does_not_fail_the_end_of_a_mirroring(
-    make_run: Callable[..., RunDirectory],
-    save: Any,
-    serve: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make_run: MakeRun, save: Any, serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     origin = make_run("elsewhere/run")
     save(origin, 10)
@@ -417,7 +412,7 @@ def test_what_waits_outlives_the_rules_of_retention(
 
 
 def test_what_is_beyond_the_limit_is_told_once(
-    make_run: Callable[..., RunDirectory], save: Any, serve: Any, capsys: Any
+    make_run: MakeRun, save: Any, serve: Any, capsys: Any
 ) -> None:
     run = make_run(more="[evaluation]\nhold_waiting = 1\n")
     for step in (10, 20, 30, 40):

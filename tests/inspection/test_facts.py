@@ -18,13 +18,7 @@ from longtake.data.clip import Clip, Media
 from longtake.data.loader import Batch
 from longtake.errors import DataError, RunError
 from longtake.evaluation_dir import EvaluationDirectory
-from longtake.inspection.facts import (
-    command_to_sample,
-    evaluated,
-    incidents,
-    run_facts,
-    step_facts,
-)
+from longtake.inspection.facts import command_to_sample, evaluated, incidents, run_facts, step_facts
 from longtake.inspection.rows import read_rows
 from longtake.inspection.tables import _evaluated, incident_sentence
 from longtake.lease import Leases

@@ -278,10 +278,7 @@ def _pipe(_: RunDirectory, cache: Path) -> None:
     "change", [_touch, _shorten, _rewrite, _replace, _damage, _cut, _fake, _pipe]
 )
 def test_a_cache_of_another_file_or_a_damaged_one_is_not_used(
-    told: RunDirectory,
-    cache: Path,
-    parsed: list[int],
-    change: Callable[[RunDirectory, Path], None],
+    told: RunDirectory, cache: Path, parsed: list[int], change: Callable[[RunDirectory, Path], None]
 ) -> None:
     read_rows(told)
     (path,) = cache.iterdir()

@@ -24,14 +24,7 @@ from longtake.config import Bucket, PresetSection, Recipe, SamplingSection
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
 from longtake.data.window import Crop, ReferencePicture, read, reference_path
-from longtake.errors import (
-    ClipError,
-    DataError,
-    LongtakeError,
-    RecipeError,
-    RecordError,
-    RunError,
-)
+from longtake.errors import ClipError, DataError, LongtakeError, RecipeError, RecordError, RunError
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.formatting import did_you_mean
 from longtake.fsio import (
@@ -161,10 +154,7 @@ class Preset:
 
 
 def preset_names(
-    recipe: Recipe,
-    names: Sequence[str] = (),
-    beside: Path | None = None,
-    own: Path | None = None,
+    recipe: Recipe, names: Sequence[str] = (), beside: Path | None = None, own: Path | None = None
 ) -> list[str]:
     """Names of the presets to sample, each once.
 
