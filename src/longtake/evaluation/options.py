@@ -151,17 +151,14 @@ class ServerOptions:
 
     def _refuse_unknown_presets(self) -> None:
         """Refuse a preset that none of the runs has, and an own file that cannot be read."""
-        tables = []
+        recipes: list[tuple[Recipe, Path]] = []
         for run in find_runs(self.places):
-            recipe = None
             with suppress(LongtakeError):  # an error in one run holds up no other
-                recipe = self.recipe_of(run)
-                read_tables(recipe, run.path)
-                tables.append((recipe, run.path))
-        merged = [read_tables(*each, self.own_presets) for each in tables]
-        known = {name for each in merged for name in each.known}
-        if merged:
-            refuse_unknown(merged[0], (name for name in self.presets if name not in known))
+                recipes.append((self.recipe_of(run), run.path))
+        tables = [read_tables(*each, self.own_presets) for each in recipes]
+        known = {name for each in tables for name in each.known}
+        if tables:
+            refuse_unknown(tables[0], (name for name in self.presets if name not in known))
 
 
 def find_runs(places: Iterable[Path]) -> list[RunDirectory]:

@@ -232,17 +232,8 @@ def keep_preset(directory: EvaluationDirectory, preset: Preset) -> None:
 def _build(
     recipe: Recipe, name: str, section: PresetSection, folders: Mapping[str, Path | None]
 ) -> Preset:
-    settings, bucket = settings_for(
-        recipe,
-        num_frames=section.num_frames,
-        height=section.height,
-        width=section.width,
-        fps=section.fps,
-        solver=section.solver,
-        num_inference_steps=section.num_inference_steps,
-        guidance_scale=section.guidance_scale,
-        shift=section.shift,
-    )
+    own = section.model_dump(include={*SamplingSection.model_fields, *Bucket.model_fields})
+    settings, bucket = settings_for(recipe, **own)
     prompts = find_prompts(section, bucket, folders.get("prompts_file"))
     names, folder = list(recipe.data.references), folders.get("references")
     files = section.references or {}
