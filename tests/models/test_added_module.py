@@ -91,7 +91,6 @@ def _ask(model: nn.Module, *, prepared: bool = True) -> Tensor:
 
 
 def test_it_prepares_once_and_is_asked_after_each_of_its_blocks() -> None:
-    """In their order; its weight is the model's, and trains."""
     model, probe = _model()
     torch.autograd.backward(_ask(model).square().mean())
     assert probe.asked == ["prepare token_ids pose_latents", *_BLOCKS]
@@ -104,7 +103,6 @@ def test_it_prepares_once_and_is_asked_after_each_of_its_blocks() -> None:
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_that_it_is_given_is_in_its_own_dtype(dtype: torch.dtype, own: torch.dtype) -> None:
-    """And what it returns goes on in the model's."""
     model, probe = _model(dtype=dtype, own=own)
     seen: list[torch.dtype] = []
     last = model.get_submodule("blocks.2")
@@ -130,7 +128,6 @@ def test_what_was_prepared_lives_no_longer_than_it_is_needed() -> None:
 
 
 def test_the_conditioning_is_let_go_when_the_pass_begins() -> None:
-    """The module has made what it needs of it."""
     model, _ = _model()
     given = _conditioning()
     watched = weakref.ref(given["pose_latents"])
@@ -151,7 +148,6 @@ def test_a_forward_pass_without_its_own_conditioning_is_refused() -> None:
 
 @pytest.mark.parametrize(("returns", "got"), [("nothing", "NoneType"), ("fewer", r"\[1, 9, 12\]")])
 def test_a_module_that_returns_no_tokens_is_named(returns: str, got: str) -> None:
-    """With the block, and the shape that was expected."""
     model, _ = _model(returns)
     message = rf"Probe returned {got} after block blocks\.0; .*\[1, 10, 12\]"
     with pytest.raises(ModelError, match=message):
@@ -250,7 +246,6 @@ def test_it_is_found_from_the_current_directory(monkeypatch: pytest.MonkeyPatch)
 def test_what_is_wrong_with_it_is_said(
     monkeypatch: pytest.MonkeyPatch, module: str, options: dict[str, Any], message: str
 ) -> None:
-    """And the nearest that exists."""
     monkeypatch.chdir(_ROOT)
     with pytest.raises(RecipeError, match=message):
         _build(module, **options)
@@ -267,7 +262,6 @@ def test_what_is_wrong_with_it_is_said(
 def test_a_file_of_the_users_that_fails_is_not_hidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
 ) -> None:
-    """The reason is the file's own; sys.path is left as it was."""
     (tmp_path / f"{name}.py").write_text(_FILES[name])
     monkeypatch.chdir(tmp_path)
     path = list(sys.path)

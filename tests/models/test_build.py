@@ -110,7 +110,6 @@ def test_the_base_follows_from_the_seed_alone_whatever_is_trained() -> None:
 
 
 def test_building_leaves_the_callers_random_numbers_alone() -> None:
-    """Also without weights."""
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -157,7 +156,6 @@ def test_an_outline_predicts_shapes() -> None:
 
 
 def test_only_a_distilled_model_is_told_a_guidance_scale() -> None:
-    """The recipe's, for each sample."""
     recipe = _recipe()
     told = {"prompt_embeds": torch.zeros(3, 8, 12)}
     distilled = training_conditioning(outline(recipe), recipe, told)
@@ -169,7 +167,6 @@ def test_only_a_distilled_model_is_told_a_guidance_scale() -> None:
 
 
 def test_without_frozen_parts_the_model_is_the_same_and_nothing_encodes() -> None:
-    """For a run whose latents and embeddings are cached."""
     recipe = _recipe()
     parts = assemble(recipe, _CAPTIONS, None, frozen_parts=False)
     bucket = recipe.data.buckets[0]
@@ -183,7 +180,6 @@ def test_without_frozen_parts_the_model_is_the_same_and_nothing_encodes() -> Non
 
 
 def test_without_frozen_parts_words_keep_their_vocabulary(tmp_path: Path) -> None:
-    """The model that embeds them depends on it."""
     recipe = _recipe(_TUBELET)
     whole = assemble(recipe, _CAPTIONS, None)
     whole.text.save(tmp_path)
@@ -205,7 +201,6 @@ class _Located:
 
 
 def test_parts_take_turns_on_a_device() -> None:
-    """Their memory is never added up; on a CPU nothing is moved."""
     stand_ins: Any = {"text": _Located(), "model": _Located(), "codec": _Located()}
     parts = replace(outline(_recipe()), **stand_ins)
     parts.bring("text", torch.device("cpu"))
@@ -274,7 +269,6 @@ def test_what_does_not_fit_together_is_refused_alike_in_plan_and_run(
 
 
 def test_buckets_of_stages_are_checked_too() -> None:
-    """Nothing fails at the step at which a stage begins."""
     stage = {"name": "large", "buckets": [{"num_frames": 1, "height": 16, "width": 23}]}
     with pytest.raises(RecipeError, match=r"divisible by 4\. The nearest"):
         outline(_recipe(data={"stages": [stage]}))
@@ -303,14 +297,12 @@ _HEADS = "model.config={hidden_size=48, num_blocks=1, num_heads=4}"
 
 
 def test_heads_that_divide_are_taken(small_recipe: Callable[..., Recipe]) -> None:
-    """Four heads for two and for four."""
     for size in (1, 2, 4):
         recipe = small_recipe(_HEADS, f"parallel.context={size}")
         refuse_sharing(outline(recipe), recipe)
 
 
 def test_heads_that_do_not_divide_are_refused(small_recipe: Callable[..., Recipe]) -> None:
-    """The message has what would do."""
     recipe = small_recipe(_HEADS, "parallel.context=3")
     with pytest.raises(RecipeError, match=r"3 does not divide the model's 4 heads.* 1, 2, 4\."):
         refuse_sharing(outline(recipe), recipe)
@@ -319,7 +311,6 @@ def test_heads_that_do_not_divide_are_refused(small_recipe: Callable[..., Recipe
 def test_an_added_module_is_refused(
     small_recipe: Callable[..., Recipe], own_module: Callable[[str], str]
 ) -> None:
-    """It would see a part of the tokens and take it for all."""
     module = own_module("tokens")
     recipe = small_recipe(_HEADS, "parallel.context=2", f"trainable.module={module}")
     with pytest.raises(RecipeError, match=r"my_adapter:Adapter reads all tokens"):
@@ -327,7 +318,6 @@ def test_an_added_module_is_refused(
 
 
 def test_more_ranks_than_tokens_are_refused(small_recipe: Callable[..., Recipe]) -> None:
-    """Some would have nothing to do."""
     one_tube = "data.buckets=[{num_frames=8, height=4, width=4}]"
     recipe = small_recipe(_HEADS, "parallel.context=2", one_tube)
     with pytest.raises(RecipeError, match=r"has only 1\. Take fewer processes"):

@@ -44,7 +44,6 @@ def test_words_are_counted_without_a_vocabulary(
 
 
 def test_a_pretrained_tokenizer_counts_what_it_would_be_given(pretrained: str) -> None:
-    """Wan's captions are cleaned first, FLUX's are not."""
     section = TextSection(kind="transformers", pretrained=pretrained, max_tokens=4)
     caption = "a&#39;b"  # an apostrophe
     assert caption_lengths(section, [caption], Wan.frozen.text).num_truncated == 0
@@ -58,14 +57,12 @@ def test_a_pretrained_tokenizer_counts_what_it_would_be_given(pretrained: str) -
 
 
 def test_a_large_catalog_is_sampled() -> None:
-    """Evenly, so that counting takes a second at most."""
     captions = [f"clip {number} of many" for number in range(3 * MOST_COUNTED)]
     found = caption_lengths(TextSection(max_tokens=2), captions)
     assert found.num_truncated == found.num_counted == MOST_COUNTED
 
 
 def test_without_a_tokenizer_it_says_so(tmp_path: Path) -> None:
-    """A report, not an error."""
     section = TextSection(kind="transformers", pretrained=str(tmp_path), max_tokens=1)
     facts, warning = review_captions(section, Wan.frozen.text, [_LONG])
     assert facts is None

@@ -58,7 +58,6 @@ def test_pixels_come_back_exactly() -> None:
 
 
 def test_pixels_outside_the_range_are_clamped() -> None:
-    """A sampled value beyond white is white, not black."""
     decoded = PixelCodec().decode(torch.tensor([-7.0, -1.01, 1.01, 7.0]))
     assert decoded.tolist() == [0, 0, 255, 255]
 
@@ -138,7 +137,6 @@ def test_a_bucket_that_does_not_divide_names_the_nearest(
 def test_latents_have_to_divide_into_a_models_patches(
     patch: tuple[int, int, int], bucket: tuple[int, int, int], nearest: str
 ) -> None:
-    """The nearest is one that both take."""
     codec = _codec(dim_mult=[1, 1, 1, 1], temperal_downsample=[False, True, True])
     num_frames, height, width = bucket
     asked = Bucket(num_frames=num_frames, height=height, width=width)
@@ -155,7 +153,6 @@ def test_frames_come_in_fours_whatever_the_compression() -> None:
 
 
 def test_a_codec_is_frozen() -> None:
-    """No gradient is kept for it, and it is in inference mode."""
     codec = _codec()
     assert not any(parameter.requires_grad for parameter in codec.autoencoder.parameters())
     assert not codec.autoencoder.training
@@ -271,7 +268,6 @@ def test_shapes_of_image_latents_are_true() -> None:
 
 
 def test_an_image_bucket_that_does_not_divide_gets_the_nearest() -> None:
-    """In the words of the recipe."""
     with pytest.raises(RecipeError, match=r"divisible by 4\. The nearest that fits is 1 .* 24x16"):
         _image_codec().latent_shape(Bucket(num_frames=1, height=17, width=23))
     with pytest.raises(RecipeError, match=r"The nearest that fits is 1 frame of 4x4\."):
@@ -289,7 +285,6 @@ def test_an_image_bucket_that_does_not_divide_gets_the_nearest() -> None:
     ],
 )
 def test_wrong_arguments_of_an_image_codec_are_named(config: dict[str, Any], message: str) -> None:
-    """In the recipe's words, or at least by the recipe's key."""
     with pytest.raises(RecipeError, match=message):
         _image_codec(**config)
 

@@ -90,7 +90,6 @@ def test_shipped_models_have_as_many_parameters_as_the_released(
 
 
 def test_an_outline_has_the_dtype_that_the_weights_are_stored_in() -> None:
-    """Released text encoders are kept as they are stored."""
     encoders = {_KONTEXT: (T5EncoderModel, "text_encoder_2"), _SMALL_WAN: (UMT5EncoderModel, "")}
     dtypes = {
         where: {
@@ -144,7 +143,6 @@ def test_wan_in_bf16_is_the_model_that_a_pipeline_runs(tmp_path: Path) -> None:
 
 
 def test_text_encoders_are_not_kept_apart() -> None:
-    """For transformers a list of that name is about fp16 alone."""
     model = on_meta(T5EncoderModel, _KONTEXT, "text_encoder_2")
     assert model._keep_in_fp32_modules
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
@@ -187,7 +185,6 @@ def test_a_checkpoint_of_another_objective_is_refused(weights: bool, tmp_path: P
 
 
 def test_a_transformer_of_other_latents_is_refused_without_its_weights() -> None:
-    """A wrong codec is found in a plan as in a run."""
     with pytest.raises(RecipeError, match="in_channels is 16, but codec and text encoder give 4"):
         build_transformer(
             WanTransformer3DModel, _section(_SMALL_WAN), {"in_channels": 4}, weights=False
@@ -204,7 +201,6 @@ def test_a_transformer_of_other_latents_is_refused_without_its_weights() -> None
     ],
 )
 def test_a_damaged_config_is_named(text: str | None, message: str, tmp_path: Path) -> None:
-    """With its path, and in one sentence."""
     (tmp_path / "transformer").mkdir()
     if text is not None:
         (tmp_path / "transformer" / "config.json").write_text(text)
@@ -230,7 +226,6 @@ def test_a_part_of_another_class_is_refused(
 
 
 def test_weights_of_another_class_are_refused_too(tmp_path: Path) -> None:
-    """In the same words as in a plan."""
     _wan(tmp_path)
     with pytest.raises(ModelError, match="is of WanTransformer3DModel, but FluxTransformer2DMod"):
         build_transformer(FluxTransformer2DModel, _section(tmp_path), {}, weights=True)
@@ -339,7 +334,6 @@ def test_what_is_read_later_is_what_is_loaded_at_once(
 
 
 def test_weights_in_other_files_are_loaded_at_once(tmp_path: Path) -> None:
-    """Nothing is deferred then; diffusers reads more formats."""
     _wan(tmp_path, safe_serialization=False)
     assert files_in(tmp_path / "transformer") is None
     there = {"family": "wan", "pretrained": str(tmp_path)}
@@ -396,7 +390,6 @@ class _Tied(nn.Module):
 
 
 def test_buffers_are_real_and_tied_weights_are_not_filled_later() -> None:
-    """Two names of one tensor would become two tensors."""
     with parameters_on_meta():
         model = _Tied()
     assert torch.equal(model.get_buffer("table"), torch.arange(4.0))

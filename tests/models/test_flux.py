@@ -148,7 +148,6 @@ def test_tokens_are_counted_as_the_shift_wants_them() -> None:
 
 
 def test_widths_and_channels_follow_from_codec_and_encoders() -> None:
-    """A recipe need not repeat them."""
     config = _model().config
     found = (config.in_channels, config.joint_attention_dim, config.pooled_projection_dim)
     assert found == (16, 12, 10)
@@ -168,7 +167,6 @@ def test_without_guidance_embedding_no_guidance_is_asked_for() -> None:
 
 
 def test_kontext_without_its_reference_says_so() -> None:
-    """It names what there is, and where a reference comes from."""
     noisy, sigmas, given = _inputs()
     del given["reference_latents"]
     with pytest.raises(ModelError, match=r"no reference_latents \(it has .* data\.references\.ref"):
@@ -186,7 +184,6 @@ def test_kontext_without_its_reference_says_so() -> None:
 def test_latents_that_do_not_fit_are_refused_before_building(
     shape: LatentShape, message: str
 ) -> None:
-    """Videos, and what does not divide into tokens."""
     section = ModelSection(family="flux", config=_TINY)
     Flux().check(section, [_SHAPE])
     with pytest.raises(RecipeError, match=message):
@@ -256,7 +253,6 @@ def test_an_exported_pipeline_loads_and_samples(family: Flux, tmp_path: Path) ->
 
 
 def test_what_diffusers_has_no_pipeline_for_is_not_exported(tmp_path: Path) -> None:
-    """Pixels have no autoencoder to export; nothing is written."""
     text = _text()
     with pytest.raises(RecipeError, match=r"A FluxKontextPipeline needs .* has PixelCodec"):
         FluxKontext().export(_model(text), PixelCodec(), text, 5.0, 5.0, tmp_path / "out")

@@ -60,7 +60,6 @@ def test_counting_leaves_the_module_as_it_was() -> None:
 
 
 def test_a_model_without_memory_can_be_counted() -> None:
-    """A weight of 4 TB on the meta device counts in no time."""
     module = nn.Linear(10**6, 10**6, bias=False, device="meta")
     assert count_flops(module, {"input": torch.empty(1, 10**6, device="meta")}) == 2 * 10**12
 
@@ -160,7 +159,6 @@ _CPU = torch.device("cpu")
 def test_a_cpu_uses_bf16_if_it_has_instructions_for_it(
     monkeypatch: pytest.MonkeyPatch, flags: str, limit: str, chosen: str
 ) -> None:
-    """What oneDNN is forbidden to use does not count."""
     monkeypatch.setattr(numerics, "cpu_flags", lambda: frozenset(flags.split()))
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     assert choose_precision("auto", _CPU) == chosen
@@ -175,7 +173,6 @@ def _recorded(recipe: Recipe) -> list[str]:
 def test_all_ranks_must_have_bf16(
     small_recipe: Callable[..., Recipe], on_two_processes: list[str], tmp_path: Path
 ) -> None:
-    """Rank 1 is on a processor without it."""
     recipe = small_recipe("training.steps=1", "training.precision=auto")
     (tmp_path / "launched.toml").write_text(config.dump(recipe))
     command = [*on_two_processes, __file__, str(tmp_path / "launched.toml")]
@@ -187,7 +184,6 @@ def test_all_ranks_must_have_bf16(
 
 
 def test_a_models_dtype_is_that_of_most_of_its_weights() -> None:
-    """A few norms that stay in fp32 do not count."""
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8).bfloat16())
     assert main_dtype(model) == torch.bfloat16
 

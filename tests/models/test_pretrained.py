@@ -139,7 +139,6 @@ def test_an_unreachable_hub_fails_in_seconds(
 
 
 def test_what_was_downloaded_before_needs_no_network(hub: Path) -> None:
-    """Nor do the weights have to be there for a configuration."""
     snapshot, saved = _downloaded(hub), _autoencoder()
     saved.save_pretrained(snapshot / "vae")
     loaded = load_pretrained(AutoencoderKLWan, "some/where", "vae")
@@ -250,7 +249,6 @@ def test_silence_ends_where_it_should() -> None:
 
 
 def test_an_assertion_without_a_message_is_told_by_its_line() -> None:
-    """As diffusers and transformers have many."""
 
     class Wrong:
         def __init__(self, head_dim: int) -> None:
@@ -300,7 +298,6 @@ def test_class_and_folder_of_a_part_are_those_of_the_repositorys_index(
 
 @pytest.mark.parametrize("named", [["diffusers", "AutoencoderKLMagi"], ["diffusers", "os"]])
 def test_a_class_that_the_family_cannot_use_is_refused(named: list[str], tmp_path: Path) -> None:
-    """Whether diffusers has it or not: it is not imported."""
     (tmp_path / "model_index.json").write_text(json.dumps({"vae": named}))
     with pytest.raises(
         ModelError, match=f"names {named[1]} as its vae, but AutoencoderKLWan is wa"
@@ -326,7 +323,6 @@ def test_parts_of_a_downloaded_repository_are_found_without_the_network(hub: Pat
     ],
 )
 def test_flow_matching_and_the_unknown_pass(scheduler: dict[str, object] | None) -> None:
-    """Nothing is said against what says nothing of itself."""
     refuse_other_objectives(scheduler, "somewhere")
 
 
@@ -352,7 +348,6 @@ def test_noise_and_v_prediction_are_refused(scheduler: dict[str, object], target
 
 
 def test_a_subfolder_that_a_shipped_model_lacks_is_named() -> None:
-    """With those that it has."""
     with pytest.raises(ModelError, match=r"no subfolder text_encoder_2; it has transformer, vae"):
         part_config("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "text_encoder_2")
 
@@ -366,7 +361,6 @@ def test_a_subfolder_that_a_shipped_model_lacks_is_named() -> None:
     ],
 )
 def test_a_variant_with_further_inputs_says_what_it_is(in_channels: int, message: str) -> None:
-    """Fill and Control take further channels."""
     config = {"_class_name": "FluxTransformer2DModel", "in_channels": in_channels}
     release = Release(config | {"out_channels": 64}, None, {"_class_name": "FluxFillPipeline"})
     with pytest.raises(ModelError, match=f"somewhere {message}"):

@@ -88,12 +88,10 @@ def test_ids_are_padded_with_zero_and_cut() -> None:
 
 
 def test_the_empty_caption_is_all_padding() -> None:
-    """Guidance's unconditional caption says nothing."""
     assert not _words().encode([""])["token_ids"].any()
 
 
 def test_case_and_punctuation_do_not_make_other_words() -> None:
-    """Written as "A Ball." it is still a ball."""
     ids = _words().encode(["A Red BALL.", "a red ball"])["token_ids"]
     assert torch.equal(ids[0, :3], ids[1, :3])
 
@@ -106,7 +104,6 @@ def test_unknown_words_are_found_as_they_were_written() -> None:
 
 
 def test_unknown_words_share_one_id_that_is_not_padding() -> None:
-    """They are seen, though not told apart."""
     ids = _words().encode(["green", "purple"])["token_ids"][:, 0]
     assert ids[0] == ids[1] > 0
 
@@ -118,7 +115,6 @@ def test_every_id_is_below_the_vocabulary_size() -> None:
 
 
 def test_the_most_frequent_words_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding and its like come on top."""
     monkeypatch.setattr("longtake.models.text.MAX_WORDS", 2)
     text = _words(["x x x y y z"])
     assert text.unknown_words("x y z") == ["z"]
@@ -136,7 +132,6 @@ def test_saved_words_keep_their_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize("captions", [[], ["", " "]])
 @pytest.mark.parametrize("section", [TextSection(), _section()])
 def test_a_catalog_without_words_is_refused(section: TextSection, captions: list[str]) -> None:
-    """Rather than training on nothing but unknown words."""
     with pytest.raises(DataError, match="hold no words"):
         build_text(section, Wan.frozen, captions, None)
 
@@ -154,7 +149,6 @@ def test_embeddings_are_zero_after_the_end(parts: FrozenParts) -> None:
 
 @pytest.mark.parametrize("parts", [Wan.frozen, Flux.frozen])
 def test_a_caption_means_the_same_in_any_batch(parts: FrozenParts) -> None:
-    """Its embedding does not depend on the captions beside it."""
     text = _encoder(parts)
     together = text.encode(_CAPTIONS)["prompt_embeds"]
     for row, caption in zip(together, _CAPTIONS, strict=True):
@@ -315,7 +309,6 @@ def test_the_second_encoder_is_from_where_the_first_is(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_second_section_is_refused(pooled: dict[str, Any], message: str) -> None:
-    """By its own key, built or outlined."""
     with pytest.raises(RecipeError, match=message):
         _pooled(**pooled)
     with pytest.raises(RecipeError, match=message):
@@ -323,14 +316,12 @@ def test_a_wrong_second_section_is_refused(pooled: dict[str, Any], message: str)
 
 
 def test_words_have_no_second_encoder() -> None:
-    """It would not be used."""
     with pytest.raises(RecipeError, match=r"text\.pooled is set, but it would not be used"):
         build_text(TextSection(pooled=PooledSection()), Flux.frozen, _CAPTIONS, None)
 
 
 @pytest.mark.parametrize("text", [_words(), _encoder(), _pooled()])
 def test_an_outline_tells_the_shapes_of_what_encoding_gives(text: TextEncoder) -> None:
-    """For one caption; on the meta device."""
     encoded, outline = text.encode(["a red ball"]), text.outline()
     assert {key: (value.shape, value.dtype) for key, value in encoded.items()} == {
         key: (value.shape, value.dtype) for key, value in outline.items()

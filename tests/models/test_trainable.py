@@ -174,7 +174,6 @@ def _shaken(model: nn.Module) -> nn.Module:
 
 
 def test_full_training_trains_everything_and_changes_nothing() -> None:
-    """The model is what its family built."""
     model = _made("wan", TrainableSection())
     assert list(trained_state(model)) == list(_wan().state_dict())
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -203,7 +202,6 @@ def test_lora_trains_two_matrices_for_each_target_and_nothing_else() -> None:
 @pytest.mark.parametrize("name", _FAMILIES)
 @pytest.mark.parametrize("kind", ["lora", "pose", "style"])
 def test_training_starts_from_the_very_model(kind: str, name: str, dtype: torch.dtype) -> None:
-    """To the bit: what is new starts at zero."""
     before = _made(name, TrainableSection(), dtype)
     after = _made(name, _KINDS[kind], dtype)
     assert torch.equal(_velocity(before, name), _velocity(after, name))
@@ -212,7 +210,6 @@ def test_training_starts_from_the_very_model(kind: str, name: str, dtype: torch.
 @pytest.mark.parametrize("name", _FAMILIES)
 @pytest.mark.parametrize("kind", _KINDS)
 def test_gradients_reach_every_trained_parameter(kind: str, name: str) -> None:
-    """And none that is frozen."""
     model = _shaken(_made(name, _KINDS[kind]))
     gradients = _gradients(model, name)
     dead = [each for each, grad in gradients.items() if grad is None or not grad.any()]

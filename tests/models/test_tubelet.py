@@ -81,7 +81,6 @@ def test_velocity_depends_on(what: str) -> None:
 
 
 def test_a_short_caption_is_one_padded_with_zeros() -> None:
-    """Captions may come unpadded: token 0 is padding."""
     noisy, sigmas, token_ids = _inputs()
     token_ids[:, 4:] = 0
     model = _model()
@@ -166,7 +165,6 @@ def test_a_clip_of_another_size_is_refused() -> None:
 
 
 def test_a_caption_that_is_too_long_is_refused() -> None:
-    """Words beyond the last position are not dropped in silence."""
     noisy, sigmas, _ = _inputs()
     with pytest.raises(ModelError, match=r"7 tokens .* at most 6"):
         _model()(noisy, sigmas, torch.ones(2, 7, dtype=torch.int64))

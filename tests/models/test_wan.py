@@ -85,7 +85,6 @@ def test_wans_scheduler_steps_along_longtakes_velocity() -> None:
 
 
 def test_channels_and_text_width_follow_from_codec_and_encoder() -> None:
-    """A recipe need not repeat them; weights are fp32."""
     config = _model().config
     assert (config.in_channels, config.out_channels, config.text_dim) == (4, 4, 16)
     assert {parameter.dtype for parameter in _model().parameters()} == {torch.float32}
@@ -119,14 +118,12 @@ def test_latents_that_divide_are_accepted() -> None:
 
 @pytest.mark.parametrize("patch", [2, [2, 2], [1, 0, 2], [1, 2, "2"]])
 def test_a_patch_size_that_is_none_is_refused(patch: Any) -> None:
-    """Three whole numbers above zero, or a sentence."""
     section = ModelSection(family="wan", config={"patch_size": patch})
     with pytest.raises(RecipeError, match=r"model\.config\.patch_size = .* expected frames"):
         Wan().check(section, [_SHAPE])
 
 
 def test_word_ids_are_refused() -> None:
-    """Wan has no embedding of its own for them."""
     with pytest.raises(RecipeError, match=r'Set text\.kind = "transformers"'):
         _model(_text("words"))
 
@@ -186,7 +183,6 @@ def test_an_exported_pipeline_loads(tmp_path: Path, capfd: pytest.CaptureFixture
 
 
 def test_what_diffusers_has_no_pipeline_for_is_not_exported(tmp_path: Path) -> None:
-    """Pixels have no autoencoder to export; nothing is written."""
     text = _text()
     assert isinstance(text, TransformersText)
     with pytest.raises(RecipeError, match=r"needs an autoencoder .* has PixelCodec"):
@@ -205,7 +201,6 @@ def test_bf16_says_nothing_and_stays_close() -> None:
 
 
 def test_tokens_are_counted_as_the_model_makes_them() -> None:
-    """One token per patch: what the first block is given."""
     model, (noisy, sigmas, conditioning) = _model(), _inputs()
     seen: list[int] = []
     model.blocks[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
