@@ -158,6 +158,37 @@ _MISTAKES = {
         "export {run} --format comfyui --out {tmp}/x",
         r"--out \S+x: expected the name of a \.safetensors file, such as mine\.safetensors",
     ),
+    "auditing what is no run": ("data audit {place}/empty", r"is not a run directory"),
+    "auditing what is not there": ("data audit {place}/nowhere", r"is not a run directory"),
+    "showing no catalog": ("data show {place}/file", r"file is not a catalog of longtake"),
+    "a condition that is none": (
+        'data show {catalog} {recipe} --set \'data.stages=[{{name="a", where=["fps"]}}]\'',
+        r"`fps` is not a condition of a stage\. Expected ATTRIBUTE OPERATOR VALUE",
+    ),
+    "an attribute that is not there": (
+        'data show {catalog} {recipe} --set \'data.stages=[{{name="a", where=["nuons < 3"]}}]\'',
+        r"The catalog has no attribute nuons; it has num_frames, width",
+    ),
+    "difficulty without a score": (
+        "data show {catalog} {recipe} --set 'data.stages=[{{name=\"a\", drop_hardest=0.1}}]'",
+        r"A stage asks for `difficulty`.*The catalog has none\..*longtake data score",
+    ),
+    "a score that is not there": (
+        "data score {catalog} --by beauty",
+        r"There is no score 'beauty'",
+    ),
+    "a function that is not there": (
+        "data score {catalog} --by json:nothing",
+        r"json.*nothing",
+    ),
+    "a size that is none": (
+        "data prepare {catalog} --size 16 --out {tmp}/small",
+        r"--size 16: expected WIDTHxHEIGHT",
+    ),
+    "stages that end before the training": (
+        "train {recipe} --set out={tmp}/run --set 'data.stages=[{{name=\"a\", steps=1}}]'",
+        r"The stages end after step 1 \(a: 1\), but training\.steps is 2",
+    ),
 }
 
 
@@ -167,7 +198,8 @@ def test_a_mistake_becomes_one_message_and_exit_code_2(
 ) -> None:
     command, message = _MISTAKES[mistake]
     known = {"place": place, "tmp": tmp_path, "run": place / "run", "clips": shapes_catalog.parent}
-    command = command.format(recipe=place / "recipe.toml", **known)
+    recipe = place / "recipe.toml"
+    command = command.format(recipe=recipe, catalog=shapes_catalog, **known)
     code, out, err = call(*shlex.split(command))
     assert (code, out) == (2, "")
     lines = [line for line in err.splitlines() if line.startswith("longtake: ")]
@@ -347,8 +379,6 @@ def test_a_suggested_command_is_typed_as_the_program_was_called(
 def test_a_second_ctrl_c_says_what_is_kept(
     place: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is saved then; the newest checkpoint is there."""
-
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 

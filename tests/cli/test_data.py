@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -179,55 +178,6 @@ def test_drills_are_listed(call: Call) -> None:
         assert code == 0
         assert "decoder-hang" in err
     assert "longtake drill data-grown; or all: --all." in err
-
-
-_MISTAKES = {
-    "auditing what is no run": ("data audit {place}/empty", r"is not a run directory"),
-    "auditing what is not there": ("data audit {place}/nowhere", r"is not a run directory"),
-    "showing no catalog": ("data show {place}/file", r"file is not a catalog of longtake"),
-    "a condition that is none": (
-        'data show {catalog} {recipe} --set \'data.stages=[{{name="a", where=["fps"]}}]\'',
-        r"`fps` is not a condition of a stage\. Expected ATTRIBUTE OPERATOR VALUE",
-    ),
-    "an attribute that is not there": (
-        'data show {catalog} {recipe} --set \'data.stages=[{{name="a", where=["nuons < 3"]}}]\'',
-        r"The catalog has no attribute nuons; it has num_frames, width",
-    ),
-    "difficulty without a score": (
-        "data show {catalog} {recipe} --set 'data.stages=[{{name=\"a\", drop_hardest=0.1}}]'",
-        r"A stage asks for `difficulty`.*The catalog has none\..*longtake data score",
-    ),
-    "a score that is not there": (
-        "data score {catalog} --by beauty",
-        r"There is no score 'beauty'",
-    ),
-    "a function that is not there": (
-        "data score {catalog} --by json:nothing",
-        r"json.*nothing",
-    ),
-    "a size that is none": (
-        "data prepare {catalog} --size 16 --out {tmp}/small",
-        r"--size 16: expected WIDTHxHEIGHT",
-    ),
-    "stages that end before the training": (
-        "train {recipe} --set out={tmp}/run --set 'data.stages=[{{name=\"a\", steps=1}}]'",
-        r"The stages end after step 1 \(a: 1\), but training\.steps is 2",
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", _MISTAKES)
-def test_a_mistake_becomes_one_message_and_exit_code_2(
-    mistake: str, place: Path, catalog: Path, tmp_path: Path, call: Call
-) -> None:
-    command, message = _MISTAKES[mistake]
-    known = {"place": place, "tmp": tmp_path, "catalog": catalog}
-    code, out, err = call(*shlex.split(command.format(recipe=place / "recipe.toml", **known)))
-    assert (code, out) == (2, "")
-    assert err.startswith("longtake: ")
-    assert "Traceback" not in err
-    assert re.search(message, err.replace("\n", " ")), err
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_cache_is_filled_ahead(place: Path, tmp_path: Path, call: Call) -> None:

@@ -237,7 +237,6 @@ def test_work_goes_on_after_its_driver_was_killed(
 def test_a_cluster_is_reached_through_its_client_server(
     ray: ModuleType, clips: Path, tmp_path: Path, call: Call
 ) -> None:
-    """ray://HOST:PORT, from a process that is no part of the cluster."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -42,7 +42,6 @@ def test_each_template_is_a_recipe(template: init.Template, shape: init.Shape) -
 def test_plan_accepts_each_template(
     template: init.Template, shape: init.Shape, tmp_path: Path
 ) -> None:
-    """From the memory on that the table says."""
     path = tmp_path / "mine.toml"
     memory = f"{shape.gib}GiB"
     path.write_text(init.render_recipe(template, memory, Path("clips"), path))

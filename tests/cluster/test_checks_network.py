@@ -15,7 +15,6 @@ from longtake.cluster.checks_network import (
 
 
 def test_a_link_that_runs_at_a_tenth_of_its_speed() -> None:
-    """An interface that is slower than the others', and a port that is down, are named."""
     usual = {"ethernet": {"eth0": {"link_up": 1.0, "link_speed_bits_per_second": 1e11}}}
     slow = {"ethernet": {"eth0": {"link_up": 1.0, "link_speed_bits_per_second": 1e10}}}
     port = {"infiniband": {"mlx5_0/1": {"link_up": 1.0}}}
@@ -68,7 +67,6 @@ def test_one_slow_link_is_named_by_its_ends() -> None:
 
 
 def test_a_node_all_of_whose_links_are_slow_is_named() -> None:
-    """Slow to and from both neighbours: it is the node, and they are not told of."""
     slow = {"n2_n1": 500.0, "n1_n2": 500.0, "n2_n3": 480.0, "n3_n2": 490.0}
     [finding] = judge_links(_ring(5, **slow), None).findings
     assert (finding.severity, finding.nodes) == ("warning", ("n2",))
@@ -77,7 +75,6 @@ def test_a_node_all_of_whose_links_are_slow_is_named() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])
 def test_a_ring_in_rounds(count: int) -> None:
-    """Every pair of neighbours once, nobody twice in a round, in three rounds at most."""
     rounds = list(ring_rounds(count))
     pairs = [frozenset(pair) for each in rounds for pair in each]
     expected = {frozenset((n, (n + 1) % count)) for n in range(count)} if count > 1 else set()

@@ -35,7 +35,6 @@ def test_two_nodes_of_one_name() -> None:
 
 
 def test_limits_that_are_too_low() -> None:
-    """Few open files and a small /dev/shm are warnings; locked memory matters with InfiniBand."""
     usual = {
         "open files": 65536,
         "locked memory": 8 * 2**20,
@@ -52,7 +51,6 @@ def test_limits_that_are_too_low() -> None:
 
 
 def test_a_container_without_ptrace() -> None:
-    """The reason is given, and what is used instead of py-spy."""
     facts = {"method": "none", "may_trace": False, "yama": "2", "seccomp": "2", "user": 1000}
     fine = facts | {"method": "py-spy --native"}
     [finding] = judge_inspection({"a": facts, "b": fine}, None).findings
@@ -86,7 +84,6 @@ def test_a_gpu_that_is_slower_than_the_others() -> None:
 
 
 def test_another_torch_is_an_error_and_another_kernel_a_note() -> None:
-    """How bad a difference is depends on what differs."""
     usual = {"versions": {"torch": "2.13", "kernel": "6.1"}, "variables": {}, "gpus": 0}
     other = {"versions": {"torch": "2.12", "kernel": "6.2"}, "variables": {}, "gpus": 0}
     result = judge_environment({"a": usual, "b": usual, "c": other}, None)
@@ -95,7 +92,6 @@ def test_another_torch_is_an_error_and_another_kernel_a_note() -> None:
 
 
 def test_a_variable_that_one_node_lacks() -> None:
-    """NCCL_IB_HCA on all but one is a warning that names it."""
     usual: dict[str, Any] = {"versions": {}, "variables": {"NCCL_IB_HCA": "mlx5"}, "gpus": 1}
     result = judge_environment({"a": usual, "b": usual, "c": usual | {"variables": {}}}, None)
     assert severities(result) == [("warning", ("c",))]
@@ -103,7 +99,6 @@ def test_a_variable_that_one_node_lacks() -> None:
 
 
 def test_packages_that_longtake_needs_matter_more() -> None:
-    """Another PyAV is a warning, another package that nobody here imports a note."""
     usual: dict[str, Any] = {
         "versions": {"av": "17", "cowsay": "1"},
         "digest": "x",
@@ -115,7 +110,6 @@ def test_packages_that_longtake_needs_matter_more() -> None:
 
 
 def test_other_code_is_an_error() -> None:
-    """A file of longtake with another digest is named; a folder's revision alone is a warning."""
     usual = {"files": {"longtake/flow/loss.py": "aa", "revision of the working folder": "1"}}
     other = {"files": {"longtake/flow/loss.py": "bb", "revision of the working folder": "2"}}
     result = judge_code({"a": usual, "b": usual, "c": other}, None)
@@ -124,7 +118,6 @@ def test_other_code_is_an_error() -> None:
 
 
 def test_another_recipe_names_its_key_and_values() -> None:
-    """A key with another value, and a recipe that cannot be read, are errors of their nodes."""
     usual = {"keys": {"seed": "0", "training.steps": "10"}, "digest": "x"}
     facts: dict[str, dict[str, Any]] = {
         "a": usual,

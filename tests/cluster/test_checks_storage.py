@@ -30,7 +30,6 @@ def _catalog(**changes: Any) -> dict[str, Any]:
 
 
 def test_missing_clips_are_named() -> None:
-    """A node that lacks clips, and one with another catalog, are errors; a slow one a warning."""
     lacks = _catalog(missing=["/clips/1.mp4", "/clips/2.mp4"], **{"sampled files": "t"})
     facts = {"a": _catalog(), "b": _catalog(), "c": _catalog(fingerprint="g"), "d": lacks}
     facts["e"] = _catalog(read=100.0)
@@ -60,7 +59,6 @@ def _folder(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_a_run_directory_that_is_not_shared(changes: dict[str, Any], said: str) -> None:
-    """Each way in which a node has no part in the run directory is an error of that node."""
     result = judge_run_directory({"a": _folder(), "b": _folder(**changes)}, None)
     [finding] = result.findings
     assert (finding.severity, finding.nodes) == ("error", ("b",))
@@ -74,7 +72,6 @@ def test_a_folder_that_is_seen_late_is_a_note() -> None:
 
 
 def test_a_slow_disk() -> None:
-    """Half of the median's speed, or many times its fsync, is a warning with both numbers."""
     facts: dict[str, dict[str, Any]] = {n: {"write": 900.0, "sync_ms": 2.0} for n in "abc"}
     facts["d"] = {"write": 300.0, "sync_ms": 200.0}
     result = judge_disk_speed(facts, None)
@@ -86,7 +83,6 @@ def test_a_slow_disk() -> None:
 
 
 def test_disk_space_for_checkpoints() -> None:
-    """With a known size the checkpoints that are kept, and one more, have to fit."""
     one = {
         "out": "run",
         "data": {"catalog": "c", "buckets": [{"num_frames": 1, "height": 32, "width": 32}]},
@@ -105,7 +101,6 @@ def test_disk_space_for_checkpoints() -> None:
 
 
 def test_few_files_left_on_a_disk() -> None:
-    """A disk can be full of files while it has bytes; one without a limit says -1."""
     free = {"temporary files": {"bytes": 99 * _GIB, "files": 12}}
     [finding] = judge_disk_space({"a": {"folders": free}}, None).findings
     assert finding.what.startswith("12 more files")

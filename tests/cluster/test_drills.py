@@ -33,7 +33,6 @@ _SIGNAL_SECONDS = 120  # before the limit: Slurm looks twice a minute, in whole 
 
 
 def test_a_node_that_is_killed_and_comes_back_changes_nothing(sandbox: Sandbox) -> None:
-    """It is named; both resume from the newest checkpoint, and the end is bitwise the same."""
     site, evidence = sandbox.fresh("kill-node"), Evidence()
     undisturbed = sandbox.undisturbed_on_two_ranks
     with (
@@ -127,7 +126,6 @@ def _expect_link(
 
 
 def test_links_that_are_wrong_late_or_too_fast_are_complained_of() -> None:
-    """The expectation of the drill above can fail."""
     event = {"host": "node0", "peer": "node2", "send_bytes_per_second": 0.9e6, "message": "slow"}
     good, wrong, none = Evidence(), Evidence(), Evidence()
     _expect_link(good, ObservedEvent(event, 5.0), [event], "node2", 1.0)

@@ -24,7 +24,6 @@ from longtake.cluster.findings import (
 
 
 def test_an_outlier_differs_from_the_majority() -> None:
-    """One of eight nodes with another version is the outlier, and what it lacks is absent there."""
     facts = {f"gpu{n:02d}": {"torch": "2.13", "av": "17"} for n in range(8)}
     facts["gpu07"] = {"torch": "2.12"}
     result = same_everywhere("packages", facts, "error", "")
@@ -70,8 +69,6 @@ def test_far_from_the_median() -> None:
 
 
 def test_a_number_is_bad_beyond_a_factor_or_a_limit() -> None:
-    """An error from `error_factor` on; nothing on the good side of `harmless`."""
-
     def judge(**values: float) -> list[tuple[str, ...]]:
         result = far_from_median(
             "writing, MB/s",
@@ -125,7 +122,6 @@ def test_two_hundred_nodes_fit_on_a_screen() -> None:
 
 
 def test_of_a_few_nodes_each_has_a_column() -> None:
-    """Numbers stand below their node's name; the values of the others are not lost."""
     result = CheckResult(measures=[NodeMeasure("clock ahead", "ms", {"a": 0.0, "b": 12.5}, ("b",))])
     lines = _shown(_report(["a", "b"], result)).splitlines()
     assert any(line.split() == ["measured", "a", "b"] for line in lines)
@@ -142,7 +138,6 @@ def test_of_a_few_nodes_each_has_a_column() -> None:
     ],
 )
 def test_the_worst_decides(severities: list[Severity], status: int, verdict: str) -> None:
-    """The exit status and the last line follow from the worst finding, which is report first."""
     findings = [Finding(each, ("a",), f"{each}!") for each in severities]
     report = _report(["a"], CheckResult(findings, skipped=[SkippedCheck("links", "one node")]))
     assert report["exit_status"] == status

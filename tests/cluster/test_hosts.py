@@ -53,6 +53,5 @@ def test_a_cable_is_pulled_and_put_back(cluster: Cluster) -> None:
 
 
 def test_what_fails_on_a_host_is_told_with_its_reason(cluster: Cluster) -> None:
-    """Which command, where, and what it said."""
     with pytest.raises(RunError, match=r"ip link set nothing up failed on the host node0: .*noth"):
         cluster.must("node0", "ip", "link", "set", "nothing", "up")

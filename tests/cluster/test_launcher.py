@@ -27,8 +27,6 @@ _QUICK = ("data.workers=0", "watch.enabled=false", "tracking.tensorboard=false")
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """Exit code and output of a launch."""
-
     code: int
     said: str
 
@@ -120,7 +118,6 @@ def _events(site: TrainingSite, kind: str) -> list[dict[str, object]]:
 
 @pytest.mark.slow
 def test_a_signal_lets_all_ranks_save(site: TrainingSite, stopped: LaunchResult) -> None:
-    """It is passed on to all of them; the exit code asks to run the launch again."""
     assert stopped.code == os.EX_TEMPFAIL, stopped.said
     (event,) = _events(site, "interrupted")
     assert event["by"] == "SIGUSR1"
@@ -141,7 +138,6 @@ def test_a_launch_on_one_node_listens_on_this_machine_only(
 def test_a_killed_rank_is_named_and_the_run_goes_on(
     site: TrainingSite, restarted: LaunchResult
 ) -> None:
-    """On the terminal, in the log of the rank that waited for it, and in an event."""
     assert restarted.code == 0, restarted.said
     named = "Rank 1 of 2 on "
     assert "killed by SIGKILL" in restarted.said
@@ -160,7 +156,6 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(
 
 @pytest.mark.slow
 def test_each_rank_of_each_start_has_a_log(site: TrainingSite, restarted: LaunchResult) -> None:
-    """Two launches, one of which started its ranks twice; rank 0 was heard on the terminal too."""
     logs = sorted(site.run.path.glob("nodes/*/logs/*/*.log"))
     assert [path.name for path in logs] == ["rank_0000.log", "rank_0001.log"] * 3
     assert "Done: step 50" in logs[-2].read_text()
@@ -172,7 +167,6 @@ def test_each_rank_of_each_start_has_a_log(site: TrainingSite, restarted: Launch
 def test_a_mistake_is_not_tried_again(
     site: TrainingSite, restarted: LaunchResult, tmp_path: Path
 ) -> None:
-    """All ranks refuse it."""
     ended = _launch(site, "--set", "data.catalog=gone.parquet", "--set", f"out={tmp_path / 'run'}")
     assert ended.code == 2
     assert "gone.parquet does not exist" in ended.said

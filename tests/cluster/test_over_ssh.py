@@ -45,7 +45,6 @@ def _package(folder: Path, version: str) -> None:
 def test_nodes_that_differ(
     three_hosts: Cluster, write_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Another package, recipe and run directory on one node are named; so is one that is off."""
     local = tmp_path / "local"
     own = {host: three_hosts.own(host, _made(local)) for host in ("node0", "node1")}
     for host, version, rate in (("node0", "17.0.1", "3e-3"), ("node1", "16.1.0", "1e-3")):

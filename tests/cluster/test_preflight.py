@@ -34,7 +34,6 @@ _CONTAINER = ["unshare", "--mount", "sh", "-c", _OWN_MEMORY, "sh"]
 def test_two_processes_under_torchrun(
     torchrun: list[str], write_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """One report of one node with two processes; nothing is left in the run directory."""
     recipe = write_recipe(tmp_path / "r.toml")
     command = [*torchrun, "-m", "longtake", "preflight", str(recipe), "--json"]
     done = subprocess.run(
@@ -98,7 +97,6 @@ def _check(name: str) -> Check:
     "name", ["inspection", "environment", "limits", "time sync", "host names", "addresses"]
 )
 def test_what_a_node_measures_is_json(name: str) -> None:
-    """Whatever this machine is like, it can be sent to another."""
     found = measure_within(30.0, _check(name), CheckContext(ProcessInfo(host="here")))
     assert "failed" not in found
     assert json.loads(json.dumps(found)) == found
@@ -106,7 +104,6 @@ def test_what_a_node_measures_is_json(name: str) -> None:
 
 
 def test_checks_have_names_of_their_own() -> None:
-    """Facts are kept by them."""
     names = [check.name for check in CHECKS]
     assert len(set(names)) == len(names)
 

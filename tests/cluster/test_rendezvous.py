@@ -28,8 +28,6 @@ def _processes(count: int) -> list[ProcessInfo]:
 
 
 def test_facts_go_to_rank_0_and_a_value_of_rank_0_to_all() -> None:
-    """Facts come to rank 0 by rank; a value of rank 0 comes to all."""
-
     def take_part(process: ProcessInfo) -> tuple[dict[int, str], str]:
         rendezvous = Rendezvous(process, 5.0)
         found = rendezvous.gather("facts", f"of {process.host}")
@@ -44,7 +42,6 @@ def test_facts_go_to_rank_0_and_a_value_of_rank_0_to_all() -> None:
 
 
 def test_a_single_process_needs_no_store() -> None:
-    """It is rank 0, and waits for no process."""
     rendezvous = Rendezvous(ProcessInfo(host="laptop"), _SECONDS)
     assert rendezvous.gather("facts", [1]) == {0: [1]}
     assert rendezvous.from_first("word", "x") == "x"
@@ -96,7 +93,6 @@ def test_a_process_that_never_comes_is_named() -> None:
 
 
 def test_a_first_process_that_cannot_be_reached() -> None:
-    """No process listens at the address: an error with address and name, within the time."""
     second = _processes(2)[1]
     with pytest.raises(LongtakeError, match=r"gpu1 \(rank 1\) cannot reach 127.0.0.1:\d+"):
         Rendezvous(second, 0.2)

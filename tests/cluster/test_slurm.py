@@ -55,7 +55,6 @@ def test_it_is_a_shell_script(job: BatchJob) -> None:
 
 
 def test_it_requests_what_the_options_say(job: BatchJob) -> None:
-    """One launcher per node; the signal goes to the shell, which passes it on."""
     requested = [line for line in job.script().splitlines() if line.startswith("#SBATCH")]
     for flag in (
         "--nodes=24",
@@ -71,7 +70,6 @@ def test_it_requests_what_the_options_say(job: BatchJob) -> None:
 
 
 def test_flags_of_the_user_replace_ours(job: BatchJob) -> None:
-    """Each flag is there once; quotes are written so that sbatch reads them."""
     flags = ('comment=it is "so"', "mem=100G", "partition=gpu", "--no-kill")
     text = _with_slurm(job, flags=flags, cpus=16).script()
     assert '#SBATCH --comment="it is \\"so\\""\n' in text
@@ -90,7 +88,6 @@ def test_what_sbatch_could_not_read_is_refused(job: BatchJob, flag: str) -> None
 
 
 def test_the_shell_reads_names_and_values_as_they_are(job: BatchJob) -> None:
-    """Also with spaces, quotes and dollars."""
     lines = [
         line for line in job.script().splitlines() if line.startswith(("longtake=", "recipe="))
     ]

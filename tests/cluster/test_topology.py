@@ -26,7 +26,6 @@ _SLURM = {
 
 
 def test_alone() -> None:
-    """Without their variables a process is alone, and meets nobody."""
     process = find_process({})
     assert (process.rank, process.world_size, process.address) == (0, 1, None)
 
@@ -65,7 +64,6 @@ def test_a_batch_script_of_slurm_is_no_task() -> None:
 
 
 def test_half_an_environment_is_an_error_in_words() -> None:
-    """A rank without the address to meet at names the variable that is missing."""
     with pytest.raises(LongtakeError, match="MASTER_ADDR"):
         find_process({"RANK": "0", "WORLD_SIZE": "2"})
 
@@ -80,7 +78,6 @@ def test_half_an_environment_is_an_error_in_words() -> None:
     ],
 )
 def test_lists_of_hosts(text: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm's short form is spelt out in its order, with its leading zeros, without scontrol."""
     monkeypatch.setenv("PATH", "")
     assert list(expand_hosts(text)) == expected
 
@@ -97,12 +94,10 @@ def test_lists_of_hosts(text: str, expected: list[str], monkeypatch: pytest.Monk
     ],
 )
 def test_many_names_in_one_line(nodes: list[str], expected: str) -> None:
-    """Names that differ in their last number are folded, in the numbers' order."""
     assert fold_hosts(nodes) == expected
 
 
 def test_two_hundred_even_nodes_are_not_all_spelt_out() -> None:
-    """A line stays short whatever the pattern of names is."""
     assert len(fold_hosts(f"gpu{n}" for n in range(0, 400, 2))) < 60
 
 

@@ -78,10 +78,6 @@ def main() -> None:
         sys.exit(2)
 
 
-def _is_no_text(text: str) -> bool:
-    return any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
 def _show_version(wanted: bool) -> None:
     if wanted:
         print(f"longtake {__version__}")  # noqa: T201
@@ -190,7 +186,7 @@ def sample(
         from longtake.sampling.sampler import find_run, load_sampler
         from longtake.sampling.videos import check_out, references_by_name, write_samples
 
-        if any(_is_no_text(each) for each in prompt):
+        if any("\ud800" <= letter <= "\udfff" for each in prompt for letter in each):
             raise typer.BadParameter("a prompt is not valid UTF-8")
         recipe = find_run(run).recipe()
         references = references_by_name(reference or ())

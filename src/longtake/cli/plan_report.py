@@ -228,16 +228,13 @@ def _gradients(facts: Mapping[str, Any]) -> Iterator[str]:
     colour = "green" if reached == trained else "red"
     yield (f"[{colour}]Gradient reaches {reached} of {trained} trainable parameters.[/{colour}]")
     if unreached := gradients["unreached"]:
-        yield f"  without: {escape(_listed(unreached))}"
+        names, left = unreached[:_MOST_NAMES], len(unreached) - _MOST_NAMES
+        more = f" and {left} more" if left > 0 else ""
+        yield f"  without: {escape(', '.join(names) + more)}"
     for trap in facts["traps"]:
         kind = "[red]trap[/red]" if trap["stops"] else "[yellow]note[/yellow]"
         yield f"{kind} {escape(trap['block'])}: {escape(trap['trap'])}"
         yield f"  Fix: {escape(trap['fix'])}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def _size(gib: float) -> str:

@@ -158,15 +158,12 @@ def _threads(threads: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
     there = [each for each in threads if each["stack"]]
     for each in there[:_MOST_THREADS]:
         stack = each["stack"]
-        call = next((call for call in stack if not _is_pythons_own(call)), stack[0])
+        own = (c for c in stack if not is_library(c) or "/site-packages/" in c["file"])
+        call = next(own, stack[0])
         times = f" (in {each['count']})" if each["count"] > 1 else ""
         yield Text(f"  thread {', '.join(each['names'][:3])}{times}: {spelled(call)}", style="dim")
     if len(there) > _MOST_THREADS:
         yield Text(f"  and {len(there) - _MOST_THREADS} other kinds of threads", style="dim")
-
-
-def _is_pythons_own(call: Mapping[str, Any]) -> bool:
-    return is_library(call) and "/site-packages/" not in call["file"]
 
 
 # --- How processes and calls are put in words -----------------------------------------------------
@@ -234,7 +231,11 @@ def worth_showing(stack: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
     begun = list(stack)
     while len(begun) > 1 and any(name in begun[-1]["file"] for name in _STARTERS):
         begun.pop()
-    calls = [call for call in begun[1:] if not _only_leads_on(call)]
+    calls = [
+        call
+        for call in begun[1:]
+        if not (is_library(call) and call["function"].rpartition(".")[2] in _WRAPPERS)
+    ]
     inner = list(takewhile(is_library, calls))
     outer = [call for call in calls[len(inner) :] if not is_library(call)]
     if len(inner) > _MOST_LIBRARY_CALLS:
@@ -267,10 +268,6 @@ def place(file: str) -> str:
             return f"longtake/{below}" if mark == "/src/longtake/" else below
     here = f"{Path.cwd()}/"
     return file.removeprefix(here) if len(here) > 2 else file
-
-
-def _only_leads_on(call: Mapping[str, Any]) -> bool:
-    return is_library(call) and call["function"].rpartition(".")[2] in _WRAPPERS
 
 
 def _ranges(numbers: Sequence[int]) -> str:
