@@ -30,7 +30,7 @@ from longtake import config
 from longtake.checkpoint.store import keep_saver
 from longtake.config import ParallelSection, Recipe
 from longtake.data.index import index
-from longtake.data.ledger import begin_launch, keep_ledger, stream_names
+from longtake.data.ledger import Ledger, begin_launch, stream_names
 from longtake.data.loader import Batch, Loader
 from longtake.demo.shapes import write_clips
 from longtake.heartbeat import HeartbeatWriter, heartbeat_dir, heartbeat_session
@@ -259,7 +259,7 @@ def _longtake(
     with (
         keep_saver(run, world, recipe.checkpoint, start=0) as saver,
         keep_recorder(session, None, 0, {}) as recorder,
-        keep_ledger(folder, world.rank, streams) as ledger,
+        Ledger(folder, world.rank, streams) as ledger,
         heartbeat_session(writer),
     ):
         monitors = Monitors(guard, norms, saver, recorder, StopSignal())

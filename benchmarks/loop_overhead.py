@@ -28,7 +28,7 @@ from longtake import config
 from longtake.checkpoint.store import keep_saver
 from longtake.config import Recipe
 from longtake.data.index import index
-from longtake.data.ledger import begin_launch, keep_ledger, stream_names
+from longtake.data.ledger import Ledger, begin_launch, stream_names
 from longtake.data.loader import Loader
 from longtake.demo.shapes import write_clips
 from longtake.heartbeat import HeartbeatWriter, heartbeat_dir, heartbeat_session, set_phase
@@ -226,7 +226,7 @@ def _longtake(state: TrainingState, recipe: Recipe, steps: int) -> list[float]:
     with (
         keep_saver(run, _ALONE, recipe.checkpoint, start=0) as saver,
         keep_recorder(session, None, 0, {}) as recorder,
-        keep_ledger(folder, 0, streams) as ledger,
+        Ledger(folder, 0, streams) as ledger,
     ):
         monitors = Monitors(guard, norms, saver, recorder, StopSignal())
         train_steps(session, to_here, loader, ledger, monitors)

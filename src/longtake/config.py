@@ -216,8 +216,6 @@ class DataSection(_Section):
     sample_memory_gib: float = Field(1.0, gt=0, le=1024)
     """Memory that decoding one sample may take, in GiB; a clip that needs more is quarantined. A
     picture may have 64 million pixels for each GiB."""
-    prefetch_batches: int = Field(3, gt=0, le=1000)
-    """Batches decoded ahead of the training step."""
     frame_cache_gib: float = Field(1.0, ge=0, le=2**16)
     """Room, in each process, for decoded clips that are one window long; others are read anew."""
     max_quarantined_clips: int = Field(16, ge=0, le=_MAX_STEPS)
@@ -750,7 +748,6 @@ MAY_CHANGE_ON_RESUME = (
     "data.workers",
     "data.sample_timeout_seconds",
     "data.sample_memory_gib",
-    "data.prefetch_batches",
     "data.frame_cache_gib",
     "data.cache",
     "data.max_quarantined_clips",

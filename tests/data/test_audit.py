@@ -20,7 +20,6 @@ from longtake.data.catalog import Catalog
 from longtake.data.ledger import (
     Ledger,
     begin_launch,
-    keep_ledger,
     read_ledger,
     stream_names,
     with_checksum,
@@ -74,7 +73,7 @@ class _Run:
         ledger_path, history = self.directory.ledger_path, self.plan_history.history
         folder = begin_launch(ledger_path, steps.start, world_size, streams, history)
         for rank in range(world_size):
-            with keep_ledger(folder, rank, streams) as ledger:
+            with Ledger(folder, rank, streams) as ledger:
                 for step in steps:
                     _record(ledger, self.plan_history.batch(step), rank, world_size, lost)
         return self.plan_history
@@ -430,7 +429,7 @@ class _RolledBackRun:
     def train(self, count: int) -> None:
         """Train so many batches, or those that are left."""
         names = stream_names(self.loaders[0].data)
-        ledgers = [keep_ledger(self.folder, n, names) for n in range(len(self.loaders))]
+        ledgers = [Ledger(self.folder, n, names) for n in range(len(self.loaders))]
         open_ledgers = [each.__enter__() for each in ledgers]
         ends = [loader.end_after(count) for loader in self.loaders]
         streams = [loader.batches(end) for loader, end in zip(self.loaders, ends, strict=True)]

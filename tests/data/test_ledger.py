@@ -12,8 +12,8 @@ import torch
 
 from longtake.config import Bucket, DataSection
 from longtake.data.ledger import (
+    Ledger,
     begin_launch,
-    keep_ledger,
     read_ledger,
     short_identity,
     stream_names,
@@ -67,7 +67,7 @@ def _launch(folder: Path, start: int, ranks: Sequence[Sequence[Batch]]) -> Path:
     """A launch in which each rank trained some batches."""
     path = begin_launch(folder / "ledger", start, len(ranks), _STREAMS, [_entry(start)])
     for rank, batches in enumerate(ranks):
-        with keep_ledger(path, rank, _STREAMS) as ledger:
+        with Ledger(path, rank, _STREAMS) as ledger:
             for batch in batches:
                 ledger.record(batch)
             ledger.flush()
@@ -169,7 +169,7 @@ def test_streams_of_launches_are_matched_by_name(tmp_path: Path) -> None:
     _launch(tmp_path, 0, [[_batch(0, [1], stage="b")]])
     names = ("new/catalog", *_STREAMS)
     path = begin_launch(tmp_path / "ledger", 1, 1, names, [_entry(0)])
-    with keep_ledger(path, 0, names) as ledger:
+    with Ledger(path, 0, names) as ledger:
         ledger.record(_batch(1, [2], stage="b"))
     found = read_ledger(tmp_path / "ledger")
     assert {found.streams[number] for number in found.stream} == {"b/catalog"}
@@ -245,7 +245,7 @@ def test_more_streams_than_a_record_tells_apart_are_refused(tmp_path: Path) -> N
     path = begin_launch(
         tmp_path / "ledger", 0, 1, [f"s{n}/catalog" for n in range(127)], [_entry(0)]
     )
-    with keep_ledger(path, 0, [f"s{n}/catalog" for n in range(127)]) as ledger:
+    with Ledger(path, 0, [f"s{n}/catalog" for n in range(127)]) as ledger:
         ledger.record(_batch(0, [1], stage="s126", rejected=[2]))
     found = read_ledger(tmp_path / "ledger")
     assert found.stream.tolist() == [126, 126]

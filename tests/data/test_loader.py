@@ -21,7 +21,7 @@ from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
 from longtake.data.encode import write_video
 from longtake.data.index import index
-from longtake.data.loader import Batch, Loader
+from longtake.data.loader import PREFETCH_BATCHES, Batch, Loader
 from longtake.data.replan import SkippedRanges
 from longtake.errors import DataChangedError, DataError
 
@@ -64,10 +64,12 @@ def _loader(
     rank: int = 0,
     world_size: int = 1,
     kept: Path | None = None,
+    prefetch_batches: int = PREFETCH_BATCHES,
     **values: Any,
 ) -> Loader:
     return Loader(
         _section(path, **values),
+        prefetch_batches=prefetch_batches,
         batch_size=batch_size,
         seed=seed,
         rank=rank,
@@ -658,12 +660,20 @@ def test_spans_that_are_none_are_refused(span: tuple[int, int]) -> None:
 def _still_section(path: Path, **values: Any) -> DataSection:
     shape = {"num_frames": 1, "height": 16, "width": 16}
     where = {} if "catalogs" in values else {"catalog": path}
-    standard = {"buckets": [shape], "workers": 0, "stages": _STAGES, "prefetch_batches": 3}
+    standard = {"buckets": [shape], "workers": 0, "stages": _STAGES}
     return DataSection.model_validate({**where, **standard, **values})
 
 
-def _still_loader(path: Path, kept: Path | None = None, **values: Any) -> Loader:
-    return Loader(_still_section(path, **values), batch_size=_BATCH_SIZE, seed=3, kept=kept)
+def _still_loader(
+    path: Path, kept: Path | None = None, ahead: int = PREFETCH_BATCHES, **values: Any
+) -> Loader:
+    return Loader(
+        _still_section(path, **values),
+        batch_size=_BATCH_SIZE,
+        seed=3,
+        kept=kept,
+        prefetch_batches=ahead,
+    )
 
 
 def _told(batch: Batch) -> tuple[Any, ...]:
@@ -690,7 +700,7 @@ def test_skipped_batches_are_gone_round(stills: Path, still_batches: list[Batch]
     """However far is decoded ahead, all others are what they would have been."""
     kept = [number for number in range(len(still_batches)) if number not in (3, 4, 5, 9)]
     for ahead in (1, 3, 8):
-        loader = _still_loader(stills, prefetch_batches=ahead)
+        loader = _still_loader(stills, ahead=ahead)
         loader.skip(4, 6)
         loader.skip(9, 10)
         loader.skip(3, 4)
@@ -738,7 +748,7 @@ def test_batches_that_are_under_way_can_be_skipped(
     stills: Path, still_batches: list[Batch], first: int, end: int
 ) -> None:
     """Said after a batch, it holds from the next one on, though later ones are decoded already."""
-    loader, batches = _still_loader(stills, prefetch_batches=6), []
+    loader, batches = _still_loader(stills, ahead=6), []
     for batch in loader:
         batches.append(batch)
         if batch.step == 5:
@@ -756,7 +766,7 @@ def test_what_is_skipped_is_not_decoded(stills: Path, monkeypatch: pytest.Monkey
         return begin(self, step, feed)
 
     monkeypatch.setattr(Loader, "_begin", watched)
-    loader = _still_loader(stills, prefetch_batches=5)
+    loader = _still_loader(stills, ahead=5)
     loader.skip(3, 6)
     list(loader.batches(10))
     assert begun == [0, 1, 2, 6, 7, 8, 9]

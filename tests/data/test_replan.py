@@ -780,11 +780,17 @@ class _Run:
             catalog=self.folder / f"{change}.parquet",
             stages=[{"name": "only", "epochs": _NUM_EPOCHS}],
             workers=workers,
-            prefetch_batches=1 + workers,
             on_change=policy,
         )
         kept = self.folder / "kept"
-        loader = Loader(data, batch_size=4, rank=rank, world_size=world_size, kept=kept)
+        loader = Loader(
+            data,
+            batch_size=4,
+            rank=rank,
+            world_size=world_size,
+            kept=kept,
+            prefetch_batches=1 + workers,
+        )
         if self.state is not None:
             loader.load_state_dict(self.state)
         return loader

@@ -10,7 +10,7 @@ import pytest
 
 from longtake import config
 from longtake.checkpoint.files import commit, describe_files, list_files
-from longtake.data.ledger import begin_launch, keep_ledger, stream_names
+from longtake.data.ledger import Ledger, begin_launch, stream_names
 from longtake.data.loader import Batch, Loader
 from longtake.fsio import now
 from longtake.run_dir import Metrics, RunDirectory
@@ -47,7 +47,7 @@ class Teller:
         place = (loader.step, 1, names, loader.plan_history.history, loader.skipped)
         folder = begin_launch(self.run.ledger_path, *place)
         count = end - len(self.states) + 1
-        with keep_ledger(folder, 0, names) as ledger:
+        with Ledger(folder, 0, names) as ledger:
             for batch in loader.batches(loader.end_after(count)):
                 if batch.begins_epoch:
                     where = {"step": batch.step, "stage": "all", "source": "catalog"}

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,16 +101,18 @@ class Consumed:
 
 
 class Ledger:
-    """Appends what this rank consumed.
+    """Appends what this rank consumed, to the folder of a launch that `begin_launch` made.
 
     `counts` is False for all but one of the ranks of a context-parallel group, which have the same
     clips: those record only that a step is done.
     """
 
-    def __init__(self, path: Path, streams: Sequence[str], *, counts: bool = True) -> None:
-        self._path, self._counts = path, counts
-        with _writing(path):
-            self._file = open(path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115 - closed by `close`
+    def __init__(
+        self, folder: Path, rank: int, streams: Sequence[str], *, counts: bool = True
+    ) -> None:
+        self._path, self._counts = folder / f"rank_{rank:04d}.bin", counts
+        with _writing(self._path):
+            self._file = open(self._path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115 - closed by `__exit__`
         self._streams = {name: index for index, name in enumerate(streams)}
 
     def record(self, batch: "Batch") -> None:
@@ -146,7 +148,10 @@ class Ledger:
         with _writing(self._path):
             os.fsync(self._file.fileno())
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
 
@@ -177,18 +182,6 @@ def with_crc(record: bytes) -> bytes:
     for byte in record:
         checksum = _CRC[checksum ^ byte]
     return record + bytes([checksum])
-
-
-@contextmanager
-def keep_ledger(
-    folder: Path, rank: int, streams: Sequence[str], *, counts: bool = True
-) -> Iterator[Ledger]:
-    """The ledger of this rank in a launch's folder, which `begin_launch` made; see `Ledger`."""
-    ledger = Ledger(folder / f"rank_{rank:04d}.bin", streams, counts=counts)
-    try:
-        yield ledger
-    finally:
-        ledger.close()
 
 
 def stream_names(data: DataSection) -> list[str]:

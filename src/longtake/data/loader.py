@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from longtake.config import Bucket, DataSection
 from longtake.data.buckets import is_only_window, sample_seed, sample_window
-from longtake.data.cache import Cache, CachedSource, CacheFailure
+from longtake.data.cache import Cache, CachedBuffer, CachedSource, CacheFailure
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.decode_worker import DecodePool
@@ -70,42 +70,6 @@ class Batch:
     no_caption: dict[str, Tensor] = field(default_factory=dict)  # embeddings, [1, ...]
 
 
-class BatchBuffer(Protocol):
-    """Receives the samples of one batch, each at its place."""
-
-    def begin(self, place: int, clip: Clip, window: Window) -> None:
-        """Start to fetch a sample."""
-        ...
-
-    def wait(self, place: int) -> None:
-        """Return when a sample is fetched; raise ClipError if it cannot be."""
-        ...
-
-    def copy(self, source: int, place: int) -> None:
-        """Copy one sample to another place."""
-        ...
-
-    def fields(self) -> dict[str, Any]:
-        """The fields of the `Batch`."""
-        ...
-
-
-class SampleSource(Protocol):
-    """Fetches samples, several at a time."""
-
-    def buffer(self, shape: Bucket, num_places: int) -> BatchBuffer:
-        """An empty batch."""
-        ...
-
-    def incidents(self) -> list[WorkerIncident]:
-        """Incidents of its processes since the last call."""
-        ...
-
-    def close(self) -> None:
-        """End its processes or threads."""
-        ...
-
-
 Pixels = NDArray[np.uint8]
 
 
@@ -123,7 +87,7 @@ class FrameCache:
 
 
 class DecodingSource:
-    """Decodes clips and their reference pictures."""
+    """Decodes clips and their reference pictures; has the methods of a `CachedSource`."""
 
     def __init__(
         self,
@@ -210,8 +174,13 @@ class PixelBuffer:
         return {"videos": torch.from_numpy(self._videos), "references": references}
 
 
+PREFETCH_BATCHES = 3  # decoded ahead of the training step
 _MAX_CLIP_RECORDS = 2**14
 _REMEDY = "Are the files still where they were indexed? Run longtake data index again."
+
+
+SampleSource = DecodingSource | CachedSource
+BatchBuffer = PixelBuffer | CachedBuffer
 
 
 class _Sample(NamedTuple):
@@ -250,6 +219,7 @@ class Loader:
         kept: the folder of the catalogs that were trained on, which a run needs to resume after
             its data changed.
         heartbeats: folder for the heartbeats of decoding processes; None: none are written.
+        prefetch_batches: decoded ahead of the training step, at least.
 
     Raises:
         DataError: a catalog cannot be read, the batch size does not fit, or further pictures are
@@ -266,6 +236,7 @@ class Loader:
         world_size: int = 1,
         kept: Path | None = None,
         heartbeats: Path | None = None,
+        prefetch_batches: int = PREFETCH_BATCHES,
     ) -> None:
         if batch_size < world_size:
             raise DataError(
@@ -279,6 +250,7 @@ class Loader:
         self._batch_size = batch_size
         self._seed = seed
         self._kept = kept
+        self._prefetch_batches = prefetch_batches
         self.heartbeats = None if heartbeats is None else HeartbeatDir(heartbeats, rank)
         local_size = num_places(batch_size, world_size)
         self._mine = range(rank * local_size, (rank + 1) * local_size)
@@ -473,7 +445,7 @@ class Loader:
         if not waiting or waiting[0].planned.step != self._step:  # it was skipped since
             waiting.clear()
             prefetch.following = self._step
-        ahead = max(self.data.prefetch_batches, -(-(self.data.workers + 1) // len(self._mine)))
+        ahead = max(self._prefetch_batches, -(-(self.data.workers + 1) // len(self._mine)))
         while len(waiting) <= ahead and (end is None or prefetch.following < end):
             waiting.append(self._begin(prefetch.following, prefetch.source))
             prefetch.following = self._skipped.next_kept(prefetch.following + 1)
@@ -524,7 +496,11 @@ class Loader:
             identities=tuple(sample.clip.identity for sample in samples),
             epochs=tuple(sample.epoch for sample in samples),
             weights=torch.tensor([float(sample is not None) for sample in found]),
-            rejected=tuple(self._rejected(planned, found)),
+            rejected=tuple(
+                (self._clip(planned.catalog, planned.rows[number]).identity, planned.epochs[number])
+                for number, sample in zip(self._mine, found, strict=True)
+                if sample is None and number < len(planned.rows)
+            ),
             **buffer.fields(),
         )
 
@@ -540,14 +516,6 @@ class Loader:
                 self._failures[sample.clip.identity] = str(error)
             return None
         return None if is_out else sample
-
-    def _rejected(
-        self, planned: PlannedBatch, found: Sequence[_Sample | None]
-    ) -> Iterator[tuple[str, int]]:
-        for place, sample in zip(self._mine, found, strict=True):
-            if sample is None and place < len(planned.rows):
-                clip = self._clip(planned.catalog, planned.rows[place])
-                yield clip.identity, planned.epochs[place]
 
     def _filler(self, planned: PlannedBatch, buffer: BatchBuffer, place: int) -> _Sample:
         """Fetch any decodable clip of the batch, or else of its bucket."""

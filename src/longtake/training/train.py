@@ -14,7 +14,7 @@ from rich.console import Console
 from longtake import heartbeat
 from longtake.checkpoint.store import keep_saver
 from longtake.config import Bucket, Recipe
-from longtake.data.ledger import begin_launch, keep_ledger, stream_names
+from longtake.data.ledger import Ledger, begin_launch, stream_names
 from longtake.data.loader import Loader
 from longtake.data.plan import refuse_missing, review
 from longtake.errors import DataError
@@ -284,7 +284,7 @@ def _train_with_rollbacks(
     names, saver, recorder = stream_names(session.recipe.data), monitors.saver, monitors.recorder
     world = session.world
     while True:
-        with keep_ledger(ledger_path, world.rank, names, counts=world.speaks_for_data) as ledger:
+        with Ledger(ledger_path, world.rank, names, counts=world.speaks_for_data) as ledger:
             ended = train_steps(session, state, loader, ledger, monitors)
         failure = saver.take_failure()  # waits for the last save
         recorder.saved(saver.finished())
