@@ -24,8 +24,7 @@ import pytest
 from longtake.data import tasks
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Item, Media
-from longtake.data.decode import Probe
-from longtake.data.index import probe_items
+from longtake.data.decode import Probe, ProbeTask
 from longtake.data.scores import MotionScore
 from longtake.errors import ClipError, DataError
 
@@ -157,15 +156,17 @@ def _workers() -> list[psutil.Process]:
 
 def test_a_clip_that_hangs_its_decoder_costs_itself(ray: ModuleType, shapes_catalog: Path) -> None:
     items = [Item(clip.media) for clip in islice(Catalog.load(shapes_catalog).clips(), 4)]
-    outcomes = probe_items(items, on="ray", workers=1, silence_seconds=1.5)
+    task = ProbeTask(silence_seconds=1.5)
+    outcomes = (each for _, each in tasks.run_tasks(task, items, on="ray", workers=1))
     first = next(outcomes)
     (worker,) = _workers()
     worker.send_signal(signal.SIGSTOP)
     second, *others = outcomes
-    assert isinstance(second.found, ClipError)
-    assert second.found.reason.startswith("decoding made no progress for 1.5 s")
-    assert [each.is_lasting for each in (first, second, *others)] == [True, False, True, True]
-    assert all(isinstance(each.found, Probe) for each in (first, *others))
+    found, is_lasting = zip(first, second, *others, strict=True)
+    assert isinstance(found[1], ClipError)
+    assert found[1].reason.startswith("decoding made no progress for 1.5 s")
+    assert is_lasting == (True, False, True, True)
+    assert all(isinstance(each, Probe) for each in (found[0], *found[2:]))
     worker.wait(20)
 
 
@@ -173,11 +174,11 @@ def test_the_items_of_a_lost_worker_are_done_by_another(
     ray: ModuleType, shapes_catalog: Path
 ) -> None:
     items = [Item(clip.media) for clip in islice(Catalog.load(shapes_catalog).clips(), 4)]
-    outcomes = probe_items(items, on="ray", workers=1)
+    outcomes = tasks.run_tasks(ProbeTask(), items, on="ray", workers=1)
     next(outcomes)
     (worker,) = _workers()
     worker.parent().kill()
-    assert all(isinstance(each.found, Probe) for each in outcomes)
+    assert all(isinstance(found, Probe) for _, (found, _) in outcomes)
     worker.wait(20)
 
 
@@ -191,7 +192,7 @@ def test_a_file_that_only_this_machine_sees_is_named(ray: ModuleType, shapes_cat
     path = f"/proc/self/fd/{descriptor}"
     items = [Item(Media(path))]
     with pytest.raises(DataError) as caught:
-        list(probe_items(items, on="ray", workers=1))
+        list(tasks.run_tasks(ProbeTask(), items, on="ray", workers=1))
     os.close(descriptor)
     here = socket.gethostname()
     assert f"{path} is there on {here}, but not on {here}. Put it on a disk" in str(caught.value)

@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from longtake.data.clip import Item, Media
-from longtake.data.decode import Limits, decoded, opened, probe_image, read_image, rgb
+from longtake.data.decode import Limits, ProbeTask, decoded, opened, probe_image, read_image, rgb
 from longtake.data.decode_worker import DecodePool
 from longtake.data.encode import write_video
 from longtake.data.figures import CropRow, contact_sheet
-from longtake.data.index import index, probe_items
+from longtake.data.index import index
 from longtake.data.summary import show
+from longtake.data.tasks import run_tasks
 from longtake.data.window import Crop, ReferencePicture
 from longtake.errors import ClipError
 
@@ -303,10 +304,9 @@ def _png(path: Path, width: int, height: int, pixels: bytes = b"") -> Path:
 
 def _found(path: Path, limits: Limits) -> tuple[str, bool]:
     """Why a file is rejected, and whether it would be again."""
-    items = [Item(Media(str(path)))]
-    (outcome,) = probe_items(items, workers=1, limits=limits)
-    assert isinstance(outcome.found, ClipError), outcome.found
-    return outcome.found.reason, outcome.is_lasting
+    ((_, (found, is_lasting)),) = run_tasks(ProbeTask(limits), [Item(Media(str(path)))], workers=1)
+    assert isinstance(found, ClipError), found
+    return found.reason, is_lasting
 
 
 @pytest.mark.parametrize(("make", "name"), [(_gif, "large.gif"), (_png, "large.png")])

@@ -24,7 +24,7 @@ from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.decode_worker import DecodePool
 from longtake.data.plan import Plan, Stream
-from longtake.data.stages import attribute_of, values
+from longtake.data.stages import parse_condition, values
 from longtake.data.window import Window
 from longtake.drawing import (
     INK,
@@ -435,7 +435,9 @@ def _numbers_of_interest(
     catalog: Catalog, plan: Plan, data: DataSection
 ) -> Mapping[str, NDArray[np.float64]]:
     """[N] values by name: all scores, and what stages have conditions on."""
-    asked = [attribute_of(condition) for each in plan.stages for condition in each.stage.where]
+    asked = [
+        parse_condition(condition)[0] for each in plan.stages for condition in each.stage.where
+    ]
     asked += [data.difficulty] if data.difficulty else []
     found = {}
     for name in dict.fromkeys([*_scores(catalog), *asked]):

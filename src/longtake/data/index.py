@@ -5,7 +5,7 @@ modification time are the same, and a journal beside it those that an interrupte
 """
 
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
@@ -28,7 +28,6 @@ from longtake.data.clip import Clip, Item, Media
 from longtake.data.decode import DEFAULT, Limits, Probe, ProbeTask
 from longtake.data.sources import FoundMedia, find, is_sidecar, read_captions
 from longtake.data.tasks import run_tasks
-from longtake.data.workers import SILENCE_SECONDS
 from longtake.errors import ClipError, DataError
 from longtake.fsio import Journal, make_writable
 
@@ -84,66 +83,37 @@ class ProbeJournal(Journal[_Entry]):
         return known
 
 
-class KnownProbes:
-    """Results for unchanged files, from an older catalog and from a journal."""
-
-    def __init__(
-        self, catalog: Catalog | None, journal: dict[str, tuple[Stamp, Probe | ClipError]]
-    ) -> None:
-        self._journal = journal
-        self._catalog = catalog
-        self._rows: dict[str, tuple[Stamp, int]] = {}
-        self._reasons: dict[str, tuple[Stamp, str]] = {}
-        if catalog is not None:
-            self._remember(catalog)
-
-    def _remember(self, catalog: Catalog) -> None:
+def known_probes(
+    catalog: Catalog | None, journal: ProbeJournal, stamps: Mapping[str, Stamp]
+) -> dict[str, Probe | ClipError]:
+    """The results for unchanged files, by `str(media)`, from an older catalog and a journal."""
+    known: dict[str, tuple[Stamp, Probe | ClipError | int]] = {}  # an int is a row of the catalog
+    if catalog is not None:
         columns = ("path", "member", "identity", "file_bytes", "file_mtime_ns")
         lists = [catalog.table[name].to_pylist() for name in columns]
-        rows = {identity: row for row, identity in enumerate(lists[2])}
+        row_of = {identity: row for row, identity in enumerate(lists[2])}
         for path, member, identity, num_bytes, mtime_ns in zip(*lists, strict=True):
-            if num_bytes is not None:
-                known = Stamp(num_bytes, mtime_ns), rows[identity]
-                self._rows[str(Media(path, member))] = known
+            known[str(Media(path, member))] = Stamp(num_bytes, mtime_ns), row_of[identity]
         for entry in catalog.set_aside.to_pylist():
-            if entry["file_bytes"] is None:
-                continue
-            stamp = Stamp(entry["file_bytes"], entry["file_mtime_ns"])
-            if entry["identity"] in rows:
-                self._rows[entry["path"]] = stamp, rows[entry["identity"]]
-            else:
-                self._reasons[entry["path"]] = stamp, entry["reason"]
-
-    def recall(self, stamps: Mapping[str, Stamp]) -> dict[str, Probe | ClipError]:
-        """The results for files with the same stamp as before, by `str(media)`."""
-        results: dict[str, Probe | ClipError] = {}
-        rows = {}
-        for name, stamp in stamps.items():
-            if (written := _same(self._journal, name, stamp)) is not None:
-                results[name] = written
-            elif (row := _same(self._rows, name, stamp)) is not None:
-                rows[name] = row
-            elif (reason := _same(self._reasons, name, stamp)) is not None:
-                results[name] = ClipError(name, reason)
-        return results | self._probes(rows)
-
-    def _probes(self, rows: Mapping[str, int]) -> dict[str, Probe | ClipError]:
-        if self._catalog is None:
-            return {}
-        probes: dict[str, Probe | ClipError] = {}
+            path, stamp = entry["path"], Stamp(entry["file_bytes"], entry["file_mtime_ns"])
+            row = row_of.get(entry["identity"])
+            known[path] = stamp, ClipError(path, entry["reason"]) if row is None else row
+    known |= journal.known()
+    same = {
+        name: known[name][1]
+        for name, stamp in stamps.items()
+        if name in known and known[name][0] == stamp
+    }
+    results = {name: found for name, found in same.items() if not isinstance(found, int)}
+    rows = {name: found for name, found in same.items() if isinstance(found, int)}
+    if catalog is not None:
         names = list(rows)
         for start in range(0, len(names), _ROWS_AT_ONCE):
             some = names[start : start + _ROWS_AT_ONCE]
-            table = self._catalog.table.take([rows[name] for name in some])
-            clips = Catalog(table, self._catalog.set_aside).clips()
-            for name, clip in zip(some, clips, strict=True):
-                probes[name] = Probe(**{field: getattr(clip, field) for field in _PROBE_FIELDS})
-        return probes
-
-
-def _same(known: Mapping[str, tuple[Stamp, _T]], name: str, stamp: Stamp) -> _T | None:
-    before = known.get(name)
-    return before[1] if before is not None and before[0] == stamp else None
+            table = catalog.table.take([rows[name] for name in some])
+            for name, clip in zip(some, Catalog(table, catalog.set_aside).clips(), strict=True):
+                results[name] = Probe(**{field: getattr(clip, field) for field in _PROBE_FIELDS})
+    return results
 
 
 def stamp_of(path: str) -> Stamp | None:
@@ -153,30 +123,6 @@ def stamp_of(path: str) -> Stamp | None:
     except OSError:
         return None
     return Stamp(status.st_size, status.st_mtime_ns)
-
-
-@dataclass(frozen=True)
-class ProbeOutcome:
-    """The result for one item."""
-
-    item: Item
-    found: Probe | ClipError
-    is_lasting: bool = True  # whether the same bytes always give the same result
-
-
-def probe_items(
-    items: Sequence[Item],
-    *,
-    on: str | None = None,
-    workers: int | None = None,
-    silence_seconds: float = SILENCE_SECONDS,
-    limits: Limits = DEFAULT,
-) -> Generator[ProbeOutcome]:
-    """Probe every item and yield the results in the order of completion."""
-    task = ProbeTask(limits, silence_seconds)
-    with closing(run_tasks(task, items, on=on, workers=workers)) as results:
-        for number, (found, is_lasting) in results:
-            yield ProbeOutcome(items[number], found, is_lasting)
 
 
 @dataclass(frozen=True)
@@ -290,24 +236,25 @@ def probe_all(
     journal = ProbeJournal(out)
     if fresh:
         journal.remove()
-    known = KnownProbes(None if fresh else _catalog_before(out), journal.known())
     stamp_of_file = cache(stamp_of)  # once for a tar, not once for each member
     found = {str(item.media): stamp_of_file(item.media.path) for item in items}
     stamps = {name: stamp for name, stamp in found.items() if stamp is not None}
-    results = known.recall(stamps)
+    results = known_probes(None if fresh else _catalog_before(out), journal, stamps)
     probed = ProbeResults(results, stamps, len(results), journal)
     with journal:
         if progress is not None and probed.results:
             progress(len(probed.results), len(items))
         new = [item for item in items if str(item.media) not in probed.results]
-        with closing(probe_items(new, on=on, workers=workers, limits=limits)) as outcomes:
-            for outcome in outcomes:
-                name = str(outcome.item.media)
-                probed.results[name] = outcome.found
-                if not outcome.is_lasting:
+        task = ProbeTask(limits)
+        with closing(run_tasks(task, new, on=on, workers=workers)) as outcomes:
+            for number, (result, is_lasting) in outcomes:
+                media = new[number].media
+                name = str(media)
+                probed.results[name] = result
+                if not is_lasting:
                     del probed.stamps[name]
                 elif name in probed.stamps:
-                    probed.journal.note(outcome.item.media, probed.stamps[name], outcome.found)
+                    journal.note(media, probed.stamps[name], result)
                 if progress is not None:
                     progress(len(probed.results), len(items))
     return probed

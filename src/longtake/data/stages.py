@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -40,18 +40,10 @@ class Selection:
 
 def select(catalog: Catalog, stage: Stage, data: DataSection) -> Selection:
     """The clips that meet all of a stage's conditions, sorted into its buckets."""
-    captioned = pc.not_equal(catalog.table["caption"], "").to_numpy()
-    kept = np.flatnonzero(captioned).astype(np.uint32)
-    dropped: Counter[str] = Counter({NO_CAPTION: len(catalog) - len(kept)})
-    everyone = kept
-    for condition in stage.where:
-        meets = _meets(catalog, condition, everyone, data)[np.searchsorted(everyone, kept)]
-        dropped[f"not {condition}"] += int(np.count_nonzero(~meets))
-        kept = kept[meets]
-    if stage.drop_hardest:
-        hardest = _hardest(catalog, kept, stage.drop_hardest, data)
-        dropped["the hardest"] += int(np.count_nonzero(hardest))
-        kept = kept[~hardest]
+    dropped, num_left = Counter[str](), len(catalog)
+    for reason, kept in drop_in_turn(catalog, stage, data):
+        dropped[reason] += num_left - len(kept)
+        num_left = len(kept)
     shapes = stage.buckets or data.buckets
     members, unfit = sort_into_buckets(
         catalog, kept, shapes, data.frame_stride, stills=data.stills_from_videos
@@ -60,6 +52,19 @@ def select(catalog: Catalog, stage: Stage, data: DataSection) -> Selection:
     if not len(members):
         raise DataError(_nothing_left(catalog, stage, data, dropped))
     return Selection(members, dropped)
+
+
+def drop_in_turn(catalog: Catalog, stage: Stage, data: DataSection) -> Iterator[tuple[str, Rows]]:
+    """Each reason to drop clips, in order, and the clips that are left then."""
+    captioned = pc.not_equal(catalog.table["caption"], "").to_numpy()
+    kept = everyone = np.flatnonzero(captioned).astype(np.uint32)
+    yield NO_CAPTION, kept
+    for condition in stage.where:
+        kept = kept[_meets(catalog, condition, everyone, data)[np.searchsorted(everyone, kept)]]
+        yield f"not {condition}", kept
+    if stage.drop_hardest:
+        kept = kept[~_hardest(catalog, kept, stage.drop_hardest, data)]
+        yield "the hardest", kept
 
 
 def values(catalog: Catalog, name: str, data: DataSection) -> NDArray[Any]:
@@ -81,11 +86,7 @@ def values(catalog: Catalog, name: str, data: DataSection) -> NDArray[Any]:
     )
 
 
-def attribute_of(condition: str) -> str:
-    return _parsed(condition)[0]
-
-
-def _parsed(condition: str) -> tuple[str, str, str]:
+def parse_condition(condition: str) -> tuple[str, str, str]:
     """Attribute, operator and value."""
     parsed = _CONDITION.fullmatch(condition)
     if parsed is None:
@@ -108,7 +109,7 @@ def _only_score(catalog: Catalog) -> str:
 
 def _meets(catalog: Catalog, condition: str, rows: Rows, data: DataSection) -> NDArray[np.bool_]:
     """Which of some clips meet a condition; quantiles are those of these clips."""
-    name, operator, text = _parsed(condition)
+    name, operator, text = parse_condition(condition)
     column = values(catalog, name, data)[rows]
     if name in _TEXTS:
         bound: Any = text.strip("\"'")

@@ -20,7 +20,7 @@ from longtake.config import Bucket, DataSection, Recipe, Stage
 from longtake.data.buckets import Rows, sort_into_buckets
 from longtake.data.catalog import Catalog
 from longtake.data.plan import Plan, StagePlan, Stream, begin, drifts, review
-from longtake.data.stages import select
+from longtake.data.stages import drop_in_turn, select
 from longtake.errors import DataError
 from longtake.formatting import escape, format_duration
 
@@ -125,9 +125,6 @@ def _count(mask: pa.ChunkedArray) -> int:
     return int(pc.sum(mask).as_py() or 0)
 
 
-_ANY_CLIP = Bucket(num_frames=1, height=16, width=16)
-
-
 @dataclass(frozen=True)
 class ClipAssignment:
     """The bucket of each clip of a catalog in one stage, and the reason if it is dropped."""
@@ -156,39 +153,25 @@ class ClipAssignment:
 
 def assign_clips(catalog: Catalog, stage: Stage, data: DataSection) -> ClipAssignment:
     shapes = stage.buckets or data.buckets
-    code = np.full(len(catalog), -1, np.int16)
-    reasons: list[str] = []
-    known: Counter[str] = Counter()
-    is_left = np.ones(len(catalog), bool)
-    for rows, dropped in _step_by_step(catalog, stage, data):
+    selection = select(catalog, stage, data)
+    reasons = tuple(selection.dropped)
+    code, is_left = np.full(len(catalog), -1, np.int16), np.ones(len(catalog), bool)
+    last = reasons[-1] if reasons else ""  # if no condition drops them, no bucket takes them
+    for reason, rows in [
+        *drop_in_turn(catalog, stage, data),
+        (last, selection.members.all_rows()),
+    ]:
         still = np.zeros(len(catalog), bool)
         still[rows] = True
-        for reason in dropped - known:  # one, or none if this step drops no clip
-            code[is_left & ~still] = len(reasons)
-            reasons.append(reason)
-        is_left, known = still, dropped
+        if reason in reasons:
+            code[is_left & ~still] = reasons.index(reason)
+        is_left = still
     stills = data.stills_from_videos
     best = _best(catalog, dict(enumerate(shapes)), data.frame_stride, stills=stills)
     nearest = _nearest(catalog, shapes, stills)
     home = np.where(best < 0, nearest, best)
     is_closer = _off(catalog, shapes, nearest) < _off(catalog, shapes, home)
-    return ClipAssignment(shapes, tuple(reasons), home, code, is_closer & is_left)
-
-
-def _step_by_step(
-    catalog: Catalog, stage: Stage, data: DataSection
-) -> Iterator[tuple[Rows, Counter[str]]]:
-    """What is left, and what was dropped by reason, after each further condition of a stage.
-
-    `select`, which training calls, is called here with fewer conditions, so both agree.
-    """
-    anything: dict[str, Any] = {"buckets": (_ANY_CLIP,), "drop_hardest": 0.0}
-    steps = [anything | {"where": stage.where[:n]} for n in range(len(stage.where) + 1)]
-    lenient = data.model_copy(update={"stills_from_videos": True})
-    asked = [*((step, lenient) for step in [*steps, {"buckets": (_ANY_CLIP,)}]), ({}, data)]
-    for step, section in asked:
-        selection = select(catalog, stage.model_copy(update=step), section)
-        yield selection.members.all_rows(), selection.dropped
+    return ClipAssignment(shapes, reasons, home, code, is_closer & is_left)
 
 
 def _nearest(catalog: Catalog, shapes: Sequence[Bucket], stills: bool) -> NDArray[np.int16]:

@@ -26,6 +26,7 @@ from typing import Any, Generic, NamedTuple
 
 from longtake.data.workers import Item, Result, Task, WorkerPool
 from longtake.errors import DataError, LongtakeError
+from longtake.formatting import first_line
 from longtake.fsio import make_writable
 from longtake.process import code_digest, num_cores
 
@@ -176,17 +177,13 @@ def _reach(address: str) -> None:
 
 def _unreachable(address: str | None, error: Exception) -> str:
     if address is None:
-        return f"Ray cannot be started here: {_first_line(error)}."
+        return f"Ray cannot be started here: {first_line(error).rstrip('.')}."
     return (
-        f"The Ray cluster at {address} cannot be reached: {_first_line(error)}. Is it running "
-        "(`ray start --head` on one node), is its client server's port open "
+        f"The Ray cluster at {address} cannot be reached: {first_line(error).rstrip('.')}. Is it "
+        "running (`ray start --head` on one node), is its client server's port open "
         f"({_CLIENT_PORT}, unless it was started otherwise), and is its Ray the version that is "
         "installed here? If it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH."
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 class ItemBatches(Generic[Item]):
@@ -370,8 +367,8 @@ class _RayRun(Generic[Item, Result]):
                             yield from self._on_results(ref, batches)
             except (ConnectionError, self._ray.exceptions.RaySystemError) as error:
                 raise DataError(
-                    f"The Ray cluster is gone: {_first_line(error)}. The same command again "
-                    "resumes where this one ended."
+                    f"The Ray cluster is gone: {first_line(error).rstrip('.')}. The same command "
+                    "again resumes where this one ended."
                 ) from error
             finally:
                 busy = (actor for actor, _ in self._busy.values())
